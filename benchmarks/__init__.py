@@ -1,0 +1,1 @@
+"""Measurements of Axonym against raw JAX, side by side in one process: `python -m benchmarks`."""

@@ -1,0 +1,38 @@
+"""`python -m benchmarks [section ...]` prints every measurement, or those of some sections, and marks what is over budget."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+
+import jax
+
+from . import calls, eager, importing, program, tracing
+from .harness import print_table
+
+SECTIONS = {
+    "calls": calls.rows,
+    "eager": eager.rows,
+    "tracing": tracing.rows,
+    "program": program.rows,
+    "import": importing.rows,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("sections", nargs="*", metavar="section", help=f"any of {', '.join(SECTIONS)}; all by default")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 when a row is over budget")
+    args = parser.parse_args()
+    unknown = [s for s in args.sections if s not in SECTIONS]
+    if unknown:
+        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    print(f"jax {jax.__version__}, Python {platform.python_version()}, {jax.default_backend()}\n")
+    rows = [row for name in args.sections or SECTIONS for row in SECTIONS[name]()]
+    print_table(rows)
+    return int(args.strict and any(r.over for r in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

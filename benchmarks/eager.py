@@ -1,0 +1,30 @@
+"""What names cost in single operations outside jit."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+import axonym as axn
+
+from .harness import Row, timed_row
+
+
+def rows() -> list[Row]:
+    """Everyday operations on small arrays, where dispatch is all there is."""
+    X = jnp.arange(8 * 16.0).reshape(8, 16)
+    B = jnp.arange(16.0)
+    W = jnp.ones((16, 32))
+    x, b, w = axn.named(X, ("batch", "embed")), axn.named(B, "embed"), axn.named(W, ("embed", "mlp"))
+    xt, XT = x.rearrange(("embed", "batch")), X.T
+    pairs = [
+        ("add, same axes", lambda: x + x, lambda: X + X, 1.1),
+        ("add, broadcast", lambda: x + b, lambda: X + B[None, :], 1.0),
+        ("add, transposed", lambda: x + xt, lambda: X + XT.T, 1.0),
+        ("multiply by a scalar", lambda: x * 2.0, lambda: X * 2.0, 1.1),
+        ("exp", lambda: axn.exp(x), lambda: jnp.exp(X), 1.1),
+        ("sum over an axis", lambda: x.sum("embed"), lambda: X.sum(1), 1.1),
+        ("dot", lambda: axn.dot(x, w, axis="embed"), lambda: X @ W, 1.2),
+        ("integer index", lambda: x["batch", 3], lambda: X[3], 0.5),
+        ("slice", lambda: x["embed", 2:6], lambda: X[:, 2:6], 1.0),
+    ]
+    return [timed_row("eager", what, ours, theirs, limit) for what, ours, theirs, limit in pairs]

@@ -1,0 +1,372 @@
+"""Axonym: named-axis arrays for JAX.
+
+A `NamedArray` is a JAX array whose axes have names. Operations speak of axes by name, never by position, so the order
+of axes never matters to what a program means.
+
+>>> Batch, Embed, Mlp = axn.make_axes(batch=2, embed=3, mlp=4)
+>>> x, w = axn.ones((Batch, Embed)), axn.ones((Mlp, Embed))
+>>> axn.dot(x, w, axis=Embed).mean(Batch)
+NamedArray(float32[mlp=4], [3. 3. 3. 3.])
+"""
+
+from . import linalg as linalg
+from ._methods import attach as _attach
+from .array import (
+    NamedArray as NamedArray,
+    NamedOrNumeric as NamedOrNumeric,
+    are_shape_checks_enabled as are_shape_checks_enabled,
+    enable_shape_checks as enable_shape_checks,
+    is_named_array as is_named_array,
+    named as named,
+)
+from .axis import (
+    Axis as Axis,
+    AxisSelection as AxisSelection,
+    AxisSelector as AxisSelector,
+    AxisSpec as AxisSpec,
+    axis_name as axis_name,
+    axis_size as axis_size,
+    concat_axes as concat_axes,
+    concat_axis_specs as concat_axis_specs,
+    eliminate_axes as eliminate_axes,
+    make_axes as make_axes,
+    replace_axis as replace_axis,
+    resolve_axis as resolve_axis,
+    selects_axis as selects_axis,
+)
+
+# Creating arrays
+from .ops.creation import (
+    arange as arange,
+    eye as eye,
+    full as full,
+    full_like as full_like,
+    geomspace as geomspace,
+    linspace as linspace,
+    logspace as logspace,
+    ones as ones,
+    ones_like as ones_like,
+    tri as tri,
+    vander as vander,
+    zeros as zeros,
+    zeros_like as zeros_like,
+)
+
+# Elementwise operations
+from .ops.elementwise import (
+    abs as abs,
+    absolute as absolute,
+    add as add,
+    angle as angle,
+    arccos as arccos,
+    arccosh as arccosh,
+    arcsin as arcsin,
+    arcsinh as arcsinh,
+    arctan as arctan,
+    arctan2 as arctan2,
+    arctanh as arctanh,
+    around as around,
+    astype as astype,
+    bitwise_and as bitwise_and,
+    bitwise_count as bitwise_count,
+    bitwise_invert as bitwise_invert,
+    bitwise_left_shift as bitwise_left_shift,
+    bitwise_not as bitwise_not,
+    bitwise_or as bitwise_or,
+    bitwise_right_shift as bitwise_right_shift,
+    bitwise_xor as bitwise_xor,
+    cbrt as cbrt,
+    ceil as ceil,
+    conj as conj,
+    conjugate as conjugate,
+    copy as copy,
+    copysign as copysign,
+    cos as cos,
+    cosh as cosh,
+    deg2rad as deg2rad,
+    degrees as degrees,
+    divide as divide,
+    divmod as divmod,
+    equal as equal,
+    exp as exp,
+    exp2 as exp2,
+    expm1 as expm1,
+    fabs as fabs,
+    fix as fix,
+    float_power as float_power,
+    floor as floor,
+    floor_divide as floor_divide,
+    fmax as fmax,
+    fmin as fmin,
+    fmod as fmod,
+    frexp as frexp,
+    gcd as gcd,
+    greater as greater,
+    greater_equal as greater_equal,
+    heaviside as heaviside,
+    hypot as hypot,
+    i0 as i0,
+    imag as imag,
+    invert as invert,
+    iscomplex as iscomplex,
+    isfinite as isfinite,
+    isinf as isinf,
+    isnan as isnan,
+    isneginf as isneginf,
+    isposinf as isposinf,
+    isreal as isreal,
+    lcm as lcm,
+    ldexp as ldexp,
+    left_shift as left_shift,
+    less as less,
+    less_equal as less_equal,
+    log as log,
+    log10 as log10,
+    log1p as log1p,
+    log2 as log2,
+    logaddexp as logaddexp,
+    logaddexp2 as logaddexp2,
+    logical_and as logical_and,
+    logical_not as logical_not,
+    logical_or as logical_or,
+    logical_xor as logical_xor,
+    maximum as maximum,
+    minimum as minimum,
+    mod as mod,
+    modf as modf,
+    multiply as multiply,
+    nan_to_num as nan_to_num,
+    negative as negative,
+    nextafter as nextafter,
+    not_equal as not_equal,
+    positive as positive,
+    power as power,
+    rad2deg as rad2deg,
+    radians as radians,
+    real as real,
+    reciprocal as reciprocal,
+    remainder as remainder,
+    right_shift as right_shift,
+    rint as rint,
+    round as round,
+    rsqrt as rsqrt,
+    sign as sign,
+    signbit as signbit,
+    sin as sin,
+    sinc as sinc,
+    sinh as sinh,
+    sqrt as sqrt,
+    square as square,
+    subtract as subtract,
+    tan as tan,
+    tanh as tanh,
+    true_divide as true_divide,
+    trunc as trunc,
+)
+
+# Reductions
+from .ops.reductions import (
+    all as all,
+    amax as amax,
+    amin as amin,
+    any as any,
+    argmax as argmax,
+    argmin as argmin,
+    count_nonzero as count_nonzero,
+    cumprod as cumprod,
+    cumsum as cumsum,
+    logsumexp as logsumexp,
+    max as max,
+    mean as mean,
+    min as min,
+    nanargmax as nanargmax,
+    nanargmin as nanargmin,
+    nancumprod as nancumprod,
+    nancumsum as nancumsum,
+    nanmax as nanmax,
+    nanmean as nanmean,
+    nanmin as nanmin,
+    nanprod as nanprod,
+    nanstd as nanstd,
+    nansum as nansum,
+    nanvar as nanvar,
+    prod as prod,
+    product as product,
+    ptp as ptp,
+    std as std,
+    sum as sum,
+    var as var,
+)
+
+# Contractions
+from .ops.contraction import (
+    dot as dot,
+)
+from .ops.einsum import (
+    einsum as einsum,
+)
+
+# Axes and layout
+from .ops.broadcasting import (
+    broadcast_arrays as broadcast_arrays,
+    broadcast_axis as broadcast_axis,
+    broadcast_to as broadcast_to,
+    meshgrid as meshgrid,
+)
+from .ops.shaping import (
+    flatten as flatten,
+    flatten_axes as flatten_axes,
+    ravel as ravel,
+    rename as rename,
+    split as split,
+    unbind as unbind,
+    unflatten_axis as unflatten_axis,
+)
+from .ops.rearranging import (
+    rearrange as rearrange,
+)
+from .ops.joining import (
+    concatenate as concatenate,
+    flip as flip,
+    pad as pad,
+    pad_left as pad_left,
+    repeat as repeat,
+    roll as roll,
+    stack as stack,
+    tile as tile,
+)
+
+# Parts of arrays
+from .ops.slices import (
+    dblock as dblock,
+    ds as ds,
+    dslice as dslice,
+)
+from .ops.indexing import (
+    index as index,
+    take as take,
+)
+from .ops.slicing import (
+    slice as slice,
+    updated_slice as updated_slice,
+)
+
+# Choosing and looking up
+from .ops.selection import (
+    clip as clip,
+    digitize as digitize,
+    interp as interp,
+    isin as isin,
+    nonzero as nonzero,
+    put_along_axis as put_along_axis,
+    searchsorted as searchsorted,
+    select as select,
+    take_along_axis as take_along_axis,
+    where as where,
+)
+
+# Comparing
+from .ops.comparing import (
+    allclose as allclose,
+    array_equal as array_equal,
+    array_equiv as array_equiv,
+    isclose as isclose,
+)
+
+# Sorting and sets
+from .ops.sorting import (
+    argpartition as argpartition,
+    argsort as argsort,
+    lexsort as lexsort,
+    partition as partition,
+    sort as sort,
+    top_k as top_k,
+)
+from .ops.sets import (
+    bincount as bincount,
+    histogram as histogram,
+    packbits as packbits,
+    unique as unique,
+    unique_all as unique_all,
+    unique_counts as unique_counts,
+    unique_inverse as unique_inverse,
+    unique_values as unique_values,
+    unpackbits as unpackbits,
+)
+
+# Diagonals
+from .ops.diagonals import (
+    diag as diag,
+    diagonal as diagonal,
+    trace as trace,
+    tril as tril,
+    triu as triu,
+)
+
+# Statistics
+from .ops.statistics import (
+    average as average,
+    corrcoef as corrcoef,
+    cov as cov,
+    diff as diff,
+    gradient as gradient,
+    median as median,
+    nanmedian as nanmedian,
+    nanpercentile as nanpercentile,
+    nanquantile as nanquantile,
+    percentile as percentile,
+    quantile as quantile,
+    trapezoid as trapezoid,
+)
+
+# Fourier transforms
+from .ops.fft import (
+    fft as fft,
+    fftfreq as fftfreq,
+    fftshift as fftshift,
+    hfft as hfft,
+    ifft as ifft,
+    ifftshift as ifftshift,
+    ihfft as ihfft,
+    irfft as irfft,
+    rfft as rfft,
+    rfftfreq as rfftfreq,
+)
+
+# Polynomials
+from .ops.poly import (
+    poly as poly,
+    polyadd as polyadd,
+    polyder as polyder,
+    polydiv as polydiv,
+    polyfit as polyfit,
+    polyint as polyint,
+    polymul as polymul,
+    polysub as polysub,
+    polyval as polyval,
+    roots as roots,
+    trim_zeros as trim_zeros,
+)
+
+# Signals and products
+from .ops.signal import (
+    convolve as convolve,
+    correlate as correlate,
+    cross as cross,
+    kron as kron,
+    outer as outer,
+    unwrap as unwrap,
+)
+
+# Mutable references
+from .ref import (
+    NamedRef as NamedRef,
+    freeze as freeze,
+    get as get,
+    new_ref as new_ref,
+    swap as swap,
+)
+
+__version__ = "0.1.0"
+
+_attach()

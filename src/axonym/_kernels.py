@@ -1,0 +1,183 @@
+"""From names to compiled code, once.
+
+Dispatching `jax.lax` primitives one by one from Python is slow, and so is working out by name how operands line up.
+Both happen once for each operation, operand names and static arguments: a *kernel* is one `jax.jit(inline=True)`
+function over raw arrays, found again by one dictionary lookup. `inline=True` leaves no trace of it in a program that
+is being traced, so the compiled result is that of the hand-written positional code.
+
+Names and axes are checked inside the kernel, that is once for each new shape. Shapes, dtypes, shardings and the mesh
+are part of jit's own cache key, so nothing decided there can go stale.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from . import _errors, _mesh
+from ._mesh import Names
+from .axis import Axis, AxisSelection, AxisSelector, name_of, selectors
+
+CACHE_SIZE = 8192
+
+
+class Kernel(NamedTuple):
+    """A compiled positional function, and the names of what it returns."""
+
+    call: Callable[..., Any]
+    names: Any
+
+
+class UnknownAxes(Exception):
+    """A kernel cannot be built because an operand lacks the axes asked for."""
+
+    def __init__(self, what: str, missing: Sequence[str], names: Names, operand: int = 0):
+        super().__init__(what, missing)
+        self.what, self.missing, self.names, self.operand = what, missing, names, operand
+
+
+def cached(build: Callable[..., Kernel]) -> Callable[..., Kernel]:
+    """Decorate a function that builds kernels from hashable static arguments, so that each is built once.
+
+    The cache is bounded: the kernels unused for longest are dropped. A selection that names unknown axes gives a
+    kernel that says so when it is called, because only then are the sizes known that the message should show.
+    """
+
+    @functools.lru_cache(maxsize=CACHE_SIZE)
+    @functools.wraps(build)
+    def lookup(*key):
+        try:
+            return build(*key)
+        except UnknownAxes as e:
+            return Kernel(functools.partial(_raise_unknown, e.what, e.missing, e.names, e.operand), None)
+
+    return lookup
+
+
+def _raise_unknown(what: str, missing: Sequence[str], names: Names, operand: int, *arrays: Any) -> None:
+    raise ValueError(_errors.missing_axes(what, missing, names, jnp.shape(arrays[operand])))
+
+
+def select(what: str, names: Names, selection: AxisSelection | None, operand: int = 0) -> Names:
+    """The selected names, all of which must be there; None selects every axis."""
+    if selection is None:
+        return names
+    chosen = tuple(name_of(s) for s in selectors(selection))
+    missing = [n for n in chosen if n not in names]
+    if missing:
+        raise UnknownAxes(what, missing, names, operand)
+    if len(set(chosen)) != len(chosen):
+        raise ValueError(_errors.duplicate_names(what, chosen))
+    return chosen
+
+
+def select_one(what: str, names: Names, selector: AxisSelector, operand: int = 0) -> str:
+    """The one selected name."""
+    chosen = select(what, names, selector, operand)
+    if len(chosen) != 1:
+        raise ValueError(f"{what}: expected one axis, got {_errors.describe_axes(chosen)}.")
+    return chosen[0]
+
+
+def hashable(selection: AxisSelection | None) -> Any:
+    """A selection in a form that can be part of a cache key."""
+    if selection is None or isinstance(selection, (str, Axis, tuple)):
+        return selection
+    return selectors(selection)
+
+
+def make_kernel(
+    what: str,
+    fn: Callable[..., Any],
+    in_names: Sequence[Names],
+    out_names: Any,
+    *,
+    native: bool = False,
+    mesh_aware: bool = False,
+    same_sizes: bool = True,
+    selection: AxisSelection | None = None,
+    heirs: _mesh.Heirs = MappingProxyType({}),
+) -> Kernel:
+    """A kernel for one operation on operands of the given names.
+
+    Arguments:
+        what: the operation as users know it; it names the compiled function and starts every message.
+        fn: the positional function.
+        in_names: the axes of each operand; `()` for a scalar.
+        out_names: the axes of the result, or a tuple of them where `fn` returns a tuple.
+        native: see `axonym._mesh.run`.
+        mesh_aware: `fn` says itself how its result lies on Explicit mesh axes.
+        same_sizes: an axis must have one size in all operands.
+        selection: the axes the user selected; the sizes it carries are checked.
+        heirs: for axes that are split, merged or renamed, the output axes that can take over their placement.
+    """
+    sized = [s for s in selectors(selection) if isinstance(s, Axis)]
+
+    def kernel(*arrays):
+        check_operands(what, in_names, arrays, same_sizes)
+        for axis in sized:
+            found = next(x.shape[n.index(axis.name)] for n, x in zip(in_names, arrays, strict=True) if axis.name in n)
+            if found != axis.size:
+                places = [("the array", found), ("the argument", axis.size)]
+                raise ValueError(_errors.size_mismatch(what, axis.name, places))
+        if mesh_aware:
+            return fn(*arrays)
+        return _mesh.run(what, fn, in_names, out_names, arrays, native=native, heirs=heirs)
+
+    kernel.__name__ = kernel.__qualname__ = what
+    # An operand whose values do not matter still says where the result lies: iscomplex of floats, zeros_like, ...
+    return Kernel(jax.jit(kernel, inline=True, keep_unused=True), out_names)
+
+
+def check_operands(what: str, in_names: Sequence[Names], arrays: Sequence[Any], same_sizes: bool = True) -> None:
+    """Every operand has as many axes as names, and an axis has one size throughout."""
+    seen: dict[str, tuple[int, int]] = {}
+    for position, (names, x) in enumerate(zip(in_names, arrays, strict=True)):
+        if len(names) != x.ndim:
+            if not names:
+                raise TypeError(
+                    f"{what}: an operand has no axis names but shape {tuple(x.shape)}. Only scalars go without names: "
+                    "name its axes with axonym.named(array, axes)."
+                )
+            raise ValueError(f"{what}: {_errors.wrong_rank(names, x.shape)}")
+        if not same_sizes:
+            continue
+        for name, size in zip(names, x.shape, strict=True):
+            first, known = seen.setdefault(name, (position, size))
+            if known != size:
+                places = [(f"operand {first}", known), (f"operand {position}", size)]
+                raise ValueError(_errors.size_mismatch(what, name, places))
+
+
+def align(x: jax.Array, names: Names, out_names: Names) -> jax.Array:
+    """`x` with its axes in the order of `out_names`, and an axis of size one for each name it lacks."""
+    order = tuple(names.index(n) for n in out_names if n in names)
+    if order != tuple(range(len(names))):
+        x = jax.lax.transpose(x, order)
+    if len(names) < len(out_names):
+        x = jax.lax.expand_dims(x, [i for i, n in enumerate(out_names) if n not in names])
+    return x
+
+
+def transpose_to(x: jax.Array, names: Names, out_names: Names) -> jax.Array:
+    """`x` with its axes in another order; the same array where the order is already right."""
+    return x if names == out_names else jax.lax.transpose(x, tuple(names.index(n) for n in out_names))
+
+
+def broadcast_names(what: str, all_names: Sequence[Names]) -> Names:
+    """The axes of the operand that has them all: the first such one, whose order the result keeps."""
+    union = set().union(*all_names)
+    for names in all_names:
+        if len(names) == len(union):
+            return names
+    listed = " and ".join(_errors.describe_axes(n) for n in all_names if n)
+    raise ValueError(
+        f"{what}: cannot broadcast {listed}: no operand has all the axes, so the result would be an outer product. If "
+        "that is meant, say so with `broadcast_axis` on one operand, or `axonym.broadcast_arrays(..., "
+        "require_subset=False)`."
+    )

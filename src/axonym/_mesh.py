@@ -1,0 +1,175 @@
+"""What an operation does on Explicit mesh axes.
+
+JAX types the arrays of an Explicit mesh with their sharding and refuses every operation whose output sharding it
+cannot infer. Names can: an output axis keeps the placement that axis has in the operands. `run` applies that rule to
+any positional function: it calls it directly where JAX needs no help, and otherwise hands the function to the
+partitioner with the output sharding worked out by name.
+
+An axis that is split, merged or renamed has other names in the output. The operation then says which of them are its
+*heirs*, and its mesh axes go to them, major to minor. That keeps every shard where it is whenever shards stay
+contiguous: `batch` split into `(step, row)` gives its mesh axes to `step`, and what `step` cannot take to `row`.
+
+An axis whose new size its mesh axes do not divide (a slice of a sharded axis, say) comes out whole: JAX has no
+type for an uneven shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+Names = tuple[str, ...]
+Entry = str | tuple[str, ...] | None
+Heirs = Mapping[str, Names]
+"""The output axes that take over the placement of an operand's axis, major to minor. Where several axes are merged into
+one, the mapping lists them in the order in which they are merged."""
+
+
+def explicit_mesh(arrays: Sequence[Any]) -> AbstractMesh | None:
+    """The mesh of the operands if one of them is split over Explicit axes of it, else None."""
+    for x in arrays:
+        sharding = jax.typeof(x).sharding
+        if any(entry is not None for entry in sharding.spec) and AxisType.Explicit in sharding.mesh.axis_types:
+            return sharding.mesh
+    return None
+
+
+def entries_of(x: Any) -> tuple[Entry, ...]:
+    """The entries of the partition spec of a traced array, one for each axis."""
+    return tuple(jax.typeof(x).sharding.spec)
+
+
+def mesh_axes(entry: Entry) -> tuple[str, ...]:
+    """The mesh axes an entry of a partition spec names."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def parts(mesh: AbstractMesh, entry: Entry) -> int:
+    """Into how many parts an entry splits an axis."""
+    return math.prod(mesh.shape[a] for a in mesh_axes(entry))
+
+
+def place(
+    what: str,
+    out_names: Names,
+    out_shape: Sequence[int],
+    operands: Sequence[tuple[Names, Sequence[Entry]]],
+    mesh: Any,
+    heirs: Heirs = MappingProxyType({}),
+) -> PartitionSpec:
+    """The partition spec of an output: each axis keeps the placement it has in the operands.
+
+    Arguments:
+        what: the operation, for messages.
+        out_names: the axes of the output.
+        out_shape: their sizes.
+        operands: names and spec entries of each operand.
+        mesh: the mesh they live on.
+        heirs: where the placement of an operand's axis goes, if not to the output axis of the same name.
+    """
+    sizes = dict(zip(out_names, out_shape, strict=True))
+    wanted: dict[str, list[Entry]] = {}
+    for names, entries in operands:
+        for name, entry in _asked(dict(zip(names, entries, strict=True)), sizes, mesh, heirs).items():
+            if entry not in wanted.setdefault(name, []):
+                wanted[name].append(entry)
+    result: list[Entry] = []
+    taken: dict[str, str] = {}
+    for name in out_names:
+        choices = wanted.get(name, [])
+        if len(choices) > 1:
+            raise ValueError(_disagreement(what, name, choices, mesh))
+        entry = choices[0] if choices and sizes[name] % parts(mesh, choices[0]) == 0 else None
+        for axis in mesh_axes(entry):
+            if axis in taken:
+                raise ValueError(_collision(what, axis, taken[axis], name, mesh))
+            taken[axis] = name
+        result.append(entry)
+    return PartitionSpec(*result)
+
+
+def _asked(
+    placed: Mapping[str, Entry], sizes: Mapping[str, int], mesh: AbstractMesh, heirs: Heirs
+) -> Mapping[str, Entry]:
+    """The placement one operand asks for each output axis that it says something about."""
+    asked = {n: entry for n, entry in placed.items() if entry is not None and n not in heirs}
+    inherited: dict[str, tuple[str, ...]] = {}
+    for name, candidates in heirs.items():
+        left = [n for n in candidates if n in sizes]
+        for axis in mesh_axes(placed.get(name)):
+            while left and sizes[left[0]] % parts(mesh, (*inherited.get(left[0], ()), axis)):
+                left.pop(0)
+            if left:
+                inherited[left[0]] = (*inherited.get(left[0], ()), axis)
+    return asked | {n: axes[0] if len(axes) == 1 else axes for n, axes in inherited.items()}
+
+
+def run(
+    what: str,
+    fn: Callable[..., Any],
+    in_names: Sequence[Names],
+    out_names: Names | tuple[Names, ...],
+    arrays: Sequence[Any],
+    *,
+    native: bool = False,
+    heirs: Heirs = MappingProxyType({}),
+) -> Any:
+    """Call a positional function so that it works on any mesh.
+
+    Arguments:
+        what: the operation, for messages.
+        fn: the positional function, from arrays to an array or a tuple of arrays.
+        in_names: the axes of each operand.
+        out_names: the axes of the output, or of each output.
+        arrays: the operands, traced.
+        native: JAX works out the output sharding of `fn` itself when the operands agree.
+        heirs: see `place`.
+    """
+    mesh = explicit_mesh(arrays)
+    if mesh is None:
+        return fn(*arrays)
+    operands = [(names, entries_of(x)) for names, x in zip(in_names, arrays, strict=True)]
+    shapes = jax.eval_shape(fn, *(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in arrays))
+    several = isinstance(shapes, (tuple, list))
+    each = tuple(zip(out_names, shapes, strict=True)) if several else ((out_names, shapes),)
+    specs = tuple(place(what, names, s.shape, operands, mesh, heirs) for names, s in each)  # pyright: ignore[reportArgumentType]
+    if native and not several and _agree(out_names, specs[0], operands):
+        return fn(*arrays)
+    shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
+    explicit = tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit)
+    placed = jax.sharding.auto_axes(
+        lambda *xs: tuple(fn(*xs)) if several else fn(*xs),
+        axes=explicit,
+        out_sharding=shardings if several else shardings[0],
+    )
+    return placed(*arrays)
+
+
+def _agree(out_names: Any, spec: PartitionSpec, operands: Sequence[tuple[Names, Sequence[Entry]]]) -> bool:
+    """Whether each operand already lies as the output will."""
+    want = dict(zip(out_names, spec, strict=True))
+    pairs = ((n, e) for names, entries in operands for n, e in zip(names, entries, strict=True))
+    return all(n not in want or e == want[n] for n, e in pairs)
+
+
+def _disagreement(what: str, name: str, choices: Sequence[Entry], mesh: AbstractMesh) -> str:
+    options = " and ".join(repr(c) for c in choices)
+    return (
+        f"{what}: the operands split axis {name!r} differently, over the mesh axes {options} of {dict(mesh.shape)}, so "
+        f"it is open how the result should be split. Give the operands one placement first, for example with "
+        f"`jax.sharding.reshard`."
+    )
+
+
+def _collision(what: str, axis: str, first: str, second: str, mesh: AbstractMesh) -> str:
+    return (
+        f"{what}: the result would split both axis {first!r} and axis {second!r} over mesh axis {axis!r} of "
+        f"{dict(mesh.shape)}. Reshard one operand first, so that only one of them is split over it."
+    )

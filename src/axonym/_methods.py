@@ -1,0 +1,167 @@
+"""The methods and operators of `NamedArray`.
+
+A method is the function of the same name: `axn.NamedArray.sum is axn.sum`. The list below is the only place where that
+is said. Type checkers see `NamedArray` derive from `Methods`; on import, `attach` puts the same entries on the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from .array import NamedArray, NamedOrNumeric
+from .ops import (
+    broadcasting,
+    contraction,
+    diagonals,
+    elementwise,
+    indexing,
+    joining,
+    rearranging,
+    reductions,
+    selection,
+    shaping,
+    slicing,
+    sorting,
+    updating,
+)
+
+_NUMBERS = (int, float, complex, bool, np.generic, np.ndarray)
+
+
+def _operand(x: Any) -> bool:
+    """Whether an operator takes `x`; for anything else Python asks the other operand."""
+    return isinstance(x, (NamedArray, *_NUMBERS, jax.Array))
+
+
+def _operator(operation: Callable[..., Any]) -> Any:
+    def operator(self: NamedArray, other: NamedOrNumeric) -> NamedArray:
+        return operation(self, other) if _operand(other) else NotImplemented
+
+    return operator
+
+
+def _reflected(operation: Callable[..., Any]) -> Any:
+    def operator(self: NamedArray, other: NamedOrNumeric) -> NamedArray:
+        return operation(other, self) if _operand(other) else NotImplemented
+
+    return operator
+
+
+def _matmul(self: NamedArray, other: Any) -> Any:
+    raise TypeError("`@` does not say which axes to sum over. Use axonym.dot(x, y, axis=...).")
+
+
+class Methods:
+    """Everything `NamedArray` can do besides being an array with names."""
+
+    __slots__ = ()
+
+    # --- axes and layout ---
+    rename = shaping.rename
+    rearrange = rearranging.rearrange
+    broadcast_to = broadcasting.broadcast_to
+    broadcast_axis = broadcasting.broadcast_axis
+    flatten_axes = shaping.flatten_axes
+    unflatten_axis = shaping.unflatten_axis
+    flatten = shaping.flatten
+    ravel = shaping.ravel
+    split = shaping.split
+    unbind = shaping.unbind
+    roll = joining.roll
+
+    # --- parts ---
+    __getitem__ = indexing.index
+    at = property(updating.Indexer)
+    slice = slicing.slice
+    updated_slice = slicing.updated_slice
+    take = indexing.take
+
+    # --- reductions ---
+    all = reductions.all
+    any = reductions.any
+    argmax = reductions.argmax
+    argmin = reductions.argmin
+    cumprod = reductions.cumprod
+    cumsum = reductions.cumsum
+    max = reductions.max
+    mean = reductions.mean
+    min = reductions.min
+    prod = reductions.prod
+    product = reductions.product
+    ptp = reductions.ptp
+    std = reductions.std
+    sum = reductions.sum
+    var = reductions.var
+    trace = diagonals.trace
+
+    # --- elements ---
+    astype = elementwise.astype
+    clip = selection.clip
+    conj = elementwise.conj
+    conjugate = elementwise.conjugate
+    copy = elementwise.copy
+    dot = contraction.dot
+    round = elementwise.round
+    sort = sorting.sort
+    argsort = sorting.argsort
+    real = property(elementwise.real)
+    imag = property(elementwise.imag)
+
+    # --- operators ---
+    __add__ = _operator(elementwise.add)
+    __radd__ = _reflected(elementwise.add)
+    __sub__ = _operator(elementwise.subtract)
+    __rsub__ = _reflected(elementwise.subtract)
+    __mul__ = _operator(elementwise.multiply)
+    __rmul__ = _reflected(elementwise.multiply)
+    __truediv__ = _operator(elementwise.true_divide)
+    __rtruediv__ = _reflected(elementwise.true_divide)
+    __floordiv__ = _operator(elementwise.floor_divide)
+    __rfloordiv__ = _reflected(elementwise.floor_divide)
+    __mod__ = _operator(elementwise.mod)
+    __rmod__ = _reflected(elementwise.mod)
+    __divmod__ = _operator(elementwise.divmod)
+    __rdivmod__ = _reflected(elementwise.divmod)
+    __pow__ = _operator(elementwise.power)
+    __rpow__ = _reflected(elementwise.power)
+    __and__ = _operator(elementwise.bitwise_and)
+    __rand__ = _reflected(elementwise.bitwise_and)
+    __or__ = _operator(elementwise.bitwise_or)
+    __ror__ = _reflected(elementwise.bitwise_or)
+    __xor__ = _operator(elementwise.bitwise_xor)
+    __rxor__ = _reflected(elementwise.bitwise_xor)
+    __lshift__ = _operator(elementwise.left_shift)
+    __rlshift__ = _reflected(elementwise.left_shift)
+    __rshift__ = _operator(elementwise.right_shift)
+    __rrshift__ = _reflected(elementwise.right_shift)
+    __lt__ = _operator(elementwise.less)
+    __le__ = _operator(elementwise.less_equal)
+    __gt__ = _operator(elementwise.greater)
+    __ge__ = _operator(elementwise.greater_equal)
+    __eq__ = _operator(elementwise.equal)
+    __ne__ = _operator(elementwise.not_equal)
+    __matmul__ = __rmatmul__ = _matmul
+
+    def __neg__(self: Any) -> NamedArray:
+        return elementwise.negative(self)
+
+    def __pos__(self: Any) -> NamedArray:
+        return elementwise.positive(self)
+
+    def __abs__(self: Any) -> NamedArray:
+        return elementwise.abs(self)
+
+    def __invert__(self: Any) -> NamedArray:
+        return elementwise.invert(self)
+
+
+def attach() -> None:
+    """Put the methods on `NamedArray`. Called once, on import of the package."""
+    for name, method in vars(Methods).items():
+        if name not in vars(object) or name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"):
+            if name not in ("__slots__", "__module__", "__dict__", "__weakref__", "__firstlineno__"):
+                setattr(NamedArray, name, method)

@@ -1,0 +1,338 @@
+"""The little language of `rearrange` and `einsum`.
+
+An *expression* is `lhs -> rhs`. Each side is a list of *terms*, and a term is a list of *elements*:
+
+| element          | written         |                                                     |
+|------------------|-----------------|-----------------------------------------------------|
+| name             | `batch`         | letters, digits and underscores, no digit in front  |
+| ellipsis         | `...`           | the axes that are not named; at most one in a term  |
+| group            | `(row col)`     | the factors of one axis                             |
+| named group      | `(pos: row col)`| the same, and the name of that axis                 |
+
+A term is ordered, `a b ...`, or unordered, `{a b ...}`. Elements are separated by spaces. What a comma separates
+depends on who reads: terms for `einsum`, where each operand has one, and elements for `rearrange`, where each side has
+one term. Inside braces and parentheses it always separates elements.
+
+Parsing says nothing about arrays: it turns text into the small objects below, each of which knows where it stands in
+the text. `fail` raises an error that points there, and serves the later stages too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Iterator
+from typing import Literal, NoReturn, Protocol, TypeAlias
+
+from . import _errors
+
+CommaSeparates: TypeAlias = Literal["terms", "elements"]
+
+
+class Span(Protocol):
+    """Anything that knows where it stands in the text: from `start` up to `stop`."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Name:
+    """An identifier."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Dots:
+    """An ellipsis."""
+
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """Factors in parentheses; `name` is what stands before the colon."""
+
+    name: Name | None
+    members: tuple[Name, ...]
+    start: int
+    stop: int
+
+
+Element: TypeAlias = Name | Dots | Group
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Term:
+    """The axes of one array, in order or (in braces) in any order."""
+
+    elements: tuple[Element, ...]
+    ordered: bool
+    start: int
+    stop: int
+
+    @property
+    def dots(self) -> Dots | None:
+        """The ellipsis, if there is one."""
+        return next((e for e in self.elements if isinstance(e, Dots)), None)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The elements in parentheses."""
+        return tuple(e for e in self.elements if isinstance(e, Group))
+
+    @property
+    def variables(self) -> tuple[Name, ...]:
+        """Every name in order, those inside groups included, those of groups not."""
+        return tuple(_variables(self.elements))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Expression:
+    """`lhs -> rhs`. A side has at least one term: a blank one is a single term without elements.
+
+    Terms on the left can be in braces, those on the right are ordered.
+    """
+
+    what: str
+    text: str
+    lhs: tuple[Term, ...]
+    rhs: tuple[Term, ...]
+
+    def fail(self, node: Span, message: str) -> NoReturn:
+        """Raise a ValueError that points at a part of the expression."""
+        fail(self.what, self.text, node, message)
+
+
+def fail(what: str, text: str, node: Span, message: str) -> NoReturn:
+    """Raise a ValueError that points at a part of the text.
+
+    Arguments:
+        what: the operation, as users know it.
+        text: the text that was parsed.
+        node: anything with `start` and `stop`.
+        message: what is wrong there, and what to do about it.
+    """
+    flat = re.sub(r"\s", " ", text)  # a line break would move the caret away from what it points at
+    raise ValueError(_errors.caret(flat, node.start, node.stop, f"{what}: {message}"))
+
+
+def parse(what: str, text: str, *, comma: CommaSeparates) -> Expression:
+    """Parse `lhs -> rhs`.
+
+    Arguments:
+        what: the operation, for messages.
+        text: the expression.
+        comma: what a comma outside of braces and parentheses separates.
+    """
+    tokens = _tokenize(what, text)
+    arrows = [i for i, token in enumerate(tokens) if token.kind == "->"]
+    if not arrows:
+        fail(what, text, tokens[-1], "expected `->` between the axes of the input and those of the output.")
+    if len(arrows) > 1:
+        fail(what, text, tokens[arrows[1]], "expected one `->`, this is the second.")
+    arrow = arrows[0]
+    end = _Token("->", "the end", tokens[arrow].start, tokens[arrow].start)
+    lhs = _Parser(what, text, [*tokens[:arrow], end], comma).side()
+    rhs = _Parser(what, text, tokens[arrow + 1 :], comma).side()
+    for term in rhs:
+        if not term.ordered:
+            fail(what, text, term, "the output has an order, so its axes are written without braces.")
+    return Expression(what, text, lhs, rhs)
+
+
+def parse_terms(what: str, text: str, *, comma: CommaSeparates) -> tuple[Term, ...]:
+    """Parse one side of an expression, for languages without an arrow.
+
+    Arguments:
+        what: the operation, for messages.
+        text: the terms.
+        comma: what a comma outside of braces and parentheses separates.
+    """
+    tokens = _tokenize(what, text)
+    for token in tokens:
+        if token.kind == "->":
+            fail(what, text, token, "`->` has no place here.")
+    return _Parser(what, text, tokens, comma).side()
+
+
+# --- from characters to tokens ---
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Token:
+    kind: str
+    """'name', 'end', or the sign itself."""
+    text: str
+    start: int
+    stop: int
+
+
+_TOKEN = re.compile(r"\s+|(?P<name>[^\W\d]\w*)|(?P<sign>->|\.\.\.|[(){}:,])")
+
+
+def _tokenize(what: str, text: str) -> list[_Token]:
+    tokens: list[_Token] = []
+    position = 0
+    while position < len(text):
+        found = _TOKEN.match(text, position)
+        if found is None:
+            wrong = _Token("bad", text[position], position, position + 1)
+            fail(what, text, wrong, f"unexpected {text[position]!r}.{_hint(text, position)}")
+        if found["name"]:
+            tokens.append(_Token("name", sys.intern(found["name"]), found.start(), found.end()))
+        elif found["sign"]:
+            tokens.append(_Token(found["sign"], found["sign"], found.start(), found.end()))
+        position = found.end()
+    tokens.append(_Token("end", "the end", len(text), len(text)))
+    return tokens
+
+
+def _hint(text: str, position: int) -> str:
+    match text[position]:
+        case ".":
+            return " An ellipsis is three dots, `...`."
+        case "-" | ">" | "=" | "→":
+            return " The arrow is written `->`."
+        case character if character.isdigit():
+            return " A name does not start with a digit; sizes are given by keyword."
+        case _:
+            return " Names are made of letters, digits and underscores."
+
+
+# --- from tokens to terms ---
+
+
+class _Parser:
+    """Reads one side of an expression, left to right."""
+
+    def __init__(self, what: str, text: str, tokens: list[_Token], comma: CommaSeparates):
+        self.what, self.text, self.tokens, self.comma = what, text, tokens, comma
+        self.position = 0
+
+    @property
+    def token(self) -> _Token:
+        return self.tokens[self.position]
+
+    @property
+    def at_end(self) -> bool:
+        return self.position == len(self.tokens) - 1
+
+    def fail(self, node: Span, message: str) -> NoReturn:
+        fail(self.what, self.text, node, message)
+
+    def take(self) -> _Token:
+        token = self.token
+        self.position += 1
+        return token
+
+    def side(self) -> tuple[Term, ...]:
+        terms = [self.term()]
+        while self.token.kind == ",":  # only where commas separate terms; otherwise `elements` took it
+            self.take()
+            terms.append(self.term())
+        return tuple(terms)
+
+    def term(self) -> Term:
+        opening = self.token
+        if opening.kind == "{":
+            self.take()
+            elements = self.elements(closing="}")
+            if self.at_end:
+                self.fail(opening, "this brace is not closed.")
+            stop = self.take().stop
+            next_term = self.token.kind == "," and self.comma == "terms"
+            if not self.at_end and not next_term:
+                self.fail(self.token, "expected nothing after the closing brace: a term is in braces as a whole.")
+            term = Term(elements, False, opening.start, stop)
+        else:
+            elements = self.elements(closing=None)
+            start = elements[0].start if elements else opening.start
+            stop = elements[-1].stop if elements else opening.start
+            term = Term(elements, True, start, stop)
+        self.check(term)
+        return term
+
+    def elements(self, closing: str | None) -> tuple[Element, ...]:
+        """The elements up to the closing sign or the end of the term, which are left for the caller."""
+        found: list[Element] = []
+        comma: _Token | None = None
+        while not self.at_end and self.token.kind != closing:
+            token = self.token
+            if token.kind == ",":
+                if closing is None and self.comma == "terms":
+                    break
+                if comma is not None or not found:
+                    self.fail(token, "expected an axis before this comma.")
+                comma = self.take()
+                continue
+            comma = None
+            found.append(self.element())
+        if comma is not None:
+            self.fail(comma, "expected an axis after this comma.")
+        return tuple(found)
+
+    def element(self) -> Element:
+        token = self.take()
+        match token.kind:
+            case "name":
+                return Name(token.text, token.start, token.stop)
+            case "...":
+                return Dots(token.start, token.stop)
+            case "(":
+                return self.group(token)
+            case ")" | "}":
+                self.fail(token, f"this {token.kind!r} closes nothing.")
+            case "{":
+                self.fail(token, "expected braces around the term as a whole.")
+            case _:
+                self.fail(token, f"{token.kind!r} has no place here; a group with a name is written `(name: a b)`.")
+
+    def group(self, opening: _Token) -> Group:
+        name = None
+        if self.token.kind == "name" and self.tokens[self.position + 1].kind == ":":
+            token = self.take()
+            name = Name(token.text, token.start, token.stop)
+            self.take()
+        elements = self.elements(closing=")")
+        if self.at_end:
+            self.fail(opening, "this parenthesis is not closed.")
+        whole = Group(name, tuple(e for e in elements if isinstance(e, Name)), opening.start, self.take().stop)
+        for element in elements:
+            if isinstance(element, Dots):
+                self.fail(element, "an ellipsis stands for whole axes and cannot be part of one: name the axes here.")
+            if isinstance(element, Group):
+                self.fail(element, "groups do not nest.")
+        if not elements:
+            self.fail(whole, "this group is empty.")
+        return whole
+
+    def check(self, term: Term) -> None:
+        """No name stands twice in a term, and no more than one ellipsis."""
+        dots = [e for e in term.elements if isinstance(e, Dots)]
+        if len(dots) > 1:
+            self.fail(dots[1], "a second `...`; one takes all the axes that are not named.")
+        self.check_names(term.variables)
+        self.check_names([g.name for g in term.groups if g.name is not None])
+
+    def check_names(self, names: tuple[Name, ...] | list[Name]) -> None:
+        seen: set[str] = set()
+        for name in names:
+            if name.name in seen:
+                self.fail(name, f"{name.name!r} stands here a second time.")
+            seen.add(name.name)
+
+
+def _variables(elements: tuple[Element, ...]) -> Iterator[Name]:
+    for element in elements:
+        if isinstance(element, Name):
+            yield element
+        elif isinstance(element, Group):
+            yield from element.members

@@ -1,0 +1,471 @@
+"""The named array: a JAX array and the names of its axes.
+
+A `NamedArray` stores two things, the array and a tuple of names. Sizes are the array's own, so `axes` is derived. That
+is why an abstract array, a tracer, the local view inside `shard_map` or the slice a scan hands to its body need no
+special case. The names are static pytree metadata; the array is the only leaf.
+
+The class holds what belongs to the storage. The operations live in `axonym.ops`, and those that are also methods or
+operators are listed in `axonym._methods`: a method *is* the function of the same name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import register_dataclass
+
+from . import _errors
+from ._mesh import Names
+from .axis import Axis, AxisSelection, AxisSelector, AxisSpec, name_of, selectors
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
+
+    from ._methods import Methods
+else:
+
+    class Methods:
+        """Stands in for `axonym._methods.Methods`, whose entries are put on `NamedArray` on import."""
+
+        __slots__ = ()
+
+
+class NamedArray(Methods):
+    """A JAX array whose axes have names.
+
+    Arguments:
+        array: any array: JAX, NumPy, abstract or traced.
+        axes: its axes in order, as `Axis` (whose sizes are checked) or names.
+
+    >>> x = axn.NamedArray(jnp.ones((2, 3)), axn.make_axes(batch=2, embed=3))
+    >>> x.axes
+    (Axis(name='batch', size=2), Axis(name='embed', size=3))
+    >>> str(x)
+    'float32[batch=2, embed=3]'
+    """
+
+    __slots__ = ("array", "names")
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # like a JAX array: equality is elementwise
+
+    array: Any
+    """The array, of any kind JAX accepts in its place."""
+    names: Names
+    """The name of each axis of the array."""
+
+    def __init__(self, array: Any, axes: AxisSpec | AxisSelection = (), *, names: Names | None = None):
+        # Unflattening a pytree passes `names` and may pass anything for `array`; it is on the hot path of every
+        # jitted call, so this branch is all it pays.
+        if names is None:
+            array, names = _checked(array, axes)
+        self.array = array
+        self.names = names
+
+    # --- what it is ---
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes, with the sizes the array has.
+
+        >>> axn.ones({"batch": 2}).axes
+        (Axis(name='batch', size=2),)
+        """
+        return _axes(self.names, jnp.shape(self.array))
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Sizes by name, in order.
+
+        >>> axn.ones({"batch": 2, "embed": 3}).shape
+        {'batch': 2, 'embed': 3}
+        """
+        return {a.name: a.size for a in self.axes}
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the array.
+
+        >>> axn.ones({"batch": 2}).dtype
+        dtype('float32')
+        """
+        return self.array.dtype
+
+    @property
+    def ndim(self) -> int:
+        """How many axes there are.
+
+        >>> axn.ones({"batch": 2, "embed": 3}).ndim
+        2
+        """
+        return len(self.names)
+
+    @property
+    def size(self) -> int:
+        """How many elements there are.
+
+        >>> axn.ones({"batch": 2, "embed": 3}).size
+        6
+        """
+        return math.prod(jnp.shape(self.array))
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the elements take.
+
+        >>> axn.ones({"batch": 2, "embed": 3}).nbytes
+        24
+        """
+        return self.size * self.dtype.itemsize
+
+    # --- its axes ---
+
+    def has_axis(self, axis: AxisSelection) -> bool:
+        """Whether it has the axis, or all of several.
+
+        >>> axn.ones({"batch": 2}).has_axis("batch"), axn.ones({"batch": 2}).has_axis(("batch", "embed"))
+        (True, False)
+        """
+        return all(name_of(s) in self.names for s in selectors(axis))
+
+    def axis_size(self, axis: AxisSelection) -> Any:
+        """The size of an axis, or the sizes of several.
+
+        >>> axn.ones({"batch": 2, "embed": 3}).axis_size(("embed", "batch"))
+        (3, 2)
+        """
+        found = self.resolve_axis(axis)
+        return found.size if isinstance(found, Axis) else tuple(a.size for a in selectors(found))  # pyright: ignore
+
+    @overload
+    def resolve_axis(self, axes: AxisSelector) -> Axis: ...
+    @overload
+    def resolve_axis(self, axes: AxisSelection) -> Any: ...
+    def resolve_axis(self, axes: AxisSelection) -> Any:
+        """The axis of that name with its size, or several of them.
+
+        >>> axn.ones({"batch": 2}).resolve_axis("batch")
+        Axis(name='batch', size=2)
+        """
+        found = resolve(self.names, jnp.shape(self.array), axes, "resolve_axis")
+        if isinstance(axes, (Axis, str)):
+            return found[0]
+        return {a.name: a.size for a in found} if isinstance(axes, Mapping) else found
+
+    @overload
+    def axis_indices(self, axis: AxisSelector) -> int | None: ...
+    @overload
+    def axis_indices(self, axis: AxisSelection) -> Any: ...
+    def axis_indices(self, axis: AxisSelection) -> Any:
+        """The position of an axis, or the positions of several; None for one that is not there.
+
+        >>> axn.ones({"batch": 2, "embed": 3}).axis_indices(("embed", "heads"))
+        (1, None)
+        """
+        found = tuple(self.names.index(n) if (n := name_of(s)) in self.names else None for s in selectors(axis))
+        return found[0] if isinstance(axis, (Axis, str)) else found
+
+    # --- its values on the host ---
+
+    def scalar(self) -> Any:
+        """The raw array of a named array without axes.
+
+        >>> axn.sum(axn.ones({"batch": 2})).scalar()
+        Array(2., dtype=float32)
+        """
+        if self.names:
+            raise ValueError(f"scalar: expected no axes, got {self}. Reduce or index them away first.")
+        return self.array
+
+    def item(self) -> Any:
+        """The one element, as a Python number.
+
+        >>> axn.sum(axn.ones({"batch": 2})).item()
+        2.0
+        """
+        if self.size != 1:
+            raise ValueError(f"item: expected exactly one element, got {self}.")
+        return self.array.item()
+
+    def tolist(self) -> Any:
+        """The elements as nested lists, in the order of the axes.
+
+        >>> axn.arange(axn.Axis("x", 3)).tolist()
+        [0, 1, 2]
+        """
+        return self.array.tolist()
+
+    def tobytes(self, order: Any = "C") -> bytes:
+        """The elements as bytes.
+
+        >>> len(axn.arange(axn.Axis("x", 3)).tobytes())
+        12
+        """
+        return np.asarray(self.array).tobytes(order)
+
+    def __bool__(self) -> bool:
+        return bool(self._only_element("a truth value"))
+
+    def __int__(self) -> int:
+        return int(self._only_element("int()"))
+
+    def __float__(self) -> float:
+        return float(self._only_element("float()"))
+
+    def __complex__(self) -> complex:
+        return complex(self._only_element("complex()"))
+
+    def __index__(self) -> int:
+        return self._only_element("an index").__index__()
+
+    def _only_element(self, what: str) -> Any:
+        if self.names:
+            raise TypeError(f"{what} needs a named array without axes, got {self}. Reduce or index the axes away first.")
+        return self.array
+
+    # --- Python's protocols ---
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(
+            f"Iterating over a named array is ambiguous: name the axis, as in `for row in x.unbind({self.names[:1]!r})`."
+            if len(self.names) > 1
+            else f"A named array is not iterable; use `x.unbind({self.names[0]!r})`."
+            if self.names
+            else "A named array without axes is not iterable."
+        )
+
+    def __reduce__(self):
+        return _restore, (self.array, self.names)
+
+    def __str__(self) -> str:
+        array = self.array
+        dtype = getattr(array, "dtype", None)
+        if dtype is None:
+            return f"{type(array).__name__}{_errors.describe_axes(self.names)}"
+        shape = jnp.shape(array)
+        if len(shape) != len(self.names):
+            return f"{dtype}[{', '.join(self.names)}] over shape {shape}"
+        return f"{dtype}[{', '.join(f'{n}={s}' for n, s in zip(self.names, shape, strict=True))}]"
+
+    def __repr__(self) -> str:
+        values = _small_values(self.array)
+        if values is not None:
+            return f"NamedArray({self}, {values})"
+        kind = "" if isinstance(self.array, jax.Array) else f", {type(self.array).__name__}"
+        return f"NamedArray({self}{kind})"
+
+    def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
+        import treescope
+
+        return treescope.repr_lib.render_object_constructor(
+            object_type=type(self),
+            attributes={"axes": self.shape, "array": self.array},
+            path=path,
+            subtree_renderer=subtree_renderer,
+        )
+
+    # --- positional functions are not for named arrays ---
+
+    def __jax_array__(self) -> Any:
+        name = _calling_function("jax")
+        if name is None:  # an operator of a JAX array: hand ourselves back, and Python tries our reflected operator
+            return self
+        raise TypeError(_use_instead(f"JAX's {name}", name))
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        raise TypeError(_use_instead("A NumPy conversion", None))
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        raise TypeError(_use_instead(f"numpy.{func.__name__}", func.__name__))
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if method == "__call__" and len(inputs) == 2 and inputs[1] is self and isinstance(inputs[0], np.generic):
+            # `np.float32(2) * x` reaches us like this; there is no telling it from `np.multiply(np.float32(2), x)`.
+            operation = getattr(sys.modules["axonym"], ufunc.__name__, None)
+            if operation is not None:
+                return operation(*inputs)
+        raise TypeError(_use_instead(f"numpy.{ufunc.__name__}", ufunc.__name__))
+
+
+register_dataclass(NamedArray, data_fields=["array"], meta_fields=["names"])
+
+NamedOrNumeric: TypeAlias = "NamedArray | ArrayLike"
+
+
+def wrap(array: Any, names: Names) -> NamedArray:
+    """A named array without any check, for arrays whose names are known to be right."""
+    return NamedArray(array, names=names)
+
+
+def wrap_result(result: Any, names: Any) -> Any:
+    """What a kernel returned, with its names: a named array, or a tuple of them."""
+    if isinstance(result, (tuple, list)):
+        return tuple(NamedArray(r, names=n) for r, n in zip(result, names, strict=True))
+    return NamedArray(result, names=names)
+
+
+def _restore(array: Any, names: Names) -> NamedArray:
+    return NamedArray(array, names=names)
+
+
+def named(a: Any, axis: AxisSelection) -> NamedArray:
+    """Name the axes of an array.
+
+    Arguments:
+        a: an array, a (nested) list of numbers, or a number.
+        axis: one name or axis for each axis of `a`, in order. The sizes of axes are checked.
+
+    >>> axn.named(jnp.zeros((2, 3)), ("batch", "embed")).shape
+    {'batch': 2, 'embed': 3}
+    >>> axn.named([1, 2], "x")
+    NamedArray(int32[x=2], [1 2])
+    """
+    if isinstance(a, NamedArray):
+        raise TypeError(f"named: the array already has names, {a}. Use `rename` to change them.")
+    return NamedArray(a if hasattr(a, "shape") else jnp.asarray(a), axis)
+
+
+def is_named_array(leaf: Any) -> bool:
+    """Whether something is a named array; useful as `is_leaf`.
+
+    >>> axn.is_named_array(axn.ones({"x": 2})), axn.is_named_array(jnp.ones(2))
+    (True, False)
+    """
+    return isinstance(leaf, NamedArray)
+
+
+# --- checks ---
+
+_SHAPE_CHECKS = contextvars.ContextVar("axonym_shape_checks", default=True)
+
+
+@contextlib.contextmanager
+def enable_shape_checks(enabled: bool) -> Iterator[None]:
+    """Whether `NamedArray(array, axes)` compares the axes with the array, inside a with-block.
+
+    Pytrees are rebuilt without checks anyway; this is for code that builds named arrays around placeholders by hand.
+
+    Arguments:
+        enabled: False turns the comparison off.
+
+    >>> with axn.enable_shape_checks(False):
+    ...     x = axn.NamedArray(None, axn.Axis("x", 2))
+    """
+    token = _SHAPE_CHECKS.set(enabled)
+    try:
+        yield
+    finally:
+        _SHAPE_CHECKS.reset(token)
+
+
+def are_shape_checks_enabled() -> bool:
+    """Whether `NamedArray(array, axes)` compares the axes with the array.
+
+    >>> axn.are_shape_checks_enabled()
+    True
+    """
+    return _SHAPE_CHECKS.get()
+
+
+def _checked(array: Any, axes: AxisSelection) -> tuple[Any, Names]:
+    found = selectors(axes)
+    names = tuple(sys.intern(name_of(s)) for s in found)
+    if len(set(names)) != len(names):
+        raise ValueError(_errors.duplicate_names("NamedArray", names))
+    if not _SHAPE_CHECKS.get():
+        return array, names
+    if isinstance(array, NamedArray):
+        raise TypeError(f"NamedArray: the array already has names, {array}. Use `rename` to change them.")
+    if isinstance(array, (bool, int, float, complex)):
+        array = jnp.asarray(array)
+    shape = getattr(array, "shape", None)
+    if shape is None:
+        raise TypeError(f"NamedArray: expected an array, got {type(array).__name__}. Lists go through `axonym.named`.")
+    if len(shape) != len(names):
+        raise ValueError(
+            f"NamedArray: {len(names)} axes {_describe(found)} for an array of rank {len(shape)}, shape {tuple(shape)}."
+        )
+    for s, size in zip(found, shape, strict=True):
+        if isinstance(s, Axis) and s.size != size:
+            raise ValueError(
+                f"NamedArray: axis {s.name!r} has size {s.size}, but the array has {size} there: axes "
+                f"{_describe(found)}, shape {tuple(shape)}."
+            )
+    return array, names
+
+
+def _describe(found: tuple[AxisSelector, ...]) -> str:
+    return f"({', '.join(s if isinstance(s, str) else f'{s.name}={s.size}' for s in found)})"
+
+
+@functools.lru_cache(maxsize=4096)
+def _axes(names: Names, shape: tuple[int, ...]) -> tuple[Axis, ...]:
+    if len(names) != len(shape):
+        raise ValueError(_errors.wrong_rank(names, shape))
+    return tuple(map(Axis, names, shape))
+
+
+def resolve(names: Names, shape: tuple[int, ...], selection: AxisSelection, what: str) -> tuple[Axis, ...]:
+    """The selected axes of an array with these names and sizes; unknown names and other sizes are errors."""
+    known = dict(zip(names, _axes(names, shape), strict=True))
+    found = selectors(selection)
+    missing = [n for s in found if (n := name_of(s)) not in known]
+    if missing:
+        raise ValueError(_errors.missing_axes(what, missing, names, shape))
+    for s in found:
+        if isinstance(s, Axis) and known[s.name] is not s:
+            places = [("the array", known[s.name].size), ("the argument", s.size)]
+            raise ValueError(_errors.size_mismatch(what, s.name, places))
+    return tuple(known[name_of(s)] for s in found)
+
+
+# --- representation ---
+
+_SMALL = 64
+"""Up to this many elements are shown by `repr`; more would mean a transfer from the device."""
+
+
+def _small_values(array: Any) -> str | None:
+    if not isinstance(array, (jax.Array, np.ndarray)) or isinstance(array, jax.core.Tracer) or array.size > _SMALL:
+        return None
+    if isinstance(array, jax.Array) and (array.is_deleted() or not array.is_fully_addressable):
+        return None
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        return None
+    text = np.array2string(np.asarray(array), precision=4, separator=" ", max_line_width=10_000)
+    return " ".join(text.split())
+
+
+# --- what to use instead of a positional function ---
+
+
+def _calling_function(package: str) -> str | None:
+    """The public positional function through which user code reached us, if it did."""
+    found = None
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in (package, "contextlib", "functools"):
+            break
+        name = frame.f_code.co_name
+        if any(hasattr(module, name) for module in (jnp, jnp.linalg, jnp.fft, jax.nn, jax.lax)):
+            found = name
+        frame = frame.f_back
+    return found
+
+
+def _use_instead(called: str, name: str | None) -> str:
+    axonym = sys.modules["axonym"]
+    if name is not None and hasattr(axonym, name):
+        way_out = f"use `axonym.{name}`"
+    elif name is not None and hasattr(axonym.linalg, name):
+        way_out = f"use `axonym.linalg.{name}`"
+    else:
+        way_out = "use the function of the same name in axonym"
+    return f"{called} works by position and does not take a NamedArray: {way_out}, or pass the raw array, `x.array`."

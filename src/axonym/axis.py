@@ -1,0 +1,449 @@
+"""Axes and the algebra on them.
+
+An *axis* is a name and a size. Functions that only look an axis up take a *selector*: an `Axis` or its name. Where
+several are meant they take a *selection*: a selector, a sequence of them, or a mapping from names to sizes (or to
+`None` for an unknown size). Functions that create axes need a *spec*: the same, with every size known.
+
+| word      | one                | several                                                     |
+|-----------|--------------------|-------------------------------------------------------------|
+| selector  | `Axis` or `str`    |                                                             |
+| selection | `Axis` or `str`    | sequence of selectors, or mapping `name -> size or None`    |
+| spec      | `Axis`             | sequence of `Axis`, or mapping `name -> size`               |
+
+The functions below keep the form they were given: a mapping in gives a mapping out, anything else gives a tuple.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from types import EllipsisType
+from typing import Any, TypeAlias, TypeVar, overload
+
+import jax
+
+from . import _errors
+
+__all__ = [
+    "Axis",
+    "AxisSelection",
+    "AxisSelector",
+    "AxisSpec",
+    "PartialAxisSpec",
+    "PartialShapeDict",
+    "ShapeDict",
+    "axis_name",
+    "axis_size",
+    "axis_spec_to_shape_dict",
+    "concat_axes",
+    "concat_axis_specs",
+    "eliminate_axes",
+    "intersect_axes",
+    "is_axis_compatible",
+    "make_axes",
+    "overlapping_axes",
+    "rearrange_for_partial_order",
+    "replace_axis",
+    "resolve_axis",
+    "selects_axis",
+    "union_axes",
+    "unsize_axes",
+    "without_axes",
+]
+
+
+@dataclasses.dataclass(frozen=True, init=False, eq=False)
+class Axis:
+    """A named dimension of known size.
+
+    Axes are interned: two axes of the same name and size are the same object, so comparing and hashing them costs
+    nothing wherever they are used as static data.
+
+    Arguments:
+        name: what the axis is called.
+        size: how long it is.
+
+    >>> Batch = axn.Axis("batch", 8)
+    >>> Batch is axn.Axis("batch", 8)
+    True
+    >>> Batch.resize(4), Batch.alias("rows")
+    (Axis(name='batch', size=4), Axis(name='rows', size=8))
+    """
+
+    name: str
+    size: int
+
+    __slots__ = ("__weakref__", "name", "size")
+
+    def __new__(cls, name: str, size: int) -> Axis:
+        found = _INTERNED.get((name, size)) if type(size) is int else None
+        return found if found is not None else _intern(cls, name, size)
+
+    def alias(self, new_name: str) -> Axis:
+        """The axis of the same size under another name.
+
+        >>> axn.Axis("pos", 3).alias("key_pos")
+        Axis(name='key_pos', size=3)
+        """
+        return Axis(new_name, self.size)
+
+    def resize(self, size: int) -> Axis:
+        """The axis of the same name with another size.
+
+        >>> axn.Axis("pos", 3).resize(5)
+        Axis(name='pos', size=5)
+        """
+        return Axis(self.name, size)
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.size})"
+
+    def __reduce__(self):
+        return Axis, (self.name, self.size)
+
+
+_INTERNED: weakref.WeakValueDictionary[tuple[str, int], Axis] = weakref.WeakValueDictionary()
+_INTERNING = threading.Lock()
+
+
+def _intern(cls: type[Axis], name: str, size: Any) -> Axis:
+    if not isinstance(name, str):
+        raise TypeError(f"Axis: a name is a string, got {name!r} of type {type(name).__name__}.")
+    if not jax.export.is_symbolic_dim(size):
+        try:
+            size = operator.index(size)
+        except TypeError:
+            raise TypeError(f"Axis {name!r}: a size is an integer, got {type(size).__name__}.") from None
+        if size < 0:
+            raise ValueError(f"Axis {name!r}: a size is not negative, got {size}.")
+    axis = object.__new__(cls)
+    object.__setattr__(axis, "name", name)
+    object.__setattr__(axis, "size", size)
+    with _INTERNING:  # two threads must not make two axes of one name and size
+        return _INTERNED.setdefault((name, size), axis)
+
+
+AxisSelector: TypeAlias = Axis | str
+ShapeDict: TypeAlias = Mapping[str, int]
+PartialShapeDict: TypeAlias = Mapping[str, int | None]
+AxisSpec: TypeAlias = Axis | Sequence[Axis] | ShapeDict
+AxisSelection: TypeAlias = AxisSelector | Sequence[AxisSelector] | PartialShapeDict
+PartialAxisSpec: TypeAlias = AxisSelection
+
+_Ax = TypeVar("_Ax", bound=AxisSelector)
+
+
+def selectors(selection: AxisSelection | None) -> tuple[AxisSelector, ...]:
+    """A selection of any form as a tuple of selectors."""
+    if isinstance(selection, (Axis, str)):
+        return (selection,)
+    if selection is None:
+        return ()
+    if isinstance(selection, Mapping):
+        return tuple(n if s is None else Axis(n, s) for n, s in selection.items())
+    found = tuple(selection)
+    for s in found:
+        if not isinstance(s, (Axis, str)):
+            raise TypeError(f"An axis is selected by an Axis or its name, got {s!r} of type {type(s).__name__}.")
+    return found
+
+
+def axes_of_spec(spec: AxisSpec, what: str = "This") -> tuple[Axis, ...]:
+    """A spec of any form as a tuple of axes; an axis without a size is an error."""
+    found = selectors(spec)
+    unsized = [s for s in found if isinstance(s, str)]
+    if unsized:
+        listed = ", ".join(repr(s) for s in unsized)
+        raise ValueError(f"{what} needs axes with sizes, got only the name {listed}: pass Axis(name, size).")
+    return found  # pyright: ignore[reportReturnType]  # no str is left
+
+
+def name_of(selector: AxisSelector) -> str:
+    """The name a selector stands for."""
+    return selector if isinstance(selector, str) else selector.name
+
+
+def _like(original: Any, found: Sequence[AxisSelector]) -> Any:
+    """`found` in the form of `original`: a mapping for a mapping, else a tuple."""
+    if isinstance(original, Mapping):
+        return {name_of(s): None if isinstance(s, str) else s.size for s in found}
+    return tuple(found)
+
+
+def _conflict(a: AxisSelector, b: AxisSelector) -> bool:
+    return isinstance(a, Axis) and isinstance(b, Axis) and a.name == b.name and a.size != b.size
+
+
+def _by_name(selection: AxisSelection) -> dict[str, AxisSelector]:
+    return {name_of(s): s for s in selectors(selection)}
+
+
+def _check_sizes(what: str, first: Mapping[str, AxisSelector], second: Mapping[str, AxisSelector]) -> None:
+    for name, a in first.items():
+        b = second.get(name)
+        if b is not None and isinstance(a, Axis) and isinstance(b, Axis) and a.size != b.size:
+            raise ValueError(_errors.size_mismatch(what, name, [("the first", a.size), ("the second", b.size)]))
+
+
+def make_axes(**sizes: int) -> tuple[Axis, ...]:
+    """Several axes at once, named by keyword.
+
+    Arguments:
+        **sizes: the size of each axis.
+
+    >>> Batch, Embed = axn.make_axes(batch=8, embed=16)
+    >>> Embed
+    Axis(name='embed', size=16)
+    """
+    return tuple(Axis(name, size) for name, size in sizes.items())
+
+
+@overload
+def axis_name(ax: AxisSelector) -> str: ...
+@overload
+def axis_name(ax: Sequence[AxisSelector] | PartialShapeDict) -> tuple[str, ...]: ...
+def axis_name(ax: AxisSelection) -> str | tuple[str, ...]:
+    """The name of an axis, or the names of several.
+
+    >>> axn.axis_name(axn.Axis("batch", 8)), axn.axis_name(["batch", axn.Axis("embed", 4)])
+    ('batch', ('batch', 'embed'))
+    """
+    if isinstance(ax, (Axis, str)):
+        return name_of(ax)
+    return tuple(name_of(s) for s in selectors(ax))
+
+
+def axis_size(ax: AxisSpec) -> int:
+    """How many elements an array with these axes has: the product of the sizes.
+
+    >>> axn.axis_size(axn.make_axes(batch=8, embed=4))
+    32
+    """
+    return math.prod(a.size for a in axes_of_spec(ax, "axis_size"))
+
+
+def axis_spec_to_shape_dict(axis_spec: AxisSelection) -> dict[str, int | None]:
+    """Sizes by name; `None` where a selector is only a name.
+
+    >>> axn.axis.axis_spec_to_shape_dict((axn.Axis("batch", 8), "embed"))
+    {'batch': 8, 'embed': None}
+    """
+    return {name_of(s): None if isinstance(s, str) else s.size for s in selectors(axis_spec)}
+
+
+def concat_axes(a1: AxisSelection, a2: AxisSelection) -> Any:
+    """The axes of `a1`, then those of `a2`; an axis in both is an error.
+
+    >>> axn.concat_axes(axn.Axis("batch", 8), axn.Axis("embed", 4))
+    (Axis(name='batch', size=8), Axis(name='embed', size=4))
+    """
+    both = selectors(a1) + selectors(a2)
+    names = [name_of(s) for s in both]
+    if len(set(names)) != len(names):
+        raise ValueError(_errors.duplicate_names("concat_axes", names))
+    return _like(a1, both)
+
+
+def concat_axis_specs(a1: AxisSpec, a2: AxisSpec) -> Any:
+    """`concat_axes` for axes whose sizes are known.
+
+    >>> axn.concat_axis_specs({"batch": 8}, {"embed": 4})
+    {'batch': 8, 'embed': 4}
+    """
+    axes_of_spec(a1, "concat_axis_specs"), axes_of_spec(a2, "concat_axis_specs")
+    return concat_axes(a1, a2)
+
+
+def union_axes(a1: AxisSelection, a2: AxisSelection) -> Any:
+    """The axes of `a1`, then those of `a2` that it lacks.
+
+    >>> axn.axis.union_axes(axn.make_axes(batch=8, pos=3), axn.make_axes(pos=3, embed=4))
+    (Axis(name='batch', size=8), Axis(name='pos', size=3), Axis(name='embed', size=4))
+    """
+    first, second = _by_name(a1), _by_name(a2)
+    _check_sizes("union_axes", first, second)
+    return _like(a1, tuple({**second, **first}[n] for n in {**first, **second}))
+
+
+def intersect_axes(ax1: AxisSelection, ax2: AxisSelection) -> Any:
+    """The axes in both, in the order of `ax1`; a size known on either side is kept.
+
+    >>> axn.axis.intersect_axes(axn.make_axes(batch=8, pos=3), "pos")
+    (Axis(name='pos', size=3),)
+    """
+    first, second = _by_name(ax1), _by_name(ax2)
+    _check_sizes("intersect_axes", first, second)
+    return _like(ax1, tuple(second[n] if isinstance(a, str) else a for n, a in first.items() if n in second))
+
+
+def overlapping_axes(ax1: AxisSelection, ax2: AxisSelection) -> Any:
+    """The axes in both: `intersect_axes` under the name some code knows.
+
+    >>> axn.axis.overlapping_axes(("batch", "pos"), ("pos", "embed"))
+    ('pos',)
+    """
+    return intersect_axes(ax1, ax2)
+
+
+def without_axes(axis_spec: AxisSelection, to_remove: AxisSelection, allow_mismatched_sizes: bool = False) -> Any:
+    """The axes that are not in `to_remove`; those it names needlessly are no error.
+
+    Arguments:
+        axis_spec: the axes to start from.
+        to_remove: the axes to leave out.
+        allow_mismatched_sizes: leave an axis out although the sizes differ.
+
+    >>> axn.axis.without_axes(axn.make_axes(batch=8, pos=3), ("pos", "embed"))
+    (Axis(name='batch', size=8),)
+    """
+    first, second = _by_name(axis_spec), _by_name(to_remove)
+    if not allow_mismatched_sizes:
+        _check_sizes("without_axes", first, second)
+    return _like(axis_spec, tuple(a for n, a in first.items() if n not in second))
+
+
+def eliminate_axes(axis_spec: AxisSelection, to_remove: AxisSelection) -> Any:
+    """The axes that are not in `to_remove`, all of which must be there.
+
+    >>> axn.eliminate_axes(axn.make_axes(batch=8, pos=3), "pos")
+    (Axis(name='batch', size=8),)
+    """
+    known = _by_name(axis_spec)
+    missing = [n for n in _by_name(to_remove) if n not in known]
+    if missing:
+        raise ValueError(_missing("eliminate_axes", missing, axis_spec))
+    return without_axes(axis_spec, to_remove)
+
+
+def replace_axis(axis_spec: AxisSelection, old: AxisSelector, new: AxisSelection) -> Any:
+    """The axes with `new`, one or several, in the place of `old`.
+
+    >>> Batch, Embed = axn.make_axes(batch=8, embed=4)
+    >>> axn.replace_axis((Batch, Embed), "embed", axn.make_axes(heads=2, size=2))
+    (Axis(name='batch', size=8), Axis(name='heads', size=2), Axis(name='size', size=2))
+    """
+    known = _by_name(axis_spec)
+    if name_of(old) not in known:
+        raise ValueError(_missing("replace_axis", [name_of(old)], axis_spec))
+    _check_sizes("replace_axis", known, _by_name(old))
+    found = [s for n, a in known.items() for s in (selectors(new) if n == name_of(old) else (a,))]
+    names = [name_of(s) for s in found]
+    if len(set(names)) != len(names):
+        raise ValueError(_errors.duplicate_names("replace_axis", names))
+    return _like(axis_spec, found)
+
+
+@overload
+def resolve_axis(axis_spec: AxisSelection, axis_selection: AxisSelector) -> Axis: ...
+@overload
+def resolve_axis(axis_spec: AxisSelection, axis_selection: Sequence[AxisSelector]) -> tuple[Axis, ...]: ...
+@overload
+def resolve_axis(axis_spec: AxisSelection, axis_selection: PartialShapeDict) -> dict[str, int]: ...
+def resolve_axis(axis_spec: AxisSelection, axis_selection: AxisSelection) -> Any:
+    """The selected axes, with the sizes they have in `axis_spec`.
+
+    >>> axn.resolve_axis(axn.make_axes(batch=8, pos=3), "pos")
+    Axis(name='pos', size=3)
+    """
+    known = _by_name(axis_spec)
+    wanted = _by_name(axis_selection)
+    missing = [n for n in wanted if n not in known]
+    if missing:
+        raise ValueError(_missing("resolve_axis", missing, axis_spec))
+    _check_sizes("resolve_axis", known, wanted)
+    if isinstance(axis_selection, (Axis, str)):
+        return known[name_of(axis_selection)]
+    return _like(axis_selection, tuple(known[n] for n in wanted))
+
+
+def selects_axis(selector: AxisSelection, selected: AxisSelection) -> bool:
+    """Whether `selector` picks every axis of `selected`: the names are there, and known sizes agree.
+
+    >>> axn.selects_axis(("batch", "pos"), axn.Axis("pos", 3)), axn.selects_axis(axn.Axis("pos", 4), axn.Axis("pos", 3))
+    (True, False)
+    """
+    known = _by_name(selector)
+    return all(n in known and not _conflict(known[n], s) for n, s in _by_name(selected).items())
+
+
+def is_axis_compatible(ax1: AxisSelector, ax2: AxisSelector) -> bool:
+    """Whether two selectors can stand for one axis: the names are equal.
+
+    >>> axn.axis.is_axis_compatible("pos", axn.Axis("pos", 3))
+    True
+    """
+    return name_of(ax1) == name_of(ax2)
+
+
+def unsize_axes(axis_spec: AxisSelection, to_unsize: AxisSelection | None = None) -> Any:
+    """The selection with the sizes forgotten: of every axis, or of those in `to_unsize`.
+
+    >>> axn.axis.unsize_axes(axn.make_axes(batch=8, pos=3), "pos")
+    (Axis(name='batch', size=8), 'pos')
+    """
+    if isinstance(axis_spec, (Axis, str)) and to_unsize is None:
+        return name_of(axis_spec)
+    chosen = None if to_unsize is None else _by_name(to_unsize)
+    known = _by_name(axis_spec)
+    missing = [n for n in chosen or () if n not in known]
+    if missing:
+        raise ValueError(_missing("unsize_axes", missing, axis_spec))
+    return _like(axis_spec, tuple(n if chosen is None or n in chosen else a for n, a in known.items()))
+
+
+def rearrange_for_partial_order(
+    partial_order: Sequence[AxisSelector | EllipsisType], axes: Sequence[_Ax]
+) -> tuple[_Ax, ...]:
+    """`axes` reordered so that those named in `partial_order` stand as it says.
+
+    Each `...` takes the axes that are not named: the first one takes all those before the name that follows it, the
+    last one takes the rest. Without `...` every axis must be named.
+
+    Arguments:
+        partial_order: axes and ellipses.
+        axes: the axes to reorder.
+
+    >>> axn.axis.rearrange_for_partial_order(("c", ..., "a"), ("a", "b", "c"))
+    ('c', 'b', 'a')
+    """
+    known = {name_of(a): a for a in axes}
+    named = [name_of(s) for s in partial_order if not isinstance(s, EllipsisType)]
+    missing = [n for n in named if n not in known]
+    if missing:
+        raise ValueError(_missing("rearrange", missing, axes))
+    if len(set(named)) != len(named):
+        raise ValueError(_errors.duplicate_names("rearrange", named))
+    _check_sizes("rearrange", known, _by_name([s for s in partial_order if not isinstance(s, EllipsisType)]))
+    rest = [n for n in known if n not in named]
+    if rest and ... not in partial_order:
+        listed = ", ".join(repr(n) for n in rest)
+        raise ValueError(f"rearrange: {listed} of {_described(axes)} have no place; name them, or add `...`.")
+    order: list[str] = []
+    where = list(known)
+    for i, s in enumerate(partial_order):
+        if not isinstance(s, EllipsisType):
+            order.append(name_of(s))
+            continue
+        later = partial_order[i + 1 :]
+        last = ... not in later
+        following = next((where.index(name_of(t)) for t in later if not isinstance(t, EllipsisType)), len(where))
+        taken = [n for n in rest if last or where.index(n) < following]
+        order += taken
+        rest = [n for n in rest if n not in taken]
+    return tuple(known[n] for n in order)
+
+
+def _described(selection: AxisSelection) -> str:
+    found = selectors(selection)
+    return f"({', '.join(s if isinstance(s, str) else f'{s.name}={s.size}' for s in found)})"
+
+
+def _missing(what: str, missing: Sequence[str], selection: AxisSelection) -> str:
+    known = _by_name(selection)
+    if any(isinstance(a, str) for a in known.values()):
+        return _errors.missing_axes(what, missing, list(known))
+    return _errors.missing_axes(what, missing, list(known), [a.size for a in known.values() if isinstance(a, Axis)])

@@ -1,0 +1,129 @@
+"""What the families of operations share: identity, signatures, and trees.
+
+An operation that is one of a family (elementwise, reductions, ...) is made by a factory from one row of a table. It is a
+plain function all the same: `publish` gives it its name, module and docstring, and the protocols below tell a type
+checker or an editor how it is called, as a function and as a method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, overload
+
+import jax
+
+from ..array import NamedArray, NamedOrNumeric, is_named_array
+from ..axis import AxisSelection, AxisSelector
+
+A = TypeVar("A")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def publish(op: F, name: str, module: str, doc: str) -> F:
+    """Give a function made by a factory the identity of one written by hand."""
+    op.__name__ = op.__qualname__ = name
+    op.__module__ = module
+    op.__doc__ = doc
+    return op
+
+
+def map_tree(op: Callable[..., Any], tree: Any) -> Any:
+    """Apply an operation to every leaf of a tree, a named array counting as one leaf."""
+    return jax.tree.map(op, tree, is_leaf=is_named_array)
+
+
+def is_tree(x: Any) -> bool:
+    """Whether an operand is a container of arrays rather than an array or a number."""
+    return not (isinstance(x, NamedArray) or jax.tree_util.all_leaves([x]))
+
+
+class Unary(Protocol):
+    """`f(a)`, elementwise, on a named array, a scalar, a raw array or a tree of them."""
+
+    def __call__(self, a: A, /) -> A: ...
+    def __get__(self, instance: Any, owner: Any = None) -> Callable[[], NamedArray]: ...
+
+
+class Binary(Protocol):
+    """`f(a, b)`, elementwise, broadcasting by name."""
+
+    @overload
+    def __call__(self, a: NamedArray, b: NamedOrNumeric, /) -> NamedArray: ...
+    @overload
+    def __call__(self, a: NamedOrNumeric, b: NamedArray, /) -> NamedArray: ...
+    @overload
+    def __call__(self, a: Any, b: Any, /) -> Any: ...
+
+
+class _BoundReduction(Protocol):
+    def __call__(self, axis: AxisSelection | None = None, *, where: NamedArray | None = None) -> NamedArray: ...
+
+
+class Reduction(Protocol):
+    """`f(array, axis)`: the axes are reduced away; all of them by default."""
+
+    def __call__(self, array: Any, axis: AxisSelection | None = None, *, where: NamedArray | None = None) -> Any: ...
+    def __get__(self, instance: Any, owner: Any = None) -> _BoundReduction: ...
+
+
+class _BoundTypedReduction(Protocol):
+    def __call__(
+        self, axis: AxisSelection | None = None, *, where: NamedArray | None = None, dtype: Any = None
+    ) -> NamedArray: ...
+
+
+class TypedReduction(Protocol):
+    """A reduction that can accumulate in another dtype."""
+
+    def __call__(
+        self, array: Any, axis: AxisSelection | None = None, *, where: NamedArray | None = None, dtype: Any = None
+    ) -> Any: ...
+    def __get__(self, instance: Any, owner: Any = None) -> _BoundTypedReduction: ...
+
+
+class _BoundSpreadReduction(Protocol):
+    def __call__(
+        self,
+        axis: AxisSelection | None = None,
+        *,
+        where: NamedArray | None = None,
+        ddof: int = 0,
+        dtype: Any = None,
+    ) -> NamedArray: ...
+
+
+class SpreadReduction(Protocol):
+    """Variance and standard deviation."""
+
+    def __call__(
+        self,
+        array: Any,
+        axis: AxisSelection | None = None,
+        *,
+        where: NamedArray | None = None,
+        ddof: int = 0,
+        dtype: Any = None,
+    ) -> Any: ...
+    def __get__(self, instance: Any, owner: Any = None) -> _BoundSpreadReduction: ...
+
+
+class _BoundArgReduction(Protocol):
+    def __call__(self, axis: AxisSelector | None = None) -> NamedArray: ...
+
+
+class ArgReduction(Protocol):
+    """The index of an element along an axis, or in the flattened array."""
+
+    def __call__(self, array: NamedArray, axis: AxisSelector | None = None) -> NamedArray: ...
+    def __get__(self, instance: Any, owner: Any = None) -> _BoundArgReduction: ...
+
+
+class _BoundCumulative(Protocol):
+    def __call__(self, axis: AxisSelector, *, dtype: Any = None) -> NamedArray: ...
+
+
+class Cumulative(Protocol):
+    """A running reduction along one axis, which stays."""
+
+    def __call__(self, array: NamedArray, axis: AxisSelector, *, dtype: Any = None) -> NamedArray: ...
+    def __get__(self, instance: Any, owner: Any = None) -> _BoundCumulative: ...

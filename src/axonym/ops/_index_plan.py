@@ -1,0 +1,319 @@
+"""From an index as users write it to what is done with the array.
+
+`make_plan` checks an index against an array and splits it into static items, which are part of a kernel's key, and
+operands. `IndexLayout` works out from the items and the names alone how index arrays meet the array.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import EllipsisType
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _errors, _kernels
+from .._mesh import Names
+from ..array import NamedArray
+from ..axis import Axis, AxisSelector, name_of
+from .slices import dslice
+
+NamedIndex: TypeAlias = Any
+"""What may stand for one axis: see `axonym.ops.indexing`."""
+SliceSpec: TypeAlias = Mapping[AxisSelector, NamedIndex] | tuple[Any, ...] | EllipsisType
+
+
+class Item(NamedTuple):
+    """What is taken of one axis. Everything here is static: the items of an index are part of the kernel's key.
+
+    | kind            | static                   | operand         |
+    |-----------------|--------------------------|-----------------|
+    | "at"            | the index                |                 |
+    | "slice"         | (start, stop, step)      |                 |
+    | "dynamic at"    |                          | the index       |
+    | "dynamic slice" | the size                 | the start       |
+    | "gather"        | names of the index array | the index array |
+    """
+
+    name: str
+    kind: str
+    static: Any = None
+
+    @property
+    def operand_names(self) -> Names | None:
+        """The names of the operand, or None where there is no operand."""
+        if self.kind == "gather":
+            return self.static
+        return () if self.kind.startswith("dynamic") else None
+
+
+def _as_mapping(x: NamedArray, key: Any) -> list[tuple[str, Any]]:
+    """The index as pairs of axis name and what to take, every name known and named once."""
+    if key is Ellipsis or (isinstance(key, tuple) and not key):
+        return []
+    if isinstance(key, Mapping):
+        pairs = list(key.items())
+    elif isinstance(key, tuple) and len(key) % 2 == 0 and all(isinstance(k, (str, Axis)) for k in key[::2]):
+        pairs = list(zip(key[::2], key[1::2], strict=True))
+    else:
+        raise TypeError(
+            f"Indexing {x}: expected axes and indices in turn, x['axis', index, ...], or a mapping {{'axis': index}}. "
+            "There is no indexing by position."
+        )
+    names = [name_of(selector) for selector, _ in pairs]
+    missing = [n for n in names if n not in x.names]
+    if missing:
+        raise ValueError(_errors.missing_axes("Indexing", missing, x.names, jnp.shape(x.array)))
+    if len(set(names)) != len(names):
+        raise ValueError(_errors.duplicate_names("Indexing", names))
+    for selector, _ in pairs:
+        if isinstance(selector, Axis) and x.resolve_axis(selector.name) is not selector:
+            found = x.resolve_axis(selector.name).size
+            raise ValueError(
+                _errors.size_mismatch("Indexing", selector.name, [("the array", found), ("the index", selector.size)])
+            )
+    return list(zip(names, (index for _, index in pairs), strict=True))
+
+
+def make_plan(x: NamedArray, key: Any, *, for_update: bool = False) -> tuple[tuple[Item, ...], list[Any]]:
+    """The items of an index, and the operands they need.
+
+    Outside a trace, positions go in as operands, so that walking along an axis compiles once. In a trace they are
+    static, so that the program says all there is to know. For an update, or a look-up with a say in what happens out
+    of range, dynamic slices become index arrays, since cutting out a block would move one that is out of range.
+    """
+    shape = jnp.shape(x.array)
+    if len(shape) != len(x.names):
+        raise ValueError(_errors.wrong_rank(x.names, shape))
+    traced = isinstance(x.array, jax.core.Tracer)
+    items: list[Item] = []
+    operands: list[Any] = []
+
+    def add(name: str, kind: str, static: Any = None, operand: Any = None) -> None:
+        items.append(Item(name, kind, static))
+        if operand is not None:
+            operands.append(operand)
+
+    for name, index in _as_mapping(x, key):
+        size = shape[x.names.index(name)]
+        if isinstance(index, slice):
+            start, stop, step = _slice_bounds(name, index, size)
+            if traced or step != 1 or for_update:
+                add(name, "slice", (start, stop, step))
+            else:
+                add(name, "dynamic slice", max(stop - start, 0), np.int32(start))
+        elif isinstance(index, dslice) or _is_pallas_slice(index):
+            _add_dynamic_slice(add, name, index, size, for_update)
+        elif isinstance(index, (int, np.integer)) and not isinstance(index, (bool, np.bool_)):
+            position = _checked_position(name, int(index), size)
+            if traced:
+                add(name, "at", position)
+            else:
+                add(name, "dynamic at", None, np.int32(position))
+        else:
+            array, names = _index_array(name, index, size)
+            add(name, "gather" if names else "dynamic at", names or None, array)
+    return tuple(items), operands
+
+
+def _slice_bounds(name: str, index: slice, size: int) -> tuple[int, int, int]:
+    try:
+        return index.indices(size)
+    except (TypeError, jax.errors.TracerIntegerConversionError):
+        raise TypeError(
+            f"Indexing: a slice of axis {name!r} needs known bounds, got traced ones. Use ds(start, size), whose start "
+            "may be traced."
+        ) from None
+
+
+def _add_dynamic_slice(add: Callable[..., None], name: str, index: Any, size: int, for_update: bool) -> None:
+    if getattr(index, "stride", 1) not in (None, 1):
+        raise ValueError(f"Indexing: axis {name!r}: a dynamic slice has no stride, got {index.stride}.")
+    if index.size > size:
+        raise IndexError(f"Indexing: a slice of {index.size} elements does not fit axis {name!r} of size {size}.")
+    start = index.start
+    if isinstance(start, (int, np.integer)) and not 0 <= start <= size - index.size:
+        raise IndexError(
+            f"Indexing: {index!r} is out of range for axis {name!r} of size {size}: the start must lie in "
+            f"0..{size - index.size}."
+        )
+    if isinstance(start, (int, np.integer)):
+        start, names = np.int32(start), ()
+    else:
+        start, names = _index_array(name, start, size)
+    if not names and not for_update:
+        add(name, "dynamic slice", index.size, start)
+        return
+    if name in names:
+        raise ValueError(f"Indexing: the start of the slice of axis {name!r} has that axis itself.")
+    offsets = jnp.arange(index.size, dtype=jnp.int32)
+    array = jnp.expand_dims(start, -1) + offsets.reshape((1,) * len(names) + (-1,))
+    add(name, "gather", (*names, name), array)
+
+
+def _is_pallas_slice(index: Any) -> bool:
+    pallas = sys.modules.get("jax.experimental.pallas")
+    return pallas is not None and isinstance(index, pallas.Slice)
+
+
+def _checked_position(name: str, index: int, size: int) -> int:
+    if not -size <= index < size:
+        raise IndexError(
+            f"Indexing: {index} is out of range for axis {name!r} of size {size}: an index lies in {-size}..{size - 1}."
+        )
+    return index % size
+
+
+def _index_array(name: str, index: Any, size: int) -> tuple[Any, Names]:
+    """An index that is an array, and its names; a raw 1-D array or a list keeps the axis it indexes."""
+    if isinstance(index, NamedArray):
+        array, names = index.array, index.names
+        if jnp.ndim(array) != len(names):
+            raise ValueError(_errors.wrong_rank(names, jnp.shape(array)))
+    else:
+        array = np.asarray(index, dtype=None if index else np.int32) if isinstance(index, (list, tuple)) else index
+        if not hasattr(array, "ndim") or not hasattr(array, "dtype"):
+            raise TypeError(
+                f"Indexing: axis {name!r} cannot be indexed with {type(index).__name__}; use an integer, a slice, "
+                "ds(start, size) or an array of integers."
+            )
+        if array.ndim > 1:
+            raise ValueError(
+                f"Indexing: a raw index array for axis {name!r} has shape {tuple(array.shape)}; only 1-D ones go "
+                "without names. Name its axes with axonym.named(array, axes)."
+            )
+        names = (name,) * array.ndim
+    if array.dtype == bool:
+        return _positions_of_mask(name, array, names, size), names
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(f"Indexing: axis {name!r} needs integers, got an array of {array.dtype}.")
+    return array, names
+
+
+def _positions_of_mask(name: str, mask: Any, names: Names, size: int) -> Any:
+    if names != (name,) or mask.shape != (size,):
+        raise ValueError(
+            f"Indexing: a mask for axis {name!r} of size {size} has that one axis, got "
+            f"{_errors.describe_axes(names, mask.shape)}. For masks over several axes use axonym.where."
+        )
+    if isinstance(mask, jax.core.Tracer):
+        raise TypeError(
+            f"Indexing: a traced mask for axis {name!r} would give a result of unknown size. Use axonym.where, or "
+            "axonym.nonzero with a size."
+        )
+    return np.flatnonzero(np.asarray(mask)).astype(np.int32)
+
+
+class IndexLayout:
+    """How an index meets an array, worked out from names alone.
+
+    The axes of index arrays are either shared with the array (batch dimensions, mapped over with `vmap`) or new (they
+    take the place of the first indexed axis). Inside the `vmap`, plain NumPy indexing does the work. Dynamic slices
+    have no place here: they are cut out before, or have become index arrays.
+    """
+
+    def __init__(self, names: Names, items: Sequence[Item]):
+        self.names = names
+        self.items = {i.name: i for i in items}
+        self.operands = tuple(i.operand_names for i in items if i.operand_names is not None)
+        indexed = [i.name for i in items if i.kind != "slice"]
+        index_names = list(dict.fromkeys(n for layout in self.operands for n in layout))
+        self.shared = tuple(n for n in names if n in index_names and n not in indexed)
+        self.new = tuple(n for n in index_names if n not in self.shared)
+
+        inner = [n for n in names if n not in self.shared]
+        positions = [p for p, n in enumerate(inner) if n in indexed]
+        adjacent = bool(positions) and positions == list(range(positions[0], positions[0] + len(positions)))
+        rest = [n for n in inner if n not in indexed]
+        at = positions[0] if adjacent else 0
+        self.inner_names = tuple(inner)
+        """The array without the shared axes, which is what NumPy indexing sees."""
+        self.inner_result = (*rest[:at], *self.new, *rest[at:])
+        """What NumPy indexing gives: new axes where the indexed ones stood if those are adjacent, else in front."""
+
+        first = next((n for n in names if n in indexed), None)
+        out: list[str] = []
+        for n in names:
+            out += self.new if n == first else () if n in indexed else (n,)
+        self.out_names = tuple(out)
+        """The layout of the result: that of the array, with the new axes where the first indexed one stood."""
+
+    def get(self, a: jax.Array, operands: Sequence[jax.Array], keywords: Mapping[str, Any]) -> jax.Array:
+        """The selected elements, in the layout `out_names`."""
+        self._check(a, operands)
+
+        def lookup(a, *operands):
+            index = self._index(operands)
+            return a.at[index].get(**keywords) if keywords else a[index]
+
+        result = self._mapped(lookup, (self.names, *self.operands))(a, *operands)
+        return _kernels.transpose_to(result, (*self.shared, *self.inner_result), self.out_names)
+
+    def update(
+        self,
+        how: str,
+        a: jax.Array,
+        value: jax.Array,
+        value_names: Names,
+        operands: Sequence[jax.Array],
+        keywords: Mapping[str, Any],
+    ) -> jax.Array:
+        """The array with the selected elements changed by the method `how` of `a.at[...]`."""
+        self._check(a, operands)
+        order = tuple(n for n in (*self.shared, *self.inner_result) if n in value_names)
+        value = _kernels.transpose_to(value, value_names, order)
+        inner_order = tuple(n for n in order if n not in self.shared)
+
+        def change(a, value, *operands):
+            if inner_order:
+                value = _kernels.align(value, inner_order, self.inner_result)
+            return getattr(a.at[self._index(operands)], how)(value, **keywords)
+
+        return self._mapped(change, (self.names, order, *self.operands), self.names)(a, value, *operands)
+
+    def _index(self, operands: Sequence[jax.Array]) -> tuple[Any, ...]:
+        """The NumPy index inside the maps. Index arrays broadcast by name, to the new axes."""
+        remaining = iter(operands)
+        index: dict[str, Any] = {}
+        for item in self.items.values():
+            match item.kind:
+                case "at":
+                    index[item.name] = item.static
+                case "slice":
+                    start, stop, step = item.static
+                    index[item.name] = slice(start, None if stop < 0 else stop, step)
+                case "dynamic at":
+                    index[item.name] = next(remaining)
+                case "gather":
+                    inner = tuple(n for n in item.static if n not in self.shared)
+                    array = next(remaining)
+                    index[item.name] = _kernels.align(array, inner, self.new) if inner else array
+        return tuple(index.get(n, slice(None)) for n in self.inner_names)
+
+    def _mapped(self, fn: Callable[..., Any], layouts: Sequence[Names], out: Names | None = None) -> Callable[..., Any]:
+        """`fn` mapped over the shared axes, the first one outermost; `out` says where they stand in the result."""
+        for depth in reversed(range(len(self.shared))):
+            name, outer = self.shared[depth], self.shared[:depth]
+            in_axes = tuple(_position(layout, name, outer) for layout in layouts)
+            fn = jax.vmap(fn, in_axes=in_axes, out_axes=0 if out is None else _position(out, name, outer))
+        return fn
+
+    def _check(self, a: jax.Array, operands: Sequence[jax.Array]) -> None:
+        """An axis has one size in the array, where it is shared, and in all index arrays."""
+        seen = {n: ("the array", s) for n, s in zip(self.names, a.shape, strict=True) if n in self.shared}
+        gathers = [i for i in self.items.values() if i.operand_names is not None]
+        for item, operand in zip(gathers, operands, strict=True):
+            for n, size in zip(item.operand_names or (), operand.shape, strict=True):
+                place, known = seen.setdefault(n, (f"the index of {item.name!r}", size))
+                if known != size:
+                    places = [(place, known), (f"the index of {item.name!r}", size)]
+                    raise ValueError(_errors.size_mismatch("Indexing", n, places))
+
+
+def _position(layout: Names, name: str, taken: Names) -> int | None:
+    """Where an axis stands once the maps around it have taken theirs; None where the operand lacks it."""
+    left = [n for n in layout if n not in taken]
+    return left.index(name) if name in left else None

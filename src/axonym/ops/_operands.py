@@ -1,0 +1,127 @@
+"""What operations make of their arguments before a kernel sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _errors
+from .._mesh import Names
+from ..array import NamedArray
+from ..axis import Axis, AxisSelector, AxisSpec, axes_of_spec, name_of
+
+
+def require_named(what: str, array: Any) -> NamedArray:
+    """The argument, which must be a named array."""
+    if not isinstance(array, NamedArray):
+        raise TypeError(
+            f"{what}: expected a NamedArray, got {type(array).__name__}. Name its axes with axonym.named(array, axes)."
+        )
+    return array
+
+
+def operand(x: Any) -> tuple[Any, Names]:
+    """What a kernel takes for an argument, and its names; anything that is not a named array has none."""
+    return (x.array, x.names) if isinstance(x, NamedArray) else (x, ())
+
+
+def scalar(what: str, argument: str, x: Any) -> Any:
+    """An argument that must be a single value: a number, or an array without axes."""
+    x, names = operand(x)
+    if names:
+        described = _errors.describe_axes(names, jnp.shape(x))
+        raise ValueError(f"{what}: `{argument}` must be a scalar, got an array with axes {described}.")
+    if jnp.ndim(x) != 0:
+        raise ValueError(f"{what}: `{argument}` must be a scalar, got an array of shape {jnp.shape(x)}.")
+    return x
+
+
+def vectors(what: str, **arguments: Any) -> tuple[list[Any], Names]:
+    """Arguments along one axis of which the result keeps nothing; so they may also be raw arrays.
+
+    The name of the axis is made one that no other operand has: whatever it is called, it is not shared.
+    """
+    arrays, found = [], {}
+    for argument, x in arguments.items():
+        x, names = operand(x if hasattr(x, "shape") or isinstance(x, NamedArray) else jnp.asarray(x))
+        if (len(names) or jnp.ndim(x)) != 1:
+            described = _errors.describe_axes(names, jnp.shape(x)) if names else f"shape {jnp.shape(x)}"
+            raise ValueError(f"{what}: `{argument}` must have exactly one axis, got {described}.")
+        arrays.append(x)
+        found.update({argument: names[0]} if names else {})
+    if len(set(found.values())) > 1:
+        listed = " and ".join(f"`{argument}` has {name!r}" for argument, name in found.items())
+        raise ValueError(f"{what}: {' and '.join(f'`{a}`' for a in arguments)} must have the same axis, but {listed}.")
+    return arrays, private(f"`{next(iter(arguments))}`", tuple(found.values())[:1] or ("axis",))
+
+
+def private(argument: str, names: Names) -> Names:
+    """Names for the axes of an operand that must not be matched with those of the others."""
+    return tuple(f"{n} of {argument}" for n in names)
+
+
+def one_axis(what: str, argument: str, axis: AxisSpec) -> Axis:
+    """An argument that must be one axis with its size."""
+    if isinstance(axis, Axis):
+        return axis
+    if not isinstance(axis, (str, Sequence, dict)):
+        raise TypeError(f"{what}: `{argument}` must be an Axis, got {type(axis).__name__}.")
+    found = axes_of_spec(axis, what)
+    if len(found) != 1:
+        described = _errors.describe_axes([a.name for a in found], [a.size for a in found])
+        raise ValueError(f"{what}: `{argument}` must be one axis, got {described}.")
+    return found[0]
+
+
+def check_new_axis(what: str, axis: AxisSelector, size: Any) -> None:
+    """An axis that an operation makes must have the size the operation gives it, where it was named with one."""
+    if isinstance(axis, Axis) and axis.size != size:
+        places = [("the argument", axis.size), ("the result", size)]
+        raise ValueError(_errors.size_mismatch(what, axis.name, places))
+
+
+def replaced(what: str, names: Names, old: str, new: Sequence[AxisSelector]) -> Names:
+    """The names with new ones in the place of an old one."""
+    return distinct(what, tuple(m for n in names for m in ([name_of(s) for s in new] if n == old else [n])))
+
+
+def distinct(what: str, names: Names) -> Names:
+    """The names, none of which may stand twice."""
+    if len(set(names)) != len(names):
+        raise ValueError(_errors.duplicate_names(what, names))
+    return names
+
+
+def require_subset(what: str, argument: str, inner: Names, outer: Names) -> None:
+    """An operand may only have axes that the array has."""
+    extra = [n for n in inner if n not in outer]
+    if extra:
+        raise ValueError(
+            f"{what}: `{argument}` has axes {_errors.describe_axes(extra)} that the array "
+            f"{_errors.describe_axes(outer)} lacks."
+        )
+
+
+def only_axis(what: str, array: NamedArray, axis: AxisSelector | None) -> AxisSelector:
+    """The axis, which may be left out where there is only one."""
+    if axis is not None:
+        return axis
+    if len(array.names) != 1:
+        raise ValueError(
+            f"{what}: which axis of {_errors.describe_shape(array.shape)}? Name one, or flatten the array first: "
+            f"`array.flatten('name')`."
+        )
+    return array.names[0]
+
+
+def dtype_key(dtype: Any) -> Any:
+    """A dtype in a form that can be part of a cache key; Python's own types are those JAX takes them for."""
+    if dtype is None:
+        return None
+    if isinstance(dtype, type) and dtype in (bool, int, float, complex):
+        return jax.dtypes.canonicalize_dtype(dtype)
+    return np.dtype(dtype)

@@ -1,0 +1,189 @@
+"""Broadcasting by name: giving arrays axes they lack.
+
+Elementwise operations do this themselves where one operand has all the axes. The functions here say it outright: to get
+a certain layout, or an outer product that is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from .. import _errors, _kernels
+from .._mesh import Names
+from ..array import NamedArray, NamedOrNumeric, wrap, wrap_result
+from ..axis import Axis, AxisSpec, axes_of_spec
+from ._operands import distinct, operand, require_named
+
+MaybeArray = TypeVar("MaybeArray", bound="NamedOrNumeric | None")
+
+
+def broadcast_to(
+    a: NamedOrNumeric, axes: AxisSpec, ensure_order: bool = True, enforce_no_extra_axes: bool = True
+) -> NamedArray:
+    """The array with all of the given axes, in their order.
+
+    Arguments:
+        a: a named array or a scalar.
+        axes: the axes of the result, with sizes.
+        ensure_order: False keeps the layout of the array, with the axes it lacks in front.
+        enforce_no_extra_axes: False lets the array keep axes that are not among `axes`. If it has any, it keeps its
+            layout too.
+
+    >>> axn.broadcast_to(axn.named([1, 2], "x"), axn.make_axes(x=2, y=3))
+    NamedArray(int32[x=2, y=3], [[1 1 1] [2 2 2]])
+    """
+    array, names = operand(a)
+    spec = axes_of_spec(_kernels.hashable(axes), "broadcast_to")
+    kernel = _broadcast_kernel("broadcast_to", names, spec, ensure_order, enforce_no_extra_axes)
+    return wrap(kernel.call(array), kernel.names)
+
+
+def broadcast_axis(a: NamedOrNumeric, axis: AxisSpec) -> NamedArray:
+    """The array with further axes in front of its own.
+
+    Arguments:
+        a: a named array or a scalar.
+        axis: one axis or several, with sizes. Those the array has already stay where they are.
+
+    >>> axn.broadcast_axis(axn.named([1, 2], "x"), axn.Axis("y", 3))
+    NamedArray(int32[y=3, x=2], [[1 2] [1 2] [1 2]])
+    """
+    array, names = operand(a)
+    spec = axes_of_spec(_kernels.hashable(axis), "broadcast_axis")
+    kernel = _broadcast_kernel("broadcast_axis", names, spec, False, False)
+    return wrap(kernel.call(array), kernel.names)
+
+
+def broadcast_arrays(
+    *arrays: MaybeArray, require_subset: bool = True, ensure_order: bool = True
+) -> tuple[MaybeArray, ...]:
+    """The arrays, each with the axes of all.
+
+    The layout is that of the first array with the most axes. Axes that it lacks come in front.
+
+    Arguments:
+        *arrays: named arrays. Scalars and None are handed back as they are.
+        require_subset: one array must have all the axes; False also allows an outer product.
+        ensure_order: False keeps the layout of each array, with the axes it lacks in front.
+
+    >>> x, y = axn.broadcast_arrays(axn.named([1, 2], "x"), axn.ones({"x": 2, "y": 3}))
+    >>> x
+    NamedArray(int32[x=2, y=3], [[1 1 1] [2 2 2]])
+    """
+    what = "broadcast_arrays"
+    found = [(i, x) for i, x in enumerate(arrays) if isinstance(x, NamedArray)]
+    for x in arrays:
+        if not isinstance(x, NamedArray) and x is not None and jnp.ndim(x) != 0:
+            require_named(what, x)
+    if not found:
+        return arrays
+    every = tuple(x.names for _, x in found)
+    kernel = _together_kernel(what, every, tuple(i for i, _ in found), require_subset, ensure_order)
+    result = list(arrays)
+    broadcast = wrap_result(kernel.call(*(x.array for _, x in found)), kernel.names)
+    for (i, _), x in zip(found, broadcast, strict=True):
+        result[i] = x
+    return tuple(result)
+
+
+def meshgrid(*arrays: NamedArray) -> tuple[NamedArray, ...]:
+    """Coordinates of a grid: each array of one axis, broadcast to the axes of all in the order they are given.
+
+    Arguments:
+        *arrays: named arrays of one axis each, with different names.
+
+    >>> x, y = axn.meshgrid(axn.named([1, 2], "x"), axn.named([3, 4, 5], "y"))
+    >>> y
+    NamedArray(int32[x=2, y=3], [[3 4 5] [3 4 5]])
+    """
+    if not arrays:
+        return ()
+    every = tuple(require_named("meshgrid", x).names for x in arrays)
+    kernel = _meshgrid_kernel(every)
+    return wrap_result(kernel.call(*(x.array for x in arrays)), kernel.names)
+
+
+# --- kernels ---
+
+
+@_kernels.cached
+def _broadcast_kernel(
+    what: str, names: Names, spec: tuple[Axis, ...], ensure_order: bool, no_extra_axes: bool
+) -> _kernels.Kernel:
+    wanted = distinct(what, tuple(a.name for a in spec))
+    extra = [n for n in names if n not in wanted]
+    if extra and no_extra_axes:
+        listed = _errors.describe_axes([a.name for a in spec], [a.size for a in spec])
+        raise ValueError(
+            f"{what}: the array {_errors.describe_axes(names)} has axes {_errors.describe_axes(extra)} that are not "
+            f"among {listed}. Reduce or index them away, or pass enforce_no_extra_axes=False to keep them."
+        )
+    if ensure_order and not extra:
+        out_names = wanted
+    else:
+        out_names = (*(n for n in wanted if n not in names), *names)
+    sizes = {a.name: a.size for a in spec}
+
+    def positional(x):
+        return _broadcast(x, names, out_names, {**sizes, **dict(zip(names, x.shape, strict=True))})
+
+    known = tuple(a for a in spec if a.name in names)
+    return _kernels.make_kernel(what, positional, (names,), out_names, native=True, selection=known)
+
+
+@_kernels.cached
+def _together_kernel(
+    what: str, every: tuple[Names, ...], positions: tuple[int, ...], require_subset: bool, ensure_order: bool
+) -> _kernels.Kernel:
+    full = max(every, key=len)
+    if require_subset:
+        _kernels.broadcast_names(what, every)  # raises where no array has all the axes
+    for names in every:
+        full = (*(n for n in names if n not in full), *full)
+    if ensure_order:
+        out_names = (full,) * len(every)
+    else:
+        out_names = tuple((*(n for n in full if n not in names), *names) for names in every)
+    return _make_together_kernel(what, every, positions, out_names)
+
+
+@_kernels.cached
+def _meshgrid_kernel(every: tuple[Names, ...]) -> _kernels.Kernel:
+    for names in every:
+        if len(names) != 1:
+            raise ValueError(
+                f"meshgrid: each array must have one axis, got one with {_errors.describe_axes(names)}. "
+                "To combine arrays of several axes use `axonym.broadcast_arrays(..., require_subset=False)`."
+            )
+    full = distinct("meshgrid", tuple(n for names in every for n in names))
+    return _make_together_kernel("meshgrid", every, tuple(range(len(every))), (full,) * len(every))
+
+
+def _make_together_kernel(
+    what: str, every: Sequence[Names], positions: Sequence[int], out_names: tuple[Names, ...]
+) -> _kernels.Kernel:
+    """A kernel that broadcasts several arrays at once, so that new axes are placed like those of the other arrays."""
+
+    def positional(*arrays):
+        sizes: dict[str, int] = {}
+        for position, names, x in zip(positions, every, arrays, strict=True):
+            for name, size in zip(names, x.shape, strict=True):
+                if sizes.setdefault(name, size) != size:
+                    places = [("the arrays before", sizes[name]), (f"array {position}", size)]
+                    raise ValueError(_errors.size_mismatch(what, name, places))
+        return tuple(_broadcast(x, n, out, sizes) for x, n, out in zip(arrays, every, out_names, strict=True))
+
+    return _kernels.make_kernel(what, positional, every, out_names, same_sizes=False)
+
+
+def _broadcast(x: jax.Array, names: Names, out_names: Names, sizes: dict[str, Any]) -> jax.Array:
+    """`x` in the layout of `out_names`, repeated along the axes it lacks."""
+    kept = tuple(n for n in out_names if n in names)
+    x = _kernels.transpose_to(x, names, kept)
+    if kept == out_names:
+        return x
+    return jax.lax.broadcast_in_dim(x, [sizes[n] for n in out_names], [out_names.index(n) for n in kept])

@@ -1,0 +1,128 @@
+"""Products of arrays, summed over some of their axes.
+
+`dot` names the axes to sum over; `einsum` (in `axonym.ops.einsum`) writes the whole contraction down. Both go straight
+to `jax.lax.dot_general`, two operands at a time, in the order that costs least where there are more. The result has the axes of the first operand in its order, then those that the others add, unless told otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import EllipsisType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _errors, _kernels
+from .._mesh import Names
+from ..array import NamedArray, wrap
+from ..axis import Axis, AxisSelection, AxisSelector, name_of, rearrange_for_partial_order, selectors
+from ._contract import DotGeneral, Plan, contract_with, make_contraction_kernel
+
+
+class _Required:
+    def __repr__(self) -> str:
+        return "<required>"
+
+
+_REQUIRED = _Required()
+
+
+def dot(
+    *arrays: Any,
+    axis: AxisSelection | None | _Required = _REQUIRED,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    out_axes: Sequence[AxisSelector | EllipsisType] | None = None,
+    dot_general: DotGeneral = jax.lax.dot_general,
+) -> NamedArray:
+    """The product of arrays, summed over some axes. Axes of one name are matched; the others are kept.
+
+    Arguments:
+        *arrays: named arrays.
+        axis: the axes to sum over; None for all of them, `()` for none.
+        precision: as in `jax.lax.dot_general`.
+        preferred_element_type: the dtype to accumulate in and return.
+        out_axes: the order of the result's axes, `...` standing for those not named.
+        dot_general: what to use in place of `jax.lax.dot_general`.
+
+    >>> x = axn.ones({"batch": 2, "embed": 3})
+    >>> w = axn.ones({"embed": 3, "mlp": 4})
+    >>> axn.dot(x, w, axis="embed").shape
+    {'batch': 2, 'mlp': 4}
+    >>> axn.dot(x, w, axis=None)
+    NamedArray(float32[], 24.)
+    """
+    operands, axis = _operands_and_axis(arrays, axis)
+    raw = [x.array for x in operands]
+    key = (
+        tuple(x.names for x in operands),
+        _kernels.hashable(axis),
+        None if out_axes is None else tuple(out_axes),
+        precision,
+        None if preferred_element_type is None else np.dtype(preferred_element_type),
+    )
+    if dot_general is jax.lax.dot_general:
+        kernel = _dot_kernel(*key)
+        return wrap(kernel.call(*raw), kernel.names)
+    plan = _dot_plan(*key)
+    return wrap(contract_with(plan, raw, dot_general), plan.out_names)
+
+
+@_kernels.cached
+def _dot_kernel(all_names: tuple[Names, ...], axis: Any, *rest: Any) -> _kernels.Kernel:
+    return make_contraction_kernel(_dot_plan(all_names, axis, *rest), selection=axis)
+
+
+def _dot_plan(
+    all_names: tuple[Names, ...],
+    axis: Any,
+    out_axes: tuple[Any, ...] | None,
+    precision: Any,
+    preferred_element_type: Any,
+) -> Plan:
+    union = tuple(dict.fromkeys(n for names in all_names for n in names))
+    summed = union if axis is None else _summed(union, axis, all_names)
+    kept = tuple(n for n in union if n not in summed)
+    out_names = kept if out_axes is None else _ordered(kept, out_axes)
+    return Plan("dot", all_names, out_names, precision, preferred_element_type)
+
+
+def _operands_and_axis(arrays: tuple[Any, ...], axis: Any) -> tuple[list[NamedArray], Any]:
+    """Sort out the older way of giving the axes first, `dot("embed", x, w)`."""
+    operands = [a for a in arrays if isinstance(a, NamedArray)]
+    others = [a for a in arrays if not isinstance(a, NamedArray)]
+    if others and axis is _REQUIRED and len(others) == 1 and isinstance(others[0], (str, Axis, tuple, list)):
+        axis, others = others[0], []
+    if others:
+        kinds = ", ".join(type(a).__name__ for a in others)
+        raise TypeError(f"dot: expected NamedArrays, got {kinds}. Name raw arrays with axonym.named(array, axes).")
+    if axis is _REQUIRED:
+        listed = " and ".join(_errors.describe_axes(x.names, jnp.shape(x.array)) for x in operands)
+        raise TypeError(f"dot of {listed}: say which axes to sum over, `axis=...`; None stands for all of them.")
+    if not operands:
+        raise TypeError("dot: expected at least one NamedArray.")
+    return operands, axis
+
+
+def _summed(union: Names, axis: AxisSelection, all_names: Sequence[Names]) -> Names:
+    chosen = tuple(name_of(s) for s in selectors(axis))
+    missing = [n for n in chosen if n not in union]
+    if missing:
+        operands = " and ".join(_errors.describe_axes(n) for n in all_names)
+        listed = ", ".join(repr(n) for n in missing)
+        hints = "".join(_errors.suggestion(n, union) for n in missing)
+        raise ValueError(f"dot: no operand has axis {listed}; the operands are {operands}.{hints}")
+    return chosen
+
+
+def _ordered(kept: Names, out_axes: tuple[Any, ...]) -> Names:
+    wanted = [s if isinstance(s, EllipsisType) else name_of(s) for s in out_axes]
+    unknown = [n for n in wanted if isinstance(n, str) and n not in kept]
+    if unknown:
+        listed = ", ".join(repr(n) for n in unknown)
+        raise ValueError(
+            f"dot: out_axes names {listed}, which the result does not have: summing leaves {_errors.describe_axes(kept)}."
+        )
+    return rearrange_for_partial_order(wanted, kept)

@@ -1,0 +1,212 @@
+"""`einsum`: a contraction written down as axes in and axes out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import _errors, _kernels, _parsing
+from .._mesh import Names
+from .._parsing import Dots, Expression, Group, Name, Term
+from ..array import NamedArray, wrap
+from ..axis import Axis, AxisSelector, name_of
+from ._contract import DotGeneral, Plan, contract_with, make_contraction_kernel
+
+
+def einsum(
+    equation: str,
+    *arrays: NamedArray,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    dot_general: DotGeneral = jax.lax.dot_general,
+    **axis_aliases: AxisSelector,
+) -> NamedArray:
+    """The product of arrays, summed over every axis that the output does not have.
+
+    The input is written in one of three ways:
+
+    - in order, a term for each array, `"batch h d, d -> batch h"`. The words are for the equation alone and need not be
+      the axes' names; one word must mean one name throughout;
+    - by name, in braces and once for all arrays, `"{h d} -> h"`. Axes not in the braces are kept: where `...` stands in
+      the output, or in front;
+    - not at all, `"-> batch h"`: everything else is summed over.
+
+    `...` stands for the axes that are not named, each matched by name; the output has them only if it has a `...`.
+
+    Arguments:
+        equation: the axes of the operands, `->`, and the axes of the result in order.
+        *arrays: named arrays.
+        precision: as in `jax.lax.dot_general`.
+        preferred_element_type: the dtype to accumulate in and return.
+        dot_general: what to use in place of `jax.lax.dot_general`.
+        **axis_aliases: the axis that a word of the equation stands for.
+
+    >>> x, w = axn.ones({"batch": 2, "embed": 3}), axn.ones({"embed": 3, "mlp": 4})
+    >>> axn.einsum("b e, e m -> b m", x, w).shape
+    {'batch': 2, 'mlp': 4}
+    >>> axn.einsum("{E mlp} -> mlp", x, w, E="embed").shape
+    {'batch': 2, 'mlp': 4}
+    >>> axn.einsum("-> mlp", x, w)
+    NamedArray(float32[mlp=4], [6. 6. 6. 6.])
+    """
+    for x in arrays:
+        if not isinstance(x, NamedArray):
+            raise TypeError(
+                f"einsum: expected NamedArrays, got {type(x).__name__}. Name raw arrays with axonym.named(array, axes)."
+            )
+    raw = [x.array for x in arrays]
+    key = (
+        equation,
+        tuple(x.names for x in arrays),
+        tuple(axis_aliases.items()),
+        precision,
+        None if preferred_element_type is None else np.dtype(preferred_element_type),
+    )
+    if dot_general is jax.lax.dot_general:
+        kernel = _einsum_kernel(*key)
+        return wrap(kernel.call(*raw), kernel.names)
+    plan, _ = _einsum_plan(*key)
+    return wrap(contract_with(plan, raw, dot_general), plan.out_names)
+
+
+@_kernels.cached
+def _einsum_kernel(*key: Any) -> _kernels.Kernel:
+    plan, sized = _einsum_plan(*key)
+    return make_contraction_kernel(plan, selection=sized)
+
+
+def _einsum_plan(
+    equation: str,
+    all_names: tuple[Names, ...],
+    aliases: tuple[tuple[str, AxisSelector], ...],
+    precision: Any,
+    preferred_element_type: Any,
+) -> tuple[Plan, tuple[Axis, ...]]:
+    """The contraction an equation stands for, and the aliases whose sizes are to be checked."""
+    expression = _parsing.parse("einsum", equation, comma="terms")
+    _no_groups(expression)
+    _aliases_are_used(expression, dict(aliases))
+    meaning = _Meaning(expression, all_names, {word: name_of(a) for word, a in aliases})
+    sized = tuple(a for _, a in aliases if isinstance(a, Axis))
+    return Plan("einsum", all_names, meaning.output(), precision, preferred_element_type), sized
+
+
+class _Meaning:
+    """Which axis each word of an equation stands for."""
+
+    def __init__(self, expression: Expression, all_names: Sequence[Names], aliases: Mapping[str, str]):
+        self.expression = expression
+        self.all_names = all_names
+        self.aliases = aliases
+        self.union: Names = tuple(dict.fromkeys(n for names in all_names for n in names))
+        self.axes: dict[str, str] = {}
+        lhs = expression.lhs
+        if len(lhs) == 1 and not lhs[0].elements:
+            self.rest = self._bind_by_name(expression.rhs[0])
+            self.rest_is_kept = False
+        elif not lhs[0].ordered:
+            if len(lhs) > 1:
+                expression.fail(lhs[1], "one term in braces speaks for all arrays together; a second has no meaning.")
+            self.rest = self._bind_by_name(lhs[0])
+            self.rest_is_kept = lhs[0].dots is None
+        else:
+            self.rest = self._bind_in_order()
+            self.rest_is_kept = False
+
+    def output(self) -> Names:
+        """The axes of the result."""
+        rhs = self.expression.rhs
+        if len(rhs) > 1:
+            self.expression.fail(rhs[1], "there is one result.")
+        (term,) = rhs
+        named = {}
+        for word in _words(term):
+            if word.name not in self.axes:
+                known = _errors.describe_axes(self.axes)
+                hint = _errors.suggestion(word.name, self.axes)
+                self.expression.fail(word, f"{word.name!r} is not among the axes of the input {known}.{hint}")
+            named[self.axes[word.name]] = word
+        rest = tuple(n for n in self.rest if n not in named)
+        out: list[str] = [] if term.dots or not self.rest_is_kept else list(rest)
+        for element in term.elements:
+            out += rest if isinstance(element, Dots) else (self.axes[_name(element)],)
+        if len(set(out)) != len(out):
+            self.expression.fail(term, _errors.duplicate_names("the result", out))
+        return tuple(out)
+
+    def _bind_by_name(self, term: Term) -> Names:
+        """Each word is an axis, or an alias of one. Returns the axes that no word names."""
+        for word in _words(term):
+            name = self.aliases.get(word.name, word.name)
+            if name not in self.union:
+                operands = " and ".join(_errors.describe_axes(n) for n in self.all_names)
+                hint = _errors.suggestion(name, self.union)
+                self.expression.fail(word, f"no array has axis {name!r}; the arrays are {operands}.{hint}")
+            self.axes[word.name] = name
+        return tuple(n for n in self.union if n not in self.axes.values())
+
+    def _bind_in_order(self) -> Names:
+        """Each word is the axis at its place. Returns the axes that the ellipses stand for."""
+        lhs = self.expression.lhs
+        if len(lhs) != len(self.all_names):
+            self.expression.fail(
+                _Whole(lhs[0].start, lhs[-1].stop), f"{len(lhs)} terms for {len(self.all_names)} arrays."
+            )
+        rest: list[str] = []
+        for term, names in zip(lhs, self.all_names, strict=True):
+            words = len(term.elements) - (term.dots is not None)
+            if words > len(names) or (term.dots is None and words != len(names)):
+                self.expression.fail(term, f"{words} axes for an array with axes {_errors.describe_axes(names)}.")
+            taken = iter(names)
+            for element in term.elements:
+                if isinstance(element, Dots):
+                    rest += [next(taken) for _ in range(len(names) - words)]
+                else:
+                    self._bind(element, next(taken))
+        return tuple(dict.fromkeys(rest))
+
+    def _bind(self, word: Any, name: str) -> None:
+        known = self.axes.setdefault(word.name, self.aliases.get(word.name, name))
+        if known != name:
+            self.expression.fail(
+                word,
+                f"{word.name!r} stands for axis {known!r} elsewhere, but for {name!r} here. One word means one axis; "
+                "rename an axis first if they are meant to be summed over together.",
+            )
+        other = next((w for w, n in self.axes.items() if n == name and w != word.name), None)
+        if other is not None:
+            self.expression.fail(word, f"axis {name!r} is already called {other!r}; one axis has one word.")
+
+
+class _Whole:
+    """Several terms, to point at."""
+
+    def __init__(self, start: int, stop: int):
+        self.start, self.stop = start, stop
+
+
+def _words(term: Term) -> Iterator[Name]:
+    return (e for e in term.elements if isinstance(e, Name))
+
+
+def _name(element: Any) -> str:
+    return element.name
+
+
+def _no_groups(expression: Expression) -> None:
+    for term in (*expression.lhs, *expression.rhs):
+        for element in term.elements:
+            if isinstance(element, Group):
+                expression.fail(element, "axes are not split or merged here; use rearrange before or after.")
+
+
+def _aliases_are_used(expression: Expression, aliases: Mapping[str, AxisSelector]) -> None:
+    used = {w.name for term in (*expression.lhs, *expression.rhs) for w in _words(term)}
+    unused = [word for word in aliases if word not in used]
+    if unused:
+        listed = ", ".join(repr(w) for w in unused)
+        hints = "".join(_errors.suggestion(w, used) for w in unused)
+        raise TypeError(f"einsum: {listed} is given by keyword but does not appear in {expression.text!r}.{hints}")

@@ -1,0 +1,121 @@
+"""Indexing by name: look-ups, slices, gathers and updates.
+
+An index is a mapping from axes to what to take of them, written `x["batch", 0, "embed", 1:3]` or
+`x[{"batch": 0, "embed": slice(1, 3)}]`. Axes that are not named are taken whole. What may stand for an axis:
+
+| index                              | what becomes of the axis                                               |
+|------------------------------------|------------------------------------------------------------------------|
+| an integer or a scalar array       | it goes                                                                |
+| a slice                            | it stays, shorter                                                      |
+| `ds(start, size)`                  | it stays, `size` long; the start may be traced                         |
+| a named integer array              | the array's axes take its place; axes shared with `x` are matched      |
+| a list or 1-D raw integer array    | it stays, with the elements picked                                     |
+| a boolean mask, not traced         | it stays, with the elements picked where the mask is true              |
+
+Indexing has two stages: integers and slices cut out a block (one `slice` or `dynamic_slice`), then index arrays gather
+from it. Axes that an index array shares with `x` are batch dimensions of that gather, as in `jnp.take_along_axis`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _kernels
+from .._mesh import Names
+from ..array import NamedArray, wrap
+from ..axis import AxisSelector
+from ._index_plan import IndexLayout, Item, SliceSpec, make_plan
+
+def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
+    """Part of an array: `array[slices]`.
+
+    Arguments:
+        array: a named array.
+        slices: a mapping from axes to indices, or axes and indices in turn.
+
+    >>> x = axn.arange(axn.make_axes(row=2, col=3))
+    >>> axn.index(x, {"row": 1})
+    NamedArray(int32[col=3], [3 4 5])
+    >>> x["col", 1:, "row", 0]
+    NamedArray(int32[col=2], [1 2])
+    >>> x["col", axn.named([2, 0], "picked")]
+    NamedArray(int32[row=2, picked=2], [[2 0] [5 3]])
+    """
+    items, operands = make_plan(array, slices)
+    if not items:
+        return array
+    kernel = get_kernel(array.names, items, ())
+    return wrap(kernel.call(array.array, *operands), kernel.names)
+
+
+def take(array: NamedArray, axis: AxisSelector, index: Any) -> NamedArray:
+    """The elements of one axis at some indices: `array[axis, index]`.
+
+    Arguments:
+        array: a named array.
+        axis: the axis to index.
+        index: an integer, or a named array of integers.
+
+    >>> axn.take(axn.named([10, 20, 30], "x"), "x", axn.named([2, 0], "picked"))
+    NamedArray(int32[picked=2], [30 10])
+    """
+    return array[axis, index]
+
+
+@_kernels.cached
+def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, Any], ...]) -> _kernels.Kernel:
+    """The kernel of a look-up; with options, of one that leaves out-of-range indices to JAX's gather."""
+    cut = () if options else tuple(i for i in items if i.kind != "gather")
+    gone = {i.name for i in cut if i.kind in ("at", "dynamic at")}
+    layout = IndexLayout(tuple(n for n in names if n not in gone), [i for i in items if i not in cut])
+
+    def positional(a, *operands):
+        by_item = dict(zip((i for i in items if i.operand_names is not None), operands, strict=True))
+        if cut:
+            a = _cut_block(a, names, cut, by_item)
+        rest = [operand for item, operand in by_item.items() if item not in cut]
+        return layout.get(a, rest, dict(options)) if layout.items else a
+
+    replaced = {i.name for i in items if i.kind not in ("slice", "dynamic slice")}
+    in_names = [mask_names(names, replaced), *(i.operand_names for i in items if i.operand_names is not None)]
+    return _kernels.make_kernel("index", positional, in_names, layout.out_names)
+
+
+def mask_names(names: Names, replaced: Collection[str]) -> Names:
+    """The names, with those that an index replaces made unlike any other: they are not those of the index arrays."""
+    return tuple(f"{n} (indexed)" if n in replaced else n for n in names)
+
+
+def _cut_block(a: jax.Array, names: Names, items: Sequence[Item], operands: Mapping[Item, jax.Array]) -> jax.Array:
+    """Apply integers and slices: one static slice, one dynamic slice, and the axes of the integers squeezed away."""
+    static = {i.name: i.static if i.kind == "slice" else (i.static, i.static + 1, 1) for i in items if i not in operands}
+    if static:
+        bounds = [static.get(n, (0, size, 1)) for n, size in zip(names, a.shape, strict=True)]
+        if all(step > 0 for _, _, step in bounds):
+            starts, stops, steps = zip(*((b, max(b, e), s) for b, e, s in bounds), strict=True)
+            a = jax.lax.slice(a, starts, stops, steps)
+        else:
+            a = a[tuple(slice(b, None if e < 0 else e, s) for b, e, s in bounds)]
+    if operands:
+        starts, sizes = [np.int32(0)] * a.ndim, list(a.shape)
+        for item in items:
+            if item in operands:
+                position = names.index(item.name)
+                starts[position] = _from_the_end(operands[item], a.shape[position])
+                sizes[position] = 1 if item.kind == "dynamic at" else item.static
+        dtype = jnp.result_type(*(s.dtype for s in starts))
+        a = jax.lax.dynamic_slice(a, [jnp.asarray(s, dtype) for s in starts], sizes)
+    gone = [names.index(i.name) for i in items if i.kind in ("at", "dynamic at")]
+    return jax.lax.squeeze(a, gone) if gone else a
+
+
+def _from_the_end(index: Any, size: int) -> Any:
+    """A traced index, negative ones counting from the end as everywhere in NumPy."""
+    if jnp.issubdtype(index.dtype, jnp.unsignedinteger):
+        return index
+    return jax.lax.select(index < 0, index + jnp.asarray(size, index.dtype), index)

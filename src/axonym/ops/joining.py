@@ -1,0 +1,369 @@
+"""Putting arrays together, and making them longer: stack, concatenate, pad, repeat, tile; also roll and flip."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _errors, _kernels
+from .._mesh import Names
+from ..array import NamedArray, NamedOrNumeric, wrap
+from ..axis import Axis, AxisSelection, AxisSelector, name_of
+from ._operands import check_new_axis, distinct, operand, replaced, require_named, scalar
+
+# --- several arrays into one ---
+
+
+def stack(axis: AxisSelector, arrays: Sequence[NamedOrNumeric]) -> NamedArray:
+    """The arrays one behind the other along a new axis, which comes first.
+
+    Arguments:
+        axis: the new axis. The size of an `Axis` must be the number of arrays.
+        arrays: named arrays with the same axes, or scalars. The result has the layout of the first.
+
+    >>> axn.stack("x", [axn.named([1, 2], "y"), axn.named([3, 4], "y")])
+    NamedArray(int32[x=2, y=2], [[1 2] [3 4]])
+    """
+    raw, names = _operands("stack", arrays)
+    kernel = _stack_kernel(names, axis)
+    return wrap(kernel.call(*raw), kernel.names)
+
+
+def concatenate(axis: AxisSelector, arrays: Sequence[NamedArray]) -> NamedArray:
+    """The arrays one behind the other along an axis they all have.
+
+    Arguments:
+        axis: the axis along which they are joined. The size of an `Axis` must be that of the result.
+        arrays: named arrays with the same axes. The result has the layout of the first.
+
+    >>> axn.concatenate("x", [axn.named([1, 2], "x"), axn.named([3], "x")])
+    NamedArray(int32[x=3], [1 2 3])
+    """
+    raw, names = _operands("concatenate", arrays)
+    kernel = _concatenate_kernel(names, axis)
+    return wrap(kernel.call(*raw), kernel.names)
+
+
+def _operands(what: str, arrays: Sequence[Any]) -> tuple[list[Any], tuple[Names, ...]]:
+    if isinstance(arrays, (NamedArray, Mapping)):
+        raise TypeError(f"{what}: expected a sequence of arrays, got {type(arrays).__name__}.")
+    found = [operand(x) for x in arrays]
+    if not found:
+        raise ValueError(f"{what}: expected at least one array.")
+    return [x for x, _ in found], tuple(names for _, names in found)
+
+
+def _same_axes(what: str, every: tuple[Names, ...]) -> Names:
+    """The axes of the first operand, which all must have."""
+    first = every[0]
+    others = {i: names for i, names in enumerate(every) if set(names) != set(first)}
+    if others:
+        listed = ", ".join(f"array {i} has {_errors.describe_axes(names)}" for i, names in others.items())
+        raise ValueError(
+            f"{what}: all arrays must have the same axes. Array 0 has {_errors.describe_axes(first)}, but {listed}. "
+            "Give them the axes they lack with `broadcast_to`, or rename them."
+        )
+    return first
+
+
+@_kernels.cached
+def _stack_kernel(every: tuple[Names, ...], axis: AxisSelector) -> _kernels.Kernel:
+    names = _same_axes("stack", every)
+    out_names = distinct("stack", (sys.intern(name_of(axis)), *names))
+    check_new_axis("stack", axis, len(every))
+
+    def positional(*arrays):
+        return jnp.stack([_kernels.transpose_to(x, n, names) for x, n in zip(arrays, every, strict=True)])
+
+    return _kernels.make_kernel("stack", positional, every, out_names)
+
+
+@_kernels.cached
+def _concatenate_kernel(every: tuple[Names, ...], axis: AxisSelector) -> _kernels.Kernel:
+    what = "concatenate"
+    joined = name_of(axis)
+    for i, names in enumerate(every):
+        _kernels.select(what, names, joined, i)
+    names = _same_axes(what, every)
+    where = names.index(joined)
+
+    def positional(*arrays):
+        aligned = [_kernels.transpose_to(x, n, names) for x, n in zip(arrays, every, strict=True)]
+        for i, x in enumerate(aligned):
+            for n, first, size in zip(names, aligned[0].shape, x.shape, strict=True):
+                if n != joined and size != first:
+                    places = [("array 0", first), (f"array {i}", size)]
+                    raise ValueError(_errors.size_mismatch(what, n, places))
+        check_new_axis(what, axis, sum(x.shape[where] for x in aligned))
+        return jnp.concatenate(aligned, axis=where)
+
+    return _kernels.make_kernel(what, positional, every, names, same_sizes=False)
+
+
+# --- longer ---
+
+
+def pad(
+    array: NamedArray,
+    pad_width: Mapping[AxisSelector, tuple[int, int] | int],
+    *,
+    mode: str | Callable[..., Any] = "constant",
+    constant_values: Any = 0,
+    **kwargs: Any,
+) -> NamedArray:
+    """The array with elements added before and after some of its axes.
+
+    Arguments:
+        array: a named array.
+        pad_width: how many to add before and after each axis; one number does for both.
+        mode: one of the modes of `jax.numpy.pad`: "constant", "edge", "linear_ramp", "maximum", "mean", "median",
+            "minimum", "reflect", "symmetric", "wrap" or "empty".
+        constant_values: what to add in mode "constant": a scalar, or one for before and one for after.
+        **kwargs: the further options of `jax.numpy.pad`, such as `stat_length`, `end_values` or `reflect_type`.
+
+    >>> axn.pad(axn.named([1, 2], "x"), {"x": (1, 2)}, constant_values=7)
+    NamedArray(int32[x=5], [7 1 2 7 7])
+    """
+    require_named("pad", array)
+    widths = tuple((axis, _pad_widths(axis, width)) for axis, width in pad_width.items())
+    if mode == "constant":
+        several = isinstance(constant_values, (tuple, list))
+        values = tuple(scalar("pad", "constant_values", v) for v in (constant_values if several else [constant_values]))
+        if len(values) not in (1, 2):
+            raise ValueError(
+                f"pad: `constant_values` is one scalar, or one for before and one for after, got {len(values)}."
+            )
+    else:
+        values = ()
+    kernel = _pad_kernel(array.names, widths, mode, len(values), tuple(sorted(kwargs.items())))
+    return wrap(kernel.call(array.array, *values), kernel.names)
+
+
+def _pad_widths(axis: AxisSelector, width: Any) -> tuple[int, int]:
+    try:
+        low, high = map(operator.index, width if isinstance(width, (tuple, list)) else (width, width))
+    except (TypeError, ValueError):
+        raise TypeError(f"pad: axis {name_of(axis)!r} takes two integers, before and after, got {width!r}.") from None
+    if low < 0 or high < 0:
+        raise ValueError(
+            f"pad: axis {name_of(axis)!r} cannot be padded by {(low, high)}: widths are not negative. Slice it instead."
+        )
+    return low, high
+
+
+@_kernels.cached
+def _pad_kernel(
+    names: Names, widths: tuple[tuple[AxisSelector, tuple[int, int]], ...], mode: Any, constants: int, options: Any
+) -> _kernels.Kernel:
+    selection = tuple(axis for axis, _ in widths)
+    chosen = dict(zip(_kernels.select("pad", names, selection), (w for _, w in widths), strict=True))
+    every = [chosen.get(n, (0, 0)) for n in names]
+    keywords = dict(options)
+
+    def positional(x, *values):
+        fill = {"constant_values": values if len(values) == 2 else values[0]} if values else {}
+        return jnp.pad(x, every, mode=mode, **fill, **keywords)
+
+    return _kernels.make_kernel("pad", positional, (names, *[()] * constants), names, selection=selection)
+
+
+def pad_left(array: NamedArray, axis: AxisSelector, new_axis: Axis, value: Any = 0) -> NamedArray:
+    """The array with elements added before one axis, up to the size of another, which takes its place.
+
+    Arguments:
+        array: a named array.
+        axis: the axis to pad.
+        new_axis: the axis it becomes.
+        value: what to add.
+
+    >>> axn.pad_left(axn.named([1, 2], "x"), "x", axn.Axis("y", 4))
+    NamedArray(int32[y=4], [0 0 1 2])
+    """
+    if not isinstance(new_axis, Axis):
+        raise TypeError(
+            f"pad_left: `new_axis` says how long to make the axis, so pass Axis(name, size), got {new_axis!r}."
+        )
+    kernel = _pad_left_kernel(require_named("pad_left", array).names, axis, new_axis)
+    return wrap(kernel.call(array.array, scalar("pad_left", "value", value)), kernel.names)
+
+
+@_kernels.cached
+def _pad_left_kernel(names: Names, axis: AxisSelector, new_axis: Axis) -> _kernels.Kernel:
+    old = _kernels.select_one("pad_left", names, axis)
+    where = names.index(old)
+    out_names = replaced("pad_left", names, old, (new_axis,))
+
+    def positional(x, value):
+        missing = new_axis.size - x.shape[where]
+        if missing < 0:
+            raise ValueError(
+                f"pad_left: axis {old!r} of size {x.shape[where]} is longer than {new_axis}. Slice it instead."
+            )
+        return jnp.pad(x, [(missing if i == where else 0, 0) for i in range(x.ndim)], constant_values=value)
+
+    heirs = {old: (new_axis.name,)}
+    return _kernels.make_kernel("pad_left", positional, (names, ()), out_names, selection=axis, heirs=heirs)
+
+
+def repeat(a: NamedArray, repeats: Any, axis: AxisSelector, total_repeat_length: int | None = None) -> NamedArray:
+    """Each element repeated along an axis.
+
+    Arguments:
+        a: a named array.
+        repeats: how often: an integer, or one for each index of the axis, as a sequence, an array or a named array.
+        axis: the axis along which to repeat.
+        total_repeat_length: the size of the result. Needed in jit where `repeats` is an array; a result that is too
+            long is cut off, one that is too short ends in repetitions of the last element.
+
+    >>> axn.repeat(axn.named([1, 2], "x"), 2, "x")
+    NamedArray(int32[x=4], [1 1 2 2])
+    >>> axn.repeat(axn.named([1, 2], "x"), [1, 3], "x")
+    NamedArray(int32[x=4], [1 2 2 2])
+    """
+    names = require_named("repeat", a).names
+    raw, repeats_names = operand(repeats)
+    if isinstance(raw, (list, tuple)):
+        raw = np.asarray(raw)
+    if not repeats_names and jnp.ndim(raw) == 0 and not isinstance(raw, jax.Array):
+        kernel = _repeat_kernel(names, operator.index(raw), axis, total_repeat_length)
+        return wrap(kernel.call(a.array), kernel.names)
+    if not repeats_names and jnp.ndim(raw) == 1:
+        repeats_names = (name_of(axis),)
+    if repeats_names not in ((), (name_of(axis),)):
+        described = _errors.describe_axes(repeats_names, jnp.shape(raw))
+        raise ValueError(f"repeat: `repeats` must be a scalar or have the one axis {name_of(axis)!r}, got {described}.")
+    if total_repeat_length is None:
+        total_repeat_length = _total(raw, a, axis)
+    kernel = _repeat_kernel(names, repeats_names, axis, total_repeat_length)
+    return wrap(kernel.call(a.array, raw), kernel.names)
+
+
+def _total(repeats: Any, a: NamedArray, axis: AxisSelector) -> int | None:
+    """How long the result is, where the values of `repeats` are known."""
+    if isinstance(repeats, jax.core.Tracer):
+        raise ValueError(
+            f"repeat: how long axis {name_of(axis)!r} becomes depends on the values of `repeats`, which are not known "
+            "in jit. Pass total_repeat_length."
+        )
+    if jnp.ndim(repeats) == 0:
+        return int(repeats) * a.shape[name_of(axis)] if name_of(axis) in a.names else None
+    return int(np.sum(np.asarray(repeats)))
+
+
+@_kernels.cached
+def _repeat_kernel(names: Names, repeats: int | Names, axis: AxisSelector, total: int | None) -> _kernels.Kernel:
+    """How often is either known, or said by an operand with the given names."""
+    where = names.index(_kernels.select_one("repeat", names, axis))
+    if isinstance(repeats, int) and repeats < 0:
+        raise ValueError(f"repeat: `repeats` is not negative, got {repeats}.")
+
+    def positional(x, times: Any = repeats):
+        return jnp.repeat(x, times, axis=where, total_repeat_length=total)
+
+    in_names = (names,) if isinstance(repeats, int) else (names, repeats)
+    return _kernels.make_kernel("repeat", positional, in_names, names, selection=axis)
+
+
+def tile(a: NamedArray, reps: Mapping[AxisSelector, int]) -> NamedArray:
+    """The whole array repeated along some axes.
+
+    Arguments:
+        a: a named array.
+        reps: how often along each axis. An axis that the array lacks is new, that long, and comes in front.
+
+    >>> axn.tile(axn.named([1, 2], "x"), {"x": 2})
+    NamedArray(int32[x=4], [1 2 1 2])
+    >>> axn.tile(axn.named([1, 2], "x"), {"y": 2})
+    NamedArray(int32[y=2, x=2], [[1 2] [1 2]])
+    """
+    names = require_named("tile", a).names
+    kernel = _tile_kernel(names, tuple((axis, operator.index(n)) for axis, n in reps.items()))
+    return wrap(kernel.call(a.array), kernel.names)
+
+
+@_kernels.cached
+def _tile_kernel(names: Names, reps: tuple[tuple[AxisSelector, int], ...]) -> _kernels.Kernel:
+    times = {name_of(axis): n for axis, n in reps}
+    if len(times) != len(reps):
+        raise ValueError(_errors.duplicate_names("tile", [name_of(axis) for axis, _ in reps]))
+    negative = [n for n, k in times.items() if k < 0]
+    if negative:
+        listed = _errors.describe_axes(negative, [times[n] for n in negative])
+        raise ValueError(f"tile: how often an array is repeated is not negative, got {listed}.")
+    new = tuple(n for n in times if n not in names)
+    out_names = (*new, *names)
+    every = [times.get(n, 1) for n in out_names]
+
+    def positional(x):
+        return jnp.tile(x, every)
+
+    known = tuple(axis for axis, _ in reps if name_of(axis) in names)
+    return _kernels.make_kernel("tile", positional, (names,), out_names, selection=known)
+
+
+# --- moving elements ---
+
+
+def roll(array: NamedArray, shift: Any, axis: AxisSelection) -> NamedArray:
+    """The elements moved along an axis; those that leave at one end come in at the other.
+
+    Arguments:
+        array: a named array.
+        shift: by how many places: an integer, a scalar array, or one of them for each axis.
+        axis: the axis, or several.
+
+    >>> axn.roll(axn.named([1, 2, 3], "x"), 1, "x")
+    NamedArray(int32[x=3], [3 1 2])
+    """
+    names = require_named("roll", array).names
+    shifts = shift if isinstance(shift, (tuple, list)) else (shift,)
+    if len(shifts) == 1 and not isinstance(shifts[0], NamedArray) and jnp.ndim(shifts[0]) == 1:
+        shifts = tuple(shifts[0])
+    values = tuple(scalar("roll", "shift", s) for s in shifts)
+    static = all(isinstance(v, (int, np.integer)) for v in values)
+    key = tuple(int(v) for v in values) if static else len(values)
+    kernel = _roll_kernel(names, key, _kernels.hashable(axis))
+    return wrap(kernel.call(array.array, *(() if static else values)), kernel.names)
+
+
+@_kernels.cached
+def _roll_kernel(names: Names, shifts: tuple[int, ...] | int, axis: Any) -> _kernels.Kernel:
+    """The shifts where they are known, else how many operands hold them."""
+    chosen = _kernels.select("roll", names, axis)
+    count = shifts if isinstance(shifts, int) else len(shifts)
+    if count not in (1, len(chosen)):
+        raise ValueError(f"roll: {count} shifts for the axes {_errors.describe_axes(chosen)}.")
+    where = tuple(names.index(n) for n in chosen)
+
+    def positional(x, *operands):
+        by = operands if isinstance(shifts, int) else shifts
+        return jnp.roll(x, by[0] if len(by) == 1 else by, where)
+
+    in_names = (names, *[()] * (count if isinstance(shifts, int) else 0))
+    return _kernels.make_kernel("roll", positional, in_names, names, selection=axis)
+
+
+def flip(array: NamedArray, axis: AxisSelection | None = None) -> NamedArray:
+    """The elements in reverse order.
+
+    Arguments:
+        array: a named array.
+        axis: the axis to reverse, or several; all by default.
+
+    >>> axn.flip(axn.named([1, 2, 3], "x"), "x")
+    NamedArray(int32[x=3], [3 2 1])
+    """
+    kernel = _flip_kernel(require_named("flip", array).names, _kernels.hashable(axis))
+    return wrap(kernel.call(array.array), kernel.names)
+
+
+@_kernels.cached
+def _flip_kernel(names: Names, axis: Any) -> _kernels.Kernel:
+    where = tuple(names.index(n) for n in _kernels.select("flip", names, axis))
+    return _kernels.make_kernel("flip", lambda x: jnp.flip(x, where), (names,), names, native=True, selection=axis)

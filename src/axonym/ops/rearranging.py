@@ -1,0 +1,327 @@
+"""`rearrange`: the order of axes, and splitting and merging them, in one expression.
+
+An expression says what to do with the axes; what is done to the array is worked out from it once and is at most a
+reshape that splits, a transpose, and a reshape that merges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from types import EllipsisType
+from typing import Any, NoReturn
+
+import jax
+
+from .. import _errors, _kernels, _parsing
+from .._mesh import Heirs, Names
+from ..array import NamedArray, wrap
+from ..axis import Axis, AxisSelector, name_of, rearrange_for_partial_order, selectors
+from ._operands import require_named
+
+
+def rearrange(array: NamedArray, *args: Any, **kwargs: AxisSelector | int) -> NamedArray:
+    """The array with its axes in another order, split or merged.
+
+    Where only the order changes, give it: axes and names, with `...` for those that are not named. Otherwise give an
+    expression `lhs -> rhs`:
+
+    - `x y z -> z x y` names the axes by position, so any names will do; `{z x} -> ... z x` looks them up by name.
+    - `...` stands for the axes that are not named.
+    - `(a b)` on the left splits the axis at that place, `{(x: a b)}` the axis `x`; the first factor is the major one.
+      Give all sizes but one by keyword.
+    - `(x: a b)` on the right merges axes into a new one, `x`.
+
+    Arguments:
+        array: a named array.
+        *args: the expression, or the order: a sequence of axes or the axes one by one.
+        **kwargs: what names in the expression stand for: a size, the name of an axis, or an `Axis`.
+
+    >>> x = axn.ones(axn.make_axes(batch=6, embed=4))
+    >>> axn.rearrange(x, ("embed", ...)).shape
+    {'embed': 4, 'batch': 6}
+    >>> axn.rearrange(x, "(step row) e -> step e row", step=2).shape
+    {'step': 2, 'embed': 4, 'row': 3}
+    >>> axn.rearrange(x, "{embed batch} -> (flat: batch embed)").shape
+    {'flat': 24}
+    """
+    require_named("rearrange", array)
+    if len(args) == 1 and isinstance(args[0], str):
+        kernel = _expression_kernel(array.axes, args[0], _bindings(kwargs))
+    elif kwargs:
+        given = ", ".join(f"{name}=" for name in kwargs)
+        raise TypeError(f"rearrange: {given} has no meaning for an order of axes, only for an expression.")
+    else:
+        kernel = _order_kernel(array.names, _order(args))
+    return wrap(kernel.call(array.array), kernel.names)
+
+
+# --- by an order of axes ---
+
+
+def _order(args: tuple[Any, ...]) -> tuple[AxisSelector | EllipsisType, ...]:
+    if not args:
+        raise TypeError('rearrange: expected an expression such as "a b -> b a", or the axes in their new order.')
+    if len(args) == 1 and not isinstance(args[0], (Axis, EllipsisType)):
+        args = selectors(args[0]) if isinstance(args[0], Mapping) else tuple(args[0])
+    for s in args:
+        if not isinstance(s, (Axis, str, EllipsisType)):
+            raise TypeError(f"rearrange: expected axes, names and `...`, got {s!r} of type {type(s).__name__}.")
+    return args
+
+
+@_kernels.cached
+def _order_kernel(names: Names, order: tuple[AxisSelector | EllipsisType, ...]) -> _kernels.Kernel:
+    named = tuple(s for s in order if not isinstance(s, EllipsisType))
+    _kernels.select("rearrange", names, named)
+    out_names = rearrange_for_partial_order(tuple(s if s is ... else name_of(s) for s in order), names)
+
+    def positional(x):
+        return _kernels.transpose_to(x, names, out_names)
+
+    return _kernels.make_kernel("rearrange", positional, (names,), out_names, native=True, selection=named)
+
+
+# --- by an expression ---
+
+
+def _bindings(kwargs: Mapping[str, Any]) -> tuple[tuple[str, AxisSelector | int], ...]:
+    """What the names stand for, in a form that can be part of a cache key."""
+    found: list[tuple[str, AxisSelector | int]] = []
+    for name, value in sorted(kwargs.items()):
+        if not isinstance(value, (str, Axis)):
+            try:
+                value = operator.index(value)
+            except TypeError:
+                raise TypeError(
+                    f"rearrange: {name!r} stands for a size, a name or an Axis, got {type(value).__name__}."
+                ) from None
+            if value < 0:
+                raise ValueError(f"rearrange: {name!r} stands for a size of {value}; sizes are not negative.")
+        found.append((name, value))
+    return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Factor:
+    """A part of one axis of the array; a whole axis where it is not split. Compared by identity."""
+
+    name: str
+    size: int
+    axis: str
+
+
+@_kernels.cached
+def _expression_kernel(
+    axes: tuple[Axis, ...], text: str, bindings: tuple[tuple[str, AxisSelector | int], ...]
+) -> _kernels.Kernel:
+    plan = _Plan(_parsing.parse("rearrange", text, comma="elements"), axes, dict(bindings))
+    before, after = plan.factors, plan.outputs
+    flat = [f for merged in after.values() for f in merged]
+    order = tuple(before.index(f) for f in flat)
+    transposed = order != tuple(range(len(order)))
+    split = len(before) != len(axes)
+    merged = len(flat) != len(after)
+    shape = [math.prod(f.size for f in factors) for factors in after.values()]
+
+    def positional(x):
+        if split and (transposed or not merged):
+            x = jax.lax.reshape(x, [f.size for f in before])
+        if transposed:
+            x = jax.lax.transpose(x, order)
+        return jax.lax.reshape(x, shape) if merged else x
+
+    names, out_names = tuple(a.name for a in axes), tuple(after)
+    reshaped = split or merged
+    return _kernels.make_kernel(
+        "rearrange", positional, (names,), out_names, native=not reshaped, heirs=_heirs(before, after)
+    )
+
+
+def _heirs(before: Sequence[_Factor], after: Mapping[str, Sequence[_Factor]]) -> Heirs:
+    """Each axis hands its placement to the axes its factors are in, the major factor first."""
+    flat = [f for merged in after.values() for f in merged]
+    place = {f: name for name, merged in after.items() for f in merged}
+    in_order_of_merging = dict.fromkeys(f.axis for f in flat)
+    return {n: tuple(dict.fromkeys(place[f] for f in before if f.axis == n)) for n in in_order_of_merging}
+
+
+class _Plan:
+    """What an expression does to an array with certain axes."""
+
+    def __init__(
+        self,
+        expression: _parsing.Expression,
+        axes: tuple[Axis, ...],
+        bindings: Mapping[str, AxisSelector | int],
+    ):
+        self.expression, self.axes, self.bindings = expression, axes, bindings
+        self.described = _errors.describe_axes([a.name for a in axes], [a.size for a in axes])
+        self.variables: dict[str, _Factor] = {}
+        (lhs,), (rhs,) = expression.lhs, expression.rhs
+        self.check_bindings(lhs, rhs)
+        matched = self.match_ordered(lhs) if lhs.ordered else self.match_unordered(lhs)
+        self.factors = [f for axis in axes for f in self.split(axis, matched.get(axis))]
+        """The factors of every axis of the array, in their order."""
+        self.outputs = self.merge(rhs)
+        """The axes of the result, each with its factors."""
+
+    def fail(self, node: _parsing.Span, message: str) -> NoReturn:
+        self.expression.fail(node, message)
+
+    def check_bindings(self, *terms: _parsing.Term) -> None:
+        known = [v.name for term in terms for v in term.variables]
+        known += [g.name.name for term in terms for g in term.groups if g.name is not None]
+        unused = [n for n in self.bindings if n not in known]
+        if unused:
+            hints = "".join(_errors.suggestion(n, known) for n in unused)
+            listed = ", ".join(f"{n}=" for n in unused)
+            raise ValueError(f"rearrange: {listed} names nothing in {self.expression.text!r}.{hints}")
+
+    def alias(self, name: _parsing.Name) -> str | None:
+        """The name of the axis that a name in the expression stands for, if that is said."""
+        value = self.bindings.get(name.name)
+        return name_of(value) if isinstance(value, (str, Axis)) else None
+
+    def size(self, name: _parsing.Name) -> int | None:
+        """The size of what a name in the expression stands for, if that is said."""
+        value = self.bindings.get(name.name)
+        return value.size if isinstance(value, Axis) else value if isinstance(value, int) else None
+
+    # --- the left-hand side ---
+
+    def match_ordered(self, lhs: _parsing.Term) -> dict[Axis, _parsing.Element]:
+        """Which element stands at the place of which axis."""
+        before = list(lhs.elements)
+        after: list[_parsing.Element] = []
+        if lhs.dots is not None:
+            where = before.index(lhs.dots)
+            before, after = before[:where], before[where + 1 :]
+        surplus = len(before) + len(after) - len(self.axes)
+        if surplus > 0:
+            self.fail((before + after)[-surplus], f"too many axes for an array with {self.described}.")
+        if surplus < 0 and lhs.dots is None:
+            end = _End(lhs.stop)
+            self.fail(end, f"too few axes for an array with {self.described}: name all, or add `...` for the rest.")
+        places = [*zip(before, self.axes, strict=False)]
+        places += zip(after, self.axes[len(self.axes) - len(after) :], strict=True)
+        for element, axis in places:
+            self.check_place(element, axis)
+        return {axis: element for element, axis in places}
+
+    def check_place(self, element: _parsing.Element, axis: Axis) -> None:
+        """In an ordered left-hand side a name is free, unless it says which axis is meant."""
+        name = element.name if isinstance(element, _parsing.Group) else element
+        if not isinstance(name, _parsing.Name):
+            return
+        said = self.alias(name)
+        if said is None and (isinstance(element, _parsing.Group) or any(a.name == name.name for a in self.axes)):
+            said = name.name
+        if said is not None and said != axis.name:
+            shown = repr(name.name) if said == name.name else f"{name.name!r}, that is {said!r},"
+            self.fail(
+                name,
+                f"{shown} stands at the place of {axis.name!r} in {self.described}. Put the left-hand side in braces "
+                "to find axes by name.",
+            )
+
+    def match_unordered(self, lhs: _parsing.Term) -> dict[Axis, _parsing.Element]:
+        """Which element names which axis."""
+        known = {a.name: a for a in self.axes}
+        found: dict[Axis, _parsing.Element] = {}
+        for element in lhs.elements:
+            if isinstance(element, _parsing.Dots):
+                continue
+            name = element.name if isinstance(element, _parsing.Group) else element
+            if name is None:
+                self.fail(element, "in braces axes are found by name, so this needs one: `(name: a b)`.")
+            wanted = self.alias(name) or name.name
+            if wanted not in known:
+                hint = _errors.suggestion(wanted, known)
+                self.fail(name, f"no axis {wanted!r} in {self.described}.{hint}")
+            if known[wanted] in found:
+                self.fail(name, f"axis {wanted!r} is named a second time.")
+            found[known[wanted]] = element
+        return found
+
+    def split(self, axis: Axis, element: _parsing.Element | None) -> list[_Factor]:
+        """The factors of one axis, which the names in the expression then stand for."""
+        if isinstance(element, _parsing.Name):
+            size = self.size(element)
+            if size not in (None, axis.size):
+                self.fail(element, f"axis {axis.name!r} has size {axis.size}, not {size}.")
+            self.variables[element.name] = _Factor(axis.name, axis.size, axis.name)
+            return [self.variables[element.name]]
+        if not isinstance(element, _parsing.Group):
+            return [_Factor(axis.name, axis.size, axis.name)]
+        sizes = [self.size(member) for member in element.members]
+        unknown = [m for m, size in zip(element.members, sizes, strict=True) if size is None]
+        known = math.prod(size for size in sizes if size is not None)
+        if len(unknown) > 1:
+            listed = " and ".join(repr(m.name) for m in unknown)
+            self.fail(element, f"the sizes of {listed} are not known: give all but one by keyword.")
+        rest, remainder = divmod(axis.size, known) if known else (0, axis.size)
+        if remainder or (not unknown and rest != 1) or (unknown and not known):
+            given = " * ".join("?" if size is None else str(size) for size in sizes)
+            self.fail(element, f"axis {axis.name!r} of size {axis.size} does not split into {given}.")
+        factors = [
+            _Factor(self.alias(member) or member.name, rest if size is None else size, axis.name)
+            for member, size in zip(element.members, sizes, strict=True)
+        ]
+        self.variables.update({m.name: f for m, f in zip(element.members, factors, strict=True)})
+        return factors
+
+    # --- the right-hand side ---
+
+    def merge(self, rhs: _parsing.Term) -> dict[str, list[_Factor]]:
+        used = {v.name: self.variable(v) for v in rhs.variables}
+        rest = [f for f in self.factors if f not in used.values()]
+        if rest and rhs.dots is None:
+            left = _errors.describe_axes([f.name for f in rest], [f.size for f in rest])
+            self.fail(_End(rhs.stop), f"{left} would be dropped: name what is left, or add `...` for it.")
+        outputs: dict[str, list[_Factor]] = {}
+        for element in rhs.elements:
+            for name, factors in self.output(element, used, rest):
+                if name in outputs:
+                    self.fail(element, f"a second axis {name!r} in the result: give one another name.")
+                outputs[name] = factors
+        return outputs
+
+    def variable(self, name: _parsing.Name) -> _Factor:
+        if name.name not in self.variables:
+            if any(f.name == name.name for f in self.factors):
+                hint = " Name the axis there too, or let `...` stand for it."
+            else:
+                hint = _errors.suggestion(name.name, self.variables)
+            self.fail(name, f"{name.name!r} is not on the left-hand side.{hint}")
+        return self.variables[name.name]
+
+    def output(
+        self, element: _parsing.Element, used: Mapping[str, _Factor], rest: Sequence[_Factor]
+    ) -> list[tuple[str, list[_Factor]]]:
+        """The axes of the result that one element stands for."""
+        if isinstance(element, _parsing.Dots):
+            return [(f.name, [f]) for f in rest]
+        if isinstance(element, _parsing.Name):
+            return [(used[element.name].name, [used[element.name]])]
+        if element.name is None:
+            self.fail(element, "a merged axis needs a name: `(name: a b)`.")
+        factors = [used[m.name] for m in element.members]
+        size, merged = self.size(element.name), math.prod(f.size for f in factors)
+        # A name may stand for one of the factors as well as for the whole; its size is then that of the factor.
+        if size not in (None, merged) and element.name.name not in self.variables:
+            self.fail(element, f"{element.name.name!r} is said to have size {size}, but its factors make {merged}.")
+        return [(self.alias(element.name) or element.name.name, factors)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _End:
+    """The place where something is missing."""
+
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start

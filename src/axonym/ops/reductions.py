@@ -1,0 +1,275 @@
+"""Reductions: one row each.
+
+A reduction takes one, several or (by default) all axes away. `where` selects the elements that take part; it broadcasts
+by name to the array. A cumulative operation runs along one axis and keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _errors, _kernels
+from .._mesh import Names
+from ..array import NamedArray, wrap
+from ..axis import AxisSelection, AxisSelector
+from ._families import ArgReduction, Cumulative, Reduction, SpreadReduction, TypedReduction, map_tree, publish
+
+
+@_kernels.cached
+def _reduction_kernel(
+    fn: Callable[..., Any], name: str, names: Names, axis: Any, where: Names | None, native: bool, options: Any
+) -> _kernels.Kernel:
+    reduced = _kernels.select(name, names, axis)
+    out_names = tuple(n for n in names if n not in reduced)
+    positions = tuple(names.index(n) for n in reduced)
+    keywords = dict(options)
+    if where is None:
+        return _kernels.make_kernel(
+            name, lambda x: fn(x, axis=positions, **keywords), (names,), out_names, native=native, selection=axis
+        )
+    extra = [n for n in where if n not in names]
+    if extra:
+        raise ValueError(
+            f"{name}: `where` has axes {_errors.describe_axes(extra)} that the array {_errors.describe_axes(names)} lacks."
+        )
+
+    def masked(x, mask):
+        return fn(x, axis=positions, where=_kernels.align(mask, where, names), **keywords)
+
+    return _kernels.make_kernel(name, masked, (names, where), out_names, native=native, selection=axis)
+
+
+def _reduce(
+    fn: Callable[..., Any], name: str, array: Any, axis: Any, where: Any, native: bool, options: Any = ()
+) -> Any:
+    if not isinstance(array, NamedArray):
+        return map_tree(lambda leaf: _reduce_leaf(fn, name, leaf, axis, where, native, options), array)
+    return _reduce_leaf(fn, name, array, axis, where, native, options)
+
+
+def _reduce_leaf(
+    fn: Callable[..., Any], name: str, array: Any, axis: Any, where: Any, native: bool, options: Any
+) -> Any:
+    if not isinstance(array, NamedArray):
+        if axis is None and where is None:
+            return fn(array, **dict(options))
+        raise TypeError(f"{name}: expected a NamedArray, got {type(array).__name__}; only its axes have names.")
+    axis = _kernels.hashable(axis)
+    if where is None:
+        kernel = _reduction_kernel(fn, name, array.names, axis, None, native, options)
+        return wrap(kernel.call(array.array), kernel.names)
+    where_names = where.names if isinstance(where, NamedArray) else ()
+    kernel = _reduction_kernel(fn, name, array.names, axis, where_names, native, options)
+    return wrap(kernel.call(array.array, where.array if isinstance(where, NamedArray) else where), kernel.names)
+
+
+def _dtype_option(dtype: Any) -> tuple[tuple[str, Any], ...]:
+    return () if dtype is None else (("dtype", np.dtype(dtype)),)
+
+
+_ARGUMENTS = """
+    Arguments:
+        array: a named array, or a tree of them.
+        axis: the axes to reduce; all of them by default.
+        where: which elements take part, by name."""
+
+
+def _plain(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True) -> Reduction:
+    def op(array, axis=None, *, where=None):
+        return _reduce(fn, name, array, axis, where, native)
+
+    return publish(op, name, __name__, _doc(name, summary, "", example, shown))
+
+
+def _typed(
+    name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True
+) -> TypedReduction:
+    def op(array, axis=None, *, where=None, dtype=None):
+        return _reduce(fn, name, array, axis, where, native, _dtype_option(dtype))
+
+    return publish(
+        op, name, __name__, _doc(name, summary, "\n        dtype: the dtype to compute in.", example, shown)
+    )
+
+
+def _spread(
+    name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True
+) -> SpreadReduction:
+    def op(array, axis=None, *, where=None, ddof=0, dtype=None):
+        return _reduce(fn, name, array, axis, where, native, (("ddof", ddof), *_dtype_option(dtype)))
+
+    extra = "\n        ddof: what to take from the count before dividing.\n        dtype: the dtype to compute in."
+    return publish(op, name, __name__, _doc(name, summary, extra, example, shown))
+
+
+def _doc(name: str, summary: str, extra: str, example: str, shown: str) -> str:
+    return f"""{summary}
+{_ARGUMENTS}{extra}
+
+    >>> axn.{name}(axn.named({example}, ("x", "y")), "y")
+    NamedArray({shown})
+    """
+
+
+# --- positional functions that JAX lacks, or whose masks it wants to be helped with ---
+
+
+def _start(dtype: Any, highest: bool) -> Any:
+    """What a minimum (`highest`) or a maximum over nothing is: the dtype's own extreme."""
+    if dtype == np.bool_:
+        return highest
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).max if highest else jnp.iinfo(dtype).min
+    infinite = np.array(np.inf if highest else -np.inf, dtype)
+    if np.isinf(infinite):
+        return infinite
+    return jnp.finfo(dtype).max if highest else jnp.finfo(dtype).min
+
+
+def _max(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
+    return jnp.max(x, axis=axis, where=where, initial=None if where is None else _start(x.dtype, highest=False))
+
+
+def _min(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
+    return jnp.min(x, axis=axis, where=where, initial=None if where is None else _start(x.dtype, highest=True))
+
+
+def _ptp(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
+    return _max(x, axis, where) - _min(x, axis, where)
+
+
+def _nanmax(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
+    return _max(x, axis, where) if _without_nan(x) else jnp.nanmax(_only(x, where), axis=axis)
+
+
+def _nanmin(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
+    return _min(x, axis, where) if _without_nan(x) else jnp.nanmin(_only(x, where), axis=axis)
+
+
+def _without_nan(x: Any) -> bool:
+    return not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def _only(x: Any, where: Any) -> Any:
+    """What is masked out becomes NaN, so that a result is NaN when nothing else took part in it."""
+    return x if where is None else jnp.where(where, x, jnp.nan)
+
+
+def _logsumexp(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
+    return jax.nn.logsumexp(x, axis=axis, where=where)
+
+
+def _count_nonzero(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
+    return jnp.sum(jnp.not_equal(x, 0), axis=axis, where=where)
+
+
+# fmt: off
+all = _plain("all", jnp.all, "Whether every element is true.", "[[True, False], [True, True]]", "bool[x=2], [False True]")
+any = _plain("any", jnp.any, "Whether an element is true.", "[[True, False], [False, False]]", "bool[x=2], [ True False]")
+max = _plain("max", _max, "The largest element.", "[[1, 2], [3, 4]]", "int32[x=2], [2 4]")
+min = _plain("min", _min, "The smallest element.", "[[1, 2], [3, 4]]", "int32[x=2], [1 3]")
+amax = _plain("amax", _max, "The largest element.", "[[1, 2], [3, 4]]", "int32[x=2], [2 4]")
+amin = _plain("amin", _min, "The smallest element.", "[[1, 2], [3, 4]]", "int32[x=2], [1 3]")
+ptp = _plain("ptp", _ptp, "The range: the largest element less the smallest.", "[[1, 3], [3, 9]]", "int32[x=2], [2 6]")
+nanmax = _plain("nanmax", _nanmax, "The largest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 4.]")
+nanmin = _plain("nanmin", _nanmin, "The smallest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.]")
+
+mean = _typed("mean", jnp.mean, "The mean.", "[[1., 2.], [3., 4.]]", "float32[x=2], [1.5 3.5]")
+nanmean = _typed("nanmean", jnp.nanmean, "The mean of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.5]")
+nanprod = _typed("nanprod", jnp.nanprod, "The product of the elements that are not NaN.", "[[2., jnp.nan], [3., 4.]]", "float32[x=2], [ 2. 12.]", native=False)
+nansum = _typed("nansum", jnp.nansum, "The sum of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 7.]")
+# The gradient of a product reshapes, which on Explicit axes needs help.
+prod = _typed("prod", jnp.prod, "The product.", "[[1, 2], [3, 4]]", "int32[x=2], [ 2 12]", native=False)
+product = _typed("product", jnp.prod, "The product.", "[[1, 2], [3, 4]]", "int32[x=2], [ 2 12]", native=False)
+sum = _typed("sum", jnp.sum, "The sum.", "[[1, 2], [3, 4]]", "int32[x=2], [3 7]")
+
+nanstd = _spread("nanstd", jnp.nanstd, "The standard deviation of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
+nanvar = _spread("nanvar", jnp.nanvar, "The variance of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
+std = _spread("std", jnp.std, "The standard deviation.", "[[1., 5.], [3., 5.]]", "float32[x=2], [2. 1.]")
+var = _spread("var", jnp.var, "The variance.", "[[1., 5.], [3., 5.]]", "float32[x=2], [4. 1.]")
+logsumexp = _plain("logsumexp", _logsumexp, "The logarithm of the sum of the exponentials, computed safely.", "[[0., 0.], [1., 1.]]", "float32[x=2], [0.6931 1.6931]")
+count_nonzero = _plain("count_nonzero", _count_nonzero, "How many elements are not zero.", "[[0, 2], [3, 4]]", "int32[x=2], [1 2]")
+# fmt: on
+
+
+# --- the index of an element ---
+
+
+@_kernels.cached
+def _arg_kernel(fn: Callable[..., Any], name: str, names: Names, axis: Any) -> _kernels.Kernel:
+    if axis is None:
+        return _kernels.make_kernel(name, lambda x: fn(x.reshape(-1), axis=0), (names,), ())
+    chosen = _kernels.select_one(name, names, axis)
+    position = names.index(chosen)
+    out_names = tuple(n for n in names if n != chosen)
+    return _kernels.make_kernel(
+        name, lambda x: fn(x, axis=position), (names,), out_names, native=True, selection=axis
+    )
+
+
+def _arg(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> ArgReduction:
+    def op(array, axis=None):
+        kernel = _arg_kernel(fn, name, array.names, axis)
+        return wrap(kernel.call(array.array), kernel.names)
+
+    doc = f"""{summary}
+
+    Arguments:
+        array: a named array.
+        axis: the axis to search; by default the index is that in the flattened array.
+
+    >>> axn.{name}(axn.named({example}, ("x", "y")), "y")
+    NamedArray({shown})
+    """
+    return publish(op, name, __name__, doc)
+
+
+# fmt: off
+argmax = _arg("argmax", jnp.argmax, "The index of the largest element.", "[[1, 2], [4, 3]]", "int32[x=2], [1 0]")
+argmin = _arg("argmin", jnp.argmin, "The index of the smallest element.", "[[1, 2], [4, 3]]", "int32[x=2], [0 1]")
+nanargmax = _arg("nanargmax", jnp.nanargmax, "The index of the largest element that is not NaN.", "[[1., jnp.nan], [4., 3.]]", "int32[x=2], [0 0]")
+nanargmin = _arg("nanargmin", jnp.nanargmin, "The index of the smallest element that is not NaN.", "[[1., jnp.nan], [4., 3.]]", "int32[x=2], [0 1]")
+# fmt: on
+
+
+# --- along an axis ---
+
+
+@_kernels.cached
+def _cumulative_kernel(fn: Callable[..., Any], name: str, names: Names, axis: AxisSelector, dtype: Any) -> Any:
+    position = names.index(_kernels.select_one(name, names, axis))
+    keywords = {} if dtype is None else {"dtype": dtype}
+    return _kernels.make_kernel(
+        name, lambda x: fn(x, axis=position, **keywords), (names,), names, selection=axis
+    )
+
+
+def _cumulative(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> Cumulative:
+    def op(array, axis, *, dtype=None):
+        kernel = _cumulative_kernel(fn, name, array.names, axis, None if dtype is None else np.dtype(dtype))
+        return wrap(kernel.call(array.array), kernel.names)
+
+    doc = f"""{summary}
+
+    Arguments:
+        array: a named array.
+        axis: the axis to run along.
+        dtype: the dtype to compute in.
+
+    >>> axn.{name}(axn.named({example}, "x"), "x")
+    NamedArray({shown})
+    """
+    return publish(op, name, __name__, doc)
+
+
+# fmt: off
+cumsum = _cumulative("cumsum", jnp.cumsum, "The running sum.", "[1, 2, 3]", "int32[x=3], [1 3 6]")
+cumprod = _cumulative("cumprod", jnp.cumprod, "The running product.", "[1, 2, 3]", "int32[x=3], [1 2 6]")
+nancumsum = _cumulative("nancumsum", jnp.nancumsum, "The running sum, a NaN counting as zero.", "[1., jnp.nan, 3.]", "float32[x=3], [1. 1. 4.]")
+nancumprod = _cumulative("nancumprod", jnp.nancumprod, "The running product, a NaN counting as one.", "[2., jnp.nan, 3.]", "float32[x=3], [2. 2. 6.]")
+# fmt: on

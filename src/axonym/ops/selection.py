@@ -1,0 +1,389 @@
+"""Choosing elements: by a condition, by their position along an axis, and by where they lie among others.
+
+Operands are matched by name. What is only looked into (the values of `isin`, the sorted array of `searchsorted`, the
+points of `interp`) is not matched: its axes do not show in the result, so they may have any name and size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _errors, _kernels
+from .._mesh import Names
+from ..array import NamedArray, NamedOrNumeric, wrap, wrap_result
+from ..axis import Axis, AxisSelector
+from ._operands import one_axis, operand, private, require_named, require_subset, scalar, vectors
+
+# --- by a condition ---
+
+
+def where(condition: Any, x: Any = None, y: Any = None, fill_value: Any = None, new_axis: Axis | None = None) -> Any:
+    """Elements of `x` where the condition is true, of `y` where it is not.
+
+    With the condition alone it is `nonzero`: the positions of the true elements along each axis.
+
+    Arguments:
+        condition: a named array or a scalar. A Python bool chooses one operand for good, so that nothing of the other
+            is left in the program or its gradient.
+        x: a named array or a scalar.
+        y: a named array or a scalar. One of the three operands has all the axes of the others.
+        fill_value: for the condition alone: what stands where there are fewer true elements than places.
+        new_axis: for the condition alone: the axis along which the positions lie, as long as there may be.
+
+    >>> axn.where(axn.named([True, False], "x"), axn.named([1, 2], "x"), 0)
+    NamedArray(int32[x=2], [1 0])
+    >>> axn.where(axn.named([True, False], "x"), fill_value=-1, new_axis=axn.Axis("found", 2))
+    (NamedArray(int32[found=2], [ 0 -1]),)
+    """
+    if x is None and y is None:
+        if fill_value is None or new_axis is None:
+            raise ValueError(
+                "where: a condition alone needs both `fill_value` and `new_axis`, the axis of the positions found; "
+                "otherwise pass `x` and `y` to choose from."
+            )
+        return _positions("where", condition, new_axis, fill_value)
+    if x is None or y is None:
+        raise ValueError(f"where: `x` and `y` go together, but `{'x' if x is None else 'y'}` is missing.")
+    if fill_value is not None or new_axis is not None:
+        raise ValueError(
+            "where: `fill_value` and `new_axis` are for a condition alone; do not pass them with `x` and `y`."
+        )
+    if not any(isinstance(a, NamedArray) for a in (condition, x, y)):
+        return jnp.where(condition, x, y)
+    (x, x_names), (y, y_names) = operand(x), operand(y)
+    if isinstance(condition, (bool, np.bool_)):
+        kernel = _chosen_kernel(bool(condition), x_names, y_names)
+        return wrap(kernel.call(x, y), kernel.names)
+    condition, names = operand(condition)
+    kernel = _broadcast_kernel(jnp.where, "where", (names, x_names, y_names))
+    return wrap(kernel.call(condition, x, y), kernel.names)
+
+
+@_kernels.cached
+def _broadcast_kernel(fn: Callable[..., Any], name: str, all_names: tuple[Names, ...]) -> _kernels.Kernel:
+    names = _kernels.broadcast_names(name, all_names)
+
+    def positional(*arrays):
+        return fn(*(_kernels.align(x, own, names) for x, own in zip(arrays, all_names, strict=True)))
+
+    return _kernels.make_kernel(name, positional, all_names, names, native=True)
+
+
+@_kernels.cached
+def _chosen_kernel(first: bool, x_names: Names, y_names: Names) -> _kernels.Kernel:
+    names = _kernels.broadcast_names("where", (x_names, y_names))
+
+    def positional(x, y):
+        shape = jnp.broadcast_shapes(*(_kernels.align(a, own, names).shape for a, own in ((x, x_names), (y, y_names))))
+        chosen = _kernels.align(x, x_names, names) if first else _kernels.align(y, y_names, names)
+        return jnp.broadcast_to(chosen, shape).astype(jnp.result_type(x, y))
+
+    return _kernels.make_kernel("where", positional, (x_names, y_names), names)
+
+
+def nonzero(array: NamedArray, *, size: Axis, fill_value: Any = 0) -> tuple[NamedArray, ...]:
+    """The positions of the elements that are not zero: one array of indices for each axis.
+
+    Arguments:
+        array: a named array.
+        size: the axis along which the positions lie. Positions that do not fit are left out.
+        fill_value: what stands where there are fewer positions than places: a number, or one for each axis.
+
+    >>> axn.nonzero(axn.named([[0, 2], [3, 0]], ("x", "y")), size=axn.Axis("found", 3), fill_value=-1)
+    (NamedArray(int32[found=3], [ 0 1 -1]), NamedArray(int32[found=3], [ 1 0 -1]))
+    """
+    return _positions("nonzero", array, size, fill_value)
+
+
+def _positions(what: str, array: Any, size: Axis, fill_value: Any) -> tuple[NamedArray, ...]:
+    array = require_named(what, array)
+    if not array.names:
+        raise ValueError(f"{what}: an array without axes has no positions.")
+    fill = fill_value if isinstance(fill_value, tuple) else (fill_value,) * len(array.names)
+    if len(fill) != len(array.names):
+        raise ValueError(f"{what}: {len(fill)} fill values for the axes {_errors.describe_shape(array.shape)}.")
+    kernel = _positions_kernel(what, array.names, one_axis(what, "size", size))
+    return wrap_result(kernel.call(array.array, *fill), kernel.names)
+
+
+@_kernels.cached
+def _positions_kernel(what: str, names: Names, size: Axis) -> _kernels.Kernel:
+    def positional(x, *fill):
+        return jnp.nonzero(x, size=size.size, fill_value=fill)
+
+    return _kernels.make_kernel(what, positional, (names, *[()] * len(names)), ((size.name,),) * len(names))
+
+
+def clip(array: NamedOrNumeric, a_min: NamedOrNumeric | None = None, a_max: NamedOrNumeric | None = None) -> Any:
+    """Each element moved into a range.
+
+    Arguments:
+        array: a named array or a scalar.
+        a_min: the lower bounds, a named array or a scalar; none by default.
+        a_max: the upper bounds. One of the three operands has all the axes of the others.
+
+    >>> axn.clip(axn.named([1, 5, 9], "x"), 2, 6)
+    NamedArray(int32[x=3], [2 5 6])
+    """
+    fn, operands = _CLIPS[a_min is None, a_max is None], [a for a in (array, a_min, a_max) if a is not None]
+    if not any(isinstance(a, NamedArray) for a in operands):
+        return jnp.clip(array, a_min, a_max)  # pyright: ignore[reportArgumentType]
+    arrays, names = zip(*map(operand, operands), strict=True)
+    kernel = _broadcast_kernel(fn, "clip", names)
+    return wrap(kernel.call(*arrays), kernel.names)
+
+
+def _clip_above(x: jax.Array, upper: jax.Array) -> jax.Array:
+    return jnp.clip(x, None, upper)
+
+
+_CLIPS: dict[tuple[bool, bool], Callable[..., jax.Array]] = {
+    (False, False): jnp.clip,
+    (False, True): jnp.clip,
+    (True, False): _clip_above,
+    (True, True): jnp.clip,
+}
+"""How to clip when `a_min` is None, and when `a_max` is None."""
+
+
+def select(
+    conditions: Sequence[NamedOrNumeric], choices: Sequence[NamedOrNumeric], default: NamedOrNumeric = 0
+) -> NamedArray:
+    """Each element from the choice that goes with the first condition true there.
+
+    Arguments:
+        conditions: named arrays or scalars.
+        choices: as many named arrays or scalars.
+        default: what stands where no condition is true. One of all the operands has the axes of all the others.
+
+    >>> x = axn.arange(axn.Axis("x", 4))
+    >>> axn.select([x < 1, x > 2], [-1, x * 10])
+    NamedArray(int32[x=4], [-1 0 0 30])
+    """
+    if len(conditions) != len(choices) or not conditions:
+        raise ValueError(
+            f"select: there must be one choice for each condition, and at least one; got {len(conditions)} conditions "
+            f"and {len(choices)} choices."
+        )
+    arrays, names = zip(*map(operand, (*conditions, *choices, default)), strict=True)
+    kernel = _broadcast_kernel(_select, "select", names)
+    return wrap(kernel.call(*arrays), kernel.names)
+
+
+def _select(*operands: jax.Array) -> jax.Array:
+    count = len(operands) // 2
+    return jnp.select(operands[:count], operands[count:-1], operands[-1])
+
+
+# --- by position along an axis ---
+
+
+def take_along_axis(
+    array: NamedArray, indices: NamedArray, axis: AxisSelector, *, mode: str | None = None
+) -> NamedArray:
+    """The elements at the given positions along an axis, for each place along the others.
+
+    Arguments:
+        array: a named array.
+        indices: the positions. Where they have `axis`, the result has as many elements along it; where they lack it,
+            one is taken and the axis goes. Another axis they lack is one for which the positions are the same.
+        axis: the axis along which to take.
+        mode: what becomes of positions out of range, as for `jax.numpy.take_along_axis`; NaN by default.
+
+    >>> x = axn.named([[10, 30, 20], [60, 40, 50]], ("batch", "token"))
+    >>> axn.take_along_axis(x, axn.named([1, 0], "batch"), "token")
+    NamedArray(int32[batch=2], [30 60])
+    >>> axn.take_along_axis(x, axn.named([[2, 0], [0, 1]], ("batch", "token")), "token")
+    NamedArray(int32[batch=2, token=2], [[20 10] [60 40]])
+    """
+    require_named("take_along_axis", array)
+    indices, names = operand(indices)
+    kernel = _take_along_kernel(array.names, names, axis, mode)
+    return wrap(kernel.call(array.array, indices), kernel.names)
+
+
+@_kernels.cached
+def _take_along_kernel(names: Names, index_names: Names, axis: AxisSelector, mode: str | None) -> _kernels.Kernel:
+    what = "take_along_axis"
+    along = _kernels.select_one(what, names, axis)
+    require_subset(what, "indices", index_names, names)
+    position = names.index(along)
+    kept = names if along in index_names else tuple(n for n in names if n != along)
+
+    def positional(x, indices):
+        _kernels.check_operands(what, (_apart(names, along), index_names), (x, indices))
+        taken = jnp.take_along_axis(x, _kernels.align(indices, index_names, names), position, mode)
+        return taken if along in index_names else jax.lax.squeeze(taken, (position,))
+
+    in_names = (names, index_names)
+    return _kernels.make_kernel(what, positional, in_names, kept, same_sizes=False, selection=axis)
+
+
+def _apart(names: Names, along: str) -> Names:
+    """The names with that of one axis made its own: it has another size in the other operands."""
+    own = private("the array", (along,))[0]
+    return tuple(own if n == along else n for n in names)
+
+
+def put_along_axis(
+    array: NamedArray, indices: NamedArray, values: NamedOrNumeric, axis: AxisSelector, *, mode: str | None = None
+) -> NamedArray:
+    """The array with other elements at the given positions along an axis, for each place along the others.
+
+    Arguments:
+        array: a named array; it is left as it is.
+        indices: the positions, as for `take_along_axis`.
+        values: what to put there, a scalar or by name.
+        axis: the axis along which to put.
+        mode: what becomes of positions out of range, as for `jax.numpy.put_along_axis`; they are dropped by default.
+
+    >>> x = axn.named([[10, 30, 20], [60, 40, 50]], ("batch", "token"))
+    >>> axn.put_along_axis(x, axn.named([1, 0], "batch"), 99, "token")
+    NamedArray(int32[batch=2, token=3], [[10 99 20] [99 40 50]])
+    """
+    require_named("put_along_axis", array)
+    (indices, index_names), (values, value_names) = operand(indices), operand(values)
+    kernel = _put_along_kernel(array.names, index_names, value_names, axis, mode)
+    return wrap(kernel.call(array.array, indices, values), kernel.names)
+
+
+@_kernels.cached
+def _put_along_kernel(
+    names: Names, index_names: Names, value_names: Names, axis: AxisSelector, mode: str | None
+) -> _kernels.Kernel:
+    what = "put_along_axis"
+    along = _kernels.select_one(what, names, axis)
+    require_subset(what, "indices", index_names, names)
+    require_subset(what, "values", value_names, names)
+    if along in value_names and along not in index_names:
+        raise ValueError(
+            f"{what}: `values` have axis {along!r}, but `indices` lack it, so there is one place to put them."
+        )
+    position = names.index(along)
+    in_names = (names, index_names, value_names)
+
+    def positional(x, indices, values):
+        _kernels.check_operands(what, (_apart(names, along), index_names, value_names), (x, indices, values))
+        indices = _kernels.align(indices, index_names, names)
+        shape = tuple(indices.shape[i] if i == position else s for i, s in enumerate(x.shape))
+        indices, values = jnp.broadcast_to(indices, shape), _kernels.align(values, value_names, names)
+        return jnp.put_along_axis(x, indices, jnp.broadcast_to(values, shape), position, inplace=False, mode=mode)
+
+    return _kernels.make_kernel(what, positional, in_names, names, same_sizes=False, selection=axis)
+
+
+# --- by where they lie among others ---
+
+
+@_kernels.cached
+def _lookup_kernel(
+    fn: Callable[..., Any], name: str, all_names: tuple[Names, ...], options: tuple[tuple[str, Any], ...]
+) -> _kernels.Kernel:
+    """The first operand is looked up elementwise in the others, whose axes the result does not have."""
+
+    def positional(*arrays):
+        return fn(*arrays, **dict(options))
+
+    return _kernels.make_kernel(name, positional, all_names, all_names[0])
+
+
+def isin(array: NamedOrNumeric, values: Any, *, invert: bool = False) -> NamedArray:
+    """Which elements are among some values.
+
+    Arguments:
+        array: a named array or a scalar.
+        values: the values, of any shape; their axes are not matched with those of the array.
+        invert: tell which are not.
+
+    >>> axn.isin(axn.named([1, 2, 3], "x"), [3, 1])
+    NamedArray(bool[x=3], [ True False True])
+    """
+    array, names = operand(array)
+    values, value_names = operand(values)
+    values = values if hasattr(values, "shape") else jnp.asarray(values)
+    value_names = private("`values`", value_names or tuple(map(str, range(jnp.ndim(values)))))
+    kernel = _lookup_kernel(jnp.isin, "isin", (names, value_names), (("invert", bool(invert)),))
+    return wrap(kernel.call(array, values), kernel.names)
+
+
+def searchsorted(
+    a: NamedArray, v: NamedOrNumeric, *, side: str = "left", sorter: Any = None, method: str = "scan"
+) -> NamedArray:
+    """Where elements would have to be put into a sorted array to keep it sorted.
+
+    Arguments:
+        a: the sorted array; it has one axis.
+        v: what to look up, a named array or a scalar; the result has its axes.
+        side: "left" for the first suitable place, "right" for the last.
+        sorter: the order that sorts `a`, if it is not sorted.
+        method: how to search, as for `jax.numpy.searchsorted`.
+
+    >>> axn.searchsorted(axn.named([1, 3, 5], "x"), axn.named([0, 3, 9], "query"))
+    NamedArray(int32[query=3], [0 1 3])
+    """
+    v, names = operand(v)
+    among, own = vectors("searchsorted", a=a) if sorter is None else vectors("searchsorted", a=a, sorter=sorter)
+    options = (("side", side), ("method", method))
+    kernel = _lookup_kernel(_searchsorted, "searchsorted", (names, *[own] * len(among)), options)
+    return wrap(kernel.call(v, *among), kernel.names)
+
+
+def _searchsorted(v: jax.Array, a: jax.Array, sorter: jax.Array | None = None, **options: Any) -> jax.Array:
+    return jnp.searchsorted(a, v, sorter=sorter, **options)
+
+
+def digitize(x: NamedOrNumeric, bins: Any, *, right: bool = False) -> NamedArray:
+    """The bin each element lies in: how many edges are below it.
+
+    Arguments:
+        x: a named array or a scalar.
+        bins: the edges, rising or falling; they have one axis.
+        right: whether a bin contains its right edge rather than its left one.
+
+    >>> axn.digitize(axn.named([0.5, 2., 9.], "x"), axn.named([1., 2., 3.], "edge"))
+    NamedArray(int32[x=3], [0 2 3])
+    """
+    x, names = operand(x)
+    (edges,), own = vectors("digitize", bins=bins)
+    kernel = _lookup_kernel(jnp.digitize, "digitize", (names, own), (("right", bool(right)),))
+    return wrap(kernel.call(x, edges), kernel.names)
+
+
+def interp(
+    x: NamedOrNumeric, xp: Any, fp: Any, *, left: Any = None, right: Any = None, period: Any = None
+) -> NamedArray:
+    """The values of a piecewise linear function, given at some points.
+
+    Arguments:
+        x: where to evaluate it, a named array or a scalar.
+        xp: the points where it is given, rising; they have one axis.
+        fp: its values there, along the same axis.
+        left: its value below the first point; that at the first point by default. Or "extrapolate".
+        right: its value above the last point; that at the last point by default. Or "extrapolate".
+        period: the period of the function, if it has one.
+
+    >>> axn.interp(axn.named([0.5, 2.], "x"), axn.named([0., 1.], "point"), axn.named([10., 20.], "point"))
+    NamedArray(float32[x=2], [15. 20.])
+    """
+    x, names = operand(x)
+    points, own = vectors("interp", xp=xp, fp=fp)
+    extra = {"left": left, "right": right, "period": period}
+    static = tuple((k, v) for k, v in extra.items() if isinstance(v, str))
+    given = tuple(k for k, v in extra.items() if v is not None and not isinstance(v, str))
+    kernel = _interp_kernel(names, own, given, static)
+    return wrap(kernel.call(x, *points, *(scalar("interp", k, extra[k]) for k in given)), kernel.names)
+
+
+@_kernels.cached
+def _interp_kernel(
+    names: Names, own: Names, given: tuple[str, ...], static: tuple[tuple[str, str], ...]
+) -> _kernels.Kernel:
+    def positional(x, xp, fp, *values):
+        return jnp.interp(x, xp, fp, **dict(static), **dict(zip(given, values, strict=True)))
+
+    return _kernels.make_kernel("interp", positional, (names, own, own, *[()] * len(given)), names)

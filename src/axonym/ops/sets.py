@@ -1,0 +1,312 @@
+"""Which values there are, how often, and how they are packed.
+
+How many distinct values an array has is not known when a program is compiled. So the axis of the result is given with
+its size: what does not fit is left out, and what is missing is filled.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _kernels
+from .._mesh import Names
+from ..array import NamedArray, NamedOrNumeric, wrap, wrap_result
+from ..axis import Axis, AxisSelector
+from ._operands import one_axis, operand, replaced, require_named, require_subset, scalar, vectors
+
+# --- distinct values ---
+
+
+def unique(
+    array: NamedArray,
+    Unique: Axis,
+    *,
+    return_index: bool = False,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    axis: AxisSelector | None = None,
+    fill_value: Any = None,
+) -> Any:
+    """The distinct values of an array, in order.
+
+    Arguments:
+        array: a named array.
+        Unique: the axis of the values, as long as there may be. Values that do not fit are left out.
+        return_index: also where each value is found first, along `axis` or in the flattened array.
+        return_inverse: also where the value of each element is among the distinct ones.
+        return_counts: also how often each value is found.
+        axis: the axis whose slices are compared as a whole; single elements are by default.
+        fill_value: what stands where there are fewer values than places; the smallest one by default.
+
+    >>> axn.unique(axn.named([3, 1, 3], "x"), axn.Axis("value", 3), fill_value=-1)
+    NamedArray(int32[value=3], [ 1 3 -1])
+    """
+    return _unique("unique", array, Unique, axis, fill_value, return_index, return_inverse, return_counts)
+
+
+def unique_values(
+    array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
+) -> NamedArray:
+    """The distinct values of an array, in order.
+
+    Arguments:
+        array: a named array.
+        Unique: the axis of the values, as for `unique`.
+        axis: the axis whose slices are compared as a whole.
+        fill_value: what stands where there are fewer values than places.
+
+    >>> axn.unique_values(axn.named([3, 1, 3], "x"), axn.Axis("value", 2))
+    NamedArray(int32[value=2], [1 3])
+    """
+    return _unique("unique_values", array, Unique, axis, fill_value, False, False, False)
+
+
+def unique_counts(
+    array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
+) -> tuple[NamedArray, NamedArray]:
+    """The distinct values of an array, and how often each is found.
+
+    Arguments:
+        array: a named array.
+        Unique: the axis of the values, as for `unique`.
+        axis: the axis whose slices are compared as a whole.
+        fill_value: what stands where there are fewer values than places.
+
+    >>> axn.unique_counts(axn.named([3, 1, 3], "x"), axn.Axis("value", 2))
+    (NamedArray(int32[value=2], [1 3]), NamedArray(int32[value=2], [1 2]))
+    """
+    return _unique("unique_counts", array, Unique, axis, fill_value, False, False, True)
+
+
+def unique_inverse(
+    array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
+) -> tuple[NamedArray, NamedArray]:
+    """The distinct values of an array, and where the value of each element is among them.
+
+    Arguments:
+        array: a named array.
+        Unique: the axis of the values, as for `unique`.
+        axis: the axis whose slices are compared as a whole.
+        fill_value: what stands where there are fewer values than places.
+
+    >>> axn.unique_inverse(axn.named([3, 1, 3], "x"), axn.Axis("value", 2))
+    (NamedArray(int32[value=2], [1 3]), NamedArray(int32[x=3], [1 0 1]))
+    """
+    return _unique("unique_inverse", array, Unique, axis, fill_value, False, True, False)
+
+
+def unique_all(
+    array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
+) -> tuple[NamedArray, NamedArray, NamedArray, NamedArray]:
+    """The distinct values of an array, where each is found first, where each element is among them, and how often.
+
+    Arguments:
+        array: a named array.
+        Unique: the axis of the values, as for `unique`.
+        axis: the axis whose slices are compared as a whole.
+        fill_value: what stands where there are fewer values than places.
+
+    >>> values, index, inverse, counts = axn.unique_all(axn.named([3, 1, 3], "x"), axn.Axis("value", 2))
+    >>> index, inverse, counts
+    (NamedArray(int32[value=2], [1 0]), NamedArray(int32[x=3], [1 0 1]), NamedArray(int32[value=2], [1 2]))
+    """
+    return _unique("unique_all", array, Unique, axis, fill_value, True, True, True)
+
+
+def _unique(
+    what: str, array: Any, Unique: Any, axis: Any, fill_value: Any, index: bool, inverse: bool, counts: bool
+) -> Any:
+    require_named(what, array)
+    returned = (bool(index), bool(inverse), bool(counts))
+    fill = () if fill_value is None else (scalar(what, "fill_value", fill_value),)
+    kernel = _unique_kernel(what, array.names, one_axis(what, "Unique", Unique), axis, returned, len(fill))
+    return wrap_result(kernel.call(array.array, *fill), kernel.names)
+
+
+@_kernels.cached
+def _unique_kernel(
+    what: str, names: Names, Unique: Axis, axis: AxisSelector | None, returned: tuple[bool, bool, bool], fills: int
+) -> _kernels.Kernel:
+    each = (Unique.name,)
+    if axis is None:
+        position, values, slices = None, each, names
+    else:
+        along = _kernels.select_one(what, names, axis)
+        position, values, slices = names.index(along), replaced(what, names, along, (Unique,)), (along,)
+    index, inverse, counts = returned
+    out_names = (values, *[n for n, wanted in ((each, index), (slices, inverse), (each, counts)) if wanted])
+
+    def positional(x, fill=None):
+        return jnp.unique(x, index, inverse, counts, position, size=Unique.size, fill_value=fill)
+
+    in_names = (names, *[()] * fills)
+    return _kernels.make_kernel(what, positional, in_names, out_names if any(returned) else values, selection=axis)
+
+
+# --- counting ---
+
+
+def bincount(x: NamedArray, Counts: Axis, *, weights: NamedOrNumeric | None = None, minlength: int = 0) -> NamedArray:
+    """How often each of the integers 0, 1, 2, ... is found, over all axes.
+
+    Arguments:
+        x: a named array of integers. Those that are negative or beyond the axis of the counts are not counted.
+        Counts: the axis of the counts.
+        weights: what each element counts, by name; one by default.
+        minlength: how long the axis must be at least.
+
+    >>> axn.bincount(axn.named([0, 2, 2], "x"), axn.Axis("value", 4))
+    NamedArray(int32[value=4], [1 0 2 0])
+    """
+    require_named("bincount", x)
+    Counts = one_axis("bincount", "Counts", Counts)
+    if minlength > Counts.size:
+        raise ValueError(f"bincount: `minlength` is {minlength}, but axis {Counts.name!r} only has size {Counts.size}.")
+    weight, weight_names = _weights(weights)
+    kernel = _bincount_kernel(x.names, Counts, weight_names)
+    return wrap(kernel.call(x.array, *weight), kernel.names)
+
+
+def _weights(weights: NamedOrNumeric | None) -> tuple[tuple[Any, ...], Names | None]:
+    if weights is None:
+        return (), None
+    array, names = operand(weights)
+    return (array,), names
+
+
+@_kernels.cached
+def _bincount_kernel(names: Names, Counts: Axis, weight_names: Names | None) -> _kernels.Kernel:
+    _check_weights("bincount", weight_names, names)
+
+    def positional(x, *weights):
+        if not jnp.issubdtype(x.dtype, jnp.integer) and x.dtype != jnp.bool_:
+            raise TypeError(f"bincount: expected integers, got {x.dtype}.")
+        if jnp.issubdtype(x.dtype, jnp.signedinteger):  # negative ones would count as zero
+            x = jnp.where(x < 0, Counts.size, x)
+        spread = _spread(weights, weight_names, names, x.shape)
+        return jnp.bincount(x.reshape(-1), None if spread is None else spread.reshape(-1), length=Counts.size)
+
+    return _kernels.make_kernel("bincount", positional, _with_weights(names, weight_names), (Counts.name,))
+
+
+def _check_weights(what: str, weight_names: Names | None, names: Names) -> None:
+    if weight_names is not None:
+        require_subset(what, "weights", weight_names, names)
+
+
+def _with_weights(names: Names, weight_names: Names | None) -> tuple[Names, ...]:
+    return (names,) if weight_names is None else (names, weight_names)
+
+
+def _spread(weights: Any, weight_names: Names | None, names: Names, shape: tuple[int, ...]) -> jax.Array | None:
+    """The weights, of which there are one array or none, in the shape of what they weigh."""
+    if weight_names is None:
+        return None
+    return jnp.broadcast_to(_kernels.align(weights[0], weight_names, names), shape)
+
+
+def histogram(
+    array: NamedArray,
+    Bins: Any,
+    *,
+    range: tuple[Any, Any] | None = None,
+    weights: NamedOrNumeric | None = None,
+    density: bool = False,
+) -> tuple[NamedArray, NamedArray]:
+    """How many elements lie in each of several bins, over all axes, and the edges of the bins.
+
+    Arguments:
+        array: a named array.
+        Bins: the axis of the counts, for bins of one width. Or the edges of the bins, rising, as a named array with one
+            axis; the axis of the counts has the same name and is shorter by one.
+        range: the lowest and the highest edge; the smallest and the largest element by default.
+        weights: what each element counts, by name; one by default.
+        density: scale the counts so that the integral over the bins is one.
+
+    >>> axn.histogram(axn.named([1., 2., 2., 5.], "x"), axn.Axis("bin", 2))
+    (NamedArray(float32[bin=2], [3. 1.]), NamedArray(float32[bin=3], [1. 3. 5.]))
+    """
+    require_named("histogram", array)
+    weight, weight_names = _weights(weights)
+    if isinstance(Bins, NamedArray):
+        if range is not None:
+            raise ValueError("histogram: `range` is for bins of one width; the edges given already say where they lie.")
+        (limits, _), bins = vectors("histogram", Bins=Bins), Bins.names[0]
+    else:
+        bins = one_axis("histogram", "Bins", Bins)
+        limits = () if range is None else tuple(scalar("histogram", "range", limit) for limit in range)
+        if len(limits) not in (0, 2):
+            raise ValueError(f"histogram: `range` is the lowest and the highest edge, got {len(limits)} values.")
+    kernel = _histogram_kernel(array.names, bins, len(limits), weight_names, bool(density))
+    return wrap_result(kernel.call(array.array, *limits, *weight), kernel.names)
+
+
+@_kernels.cached
+def _histogram_kernel(
+    names: Names, bins: Axis | str, limits: int, weight_names: Names | None, density: bool
+) -> _kernels.Kernel:
+    """`bins` is an axis, with its limits or without, or the name of the axis of the edges that are the one limit."""
+    _check_weights("histogram", weight_names, names)
+    name = bins.name if isinstance(bins, Axis) else bins
+
+    def positional(x, *rest):
+        among, weights = rest[:limits], rest[limits:]
+        spread = _spread(weights, weight_names, names, x.shape)
+        if isinstance(bins, Axis):
+            return jnp.histogram(x, bins.size, among or None, spread, density)
+        return jnp.histogram(x, *among, weights=spread, density=density)
+
+    own = [()] * limits if isinstance(bins, Axis) else [(name,)]
+    first, *others = _with_weights(names, weight_names)
+    return _kernels.make_kernel("histogram", positional, (first, *own, *others), ((name,), (name,)), same_sizes=False)
+
+
+# --- bits ---
+
+
+def packbits(a: NamedArray, axis: AxisSelector, *, bitorder: str = "big") -> NamedArray:
+    """Each eight elements along an axis, as the bits of one byte; zeros are added where eight do not divide it.
+
+    Arguments:
+        a: a named array of integers or bools; an element that is not zero is a bit that is set.
+        axis: the axis that shrinks.
+        bitorder: "big" if the first element is the highest bit, "little" if it is the lowest.
+
+    >>> axn.packbits(axn.named([1, 0, 0, 0, 0, 0, 1, 1], "bit"), "bit")
+    NamedArray(uint8[bit=1], [131])
+    """
+    require_named("packbits", a)
+    kernel = _bits_kernel("packbits", a.names, axis, None, bitorder)
+    return wrap(kernel.call(a.array), kernel.names)
+
+
+def unpackbits(a: NamedArray, axis: AxisSelector, *, count: int | None = None, bitorder: str = "big") -> NamedArray:
+    """The bits of each byte, as eight elements along an axis.
+
+    Arguments:
+        a: a named array of bytes, `uint8`.
+        axis: the axis that grows.
+        count: how many elements to keep along the axis; all of them by default. Negative ones are left out at the end.
+        bitorder: "big" if the first element is the highest bit, "little" if it is the lowest.
+
+    >>> axn.unpackbits(axn.named(jnp.array([131], "uint8"), "bit"), "bit", count=7)
+    NamedArray(uint8[bit=7], [1 0 0 0 0 0 1])
+    """
+    require_named("unpackbits", a)
+    kernel = _bits_kernel("unpackbits", a.names, axis, count, bitorder)
+    return wrap(kernel.call(a.array), kernel.names)
+
+
+@_kernels.cached
+def _bits_kernel(what: str, names: Names, axis: AxisSelector, count: int | None, bitorder: str) -> _kernels.Kernel:
+    position = names.index(_kernels.select_one(what, names, axis))
+
+    def positional(x):
+        if what == "packbits":
+            return jnp.packbits(x, position, bitorder)
+        return jnp.unpackbits(x, position, count, bitorder)
+
+    return _kernels.make_kernel(what, positional, (names,), names, selection=axis)

@@ -1,0 +1,248 @@
+"""Renaming, splitting and merging axes, and taking an array apart along one."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+
+from .. import _errors, _kernels
+from .._mesh import Names
+from ..array import NamedArray, resolve, wrap, wrap_result
+from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, axes_of_spec, name_of, selectors
+from ._operands import check_new_axis, distinct, replaced, require_named
+
+
+def rename(array: NamedArray, renames: Mapping[AxisSelector, AxisSelector]) -> NamedArray:
+    """The array with other names for some of its axes. Nothing is computed.
+
+    Arguments:
+        array: a named array.
+        renames: the new name, or axis, of each axis that gets one. Names can be swapped.
+
+    >>> axn.rename(axn.ones({"x": 2, "y": 3}), {"x": "rows"}).shape
+    {'rows': 2, 'y': 3}
+    >>> axn.rename(axn.ones({"x": 2, "y": 3}), {"x": "y", "y": "x"}).shape
+    {'y': 2, 'x': 3}
+    """
+    names = require_named("rename", array).names
+    new = {name_of(old): sys.intern(name_of(new)) for old, new in renames.items()}
+    missing = [n for n in new if n not in names]
+    if missing:
+        raise ValueError(_errors.missing_axes("rename", missing, names, jnp.shape(array.array)))
+    if len(new) != len(renames):
+        raise ValueError(_errors.duplicate_names("rename", [name_of(old) for old in renames]))
+    for old, axis in renames.items():
+        if isinstance(old, Axis) or isinstance(axis, Axis):
+            size = array.shape[name_of(old)]
+            check_new_axis("rename", old, size)
+            check_new_axis("rename", axis, size)
+    return wrap(array.array, distinct("rename", tuple(new.get(n, n) for n in names)))
+
+
+@overload
+def flatten_axes(array: NamedArray, old_axes: AxisSelection, new_axis: AxisSelector) -> NamedArray: ...
+@overload
+def flatten_axes(array: AxisSpec, old_axes: AxisSelection, new_axis: AxisSelector) -> Any: ...
+def flatten_axes(array: Any, old_axes: AxisSelection, new_axis: AxisSelector) -> Any:
+    """Several axes merged into one.
+
+    Arguments:
+        array: a named array, or only the axes of one.
+        old_axes: the axes to merge, the major one first. None at all gives a new axis of size one, in front.
+        new_axis: the axis they become. It stands where the first of them stood.
+
+    >>> x = axn.named([[1, 2], [3, 4]], ("x", "y"))
+    >>> axn.flatten_axes(x, ("x", "y"), "flat"), axn.flatten_axes(x, ("y", "x"), "flat")
+    (NamedArray(int32[flat=4], [1 2 3 4]), NamedArray(int32[flat=4], [1 3 2 4]))
+    >>> axn.flatten_axes({"x": 2, "y": 3, "z": 4}, ("x", "y"), "flat")
+    {'flat': 6, 'z': 4}
+    """
+    if not isinstance(array, NamedArray):
+        return _flatten_spec(array, old_axes, new_axis)
+    kernel = _flatten_kernel("flatten_axes", array.names, _kernels.hashable(old_axes), new_axis)
+    return wrap(kernel.call(array.array), kernel.names)
+
+
+def flatten(array: NamedArray, new_axis_name: AxisSelector) -> NamedArray:
+    """All axes merged into one, in their order.
+
+    Arguments:
+        array: a named array.
+        new_axis_name: the axis they become.
+
+    >>> axn.flatten(axn.named([[1, 2], [3, 4]], ("x", "y")), "flat")
+    NamedArray(int32[flat=4], [1 2 3 4])
+    """
+    kernel = _flatten_kernel("flatten", require_named("flatten", array).names, None, new_axis_name)
+    return wrap(kernel.call(array.array), kernel.names)
+
+
+def ravel(array: NamedArray, new_axis_name: AxisSelector) -> NamedArray:
+    """All axes merged into one, in their order: `flatten` under NumPy's name.
+
+    Arguments:
+        array: a named array.
+        new_axis_name: the axis they become.
+
+    >>> axn.ravel(axn.named([[1, 2], [3, 4]], ("x", "y")), "flat")
+    NamedArray(int32[flat=4], [1 2 3 4])
+    """
+    kernel = _flatten_kernel("ravel", require_named("ravel", array).names, None, new_axis_name)
+    return wrap(kernel.call(array.array), kernel.names)
+
+
+def unflatten_axis(array: NamedArray, axis: AxisSelector, new_axes: AxisSelection) -> NamedArray:
+    """One axis split into several, which take its place.
+
+    Arguments:
+        array: a named array.
+        axis: the axis to split.
+        new_axes: the axes it becomes, the major one first. The size of one of them can be left out.
+
+    >>> x = axn.named([1, 2, 3, 4], "flat")
+    >>> axn.unflatten_axis(x, "flat", axn.make_axes(x=2, y=2))
+    NamedArray(int32[x=2, y=2], [[1 2] [3 4]])
+    >>> axn.unflatten_axis(x, "flat", ("x", axn.Axis("y", 1))).shape
+    {'x': 4, 'y': 1}
+    """
+    names = require_named("unflatten_axis", array).names
+    kernel = _unflatten_kernel(names, axis, _kernels.hashable(new_axes))
+    return wrap(kernel.call(array.array), kernel.names)
+
+
+def unbind(array: NamedArray, axis: AxisSelector) -> list[NamedArray]:
+    """The slices along an axis, one for each index.
+
+    Arguments:
+        array: a named array.
+        axis: the axis to take apart; the slices lack it.
+
+    >>> axn.unbind(axn.named([[1, 2], [3, 4]], ("x", "y")), "x")
+    [NamedArray(int32[y=2], [1 2]), NamedArray(int32[y=2], [3 4])]
+    """
+    require_named("unbind", array)
+    (found,) = resolve(array.names, jnp.shape(array.array), axis, "unbind")
+    kernel = _unbind_kernel(array.names, found)
+    return list(wrap_result(kernel.call(array.array), kernel.names))
+
+
+def split(a: NamedArray, axis: AxisSelector, new_axes: AxisSpec) -> list[NamedArray]:
+    """Consecutive parts of the array along an axis.
+
+    Arguments:
+        a: a named array.
+        axis: the axis to cut.
+        new_axes: the axis of each part, with its size. Together they are as long as `axis`; names may repeat.
+
+    >>> axn.split(axn.arange(axn.Axis("x", 5)), "x", [axn.Axis("x", 3), axn.Axis("rest", 2)])
+    [NamedArray(int32[x=3], [0 1 2]), NamedArray(int32[rest=2], [3 4])]
+    """
+    names = require_named("split", a).names
+    kernel = _split_kernel(names, axis, axes_of_spec(_kernels.hashable(new_axes), "split"))
+    return list(wrap_result(kernel.call(a.array), kernel.names))
+
+
+# --- kernels ---
+
+
+def _flattened(what: str, names: Names, old: Names, new: str) -> tuple[Names, Names]:
+    """The axes in the order that brings `old` together, and those of the result."""
+    where = min((names.index(n) for n in old), default=0)
+    before, after = names[:where], tuple(n for n in names[where:] if n not in old)
+    return (*before, *old, *after), distinct(what, (*before, new, *after))
+
+
+@_kernels.cached
+def _flatten_kernel(what: str, names: Names, old_axes: Any, new_axis: AxisSelector) -> _kernels.Kernel:
+    old = _kernels.select(what, names, old_axes)
+    new = sys.intern(name_of(new_axis))
+    together, out_names = _flattened(what, names, old, new)
+    where = out_names.index(new)
+
+    def positional(x):
+        x = _kernels.transpose_to(x, names, together)
+        size = math.prod(x.shape[where : where + len(old)])
+        check_new_axis(what, new_axis, size)
+        if len(old) == 1:
+            return x
+        return jax.lax.reshape(x, (*x.shape[:where], size, *x.shape[where + len(old) :]))
+
+    heirs = dict.fromkeys(old, (new,))
+    return _kernels.make_kernel(what, positional, (names,), out_names, selection=old_axes, heirs=heirs)
+
+
+def _flatten_spec(spec: AxisSpec, old_axes: AxisSelection, new_axis: AxisSelector) -> Any:
+    sizes = {a.name: a.size for a in axes_of_spec(spec, "flatten_axes")}
+    old = resolve(tuple(sizes), tuple(sizes.values()), old_axes, "flatten_axes")
+    names = tuple(a.name for a in old)
+    if len(set(names)) != len(names):
+        raise ValueError(_errors.duplicate_names("flatten_axes", names))
+    new = Axis(name_of(new_axis), math.prod(a.size for a in old))
+    check_new_axis("flatten_axes", new_axis, new.size)
+    _, out_names = _flattened("flatten_axes", tuple(sizes), names, new.name)
+    found = tuple(new if n == new.name else Axis(n, sizes[n]) for n in out_names)
+    return {a.name: a.size for a in found} if isinstance(spec, Mapping) else found
+
+
+@_kernels.cached
+def _unflatten_kernel(names: Names, axis: AxisSelector, new_axes: Any) -> _kernels.Kernel:
+    what = "unflatten_axis"
+    old = _kernels.select_one(what, names, axis)
+    new = selectors(new_axes)
+    unknown = [s for s in new if isinstance(s, str)]
+    if len(unknown) > 1:
+        listed = " and ".join(repr(n) for n in unknown)
+        raise ValueError(f"{what}: the sizes of {listed} are not known; one can be left out at most.")
+    known = math.prod(s.size for s in new if isinstance(s, Axis))
+    out_names = replaced(what, names, old, new)
+    where = names.index(old)
+
+    def positional(x):
+        size = x.shape[where]
+        rest, remainder = divmod(size, known) if known else (0, size)
+        if remainder or (not unknown and rest != 1) or (unknown and not known):
+            sizes = ["?" if isinstance(s, str) else s.size for s in new]
+            described = _errors.describe_axes([name_of(s) for s in new], sizes)
+            raise ValueError(f"{what}: axis {old!r} of size {size} does not split into {described}.")
+        if len(new) == 1:
+            return x
+        sizes = [rest if isinstance(s, str) else s.size for s in new]
+        return jax.lax.reshape(x, (*x.shape[:where], *sizes, *x.shape[where + 1 :]))
+
+    heirs = {old: tuple(name_of(s) for s in new)}
+    return _kernels.make_kernel(what, positional, (names,), out_names, selection=axis, heirs=heirs)
+
+
+@_kernels.cached
+def _unbind_kernel(names: Names, axis: Axis) -> _kernels.Kernel:
+    where = names.index(axis.name)
+    out_names = tuple(n for n in names if n != axis.name)
+
+    def positional(x):
+        return jnp.unstack(x, axis=where)
+
+    return _kernels.make_kernel("unbind", positional, (names,), (out_names,) * axis.size)
+
+
+@_kernels.cached
+def _split_kernel(names: Names, axis: AxisSelector, new_axes: tuple[Axis, ...]) -> _kernels.Kernel:
+    old = _kernels.select_one("split", names, axis)
+    where = names.index(old)
+    sizes = tuple(a.size for a in new_axes)
+    out_names = tuple(replaced("split", names, old, (a,)) for a in new_axes)
+
+    def positional(x):
+        if sum(sizes) != x.shape[where]:
+            described = _errors.describe_axes([a.name for a in new_axes], sizes)
+            raise ValueError(
+                f"split: axis {old!r} has size {x.shape[where]}, but the parts {described} make {sum(sizes)} together."
+            )
+        return tuple(jax.lax.split(x, sizes, axis=where))
+
+    heirs = {old: tuple(dict.fromkeys(a.name for a in new_axes))}
+    return _kernels.make_kernel("split", positional, (names,), out_names, selection=axis, heirs=heirs)

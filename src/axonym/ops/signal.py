@@ -1,0 +1,238 @@
+"""Convolutions and products of whole arrays, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from .. import _errors, _kernels
+from .._mesh import Names
+from ..array import NamedArray, NamedOrNumeric, wrap
+from ..axis import AxisSelection, AxisSelector
+from ._families import publish
+from ._operands import operand, private, require_named
+
+
+def _union(a_names: Names, b_names: Names) -> Names:
+    """The axes of the first operand, then those that only the second has."""
+    return a_names + tuple(n for n in b_names if n not in a_names)
+
+
+def _privately(argument: str, names: Names, chosen: Names) -> Names:
+    """The names of an operand, some of its axes not being matched with those of the others."""
+    return tuple(private(argument, (n,))[0] if n in chosen else n for n in names)
+
+
+# --- along one axis ---
+
+
+class _Convolution(Protocol):
+    """`f(a, v, axis, mode)`."""
+
+    def __call__(
+        self, a: NamedArray, v: NamedArray, axis: AxisSelector, mode: str = "full", *, precision: Any = None
+    ) -> NamedArray: ...
+
+
+@_kernels.cached
+def _convolution_kernel(
+    fn: Callable[..., Any], what: str, a_names: Names, v_names: Names, axis: AxisSelector, mode: str, precision: Any
+) -> _kernels.Kernel:
+    chosen = _kernels.select_one(what, a_names, axis)
+    _kernels.select_one(what, v_names, chosen, operand=1)
+    out_names = _union(a_names, v_names)
+
+    def batched(a, a_left, v, v_left, left):
+        """One `vmap` for each axis that is left, but for the one to convolve along."""
+        if left == (chosen,):
+            return fn(a, v, mode=mode, precision=precision)
+        name = next(n for n in left if n != chosen)
+        rest = [tuple(n for n in names if n != name) for names in (a_left, v_left, left)]
+        mapped = tuple(names.index(name) if name in names else None for names in (a_left, v_left, left))
+        inner = jax.vmap(lambda a, v: batched(a, rest[0], v, rest[1], rest[2]), mapped[:2], mapped[2])
+        return inner(a, v)
+
+    def positional(a, v):
+        return batched(a, a_names, v, v_names, out_names)
+
+    in_names = (a_names, _privately("`v`", v_names, (chosen,)))
+    return _kernels.make_kernel(what, positional, in_names, out_names, selection=axis)
+
+
+def _convolution(name: str, fn: Callable[..., Any], summary: str, shown: str) -> _Convolution:
+    def op(a, v, axis, mode="full", *, precision=None):
+        require_named(name, a), require_named(name, v)
+        kernel = _convolution_kernel(fn, name, a.names, v.names, axis, mode, precision)
+        return wrap(kernel.call(a.array, v.array), kernel.names)
+
+    doc = f"""{summary}
+
+    Axes that the operands share are matched; others are combined, each of one with each of the other. The result has
+    the axes of `a`, then those that only `v` has.
+
+    Arguments:
+        a: a named array.
+        v: a named array; its axis may have another size.
+        axis: the axis to run along.
+        mode: "full" for every position where the operands overlap, "same" for as many as the longer one has elements,
+            "valid" for those where they overlap wholly.
+        precision: how exactly to multiply, as in `jax.lax`.
+
+    >>> axn.{name}(axn.named([1., 2., 3.], "t"), axn.named([1., 10.], "t"), "t")
+    NamedArray({shown})
+    """
+    return publish(op, name, __name__, doc)
+
+
+convolve = _convolution(
+    "convolve",
+    jnp.convolve,
+    "The convolution of two arrays along an axis.",
+    "float32[t=4], [ 1. 12. 23. 30.]",
+)
+correlate = _convolution(
+    "correlate",
+    jnp.correlate,
+    "The correlation of two arrays along an axis.",
+    "float32[t=4], [10. 21. 32. 3.]",
+)
+
+
+def unwrap(
+    array: NamedArray, axis: AxisSelector, *, discont: float | None = None, period: float | None = None
+) -> NamedArray:
+    """Angles without jumps: wherever neighbours differ by more than half a period, whole periods are added.
+
+    Arguments:
+        array: a named array.
+        axis: the axis to run along.
+        discont: the smallest difference that counts as a jump; half a period by default.
+        period: the period; 2 pi by default.
+
+    >>> axn.unwrap(axn.named([0., 3., 6., 1., 4.], "t"), "t", period=8.)
+    NamedArray(float32[t=5], [ 0. 3. 6. 9. 12.])
+    """
+    require_named("unwrap", array)
+    kernel = _unwrap_kernel(array.names, axis, discont, period)
+    return wrap(kernel.call(array.array), kernel.names)
+
+
+@_kernels.cached
+def _unwrap_kernel(names: Names, axis: AxisSelector, discont: float | None, period: float | None) -> _kernels.Kernel:
+    position = names.index(_kernels.select_one("unwrap", names, axis))
+    keywords = {} if period is None else {"period": period}
+
+    def positional(x):
+        return jnp.unwrap(x, discont, position, **keywords)
+
+    return _kernels.make_kernel("unwrap", positional, (names,), names, selection=axis)
+
+
+def cross(a: NamedArray, b: NamedArray, axis: AxisSelector) -> NamedArray:
+    """The cross product of vectors in three dimensions.
+
+    Arguments:
+        a: a named array.
+        b: a named array. One of the two has all the axes of the other.
+        axis: the axis of the vectors, of size 3.
+
+    >>> axn.cross(axn.named([1., 0., 0.], "xyz"), axn.named([0., 1., 0.], "xyz"), "xyz")
+    NamedArray(float32[xyz=3], [0. 0. 1.])
+    """
+    require_named("cross", a), require_named("cross", b)
+    kernel = _cross_kernel(a.names, b.names, axis)
+    return wrap(kernel.call(a.array, b.array), kernel.names)
+
+
+@_kernels.cached
+def _cross_kernel(a_names: Names, b_names: Names, axis: AxisSelector) -> _kernels.Kernel:
+    chosen = _kernels.select_one("cross", a_names, axis)
+    _kernels.select_one("cross", b_names, chosen, operand=1)
+    names = _kernels.broadcast_names("cross", (a_names, b_names))
+    position = names.index(chosen)
+
+    def positional(a, b):
+        a, b = _kernels.align(a, a_names, names), _kernels.align(b, b_names, names)
+        if a.shape[position] != 3:
+            size = a.shape[position]
+            raise ValueError(f"cross: axis {chosen!r} has size {size}; vectors in three dimensions have size 3.")
+        return jnp.cross(a, b, axis=position)
+
+    return _kernels.make_kernel("cross", positional, (a_names, b_names), names, selection=axis)
+
+
+# --- of whole arrays ---
+
+
+def outer(a: NamedOrNumeric, b: NamedOrNumeric) -> NamedArray:
+    """Each element of one array times each element of another.
+
+    Arguments:
+        a: a named array or a scalar.
+        b: a named array or a scalar, without any axis of `a`. The result has the axes of `a`, then those of `b`.
+
+    >>> axn.outer(axn.named([1, 2], "x"), axn.named([1, 10, 100], "y"))
+    NamedArray(int32[x=2, y=3], [[ 1 10 100] [ 2 20 200]])
+    """
+    (a_array, a_names), (b_array, b_names) = operand(a), operand(b)
+    kernel = _outer_kernel(a_names, b_names)
+    return wrap(kernel.call(a_array, b_array), kernel.names)
+
+
+@_kernels.cached
+def _outer_kernel(a_names: Names, b_names: Names) -> _kernels.Kernel:
+    shared = [n for n in a_names if n in b_names]
+    if shared:
+        listed = ", ".join(repr(n) for n in shared)
+        raise ValueError(
+            f"outer: {_errors.describe_axes(a_names)} and {_errors.describe_axes(b_names)} share {listed}. "
+            "Rename it in one of them, or use `multiply`, which matches shared axes."
+        )
+    names = a_names + b_names
+
+    def positional(a, b):
+        return jnp.multiply(_kernels.align(a, a_names, names), _kernels.align(b, b_names, names))
+
+    return _kernels.make_kernel("outer", positional, (a_names, b_names), names)
+
+
+def kron(a: NamedArray, b: NamedArray, axis: AxisSelection | None = None) -> NamedArray:
+    """The Kronecker product: each element of `a` is replaced by itself times `b`.
+
+    Along the chosen axes the sizes multiply. Other axes that the operands share are matched, and one that only `b` has
+    comes after those of `a`.
+
+    Arguments:
+        a: a named array.
+        b: a named array.
+        axis: the axes along which to multiply; all that the operands share by default.
+
+    >>> axn.kron(axn.named([1, 2], "x"), axn.named([1, 10, 100], "x"))
+    NamedArray(int32[x=6], [ 1 10 100 2 20 200])
+    """
+    require_named("kron", a), require_named("kron", b)
+    kernel = _kron_kernel(a.names, b.names, _kernels.hashable(axis))
+    return wrap(kernel.call(a.array, b.array), kernel.names)
+
+
+@_kernels.cached
+def _kron_kernel(a_names: Names, b_names: Names, axis: Any) -> _kernels.Kernel:
+    chosen = tuple(n for n in a_names if n in b_names) if axis is None else _kernels.select("kron", a_names, axis)
+    _kernels.select("kron", b_names, chosen, operand=1)
+    names = _union(a_names, b_names)
+    # Until the end a chosen axis is two: that of `a`, and within it that of `b`. Each operand lacks one of them.
+    inner = [names.index(n) + 1 + k for k, n in enumerate(n for n in names if n in chosen)]
+    matched = {n for n in a_names if n in b_names and n not in chosen}
+
+    def positional(a, b):
+        a, b = _kernels.align(a, a_names, names), _kernels.align(b, b_names, names)
+        shape = [m if name in matched else m * n for name, m, n in zip(names, a.shape, b.shape, strict=True)]
+        a = jax.lax.expand_dims(a, inner)
+        b = jax.lax.expand_dims(b, [i - 1 for i in inner])
+        return jnp.multiply(a, b).reshape(shape)
+
+    in_names = (a_names, _privately("`b`", b_names, chosen))
+    return _kernels.make_kernel("kron", positional, in_names, names, selection=axis)

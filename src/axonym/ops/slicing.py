@@ -1,0 +1,124 @@
+"""Slices by name with a start that may be traced: taking one out, and putting one in.
+
+As in `jax.lax.dynamic_slice`, a traced start is moved so that the slice fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _errors, _kernels
+from .._mesh import Names
+from ..array import NamedArray, wrap
+from ..axis import Axis, AxisSelector, name_of
+from .indexing import index
+from .slices import dslice
+
+
+def slice(
+    array: NamedArray,
+    axis: AxisSelector | Mapping[AxisSelector, Any] | None = None,
+    new_axis: AxisSelector | Mapping[AxisSelector, int | Axis] | None = None,
+    *,
+    start: Any = None,
+    length: Any = None,
+) -> NamedArray:
+    """A slice along one or several axes, whose start may be traced and whose size is known.
+
+    Arguments:
+        array: a named array.
+        axis: the axis to slice, or a mapping from axes to where their slices start.
+        new_axis: the axis the slice gets, or a mapping from axes to the sizes or axes of their slices.
+        start: where the slice starts, 0 by default; or a mapping, in place of `axis`.
+        length: how long the slice is, or the axis it gets; or a mapping, in place of `new_axis`.
+
+    >>> x = axn.arange(axn.Axis("x", 5))
+    >>> axn.slice(x, "x", start=1, length=2)
+    NamedArray(int32[x=2], [1 2])
+    >>> axn.slice(x, {"x": 1}, {"x": axn.Axis("window", 2)})
+    NamedArray(int32[window=2], [1 2])
+    """
+    starts = start if isinstance(start, Mapping) else axis if isinstance(axis, Mapping) else None
+    lengths = length if isinstance(length, Mapping) else new_axis if isinstance(new_axis, Mapping) else None
+    if starts is None and isinstance(axis, (str, Axis)):
+        starts = {axis: 0 if start is None else start}
+        if lengths is None:
+            lengths = {name_of(axis): new_axis if length is None else length}
+    if starts is None or lengths is None:
+        raise TypeError(f"slice of {array}: give an axis with start and length, or mappings of starts and of lengths.")
+    lengths = {name_of(k): v for k, v in lengths.items()}
+    starts = {name_of(k): v for k, v in starts.items()}
+    if set(lengths) != set(starts) or any(not isinstance(v, (int, np.integer, Axis)) for v in lengths.values()):
+        raise ValueError(
+            f"slice of {array}: each axis needs a start and a size; got starts for {sorted(starts)} and sizes for "
+            f"{sorted(n for n, v in lengths.items() if v is not None)}."
+        )
+    result = index(array, {n: dslice(s, lengths[n]) for n, s in starts.items()})
+    renames = {n: v.name for n, v in lengths.items() if isinstance(v, Axis) and v.name != n}
+    return wrap(result.array, tuple(renames.get(n, n) for n in result.names)) if renames else result
+
+
+def updated_slice(array: NamedArray, start: Mapping[AxisSelector, Any], update: NamedArray) -> NamedArray:
+    """The array with a slice replaced.
+
+    Arguments:
+        array: a named array.
+        start: where the slice starts along each of its axes; may be traced, and may be a named array that says it
+            for each element of an axis. Axes that are not named start at 0.
+        update: what to put there: its sizes are those of the slice. An axis of `start` that it lacks is one long.
+
+    >>> x = axn.zeros({"x": 4})
+    >>> axn.updated_slice(x, {"x": 1}, axn.ones({"x": 2}))
+    NamedArray(float32[x=4], [0. 1. 1. 0.])
+    """
+    starts = {name_of(s): v for s, v in start.items()}
+    layout = tuple((n, v.names if isinstance(v, NamedArray) else ()) for n, v in starts.items())
+    kernel = _updated_slice_kernel(array.names, update.names, layout)
+    values = (v.array if isinstance(v, NamedArray) else v for v in starts.values())
+    return wrap(kernel.call(array.array, update.array, *values), kernel.names)
+
+
+@_kernels.cached
+def _updated_slice_kernel(names: Names, update_names: Names, starts: tuple[tuple[str, Names], ...]) -> _kernels.Kernel:
+    what = "updated_slice"
+    _kernels.select(what, names, tuple(n for n, _ in starts))
+    _kernels.select(what, names, update_names)
+    per_element = tuple(dict.fromkeys(n for _, layout in starts for n in layout))
+    _kernels.select(what, names, per_element)
+    clash = [n for n, _ in starts if n in per_element]
+    if clash:
+        raise ValueError(f"{what}: a start is given along {_errors.describe_axes(clash)}, which start arrays have too.")
+    inner = tuple(n for n in names if n not in per_element)
+    moved = tuple(n for n, _ in starts)
+
+    def place(a, update, *values):
+        at = dict(zip(moved, values, strict=True))
+        zero = np.int32(0)
+        return jax.lax.dynamic_update_slice(a, update, [jnp.asarray(at.get(n, zero), jnp.int32) for n in inner])
+
+    def positional(a, update, *values):
+        sizes = dict(zip(update_names, update.shape, strict=True))
+        too_large = [n for n, s in zip(names, a.shape, strict=True) if sizes.get(n, 1) > s]
+        if too_large:
+            raise ValueError(
+                f"{what}: {_errors.describe_axes(too_large, [sizes[n] for n in too_large])} of the update does not fit "
+                f"{_errors.describe_axes(names, a.shape)}."
+            )
+        full = [sizes.get(n, 1 if n in moved else s) for n, s in zip(names, a.shape, strict=True)]
+        update = jnp.broadcast_to(_kernels.align(update, update_names, names), full).astype(a.dtype)
+        fn = place
+        for depth in reversed(range(len(per_element))):
+            name, outer = per_element[depth], per_element[:depth]
+            position = [n for n in names if n not in outer].index(name)
+            left = [[n for n in layout if n not in outer] for _, layout in starts]
+            axes = (position, position, *(n.index(name) if name in n else None for n in left))
+            fn = jax.vmap(fn, in_axes=axes, out_axes=position)
+        return fn(a, update, *values)
+
+    in_names = [names, *(tuple(f"{n} (update)" for n in layout) for layout in (update_names, *(s for _, s in starts)))]
+    return _kernels.make_kernel(what, positional, in_names, names)

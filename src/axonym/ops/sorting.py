@@ -1,0 +1,166 @@
+"""Putting elements in order along one axis.
+
+Orders are those of NumPy: NaN comes last. What has only one axis need not name it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _kernels
+from .._mesh import Names
+from ..array import NamedArray, wrap, wrap_result
+from ..axis import AxisSelector
+from ._operands import check_new_axis, only_axis, replaced, require_named
+
+
+@_kernels.cached
+def _along_kernel(
+    fn: Callable[..., Any], name: str, names: Names, axis: AxisSelector, options: tuple[tuple[str, Any], ...]
+) -> _kernels.Kernel:
+    along = _kernels.select_one(name, names, axis)
+    position, keywords = names.index(along), dict(options)
+
+    def positional(x):
+        kth = keywords.get("kth")
+        if kth is not None and not -x.shape[position] <= kth < x.shape[position]:
+            raise ValueError(f"{name}: no element {kth} along axis {along!r} of size {x.shape[position]}.")
+        return fn(x, axis=position, **keywords)
+
+    return _kernels.make_kernel(name, positional, (names,), names, selection=axis)
+
+
+def _along(fn: Callable[..., Any], name: str, a: NamedArray, axis: AxisSelector | None, **options: Any) -> NamedArray:
+    require_named(name, a)
+    kernel = _along_kernel(fn, name, a.names, only_axis(name, a, axis), tuple(options.items()))
+    return wrap(kernel.call(a.array), kernel.names)
+
+
+def sort(a: NamedArray, axis: AxisSelector | None = None, *, descending: bool = False) -> NamedArray:
+    """The elements in order along an axis.
+
+    Arguments:
+        a: a named array.
+        axis: the axis to sort along.
+        descending: the largest first.
+
+    >>> axn.sort(axn.named([3, 1, 2], "x"), "x")
+    NamedArray(int32[x=3], [1 2 3])
+    """
+    return _along(jnp.sort, "sort", a, axis, descending=bool(descending))
+
+
+def argsort(
+    a: NamedArray, axis: AxisSelector | None = None, *, stable: bool = False, descending: bool = False
+) -> NamedArray:
+    """The positions along an axis of the elements in order.
+
+    Arguments:
+        a: a named array.
+        axis: the axis to sort along.
+        stable: keep equal elements in the order they have.
+        descending: the largest first.
+
+    >>> axn.argsort(axn.named([3, 1, 2], "x"), "x")
+    NamedArray(int32[x=3], [1 2 0])
+    """
+    return _along(jnp.argsort, "argsort", a, axis, stable=bool(stable), descending=bool(descending))
+
+
+def partition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> NamedArray:
+    """The elements along an axis so that one stands where sorting would put it, those before it being no larger.
+
+    Arguments:
+        a: a named array.
+        kth: the position of the element that is put in its place.
+        axis: the axis to partition along.
+
+    >>> axn.partition(axn.named([3, 1, 2], "x"), 0, "x")[{"x": 0}]
+    NamedArray(int32[], 1)
+    """
+    return _along(jnp.partition, "partition", a, axis, kth=operator.index(kth))
+
+
+def argpartition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> NamedArray:
+    """The positions along an axis of the elements that `partition` gives.
+
+    Arguments:
+        a: a named array.
+        kth: the position of the element that is put in its place.
+        axis: the axis to partition along.
+
+    >>> axn.argpartition(axn.named([3, 1, 2], "x"), 0, "x")[{"x": 0}]
+    NamedArray(int32[], 1)
+    """
+    return _along(jnp.argpartition, "argpartition", a, axis, kth=operator.index(kth))
+
+
+def top_k(
+    arr: NamedArray, axis: AxisSelector, k: int, new_axis: AxisSelector | None = None
+) -> tuple[NamedArray, NamedArray]:
+    """The largest elements along an axis, the largest first, and their positions.
+
+    Arguments:
+        arr: a named array.
+        axis: the axis to search.
+        k: how many to find.
+        new_axis: what the axis is called afterwards; its old name by default.
+
+    >>> axn.top_k(axn.named([3, 1, 2], "token"), "token", 2, "beam")
+    (NamedArray(int32[beam=2], [3 2]), NamedArray(int32[beam=2], [0 2]))
+    """
+    require_named("top_k", arr)
+    kernel = _top_k_kernel(arr.names, axis, operator.index(k), new_axis)
+    return wrap_result(kernel.call(arr.array), kernel.names)
+
+
+@_kernels.cached
+def _top_k_kernel(names: Names, axis: AxisSelector, k: int, new_axis: AxisSelector | None) -> _kernels.Kernel:
+    along = _kernels.select_one("top_k", names, axis)
+    position, new = names.index(along), along if new_axis is None else new_axis
+    out_names = replaced("top_k", names, along, (new,))
+    check_new_axis("top_k", new, k)
+
+    def positional(x):
+        if not 0 <= k <= x.shape[position]:
+            raise ValueError(f"top_k: cannot find {k} elements along axis {along!r} of size {x.shape[position]}.")
+        return jax.lax.top_k(x, k, axis=position)
+
+    return _kernels.make_kernel("top_k", positional, (names,), (out_names, out_names), selection=axis)
+
+
+def lexsort(keys: Sequence[NamedArray], axis: AxisSelector | None = None) -> NamedArray:
+    """The positions that put several keys in order along an axis: by the last key, ties by the one before, ...
+
+    Arguments:
+        keys: named arrays; one of them has all the axes of the others.
+        axis: the axis to sort along.
+
+    >>> family, given = axn.named([1, 0, 1], "person"), axn.named([2, 9, 1], "person")
+    >>> axn.lexsort((given, family), "person")
+    NamedArray(int32[person=3], [1 2 0])
+    """
+    if not keys:
+        raise ValueError("lexsort: there must be at least one key.")
+    keys = [require_named("lexsort", k) for k in keys]
+    widest = max(keys, key=lambda key: len(key.names))
+    kernel = _lexsort_kernel(tuple(k.names for k in keys), only_axis("lexsort", widest, axis))
+    return wrap(kernel.call(*(k.array for k in keys)), kernel.names)
+
+
+@_kernels.cached
+def _lexsort_kernel(all_names: tuple[Names, ...], axis: AxisSelector) -> _kernels.Kernel:
+    names = _kernels.broadcast_names("lexsort", all_names)
+    widest = all_names.index(names)
+    position = names.index(_kernels.select_one("lexsort", names, axis, widest))
+
+    def positional(*keys):
+        aligned = [_kernels.align(k, own, names) for k, own in zip(keys, all_names, strict=True)]
+        return jnp.lexsort(jnp.broadcast_arrays(*aligned), position)
+
+    return _kernels.make_kernel("lexsort", positional, all_names, names)

@@ -1,0 +1,357 @@
+"""Statistics: order statistics, averages, how quantities vary together, and differences along an axis.
+
+Reductions take one, several or (by default) all axes away, like those of `axonym.ops.reductions`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from .. import _errors, _kernels
+from .._mesh import Names
+from ..array import NamedArray, NamedOrNumeric, wrap
+from ..axis import AxisSelection, AxisSelector, name_of
+from ._families import publish
+from ._operands import check_new_axis, distinct, operand, require_named, require_subset, scalar
+
+# --- order statistics ---
+
+
+class Median(Protocol):
+    """`f(array, axis)`: the axes are reduced away; all of them by default."""
+
+    def __call__(self, array: NamedArray, axis: AxisSelection | None = None) -> NamedArray: ...
+
+
+class Quantile(Protocol):
+    """`f(array, q, axis)`: the same, for one quantile or, along an axis of their own, several."""
+
+    def __call__(
+        self, array: NamedArray, q: NamedOrNumeric, axis: AxisSelection | None = None, *, method: str = "linear"
+    ) -> NamedArray: ...
+
+
+def _positions(names: Names, reduced: Names) -> Any:
+    """The axes to reduce as JAX is quickest to take them: one, or all of them, need no transpose."""
+    if len(reduced) == len(names):
+        return None
+    return names.index(reduced[0]) if len(reduced) == 1 else tuple(names.index(n) for n in reduced)
+
+
+@_kernels.cached
+def _order_kernel(
+    fn: Callable[..., Any], name: str, names: Names, axis: Any, q_names: Names | None, method: str | None
+) -> _kernels.Kernel:
+    reduced = _kernels.select(name, names, axis)
+    kept = tuple(n for n in names if n not in reduced)
+    positions = _positions(names, reduced)
+    if q_names is None:
+        return _kernels.make_kernel(name, lambda x: fn(x, axis=positions), (names,), kept, selection=axis)
+    if len(q_names) > 1:
+        raise ValueError(f"{name}: `q` must be a scalar or have one axis, got {_errors.describe_axes(q_names)}.")
+
+    def positional(x, q):
+        return fn(x, q, axis=positions, method=method)
+
+    out_names = distinct(name, (*q_names, *kept))
+    return _kernels.make_kernel(name, positional, (names, q_names), out_names, same_sizes=False, selection=axis)
+
+
+def _median(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> Median:
+    def op(array, axis=None):
+        require_named(name, array)
+        kernel = _order_kernel(fn, name, array.names, _kernels.hashable(axis), None, None)
+        return wrap(kernel.call(array.array), kernel.names)
+
+    doc = f"""{summary}
+
+    Arguments:
+        array: a named array.
+        axis: the axes to reduce; all of them by default.
+
+    >>> axn.{name}(axn.named({example}, ("x", "y")), "y")
+    NamedArray({shown})
+    """
+    return publish(op, name, __name__, doc)
+
+
+def _quantile(
+    name: str, fn: Callable[..., Any], summary: str, example: str, q: str, shown: str, whole: str = "1"
+) -> Quantile:
+    def op(array, q, axis=None, *, method="linear"):
+        require_named(name, array)
+        q, q_names = operand(q)
+        kernel = _order_kernel(fn, name, array.names, _kernels.hashable(axis), q_names, method)
+        return wrap(kernel.call(array.array, q), kernel.names)
+
+    doc = f"""{summary}
+
+    Arguments:
+        array: a named array.
+        q: which one, from 0 (the smallest element) to {whole} (the largest). A named array with one axis gives several:
+            its axis comes first in the result.
+        axis: the axes to reduce; all of them by default.
+        method: what to do between two elements: "linear", "lower", "higher", "midpoint", "nearest" or "inverted_cdf".
+
+    >>> axn.{name}(axn.named({example}, ("x", "y")), {q}, "y")
+    NamedArray({shown})
+    """
+    return publish(op, name, __name__, doc)
+
+
+# fmt: off
+median = _median("median", jnp.median, "The median.", "[[1., 2., 9.], [3., 4., 5.]]", "float32[x=2], [2. 4.]")
+nanmedian = _median("nanmedian", jnp.nanmedian, "The median of the elements that are not NaN.", "[[1., 2., jnp.nan], [3., 4., 5.]]", "float32[x=2], [1.5 4. ]")
+quantile = _quantile("quantile", jnp.quantile, "The element below which a given share of the elements lies.", "[[1., 2., 9.], [3., 4., 5.]]", "0.25", "float32[x=2], [1.5 3.5]")
+nanquantile = _quantile("nanquantile", jnp.nanquantile, "The element below which a given share of the elements that are not NaN lies.", "[[1., 2., jnp.nan], [3., 4., 5.]]", "0.5", "float32[x=2], [1.5 4. ]")
+percentile = _quantile("percentile", jnp.percentile, "The element below which a given percentage of the elements lies.", "[[1., 2., 9.], [3., 4., 5.]]", "25", "float32[x=2], [1.5 3.5]", "100")
+nanpercentile = _quantile("nanpercentile", jnp.nanpercentile, "The element below which a given percentage of the elements that are not NaN lies.", "[[1., 2., jnp.nan], [3., 4., 5.]]", "50", "float32[x=2], [1.5 4. ]", "100")
+# fmt: on
+
+
+# --- averages ---
+
+
+def average(
+    array: NamedArray, axis: AxisSelection | None = None, *, weights: NamedOrNumeric | None = None
+) -> NamedArray:
+    """The mean, in which each element may weigh differently.
+
+    Arguments:
+        array: a named array.
+        axis: the axes to reduce; all of them by default.
+        weights: the weight of each element, by name; they need not have all the axes of the array. Equal by default.
+
+    >>> axn.average(axn.named([1., 2.], "x"), weights=axn.named([3., 1.], "x"))
+    NamedArray(float32[], 1.25)
+    """
+    require_named("average", array)
+    axis = _kernels.hashable(axis)
+    if weights is None:
+        kernel = _average_kernel(array.names, axis, None)
+        return wrap(kernel.call(array.array), kernel.names)
+    weights, weight_names = operand(weights)
+    kernel = _average_kernel(array.names, axis, weight_names)
+    return wrap(kernel.call(array.array, weights), kernel.names)
+
+
+@_kernels.cached
+def _average_kernel(names: Names, axis: Any, weight_names: Names | None) -> _kernels.Kernel:
+    reduced = _kernels.select("average", names, axis)
+    positions = tuple(names.index(n) for n in reduced)
+    kept = tuple(n for n in names if n not in reduced)
+    if weight_names is None:
+        return _kernels.make_kernel("average", lambda x: jnp.mean(x, positions), (names,), kept, selection=axis)
+    require_subset("average", "weights", weight_names, names)
+
+    def positional(x, weights):
+        spread = jnp.broadcast_to(_kernels.align(weights, weight_names, names), x.shape)
+        return jnp.average(x, positions, spread)
+
+    return _kernels.make_kernel("average", positional, (names, weight_names), kept, selection=axis)
+
+
+# --- how quantities vary together ---
+
+
+def cov(
+    array: NamedArray,
+    variables: AxisSelector,
+    observations: AxisSelection,
+    *,
+    new_axis: AxisSelector,
+    ddof: int = 1,
+) -> NamedArray:
+    """The covariance of each pair of variables.
+
+    Arguments:
+        array: a named array.
+        variables: the axis of the variables. It becomes two, the rows and the columns of the matrix.
+        observations: the axis of the observations, or several; they are reduced away. Along any other axis there is a
+            matrix for each place.
+        new_axis: what the columns of the matrix are called; its rows are called as the variables are.
+        ddof: what to take from the number of observations before dividing by it.
+
+    >>> x = axn.named([[1., 2., 3.], [6., 4., 2.]], ("feature", "batch"))
+    >>> axn.cov(x, "feature", "batch", new_axis="feature2")
+    NamedArray(float32[feature=2, feature2=2], [[ 1. -2.] [-2. 4.]])
+    """
+    return _covariance("cov", array, variables, observations, new_axis, operator.index(ddof))
+
+
+def corrcoef(
+    array: NamedArray, variables: AxisSelector, observations: AxisSelection, *, new_axis: AxisSelector
+) -> NamedArray:
+    """The correlation of each pair of variables, from -1 to 1.
+
+    Arguments:
+        array: a named array.
+        variables: the axis of the variables. It becomes two, the rows and the columns of the matrix.
+        observations: the axis of the observations, or several; they are reduced away.
+        new_axis: what the columns of the matrix are called; its rows are called as the variables are.
+
+    >>> x = axn.named([[1., 2., 3.], [6., 4., 2.]], ("feature", "batch"))
+    >>> axn.corrcoef(x, "feature", "batch", new_axis="feature2")
+    NamedArray(float32[feature=2, feature2=2], [[ 1. -1.] [-1. 1.]])
+    """
+    return _covariance("corrcoef", array, variables, observations, new_axis, None)
+
+
+def _covariance(
+    what: str, array: Any, variables: Any, observations: Any, new_axis: Any, ddof: int | None
+) -> NamedArray:
+    require_named(what, array)
+    kernel = _covariance_kernel(what, array.names, variables, _kernels.hashable(observations), new_axis, ddof)
+    return wrap(kernel.call(array.array), kernel.names)
+
+
+@_kernels.cached
+def _covariance_kernel(
+    what: str, names: Names, variables: AxisSelector, observations: Any, new_axis: AxisSelector, ddof: int | None
+) -> _kernels.Kernel:
+    """`ddof` is None for a correlation, in which the number of observations cancels."""
+    variable = _kernels.select_one(what, names, variables)
+    observed = _kernels.select(what, names, observations)
+    if variable in observed:
+        raise ValueError(f"{what}: axis {variable!r} cannot be that of the variables and of the observations at once.")
+    batch = tuple(n for n in names if n != variable and n not in observed)
+    # As the contraction gives them, and as they shall be: where the variables were, the matrix.
+    made = (*batch, variable, name_of(new_axis))
+    kept = tuple(n for n in names if n not in observed)
+    out_names = distinct(what, tuple(m for n in kept for m in ((n, name_of(new_axis)) if n == variable else (n,))))
+    summed, shared = tuple(names.index(n) for n in observed), tuple(names.index(n) for n in batch)
+
+    def positional(x):
+        check_new_axis(what, new_axis, x.shape[names.index(variable)])
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            x = x.astype(jax.dtypes.canonicalize_dtype(float))
+        centred = x - jnp.mean(x, summed, keepdims=True)
+        if ddof is None:
+            length = jnp.sqrt(jnp.sum(jnp.square(jnp.abs(centred)), summed, keepdims=True))
+            centred = centred / length
+        product = jax.lax.dot_general(centred, jnp.conj(centred), ((summed, summed), (shared, shared)))
+        if ddof is None:
+            product = _clipped(product)
+        else:
+            product = product / max(math.prod(x.shape[i] for i in summed) - ddof, 0)
+        return _kernels.transpose_to(product, made, out_names)
+
+    selection = (variables, *_kernels.selectors(observations))
+    return _kernels.make_kernel(what, positional, (names,), out_names, selection=selection)
+
+
+def _clipped(x: jax.Array) -> jax.Array:
+    """Rounding may carry a correlation beyond one."""
+    if jnp.iscomplexobj(x):
+        return jax.lax.complex(jnp.clip(x.real, -1, 1), jnp.clip(x.imag, -1, 1))
+    return jnp.clip(x, -1, 1)
+
+
+# --- differences and integrals along an axis ---
+
+
+def diff(array: NamedArray, axis: AxisSelector, *, n: int = 1) -> NamedArray:
+    """The difference of each two neighbours along an axis, which becomes shorter by one.
+
+    Arguments:
+        array: a named array.
+        axis: the axis to go along.
+        n: how often to take the difference.
+
+    >>> axn.diff(axn.named([1, 3, 6], "x"), "x")
+    NamedArray(int32[x=2], [2 3])
+    """
+    require_named("diff", array)
+    kernel = _diff_kernel(array.names, axis, operator.index(n))
+    return wrap(kernel.call(array.array), kernel.names)
+
+
+@_kernels.cached
+def _diff_kernel(names: Names, axis: AxisSelector, n: int) -> _kernels.Kernel:
+    position = names.index(_kernels.select_one("diff", names, axis))
+    if n < 0:
+        raise ValueError(f"diff: `n` says how often to take the difference, got {n}.")
+    return _kernels.make_kernel("diff", lambda x: jnp.diff(x, n, position), (names,), names, selection=axis)
+
+
+def gradient(array: NamedArray, axis: AxisSelector, *, spacing: NamedOrNumeric = 1.0) -> NamedArray:
+    """The slope along an axis, from the neighbours on both sides.
+
+    Arguments:
+        array: a named array.
+        axis: the axis to go along.
+        spacing: how far apart the elements lie; or where they lie, along `axis`.
+
+    >>> axn.gradient(axn.named([0., 1., 4., 9.], "x"), "x")
+    NamedArray(float32[x=4], [1. 2. 4. 5.])
+    """
+    require_named("gradient", array)
+    spacing, spacing_names = operand(spacing)
+    kernel = _gradient_kernel(array.names, axis, spacing_names)
+    return wrap(kernel.call(array.array, spacing), kernel.names)
+
+
+@_kernels.cached
+def _gradient_kernel(names: Names, axis: AxisSelector, spacing_names: Names) -> _kernels.Kernel:
+    along = _kernels.select_one("gradient", names, axis)
+    if spacing_names not in ((), (along,)):
+        raise ValueError(
+            f"gradient: `spacing` must be a scalar or have axis {along!r} alone, got "
+            f"{_errors.describe_axes(spacing_names)}."
+        )
+    position = names.index(along)
+
+    def positional(x, spacing):
+        if x.shape[position] < 2:
+            raise ValueError(f"gradient: axis {along!r} has size {x.shape[position]}; a slope needs two elements.")
+        return jnp.gradient(x, spacing, axis=position)
+
+    return _kernels.make_kernel("gradient", positional, (names, spacing_names), names, selection=axis)
+
+
+def trapezoid(
+    array: NamedArray, axis: AxisSelector, *, x: NamedArray | None = None, dx: NamedOrNumeric = 1.0
+) -> NamedArray:
+    """The integral along an axis, by the trapezoidal rule.
+
+    Arguments:
+        array: a named array.
+        axis: the axis to integrate along.
+        x: where the elements lie, by name: it has `axis`, and may have other axes of the array.
+        dx: how far apart they lie, where `x` is not given.
+
+    >>> axn.trapezoid(axn.named([1., 2., 3.], "x"), "x", dx=0.5)
+    NamedArray(float32[], 2.)
+    """
+    require_named("trapezoid", array)
+    if x is None:
+        kernel = _trapezoid_kernel(array.names, axis, None)
+        return wrap(kernel.call(array.array, scalar("trapezoid", "dx", dx)), kernel.names)
+    x = require_named("trapezoid", x)
+    kernel = _trapezoid_kernel(array.names, axis, x.names)
+    return wrap(kernel.call(array.array, x.array), kernel.names)
+
+
+@_kernels.cached
+def _trapezoid_kernel(names: Names, axis: AxisSelector, x_names: Names | None) -> _kernels.Kernel:
+    along = _kernels.select_one("trapezoid", names, axis)
+    position = names.index(along)
+    if x_names is not None:
+        require_subset("trapezoid", "x", x_names, names)
+        if along not in x_names:
+            raise ValueError(f"trapezoid: `x` must have axis {along!r}, got {_errors.describe_axes(x_names)}.")
+
+    def positional(y, x):
+        after = jax.lax.slice_in_dim(y, 1, None, axis=position)
+        before = jax.lax.slice_in_dim(y, 0, y.shape[position] - 1, axis=position)
+        width = x if x_names is None else jnp.diff(_kernels.align(x, x_names, names), axis=position)
+        return 0.5 * jnp.sum(width * (after + before), position)
+
+    kept = tuple(n for n in names if n != along)
+    return _kernels.make_kernel("trapezoid", positional, (names, x_names or ()), kept, selection=axis)

@@ -1,0 +1,339 @@
+"""Every operation, every way of calling it: one table, compared with the same thing by position.
+
+The rows are the `CASES` of the modules `cases_*.py` in this folder. Each is run in the modes below, one after another,
+so that what JAX compiled for one mode serves the next.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.test_util
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import axonym as axn
+from tests.conftest import DEVICES, MESH_AXES, MESH_SHAPE
+from tests.helpers import compilations, public_functions, public_name
+from tests.ops.case import SIZES, Case
+
+FOLDER = Path(__file__).parent
+CASES: list[Case] = [
+    case for path in sorted(FOLDER.glob("cases_*.py")) for case in importlib.import_module(f"tests.ops.{path.stem}").CASES
+]
+
+# Operations that the table cannot hold, and the file that tests them.
+ELSEWHERE: dict[str, str] = {}
+
+
+# --- operands and results ---
+
+
+def _draw(case: Case, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng([zlib.crc32(case.id.encode()), seed])
+    return [operand.draw(rng, SIZES) for operand in case.operands]
+
+
+def _named(case: Case, arrays: Sequence[Any]) -> list[axn.NamedArray]:
+    return [axn.named(jnp.asarray(x), operand.names) for operand, x in zip(case.operands, arrays, strict=True)]
+
+
+def _results(result: Any) -> list[Any]:
+    """The named arrays, arrays and host values in what a call returned."""
+    return jax.tree.leaves(result, is_leaf=axn.is_named_array)
+
+
+def _raw(result: Any) -> list[Any]:
+    """The same without names."""
+    return [x.array if isinstance(x, axn.NamedArray) else x for x in _results(result)]
+
+
+def _axis_names(result: Any) -> list[tuple[str, ...] | None]:
+    return [x.names if isinstance(x, axn.NamedArray) else None for x in _results(result)]
+
+
+@functools.lru_cache(maxsize=8)
+def _eager(case: Case, seed: int = 0) -> tuple[list[np.ndarray], list[tuple[str, ...] | None]]:
+    """Values and names of the plain call, with which the other modes are compared."""
+    result = case.call(*_named(case, _draw(case, seed)))
+    return [np.asarray(x) for x in _raw(result)], _axis_names(result)
+
+
+def _assert_close(case: Case, found: Sequence[Any], expected: Sequence[Any], what: str) -> None:
+    assert len(found) == len(expected), f"{what}: {len(found)} results instead of {len(expected)}"
+    for i, (x, y) in enumerate(zip(map(np.asarray, found), map(np.asarray, expected), strict=True)):
+        where = f"{what}, result {i}"
+        assert x.shape == y.shape, f"{where}: shape {x.shape} instead of {y.shape}"
+        assert x.dtype.kind == y.dtype.kind, f"{where}: dtype {x.dtype} instead of {y.dtype}"
+        if x.dtype.kind in "fc":
+            np.testing.assert_allclose(x, y, rtol=case.rtol, atol=case.atol, err_msg=where)
+        else:
+            np.testing.assert_array_equal(x, y, err_msg=where)
+
+
+def _assert_same(case: Case, result: Any, what: str) -> None:
+    values, names = _eager(case)
+    assert _axis_names(result) == names, what
+    _assert_close(case, _raw(result), values, what)
+
+
+# --- the modes ---
+
+
+def _check_eager(case: Case) -> None:
+    """The reference's values and dtypes, in the order of axes the case states; a second call compiles nothing."""
+    values, names = _eager(case)
+    with np.errstate(all="ignore"):
+        expected = case.reference(*_draw(case))
+    _assert_close(case, values, jax.tree.leaves(expected), "reference")
+    if case.names is not None:
+        several = bool(case.names) and not isinstance(case.names[0], str)
+        assert names == (list(case.names) if several else [case.names])
+    arguments = _named(case, _draw(case))
+    with compilations() as compiled:
+        case.call(*arguments)
+    assert compiled == [], "a second call compiled again"
+
+
+def _check_layout(case: Case) -> None:
+    """Operands with their axes in reverse order give the same result, up to the order of its axes."""
+    reverse = [axn.named(jnp.asarray(x.T), operand.names[::-1]) for operand, x in zip(case.operands, _draw(case), strict=True)]
+    result = case.call(*reverse)
+    values, names = _eager(case)
+    found = []
+    for x, wanted in zip(_results(result), names, strict=True):
+        if wanted is None:
+            found.append(x)
+            continue
+        assert sorted(x.names) == sorted(wanted)
+        found.append(np.transpose(np.asarray(x.array), [x.names.index(n) for n in wanted]))
+    _assert_close(case, found, values, "transposed operands")
+
+
+def _check_jit(case: Case) -> None:
+    """The same under jit; operands made afresh are not traced again."""
+    traces = 0
+
+    def traced(*arrays):
+        nonlocal traces
+        traces += 1
+        return case.call(*arrays)
+
+    fn = jax.jit(traced)
+    _assert_same(case, fn(*_named(case, _draw(case))), "jit")
+    fn(*_named(case, _draw(case)))
+    assert traces == 1
+
+
+def _weighted(results: Sequence[Any]) -> Any:
+    """A scalar that depends on every element of every result, on each differently."""
+    total = 0.0
+    for x in results:
+        if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            weights = np.cos(np.arange(np.size(x))).reshape(np.shape(x)) + 0.1
+            total += jnp.sum(jnp.real(x) * weights.astype(jnp.real(x).dtype))
+            if jnp.iscomplexobj(x):
+                total += jnp.sum(jnp.imag(x) * weights.astype(jnp.imag(x).dtype))
+    return total
+
+
+def _differentiable(case: Case) -> tuple[int, ...]:
+    chosen = tuple(i for i, x in enumerate(_draw(case)) if np.issubdtype(x.dtype, np.floating))
+    assert chosen, f"{case.id} has no float operand to differentiate by: set grad=False"
+    return chosen
+
+
+def _loss(case: Case) -> Callable[..., Any]:
+    return lambda *arrays: _weighted(_raw(case.call(*arrays)))
+
+
+@functools.lru_cache(maxsize=8)
+def _gradients(case: Case) -> list[np.ndarray]:
+    found = jax.grad(_loss(case), _differentiable(case))(*_named(case, _draw(case)))
+    assert _axis_names(found) == [case.operands[i].names for i in _differentiable(case)]
+    return [np.asarray(x) for x in _raw(found)]
+
+
+def _check_grad(case: Case) -> None:
+    """The gradient of the reference where JAX can take it, else of the reference as finite differences see it."""
+    chosen, arrays = _differentiable(case), _draw(case)
+
+    def reference(*xs):
+        return _weighted(jax.tree.leaves(case.reference(*xs)))
+
+    try:
+        expected = jax.grad(reference, chosen)(*map(jnp.asarray, arrays))
+    except (jax.errors.JAXTypeError, TypeError):  # the reference is NumPy's
+        with jax.enable_x64(True):
+            wide = [x.astype(np.float64) if i in chosen else x for i, x in enumerate(arrays)]
+
+            def named(*xs):
+                every = [xs[chosen.index(i)] if i in chosen else x for i, x in enumerate(wide)]
+                return _loss(case)(*_named(case, every))
+
+            floats = [wide[i] for i in chosen]
+            jax.test_util.check_grads(named, floats, order=1, modes=("rev",), atol=1e-4, rtol=1e-4, eps=1e-5)
+        return
+    _assert_close(case, _gradients(case), expected, "gradient")
+
+
+def _check_vmap(case: Case) -> None:
+    """Mapped over a leading axis the call gives what it gives for each slice."""
+    stacked = [np.stack(pair) for pair in zip(_draw(case), _draw(case, 1), strict=True)]
+    mapped = jax.vmap(lambda *arrays: _raw(case.call(*_named(case, arrays))))(*stacked)
+    for i in range(2):
+        _assert_close(case, [x[i] for x in mapped], _eager(case, i)[0], f"vmap, slice {i}")
+
+
+# --- the modes on a mesh ---
+
+# The axes that are split over each mesh axis, in order of preference. A case has one axis on each mesh axis, so the
+# operands agree, and no operand has two axes on one mesh axis.
+SPLIT = {"data": ("batch", "row", "x", "pos"), "model": ("embed", "col", "y", "heads", "pos")}
+
+
+def _placement(case: Case) -> dict[str, str]:
+    """Mesh axis by axis name."""
+    present = list(dict.fromkeys(n for operand in case.operands for n in operand.names))
+    chosen: dict[str, str] = {}
+    for mesh_axis, parts in zip(MESH_AXES, MESH_SHAPE, strict=True):
+        for name in (*SPLIT[mesh_axis], *present):
+            if name in present and name not in chosen and SIZES[name] % parts == 0:
+                chosen[name] = mesh_axis
+                break
+    return chosen
+
+
+def _sharded(case: Case, mesh: Mesh) -> list[axn.NamedArray]:
+    placement, found = _placement(case), []
+    for operand, x in zip(case.operands, _draw(case), strict=True):
+        spec = PartitionSpec(*(placement.get(n) for n in operand.names))
+        found.append(axn.named(jax.device_put(x, NamedSharding(mesh, spec)), operand.names))
+    return found
+
+
+def _spec(x: axn.NamedArray) -> tuple[Any, ...]:
+    """The entries of the partition spec of a result, one for each axis."""
+    entries = tuple(x.array.sharding.spec)
+    entries += (None,) * (x.ndim - len(entries))
+    return tuple(e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in entries)
+
+
+def _assert_kept(case: Case, result: Any, mesh: Mesh, what: str) -> None:
+    """An axis of an operand that comes out at a size the mesh divides is split as it was."""
+    placement = _placement(case)
+    for x in _results(result):
+        if isinstance(x, axn.NamedArray):
+            whole = {n: m for n, m in placement.items() if n in x.names and x.shape[n] % mesh.shape[m] == 0}
+            assert dict(zip(x.names, _spec(x), strict=True)).items() >= whole.items(), what
+
+
+def _on_mesh(case: Case, mesh: Mesh) -> Iterator[tuple[str, Any]]:
+    """What the call gives with the mesh set, eagerly and in jit. Each result is waited for: see `conftest`."""
+    arguments = _sharded(case, mesh)
+    with jax.set_mesh(mesh):
+        yield "eager", jax.block_until_ready(case.call(*arguments))
+        if case.jit:
+            yield "jit", jax.block_until_ready(jax.jit(case.call)(*arguments))
+
+
+def _check_auto(case: Case, mesh: Mesh) -> None:
+    for what, result in _on_mesh(case, mesh):
+        _assert_same(case, result, what)
+        for x in _raw(result):
+            if isinstance(x, jax.Array):
+                assert len(x.sharding.device_set) == DEVICES, what
+
+
+def _check_explicit(case: Case, mesh: Mesh) -> None:
+    for what, result in _on_mesh(case, mesh):
+        _assert_same(case, result, what)
+        _assert_kept(case, result, mesh, what)
+    result = jax.block_until_ready(case.call(*_sharded(case, mesh)))
+    _assert_same(case, result, "no mesh set")
+    _assert_kept(case, result, mesh, "no mesh set")
+
+
+def _check_explicit_grad(case: Case, mesh: Mesh) -> None:
+    """Gradients lie where what they belong to lies."""
+    arguments = _sharded(case, mesh)
+    with jax.set_mesh(mesh):
+        found = jax.block_until_ready(jax.jit(jax.grad(_loss(case), _differentiable(case)))(*arguments))
+    _assert_close(case, _raw(found), _gradients(case), "gradient")
+    for x, i in zip(found, _differentiable(case), strict=True):
+        assert _spec(x) == _spec(arguments[i])
+
+
+MODES: dict[str, tuple[Callable[..., None], AxisType | None]] = {
+    "eager": (_check_eager, None),
+    "layout": (_check_layout, None),
+    "jit": (_check_jit, None),
+    "grad": (_check_grad, None),
+    "vmap": (_check_vmap, None),
+    "auto": (_check_auto, AxisType.Auto),
+    "explicit": (_check_explicit, AxisType.Explicit),
+    "explicit_grad": (_check_explicit_grad, AxisType.Explicit),
+}
+
+
+def _modes(case: Case) -> list[str]:
+    """The modes a case says it can be run in."""
+    possible = {
+        "layout": case.layout and any(len(operand.names) > 1 for operand in case.operands),
+        "jit": case.jit,
+        "grad": case.grad,
+        "vmap": case.vmap and case.jit,
+        "auto": case.sharded,
+        "explicit": case.sharded,
+        "explicit_grad": case.sharded and case.grad and case.jit,
+    }
+    return [mode for mode in MODES if possible.get(mode, True)]
+
+
+@pytest.mark.parametrize(
+    ("case", "mode"), [pytest.param(case, mode, id=f"{case.id}-{mode}") for case in CASES for mode in _modes(case)]
+)
+def test_operation(case: Case, mode: str, auto_mesh: Mesh, explicit_mesh: Mesh) -> None:
+    check, mesh = MODES[mode]
+    if mesh is None:
+        check(case)
+    else:
+        check(case, auto_mesh if mesh is AxisType.Auto else explicit_mesh)
+
+
+# --- the table itself ---
+
+
+def test_case_names_are_unique() -> None:
+    ids = [case.id for case in CASES]
+    assert sorted(ids) == sorted(set(ids))
+
+
+def _operation_modules() -> list[Any]:
+    folder = Path(str(importlib.import_module("axonym.ops").__file__)).parent
+    names = [path.stem for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_")]
+    return [importlib.import_module(f"axonym.ops.{name}") for name in names]
+
+
+def test_every_operation_is_tested() -> None:
+    tested = [public_name(name) for name in {case.name for case in CASES} | ELSEWHERE.keys()]
+    missing = [
+        f"{module.__name__}.{name}"
+        for module in _operation_modules()
+        for name, operation in public_functions(module).items()
+        if not isinstance(operation, type) and not any(operation is t for t in tested)
+    ]
+    assert not missing, f"no case for {', '.join(missing)}"
+
+
+def test_what_is_tested_elsewhere_is() -> None:
+    for name, file in ELSEWHERE.items():
+        assert f"axn.{name}(" in (FOLDER.parent / file).read_text(), f"{file} does not test {name}"

@@ -1,0 +1,106 @@
+"""The repository keeps its promises: what its pages show runs, and what they link to is there."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import axonym as axn
+
+ROOT = Path(__file__).parent.parent
+
+# Arguments that make an example small enough for a test. One without an entry is run as it stands.
+SMALL: dict[str, list[str]] = {}
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def _run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Runs Python as a reader would, in a process of its own, with warnings as errors."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUMPY_RANK_PROMOTION": "raise"}
+    command = [sys.executable, "-W", "error", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def _relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def _without_code(text: str) -> str:
+    return re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors that a page's headings get, spelled as code hosts and documentation builders spell them."""
+    headings = re.findall(r"^#+ +(.+)$", _without_code(page.read_text()), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+README_BLOCKS = _blocks(ROOT / "README.md", "python")
+
+
+def test_readme_has_an_example() -> None:
+    assert README_BLOCKS
+
+
+@pytest.mark.parametrize("block", README_BLOCKS, ids=range(1, len(README_BLOCKS) + 1))
+def test_readme_block_runs(block: str, tmp_path: Path) -> None:
+    script = tmp_path / "block.py"
+    script.write_text(block)
+    result = _run(str(script), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=_relative)
+def test_example_runs(example: Path, tmp_path: Path) -> None:
+    result = _run(str(example), *SMALL.get(example.name, []), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout, f"{_relative(example)} shows nothing"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_relative)
+def test_relative_links_exist(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", _without_code(page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in _anchors(target)):
+            broken.append(link)
+    assert not broken, f"{_relative(page)} links to what is not there: {', '.join(broken)}"
+
+
+def test_readme_commands_are_single_lines() -> None:
+    """A reader copies one line, and continuous integration runs the one that tests."""
+    commands = [block.strip() for block in _blocks(ROOT / "README.md", "bash")]
+    assert all("\n" not in command for command in commands), commands
+    assert sum("pytest" in command for command in commands) == 1, commands
+    assert sum("examples/tour.py" in command for command in commands) == 1, commands
+
+
+def test_extras_named_in_commands_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    text = "".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md", ".ci/run"))
+    named = set(re.findall(r"'\.\[(\w+)\]'", text))
+    assert named and named <= extras.keys(), f"extras named but not defined: {named - extras.keys()}"
+
+
+def test_version_and_changelog_agree() -> None:
+    """A release has a section of its own; until it is made, its changes stand under "Unreleased"."""
+    sections = re.findall(r"^## \[?([^\]\s]+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert sections[0] == "Unreleased"
+    assert len(sections) == 1 or sections[1] == axn.__version__
+
+
+def test_package_is_typed() -> None:
+    assert (Path(axn.__file__).parent / "py.typed").is_file()
