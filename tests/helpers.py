@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import doctest
+import importlib
+import inspect
+import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +24,7 @@ def compilations() -> Iterator[list[str]]:
     """Collects what JAX traces, lowers or compiles inside a with-block: nothing, if every cache is hit."""
     seen: list[str] = []
 
-    def listen(event: str, duration: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event.startswith("/jax/core/compile/"):
             seen.append(event)
 
@@ -37,10 +43,33 @@ def public_name(name: str) -> Any:
     return found
 
 
-def public_functions(module: ModuleType) -> dict[str, Any]:
-    """The public functions and classes a module defines itself, rather than imports."""
-    defined = {n: v for n, v in vars(module).items() if not n.startswith("_") and callable(v)}
-    return {n: v for n, v in defined.items() if getattr(v, "__module__", None) == module.__name__}
+def modules() -> list[ModuleType]:
+    """The package and every module in it."""
+    return [axn, *(importlib.import_module(m.name) for m in pkgutil.walk_packages(axn.__path__, "axonym."))]
+
+
+def exports(module: ModuleType) -> dict[str, Any]:
+    """What a module offers to users: its `__all__`, or else what it imports by the form `x as x`."""
+    names = getattr(module, "__all__", None)
+    if names is None:
+        imports = [
+            n
+            for n in ast.parse(Path(str(module.__file__)).read_text()).body
+            if isinstance(n, (ast.Import, ast.ImportFrom))
+        ]
+        names = [a.name for n in imports for a in n.names if a.asname == a.name]
+    return {name: getattr(module, name) for name in names}
+
+
+def definitions(module: ModuleType) -> dict[str, Any]:
+    """The functions and classes of a module that it defines itself and that no underscore hides."""
+    found = {n: v for n, v in vars(module).items() if not n.startswith("_") and callable(v)}
+    return {n: v for n, v in found.items() if getattr(v, "__module__", None) == module.__name__}
+
+
+def examples(thing: Any) -> list[doctest.Example]:
+    """The examples in the docstring of a function, class, property or module."""
+    return doctest.DocTestParser().get_examples(inspect.cleandoc(thing.__doc__ or ""))
 
 
 def assert_named(found: Any, expected: axn.NamedArray, **tolerance: Any) -> None:

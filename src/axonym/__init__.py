@@ -9,7 +9,7 @@ of axes never matters to what a program means.
 NamedArray(float32[mlp=4], [3. 3. 3. 3.])
 """
 
-from . import linalg as linalg
+from . import linalg as linalg, partitioning as partitioning
 from ._methods import attach as _attach
 from .array import (
     NamedArray as NamedArray,
@@ -365,6 +365,26 @@ from .ref import (
     get as get,
     new_ref as new_ref,
     swap as swap,
+)
+
+# Distributing by name
+from .field import field as field
+from .sharding.fsdp import fsdp as fsdp
+from .sharding.jit import named_jit as named_jit
+from .sharding.lint import Finding as Finding, Report as Report, lint_mapping as lint_mapping
+from .sharding.mapping import (
+    ResourceAxis as ResourceAxis,
+    ResourceMapping as ResourceMapping,
+    axis_mapping as axis_mapping,
+    current_mapping as current_mapping,
+)
+from .sharding.meshes import current_mesh as current_mesh, make_mesh as make_mesh, set_mesh as set_mesh
+from .sharding.shard import (
+    auto_sharded as auto_sharded,
+    shard as shard,
+    shard_with_axis_mapping as shard_with_axis_mapping,
+    to_host as to_host,
+    unshard as unshard,
 )
 
 __version__ = "0.1.0"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import _errors, _mesh
+from . import _errors, _gathering, _mesh
 from ._mesh import Names
 from .axis import Axis, AxisSelection, AxisSelector, name_of, selectors
 
@@ -101,6 +101,7 @@ def make_kernel(
     mesh_aware: bool = False,
     same_sizes: bool = True,
     selection: AxisSelection | None = None,
+    gathers: bool = False,
     heirs: _mesh.Heirs = MappingProxyType({}),
 ) -> Kernel:
     """A kernel for one operation on operands of the given names.
@@ -114,19 +115,19 @@ def make_kernel(
         mesh_aware: `fn` says itself how its result lies on Explicit mesh axes.
         same_sizes: an axis must have one size in all operands.
         selection: the axes the user selected; the sizes it carries are checked.
+        gathers: `fn` treats every index of every axis on its own, so that it can run device by device where a
+            parameter is to be gathered: see `axonym._gathering`.
         heirs: for axes that are split, merged or renamed, the output axes that can take over their placement.
     """
     sized = [s for s in selectors(selection) if isinstance(s, Axis)]
 
     def kernel(*arrays):
         check_operands(what, in_names, arrays, same_sizes)
-        for axis in sized:
-            found = next(x.shape[n.index(axis.name)] for n, x in zip(in_names, arrays, strict=True) if axis.name in n)
-            if found != axis.size:
-                places = [("the array", found), ("the argument", axis.size)]
-                raise ValueError(_errors.size_mismatch(what, axis.name, places))
+        check_selection(what, in_names, arrays, sized)
         if mesh_aware:
             return fn(*arrays)
+        if gathers and (result := _gathering.gathered(fn, in_names, out_names, arrays)) is not None:
+            return result
         return _mesh.run(what, fn, in_names, out_names, arrays, native=native, heirs=heirs)
 
     kernel.__name__ = kernel.__qualname__ = what
@@ -152,6 +153,15 @@ def check_operands(what: str, in_names: Sequence[Names], arrays: Sequence[Any], 
             if known != size:
                 places = [(f"operand {first}", known), (f"operand {position}", size)]
                 raise ValueError(_errors.size_mismatch(what, name, places))
+
+
+def check_selection(what: str, in_names: Sequence[Names], arrays: Sequence[Any], sized: Sequence[Axis]) -> None:
+    """The axes that the user selected have the sizes they came with."""
+    for axis in sized:
+        found = next(x.shape[n.index(axis.name)] for n, x in zip(in_names, arrays, strict=True) if axis.name in n)
+        if found != axis.size:
+            places = [("the array", found), ("the argument", axis.size)]
+            raise ValueError(_errors.size_mismatch(what, axis.name, places))
 
 
 def align(x: jax.Array, names: Names, out_names: Names) -> jax.Array:

@@ -1,9 +1,9 @@
 """What an operation does on Explicit mesh axes.
 
 JAX types the arrays of an Explicit mesh with their sharding and refuses every operation whose output sharding it
-cannot infer. Names can: an output axis keeps the placement that axis has in the operands. `run` applies that rule to
-any positional function: it calls it directly where JAX needs no help, and otherwise hands the function to the
-partitioner with the output sharding worked out by name.
+cannot infer. Names can: an output axis keeps the placement that axis has in the operands; where operands disagree, or an
+axis is new, the mapping in force decides. `run` applies that rule to any positional function: it calls it directly
+where JAX needs no help, and otherwise hands the function to the partitioner with the output sharding worked out by name.
 
 An axis that is split, merged or renamed has other names in the output. The operation then says which of them are its
 *heirs*, and its mesh axes go to them, major to minor. That keeps every shard where it is whenever shards stay
@@ -23,8 +23,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from . import _context, _errors
+from ._context import Entry
+
 Names = tuple[str, ...]
-Entry = str | tuple[str, ...] | None
 Heirs = Mapping[str, Names]
 """The output axes that take over the placement of an operand's axis, major to minor. Where several axes are merged into
 one, the mapping lists them in the order in which they are merged."""
@@ -75,24 +77,62 @@ def place(
         heirs: where the placement of an operand's axis goes, if not to the output axis of the same name.
     """
     sizes = dict(zip(out_names, out_shape, strict=True))
+    mapping = _explicit_part(what, _context.mapping_in_force() or {}, sizes, mesh)
     wanted: dict[str, list[Entry]] = {}
     for names, entries in operands:
         for name, entry in _asked(dict(zip(names, entries, strict=True)), sizes, mesh, heirs).items():
             if entry not in wanted.setdefault(name, []):
                 wanted[name].append(entry)
-    result: list[Entry] = []
-    taken: dict[str, str] = {}
+    seen = {n for names, _ in operands for n in names}
+    chosen: dict[str, tuple[str, ...]] = {}
     for name in out_names:
         choices = wanted.get(name, [])
-        if len(choices) > 1:
+        if len(choices) > 1 and name not in mapping:
             raise ValueError(_disagreement(what, name, choices, mesh))
-        entry = choices[0] if choices and sizes[name] % parts(mesh, choices[0]) == 0 else None
-        for axis in mesh_axes(entry):
-            if axis in taken:
-                raise ValueError(_collision(what, axis, taken[axis], name, mesh))
-            taken[axis] = name
-        result.append(entry)
-    return PartitionSpec(*result)
+        if len(choices) == 1:
+            # A resized axis that its mesh axes do not divide any more comes out whole.
+            chosen[name] = mesh_axes(choices[0]) if sizes[name] % parts(mesh, choices[0]) == 0 else ()
+        else:
+            chosen[name] = mapping.get(name, ()) if choices or name not in seen else ()
+            if sizes[name] % parts(mesh, chosen[name]):
+                raise ValueError(_indivisible(what, name, sizes[name], chosen[name], mesh))
+    _settle_collisions(what, chosen, mapping, mesh)
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in chosen.values()))
+
+
+def _explicit_part(
+    what: str, mapping: Mapping[str, Entry], sizes: Mapping[str, int], mesh: AbstractMesh
+) -> dict[str, tuple[str, ...]]:
+    """What a mapping says about the axes of an output, as far as Explicit mesh axes go."""
+    explicit = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
+    found = {}
+    for name in sizes:
+        if name in mapping:
+            axes = mesh_axes(mapping[name])
+            for axis in axes:
+                if axis not in mesh.shape:
+                    raise ValueError(
+                        f"{what}: the mapping in force sends axis {name!r} to mesh axis {axis!r}, which mesh "
+                        f"{_errors.describe_shape(mesh.shape)} does not have.{_errors.suggestion(axis, mesh.axis_names)}"
+                    )
+            found[name] = tuple(a for a in axes if a in explicit)
+    return found
+
+
+def _settle_collisions(
+    what: str, chosen: dict[str, tuple[str, ...]], mapping: Mapping[str, tuple[str, ...]], mesh: AbstractMesh
+) -> None:
+    """Where two axes would use one mesh axis, the one that the mapping sends there has it."""
+    for axis in mesh.axis_names:
+        users = [n for n, axes in chosen.items() if axis in axes]
+        if len(users) < 2:
+            continue
+        entitled = [n for n in users if axis in mapping.get(n, ())]
+        if len(entitled) != 1:
+            raise ValueError(_collision(what, axis, users, mesh))
+        for n in users:
+            if n not in entitled:
+                chosen[n] = tuple(a for a in chosen[n] if a != axis)
 
 
 def _asked(
@@ -136,7 +176,9 @@ def run(
     if mesh is None:
         return fn(*arrays)
     operands = [(names, entries_of(x)) for names, x in zip(in_names, arrays, strict=True)]
-    shapes = jax.eval_shape(fn, *(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in arrays))
+    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in arrays]
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # else what `fn` makes itself would lie on the mesh
+        shapes = jax.eval_shape(fn, *abstract)
     several = isinstance(shapes, (tuple, list))
     each = tuple(zip(out_names, shapes, strict=True)) if several else ((out_names, shapes),)
     specs = tuple(place(what, names, s.shape, operands, mesh, heirs) for names, s in each)  # pyright: ignore[reportArgumentType]
@@ -153,23 +195,35 @@ def run(
 
 
 def _agree(out_names: Any, spec: PartitionSpec, operands: Sequence[tuple[Names, Sequence[Entry]]]) -> bool:
-    """Whether each operand already lies as the output will."""
+    """Whether each operand already lies as the output will, and no axis that is new in it is split."""
     want = dict(zip(out_names, spec, strict=True))
-    pairs = ((n, e) for names, entries in operands for n, e in zip(names, entries, strict=True))
-    return all(n not in want or e == want[n] for n, e in pairs)
+    pairs = [(n, e) for names, entries in operands for n, e in zip(names, entries, strict=True)]
+    new = want.keys() - {n for n, _ in pairs}
+    return all(want.get(n, e) == e for n, e in pairs) and all(want[n] is None for n in new)
 
 
 def _disagreement(what: str, name: str, choices: Sequence[Entry], mesh: AbstractMesh) -> str:
-    options = " and ".join(repr(c) for c in choices)
     return (
-        f"{what}: the operands split axis {name!r} differently, over the mesh axes {options} of {dict(mesh.shape)}, so "
-        f"it is open how the result should be split. Give the operands one placement first, for example with "
-        f"`jax.sharding.reshard`."
+        f"{what}: the operands split axis {name!r} over different mesh axes of {_errors.describe_shape(mesh.shape)}, so "
+        f"it is open how the result is split. Say so with "
+        + " or ".join(f"`axonym.axis_mapping({{{name!r}: {c!r}}})`" for c in choices)
+        + ", or place the operands alike first with `axonym.shard`."
     )
 
 
-def _collision(what: str, axis: str, first: str, second: str, mesh: AbstractMesh) -> str:
+def _collision(what: str, axis: str, users: Sequence[str], mesh: AbstractMesh) -> str:
+    listed = " and ".join(repr(n) for n in users)
     return (
-        f"{what}: the result would split both axis {first!r} and axis {second!r} over mesh axis {axis!r} of "
-        f"{dict(mesh.shape)}. Reshard one operand first, so that only one of them is split over it."
+        f"{what}: axes {listed} of the result would both be split over mesh axis {axis!r} of "
+        f"{_errors.describe_shape(mesh.shape)}. Say which one is with "
+        + " or ".join(f"`axonym.axis_mapping({{{n!r}: {axis!r}}})`" for n in users)
+        + ", or place an operand differently first with `axonym.shard`."
+    )
+
+
+def _indivisible(what: str, name: str, size: int, axes: Sequence[str], mesh: AbstractMesh) -> str:
+    over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
+    return (
+        f"{what}: the mapping in force splits axis {name!r} over mesh axes {over}, which do not divide its size {size}. "
+        "Resize the axis, or map it to None."
     )

@@ -61,7 +61,7 @@ class NamedArray(Methods):
     names: Names
     """The name of each axis of the array."""
 
-    def __init__(self, array: Any, axes: AxisSpec | AxisSelection = (), *, names: Names | None = None):
+    def __init__(self, array: Any, axes: AxisSpec | AxisSelection = (), names: Names | None = None):
         # Unflattening a pytree passes `names` and may pass anything for `array`; it is on the hot path of every
         # jitted call, so this branch is all it pays.
         if names is None:
@@ -234,7 +234,7 @@ class NamedArray(Methods):
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(
-            f"Iterating over a named array is ambiguous: name the axis, as in `for row in x.unbind({self.names[:1]!r})`."
+            f"Iterating over a named array is ambiguous: name the axis, as in `for row in x.unbind({self.names[0]!r})`."
             if len(self.names) > 1
             else f"A named array is not iterable; use `x.unbind({self.names[0]!r})`."
             if self.names
@@ -242,7 +242,7 @@ class NamedArray(Methods):
         )
 
     def __reduce__(self):
-        return _restore, (self.array, self.names)
+        return NamedArray, (self.array, (), self.names)
 
     def __str__(self) -> str:
         array = self.array
@@ -286,7 +286,7 @@ class NamedArray(Methods):
         raise TypeError(_use_instead(f"numpy.{func.__name__}", func.__name__))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if method == "__call__" and len(inputs) == 2 and inputs[1] is self and isinstance(inputs[0], np.generic):
+        if method == "__call__" and len(inputs) == 2 and inputs[1] is self and np.ndim(inputs[0]) == 0:
             # `np.float32(2) * x` reaches us like this; there is no telling it from `np.multiply(np.float32(2), x)`.
             operation = getattr(sys.modules["axonym"], ufunc.__name__, None)
             if operation is not None:
@@ -301,18 +301,14 @@ NamedOrNumeric: TypeAlias = "NamedArray | ArrayLike"
 
 def wrap(array: Any, names: Names) -> NamedArray:
     """A named array without any check, for arrays whose names are known to be right."""
-    return NamedArray(array, names=names)
+    return NamedArray(array, (), names)  # by position: keywords would double the cost
 
 
 def wrap_result(result: Any, names: Any) -> Any:
     """What a kernel returned, with its names: a named array, or a tuple of them."""
     if isinstance(result, (tuple, list)):
-        return tuple(NamedArray(r, names=n) for r, n in zip(result, names, strict=True))
-    return NamedArray(result, names=names)
-
-
-def _restore(array: Any, names: Names) -> NamedArray:
-    return NamedArray(array, names=names)
+        return tuple(wrap(r, n) for r, n in zip(result, names, strict=True))
+    return wrap(result, names)
 
 
 def named(a: Any, axis: AxisSelection) -> NamedArray:

@@ -20,7 +20,7 @@ import math
 import operator
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -145,10 +145,10 @@ def selectors(selection: AxisSelection | None) -> tuple[AxisSelector, ...]:
         return ()
     if isinstance(selection, Mapping):
         return tuple(n if s is None else Axis(n, s) for n, s in selection.items())
-    found = tuple(selection)
+    found = tuple(selection) if isinstance(selection, Iterable) else (selection,)
     for s in found:
         if not isinstance(s, (Axis, str)):
-            raise TypeError(f"An axis is selected by an Axis or its name, got {s!r} of type {type(s).__name__}.")
+            raise TypeError(f"An axis is selected by an Axis or its name, got {type(s).__name__}.")
     return found
 
 

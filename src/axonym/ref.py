@@ -3,6 +3,9 @@
 A `NamedRef` is a mutable array whose axes have names. Reading an index of it gives a named array; assigning to one
 writes in place, also inside `jax.jit`. `ref.slice` gives a view: another `NamedRef` of part of the same memory.
 
+Positions that are arrays, traced or not, are moved into the range of what is shown, for writing as for reading; so no
+view reaches beyond what it shows.
+
 >>> ref = axn.new_ref(axn.zeros({"row": 2, "col": 3}))
 >>> ref["row", 0] = 1.0
 >>> ref.slice({"row": 1})["col", 2] = 5.0
@@ -12,7 +15,7 @@ NamedArray(float32[row=2, col=3], [[1. 1. 1.] [0. 0. 5.]])
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import EllipsisType
 from typing import Any, NamedTuple
 
@@ -21,12 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import register_dataclass
 
-from ._mesh import Names
+from . import _errors
+from ._mesh import Names, explicit_mesh
 from .array import NamedArray, NamedOrNumeric, resolve, wrap
 from .axis import Axis, AxisSelector
 from .ops._index_plan import Item, SliceSpec, make_plan
+from .ops._operands import require_named
 from .ops.broadcasting import broadcast_to
 from .ops.slices import dslice
+from .ops.slicing import updated_slice
 
 __all__ = ["NamedRef", "freeze", "get", "new_ref", "swap"]
 
@@ -126,9 +132,9 @@ class NamedRef:
         >>> axn.new_ref(axn.ones({"x": 2})).value()
         NamedArray(float32[x=2], [1. 1.])
         """
-        block, moved = self._block()
-        array = wrap(self.ref[block], self._block_names())
-        return array[moved] if moved else array
+        block, names, left = self._block()
+        array = wrap(self.ref[block], names)
+        return array[left] if left else array
 
     def __getitem__(self, index: SliceSpec = ...) -> NamedArray:
         if index is Ellipsis:
@@ -199,67 +205,83 @@ class NamedRef:
                 starts.append(start)
         return NamedRef(self.ref, tuple(starts), self.memory, tuple(view))
 
-    def _block(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The index into the memory that holds the view, and what is left to do with dynamic slices by name."""
+    def _parts(self) -> dict[str, Any]:
+        """What the view shows of the memory, as an index by name."""
         starts = iter(self.starts)
-        index: list[Any] = []
-        moved: dict[str, Any] = {}
-        for name, (start, size, step), length in zip(self.memory, self.view, self.ref.shape, strict=True):
-            if size is None:
-                index.append(next(starts) if start is None else start)
-            elif start is None:
-                index.append(slice(0, length))
-                moved[name] = _indices(next(starts), size, step, name)
-            elif step > 0:
-                index.append(slice(start, min(start + size * step, length), step))
-            else:
-                index.append(slice(0, length))
-                moved[name] = _indices(start, size, step, name)
-        return tuple(index), moved
+        parts: dict[str, Any] = {}
+        for name, entry, length in zip(self.memory, self.view, self.ref.shape, strict=True):
+            start = next(starts) if entry.start is None else entry.start
+            if entry != _Entry(0, length):
+                parts[name] = _part(name, start, entry)
+        return parts
 
-    def _block_names(self) -> Names:
-        return self.names
+    def _block(self) -> tuple[tuple[Any, ...], Names, dict[str, Any]]:
+        """A block of the memory that JAX can read and write, as an index; its axes; what is left to take of them."""
+        parts = self._parts()
+        split = explicit_mesh([self.ref]) is not None  # such a ref is only read and written as a whole
+        left = {n: p for n, p in parts.items() if split or not _is_simple(p)}
+        index = tuple(slice(None) if n in left else parts.get(n, slice(None)) for n in self.memory)
+        return index, tuple(n for n, i in zip(self.memory, index, strict=True) if isinstance(i, slice)), left
 
     def _write(self, value: NamedOrNumeric) -> None:
-        block, moved = self._block()
-        if moved:
-            value = wrap(self.ref[block], self.names).at[moved].set(value)
-        axes = tuple(Axis(n, s) for n, s in zip(self.names, _sizes(block), strict=True))
-        named = value if isinstance(value, NamedArray) else wrap(jnp.asarray(value), ())
-        self.ref[block] = broadcast_to(named, axes).array.astype(self.dtype)
+        value = value if isinstance(value, NamedArray) else wrap(jnp.asarray(value), ())
+        for kind in (jnp.inexact, jnp.complexfloating):
+            if jnp.issubdtype(value.dtype, kind) and not jnp.issubdtype(self.dtype, kind):
+                raise TypeError(f"Writing {value.dtype} to {self} would lose part of it. Convert it first with `astype`.")
+        value = broadcast_to(value, self.axes).astype(self.dtype)
+        block, names, left = self._block()
+        if left:
+            value = _replaced(wrap(self.ref[block], names), left, value)
+        self.ref[block] = value.array
 
 
 register_dataclass(NamedRef, data_fields=["ref", "starts"], meta_fields=["memory", "view"])
 
 
-def _sizes(block: Sequence[Any]) -> list[int]:
-    return [len(range(i.start, i.stop, i.step or 1)) for i in block if isinstance(i, slice)]
+def _part(name: str, start: Any, entry: _Entry) -> Any:
+    """What a view shows of an axis, as an index."""
+    size, step = entry.size, entry.step
+    if size is None:
+        return start
+    if isinstance(start, int):
+        stop = start + size * step
+        return slice(start, stop if stop >= 0 else None, step)
+    return dslice(start, size) if step == 1 else wrap(start + step * jnp.arange(size, dtype=np.int32), (name,))
 
 
-def _indices(start: Any, size: int, step: int, name: str) -> Any:
-    """A dynamic slice of an axis, or the indices of one with steps."""
-    if step == 1 and not isinstance(start, int):
-        return dslice(start, size)
-    return wrap(start + step * jnp.arange(size, dtype=np.int32), (name,))
+def _is_simple(part: Any) -> bool:
+    """Whether JAX takes this index of a reference."""
+    return part.step > 0 if isinstance(part, slice) else not isinstance(part, (dslice, NamedArray))
+
+
+def _replaced(array: NamedArray, part: dict[str, Any], value: NamedArray) -> NamedArray:
+    """The array with a part replaced by a value that has the axes of the part."""
+    if all(isinstance(p, dslice) for p in part.values()):
+        return updated_slice(array, {n: p.start for n, p in part.items()}, value)
+    return array.at[part].set(value)
 
 
 def _compose(start: Any, entry: _Entry, item: Item, operand: Any) -> tuple[Any, _Entry]:
     """What an index on a view shows of the memory."""
-    step = entry.step
+    assert entry.size is not None
     match item.kind:
         case "at":
-            return start + step * item.static, _Entry(None, None)
+            return start + entry.step * item.static, _Entry(None, None)
         case "dynamic at":
-            return start + step * _static_if_known(operand), _Entry(None, None)
+            return start + entry.step * _inside(operand, entry.size, 1), _Entry(None, None)
         case "slice":
             first, stop, by = item.static
-            return start + step * first, _Entry(None, len(range(first, stop, by)), step * by)
+            return start + entry.step * first, _Entry(None, len(range(first, stop, by)), entry.step * by)
         case _:
-            return start + step * _static_if_known(operand), _Entry(None, item.static, step)
+            return start + entry.step * _inside(operand, entry.size, item.static), _Entry(None, item.static, entry.step)
 
 
-def _static_if_known(start: Any) -> Any:
-    return int(start) if isinstance(start, np.integer) else start
+def _inside(position: Any, size: int, length: int) -> Any:
+    """Where `length` elements start, as an integer if it is known; else moved so that they fit into `size`."""
+    if isinstance(position, np.integer):
+        return int(position)
+    position = jnp.where(position < 0, position + size, position)
+    return jnp.clip(position, 0, size - length)
 
 
 def _whole(ref: Any, names: Names) -> NamedRef:
@@ -275,7 +297,10 @@ def new_ref(value: NamedArray) -> NamedRef:
     >>> axn.new_ref(axn.zeros({"x": 3}))
     NamedRef(float32[x=3])
     """
-    return _whole(jax.new_ref(value.array), value.names)
+    array = require_named("new_ref", value).array
+    if jnp.ndim(array) != len(value.names):
+        raise ValueError(_errors.wrong_rank(value.names, jnp.shape(array)))
+    return _whole(jax.new_ref(array), value.names)
 
 
 def freeze(ref: NamedRef) -> NamedArray:
@@ -287,10 +312,7 @@ def freeze(ref: NamedRef) -> NamedArray:
     >>> axn.freeze(axn.new_ref(axn.zeros({"x": 2})))
     NamedArray(float32[x=2], [0. 0.])
     """
-    block, moved = ref._block()
-    whole = jax.freeze(ref.ref)
-    shown = wrap(whole[block], ref.names)
-    return shown[moved] if moved else shown
+    return wrap(jax.freeze(ref.ref), ref.memory)[ref._parts()]
 
 
 def get(ref: NamedRef, idx: SliceSpec | EllipsisType = ...) -> NamedArray:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-SIZES = {"batch": 8, "pos": 4, "embed": 8, "heads": 2, "row": 4, "col": 4, "x": 8, "y": 4}
+SIZES = {"batch": 8, "pos": 4, "embed": 8, "heads": 2, "row": 4, "col": 4, "x": 8, "y": 4, "xyz": 3}
 """The size of every axis the cases use; each is divisible by the mesh axis it is split over."""
 
 
@@ -83,7 +83,7 @@ class Case:
     """Whether to map it over a further axis. Cases whose operation cannot be traced cannot."""
     rtol: float = 1e-5
     atol: float = 1e-5
-    names: tuple[str, ...] | tuple[tuple[str, ...], ...] | None = None
+    names: tuple[str, ...] | tuple[tuple[str, ...] | None, ...] | None = None
     """The axes of the result in order, or of each result of a tuple; what is None is not checked."""
     layout: bool = True
     """Whether the result is the same, up to the order of its axes, for operands whose axes stand in another order."""

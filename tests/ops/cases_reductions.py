@@ -78,7 +78,16 @@ def _reduction(name: str, fn: Callable[..., Any], kind: str, grad: bool) -> list
 
     return [
         Case(name, (x,), lambda a: op(a, "embed"), lambda a: fn(a, axis=2), "one", grad=grad, names=("batch", "pos")),
-        Case(name, (x,), lambda a: op(a, ("pos", "batch")), lambda a: fn(a, axis=(0, 1)), "two", grad=grad, names=("embed",), rtol=1e-4),
+        Case(
+            name,
+            (x,),
+            lambda a: op(a, ("pos", "batch")),
+            lambda a: fn(a, axis=(0, 1)),
+            "two",
+            grad=grad,
+            names=("embed",),
+            rtol=1e-4,
+        ),
         Case(name, (of(kind, "batch", "embed"),), op, fn, "every", grad=grad, names=(), rtol=1e-4),
         Case(
             name,
@@ -111,7 +120,15 @@ def _arg(name: str, kind: str) -> list[Case]:
     x = of(kind, *NAMES)
     return [
         Case(name, (x,), lambda a: op(a, "embed"), lambda a: fn(a, axis=2), "last", grad=False, names=("batch", "pos")),
-        Case(name, (x,), lambda a: op(a, axn.Axis("batch", 8)), lambda a: fn(a, axis=0), "first", grad=False, names=("pos", "embed")),
+        Case(
+            name,
+            (x,),
+            lambda a: op(a, axn.Axis("batch", 8)),
+            lambda a: fn(a, axis=0),
+            "first",
+            grad=False,
+            names=("pos", "embed"),
+        ),
         Case(name, (of(kind, "batch", "embed"),), op, fn, "every", grad=False, names=(), layout=False),
     ]
 

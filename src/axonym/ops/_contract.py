@@ -7,24 +7,28 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
-from .. import _kernels, _mesh
+from .. import _gathering, _kernels, _mesh
 from .._mesh import Names
-from ..axis import AxisSelection
+from ..axis import Axis
 
 DotGeneral = Callable[..., jax.Array]
-"""A replacement for `jax.lax.dot_general`, such as a quantised one."""
+"""A replacement for `jax.lax.dot_general`, such as a quantised one. It may be a pytree that holds arrays."""
 
 
 class Plan(NamedTuple):
-    """What to contract, as static data: axes that are not in `out_names` are summed over."""
+    """What to contract, as static data: axes that are not in `out_names` are summed over.
+
+    `sized` are the axes that the user gave with a size, which is to be checked.
+    """
 
     what: str
     in_names: tuple[Names, ...]
     out_names: Names
     precision: Any = None
     preferred_element_type: Any = None
+    sized: tuple[Axis, ...] = ()
 
 
 class _Term(NamedTuple):
@@ -32,23 +36,45 @@ class _Term(NamedTuple):
     array: jax.Array
 
 
-def make_contraction_kernel(plan: Plan, selection: AxisSelection | None = None) -> _kernels.Kernel:
+def make_contraction_kernel(plan: Plan) -> _kernels.Kernel:
     """A kernel for a contraction with `jax.lax.dot_general`."""
 
     def positional(*arrays):
         return contract(plan, arrays, jax.lax.dot_general)
 
     return _kernels.make_kernel(
-        plan.what, positional, plan.in_names, plan.out_names, mesh_aware=True, selection=selection
+        plan.what, positional, plan.in_names, plan.out_names, mesh_aware=True, selection=plan.sized
     )
 
 
 def contract_with(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGeneral) -> jax.Array:
     """A contraction with another `dot_general`. It may carry arrays of its own, so nothing about it is cached."""
     _kernels.check_operands(plan.what, plan.in_names, arrays)
-    return _mesh.run(
-        plan.what, lambda *xs: contract(plan, xs, dot_general), plan.in_names, plan.out_names, arrays
-    )
+    _kernels.check_selection(plan.what, plan.in_names, arrays, plan.sized)
+    if _mesh.explicit_mesh(arrays) is None:
+        return contract(plan, arrays, dot_general)
+    # The partitioner takes the function, so the arrays in it have to be operands like the others.
+    parts, tree = jax.tree.flatten(dot_general)
+    held = [i for i, part in enumerate(parts) if isinstance(part, jax.Array)]
+    held_names = [tuple(f"axis {d} of array {i} of dot_general" for d in range(parts[i].ndim)) for i in held]
+
+    def positional(*operands):
+        rebuilt = dict(enumerate(parts)) | dict(zip(held, operands[len(arrays) :], strict=True))
+        return contract(plan, operands[: len(arrays)], jax.tree.unflatten(tree, list(rebuilt.values())))
+
+    operands = [*arrays, *(parts[i] for i in held)]
+    try:
+        return _mesh.run(plan.what, positional, [*plan.in_names, *held_names], plan.out_names, operands)
+    except Exception as e:
+        if not held:
+            e.add_note(_CLOSED_OVER.format(what=plan.what))
+        raise
+
+
+_CLOSED_OVER = (
+    "{what}: on Explicit mesh axes, a dot_general cannot close over arrays. If yours does, make it a pytree that holds "
+    "them: `jax.tree_util.Partial(fn, array)`, or a module."
+)
 
 
 def contract(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGeneral) -> jax.Array:
@@ -63,7 +89,9 @@ def contract(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGeneral) -
         terms.append(_multiply(plan, left, right, needed, None if terms else plan.out_names, dot_general))
     (last,) = terms
     last = _sum_out(plan, last, set(plan.out_names))
-    return _kernels.transpose_to(last.array, last.names, plan.out_names)
+    result = _kernels.transpose_to(last.array, last.names, plan.out_names)
+    wanted = plan.preferred_element_type
+    return result if wanted is None else result.astype(wanted)
 
 
 def _order(plan: Plan, terms: Sequence[_Term]) -> list[tuple[int, int]]:
@@ -83,6 +111,7 @@ def _order(plan: Plan, terms: Sequence[_Term]) -> list[tuple[int, int]]:
 def _multiply(
     plan: Plan, left: _Term, right: _Term, needed: set[str], target: Names | None, dot_general: DotGeneral
 ) -> _Term:
+    """The product of two terms, summed over what nothing else needs; in the layout `target` if there is one."""
     left = _sum_out(plan, left, needed.union(right.names))
     right = _sum_out(plan, right, needed.union(left.names))
     shared = [n for n in left.names if n in right.names]
@@ -92,29 +121,49 @@ def _multiply(
     swapped = (*batch, *_free(right, shared), *_free(left, shared))
     if target == swapped != names:  # the other order gives the layout that is wanted, and saves a transpose
         left, right, names = right, left, swapped
-    mesh = _mesh.explicit_mesh([left.array, right.array])
-    if not summed and mesh is None:
-        names = target or names
-        product = _kernels.align(left.array, left.names, names) * _kernels.align(right.array, right.names, names)
-        wanted = plan.preferred_element_type
-        return _Term(names, product if wanted is None else product.astype(wanted))
-    dimensions = (
-        (_positions(left, summed), _positions(right, summed)),
-        (_positions(left, batch), _positions(right, batch)),
-    )
-    options: dict[str, Any] = {
-        "precision": plan.precision,
-        "preferred_element_type": plan.preferred_element_type,
-    }
-    if mesh is not None and dot_general is jax.lax.dot_general:
-        # Where a summed axis is split, JAX asks how the result should be: as its axes are in the operands.
-        sizes = dict(zip((*left.names, *right.names), (*left.array.shape, *right.array.shape), strict=True))
-        operands = [(t.names, _mesh.entries_of(t.array)) for t in (left, right)]
-        spec = _mesh.place(plan.what, names, [sizes[n] for n in names], operands, mesh)
-        options["out_sharding"] = NamedSharding(mesh, spec)
-    product = dot_general(left.array, right.array, dimensions, **options)
     layout = names if target is None else target
-    return _Term(layout, _kernels.transpose_to(product, names, layout))
+    pair = _Pair(plan, left.names, right.names, batch, summed, names, layout, dot_general)
+    arrays = (left.array, right.array)
+    product = _gathering.gathered(pair.multiply, (left.names, right.names), layout, arrays, summed=summed)
+    return _Term(layout, pair.multiply(*arrays, mesh=_mesh.explicit_mesh(arrays)) if product is None else product)
+
+
+class _Pair(NamedTuple):
+    """A product of two operands, worked out by name."""
+
+    plan: Plan
+    left: Names
+    right: Names
+    batch: Names
+    summed: Names
+    names: Names
+    """What `dot_general` gives."""
+    layout: Names
+    """What is wanted."""
+    dot_general: DotGeneral
+
+    def multiply(self, left: jax.Array, right: jax.Array, mesh: AbstractMesh | None = None) -> jax.Array:
+        """Multiply two arrays; `mesh` is that of the operands if it has Explicit axes."""
+        wanted = self.plan.preferred_element_type
+        if not self.summed and mesh is None:
+            left, right = (_kernels.align(x, n, self.layout) for x, n in ((left, self.left), (right, self.right)))
+            if wanted is None:
+                return left * right
+            wide = jnp.result_type(left, right, wanted)
+            return (left.astype(wide) * right.astype(wide)).astype(wanted)
+        dimensions = (
+            (_positions(self.left, self.summed), _positions(self.right, self.summed)),
+            (_positions(self.left, self.batch), _positions(self.right, self.batch)),
+        )
+        options: dict[str, Any] = {"precision": self.plan.precision, "preferred_element_type": wanted}
+        if mesh is not None and self.dot_general is jax.lax.dot_general:
+            # Where a summed axis is split, JAX asks how the result should be: as its axes are in the operands.
+            sizes = dict(zip((*self.left, *self.right), (*left.shape, *right.shape), strict=True))
+            operands = [(self.left, _mesh.entries_of(left)), (self.right, _mesh.entries_of(right))]
+            spec = _mesh.place(self.plan.what, self.names, [sizes[n] for n in self.names], operands, mesh)
+            options["out_sharding"] = NamedSharding(mesh, spec)
+        product = self.dot_general(left, right, dimensions, **options)
+        return _kernels.transpose_to(product, self.names, self.layout)
 
 
 def _sum_out(plan: Plan, term: _Term, needed: set[str]) -> _Term:
@@ -122,7 +171,8 @@ def _sum_out(plan: Plan, term: _Term, needed: set[str]) -> _Term:
     gone = tuple(n for n in term.names if n not in needed)
     if not gone:
         return term
-    array = jnp.sum(term.array, axis=_positions(term, gone), dtype=plan.preferred_element_type)
+    # In the dtype of a product, so that it makes no difference which operands have the axis.
+    array = jnp.sum(term.array, axis=_positions(term.names, gone), dtype=plan.preferred_element_type or term.array.dtype)
     return _Term(tuple(n for n in term.names if n in needed), array)
 
 
@@ -130,5 +180,5 @@ def _free(term: _Term, shared: Sequence[str]) -> Names:
     return tuple(n for n in term.names if n not in shared)
 
 
-def _positions(term: _Term, names: Sequence[str]) -> tuple[int, ...]:
-    return tuple(term.names.index(n) for n in names)
+def _positions(layout: Names, names: Sequence[str]) -> tuple[int, ...]:
+    return tuple(layout.index(n) for n in names)

@@ -67,8 +67,9 @@ def _as_mapping(x: NamedArray, key: Any) -> list[tuple[str, Any]]:
     missing = [n for n in names if n not in x.names]
     if missing:
         raise ValueError(_errors.missing_axes("Indexing", missing, x.names, jnp.shape(x.array)))
-    if len(set(names)) != len(names):
-        raise ValueError(_errors.duplicate_names("Indexing", names))
+    twice = ", ".join(repr(n) for n in dict.fromkeys(names) if names.count(n) > 1)
+    if twice:
+        raise ValueError(f"Indexing {x}: more than one index for axis {twice}. Index the result again instead.")
     for selector, _ in pairs:
         if isinstance(selector, Axis) and x.resolve_axis(selector.name) is not selector:
             found = x.resolve_axis(selector.name).size
@@ -121,12 +122,16 @@ def make_plan(x: NamedArray, key: Any, *, for_update: bool = False) -> tuple[tup
 
 def _slice_bounds(name: str, index: slice, size: int) -> tuple[int, int, int]:
     try:
-        return index.indices(size)
-    except (TypeError, jax.errors.TracerIntegerConversionError):
+        bounds = index.indices(size)
+    except jax.errors.TracerIntegerConversionError:
         raise TypeError(
             f"Indexing: a slice of axis {name!r} needs known bounds, got traced ones. Use ds(start, size), whose start "
             "may be traced."
         ) from None
+    except TypeError:
+        kinds = ", ".join(type(b).__name__ for b in (index.start, index.stop, index.step) if b is not None)
+        raise TypeError(f"Indexing: a slice of axis {name!r} has integers for bounds, got {kinds}.") from None
+    return bounds if range(*bounds) else (0, 0, 1)
 
 
 def _add_dynamic_slice(add: Callable[..., None], name: str, index: Any, size: int, for_update: bool) -> None:
@@ -135,12 +140,12 @@ def _add_dynamic_slice(add: Callable[..., None], name: str, index: Any, size: in
     if index.size > size:
         raise IndexError(f"Indexing: a slice of {index.size} elements does not fit axis {name!r} of size {size}.")
     start = index.start
-    if isinstance(start, (int, np.integer)) and not 0 <= start <= size - index.size:
-        raise IndexError(
-            f"Indexing: {index!r} is out of range for axis {name!r} of size {size}: the start must lie in "
-            f"0..{size - index.size}."
-        )
     if isinstance(start, (int, np.integer)):
+        if not 0 <= start <= size - index.size:
+            raise IndexError(
+                f"Indexing: {index!r} is out of range for axis {name!r} of size {size}: the start must lie in "
+                f"0..{size - index.size}."
+            )
         start, names = np.int32(start), ()
     else:
         start, names = _index_array(name, start, size)
@@ -161,9 +166,8 @@ def _is_pallas_slice(index: Any) -> bool:
 
 def _checked_position(name: str, index: int, size: int) -> int:
     if not -size <= index < size:
-        raise IndexError(
-            f"Indexing: {index} is out of range for axis {name!r} of size {size}: an index lies in {-size}..{size - 1}."
-        )
+        valid = f"an index lies in {-size}..{size - 1}" if size else "it has no elements"
+        raise IndexError(f"Indexing: {index} is out of range for axis {name!r} of size {size}: {valid}.")
     return index % size
 
 
@@ -174,7 +178,7 @@ def _index_array(name: str, index: Any, size: int) -> tuple[Any, Names]:
         if jnp.ndim(array) != len(names):
             raise ValueError(_errors.wrong_rank(names, jnp.shape(array)))
     else:
-        array = np.asarray(index, dtype=None if index else np.int32) if isinstance(index, (list, tuple)) else index
+        array = _as_array(index) if isinstance(index, (list, tuple)) else index
         if not hasattr(array, "ndim") or not hasattr(array, "dtype"):
             raise TypeError(
                 f"Indexing: axis {name!r} cannot be indexed with {type(index).__name__}; use an integer, a slice, "
@@ -190,7 +194,15 @@ def _index_array(name: str, index: Any, size: int) -> tuple[Any, Names]:
         return _positions_of_mask(name, array, names, size), names
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"Indexing: axis {name!r} needs integers, got an array of {array.dtype}.")
+    if array.dtype.itemsize < 4:  # JAX works out positions in the dtype of the index, which may not hold the size
+        array = array.astype(np.int32)
     return array, names
+
+
+def _as_array(index: Sequence[Any]) -> Any:
+    if any(isinstance(i, jax.core.Tracer) for i in index):
+        return jnp.asarray(index)
+    return np.asarray(index, dtype=None if index else np.int32)
 
 
 def _positions_of_mask(name: str, mask: Any, names: Names, size: int) -> Any:
@@ -211,16 +223,17 @@ class IndexLayout:
     """How an index meets an array, worked out from names alone.
 
     The axes of index arrays are either shared with the array (batch dimensions, mapped over with `vmap`) or new (they
-    take the place of the first indexed axis). Inside the `vmap`, plain NumPy indexing does the work. Dynamic slices
-    have no place here: they are cut out before, or have become index arrays.
+    take the place of the first axis indexed by one). Inside the `vmap`, plain NumPy indexing does the work. Dynamic
+    slices have no place here: they are cut out before, or have become index arrays.
     """
 
     def __init__(self, names: Names, items: Sequence[Item]):
         self.names = names
         self.items = {i.name: i for i in items}
         self.operands = tuple(i.operand_names for i in items if i.operand_names is not None)
-        indexed = [i.name for i in items if i.kind != "slice"]
         index_names = list(dict.fromkeys(n for layout in self.operands for n in layout))
+        # The elements of a slice along an axis that an index array has too are matched with those of the array.
+        indexed = [i.name for i in items if i.kind != "slice" or i.name in index_names]
         self.shared = tuple(n for n in names if n in index_names and n not in indexed)
         self.new = tuple(n for n in index_names if n not in self.shared)
 
@@ -234,12 +247,12 @@ class IndexLayout:
         self.inner_result = (*rest[:at], *self.new, *rest[at:])
         """What NumPy indexing gives: new axes where the indexed ones stood if those are adjacent, else in front."""
 
-        first = next((n for n in names if n in indexed), None)
+        first = next((n for n in names if n in self.items and self.items[n].kind == "gather"), None)
         out: list[str] = []
         for n in names:
             out += self.new if n == first else () if n in indexed else (n,)
         self.out_names = tuple(out)
-        """The layout of the result: that of the array, with the new axes where the first indexed one stood."""
+        """The layout of the result: that of the array, with the new axes where the first gathered one stood."""
 
     def get(self, a: jax.Array, operands: Sequence[jax.Array], keywords: Mapping[str, Any]) -> jax.Array:
         """The selected elements, in the layout `out_names`."""
@@ -262,7 +275,11 @@ class IndexLayout:
         keywords: Mapping[str, Any],
     ) -> jax.Array:
         """The array with the selected elements changed by the method `how` of `a.at[...]`."""
-        self._check(a, operands)
+        selected = self._check(a, operands)
+        for n, size in zip(value_names, value.shape, strict=True):
+            if selected[n] != size:
+                places = [("the selected part", selected[n]), ("the value", size)]
+                raise ValueError(_errors.size_mismatch(f"at[...].{how}", n, places))
         order = tuple(n for n in (*self.shared, *self.inner_result) if n in value_names)
         value = _kernels.transpose_to(value, value_names, order)
         inner_order = tuple(n for n in order if n not in self.shared)
@@ -282,6 +299,8 @@ class IndexLayout:
             match item.kind:
                 case "at":
                     index[item.name] = item.static
+                case "slice" if item.name in self.new:
+                    index[item.name] = _kernels.align(jnp.arange(*item.static), (item.name,), self.new)
                 case "slice":
                     start, stop, step = item.static
                     index[item.name] = slice(start, None if stop < 0 else stop, step)
@@ -301,9 +320,13 @@ class IndexLayout:
             fn = jax.vmap(fn, in_axes=in_axes, out_axes=0 if out is None else _position(out, name, outer))
         return fn
 
-    def _check(self, a: jax.Array, operands: Sequence[jax.Array]) -> None:
-        """An axis has one size in the array, where it is shared, and in all index arrays."""
-        seen = {n: ("the array", s) for n, s in zip(self.names, a.shape, strict=True) if n in self.shared}
+    def _check(self, a: jax.Array, operands: Sequence[jax.Array]) -> dict[str, int]:
+        """The sizes of the selected part. An axis has one size in the array and in all index arrays."""
+        seen: dict[str, tuple[str, int]] = {}
+        for n, size in zip(self.names, a.shape, strict=True):
+            item = self.items.get(n)
+            if item is None or item.kind == "slice":
+                seen[n] = ("the array", size if item is None else len(range(*item.static)))
         gathers = [i for i in self.items.values() if i.operand_names is not None]
         for item, operand in zip(gathers, operands, strict=True):
             for n, size in zip(item.operand_names or (), operand.shape, strict=True):
@@ -311,6 +334,7 @@ class IndexLayout:
                 if known != size:
                     places = [(place, known), (f"the index of {item.name!r}", size)]
                     raise ValueError(_errors.size_mismatch("Indexing", n, places))
+        return {n: size for n, (_, size) in seen.items()}
 
 
 def _position(layout: Names, name: str, taken: Names) -> int | None:

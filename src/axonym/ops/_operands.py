@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors
@@ -26,17 +25,21 @@ def require_named(what: str, array: Any) -> NamedArray:
 
 def operand(x: Any) -> tuple[Any, Names]:
     """What a kernel takes for an argument, and its names; anything that is not a named array has none."""
-    return (x.array, x.names) if isinstance(x, NamedArray) else (x, ())
+    if isinstance(x, NamedArray):
+        return x.array, x.names
+    return np.asarray(x) if isinstance(x, (list, tuple)) else x, ()
 
 
 def scalar(what: str, argument: str, x: Any) -> Any:
     """An argument that must be a single value: a number, or an array without axes."""
+    if isinstance(x, (int, float, complex)):
+        return x
     x, names = operand(x)
     if names:
-        described = _errors.describe_axes(names, jnp.shape(x))
+        described = _errors.describe_axes(names, np.shape(x))
         raise ValueError(f"{what}: `{argument}` must be a scalar, got an array with axes {described}.")
-    if jnp.ndim(x) != 0:
-        raise ValueError(f"{what}: `{argument}` must be a scalar, got an array of shape {jnp.shape(x)}.")
+    if np.ndim(x) != 0:
+        raise ValueError(f"{what}: `{argument}` must be a scalar, got an array of shape {np.shape(x)}.")
     return x
 
 
@@ -45,18 +48,22 @@ def vectors(what: str, **arguments: Any) -> tuple[list[Any], Names]:
 
     The name of the axis is made one that no other operand has: whatever it is called, it is not shared.
     """
-    arrays, found = [], {}
+    arrays, found, sizes = [], {}, {}
     for argument, x in arguments.items():
-        x, names = operand(x if hasattr(x, "shape") or isinstance(x, NamedArray) else jnp.asarray(x))
-        if (len(names) or jnp.ndim(x)) != 1:
-            described = _errors.describe_axes(names, jnp.shape(x)) if names else f"shape {jnp.shape(x)}"
+        x, names = operand(x)
+        shape = np.shape(x)
+        if len(shape) != 1:
+            described = _errors.describe_axes(names, shape) if names else f"shape {shape}"
             raise ValueError(f"{what}: `{argument}` must have exactly one axis, got {described}.")
         arrays.append(x)
-        found.update({argument: names[0]} if names else {})
+        sizes[f"`{argument}`"] = shape[0]
+        found.update({f"`{argument}`": names[0]} if names else {})
     if len(set(found.values())) > 1:
-        listed = " and ".join(f"`{argument}` has {name!r}" for argument, name in found.items())
-        raise ValueError(f"{what}: {' and '.join(f'`{a}`' for a in arguments)} must have the same axis, but {listed}.")
-    return arrays, private(f"`{next(iter(arguments))}`", tuple(found.values())[:1] or ("axis",))
+        listed = " and ".join(f"{argument} has {name!r}" for argument, name in found.items())
+        raise ValueError(f"{what}: {' and '.join(sizes)} must have the same axis, but {listed}.")
+    if len(set(sizes.values())) > 1:
+        raise ValueError(_errors.size_mismatch(what, next(iter(found.values()), "axis"), list(sizes.items())))
+    return arrays, private(next(iter(sizes)), tuple(found.values())[:1] or ("axis",))
 
 
 def private(argument: str, names: Names) -> Names:
@@ -96,13 +103,13 @@ def distinct(what: str, names: Names) -> Names:
     return names
 
 
-def require_subset(what: str, argument: str, inner: Names, outer: Names) -> None:
+def require_subset(what: str, argument: str, inner: Names, outer: Names, way_out: str = "") -> None:
     """An operand may only have axes that the array has."""
     extra = [n for n in inner if n not in outer]
     if extra:
         raise ValueError(
             f"{what}: `{argument}` has axes {_errors.describe_axes(extra)} that the array "
-            f"{_errors.describe_axes(outer)} lacks."
+            f"{_errors.describe_axes(outer)} lacks.{way_out}"
         )
 
 

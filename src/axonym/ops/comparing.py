@@ -11,11 +11,12 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _kernels
 from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, wrap
-from ._operands import operand
+from ._operands import operand, require_named
 
 
 def isclose(
@@ -72,7 +73,7 @@ def array_equal(a: NamedOrNumeric, b: NamedOrNumeric, equal_nan: bool = False) -
     >>> axn.array_equal(x, axn.named([[1, 2], [3, 4]], ("x", "z")))
     False
     """
-    return _shape(a) == _shape(b) and _all_equal("array_equal", a, b, equal_nan)
+    return _shape("array_equal", a) == _shape("array_equal", b) and _all_equal("array_equal", a, b, equal_nan)
 
 
 def array_equiv(a: NamedOrNumeric, b: NamedOrNumeric) -> bool:
@@ -85,12 +86,14 @@ def array_equiv(a: NamedOrNumeric, b: NamedOrNumeric) -> bool:
     >>> axn.array_equiv(axn.ones({"x": 2, "y": 3}), axn.ones({"y": 3}))
     True
     """
-    inner, outer = sorted((_shape(a), _shape(b)), key=len)
+    inner, outer = sorted((_shape("array_equiv", a), _shape("array_equiv", b)), key=len)
     return inner.items() <= outer.items() and _all_equal("array_equiv", a, b, False)
 
 
-def _shape(x: Any) -> dict[str, int]:
-    return x.shape if isinstance(x, NamedArray) else {}
+def _shape(what: str, x: Any) -> dict[str, int]:
+    if isinstance(x, NamedArray):
+        return x.shape
+    return {} if np.ndim(x) == 0 else require_named(what, x).shape
 
 
 def _all_equal(what: str, a: Any, b: Any, equal_nan: bool) -> bool:

@@ -1,7 +1,8 @@
 """Products of arrays, summed over some of their axes.
 
 `dot` names the axes to sum over; `einsum` (in `axonym.ops.einsum`) writes the whole contraction down. Both go straight
-to `jax.lax.dot_general`, two operands at a time, in the order that costs least where there are more. The result has the axes of the first operand in its order, then those that the others add, unless told otherwise.
+to `jax.lax.dot_general`, two operands at a time, in the order that costs least where there are more. The result has the
+axes of the first operand in its order, then those that the others add, unless told otherwise.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def dot(
         precision: as in `jax.lax.dot_general`.
         preferred_element_type: the dtype to accumulate in and return.
         out_axes: the order of the result's axes, `...` standing for those not named.
-        dot_general: what to use in place of `jax.lax.dot_general`.
+        dot_general: what to use in place of `jax.lax.dot_general`. One that has arrays of its own is best a pytree
+            that holds them, such as `jax.tree_util.Partial(fn, array)`; on Explicit mesh axes it has to be.
 
     >>> x = axn.ones({"batch": 2, "embed": 3})
     >>> w = axn.ones({"embed": 3, "mlp": 4})
@@ -54,25 +56,26 @@ def dot(
     >>> axn.dot(x, w, axis=None)
     NamedArray(float32[], 24.)
     """
-    operands, axis = _operands_and_axis(arrays, axis)
-    raw = [x.array for x in operands]
-    key = (
-        tuple(x.names for x in operands),
-        _kernels.hashable(axis),
-        None if out_axes is None else tuple(out_axes),
-        precision,
-        None if preferred_element_type is None else np.dtype(preferred_element_type),
-    )
+    if not arrays or axis is _REQUIRED or any([type(a) is not NamedArray for a in arrays]):
+        arrays, axis = _operands_and_axis(arrays, axis)
+    names = tuple([a.names for a in arrays])
+    raw = [a.array for a in arrays]
+    if type(axis) is not str:
+        axis = _kernels.hashable(axis)
+    if out_axes is not None:
+        out_axes = (out_axes,) if isinstance(out_axes, (str, Axis)) else tuple(out_axes)
+    if preferred_element_type is not None:
+        preferred_element_type = np.dtype(preferred_element_type)
     if dot_general is jax.lax.dot_general:
-        kernel = _dot_kernel(*key)
+        kernel = _dot_kernel(names, axis, out_axes, precision, preferred_element_type)
         return wrap(kernel.call(*raw), kernel.names)
-    plan = _dot_plan(*key)
+    plan = _dot_plan(names, axis, out_axes, precision, preferred_element_type)
     return wrap(contract_with(plan, raw, dot_general), plan.out_names)
 
 
 @_kernels.cached
-def _dot_kernel(all_names: tuple[Names, ...], axis: Any, *rest: Any) -> _kernels.Kernel:
-    return make_contraction_kernel(_dot_plan(all_names, axis, *rest), selection=axis)
+def _dot_kernel(*key: Any) -> _kernels.Kernel:
+    return make_contraction_kernel(_dot_plan(*key))
 
 
 def _dot_plan(
@@ -86,10 +89,11 @@ def _dot_plan(
     summed = union if axis is None else _summed(union, axis, all_names)
     kept = tuple(n for n in union if n not in summed)
     out_names = kept if out_axes is None else _ordered(kept, out_axes)
-    return Plan("dot", all_names, out_names, precision, preferred_element_type)
+    sized = tuple(s for s in (*selectors(axis), *(out_axes or ())) if isinstance(s, Axis))
+    return Plan("dot", all_names, out_names, precision, preferred_element_type, sized)
 
 
-def _operands_and_axis(arrays: tuple[Any, ...], axis: Any) -> tuple[list[NamedArray], Any]:
+def _operands_and_axis(arrays: tuple[Any, ...], axis: Any) -> tuple[tuple[NamedArray, ...], Any]:
     """Sort out the older way of giving the axes first, `dot("embed", x, w)`."""
     operands = [a for a in arrays if isinstance(a, NamedArray)]
     others = [a for a in arrays if not isinstance(a, NamedArray)]
@@ -103,7 +107,7 @@ def _operands_and_axis(arrays: tuple[Any, ...], axis: Any) -> tuple[list[NamedAr
         raise TypeError(f"dot of {listed}: say which axes to sum over, `axis=...`; None stands for all of them.")
     if not operands:
         raise TypeError("dot: expected at least one NamedArray.")
-    return operands, axis
+    return tuple(operands), axis
 
 
 def _summed(union: Names, axis: AxisSelection, all_names: Sequence[Names]) -> Names:
@@ -125,4 +129,10 @@ def _ordered(kept: Names, out_axes: tuple[Any, ...]) -> Names:
         raise ValueError(
             f"dot: out_axes names {listed}, which the result does not have: summing leaves {_errors.describe_axes(kept)}."
         )
+    left_out = [n for n in kept if n not in wanted]
+    if left_out and ... not in wanted:
+        listed = ", ".join(repr(n) for n in left_out)
+        raise ValueError(f"dot: out_axes leaves out {listed} of the result; name every axis, or add `...`.")
+    if len({*wanted}) < len(wanted):
+        raise ValueError(f"dot: out_axes names an axis twice: {_errors.describe_axes(map(str, wanted))}.")
     return rearrange_for_partial_order(wanted, kept)

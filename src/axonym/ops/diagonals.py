@@ -28,10 +28,13 @@ def _matrix_axes(what: str, names: Names, axis1: AxisSelector, axis2: AxisSelect
     return names.index(row), names.index(col)
 
 
-def _distance(x: jax.Array, row: int, col: int) -> jax.Array:
-    """How far above the main diagonal each element is: of size one along every other axis."""
-    shape = [size if i in (row, col) else 1 for i, size in enumerate(x.shape)]
-    return jax.lax.broadcasted_iota(jnp.int32, shape, col) - jax.lax.broadcasted_iota(jnp.int32, shape, row)
+def _where(compare: Callable[..., Any], x: jax.Array, row: int, col: int, k: int) -> jax.Array:
+    """`x` where its row compares with its column, seen from diagonal `k`, and zero elsewhere."""
+    first, second = min(row, col), max(row, col)
+    plane = (x.shape[first], x.shape[second])
+    rows, cols = (jax.lax.broadcasted_iota(jnp.int32, plane, int(axis == second)) for axis in (row, col))
+    mask = jax.lax.broadcast_in_dim(compare(rows + k if k else rows, cols), x.shape, (first, second))
+    return jnp.where(mask, x, jnp.zeros((), x.dtype))
 
 
 def tril(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
@@ -46,7 +49,7 @@ def tril(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0
     >>> axn.tril(axn.ones({"row": 2, "col": 2}), "row", "col")
     NamedArray(float32[row=2, col=2], [[1. 0.] [1. 1.]])
     """
-    return _triangle(operator.le, "tril", array, axis1, axis2, k)
+    return _triangle(operator.ge, "tril", array, axis1, axis2, k)
 
 
 def triu(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
@@ -61,7 +64,7 @@ def triu(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0
     >>> axn.triu(axn.ones({"row": 2, "col": 2}), "row", "col")
     NamedArray(float32[row=2, col=2], [[1. 1.] [0. 1.]])
     """
-    return _triangle(operator.ge, "triu", array, axis1, axis2, k)
+    return _triangle(operator.le, "triu", array, axis1, axis2, k)
 
 
 def _triangle(keep: Callable[..., Any], what: str, array: Any, axis1: Any, axis2: Any, k: int) -> NamedArray:
@@ -77,7 +80,7 @@ def _triangle_kernel(
     row, col = _matrix_axes(what, names, axis1, axis2)
 
     def positional(x):
-        return jnp.where(keep(_distance(x, row, col), k), x, jnp.zeros((), x.dtype))
+        return _where(keep, x, row, col, k)
 
     return _kernels.make_kernel(what, positional, (names,), names, selection=(axis1, axis2))
 
@@ -107,7 +110,7 @@ def _trace_kernel(names: Names, axis1: AxisSelector, axis2: AxisSelector, offset
     row, col = _matrix_axes("trace", names, axis1, axis2)
 
     def positional(x):
-        return jnp.sum(jnp.where(_distance(x, row, col) == offset, x, jnp.zeros((), x.dtype)), (row, col), dtype)
+        return jnp.sum(_where(operator.eq, x, row, col, offset), (row, col), dtype)
 
     out_names = tuple(n for i, n in enumerate(names) if i not in (row, col))
     return _kernels.make_kernel("trace", positional, (names,), out_names, selection=(axis1, axis2))
@@ -179,11 +182,10 @@ def _diag_kernel(names: Names, axis: AxisSelector, Row: AxisSelector, Col: AxisS
         size = x.shape[row] + abs(k)
         check_new_axis("diag", Row, size)
         check_new_axis("diag", Col, size)
-        zero = jnp.zeros((), x.dtype)
         # Laid along the columns, each element stands in its column of every row; the mask leaves it on the diagonal.
         widths = [(max(k, 0), max(-k, 0), 0) if i == row else (0, 0, 0) for i in range(x.ndim)]
-        columns = jax.lax.expand_dims(jax.lax.pad(x, zero, widths), (row,))
+        columns = jax.lax.expand_dims(jax.lax.pad(x, jnp.zeros((), x.dtype), widths), (row,))
         square = jnp.broadcast_to(columns, (*columns.shape[:row], size, *columns.shape[row + 1 :]))
-        return jnp.where(_distance(square, row, row + 1) == k, square, zero)
+        return _where(operator.eq, square, row, row + 1, k)
 
     return _kernels.make_kernel("diag", positional, (names,), out_names, selection=axis)

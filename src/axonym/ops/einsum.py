@@ -52,6 +52,10 @@ def einsum(
     >>> axn.einsum("-> mlp", x, w)
     NamedArray(float32[mlp=4], [6. 6. 6. 6.])
     """
+    if not isinstance(equation, str):
+        raise TypeError(f"einsum: the equation comes first, as a string, got {type(equation).__name__}.")
+    if not arrays:
+        raise TypeError("einsum: expected at least one NamedArray.")
     for x in arrays:
         if not isinstance(x, NamedArray):
             raise TypeError(
@@ -68,14 +72,13 @@ def einsum(
     if dot_general is jax.lax.dot_general:
         kernel = _einsum_kernel(*key)
         return wrap(kernel.call(*raw), kernel.names)
-    plan, _ = _einsum_plan(*key)
+    plan = _einsum_plan(*key)
     return wrap(contract_with(plan, raw, dot_general), plan.out_names)
 
 
 @_kernels.cached
 def _einsum_kernel(*key: Any) -> _kernels.Kernel:
-    plan, sized = _einsum_plan(*key)
-    return make_contraction_kernel(plan, selection=sized)
+    return make_contraction_kernel(_einsum_plan(*key))
 
 
 def _einsum_plan(
@@ -84,14 +87,14 @@ def _einsum_plan(
     aliases: tuple[tuple[str, AxisSelector], ...],
     precision: Any,
     preferred_element_type: Any,
-) -> tuple[Plan, tuple[Axis, ...]]:
-    """The contraction an equation stands for, and the aliases whose sizes are to be checked."""
+) -> Plan:
+    """The contraction an equation stands for."""
     expression = _parsing.parse("einsum", equation, comma="terms")
     _no_groups(expression)
     _aliases_are_used(expression, dict(aliases))
     meaning = _Meaning(expression, all_names, {word: name_of(a) for word, a in aliases})
     sized = tuple(a for _, a in aliases if isinstance(a, Axis))
-    return Plan("einsum", all_names, meaning.output(), precision, preferred_element_type), sized
+    return Plan("einsum", all_names, meaning.output(), precision, preferred_element_type, sized)
 
 
 class _Meaning:
@@ -103,18 +106,18 @@ class _Meaning:
         self.aliases = aliases
         self.union: Names = tuple(dict.fromkeys(n for names in all_names for n in names))
         self.axes: dict[str, str] = {}
+        self.rest_is_kept = False
         lhs = expression.lhs
-        if len(lhs) == 1 and not lhs[0].elements:
-            self.rest = self._bind_by_name(expression.rhs[0])
-            self.rest_is_kept = False
-        elif not lhs[0].ordered:
+        in_braces = next((term for term in lhs if not term.ordered), None)
+        if in_braces is not None:
             if len(lhs) > 1:
-                expression.fail(lhs[1], "one term in braces speaks for all arrays together; a second has no meaning.")
-            self.rest = self._bind_by_name(lhs[0])
-            self.rest_is_kept = lhs[0].dots is None
+                expression.fail(in_braces, "one term in braces speaks for all arrays; no other can stand beside it.")
+            self.rest = self._bind_by_name(in_braces)
+            self.rest_is_kept = in_braces.dots is None
+        elif len(lhs) == 1 and not lhs[0].elements:
+            self.rest = self._bind_by_name(expression.rhs[0])
         else:
             self.rest = self._bind_in_order()
-            self.rest_is_kept = False
 
     def output(self) -> Names:
         """The axes of the result."""
@@ -145,7 +148,7 @@ class _Meaning:
                 operands = " and ".join(_errors.describe_axes(n) for n in self.all_names)
                 hint = _errors.suggestion(name, self.union)
                 self.expression.fail(word, f"no array has axis {name!r}; the arrays are {operands}.{hint}")
-            self.axes[word.name] = name
+            self._bind(word, name)
         return tuple(n for n in self.union if n not in self.axes.values())
 
     def _bind_in_order(self) -> Names:
@@ -153,13 +156,13 @@ class _Meaning:
         lhs = self.expression.lhs
         if len(lhs) != len(self.all_names):
             self.expression.fail(
-                _Whole(lhs[0].start, lhs[-1].stop), f"{len(lhs)} terms for {len(self.all_names)} arrays."
+                _Whole(lhs[0].start, lhs[-1].stop), f"number of terms: {len(lhs)}, of arrays: {len(self.all_names)}."
             )
         rest: list[str] = []
         for term, names in zip(lhs, self.all_names, strict=True):
             words = len(term.elements) - (term.dots is not None)
             if words > len(names) or (term.dots is None and words != len(names)):
-                self.expression.fail(term, f"{words} axes for an array with axes {_errors.describe_axes(names)}.")
+                self.expression.fail(term, f"number of axes: {words}, for an array with {_errors.describe_axes(names)}.")
             taken = iter(names)
             for element in term.elements:
                 if isinstance(element, Dots):

@@ -40,12 +40,11 @@ def _binary_kernel(
         return fn(a, b) if static is None else fn(a, b, static)
 
     out_names = names if outputs == 1 else (names,) * outputs
-    return _kernels.make_kernel(name, positional, (a_names, b_names), out_names, native=outputs == 1)
+    single = outputs == 1
+    return _kernels.make_kernel(name, positional, (a_names, b_names), out_names, native=single, gathers=single)
 
 
-def _unary(
-    name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True
-) -> Unary:
+def _unary(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True) -> Unary:
     # Not native are those that give a constant for some dtypes: it takes nothing of the operand's placement.
     def op(a):
         if isinstance(a, NamedArray):
@@ -304,9 +303,7 @@ def _two_results(fn: Callable[..., Any], name: str, *operands: Any) -> Any:
     return wrap_result(kernel.call(*arrays), kernel.names)
 
 
-def nan_to_num(
-    a: NamedOrNumeric, *, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
-) -> Any:
+def nan_to_num(a: NamedOrNumeric, *, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Any:
     """Each NaN and infinity replaced by a number.
 
     Arguments:

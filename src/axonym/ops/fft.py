@@ -29,6 +29,7 @@ from .. import _errors, _kernels
 from .._mesh import Names
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
+from ._along import make_along_kernel
 from ._families import publish
 from ._operands import distinct, one_axis, require_named
 
@@ -55,20 +56,30 @@ class _TransformFunction(Protocol):
     def __call__(self, a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray: ...
 
 
-def _requests(axis: TransformAxes | None) -> _Requests | None:
+def _requests(what: str, axis: TransformAxes | None) -> _Requests | None:
     """Which axes to transform, and what is asked of each."""
     if axis is None:
         return None
-    if isinstance(axis, Mapping):
-        return tuple(axis.items())
-    return tuple((name_of(s), s) for s in selectors(axis))
+    if not isinstance(axis, Mapping):
+        return tuple((name_of(s), s) for s in selectors(axis))
+    return tuple((key, wanted if wanted is None else _request(what, key, wanted)) for key, wanted in axis.items())
+
+
+def _request(what: str, key: AxisSelector, wanted: Any) -> AxisSelector | int:
+    """What is asked of an axis: a new axis, a new name or a length."""
+    if isinstance(wanted, (Axis, str)):
+        return wanted
+    try:
+        return operator.index(wanted)
+    except TypeError:
+        raise TypeError(
+            f"{what}: axis {name_of(key)!r} can become an Axis, a name, a length or None, got {type(wanted).__name__}."
+        ) from None
 
 
 def _length(request: AxisSelector | int | None) -> int | None:
     """The length that is asked for, if one is."""
-    if request is None or isinstance(request, str):
-        return None
-    return request.size if isinstance(request, Axis) else operator.index(request)
+    return request.size if isinstance(request, Axis) else None if isinstance(request, str) else request
 
 
 @_kernels.cached
@@ -100,7 +111,7 @@ def _transform_kernel(
         if short:
             listed = ", ".join(repr(n) for n in short)
             raise ValueError(
-                f"{what}: the result for {_errors.describe_axes(names, x.shape)} would have no elements along {listed}. "
+                f"{what}: the result for {_errors.describe_axes(names, x.shape)} would have no elements on {listed}. "
                 "Ask for a length with Axis(name, size)."
             )
         if len(chosen) == 1 or several is None:
@@ -108,7 +119,8 @@ def _transform_kernel(
         same = all(length is None for length in lengths)
         return several(x, s=None if same else full, axes=positions, norm=norm)
 
-    return _kernels.make_kernel(what, positional, (names,), out_names, selection=asked)
+    heirs = {old: (new,) for old, new in renamed.items()}
+    return make_along_kernel(what, positional, (names,), out_names, chosen, selection=asked, heirs=heirs)
 
 
 def _transform(
@@ -124,7 +136,7 @@ def _transform(
 
     def op(a, axis=None, norm=None):
         require_named(name, a)
-        kernel = _transform_kernel(transform, a.names, _requests(axis), norm)
+        kernel = _transform_kernel(transform, a.names, _requests(name, axis), norm)
         return wrap(kernel.call(a.array), kernel.names)
 
     doc = f"""{summary}
@@ -195,7 +207,7 @@ ihfft = _transform(
     False,
     "The inverse of `hfft`.",
     'axn.named([5., 1., -3., 1.], "t"), "t"',
-    "complex64[t=3], [1.-0.j 2.-0.j 0.-0.j]",
+    "complex64[t=3], [1.+0.j 2.+0.j 0.+0.j]",
 )
 
 

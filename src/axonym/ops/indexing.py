@@ -31,6 +31,7 @@ from ..array import NamedArray, wrap
 from ..axis import AxisSelector
 from ._index_plan import IndexLayout, Item, SliceSpec, make_plan
 
+
 def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
     """Part of an array: `array[slices]`.
 
@@ -70,7 +71,7 @@ def take(array: NamedArray, axis: AxisSelector, index: Any) -> NamedArray:
 @_kernels.cached
 def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, Any], ...]) -> _kernels.Kernel:
     """The kernel of a look-up; with options, of one that leaves out-of-range indices to JAX's gather."""
-    cut = () if options else tuple(i for i in items if i.kind != "gather")
+    cut = tuple(i for i in items if i.kind == "slice" or not (options or i.kind == "gather"))
     gone = {i.name for i in cut if i.kind in ("at", "dynamic at")}
     layout = IndexLayout(tuple(n for n in names if n not in gone), [i for i in items if i not in cut])
 
@@ -83,7 +84,8 @@ def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, 
 
     replaced = {i.name for i in items if i.kind not in ("slice", "dynamic slice")}
     in_names = [mask_names(names, replaced), *(i.operand_names for i in items if i.operand_names is not None)]
-    return _kernels.make_kernel("index", positional, in_names, layout.out_names)
+    # Sizes are compared once the slices are cut out, by the layout.
+    return _kernels.make_kernel("index", positional, in_names, layout.out_names, same_sizes=False)
 
 
 def mask_names(names: Names, replaced: Collection[str]) -> Names:
@@ -106,16 +108,9 @@ def _cut_block(a: jax.Array, names: Names, items: Sequence[Item], operands: Mapp
         for item in items:
             if item in operands:
                 position = names.index(item.name)
-                starts[position] = _from_the_end(operands[item], a.shape[position])
+                starts[position] = operands[item]
                 sizes[position] = 1 if item.kind == "dynamic at" else item.static
         dtype = jnp.result_type(*(s.dtype for s in starts))
         a = jax.lax.dynamic_slice(a, [jnp.asarray(s, dtype) for s in starts], sizes)
     gone = [names.index(i.name) for i in items if i.kind in ("at", "dynamic at")]
     return jax.lax.squeeze(a, gone) if gone else a
-
-
-def _from_the_end(index: Any, size: int) -> Any:
-    """A traced index, negative ones counting from the end as everywhere in NumPy."""
-    if jnp.issubdtype(index.dtype, jnp.unsignedinteger):
-        return index
-    return jax.lax.select(index < 0, index + jnp.asarray(size, index.dtype), index)

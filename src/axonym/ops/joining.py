@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .. import _errors, _kernels
 from .._mesh import Names
@@ -246,7 +247,7 @@ def repeat(a: NamedArray, repeats: Any, axis: AxisSelector, total_repeat_length:
 
 def _total(repeats: Any, a: NamedArray, axis: AxisSelector) -> int | None:
     """How long the result is, where the values of `repeats` are known."""
-    if isinstance(repeats, jax.core.Tracer):
+    if isinstance(repeats, Tracer):
         raise ValueError(
             f"repeat: how long axis {name_of(axis)!r} becomes depends on the values of `repeats`, which are not known "
             "in jit. Pass total_repeat_length."
@@ -322,6 +323,9 @@ def roll(array: NamedArray, shift: Any, axis: AxisSelection) -> NamedArray:
     NamedArray(int32[x=3], [3 1 2])
     """
     names = require_named("roll", array).names
+    if type(shift) is int:
+        kernel = _roll_kernel(names, (shift,), _kernels.hashable(axis))
+        return wrap(kernel.call(array.array), kernel.names)
     shifts = shift if isinstance(shift, (tuple, list)) else (shift,)
     if len(shifts) == 1 and not isinstance(shifts[0], NamedArray) and jnp.ndim(shifts[0]) == 1:
         shifts = tuple(shifts[0])

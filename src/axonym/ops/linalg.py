@@ -12,6 +12,7 @@ not stand last or next to each other.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -23,6 +24,7 @@ from .. import _errors, _kernels
 from .._mesh import Names
 from ..array import NamedArray, wrap, wrap_result
 from ..axis import Axis, AxisSelection, AxisSelector, name_of
+from ._along import make_along_kernel
 from ._families import publish
 from ._operands import check_new_axis, distinct, require_named
 
@@ -105,7 +107,7 @@ def _matrix_kernel(
         return found if several else found[0]
 
     out_names = tuple(layouts) if several else layouts[0]
-    return _kernels.make_kernel(what, positional, (names,), out_names, selection=axes)
+    return make_along_kernel(what, positional, (names,), out_names, (row, col), selection=axes)
 
 
 def _apply(
@@ -233,8 +235,10 @@ def matrix_power(a: NamedArray, axes: MatrixAxes, n: int) -> NamedArray:
     >>> axn.linalg.matrix_power(axn.named([[1., 1.], [0., 1.]], ("i", "j")), ("i", "j"), 3)
     NamedArray(float32[i=2, j=2], [[1. 3.] [0. 1.]])
     """
+    what = "linalg.matrix_power"
+    axes, n = _pair(what, axes), operator.index(n)
     form = _MATRIX._replace(transposes=True, decomposes=n < 0)
-    return _apply(jnp.linalg.matrix_power, "linalg.matrix_power", form, a, axes, None, (n,))
+    return _apply(jnp.linalg.matrix_power, what, form, a, axes, None, (n,))
 
 
 def matrix_rank(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> NamedArray:
@@ -248,7 +252,15 @@ def matrix_rank(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> N
     >>> axn.linalg.matrix_rank(axn.named([[1., 1.], [1., 1.]], ("i", "j")), ("i", "j"))
     NamedArray(int32[], 1)
     """
-    return _apply(jnp.linalg.matrix_rank, "linalg.matrix_rank", _SCALAR, a, axes, None, (_number(rtol),))
+    return _apply(_matrix_rank, "linalg.matrix_rank", _SCALAR, a, axes, None, (_number(rtol),))
+
+
+def _matrix_rank(x: jax.Array, rtol: float | None) -> jax.Array:
+    if rtol is None:
+        return jnp.linalg.matrix_rank(x)
+    # `jnp.linalg.matrix_rank` takes the fraction for an absolute bound.
+    values = jnp.linalg.svdvals(x)
+    return jnp.sum(values > rtol * jnp.max(values, axis=-1, keepdims=True), axis=-1)
 
 
 def cond(a: NamedArray, axes: MatrixAxes, p: Any = None) -> NamedArray:
@@ -421,7 +433,7 @@ def _system_kernel(
         x = fn(a, b.reshape(*b.shape[: len(batch) + 1], -1), *static)
         return _kernels.transpose_to(x.reshape(*x.shape[:-1], *many), canonical, out_names)
 
-    return _kernels.make_kernel(what, positional, (a_names, b_names), out_names, selection=axes)
+    return make_along_kernel(what, positional, (a_names, b_names), out_names, (row, col), selection=axes)
 
 
 def solve(a: NamedArray, b: NamedArray, axes: MatrixAxes) -> NamedArray:
@@ -483,7 +495,8 @@ def _norm_kernel(names: Names, axis: Any, ord: Any) -> _kernels.Kernel:
     if axis is None:
         # JAX flattens for other orders; of a sharded array that would be costly.
         plain = ord is None or ord == 2
-        fn: Any = jnp.linalg.norm if plain else functools.partial(jnp.linalg.vector_norm, axis=None, ord=ord)
+        vector_norm: Any = jnp.linalg.vector_norm
+        fn = jnp.linalg.norm if plain else functools.partial(vector_norm, axis=None, ord=ord)
     elif len(chosen) in (1, 2):
         fn = functools.partial(jnp.linalg.norm, axis=positions if len(chosen) == 2 else positions[0], ord=ord)
     else:

@@ -19,6 +19,7 @@ import numpy as np
 from .. import _errors, _kernels
 from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, wrap, wrap_result
+from ._along import make_along_kernel
 from ._families import publish
 from ._operands import distinct, private
 
@@ -54,7 +55,8 @@ def _names(*operands: PolynomialLike) -> Names:
 def _poly_kernel(
     fn: Callable[..., Any], name: str, in_names: tuple[Names, ...], out_names: Any, static: tuple[Any, ...] = ()
 ) -> _kernels.Kernel:
-    return _kernels.make_kernel(name, lambda *arrays: fn(*arrays, *static), in_names, out_names)
+    along = {n for names in in_names for n in names}
+    return make_along_kernel(name, lambda *arrays: fn(*arrays, *static), in_names, out_names, along)
 
 
 def _of_two(fn: Callable[..., Any], name: str, p1: PolynomialLike, p2: PolynomialLike, results: int) -> Any:
@@ -174,8 +176,14 @@ def polyval(p: PolynomialLike, x: NamedOrNumeric) -> Any:
     coefficients = _coefficients("polyval", p)
     if not isinstance(x, NamedArray):
         return jnp.polyval(coefficients, x)  # pyright: ignore[reportArgumentType]
-    kernel = _poly_kernel(jnp.polyval, "polyval", (private("p", _names(p)), x.names), x.names)
+    kernel = _polyval_kernel(_names(p), x.names)
     return wrap(kernel.call(coefficients, x.array), x.names)
+
+
+@_kernels.cached
+def _polyval_kernel(p_names: Names, x_names: Names) -> _kernels.Kernel:
+    along = private("p", p_names)
+    return make_along_kernel("polyval", jnp.polyval, (along, x_names), x_names, along)
 
 
 def poly(seq_of_zeros: PolynomialLike) -> NamedArray:
@@ -354,7 +362,7 @@ def _polyfit_kernel(
             return coefficients, _kernels.transpose_to(each, (point, f"{point}_cov", *others), covariance)
         return coefficients
 
-    return _kernels.make_kernel("polyfit", positional, in_names, out_names)
+    return make_along_kernel("polyfit", positional, in_names, out_names, x_names)
 
 
 def _inexact(x: jax.Array) -> jax.Array:

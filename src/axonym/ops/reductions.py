@@ -7,7 +7,7 @@ by name to the array. A cumulative operation runs along one axis and keeps it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import numpy as np
 from .. import _errors, _kernels
 from .._mesh import Names
 from ..array import NamedArray, wrap
-from ..axis import AxisSelection, AxisSelector
+from ..axis import AxisSelector
 from ._families import ArgReduction, Cumulative, Reduction, SpreadReduction, TypedReduction, map_tree, publish
 
 
@@ -92,9 +92,7 @@ def _typed(
     def op(array, axis=None, *, where=None, dtype=None):
         return _reduce(fn, name, array, axis, where, native, _dtype_option(dtype))
 
-    return publish(
-        op, name, __name__, _doc(name, summary, "\n        dtype: the dtype to compute in.", example, shown)
-    )
+    return publish(op, name, __name__, _doc(name, summary, "\n        dtype: the dtype to compute in.", example, shown))
 
 
 def _spread(
@@ -207,9 +205,7 @@ def _arg_kernel(fn: Callable[..., Any], name: str, names: Names, axis: Any) -> _
     chosen = _kernels.select_one(name, names, axis)
     position = names.index(chosen)
     out_names = tuple(n for n in names if n != chosen)
-    return _kernels.make_kernel(
-        name, lambda x: fn(x, axis=position), (names,), out_names, native=True, selection=axis
-    )
+    return _kernels.make_kernel(name, lambda x: fn(x, axis=position), (names,), out_names, native=True, selection=axis)
 
 
 def _arg(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> ArgReduction:
@@ -244,20 +240,18 @@ nanargmin = _arg("nanargmin", jnp.nanargmin, "The index of the smallest element 
 def _cumulative_kernel(fn: Callable[..., Any], name: str, names: Names, axis: AxisSelector, dtype: Any) -> Any:
     position = names.index(_kernels.select_one(name, names, axis))
     keywords = {} if dtype is None else {"dtype": dtype}
-    return _kernels.make_kernel(
-        name, lambda x: fn(x, axis=position, **keywords), (names,), names, selection=axis
-    )
+    return _kernels.make_kernel(name, lambda x: fn(x, axis=position, **keywords), (names,), names, selection=axis)
 
 
 def _cumulative(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> Cumulative:
-    def op(array, axis, *, dtype=None):
-        kernel = _cumulative_kernel(fn, name, array.names, axis, None if dtype is None else np.dtype(dtype))
-        return wrap(kernel.call(array.array), kernel.names)
+    def op(a, axis, dtype=None):
+        kernel = _cumulative_kernel(fn, name, a.names, axis, None if dtype is None else np.dtype(dtype))
+        return wrap(kernel.call(a.array), kernel.names)
 
     doc = f"""{summary}
 
     Arguments:
-        array: a named array.
+        a: a named array.
         axis: the axis to run along.
         dtype: the dtype to compute in.
 

@@ -119,7 +119,7 @@ def _positions_kernel(what: str, names: Names, size: Axis) -> _kernels.Kernel:
     return _kernels.make_kernel(what, positional, (names, *[()] * len(names)), ((size.name,),) * len(names))
 
 
-def clip(array: NamedOrNumeric, a_min: NamedOrNumeric | None = None, a_max: NamedOrNumeric | None = None) -> Any:
+def clip(array: NamedOrNumeric, a_min: NamedOrNumeric | None = None, a_max: NamedOrNumeric | None = None) -> NamedArray:
     """Each element moved into a range.
 
     Arguments:
@@ -130,25 +130,19 @@ def clip(array: NamedOrNumeric, a_min: NamedOrNumeric | None = None, a_max: Name
     >>> axn.clip(axn.named([1, 5, 9], "x"), 2, 6)
     NamedArray(int32[x=3], [2 5 6])
     """
-    fn, operands = _CLIPS[a_min is None, a_max is None], [a for a in (array, a_min, a_max) if a is not None]
-    if not any(isinstance(a, NamedArray) for a in operands):
-        return jnp.clip(array, a_min, a_max)  # pyright: ignore[reportArgumentType]
-    arrays, names = zip(*map(operand, operands), strict=True)
-    kernel = _broadcast_kernel(fn, "clip", names)
+    arrays: list[Any] = []
+    all_names: tuple[Names, ...] = ()
+    for x in (array, a_min, a_max):
+        if x is not None:
+            x, names = operand(x)
+            arrays.append(x)
+            all_names += (names,)
+    kernel = _broadcast_kernel(jnp.clip if a_min is not None else _clip_above, "clip", all_names)
     return wrap(kernel.call(*arrays), kernel.names)
 
 
-def _clip_above(x: jax.Array, upper: jax.Array) -> jax.Array:
+def _clip_above(x: jax.Array, upper: jax.Array | None = None) -> jax.Array:
     return jnp.clip(x, None, upper)
-
-
-_CLIPS: dict[tuple[bool, bool], Callable[..., jax.Array]] = {
-    (False, False): jnp.clip,
-    (False, True): jnp.clip,
-    (True, False): _clip_above,
-    (True, True): jnp.clip,
-}
-"""How to clip when `a_min` is None, and when `a_max` is None."""
 
 
 def select(
@@ -184,7 +178,7 @@ def _select(*operands: jax.Array) -> jax.Array:
 
 
 def take_along_axis(
-    array: NamedArray, indices: NamedArray, axis: AxisSelector, *, mode: str | None = None
+    array: NamedArray, indices: NamedOrNumeric, axis: AxisSelector, *, mode: str | None = None
 ) -> NamedArray:
     """The elements at the given positions along an axis, for each place along the others.
 
@@ -211,7 +205,8 @@ def take_along_axis(
 def _take_along_kernel(names: Names, index_names: Names, axis: AxisSelector, mode: str | None) -> _kernels.Kernel:
     what = "take_along_axis"
     along = _kernels.select_one(what, names, axis)
-    require_subset(what, "indices", index_names, names)
+    way_out = f" Index it instead, as in array[{{{along!r}: indices}}]; there new axes are welcome."
+    require_subset(what, "indices", index_names, names, way_out)
     position = names.index(along)
     kept = names if along in index_names else tuple(n for n in names if n != along)
 
@@ -231,7 +226,7 @@ def _apart(names: Names, along: str) -> Names:
 
 
 def put_along_axis(
-    array: NamedArray, indices: NamedArray, values: NamedOrNumeric, axis: AxisSelector, *, mode: str | None = None
+    array: NamedArray, indices: NamedOrNumeric, values: NamedOrNumeric, axis: AxisSelector, *, mode: str | None = None
 ) -> NamedArray:
     """The array with other elements at the given positions along an axis, for each place along the others.
 
@@ -305,8 +300,7 @@ def isin(array: NamedOrNumeric, values: Any, *, invert: bool = False) -> NamedAr
     """
     array, names = operand(array)
     values, value_names = operand(values)
-    values = values if hasattr(values, "shape") else jnp.asarray(values)
-    value_names = private("`values`", value_names or tuple(map(str, range(jnp.ndim(values)))))
+    value_names = private("`values`", value_names or tuple(map(str, range(np.ndim(values)))))
     kernel = _lookup_kernel(jnp.isin, "isin", (names, value_names), (("invert", bool(invert)),))
     return wrap(kernel.call(array, values), kernel.names)
 

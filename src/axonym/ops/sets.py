@@ -170,6 +170,11 @@ def bincount(x: NamedArray, Counts: Axis, *, weights: NamedOrNumeric | None = No
     return wrap(kernel.call(x.array, *weight), kernel.names)
 
 
+def _require_dtype(what: str, x: jax.Array, kind: Any, expected: str) -> None:
+    if not jnp.issubdtype(x.dtype, kind) and (kind is jnp.uint8 or x.dtype != jnp.bool_):
+        raise TypeError(f"{what}: expected {expected}, got {x.dtype}.")
+
+
 def _weights(weights: NamedOrNumeric | None) -> tuple[tuple[Any, ...], Names | None]:
     if weights is None:
         return (), None
@@ -182,8 +187,7 @@ def _bincount_kernel(names: Names, Counts: Axis, weight_names: Names | None) -> 
     _check_weights("bincount", weight_names, names)
 
     def positional(x, *weights):
-        if not jnp.issubdtype(x.dtype, jnp.integer) and x.dtype != jnp.bool_:
-            raise TypeError(f"bincount: expected integers, got {x.dtype}.")
+        _require_dtype("bincount", x, jnp.integer, "integers")
         if jnp.issubdtype(x.dtype, jnp.signedinteger):  # negative ones would count as zero
             x = jnp.where(x < 0, Counts.size, x)
         spread = _spread(weights, weight_names, names, x.shape)
@@ -234,21 +238,25 @@ def histogram(
     if isinstance(Bins, NamedArray):
         if range is not None:
             raise ValueError("histogram: `range` is for bins of one width; the edges given already say where they lie.")
-        (limits, _), bins = vectors("histogram", Bins=Bins), Bins.names[0]
+        limits, own = vectors("histogram", Bins=Bins)
+        bins = Bins.names[0]
     else:
         bins = one_axis("histogram", "Bins", Bins)
-        limits = () if range is None else tuple(scalar("histogram", "range", limit) for limit in range)
+        limits, own = [scalar("histogram", "range", limit) for limit in (() if range is None else range)], ()
         if len(limits) not in (0, 2):
             raise ValueError(f"histogram: `range` is the lowest and the highest edge, got {len(limits)} values.")
-    kernel = _histogram_kernel(array.names, bins, len(limits), weight_names, bool(density))
+    kernel = _histogram_kernel(array.names, bins, len(limits), own, weight_names, bool(density))
     return wrap_result(kernel.call(array.array, *limits, *weight), kernel.names)
 
 
 @_kernels.cached
 def _histogram_kernel(
-    names: Names, bins: Axis | str, limits: int, weight_names: Names | None, density: bool
+    names: Names, bins: Axis | str, limits: int, own: Names, weight_names: Names | None, density: bool
 ) -> _kernels.Kernel:
-    """`bins` is an axis, with its limits or without, or the name of the axis of the edges that are the one limit."""
+    """`bins` is an axis, with its two limits or without, or the name of the axis of the edges, which are the one limit.
+
+    `own` are the axes of a limit.
+    """
     _check_weights("histogram", weight_names, names)
     name = bins.name if isinstance(bins, Axis) else bins
 
@@ -259,9 +267,8 @@ def _histogram_kernel(
             return jnp.histogram(x, bins.size, among or None, spread, density)
         return jnp.histogram(x, *among, weights=spread, density=density)
 
-    own = [()] * limits if isinstance(bins, Axis) else [(name,)]
     first, *others = _with_weights(names, weight_names)
-    return _kernels.make_kernel("histogram", positional, (first, *own, *others), ((name,), (name,)), same_sizes=False)
+    return _kernels.make_kernel("histogram", positional, (first, *[own] * limits, *others), ((name,), (name,)))
 
 
 # --- bits ---
@@ -303,10 +310,14 @@ def unpackbits(a: NamedArray, axis: AxisSelector, *, count: int | None = None, b
 @_kernels.cached
 def _bits_kernel(what: str, names: Names, axis: AxisSelector, count: int | None, bitorder: str) -> _kernels.Kernel:
     position = names.index(_kernels.select_one(what, names, axis))
+    if bitorder not in ("big", "little"):
+        raise ValueError(f'{what}: `bitorder` is "big" or "little", got {bitorder!r}.')
 
     def positional(x):
-        if what == "packbits":
-            return jnp.packbits(x, position, bitorder)
-        return jnp.unpackbits(x, position, count, bitorder)
+        if what == "unpackbits":
+            _require_dtype(what, x, jnp.uint8, "bytes, of dtype uint8")
+            return jnp.unpackbits(x, position, count, bitorder)
+        _require_dtype(what, x, jnp.integer, "integers or bools")
+        return jnp.packbits(x, position, bitorder)
 
     return _kernels.make_kernel(what, positional, (names,), names, selection=axis)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, overload
 
 import jax
@@ -29,19 +30,31 @@ def rename(array: NamedArray, renames: Mapping[AxisSelector, AxisSelector]) -> N
     >>> axn.rename(axn.ones({"x": 2, "y": 3}), {"x": "y", "y": "x"}).shape
     {'y': 2, 'x': 3}
     """
-    names = require_named("rename", array).names
-    new = {name_of(old): sys.intern(name_of(new)) for old, new in renames.items()}
+    raw = require_named("rename", array).array
+    return wrap(raw, _renamed(array.names, getattr(raw, "shape", None), tuple(renames.items())))
+
+
+@functools.lru_cache(maxsize=_kernels.CACHE_SIZE)
+def _renamed(
+    names: Names, shape: tuple[int, ...] | None, renames: tuple[tuple[AxisSelector, AxisSelector], ...]
+) -> Names:
+    new = {name_of(old): sys.intern(name_of(new)) for old, new in renames}
     missing = [n for n in new if n not in names]
     if missing:
-        raise ValueError(_errors.missing_axes("rename", missing, names, jnp.shape(array.array)))
+        raise ValueError(_errors.missing_axes("rename", missing, names, shape))
     if len(new) != len(renames):
-        raise ValueError(_errors.duplicate_names("rename", [name_of(old) for old in renames]))
-    for old, axis in renames.items():
-        if isinstance(old, Axis) or isinstance(axis, Axis):
-            size = array.shape[name_of(old)]
-            check_new_axis("rename", old, size)
-            check_new_axis("rename", axis, size)
-    return wrap(array.array, distinct("rename", tuple(new.get(n, n) for n in names)))
+        raise ValueError(_errors.duplicate_names("rename", [name_of(old) for old, _ in renames]))
+    if shape is not None:
+        sizes = dict(zip(names, shape, strict=False))
+        wrong = [
+            f"{old} to {new}"
+            for old, new in renames
+            if any(isinstance(s, Axis) and s.size != sizes[name_of(old)] for s in (old, new))
+        ]
+        if wrong:
+            described = _errors.describe_shape(sizes)
+            raise ValueError(f"rename: cannot rename {', '.join(wrong)} in {described}: the sizes differ.")
+    return distinct("rename", tuple(new.get(n, n) for n in names))
 
 
 @overload
@@ -125,10 +138,9 @@ def unbind(array: NamedArray, axis: AxisSelector) -> list[NamedArray]:
     >>> axn.unbind(axn.named([[1, 2], [3, 4]], ("x", "y")), "x")
     [NamedArray(int32[y=2], [1 2]), NamedArray(int32[y=2], [3 4])]
     """
-    require_named("unbind", array)
-    (found,) = resolve(array.names, jnp.shape(array.array), axis, "unbind")
-    kernel = _unbind_kernel(array.names, found)
-    return list(wrap_result(kernel.call(array.array), kernel.names))
+    raw = require_named("unbind", array).array
+    kernel = _unbind_kernel(array.names, axis, jnp.shape(raw))
+    return list(wrap_result(kernel.call(raw), kernel.names))
 
 
 def split(a: NamedArray, axis: AxisSelector, new_axes: AxisSpec) -> list[NamedArray]:
@@ -143,6 +155,8 @@ def split(a: NamedArray, axis: AxisSelector, new_axes: AxisSpec) -> list[NamedAr
     [NamedArray(int32[x=3], [0 1 2]), NamedArray(int32[rest=2], [3 4])]
     """
     names = require_named("split", a).names
+    if not isinstance(new_axes, (Axis, Mapping, Sequence)):
+        raise TypeError(f"split: expected the axis of each part, with its size, got {type(new_axes).__name__}.")
     kernel = _split_kernel(names, axis, axes_of_spec(_kernels.hashable(new_axes), "split"))
     return list(wrap_result(kernel.call(a.array), kernel.names))
 
@@ -219,14 +233,16 @@ def _unflatten_kernel(names: Names, axis: AxisSelector, new_axes: Any) -> _kerne
 
 
 @_kernels.cached
-def _unbind_kernel(names: Names, axis: Axis) -> _kernels.Kernel:
-    where = names.index(axis.name)
-    out_names = tuple(n for n in names if n != axis.name)
+def _unbind_kernel(names: Names, axis: AxisSelector, shape: tuple[int, ...]) -> _kernels.Kernel:
+    old = _kernels.select_one("unbind", names, axis)
+    where = names.index(old)
+    count = shape[where] if len(shape) == len(names) else 0  # a wrong rank is reported when the kernel is called
+    out_names = tuple(n for n in names if n != old)
 
     def positional(x):
         return jnp.unstack(x, axis=where)
 
-    return _kernels.make_kernel("unbind", positional, (names,), (out_names,) * axis.size)
+    return _kernels.make_kernel("unbind", positional, (names,), (out_names,) * count, selection=axis)
 
 
 @_kernels.cached

@@ -12,6 +12,7 @@ from .. import _errors, _kernels
 from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, wrap
 from ..axis import AxisSelection, AxisSelector
+from ._along import make_along_kernel
 from ._families import publish
 from ._operands import operand, private, require_named
 
@@ -59,7 +60,8 @@ def _convolution_kernel(
         return batched(a, a_names, v, v_names, out_names)
 
     in_names = (a_names, _privately("`v`", v_names, (chosen,)))
-    return _kernels.make_kernel(what, positional, in_names, out_names, selection=axis)
+    along = (chosen, *private("`v`", (chosen,)))
+    return make_along_kernel(what, positional, in_names, out_names, along, selection=axis)
 
 
 def _convolution(name: str, fn: Callable[..., Any], summary: str, shown: str) -> _Convolution:

@@ -25,6 +25,8 @@ class dslice:
     def __init__(self, start: Any, length: int | Axis):
         self.start = start
         self.size = length.size if isinstance(length, Axis) else operator.index(length)
+        if self.size < 0:
+            raise ValueError(f"ds: a length is not negative, got {self.size}.")
 
     def to_slice(self) -> slice:
         """The same as a Python slice.

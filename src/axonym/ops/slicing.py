@@ -1,11 +1,12 @@
 """Slices by name with a start that may be traced: taking one out, and putting one in.
 
-As in `jax.lax.dynamic_slice`, a traced start is moved so that the slice fits.
+As in `jax.lax.dynamic_slice`, a start that is an array, traced or not, is moved so that the slice fits. A start that is
+a Python integer must fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from .. import _errors, _kernels
 from .._mesh import Names
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelector, name_of
+from ._operands import distinct, private, require_named
 from .indexing import index
 from .slices import dslice
 
@@ -60,7 +62,9 @@ def slice(
         )
     result = index(array, {n: dslice(s, lengths[n]) for n, s in starts.items()})
     renames = {n: v.name for n, v in lengths.items() if isinstance(v, Axis) and v.name != n}
-    return wrap(result.array, tuple(renames.get(n, n) for n in result.names)) if renames else result
+    if not renames:
+        return result
+    return wrap(result.array, distinct("slice", tuple(renames.get(n, n) for n in result.names)))
 
 
 def updated_slice(array: NamedArray, start: Mapping[AxisSelector, Any], update: NamedArray) -> NamedArray:
@@ -76,11 +80,26 @@ def updated_slice(array: NamedArray, start: Mapping[AxisSelector, Any], update: 
     >>> axn.updated_slice(x, {"x": 1}, axn.ones({"x": 2}))
     NamedArray(float32[x=4], [0. 1. 1. 0.])
     """
+    require_named("updated_slice", update)
     starts = {name_of(s): v for s, v in start.items()}
     layout = tuple((n, v.names if isinstance(v, NamedArray) else ()) for n, v in starts.items())
     kernel = _updated_slice_kernel(array.names, update.names, layout)
-    values = (v.array if isinstance(v, NamedArray) else v for v in starts.values())
+    values = [_checked_start(array, update, n, v) for n, v in starts.items()]
     return wrap(kernel.call(array.array, update.array, *values), kernel.names)
+
+
+def _checked_start(array: NamedArray, update: NamedArray, name: str, start: Any) -> Any:
+    start = start.array if isinstance(start, NamedArray) else start
+    if not jnp.issubdtype(jnp.result_type(start), jnp.integer):
+        raise TypeError(f"updated_slice: the start along {name!r} is an integer, got {jnp.result_type(start)}.")
+    if isinstance(start, (int, np.integer)) and array.has_axis(name):
+        room = array.axis_size(name) - (update.axis_size(name) if update.has_axis(name) else 1)
+        if 0 <= room and not 0 <= start <= room:  # without room, the kernel says what does not fit
+            raise IndexError(
+                f"updated_slice: the start {start} is out of range for axis {name!r} of size {array.axis_size(name)}: "
+                f"it must lie in 0..{room}."
+            )
+    return start
 
 
 @_kernels.cached
@@ -103,6 +122,7 @@ def _updated_slice_kernel(names: Names, update_names: Names, starts: tuple[tuple
 
     def positional(a, update, *values):
         sizes = dict(zip(update_names, update.shape, strict=True))
+        _check_per_element(names, a, starts, values, sizes)
         too_large = [n for n, s in zip(names, a.shape, strict=True) if sizes.get(n, 1) > s]
         if too_large:
             raise ValueError(
@@ -120,5 +140,19 @@ def _updated_slice_kernel(names: Names, update_names: Names, starts: tuple[tuple
             fn = jax.vmap(fn, in_axes=axes, out_axes=position)
         return fn(a, update, *values)
 
-    in_names = [names, *(tuple(f"{n} (update)" for n in layout) for layout in (update_names, *(s for _, s in starts)))]
+    # The result is placed as the array is, whatever the update and the starts look like.
+    in_names = [names, private("`update`", update_names), *(private(f"the start of {n}", s) for n, s in starts)]
     return _kernels.make_kernel(what, positional, in_names, names)
+
+
+def _check_per_element(
+    names: Names, a: jax.Array, starts: Sequence[tuple[str, Names]], values: Sequence[jax.Array], update: dict[str, int]
+) -> None:
+    """Along an axis of a start, the array, the start and the update, if it has that axis, are of one size."""
+    known = dict(zip(names, a.shape, strict=True))
+    for (moved, layout), value in zip(starts, values, strict=True):
+        for n, size in zip(layout, value.shape, strict=True):
+            places = [("the array", known[n]), (f"the start of {moved!r}", size)]
+            places += [("the update", update[n])] if n in update else []
+            if len({s for _, s in places}) > 1:
+                raise ValueError(_errors.size_mismatch("updated_slice", n, places))

@@ -57,19 +57,26 @@ def _order_kernel(
         raise ValueError(f"{name}: `q` must be a scalar or have one axis, got {_errors.describe_axes(q_names)}.")
 
     def positional(x, q):
+        q = q if jnp.issubdtype(q.dtype, jnp.floating) else q * 1.0
         return fn(x, q, axis=positions, method=method)
 
     out_names = distinct(name, (*q_names, *kept))
     return _kernels.make_kernel(name, positional, (names, q_names), out_names, same_sizes=False, selection=axis)
 
 
-def _median(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> Median:
+# What an operation looks at, in words, and an example of it.
+_EVERY = ("the elements", "[[1., 2., 9.], [3., 4., 5.]]")
+_NUMBERS = ("the elements that are not NaN", "[[1., 2., jnp.nan], [3., 4., 5.]]")
+
+
+def _median(name: str, fn: Callable[..., Any], among: tuple[str, str], shown: str) -> Median:
     def op(array, axis=None):
         require_named(name, array)
         kernel = _order_kernel(fn, name, array.names, _kernels.hashable(axis), None, None)
         return wrap(kernel.call(array.array), kernel.names)
 
-    doc = f"""{summary}
+    elements, example = among
+    doc = f"""The median of {elements}.
 
     Arguments:
         array: a named array.
@@ -82,7 +89,7 @@ def _median(name: str, fn: Callable[..., Any], summary: str, example: str, shown
 
 
 def _quantile(
-    name: str, fn: Callable[..., Any], summary: str, example: str, q: str, shown: str, whole: str = "1"
+    name: str, fn: Callable[..., Any], among: tuple[str, str], share: tuple[str, int], q: str, shown: str
 ) -> Quantile:
     def op(array, q, axis=None, *, method="linear"):
         require_named(name, array)
@@ -90,7 +97,8 @@ def _quantile(
         kernel = _order_kernel(fn, name, array.names, _kernels.hashable(axis), q_names, method)
         return wrap(kernel.call(array.array, q), kernel.names)
 
-    doc = f"""{summary}
+    (elements, example), (kind, whole) = among, share
+    doc = f"""The element below which a given {kind} of {elements} lies.
 
     Arguments:
         array: a named array.
@@ -105,13 +113,15 @@ def _quantile(
     return publish(op, name, __name__, doc)
 
 
+_SHARE, _PERCENT = ("share", 1), ("percentage", 100)
+
 # fmt: off
-median = _median("median", jnp.median, "The median.", "[[1., 2., 9.], [3., 4., 5.]]", "float32[x=2], [2. 4.]")
-nanmedian = _median("nanmedian", jnp.nanmedian, "The median of the elements that are not NaN.", "[[1., 2., jnp.nan], [3., 4., 5.]]", "float32[x=2], [1.5 4. ]")
-quantile = _quantile("quantile", jnp.quantile, "The element below which a given share of the elements lies.", "[[1., 2., 9.], [3., 4., 5.]]", "0.25", "float32[x=2], [1.5 3.5]")
-nanquantile = _quantile("nanquantile", jnp.nanquantile, "The element below which a given share of the elements that are not NaN lies.", "[[1., 2., jnp.nan], [3., 4., 5.]]", "0.5", "float32[x=2], [1.5 4. ]")
-percentile = _quantile("percentile", jnp.percentile, "The element below which a given percentage of the elements lies.", "[[1., 2., 9.], [3., 4., 5.]]", "25", "float32[x=2], [1.5 3.5]", "100")
-nanpercentile = _quantile("nanpercentile", jnp.nanpercentile, "The element below which a given percentage of the elements that are not NaN lies.", "[[1., 2., jnp.nan], [3., 4., 5.]]", "50", "float32[x=2], [1.5 4. ]", "100")
+median = _median("median", jnp.median, _EVERY, "float32[x=2], [2. 4.]")
+nanmedian = _median("nanmedian", jnp.nanmedian, _NUMBERS, "float32[x=2], [1.5 4. ]")
+quantile = _quantile("quantile", jnp.quantile, _EVERY, _SHARE, "0.25", "float32[x=2], [1.5 3.5]")
+nanquantile = _quantile("nanquantile", jnp.nanquantile, _NUMBERS, _SHARE, "0.5", "float32[x=2], [1.5 4. ]")
+percentile = _quantile("percentile", jnp.percentile, _EVERY, _PERCENT, "25", "float32[x=2], [1.5 3.5]")
+nanpercentile = _quantile("nanpercentile", jnp.nanpercentile, _NUMBERS, _PERCENT, "50", "float32[x=2], [1.5 4. ]")
 # fmt: on
 
 

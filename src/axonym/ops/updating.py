@@ -157,7 +157,7 @@ def _update_kernel(
     def positional(a, value, *operands):
         return layout.update(how, a, value, value_names, operands, dict(options))
 
-    # The result is placed as the array is, whatever the indices and the value look like.
+    # The result is placed as the array is, whatever the indices and the value look like. The layout compares sizes.
     others = [value_names, *layout.operands]
     in_names = [names, *(mask_names(n, n) for n in others)]
-    return _kernels.make_kernel(what, positional, in_names, names)
+    return _kernels.make_kernel(what, positional, in_names, names, same_sizes=False)

@@ -1,0 +1,74 @@
+"""What is in force: one value that is part of every jit cache key.
+
+A mapping in force must never be baked into a compiled function that outlives it. JAX has a place for such things: a
+*user context*, whose value is part of the key under which `jax.jit` and all that builds on it keep what they traced and
+compiled. So a changed mapping retraces, and one that returns finds what it compiled before.
+
+JAX compares the value by hash and equality on every call. Settings are therefore interned: equal ones are one object.
+Nothing in force is `None`, the value every thread starts with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+Entry = str | tuple[str, ...] | None
+"""Where an axis goes: a mesh axis, several, or None for nowhere."""
+
+
+class Settings:
+    """Everything that can be in force, as one immutable value. Made by `intern_settings`."""
+
+    __slots__ = ("__weakref__", "mapping", "parameters")
+
+    def __init__(self, mapping: Mapping[str, Entry], parameters: Mapping[str, Entry]):
+        self.mapping = MappingProxyType(dict(mapping))
+        """Where the axes of arrays go."""
+        self.parameters = MappingProxyType(dict(parameters))
+        """Where the axes of parameters rest between their uses, if not there: see `axonym.fsdp`."""
+
+    def __repr__(self) -> str:
+        rest = f", parameters={dict(self.parameters)}" if self.parameters else ""
+        return f"Settings({dict(self.mapping)}{rest})"
+
+
+_INTERNED: weakref.WeakValueDictionary[Any, Settings] = weakref.WeakValueDictionary()
+_INTERNING = threading.Lock()
+
+# Made once, on import: JAX asks that contexts are not made while it is in use.
+_IN_FORCE = jax.make_user_context(None)
+
+
+def intern_settings(mapping: Mapping[str, Entry], parameters: Mapping[str, Entry] | None = None) -> Settings | None:
+    """The one object for these settings; None where they say nothing."""
+    parameters = parameters or {}
+    if not mapping and not parameters:
+        return None
+    key = frozenset(mapping.items()), frozenset(parameters.items())
+    with _INTERNING:
+        return _INTERNED.setdefault(key, Settings(mapping, parameters))
+
+
+def settings_in_force() -> Settings | None:
+    """All that is in force, or None."""
+    return _IN_FORCE.value
+
+
+def mapping_in_force() -> Mapping[str, Entry] | None:
+    """The mapping in force, or None."""
+    settings = _IN_FORCE.value
+    return None if settings is None else settings.mapping
+
+
+@contextlib.contextmanager
+def in_force(settings: Settings | None) -> Iterator[None]:
+    """Put settings in force."""
+    with _IN_FORCE(settings):
+        yield

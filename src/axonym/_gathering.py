@@ -1,0 +1,134 @@
+"""Operations on parameters that rest split: gathered where they are used, with gradients that are split at once.
+
+Fully sharded data parallelism splits a parameter over the mesh axis that also splits the batch. To use it, every device
+gathers it; its gradient is a sum over the batch, of which every device keeps its part. That is one all-gather and one
+reduce-scatter, and no partitioner has to find it if the operation says so: `gathered` runs an operation with all mesh
+axes handled by hand, gathers the parameter inside, and lets differentiation turn the gather into the reduce-scatter.
+
+It must be the operation that is run by hand. If only the gather were, the gradient would arrive outside of it, already
+summed in full. And it must be all mesh axes: with some of them left to the partitioner it moves more than it needs to.
+
+Products and elementwise operations are run like this. Looking up rows of a table is not: moving the rows that were
+found, as the partitioner does, is cheaper than gathering the table.
+
+A parameter is known by its names: an operand with an axis that the parameter mapping splits and the mapping in force
+does not, and none that shares its mesh axis with the batch of another operand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from . import _context
+from ._context import Entry
+from ._mesh import Names, mesh_axes
+
+Axes = tuple[str, ...]
+
+
+def gathered(
+    fn: Callable[..., jax.Array],
+    in_names: Sequence[Names],
+    out_names: Names,
+    arrays: Sequence[jax.Array],
+    *,
+    summed: Names = (),
+) -> jax.Array | None:
+    """Run an operation device by device, gathering the parameters among its operands; None where there are none.
+
+    Arguments:
+        fn: the operation on the local parts of the operands. Apart from `summed`, it must treat every index of an axis
+            on its own.
+        in_names: the axes of the operands.
+        out_names: the axes of the result.
+        arrays: the operands, traced.
+        summed: the axes that the operation sums over.
+    """
+    settings = _context.settings_in_force()
+    if settings is None or not settings.parameters:
+        return None
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or AxisType.Manual in mesh.axis_types:
+        return None
+    compute = {n: mesh_axes(settings.mapping.get(n)) for names in in_names for n in names}
+    resting = [_resting(names, compute, settings.parameters) for names in in_names]
+    is_parameter = [_is_parameter(i, in_names, compute, resting) for i in range(len(in_names))]
+    if not any(is_parameter):
+        return None
+    specs = [_spec(names, resting[i] if is_parameter[i] else compute) for i, names in enumerate(in_names)]
+    out_spec = _spec(out_names, compute)
+    if not all(_fits(n, s, x.shape, mesh) for n, s, x in zip(in_names, specs, arrays, strict=True)):
+        return None
+    if not _distinct(out_spec):
+        return None
+    varies = [{a for entry in spec for a in mesh_axes(entry)} for spec in specs]
+    reduced = tuple(dict.fromkeys(a for n in summed for a in compute.get(n, ())))
+
+    def by_hand(*local):
+        operands = []
+        for i, x in enumerate(local):
+            if is_parameter[i]:
+                # What other operands vary over, the parameter varies over too from here on. Said before the gather, so
+                # that its gradient is split before it is summed over the rest of the mesh.
+                others = set().union(*(v for j, v in enumerate(varies) if j != i)) - varies[i]
+                if others:
+                    x = jax.lax.pcast(x, tuple(a for a in mesh.axis_names if a in others), to="varying")
+                for position, name in enumerate(in_names[i]):
+                    extra = tuple(a for a in resting[i][name] if a not in compute[name])
+                    if extra:
+                        x = jax.lax.all_gather(x, extra, axis=position, tiled=True)
+            operands.append(x)
+        result = fn(*operands)
+        return jax.lax.psum(result, reduced) if reduced else result
+
+    if AxisType.Explicit in mesh.axis_types:
+        arrays = [_reshard(x, spec, mesh) for x, spec in zip(arrays, specs, strict=True)]
+    return jax.shard_map(by_hand, in_specs=tuple(specs), out_specs=out_spec)(*arrays)
+
+
+def _resting(names: Names, compute: Mapping[str, Axes], parameters: Mapping[str, Entry]) -> dict[str, Axes]:
+    """Where the axes of an array rest if it is a parameter."""
+    return {n: mesh_axes(parameters[n]) if n in parameters else compute[n] for n in names}
+
+
+def _is_parameter(
+    i: int, in_names: Sequence[Names], compute: Mapping[str, Axes], resting: Sequence[Mapping[str, Axes]]
+) -> bool:
+    names = in_names[i]
+    own = {a for n in names for a in compute[n]}
+    extra = {a for n in names for a in resting[i][n] if a not in compute[n]}
+    others = {a for j, other in enumerate(in_names) if j != i for n in other for a in compute[n]}
+    # The split at rest must refine that in use: gathering is all that is done to a parameter.
+    refines = all(resting[i][n][: len(compute[n])] == compute[n] for n in names)
+    return bool(extra) and refines and not extra & own and extra <= others
+
+
+def _spec(names: Names, placed: Mapping[str, Axes]) -> PartitionSpec:
+    return PartitionSpec(*(axes[0] if len(axes := placed.get(n, ())) == 1 else axes or None for n in names))
+
+
+def _distinct(spec: PartitionSpec) -> bool:
+    used = [a for entry in spec for a in mesh_axes(entry)]
+    return len(set(used)) == len(used)
+
+
+def _fits(names: Names, spec: PartitionSpec, shape: Sequence[int], mesh: AbstractMesh) -> bool:
+    """Whether an operand can be split like that; where not, the ordinary way of doing the operation has the say."""
+    known = all(a in mesh.shape for entry in spec for a in mesh_axes(entry))
+    return (
+        known
+        and len(names) == len(shape)
+        and _distinct(spec)
+        and all(s % math.prod(mesh.shape[a] for a in mesh_axes(e)) == 0 for s, e in zip(shape, spec, strict=True))
+    )
+
+
+def _reshard(x: jax.Array, spec: PartitionSpec, mesh: AbstractMesh) -> jax.Array:
+    explicit = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
+    entries = [tuple(a for a in mesh_axes(e) if a in explicit) for e in spec]
+    return jax.sharding.reshard(x, PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries)))

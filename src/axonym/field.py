@@ -1,0 +1,42 @@
+"""Fields of Equinox modules whose raw arrays have axis names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+
+__all__ = ["field"]
+
+
+def field(
+    *,
+    converter: Callable[[Any], Any] | None = None,
+    static: bool = False,
+    axis_names: Sequence[str] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """`equinox.field` for a raw array whose axes have names, so that `axonym.shard` can place it by a mapping.
+
+    Arguments:
+        converter: applied to the value on construction.
+        static: the field is metadata, not a child of the tree.
+        axis_names: the name of each axis of the array, in order.
+        metadata: more metadata for the field.
+        **kwargs: more arguments of `dataclasses.field`.
+
+    >>> import equinox as eqx
+    >>> class Table(eqx.Module):
+    ...     weight: jax.Array = axn.field(axis_names=("vocab", "embed"))
+    >>> axn.partitioning.pspec_for(Table(jnp.ones((4, 2))), {"vocab": "model"}).weight
+    P('model', None)
+    """
+    if axis_names is not None and static:
+        raise TypeError("field: a static field is not an array of the tree, so its axes cannot be placed.")
+    if axis_names is not None:
+        metadata = {**(metadata or {}), "axis_names": tuple(axis_names)}
+    if converter is not None:
+        kwargs["converter"] = converter
+    return eqx.field(static=static, metadata=metadata, **kwargs)

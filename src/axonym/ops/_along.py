@@ -1,0 +1,74 @@
+"""Operations that run along some axes and treat the others as batches: transforms, decompositions, convolutions.
+
+The partitioner knows little about them: it gathers batches that could stay where they are, and is not to be relied on
+for axes that such an operation runs along. By name it is clear what to do on Explicit mesh axes: the axes the operation
+runs along are made whole, each device computes the part of the batch that it has, and the result is placed as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from .. import _kernels, _mesh
+from .._mesh import Names
+from ..axis import AxisSelection
+
+
+def make_along_kernel(
+    what: str,
+    fn: Callable[..., Any],
+    in_names: Sequence[Names],
+    out_names: Any,
+    along: Collection[str],
+    *,
+    selection: AxisSelection | None = None,
+    heirs: _mesh.Heirs = MappingProxyType({}),
+) -> _kernels.Kernel:
+    """A kernel for an operation along some axes, which does the same for each element of the others.
+
+    Arguments:
+        what: the operation as users know it.
+        fn: the positional function. It is called with part of the batch, so it takes sizes from its operands.
+        in_names: the axes of each operand.
+        out_names: the axes of the result, or a tuple of them where `fn` returns a tuple.
+        along: the axes of the operands it runs along. All others are batch axes, and each result has them all.
+        selection: the axes the user selected; the sizes it carries are checked.
+        heirs: see `axonym._mesh.place`.
+    """
+
+    def positional(*arrays):
+        mesh = _mesh.explicit_mesh(arrays)
+        if mesh is None:
+            return fn(*arrays)
+        if any(t != AxisType.Explicit for t in mesh.axis_types):
+            # JAX cannot differentiate a `shard_map` over some of the mesh axes only.
+            return _mesh.run(what, fn, in_names, out_names, arrays, heirs=heirs)
+        operands = [(names, _mesh.entries_of(x)) for names, x in zip(in_names, arrays, strict=True)]
+        shapes = jax.eval_shape(fn, *(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in arrays))
+        several = isinstance(shapes, tuple)
+        each = tuple(zip(out_names, shapes, strict=True)) if several else ((out_names, shapes),)
+        placed = [(names, _mesh.place(what, names, s.shape, operands, mesh, heirs)) for names, s in each]
+        batch = {n for names in in_names for n in names if n not in along}
+        where = {n: entry for names, spec in placed for n, entry in zip(names, spec, strict=True) if n in batch}
+
+        def local(names: Names) -> PartitionSpec:
+            return PartitionSpec(*(where.get(n) for n in names))
+
+        in_specs = tuple(local(names) for names in in_names)
+        out_specs = tuple(local(names) for names, _ in placed)
+        parts = (_placed(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, in_specs, strict=True))
+        sharded = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs if several else out_specs[0])
+        found = sharded(*parts)
+        wanted = [NamedSharding(mesh, spec) for _, spec in placed]
+        return tuple(map(_placed, found, wanted)) if several else _placed(found, wanted[0])
+
+    return _kernels.make_kernel(what, positional, in_names, out_names, mesh_aware=True, selection=selection)
+
+
+def _placed(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    return x if jax.typeof(x).sharding.spec == sharding.spec else jax.sharding.reshard(x, sharding)

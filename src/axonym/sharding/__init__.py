@@ -1,0 +1,1 @@
+"""Distributing by name: mappings, meshes, placements, and what applies them."""

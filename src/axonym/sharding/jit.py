@@ -1,0 +1,280 @@
+"""`named_jit`: `jax.jit` that places arguments and results by name."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import jax
+import numpy as np
+
+from .. import _context
+from .mapping import is_resource_mapping, normalize_mapping
+from .placement import Placement
+from .shard import shard_quietly
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+@overload
+def named_jit(fn: Callable[P, R], axis_resources: Placement = None, **options: Any) -> NamedJit[P, R]: ...
+@overload
+def named_jit(
+    fn: None = None, axis_resources: Placement = None, **options: Any
+) -> Callable[[Callable[P, R]], NamedJit[P, R]]: ...
+def named_jit(
+    fn: Callable[..., Any] | None = None,
+    axis_resources: Placement = None,
+    *,
+    in_axis_resources: Placement = None,
+    out_axis_resources: Placement = None,
+    donate_args: Any = None,
+    donate_kwargs: Any = None,
+    **jit_arguments: Any,
+) -> Any:
+    """Compile a function, with a mapping in force inside it and its arguments and results placed by name.
+
+    Arguments can be anything: what is not an array (strings, functions, Python numbers, fields of models) is static,
+    and a call with another value compiles again. The same holds for results.
+
+    Arguments:
+        fn: the function, method or class to compile. Without it, `named_jit` is a decorator.
+        axis_resources: the mapping in force inside. By default that in force around the call.
+        in_axis_resources: where the arguments go. By default they stay where they are.
+        out_axis_resources: where the results go. By default where `axis_resources` says.
+        donate_args: which positional arguments may be overwritten: a tree prefix of booleans for each.
+        donate_kwargs: which keyword arguments may be: a dictionary of such prefixes.
+        **jit_arguments: more arguments of `jax.jit`.
+
+    >>> mesh = axn.make_mesh({"data": -1})
+    >>> with axn.set_mesh(mesh):
+    ...     y = axn.named_jit(lambda x: x * 2, {"batch": "data"})(axn.ones({"batch": 16}))
+    >>> y.array.sharding.spec
+    P('data',)
+    """
+    make = functools.partial(
+        NamedJit,
+        axis_resources=axis_resources,
+        in_axis_resources=in_axis_resources,
+        out_axis_resources=out_axis_resources,
+        donate_args=donate_args,
+        donate_kwargs=donate_kwargs,
+        jit_arguments=jit_arguments,
+    )
+    return make if fn is None else make(fn)
+
+
+class NamedJit(Generic[P, R]):
+    """A function compiled by `named_jit`.
+
+    There are two ways to call into `jax.jit`. Where every leaf of the arguments is an array and nothing is donated, they
+    go in as they are. Otherwise they are taken apart into what is donated, what is kept, and what is static. Placements
+    are applied inside the compiled function: arguments on the host arrive split, those placed otherwise are moved.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[P, R],
+        axis_resources: Placement,
+        in_axis_resources: Placement,
+        out_axis_resources: Placement,
+        donate_args: Any,
+        donate_kwargs: Any,
+        jit_arguments: dict[str, Any],
+    ):
+        for reserved in ("in_shardings", "out_shardings", "donate_argnums", "donate_argnames"):
+            if reserved in jit_arguments:
+                instead = "donate_args" if "donate" in reserved else f"{reserved.split('_')[0]}_axis_resources"
+                raise TypeError(f"named_jit: `{reserved}` works by position; use `{instead}`.")
+        self._fn = fn
+        self._settings: _context.Settings | None = None
+        self._own_mapping = axis_resources is not None
+        if isinstance(axis_resources, _context.Settings):
+            self._settings = axis_resources
+        elif self._own_mapping:
+            if not is_resource_mapping(axis_resources):
+                raise TypeError(
+                    f"named_jit: `axis_resources` is put in force, so it is a resource mapping, not a "
+                    f"{type(axis_resources).__name__}."
+                )
+            self._settings = _context.intern_settings(normalize_mapping(axis_resources, "named_jit"))
+        self._in = in_axis_resources
+        self._out = out_axis_resources
+        self._donate = (donate_args, donate_kwargs)
+        self._jit_arguments = jit_arguments
+        self._whole = jax.jit(self._make_whole(), **jit_arguments)
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._context():
+            if self._takes_whole((args, kwargs)):
+                return _joined(self._whole(*args, **kwargs))
+            return _joined(self._split(*self._taken_apart(args, kwargs)))
+
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
+        """Lower the function for these arguments, which may be abstract: see `jax.jit(f).lower`.
+
+        >>> axn.named_jit(lambda x: x * 2).lower(axn.ones({"x": 2})).compile() is not None
+        True
+        """
+        with self._context():
+            if self._takes_whole((args, kwargs)):
+                return self._whole.lower(*args, **kwargs)
+            return self._split.lower(*self._taken_apart(args, kwargs))
+
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
+        """Trace the function for these arguments, which may be abstract: see `jax.jit(f).trace`.
+
+        >>> axn.named_jit(lambda x: x * 2).trace(axn.ones({"x": 2})).jaxpr is not None
+        True
+        """
+        with self._context():
+            if self._takes_whole((args, kwargs)):
+                return self._whole.trace(*args, **kwargs)
+            return self._split.trace(*self._taken_apart(args, kwargs))
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"named_jit({getattr(self._fn, '__qualname__', self._fn)!s})"
+
+    # --- how ---
+
+    def _context(self) -> contextlib.AbstractContextManager[None]:
+        """The mapping is entered outside of jit, so that another one around the call does not compile it again."""
+        return _context.in_force(self._settings) if self._own_mapping else contextlib.nullcontext()
+
+    def _takes_whole(self, arguments: Any) -> bool:
+        if self._donate != (None, None):
+            return False
+        return all([isinstance(leaf, _ARRAYS) for leaf in jax.tree.leaves(arguments)])
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        """The body that is traced."""
+        if self._in is not None:
+            args, kwargs = shard_quietly((args, kwargs), self._in, "named_jit (arguments)")
+        result = self._fn(*args, **kwargs)
+        return _separated(shard_quietly(result, self._out, "named_jit (results)"))
+
+    def _make_whole(self) -> Callable[..., Any]:
+        @functools.wraps(self._fn, updated=())
+        def whole(*args, **kwargs):
+            return self._run(args, kwargs)
+
+        return whole
+
+    @functools.cached_property
+    def _split(self) -> Any:
+        def split(donated, kept, static):
+            return self._run(*static.joined(donated, kept))
+
+        split.__name__ = split.__qualname__ = getattr(self._fn, "__name__", "function")
+        return jax.jit(split, static_argnums=2, donate_argnums=0, **self._jit_arguments)
+
+    def _taken_apart(self, args: Any, kwargs: Any) -> tuple[list[Any], list[Any], _Static]:
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        donates = self._donates(args, kwargs, len(leaves))
+        donated, kept, roles = [], [], []
+        for leaf, donate in zip(leaves, donates, strict=True):
+            if isinstance(leaf, _ARRAYS):
+                (donated if donate else kept).append(leaf)
+                roles.append(donate)
+            else:
+                roles.append(_Constant(leaf))
+        return donated, kept, _Static(structure, tuple(roles))
+
+    def _donates(self, args: Any, kwargs: Any, count: int) -> Sequence[bool]:
+        if self._donate == (None, None):
+            return (False,) * count
+        for_args, for_kwargs = self._donate
+        if isinstance(for_args, bool) or for_args is None:
+            for_args = (bool(for_args),) * len(args)
+        for_args = (*for_args, *(False,) * (len(args) - len(for_args)))[: len(args)]
+        for_kwargs = {name: (for_kwargs or {}).get(name, False) for name in kwargs}
+        prefix = (tuple(for_args), for_kwargs)
+        spread = jax.tree.broadcast(prefix, (args, kwargs), is_leaf=lambda x: isinstance(x, bool) or callable(x))
+        return [bool(d(leaf)) if callable(d) else bool(d) for d, leaf in zip(
+            jax.tree.leaves(spread), jax.tree.leaves((args, kwargs)), strict=True)]
+
+
+class _Constant:
+    """A static leaf. Equal constants have equal values of one type: 1, 1.0 and True are different programs."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Constant)
+            and type(self.value) is type(other.value)
+            and (self.value is other.value or bool(self.value == other.value))
+        )
+
+    def __hash__(self) -> int:
+        try:
+            return hash(self.value)
+        except TypeError:
+            raise TypeError(
+                f"named_jit: a static argument must be hashable, got {type(self.value).__name__}. Pass arrays, or "
+                "something that can be hashed."
+            ) from None
+
+
+class _Static:
+    """What of the arguments is part of the program: their structure, and every leaf that is not an array."""
+
+    __slots__ = ("_hash", "roles", "structure")
+
+    def __init__(self, structure: Any, roles: tuple[Any, ...]):
+        self.structure = structure
+        self.roles = roles
+        """For each leaf: whether it is donated, or the constant it is."""
+        self._hash = hash((structure, roles))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Static) and self.structure == other.structure and self.roles == other.roles
+
+    def joined(self, donated: Sequence[Any], kept: Sequence[Any]) -> Any:
+        """The arguments again."""
+        sources = {True: iter(donated), False: iter(kept)}
+        leaves = [r.value if isinstance(r, _Constant) else next(sources[r]) for r in self.roles]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+# --- results ---
+
+
+class _Separated:
+    """A result that is not made of arrays alone: the arrays, and the rest as part of the structure."""
+
+    __slots__ = ("arrays", "static")
+
+    def __init__(self, arrays: list[Any], static: _Static):
+        self.arrays = arrays
+        self.static = static
+
+
+jax.tree_util.register_dataclass(_Separated, data_fields=["arrays"], meta_fields=["static"])
+
+
+def _separated(result: Any) -> Any:
+    leaves, structure = jax.tree.flatten(result)
+    roles = tuple([False if isinstance(leaf, _ARRAYS) else _Constant(leaf) for leaf in leaves])
+    if not any(roles):
+        return result
+    return _Separated([leaf for leaf, role in zip(leaves, roles, strict=True) if not role], _Static(structure, roles))
+
+
+def _joined(result: Any) -> Any:
+    return result.static.joined((), result.arrays) if isinstance(result, _Separated) else result

@@ -1,0 +1,114 @@
+"""Resource mappings: which mesh axes split which logical axes."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from .. import _context
+from .._context import Entry
+from ..axis import Axis, name_of
+
+ResourceMapping: TypeAlias = Mapping[str, str | Sequence[str] | None]
+"""From a logical axis to the mesh axis that splits it, to several of them, or to None: explicitly not split."""
+
+PhysicalAxisSpec: TypeAlias = str | Sequence[str]
+"""One mesh axis, or several that split an axis together."""
+
+
+class ResourceAxis(enum.StrEnum):
+    """The usual names of mesh axes.
+
+    >>> axn.ResourceAxis.DATA == "data"
+    True
+    """
+
+    MODEL = "model"
+    DATA = "data"
+    REPLICA = "replica"
+
+
+def normalize_mapping(mapping: Any, what: str = "axis_mapping") -> dict[str, Entry]:
+    """A resource mapping with plain strings and tuples; anything else in it is an error."""
+    if not isinstance(mapping, Mapping):
+        raise TypeError(
+            f"{what}: expected a resource mapping such as {{'batch': 'data'}}, got {type(mapping).__name__}."
+        )
+    result: dict[str, Entry] = {}
+    for axis, entry in mapping.items():
+        if not isinstance(axis, (str, Axis)):
+            raise TypeError(f"{what}: a key is an axis or its name, got {axis!r}.")
+        name = name_of(axis)
+        if name in result:
+            raise ValueError(f"{what}: axis {name!r} is mapped twice.")
+        result[name] = _normalize_entry(entry, name, what)
+    return result
+
+
+def _normalize_entry(entry: Any, name: str, what: str) -> Entry:
+    if entry is None:
+        return None
+    if isinstance(entry, str):
+        return str(entry)
+    if isinstance(entry, Sequence) and all(isinstance(e, str) for e in entry):
+        axes = tuple(str(e) for e in entry)
+        if len(set(axes)) != len(axes):
+            raise ValueError(f"{what}: axis {name!r} is split over one mesh axis twice, {axes}.")
+        return axes[0] if len(axes) == 1 else axes or None
+    raise TypeError(f"{what}: axis {name!r} goes to a mesh axis, several, or None; got {entry!r}.")
+
+
+def is_resource_mapping(placement: Any) -> bool:
+    """Whether a placement is a resource mapping, rather than a dictionary of placements."""
+    return isinstance(placement, Mapping) and all(
+        isinstance(k, (str, Axis))
+        and (v is None or isinstance(v, str) or (isinstance(v, (tuple, list)) and all(isinstance(e, str) for e in v)))
+        for k, v in placement.items()
+    )
+
+
+@contextlib.contextmanager
+def axis_mapping(
+    mapping: ResourceMapping | None = None, *, merge: bool = False, **entries: str | Sequence[str] | None
+) -> Iterator[None]:
+    """Put a resource mapping in force, inside a with-block or as a decorator.
+
+    The mapping in force is part of jit's cache key: functions compiled under another one are compiled again, and found
+    again when it returns. A new thread starts with no mapping, as it does with JAX's mesh.
+
+    Arguments:
+        mapping: from axes to mesh axes. None for an axis says that it is not split.
+        merge: keep the entries of the mapping around it for axes that this one does not mention.
+        **entries: more entries, by keyword.
+
+    >>> with axn.axis_mapping({"batch": "data"}):
+    ...     with axn.axis_mapping(merge=True, embed="model"):
+    ...         axn.current_mapping()
+    {'batch': 'data', 'embed': 'model'}
+    """
+    new = normalize_mapping({} if mapping is None else mapping) | normalize_mapping(entries)
+    outer = _context.mapping_in_force() if merge else None
+    with _context.in_force(_context.intern_settings({**(outer or {}), **new})):
+        yield
+
+
+def current_mapping() -> dict[str, Entry] | None:
+    """The resource mapping in force, or None.
+
+    >>> with axn.axis_mapping({"batch": ["replica", "data"]}):
+    ...     axn.current_mapping()
+    {'batch': ('replica', 'data')}
+    """
+    mapping = _context.mapping_in_force()
+    return None if mapping is None else dict(mapping)
+
+
+def current_thread_local_mapping() -> dict[str, Entry] | None:
+    """`current_mapping` under the name that existing code knows.
+
+    >>> axn.partitioning.current_thread_local_mapping() is None
+    True
+    """
+    return current_mapping()

@@ -1,0 +1,89 @@
+"""Finding and making meshes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+AnyMesh: TypeAlias = Mesh | AbstractMesh
+
+
+def current_mesh() -> AnyMesh | None:
+    """The mesh in force, or None: that of `jax.set_mesh`, or else of an older `with mesh:`.
+
+    Inside a traced function the mesh has no devices; its axes, sizes and types are what names need.
+
+    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> with jax.set_mesh(mesh):
+    ...     axn.current_mesh().axis_names
+    ('data',)
+    """
+    abstract = jax.sharding.get_abstract_mesh()
+    if not abstract.empty:
+        return abstract
+    return _older_mesh()
+
+
+def _older_mesh() -> AnyMesh | None:
+    """The mesh of `with mesh:`. JAX tells it only by what it makes of a constraint without a mesh."""
+    try:
+        with jax.ensure_compile_time_eval():
+            probe = jax.lax.with_sharding_constraint(np.float32(0), PartitionSpec())
+    except RuntimeError:
+        return None
+    sharding = probe.sharding
+    return sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else None
+
+
+@contextlib.contextmanager
+def set_mesh(mesh: AnyMesh) -> Iterator[AnyMesh]:
+    """Put a mesh in force inside a with-block: `jax.set_mesh`, also for a mesh without devices.
+
+    Arguments:
+        mesh: the mesh.
+
+    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> with axn.set_mesh(mesh):
+    ...     axn.current_mesh().shape["data"]
+    1
+    """
+    enter = jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, AbstractMesh) else jax.set_mesh(mesh)
+    with enter:
+        yield mesh
+
+
+def make_mesh(
+    sizes: dict[str, int] | Sequence[int], names: Sequence[str] | None = None, *, explicit: bool = False, devices: Any = None
+) -> Mesh:
+    """A mesh over the devices of this process group.
+
+    Arguments:
+        sizes: sizes by mesh axis, in order. One of them can be -1: what the others leave of the devices.
+        names: the mesh axes, where `sizes` is only a sequence.
+        explicit: make the axes Explicit, so that shardings are part of types; they are Auto by default.
+        devices: the devices to use; all of them by default.
+
+    >>> axn.make_mesh({"data": -1, "model": 2}).shape["model"]
+    2
+    """
+    by_name = dict(sizes) if isinstance(sizes, dict) else dict(zip(names or (), sizes, strict=True))
+    available = jax.device_count() if devices is None else len(devices)
+    unknown = [n for n, s in by_name.items() if s == -1]
+    known = int(np.prod([s for s in by_name.values() if s != -1], dtype=int))
+    if len(unknown) > 1:
+        raise ValueError(f"make_mesh: only one size can be left open, got {', '.join(unknown)}.")
+    if unknown:
+        if available % known:
+            raise ValueError(f"make_mesh: {available} devices cannot be divided by {known}, the sizes of {by_name}.")
+        by_name[unknown[0]] = available // known
+    elif known > available:
+        raise ValueError(f"make_mesh: {by_name} needs {known} devices; there are {available}.")
+    kind = AxisType.Explicit if explicit else AxisType.Auto
+    return jax.make_mesh(
+        tuple(by_name.values()), tuple(by_name), axis_types=(kind,) * len(by_name), devices=devices
+    )

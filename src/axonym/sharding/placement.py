@@ -1,0 +1,289 @@
+"""From a placement and a tree to a partition spec for every leaf. There is no other way to compute a spec.
+
+A *placement* says where the leaves of a tree go. It is one of
+
+- a resource mapping: named arrays by their names, and raw arrays in Equinox modules by `field(axis_names=...)`;
+- a `PartitionSpec` or a `NamedSharding`: every array below it, by position;
+- None: the mapping in force;
+- a tree prefix of these, so that parts of a tree are placed in different ways.
+
+`resolve` works the specs out and checks all of them before anything moves: what it finds wrong is one error that lists
+every offender by its path in the tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from .. import _context, _errors
+from .._context import Entry
+from .._mesh import Names, mesh_axes
+from ..array import NamedArray, is_named_array
+from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
+from .meshes import AnyMesh
+
+Placement: TypeAlias = Any
+"""A resource mapping, a partition spec, a sharding, None, or a tree prefix of these."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of a tree, a named array counting as one, and where it goes."""
+
+    path: str
+    """Where it stands, as in `layers/0/weight`."""
+    value: Any
+    names: Names | None
+    """The names of its axes, if it has names."""
+    shape: tuple[int, ...] | None
+    """None for what is not an array."""
+    spec: PartitionSpec | None = None
+    """Where it goes; None leaves it where it is."""
+
+
+def resolve(
+    tree: Any, placement: Placement, mesh: AnyMesh | None, what: str
+) -> tuple[list[Leaf], jax.tree_util.PyTreeDef]:
+    """The leaves of a tree, each with its partition spec, and the structure to put them together again.
+
+    Arguments:
+        tree: any tree; its arrays may be abstract or traced.
+        placement: where the leaves go.
+        mesh: the mesh to check against; None checks only what needs no mesh.
+        what: the operation, for messages.
+    """
+    leaves, structure = leaves_of(tree)
+    placements = _broadcast(placement, tree, structure, what)
+    placed, problems = [], []
+    for leaf, given in zip(leaves, placements, strict=True):
+        spec, found = _spec_of(leaf, given, mesh)
+        problems += found
+        placed.append(dataclasses.replace(leaf, spec=spec))
+    if problems:
+        raise ValueError(_listed(what, problems, mesh))
+    _warn_if_unused(placement, leaves, what)
+    return placed, structure
+
+
+# --- leaves ---
+
+
+def leaves_of(tree: Any) -> tuple[list[Leaf], jax.tree_util.PyTreeDef]:
+    """The leaves of a tree with their paths and names, and its structure."""
+    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named_array)
+    return [_leaf(path, value, tree) for path, value in found], structure
+
+
+def _leaf(path: Sequence[Any], value: Any, tree: Any) -> Leaf:
+    readable = jax.tree_util.keystr(tuple(path), simple=True, separator="/") or "the array"
+    if isinstance(value, NamedArray):
+        shape = getattr(value.array, "shape", None)
+        return Leaf(readable, value, value.names if shape is not None else None, shape)
+    if not isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        return Leaf(readable, value, None, None)
+    return Leaf(readable, value, _field_names(path, tree), tuple(value.shape))
+
+
+def _field_names(path: Sequence[Any], tree: Any) -> Names | None:
+    """The names that a field of an Equinox module gives its raw array."""
+    if not path or not isinstance(path[-1], jax.tree_util.GetAttrKey):
+        return None
+    parent = tree
+    for key in path[:-1]:
+        parent = _child(parent, key)
+    if not isinstance(parent, eqx.Module):
+        return None
+    for field in dataclasses.fields(parent):
+        if field.name == path[-1].name:
+            return field.metadata.get("axis_names")
+    return None
+
+
+def _child(parent: Any, key: Any) -> Any:
+    match key:
+        case jax.tree_util.GetAttrKey(name=name):
+            return getattr(parent, name, None)
+        case jax.tree_util.SequenceKey(idx=index):
+            return parent[index]
+        case jax.tree_util.DictKey(key=name):
+            return parent[name]
+        case _:
+            return None
+
+
+# --- placements ---
+
+
+@dataclasses.dataclass(frozen=True)
+class ByRole:
+    """Two mappings, one for parameters and one for everything else.
+
+    A parameter has an axis that the first mapping splits, and none that the second one splits over the same mesh axis:
+    that would be a batch of something.
+    """
+
+    parameters: Mapping[str, Entry]
+    rest: Mapping[str, Entry]
+
+    def of(self, leaf: Leaf) -> Mapping[str, Entry]:
+        """The mapping that places a leaf."""
+        at_rest = {a for n in leaf.names or () for a in mesh_axes(self.parameters.get(n))}
+        at_work = {n: mesh_axes(self.rest.get(n)) for n in leaf.names or ()}
+        batch = {a for n, axes in at_work.items() if n not in self.parameters for a in axes}
+        return self.parameters if at_rest and not at_rest & batch else self.rest
+
+
+def _is_placement(x: Any) -> bool:
+    return x is None or isinstance(x, ByRole) or isinstance(x, (PartitionSpec, jax.sharding.Sharding)) or is_resource_mapping(x)
+
+
+def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> list[Any]:
+    """The placement of each leaf."""
+    if _is_placement(placement):
+        return [placement] * structure.num_leaves
+    try:
+        # A placement is wrapped so that one that is itself a tree (a mapping) counts as a leaf.
+        wrapped = jax.tree.map(_Wrapped, placement, is_leaf=_is_placement)
+        spread = jax.tree.broadcast(wrapped, jax.tree.unflatten(structure, range(structure.num_leaves)))
+    except ValueError as e:
+        raise ValueError(f"{what}: the placement is not a prefix of the tree it places. {e}") from None
+    return [w.placement if isinstance(w, _Wrapped) else w for w in jax.tree.leaves(spread, is_leaf=_is_wrapped)]
+
+
+class _Wrapped:
+    def __init__(self, placement: Any):
+        self.placement = placement
+
+
+def _is_wrapped(x: Any) -> bool:
+    return isinstance(x, _Wrapped)
+
+
+def _spec_of(leaf: Leaf, placement: Any, mesh: AnyMesh | None) -> tuple[PartitionSpec | None, list[str]]:
+    """The spec of one leaf, and what is wrong with it."""
+    if leaf.shape is None:
+        return None, []
+    if placement is None:
+        placement = _context.mapping_in_force()
+        if placement is None:
+            return None, []
+    if isinstance(placement, ByRole):
+        placement = placement.of(leaf)
+    if isinstance(placement, PartitionSpec):
+        entries = tuple(placement)
+    elif isinstance(placement, NamedSharding):
+        entries = tuple(placement.spec)
+    elif isinstance(placement, jax.sharding.Sharding):
+        raise TypeError(f"A placement is a NamedSharding, not a {type(placement).__name__}: names need a mesh.")
+    elif leaf.names is None:
+        return None, []
+    else:
+        mapping = normalize_mapping(placement)
+        entries = tuple(mapping.get(n) for n in leaf.names)
+    if len(entries) > len(leaf.shape) or (leaf.names is not None and len(leaf.names) != len(leaf.shape)):
+        return None, [_wrong_rank(leaf, entries)]
+    entries += (None,) * (len(leaf.shape) - len(entries))
+    problems = check_entries(leaf, entries, mesh)
+    return PartitionSpec(*entries), problems
+
+
+def check_entries(leaf: Leaf, entries: Sequence[Entry], mesh: AnyMesh | None) -> list[str]:
+    """What is wrong with the entries of a spec: mesh axes that are not there or taken twice, sizes not divisible."""
+    problems = []
+    taken: dict[str, str] = {}
+    assert leaf.shape is not None
+    names = leaf.names or tuple(f"dimension {i}" for i in range(len(leaf.shape)))
+    for name, size, entry in zip(names, leaf.shape, entries, strict=True):
+        axes = [a for a in mesh_axes(entry) if a is not None] if entry is not PartitionSpec.UNCONSTRAINED else []
+        for axis in axes:
+            if axis in taken:
+                problems.append(
+                    f"{leaf.path} {_axes(leaf)}: axes {taken[axis]!r} and {name!r} both go to mesh axis {axis!r}; one "
+                    "array can use a mesh axis once. Map one of them elsewhere, or to None."
+                )
+            taken[axis] = name
+        if mesh is None:
+            continue
+        unknown = [a for a in axes if a not in mesh.shape]
+        for axis in unknown:
+            problems.append(
+                f"{leaf.path} {_axes(leaf)}: axis {name!r} goes to mesh axis {axis!r}, which the mesh does not have."
+                + _errors.suggestion(axis, mesh.axis_names)
+            )
+        if not unknown and axes:
+            manual = set(getattr(mesh, "manual_axes", ()))
+            parts = math.prod(mesh.shape[a] for a in axes if a not in manual)
+            if size % parts:
+                over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
+                problems.append(
+                    f"{leaf.path} {_axes(leaf)}: axis {name!r} of size {size} cannot be split over {over}: {size} is "
+                    f"not a multiple of {parts}. Make it one (axonym.round_axis_for_partitioning gives "
+                    f"{-(-size // parts) * parts}), or map it elsewhere."
+                )
+    return problems
+
+
+def drop_manual(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
+    """The spec without the mesh axes that the surrounding code handles by hand, as inside `shard_map`."""
+    manual = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Manual}
+    if not manual:
+        return spec
+    entries = []
+    for entry in spec:
+        left = tuple(a for a in mesh_axes(entry) if a not in manual)
+        entries.append(left[0] if len(left) == 1 else left or None)
+    return PartitionSpec(*entries)
+
+
+# --- words ---
+
+
+def _axes(leaf: Leaf) -> str:
+    assert leaf.shape is not None
+    return _errors.describe_axes(leaf.names, leaf.shape) if leaf.names is not None else str(leaf.shape)
+
+
+def _wrong_rank(leaf: Leaf, entries: Sequence[Entry]) -> str:
+    assert leaf.shape is not None
+    if leaf.names is not None and len(leaf.names) != len(leaf.shape):
+        return f"{leaf.path}: {_errors.wrong_rank(leaf.names, leaf.shape)}"
+    return f"{leaf.path}: {PartitionSpec(*entries)} has {len(entries)} entries for an array of shape {leaf.shape}."
+
+
+def _listed(what: str, problems: Sequence[str], mesh: AnyMesh | None) -> str:
+    where = "" if mesh is None else f" on mesh {_errors.describe_shape(mesh.shape)}"
+    if len(problems) == 1:
+        return f"{what}{where}: {problems[0]}"
+    lines = "".join(f"\n  {p}" for p in dict.fromkeys(problems))
+    return f"{what}{where}, {len(problems)} problems:{lines}"
+
+
+def _warn_if_unused(placement: Placement, leaves: Iterable[Leaf], what: str) -> None:
+    """A mapping given by hand of which nothing applies is a mistake that would otherwise go unseen."""
+    if placement is None or not is_resource_mapping(placement) or not placement:
+        return
+    mapping = normalize_mapping(placement)
+    known = {n for leaf in leaves for n in leaf.names or ()}
+    if known and not known.intersection(mapping):
+        hints = "".join(_errors.suggestion(n, known) for n in mapping)
+        warnings.warn(
+            f"{what}: none of the axes {', '.join(map(repr, mapping))} of the mapping is an axis of the tree, which "
+            f"has {', '.join(sorted(map(repr, known)))}.{hints}",
+            stacklevel=4,
+        )
+
+
+def mapping_of(placement: ResourceMapping | None) -> Mapping[str, Entry]:
+    """A mapping given by hand, or the one in force."""
+    if placement is None:
+        return _context.mapping_in_force() or {}
+    return normalize_mapping(placement)

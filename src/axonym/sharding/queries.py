@@ -1,0 +1,178 @@
+"""Questions about a mapping: where does an axis go, and what would a placement make of a tree?"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .. import _errors
+from .._mesh import mesh_axes
+from ..array import NamedArray, wrap
+from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
+from .mapping import PhysicalAxisSpec, ResourceMapping
+from .meshes import AnyMesh, current_mesh
+from .placement import Leaf, Placement, mapping_of, resolve
+
+
+def physical_axis_name(axis: AxisSelector, mapping: ResourceMapping | None = None) -> PhysicalAxisSpec | None:
+    """The mesh axis, or mesh axes, that an axis goes to; None where it is not split.
+
+    Arguments:
+        axis: a logical axis.
+        mapping: the mapping; that in force by default.
+
+    >>> axn.partitioning.physical_axis_name("batch", {"batch": "data"})
+    'data'
+    """
+    return mapping_of(mapping).get(name_of(axis))
+
+
+def physical_axis_size(
+    axis: AxisSelector, mapping: ResourceMapping | None = None, mesh: AnyMesh | None = None
+) -> int | None:
+    """Into how many parts an axis is split; None where the mapping does not split it.
+
+    Arguments:
+        axis: a logical axis.
+        mapping: the mapping; that in force by default.
+        mesh: the mesh; that in force by default.
+
+    >>> axn.partitioning.physical_axis_size("batch", {"batch": "data"}, axn.make_mesh({"data": 2}))
+    2
+    """
+    entry = mapping_of(mapping).get(name_of(axis))
+    if entry is None:
+        return None
+    mesh = _required_mesh("physical_axis_size", mesh)
+    _check_known("physical_axis_size", axis, entry, mesh)
+    return math.prod(mesh.shape[a] for a in mesh_axes(entry))
+
+
+def pspec_for_axis(axis: AxisSelection, mapping: ResourceMapping | None = None) -> PartitionSpec:
+    """The partition spec of an array with these axes.
+
+    Arguments:
+        axis: the axes, in order.
+        mapping: the mapping; that in force by default.
+
+    >>> axn.partitioning.pspec_for_axis(("batch", "embed"), {"batch": "data"})
+    P('data', None)
+    """
+    known = mapping_of(mapping)
+    return PartitionSpec(*(known.get(name_of(s)) for s in selectors(axis)))
+
+
+def sharding_for_axis(
+    axis: AxisSelection, mapping: ResourceMapping | None = None, mesh: AnyMesh | None = None
+) -> NamedSharding:
+    """The sharding of an array with these axes. Sizes are checked where they are known.
+
+    Arguments:
+        axis: the axes, in order.
+        mapping: the mapping; that in force by default.
+        mesh: the mesh; that in force by default.
+
+    >>> mesh = axn.make_mesh({"data": 2})
+    >>> axn.partitioning.sharding_for_axis(("batch", "embed"), {"batch": "data"}, mesh).spec
+    P('data', None)
+    """
+    mesh = _required_mesh("sharding_for_axis", mesh)
+    spec = pspec_for_axis(axis, mapping)
+    found = selectors(axis)
+    for selector, entry in zip(found, spec, strict=True):
+        _check_known("sharding_for_axis", selector, entry, mesh)
+    if all(isinstance(s, Axis) for s in found):
+        shape = tuple(s.size for s in found if isinstance(s, Axis))
+        abstract = wrap(jax.ShapeDtypeStruct(shape, "float32"), tuple(name_of(s) for s in found))
+        resolve(abstract, spec, mesh, "sharding_for_axis")
+    return NamedSharding(mesh, spec)
+
+
+def pspec_for(tree: Any, placement: Placement = None, preserve_existing_shardings: bool = True) -> Any:
+    """The partition spec that every leaf would get, in the structure of the tree; None for what is not placed.
+
+    Arguments:
+        tree: any tree.
+        placement: where its leaves go; the mapping in force by default.
+        preserve_existing_shardings: raw arrays without names keep the spec they have; otherwise they get none.
+
+    >>> axn.partitioning.pspec_for({"w": axn.ones({"embed": 2})}, {"embed": "model"})
+    {'w': P('model',)}
+    """
+    leaves, structure = resolve(tree, placement, None, "pspec_for")
+    specs = [_existing(leaf) if leaf.spec is None and preserve_existing_shardings else leaf.spec for leaf in leaves]
+    return jax.tree.unflatten(structure, specs)
+
+
+def infer_resource_partitions(
+    tree: Any,
+    resource_mapping: Placement = None,
+    preserve_existing_shardings: bool = True,
+    mesh: AnyMesh | None = None,
+) -> Any:
+    """The sharding that every leaf would get, in the structure of the tree; None for what is not placed.
+
+    Arguments:
+        tree: any tree.
+        resource_mapping: where its leaves go; the mapping in force by default.
+        preserve_existing_shardings: raw arrays without names keep the sharding they have.
+        mesh: the mesh; that in force by default.
+
+    >>> mesh = axn.make_mesh({"model": 2})
+    >>> tree = {"w": axn.ones({"embed": 2})}
+    >>> axn.partitioning.infer_resource_partitions(tree, {"embed": "model"}, mesh=mesh)["w"].spec
+    P('model',)
+    """
+    mesh = _required_mesh("infer_resource_partitions", mesh)
+    leaves, structure = resolve(tree, resource_mapping, mesh, "infer_resource_partitions")
+
+    def sharding(leaf: Leaf) -> Any:
+        spec = _existing(leaf) if leaf.spec is None and preserve_existing_shardings else leaf.spec
+        return None if spec is None else NamedSharding(mesh, spec)
+
+    return jax.tree.unflatten(structure, [sharding(leaf) for leaf in leaves])
+
+
+def _existing(leaf: Leaf) -> PartitionSpec | None:
+    array = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
+    sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else None
+
+
+def round_axis_for_partitioning(
+    axis: Axis, mapping: ResourceMapping | None = None, mesh: AnyMesh | None = None
+) -> Axis:
+    """The axis, made as much larger as it takes for its mesh axes to divide it.
+
+    Arguments:
+        axis: a logical axis.
+        mapping: the mapping; that in force by default.
+        mesh: the mesh; that in force by default.
+
+    >>> mesh = axn.make_mesh({"data": 2})
+    >>> axn.partitioning.round_axis_for_partitioning(axn.Axis("vocab", 7), {"vocab": "data"}, mesh)
+    Axis(name='vocab', size=8)
+    """
+    if mapping_of(mapping).get(axis.name) is None:
+        return axis
+    parts = physical_axis_size(axis, mapping, mesh) or 1
+    return axis.resize(-(-axis.size // parts) * parts)
+
+
+def _required_mesh(what: str, mesh: AnyMesh | None) -> AnyMesh:
+    mesh = mesh if mesh is not None else current_mesh()
+    if mesh is None:
+        raise ValueError(f"{what}: no mesh is in force. Use jax.set_mesh, or pass a mesh.")
+    return mesh
+
+
+def _check_known(what: str, axis: AxisSelector, entry: Any, mesh: AnyMesh) -> None:
+    for mesh_axis in mesh_axes(entry):
+        if mesh_axis not in mesh.shape:
+            raise ValueError(
+                f"{what}: axis {name_of(axis)!r} goes to mesh axis {mesh_axis!r}, which mesh "
+                f"{_errors.describe_shape(mesh.shape)} does not have.{_errors.suggestion(mesh_axis, mesh.axis_names)}"
+            )

@@ -1,0 +1,244 @@
+"""`shard`: one function that puts a tree where its placement says, outside and inside jit."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .. import _context
+from .._mesh import mesh_axes
+from ..array import NamedArray, wrap
+from .meshes import AnyMesh, current_mesh
+from .placement import Leaf, Placement, drop_manual, resolve
+
+T = TypeVar("T")
+
+
+def shard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -> T:
+    """Put every array of a tree where the placement says.
+
+    Outside jit this moves data, and does nothing where the data is there already. Inside jit it constrains what the
+    partitioner does (Auto mesh axes) or reshards (Explicit ones). Inside `shard_map`, the mesh axes that are handled by
+    hand there are left alone. Abstract arrays get their sharding; what is not an array is returned as it is.
+
+    Arguments:
+        tree: named arrays, raw arrays, models, optimiser states, ...
+        placement: a resource mapping, a `PartitionSpec`, a `NamedSharding`, or a tree prefix of these. The mapping in
+            force by default.
+        mesh: the mesh; that in force by default.
+
+    >>> mesh = axn.make_mesh({"data": -1})
+    >>> with axn.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):
+    ...     x = axn.shard(axn.ones({"batch": 16, "embed": 4}))
+    >>> x.array.sharding.spec
+    P('data', None)
+    """
+    return _shard(tree, placement, mesh, "shard", warn=True)
+
+
+def auto_sharded(tree: T, mesh: AnyMesh | None = None) -> T:
+    """`shard` by the mapping in force; without one, or without a mesh, the tree as it is.
+
+    Arguments:
+        tree: the tree to place.
+        mesh: the mesh; that in force by default.
+
+    >>> axn.auto_sharded(axn.ones({"batch": 2}))
+    NamedArray(float32[batch=2], [1. 1.])
+    """
+    return _shard(tree, None, mesh, "auto_sharded", warn=False)
+
+
+def shard_with_axis_mapping(tree: T, mapping: Placement = None, mesh: AnyMesh | None = None) -> T:
+    """`shard` under the name that older code knows.
+
+    Arguments:
+        tree: the tree to place.
+        mapping: where the leaves go.
+        mesh: the mesh; that in force by default.
+
+    >>> mesh = axn.make_mesh({"data": -1})
+    >>> x = axn.shard_with_axis_mapping(axn.ones({"batch": 16}), {"batch": "data"}, mesh)
+    >>> x.array.sharding.spec
+    P('data',)
+    """
+    return _shard(tree, mapping, mesh, "shard_with_axis_mapping", warn=True)
+
+
+def unshard(tree: T, mesh: AnyMesh | None = None) -> T:
+    """Put the whole of every array on every device of the mesh.
+
+    Arguments:
+        tree: the tree to replicate.
+        mesh: the mesh; that in force by default.
+
+    >>> mesh = axn.make_mesh({"data": -1})
+    >>> x = axn.shard(axn.ones({"batch": 16}), {"batch": "data"}, mesh)
+    >>> axn.unshard(x, mesh).array.sharding.is_fully_replicated
+    True
+    """
+    return _shard(tree, PartitionSpec(), mesh, "unshard", warn=True)
+
+
+def to_host(tree: T) -> T:
+    """The tree with every array in host memory, as NumPy arrays.
+
+    Arrays that live on several hosts are gathered first, so every host must call this.
+
+    Arguments:
+        tree: the tree to copy.
+
+    >>> type(axn.to_host(axn.ones({"batch": 2})).array).__name__
+    'ndarray'
+    """
+
+    def fetch(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        if isinstance(x, jax.core.Tracer):
+            raise TypeError("to_host: a traced array has no values to copy; call it outside of jit.")
+        if not x.is_fully_addressable:
+            from jax.experimental import multihost_utils
+
+            return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+        return np.asarray(x)
+
+    return jax.tree.map(fetch, tree)
+
+
+def shard_quietly(tree: T, placement: Placement, what: str) -> T:
+    """`shard` for other parts of the library: without a mapping or a mesh, the tree as it is."""
+    return _shard(tree, placement, None, what, warn=False)
+
+
+def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn: bool) -> T:
+    given = mesh
+    mesh = mesh if mesh is not None else _mesh_of(placement) or current_mesh()
+    if placement is None and _context.mapping_in_force() is None:
+        if warn:
+            _warn(what, "no mapping is in force, so nothing was placed. Use axonym.axis_mapping, or pass a placement.")
+        return tree
+    if mesh is None:
+        if warn:
+            _warn(what, "no mesh is in force, so nothing was placed. Use jax.set_mesh, or pass a mesh.")
+        return tree
+    leaves, structure = resolve(tree, placement, mesh, what)
+    by_hand = given is not None or jax.sharding.get_abstract_mesh().empty
+    return jax.tree.unflatten(structure, [_put(leaf, mesh, by_hand, what) for leaf in leaves])
+
+
+def _mesh_of(placement: Placement) -> Mesh | AbstractMesh | None:
+    return placement.mesh if isinstance(placement, NamedSharding) else None
+
+
+def _warn(what: str, text: str) -> None:
+    warnings.warn(f"{what}: {text}", stacklevel=4)
+
+
+def _put(leaf: Leaf, mesh: AnyMesh, by_hand: bool, what: str) -> Any:
+    if leaf.spec is None:
+        return leaf.value
+    if isinstance(leaf.value, NamedArray):
+        return wrap(_put_array(leaf.value.array, leaf.spec, mesh, by_hand, what), leaf.value.names)
+    return _put_array(leaf.value, leaf.spec, mesh, by_hand, what)
+
+
+def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, by_hand: bool, what: str) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec), weak_type=x.weak_type)
+    if isinstance(x, jax.core.Tracer):
+        return _constrain(x, spec, mesh, by_hand, what)
+    sharding = NamedSharding(mesh, spec)
+    if isinstance(x, jax.Array) and _lies_there(x, sharding):
+        return x
+    if in_trace():
+        return _constrain(x, spec, mesh, by_hand, what)
+    if isinstance(mesh, AbstractMesh):
+        return jax.device_put(x, spec)  # the mesh in force, whose devices JAX knows
+    return jax.device_put(x, sharding)
+
+
+def _lies_there(x: jax.Array, wanted: NamedSharding) -> bool:
+    """Whether an array already has a sharding. Comparing is far cheaper than asking JAX to move nothing."""
+    has = x.sharding
+    if not isinstance(has, NamedSharding):
+        return False
+    if isinstance(wanted.mesh, AbstractMesh):
+        return has.mesh.abstract_mesh == wanted.mesh and _same_spec(has.spec, wanted.spec, x.ndim)
+    return has == wanted or (has.mesh == wanted.mesh and _same_spec(has.spec, wanted.spec, x.ndim))
+
+
+def _same_spec(a: PartitionSpec, b: PartitionSpec, ndim: int) -> bool:
+    return all(
+        mesh_axes(a[i] if i < len(a) else None) == mesh_axes(b[i] if i < len(b) else None) for i in range(ndim)
+    )
+
+
+def in_trace() -> bool:
+    """Whether a program is being traced, so that even constants end up in it."""
+    return isinstance(jax.lax.full((), 0), jax.core.Tracer)
+
+
+def _constrain(x: Any, spec: PartitionSpec, mesh: AnyMesh, by_hand: bool, what: str) -> Any:
+    spec = drop_manual(spec, mesh)
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    kinds = set(types.values())
+    if AxisType.Manual in kinds:
+        if kinds == {AxisType.Manual} or all(entry is None for entry in spec):
+            return x
+        if AxisType.Explicit in kinds and AxisType.Auto in kinds:
+            raise ValueError(
+                f"{what}: the mesh {types} mixes Manual, Explicit and Auto axes here, where JAX versions disagree about "
+                "what a constraint means. Make the axes that are not Manual of one type."
+            )
+    if by_hand and AxisType.Explicit in kinds and jax.sharding.get_abstract_mesh().empty:
+        if jax.typeof(x).sharding.mesh.empty:
+            raise ValueError(
+                f"{what}: a mesh with Explicit axes cannot be passed by hand inside jit, since the arrays traced there do "
+                "not live on it. Put it in force outside: `with jax.set_mesh(mesh): ...`."
+            )
+    return _constraint(spec, mesh if by_hand else None, tuple(types.items()))(x)
+
+
+@functools.lru_cache(maxsize=4096)
+def _constraint(
+    spec: PartitionSpec, mesh: AnyMesh | None, types: tuple[tuple[str, AxisType], ...]
+) -> Callable[[Any], jax.Array]:
+    """A jitted function that holds an array to a spec.
+
+    It is jitted so that it works on tracers of eager transformations too, where JAX has no rule of its own that keeps
+    the axes of a spec apart from those that `vmap` adds.
+    """
+    kind = dict(types)
+
+    def part(wanted: AxisType, otherwise: Any) -> PartitionSpec:
+        entries = []
+        for entry in spec:
+            axes = tuple(a for a in mesh_axes(entry) if kind[a] == wanted)
+            if axes and len(axes) != len(mesh_axes(entry)):
+                raise ValueError(
+                    f"shard: {entry} splits one axis over mesh axes of different types, {dict(types)}; JAX has no way "
+                    "to say that. Use mesh axes of one type for it."
+                )
+            mixed = otherwise if entry is not None else None
+            entries.append(axes[0] if len(axes) == 1 else axes or mixed)
+        return PartitionSpec(*entries)
+
+    def target(wanted: PartitionSpec) -> Any:
+        return wanted if mesh is None else NamedSharding(mesh, wanted)
+
+    def constrain(x):
+        if AxisType.Explicit in kind.values():
+            x = jax.sharding.reshard(x, target(part(AxisType.Explicit, None)))
+            if AxisType.Auto not in kind.values():
+                return x
+        wanted = part(AxisType.Auto, PartitionSpec.UNCONSTRAINED)
+        return jax.lax.with_sharding_constraint(x, target(wanted))
+
+    return jax.jit(constrain, inline=True)

@@ -1,0 +1,405 @@
+"""Linear algebra. Matrices are made well-conditioned by adding to their diagonal, in the call as in the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import axonym as axn
+from tests.ops.case import Case, f
+
+la = axn.linalg
+RC = ("row", "col")
+BATCHED = f("batch", "row", "col")
+PLAIN = f("row", "col")
+APART = f("row", "batch", "col")  # the axes of the matrix do not stand together
+TALL, WIDE = f("heads", "embed", "pos"), f("heads", "pos", "embed")
+TP, PT = ("embed", "pos"), ("pos", "embed")
+EYE = np.eye(4, dtype=np.float32)
+
+
+def _well(a: axn.NamedArray) -> axn.NamedArray:
+    """Well-conditioned, and positive definite once made symmetric."""
+    return a + 8.0 * axn.named(EYE, RC)
+
+
+def _well_last(a: Any) -> Any:
+    """The same by position: the matrices stand last."""
+    return a + 8.0 * jnp.broadcast_to(EYE, a.shape)
+
+
+def _well_apart(a: Any) -> Any:
+    """The same for (row, batch, col)."""
+    return _well_last(jnp.moveaxis(a, 0, 1))
+
+
+def _solve(a: Any, b: Any) -> Any:
+    """For `a` with axes (batch, row, col) and `b` with (heads, row, batch)."""
+    x = jnp.linalg.solve(_well_last(a), jnp.moveaxis(b, (2, 1), (0, 1)))
+    return jnp.moveaxis(x, (0, 1), (2, 1))
+
+
+def _lstsq(a: Any, b: Any) -> Any:
+    """For `a` with axes (heads, embed, pos) and `b` with (x, embed)."""
+    return jax.vmap(lambda m: jnp.linalg.lstsq(m, b.T)[0].T)(a)
+
+
+LINALG = [
+    Case(
+        "linalg.inv",
+        (BATCHED,),
+        lambda a: la.inv(_well(a), RC),
+        lambda a: jnp.linalg.inv(_well_last(a)),
+        names=("batch", "col", "row"),
+    ),
+    Case(
+        "linalg.inv",
+        (APART,),
+        lambda a: la.inv(_well(a), RC),
+        lambda a: jnp.moveaxis(jnp.linalg.inv(_well_apart(a)), 1, 0),
+        "apart",
+        names=("col", "batch", "row"),
+    ),
+    Case(
+        "linalg.inv",
+        (PLAIN,),
+        lambda a: la.inv(_well(a), ("col", "row")),
+        lambda a: jnp.linalg.inv(_well_last(a)),
+        "turned",
+        names=("col", "row"),
+        sharded=False,
+    ),
+    Case(
+        "linalg.inv",
+        (PLAIN, f("row")),
+        lambda a, b: axn.dot(la.inv(_well(a), RC), b, axis="row"),
+        lambda a, b: jnp.linalg.solve(_well_last(a), b),
+        "solves",
+        names=("col",),
+    ),
+    Case(
+        "linalg.cholesky",
+        (BATCHED,),
+        lambda a: la.cholesky(_well(a), RC),
+        lambda a: jnp.linalg.cholesky(_well_last(a)),
+        names=("batch", *RC),
+    ),
+    Case(
+        "linalg.cholesky",
+        (PLAIN,),
+        lambda a: la.cholesky(_well(a), ("col", "row")),
+        lambda a: jnp.linalg.cholesky(_well_last(a)).T,
+        "upper",
+        names=RC,
+        sharded=False,
+    ),
+    Case(
+        "linalg.expm",
+        (APART,),
+        lambda a: la.expm(0.3 * a, RC),
+        lambda a: jnp.moveaxis(jax.scipy.linalg.expm(0.3 * jnp.moveaxis(a, 0, 1)), 1, 0),
+        names=("row", "batch", "col"),
+        rtol=1e-4,
+        atol=1e-4,
+    ),
+    Case(
+        "linalg.det",
+        (APART,),
+        lambda a: la.det(_well(a), RC),
+        lambda a: jnp.linalg.det(_well_apart(a)),
+        names=("batch",),
+        rtol=1e-4,
+    ),
+    Case(
+        "linalg.slogdet",
+        (APART,),
+        lambda a: la.slogdet(_well(a), RC),
+        lambda a: tuple(jnp.linalg.slogdet(_well_apart(a))),
+        names=(("batch",), ("batch",)),
+    ),
+    Case(
+        "linalg.pinv",
+        (TALL,),
+        lambda a: la.pinv(a, TP),
+        lambda a: jnp.linalg.pinv(a),
+        names=("heads", *PT),
+        rtol=1e-3,
+        atol=1e-3,
+    ),
+    Case(
+        "linalg.pinv",
+        (WIDE,),
+        lambda a: la.pinv(a, TP, rtol=0.5),
+        lambda a: np.linalg.pinv(a, rtol=0.5),
+        "cut",
+        names=("heads", *TP),
+        grad=False,
+        sharded=False,
+        rtol=1e-3,
+        atol=1e-3,
+    ),
+    Case(
+        "linalg.matrix_power",
+        (APART,),
+        lambda a: la.matrix_power(a, RC, 3),
+        lambda a: jnp.moveaxis(jnp.linalg.matrix_power(jnp.moveaxis(a, 0, 1), 3), 1, 0),
+        names=("row", "batch", "col"),
+        rtol=1e-4,
+        atol=1e-4,
+    ),
+    Case(
+        "linalg.matrix_power",
+        (PLAIN,),
+        lambda a: la.matrix_power(_well(a), RC, -2),
+        lambda a: jnp.linalg.matrix_power(_well_last(a), -2),
+        "negative",
+        names=RC,
+        sharded=False,
+    ),
+    Case(
+        "linalg.matrix_rank",
+        (TALL,),
+        lambda a: la.matrix_rank(a, TP),
+        lambda a: np.linalg.matrix_rank(a).astype(np.int32),
+        names=("heads",),
+        grad=False,
+    ),
+    Case(
+        "linalg.matrix_rank",
+        (TALL,),
+        lambda a: la.matrix_rank(a, TP, rtol=0.4),
+        lambda a: np.linalg.matrix_rank(a, rtol=0.4).astype(np.int32),
+        "cut",
+        names=("heads",),
+        grad=False,
+        sharded=False,
+    ),
+    Case("linalg.cond", (TALL,), lambda a: la.cond(a, TP), lambda a: jnp.linalg.cond(a), names=("heads",), rtol=1e-4),
+    Case(
+        "linalg.cond",
+        (BATCHED,),
+        lambda a: la.cond(_well(a), RC, 1),
+        lambda a: jnp.linalg.cond(_well_last(a), 1),
+        "one",
+        names=("batch",),
+        sharded=False,
+        rtol=1e-4,
+    ),
+    Case(
+        "linalg.cond",
+        (PLAIN,),
+        lambda a: la.cond(_well(a), ("col", "row"), np.inf),
+        lambda a: jnp.linalg.cond(_well_last(a.T), np.inf),
+        "turned",
+        names=(),
+        sharded=False,
+        rtol=1e-4,
+    ),
+]
+
+DECOMPOSITIONS = [
+    Case(
+        "linalg.qr",
+        (TALL,),
+        lambda a: la.qr(a, TP, "new"),
+        lambda a: tuple(jnp.linalg.qr(a)),
+        names=(("heads", "embed", "new"), ("heads", "new", "pos")),
+        rtol=1e-4,
+        atol=1e-4,
+    ),
+    Case(
+        "linalg.qr",
+        (WIDE,),
+        lambda a: la.qr(a, PT, axn.Axis("new", 4)),
+        lambda a: tuple(jnp.linalg.qr(a)),
+        "wide",
+        names=(("heads", "pos", "new"), ("heads", "new", "embed")),
+        sharded=False,
+        grad=False,
+        rtol=1e-4,
+        atol=1e-4,
+    ),
+    Case(
+        "linalg.svd",
+        (TALL,),
+        lambda a: (lambda u, s, vh: (u * u, s, vh * vh))(*la.svd(a, TP, "new")),
+        lambda a: (lambda u, s, vh: (u * u, s, vh * vh))(*jnp.linalg.svd(a, full_matrices=False)),
+        names=(("heads", "embed", "new"), ("heads", "new"), ("heads", "new", "pos")),
+        rtol=1e-3,
+        atol=1e-3,
+    ),
+    Case(
+        "linalg.svd",
+        (APART,),
+        lambda a: (lambda u, s, vh: axn.dot(u, s, vh, axis="new", out_axes=APART.names))(*la.svd(a, RC, "new")),
+        lambda a: a,
+        "product",
+        names=APART.names,
+        grad=False,
+        rtol=1e-4,
+        atol=1e-4,
+    ),
+    Case(
+        "linalg.svd",
+        (WIDE,),
+        lambda a: la.svd(a, PT, axn.Axis("new", 4), compute_uv=False),
+        lambda a: jnp.linalg.svdvals(a),
+        "values",
+        names=("heads", "new"),
+        rtol=1e-4,
+        atol=1e-4,
+    ),
+    Case(
+        "linalg.eigh",
+        (BATCHED,),
+        lambda a: (lambda w, v: (w, v * v))(*la.eigh(a, RC, "new")),
+        lambda a: (lambda w, v: (w, v * v))(*jnp.linalg.eigh(a)),
+        names=(("batch", "new"), ("batch", "row", "new")),
+        rtol=1e-3,
+        atol=1e-3,
+    ),
+    Case(
+        "linalg.eigh",
+        (APART,),
+        lambda a: (lambda w, v: (w, v * v))(*la.eigh(a, RC, "col")),
+        lambda a: (lambda w, v: (w, jnp.moveaxis(v * v, 1, 0)))(*jnp.linalg.eigh(jnp.moveaxis(a, 0, 1))),
+        "in place",
+        names=(("batch", "col"), ("row", "batch", "col")),
+        rtol=1e-3,
+        atol=1e-3,
+    ),
+    Case(
+        "linalg.eigvalsh",
+        (BATCHED,),
+        lambda a: la.eigvalsh(a, RC, "new"),
+        lambda a: jnp.linalg.eigvalsh(a),
+        names=("batch", "new"),
+        rtol=1e-4,
+        atol=1e-4,
+    ),
+    Case(
+        "linalg.eig",
+        (BATCHED,),
+        lambda a: (lambda w, v: (w, axn.abs(v)))(*la.eig(a, RC, "new")),
+        lambda a: (lambda w, v: (w, np.abs(v)))(*jnp.linalg.eig(a)),
+        names=(("batch", "new"), ("batch", "row", "new")),
+        grad=False,
+        rtol=1e-3,
+        atol=1e-3,
+    ),
+    Case(
+        "linalg.eigvals",
+        (BATCHED,),
+        lambda a: la.eigvals(a, RC, "new"),
+        lambda a: jnp.linalg.eigvals(a),
+        names=("batch", "new"),
+        rtol=1e-3,
+        atol=1e-3,
+    ),
+]
+
+SYSTEMS = [
+    Case(
+        "linalg.solve",
+        (BATCHED, f("heads", "row", "batch")),
+        lambda a, b: la.solve(_well(a), b, RC),
+        _solve,
+        names=("heads", "col", "batch"),
+        rtol=1e-4,
+        atol=1e-4,
+    ),
+    Case(
+        "linalg.solve",
+        (BATCHED, f("row")),
+        lambda a, b: la.solve(_well(a), b, RC),
+        lambda a, b: jnp.linalg.solve(_well_last(a), jnp.broadcast_to(b, (8, 4))[..., None])[..., 0],
+        "shared",
+        names=("batch", "col"),
+        rtol=1e-4,
+        atol=1e-4,
+    ),
+    Case(
+        "linalg.solve",
+        (PLAIN, f("batch", "row", "heads")),
+        lambda a, b: la.solve(_well(a), b, RC),
+        lambda a, b: jax.vmap(lambda side: jnp.linalg.solve(_well_last(a), side))(b),
+        "sides",
+        names=("batch", "col", "heads"),
+        rtol=1e-4,
+        atol=1e-4,
+    ),
+    Case(
+        "linalg.lstsq",
+        (TALL, f("x", "embed")),
+        lambda a, b: la.lstsq(a, b, TP),
+        _lstsq,
+        names=("heads", "x", "pos"),
+        rtol=1e-3,
+        atol=1e-3,
+    ),
+    Case(
+        "linalg.lstsq",
+        (f("pos", "embed"), f("pos")),
+        lambda a, b: la.lstsq(a, b, PT, rcond=0.3),
+        lambda a, b: np.linalg.lstsq(a, b, 0.3)[0],
+        "cut",
+        names=("embed",),
+        grad=False,
+        sharded=False,
+        rtol=1e-3,
+        atol=1e-3,
+    ),
+]
+
+NORMS = [
+    Case("linalg.norm", (BATCHED,), lambda a: la.norm(a), lambda a: jnp.sqrt(jnp.sum(a * a)), names=()),
+    Case(
+        "linalg.norm",
+        (BATCHED,),
+        lambda a: la.norm(a, ord=3),
+        lambda a: jnp.sum(jnp.abs(a) ** 3) ** (1 / 3),
+        "all",
+        names=(),
+    ),
+    Case(
+        "linalg.norm",
+        (BATCHED,),
+        lambda a: la.norm(a, "row", ord=1),
+        lambda a: jnp.sum(jnp.abs(a), axis=1),
+        "vectors",
+        names=("batch", "col"),
+    ),
+    Case(
+        "linalg.norm",
+        (APART,),
+        lambda a: la.norm(a, RC),
+        lambda a: jnp.sqrt(jnp.sum(a * a, axis=(0, 2))),
+        "matrices",
+        names=("batch",),
+    ),
+    Case(
+        "linalg.norm",
+        (APART,),
+        lambda a: la.norm(a, ("col", "row"), ord=1),
+        lambda a: jnp.max(jnp.sum(jnp.abs(a), axis=2), axis=0),
+        "turned",
+        names=("batch",),
+        sharded=False,
+    ),
+    Case(
+        "linalg.norm",
+        (TALL,),
+        lambda a: la.norm(a, TP, ord="nuc"),
+        lambda a: jnp.sum(jnp.linalg.svdvals(a), axis=-1),
+        "nuclear",
+        names=("heads",),
+        sharded=False,
+        rtol=1e-4,
+        atol=1e-4,
+    ),
+]
+
+CASES = [*LINALG, *DECOMPOSITIONS, *SYSTEMS, *NORMS]

@@ -1,0 +1,379 @@
+"""Fourier transforms, polynomials, convolutions and products of whole arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import axonym as axn
+from tests.ops.case import Case, f, of
+
+BPE = ("batch", "pos", "embed")
+A3 = f(*BPE)
+HALF = of("complex", *BPE)
+LONG = axn.Axis("pos", 6)
+
+
+# --- Fourier transforms ---
+
+
+def _fft(name: str, operand: Any = A3) -> list[Case]:
+    """The forms of the axis argument that every transform takes, along an axis that is not the last one."""
+    along = getattr(jnp.fft, name)
+
+    def freq(x: Any) -> Any:
+        return {"pos": axn.Axis("freq", x)}
+
+    operation: Callable[..., Any] = getattr(axn, name)
+    renamed = ("batch", "freq", "embed")
+    grad = operand is A3
+    return [
+        Case(name, (operand,), lambda a: operation(a, "pos"), lambda a: along(a, axis=1), names=BPE, grad=grad),
+        Case(
+            name,
+            (operand,),
+            lambda a: operation(a, LONG),
+            lambda a: along(a, n=6, axis=1),
+            label="longer",
+            names=BPE,
+            grad=grad,
+            sharded=False,
+        ),
+        Case(
+            name,
+            (operand,),
+            lambda a: operation(a, freq(3), "ortho"),
+            lambda a: along(a, n=3, axis=1, norm="ortho"),
+            label="renamed",
+            names=renamed,
+            grad=grad,
+        ),
+        Case(
+            name,
+            (operand,),
+            lambda a: operation(a),
+            lambda a: along(a, axis=-1),
+            label="last",
+            names=BPE,
+            grad=grad,
+            layout=False,
+            sharded=False,
+        ),
+    ]
+
+
+FFT = [
+    *_fft("fft"),
+    *_fft("ifft"),
+    *_fft("rfft"),
+    *_fft("irfft", HALF),
+    *_fft("hfft", HALF),
+    *_fft("ihfft"),
+    Case(
+        "fft",
+        (HALF,),
+        lambda a: axn.fft(a, {"embed": None, "batch": "freq"}),
+        lambda a: np.fft.fftn(a, axes=(2, 0)),
+        label="several",
+        names=("freq", "pos", "embed"),
+        grad=False,
+        atol=1e-4,
+    ),
+    Case(
+        "fft",
+        (f("batch", "pos", "embed", "heads"),),
+        lambda a: axn.fft(a, ("embed", "heads", "batch", "pos")),
+        lambda a: jnp.fft.fftn(a),
+        label="four",
+        names=(*BPE, "heads"),
+        atol=1e-3,
+    ),
+    Case(
+        "rfft",
+        (A3,),
+        lambda a: axn.rfft(a, ("embed", LONG)),
+        lambda a: jnp.fft.rfftn(a, s=(8, 6), axes=(2, 1)),
+        label="several",
+        names=BPE,
+        atol=1e-4,
+    ),
+    Case(
+        "irfft",
+        (HALF,),
+        lambda a: axn.irfft(a, (axn.Axis("batch", 5), "embed")),
+        lambda a: np.fft.irfftn(a, s=(5, 14), axes=(0, 2)),
+        label="several",
+        names=BPE,
+        grad=False,
+    ),
+    Case(
+        "irfft",
+        (A3,),
+        lambda a: axn.irfft(axn.rfft(a, "pos"), axn.Axis("pos", 4)),
+        lambda a: a,
+        label="roundtrip",
+        names=BPE,
+    ),
+    Case("fftshift", (A3,), lambda a: axn.fftshift(a), lambda a: jnp.fft.fftshift(a), names=BPE),
+    Case("fftshift", (A3,), lambda a: axn.fftshift(a, "pos"), lambda a: jnp.fft.fftshift(a, 1), label="one", names=BPE),
+    Case(
+        "ifftshift",
+        (f("batch", "xyz"),),
+        lambda a: axn.ifftshift(a, ("xyz", "batch")),
+        lambda a: jnp.fft.ifftshift(a),
+        names=("batch", "xyz"),
+    ),
+]
+
+FREQUENCIES = [
+    Case(
+        name,
+        (),
+        lambda operation=getattr(axn, name), size=size: operation(axn.Axis("t", size), 0.5),
+        lambda numpy=getattr(np.fft, name), size=size: numpy(size, 0.5).astype(np.float32),
+        label=str(size),
+        names=("t",),
+        grad=False,
+        vmap=False,
+        sharded=False,
+    )
+    for name in ("fftfreq", "rfftfreq")
+    for size in (5, 6)
+]
+
+
+# --- polynomials ---
+
+X, Y = f("x"), f("y")
+
+
+def _roots(p: Any) -> Any:
+    return jnp.roots(p, strip_zeros=False)
+
+
+def _fit(x: np.ndarray, y: np.ndarray) -> Any:
+    """The positional fit of each polynomial of `y`, with axes (batch, x, y)."""
+    flat = jnp.moveaxis(y, 1, 0).reshape(8, -1)
+    return jnp.moveaxis(jnp.polyfit(x, flat, 2).reshape(3, 8, 4), 0, 1)
+
+
+def _fit_error(x: np.ndarray, y: np.ndarray) -> Any:
+    return jnp.polyfit(x, y, 2, cov=True)
+
+
+POLY = [
+    *(
+        Case(
+            name,
+            (X, Y),
+            lambda p, q, operation=getattr(axn, name): (operation(p, q), operation(q, p)),
+            lambda p, q, positional=getattr(jnp, name): (positional(p, q), positional(q, p)),
+            names=(("x",), ("y",)),
+        )
+        for name in ("polyadd", "polysub", "polymul")
+    ),
+    Case(
+        "polyadd",
+        (of("int", "x"),),
+        lambda p: axn.polyadd([1, 2], p),
+        lambda p: np.polyadd([1, 2], p),
+        label="raw",
+        names=("x",),
+        grad=False,
+    ),
+    Case("polymul", (X,), lambda p: axn.polymul(p, p), lambda p: jnp.polymul(p, p), label="square", names=("x",)),
+    Case(
+        "polydiv",
+        (of("positive", "x"), of("positive", "y")),
+        axn.polydiv,
+        lambda p, q: jnp.polydiv(p, q),
+        names=(("x",), ("x",)),
+        rtol=1e-3,
+        atol=1e-3,
+    ),
+    Case("polyder", (X,), lambda p: axn.polyder(p, 2), lambda p: jnp.polyder(p, 2), names=("x",)),
+    Case("polyint", (X,), axn.polyint, lambda p: jnp.polyint(p), names=("x",)),
+    Case(
+        "polyint",
+        (X, f("heads")),
+        lambda p, k: axn.polyint(p, 2, k),
+        lambda p, k: jnp.polyint(p, 2, k),
+        label="constants",
+        names=("x",),
+    ),
+    Case(
+        "polyval",
+        (Y, f("batch", "x")),
+        axn.polyval,
+        lambda p, x: jnp.polyval(p, x),
+        names=("batch", "x"),
+        rtol=1e-4,
+        atol=1e-4,
+    ),
+    Case(
+        "polyval",
+        (Y,),
+        lambda p: axn.polyval(p, p),
+        lambda p: np.polyval(p, p),
+        label="same-axis",
+        names=("y",),
+        rtol=1e-4,
+        atol=1e-4,
+    ),
+    Case("poly", (Y,), axn.poly, lambda z: jnp.poly(z), names=("y",)),
+    Case("roots", (of("positive", "y"),), axn.roots, _roots, names=("y",), jit=False, grad=False, rtol=1e-4, atol=1e-4),
+    Case(
+        "roots",
+        (of("positive", "y"),),
+        lambda p: axn.roots(p, strip_zeros=False),
+        _roots,
+        label="traced",
+        names=("y",),
+        rtol=1e-3,
+        atol=1e-3,
+    ),
+    Case("trim_zeros", (of("index", "x"),), axn.trim_zeros, np.trim_zeros, names=("x",), jit=False, grad=False),
+    Case(
+        "trim_zeros",
+        (of("index", "x"),),
+        lambda p: axn.trim_zeros(p, "b"),
+        lambda p: np.trim_zeros(p, "b"),
+        label="behind",
+        names=("x",),
+        jit=False,
+        grad=False,
+    ),
+    Case(
+        "polyfit",
+        (X, f("batch", "x", "y")),
+        lambda x, y: axn.polyfit(x, y, 2),
+        _fit,
+        names=("batch", "x", "y"),
+        rtol=1e-3,
+        atol=1e-3,
+    ),
+    Case(
+        "polyfit",
+        (X, X),
+        lambda x, y: axn.polyfit(x, y, 2, cov=True),
+        _fit_error,
+        label="cov",
+        names=(("x",), ("x", "x_cov")),
+        rtol=1e-3,
+        atol=1e-3,
+    ),
+    Case(
+        "polyfit",
+        (of("int", "x"), of("int", "x"), of("positive", "x")),
+        lambda x, y, w: axn.polyfit(x, y, 1, w=w),
+        lambda x, y, w: jnp.asarray(np.polyfit(x, y, 1, w=w), jnp.float32),
+        label="integers",
+        names=("x",),
+        grad=False,
+        rtol=1e-3,
+        atol=1e-3,
+    ),
+]
+
+
+# --- convolutions and products ---
+
+
+def _each(positional: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    """Along x of (batch, x, heads) and y of (heads, y, pos): heads are matched, the others combined."""
+    fn = lambda a, v: positional(a, v, mode)  # noqa: E731
+    fn = jax.vmap(fn, (None, 1), 1)  # pos
+    fn = jax.vmap(fn, (1, 0), 1)  # heads
+    return jax.vmap(fn, (0, None), 0)  # batch
+
+
+def _along_x(operation: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    def call(a: axn.NamedArray, v: axn.NamedArray) -> axn.NamedArray:
+        return operation(a, axn.rename(v, {"y": "x"}), "x", mode)
+
+    return call
+
+
+SIGNAL = [
+    *(
+        Case(
+            name,
+            (f("batch", "x", "heads"), f("heads", "y", "pos")),
+            _along_x(getattr(axn, name), mode),
+            _each(getattr(jnp, name), mode),
+            label=mode,
+            names=("batch", "x", "heads", "pos"),
+            rtol=1e-4,
+            atol=1e-4,
+        )
+        for name in ("convolve", "correlate")
+        for mode in ("full", "same", "valid")
+    ),
+    Case(
+        "convolve",
+        (f("x"), f("x")),
+        lambda a, v: axn.convolve(a, v, "x"),
+        lambda a, v: np.convolve(a, v),
+        label="plain",
+        names=("x",),
+    ),
+    Case(
+        "correlate",
+        (f("batch", "x"), f("x")),
+        lambda a, v: axn.correlate(a, v, axn.Axis("x", 8), "same"),
+        lambda a, v: np.stack([np.correlate(row, v, "same") for row in a]),
+        label="numpy",
+        names=("batch", "x"),
+    ),
+    Case("unwrap", (A3,), lambda a: axn.unwrap(4 * a, "pos"), lambda a: jnp.unwrap(4 * a, axis=1), names=BPE),
+    Case(
+        "unwrap",
+        (A3,),
+        lambda a: axn.unwrap(a, "embed", discont=1.5, period=2.0),
+        lambda a: np.unwrap(a, 1.5, axis=2, period=2.0),
+        label="period",
+        names=BPE,
+    ),
+    Case(
+        "cross",
+        (f("batch", "xyz", "heads"), f("heads", "xyz")),
+        lambda a, b: axn.cross(a, b, "xyz"),
+        lambda a, b: np.cross(a, b.T[None], axis=1),
+        names=("batch", "xyz", "heads"),
+    ),
+    Case(
+        "cross",
+        (f("xyz"), f("batch", "xyz")),
+        lambda a, b: axn.cross(a, b, "xyz"),
+        lambda a, b: np.cross(a, b),
+        label="broadcast",
+        names=("batch", "xyz"),
+    ),
+    Case("outer", (f("batch", "pos"), f("embed")), axn.outer, lambda a, b: np.multiply.outer(a, b), names=BPE),
+    Case("outer", (f("batch"),), lambda a: axn.outer(2.0, a), lambda a: 2 * a, label="scalar", names=("batch",)),
+    Case(
+        "kron", (f("batch", "pos"), f("pos", "batch")), axn.kron, lambda a, b: np.kron(a, b.T), names=("batch", "pos")
+    ),
+    Case(
+        "kron",
+        (f("pos", "batch"), f("heads", "batch")),
+        axn.kron,
+        lambda a, b: np.stack([np.kron(p, h) for p in a for h in b], axis=1).reshape(64, 4, 2).swapaxes(0, 1),
+        label="further",
+        names=("pos", "batch", "heads"),
+    ),
+    Case(
+        "kron",
+        (f("batch", "pos"), f("batch", "pos")),
+        lambda a, b: axn.kron(a, b, "pos"),
+        lambda a, b: np.stack([np.kron(x, y) for x, y in zip(a, b, strict=True)]),
+        label="matched",
+        names=("batch", "pos"),
+    ),
+]
+
+CASES = [*FFT, *FREQUENCIES, *POLY, *SIGNAL]

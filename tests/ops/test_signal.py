@@ -1,0 +1,60 @@
+"""Convolutions and products of whole arrays: what is said about operands that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import axonym as axn
+
+untyped: Any = axn  # for calls that a type checker would refuse
+A = axn.ones({"batch": 2, "t": 5})
+V = axn.ones({"t": 3})
+W = axn.ones({"xyz": 3})
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: axn.convolve(A, V, "x"), ValueError, r"^convolve: no axis 'x' in \(batch=2, t=5\)"),
+        (lambda: axn.convolve(A, W, "t"), ValueError, r"^convolve: no axis 't' in \(xyz=3\)"),
+        (lambda: axn.convolve(A, V, axn.Axis("t", 3)), ValueError, r"^convolve: axis 't' .*: 5 in the array, 3 in the"),
+        (lambda: axn.convolve(A, V, "t", "round"), ValueError, r"mode"),
+        (
+            lambda: axn.correlate(A, axn.ones({"t": 3, "batch": 3}), "t"),
+            ValueError,
+            r"^correlate: axis 'batch' has conflicting sizes: 2 in operand 0, 3 in operand 1",
+        ),
+        (
+            lambda: untyped.correlate(A, jnp.ones(3), "t"),
+            TypeError,
+            r"^correlate: expected a NamedArray, got ArrayImpl",
+        ),
+        (lambda: untyped.unwrap(A, None), ValueError, r"^unwrap: expected one axis, got \(batch, t\)"),
+        (lambda: axn.unwrap(A, "x"), ValueError, r"^unwrap: no axis 'x' in \(batch=2, t=5\)"),
+        (lambda: axn.cross(A, V, "t"), ValueError, r"^cross: axis 't' has conflicting sizes: 5 .*, 3 "),
+        (lambda: axn.cross(A, A, "t"), ValueError, r"^cross: axis 't' has size 5; vectors in three dimensions have"),
+        (lambda: axn.cross(W, V, "xyz"), ValueError, r"^cross: no axis 'xyz' in \(t=3\)"),
+        (
+            lambda: axn.cross(axn.ones({"xyz": 3, "a": 2}), axn.ones({"xyz": 3, "b": 2}), "xyz"),
+            ValueError,
+            r"^cross: cannot broadcast \(xyz, a\) and \(xyz, b\)",
+        ),
+        (lambda: axn.outer(A, V), ValueError, r"^outer: \(batch, t\) and \(t\) share 't'\. Rename it .*`multiply`"),
+        (lambda: axn.outer(jnp.ones(2), V), TypeError, r"^outer: an operand has no axis names but shape \(2,\)"),
+        (lambda: axn.kron(A, V, "batch"), ValueError, r"^kron: no axis 'batch' in \(t=3\)"),
+        (lambda: axn.kron(A, axn.ones({"t": 3, "batch": 3}), "t"), ValueError, r"^kron: axis 'batch' .*: 2 .*, 3 "),
+    ],
+)
+def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_an_axis_of_another_size_in_each_operand_is_not_matched() -> None:
+    assert axn.convolve(A, V, "t").shape == {"batch": 2, "t": 7}
+    assert axn.kron(A, V).shape == {"batch": 2, "t": 15}
+    assert axn.kron(A, W).shape == {"batch": 2, "t": 5, "xyz": 3}

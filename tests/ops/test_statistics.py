@@ -1,0 +1,98 @@
+"""What statistics say when they are asked for what cannot be, and the dtypes they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axonym as axn
+from tests.helpers import compilations
+
+untyped: Any = axn  # for calls that a type checker would refuse
+X, Y, Z = axn.make_axes(x=4, y=3, z=2)
+A = axn.arange((X, Y))
+F = axn.arange((X, Y), dtype=float)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: axn.median(A, "w"), ValueError, r"^median: no axis 'w' in \(x=4, y=3\)"),
+        (lambda: axn.nanmedian(A, axn.Axis("x", 9)), ValueError, r"^nanmedian: axis 'x' .*: 4 in the array, 9 in"),
+        (lambda: untyped.median(jnp.ones(3)), TypeError, r"^median: expected a NamedArray"),
+        (lambda: untyped.quantile(A, [0.1, 0.2]), TypeError, r"^quantile: an operand has no axis names .*\(2,\)"),
+        (lambda: axn.quantile(A, F), ValueError, r"^quantile: `q` must be a scalar or have one axis, got \(x, y\)"),
+        (lambda: axn.percentile(A, axn.ones(Y), "x"), ValueError, r"^percentile: 'y' would name more than one axis"),
+        (
+            lambda: axn.average(A, weights=axn.ones(Z)),
+            ValueError,
+            r"^average: `weights` has axes \(z\) .*\(x, y\) lacks",
+        ),
+        (lambda: axn.average(A, "w"), ValueError, r"^average: no axis 'w'"),
+        (lambda: axn.cov(F, "x", "x", new_axis="z"), ValueError, r"^cov: axis 'x' cannot be .* at once"),
+        (lambda: axn.cov(F, "x", "y", new_axis="x"), ValueError, r"^cov: 'x' would name more than one axis"),
+        (lambda: axn.cov(F, "x", axn.Axis("y", 9), new_axis="z"), ValueError, r"^cov: axis 'y' .*: 3 in the array, 9"),
+        (
+            lambda: axn.corrcoef(F, "x", "y", new_axis=axn.Axis("z", 9)),
+            ValueError,
+            r"^corrcoef: axis 'z' .* 4 in the re",
+        ),
+        (lambda: axn.corrcoef(F, "w", "y", new_axis="z"), ValueError, r"^corrcoef: no axis 'w'"),
+        (lambda: axn.diff(A, "w"), ValueError, r"^diff: no axis 'w'"),
+        (lambda: axn.diff(A, "x", n=-1), ValueError, r"^diff: `n` says how often .* got -1"),
+        (lambda: axn.gradient(A, "x", spacing=axn.ones(Y)), ValueError, r"^gradient: `spacing` must be .* got \(y\)"),
+        (lambda: axn.gradient(axn.ones(axn.Axis("x", 1)), "x"), ValueError, r"^gradient: axis 'x' has size 1;"),
+        (lambda: axn.trapezoid(A, "x", x=axn.ones(Y)), ValueError, r"^trapezoid: `x` must have axis 'x', got \(y\)"),
+        (lambda: axn.trapezoid(A, "x", x=axn.ones(Z)), ValueError, r"^trapezoid: `x` has axes \(z\)"),
+        (lambda: untyped.trapezoid(A, "x", x=3), TypeError, r"^trapezoid: expected a NamedArray, got int"),
+        (lambda: axn.trapezoid(A, "x", dx=axn.ones(X)), ValueError, r"^trapezoid: `dx` must be a scalar"),
+    ],
+)
+def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_short_floats_stay_short() -> None:
+    x = axn.ones((X, Y), jnp.bfloat16)
+    found = (
+        axn.median(x),
+        axn.quantile(x, 0.5, "x"),
+        axn.quantile(x, 1, "x"),
+        axn.average(x, weights=2),
+        axn.cov(x, "x", "y", new_axis="z"),
+        axn.gradient(x, "x"),
+        axn.trapezoid(x, "x"),
+    )
+    assert [f.dtype for f in found] == [jnp.bfloat16] * len(found)
+
+
+def test_integers_become_floats() -> None:
+    found = (
+        axn.median(A),
+        axn.quantile(A, 1),
+        axn.average(A),
+        axn.cov(A, "x", "y", new_axis="z"),
+        axn.trapezoid(A, "x"),
+    )
+    assert [f.dtype for f in found] == [np.float32] * len(found)
+
+
+def test_another_quantile_does_not_compile_again() -> None:
+    axn.quantile(A, 0.25, "x"), axn.trapezoid(A, "x", dx=0.1)
+    with compilations() as compiled:
+        axn.quantile(A, 0.75, "x"), axn.trapezoid(A, "x", dx=0.2)
+    assert compiled == []
+
+
+def test_correlations_stay_within_one() -> None:
+    rng = np.random.default_rng(0)
+    row = rng.normal(size=100).astype(np.float32)
+    x = axn.named(np.stack([row, 3 * row, -0.1 * row]), ("y", "x"))
+    found = np.asarray(axn.corrcoef(x, "y", "x", new_axis="z").array)
+    assert np.abs(found).max() <= 1
+    np.testing.assert_allclose(found, [[1, 1, -1], [1, 1, -1], [-1, -1, 1]], rtol=1e-5)

@@ -1,0 +1,176 @@
+"""`fsdp`: real placements, and the compiled program's communication."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import axonym as axn
+from benchmarks import models
+from benchmarks.communication import bytes_moved
+from tests.sharding.test_shard import spec
+
+BATCH = 8
+LAYOUTS = {
+    "one axis": ({"data": 8}, {"embed": "data"}, {"batch": "data"}),
+    "replicas": ({"replica": 2, "data": 4}, {"embed": "data"}, {"batch": ("replica", "data")}),
+    "with tensor parallelism": (
+        {"data": 4, "model": 2},
+        {"embed": "data", "mlp": "model", "heads": "model"},
+        {"batch": "data", "mlp": "model", "heads": "model"},
+    ),
+}
+
+
+def batch(seed: int = 0) -> tuple[axn.NamedArray, axn.NamedArray]:
+    rng = np.random.default_rng(seed)
+    axes = (models.Batch.resize(BATCH), models.Pos)
+    draw = lambda: axn.named(rng.integers(0, models.VOCAB, (BATCH, models.POS)), axes)  # noqa: E731
+    return draw(), draw()
+
+
+def step(params: Any, tokens: Any, targets: Any) -> tuple[Any, Any]:
+    loss, grads = jax.value_and_grad(models.named_loss)(params, tokens, targets)
+    return loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+@pytest.fixture(scope="module")
+def params() -> Any:
+    return models.name_params(models.make_params(2))
+
+
+@pytest.fixture(scope="module")
+def expected(params) -> Any:
+    return jax.jit(step)(params, *batch())
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_gives_the_result_of_one_device_and_moves_little(params, expected, layout: str, explicit: bool) -> None:
+    sizes, at_rest, at_work = LAYOUTS[layout]
+    with jax.set_mesh(axn.make_mesh(sizes, explicit=explicit)):
+        sharded = axn.fsdp(step, at_rest, at_work)
+        loss, updated = jax.block_until_ready(sharded(params, *batch()))
+        moved = bytes_moved(sharded.lower(params, *batch()).compile())
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(updated), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5)
+    assert spec(updated["layers"][1]["up"]) == ("data", at_rest.get("mlp"))
+    assert spec(updated["layers"][1]["scale1"]) == ("data",)
+    assert spec(updated["embed"])[1] == "data"
+
+    gathered = [p for layer in params["layers"] for p in layer.values()] + [params["out"]]
+    local = sum(p.nbytes // sizes.get("model", 1) if _has_model(p, at_rest) else p.nbytes for p in gathered)
+    # A look-up in the split table sends around the tokens and the rows found, which is less than the table.
+    tokens = BATCH * models.POS * 4
+    rows = BATCH * models.POS * models.EMBED * 4 // sizes["data"]
+    assert local <= moved["all-gather"].bytes <= local + rows + tokens, "each parameter is gathered once"
+    assert moved["all-gather"].count <= len(gathered) + 2
+    assert moved["reduce-scatter"].count == len(gathered), "each gradient is reduce-scattered"
+    assert moved["reduce-scatter"].bytes == local // sizes["data"]
+    if layout == "one axis":
+        assert moved["all-reduce"].bytes <= 64, "nothing but the loss is all-reduced"
+
+
+def _has_model(p: axn.NamedArray, at_rest: dict[str, Any]) -> bool:
+    return any(at_rest.get(n) == "model" for n in p.names)
+
+
+def test_parameters_may_arrive_anyhow(params, mesh) -> None:
+    sharded = axn.fsdp(lambda p, x: axn.dot(x, p, axis="embed"), {"embed": "data"}, {"batch": "data"})
+    w, x = axn.ones(axn.make_axes(embed=8, mlp=4)), axn.ones(axn.make_axes(batch=8, embed=8))
+    with jax.set_mesh(mesh):
+        host = axn.to_host(w)
+        for given in (w, host, axn.shard(w, {"embed": "model"}), axn.shard(w, {"embed": None})):
+            y = jax.block_until_ready(sharded(given, x))
+            assert spec(y) == ("data", None)
+            np.testing.assert_array_equal(y.array, np.full((8, 4), 8.0))
+
+
+def test_forms_of_the_call() -> None:
+    fn = lambda w: w  # noqa: E731
+    forms = [
+        axn.fsdp(fn, {"embed": "data"}, {"batch": "data"}),
+        axn.fsdp(fn, parameter_mapping={"embed": "data"}, compute_mapping={"batch": "data"}),
+        axn.fsdp(fn, {"embed": "data"}, compute_mapping={"batch": "data"}),
+        axn.fsdp({"embed": "data"}, {"batch": "data"})(fn),
+        axn.fsdp(parameter_mapping={"embed": "data"}, compute_mapping={"batch": "data"})(fn),
+    ]
+    with jax.set_mesh(axn.make_mesh({"data": 8})):
+        for form in forms:
+            assert spec(form(axn.ones({"embed": 8}))) == ("data",)
+    with pytest.raises(TypeError, match="`compute_mapping` is missing"):
+        axn.fsdp(fn, {"embed": "data"})
+    with pytest.raises(TypeError, match="too many arguments"):
+        axn.fsdp(fn, {}, {}, {})
+    with pytest.raises(TypeError, match="`parameter_mapping` is a resource mapping, got int"):
+        axn.fsdp(fn, 3, {})
+    with pytest.raises(TypeError, match="given twice"):
+        axn.fsdp(fn, {}, {}, compute_mapping={})
+
+
+def test_the_optimiser_state_lies_with_the_parameters(params, mesh) -> None:
+    optimiser = optax.adam(1e-2)
+
+    def train(p, state, tokens, targets):
+        loss, grads = jax.value_and_grad(models.named_loss)(p, tokens, targets)
+        updates, state = optimiser.update(grads, state, p)
+        return optax.apply_updates(p, updates), state, loss
+
+    sharded = axn.fsdp(train, {"embed": "data"}, {"batch": "data"}, donate_args=(True, True))
+    p, state = params, optimiser.init(params)
+    p = jax.tree.map(jnp.copy, p)
+    losses = []
+    with jax.set_mesh(mesh):
+        p, state = axn.shard((p, state), {"embed": "data"})  # what is donated must lie where it will lie
+        for i in range(3):
+            p, state, loss = jax.block_until_ready(sharded(p, state, *batch(i)))
+            losses.append(float(loss))
+        assert spec(state[0].mu["layers"][0]["up"]) == spec(p["layers"][0]["up"]) == ("data", None)
+        assert spec(state[0].nu["embed"]) == (None, "data")
+    single, state = params, optimiser.init(params)
+    for i in range(3):
+        single, state, loss = jax.jit(train)(single, state, *batch(i))
+        np.testing.assert_allclose(losses[i], float(loss), rtol=1e-4)
+
+
+def test_gathering_inside_a_scan_and_under_rematerialisation(mesh) -> None:
+    w = axn.ones(axn.make_axes(layer=3, embed=8, mlp=8)) * 0.1
+    x = axn.ones(axn.make_axes(batch=8, embed=8))
+
+    def loss(w, x, remat):
+        def layer(h, row):
+            weight = axn.named(row, ("embed", "mlp"))
+            return axn.tanh(axn.dot(h, weight, axis="embed")).rename({"mlp": "embed"}), None
+
+        body = jax.checkpoint(layer) if remat else layer
+        return axn.mean(jax.lax.scan(body, x, w.array)[0]).array
+
+    whole = [jax.jit(jax.grad(loss), static_argnums=2)(w, x, remat) for remat in (False, True)]
+    with jax.set_mesh(mesh):
+        for remat, expected in zip((False, True), whole, strict=True):
+            fn = axn.fsdp(lambda w, x, remat=remat: jax.grad(loss)(w, x, remat), {"embed": "data"}, {"batch": "data"})
+            grads = jax.block_until_ready(fn(w, x))
+            np.testing.assert_allclose(np.asarray(grads.array), np.asarray(expected.array), rtol=1e-5)
+            assert spec(grads) == (None, "data", None)
+            moved = bytes_moved(fn.lower(w, x).compile())
+            assert moved["reduce-scatter"].count >= 1
+            one_layer = w.nbytes // 3
+            assert moved["all-gather"].largest <= one_layer, "one layer is gathered at a time"
+
+
+def test_what_cannot_be_split_evenly_is_left_to_the_ordinary_way(auto_mesh) -> None:
+    """Inside, an axis that does not divide is computed with as it is; the placement of the argument is the error."""
+    fn = axn.fsdp(lambda w, x: axn.dot(x, w, axis="embed"), {"embed": "data"}, {"batch": "data"})
+    with jax.set_mesh(auto_mesh), pytest.raises(ValueError, match="axis 'embed' of size 6 cannot be split over data=4"):
+        fn(axn.ones(axn.make_axes(embed=6, mlp=4)), axn.ones(axn.make_axes(batch=8, embed=6)))
+
+
+def test_without_a_mesh_it_just_computes() -> None:
+    fn = axn.fsdp(lambda w, x: axn.dot(x, w, axis="embed"), {"embed": "data"}, {"batch": "data"})
+    np.testing.assert_array_equal(fn(axn.ones({"embed": 2}), axn.ones({"batch": 3, "embed": 2})).array, np.full(3, 2.0))

@@ -1,0 +1,234 @@
+"""`named_jit`: placements, static parts, donation, lowering, caches."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import axonym as axn
+from tests.sharding.test_shard import spec
+
+
+class Model(eqx.Module):
+    weight: axn.NamedArray
+    activation: Any
+    depth: int
+    name: str = eqx.field(static=True)
+
+    @staticmethod
+    def init(size: int = 8) -> Model:
+        return Model(axn.ones(axn.make_axes(embed=size, mlp=8)), jnp.tanh, 3, "m")
+
+    @axn.named_jit
+    def __call__(self, x):
+        return axn.dot(x, self.weight, axis="embed") * self.depth
+
+
+@pytest.fixture
+def x() -> axn.NamedArray:
+    return axn.arange(axn.make_axes(batch=8, embed=8)) * 1.0
+
+
+def test_results_go_where_the_mapping_says(x, mesh) -> None:
+    with jax.set_mesh(mesh):
+        double = axn.named_jit(lambda a: a * 2, {"batch": "data"})
+        y = double(x)
+        assert spec(y) == ("data", None)
+        np.testing.assert_array_equal(y.array, 2 * x.array)
+        elsewhere = axn.shard(x, {"embed": "data"})
+        assert spec(double(elsewhere)) == ("data", None), "a committed argument that lies elsewhere"
+        assert spec(double(axn.named(np.ones((8, 8)), ("batch", "embed")))) == ("data", None), "an argument on the host"
+
+
+def test_arguments_and_results_have_their_own_mappings(x, mesh) -> None:
+    seen = []
+
+    def fn(a):
+        seen.append((axn.current_mapping(), jax.typeof(a.array).sharding.spec))
+        return a * 2
+
+    with jax.set_mesh(mesh):
+        y = axn.named_jit(
+            fn, {"batch": "data"}, in_axis_resources={"embed": "model"}, out_axis_resources={"embed": "data"}
+        )(x)
+    assert spec(y) == (None, "data")
+    assert seen[0][0] == {"batch": "data"}
+    if mesh.axis_types[0].name == "Explicit":
+        assert seen[0][1] == P(None, "model")
+
+
+def test_by_default_the_mapping_around_the_call_is_in_force(x, mesh) -> None:
+    double = axn.named_jit(lambda a: a * 2)
+    with jax.set_mesh(mesh):
+        for target in ("data", "model", "data"):
+            with axn.axis_mapping({"batch": target}):
+                assert spec(double(x)) == (target, None)
+        assert double(x).shape == x.shape
+
+
+def test_its_own_mapping_does_not_compile_again_under_another(x, auto_mesh) -> None:
+    traces = 0
+
+    @axn.named_jit(axis_resources={"batch": "data"})
+    def fn(a):
+        nonlocal traces
+        traces += 1
+        return a
+
+    with jax.set_mesh(auto_mesh):
+        fn(x)
+        with axn.axis_mapping({"batch": "model"}):
+            assert spec(fn(x)) == ("data", None)
+    assert traces == 1
+
+
+def test_raw_arguments_of_another_rank(mesh) -> None:
+    """What a call does depends on the arguments of that call alone."""
+    fn = axn.named_jit(lambda a: axn.named(a, ("batch", "embed")[: a.ndim]), {"batch": "data"})
+    with jax.set_mesh(mesh):
+        assert spec(fn(jnp.ones((8, 4)))) == ("data", None)
+        assert spec(fn(jnp.ones(8))) == ("data",)
+
+
+def test_models_with_fields_that_are_not_arrays(x, mesh) -> None:
+    @axn.named_jit(axis_resources={"embed": "data"})
+    def grow(model, factor, *, label):
+        return eqx.tree_at(lambda m: m.weight, model, model.weight * factor), label, None
+
+    with jax.set_mesh(mesh):
+        model, label, nothing = grow(Model.init(), 2.0, label="kept")
+    assert model.activation is jnp.tanh and model.depth == 3 and model.name == "m"
+    assert label == "kept" and nothing is None
+    assert spec(model.weight) == ("data", None)
+    np.testing.assert_array_equal(model.weight.array, 2 * np.ones((8, 8)))
+
+
+def test_python_numbers_are_static() -> None:
+    traces = []
+
+    @axn.named_jit
+    def fn(a, n):
+        traces.append(n)
+        return sum(a for _ in range(n))
+
+    a = axn.ones({"x": 2})
+    for n in (2, 3, 2, True):
+        np.testing.assert_array_equal(fn(a, n).array, n * np.ones(2))
+    assert traces == [2, 3, True]
+
+
+def test_what_cannot_be_hashed_is_an_error() -> None:
+    class Odd:
+        __hash__ = None
+
+    with pytest.raises(TypeError, match="a static argument must be hashable, got Odd"):
+        axn.named_jit(lambda a: a)(Odd())
+
+
+def test_methods_and_classes(x, mesh) -> None:
+    model = Model.init()
+    np.testing.assert_allclose(model(x).array, 3 * x.array @ np.ones((8, 8)))
+    with jax.set_mesh(mesh):
+        built = axn.named_jit(Model, {"embed": "data"})(model.weight, jnp.sin, 2, "other")
+    assert isinstance(built, Model) and built.activation is jnp.sin and built.name == "other"
+    assert spec(built.weight) == ("data", None)
+
+
+def test_a_model_is_initialised_split(mesh) -> None:
+    size = 512
+    init = axn.named_jit(Model.init, {"embed": ("data", "model")})
+    with jax.set_mesh(mesh):
+        compiled = init.lower(size).compile()
+        model = init(size)
+    memory = compiled.memory_analysis()
+    whole = model.weight.nbytes
+    assert memory.output_size_in_bytes == whole // 8
+    assert memory.temp_size_in_bytes < whole // 4, "a full copy was made on some device"
+    assert model.weight.array.addressable_shards[0].data.shape == (size // 8, 8)
+
+
+def test_donation(x, mesh) -> None:
+    with jax.set_mesh(mesh):
+        def make():
+            return axn.shard(x * 1, {"batch": "data"})
+
+        step = axn.named_jit(lambda a, b: a + b, {"batch": "data"}, donate_args=(True, False))
+        a, b = make(), make()
+        jax.block_until_ready(step(a, b))
+        assert a.array.is_deleted() and not b.array.is_deleted()
+
+        named = axn.named_jit(lambda *, a: a * 2, {"batch": "data"}, donate_kwargs={"a": True})
+        a = make()
+        jax.block_until_ready(named(a=a))
+        assert a.array.is_deleted()
+
+        part = axn.named_jit(lambda t: (t[0] * 2, t[1]), {"batch": "data"}, donate_args=((True, False),))
+        a, b = make(), make()
+        jax.block_until_ready(part((a, b)))
+        assert a.array.is_deleted() and not b.array.is_deleted()
+
+
+def test_lower_and_trace_with_abstract_arguments(x, auto_mesh) -> None:
+    fn = axn.named_jit(lambda a: a * 2, {"batch": "data"})
+    abstract = jax.eval_shape(lambda: x)
+    with jax.set_mesh(auto_mesh):
+        compiled = fn.lower(abstract).compile()
+        assert compiled.output_shardings.array.spec == P("data")
+        result = compiled(x)
+        assert fn.trace(abstract).jaxpr.out_avals[0].shape == (8, 8)
+    assert spec(result) == ("data", None)
+
+
+def test_arguments_of_jit_pass_through(x) -> None:
+    assert axn.named_jit(lambda a: a, keep_unused=True).lower(x) is not None
+    with pytest.raises(TypeError, match="use `in_axis_resources`"):
+        axn.named_jit(lambda a: a, in_shardings=None)
+    with pytest.raises(TypeError, match="use `donate_args`"):
+        axn.named_jit(lambda a: a, donate_argnums=0)
+    with pytest.raises(TypeError, match="`axis_resources` is put in force"):
+        axn.named_jit(lambda a: a, P("data"))
+
+
+def test_errors_inside_are_the_users_own() -> None:
+    def fn(a):
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="^mine"):
+        axn.named_jit(fn)(axn.ones({"x": 2}))
+
+
+def test_identity_and_collection() -> None:
+    def fn(a):
+        """Documented."""
+        return a
+
+    wrapped = axn.named_jit(fn)
+    assert wrapped.__name__ == "fn" and wrapped.__doc__ == "Documented." and "fn" in repr(wrapped)
+    wrapped(axn.ones({"x": 2}))
+    watch = weakref.ref(wrapped), weakref.ref(fn)
+    del wrapped, fn
+    gc.collect()
+    assert [w() for w in watch] == [None, None]
+
+
+def test_mixed_with_other_jits(x, auto_mesh) -> None:
+    inner = axn.named_jit(lambda a: a * 2, {"batch": "data"})
+    outer = jax.jit(lambda a: inner(a) + 1)
+    with jax.set_mesh(auto_mesh):
+        np.testing.assert_array_equal(outer(x).array, 2 * x.array + 1)
+        grads = jax.grad(lambda a: inner(a).sum().array)(x)
+    np.testing.assert_array_equal(grads.array, np.full((8, 8), 2.0))
+
+
+def test_a_sharding_as_placement(x, auto_mesh) -> None:
+    fn = axn.named_jit(lambda a: a, out_axis_resources=NamedSharding(auto_mesh, P(None, "model")))
+    with jax.set_mesh(auto_mesh):
+        assert spec(fn(x)) == (None, "model")

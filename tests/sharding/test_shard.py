@@ -1,0 +1,292 @@
+"""`shard` everywhere: real shardings outside jit, inside it, under transformations and inside `shard_map`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+import axonym as axn
+
+MAPPING = {"batch": "data", "embed": "model"}
+
+
+def spec(x: Any) -> tuple[Any, ...]:
+    """The entries of a sharding, one for each axis."""
+    array = x.array if isinstance(x, axn.NamedArray) else x
+    entries = tuple(array.sharding.spec)
+    return entries + (None,) * (array.ndim - len(entries))
+
+
+@pytest.fixture
+def x() -> axn.NamedArray:
+    return axn.arange(axn.make_axes(batch=8, embed=4)) * 1.0
+
+
+CONTEXTS = {
+    "eager": lambda f, x: f(x),
+    "jit": lambda f, x: jax.jit(f)(x),
+    "jit of a constant": lambda f, x: jax.jit(lambda: f(x))(),
+    "grad": lambda f, x: jax.grad(lambda a: (f(a) * f(a)).sum().array)(x),
+    "jit of grad": lambda f, x: jax.jit(jax.grad(lambda a: (f(a) * f(a)).sum().array))(x),
+    "value and grad": lambda f, x: jax.value_and_grad(lambda a: ((y := f(a)) * y).sum().array)(x)[1],
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_named_arrays_by_name(x, mesh, context: str) -> None:
+    with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):
+        y = jax.block_until_ready(CONTEXTS[context](axn.shard, x))
+    assert spec(y) == ("data", "model")
+    factor = 1 if context in ("eager", "jit", "jit of a constant") else 2
+    np.testing.assert_array_equal(y.array, factor * x.array)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_under_vmap_and_scan(mesh, jit: bool) -> None:
+    def mapped(a):
+        return jax.vmap(lambda row: axn.shard(axn.named(row, "batch"), {"batch": "model"}).array)(a)
+
+    def scanned(a):
+        return jax.lax.scan(lambda c, row: (c, axn.shard(axn.named(row, "batch"), {"batch": "model"}).array), 0, a)[1]
+
+    with jax.set_mesh(mesh):
+        for fn in (mapped, scanned):
+            result = jax.block_until_ready((jax.jit(fn) if jit else fn)(jnp.ones((3, 8))))
+            assert spec(result) == (None, "model")
+
+
+def test_in_place_is_free(x, mesh) -> None:
+    with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):
+        y = axn.shard(x)
+        assert axn.shard(y).array is y.array
+        with jax.transfer_guard("disallow"):
+            axn.shard(y)
+    by_hand = axn.shard(y, MAPPING, mesh)
+    assert by_hand.array is y.array
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_mixed_axis_types(x, mixed_mesh, inside: bool) -> None:
+    with jax.set_mesh(mixed_mesh), axn.axis_mapping(MAPPING):
+        y = jax.jit(axn.shard)(x) if inside else axn.shard(x)
+    assert spec(y) == ("data", "model")
+
+
+def test_one_axis_over_mesh_axes_of_two_types_is_refused_in_jit(x, mixed_mesh) -> None:
+    with jax.set_mesh(mixed_mesh), pytest.raises(ValueError, match="mesh axes of different types"):
+        jax.jit(lambda a: axn.shard(a, {"batch": ("data", "model")}))(x)
+
+
+def test_mesh_by_hand(x, mesh) -> None:
+    assert spec(axn.shard(x, MAPPING, mesh)) == ("data", "model")
+    inside = jax.jit(lambda a: axn.shard(a, MAPPING, mesh))
+    if AxisType.Explicit in mesh.axis_types:
+        with pytest.raises(ValueError, match="cannot be passed by hand inside jit"):
+            inside(x)
+    else:
+        assert spec(inside(x)) == ("data", "model")
+
+
+def test_older_mesh_context(x, auto_mesh) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with auto_mesh:
+            assert spec(axn.shard(x, MAPPING)) == ("data", "model")
+            assert spec(jax.jit(lambda a: axn.shard(a, MAPPING))(x)) == ("data", "model")
+            with pytest.raises(ValueError, match="size 3 cannot be split"):
+                jax.jit(lambda: axn.shard(axn.ones({"batch": 3}), MAPPING))()
+
+
+def test_mesh_axes_of_size_one(x) -> None:
+    mesh = axn.make_mesh({"data": 1, "model": 1}, devices=jax.devices()[:1])
+    with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):
+        np.testing.assert_array_equal(jax.jit(axn.shard)(x).array, x.array)
+        np.testing.assert_array_equal(axn.shard(x).array, x.array)
+
+
+def test_several_mesh_axes_for_one_axis(x, mesh) -> None:
+    with jax.set_mesh(mesh):
+        y = axn.shard(x, {"batch": ("data", "model")})
+        assert spec(y)[0] == ("data", "model")
+        assert y.array.addressable_shards[0].data.shape == (1, 4)
+
+
+def test_nothing_in_force_warns_and_changes_nothing(x, auto_mesh) -> None:
+    with pytest.warns(UserWarning, match="no mapping is in force"):
+        assert axn.shard(x) is x
+    with pytest.warns(UserWarning, match="no mesh is in force"):
+        assert axn.shard(x, MAPPING) is x
+    assert axn.auto_sharded(x) is x
+    with axn.axis_mapping(MAPPING):
+        assert axn.auto_sharded(x) is x
+        with jax.set_mesh(auto_mesh):
+            assert spec(axn.auto_sharded(x)) == ("data", "model")
+
+
+class Layer(eqx.Module):
+    weight: axn.NamedArray
+    table: jax.Array = axn.field(axis_names=("vocab", "embed"))
+    plain: jax.Array
+    activation: Any
+    depth: int
+
+    @staticmethod
+    def init() -> Layer:
+        return Layer(axn.ones(axn.make_axes(embed=4, mlp=8)), jnp.ones((8, 4)), jnp.ones(3), jnp.tanh, 2)
+
+
+def test_models_and_optimiser_states(mesh) -> None:
+    mapping = {"embed": "model", "vocab": "data"}
+    model = {"layers": [Layer.init(), Layer.init()], "numpy": axn.named(np.ones((4,), np.float32), "embed")}
+    arrays = eqx.filter(model, eqx.is_array)
+    state = optax.adam(1e-3).init(arrays)
+    with jax.set_mesh(mesh):
+        placed, placed_state = axn.shard((model, state), mapping)
+    layer = placed["layers"][1]
+    assert spec(layer.weight) == ("model", None)
+    assert spec(layer.table) == ("data", "model")
+    assert not isinstance(layer.plain.sharding, NamedSharding)
+    assert layer.activation is jnp.tanh and layer.depth == 2
+    assert spec(placed["numpy"]) == ("model",)
+    moments = placed_state[0].mu
+    assert spec(moments["layers"][0].weight) == ("model", None)
+    assert spec(moments["layers"][0].table) == ("data", "model")
+    assert jax.tree.structure(placed) == jax.tree.structure(model)
+
+
+def test_a_placement_can_be_a_tree_prefix(x, mesh) -> None:
+    tree = {"a": x, "b": [x, x.array], "c": x}
+    with jax.set_mesh(mesh), axn.axis_mapping({"batch": "model"}):
+        placed = axn.shard(tree, {"a": MAPPING, "b": P(None, "data"), "c": None})
+    assert spec(placed["a"]) == ("data", "model")
+    assert [spec(b) for b in placed["b"]] == [(None, "data")] * 2
+    assert spec(placed["c"]) == ("model", None)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="not a prefix of the tree"):
+        axn.shard(tree, {"a": MAPPING})
+
+
+def test_a_sharding_brings_its_mesh(x, auto_mesh) -> None:
+    assert spec(axn.shard(x, NamedSharding(auto_mesh, P("data")))) == ("data", None)
+
+
+def test_abstract_arrays_get_their_sharding(x, auto_mesh) -> None:
+    abstract = jax.eval_shape(lambda: {"x": x})
+    placed = axn.shard(abstract, MAPPING, auto_mesh)["x"]
+    assert isinstance(placed.array, jax.ShapeDtypeStruct)
+    assert placed.array.sharding.spec == P("data", "model")
+
+
+def test_unshard_and_to_host(x, mesh) -> None:
+    with jax.set_mesh(mesh):
+        y = axn.shard(x, MAPPING)
+        assert axn.unshard(y).array.sharding.is_fully_replicated
+        assert jax.jit(axn.unshard)(y).array.sharding.is_fully_replicated
+    host = axn.to_host({"y": y})["y"]
+    assert isinstance(host.array, np.ndarray) and host.names == x.names
+    np.testing.assert_array_equal(host.array, x.array)
+    with pytest.raises(TypeError, match="outside of jit"):
+        jax.jit(lambda a: axn.to_host(a))(x)
+
+
+def test_inside_shard_map_manual_axes_are_left_alone(x, mesh) -> None:
+    def body(a):
+        assert a.shape["batch"] == 2
+        assert axn.shard(a, MAPPING).array is a.array
+        return a * 2
+
+    with jax.set_mesh(mesh):
+        y = jax.shard_map(body, in_specs=P("data"), out_specs=P("data"))(axn.shard(x, {"batch": "data"}))
+    np.testing.assert_array_equal(y.array, 2 * x.array)
+
+
+def test_inside_partly_manual_shard_map_the_rest_is_placed(x, auto_mesh) -> None:
+    def body(a):
+        return axn.shard(a, MAPPING)
+
+    fn = jax.jit(jax.shard_map(body, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}))
+    with jax.set_mesh(auto_mesh):
+        assert spec(fn(x)) == ("data", "model")
+
+
+def test_partly_manual_on_a_mixed_mesh_is_refused(x) -> None:
+    types = (AxisType.Explicit, AxisType.Auto, AxisType.Auto)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "model", "extra"), axis_types=types)
+
+    def body(a):
+        return axn.shard(a, MAPPING)
+
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="mixes Manual, Explicit and Auto"):
+        jax.jit(jax.shard_map(body, in_specs=P(), out_specs=P(), axis_names={"extra"}))(x)
+
+
+ERRORS = {
+    "indivisible": (
+        {"layers": [{"w": {"batch": 6, "embed": 4}}], "b": {"batch": 7}},
+        MAPPING,
+        ["2 problems", "layers/0/w (batch=6, embed=4)", "axis 'batch' of size 6 cannot be split over data=4", "gives 8", "b (batch=7)"],
+    ),
+    "unknown mesh axis": ({"w": {"batch": 8}}, {"batch": "dta"}, ["mesh axis 'dta'", "(data=4, model=2)", "Did you mean 'data'?"]),
+    "taken twice": (
+        {"w": {"batch": 8, "embed": 4}},
+        {"batch": "data", "embed": "data"},
+        ["axes 'batch' and 'embed' both go to mesh axis 'data'", "w (batch=8, embed=4)"],
+    ),
+    "rank": ({"w": {"batch": 8}}, P("data", None), ["has 2 entries for an array of shape (8,)"]),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_the_same_eager_and_in_jit(name: str, inside: bool, mesh) -> None:
+    shapes, placement, parts = ERRORS[name]
+    tree = jax.tree.map(axn.ones, shapes, is_leaf=lambda s: isinstance(s, dict) and all(isinstance(v, int) for v in s.values()))
+
+    def place():
+        return axn.shard(tree, placement)
+
+    with jax.set_mesh(mesh), pytest.raises(ValueError) as error:
+        jax.jit(place)() if inside else place()
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_a_mapping_by_hand_of_which_nothing_applies_warns(x, auto_mesh) -> None:
+    with jax.set_mesh(auto_mesh), pytest.warns(UserWarning, match=r"none of the axes 'bacth'.*Did you mean 'batch'\?"):
+        axn.shard(x, {"bacth": "data"})
+
+
+def test_a_named_array_of_another_rank_is_an_error(auto_mesh) -> None:
+    def body(a):
+        axn.shard(a, MAPPING)
+        return a.array
+
+    with jax.set_mesh(auto_mesh), pytest.raises(ValueError, match="2 names .batch, embed. for an array of rank 1"):
+        jax.vmap(body)(axn.ones({"batch": 8, "embed": 4}))
+
+
+def test_make_mesh() -> None:
+    mesh = axn.make_mesh({"data": -1, "model": 2})
+    assert isinstance(mesh, Mesh) and dict(mesh.shape) == {"data": 4, "model": 2}
+    assert axn.make_mesh((2, 4), ("a", "b"), explicit=True).axis_types == (AxisType.Explicit,) * 2
+    with pytest.raises(ValueError, match="cannot be divided by 3"):
+        axn.make_mesh({"data": -1, "model": 3})
+    with pytest.raises(ValueError, match="needs 16 devices; there are 8"):
+        axn.make_mesh({"data": 16})
+    with pytest.raises(ValueError, match="only one size can be left open"):
+        axn.make_mesh({"data": -1, "model": -1})
+
+
+def test_current_mesh(auto_mesh) -> None:
+    assert axn.current_mesh() is None
+    with axn.set_mesh(auto_mesh):
+        assert axn.current_mesh().axis_names == ("data", "model")
+    with axn.set_mesh(auto_mesh.abstract_mesh):
+        assert axn.current_mesh() == auto_mesh.abstract_mesh

@@ -1,0 +1,94 @@
+"""Everything public is documented, and every example runs."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axonym as axn
+from tests.helpers import definitions, examples, exports, modules
+
+NAMESPACE = {"axn": axn, "jax": jax, "jnp": jnp, "np": np}
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def _members(owner: type) -> dict[str, Any]:
+    """The public methods and properties a class defines itself."""
+    found = {}
+    for name, member in vars(owner).items():
+        member = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
+        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
+            found[name] = member
+    return found
+
+
+def _with_members(found: dict[str, Any]) -> dict[str, Any]:
+    """Functions and classes, then methods and properties; each once, under the name of the function where it is one."""
+    found = {n: v for n, v in found.items() if inspect.isfunction(v) or isinstance(v, type)}
+    classes = [(n, v) for n, v in found.items() if isinstance(v, type)]
+    found |= {f"{n}.{m}": member for n, v in classes for m, member in _members(v).items()}
+    once = {id(v.fget if isinstance(v, property) else v): n for n, v in reversed(found.items())}
+    return {n: v for n, v in found.items() if n in once.values()}
+
+
+def _qualified(found: dict[str, Any]) -> dict[str, Any]:
+    return {f"{v.__module__}.{n}": v for n, v in found.items() if getattr(v, "__module__", "").startswith("axonym")}
+
+
+PUBLIC = _with_members({n: v for module in modules() for n, v in _qualified(exports(module)).items()})
+EVERYTHING = {m.__name__: m for m in modules()} | _with_members(
+    {n: v for module in modules() for n, v in _qualified(definitions(module)).items()}
+)
+
+
+def test_the_walk_finds_what_there_is() -> None:
+    assert len(PUBLIC) > 200
+    for name in ("axonym.ops.reductions.sum", "axonym.array.NamedArray.axes", "axonym.axis.Axis.alias"):
+        assert name in PUBLIC and name in EVERYTHING
+    assert "axonym" in EVERYTHING
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_summary(name: str) -> None:
+    """One sentence on the first line, then nothing or an empty line, as `help` and the reference pages expect."""
+    lines = inspect.cleandoc(PUBLIC[name].__doc__ or "").split("\n")
+    assert lines[0], f"{name} has no docstring"
+    assert lines[0].rstrip().endswith((".", "?", ":")), f"{name}: {lines[0]!r} is not a sentence on one line"
+    assert len(lines) == 1 or not lines[1].strip(), f"{name}: no empty line after the summary"
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_has_an_example(name: str) -> None:
+    assert examples(PUBLIC[name]), f"{name} has no example"
+
+
+@pytest.mark.parametrize("name", [name for name, thing in EVERYTHING.items() if examples(thing)])
+def test_examples_run(name: str) -> None:
+    """In a namespace of its own, with `axn`, `jax`, `jnp` and `np` imported."""
+    test = doctest.DocTest(examples(EVERYTHING[name]), dict(NAMESPACE), name, None, None, EVERYTHING[name].__doc__)
+    report: list[str] = []
+    result = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=report.append)
+    assert result.failed == 0, "".join(report)
+
+
+@pytest.mark.parametrize("name", [name for name, thing in PUBLIC.items() if inspect.isfunction(thing)])
+def test_arguments_that_are_described_exist(name: str) -> None:
+    """The names under `Arguments:` are those of the signature."""
+    lines = inspect.cleandoc(PUBLIC[name].__doc__ or "").split("\n")
+    if "Arguments:" not in lines:
+        return
+    described = []
+    for line in lines[lines.index("Arguments:") + 1 :]:
+        if line and not line.startswith("    "):
+            break
+        if line.startswith("    ") and not line[4].isspace():
+            described += [part.strip(" *") for part in line.partition(":")[0].split(",")]
+    parameters = inspect.signature(PUBLIC[name]).parameters
+    assert described
+    assert set(described) <= parameters.keys(), f"{name}({', '.join(parameters)}) describes {', '.join(described)}"
