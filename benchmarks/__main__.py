@@ -1,4 +1,4 @@
-"""`python -m benchmarks [section ...]` prints every measurement, or those of some sections, and marks what is over budget."""
+"""`python -m benchmarks [section ...]` prints measurements, all or those of some sections, and marks what is over budget."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import jax
 
-from . import calls, eager, importing, program, tracing
+from . import calls, eager, fsdp, importing, named_jit, program, tracing
 from .harness import print_table
 
 SECTIONS = {
@@ -16,11 +16,14 @@ SECTIONS = {
     "eager": eager.rows,
     "tracing": tracing.rows,
     "program": program.rows,
+    "named_jit": named_jit.rows,
+    "fsdp": fsdp.rows,
     "import": importing.rows,
 }
 
 
 def main() -> int:
+    jax.config.update("jax_num_cpu_devices", 8)
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("sections", nargs="*", metavar="section", help=f"any of {', '.join(SECTIONS)}; all by default")
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a row is over budget")

@@ -74,7 +74,10 @@ def _show(times: list[float]) -> str:
 def print_table(rows: list[Row]) -> None:
     """Print rows as an aligned table, a section at a time, and what is over its limit."""
     header = ("", "what", "axonym: median (min)", "raw JAX: median (min)", "ratio", "limit", "")
-    cells = [(r.section, r.what, r.ours, r.theirs, f"{r.ratio:.2f}", f"{r.limit:.2f}", "OVER" if r.over else "") for r in rows]
+    cells = [
+        (r.section, r.what, r.ours, r.theirs, f"{r.ratio:.2f}", f"{r.limit:.2f}", "OVER" if r.over else "")
+        for r in rows
+    ]
     widths = [max(len(c[i]) for c in (header, *cells)) for i in range(len(header))]
     for cell, note in zip((header, *cells), ("", *(r.note for r in rows)), strict=True):
         print("  ".join(c.ljust(w) for c, w in zip(cell, widths, strict=True)).rstrip() + (f"  {note}" if note else ""))

@@ -28,6 +28,13 @@ def rows() -> list[Row]:
         text=True,
     ).stdout.strip()
     return [
-        Row("import", "import axonym", f"{statistics.median(ours):.2f} s", f"{statistics.median(theirs):.2f} s", ratio, 1.3),
+        Row(
+            "import",
+            "import axonym",
+            f"{statistics.median(ours):.2f} s",
+            f"{statistics.median(theirs):.2f} s",
+            ratio,
+            1.3,
+        ),
         Row("import", "heavy packages loaded", loaded, "0", 1.0 if loaded == "0" else float("inf"), 1.0),
     ]

@@ -23,11 +23,17 @@ def instructions(compiled: Any) -> collections.Counter[str]:
 def rows() -> list[Row]:
     """The optimised value and gradient of a transformer, against the hand-written one."""
     params, batch = models.make_params(LAYERS), models.make_batch()
-    ours = jax.jit(jax.value_and_grad(models.named_loss)).lower(models.name_params(params), *models.name_batch(batch)).compile()
+    ours = (
+        jax.jit(jax.value_and_grad(models.named_loss))
+        .lower(models.name_params(params), *models.name_batch(batch))
+        .compile()
+    )
     theirs = jax.jit(jax.value_and_grad(models.raw_loss)).lower(params, *batch).compile()
     a, b = instructions(ours), instructions(theirs)
     found = [_row("all instructions", sum(a.values()), sum(b.values()))]
-    found += [_row(kind, a[kind], b[kind]) for kind in ("dot", "fusion", "transpose", "copy", "reduce", "gather", "scatter")]
+    found += [
+        _row(kind, a[kind], b[kind]) for kind in ("dot", "fusion", "transpose", "copy", "reduce", "gather", "scatter")
+    ]
     costs = ours.cost_analysis(), theirs.cost_analysis()
     found += [_row(what, costs[0][what], costs[1][what]) for what in ("flops", "bytes accessed")]
     return found

@@ -35,6 +35,30 @@ from .axis import (
     selects_axis as selects_axis,
 )
 
+# Distributing by name
+from .field import field as field
+
+# Axes and layout
+from .ops.broadcasting import (
+    broadcast_arrays as broadcast_arrays,
+    broadcast_axis as broadcast_axis,
+    broadcast_to as broadcast_to,
+    meshgrid as meshgrid,
+)
+
+# Comparing
+from .ops.comparing import (
+    allclose as allclose,
+    array_equal as array_equal,
+    array_equiv as array_equiv,
+    isclose as isclose,
+)
+
+# Contractions
+from .ops.contraction import (
+    dot as dot,
+)
+
 # Creating arrays
 from .ops.creation import (
     arange as arange,
@@ -50,6 +74,18 @@ from .ops.creation import (
     vander as vander,
     zeros as zeros,
     zeros_like as zeros_like,
+)
+
+# Diagonals
+from .ops.diagonals import (
+    diag as diag,
+    diagonal as diagonal,
+    trace as trace,
+    tril as tril,
+    triu as triu,
+)
+from .ops.einsum import (
+    einsum as einsum,
 )
 
 # Elementwise operations
@@ -121,9 +157,9 @@ from .ops.elementwise import (
     less as less,
     less_equal as less_equal,
     log as log,
-    log10 as log10,
     log1p as log1p,
     log2 as log2,
+    log10 as log10,
     logaddexp as logaddexp,
     logaddexp2 as logaddexp2,
     logical_and as logical_and,
@@ -164,6 +200,52 @@ from .ops.elementwise import (
     trunc as trunc,
 )
 
+# Fourier transforms
+from .ops.fft import (
+    fft as fft,
+    fftfreq as fftfreq,
+    fftshift as fftshift,
+    hfft as hfft,
+    ifft as ifft,
+    ifftshift as ifftshift,
+    ihfft as ihfft,
+    irfft as irfft,
+    rfft as rfft,
+    rfftfreq as rfftfreq,
+)
+from .ops.indexing import (
+    index as index,
+    take as take,
+)
+from .ops.joining import (
+    concatenate as concatenate,
+    flip as flip,
+    pad as pad,
+    pad_left as pad_left,
+    repeat as repeat,
+    roll as roll,
+    stack as stack,
+    tile as tile,
+)
+
+# Polynomials
+from .ops.poly import (
+    poly as poly,
+    polyadd as polyadd,
+    polyder as polyder,
+    polydiv as polydiv,
+    polyfit as polyfit,
+    polyint as polyint,
+    polymul as polymul,
+    polysub as polysub,
+    polyval as polyval,
+    roots as roots,
+    trim_zeros as trim_zeros,
+)
+from .ops.rearranging import (
+    rearrange as rearrange,
+)
+
 # Reductions
 from .ops.reductions import (
     all as all,
@@ -198,59 +280,6 @@ from .ops.reductions import (
     var as var,
 )
 
-# Contractions
-from .ops.contraction import (
-    dot as dot,
-)
-from .ops.einsum import (
-    einsum as einsum,
-)
-
-# Axes and layout
-from .ops.broadcasting import (
-    broadcast_arrays as broadcast_arrays,
-    broadcast_axis as broadcast_axis,
-    broadcast_to as broadcast_to,
-    meshgrid as meshgrid,
-)
-from .ops.shaping import (
-    flatten as flatten,
-    flatten_axes as flatten_axes,
-    ravel as ravel,
-    rename as rename,
-    split as split,
-    unbind as unbind,
-    unflatten_axis as unflatten_axis,
-)
-from .ops.rearranging import (
-    rearrange as rearrange,
-)
-from .ops.joining import (
-    concatenate as concatenate,
-    flip as flip,
-    pad as pad,
-    pad_left as pad_left,
-    repeat as repeat,
-    roll as roll,
-    stack as stack,
-    tile as tile,
-)
-
-# Parts of arrays
-from .ops.slices import (
-    dblock as dblock,
-    ds as ds,
-    dslice as dslice,
-)
-from .ops.indexing import (
-    index as index,
-    take as take,
-)
-from .ops.slicing import (
-    slice as slice,
-    updated_slice as updated_slice,
-)
-
 # Choosing and looking up
 from .ops.selection import (
     clip as clip,
@@ -264,24 +293,6 @@ from .ops.selection import (
     take_along_axis as take_along_axis,
     where as where,
 )
-
-# Comparing
-from .ops.comparing import (
-    allclose as allclose,
-    array_equal as array_equal,
-    array_equiv as array_equiv,
-    isclose as isclose,
-)
-
-# Sorting and sets
-from .ops.sorting import (
-    argpartition as argpartition,
-    argsort as argsort,
-    lexsort as lexsort,
-    partition as partition,
-    sort as sort,
-    top_k as top_k,
-)
 from .ops.sets import (
     bincount as bincount,
     histogram as histogram,
@@ -293,14 +304,45 @@ from .ops.sets import (
     unique_values as unique_values,
     unpackbits as unpackbits,
 )
+from .ops.shaping import (
+    flatten as flatten,
+    flatten_axes as flatten_axes,
+    ravel as ravel,
+    rename as rename,
+    split as split,
+    unbind as unbind,
+    unflatten_axis as unflatten_axis,
+)
 
-# Diagonals
-from .ops.diagonals import (
-    diag as diag,
-    diagonal as diagonal,
-    trace as trace,
-    tril as tril,
-    triu as triu,
+# Signals and products
+from .ops.signal import (
+    convolve as convolve,
+    correlate as correlate,
+    cross as cross,
+    kron as kron,
+    outer as outer,
+    unwrap as unwrap,
+)
+
+# Parts of arrays
+from .ops.slices import (
+    dblock as dblock,
+    ds as ds,
+    dslice as dslice,
+)
+from .ops.slicing import (
+    slice as slice,
+    updated_slice as updated_slice,
+)
+
+# Sorting and sets
+from .ops.sorting import (
+    argpartition as argpartition,
+    argsort as argsort,
+    lexsort as lexsort,
+    partition as partition,
+    sort as sort,
+    top_k as top_k,
 )
 
 # Statistics
@@ -319,45 +361,6 @@ from .ops.statistics import (
     trapezoid as trapezoid,
 )
 
-# Fourier transforms
-from .ops.fft import (
-    fft as fft,
-    fftfreq as fftfreq,
-    fftshift as fftshift,
-    hfft as hfft,
-    ifft as ifft,
-    ifftshift as ifftshift,
-    ihfft as ihfft,
-    irfft as irfft,
-    rfft as rfft,
-    rfftfreq as rfftfreq,
-)
-
-# Polynomials
-from .ops.poly import (
-    poly as poly,
-    polyadd as polyadd,
-    polyder as polyder,
-    polydiv as polydiv,
-    polyfit as polyfit,
-    polyint as polyint,
-    polymul as polymul,
-    polysub as polysub,
-    polyval as polyval,
-    roots as roots,
-    trim_zeros as trim_zeros,
-)
-
-# Signals and products
-from .ops.signal import (
-    convolve as convolve,
-    correlate as correlate,
-    cross as cross,
-    kron as kron,
-    outer as outer,
-    unwrap as unwrap,
-)
-
 # Mutable references
 from .ref import (
     NamedRef as NamedRef,
@@ -366,9 +369,6 @@ from .ref import (
     new_ref as new_ref,
     swap as swap,
 )
-
-# Distributing by name
-from .field import field as field
 from .sharding.fsdp import fsdp as fsdp
 from .sharding.jit import named_jit as named_jit
 from .sharding.lint import Finding as Finding, Report as Report, lint_mapping as lint_mapping

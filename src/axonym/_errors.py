@@ -40,7 +40,9 @@ def missing_axes(what: str, missing: Sequence[str], known: Sequence[str], sizes:
 def size_mismatch(what: str, name: str, sizes: Sequence[tuple[str, Any]]) -> str:
     """One axis was seen with several sizes; `sizes` pairs each place with the size found there."""
     seen = ", ".join(f"{size} in {place}" for place, size in sizes)
-    return f"{what}: axis {name!r} has conflicting sizes: {seen}. Axes of one name must have one size; rename one of them."
+    return (
+        f"{what}: axis {name!r} has conflicting sizes: {seen}. Axes of one name must have one size; rename one of them."
+    )
 
 
 def duplicate_names(what: str, names: Sequence[str]) -> str:

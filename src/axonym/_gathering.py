@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec

@@ -1,9 +1,10 @@
 """What an operation does on Explicit mesh axes.
 
 JAX types the arrays of an Explicit mesh with their sharding and refuses every operation whose output sharding it
-cannot infer. Names can: an output axis keeps the placement that axis has in the operands; where operands disagree, or an
-axis is new, the mapping in force decides. `run` applies that rule to any positional function: it calls it directly
-where JAX needs no help, and otherwise hands the function to the partitioner with the output sharding worked out by name.
+cannot infer. Names can: an output axis keeps the placement that axis has in the operands; where operands disagree, or
+an axis is new, the mapping in force decides. `run` applies that rule to any positional function: it calls it directly
+where JAX needs no help, and otherwise hands the function to the partitioner, with the output sharding worked out by
+name.
 
 An axis that is split, merged or renamed has other names in the output. The operation then says which of them are its
 *heirs*, and its mesh axes go to them, major to minor. That keeps every shard where it is whenever shards stay
@@ -113,7 +114,8 @@ def _explicit_part(
                 if axis not in mesh.shape:
                     raise ValueError(
                         f"{what}: the mapping in force sends axis {name!r} to mesh axis {axis!r}, which mesh "
-                        f"{_errors.describe_shape(mesh.shape)} does not have.{_errors.suggestion(axis, mesh.axis_names)}"
+                        f"{_errors.describe_shape(mesh.shape)} does not have."
+                        + _errors.suggestion(axis, mesh.axis_names)
                     )
             found[name] = tuple(a for a in axes if a in explicit)
     return found
@@ -204,8 +206,8 @@ def _agree(out_names: Any, spec: PartitionSpec, operands: Sequence[tuple[Names, 
 
 def _disagreement(what: str, name: str, choices: Sequence[Entry], mesh: AbstractMesh) -> str:
     return (
-        f"{what}: the operands split axis {name!r} over different mesh axes of {_errors.describe_shape(mesh.shape)}, so "
-        f"it is open how the result is split. Say so with "
+        f"{what}: the operands split axis {name!r} over different mesh axes of "
+        f"{_errors.describe_shape(mesh.shape)}, so it is open how the result is split. Say so with "
         + " or ".join(f"`axonym.axis_mapping({{{name!r}: {c!r}}})`" for c in choices)
         + ", or place the operands alike first with `axonym.shard`."
     )
@@ -224,6 +226,6 @@ def _collision(what: str, axis: str, users: Sequence[str], mesh: AbstractMesh) -
 def _indivisible(what: str, name: str, size: int, axes: Sequence[str], mesh: AbstractMesh) -> str:
     over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
     return (
-        f"{what}: the mapping in force splits axis {name!r} over mesh axes {over}, which do not divide its size {size}. "
-        "Resize the axis, or map it to None."
+        f"{what}: the mapping in force splits axis {name!r} over mesh axes {over}, which do not divide its size "
+        f"{size}. Resize the axis, or map it to None."
     )

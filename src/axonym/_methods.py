@@ -7,7 +7,7 @@ is said. Type checkers see `NamedArray` derive from `Methods`; on import, `attac
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.tree_util import register_dataclass
 
 from . import _errors
@@ -227,7 +228,9 @@ class NamedArray(Methods):
 
     def _only_element(self, what: str) -> Any:
         if self.names:
-            raise TypeError(f"{what} needs a named array without axes, got {self}. Reduce or index the axes away first.")
+            raise TypeError(
+                f"{what} needs a named array without axes, got {self}. Reduce or index the axes away first."
+            )
         return self.array
 
     # --- Python's protocols ---
@@ -429,7 +432,7 @@ _SMALL = 64
 
 
 def _small_values(array: Any) -> str | None:
-    if not isinstance(array, (jax.Array, np.ndarray)) or isinstance(array, jax.core.Tracer) or array.size > _SMALL:
+    if not isinstance(array, (jax.Array, np.ndarray)) or isinstance(array, Tracer) or array.size > _SMALL:
         return None
     if isinstance(array, jax.Array) and (array.is_deleted() or not array.is_fully_addressable):
         return None

@@ -106,7 +106,7 @@ class Axis:
         return Axis, (self.name, self.size)
 
 
-_INTERNED: weakref.WeakValueDictionary[tuple[str, int], Axis] = weakref.WeakValueDictionary()
+_INTERNED: weakref.WeakValueDictionary[tuple[str, Any], Axis] = weakref.WeakValueDictionary()
 _INTERNING = threading.Lock()
 
 

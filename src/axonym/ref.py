@@ -227,7 +227,9 @@ class NamedRef:
         value = value if isinstance(value, NamedArray) else wrap(jnp.asarray(value), ())
         for kind in (jnp.inexact, jnp.complexfloating):
             if jnp.issubdtype(value.dtype, kind) and not jnp.issubdtype(self.dtype, kind):
-                raise TypeError(f"Writing {value.dtype} to {self} would lose part of it. Convert it first with `astype`.")
+                raise TypeError(
+                    f"Writing {value.dtype} to {self} would lose part of it. Convert it first with `astype`."
+                )
         value = broadcast_to(value, self.axes).astype(self.dtype)
         block, names, left = self._block()
         if left:

@@ -36,6 +36,26 @@ def _well_apart(a: Any) -> Any:
     return _well_last(jnp.moveaxis(a, 0, 1))
 
 
+def _squared(results: Any, *places: int) -> tuple[Any, ...]:
+    """Some of the results squared: the sign of a vector is arbitrary."""
+    return tuple(x * x if i in places else x for i, x in enumerate(results))
+
+
+def _with_size(absolute: Any, results: Any) -> tuple[Any, Any]:
+    """Eigenvectors without their phase, which is arbitrary."""
+    values, vectors = results
+    return values, absolute(vectors)
+
+
+def _eigh_apart(a: Any) -> tuple[Any, Any]:
+    values, vectors = _squared(jnp.linalg.eigh(jnp.moveaxis(a, 0, 1)), 1)
+    return values, jnp.moveaxis(vectors, 1, 0)
+
+
+def _product(results: Any) -> Any:
+    return axn.dot(*results, axis="new", out_axes=APART.names)
+
+
 def _solve(a: Any, b: Any) -> Any:
     """For `a` with axes (batch, row, col) and `b` with (heads, row, batch)."""
     x = jnp.linalg.solve(_well_last(a), jnp.moveaxis(b, (2, 1), (0, 1)))
@@ -225,8 +245,8 @@ DECOMPOSITIONS = [
     Case(
         "linalg.svd",
         (TALL,),
-        lambda a: (lambda u, s, vh: (u * u, s, vh * vh))(*la.svd(a, TP, "new")),
-        lambda a: (lambda u, s, vh: (u * u, s, vh * vh))(*jnp.linalg.svd(a, full_matrices=False)),
+        lambda a: _squared(la.svd(a, TP, "new"), 0, 2),
+        lambda a: _squared(jnp.linalg.svd(a, full_matrices=False), 0, 2),
         names=(("heads", "embed", "new"), ("heads", "new"), ("heads", "new", "pos")),
         rtol=1e-3,
         atol=1e-3,
@@ -234,7 +254,7 @@ DECOMPOSITIONS = [
     Case(
         "linalg.svd",
         (APART,),
-        lambda a: (lambda u, s, vh: axn.dot(u, s, vh, axis="new", out_axes=APART.names))(*la.svd(a, RC, "new")),
+        lambda a: _product(la.svd(a, RC, "new")),
         lambda a: a,
         "product",
         names=APART.names,
@@ -255,8 +275,8 @@ DECOMPOSITIONS = [
     Case(
         "linalg.eigh",
         (BATCHED,),
-        lambda a: (lambda w, v: (w, v * v))(*la.eigh(a, RC, "new")),
-        lambda a: (lambda w, v: (w, v * v))(*jnp.linalg.eigh(a)),
+        lambda a: _squared(la.eigh(a, RC, "new"), 1),
+        lambda a: _squared(jnp.linalg.eigh(a), 1),
         names=(("batch", "new"), ("batch", "row", "new")),
         rtol=1e-3,
         atol=1e-3,
@@ -264,8 +284,8 @@ DECOMPOSITIONS = [
     Case(
         "linalg.eigh",
         (APART,),
-        lambda a: (lambda w, v: (w, v * v))(*la.eigh(a, RC, "col")),
-        lambda a: (lambda w, v: (w, jnp.moveaxis(v * v, 1, 0)))(*jnp.linalg.eigh(jnp.moveaxis(a, 0, 1))),
+        lambda a: _squared(la.eigh(a, RC, "col"), 1),
+        lambda a: _eigh_apart(a),
         "in place",
         names=(("batch", "col"), ("row", "batch", "col")),
         rtol=1e-3,
@@ -283,8 +303,8 @@ DECOMPOSITIONS = [
     Case(
         "linalg.eig",
         (BATCHED,),
-        lambda a: (lambda w, v: (w, axn.abs(v)))(*la.eig(a, RC, "new")),
-        lambda a: (lambda w, v: (w, np.abs(v)))(*jnp.linalg.eig(a)),
+        lambda a: _with_size(axn.abs, la.eig(a, RC, "new")),
+        lambda a: _with_size(np.abs, jnp.linalg.eig(a)),
         names=(("batch", "new"), ("batch", "row", "new")),
         grad=False,
         rtol=1e-3,

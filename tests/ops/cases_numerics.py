@@ -23,13 +23,7 @@ LONG = axn.Axis("pos", 6)
 
 def _fft(name: str, operand: Any = A3) -> list[Case]:
     """The forms of the axis argument that every transform takes, along an axis that is not the last one."""
-    along = getattr(jnp.fft, name)
-
-    def freq(x: Any) -> Any:
-        return {"pos": axn.Axis("freq", x)}
-
-    operation: Callable[..., Any] = getattr(axn, name)
-    renamed = ("batch", "freq", "embed")
+    operation, along = getattr(axn, name), getattr(jnp.fft, name)
     grad = operand is A3
     return [
         Case(name, (operand,), lambda a: operation(a, "pos"), lambda a: along(a, axis=1), names=BPE, grad=grad),
@@ -46,10 +40,10 @@ def _fft(name: str, operand: Any = A3) -> list[Case]:
         Case(
             name,
             (operand,),
-            lambda a: operation(a, freq(3), "ortho"),
+            lambda a: operation(a, {"pos": axn.Axis("freq", 3)}, "ortho"),
             lambda a: along(a, n=3, axis=1, norm="ortho"),
             label="renamed",
-            names=renamed,
+            names=("batch", "freq", "embed"),
             grad=grad,
         ),
         Case(
@@ -129,21 +123,23 @@ FFT = [
     ),
 ]
 
-FREQUENCIES = [
-    Case(
+
+def _frequencies(name: str, size: int) -> Case:
+    operation, numpy = getattr(axn, name), getattr(np.fft, name)
+    return Case(
         name,
         (),
-        lambda operation=getattr(axn, name), size=size: operation(axn.Axis("t", size), 0.5),
-        lambda numpy=getattr(np.fft, name), size=size: numpy(size, 0.5).astype(np.float32),
+        lambda: operation(axn.Axis("t", size), 0.5),
+        lambda: numpy(size, 0.5).astype(np.float32),
         label=str(size),
         names=("t",),
         grad=False,
         vmap=False,
         sharded=False,
     )
-    for name in ("fftfreq", "rfftfreq")
-    for size in (5, 6)
-]
+
+
+FREQUENCIES = [_frequencies(name, size) for name in ("fftfreq", "rfftfreq") for size in (5, 6)]
 
 
 # --- polynomials ---
@@ -158,24 +154,28 @@ def _roots(p: Any) -> Any:
 def _fit(x: np.ndarray, y: np.ndarray) -> Any:
     """The positional fit of each polynomial of `y`, with axes (batch, x, y)."""
     flat = jnp.moveaxis(y, 1, 0).reshape(8, -1)
-    return jnp.moveaxis(jnp.polyfit(x, flat, 2).reshape(3, 8, 4), 0, 1)
+    return jnp.moveaxis(jnp.asarray(jnp.polyfit(x, flat, 2)).reshape(3, 8, 4), 0, 1)
 
 
 def _fit_error(x: np.ndarray, y: np.ndarray) -> Any:
     return jnp.polyfit(x, y, 2, cov=True)
 
 
+def _arithmetic(name: str) -> Case:
+    operation, positional = getattr(axn, name), getattr(jnp, name)
+    return Case(
+        name,
+        (X, Y),
+        lambda p, q: (operation(p, q), operation(q, p)),
+        lambda p, q: (positional(p, q), positional(q, p)),
+        names=(("x",), ("y",)),
+    )
+
+
 POLY = [
-    *(
-        Case(
-            name,
-            (X, Y),
-            lambda p, q, operation=getattr(axn, name): (operation(p, q), operation(q, p)),
-            lambda p, q, positional=getattr(jnp, name): (positional(p, q), positional(q, p)),
-            names=(("x",), ("y",)),
-        )
-        for name in ("polyadd", "polysub", "polymul")
-    ),
+    _arithmetic("polyadd"),
+    _arithmetic("polysub"),
+    _arithmetic("polymul"),
     Case(
         "polyadd",
         (of("int", "x"),),

@@ -96,7 +96,7 @@ def test_batches_stay_where_they_are(explicit_mesh: jax.sharding.Mesh) -> None:
             return axn.fft(axn.named(raw, ("batch", "time")), axis).array
 
         shape = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)
-        return jax.jit(fn).lower(shape).compile().as_text()
+        return jax.jit(fn).lower(shape).compile().as_text() or ""
 
     along_time = program("time")
     assert "c64[2,8]" in along_time  # each device has its part of the batch, and all of time

@@ -123,6 +123,7 @@ def test_the_optimiser_state_lies_with_the_parameters(params, mesh) -> None:
         return optax.apply_updates(p, updates), state, loss
 
     sharded = axn.fsdp(train, {"embed": "data"}, {"batch": "data"}, donate_args=(True, True))
+    state: Any
     p, state = params, optimiser.init(params)
     p = jax.tree.map(jnp.copy, p)
     losses = []
@@ -131,8 +132,9 @@ def test_the_optimiser_state_lies_with_the_parameters(params, mesh) -> None:
         for i in range(3):
             p, state, loss = jax.block_until_ready(sharded(p, state, *batch(i)))
             losses.append(float(loss))
-        assert spec(state[0].mu["layers"][0]["up"]) == spec(p["layers"][0]["up"]) == ("data", None)
-        assert spec(state[0].nu["embed"]) == (None, "data")
+        moments = state[0]
+        assert spec(moments.mu["layers"][0]["up"]) == spec(p["layers"][0]["up"]) == ("data", None)
+        assert spec(moments.nu["embed"]) == (None, "data")
     single, state = params, optimiser.init(params)
     for i in range(3):
         single, state, loss = jax.jit(train)(single, state, *batch(i))

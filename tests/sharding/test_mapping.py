@@ -95,10 +95,10 @@ JITS = {
     "named_jit": axn.named_jit,
     "nested": lambda f: jax.jit(lambda x: jax.jit(f)(x)),
     "grad": lambda f: jax.jit(lambda x: jax.grad(lambda y: f(y).sum().array)(x)),
-    "vmap": lambda f: jax.jit(lambda x: axn.named(jax.vmap(lambda a: f(axn.named(a, "batch")).array)(x.array[None])[0], "batch")),
-    "scan": lambda f: jax.jit(
-        lambda x: jax.lax.scan(lambda c, _: (c, f(x)), 0, None, length=1)[1].array[0]
+    "vmap": lambda f: jax.jit(
+        lambda x: axn.named(jax.vmap(lambda a: f(axn.named(a, "batch")).array)(x.array[None])[0], "batch")
     ),
+    "scan": lambda f: jax.jit(lambda x: jax.lax.scan(lambda c, _: (c, f(x)), 0, None, length=1)[1].array[0]),
 }
 
 

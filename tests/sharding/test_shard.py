@@ -133,21 +133,21 @@ def test_nothing_in_force_warns_and_changes_nothing(x, auto_mesh) -> None:
 
 class Layer(eqx.Module):
     weight: axn.NamedArray
-    table: jax.Array = axn.field(axis_names=("vocab", "embed"))
     plain: jax.Array
     activation: Any
     depth: int
+    table: jax.Array = axn.field(axis_names=("vocab", "embed"))
 
     @staticmethod
     def init() -> Layer:
-        return Layer(axn.ones(axn.make_axes(embed=4, mlp=8)), jnp.ones((8, 4)), jnp.ones(3), jnp.tanh, 2)
+        return Layer(axn.ones(axn.make_axes(embed=4, mlp=8)), jnp.ones(3), jnp.tanh, 2, jnp.ones((8, 4)))
 
 
 def test_models_and_optimiser_states(mesh) -> None:
     mapping = {"embed": "model", "vocab": "data"}
     model = {"layers": [Layer.init(), Layer.init()], "numpy": axn.named(np.ones((4,), np.float32), "embed")}
     arrays = eqx.filter(model, eqx.is_array)
-    state = optax.adam(1e-3).init(arrays)
+    state: Any = optax.adam(1e-3).init(arrays)
     with jax.set_mesh(mesh):
         placed, placed_state = axn.shard((model, state), mapping)
     layer = placed["layers"][1]
@@ -231,9 +231,19 @@ ERRORS = {
     "indivisible": (
         {"layers": [{"w": {"batch": 6, "embed": 4}}], "b": {"batch": 7}},
         MAPPING,
-        ["2 problems", "layers/0/w (batch=6, embed=4)", "axis 'batch' of size 6 cannot be split over data=4", "gives 8", "b (batch=7)"],
+        [
+            "2 problems",
+            "layers/0/w (batch=6, embed=4)",
+            "axis 'batch' of size 6 cannot be split over data=4",
+            "gives 8",
+            "b (batch=7)",
+        ],
     ),
-    "unknown mesh axis": ({"w": {"batch": 8}}, {"batch": "dta"}, ["mesh axis 'dta'", "(data=4, model=2)", "Did you mean 'data'?"]),
+    "unknown mesh axis": (
+        {"w": {"batch": 8}},
+        {"batch": "dta"},
+        ["mesh axis 'dta'", "(data=4, model=2)", "Did you mean 'data'?"],
+    ),
     "taken twice": (
         {"w": {"batch": 8, "embed": 4}},
         {"batch": "data", "embed": "data"},
@@ -247,7 +257,9 @@ ERRORS = {
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_are_the_same_eager_and_in_jit(name: str, inside: bool, mesh) -> None:
     shapes, placement, parts = ERRORS[name]
-    tree = jax.tree.map(axn.ones, shapes, is_leaf=lambda s: isinstance(s, dict) and all(isinstance(v, int) for v in s.values()))
+    tree = jax.tree.map(
+        axn.ones, shapes, is_leaf=lambda s: isinstance(s, dict) and all(isinstance(v, int) for v in s.values())
+    )
 
     def place():
         return axn.shard(tree, placement)
@@ -268,7 +280,7 @@ def test_a_named_array_of_another_rank_is_an_error(auto_mesh) -> None:
         axn.shard(a, MAPPING)
         return a.array
 
-    with jax.set_mesh(auto_mesh), pytest.raises(ValueError, match="2 names .batch, embed. for an array of rank 1"):
+    with jax.set_mesh(auto_mesh), pytest.raises(ValueError, match=r"2 names \(batch, embed\) for an array of rank 1"):
         jax.vmap(body)(axn.ones({"batch": 8, "embed": 4}))
 
 
@@ -287,6 +299,6 @@ def test_make_mesh() -> None:
 def test_current_mesh(auto_mesh) -> None:
     assert axn.current_mesh() is None
     with axn.set_mesh(auto_mesh):
-        assert axn.current_mesh().axis_names == ("data", "model")
+        assert axn.current_mesh() == auto_mesh.abstract_mesh
     with axn.set_mesh(auto_mesh.abstract_mesh):
         assert axn.current_mesh() == auto_mesh.abstract_mesh

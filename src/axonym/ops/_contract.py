@@ -103,7 +103,7 @@ def _order(plan: Plan, terms: Sequence[_Term]) -> list[tuple[int, int]]:
         return [(0, 1)] + [(0, len(terms) - k - 1) for k in range(1, len(terms) - 1)]
     spelled = ["".join(letters[n] for n in names) for names in (*(t.names for t in terms), plan.out_names)]
     equation = f"{','.join(spelled[:-1])}->{spelled[-1]}"
-    shapes = [jax.ShapeDtypeStruct(t.array.shape, t.array.dtype) for t in terms]
+    shapes: list[Any] = [jax.ShapeDtypeStruct(t.array.shape, t.array.dtype) for t in terms]
     path, _ = jnp.einsum_path(equation, *shapes, optimize="optimal")
     return [(min(step), max(step)) for step in path if len(step) == 2]
 
@@ -172,7 +172,9 @@ def _sum_out(plan: Plan, term: _Term, needed: set[str]) -> _Term:
     if not gone:
         return term
     # In the dtype of a product, so that it makes no difference which operands have the axis.
-    array = jnp.sum(term.array, axis=_positions(term.names, gone), dtype=plan.preferred_element_type or term.array.dtype)
+    array = jnp.sum(
+        term.array, axis=_positions(term.names, gone), dtype=plan.preferred_element_type or term.array.dtype
+    )
     return _Term(tuple(n for n in term.names if n in needed), array)
 
 

@@ -1,7 +1,7 @@
 """What the families of operations share: identity, signatures, and trees.
 
-An operation that is one of a family (elementwise, reductions, ...) is made by a factory from one row of a table. It is a
-plain function all the same: `publish` gives it its name, module and docstring, and the protocols below tell a type
+An operation that is one of a family (elementwise, reductions, ...) is made by a factory from one row of a table. It is
+a plain function all the same: `publish` gives it its name, module and docstring, and the protocols below tell a type
 checker or an editor how it is called, as a function and as a method.
 """
 

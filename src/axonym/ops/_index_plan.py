@@ -14,16 +14,17 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .. import _errors, _kernels
 from .._mesh import Names
 from ..array import NamedArray
-from ..axis import Axis, AxisSelector, name_of
+from ..axis import Axis, name_of
 from .slices import dslice
 
 NamedIndex: TypeAlias = Any
 """What may stand for one axis: see `axonym.ops.indexing`."""
-SliceSpec: TypeAlias = Mapping[AxisSelector, NamedIndex] | tuple[Any, ...] | EllipsisType
+SliceSpec: TypeAlias = Mapping[Any, NamedIndex] | tuple[Any, ...] | EllipsisType
 
 
 class Item(NamedTuple):
@@ -89,7 +90,7 @@ def make_plan(x: NamedArray, key: Any, *, for_update: bool = False) -> tuple[tup
     shape = jnp.shape(x.array)
     if len(shape) != len(x.names):
         raise ValueError(_errors.wrong_rank(x.names, shape))
-    traced = isinstance(x.array, jax.core.Tracer)
+    traced = isinstance(x.array, Tracer)
     items: list[Item] = []
     operands: list[Any] = []
 
@@ -200,7 +201,7 @@ def _index_array(name: str, index: Any, size: int) -> tuple[Any, Names]:
 
 
 def _as_array(index: Sequence[Any]) -> Any:
-    if any(isinstance(i, jax.core.Tracer) for i in index):
+    if any(isinstance(i, Tracer) for i in index):
         return jnp.asarray(index)
     return np.asarray(index, dtype=None if index else np.int32)
 
@@ -211,7 +212,7 @@ def _positions_of_mask(name: str, mask: Any, names: Names, size: int) -> Any:
             f"Indexing: a mask for axis {name!r} of size {size} has that one axis, got "
             f"{_errors.describe_axes(names, mask.shape)}. For masks over several axes use axonym.where."
         )
-    if isinstance(mask, jax.core.Tracer):
+    if isinstance(mask, Tracer):
         raise TypeError(
             f"Indexing: a traced mask for axis {name!r} would give a result of unknown size. Use axonym.where, or "
             "axonym.nonzero with a size."

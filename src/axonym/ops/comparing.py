@@ -12,6 +12,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .. import _kernels
 from .._mesh import Names
@@ -103,7 +104,7 @@ def _all_equal(what: str, a: Any, b: Any, equal_nan: bool) -> bool:
 
 
 def _truth(x: Any) -> bool:
-    return x if isinstance(x, jax.core.Tracer) else bool(x)  # pyright: ignore[reportReturnType]  # traced, as promised
+    return x if isinstance(x, Tracer) else bool(x)  # pyright: ignore[reportReturnType]  # traced, as promised
 
 
 @_kernels.cached

@@ -13,13 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import _errors, _kernels
 from .._mesh import Names
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, name_of, rearrange_for_partial_order, selectors
 from ._contract import DotGeneral, Plan, contract_with, make_contraction_kernel
+from ._operands import dtype_key
 
 
 class _Required:
@@ -32,7 +32,7 @@ _REQUIRED = _Required()
 
 def dot(
     *arrays: Any,
-    axis: AxisSelection | None | _Required = _REQUIRED,
+    axis: AxisSelection | _Required | None = _REQUIRED,
     precision: Any = None,
     preferred_element_type: Any = None,
     out_axes: Sequence[AxisSelector | EllipsisType] | None = None,
@@ -61,11 +61,11 @@ def dot(
     names = tuple([a.names for a in arrays])
     raw = [a.array for a in arrays]
     if type(axis) is not str:
-        axis = _kernels.hashable(axis)
+        axis = _kernels.hashable(axis)  # pyright: ignore[reportArgumentType]  # not the marker any more
     if out_axes is not None:
         out_axes = (out_axes,) if isinstance(out_axes, (str, Axis)) else tuple(out_axes)
     if preferred_element_type is not None:
-        preferred_element_type = np.dtype(preferred_element_type)
+        preferred_element_type = dtype_key(preferred_element_type)
     if dot_general is jax.lax.dot_general:
         kernel = _dot_kernel(names, axis, out_axes, precision, preferred_element_type)
         return wrap(kernel.call(*raw), kernel.names)
@@ -127,7 +127,8 @@ def _ordered(kept: Names, out_axes: tuple[Any, ...]) -> Names:
     if unknown:
         listed = ", ".join(repr(n) for n in unknown)
         raise ValueError(
-            f"dot: out_axes names {listed}, which the result does not have: summing leaves {_errors.describe_axes(kept)}."
+            f"dot: out_axes names {listed}, which the result does not have: summing leaves "
+            f"{_errors.describe_axes(kept)}."
         )
     left_out = [n for n in kept if n not in wanted]
     if left_out and ... not in wanted:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from .. import _errors, _kernels, _parsing
 from .._mesh import Names
@@ -14,6 +13,7 @@ from .._parsing import Dots, Expression, Group, Name, Term
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelector, name_of
 from ._contract import DotGeneral, Plan, contract_with, make_contraction_kernel
+from ._operands import dtype_key
 
 
 def einsum(
@@ -67,7 +67,7 @@ def einsum(
         tuple(x.names for x in arrays),
         tuple(axis_aliases.items()),
         precision,
-        None if preferred_element_type is None else np.dtype(preferred_element_type),
+        dtype_key(preferred_element_type),
     )
     if dot_general is jax.lax.dot_general:
         kernel = _einsum_kernel(*key)
@@ -121,10 +121,9 @@ class _Meaning:
 
     def output(self) -> Names:
         """The axes of the result."""
-        rhs = self.expression.rhs
-        if len(rhs) > 1:
-            self.expression.fail(rhs[1], "there is one result.")
-        (term,) = rhs
+        term, *more = self.expression.rhs
+        if more:
+            self.expression.fail(more[0], "there is one result.")
         named = {}
         for word in _words(term):
             if word.name not in self.axes:
@@ -162,7 +161,9 @@ class _Meaning:
         for term, names in zip(lhs, self.all_names, strict=True):
             words = len(term.elements) - (term.dots is not None)
             if words > len(names) or (term.dots is None and words != len(names)):
-                self.expression.fail(term, f"number of axes: {words}, for an array with {_errors.describe_axes(names)}.")
+                self.expression.fail(
+                    term, f"number of axes: {words}, for an array with {_errors.describe_axes(names)}."
+                )
             taken = iter(names)
             for element in term.elements:
                 if isinstance(element, Dots):

@@ -46,7 +46,7 @@ def _binary_kernel(
 
 def _unary(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True) -> Unary:
     # Not native are those that give a constant for some dtypes: it takes nothing of the operand's placement.
-    def op(a):
+    def op(a: Any) -> Any:
         if isinstance(a, NamedArray):
             kernel = _unary_kernel(fn, name, a.names, 1, native)
             return wrap(kernel.call(a.array), kernel.names)

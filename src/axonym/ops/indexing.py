@@ -95,16 +95,18 @@ def mask_names(names: Names, replaced: Collection[str]) -> Names:
 
 def _cut_block(a: jax.Array, names: Names, items: Sequence[Item], operands: Mapping[Item, jax.Array]) -> jax.Array:
     """Apply integers and slices: one static slice, one dynamic slice, and the axes of the integers squeezed away."""
-    static = {i.name: i.static if i.kind == "slice" else (i.static, i.static + 1, 1) for i in items if i not in operands}
+    static = {
+        i.name: i.static if i.kind == "slice" else (i.static, i.static + 1, 1) for i in items if i not in operands
+    }
     if static:
         bounds = [static.get(n, (0, size, 1)) for n, size in zip(names, a.shape, strict=True)]
         if all(step > 0 for _, _, step in bounds):
-            starts, stops, steps = zip(*((b, max(b, e), s) for b, e, s in bounds), strict=True)
-            a = jax.lax.slice(a, starts, stops, steps)
+            a = jax.lax.slice(a, *zip(*((b, max(b, e), s) for b, e, s in bounds), strict=True))
         else:
             a = a[tuple(slice(b, None if e < 0 else e, s) for b, e, s in bounds)]
     if operands:
-        starts, sizes = [np.int32(0)] * a.ndim, list(a.shape)
+        starts: list[Any] = [np.int32(0)] * a.ndim
+        sizes = list(a.shape)
         for item in items:
             if item in operands:
                 position = names.index(item.name)

@@ -18,6 +18,7 @@ from .._mesh import Names
 from ..array import NamedArray, wrap
 from ..axis import AxisSelector
 from ._families import ArgReduction, Cumulative, Reduction, SpreadReduction, TypedReduction, map_tree, publish
+from ._operands import dtype_key
 
 
 @_kernels.cached
@@ -69,7 +70,7 @@ def _reduce_leaf(
 
 
 def _dtype_option(dtype: Any) -> tuple[tuple[str, Any], ...]:
-    return () if dtype is None else (("dtype", np.dtype(dtype)),)
+    return () if dtype is None else (("dtype", dtype_key(dtype)),)
 
 
 _ARGUMENTS = """
@@ -245,7 +246,7 @@ def _cumulative_kernel(fn: Callable[..., Any], name: str, names: Names, axis: Ax
 
 def _cumulative(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> Cumulative:
     def op(a, axis, dtype=None):
-        kernel = _cumulative_kernel(fn, name, a.names, axis, None if dtype is None else np.dtype(dtype))
+        kernel = _cumulative_kernel(fn, name, a.names, axis, dtype_key(dtype))
         return wrap(kernel.call(a.array), kernel.names)
 
     doc = f"""{summary}

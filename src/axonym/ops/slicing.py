@@ -46,14 +46,14 @@ def slice(
     NamedArray(int32[window=2], [1 2])
     """
     starts = start if isinstance(start, Mapping) else axis if isinstance(axis, Mapping) else None
-    lengths = length if isinstance(length, Mapping) else new_axis if isinstance(new_axis, Mapping) else None
+    sizes: Any = length if isinstance(length, Mapping) else new_axis if isinstance(new_axis, Mapping) else None
     if starts is None and isinstance(axis, (str, Axis)):
         starts = {axis: 0 if start is None else start}
-        if lengths is None:
-            lengths = {name_of(axis): new_axis if length is None else length}
-    if starts is None or lengths is None:
+        if sizes is None:
+            sizes = {name_of(axis): new_axis if length is None else length}
+    if starts is None or sizes is None:
         raise TypeError(f"slice of {array}: give an axis with start and length, or mappings of starts and of lengths.")
-    lengths = {name_of(k): v for k, v in lengths.items()}
+    lengths: dict[str, Any] = {name_of(k): v for k, v in sizes.items()}
     starts = {name_of(k): v for k, v in starts.items()}
     if set(lengths) != set(starts) or any(not isinstance(v, (int, np.integer, Axis)) for v in lengths.values()):
         raise ValueError(

@@ -72,14 +72,14 @@ def named_jit(
 class NamedJit(Generic[P, R]):
     """A function compiled by `named_jit`.
 
-    There are two ways to call into `jax.jit`. Where every leaf of the arguments is an array and nothing is donated, they
-    go in as they are. Otherwise they are taken apart into what is donated, what is kept, and what is static. Placements
+    There are two ways to call into `jax.jit`. Where every leaf of the arguments is an array and nothing is donated,
+    they go in as they are. Otherwise they are taken apart into what is donated, what is kept, and what is static. Placements
     are applied inside the compiled function: arguments on the host arrive split, those placed otherwise are moved.
     """
 
     def __init__(
         self,
-        fn: Callable[P, R],
+        fn: Callable[..., R],
         axis_resources: Placement,
         in_axis_resources: Placement,
         out_axis_resources: Placement,
@@ -91,7 +91,7 @@ class NamedJit(Generic[P, R]):
             if reserved in jit_arguments:
                 instead = "donate_args" if "donate" in reserved else f"{reserved.split('_')[0]}_axis_resources"
                 raise TypeError(f"named_jit: `{reserved}` works by position; use `{instead}`.")
-        self._fn = fn
+        self._fn: Callable[..., Any] = fn
         self._settings: _context.Settings | None = None
         self._own_mapping = axis_resources is not None
         if isinstance(axis_resources, _context.Settings):
@@ -199,8 +199,10 @@ class NamedJit(Generic[P, R]):
         for_kwargs = {name: (for_kwargs or {}).get(name, False) for name in kwargs}
         prefix = (tuple(for_args), for_kwargs)
         spread = jax.tree.broadcast(prefix, (args, kwargs), is_leaf=lambda x: isinstance(x, bool) or callable(x))
-        return [bool(d(leaf)) if callable(d) else bool(d) for d, leaf in zip(
-            jax.tree.leaves(spread), jax.tree.leaves((args, kwargs)), strict=True)]
+        return [
+            bool(d(leaf)) if callable(d) else bool(d)
+            for d, leaf in zip(jax.tree.leaves(spread), jax.tree.leaves((args, kwargs)), strict=True)
+        ]
 
 
 class _Constant:

@@ -85,9 +85,7 @@ def lint_mapping(
     leaves = [leaf for leaf in leaves_of(tree)[0] if leaf.shape is not None]
     known = {n for leaf in leaves for n in leaf.names or ()}
     findings = [
-        Finding(
-            "unused", n, f"axis {n!r} is in the mapping but not in the tree.{_errors.suggestion(n, known)}"
-        )
+        Finding("unused", n, f"axis {n!r} is in the mapping but not in the tree.{_errors.suggestion(n, known)}")
         for n in entries
         if n not in known
     ]

@@ -11,7 +11,7 @@ from .. import _context
 from .._context import Entry
 from ..axis import Axis, name_of
 
-ResourceMapping: TypeAlias = Mapping[str, str | Sequence[str] | None]
+ResourceMapping: TypeAlias = Mapping[Any, str | Sequence[str] | None]
 """From a logical axis to the mesh axis that splits it, to several of them, or to None: explicitly not split."""
 
 PhysicalAxisSpec: TypeAlias = str | Sequence[str]

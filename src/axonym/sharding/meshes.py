@@ -58,7 +58,11 @@ def set_mesh(mesh: AnyMesh) -> Iterator[AnyMesh]:
 
 
 def make_mesh(
-    sizes: dict[str, int] | Sequence[int], names: Sequence[str] | None = None, *, explicit: bool = False, devices: Any = None
+    sizes: dict[str, int] | Sequence[int],
+    names: Sequence[str] | None = None,
+    *,
+    explicit: bool = False,
+    devices: Any = None,
 ) -> Mesh:
     """A mesh over the devices of this process group.
 
@@ -84,6 +88,4 @@ def make_mesh(
     elif known > available:
         raise ValueError(f"make_mesh: {by_name} needs {known} devices; there are {available}.")
     kind = AxisType.Explicit if explicit else AxisType.Auto
-    return jax.make_mesh(
-        tuple(by_name.values()), tuple(by_name), axis_types=(kind,) * len(by_name), devices=devices
-    )
+    return jax.make_mesh(tuple(by_name.values()), tuple(by_name), axis_types=(kind,) * len(by_name), devices=devices)

@@ -50,9 +50,7 @@ class Leaf:
     """Where it goes; None leaves it where it is."""
 
 
-def resolve(
-    tree: Any, placement: Placement, mesh: AnyMesh | None, what: str
-) -> tuple[list[Leaf], jax.tree_util.PyTreeDef]:
+def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) -> tuple[list[Leaf], Any]:
     """The leaves of a tree, each with its partition spec, and the structure to put them together again.
 
     Arguments:
@@ -77,7 +75,7 @@ def resolve(
 # --- leaves ---
 
 
-def leaves_of(tree: Any) -> tuple[list[Leaf], jax.tree_util.PyTreeDef]:
+def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
     """The leaves of a tree with their paths and names, and its structure."""
     found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named_array)
     return [_leaf(path, value, tree) for path, value in found], structure
@@ -143,7 +141,12 @@ class ByRole:
 
 
 def _is_placement(x: Any) -> bool:
-    return x is None or isinstance(x, ByRole) or isinstance(x, (PartitionSpec, jax.sharding.Sharding)) or is_resource_mapping(x)
+    return (
+        x is None
+        or isinstance(x, ByRole)
+        or isinstance(x, (PartitionSpec, jax.sharding.Sharding))
+        or is_resource_mapping(x)
+    )
 
 
 def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> list[Any]:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _errors
@@ -138,7 +139,7 @@ def infer_resource_partitions(
 
 def _existing(leaf: Leaf) -> PartitionSpec | None:
     array = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
-    sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+    sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
     return sharding.spec if isinstance(sharding, NamedSharding) else None
 
 

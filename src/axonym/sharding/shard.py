@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _context
@@ -101,7 +102,7 @@ def to_host(tree: T) -> T:
     def fetch(x: Any) -> Any:
         if not isinstance(x, jax.Array):
             return x
-        if isinstance(x, jax.core.Tracer):
+        if isinstance(x, Tracer):
             raise TypeError("to_host: a traced array has no values to copy; call it outside of jit.")
         if not x.is_fully_addressable:
             from jax.experimental import multihost_utils
@@ -152,7 +153,7 @@ def _put(leaf: Leaf, mesh: AnyMesh, by_hand: bool, what: str) -> Any:
 def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, by_hand: bool, what: str) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec), weak_type=x.weak_type)
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return _constrain(x, spec, mesh, by_hand, what)
     sharding = NamedSharding(mesh, spec)
     if isinstance(x, jax.Array) and _lies_there(x, sharding):
@@ -175,14 +176,12 @@ def _lies_there(x: jax.Array, wanted: NamedSharding) -> bool:
 
 
 def _same_spec(a: PartitionSpec, b: PartitionSpec, ndim: int) -> bool:
-    return all(
-        mesh_axes(a[i] if i < len(a) else None) == mesh_axes(b[i] if i < len(b) else None) for i in range(ndim)
-    )
+    return all(mesh_axes(a[i] if i < len(a) else None) == mesh_axes(b[i] if i < len(b) else None) for i in range(ndim))
 
 
 def in_trace() -> bool:
     """Whether a program is being traced, so that even constants end up in it."""
-    return isinstance(jax.lax.full((), 0), jax.core.Tracer)
+    return isinstance(jax.lax.full((), 0), Tracer)
 
 
 def _constrain(x: Any, spec: PartitionSpec, mesh: AnyMesh, by_hand: bool, what: str) -> Any:
@@ -194,14 +193,14 @@ def _constrain(x: Any, spec: PartitionSpec, mesh: AnyMesh, by_hand: bool, what: 
             return x
         if AxisType.Explicit in kinds and AxisType.Auto in kinds:
             raise ValueError(
-                f"{what}: the mesh {types} mixes Manual, Explicit and Auto axes here, where JAX versions disagree about "
-                "what a constraint means. Make the axes that are not Manual of one type."
+                f"{what}: the mesh {types} mixes Manual, Explicit and Auto axes here, where JAX versions disagree "
+                "about what a constraint means. Make the axes that are not Manual of one type."
             )
     if by_hand and AxisType.Explicit in kinds and jax.sharding.get_abstract_mesh().empty:
         if jax.typeof(x).sharding.mesh.empty:
             raise ValueError(
-                f"{what}: a mesh with Explicit axes cannot be passed by hand inside jit, since the arrays traced there do "
-                "not live on it. Put it in force outside: `with jax.set_mesh(mesh): ...`."
+                f"{what}: a mesh with Explicit axes cannot be passed by hand inside jit, since the arrays traced there "
+                "do not live on it. Put it in force outside: `with jax.set_mesh(mesh): ...`."
             )
     return _constraint(spec, mesh if by_hand else None, tuple(types.items()))(x)
 
