@@ -60,6 +60,25 @@ def test_readme_block_runs(block: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
+DOCS = [page for page in PAGES if page.is_relative_to(ROOT / "docs")]
+
+
+@pytest.mark.parametrize("page", DOCS, ids=_relative)
+def test_page_runs(page: Path, tmp_path: Path) -> None:
+    """The blocks of a page run in order as one program, and print what the page says they print."""
+    found = re.findall(r"^```(python|output)\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    marker = "=== end of a block ==="
+    script = tmp_path / "page.py"
+    script.write_text("".join(f"{code}\nprint({marker!r})\n" for kind, code in found if kind == "python"))
+    result = _run(str(script), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    printed = iter(result.stdout.split(f"{marker}\n"))
+    for i, (kind, _) in enumerate(found):
+        if kind == "python":
+            expected = found[i + 1][1] if i + 1 < len(found) and found[i + 1][0] == "output" else ""
+            assert next(printed) == expected
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=_relative)
 def test_example_runs(example: Path, tmp_path: Path) -> None:
     result = _run(str(example), *SMALL.get(example.name, []), cwd=tmp_path)

@@ -229,7 +229,7 @@ def check_entries(leaf: Leaf, entries: Sequence[Entry], mesh: AnyMesh | None) ->
                 over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
                 problems.append(
                     f"{leaf.path} {_axes(leaf)}: axis {name!r} of size {size} cannot be split over {over}: {size} is "
-                    f"not a multiple of {parts}. Make it one (axonym.round_axis_for_partitioning gives "
+                    f"not a multiple of {parts}. Make it one (axonym.partitioning.round_axis_for_partitioning gives "
                     f"{-(-size // parts) * parts}), or map it elsewhere."
                 )
     return problems

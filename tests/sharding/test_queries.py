@@ -1,0 +1,91 @@
+"""Questions to a mapping, and checks of one against a model."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import axonym as axn
+from axonym import partitioning
+
+MAPPING = {"batch": ("data", "model"), "embed": "model", "pos": None}
+
+
+def test_physical_axis_name() -> None:
+    assert partitioning.physical_axis_name("embed", MAPPING) == "model"
+    assert partitioning.physical_axis_name(axn.Axis("batch", 3), MAPPING) == ("data", "model")
+    assert partitioning.physical_axis_name("pos", MAPPING) is None
+    assert partitioning.physical_axis_name("embed") is None
+    with axn.axis_mapping(MAPPING):
+        assert partitioning.physical_axis_name("embed") == "model"
+
+
+def test_physical_axis_size(auto_mesh) -> None:
+    assert partitioning.physical_axis_size("batch", MAPPING, auto_mesh) == 8
+    assert partitioning.physical_axis_size("pos", MAPPING, auto_mesh) is None
+    with jax.set_mesh(auto_mesh), axn.axis_mapping(MAPPING):
+        assert partitioning.physical_axis_size("embed") == 2
+    with pytest.raises(ValueError, match="no mesh is in force"):
+        partitioning.physical_axis_size("batch", MAPPING)
+    with pytest.raises(ValueError, match=r"mesh axis 'modl', which mesh .* does not have. Did you mean 'model'"):
+        partitioning.physical_axis_size("embed", {"embed": "modl"}, auto_mesh)
+
+
+def test_specs_and_shardings(auto_mesh) -> None:
+    assert partitioning.pspec_for_axis(("batch", "pos", "embed"), {"batch": "data", "embed": "model"}) == P(
+        "data", None, "model"
+    )
+    assert partitioning.pspec_for_axis("embed", MAPPING) == P("model")
+    sharding = partitioning.sharding_for_axis(axn.make_axes(batch=8, pos=3), MAPPING, auto_mesh)
+    assert sharding == NamedSharding(auto_mesh, P(("data", "model"), None))
+    with pytest.raises(ValueError, match="axis 'embed' of size 3 cannot be split over model=2"):
+        partitioning.sharding_for_axis(axn.Axis("embed", 3), MAPPING, auto_mesh)
+
+
+def test_whole_trees(auto_mesh) -> None:
+    placed = jax.device_put(jnp.ones(8), NamedSharding(auto_mesh, P("data")))
+    tree = {"w": axn.ones({"embed": 4}), "raw": placed, "text": "x"}
+    assert partitioning.pspec_for(tree, MAPPING) == {"w": P("model"), "raw": P("data"), "text": None}
+    assert partitioning.pspec_for(tree, MAPPING, preserve_existing_shardings=False)["raw"] is None
+    shardings = partitioning.infer_resource_partitions(tree, MAPPING, mesh=auto_mesh)
+    assert shardings["w"] == NamedSharding(auto_mesh, P("model")) and shardings["raw"].spec == P("data")
+
+
+def test_round_axis(auto_mesh) -> None:
+    with jax.set_mesh(auto_mesh), axn.axis_mapping(MAPPING):
+        assert partitioning.round_axis_for_partitioning(axn.Axis("batch", 9)) == axn.Axis("batch", 16)
+        assert partitioning.round_axis_for_partitioning(axn.Axis("batch", 16)) == axn.Axis("batch", 16)
+        assert partitioning.round_axis_for_partitioning(axn.Axis("pos", 9)) == axn.Axis("pos", 9)
+    assert partitioning.round_axis_for_partitioning(axn.Axis("other", 9)) == axn.Axis("other", 9)
+
+
+def test_lint(auto_mesh) -> None:
+    model = {
+        "layers": [{"w": axn.ones({"embed": 3, "mlp": 4})}],
+        "twice": axn.ones({"batch": 8, "embed": 4}),
+        "big": jax.eval_shape(lambda: axn.ones({"vocab": 4096, "hidden": 128})),
+        "text": "x",
+    }
+    report = axn.lint_mapping({"batch": "model", "embed": "model", "mlpp": "data"}, model, auto_mesh)
+    assert {(f.kind, f.where) for f in report} == {
+        ("unused", "mlpp"),
+        ("problem", "layers/0/w"),
+        ("problem", "twice"),
+        ("replicated", "big"),
+    }
+    assert report and len(report) == 4
+    text = str(report)
+    for part in (
+        "3 arrays, 4 findings",
+        "axis 'mlpp' is in the mapping but not in the tree. Did you mean 'mlp'?",
+        "axis 'embed' of size 3 cannot be split over model=2",
+        "axes 'batch' and 'embed' both go to mesh axis 'model'",
+        "big (vocab=4096, hidden=128), 2.0 MiB, stays whole on each of 8 devices",
+    ):
+        assert part in text
+    fine = axn.lint_mapping({"embed": "model"}, {"w": axn.ones({"embed": 4})}, auto_mesh)
+    assert not fine and "nothing found" in str(fine)
+    with jax.set_mesh(auto_mesh), axn.axis_mapping({"embed": "model"}):
+        assert not axn.lint_mapping(None, {"w": axn.ones({"embed": 4})})
