@@ -6,7 +6,6 @@ It runs on any machine, and prints what it does: `python examples/tour.py`.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 import axonym as axn
 
@@ -112,16 +111,22 @@ def sharded() -> None:
     w_out = axn.named(jax.random.normal(k3, (32, 16)), (Mlp, Embed))
     expected = layer(x, w_in, w_out)
 
-    # `make_mesh` makes Explicit mesh axes. Plain JAX refuses to guess how the second contraction, over a sharded
-    # axis, places its result; with names the rule is that every axis that stays keeps the placement it has.
-    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"))):
-        xs = axn.named(jax.device_put(x.array, P("data", None)), (Batch, Embed))
-        w_in = axn.named(jax.device_put(w_in.array, P(None, "model")), (Embed, Mlp))
-        w_out = axn.named(jax.device_put(w_out.array, P("model", None)), (Mlp, Embed))
-        for name, function in (("eager", layer), ("in jit", jax.jit(layer))):
-            y = function(xs, w_in, w_out)
+    # A mapping says which axes are split over which mesh axes. The layer does not change, whatever the mapping and
+    # whether the mesh has Auto or Explicit axes.
+    for explicit in (False, True):
+        mesh = axn.make_mesh({"data": 4, "model": 2}, explicit=explicit)
+        for mapping in ({"batch": "data"}, {"batch": "data", "mlp": "model"}):
+            with jax.set_mesh(mesh):
+                y = jax.block_until_ready(axn.named_jit(layer, mapping)(x, w_in, w_out))
             np.testing.assert_allclose(y.array, expected.array, rtol=1e-4, atol=1e-4)
-            print(f"{name + ':':<11}", y.axes, y.array.sharding.spec)
+            print(f"{'Explicit' if explicit else 'Auto':<11}", mapping, y.array.sharding.spec)
+
+    # Fully sharded: parameters rest in parts, and are gathered where they are used.
+    step = axn.fsdp(layer, {"embed": "data"}, {"batch": "data"})
+    with jax.set_mesh(axn.make_mesh({"data": 8})):
+        y = jax.block_until_ready(step(x, w_in, w_out))
+    np.testing.assert_allclose(y.array, expected.array, rtol=1e-4, atol=1e-4)
+    print(f"{'fsdp:':<11}", y.array.sharding.spec)
 
 
 if __name__ == "__main__":

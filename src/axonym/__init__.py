@@ -9,7 +9,11 @@ of axes never matters to what a program means.
 NamedArray(float32[mlp=4], [3. 3. 3. 3.])
 """
 
-from . import linalg as linalg, partitioning as partitioning
+from . import (
+    linalg as linalg,
+    partitioning as partitioning,
+    poly as _,  # loaded here, so that a later `import axonym.poly` leaves the function of that name in place
+)
 from ._methods import attach as _attach
 from .array import (
     NamedArray as NamedArray,

@@ -416,7 +416,6 @@ NORMS = [
         lambda a: jnp.sum(jnp.linalg.svdvals(a), axis=-1),
         "nuclear",
         names=("heads",),
-        sharded=False,
         rtol=1e-4,
         atol=1e-4,
     ),

@@ -504,6 +504,8 @@ def _norm_kernel(names: Names, axis: Any, ord: Any) -> _kernels.Kernel:
             f"{what}: one axis is that of vectors and two are those of matrices, got {_errors.describe_axes(chosen)}. "
             "Flatten them first, or leave `axis` out for all."
         )
+    if axis is not None and len(chosen) == 2 and ord in (2, -2, "nuc"):  # these are norms of the singular values
+        return make_along_kernel(what, fn, (names,), out_names, chosen, selection=axis)
     return _kernels.make_kernel(what, fn, (names,), out_names, selection=axis)
 
 
