@@ -167,7 +167,7 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
         "sum: axis 'embed' has conflicting sizes: 3 in the array, 4 in the argument",
     ),
     (lambda: axn.sum(x, ("embed", "embed")), "sum: 'embed' would name more than one axis"),
-    (lambda: axn.sum(x, raw), "An axis is selected by an Axis or its name, got int"),
+    (lambda: axn.sum(x, raw), "An axis is selected by an Axis or its name, got ArrayImpl"),
     (lambda: axn.sum(x.array, "embed"), "sum: expected a NamedArray, got ArrayImpl; only its axes have names"),
     (lambda: axn.mean(x, where=z > 0), "mean: `where` has axes (heads) that the array (batch, embed) lacks"),
     (lambda: axn.mean(x, where=y > 0), "mean: axis 'embed' has conflicting sizes: 3 in operand 0, 4 in operand 1"),

@@ -9,11 +9,7 @@ of axes never matters to what a program means.
 NamedArray(float32[mlp=4], [3. 3. 3. 3.])
 """
 
-from . import (
-    linalg as linalg,
-    partitioning as partitioning,
-    poly as _,  # loaded here, so that a later `import axonym.poly` leaves the function of that name in place
-)
+from . import linalg as linalg, partitioning as partitioning
 from ._methods import attach as _attach
 from .array import (
     NamedArray as NamedArray,
@@ -22,6 +18,7 @@ from .array import (
     enable_shape_checks as enable_shape_checks,
     is_named_array as is_named_array,
     named as named,
+    ndim as ndim,
 )
 from .axis import (
     Axis as Axis,
@@ -232,7 +229,9 @@ from .ops.joining import (
     tile as tile,
 )
 
-# Polynomials
+# Polynomials. The module goes first: it must be loaded before the function of the same name takes its place here.
+from .poly import DEFAULT_POLY_AXIS_NAME as DEFAULT_POLY_AXIS_NAME  # isort: split
+
 from .ops.poly import (
     poly as poly,
     polyadd as polyadd,

@@ -1,9 +1,9 @@
 """From names to compiled code, once.
 
 Dispatching `jax.lax` primitives one by one from Python is slow, and so is working out by name how operands line up.
-Both happen once for each operation, operand names and static arguments: a *kernel* is one `jax.jit(inline=True)`
-function over raw arrays, found again by one dictionary lookup. `inline=True` leaves no trace of it in a program that
-is being traced, so the compiled result is that of the hand-written positional code.
+Both happen once for each operation, operand names and static arguments: a *kernel* is one inlined `jax.jit` function
+over raw arrays, found again by one dictionary lookup. Inlining leaves no trace of it in a program that is being traced,
+so the compiled result is that of the hand-written positional code.
 
 Names and axes are checked inside the kernel, that is once for each new shape. Shapes, dtypes, shardings and the mesh
 are part of jit's own cache key, so nothing decided there can go stale.
@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from . import _errors, _gathering, _mesh
+from ._compat import INLINE
 from ._mesh import Names
 from .axis import Axis, AxisSelection, AxisSelector, name_of, selectors
 
@@ -132,7 +133,7 @@ def make_kernel(
 
     kernel.__name__ = kernel.__qualname__ = what
     # An operand whose values do not matter still says where the result lies: iscomplex of floats, zeros_like, ...
-    return Kernel(jax.jit(kernel, inline=True, keep_unused=True), out_names)
+    return Kernel(jax.jit(kernel, inline=INLINE, keep_unused=True), out_names)
 
 
 def check_operands(what: str, in_names: Sequence[Names], arrays: Sequence[Any], same_sizes: bool = True) -> None:

@@ -340,6 +340,18 @@ def is_named_array(leaf: Any) -> bool:
     return isinstance(leaf, NamedArray)
 
 
+def ndim(a: NamedOrNumeric) -> int:
+    """How many axes something has.
+
+    Arguments:
+        a: a named array, a raw array or a number.
+
+    >>> axn.ndim(axn.ones({"x": 2, "y": 3})), axn.ndim(1.0)
+    (2, 0)
+    """
+    return a.ndim if isinstance(a, NamedArray) else jnp.ndim(a)
+
+
 # --- checks ---
 
 _SHAPE_CHECKS = contextvars.ContextVar("axonym_shape_checks", default=True)

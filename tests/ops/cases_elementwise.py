@@ -150,6 +150,7 @@ CASES: list[Case] = [
     _special("around", "float", lambda op, x: op(x, 2), lambda x: np.round(x, 2), label="two_decimals", grad=False),
     _special("power", "float", lambda op, x: op(x, 3), lambda x: x**3, label="integer"),
     _special("power", "int", lambda op, x: op(x, 2), lambda x: x * x, label="integers", grad=False),
+    _special("power", "float", lambda op, x: op(x, 0), np.ones_like, label="zero", grad=False),
     _special("power", "float", lambda op, x: op(2.0, x), lambda x: 2**x, label="base"),
     _special("divmod", "int", lambda op, x: op(x, 3), lambda x: np.divmod(x, 3), grad=False, names=PAIR),
     _special(

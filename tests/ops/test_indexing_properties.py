@@ -17,7 +17,7 @@ import axonym as axn
 
 SIZES = {"a": 2, "b": 3, "c": 4, "d": 2, "e": 3}
 NAMES = tuple(SIZES)
-FEW = settings(max_examples=40)
+FEW = settings(max_examples=20)
 
 
 def _values(names: tuple[str, ...], sizes: dict[str, int], seed: int, low: int = -9, high: int = 10) -> np.ndarray:

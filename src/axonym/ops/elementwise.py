@@ -23,10 +23,10 @@ from ._families import Binary, Unary, is_tree, map_tree, publish
 
 @_kernels.cached
 def _unary_kernel(
-    fn: Callable[..., Any], name: str, names: Names, outputs: int, native: bool = True
+    fn: Callable[..., Any], name: str, names: Names, outputs: int, constant: bool = False
 ) -> _kernels.Kernel:
     out_names = names if outputs == 1 else (names,) * outputs
-    return _kernels.make_kernel(name, fn, (names,), out_names, native=native)
+    return _kernels.make_kernel(name, fn, (names,), out_names, native=not constant)
 
 
 @_kernels.cached
@@ -44,11 +44,11 @@ def _binary_kernel(
     return _kernels.make_kernel(name, positional, (a_names, b_names), out_names, native=single, gathers=single)
 
 
-def _unary(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True) -> Unary:
-    # Not native are those that give a constant for some dtypes: it takes nothing of the operand's placement.
+def _unary(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, constant: bool = False) -> Unary:
+    # `constant` are those that give a constant for some dtypes: it takes nothing of the operand's placement.
     def op(a: Any) -> Any:
         if isinstance(a, NamedArray):
-            kernel = _unary_kernel(fn, name, a.names, 1, native)
+            kernel = _unary_kernel(fn, name, a.names, 1, constant)
             return wrap(kernel.call(a.array), kernel.names)
         return map_tree(op, a) if is_tree(a) else fn(a)
 
@@ -119,15 +119,15 @@ fabs = _unary("fabs", jnp.fabs, "The absolute value of each element, as a float.
 fix = _unary("fix", jnp.trunc, "Each element rounded towards zero.", "[1.5, -1.5]", "float32[x=2], [ 1. -1.]")
 floor = _unary("floor", jnp.floor, "Each element rounded down.", "[0.5, -0.5]", "float32[x=2], [ 0. -1.]")
 i0 = _unary("i0", jnp.i0, "The modified Bessel function of the first kind, order zero.", "[0., 1.]", "float32[x=2], [1. 1.2661]")
-imag = _unary("imag", jnp.imag, "The imaginary part of each element.", "[2j, 1.]", "float32[x=2], [2. 0.]", native=False)
+imag = _unary("imag", jnp.imag, "The imaginary part of each element.", "[2j, 1.]", "float32[x=2], [2. 0.]", constant=True)
 invert = _unary("invert", jnp.invert, "Each bit of each element flipped.", "[0, 1]", "int32[x=2], [-1 -2]")
-iscomplex = _unary("iscomplex", jnp.iscomplex, "Which elements have an imaginary part.", "[2j, 1.]", "bool[x=2], [ True False]", native=False)
-isfinite = _unary("isfinite", jnp.isfinite, "Which elements are neither infinite nor NaN.", "[1., jnp.inf]", "bool[x=2], [ True False]", native=False)
-isinf = _unary("isinf", jnp.isinf, "Which elements are infinite.", "[1., jnp.inf]", "bool[x=2], [False True]", native=False)
+iscomplex = _unary("iscomplex", jnp.iscomplex, "Which elements have an imaginary part.", "[2j, 1.]", "bool[x=2], [ True False]", constant=True)
+isfinite = _unary("isfinite", jnp.isfinite, "Which elements are neither infinite nor NaN.", "[1., jnp.inf]", "bool[x=2], [ True False]", constant=True)
+isinf = _unary("isinf", jnp.isinf, "Which elements are infinite.", "[1., jnp.inf]", "bool[x=2], [False True]", constant=True)
 isnan = _unary("isnan", jnp.isnan, "Which elements are NaN.", "[1., jnp.nan]", "bool[x=2], [False True]")
-isneginf = _unary("isneginf", jnp.isneginf, "Which elements are minus infinity.", "[1., -jnp.inf]", "bool[x=2], [False True]", native=False)
-isposinf = _unary("isposinf", jnp.isposinf, "Which elements are plus infinity.", "[1., jnp.inf]", "bool[x=2], [False True]", native=False)
-isreal = _unary("isreal", jnp.isreal, "Which elements have no imaginary part.", "[2j, 1.]", "bool[x=2], [False True]", native=False)
+isneginf = _unary("isneginf", jnp.isneginf, "Which elements are minus infinity.", "[1., -jnp.inf]", "bool[x=2], [False True]", constant=True)
+isposinf = _unary("isposinf", jnp.isposinf, "Which elements are plus infinity.", "[1., jnp.inf]", "bool[x=2], [False True]", constant=True)
+isreal = _unary("isreal", jnp.isreal, "Which elements have no imaginary part.", "[2j, 1.]", "bool[x=2], [False True]", constant=True)
 log = _unary("log", jnp.log, "The natural logarithm of each element.", "[1., 2.]", "float32[x=2], [0. 0.6931]")
 log10 = _unary("log10", jnp.log10, "The logarithm to base ten of each element.", "[1., 2.]", "float32[x=2], [0. 0.301]")
 log1p = _unary("log1p", jnp.log1p, "The logarithm of one plus each element, exact near zero.", "[0., 1.]", "float32[x=2], [0. 0.6931]")
@@ -142,7 +142,7 @@ reciprocal = _unary("reciprocal", jnp.reciprocal, "One over each element.", "[2.
 rint = _unary("rint", jnp.rint, "Each element rounded to the nearest integer, halves to even.", "[0.5, 1.5]", "float32[x=2], [0. 2.]")
 rsqrt = _unary("rsqrt", jax.lax.rsqrt, "One over the square root of each element.", "[1., 4.]", "float32[x=2], [1. 0.5]")
 sign = _unary("sign", jnp.sign, "The sign of each element.", "[-3., 2.]", "float32[x=2], [-1. 1.]")
-signbit = _unary("signbit", jnp.signbit, "Whether the sign bit of each element is set.", "[-3., 2.]", "bool[x=2], [ True False]", native=False)
+signbit = _unary("signbit", jnp.signbit, "Whether the sign bit of each element is set.", "[-3., 2.]", "bool[x=2], [ True False]", constant=True)
 sin = _unary("sin", jnp.sin, "The sine of each element.", "[0., 1.]", "float32[x=2], [0. 0.8415]")
 sinc = _unary("sinc", jnp.sinc, "The normalised sinc function, sin(pi x) / (pi x).", "[0., 0.5]", "float32[x=2], [1. 0.6366]")
 sinh = _unary("sinh", jnp.sinh, "The hyperbolic sine of each element.", "[0., 1.]", "float32[x=2], [0. 1.1752]")
@@ -254,7 +254,7 @@ def power(a: NamedOrNumeric, b: NamedOrNumeric) -> Any:
 
 @_kernels.cached
 def _integer_power_kernel(names: Names, exponent: int) -> _kernels.Kernel:
-    return _kernels.make_kernel("power", lambda x: jnp.power(x, exponent), (names,), names, native=True)
+    return _kernels.make_kernel("power", lambda x: jnp.power(x, exponent), (names,), names, native=exponent != 0)
 
 
 def divmod(a: NamedOrNumeric, b: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _context
+from .._compat import INLINE
 from .._mesh import mesh_axes
 from ..array import NamedArray, wrap
 from .meshes import AnyMesh, current_mesh
@@ -240,4 +241,4 @@ def _constraint(
         wanted = part(AxisType.Auto, PartitionSpec.UNCONSTRAINED)
         return jax.lax.with_sharding_constraint(x, target(wanted))
 
-    return jax.jit(constrain, inline=True)
+    return jax.jit(constrain, inline=INLINE)
