@@ -1,4 +1,4 @@
-"""`python -m benchmarks [section ...]` prints measurements, all or those of some sections, and marks what is over budget."""
+"""`python -m benchmarks [section ...]` prints measurements, of all or some sections, and marks what is over budget."""
 
 from __future__ import annotations
 

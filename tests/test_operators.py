@@ -200,7 +200,10 @@ def test_different_exponents_of_one_kind_share_a_program() -> None:
 @pytest.mark.parametrize("divisor", [2, -3, 2.5, np.float32(2), jnp.float32(-2)])
 def test_divmod(divisor: Any) -> None:
     x = rows(FLOATS)
-    for found, expected in ((divmod(x, divisor), np.divmod(FLOATS, np.float32(divisor))), (divmod(divisor, x), np.divmod(np.float32(divisor), FLOATS))):
+    for found, expected in (
+        (divmod(x, divisor), np.divmod(FLOATS, np.float32(divisor))),
+        (divmod(divisor, x), np.divmod(np.float32(divisor), FLOATS)),
+    ):
         assert type(found) is tuple and len(found) == 2
         for part, value in zip(found, expected, strict=True):
             assert_values(part, value)
@@ -255,7 +258,9 @@ def test_an_operand_of_another_library_has_its_turn() -> None:
     assert Stranger() + rows(FLOATS) == "add"
 
 
-@pytest.mark.parametrize("other", ["text", None, [1.0, 2.0], (1, 2), {"a": 1}, object()], ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize(
+    "other", ["text", None, [1.0, 2.0], (1, 2), {"a": 1}, object()], ids=lambda o: type(o).__name__
+)
 @pytest.mark.parametrize("sign", ["+", "/", "<", "&", "**", "divmod"])
 def test_unsupported_operands(sign: str, other: Any) -> None:
     op = (ON_INTS | {"**": operator.pow, "divmod": divmod})[sign]
@@ -271,7 +276,9 @@ def test_equality_with_something_else_is_no_array() -> None:
 
 @pytest.mark.parametrize("other", [rows(FLOATS), FLOATS, jnp.asarray(FLOATS), 2.0])
 def test_matmul(other: Any) -> None:
-    with pytest.raises(TypeError, match=re.escape("`@` does not say which axes to sum over. Use axonym.dot(x, y, axis=...).")):
+    with pytest.raises(
+        TypeError, match=re.escape("`@` does not say which axes to sum over. Use axonym.dot(x, y, axis=...).")
+    ):
         rows(FLOATS) @ other
     if not isinstance(other, (np.ndarray, float)):
         with pytest.raises(TypeError, match=re.escape("`@` does not say which axes to sum over.")):
@@ -283,7 +290,9 @@ def test_raw_arrays(raw: Any) -> None:
     message = re.escape(f"an operand has no axis names but shape {raw.shape}. Only scalars go without names")
     with pytest.raises(TypeError, match=message):
         rows(FLOATS) + raw
-    reflected = message if isinstance(raw, jax.Array) else "numpy.add works by position and does not take a NamedArray: use"
+    reflected = (
+        message if isinstance(raw, jax.Array) else "numpy.add works by position and does not take a NamedArray: use"
+    )
     with pytest.raises(TypeError, match=reflected):
         raw + rows(FLOATS)
 

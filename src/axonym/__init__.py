@@ -251,6 +251,8 @@ from .ops.rearranging import (
 
 # Reductions
 from .ops.reductions import (
+    ReductionFunction as ReductionFunction,
+    SimpleReductionFunction as SimpleReductionFunction,
     all as all,
     amax as amax,
     amin as amin,

@@ -62,9 +62,9 @@ def settings_in_force() -> Settings | None:
 
 
 def mapping_in_force() -> Mapping[str, Entry] | None:
-    """The mapping in force, or None."""
+    """The mapping in force, or None; one without entries is none."""
     settings = _IN_FORCE.value
-    return None if settings is None else settings.mapping
+    return None if settings is None else settings.mapping or None
 
 
 @contextlib.contextmanager

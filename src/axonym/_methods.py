@@ -155,6 +155,9 @@ class Methods:
     def __abs__(self: Any) -> NamedArray:
         return elementwise.abs(self)
 
+    def __round__(self: Any, decimals: int | None = None) -> NamedArray:
+        return elementwise.round(self, decimals or 0)
+
     def __invert__(self: Any) -> NamedArray:
         return elementwise.invert(self)
 

@@ -54,7 +54,7 @@ class NamedArray(Methods):
     'float32[batch=2, embed=3]'
     """
 
-    __slots__ = ("array", "names")
+    __slots__ = ("__weakref__", "array", "names")
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # like a JAX array: equality is elementwise
 
     array: Any
@@ -246,6 +246,9 @@ class NamedArray(Methods):
 
     def __reduce__(self):
         return NamedArray, (self.array, (), self.names)
+
+    def __format__(self, spec: str) -> str:
+        return format(self._only_element("a format") if spec else str(self), spec)
 
     def __str__(self) -> str:
         array = self.array

@@ -149,7 +149,7 @@ class NamedRef:
         else:
             view._write(value)
 
-    def slice(self, selector: Mapping[AxisSelector, Any]) -> NamedRef:
+    def slice(self, selector: Mapping[Any, Any]) -> NamedRef:
         """A view: a reference to part of the same memory.
 
         Arguments:

@@ -13,14 +13,14 @@ import axonym as axn
 from tests.ops.case import Case, Operand, f, of
 
 # Rows about names and dtypes: what they compile to is that of the other rows.
-LIGHT: dict[str, Any] = {"grad": False, "sharded": False}
+LIGHT: dict[str, Any] = {"grad": False, "sharded": False, "vmap": False}
 
 X = f("batch", "pos", "embed")
 W = f("embed", "heads")
 
 
 def _einsum(equation: str, **options: Any) -> Callable[..., Any]:
-    return lambda *arrays: jnp.einsum(equation, *map(jnp.asarray, arrays), **options)
+    return jax.jit(lambda *arrays: jnp.einsum(equation, *arrays, **options))
 
 
 def _dot(
@@ -154,6 +154,8 @@ EINSUM = [
         "in order",
         names=(("batch", "pos", "heads"), ("heads", "batch"), ("heads", "batch", "pos"), ("batch", "heads")),
         layout=False,
+        grad=False,
+        vmap=False,
     ),
     Case(
         "einsum",
@@ -190,7 +192,7 @@ EINSUM = [
             (),
         ),
         rtol=1e-4,
-        sharded=False,
+        **LIGHT,
     ),
     Case(
         "einsum",
@@ -223,6 +225,7 @@ EINSUM = [
         "three",
         names=(("heads", "batch"), ("batch", "y"), ("heads", "y")),
         layout=False,
+        **LIGHT,
     ),
 ]
 

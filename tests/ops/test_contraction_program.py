@@ -26,7 +26,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
 
 def instructions(fn: Callable[..., Any], *arguments: Any) -> dict[str, int]:
     """How often each kind of instruction stands in the optimised program of a call."""
-    return collections.Counter(INSTRUCTION.findall(jax.jit(fn).lower(*arguments).compile().as_text()))
+    return collections.Counter(INSTRUCTION.findall(jax.jit(fn).lower(*arguments).compile().as_text() or ""))
 
 
 def _array(*names: str, dtype: Any = np.float32, **sizes: int) -> axn.NamedArray:

@@ -32,19 +32,31 @@ KEYS = [
     (("pos", 0, "pos", 1), ValueError, "Indexing int32[batch=3, pos=4]: more than one index for axis 'pos'."),
     (("pos", 4), IndexError, "Indexing: 4 is out of range for axis 'pos' of size 4: an index lies in -4..3."),
     (("pos", np.int64(-5)), IndexError, "Indexing: -5 is out of range for axis 'pos' of size 4"),
-    (("pos", axn.ds(3, 2)), IndexError, "ds(3, 2) is out of range for axis 'pos' of size 4: the start must lie in 0..2"),
+    (
+        ("pos", axn.ds(3, 2)),
+        IndexError,
+        "ds(3, 2) is out of range for axis 'pos' of size 4: the start must lie in 0..2",
+    ),
     (("pos", axn.ds(-1, 1)), IndexError, "ds(-1, 1) is out of range for axis 'pos' of size 4"),
     (("pos", axn.ds(0, 5)), IndexError, "a slice of 5 elements does not fit axis 'pos' of size 4"),
     (("pos", axn.ds(named([0, 1], "pos"), 2)), ValueError, "the start of the slice of axis 'pos' has that axis itself"),
     (("pos", axn.ds(0.5, 2)), TypeError, "axis 'pos' cannot be indexed with float"),  # pyright: ignore[reportArgumentType]
-    (0, TypeError, "expected axes and indices in turn, x['axis', index, ...], or a mapping {'axis': index}. There is no"),
+    (
+        0,
+        TypeError,
+        "expected axes and indices in turn, x['axis', index, ...], or a mapping {'axis': index}. There is no",
+    ),
     ((0, 1), TypeError, "Indexing int32[batch=3, pos=4]: expected axes and indices in turn"),
     (slice(0, 2), TypeError, "There is no indexing by position."),
     ("pos", TypeError, "There is no indexing by position."),
     (("pos", 0, "batch"), TypeError, "There is no indexing by position."),
     (None, TypeError, "There is no indexing by position."),
     (jnp.arange(2), TypeError, "There is no indexing by position."),
-    (("pos", 1.0), TypeError, "axis 'pos' cannot be indexed with float; use an integer, a slice, ds(start, size) or an"),
+    (
+        ("pos", 1.0),
+        TypeError,
+        "axis 'pos' cannot be indexed with float; use an integer, a slice, ds(start, size) or an",
+    ),
     (("pos", None), TypeError, "axis 'pos' cannot be indexed with NoneType"),
     (("pos", True), TypeError, "axis 'pos' cannot be indexed with bool"),
     (("pos", named([0.0, 1.0], "picked")), TypeError, "axis 'pos' needs integers, got an array of float"),
@@ -55,7 +67,11 @@ KEYS = [
     (("pos", np.ones(3, bool)), ValueError, "a mask for axis 'pos' of size 4 has that one axis, got (pos=3)"),
     (("pos", named(np.ones((4, 2), bool), "pos", "heads")), ValueError, "got (pos=4, heads=2). For masks over several"),
     (("pos", named(np.ones(4, bool), "heads")), ValueError, "got (heads=4)"),
-    (("pos", named([0, 1], "batch")), ValueError, "'batch' has conflicting sizes: 3 in the array, 2 in the index of 'pos'"),
+    (
+        ("pos", named([0, 1], "batch")),
+        ValueError,
+        "'batch' has conflicting sizes: 3 in the array, 2 in the index of 'pos'",
+    ),
     (
         ("pos", named([0, 1], "picked"), "batch", named([0, 1, 2], "picked")),
         ValueError,
@@ -80,7 +96,7 @@ def test_refused_says_no_values() -> None:
     secret = axn.named(jnp.array([12345.0]), "x")
     for key in (("y", 0), ("x", 3), 0):
         with pytest.raises((ValueError, IndexError, TypeError)) as caught:
-            secret[key]
+            secret[key]  # pyright: ignore[reportArgumentType]
         assert "12345" not in str(caught.value)
 
 
@@ -122,11 +138,27 @@ def test_raw_vmap_leaves_an_array_that_refuses() -> None:
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        (axn.ones({"heads": 2}), ValueError, "at[...].set: the value has axes (heads) that the selected part (batch, pos)"),
-        (axn.ones({"pos": 1}), ValueError, "at[...].set: axis 'pos' has conflicting sizes: 2 in the selected part, 1 in the"),
+        (
+            axn.ones({"heads": 2}),
+            ValueError,
+            "at[...].set: the value has axes (heads) that the selected part (batch, pos)",
+        ),
+        (
+            axn.ones({"pos": 1}),
+            ValueError,
+            "at[...].set: axis 'pos' has conflicting sizes: 2 in the selected part, 1 in the",
+        ),
         (axn.ones({"pos": 4}), ValueError, "2 in the selected part, 4 in the value"),
-        (axn.ones({"batch": 2}), ValueError, "axis 'batch' has conflicting sizes: 3 in the selected part, 2 in the value"),
-        (jnp.ones(2), TypeError, "at[...].set: an operand has no axis names but shape (2,). Only scalars go without names"),
+        (
+            axn.ones({"batch": 2}),
+            ValueError,
+            "axis 'batch' has conflicting sizes: 3 in the selected part, 2 in the value",
+        ),
+        (
+            jnp.ones(2),
+            TypeError,
+            "at[...].set: an operand has no axis names but shape (2,). Only scalars go without names",
+        ),
     ],
 )
 def test_refused_values(value: Any, error: type[Exception], message: str) -> None:
@@ -144,8 +176,16 @@ def test_refused_value_along_new_axes() -> None:
 
 SLICES = [
     (lambda: axn.slice(X, "key", start=0, length=1), ValueError, "no axis 'key' in (batch=3, pos=4)"),
-    (lambda: axn.slice(X), TypeError, "slice of int32[batch=3, pos=4]: give an axis with start and length, or mappings"),
-    (lambda: axn.slice(X, "pos", start=1), ValueError, "each axis needs a start and a size; got starts for ['pos'] and sizes"),
+    (
+        lambda: axn.slice(X),
+        TypeError,
+        "slice of int32[batch=3, pos=4]: give an axis with start and length, or mappings",
+    ),
+    (
+        lambda: axn.slice(X, "pos", start=1),
+        ValueError,
+        "each axis needs a start and a size; got starts for ['pos'] and sizes",
+    ),
     (lambda: axn.slice(X, {"pos": 1}, {"batch": 1}), ValueError, "got starts for ['pos'] and sizes for ['batch']"),
     (lambda: axn.slice(X, "pos", start=3, length=2), IndexError, "ds(3, 2) is out of range for axis 'pos' of size 4"),
     (lambda: axn.slice(X, "pos", axn.Axis("batch", 2)), ValueError, "slice: 'batch' would name more than one axis"),
@@ -158,7 +198,11 @@ SLICES = [
         IndexError,
         "updated_slice: the start 3 is out of range for axis 'pos' of size 4: it must lie in 0..2.",
     ),
-    (lambda: axn.updated_slice(X, {"pos": -1}, axn.zeros({"pos": 2}, dtype=int)), IndexError, "the start -1 is out of range"),
+    (
+        lambda: axn.updated_slice(X, {"pos": -1}, axn.zeros({"pos": 2}, dtype=int)),
+        IndexError,
+        "the start -1 is out of range",
+    ),
     (
         lambda: axn.updated_slice(X, {"pos": 0}, axn.zeros({"pos": 5, "batch": 9}, dtype=int)),
         ValueError,
@@ -265,7 +309,11 @@ def test_traced_positions_in_a_list() -> None:
 
 def test_order_of_new_axes_is_the_same_with_a_mode() -> None:
     x = axn.arange(axn.make_axes(a=2, b=3, c=4))
-    for key in (("a", 0, "c", named([3, 1], "n")), ("c", named([3, 1], "n"), "b", 1), ("b", slice(1, 3), "a", named([0], "b2"))):
+    for key in (
+        ("a", 0, "c", named([3, 1], "n")),
+        ("c", named([3, 1], "n"), "b", 1),
+        ("b", slice(1, 3), "a", named([0], "b2")),
+    ):
         assert_named(x.at[key].get(mode="clip"), x[key])
 
 
@@ -288,7 +336,9 @@ def test_gradients_of_repeated_elements_add_up() -> None:
         pytest.param(lambda x, i: x["pos", axn.dblock(i, 1), "batch", 0], id="dblock"),
         pytest.param(lambda x, i: x.at["pos", i].set(i), id="set"),
         pytest.param(lambda x, i: x["pos", [i, 0]], id="list"),
-        pytest.param(lambda x, i: axn.updated_slice(x, {"pos": i}, axn.zeros({"pos": 1}, dtype=int)), id="updated_slice"),
+        pytest.param(
+            lambda x, i: axn.updated_slice(x, {"pos": i}, axn.zeros({"pos": 1}, dtype=int)), id="updated_slice"
+        ),
     ],
 )
 def test_walking_along_an_axis_compiles_once(step: Any) -> None:

@@ -60,7 +60,10 @@ class _BoundReduction(Protocol):
 
 
 class Reduction(Protocol):
-    """`f(array, axis)`: the axes are reduced away; all of them by default."""
+    """`f(array, axis)`: the axes are reduced away; all of them by default.
+
+    >>> reduction: axn.ReductionFunction = axn.mean
+    """
 
     def __call__(self, array: Any, axis: AxisSelection | None = None, *, where: NamedArray | None = None) -> Any: ...
     def __get__(self, instance: Any, owner: Any = None) -> _BoundReduction: ...
@@ -112,7 +115,10 @@ class _BoundArgReduction(Protocol):
 
 
 class ArgReduction(Protocol):
-    """The index of an element along an axis, or in the flattened array."""
+    """The index of an element along an axis, or in the flattened array.
+
+    >>> search: axn.SimpleReductionFunction = axn.argmax
+    """
 
     def __call__(self, array: NamedArray, axis: AxisSelector | None = None) -> NamedArray: ...
     def __get__(self, instance: Any, owner: Any = None) -> _BoundArgReduction: ...

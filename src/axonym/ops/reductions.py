@@ -7,7 +7,7 @@ by name to the array. A cumulative operation runs along one axis and keeps it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,11 @@ from ..array import NamedArray, wrap
 from ..axis import AxisSelector
 from ._families import ArgReduction, Cumulative, Reduction, SpreadReduction, TypedReduction, map_tree, publish
 from ._operands import dtype_key
+
+ReductionFunction: TypeAlias = Reduction
+"""What a loss takes to reduce itself: `axonym.mean`, `axonym.sum`, ..."""
+SimpleReductionFunction: TypeAlias = ArgReduction
+"""A reduction along one axis, such as `axonym.argmax`."""
 
 
 @_kernels.cached

@@ -24,8 +24,8 @@ from .slices import dslice
 
 def slice(
     array: NamedArray,
-    axis: AxisSelector | Mapping[AxisSelector, Any] | None = None,
-    new_axis: AxisSelector | Mapping[AxisSelector, int | Axis] | None = None,
+    axis: AxisSelector | Mapping[Any, Any] | None = None,
+    new_axis: AxisSelector | Mapping[Any, int | Axis] | None = None,
     *,
     start: Any = None,
     length: Any = None,
@@ -67,7 +67,7 @@ def slice(
     return wrap(result.array, distinct("slice", tuple(renames.get(n, n) for n in result.names)))
 
 
-def updated_slice(array: NamedArray, start: Mapping[AxisSelector, Any], update: NamedArray) -> NamedArray:
+def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArray) -> NamedArray:
     """The array with a slice replaced.
 
     Arguments:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import jax
+import numpy as np
+
 from .. import _errors, _kernels
 from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, wrap
@@ -130,8 +133,11 @@ class Indexer:
         return IndexedArray(self.array, index)
 
 
-def _options(**options: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple((k, v) for k, v in options.items() if v is not None and v is not False)
+def _options(*, mode: Any, fill_value: Any = None, **promises: bool) -> tuple[tuple[str, Any], ...]:
+    if isinstance(fill_value, (jax.Array, np.ndarray)):  # an array is no cache key; its one element is
+        fill_value = fill_value.item()
+    given = {"mode": mode, "fill_value": fill_value, **{k: v or None for k, v in promises.items()}}
+    return tuple((k, v) for k, v in given.items() if v is not None)
 
 
 def _apply_update(how: str, x: NamedArray, index: SliceSpec, value: NamedOrNumeric, options: Any) -> NamedArray:

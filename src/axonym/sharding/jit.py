@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import _context
 from .mapping import is_resource_mapping, normalize_mapping
-from .placement import Placement
+from .placement import Placement, is_placement
 from .shard import shard_quietly
 
 P = ParamSpec("P")
@@ -45,7 +45,8 @@ def named_jit(
     Arguments:
         fn: the function, method or class to compile. Without it, `named_jit` is a decorator.
         axis_resources: the mapping in force inside. By default that in force around the call.
-        in_axis_resources: where the arguments go. By default they stay where they are.
+        in_axis_resources: where the arguments go: a placement for all of them, a tuple with one for each positional
+            argument, or a dictionary with one for each keyword argument. By default they stay where they are.
         out_axis_resources: where the results go. By default where `axis_resources` says.
         donate_args: which positional arguments may be overwritten: a tree prefix of booleans for each.
         donate_kwargs: which keyword arguments may be: a dictionary of such prefixes.
@@ -73,8 +74,9 @@ class NamedJit(Generic[P, R]):
     """A function compiled by `named_jit`.
 
     There are two ways to call into `jax.jit`. Where every leaf of the arguments is an array and nothing is donated,
-    they go in as they are. Otherwise they are taken apart into what is donated, what is kept, and what is static. Placements
-    are applied inside the compiled function: arguments on the host arrive split, those placed otherwise are moved.
+    they go in as they are. Otherwise they are taken apart into what is donated, what is kept, and what is static.
+    Placements are applied inside the compiled function: arguments on the host arrive split, those placed otherwise are
+    moved.
     """
 
     def __init__(
@@ -91,6 +93,9 @@ class NamedJit(Generic[P, R]):
             if reserved in jit_arguments:
                 instead = "donate_args" if "donate" in reserved else f"{reserved.split('_')[0]}_axis_resources"
                 raise TypeError(f"named_jit: `{reserved}` works by position; use `{instead}`.")
+        for needless in ("static_argnums", "static_argnames"):
+            if needless in jit_arguments:
+                raise TypeError(f"named_jit: `{needless}` is not needed: what is not an array is static by itself.")
         self._fn: Callable[..., Any] = fn
         self._settings: _context.Settings | None = None
         self._own_mapping = axis_resources is not None
@@ -139,7 +144,7 @@ class NamedJit(Generic[P, R]):
             return self._split.trace(*self._taken_apart(args, kwargs))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else _BoundNamedJit(self, instance)
 
     def __repr__(self) -> str:
         return f"named_jit({getattr(self._fn, '__qualname__', self._fn)!s})"
@@ -157,10 +162,19 @@ class NamedJit(Generic[P, R]):
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         """The body that is traced."""
-        if self._in is not None:
-            args, kwargs = shard_quietly((args, kwargs), self._in, "named_jit (arguments)")
+        args, kwargs = self._placed(args, kwargs)
         result = self._fn(*args, **kwargs)
         return _separated(shard_quietly(result, self._out, "named_jit (results)"))
+
+    def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        what = "named_jit (arguments)"
+        if self._in is None:
+            return args, kwargs
+        if is_placement(self._in):
+            return shard_quietly((args, kwargs), self._in, what)
+        if isinstance(self._in, Mapping):
+            return args, shard_quietly(kwargs, self._in, what)
+        return shard_quietly(args, tuple(self._in), what), kwargs
 
     def _make_whole(self) -> Callable[..., Any]:
         @functools.wraps(self._fn, updated=())
@@ -205,8 +219,29 @@ class NamedJit(Generic[P, R]):
         ]
 
 
+class _BoundNamedJit:
+    """A method compiled by `named_jit`, of one object."""
+
+    def __init__(self, compiled: NamedJit[Any, Any], instance: Any):
+        functools.update_wrapper(self, compiled, updated=())
+        self.__func__ = compiled
+        self.__self__ = instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        return self.__func__.lower(self.__self__, *args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__.trace(self.__self__, *args, **kwargs)
+
+
 class _Constant:
-    """A static leaf. Equal constants have equal values of one type: 1, 1.0 and True are different programs."""
+    """A static leaf. Equal constants have equal values of one type: 1, 1.0 and True are different programs.
+
+    So are 0.0 and -0.0, which Python calls equal, and which differ in what they print as.
+    """
 
     __slots__ = ("value",)
 
@@ -218,6 +253,7 @@ class _Constant:
             isinstance(other, _Constant)
             and type(self.value) is type(other.value)
             and (self.value is other.value or bool(self.value == other.value))
+            and (not isinstance(self.value, (float, complex)) or repr(self.value) == repr(other.value))
         )
 
     def __hash__(self) -> int:
@@ -225,8 +261,8 @@ class _Constant:
             return hash(self.value)
         except TypeError:
             raise TypeError(
-                f"named_jit: a static argument must be hashable, got {type(self.value).__name__}. Pass arrays, or "
-                "something that can be hashed."
+                f"named_jit: a static argument must be hashable, got {type(self.value).__name__}. What is not an array "
+                "is static, in results too: use arrays, or something that can be hashed."
             ) from None
 
 

@@ -6,8 +6,6 @@ import dataclasses
 import math
 from typing import Any, Literal
 
-import jax.numpy as jnp
-
 from .. import _errors
 from ..array import NamedArray
 from .mapping import ResourceMapping
@@ -99,7 +97,7 @@ def lint_mapping(
 
 def _bytes(leaf: Leaf) -> int:
     array = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
-    return math.prod(leaf.shape or ()) * jnp.dtype(array.dtype).itemsize
+    return math.prod(leaf.shape or ()) * array.dtype.itemsize
 
 
 def _devices(mesh: AnyMesh) -> int:

@@ -89,8 +89,11 @@ def axis_mapping(
     {'batch': 'data', 'embed': 'model'}
     """
     new = normalize_mapping({} if mapping is None else mapping) | normalize_mapping(entries)
-    outer = _context.mapping_in_force() if merge else None
-    with _context.in_force(_context.intern_settings({**(outer or {}), **new})):
+    outer = _context.settings_in_force()
+    if merge and outer is not None:
+        new = {**outer.mapping, **new}
+    # Where parameters rest does not change with what is in force while they are used.
+    with _context.in_force(_context.intern_settings(new, outer.parameters if outer is not None else None)):
         yield
 
 

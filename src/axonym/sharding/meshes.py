@@ -40,6 +40,12 @@ def _older_mesh() -> AnyMesh | None:
     return sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else None
 
 
+def as_seen_here(mesh: AnyMesh) -> AnyMesh:
+    """A mesh as the code around sees it: inside `shard_map`, some or all of its axes are handled by hand."""
+    around = jax.sharding.get_abstract_mesh()
+    return around if AxisType.Manual in around.axis_types and around.shape == mesh.shape else mesh
+
+
 @contextlib.contextmanager
 def set_mesh(mesh: AnyMesh) -> Iterator[AnyMesh]:
     """Put a mesh in force inside a with-block: `jax.set_mesh`, also for a mesh without devices.

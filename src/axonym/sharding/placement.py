@@ -22,14 +22,14 @@ from typing import Any, TypeAlias
 import equinox as eqx
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _context, _errors
 from .._context import Entry
 from .._mesh import Names, mesh_axes
 from ..array import NamedArray, is_named_array
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
-from .meshes import AnyMesh
+from .meshes import AnyMesh, as_seen_here
 
 Placement: TypeAlias = Any
 """A resource mapping, a partition spec, a sharding, None, or a tree prefix of these."""
@@ -48,6 +48,8 @@ class Leaf:
     """None for what is not an array."""
     spec: PartitionSpec | None = None
     """Where it goes; None leaves it where it is."""
+    mesh: AnyMesh | None = None
+    """The mesh on which it goes there, where the placement is a sharding and so has one of its own."""
 
 
 def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) -> tuple[list[Leaf], Any]:
@@ -63,9 +65,10 @@ def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
     placements = _broadcast(placement, tree, structure, what)
     placed, problems = [], []
     for leaf, given in zip(leaves, placements, strict=True):
-        spec, found = _spec_of(leaf, given, mesh)
+        own_mesh = _mesh_of(given, what) if isinstance(given, NamedSharding) else None
+        spec, found = _spec_of(leaf, given, mesh if own_mesh is None else own_mesh)
         problems += found
-        placed.append(dataclasses.replace(leaf, spec=spec))
+        placed.append(dataclasses.replace(leaf, spec=spec, mesh=own_mesh))
     if problems:
         raise ValueError(_listed(what, problems, mesh))
     _warn_if_unused(placement, leaves, what)
@@ -125,8 +128,8 @@ def _child(parent: Any, key: Any) -> Any:
 class ByRole:
     """Two mappings, one for parameters and one for everything else.
 
-    A parameter has an axis that the first mapping splits, and none that the second one splits over the same mesh axis:
-    that would be a batch of something.
+    A parameter has an axis that the first mapping splits in a way of its own, and none that the second one splits over
+    the same mesh axis: that would be a batch of something.
     """
 
     parameters: Mapping[str, Entry]
@@ -134,13 +137,16 @@ class ByRole:
 
     def of(self, leaf: Leaf) -> Mapping[str, Entry]:
         """The mapping that places a leaf."""
-        at_rest = {a for n in leaf.names or () for a in mesh_axes(self.parameters.get(n))}
-        at_work = {n: mesh_axes(self.rest.get(n)) for n in leaf.names or ()}
-        batch = {a for n, axes in at_work.items() if n not in self.parameters for a in axes}
-        return self.parameters if at_rest and not at_rest & batch else self.rest
+        at_rest, at_work = (
+            {n: mesh_axes(mapping.get(n)) for n in leaf.names or ()} for mapping in (self.parameters, self.rest)
+        )
+        own = {a for n, axes in at_rest.items() if n in self.parameters and axes != at_work[n] for a in axes}
+        batch = {a for n, axes in at_work.items() if n not in self.parameters or axes == at_rest[n] for a in axes}
+        return self.parameters if own and not own & batch else self.rest
 
 
-def _is_placement(x: Any) -> bool:
+def is_placement(x: Any) -> bool:
+    """Whether something is a placement by itself, rather than a tree prefix of placements."""
     return (
         x is None
         or isinstance(x, ByRole)
@@ -151,11 +157,11 @@ def _is_placement(x: Any) -> bool:
 
 def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> list[Any]:
     """The placement of each leaf."""
-    if _is_placement(placement):
+    if is_placement(placement):
         return [placement] * structure.num_leaves
     try:
         # A placement is wrapped so that one that is itself a tree (a mapping) counts as a leaf.
-        wrapped = jax.tree.map(_Wrapped, placement, is_leaf=_is_placement)
+        wrapped = jax.tree.map(_Wrapped, placement, is_leaf=is_placement)
         spread = jax.tree.broadcast(wrapped, jax.tree.unflatten(structure, range(structure.num_leaves)))
     except ValueError as e:
         raise ValueError(f"{what}: the placement is not a prefix of the tree it places. {e}") from None
@@ -169,6 +175,23 @@ class _Wrapped:
 
 def _is_wrapped(x: Any) -> bool:
     return isinstance(x, _Wrapped)
+
+
+def shardings_in(placement: Placement) -> list[NamedSharding]:
+    """The shardings of a placement, each of which brings its own mesh."""
+    found = jax.tree.leaves(placement, is_leaf=is_placement)
+    return [p for p in found if isinstance(p, NamedSharding)]
+
+
+def _mesh_of(sharding: NamedSharding, what: str) -> AnyMesh:
+    mesh = sharding.mesh
+    kind = sharding.memory_kind
+    if kind is not None and isinstance(mesh, Mesh) and kind != mesh.devices.flat[0].default_memory().kind:
+        raise ValueError(
+            f"{what}: a placement says which devices hold what, not in which memory, but the sharding has memory kind "
+            f"{kind!r}. Use jax.device_put to move an array there."
+        )
+    return as_seen_here(mesh)
 
 
 def _spec_of(leaf: Leaf, placement: Any, mesh: AnyMesh | None) -> tuple[PartitionSpec | None, list[str]]:

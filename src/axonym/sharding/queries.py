@@ -132,7 +132,7 @@ def infer_resource_partitions(
 
     def sharding(leaf: Leaf) -> Any:
         spec = _existing(leaf) if leaf.spec is None and preserve_existing_shardings else leaf.spec
-        return None if spec is None else NamedSharding(mesh, spec)
+        return None if spec is None else NamedSharding(leaf.mesh or mesh, spec)
 
     return jax.tree.unflatten(structure, [sharding(leaf) for leaf in leaves])
 

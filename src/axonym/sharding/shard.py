@@ -8,16 +8,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _context
 from .._compat import INLINE
 from .._mesh import mesh_axes
 from ..array import NamedArray, wrap
-from .meshes import AnyMesh, current_mesh
-from .placement import Leaf, Placement, drop_manual, resolve
+from .meshes import AnyMesh, as_seen_here, current_mesh
+from .placement import Leaf, Placement, drop_manual, resolve, shardings_in
 
 T = TypeVar("T")
 
@@ -105,6 +106,8 @@ def to_host(tree: T) -> T:
             return x
         if isinstance(x, Tracer):
             raise TypeError("to_host: a traced array has no values to copy; call it outside of jit.")
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            raise TypeError("to_host: NumPy has no arrays of random keys; convert them with jax.random.key_data first.")
         if not x.is_fully_addressable:
             from jax.experimental import multihost_utils
 
@@ -120,47 +123,47 @@ def shard_quietly(tree: T, placement: Placement, what: str) -> T:
 
 
 def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn: bool) -> T:
-    given = mesh
-    mesh = mesh if mesh is not None else _mesh_of(placement) or current_mesh()
     if placement is None and _context.mapping_in_force() is None:
         if warn:
             _warn(what, "no mapping is in force, so nothing was placed. Use axonym.axis_mapping, or pass a placement.")
         return tree
-    if mesh is None:
+    if mesh is not None:
+        other = [s.mesh for s in shardings_in(placement) if s.mesh != mesh]
+        if other:
+            raise ValueError(f"{what}: the placement has a sharding on {other[0]}, but the mesh passed is {mesh}.")
+        mesh = as_seen_here(mesh)
+    else:
+        mesh = current_mesh()
+    if mesh is None and not shardings_in(placement):
         if warn:
             _warn(what, "no mesh is in force, so nothing was placed. Use jax.set_mesh, or pass a mesh.")
         return tree
     leaves, structure = resolve(tree, placement, mesh, what)
-    by_hand = given is not None or jax.sharding.get_abstract_mesh().empty
-    return jax.tree.unflatten(structure, [_put(leaf, mesh, by_hand, what) for leaf in leaves])
-
-
-def _mesh_of(placement: Placement) -> Mesh | AbstractMesh | None:
-    return placement.mesh if isinstance(placement, NamedSharding) else None
+    return jax.tree.unflatten(structure, [_put(leaf, leaf.mesh or mesh, what) for leaf in leaves])
 
 
 def _warn(what: str, text: str) -> None:
     warnings.warn(f"{what}: {text}", stacklevel=4)
 
 
-def _put(leaf: Leaf, mesh: AnyMesh, by_hand: bool, what: str) -> Any:
-    if leaf.spec is None:
+def _put(leaf: Leaf, mesh: AnyMesh | None, what: str) -> Any:
+    if leaf.spec is None or mesh is None:
         return leaf.value
     if isinstance(leaf.value, NamedArray):
-        return wrap(_put_array(leaf.value.array, leaf.spec, mesh, by_hand, what), leaf.value.names)
-    return _put_array(leaf.value, leaf.spec, mesh, by_hand, what)
+        return wrap(_put_array(leaf.value.array, leaf.spec, mesh, what), leaf.value.names)
+    return _put_array(leaf.value, leaf.spec, mesh, what)
 
 
-def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, by_hand: bool, what: str) -> Any:
+def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec), weak_type=x.weak_type)
     if isinstance(x, Tracer):
-        return _constrain(x, spec, mesh, by_hand, what)
+        return _constrain(x, spec, mesh, what)
     sharding = NamedSharding(mesh, spec)
     if isinstance(x, jax.Array) and _lies_there(x, sharding):
         return x
     if in_trace():
-        return _constrain(x, spec, mesh, by_hand, what)
+        return _constrain(x, spec, mesh, what)
     if isinstance(mesh, AbstractMesh):
         return jax.device_put(x, spec)  # the mesh in force, whose devices JAX knows
     return jax.device_put(x, sharding)
@@ -185,7 +188,8 @@ def in_trace() -> bool:
     return isinstance(jax.lax.full((), 0), Tracer)
 
 
-def _constrain(x: Any, spec: PartitionSpec, mesh: AnyMesh, by_hand: bool, what: str) -> Any:
+def _constrain(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
+    by_hand = mesh != jax.sharding.get_abstract_mesh()
     spec = drop_manual(spec, mesh)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     kinds = set(types.values())

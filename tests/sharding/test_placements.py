@@ -1,0 +1,132 @@
+"""Placements other than one mapping: shardings with a mesh of their own, and one placement for each argument."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import axonym as axn
+from axonym import _context
+
+
+def spec(x):
+    return (*x.array.sharding.spec, None, None)[: x.ndim]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_sharding_brings_its_own_mesh(traced):
+    other = axn.make_mesh({"data": 8})
+    mine = NamedSharding(axn.make_mesh({"data": 4, "model": 2}), P("data"))
+
+    def place(x):
+        return axn.shard({"x": x}, {"x": mine})["x"]
+
+    with axn.set_mesh(other):
+        x = (jax.jit(place) if traced else place)(axn.ones({"batch": 8}))
+    assert x.array.sharding.is_equivalent_to(mine, 1)
+
+
+def test_a_sharding_needs_no_mesh_in_force():
+    mine = NamedSharding(axn.make_mesh({"data": 8}), P("data"))
+    placed = axn.shard({"x": axn.ones({"batch": 8}), "n": 3}, {"x": mine, "n": None})
+    assert placed["x"].array.sharding.is_equivalent_to(mine, 1) and placed["n"] == 3
+
+
+def test_a_sharding_and_another_mesh_contradict_each_other(mesh):
+    with pytest.raises(ValueError, match="but the mesh passed is"):
+        axn.shard(axn.ones({"batch": 8}), NamedSharding(mesh, P("data")), axn.make_mesh({"data": 8}))
+
+
+def test_memory_kinds_are_refused():
+    sharding = NamedSharding(axn.make_mesh({"data": 8}), P("data"))
+    kinds = {m.kind for m in jax.devices()[0].addressable_memories()} - {jax.devices()[0].default_memory().kind}
+    assert kinds
+    for kind in kinds:
+        with pytest.raises(ValueError, match=f"memory kind '{kind}'"):
+            axn.shard(axn.ones({"batch": 8}), sharding.with_memory_kind(kind))
+
+
+@pytest.mark.parametrize("by", ["mesh", "sharding"])
+def test_inside_shard_map_a_mesh_by_hand_is_the_one_around(mesh, by):
+    def body(x):
+        if by == "mesh":
+            return axn.shard(x, {"batch": "data"}, mesh) * 2
+        return axn.shard(x, NamedSharding(mesh, P("data"))) * 2
+
+    with axn.set_mesh(mesh):
+        x = axn.ones({"batch": 8})
+        result = jax.jit(jax.shard_map(body, in_specs=P(), out_specs=P()))(x)
+    np.testing.assert_array_equal(result.array, 2 * np.ones(8))
+
+
+def test_one_placement_for_each_argument(mesh):
+    x = axn.ones({"batch": 8, "embed": 8})
+    with axn.set_mesh(mesh):
+        by_position = axn.named_jit(lambda a, b: (a, b), in_axis_resources=({"batch": "data"}, {"embed": "model"}))
+        a, b = by_position(x, x)
+        assert (spec(a), spec(b)) == (("data", None), (None, "model"))
+        by_name = axn.named_jit(lambda a, *, b: (a, b), in_axis_resources={"b": P("model")})
+        a, b = by_name(x, b=x)
+        assert (spec(a), spec(b)) == ((None, None), ("model", None))
+
+
+def test_a_compiled_method_can_be_lowered():
+    class Model:
+        @axn.named_jit
+        def double(self, x):
+            return x * 2
+
+    model, x = Model(), axn.ones({"x": 2})
+    assert model.double(x).shape == {"x": 2}
+    assert model.double.lower(x).compile() is not None
+    assert model.double.trace(x).jaxpr is not None
+    assert model.double.__name__ == "double"
+
+
+@pytest.mark.parametrize("argument", ["static_argnums", "static_argnames"])
+def test_static_arguments_need_not_be_said(argument):
+    with pytest.raises(TypeError, match=f"`{argument}` is not needed"):
+        axn.named_jit(lambda x, mode: x, **{argument: "mode"})
+
+
+def test_zeros_of_both_signs_are_different_constants():
+    f = axn.named_jit(lambda x, c: jax.numpy.copysign(x.array, c))
+    x = axn.ones({})
+    assert (f(x, 0.0), f(x, -0.0)) == (1, -1)
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_a_mapping_inside_fsdp_leaves_parameters_where_they_rest(merge):
+    seen = []
+
+    def step(w, x):
+        with axn.axis_mapping({"batch": "data"}, merge=merge):
+            seen.append(_context.settings_in_force())
+            return axn.dot(x, w, axis="embed")
+
+    with axn.set_mesh(axn.make_mesh({"data": 8})):
+        axn.fsdp(step, {"embed": "data"}, {"batch": "data"})(
+            axn.ones({"embed": 8, "mlp": 2}), axn.ones({"batch": 8, "embed": 8})
+        )
+    assert seen[0] is not None and dict(seen[0].parameters) == {"embed": "data"}
+
+
+def test_fsdp_with_a_parameter_mapping_that_extends_the_compute_mapping(mesh):
+    compute = {"batch": "data", "mlp": "model"}
+    x, w = axn.ones({"batch": 8, "embed": 8}), axn.ones({"embed": 8, "mlp": 4})
+    with axn.set_mesh(mesh):
+        step = axn.fsdp(lambda w, x: (w * 2, x * 2, axn.dot(x, w, axis="embed")), {**compute, "embed": "data"}, compute)
+        parameter, activation, product = step(w, x)
+    assert spec(parameter) == ("data", "model")
+    assert spec(activation) == ("data", None)
+    assert spec(product) == ("data", "model")
+
+
+def test_random_keys():
+    keys = axn.named(jax.random.split(jax.random.key(0), 8), "batch")
+    mesh = axn.make_mesh({"data": 8})
+    assert not axn.lint_mapping({"batch": "data"}, keys, mesh)
+    with pytest.raises(TypeError, match=r"jax\.random\.key_data"):
+        axn.to_host(keys)
