@@ -245,7 +245,7 @@ class NamedArray(Methods):
         )
 
     def __reduce__(self):
-        return NamedArray, (self.array, (), self.names)
+        return _restore, (self.array, self.names)
 
     def __format__(self, spec: str) -> str:
         return format(self._only_element("a format") if spec else str(self), spec)
@@ -308,6 +308,11 @@ NamedOrNumeric: TypeAlias = "NamedArray | ArrayLike"
 def wrap(array: Any, names: Names) -> NamedArray:
     """A named array without any check, for arrays whose names are known to be right."""
     return NamedArray(array, (), names)  # by position: keywords would double the cost
+
+
+def _restore(array: Any, names: Names) -> NamedArray:
+    """An unpickled named array. Its names are interned again, so that they are compared by identity."""
+    return wrap(array, tuple(map(sys.intern, names)))
 
 
 def wrap_result(result: Any, names: Any) -> Any:

@@ -261,8 +261,9 @@ def test_dynamic_index_out_of_range_is_that_of_jax(position: int) -> None:
 
 
 def test_updates_out_of_range_are_dropped() -> None:
-    assert LINE.at["x", named([1, 5], "y")].set(9.0).tolist() == [0, 9, 2, 3, 4]
-    assert LINE.at["x", named([1, 5], "y")].set(9.0, mode="clip").tolist() == [0, 9, 2, 3, 9]
+    positions = axn.named(jnp.array([1, 5]), "y")  # of a NumPy array or a list the values are known, and checked
+    assert LINE.at["x", positions].set(9.0).tolist() == [0, 9, 2, 3, 4]
+    assert LINE.at["x", positions].set(9.0, mode="clip").tolist() == [0, 9, 2, 3, 9]
     assert LINE.at["x", axn.ds(jnp.int32(4), 2)].set(9.0).tolist() == [0, 1, 2, 3, 9]
 
 

@@ -167,7 +167,7 @@ def _loss(case: Case) -> Callable[..., Any]:
 
 @functools.cache
 def _gradients(case: Case) -> list[np.ndarray]:
-    found = jax.grad(_loss(case), _differentiable(case))(*_named(case, _draw(case)))
+    found = jax.jit(jax.grad(_loss(case), _differentiable(case)))(*_named(case, _draw(case)))
     assert _axis_names(found) == [case.operands[i].names for i in _differentiable(case)]
     return [np.asarray(x) for x in _raw(found)]
 
@@ -180,7 +180,7 @@ def _check_grad(case: Case) -> None:
         return _weighted(jax.tree.leaves(_reference(case, *xs)))
 
     try:
-        expected = jax.grad(reference, chosen)(*map(jnp.asarray, arrays))
+        expected = jax.jit(jax.grad(reference, chosen))(*map(jnp.asarray, arrays))
     except (jax.errors.JAXTypeError, TypeError):  # the reference is NumPy's
         with jax.enable_x64(True):
             wide = [x.astype(np.float64) if i in chosen else x for i, x in enumerate(arrays)]
@@ -190,7 +190,7 @@ def _check_grad(case: Case) -> None:
                 return _loss(case)(*_named(case, every))
 
             floats = [wide[i] for i in chosen]
-            jax.test_util.check_grads(named, floats, order=1, modes=("rev",), atol=1e-4, rtol=1e-4, eps=1e-5)
+            jax.test_util.check_grads(jax.jit(named), floats, order=1, modes=("rev",), atol=1e-4, rtol=1e-4, eps=1e-5)
         return
     _assert_close(case, _gradients(case), expected, "gradient")
 
@@ -198,7 +198,7 @@ def _check_grad(case: Case) -> None:
 def _check_vmap(case: Case) -> None:
     """Mapped over a leading axis the call gives what it gives for each slice."""
     stacked = [np.stack(pair) for pair in zip(_draw(case), _draw(case, 1), strict=True)]
-    mapped = jax.vmap(lambda *arrays: _raw(case.call(*_named(case, arrays))))(*stacked)
+    mapped = jax.jit(jax.vmap(lambda *arrays: _raw(case.call(*_named(case, arrays)))))(*stacked)
     for i in range(2):
         _assert_close(case, [x[i] for x in mapped], _eager(case, i)[0], f"vmap, slice {i}")
 

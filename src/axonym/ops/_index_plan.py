@@ -80,12 +80,15 @@ def _as_mapping(x: NamedArray, key: Any) -> list[tuple[str, Any]]:
     return list(zip(names, (index for _, index in pairs), strict=True))
 
 
-def make_plan(x: NamedArray, key: Any, *, for_update: bool = False) -> tuple[tuple[Item, ...], list[Any]]:
+def make_plan(
+    x: NamedArray, key: Any, *, for_update: bool = False, in_range: bool = True
+) -> tuple[tuple[Item, ...], list[Any]]:
     """The items of an index, and the operands they need.
 
     Outside a trace, positions go in as operands, so that walking along an axis compiles once. In a trace they are
     static, so that the program says all there is to know. For an update, or a look-up with a say in what happens out
-    of range, dynamic slices become index arrays, since cutting out a block would move one that is out of range.
+    of range, dynamic slices become index arrays, since cutting out a block would move one that is out of range. Index
+    arrays that are known, as NumPy arrays and lists are, must be in range unless `in_range` is false.
     """
     shape = jnp.shape(x.array)
     if len(shape) != len(x.names):
@@ -117,6 +120,8 @@ def make_plan(x: NamedArray, key: Any, *, for_update: bool = False) -> tuple[tup
                 add(name, "dynamic at", None, np.int32(position))
         else:
             array, names = _index_array(name, index, size)
+            if in_range and isinstance(array, np.ndarray):
+                _check_in_range(name, array, size)
             add(name, "gather" if names else "dynamic at", names or None, array)
     return tuple(items), operands
 
@@ -204,6 +209,15 @@ def _as_array(index: Sequence[Any]) -> Any:
     if any(isinstance(i, Tracer) for i in index):
         return jnp.asarray(index)
     return np.asarray(index, dtype=None if index else np.int32)
+
+
+def _check_in_range(name: str, indices: np.ndarray, size: int) -> None:
+    wrong = np.unique(indices[(indices < -size) | (indices >= size)])
+    if wrong.size:
+        listed = ", ".join(str(i) for i in wrong[:5]) + (", ..." if wrong.size > 5 else "")
+        raise IndexError(
+            f"Indexing: {listed} out of range for axis {name!r} of size {size}: an index lies in {-size}..{size - 1}."
+        )
 
 
 def _positions_of_mask(name: str, mask: Any, names: Names, size: int) -> Any:

@@ -17,6 +17,7 @@ from .. import _kernels
 from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, wrap, wrap_result
 from ._families import Binary, Unary, is_tree, map_tree, publish
+from ._operands import require_named
 
 # --- the two factories ---
 
@@ -341,4 +342,4 @@ def astype(a: NamedArray, dtype: Any) -> NamedArray:
     >>> axn.astype(axn.ones({"x": 2}), jnp.int32)
     NamedArray(int32[x=2], [1 1])
     """
-    return wrap(a.array.astype(dtype), a.names)
+    return wrap(require_named("astype", a).array.astype(dtype), a.names)

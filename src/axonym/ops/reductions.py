@@ -18,7 +18,7 @@ from .._mesh import Names
 from ..array import NamedArray, wrap
 from ..axis import AxisSelector
 from ._families import ArgReduction, Cumulative, Reduction, SpreadReduction, TypedReduction, map_tree, publish
-from ._operands import dtype_key
+from ._operands import dtype_key, require_named
 
 ReductionFunction: TypeAlias = Reduction
 """What a loss takes to reduce itself: `axonym.mean`, `axonym.sum`, ..."""
@@ -216,7 +216,7 @@ def _arg_kernel(fn: Callable[..., Any], name: str, names: Names, axis: Any) -> _
 
 def _arg(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> ArgReduction:
     def op(array, axis=None):
-        kernel = _arg_kernel(fn, name, array.names, axis)
+        kernel = _arg_kernel(fn, name, require_named(name, array).names, axis)
         return wrap(kernel.call(array.array), kernel.names)
 
     doc = f"""{summary}
@@ -251,7 +251,7 @@ def _cumulative_kernel(fn: Callable[..., Any], name: str, names: Names, axis: Ax
 
 def _cumulative(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> Cumulative:
     def op(a, axis, dtype=None):
-        kernel = _cumulative_kernel(fn, name, a.names, axis, dtype_key(dtype))
+        kernel = _cumulative_kernel(fn, name, require_named(name, a).names, axis, dtype_key(dtype))
         return wrap(kernel.call(a.array), kernel.names)
 
     doc = f"""{summary}

@@ -100,7 +100,7 @@ class IndexedArray:
             mode=mode, fill_value=fill_value, indices_are_sorted=indices_are_sorted, unique_indices=unique_indices
         )
         x = self.array
-        items, operands = make_plan(x, self.index, for_update=bool(options))
+        items, operands = make_plan(x, self.index, for_update=bool(options), in_range=mode is None)
         kernel = get_kernel(x.names, items, options)
         return wrap(kernel.call(x.array, *operands), kernel.names)
 
@@ -141,7 +141,7 @@ def _options(*, mode: Any, fill_value: Any = None, **promises: bool) -> tuple[tu
 
 
 def _apply_update(how: str, x: NamedArray, index: SliceSpec, value: NamedOrNumeric, options: Any) -> NamedArray:
-    items, operands = make_plan(x, index, for_update=True)
+    items, operands = make_plan(x, index, for_update=True, in_range="mode" not in dict(options))
     value_names = value.names if isinstance(value, NamedArray) else ()
     kernel = _update_kernel(how, x.names, items, value_names, options)
     return wrap(kernel.call(x.array, value.array if isinstance(value, NamedArray) else value, *operands), x.names)

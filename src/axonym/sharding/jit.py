@@ -10,7 +10,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import jax
 import numpy as np
 
-from .. import _context
+from .. import _context, _errors
 from .mapping import is_resource_mapping, normalize_mapping
 from .placement import Placement, is_placement
 from .shard import shard_quietly
@@ -209,7 +209,14 @@ class NamedJit(Generic[P, R]):
         for_args, for_kwargs = self._donate
         if isinstance(for_args, bool) or for_args is None:
             for_args = (bool(for_args),) * len(args)
-        for_args = (*for_args, *(False,) * (len(args) - len(for_args)))[: len(args)]
+        if len(for_args) > len(args):
+            raise ValueError(f"named_jit: `donate_args` speaks of {len(for_args)} arguments; the call has {len(args)}.")
+        unknown = [name for name in for_kwargs or () if name not in kwargs]
+        if unknown:
+            listed = ", ".join(repr(name) for name in unknown)
+            hints = "".join(_errors.suggestion(name, kwargs) for name in unknown)
+            raise ValueError(f"named_jit: `donate_kwargs` names {listed}, which the call does not have.{hints}")
+        for_args = (*for_args, *(False,) * (len(args) - len(for_args)))
         for_kwargs = {name: (for_kwargs or {}).get(name, False) for name in kwargs}
         prefix = (tuple(for_args), for_kwargs)
         spread = jax.tree.broadcast(prefix, (args, kwargs), is_leaf=lambda x: isinstance(x, bool) or callable(x))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import equinox as eqx
@@ -28,6 +28,7 @@ from .. import _context, _errors
 from .._context import Entry
 from .._mesh import Names, mesh_axes
 from ..array import NamedArray, is_named_array
+from ..axis import name_of
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from .meshes import AnyMesh, as_seen_here
 
@@ -39,8 +40,8 @@ Placement: TypeAlias = Any
 class Leaf:
     """One leaf of a tree, a named array counting as one, and where it goes."""
 
-    path: str
-    """Where it stands, as in `layers/0/weight`."""
+    keys: tuple[Any, ...]
+    """Where it stands in the tree."""
     value: Any
     names: Names | None
     """The names of its axes, if it has names."""
@@ -50,6 +51,11 @@ class Leaf:
     """Where it goes; None leaves it where it is."""
     mesh: AnyMesh | None = None
     """The mesh on which it goes there, where the placement is a sharding and so has one of its own."""
+
+    @property
+    def path(self) -> str:
+        """Where it stands in readable form, as in `layers/0/weight`."""
+        return jax.tree_util.keystr(self.keys, simple=True, separator="/") or "the array"
 
 
 def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) -> tuple[list[Leaf], Any]:
@@ -63,15 +69,20 @@ def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
     """
     leaves, structure = leaves_of(tree)
     placements = _broadcast(placement, tree, structure, what)
+    _warn_if_unused(placements, leaves, what)
+    # Each mapping is made ready once, however many leaves it places.
+    ready = {
+        id(p): normalize_mapping(p, what) for p in {id(p): p for p in placements}.values() if isinstance(p, Mapping)
+    }
     placed, problems = [], []
     for leaf, given in zip(leaves, placements, strict=True):
+        given = ready.get(id(given), given)
         own_mesh = _mesh_of(given, what) if isinstance(given, NamedSharding) else None
         spec, found = _spec_of(leaf, given, mesh if own_mesh is None else own_mesh)
         problems += found
-        placed.append(dataclasses.replace(leaf, spec=spec, mesh=own_mesh))
+        placed.append(Leaf(leaf.keys, leaf.value, leaf.names, leaf.shape, spec, own_mesh))
     if problems:
         raise ValueError(_listed(what, problems, mesh))
-    _warn_if_unused(placement, leaves, what)
     return placed, structure
 
 
@@ -85,13 +96,13 @@ def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
 
 
 def _leaf(path: Sequence[Any], value: Any, tree: Any) -> Leaf:
-    readable = jax.tree_util.keystr(tuple(path), simple=True, separator="/") or "the array"
+    keys = tuple(path)
     if isinstance(value, NamedArray):
         shape = getattr(value.array, "shape", None)
-        return Leaf(readable, value, value.names if shape is not None else None, shape)
+        return Leaf(keys, value, value.names if shape is not None else None, shape)
     if not isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-        return Leaf(readable, value, None, None)
-    return Leaf(readable, value, _field_names(path, tree), tuple(value.shape))
+        return Leaf(keys, value, None, None)
+    return Leaf(keys, value, _field_names(path, tree), tuple(value.shape))
 
 
 def _field_names(path: Sequence[Any], tree: Any) -> Names | None:
@@ -213,8 +224,7 @@ def _spec_of(leaf: Leaf, placement: Any, mesh: AnyMesh | None) -> tuple[Partitio
     elif leaf.names is None:
         return None, []
     else:
-        mapping = normalize_mapping(placement)
-        entries = tuple(mapping.get(n) for n in leaf.names)
+        entries = tuple(placement.get(n) for n in leaf.names)
     if len(entries) > len(leaf.shape) or (leaf.names is not None and len(leaf.names) != len(leaf.shape)):
         return None, [_wrong_rank(leaf, entries)]
     entries += (None,) * (len(leaf.shape) - len(entries))
@@ -293,19 +303,23 @@ def _listed(what: str, problems: Sequence[str], mesh: AnyMesh | None) -> str:
     return f"{what}{where}, {len(problems)} problems:{lines}"
 
 
-def _warn_if_unused(placement: Placement, leaves: Iterable[Leaf], what: str) -> None:
+def _warn_if_unused(placements: Sequence[Any], leaves: Sequence[Leaf], what: str) -> None:
     """A mapping given by hand of which nothing applies is a mistake that would otherwise go unseen."""
-    if placement is None or not is_resource_mapping(placement) or not placement:
-        return
-    mapping = normalize_mapping(placement)
-    known = {n for leaf in leaves for n in leaf.names or ()}
-    if known and not known.intersection(mapping):
-        hints = "".join(_errors.suggestion(n, known) for n in mapping)
-        warnings.warn(
-            f"{what}: none of the axes {', '.join(map(repr, mapping))} of the mapping is an axis of the tree, which "
-            f"has {', '.join(sorted(map(repr, known)))}.{hints}",
-            stacklevel=4,
-        )
+    placed: dict[int, tuple[Mapping[Any, Any], list[Leaf]]] = {}
+    for given, leaf in zip(placements, leaves, strict=True):
+        if isinstance(given, Mapping) and leaf.shape is not None:
+            placed.setdefault(id(given), (given, []))[1].append(leaf)
+    for mapping, its_leaves in placed.values():
+        keys = [name_of(k) for k in mapping]
+        known = {n for leaf in its_leaves for n in leaf.names or ()}
+        if keys and not known.intersection(keys):
+            hints = "".join(_errors.suggestion(k, known) for k in keys)
+            has = f"has {', '.join(sorted(map(repr, known)))}" if known else "has no named axes"
+            warnings.warn(
+                f"{what}: none of the axes {', '.join(map(repr, keys))} of the mapping is an axis of the tree, which "
+                f"{has}.{hints}",
+                stacklevel=5,
+            )
 
 
 def mapping_of(placement: ResourceMapping | None) -> Mapping[str, Entry]:
