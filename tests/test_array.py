@@ -348,7 +348,7 @@ def test_equality_is_elementwise() -> None:
     assert_named(x == x, axn.named(jnp.full((2, 3), True), x.names))
     assert_named(x != axn.named([0.0, 1.0, 9.0], "embed"), axn.named(x.array != jnp.array([[0.0, 1.0, 9.0]]), x.names))
     assert (x == "text") is False
-    assert (x != None) is True  # noqa: E711
+    assert (x != None) is True
     with pytest.raises(TypeError, match="unhashable type: 'NamedArray'"):
         hash(x)
 

@@ -271,7 +271,7 @@ def test_unsupported_operands(sign: str, other: Any) -> None:
 
 def test_equality_with_something_else_is_no_array() -> None:
     assert (rows(FLOATS) == "text") is False
-    assert (rows(FLOATS) != None) is True  # noqa: E711
+    assert (rows(FLOATS) != None) is True
 
 
 @pytest.mark.parametrize("other", [rows(FLOATS), FLOATS, jnp.asarray(FLOATS), 2.0])

@@ -285,7 +285,7 @@ POLY = [
 
 def _each(positional: Callable[..., Any], mode: str) -> Callable[..., Any]:
     """Along x of (batch, x, heads) and y of (heads, y, pos): heads are matched, the others combined."""
-    fn = lambda a, v: positional(a, v, mode)  # noqa: E731
+    fn = lambda a, v: positional(a, v, mode)
     fn = jax.vmap(fn, (None, 1), 1)  # pos
     fn = jax.vmap(fn, (1, 0), 1)  # heads
     return jax.vmap(fn, (0, None), 0)  # batch

@@ -30,7 +30,7 @@ LAYOUTS = {
 def batch(seed: int = 0) -> tuple[axn.NamedArray, axn.NamedArray]:
     rng = np.random.default_rng(seed)
     axes = (models.Batch.resize(BATCH), models.Pos)
-    draw = lambda: axn.named(rng.integers(0, models.VOCAB, (BATCH, models.POS)), axes)  # noqa: E731
+    draw = lambda: axn.named(rng.integers(0, models.VOCAB, (BATCH, models.POS)), axes)
     return draw(), draw()
 
 
@@ -93,7 +93,7 @@ def test_parameters_may_arrive_anyhow(params, mesh) -> None:
 
 
 def test_forms_of_the_call() -> None:
-    fn = lambda w: w  # noqa: E731
+    fn = lambda w: w
     forms = [
         axn.fsdp(fn, {"embed": "data"}, {"batch": "data"}),
         axn.fsdp(fn, parameter_mapping={"embed": "data"}, compute_mapping={"batch": "data"}),

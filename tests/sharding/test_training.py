@@ -16,7 +16,7 @@ STEPS = 4
 
 def parameters() -> Any:
     rng = np.random.default_rng(0)
-    draw = lambda *axes: axn.named(rng.normal(size=[a.size for a in axes]).astype(np.float32) / 4, axes)  # noqa: E731
+    draw = lambda *axes: axn.named(rng.normal(size=[a.size for a in axes]).astype(np.float32) / 4, axes)
     return {"up": draw(In, Hidden), "bias": draw(Hidden), "down": draw(Hidden, Out)}
 
 
