@@ -56,10 +56,12 @@ def dot(
     >>> axn.dot(x, w, axis=None)
     NamedArray(float32[], 24.)
     """
-    if not arrays or axis is _REQUIRED or any([type(a) is not NamedArray for a in arrays]):
+    if len(arrays) == 2 and axis is not _REQUIRED and type(arrays[0]) is type(arrays[1]) is NamedArray:
+        left, right = arrays  # the common case; loops over the operands would cost as much as all the rest
+        names, raw = (left.names, right.names), (left.array, right.array)
+    else:
         arrays, axis = _operands_and_axis(arrays, axis)
-    names = tuple([a.names for a in arrays])
-    raw = [a.array for a in arrays]
+        names, raw = tuple(a.names for a in arrays), tuple(a.array for a in arrays)
     if type(axis) is not str:
         axis = _kernels.hashable(axis)  # pyright: ignore[reportArgumentType]  # not the marker any more
     if out_axes is not None:
