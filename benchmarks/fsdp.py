@@ -75,7 +75,8 @@ def _hand_loss(params: Any, tokens: jax.Array, targets: jax.Array, *, sizes: dic
     x = gather(params["embed"], 1)[tokens]
     for layer in params["layers"]:
         h = enter(norm(x, layer["scale1"]))
-        q, k, v = (jnp.einsum("bpe,ehs->bphs", h, gather(layer[n], 0)) for n in "qkv")
+        qkv = jnp.einsum("bpe,echs->cbphs", h, gather(layer["qkv"], 0))
+        q, k, v = qkv[0], qkv[1], qkv[2]
         scores = jnp.einsum("bphs,bkhs->bhpk", q, k) * models.SIZE**-0.5
         causal = jnp.arange(models.POS)[:, None] >= jnp.arange(models.POS)[None, :]
         scores = jnp.where(causal[None, None], scores, -1e9)
@@ -93,9 +94,7 @@ def hand_step(sizes: dict[str, int]) -> Any:
     """The step as one `shard_map`, and where its parameters lie."""
     model = "model" if "model" in sizes else None
     rest = {
-        "q": P("data", model),
-        "k": P("data", model),
-        "v": P("data", model),
+        "qkv": P("data", None, model),
         "o": P(model, None, "data"),
         "up": P("data", model),
         "down": P(model, "data"),

@@ -1,4 +1,8 @@
-"""One transformer, written twice: with names and by hand. Both do the same arithmetic in the same layout."""
+"""One transformer, written twice: with names and by hand. Both do the same arithmetic in the same layout.
+
+Queries, keys and values are one product, as large models have it: what is split over several devices is then summed
+once in the backward pass, not three times.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,21 @@ import jax.numpy as jnp
 import axonym as axn
 
 BATCH, POS, EMBED, HEADS, SIZE, MLP, VOCAB = 4, 32, 64, 4, 16, 128, 128
-Batch, Pos, Embed, Heads, Size, Mlp, Vocab = axn.make_axes(
-    batch=BATCH, pos=POS, embed=EMBED, heads=HEADS, size=SIZE, mlp=MLP, vocab=VOCAB
+Batch, Pos, Embed, Qkv, Heads, Size, Mlp, Vocab = axn.make_axes(
+    batch=BATCH, pos=POS, embed=EMBED, qkv=3, heads=HEADS, size=SIZE, mlp=MLP, vocab=VOCAB
 )
 
 
 def make_params(layers: int, seed: int = 0) -> dict[str, Any]:
     """Raw parameters."""
-    keys = iter(jax.random.split(jax.random.key(seed), 2 + 6 * layers))
+    keys = iter(jax.random.split(jax.random.key(seed), 2 + 4 * layers))
 
     def normal(*shape: int) -> jax.Array:
         return 0.1 * jax.random.normal(next(keys), shape)
 
     def layer() -> dict[str, jax.Array]:
         return {
-            "q": normal(EMBED, HEADS, SIZE),
-            "k": normal(EMBED, HEADS, SIZE),
-            "v": normal(EMBED, HEADS, SIZE),
+            "qkv": normal(EMBED, 3, HEADS, SIZE),
             "o": normal(HEADS, SIZE, EMBED),
             "up": normal(EMBED, MLP),
             "down": normal(MLP, EMBED),
@@ -38,9 +40,7 @@ def make_params(layers: int, seed: int = 0) -> dict[str, Any]:
 
 
 AXES = {
-    "q": (Embed, Heads, Size),
-    "k": (Embed, Heads, Size),
-    "v": (Embed, Heads, Size),
+    "qkv": (Embed, Qkv, Heads, Size),
     "o": (Heads, Size, Embed),
     "up": (Embed, Mlp),
     "down": (Mlp, Embed),
@@ -66,9 +66,8 @@ def named_norm(x: axn.NamedArray, scale: axn.NamedArray) -> axn.NamedArray:
 
 
 def named_attention(layer: dict[str, Any], x: axn.NamedArray) -> axn.NamedArray:
-    q = axn.dot(x, layer["q"], axis=Embed)
-    k = axn.dot(x, layer["k"], axis=Embed).rename({"pos": "key"})
-    v = axn.dot(x, layer["v"], axis=Embed).rename({"pos": "key"})
+    qkv = axn.dot(x, layer["qkv"], axis=Embed, out_axes=("qkv", "batch", "pos", "heads", "size"))
+    q, k, v = qkv[Qkv, 0], qkv[Qkv, 1].rename({"pos": "key"}), qkv[Qkv, 2].rename({"pos": "key"})
     scores = axn.dot(q, k, axis=Size, out_axes=("batch", "heads", "pos", "key")) * SIZE**-0.5
     causal = axn.arange(Pos) >= axn.arange(Pos.alias("key")).broadcast_axis(Pos)
     scores = axn.where(causal, scores, -1e9)
@@ -98,9 +97,8 @@ def raw_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def raw_attention(layer: dict[str, Any], x: jax.Array) -> jax.Array:
-    q = jnp.einsum("bpe,ehs->bphs", x, layer["q"])
-    k = jnp.einsum("bpe,ehs->bphs", x, layer["k"])
-    v = jnp.einsum("bpe,ehs->bphs", x, layer["v"])
+    qkv = jnp.einsum("bpe,echs->cbphs", x, layer["qkv"])
+    q, k, v = qkv[0], qkv[1], qkv[2]
     scores = jnp.einsum("bphs,bkhs->bhpk", q, k) * SIZE**-0.5
     causal = jnp.arange(POS)[:, None] >= jnp.arange(POS)[None, :]
     scores = jnp.where(causal[None, None], scores, -1e9)

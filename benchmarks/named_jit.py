@@ -52,6 +52,16 @@ def rows() -> list[Row]:
             found.append(
                 _row(f"{count} leaves, mesh and mapping", mapped, split, by_hand, raw_split, 1.2, repeats // 3)
             )
+            found.append(
+                timed_row(
+                    "named_jit",
+                    f"shard of {count} leaves already in place, against jax.device_put",
+                    lambda split=split: axn.shard(split, {"row": "data"}),
+                    lambda raw_split=raw_split: jax.device_put(raw_split, lies),
+                    1.0,
+                    repeats=repeats,
+                )
+            )
     return found
 
 

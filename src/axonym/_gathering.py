@@ -8,8 +8,9 @@ axes handled by hand, gathers the parameter inside, and lets differentiation tur
 It must be the operation that is run by hand. If only the gather were, the gradient would arrive outside of it, already
 summed in full. And it must be all mesh axes: with some of them left to the partitioner it moves more than it needs to.
 
-Products and elementwise operations are run like this. Looking up rows of a table is not: moving the rows that were
-found, as the partitioner does, is cheaper than gathering the table.
+Products and elementwise operations are run like this. A look-up in a table is run by hand too, by `looked_up`, but
+gathers no table: each device finds the columns that it has of the rows that all of them need, and then they trade
+columns for rows. Its gradient goes the same way back.
 
 A parameter is known by its names: an operand with an axis that the parameter mapping splits and the mapping in force
 does not, and none that shares its mesh axis with the batch of another operand.
@@ -34,8 +35,7 @@ def gathered(
     fn: Callable[..., jax.Array],
     in_names: Sequence[Names],
     out_names: Names,
-    arrays: Sequence[jax.Array],
-    *,
+    *arrays: jax.Array,
     summed: Names = (),
 ) -> jax.Array | None:
     """Run an operation device by device, gathering the parameters among its operands; None where there are none.
@@ -45,14 +45,11 @@ def gathered(
             on its own.
         in_names: the axes of the operands.
         out_names: the axes of the result.
-        arrays: the operands, traced.
+        *arrays: the operands, traced.
         summed: the axes that the operation sums over.
     """
-    settings = _context.settings_in_force()
-    if settings is None or not settings.parameters:
-        return None
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or AxisType.Manual in mesh.axis_types:
+    settings, mesh = _context.settings_in_force(), jax.sharding.get_abstract_mesh()
+    if settings is None or not _applies(settings, mesh):
         return None
     compute = {n: mesh_axes(settings.mapping.get(n)) for names in in_names for n in names}
     resting = [_resting(names, compute, settings.parameters) for names in in_names]
@@ -65,18 +62,13 @@ def gathered(
         return None
     if not _distinct(out_spec):
         return None
-    varies = [{a for entry in spec for a in mesh_axes(entry)} for spec in specs]
     reduced = tuple(dict.fromkeys(a for n in summed for a in compute.get(n, ())))
 
     def by_hand(*local):
         operands = []
         for i, x in enumerate(local):
             if is_parameter[i]:
-                # What other operands vary over, the parameter varies over too from here on. Said before the gather, so
-                # that its gradient is split before it is summed over the rest of the mesh.
-                others = set().union(*(v for j, v in enumerate(varies) if j != i)) - varies[i]
-                if others:
-                    x = jax.lax.pcast(x, tuple(a for a in mesh.axis_names if a in others), to="varying")
+                x = _vary_like(x, specs[i], specs, mesh)
                 for position, name in enumerate(in_names[i]):
                     extra = tuple(a for a in resting[i][name] if a not in compute[name])
                     if extra:
@@ -85,9 +77,84 @@ def gathered(
         result = fn(*operands)
         return jax.lax.psum(result, reduced) if reduced else result
 
+    return _run_by_hand(by_hand, specs, out_spec, arrays, mesh)
+
+
+def looked_up(
+    fn: Callable[..., jax.Array],
+    in_names: tuple[Names, Names],
+    out_names: Names,
+    indexed: str,
+    table: jax.Array,
+    indices: jax.Array,
+) -> jax.Array | None:
+    """Look up rows of a table whose columns rest split over the mesh axis of the batch; None where they do not.
+
+    Arguments:
+        fn: the look-up, on local parts of the table and the indices.
+        in_names: the axes of the table and of the indices.
+        out_names: the axes of the result.
+        indexed: the axis of the table that is indexed.
+        table: the table, traced.
+        indices: the indices, traced.
+    """
+    settings, mesh = _context.settings_in_force(), jax.sharding.get_abstract_mesh()
+    if settings is None or not _applies(settings, mesh):
+        return None
+    names, index_names = in_names
+    compute = {n: mesh_axes(settings.mapping.get(n)) for n in (*names, *index_names)}
+    resting = _resting(names, compute, settings.parameters)
+    columns = [n for n in names if resting[n] != compute[n]]
+    if not _is_parameter(0, in_names, compute, [resting, {}]) or len(columns) != 1 or resting[indexed]:
+        return None
+    column = columns[0]
+    extra = resting[column][len(compute[column]) :]
+    rows = [n for n in index_names if set(extra) & set(compute[n])]
+    if len(rows) != 1 or not set(extra) <= set(compute[rows[0]]):
+        return None
+    specs = [_spec(names, resting), _spec(index_names, compute)]
+    out_spec = _spec(out_names, compute)
+    arrays = (table, indices)
+    if not all(_fits(n, s, x.shape, mesh) for n, s, x in zip(in_names, specs, arrays, strict=True)):
+        return None
+    if not _distinct(out_spec):
+        return None
+    row_of_indices = index_names.index(rows[0])
+    row, column = out_names.index(rows[0]), out_names.index(column)
+
+    def by_hand(table, indices):
+        table = _vary_like(table, specs[0], specs, mesh)
+        found = fn(table, jax.lax.all_gather(indices, extra, axis=row_of_indices, tiled=True))
+        return jax.lax.all_to_all(found, extra, split_axis=row, concat_axis=column, tiled=True)
+
+    return _run_by_hand(by_hand, specs, out_spec, arrays, mesh)
+
+
+def _applies(settings: _context.Settings, mesh: AbstractMesh) -> bool:
+    """Whether parameters rest otherwise than they are used, on a mesh of which no axis is handled by hand already."""
+    return bool(settings.parameters) and not mesh.empty and AxisType.Manual not in mesh.axis_types
+
+
+def _vary_like(x: jax.Array, own: PartitionSpec, specs: Sequence[PartitionSpec], mesh: AbstractMesh) -> jax.Array:
+    """The local part of a parameter, said to vary over all that any operand varies over.
+
+    Said before it is gathered, so that its gradient is split before it is summed over the rest of the mesh.
+    """
+    varies = {a for spec in specs for entry in spec for a in mesh_axes(entry)}
+    others = varies - {a for entry in own for a in mesh_axes(entry)}
+    return jax.lax.pcast(x, tuple(a for a in mesh.axis_names if a in others), to="varying") if others else x
+
+
+def _run_by_hand(
+    fn: Callable[..., jax.Array],
+    specs: Sequence[PartitionSpec],
+    out_spec: PartitionSpec,
+    arrays: Sequence[jax.Array],
+    mesh: AbstractMesh,
+) -> jax.Array:
     if AxisType.Explicit in mesh.axis_types:
         arrays = [_reshard(x, spec, mesh) for x, spec in zip(arrays, specs, strict=True)]
-    return jax.shard_map(by_hand, in_specs=tuple(specs), out_specs=out_spec)(*arrays)
+    return jax.shard_map(fn, in_specs=tuple(specs), out_specs=out_spec)(*arrays)
 
 
 def _resting(names: Names, compute: Mapping[str, Axes], parameters: Mapping[str, Entry]) -> dict[str, Axes]:

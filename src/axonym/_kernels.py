@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import _errors, _gathering, _mesh
+from . import _errors, _mesh
 from ._compat import INLINE
 from ._mesh import Names
 from .axis import Axis, AxisSelection, AxisSelector, name_of, selectors
@@ -102,7 +102,7 @@ def make_kernel(
     mesh_aware: bool = False,
     same_sizes: bool = True,
     selection: AxisSelection | None = None,
-    gathers: bool = False,
+    by_hand: Callable[..., Any] | None = None,
     heirs: _mesh.Heirs = MappingProxyType({}),
 ) -> Kernel:
     """A kernel for one operation on operands of the given names.
@@ -116,8 +116,8 @@ def make_kernel(
         mesh_aware: `fn` says itself how its result lies on Explicit mesh axes.
         same_sizes: an axis must have one size in all operands.
         selection: the axes the user selected; the sizes it carries are checked.
-        gathers: `fn` treats every index of every axis on its own, so that it can run device by device where a
-            parameter is to be gathered: see `axonym._gathering`.
+        by_hand: a function of the operands that is tried first. It runs the operation device by device where one of
+            them is a parameter at rest, and gives None where none is: see `axonym._gathering`.
         heirs: for axes that are split, merged or renamed, the output axes that can take over their placement.
     """
     sized = [s for s in selectors(selection) if isinstance(s, Axis)]
@@ -127,7 +127,7 @@ def make_kernel(
         check_selection(what, in_names, arrays, sized)
         if mesh_aware:
             return fn(*arrays)
-        if gathers and (result := _gathering.gathered(fn, in_names, out_names, arrays)) is not None:
+        if by_hand is not None and (result := by_hand(*arrays)) is not None:
             return result
         return _mesh.run(what, fn, in_names, out_names, arrays, native=native, heirs=heirs)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -130,3 +134,60 @@ def test_random_keys():
     assert not axn.lint_mapping({"batch": "data"}, keys, mesh)
     with pytest.raises(TypeError, match=r"jax\.random\.key_data"):
         axn.to_host(keys)
+
+
+class Tables(eqx.Module):
+    tables: Any = axn.field(axis_names=("vocab", "embed"))
+
+
+def test_a_field_names_each_of_several_arrays(mesh):
+    several = Tables({"a": jnp.ones((8, 4)), "b": [jnp.ones((4, 2))]})
+    with axn.set_mesh(mesh):
+        placed = axn.shard(several, {"vocab": "data"}).tables
+    assert placed["a"].sharding.spec == placed["b"][0].sharding.spec == P("data", None)
+
+
+def test_a_stack_of_modules_has_an_axis_that_its_field_does_not_name(mesh):
+    stacked = eqx.filter_vmap(lambda x: Tables(x))(jnp.ones((3, 8, 4)))
+    with axn.set_mesh(mesh), pytest.raises(ValueError, match=r"tables: its field names 2 axes .* shape \(3, 8, 4\)"):
+        axn.shard(stacked, {"vocab": "data"})
+    with axn.set_mesh(mesh):
+        placed = axn.shard(stacked, P(None, "data"))
+    assert placed.tables.sharding.spec == P(None, "data", None)
+
+
+def test_data_in_place_is_not_touched(mesh):
+    with axn.set_mesh(mesh):
+        x = axn.shard(axn.ones({"batch": 8, "embed": 8}), {"batch": "data"})
+        assert axn.shard(x, {"batch": ("data",)}).array is x.array
+        assert axn.shard(x, {"batch": "data"}, mesh).array is x.array
+
+
+def test_errors_name_the_parameter(mesh):
+    def fn(model, *rest, label):
+        return model
+
+    odd = {"w": axn.ones({"embed": 3})}
+    compiled = axn.named_jit(fn, in_axis_resources={"embed": "data"})
+    one_each = axn.named_jit(fn, in_axis_resources=(None, {"embed": "data"}))
+    with axn.set_mesh(mesh):
+        with pytest.raises(ValueError, match=r": model/w \(embed=3\): axis 'embed' of size 3"):
+            compiled(odd, label=axn.ones({"embed": 4}))
+        with pytest.raises(ValueError, match=r": args\[1\]/w \(embed=3\)"):
+            compiled(axn.ones({"embed": 4}), odd, label=0)
+        with pytest.raises(ValueError, match=r": label/w \(embed=3\)"):
+            compiled(axn.ones({"embed": 4}), label=odd)
+        with pytest.raises(ValueError, match=r": args\[1\]/w \(embed=3\)"):
+            one_each(odd, odd, label=0)
+        with pytest.raises(ValueError, match="2 placements for 1 positional"):
+            one_each(odd, label=0)
+
+
+def test_a_misspelt_mapping_warns_once(mesh):
+    x = axn.ones({"batch": 8, "embed": 8})
+    misspelt = axn.named_jit(lambda a: a * 2, {"embd": "data"})
+    with axn.set_mesh(mesh):
+        with pytest.warns(UserWarning, match="no key of its mapping .* 'embd': Did you mean 'embed'"):
+            misspelt(x)
+        misspelt(x)
+        axn.named_jit(lambda a: a * 2, {"hidden": "data"})(x)  # it may exist inside only

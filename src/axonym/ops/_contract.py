@@ -124,7 +124,7 @@ def _multiply(
     layout = names if target is None else target
     pair = _Pair(plan, left.names, right.names, batch, summed, names, layout, dot_general)
     arrays = (left.array, right.array)
-    product = _gathering.gathered(pair.multiply, (left.names, right.names), layout, arrays, summed=summed)
+    product = _gathering.gathered(pair.multiply, (left.names, right.names), layout, *arrays, summed=summed)
     return _Term(layout, pair.multiply(*arrays, mesh=_mesh.explicit_mesh(arrays)) if product is None else product)
 
 

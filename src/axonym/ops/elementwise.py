@@ -6,6 +6,7 @@ result has the layout of the first operand that has them all.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _kernels
+from .. import _gathering, _kernels
 from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, wrap, wrap_result
 from ._families import Binary, Unary, is_tree, map_tree, publish
@@ -40,9 +41,11 @@ def _binary_kernel(
         a, b = _kernels.align(a, a_names, names), _kernels.align(b, b_names, names)
         return fn(a, b) if static is None else fn(a, b, static)
 
-    out_names = names if outputs == 1 else (names,) * outputs
-    single = outputs == 1
-    return _kernels.make_kernel(name, positional, (a_names, b_names), out_names, native=single, gathers=single)
+    in_names = (a_names, b_names)
+    if outputs > 1:
+        return _kernels.make_kernel(name, positional, in_names, (names,) * outputs)
+    by_hand = functools.partial(_gathering.gathered, positional, in_names, names)
+    return _kernels.make_kernel(name, positional, in_names, names, native=True, by_hand=by_hand)
 
 
 def _unary(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, constant: bool = False) -> Unary:

@@ -18,6 +18,7 @@ from it. Axes that an index array shares with `x` are batch dimensions of that g
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _kernels
+from .. import _gathering, _kernels
 from .._mesh import Names
 from ..array import NamedArray, wrap
 from ..axis import AxisSelector
@@ -84,8 +85,13 @@ def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, 
 
     replaced = {i.name for i in items if i.kind not in ("slice", "dynamic slice")}
     in_names = [mask_names(names, replaced), *(i.operand_names for i in items if i.operand_names is not None)]
+    by_hand = None
+    if [i.kind for i in items] == ["gather"] and not layout.shared and not options:
+        by_hand = functools.partial(
+            _gathering.looked_up, positional, (names, in_names[1]), layout.out_names, items[0].name
+        )
     # Sizes are compared once the slices are cut out, by the layout.
-    return _kernels.make_kernel("index", positional, in_names, layout.out_names, same_sizes=False)
+    return _kernels.make_kernel("index", positional, in_names, layout.out_names, same_sizes=False, by_hand=by_hand)
 
 
 def mask_names(names: Names, replaced: Collection[str]) -> Names:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
@@ -12,7 +14,7 @@ import numpy as np
 
 from .. import _context, _errors
 from .mapping import is_resource_mapping, normalize_mapping
-from .placement import Placement, is_placement
+from .placement import Placement, is_placement, leaves_of
 from .shard import shard_quietly
 
 P = ParamSpec("P")
@@ -164,17 +166,46 @@ class NamedJit(Generic[P, R]):
         """The body that is traced."""
         args, kwargs = self._placed(args, kwargs)
         result = self._fn(*args, **kwargs)
+        self._warn_if_misspelt((args, kwargs), result)
         return _separated(shard_quietly(result, self._out, "named_jit (results)"))
 
     def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         what = "named_jit (arguments)"
         if self._in is None:
             return args, kwargs
+        # Placed under the names of the parameters, so that errors speak of them.
+        names = _parameter_names(self._fn, len(args), kwargs)
+        positional = dict(zip(names, args, strict=True))
         if is_placement(self._in):
-            return shard_quietly((args, kwargs), self._in, what)
-        if isinstance(self._in, Mapping):
-            return args, shard_quietly(kwargs, self._in, what)
-        return shard_quietly(args, tuple(self._in), what), kwargs
+            placed = shard_quietly({**positional, **kwargs}, self._in, what)
+        elif isinstance(self._in, Mapping):
+            placed = {**positional, **shard_quietly(kwargs, self._in, what)}
+        else:
+            placements = tuple(self._in)
+            if len(placements) != len(args):
+                raise ValueError(
+                    f"named_jit: `in_axis_resources` has {len(placements)} placements for {len(args)} positional "
+                    "arguments; None leaves an argument to the mapping in force."
+                )
+            placed = {**kwargs, **shard_quietly(positional, dict(zip(names, placements, strict=True)), what)}
+        return tuple(placed[n] for n in names), {n: placed[n] for n in kwargs}
+
+    def _warn_if_misspelt(self, arguments: Any, result: Any) -> None:
+        """Warn of a mapping that applies to nothing that goes in or comes out, if a near name would.
+
+        A mapping may well be meant for axes that exist only inside; then no name is near.
+        """
+        keys = self._settings.mapping if self._own_mapping and self._settings is not None else ()
+        known = {n for leaf in leaves_of((arguments, result))[0] for n in leaf.names or ()}
+        if known.intersection(keys):
+            return
+        hints = "".join(f" {key!r}:{hint}" for key in keys if (hint := _errors.suggestion(key, known)))
+        if hints:
+            warnings.warn(
+                f"{self!r}: no key of its mapping names an axis of the arguments or results, which have "
+                f"{', '.join(sorted(map(repr, known)))}.{hints}",
+                stacklevel=2,
+            )
 
     def _make_whole(self) -> Callable[..., Any]:
         @functools.wraps(self._fn, updated=())
@@ -224,6 +255,17 @@ class NamedJit(Generic[P, R]):
             bool(d(leaf)) if callable(d) else bool(d)
             for d, leaf in zip(jax.tree.leaves(spread), jax.tree.leaves((args, kwargs)), strict=True)
         ]
+
+
+def _parameter_names(fn: Callable[..., Any], count: int, kwargs: Mapping[str, Any]) -> list[str]:
+    """What the first positional arguments are called: by their parameters, or `args[0]`, ..."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):  # some builtins have no signature
+        parameters = []
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    names = [f"args[{i}]" if name in kwargs else name for i, name in enumerate(names[:count])]
+    return names + [f"args[{i}]" for i in range(len(names), count)]
 
 
 class _BoundNamedJit:

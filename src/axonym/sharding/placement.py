@@ -14,6 +14,7 @@ every offender by its path in the tree.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -106,16 +107,17 @@ def _leaf(path: Sequence[Any], value: Any, tree: Any) -> Leaf:
 
 
 def _field_names(path: Sequence[Any], tree: Any) -> Names | None:
-    """The names that a field of an Equinox module gives its raw array."""
-    if not path or not isinstance(path[-1], jax.tree_util.GetAttrKey):
+    """The names that a field of an Equinox module gives its raw array, or each array of its list or dictionary."""
+    last = max((i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)), default=None)
+    if last is None:
         return None
     parent = tree
-    for key in path[:-1]:
+    for key in path[:last]:
         parent = _child(parent, key)
     if not isinstance(parent, eqx.Module):
         return None
     for field in dataclasses.fields(parent):
-        if field.name == path[-1].name:
+        if field.name == path[last].name:
             return field.metadata.get("axis_names")
     return None
 
@@ -217,34 +219,51 @@ def _spec_of(leaf: Leaf, placement: Any, mesh: AnyMesh | None) -> tuple[Partitio
         placement = placement.of(leaf)
     if isinstance(placement, PartitionSpec):
         entries = tuple(placement)
+        leaf = _by_position(leaf)
     elif isinstance(placement, NamedSharding):
         entries = tuple(placement.spec)
+        leaf = _by_position(leaf)
     elif isinstance(placement, jax.sharding.Sharding):
         raise TypeError(f"A placement is a NamedSharding, not a {type(placement).__name__}: names need a mesh.")
     elif leaf.names is None:
         return None, []
     else:
         entries = tuple(placement.get(n) for n in leaf.names)
+    assert leaf.shape is not None
     if len(entries) > len(leaf.shape) or (leaf.names is not None and len(leaf.names) != len(leaf.shape)):
         return None, [_wrong_rank(leaf, entries)]
     entries += (None,) * (len(leaf.shape) - len(entries))
-    problems = check_entries(leaf, entries, mesh)
-    return PartitionSpec(*entries), problems
+    spec, problems = _checked(leaf.names, leaf.shape, entries, mesh)
+    return spec, [f"{leaf.path} {p}" for p in problems]
+
+
+def _by_position(leaf: Leaf) -> Leaf:
+    """A raw array is placed by position whether or not its field names its axes."""
+    return leaf if isinstance(leaf.value, NamedArray) else dataclasses.replace(leaf, names=None)
 
 
 def check_entries(leaf: Leaf, entries: Sequence[Entry], mesh: AnyMesh | None) -> list[str]:
     """What is wrong with the entries of a spec: mesh axes that are not there or taken twice, sizes not divisible."""
+    assert leaf.shape is not None
+    return [f"{leaf.path} {p}" for p in _checked(leaf.names, leaf.shape, tuple(entries), mesh)[1]]
+
+
+@functools.lru_cache(maxsize=4096)
+def _checked(
+    names: Names | None, shape: tuple[int, ...], entries: tuple[Entry, ...], mesh: AnyMesh | None
+) -> tuple[PartitionSpec, tuple[str, ...]]:
+    """The spec of these entries, and what is wrong with it. Most leaves of a model are like others, so it is kept."""
     problems = []
     taken: dict[str, str] = {}
-    assert leaf.shape is not None
-    names = leaf.names or tuple(f"dimension {i}" for i in range(len(leaf.shape)))
-    for name, size, entry in zip(names, leaf.shape, entries, strict=True):
+    array = _errors.describe_axes(names, shape) if names is not None else str(shape)
+    called = names if names is not None else tuple(f"dimension {i}" for i in range(len(shape)))
+    for name, size, entry in zip(called, shape, entries, strict=True):
         axes = [a for a in mesh_axes(entry) if a is not None] if entry is not PartitionSpec.UNCONSTRAINED else []
         for axis in axes:
             if axis in taken:
                 problems.append(
-                    f"{leaf.path} {_axes(leaf)}: axes {taken[axis]!r} and {name!r} both go to mesh axis {axis!r}; one "
-                    "array can use a mesh axis once. Map one of them elsewhere, or to None."
+                    f"{array}: axes {taken[axis]!r} and {name!r} both go to mesh axis {axis!r}; one array can use a "
+                    "mesh axis once. Map one of them elsewhere, or to None."
                 )
             taken[axis] = name
         if mesh is None:
@@ -252,7 +271,7 @@ def check_entries(leaf: Leaf, entries: Sequence[Entry], mesh: AnyMesh | None) ->
         unknown = [a for a in axes if a not in mesh.shape]
         for axis in unknown:
             problems.append(
-                f"{leaf.path} {_axes(leaf)}: axis {name!r} goes to mesh axis {axis!r}, which the mesh does not have."
+                f"{array}: axis {name!r} goes to mesh axis {axis!r}, which the mesh does not have."
                 + _errors.suggestion(axis, mesh.axis_names)
             )
         if not unknown and axes:
@@ -261,11 +280,11 @@ def check_entries(leaf: Leaf, entries: Sequence[Entry], mesh: AnyMesh | None) ->
             if size % parts:
                 over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
                 problems.append(
-                    f"{leaf.path} {_axes(leaf)}: axis {name!r} of size {size} cannot be split over {over}: {size} is "
-                    f"not a multiple of {parts}. Make it one (axonym.partitioning.round_axis_for_partitioning gives "
+                    f"{array}: axis {name!r} of size {size} cannot be split over {over}: {size} is not a multiple of "
+                    f"{parts}. Make it one (axonym.partitioning.round_axis_for_partitioning gives "
                     f"{-(-size // parts) * parts}), or map it elsewhere."
                 )
-    return problems
+    return PartitionSpec(*entries), tuple(problems)
 
 
 def drop_manual(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
@@ -283,15 +302,16 @@ def drop_manual(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
 # --- words ---
 
 
-def _axes(leaf: Leaf) -> str:
-    assert leaf.shape is not None
-    return _errors.describe_axes(leaf.names, leaf.shape) if leaf.names is not None else str(leaf.shape)
-
-
 def _wrong_rank(leaf: Leaf, entries: Sequence[Entry]) -> str:
     assert leaf.shape is not None
+    if isinstance(leaf.value, NamedArray) and len(leaf.value.names) != len(leaf.shape):
+        return f"{leaf.path}: {_errors.wrong_rank(leaf.value.names, leaf.shape)}"
     if leaf.names is not None and len(leaf.names) != len(leaf.shape):
-        return f"{leaf.path}: {_errors.wrong_rank(leaf.names, leaf.shape)}"
+        return (
+            f"{leaf.path}: its field names {len(leaf.names)} axes {_errors.describe_axes(leaf.names)}, but the array "
+            f"has shape {leaf.shape}. A stack of modules has an axis more: make the field a named array, which "
+            "`axonym.vmap` stacks by name, or place this part of the tree by a partition spec."
+        )
     return f"{leaf.path}: {PartitionSpec(*entries)} has {len(entries)} entries for an array of shape {leaf.shape}."
 
 

@@ -159,24 +159,21 @@ def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec), weak_type=x.weak_type)
     if isinstance(x, Tracer):
         return _constrain(x, spec, mesh, what)
-    sharding = NamedSharding(mesh, spec)
-    if isinstance(x, jax.Array) and _lies_there(x, sharding):
+    has = x.sharding if isinstance(x, jax.Array) else None
+    if isinstance(has, NamedSharding) and _is(has, spec, mesh, x.ndim):
         return x
     if in_trace():
         return _constrain(x, spec, mesh, what)
     if isinstance(mesh, AbstractMesh):
         return jax.device_put(x, spec)  # the mesh in force, whose devices JAX knows
-    return jax.device_put(x, sharding)
+    return jax.device_put(x, NamedSharding(mesh, spec))
 
 
-def _lies_there(x: jax.Array, wanted: NamedSharding) -> bool:
-    """Whether an array already has a sharding. Comparing is far cheaper than asking JAX to move nothing."""
-    has = x.sharding
-    if not isinstance(has, NamedSharding):
-        return False
-    if isinstance(wanted.mesh, AbstractMesh):
-        return has.mesh.abstract_mesh == wanted.mesh and _same_spec(has.spec, wanted.spec, x.ndim)
-    return has == wanted or (has.mesh == wanted.mesh and _same_spec(has.spec, wanted.spec, x.ndim))
+@functools.lru_cache(maxsize=4096)
+def _is(sharding: NamedSharding, spec: PartitionSpec, mesh: AnyMesh, ndim: int) -> bool:
+    """Whether a sharding is the one wanted. Comparing is far cheaper than asking JAX to move nothing."""
+    same_mesh = (sharding.mesh.abstract_mesh if isinstance(mesh, AbstractMesh) else sharding.mesh) == mesh
+    return same_mesh and _same_spec(sharding.spec, spec, ndim)
 
 
 def _same_spec(a: PartitionSpec, b: PartitionSpec, ndim: int) -> bool:
