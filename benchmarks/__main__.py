@@ -8,7 +8,7 @@ import sys
 
 import jax
 
-from . import calls, eager, fsdp, importing, named_jit, program, tracing
+from . import calls, eager, fsdp, importing, named_jit, program, shard_map, sjit, tracing, transforms
 from .harness import print_table
 
 SECTIONS = {
@@ -17,7 +17,10 @@ SECTIONS = {
     "tracing": tracing.rows,
     "program": program.rows,
     "named_jit": named_jit.rows,
+    "sjit": sjit.rows,
     "fsdp": fsdp.rows,
+    "shard_map": shard_map.rows,
+    "transforms": transforms.rows,
     "import": importing.rows,
 }
 

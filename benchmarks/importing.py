@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -12,12 +13,16 @@ HEAVY = ("treescope", "optax", "torch", "transformers", "flax", "orbax", "safete
 
 
 def _seconds(code: str) -> float:
+    # As installed: with the bytecode that a first import, or pip, leaves behind.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     program = f"import time; start = time.perf_counter(); {code}; print(time.perf_counter() - start)"
-    return float(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
+    command = [sys.executable, "-c", program]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)
 
 
 def rows() -> list[Row]:
     """Whole processes in turn; and that no heavy package is loaded before it is used."""
+    _seconds("import axonym")
     pairs = [(_seconds("import axonym"), _seconds("import jax, jax.numpy, equinox")) for _ in range(7)]
     ours, theirs = ([p[i] for p in pairs] for i in range(2))
     ratio = statistics.median(ours) / statistics.median(theirs)

@@ -19,9 +19,11 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def _members(owner: type) -> dict[str, Any]:
-    """The public methods and properties a class defines itself."""
+    """The public methods and properties a class defines itself; one that overrides another has its documentation."""
     found = {}
     for name, member in vars(owner).items():
+        if any(getattr(getattr(base, name, None), "__doc__", None) for base in owner.__mro__[1:]):
+            continue
         member = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
         if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
             found[name] = member

@@ -9,7 +9,18 @@ of axes never matters to what a program means.
 NamedArray(float32[mlp=4], [3. 3. 3. 3.])
 """
 
-from . import linalg as linalg, partitioning as partitioning
+from . import (
+    debug as debug,
+    jax_utils as jax_utils,
+    linalg as linalg,
+    partitioning as partitioning,
+    random as random,
+    sharding as sharding,
+    tree as tree,
+    tree_util as tree_util,
+    typing as typing,
+    util as util,
+)
 from ._methods import attach as _attach
 from .array import (
     NamedArray as NamedArray,
@@ -232,6 +243,23 @@ from .ops.joining import (
 # Polynomials. The module goes first: it must be loaded before the function of the same name takes its place here.
 from .poly import DEFAULT_POLY_AXIS_NAME as DEFAULT_POLY_AXIS_NAME  # isort: split
 
+# Per-device code by name
+from .manual.collectives import (
+    MeshAxis as MeshAxis,
+    all_gather as all_gather,
+    all_to_all as all_to_all,
+    axis_index as axis_index,
+    axis_offset as axis_offset,
+    pmax as pmax,
+    pmean as pmean,
+    pmin as pmin,
+    ppermute as ppermute,
+    psum as psum,
+    psum_scatter as psum_scatter,
+    pvary as pvary,
+    shift as shift,
+)
+from .manual.shard_map import shard_map as shard_map
 from .ops.poly import (
     poly as poly,
     polyadd as polyadd,
@@ -390,6 +418,24 @@ from .sharding.shard import (
     shard_with_axis_mapping as shard_with_axis_mapping,
     to_host as to_host,
     unshard as unshard,
+)
+
+# Transforms
+from .transforms.associative import associative_scan as associative_scan
+from .transforms.checkpointing import (
+    ScanCheckpointPolicy as ScanCheckpointPolicy,
+    tree_checkpoint_name as tree_checkpoint_name,
+)
+from .transforms.control import cond as cond, switch as switch, while_loop as while_loop
+from .transforms.lift import lift as lift
+from .transforms.scan import fold as fold, map as map, scan as scan
+from .transforms.vmap import vmap as vmap
+
+# Annotations
+from .typing import (
+    Named as Named,
+    NamedArrayAxes as NamedArrayAxes,
+    NamedArrayAxesSpec as NamedArrayAxesSpec,
 )
 
 __version__ = "0.1.0"

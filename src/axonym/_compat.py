@@ -11,3 +11,12 @@ INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyrigh
 
 From jax 0.12 on, `inline=True` inlines only when the program is lowered.
 """
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes over which a value inside `shard_map` differs from device to device, as far as JAX keeps track.
+
+    The attribute that tells changed its name before jax 0.10.2.
+    """
+    kind: Any = jax.typeof(x)
+    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -26,16 +26,21 @@ Entry = str | tuple[str, ...] | None
 class Settings:
     """Everything that can be in force, as one immutable value. Made by `intern_settings`."""
 
-    __slots__ = ("__weakref__", "mapping", "parameters")
+    __slots__ = ("__weakref__", "annotations", "mapping", "parameters")
 
-    def __init__(self, mapping: Mapping[str, Entry], parameters: Mapping[str, Entry]):
+    def __init__(
+        self, mapping: Mapping[str, Entry], parameters: Mapping[str, Entry], annotations: Mapping[str, Hashable]
+    ):
         self.mapping = MappingProxyType(dict(mapping))
         """Where the axes of arrays go."""
         self.parameters = MappingProxyType(dict(parameters))
         """Where the axes of parameters rest between their uses, if not there: see `axonym.fsdp`."""
+        self.annotations = MappingProxyType(dict(annotations))
+        """What the names of annotations stand for: see `axonym.sharding.with_sharding_annotation`."""
 
     def __repr__(self) -> str:
         rest = f", parameters={dict(self.parameters)}" if self.parameters else ""
+        rest += f", annotations={dict(self.annotations)}" if self.annotations else ""
         return f"Settings({dict(self.mapping)}{rest})"
 
 
@@ -46,14 +51,24 @@ _INTERNING = threading.Lock()
 _IN_FORCE = jax.make_user_context(None)
 
 
-def intern_settings(mapping: Mapping[str, Entry], parameters: Mapping[str, Entry] | None = None) -> Settings | None:
+def intern_settings(
+    mapping: Mapping[str, Entry] | None = None,
+    parameters: Mapping[str, Entry] | None = None,
+    annotations: Mapping[str, Hashable] | None = None,
+) -> Settings | None:
     """The one object for these settings; None where they say nothing."""
-    parameters = parameters or {}
-    if not mapping and not parameters:
+    given = mapping or {}, parameters or {}, annotations or {}
+    if not any(given):
         return None
-    key = frozenset(mapping.items()), frozenset(parameters.items())
+    key = tuple(frozenset(part.items()) for part in given)
     with _INTERNING:
-        return _INTERNED.setdefault(key, Settings(mapping, parameters))
+        return _INTERNED.setdefault(key, Settings(*given))
+
+
+def changed(outer: Settings | None, **parts: Mapping[str, Any]) -> Settings | None:
+    """Settings like others, with some parts replaced."""
+    kept = {} if outer is None else {n: getattr(outer, n) for n in ("mapping", "parameters", "annotations")}
+    return intern_settings(**{**kept, **parts})
 
 
 def settings_in_force() -> Settings | None:

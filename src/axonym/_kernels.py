@@ -140,16 +140,17 @@ def check_operands(what: str, in_names: Sequence[Names], arrays: Sequence[Any], 
     """Every operand has as many axes as names, and an axis has one size throughout."""
     seen: dict[str, tuple[int, int]] = {}
     for position, (names, x) in enumerate(zip(in_names, arrays, strict=True)):
-        if len(names) != x.ndim:
+        shape = jnp.shape(x)  # under `jax.disable_jit`, a Python number stays one
+        if len(names) != len(shape):
             if not names:
                 raise TypeError(
-                    f"{what}: an operand has no axis names but shape {tuple(x.shape)}. Only scalars go without names: "
+                    f"{what}: an operand has no axis names but shape {shape}. Only scalars go without names: "
                     "name its axes with axonym.named(array, axes)."
                 )
-            raise ValueError(f"{what}: {_errors.wrong_rank(names, x.shape)}")
+            raise ValueError(f"{what}: {_errors.wrong_rank(names, shape)}")
         if not same_sizes:
             continue
-        for name, size in zip(names, x.shape, strict=True):
+        for name, size in zip(names, shape, strict=True):
             first, known = seen.setdefault(name, (position, size))
             if known != size:
                 places = [(f"operand {first}", known), (f"operand {position}", size)]

@@ -28,6 +28,8 @@ from .ops import (
     sorting,
     updating,
 )
+from .typing.annotations import annotate
+from .typing.matching import matches_axes
 
 _NUMBERS = (int, float, complex, bool, np.generic, np.ndarray)
 
@@ -59,6 +61,10 @@ class Methods:
     """Everything `NamedArray` can do besides being an array with names."""
 
     __slots__ = ()
+
+    # --- annotations ---
+    matches_axes = matches_axes
+    __class_getitem__ = classmethod(annotate)
 
     # --- axes and layout ---
     rename = shaping.rename

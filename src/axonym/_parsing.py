@@ -5,6 +5,7 @@ An *expression* is `lhs -> rhs`. Each side is a list of *terms*, and a term is a
 | element          | written         |                                                     |
 |------------------|-----------------|-----------------------------------------------------|
 | name             | `batch`         | letters, digits and underscores, no digit in front  |
+| name with size   | `batch=8`       | only in annotations; elsewhere sizes are keywords   |
 | ellipsis         | `...`           | the axes that are not named; at most one in a term  |
 | group            | `(row col)`     | the factors of one axis                             |
 | named group      | `(pos: row col)`| the same, and the name of that axis                 |
@@ -41,11 +42,12 @@ class Span(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Name:
-    """An identifier."""
+    """An identifier, with a size behind it where the language has sizes."""
 
     name: str
     start: int
     stop: int
+    size: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,19 +150,20 @@ def parse(what: str, text: str, *, comma: CommaSeparates) -> Expression:
     return Expression(what, text, lhs, rhs)
 
 
-def parse_terms(what: str, text: str, *, comma: CommaSeparates) -> tuple[Term, ...]:
+def parse_terms(what: str, text: str, *, comma: CommaSeparates, sizes: bool = False) -> tuple[Term, ...]:
     """Parse one side of an expression, for languages without an arrow.
 
     Arguments:
         what: the operation, for messages.
         text: the terms.
         comma: what a comma outside of braces and parentheses separates.
+        sizes: whether names can have sizes.
     """
     tokens = _tokenize(what, text)
     for token in tokens:
         if token.kind == "->":
             fail(what, text, token, "`->` has no place here.")
-    return _Parser(what, text, tokens, comma).side()
+    return _Parser(what, text, tokens, comma, sizes).side()
 
 
 # --- from characters to tokens ---
@@ -173,9 +176,10 @@ class _Token:
     text: str
     start: int
     stop: int
+    size: int | None = None
 
 
-_TOKEN = re.compile(r"\s+|(?P<name>[^\W\d]\w*)|(?P<sign>->|\.\.\.|[(){}:,])")
+_TOKEN = re.compile(r"\s+|(?P<name>[^\W\d]\w*)(?:=(?P<size>\d+))?|(?P<sign>->|\.\.\.|[(){}:,])")
 
 
 def _tokenize(what: str, text: str) -> list[_Token]:
@@ -187,7 +191,8 @@ def _tokenize(what: str, text: str) -> list[_Token]:
             wrong = _Token("bad", text[position], position, position + 1)
             fail(what, text, wrong, f"unexpected {text[position]!r}.{_hint(text, position)}")
         if found["name"]:
-            tokens.append(_Token("name", sys.intern(found["name"]), found.start(), found.end()))
+            size = None if found["size"] is None else int(found["size"])
+            tokens.append(_Token("name", sys.intern(found["name"]), found.start(), found.end(), size))
         elif found["sign"]:
             tokens.append(_Token(found["sign"], found["sign"], found.start(), found.end()))
         position = found.end()
@@ -213,8 +218,8 @@ def _hint(text: str, position: int) -> str:
 class _Parser:
     """Reads one side of an expression, left to right."""
 
-    def __init__(self, what: str, text: str, tokens: list[_Token], comma: CommaSeparates):
-        self.what, self.text, self.tokens, self.comma = what, text, tokens, comma
+    def __init__(self, what: str, text: str, tokens: list[_Token], comma: CommaSeparates, sizes: bool = False):
+        self.what, self.text, self.tokens, self.comma, self.sizes = what, text, tokens, comma, sizes
         self.position = 0
 
     @property
@@ -283,7 +288,7 @@ class _Parser:
         token = self.take()
         match token.kind:
             case "name":
-                return Name(token.text, token.start, token.stop)
+                return self.name(token)
             case "...":
                 return Dots(token.start, token.stop)
             case "(":
@@ -295,11 +300,15 @@ class _Parser:
             case _:
                 self.fail(token, f"{token.kind!r} has no place here; a group with a name is written `(name: a b)`.")
 
+    def name(self, token: _Token) -> Name:
+        if token.size is not None and not self.sizes:
+            self.fail(token, "an axis stands here without its size; sizes are given by keyword.")
+        return Name(token.text, token.start, token.stop, token.size)
+
     def group(self, opening: _Token) -> Group:
         name = None
         if self.token.kind == "name" and self.tokens[self.position + 1].kind == ":":
-            token = self.take()
-            name = Name(token.text, token.start, token.stop)
+            name = self.name(self.take())
             self.take()
         elements = self.elements(closing=")")
         if self.at_end:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+from collections.abc import Iterator
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -167,3 +169,30 @@ def test_jnp_is_not_recompiled_by_a_mapping_more_than_once(mesh) -> None:
             with axn.axis_mapping({"batch": "data"}):
                 fn(1.0)
     assert traces == 2
+
+
+def test_one_block_can_be_entered_again() -> None:
+    block = axn.axis_mapping({"batch": "data"})
+    for _ in range(2):
+        with block:
+            with block:
+                assert axn.current_mapping() == {"batch": "data"}
+            assert axn.current_mapping() == {"batch": "data"}
+        assert axn.current_mapping() is None
+
+
+def test_as_a_decorator_it_refuses_what_runs_between_other_code() -> None:
+    @axn.axis_mapping({"batch": "data"})
+    def plain() -> Any:
+        return axn.current_mapping()
+
+    assert plain() == {"batch": "data"}
+
+    def numbers() -> Iterator[int]:
+        yield 1
+
+    async def later() -> None: ...
+
+    for fn in (numbers, later):
+        with pytest.raises(TypeError, match="runs between other code"):
+            axn.axis_mapping({"batch": "data"})(fn)

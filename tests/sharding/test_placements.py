@@ -173,11 +173,11 @@ def test_errors_name_the_parameter(mesh):
     with axn.set_mesh(mesh):
         with pytest.raises(ValueError, match=r": model/w \(embed=3\): axis 'embed' of size 3"):
             compiled(odd, label=axn.ones({"embed": 4}))
-        with pytest.raises(ValueError, match=r": args\[1\]/w \(embed=3\)"):
+        with pytest.raises(ValueError, match=r": rest\[0\]/w \(embed=3\)"):
             compiled(axn.ones({"embed": 4}), odd, label=0)
         with pytest.raises(ValueError, match=r": label/w \(embed=3\)"):
             compiled(axn.ones({"embed": 4}), label=odd)
-        with pytest.raises(ValueError, match=r": args\[1\]/w \(embed=3\)"):
+        with pytest.raises(ValueError, match=r": rest\[0\]/w \(embed=3\)"):
             one_each(odd, odd, label=0)
         with pytest.raises(ValueError, match="2 placements for 1 positional"):
             one_each(odd, label=0)

@@ -8,7 +8,7 @@ from typing import Any
 from .. import _context
 from .jit import named_jit
 from .mapping import is_resource_mapping, normalize_mapping
-from .placement import ByRole
+from .placement import ByRole, ByWork, Rule
 
 _USAGE = "use fsdp(fn, parameter_mapping, compute_mapping), or @fsdp(parameter_mapping, compute_mapping)"
 
@@ -24,9 +24,12 @@ def fsdp(*args: Any, parameter_mapping: Any = None, compute_mapping: Any = None,
     Arguments and results that have an axis of `parameter_mapping` count as parameters; the others, such as batches, are
     placed by `compute_mapping`. They may come from the host, or from any other placement.
 
+    Parameters without names rest by a rule (see `axonym.sharding.FSDPShardingRule`), which then places all that
+    `compute_mapping` does not split. What is gathered where is then up to the compiler.
+
     Arguments:
         *args: the function (left out in a decorator), then the two mappings if they are not given by keyword.
-        parameter_mapping: where parameters rest, such as `{"embed": "data"}`.
+        parameter_mapping: where parameters rest, such as `{"embed": "data"}`, or a rule.
         compute_mapping: the mapping in force inside, such as `{"batch": "data"}`.
         **options: more arguments of `named_jit`.
 
@@ -52,14 +55,17 @@ def fsdp(*args: Any, parameter_mapping: Any = None, compute_mapping: Any = None,
     for name, mapping in (("parameter_mapping", parameter_mapping), ("compute_mapping", compute_mapping)):
         if mapping is None:
             raise TypeError(f"fsdp: `{name}` is missing; {_USAGE}.")
-        if not is_resource_mapping(mapping):
+        if not is_resource_mapping(mapping) and not (mapping is parameter_mapping and isinstance(mapping, Rule)):
             raise TypeError(f"fsdp: `{name}` is a resource mapping, got {type(mapping).__name__}; {_USAGE}.")
-    parameters = normalize_mapping(parameter_mapping, "fsdp")
     compute = normalize_mapping(compute_mapping, "fsdp")
-    placement = ByRole(parameters, compute)
+    if isinstance(parameter_mapping, Rule):
+        placement, settings = ByWork(parameter_mapping, compute), _context.intern_settings(compute)
+    else:
+        parameters = normalize_mapping(parameter_mapping, "fsdp")
+        placement, settings = ByRole(parameters, compute), _context.intern_settings(compute, parameters)
     return named_jit(
         fn,
-        _context.intern_settings(compute, parameters) or {},
+        settings or {},
         in_axis_resources=placement,
         out_axis_resources=placement,
         **options,

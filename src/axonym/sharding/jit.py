@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
@@ -13,13 +12,17 @@ import jax
 import numpy as np
 
 from .. import _context, _errors
+from .._arguments import parameter_names
+from .._static import Static
+from .annotations import kept_annotations
 from .mapping import is_resource_mapping, normalize_mapping
 from .placement import Placement, is_placement, leaves_of
-from .shard import shard_quietly
+from .shard import shard_arguments, shard_quietly
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_CONSTANT = "named_jit: an argument or result that is not an array"
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
@@ -37,6 +40,7 @@ def named_jit(
     out_axis_resources: Placement = None,
     donate_args: Any = None,
     donate_kwargs: Any = None,
+    annotation_shardings: Mapping[str, Placement] | None = None,
     **jit_arguments: Any,
 ) -> Any:
     """Compile a function, with a mapping in force inside it and its arguments and results placed by name.
@@ -52,6 +56,7 @@ def named_jit(
         out_axis_resources: where the results go. By default where `axis_resources` says.
         donate_args: which positional arguments may be overwritten: a tree prefix of booleans for each.
         donate_kwargs: which keyword arguments may be: a dictionary of such prefixes.
+        annotation_shardings: where annotated values go: see `axonym.sharding.with_sharding_annotation`.
         **jit_arguments: more arguments of `jax.jit`.
 
     >>> mesh = axn.make_mesh({"data": -1})
@@ -67,6 +72,7 @@ def named_jit(
         out_axis_resources=out_axis_resources,
         donate_args=donate_args,
         donate_kwargs=donate_kwargs,
+        annotation_shardings=annotation_shardings,
         jit_arguments=jit_arguments,
     )
     return make if fn is None else make(fn)
@@ -89,6 +95,7 @@ class NamedJit(Generic[P, R]):
         out_axis_resources: Placement,
         donate_args: Any,
         donate_kwargs: Any,
+        annotation_shardings: Mapping[str, Placement] | None,
         jit_arguments: dict[str, Any],
     ):
         for reserved in ("in_shardings", "out_shardings", "donate_argnums", "donate_argnames"):
@@ -110,6 +117,7 @@ class NamedJit(Generic[P, R]):
                     f"{type(axis_resources).__name__}."
                 )
             self._settings = _context.intern_settings(normalize_mapping(axis_resources, "named_jit"))
+        self._annotations = kept_annotations(annotation_shardings)
         self._in = in_axis_resources
         self._out = out_axis_resources
         self._donate = (donate_args, donate_kwargs)
@@ -155,7 +163,12 @@ class NamedJit(Generic[P, R]):
 
     def _context(self) -> contextlib.AbstractContextManager[None]:
         """The mapping is entered outside of jit, so that another one around the call does not compile it again."""
-        return _context.in_force(self._settings) if self._own_mapping else contextlib.nullcontext()
+        outer = _context.settings_in_force()
+        settings = self._settings if self._own_mapping else outer
+        annotations = self._annotations if self._annotations is not None else outer.annotations if outer else {}
+        if annotations:
+            settings = _context.changed(settings, annotations=annotations)
+        return contextlib.nullcontext() if settings is outer else _context.in_force(settings)
 
     def _takes_whole(self, arguments: Any) -> bool:
         if self._donate != (None, None):
@@ -174,7 +187,7 @@ class NamedJit(Generic[P, R]):
         if self._in is None:
             return args, kwargs
         # Placed under the names of the parameters, so that errors speak of them.
-        names = _parameter_names(self._fn, len(args), kwargs)
+        names = parameter_names(self._fn, len(args), kwargs)
         positional = dict(zip(names, args, strict=True))
         if is_placement(self._in):
             placed = shard_quietly({**positional, **kwargs}, self._in, what)
@@ -187,7 +200,7 @@ class NamedJit(Generic[P, R]):
                     f"named_jit: `in_axis_resources` has {len(placements)} placements for {len(args)} positional "
                     "arguments; None leaves an argument to the mapping in force."
                 )
-            placed = {**kwargs, **shard_quietly(positional, dict(zip(names, placements, strict=True)), what)}
+            placed = {**kwargs, **shard_arguments(positional, placements, what)}
         return tuple(placed[n] for n in names), {n: placed[n] for n in kwargs}
 
     def _warn_if_misspelt(self, arguments: Any, result: Any) -> None:
@@ -222,7 +235,7 @@ class NamedJit(Generic[P, R]):
         split.__name__ = split.__qualname__ = getattr(self._fn, "__name__", "function")
         return jax.jit(split, static_argnums=2, donate_argnums=0, **self._jit_arguments)
 
-    def _taken_apart(self, args: Any, kwargs: Any) -> tuple[list[Any], list[Any], _Static]:
+    def _taken_apart(self, args: Any, kwargs: Any) -> tuple[list[Any], list[Any], _Form]:
         leaves, structure = jax.tree.flatten((args, kwargs))
         donates = self._donates(args, kwargs, len(leaves))
         donated, kept, roles = [], [], []
@@ -231,8 +244,8 @@ class NamedJit(Generic[P, R]):
                 (donated if donate else kept).append(leaf)
                 roles.append(donate)
             else:
-                roles.append(_Constant(leaf))
-        return donated, kept, _Static(structure, tuple(roles))
+                roles.append(Static(leaf, _CONSTANT))
+        return donated, kept, _Form(structure, tuple(roles))
 
     def _donates(self, args: Any, kwargs: Any, count: int) -> Sequence[bool]:
         if self._donate == (None, None):
@@ -257,17 +270,6 @@ class NamedJit(Generic[P, R]):
         ]
 
 
-def _parameter_names(fn: Callable[..., Any], count: int, kwargs: Mapping[str, Any]) -> list[str]:
-    """What the first positional arguments are called: by their parameters, or `args[0]`, ..."""
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):  # some builtins have no signature
-        parameters = []
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    names = [f"args[{i}]" if name in kwargs else name for i, name in enumerate(names[:count])]
-    return names + [f"args[{i}]" for i in range(len(names), count)]
-
-
 class _BoundNamedJit:
     """A method compiled by `named_jit`, of one object."""
 
@@ -286,36 +288,7 @@ class _BoundNamedJit:
         return self.__func__.trace(self.__self__, *args, **kwargs)
 
 
-class _Constant:
-    """A static leaf. Equal constants have equal values of one type: 1, 1.0 and True are different programs.
-
-    So are 0.0 and -0.0, which Python calls equal, and which differ in what they print as.
-    """
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Constant)
-            and type(self.value) is type(other.value)
-            and (self.value is other.value or bool(self.value == other.value))
-            and (not isinstance(self.value, (float, complex)) or repr(self.value) == repr(other.value))
-        )
-
-    def __hash__(self) -> int:
-        try:
-            return hash(self.value)
-        except TypeError:
-            raise TypeError(
-                f"named_jit: a static argument must be hashable, got {type(self.value).__name__}. What is not an array "
-                "is static, in results too: use arrays, or something that can be hashed."
-            ) from None
-
-
-class _Static:
+class _Form:
     """What of the arguments is part of the program: their structure, and every leaf that is not an array."""
 
     __slots__ = ("_hash", "roles", "structure")
@@ -330,12 +303,12 @@ class _Static:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.structure == other.structure and self.roles == other.roles
+        return isinstance(other, _Form) and self.structure == other.structure and self.roles == other.roles
 
     def joined(self, donated: Sequence[Any], kept: Sequence[Any]) -> Any:
         """The arguments again."""
         sources = {True: iter(donated), False: iter(kept)}
-        leaves = [r.value if isinstance(r, _Constant) else next(sources[r]) for r in self.roles]
+        leaves = [r.value if isinstance(r, Static) else next(sources[r]) for r in self.roles]
         return jax.tree.unflatten(self.structure, leaves)
 
 
@@ -347,7 +320,7 @@ class _Separated:
 
     __slots__ = ("arrays", "static")
 
-    def __init__(self, arrays: list[Any], static: _Static):
+    def __init__(self, arrays: list[Any], static: _Form):
         self.arrays = arrays
         self.static = static
 
@@ -357,10 +330,10 @@ jax.tree_util.register_dataclass(_Separated, data_fields=["arrays"], meta_fields
 
 def _separated(result: Any) -> Any:
     leaves, structure = jax.tree.flatten(result)
-    roles = tuple([False if isinstance(leaf, _ARRAYS) else _Constant(leaf) for leaf in leaves])
+    roles = tuple([False if isinstance(leaf, _ARRAYS) else Static(leaf, _CONSTANT) for leaf in leaves])
     if not any(roles):
         return result
-    return _Separated([leaf for leaf, role in zip(leaves, roles, strict=True) if not role], _Static(structure, roles))
+    return _Separated([leaf for leaf, role in zip(leaves, roles, strict=True) if not role], _Form(structure, roles))
 
 
 def _joined(result: Any) -> Any:

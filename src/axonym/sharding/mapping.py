@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from .. import _context
 from .._context import Entry
 from ..axis import Axis, name_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 ResourceMapping: TypeAlias = Mapping[Any, str | Sequence[str] | None]
 """From a logical axis to the mesh axis that splits it, to several of them, or to None: explicitly not split."""
@@ -69,10 +74,9 @@ def is_resource_mapping(placement: Any) -> bool:
     )
 
 
-@contextlib.contextmanager
 def axis_mapping(
     mapping: ResourceMapping | None = None, *, merge: bool = False, **entries: str | Sequence[str] | None
-) -> Iterator[None]:
+) -> Putting:
     """Put a resource mapping in force, inside a with-block or as a decorator.
 
     The mapping in force is part of jit's cache key: functions compiled under another one are compiled again, and found
@@ -89,12 +93,46 @@ def axis_mapping(
     {'batch': 'data', 'embed': 'model'}
     """
     new = normalize_mapping({} if mapping is None else mapping) | normalize_mapping(entries)
-    outer = _context.settings_in_force()
-    if merge and outer is not None:
-        new = {**outer.mapping, **new}
-    # Where parameters rest does not change with what is in force while they are used.
-    with _context.in_force(_context.intern_settings(new, outer.parameters if outer is not None else None)):
-        yield
+
+    def settings(outer: _context.Settings | None) -> _context.Settings | None:
+        # Where parameters rest does not change with what is in force while they are used.
+        return _context.changed(outer, mapping={**outer.mapping, **new} if merge and outer is not None else new)
+
+    return Putting("axis_mapping", settings)
+
+
+class Putting:
+    """What `axis_mapping` and its like return: settings to be put in force by a with-block or around a function."""
+
+    def __init__(self, what: str, settings: Callable[[_context.Settings | None], _context.Settings | None]):
+        self._what = what
+        self._settings = settings
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
+
+    def _in_force(self) -> contextlib.AbstractContextManager[None]:
+        return _context.in_force(self._settings(_context.settings_in_force()))
+
+    def __enter__(self) -> None:
+        block = self._in_force()
+        block.__enter__()
+        self._entered.append(block)
+
+    def __exit__(self, *raised: Any) -> None:
+        self._entered.pop().__exit__(*raised)
+
+    def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
+        if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+            raise TypeError(
+                f"{self._what}: {getattr(fn, '__qualname__', fn)} runs between other code, which would see the "
+                f"settings too. Use `with {self._what}(...):` inside of it, around what they are meant for."
+            )
+
+        @functools.wraps(fn)
+        def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self._in_force():
+                return fn(*args, **kwargs)
+
+        return wrapper
 
 
 def current_mapping() -> dict[str, Entry] | None:

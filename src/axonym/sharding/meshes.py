@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -38,6 +38,14 @@ def _older_mesh() -> AnyMesh | None:
         return None
     sharding = probe.sharding
     return sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else None
+
+
+def required_mesh(what: str, mesh: AnyMesh | None) -> AnyMesh:
+    """A mesh passed by hand, or the one in force; there must be one."""
+    mesh = mesh if mesh is not None else current_mesh()
+    if mesh is None:
+        raise ValueError(f"{what}: no mesh is in force. Use jax.set_mesh, or pass a mesh.")
+    return mesh
 
 
 def as_seen_here(mesh: AnyMesh) -> AnyMesh:
@@ -82,16 +90,19 @@ def make_mesh(
     2
     """
     by_name = dict(sizes) if isinstance(sizes, dict) else dict(zip(names or (), sizes, strict=True))
-    available = jax.device_count() if devices is None else len(devices)
-    unknown = [n for n, s in by_name.items() if s == -1]
-    known = int(np.prod([s for s in by_name.values() if s != -1], dtype=int))
-    if len(unknown) > 1:
-        raise ValueError(f"make_mesh: only one size can be left open, got {', '.join(unknown)}.")
-    if unknown:
-        if available % known:
-            raise ValueError(f"make_mesh: {available} devices cannot be divided by {known}, the sizes of {by_name}.")
-        by_name[unknown[0]] = available // known
-    elif known > available:
-        raise ValueError(f"make_mesh: {by_name} needs {known} devices; there are {available}.")
+    by_name = full_sizes(by_name, jax.device_count() if devices is None else len(devices), "make_mesh")
     kind = AxisType.Explicit if explicit else AxisType.Auto
     return jax.make_mesh(tuple(by_name.values()), tuple(by_name), axis_types=(kind,) * len(by_name), devices=devices)
+
+
+def full_sizes(sizes: Mapping[str, int], available: int, what: str) -> dict[str, int]:
+    """The sizes of mesh axes, with the one that is -1 made what the others leave of the devices."""
+    unknown = [n for n, s in sizes.items() if s == -1]
+    known = int(np.prod([s for s in sizes.values() if s != -1], dtype=int))
+    if len(unknown) > 1:
+        raise ValueError(f"{what}: only one size can be left open, got {', '.join(unknown)}.")
+    if unknown and available % known:
+        raise ValueError(f"{what}: {available} devices cannot be divided by {known}, the sizes of {dict(sizes)}.")
+    if known > available:
+        raise ValueError(f"{what}: {dict(sizes)} needs {known} devices; there are {available}.")
+    return {n: available // known if s == -1 else s for n, s in sizes.items()}

@@ -4,6 +4,7 @@ A *placement* says where the leaves of a tree go. It is one of
 
 - a resource mapping: named arrays by their names, and raw arrays in Equinox modules by `field(axis_names=...)`;
 - a `PartitionSpec` or a `NamedSharding`: every array below it, by position;
+- a rule, which looks at each leaf and says which of the above it gets: see `axonym.sharding.ShardingRule`;
 - None: the mapping in force;
 - a tree prefix of these, so that parts of a tree are placed in different ways.
 
@@ -13,6 +14,7 @@ every offender by its path in the tree.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import math
@@ -31,15 +33,20 @@ from .._mesh import Names, mesh_axes
 from ..array import NamedArray, is_named_array
 from ..axis import name_of
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
-from .meshes import AnyMesh, as_seen_here
+from .meshes import AnyMesh, as_seen_here, current_mesh
 
 Placement: TypeAlias = Any
-"""A resource mapping, a partition spec, a sharding, None, or a tree prefix of these."""
+"""A resource mapping, a partition spec, a sharding, a rule, None, or a tree prefix of these."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf of a tree, a named array counting as one, and where it goes."""
+    """One leaf of a tree, a named array counting as one, and where it goes.
+
+    >>> leaf = axn.sharding.Leaf((jax.tree_util.DictKey("w"),), axn.ones({"embed": 2}), ("embed",), (2,))
+    >>> leaf.path, leaf.names
+    ('w', ('embed',))
+    """
 
     keys: tuple[Any, ...]
     """Where it stands in the tree."""
@@ -55,8 +62,34 @@ class Leaf:
 
     @property
     def path(self) -> str:
-        """Where it stands in readable form, as in `layers/0/weight`."""
+        """Where it stands in readable form, as in `layers/0/weight`.
+
+        >>> axn.sharding.Leaf((jax.tree_util.SequenceKey(0),), 1, None, None).path
+        '0'
+        """
         return jax.tree_util.keystr(self.keys, simple=True, separator="/") or "the array"
+
+
+class Rule(abc.ABC):
+    """What a placement is that looks at each leaf."""
+
+    @abc.abstractmethod
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+        """A placement for the leaf, which may be another rule; None passes the leaf on.
+
+        Arguments:
+            leaf: its path, its value (abstract in a traced function), its shape, and its names if it has names.
+            mesh: the mesh, where it is known.
+        """
+
+    def refusal(self, leaf: Leaf) -> str | None:
+        """Why the leaf is passed on, if it is wrong to leave it where it is."""
+        return None
+
+    def answer(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+        """What the rule, and those that it hands the leaf to, say in the end."""
+        answer = self.place(leaf, mesh)
+        return answer.answer(leaf, mesh) if isinstance(answer, Rule) else answer
 
 
 def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) -> tuple[list[Leaf], Any]:
@@ -65,7 +98,7 @@ def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
     Arguments:
         tree: any tree; its arrays may be abstract or traced.
         placement: where the leaves go.
-        mesh: the mesh to check against; None checks only what needs no mesh.
+        mesh: the mesh to check against; None checks only what needs no mesh, and rules see the mesh in force.
         what: the operation, for messages.
     """
     leaves, structure = leaves_of(tree)
@@ -75,15 +108,18 @@ def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
     ready = {
         id(p): normalize_mapping(p, what) for p in {id(p): p for p in placements}.values() if isinstance(p, Mapping)
     }
+    in_force = _context.mapping_in_force()
+    rules_see = current_mesh() if mesh is None else mesh
     placed, problems = [], []
     for leaf, given in zip(leaves, placements, strict=True):
-        given = ready.get(id(given), given)
+        given = in_force if given is None else ready.get(id(given), given)
+        if isinstance(given, Rule):
+            given = _answer(given, leaf, rules_see, what, problems)
         own_mesh = _mesh_of(given, what) if isinstance(given, NamedSharding) else None
-        spec, found = _spec_of(leaf, given, mesh if own_mesh is None else own_mesh)
-        problems += found
+        spec = _spec_of(leaf, given, mesh if own_mesh is None else own_mesh, problems)
         placed.append(Leaf(leaf.keys, leaf.value, leaf.names, leaf.shape, spec, own_mesh))
     if problems:
-        raise ValueError(_listed(what, problems, mesh))
+        raise ValueError(listed(what, problems, mesh))
     return placed, structure
 
 
@@ -138,7 +174,7 @@ def _child(parent: Any, key: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class ByRole:
+class ByRole(Rule):
     """Two mappings, one for parameters and one for everything else.
 
     A parameter has an axis that the first mapping splits in a way of its own, and none that the second one splits over
@@ -148,7 +184,7 @@ class ByRole:
     parameters: Mapping[str, Entry]
     rest: Mapping[str, Entry]
 
-    def of(self, leaf: Leaf) -> Mapping[str, Entry]:
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Mapping[str, Entry]:
         """The mapping that places a leaf."""
         at_rest, at_work = (
             {n: mesh_axes(mapping.get(n)) for n in leaf.names or ()} for mapping in (self.parameters, self.rest)
@@ -158,14 +194,23 @@ class ByRole:
         return self.parameters if own and not own & batch else self.rest
 
 
+@dataclasses.dataclass(frozen=True)
+class ByWork(Rule):
+    """A mapping for what it splits, such as batches, and a rule for everything else, which are the parameters."""
+
+    parameters: Rule
+    work: Mapping[str, Entry]
+
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+        return self.work if any(self.work.get(n) for n in leaf.names or ()) else self.parameters
+
+    def refusal(self, leaf: Leaf) -> str | None:
+        return self.parameters.refusal(leaf)  # the mapping passes nothing on
+
+
 def is_placement(x: Any) -> bool:
     """Whether something is a placement by itself, rather than a tree prefix of placements."""
-    return (
-        x is None
-        or isinstance(x, ByRole)
-        or isinstance(x, (PartitionSpec, jax.sharding.Sharding))
-        or is_resource_mapping(x)
-    )
+    return x is None or isinstance(x, (Rule, PartitionSpec, jax.sharding.Sharding)) or is_resource_mapping(x)
 
 
 def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> list[Any]:
@@ -174,11 +219,25 @@ def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> li
         return [placement] * structure.num_leaves
     try:
         # A placement is wrapped so that one that is itself a tree (a mapping) counts as a leaf.
-        wrapped = jax.tree.map(_Wrapped, placement, is_leaf=is_placement)
+        wrapped = jax.tree.map(_Wrapped, checked_prefix(placement, what), is_leaf=is_placement)
         spread = jax.tree.broadcast(wrapped, jax.tree.unflatten(structure, range(structure.num_leaves)))
     except ValueError as e:
         raise ValueError(f"{what}: the placement is not a prefix of the tree it places. {e}") from None
     return [w.placement if isinstance(w, _Wrapped) else w for w in jax.tree.leaves(spread, is_leaf=_is_wrapped)]
+
+
+def checked_prefix(placement: Placement, what: str) -> Placement:
+    """A tree prefix of placements. The sharding that `match_sharding_rule` gives a named array is taken out of it."""
+
+    def checked(p: Any) -> Placement:
+        p = p.array if is_named_array(p) else p
+        if not is_placement(p):
+            raise TypeError(
+                f"{what}: {p!r} is not a placement. Resource mappings, PartitionSpecs, shardings, rules, and None are."
+            )
+        return p
+
+    return jax.tree.map(checked, placement, is_leaf=lambda x: is_placement(x) or is_named_array(x))
 
 
 class _Wrapped:
@@ -207,39 +266,41 @@ def _mesh_of(sharding: NamedSharding, what: str) -> AnyMesh:
     return as_seen_here(mesh)
 
 
-def _spec_of(leaf: Leaf, placement: Any, mesh: AnyMesh | None) -> tuple[PartitionSpec | None, list[str]]:
-    """The spec of one leaf, and what is wrong with it."""
+def _answer(rule: Rule, leaf: Leaf, mesh: AnyMesh | None, what: str, problems: list[str]) -> Placement:
+    """What a rule says of a leaf; None leaves it where it is."""
     if leaf.shape is None:
-        return None, []
-    if placement is None:
-        placement = _context.mapping_in_force()
-        if placement is None:
-            return None, []
-    if isinstance(placement, ByRole):
-        placement = placement.of(leaf)
-    if isinstance(placement, PartitionSpec):
-        entries = tuple(placement)
-        leaf = _by_position(leaf)
-    elif isinstance(placement, NamedSharding):
-        entries = tuple(placement.spec)
-        leaf = _by_position(leaf)
-    elif isinstance(placement, jax.sharding.Sharding):
-        raise TypeError(f"A placement is a NamedSharding, not a {type(placement).__name__}: names need a mesh.")
-    elif leaf.names is None:
-        return None, []
-    else:
-        entries = tuple(placement.get(n) for n in leaf.names)
-    assert leaf.shape is not None
-    if len(entries) > len(leaf.shape) or (leaf.names is not None and len(leaf.names) != len(leaf.shape)):
-        return None, [_wrong_rank(leaf, entries)]
+        return None
+    answer = rule.answer(leaf, mesh)
+    if answer is None and (refusal := rule.refusal(leaf)):
+        problems.append(f"{leaf.path} {described(leaf)}: {refusal}.")
+    return normalize_mapping(answer, what) if isinstance(answer, Mapping) else answer
+
+
+def _spec_of(leaf: Leaf, placement: Any, mesh: AnyMesh | None, problems: list[str]) -> PartitionSpec | None:
+    """The spec of one leaf; what is wrong with it is added to the problems."""
+    if leaf.shape is None or (entries := entries_of(leaf, placement)) is None:
+        return None
+    names = leaf.names if isinstance(placement, Mapping) or isinstance(leaf.value, NamedArray) else None
+    if len(entries) > len(leaf.shape) or (names is not None and len(names) != len(leaf.shape)):
+        problems.append(_wrong_rank(leaf, entries))
+        return None
     entries += (None,) * (len(leaf.shape) - len(entries))
-    spec, problems = _checked(leaf.names, leaf.shape, entries, mesh)
-    return spec, [f"{leaf.path} {p}" for p in problems]
+    spec, found = _checked(names, leaf.shape, entries, mesh)
+    problems += [f"{leaf.path} {p}" for p in found]
+    return spec
 
 
-def _by_position(leaf: Leaf) -> Leaf:
-    """A raw array is placed by position whether or not its field names its axes."""
-    return leaf if isinstance(leaf.value, NamedArray) else dataclasses.replace(leaf, names=None)
+def entries_of(leaf: Leaf, placement: Placement) -> tuple[Entry, ...] | None:
+    """What a placement that is not a rule says of the axes of a leaf, or None where it says nothing."""
+    if isinstance(placement, PartitionSpec):
+        return tuple(placement)
+    if isinstance(placement, NamedSharding):
+        return tuple(placement.spec)
+    if isinstance(placement, jax.sharding.Sharding):
+        raise TypeError(f"A placement is a NamedSharding, not a {type(placement).__name__}: names need a mesh.")
+    if placement is None or leaf.names is None:
+        return None
+    return tuple(placement.get(n) for n in leaf.names)
 
 
 def check_entries(leaf: Leaf, entries: Sequence[Entry], mesh: AnyMesh | None) -> list[str]:
@@ -255,7 +316,7 @@ def _checked(
     """The spec of these entries, and what is wrong with it. Most leaves of a model are like others, so it is kept."""
     problems = []
     taken: dict[str, str] = {}
-    array = _errors.describe_axes(names, shape) if names is not None else str(shape)
+    array = _described(names, shape)
     called = names if names is not None else tuple(f"dimension {i}" for i in range(len(shape)))
     for name, size, entry in zip(called, shape, entries, strict=True):
         axes = [a for a in mesh_axes(entry) if a is not None] if entry is not PartitionSpec.UNCONSTRAINED else []
@@ -302,6 +363,16 @@ def drop_manual(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
 # --- words ---
 
 
+def described(leaf: Leaf) -> str:
+    """The axes of an array, or its shape where they have no names."""
+    assert leaf.shape is not None
+    return _described(leaf.names, leaf.shape)
+
+
+def _described(names: Names | None, shape: Sequence[int]) -> str:
+    return str(tuple(shape)) if names is None else _errors.describe_axes(names, shape)
+
+
 def _wrong_rank(leaf: Leaf, entries: Sequence[Entry]) -> str:
     assert leaf.shape is not None
     if isinstance(leaf.value, NamedArray) and len(leaf.value.names) != len(leaf.shape):
@@ -315,7 +386,8 @@ def _wrong_rank(leaf: Leaf, entries: Sequence[Entry]) -> str:
     return f"{leaf.path}: {PartitionSpec(*entries)} has {len(entries)} entries for an array of shape {leaf.shape}."
 
 
-def _listed(what: str, problems: Sequence[str], mesh: AnyMesh | None) -> str:
+def listed(what: str, problems: Sequence[str], mesh: AnyMesh | None) -> str:
+    """One message of all problems."""
     where = "" if mesh is None else f" on mesh {_errors.describe_shape(mesh.shape)}"
     if len(problems) == 1:
         return f"{what}{where}: {problems[0]}"

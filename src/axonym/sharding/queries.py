@@ -14,7 +14,7 @@ from .._mesh import mesh_axes
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
 from .mapping import PhysicalAxisSpec, ResourceMapping
-from .meshes import AnyMesh, current_mesh
+from .meshes import AnyMesh, required_mesh
 from .placement import Leaf, Placement, mapping_of, resolve
 
 
@@ -47,7 +47,7 @@ def physical_axis_size(
     entry = mapping_of(mapping).get(name_of(axis))
     if entry is None:
         return None
-    mesh = _required_mesh("physical_axis_size", mesh)
+    mesh = required_mesh("physical_axis_size", mesh)
     _check_known("physical_axis_size", axis, entry, mesh)
     return math.prod(mesh.shape[a] for a in mesh_axes(entry))
 
@@ -80,7 +80,7 @@ def sharding_for_axis(
     >>> axn.partitioning.sharding_for_axis(("batch", "embed"), {"batch": "data"}, mesh).spec
     P('data', None)
     """
-    mesh = _required_mesh("sharding_for_axis", mesh)
+    mesh = required_mesh("sharding_for_axis", mesh)
     spec = pspec_for_axis(axis, mapping)
     found = selectors(axis)
     for selector, entry in zip(found, spec, strict=True):
@@ -127,7 +127,7 @@ def infer_resource_partitions(
     >>> axn.partitioning.infer_resource_partitions(tree, {"embed": "model"}, mesh=mesh)["w"].spec
     P('model',)
     """
-    mesh = _required_mesh("infer_resource_partitions", mesh)
+    mesh = required_mesh("infer_resource_partitions", mesh)
     leaves, structure = resolve(tree, resource_mapping, mesh, "infer_resource_partitions")
 
     def sharding(leaf: Leaf) -> Any:
@@ -161,13 +161,6 @@ def round_axis_for_partitioning(
         return axis
     parts = physical_axis_size(axis, mapping, mesh) or 1
     return axis.resize(-(-axis.size // parts) * parts)
-
-
-def _required_mesh(what: str, mesh: AnyMesh | None) -> AnyMesh:
-    mesh = mesh if mesh is not None else current_mesh()
-    if mesh is None:
-        raise ValueError(f"{what}: no mesh is in force. Use jax.set_mesh, or pass a mesh.")
-    return mesh
 
 
 def _check_known(what: str, axis: AxisSelector, entry: Any, mesh: AnyMesh) -> None:

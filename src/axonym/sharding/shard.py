@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -18,7 +18,7 @@ from .._compat import INLINE
 from .._mesh import mesh_axes
 from ..array import NamedArray, wrap
 from .meshes import AnyMesh, as_seen_here, current_mesh
-from .placement import Leaf, Placement, drop_manual, resolve, shardings_in
+from .placement import Leaf, Placement, checked_prefix, drop_manual, is_placement, resolve, shardings_in
 
 T = TypeVar("T")
 
@@ -120,6 +120,16 @@ def to_host(tree: T) -> T:
 def shard_quietly(tree: T, placement: Placement, what: str) -> T:
     """`shard` for other parts of the library: without a mapping or a mesh, the tree as it is."""
     return _shard(tree, placement, None, what, warn=False)
+
+
+def shard_arguments(values: Mapping[str, Any], placements: Iterable[Placement], what: str) -> dict[str, Any]:
+    """Arguments, each in a placement of its own. Errors call them by their names."""
+    placed = {}
+    for (name, value), placement in zip(values.items(), placements, strict=True):
+        # A dictionary of one argument and its placement would read as a mapping if the placement is None.
+        prefix = placement if is_placement(placement) else {name: checked_prefix(placement, what)}
+        placed |= shard_quietly({name: value}, prefix, what)
+    return placed
 
 
 def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn: bool) -> T:

@@ -1,0 +1,14 @@
+"""Looking at trees: how their arrays lie on devices, and what is wrong with them."""
+
+from ..util import is_jax_or_hax_array_like as is_jax_or_hax_array_like
+from .problems import (
+    IdentityMap as IdentityMap,
+    ModuleProblems as ModuleProblems,
+    diagnose_common_issues as diagnose_common_issues,
+)
+from .shardings import (
+    describe_array as describe_array,
+    describe_shardings as describe_shardings,
+    visualize_named_sharding as visualize_named_sharding,
+    visualize_shardings as visualize_shardings,
+)

@@ -1,0 +1,156 @@
+"""What is commonly wrong with a model: arrays that are in it twice, or where no transform sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, MutableMapping
+from typing import Any, Generic, TypeVar
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from ..array import NamedArray, is_named_array
+from .shardings import describe_array
+
+__all__ = ["IdentityMap", "ModuleProblems", "diagnose_common_issues"]
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class IdentityMap(MutableMapping[_K, _V], Generic[_K, _V]):
+    """A mapping whose keys are compared by identity, so that arrays can be keys.
+
+    Arguments:
+        iterable: pairs of keys and values to start with.
+
+    >>> x, y = jnp.ones(2), jnp.ones(2)
+    >>> found = axn.debug.IdentityMap([(x, "x")])
+    >>> found[x], y in found
+    ('x', False)
+    """
+
+    def __init__(self, iterable: Iterable[tuple[_K, _V]] | None = None):
+        self._items: dict[int, tuple[_K, _V]] = {}  # a key that is kept here keeps its id
+        for key, value in iterable or ():
+            self[key] = value
+
+    def __getitem__(self, key: _K) -> _V:
+        try:
+            return self._items[id(key)][1]
+        except KeyError:
+            raise KeyError(key) from None
+
+    def __setitem__(self, key: _K, value: _V) -> None:
+        self._items[id(key)] = (key, value)
+
+    def __delitem__(self, key: _K) -> None:
+        del self._items[id(key)]
+
+    def __contains__(self, key: object) -> bool:
+        return id(key) in self._items
+
+    def __iter__(self) -> Iterator[_K]:
+        return (key for key, _ in self._items.values())
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __repr__(self) -> str:
+        return f"IdentityMap({list(self._items.values())})"
+
+
+class ModuleProblems(Exception):
+    """What `diagnose_common_issues` found.
+
+    >>> problems = axn.debug.ModuleProblems()
+    >>> problems.static_arrays.append(".table")
+    >>> bool(problems), str(problems)
+    (True, 'This module has problems:\\n  an array in the static field .table')
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reused_arrays: list[tuple[str, list[str]]] = []
+        """Arrays that stand in several places: a description, and the paths."""
+        self.static_arrays: list[str] = []
+        """The paths of static fields with arrays in them."""
+        self.wrong_ranks: list[tuple[str, str]] = []
+        """Named arrays with more or fewer names than axes: a description, and the path."""
+
+    def __bool__(self) -> bool:
+        return bool(self.reused_arrays or self.static_arrays or self.wrong_ranks)
+
+    def __str__(self) -> str:
+        found = [f"one array, {what}, at {' and at '.join(paths)}" for what, paths in self.reused_arrays]
+        found += [f"an array in the static field {path}" for path in self.static_arrays]
+        found += [f"names that do not fit the array, {what}, at {path}" for what, path in self.wrong_ranks]
+        return "\n  ".join(["This module has problems:", *found])
+
+
+def diagnose_common_issues(module: Any) -> None:
+    """Raise `ModuleProblems` if something common is wrong with a module, or with any other tree.
+
+    - An array stands in several places. After a step of training these are different arrays, so a tied parameter must
+      stand in one place, and be used from there.
+    - An array is in a static field. Transforms do not see it there, it is part of what is compiled, and it cannot be
+      hashed.
+    - A named array has more or fewer names than axes, as a positional transform such as `jax.vmap` leaves it behind.
+
+    Arguments:
+        module: an Equinox module, or a tree with modules in it.
+
+    >>> import equinox as eqx
+    >>> class Tied(eqx.Module):
+    ...     embed: axn.NamedArray
+    ...     unembed: axn.NamedArray
+    >>> w = axn.ones({"vocab": 4})
+    >>> axn.debug.diagnose_common_issues(Tied(w, w))
+    Traceback (most recent call last):
+    ...
+    axonym.debug.problems.ModuleProblems: This module has problems:
+      one array, float32[vocab=4], at .embed and at .unembed
+    """
+    problems = ModuleProblems()
+    _find_reused_arrays(problems, module)
+    _find_static_arrays(problems, module, "")
+    _find_wrong_ranks(problems, module)
+    if problems:
+        raise problems
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray))
+
+
+def _find_reused_arrays(problems: ModuleProblems, tree: Any) -> None:
+    places: IdentityMap[Any, list[tuple[str, Any]]] = IdentityMap()
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_named_array):
+        array = leaf.array if isinstance(leaf, NamedArray) else leaf
+        if _is_array(array):
+            places.setdefault(array, []).append((jax.tree_util.keystr(path), leaf))
+    for found in places.values():
+        if len(found) > 1:
+            problems.reused_arrays.append((describe_array(found[0][1]), [path for path, _ in found]))
+
+
+def _find_static_arrays(problems: ModuleProblems, tree: Any, path: str) -> None:
+    if not isinstance(tree, eqx.Module):
+        children = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, eqx.Module))
+        for keys, child in children:
+            if isinstance(child, eqx.Module):
+                _find_static_arrays(problems, child, path + jax.tree_util.keystr(keys))
+        return
+    for field in dataclasses.fields(tree):
+        value = getattr(tree, field.name, None)
+        if not field.metadata.get("static", False):
+            _find_static_arrays(problems, value, f"{path}.{field.name}")
+        elif any(_is_array(x) for x in jax.tree.leaves(value)):
+            problems.static_arrays.append(f"{path}.{field.name}")
+
+
+def _find_wrong_ranks(problems: ModuleProblems, tree: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_named_array):
+        if isinstance(leaf, NamedArray) and _is_array(leaf.array) and leaf.array.ndim != len(leaf.names):
+            problems.wrong_ranks.append((describe_array(leaf), jax.tree_util.keystr(path)))

@@ -1,0 +1,274 @@
+"""How arrays lie on devices, in words and pictures, by the names of axes and mesh axes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, Sharding
+
+from .. import _errors
+from .._mesh import mesh_axes
+from ..array import NamedArray, wrap
+from ..axis import Axis
+from ..sharding.placement import Leaf, leaves_of
+
+__all__ = ["describe_array", "describe_shardings", "visualize_named_sharding", "visualize_shardings"]
+
+_WIDTH = 100
+_HEIGHT = 16
+"""A picture with longer lines, or more rows, is left out."""
+
+Range: TypeAlias = tuple[int, int]
+"""The part of an axis that is on a device, from the first index up to the last but one."""
+
+
+def visualize_shardings(tree: Any) -> None:
+    """Print how every array of a tree lies on devices.
+
+    An axis that is split is shown with its mesh axes, and with the part of it that each device has. Inside `jax.jit`
+    this is known when the program is compiled, and printed then. Arrays that look the same share one picture.
+
+    Arguments:
+        tree: any tree; a named array is a tree, too.
+
+    >>> mesh = axn.make_mesh({"data": 2})
+    >>> x = axn.shard(axn.zeros({"batch": 4, "embed": 3}), {"batch": "data"}, mesh)
+    >>> axn.debug.visualize_shardings({"x": x})
+    x: float32[batch=4, embed=3], 24 B of 48 B on each of 2 CPU devices
+      batch=4 over data=2, 2 on each
+        batch → 0:2   2:4
+              ┌─────┬─────┐
+              │  0  │  1  │
+              └─────┴─────┘
+    """
+    known = []
+    for leaf in _arrays(tree):
+        array = _raw(leaf)
+        if isinstance(array, Tracer):
+            jax.debug.inspect_array_sharding(array, callback=functools.partial(_print_traced, leaf))
+        else:
+            known.append(leaf)
+    if known:
+        print(_describe(known))
+
+
+def _print_traced(leaf: Leaf, sharding: Sharding) -> None:
+    print("\n".join(_described(leaf, sharding) + _pictured(leaf, sharding)))
+
+
+def visualize_named_sharding(axes: Sequence[Axis], sharding: Sharding) -> None:
+    """Print how a sharding would lay an array with these axes on devices.
+
+    Arguments:
+        axes: the axes, in order.
+        sharding: the sharding.
+
+    >>> mesh = axn.make_mesh({"data": 2})
+    >>> sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    >>> axn.debug.visualize_named_sharding(axn.make_axes(batch=4, embed=3), sharding)
+    (batch=4, embed=3) on 2 CPU devices
+      batch=4 over data=2, 2 on each
+        batch → 0:2   2:4
+              ┌─────┬─────┐
+              │  0  │  1  │
+              └─────┴─────┘
+    """
+    shape = tuple(a.size for a in axes)
+    names = tuple(a.name for a in axes)
+    head = f"{_errors.describe_axes(names, shape)} on {_kind(sharding)}"
+    print("\n".join([head, *_splits(names, shape, sharding), *_picture(names, shape, sharding)]))
+
+
+def describe_shardings(tree: Any) -> str:
+    """What `visualize_shardings` prints, as a string; arrays that are being traced are not placed yet.
+
+    Arguments:
+        tree: any tree.
+
+    >>> axn.debug.describe_shardings({"x": axn.zeros({"embed": 3}), "y": np.zeros(3)})
+    'x: float32[embed=3], 12 B on CPU 0\\ny: float64[3], 24 B on the host\\n2 arrays, 36 B; 12 B on CPU 0'
+    """
+    return _describe(_arrays(tree))
+
+
+def describe_array(arr: Any) -> str:
+    """The dtype and the axes of an array, without its values.
+
+    Arguments:
+        arr: an array of any kind.
+
+    >>> axn.debug.describe_array(axn.zeros({"batch": 4})), axn.debug.describe_array(jnp.zeros((2, 3)))
+    ('float32[batch=4]', 'float32[2, 3]')
+    """
+    if isinstance(arr, NamedArray):
+        return str(arr)
+    return f"{arr.dtype}[{', '.join(map(str, arr.shape))}]"
+
+
+# --- all arrays of a tree ---
+
+
+def _arrays(tree: Any) -> list[Leaf]:
+    return [leaf for leaf in leaves_of(tree)[0] if leaf.shape is not None]
+
+
+def _raw(leaf: Leaf) -> Any:
+    return leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
+
+
+def _describe(leaves: Sequence[Leaf]) -> str:
+    shardings = [None if isinstance(_raw(x), Tracer) else getattr(_raw(x), "sharding", None) for x in leaves]
+    lines: list[str] = []
+    shown: set[tuple[str, ...]] = set()
+    for leaf, sharding in zip(leaves, shardings, strict=True):
+        lines += _described(leaf, sharding)
+        picture = tuple(_pictured(leaf, sharding))
+        lines += [] if picture in shown else picture
+        shown.add(picture)
+    if len(leaves) > 1:
+        lines.append(_total(leaves, shardings))
+    return "\n".join(lines) or "no arrays"
+
+
+def _total(leaves: Sequence[Leaf], shardings: Sequence[Sharding | None]) -> str:
+    """How much all arrays take together, and on the device that has the most of them."""
+    on_device: dict[Any, int] = {}
+    for leaf, sharding in zip(leaves, shardings, strict=True):
+        for device, ranges in ({} if sharding is None else _ranges(leaf.shape or (), sharding)).items():
+            on_device[device] = on_device.get(device, 0) + _elements(ranges) * _raw(leaf).dtype.itemsize
+    text = f"{len(leaves)} arrays, {_bytes(sum(_raw(x).size * _raw(x).dtype.itemsize for x in leaves))}"
+    if not on_device:
+        return text
+    fullest = max(on_device, key=lambda device: on_device[device])
+    alike = len(on_device) > 1 and len(set(on_device.values())) == 1
+    where = f"each of {len(on_device)} devices" if alike else _device(fullest)
+    return f"{text}; {'' if alike or len(on_device) == 1 else 'at most '}{_bytes(on_device[fullest])} on {where}"
+
+
+def _described(leaf: Leaf, sharding: Sharding | None) -> list[str]:
+    """One array: what it is, how much of it is where, and how the axes are split that are."""
+    array, shape = _raw(leaf), leaf.shape or ()
+    head = f"{leaf.path}: {describe_array(array if leaf.names is None else wrap(array, leaf.names))}, "
+    whole = math.prod(shape) * array.dtype.itemsize
+    if sharding is None:
+        traced = "being traced" if isinstance(array, Tracer) else "not placed"
+        return [f"{head}{_bytes(whole)} {'on the host' if isinstance(array, np.ndarray) else traced}"]
+    part = _elements(next(iter(_ranges(shape, sharding).values()))) * array.dtype.itemsize
+    share = _bytes(part) + (f" of {_bytes(whole)}" if part != whole else "")
+    several = "each of " if len(sharding.device_set) > 1 else ""
+    return [f"{head}{share} on {several}{_kind(sharding)}", *_splits(leaf.names, shape, sharding)]
+
+
+def _pictured(leaf: Leaf, sharding: Sharding | None) -> list[str]:
+    return [] if sharding is None else _picture(leaf.names, leaf.shape or (), sharding)
+
+
+# --- one sharding ---
+
+
+def _splits(names: Sequence[str] | None, shape: Sequence[int], sharding: Sharding) -> list[str]:
+    """A line for each axis that is split."""
+    lines = []
+    for i, parts in _split_axes(shape, sharding).items():
+        how = f"in {len(parts)} parts"
+        if isinstance(sharding, NamedSharding):
+            how = "over " + ", ".join(f"{a}={sharding.mesh.shape[a]}" for a in mesh_axes(sharding.spec[i]))
+        sizes = " or ".join(str(n) for n in sorted({stop - start for start, stop in parts}, reverse=True))
+        lines.append(f"  {_label(i, names, shape)}={shape[i]} {how}, {sizes} on each")
+    return lines
+
+
+def _split_axes(shape: Sequence[int], sharding: Sharding) -> dict[int, list[Range]]:
+    """The positions of the axes that are split, and the parts of each."""
+    parts = (sorted(set(of_axis)) for of_axis in zip(*_ranges(shape, sharding).values(), strict=True))
+    return {i: of_axis for i, of_axis in enumerate(parts) if len(of_axis) > 1}
+
+
+def _ranges(shape: Sequence[int], sharding: Sharding) -> dict[Any, tuple[Range, ...]]:
+    """The part of each axis that each device has."""
+    indices = sharding.devices_indices_map(tuple(shape))
+    return {
+        device: tuple(s.indices(size)[:2] for s, size in zip(slices or (), shape, strict=True))
+        for device, slices in indices.items()
+    }
+
+
+def _picture(names: Sequence[str] | None, shape: Sequence[int], sharding: Sharding) -> list[str]:
+    """A grid that shows which devices have which part; nothing where more than two axes are split, or it is too big."""
+    split = _split_axes(shape, sharding)
+    if len(split) not in (1, 2):
+        return []
+    owners: dict[tuple[Range, ...], list[int]] = {}
+    for device, ranges in _ranges(shape, sharding).items():
+        owners.setdefault(tuple(ranges[i] for i in split), []).append(device.id)
+    labels = [_label(i, names, shape) for i in split]
+    *above, columns = split.values()
+    rows: list[tuple[Range, ...]] = [(r,) for r in above[0]] if above else [()]
+    cells = [[_ids(owners[(*row, column)]) for column in columns] for row in rows]
+    corner = f"{labels[0]} ↓ {labels[1]} →" if above else f"{labels[0]} →"
+    width = max(len(text) for texts in [*cells, [_range(c) for c in columns]] for text in texts) + 2
+    if len(rows) > _HEIGHT or len(corner) + (width + 1) * len(columns) > _WIDTH:
+        return []
+    lines = [f"    {corner} " + " ".join(_range(c).ljust(width) for c in columns).rstrip()]
+    border = "─" * width
+    margin = " " * (len(corner) + 5)
+    lines.append(f"{margin}┌{'┬'.join([border] * len(columns))}┐")
+    for i, (row, texts) in enumerate(zip(rows, cells, strict=True)):
+        label = "".join(map(_range, row)).rjust(len(margin) - 1)
+        lines.append(f"{label} │{'│'.join(t.center(width) for t in texts)}│")
+        if i + 1 < len(rows):
+            lines.append(f"{margin}├{'┼'.join([border] * len(columns))}┤")
+    lines.append(f"{margin}└{'┴'.join([border] * len(columns))}┘")
+    return lines
+
+
+# --- numbers and words ---
+
+
+def _label(i: int, names: Sequence[str] | None, shape: Sequence[int]) -> str:
+    return names[i] if names is not None and len(names) == len(shape) else f"axis {i}"
+
+
+def _elements(ranges: Sequence[Range]) -> int:
+    return math.prod(stop - start for start, stop in ranges)
+
+
+def _range(part: Range) -> str:
+    return f"{part[0]}:{part[1]}"
+
+
+def _ids(ids: Sequence[int]) -> str:
+    """`0-3,6` for 0, 1, 2, 3 and 6."""
+    runs: list[list[int]] = []
+    for i in sorted(ids):
+        if runs and i == runs[-1][-1] + 1:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _device(device: Any) -> str:
+    return f"{device.platform.upper()} {device.id}"
+
+
+def _kind(sharding: Sharding) -> str:
+    """`8 CPU devices`, or `CPU 0` where there is one."""
+    device = min(sharding.device_set, key=lambda d: d.id)
+    count = len(sharding.device_set)
+    text = f"{count} {device.platform.upper()} devices" if count > 1 else _device(device)
+    return text + (", in pinned host memory" if sharding.memory_kind == "pinned_host" else "")
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.1f}".removesuffix(".0") + f" {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

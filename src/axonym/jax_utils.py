@@ -1,0 +1,311 @@
+"""Small helpers around JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from equinox import filter_checkpoint as filter_checkpoint
+from jax.experimental import multihost_utils
+
+from .array import NamedArray
+from .axis import Axis
+from .sharding.shard import in_trace
+from .tree import maybe_rng_split as maybe_rng_split
+
+__all__ = [
+    "F",
+    "Static",
+    "assert_equal",
+    "broadcast_one_to_all",
+    "broadcast_prefix",
+    "ensure_scalar",
+    "is_in_jit",
+    "is_jax_array_like",
+    "is_on_mac_metal",
+    "is_pallas_dslice",
+    "is_scalarish",
+    "multilevel_scan",
+    "named_call",
+    "shaped_rng_split",
+    "sync_global_devices",
+    "to_jax_shape",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+# --- trees ---
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """Wraps a hashable value so that trees have it in their structure, not among their leaves.
+
+    Arguments:
+        value: the value.
+
+    >>> jax.tree.leaves([axn.jax_utils.Static("mean"), 3])
+    [3]
+    >>> jax.jit(lambda how, x: getattr(jnp, how.value)(x))(axn.jax_utils.Static("mean"), jnp.ones(2))
+    Array(1., dtype=float32)
+    """
+
+    value: Any
+
+
+def broadcast_prefix(prefix_tree: Any, full_tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """A tree of the structure of `full_tree`, with the leaves of a tree prefix repeated below where they stand.
+
+    Arguments:
+        prefix_tree: the tree prefix.
+        full_tree: the tree; its leaves do not matter.
+        is_leaf: what else counts as a leaf of the prefix.
+
+    >>> axn.jax_utils.broadcast_prefix((1, 2), ("a", {"b": "c"}))
+    (1, {'b': 2})
+    """
+    return jax.tree.broadcast(prefix_tree, full_tree, is_leaf=is_leaf)
+
+
+# --- processes ---
+
+
+def broadcast_one_to_all(in_tree: Any, is_source: bool | None = None) -> Any:
+    """The arrays of one process, in all processes.
+
+    Arguments:
+        in_tree: a tree of arrays, of the same shapes in every process.
+        is_source: whether this process is the one; by default the first is.
+
+    >>> axn.jax_utils.broadcast_one_to_all({"step": np.ones(2)})
+    {'step': array([1., 1.])}
+    """
+    return multihost_utils.broadcast_one_to_all(in_tree, is_source)
+
+
+def assert_equal(in_tree: Any, fail_message: str = "") -> None:
+    """Check that all processes have the same values.
+
+    Arguments:
+        in_tree: a tree of arrays.
+        fail_message: what the error starts with if they have not.
+
+    >>> axn.jax_utils.assert_equal({"step": np.ones(2)}, "The processes disagree")
+    """
+    if _equal(in_tree):
+        return
+    # Every process came to the same answer, so all of them ask once more, leaf by leaf.
+    differing = [
+        jax.tree_util.keystr(path, simple=True, separator="/") or "the array"
+        for path, leaf in jax.tree.leaves_with_path(in_tree)
+        if not _equal(leaf)
+    ]
+    listed = ", ".join(differing)
+    raise AssertionError(f"{fail_message or 'assert_equal'}: the processes have different values of {listed}.")
+
+
+def _equal(tree: Any) -> bool:
+    try:
+        multihost_utils.assert_equal(tree)
+    except AssertionError:
+        return False
+    return True
+
+
+def sync_global_devices(name: str) -> None:
+    """Wait until all processes have come here.
+
+    Arguments:
+        name: what they wait for; all must give the same.
+
+    >>> axn.jax_utils.sync_global_devices("checkpoint written")
+    """
+    multihost_utils.sync_global_devices(name)
+
+
+# --- functions ---
+
+
+def named_call(f: Any = None, name: str | None = None) -> Any:
+    """Decorate a function so that profiles and compiled programs show what it does under its name.
+
+    Arguments:
+        f: the function or method.
+        name: the name; by default that of the function, for a method with that of its class in front, and for
+            `__call__` only that of the class.
+
+    >>> @axn.jax_utils.named_call(name="squares")
+    ... def f(x):
+    ...     return x * x
+    >>> "squares" in str(jax.jit(f).lower(2.0).as_text(debug_info=True))
+    True
+    """
+    if f is None:
+        return functools.partial(named_call, name=name)
+    scope = name or _scope_of(f)
+
+    @functools.wraps(f)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(scope):
+            return f(*args, **kwargs)
+
+    return called
+
+
+def _scope_of(f: Any) -> str:
+    qualified = getattr(f, "__qualname__", type(f).__name__)
+    return qualified.rpartition("<locals>.")[2].removesuffix(".__call__")
+
+
+def multilevel_scan(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    xs: Any,
+    outer_size: int,
+    length: int,
+    reverse: bool = False,
+    unroll: int = 1,
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` as a scan of scans, which keeps less for the gradient.
+
+    Only the carries between the inner scans are kept, and each inner scan is computed again when its gradient is. With
+    an outer size near the square root of the length, memory grows with that root. This is a function of positions, like
+    `jax.lax.scan`; `axonym.scan` does the same for a named axis with `remat="nested"`.
+
+    Arguments:
+        f: the step, from a carry and an element to a carry and an output.
+        carry: the first carry.
+        xs: a tree of raw arrays to scan over their first axis, or None.
+        outer_size: the number of inner scans, which divides the length.
+        length: the number of steps.
+        reverse: go from the last element to the first.
+        unroll: how many steps of the inner scans are unrolled.
+
+    >>> axn.jax_utils.multilevel_scan(lambda c, x: (c + x, c), 0.0, jnp.arange(4.0), outer_size=2, length=4)
+    (Array(6., dtype=float32), Array([0., 0., 1., 3.], dtype=float32, weak_type=True))
+    """
+    if length % outer_size:
+        raise ValueError(f"multilevel_scan: {length} steps do not divide into {outer_size} scans of one length.")
+    wrong = {x.shape[0] for x in jax.tree.leaves(xs)} - {length}
+    if wrong:
+        raise ValueError(f"multilevel_scan: {length} steps, but `xs` has {sorted(wrong)} elements.")
+    inner_size = length // outer_size
+
+    # What JAX does so that a compiler cannot undo the recomputation is not needed inside a loop.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def inner(carry: Any, xs: Any) -> tuple[Any, Any]:
+        return jax.lax.scan(f, carry, xs, length=inner_size, reverse=reverse, unroll=unroll)
+
+    blocks = jax.tree.map(lambda x: jnp.reshape(x, (outer_size, inner_size, *x.shape[1:])), xs)
+    carry, ys = jax.lax.scan(inner, carry, blocks, length=outer_size, reverse=reverse)
+    return carry, jax.tree.map(lambda y: jnp.reshape(y, (length, *y.shape[2:])), ys)
+
+
+# --- keys and shapes ---
+
+
+def shaped_rng_split(key: jax.Array, split_shape: int | Axis | Sequence[int | Axis] = 2) -> jax.Array:
+    """Random keys from one, in an array of any shape.
+
+    Arguments:
+        key: a random key.
+        split_shape: the shape. Where it holds one key, that is the key itself.
+
+    >>> axn.jax_utils.shaped_rng_split(jax.random.key(0), (2, 3)).shape
+    (2, 3)
+    """
+    shape = to_jax_shape(split_shape)
+    if math.prod(shape) == 1:
+        return jnp.reshape(key, shape + key.shape)  # an old-style key has an axis of its own
+    return jax.random.split(key, shape)
+
+
+def to_jax_shape(shape: int | Axis | Sequence[int | Axis]) -> tuple[int, ...]:
+    """The positional shape that axes, or sizes, or a mixture of them stand for.
+
+    Arguments:
+        shape: an axis, a size, or a sequence of them.
+
+    >>> axn.jax_utils.to_jax_shape((axn.Axis("batch", 8), 3))
+    (8, 3)
+    """
+    items = shape if isinstance(shape, Sequence) else (shape,)
+    return tuple(s.size if isinstance(s, Axis) else operator.index(s) for s in items)
+
+
+# --- questions ---
+
+
+def is_jax_array_like(x: Any) -> bool:
+    """Whether something has a shape and a dtype: raw, NumPy, named and abstract arrays do.
+
+    >>> axn.jax_utils.is_jax_array_like(np.ones(2)), axn.jax_utils.is_jax_array_like(3.0)
+    (True, False)
+    """
+    array = x.array if isinstance(x, NamedArray) else x  # which can be a placeholder
+    return hasattr(array, "shape") and hasattr(array, "dtype")
+
+
+def is_scalarish(x: Any) -> bool:
+    """Whether something is a number or an array without axes.
+
+    >>> axn.jax_utils.is_scalarish(3), axn.jax_utils.is_scalarish(axn.ones({"x": 2}))
+    (True, False)
+    """
+    return isinstance(x, (bool, int, float, complex)) or getattr(x, "ndim", None) == 0
+
+
+def ensure_scalar(x: Any, *, name: str = "value") -> Any:
+    """The raw array of a named array without axes; anything that is not a named array is returned as it is.
+
+    Arguments:
+        x: a named array or anything else.
+        name: what the error calls it, if it has axes.
+
+    >>> axn.jax_utils.ensure_scalar(axn.sum(axn.ones({"x": 2})))
+    Array(2., dtype=float32)
+    """
+    if not isinstance(x, NamedArray):
+        return x
+    if x.names:
+        raise TypeError(f"{name} must be a scalar, got {x}.")
+    return x.array
+
+
+def is_in_jit() -> bool:
+    """Whether a program is being traced by `jax.jit`, or by what builds on it.
+
+    >>> axn.jax_utils.is_in_jit()
+    False
+    >>> jax.jit(lambda x: x + axn.jax_utils.is_in_jit())(0)
+    Array(1, dtype=int32, weak_type=True)
+    """
+    return in_trace()
+
+
+def is_on_mac_metal() -> bool:
+    """Whether JAX runs on the GPU of a Mac.
+
+    >>> axn.jax_utils.is_on_mac_metal()
+    False
+    """
+    return jax.default_backend().lower() == "metal"
+
+
+def is_pallas_dslice(x: object) -> bool:
+    """Whether something is a slice as Pallas writes it, `pl.ds(start, size)`.
+
+    >>> axn.jax_utils.is_pallas_dslice(slice(0, 3))
+    False
+    """
+    pallas = sys.modules.get("jax.experimental.pallas")  # importing it takes long; without it there is no such slice
+    return pallas is not None and isinstance(x, pallas.Slice)

@@ -1,0 +1,400 @@
+"""Collectives by name, for use inside `shard_map`.
+
+What a collective communicates over is given by a logical axis, through the arguments of the `shard_map` and the mapping
+in force, or by a mesh axis. What it does to an array is said by the array's own axes, whose sizes change accordingly:
+
+| collective                      | what it does                                                 | size of the axis    |
+|---------------------------------|--------------------------------------------------------------|---------------------|
+| `psum`, `pmean`, `pmax`, `pmin` | combines the values of all devices, element by element       |                     |
+| `all_gather(x, axis)`           | puts the parts of an axis together                           | multiplied          |
+| `psum_scatter(x, axis, over)`   | sums over all devices, of which each keeps a part of an axis | divided             |
+| `all_to_all(x, split, gather)`  | splits one axis and puts the parts of another together       | divided, multiplied |
+| `ppermute`, `shift`             | sends the whole array to another device, or around a ring    |                     |
+| `axis_index`, `axis_size`       | which device this is, and of how many                        |                     |
+| `axis_offset`                   | where the part that this device has of an axis starts        |                     |
+| `pvary`                         | lets a value that is the same everywhere differ from here on |                     |
+
+With `check_vma`, JAX keeps track of which mesh axes a value *varies* over, that is, may differ along. Gathering or
+reducing something over an axis along which it does not vary is a mistake, and an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _errors
+from .._compat import varying_axes
+from ..array import NamedArray, wrap
+from ..axis import Axis, AxisSelector, name_of
+from ..ops._families import map_tree, publish
+from ..ops._operands import require_named
+from ._view import (
+    Axes,
+    MeshAxis as MeshAxis,
+    Words,
+    axes_meant,
+    axes_that_split,
+    count,
+    describe_axes,
+    require_varying,
+    view_in_force,
+)
+
+T = TypeVar("T")
+
+
+class _Reduction(Protocol):
+    def __call__(self, x: T, axis: Words) -> T: ...
+
+
+def _reduction(
+    name: str, fn: Callable[..., Any], summary: str, consequence: str, example: str, shown: str
+) -> _Reduction:
+    def op(x, axis):
+        axes = axes_meant(name, axis)
+
+        def reduce(leaf):
+            require_varying(name, leaf, axes, consequence.format(count=count(axes)))
+            return _map_array(lambda a: fn(a, axes), leaf)
+
+        return map_tree(reduce, x) if axes else x
+
+    doc = f"""{summary}
+
+    The result is the same on all of them. It has the axes that `x` has: to reduce a logical axis away, reduce the part
+    of it that each device has first, as with `axonym.sum(x, axis)`.
+
+    Arguments:
+        x: a named array, a raw array, or a tree of them.
+        axis: the logical axis or mesh axis to go over, or several.
+
+    >>> mesh, x = axn.make_mesh({{"data": 2}}), axn.named([1.0, 5.0, 2.0, 4.0], "batch")
+    >>> step = axn.shard_map(lambda x: {example}, mesh=mesh, mapping={{"batch": "data"}})
+    >>> step(x)
+    NamedArray(float32[], {shown})
+    """
+    return publish(op, name, __name__, doc)
+
+
+_NO_NEED = "it is the result already."
+_ADDED = (
+    "the sum would be {count} times it. (The gradient with respect to what is the same on all devices is summed by "
+    "differentiation already.)"
+)
+
+psum = _reduction(
+    "psum", jax.lax.psum, "The sum over devices.", _ADDED, 'axn.psum(axn.sum(x, "batch"), "batch")', "12."
+)
+pmean = _reduction(
+    "pmean",
+    jax.lax.pmean,
+    "The mean over devices.",
+    "it is the mean already. (The gradient with respect to what is the same on all devices is summed by "
+    "differentiation already; to average it, take the gradient of a loss that is averaged.)",
+    'axn.pmean(axn.mean(x, "batch"), "batch")',
+    "3.",
+)
+pmax = _reduction(
+    "pmax", jax.lax.pmax, "The largest value over devices.", _NO_NEED, 'axn.pmax(axn.max(x, "batch"), "batch")', "5."
+)
+pmin = _reduction(
+    "pmin", jax.lax.pmin, "The smallest value over devices.", _NO_NEED, 'axn.pmin(axn.min(x, "batch"), "batch")', "1."
+)
+
+
+def all_gather(x: NamedArray, axis: AxisSelector, over: Words | None = None, *, invariant: bool = False) -> NamedArray:
+    """The array with the parts of an axis put together, so that every device has the whole of it.
+
+    Arguments:
+        x: a named array.
+        axis: the logical axis to make whole.
+        over: the mesh axes that it is split over, where neither the arguments nor the mapping tell.
+        invariant: have JAX know that the result is the same on all devices, so that it can be returned whole. It then
+            counts as one value for differentiation, rather than as one for each device.
+
+    >>> whole = axn.shard_map(lambda x: axn.all_gather(x, "batch", invariant=True), mapping={"batch": "data"})
+    >>> with axn.set_mesh(axn.make_mesh({"data": 2})):
+    ...     whole(axn.arange(axn.Axis("batch", 4)))
+    NamedArray(int32[batch=4], [0 1 2 3])
+    """
+    what = "all_gather"
+    position, name, axes = _axis_and_devices(what, x, axis, over)
+    if not axes:
+        return x
+    parts, size = count(axes), x.array.shape[position]
+    known = view_in_force().of(name)
+    if parts > 1 and any(p.size == size for p in known) and not any(p.local == size and p.axes for p in known):
+        raise ValueError(
+            f"{what}: axis {name!r} of {x} is whole already: {size} is its size outside. Gathering it over "
+            f"{describe_axes(axes)} would repeat it {parts} times."
+        )
+    require_varying(what, x, axes, f"axis {name!r} would be repeated.")
+    # Where a body does not know how its axes are split, JAX does not keep track, and every value counts as varying.
+    to = "invarying" if invariant and not view_in_force().however else "varying"
+    return wrap(jax.lax.all_gather(x.array, axes, axis=position, tiled=True, to=to), x.names)
+
+
+def psum_scatter(x: NamedArray, axis: AxisSelector, over: Words | None = None) -> NamedArray:
+    """The sum over devices, of which each keeps its part of an axis: `psum`, at half the traffic, where that is enough.
+
+    It is what differentiation makes of `all_gather`.
+
+    Arguments:
+        x: a named array.
+        axis: the logical axis of the result that is split.
+        over: the logical axis or mesh axis to sum over, or several; by default, what `axis` is to be split over.
+
+    >>> mesh, mapping = axn.make_mesh({"data": 2}), {"batch": "data"}
+    >>> scattered = axn.shard_map(
+    ...     lambda x: axn.psum_scatter(axn.sum(x, "batch"), "embed", over="batch"),
+    ...     mesh=mesh, mapping=mapping, out_specs={"embed": "data"},
+    ... )(axn.ones({"batch": 6, "embed": 4}))
+    >>> scattered, scattered.array.sharding.spec
+    (NamedArray(float32[embed=4], [6. 6. 6. 6.]), P('data',))
+    """
+    what = "psum_scatter"
+    position, _, axes = _axis_and_devices(what, x, axis, over)
+    if not axes:
+        return x
+    _check_divides(what, x, position, axes)
+    _check_not_split(what, x, position, axes)
+    require_varying(what, x, axes, _ADDED.format(count=count(axes)))
+    return wrap(jax.lax.psum_scatter(x.array, axes, scatter_dimension=position, tiled=True), x.names)
+
+
+def all_to_all(x: NamedArray, split: AxisSelector, gather: AxisSelector, over: Words | None = None) -> NamedArray:
+    """The array with one axis split and the parts of another put together: each device sends each other one a part.
+
+    Arguments:
+        x: a named array.
+        split: the logical axis to split.
+        gather: the logical axis to make whole. If it is `split`, the parts of the array are transposed over devices.
+        over: the mesh axes to exchange over; by default those that `gather` is split over, or `split` is to be.
+
+    >>> mesh, mapping = axn.make_mesh({"seq": 2}), {"pos": "seq"}
+    >>> by_heads = axn.shard_map(
+    ...     lambda x: axn.all_to_all(x, split="heads", gather="pos"),
+    ...     mesh=mesh, mapping=mapping, out_specs={"heads": "seq"},
+    ... )(axn.ones({"pos": 6, "heads": 4}))
+    >>> by_heads.shape, by_heads.array.sharding.spec
+    ({'pos': 6, 'heads': 4}, P(None, 'seq'))
+    """
+    what = "all_to_all"
+    if over is None:
+        over = _exchanged_over(what, require_named(what, x), name_of(split), name_of(gather))
+    split_position, _, axes = _axis_and_devices(what, x, split, over)
+    position, _, _ = _axis_and_devices(what, x, gather, over)
+    if not axes:
+        return x
+    _check_divides(what, x, split_position, axes)
+    if split_position != position:
+        _check_not_split(what, x, split_position, axes)
+    require_varying(what, x, axes, f"axis {name_of(gather)!r} would be repeated.")
+    result = jax.lax.all_to_all(x.array, axes, split_position, position, tiled=True)
+    return wrap(result, x.names)
+
+
+def ppermute(x: T, axis: Words, perm: Sequence[tuple[int, int]]) -> T:
+    """What another device has: each pair says from which device to which. A device that gets nothing gets zeros.
+
+    Arguments:
+        x: a named array, a raw array, or a tree of them.
+        axis: the logical axis or mesh axis along which devices are counted.
+        perm: pairs of a source and a destination, none of which stands twice.
+
+    >>> swap = axn.shard_map(lambda x: axn.ppermute(x, "batch", [(0, 1), (1, 0)]), mapping={"batch": "data"})
+    >>> with axn.set_mesh(axn.make_mesh({"data": 2})):
+    ...     swap(axn.arange(axn.Axis("batch", 4)))
+    NamedArray(int32[batch=4], [2 3 0 1])
+    """
+    axes = axes_meant("ppermute", axis)
+    pairs = [(int(source), int(destination)) for source, destination in perm]
+    devices = count(axes)
+    outside = [pair for pair in pairs if not all(0 <= i < devices for i in pair)]
+    if outside:
+        raise ValueError(
+            f"ppermute: {_listed(outside)} names a device outside of 0..{devices - 1}: {describe_axes(axes)} has "
+            f"{devices}."
+        )
+    for role, ends in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
+        if twice := sorted({i for i in ends if ends.count(i) > 1}):
+            raise ValueError(f"ppermute: device {_listed(twice)} is the {role} of more than one pair.")
+    if not axes:  # one device, which keeps what it has or gets nothing
+        return x if pairs else map_tree(lambda leaf: _map_array(jnp.zeros_like, leaf), x)
+    return map_tree(lambda leaf: _map_array(lambda a: jax.lax.ppermute(a, axes, pairs), leaf), x)
+
+
+def shift(x: T, axis: Words, offset: int = 1, *, wrap: bool = True) -> T:
+    """What the device `offset` places before has: everything moves on along a ring.
+
+    Arguments:
+        x: a named array, a raw array, or a tree of them.
+        axis: the logical axis or mesh axis that is the ring.
+        offset: by how many places to move on; negative to move back.
+        wrap: close the ring. Otherwise what leaves at one end is lost, and zeros enter at the other.
+
+    >>> on = axn.shard_map(lambda x: axn.shift(x, "batch"), mapping={"batch": "data"})
+    >>> with axn.set_mesh(axn.make_mesh({"data": 2})):
+    ...     on(axn.arange(axn.Axis("batch", 4)))
+    NamedArray(int32[batch=4], [2 3 0 1])
+    """
+    devices = count(axes_meant("shift", axis))
+    pairs = [(i, i + offset) for i in range(devices)]
+    if wrap:
+        pairs = [(i, j % devices) for i, j in pairs]
+    return ppermute(x, axis, [(i, j) for i, j in pairs if 0 <= j < devices])
+
+
+def pvary(x: T, axis: Words) -> T:
+    """The same value, which from here on may differ from device to device.
+
+    Needed where JAX wants to know in advance: a carry of a scan that starts the same everywhere and does not stay so.
+    To differentiation, it is a copy for each device, whose gradients are summed.
+
+    Arguments:
+        x: a named array, a raw array, or a tree of them.
+        axis: the logical axis or mesh axis along which it may differ, or several.
+
+    >>> copies = axn.shard_map(lambda x: axn.pvary(axn.zeros({"batch": 1}), "batch"), mapping={"batch": "data"})
+    >>> with axn.set_mesh(axn.make_mesh({"data": 2})):
+    ...     copies(axn.ones({"batch": 4})).shape
+    {'batch': 2}
+    """
+    axes = axes_meant("pvary", axis)
+
+    def vary(array):
+        new = tuple(a for a in axes if a not in varying_axes(array))
+        return jax.lax.pcast(array, new, to="varying") if new and view_in_force().checked else array
+
+    return map_tree(lambda leaf: _map_array(vary, leaf), x)
+
+
+def axis_index(axis: Words) -> jax.Array:
+    """Which device this is along an axis, counted from 0.
+
+    Arguments:
+        axis: a logical axis or mesh axis; several are counted as one, the last one fastest.
+
+    >>> where = axn.shard_map(lambda x: x * 0 + axn.axis_index("batch"), mapping={"batch": "data"})
+    >>> with axn.set_mesh(axn.make_mesh({"data": 2})):
+    ...     where(axn.arange(axn.Axis("batch", 4)))
+    NamedArray(int32[batch=4], [0 0 1 1])
+    """
+    axes = axes_meant("axis_index", axis)
+    return jax.lax.axis_index(axes) if axes else jnp.int32(0)
+
+
+def axis_size(axis: Words) -> int:
+    """Over how many devices an axis goes.
+
+    Arguments:
+        axis: a logical axis or mesh axis, or several.
+
+    >>> from axonym.manual.collectives import axis_size
+    >>> devices = axn.shard_map(lambda x: x * axis_size("batch"), mapping={"batch": "data"})
+    >>> with axn.set_mesh(axn.make_mesh({"data": 2})):
+    ...     devices(axn.ones({"batch": 4}))
+    NamedArray(float32[batch=4], [2. 2. 2. 2.])
+    """
+    return count(axes_meant("axis_size", axis))
+
+
+def axis_offset(axis: AxisSelector, x: NamedArray | None = None) -> Any:
+    """Where the part that this device has of an axis starts in the whole of it: 0 for an axis that is whole.
+
+    Arguments:
+        axis: a logical axis.
+        x: an array that has it; needed where the arguments of the `shard_map` do not tell the size of a part.
+
+    >>> def positions(x):
+    ...     return axn.arange(x.resolve_axis("pos")) + axn.axis_offset("pos")
+    >>> with axn.set_mesh(axn.make_mesh({"seq": 2})):
+    ...     axn.shard_map(positions, mapping={"pos": "seq"})(axn.zeros({"pos": 6}))
+    NamedArray(int32[pos=6], [0 1 2 3 4 5])
+    """
+    what, name = "axis_offset", name_of(axis)
+    known = view_in_force().of(name)
+    local = None if x is None else require_named(what, x).axis_size(name)
+    if any(p.size == local for p in known) or (known and not any(p.axes for p in known)):
+        return np.int32(0)
+    axes = axes_meant(what, axis)
+    if local is None:
+        sizes = sorted({p.local for p in known if p.axes})
+        if len(sizes) != 1:
+            found = f"have parts of {' and of '.join(map(str, sizes))}" if sizes else "do not have it"
+            raise ValueError(
+                f"{what}: how large is a part of axis {name!r}? The arguments {found}. Pass an array that has it: "
+                f"`axonym.axis_offset({name!r}, x)`."
+            )
+        local = sizes[0]
+    return jax.lax.axis_index(axes) * local
+
+
+# --- what they share ---
+
+
+def _map_array(fn: Callable[[Any], Any], leaf: Any) -> Any:
+    return wrap(fn(leaf.array), leaf.names) if isinstance(leaf, NamedArray) else fn(leaf)
+
+
+def _axis_and_devices(what: str, x: Any, axis: AxisSelector, over: Words | None) -> tuple[int, str, Axes]:
+    """The position and name of an axis of an array, and the mesh axes to communicate over."""
+    x, name = require_named(what, x), name_of(axis)
+    sizes = x.shape
+    if name not in sizes:
+        raise ValueError(_errors.missing_axes(what, [name], x.names, x.array.shape))
+    if over is not None:
+        axes = axes_meant(what, over)
+    else:
+        axes = axes_that_split(what, name)
+        if axes is None:
+            raise ValueError(
+                f"{what}: nothing splits axis {name!r} of {x} here: neither the arguments nor the mapping. Say with "
+                "`over` which mesh axis is meant."
+            )
+    if isinstance(axis, Axis) and axis.size not in (sizes[name], *(p.size for p in view_in_force().of(name))):
+        places = [("the array", sizes[name]), ("the argument", axis.size)]
+        raise ValueError(_errors.size_mismatch(what, name, places))
+    return x.names.index(name), name, axes
+
+
+def _exchanged_over(what: str, x: NamedArray, split: str, gather: str) -> Words | None:
+    """The mesh axes of an `all_to_all`, by what splits its axes."""
+    of_gather, of_split = axes_that_split(what, gather), axes_that_split(what, split)
+    came_in_split = any(p.axes and p.local == x.shape.get(gather) for p in view_in_force().of(gather))
+    if of_gather and of_split and of_gather != of_split and not came_in_split:
+        raise ValueError(
+            f"{what}: over {describe_axes(of_gather)}, or over {describe_axes(of_split)}? Say which with `over`."
+        )
+    found = of_gather or of_split
+    return [MeshAxis(a) for a in found] if found else None
+
+
+def _check_divides(what: str, x: NamedArray, position: int, axes: Axes) -> None:
+    size, parts = x.array.shape[position], count(axes)
+    if size % parts:
+        raise ValueError(
+            f"{what}: axis {x.names[position]!r} of {x} cannot be split over {describe_axes(axes)}: {size} is not a "
+            f"multiple of {parts}."
+        )
+
+
+def _check_not_split(what: str, x: NamedArray, position: int, axes: Axes) -> None:
+    """Splitting a part further would sum, or exchange, what are different places of the axis."""
+    name, size = x.names[position], x.array.shape[position]
+    known = view_in_force().of(name)
+    split = [p for p in known if p.local == size != p.size and set(p.axes) & set(axes)]
+    if split and not any(p.size == size for p in known):
+        raise ValueError(
+            f"{what}: axis {name!r} of {x} is split over {describe_axes(split[0].axes)} already: {size} of "
+            f"{split[0].size}. Each device has another part of it."
+        )
+
+
+def _listed(things: Sequence[Any]) -> str:
+    return ", ".join(map(str, things))

@@ -1,0 +1,346 @@
+"""`shard_map`: a function is run device by device, each on its part of every argument, split by name.
+
+This is `jax.shard_map`, and the program is the same. What names add: arguments come apart and results are put together
+by the mapping, not by position; named arrays have their local sizes inside; collectives speak of logical axes (see
+`axonym.manual.collectives`); and what is wrong is said before JAX finds it, in the words of the model.
+
+JAX asks for the partition specs of results before it runs the body, and their names are only known after. It reads the
+specs when the body has run, though. So it is given a list that the body fills, and the body is traced once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar, overload
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+from .. import _context, _errors
+from .._arguments import parameter_names
+from .._compat import INLINE
+from .._mesh import mesh_axes
+from ..array import NamedArray, wrap
+from ..sharding.mapping import ResourceMapping, axis_mapping
+from ..sharding.meshes import AnyMesh, as_seen_here, current_mesh
+from ..sharding.placement import Leaf, Placement, is_placement, resolve
+from ..sharding.shard import shard
+from ._results import place_results, restricted
+from ._view import Part, View, describe_axes, in_force, interned, split_here, view_in_force
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def shard_map(
+    fn: Callable[P, R],
+    *,
+    mesh: AnyMesh | None = None,
+    mapping: ResourceMapping | None = None,
+    in_specs: Placement = None,
+    out_specs: Placement = None,
+    axis_names: str | Iterable[str] | None = None,
+    check_vma: bool = True,
+) -> Callable[P, R]: ...
+@overload
+def shard_map(
+    fn: None = None,
+    *,
+    mesh: AnyMesh | None = None,
+    mapping: ResourceMapping | None = None,
+    in_specs: Placement = None,
+    out_specs: Placement = None,
+    axis_names: str | Iterable[str] | None = None,
+    check_vma: bool = True,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def shard_map(
+    fn: Callable[..., Any] | None = None,
+    *,
+    mesh: AnyMesh | None = None,
+    mapping: ResourceMapping | None = None,
+    in_specs: Placement = None,
+    out_specs: Placement = None,
+    axis_names: str | Iterable[str] | None = None,
+    check_vma: bool = True,
+) -> Any:
+    """Run a function device by device, each on its part of the arguments, with mesh axes handled by hand.
+
+    Arguments come apart by name. Inside, a named array has the sizes of its part. Results are put together as the
+    arguments came apart: an axis is split as it is in the arguments; one that they do not have, as the mapping says;
+    and one that has been gathered is whole. What is not an array goes through as it is.
+
+    Mesh and mapping are those in force at each call. The mapping is in force inside as well, so collectives can be
+    asked for by logical axis.
+
+    Arguments:
+        fn: the function for one device. Without it, `shard_map` is a decorator.
+        mesh: the mesh; that in force by default.
+        mapping: the mapping; that in force by default.
+        in_specs: where arguments go, where it is not the mapping that says it: a placement for all of them, a tuple
+            with one for each positional argument, or a dictionary by parameter. Raw arrays need a `PartitionSpec` to be
+            split.
+        out_specs: where results go, where it is not their names that say it: a placement, or a tree prefix of them.
+        axis_names: the mesh axes to handle by hand; all by default. The others are left to the partitioner.
+        check_vma: keep track of which values differ between devices, and hold results to it.
+
+    >>> @axn.shard_map(mesh=axn.make_mesh({"data": -1}), mapping={"batch": "data"})
+    ... def total(x):
+    ...     return axn.psum(axn.sum(x, "batch"), "batch")
+    >>> total(axn.ones({"batch": 16, "embed": 2}))
+    NamedArray(float32[embed=2], [16. 16.])
+    """
+    if fn is None:
+        return functools.partial(
+            shard_map,
+            mesh=mesh,
+            mapping=mapping,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=axis_names,
+            check_vma=check_vma,
+        )
+    if not callable(fn):
+        raise TypeError(f"shard_map: expected a function, got {type(fn).__name__}.")
+    by_hand = frozenset([axis_names] if isinstance(axis_names, str) else axis_names or ())
+    call = _Call(fn, mesh, in_specs, out_specs, by_hand, check_vma)
+
+    @functools.wraps(fn)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        if mapping is None:
+            return call(args, kwargs)
+        with axis_mapping(mapping):
+            return call(args, kwargs)
+
+    return mapped
+
+
+class _Call:
+    """What a `shard_map` does when it is called, with the mapping in force."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: AnyMesh | None,
+        in_specs: Placement,
+        out_specs: Placement,
+        axis_names: frozenset[str],
+        check_vma: bool,
+    ):
+        self._fn = fn
+        self._name = getattr(fn, "__qualname__", type(fn).__name__).rpartition("<locals>.")[2]
+        self._what = f"shard_map of {self._name!r}"
+        self._mesh = mesh
+        self._in = in_specs
+        self._out = out_specs
+        self._axis_names = axis_names
+        self._check_vma = check_vma
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mesh = self._mesh_here()
+        manual = self._manual_axes(mesh)
+        labels = [*parameter_names(self._fn, len(args), kwargs), *kwargs]
+        arguments = dict(zip(labels, (*args, *kwargs.values()), strict=True))
+        leaves, structure = self._split(arguments, labels[: len(args)], mesh, manual)
+        view = _view_of(leaves, mesh, self._check_vma)
+        # Both are filled by the body; JAX looks at the specs after that.
+        out_specs: list[PartitionSpec] = []
+        results: list[Any] = []
+
+        def body(*parts):
+            given = jax.tree.unflatten(structure, _with_arrays(leaves, parts))
+            positional = [given[label] for label in labels[: len(args)]]
+            with in_force(view):
+                try:
+                    result = self._fn(*positional, **{name: given[name] for name in kwargs})
+                except (TypeError, ValueError) as error:
+                    _explain(error, self._what)
+                    raise
+                found, out_structure = place_results(result, self._out, view, manual, f"{self._what}, results")
+            results[:] = [dataclasses.replace(leaf, value=_without_array(leaf)) for leaf in found], out_structure
+            out_specs[:] = [leaf.spec for leaf in found if leaf.spec is not None]
+            return _arrays(found)
+
+        body.__name__ = body.__qualname__ = self._name
+        mapped = jax.shard_map(
+            body,
+            # Made afresh on each call, since JAX keeps the mesh that it finds in force on the first.
+            mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
+            in_specs=tuple(leaf.spec for leaf in leaves if leaf.spec is not None),
+            out_specs=out_specs,
+            # What all of them are, JAX knows: a `vmap` over an axis that is split over an Explicit one takes that.
+            axis_names=set() if manual == set(mesh.axis_names) else set(manual),
+            check_vma=self._check_vma,
+        )
+        if getattr(mesh, "manual_axes", ()):
+            # Inside another one that runs eagerly, JAX fails on what is the same on all devices of the outer mesh axes.
+            mapped = jax.jit(mapped, inline=INLINE)
+        whole = mapped(*_laid_out(leaves, mesh, manual))
+        found, out_structure = results
+        return jax.tree.unflatten(out_structure, _with_arrays(found, whole))
+
+    def _mesh_here(self) -> AnyMesh:
+        around = jax.sharding.get_abstract_mesh()
+        mesh = current_mesh() if self._mesh is None else as_seen_here(self._mesh)
+        if mesh is None:
+            raise ValueError(f"{self._what}: no mesh is in force. Use jax.set_mesh, or pass a mesh.")
+        if not around.empty and (around.shape, around.axis_types) != (mesh.shape, mesh.axis_types):
+            raise ValueError(
+                f"{self._what}: the mesh passed is {_described(mesh)}, but the one in force is {_described(around)}. "
+                "Leave it out, or put that mesh in force."
+            )
+        return mesh
+
+    def _manual_axes(self, mesh: AnyMesh) -> frozenset[str]:
+        unknown = [a for a in self._axis_names if a not in mesh.shape]
+        if unknown:
+            listed = ", ".join(map(repr, unknown))
+            hints = "".join(_errors.suggestion(a, mesh.axis_names) for a in unknown)
+            raise ValueError(
+                f"{self._what}: `axis_names` has {listed}, which mesh {_errors.describe_shape(mesh.shape)} does not "
+                f"have.{hints}"
+            )
+        already = set(getattr(mesh, "manual_axes", ()))
+        if taken := sorted(self._axis_names & already):
+            raise ValueError(
+                f"{self._what}: mesh axis {', '.join(map(repr, taken))} of `axis_names` is handled by hand already, by "
+                "the shard_map around."
+            )
+        manual = self._axis_names or frozenset(mesh.axis_names) - already
+        if not manual:
+            raise ValueError(
+                f"{self._what}: the shard_map around handles all mesh axes by hand already. Give it the `axis_names` "
+                "that are its own."
+            )
+        return manual
+
+    def _split(
+        self, arguments: dict[str, Any], positional: Sequence[str], mesh: AnyMesh, manual: frozenset[str]
+    ) -> tuple[list[Leaf], Any]:
+        """The leaves of the arguments, each array with the spec by which it comes apart."""
+        what = f"{self._what}, arguments"
+        leaves, structure = resolve(arguments, self._placement(arguments, positional), mesh, what)
+        if self._in is None and _context.mapping_in_force() is None and any(leaf.names for leaf in leaves):
+            raise ValueError(
+                f"{self._what}: nothing says how the arguments are split: no mapping is in force. Pass `mapping` or "
+                "`in_specs`, or use axonym.axis_mapping."
+            )
+        found = []
+        for leaf in leaves:
+            if leaf.mesh is not None and leaf.mesh.shape != mesh.shape:
+                raise ValueError(f"{what}: {leaf.path} is placed on another mesh, {leaf.mesh}.")
+            if leaf.shape is not None:
+                if leaf.spec is None:
+                    _check_not_split(leaf, what)
+                spec = restricted(leaf.spec or PartitionSpec(*(None,) * len(leaf.shape)), manual)
+                leaf = dataclasses.replace(leaf, spec=spec)
+            found.append(leaf)
+        return found, structure
+
+    def _placement(self, arguments: Mapping[str, Any], positional: Sequence[str]) -> Placement:
+        """`in_specs` as a placement of all arguments by label."""
+        if is_placement(self._in):
+            return self._in
+        if isinstance(self._in, Mapping):
+            if unknown := [name for name in self._in if name not in arguments]:
+                listed = ", ".join(map(repr, unknown))
+                hints = "".join(_errors.suggestion(str(name), arguments) for name in unknown)
+                raise ValueError(f"{self._what}: `in_specs` has {listed}, which is not an argument of the call.{hints}")
+            return {label: self._in.get(label) for label in arguments}
+        if len(self._in) != len(positional):
+            raise ValueError(
+                f"{self._what}: `in_specs` has {len(self._in)} entries for {len(positional)} positional arguments, "
+                f"{', '.join(positional)}."
+            )
+        return dict.fromkeys(arguments) | dict(zip(positional, self._in, strict=True))
+
+
+# --- leaves and arrays ---
+
+
+def _arrays(leaves: Sequence[Leaf]) -> list[Any]:
+    return [x.value.array if isinstance(x.value, NamedArray) else x.value for x in leaves if x.spec is not None]
+
+
+def _without_array(leaf: Leaf) -> Any:
+    if leaf.spec is None:
+        return leaf.value
+    return wrap(None, leaf.value.names) if isinstance(leaf.value, NamedArray) else None
+
+
+def _with_arrays(leaves: Sequence[Leaf], arrays: Sequence[Any]) -> list[Any]:
+    """The values of the leaves, with other arrays."""
+    left = iter(arrays)
+    values = []
+    for leaf in leaves:
+        value = leaf.value if leaf.spec is None else next(left)
+        named = leaf.spec is not None and isinstance(leaf.value, NamedArray)
+        values.append(wrap(value, leaf.value.names) if named else value)
+    return values
+
+
+def _view_of(leaves: Sequence[Leaf], mesh: AnyMesh, checked: bool) -> View:
+    """What the arguments tell. Parts of a `shard_map` around are split further; what else it knows stays known."""
+    around = view_in_force()
+    parts = set()
+    for leaf in leaves:
+        if leaf.spec is not None:
+            for name, size, entry in zip(leaf.names or (), leaf.shape or (), leaf.spec, strict=False):
+                axes = mesh_axes(entry)
+                local = size // math.prod(mesh.shape[a] for a in axes)
+                of_parts = [Part(name, p.size, local, p.axes + axes) for p in around.of(name) if p.local == size]
+                parts.update(of_parts or [Part(name, size, local, axes)])
+    names = {p.name for p in parts}
+    return interned(frozenset(parts.union(p for p in around.parts if p.name not in names)), checked)
+
+
+def _laid_out(leaves: Sequence[Leaf], mesh: AnyMesh, manual: frozenset[str]) -> list[Any]:
+    """The arrays of the arguments. On Explicit mesh axes, they must lie by their specs before they come apart."""
+    arrays = _arrays(leaves)
+    explicit = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
+    if not explicit & manual:
+        return arrays
+    specs = []
+    for x, leaf in zip(arrays, (leaf for leaf in leaves if leaf.spec is not None), strict=True):
+        has = jax.typeof(x).sharding.spec
+        # What is left to the partitioner stays as it is.
+        kept = [tuple(a for a in mesh_axes(entry) if a in explicit - manual) for entry in has]
+        specs.append(PartitionSpec(*((*mesh_axes(e), *k) or None for e, k in zip(leaf.spec or (), kept, strict=True))))
+    return shard(arrays, specs, mesh)
+
+
+def _check_not_split(leaf: Leaf, what: str) -> None:
+    """A raw array of which nothing says how it is split is whole on every device."""
+    spec = jax.typeof(leaf.value).sharding.spec if not isinstance(leaf.value, NamedArray) else ()
+    if any(entry is not None for entry in spec):
+        raise ValueError(
+            f"{what}: {leaf.path} {leaf.shape} is a raw array that is split, {spec}. Say with `in_specs` how it comes "
+            f"apart: that, or PartitionSpec() for the whole of it on every device."
+        )
+
+
+# --- words ---
+
+
+def _described(mesh: AnyMesh) -> str:
+    kinds = " and ".join(dict.fromkeys(kind.name for kind in mesh.axis_types))
+    return f"{_errors.describe_shape(mesh.shape)} of {kinds} axes"
+
+
+def _explain(error: Exception, what: str) -> None:
+    """Say in names what JAX says about varying axes."""
+    text = str(error)
+    if "varying" not in text or getattr(error, "__notes__", None):
+        return
+    concerned = [a for a in jax.sharding.get_abstract_mesh().manual_axes if re.search(rf"\b{re.escape(a)}\b", text)]
+    if concerned:
+        words = {next((n for n, axes in split_here().items() if a in axes), a) for a in concerned}
+        listed = " or ".join(f"`axonym.pvary(x, {w!r})`" for w in sorted(words))
+        error.add_note(
+            f"{what}: this is about {describe_axes(concerned)}. A value that is the same on all devices, such as a "
+            f"carry that starts from zeros, becomes one that may differ by {listed}."
+        )

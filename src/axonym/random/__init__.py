@@ -1,0 +1,58 @@
+"""Random numbers by name.
+
+Samplers take a key, the axes of the result, and parameters that broadcast by name. What they draw is what the function
+of the same name in `jax.random` draws for axes of these sizes: it does not depend on the mesh, on the mapping in force,
+or on jit. The result lies where the mapping in force puts it, and each device draws only its own part.
+
+>>> scale = axn.named([1.0, 10.0], "kind")
+>>> print(axn.random.rayleigh(jax.random.key(0), {"batch": 8, "kind": 2}, scale))
+float32[batch=8, kind=2]
+"""
+
+from .distributions import (
+    bernoulli as bernoulli,
+    beta as beta,
+    binomial as binomial,
+    bits as bits,
+    cauchy as cauchy,
+    chisquare as chisquare,
+    double_sided_maxwell as double_sided_maxwell,
+    exponential as exponential,
+    f as f,
+    gamma as gamma,
+    generalized_normal as generalized_normal,
+    geometric as geometric,
+    gumbel as gumbel,
+    laplace as laplace,
+    loggamma as loggamma,
+    logistic as logistic,
+    lognormal as lognormal,
+    maxwell as maxwell,
+    normal as normal,
+    pareto as pareto,
+    poisson as poisson,
+    rademacher as rademacher,
+    randint as randint,
+    rayleigh as rayleigh,
+    t as t,
+    triangular as triangular,
+    truncated_normal as truncated_normal,
+    uniform as uniform,
+    wald as wald,
+    weibull_min as weibull_min,
+)
+from .selecting import (
+    categorical as categorical,
+    choice as choice,
+    permutation as permutation,
+)
+from .sharded import (
+    generate_sharded as generate_sharded,
+)
+from .vectors import (
+    ball as ball,
+    dirichlet as dirichlet,
+    multinomial as multinomial,
+    multivariate_normal as multivariate_normal,
+    orthogonal as orthogonal,
+)

@@ -1,0 +1,225 @@
+"""What all samplers share: one key, parameters matched to the result by name, and where the result lies.
+
+What is drawn depends on the key, the axes and the parameters, never on the mesh, the mapping or on jit: a sampler draws
+what the function of the same name in `jax.random` draws for the sizes of the axes, in their order.
+
+The result is drawn where the mapping in force puts it: each device computes its own part. On Auto mesh axes a
+constraint on the result is all that takes. On Explicit ones JAX would draw the whole on every device and split it
+afterwards, so the function is handed to the partitioner together with the sharding of its result. Without a mapping it
+lies there as its parameters do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from .. import _errors, _kernels, _mesh
+from .._compat import INLINE
+from .._mesh import Names
+from ..array import NamedArray, NamedOrNumeric, resolve as resolve_axes, wrap
+from ..axis import Axis, AxisSelector, AxisSpec, axes_of_spec
+from ..ops._operands import distinct, dtype_key, one_axis, operand
+from ..sharding.meshes import current_mesh
+from ..sharding.placement import resolve
+from ..sharding.shard import shard_quietly
+
+Key: TypeAlias = NamedOrNumeric
+"""One random key, as `jax.random.key` or `jax.random.PRNGKey` make it; a named array only if it has no axes."""
+Parameter: TypeAlias = NamedOrNumeric
+"""A number, or a named array that has no other axes than the result."""
+
+
+def one_key(what: str, key: Any) -> Any:
+    """The argument, which must be one random key."""
+    if isinstance(key, NamedArray):
+        if key.names:
+            raise ValueError(
+                f"{what}: expected one random key, got the named array {key}. Map the function over the axes of the "
+                "keys, with `axonym.vmap`."
+            )
+        key = key.array
+    dtype = getattr(key, "dtype", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not typed and dtype != jnp.uint32:
+        got = type(key).__name__ if dtype is None else f"an array of {dtype}"
+        raise TypeError(f"{what}: the first argument is a random key, got {got}. Make one with `jax.random.key(seed)`.")
+    if key.ndim != (0 if typed else 1):
+        raise ValueError(
+            f"{what}: expected one random key, got an array of shape {key.shape}. Take one of the keys, or map the "
+            "function over them."
+        )
+    return key
+
+
+def new_axes(what: str, shape: AxisSpec) -> tuple[Axis, ...]:
+    """The axes of the result, each of which has a name of its own."""
+    axes = axes_of_spec(shape, what)
+    distinct(what, tuple(a.name for a in axes))
+    return axes
+
+
+def axis_of(what: str, argument: str, array: Any, axis: AxisSelector) -> Axis:
+    """The selected axis of an argument, which must be a named array."""
+    if not isinstance(array, NamedArray):
+        raise TypeError(
+            f"{what}: `{argument}` must be a NamedArray, got {type(array).__name__}. Name its axes with "
+            "axonym.named(array, axes)."
+        )
+    return one_axis(what, "axis", resolve_axes(array.names, jnp.shape(array.array), axis, what))
+
+
+def describe(axes: Sequence[Axis]) -> str:
+    """Axes with their sizes, for messages."""
+    return _errors.describe_axes([a.name for a in axes], [a.size for a in axes])
+
+
+def draw(
+    fn: Callable[..., jax.Array],
+    key: Key,
+    shape: AxisSpec,
+    parameters: Mapping[str, Parameter] = MappingProxyType({}),
+    *,
+    dtype: Any = None,
+    along: tuple[Axis, ...] = (),
+    further: Mapping[str, tuple[Axis, ...]] = MappingProxyType({}),
+    **options: Any,
+) -> NamedArray:
+    """Draw with a positional sampler, whose name is that of the operation.
+
+    Arguments:
+        fn: called as `fn(key, **parameters, shape=sizes, **options)`.
+        key: the random key.
+        shape: the axes of the result, one draw for each position.
+        parameters: by the name of the argument, in the order of the arguments.
+        dtype: the dtype; None leaves it to `fn`.
+        along: the axes of a single draw, which follow those of `shape` in the result.
+        further: the axes that a parameter may have, after those of `shape`.
+        **options: static arguments of `fn`.
+    """
+    what = f"random.{fn.__name__.removeprefix('_')}"
+    key = one_key(what, key)
+    axes = new_axes(what, shape)
+    operands = [operand(x) for x in parameters.values()]
+    if dtype is not None:
+        options["dtype"] = dtype_key(dtype)
+    layouts = tuple(
+        (label, names, further.get(label, ())) for label, (_, names) in zip(parameters, operands, strict=True)
+    )
+    kernel = _draw_kernel(what, fn, axes, along, layouts, tuple(options.items()))
+    return wrap(kernel.call(key, *(x for x, _ in operands)), kernel.names)
+
+
+@_kernels.cached
+def _draw_kernel(
+    what: str,
+    fn: Callable[..., jax.Array],
+    axes: tuple[Axis, ...],
+    along: tuple[Axis, ...],
+    layouts: tuple[tuple[str, Names, tuple[Axis, ...]], ...],
+    options: tuple[tuple[str, Any], ...],
+) -> _kernels.Kernel:
+    sizes = tuple(a.size for a in axes)
+
+    def positional(key, *arrays):
+        check_parameters(what, axes, layouts, arrays)
+        aligned = {}
+        for (label, names, more), x in zip(layouts, arrays, strict=True):
+            aligned[label] = _kernels.align(x, names, tuple(a.name for a in (*axes, *more))) if names else x
+        return fn(key, **aligned, shape=sizes, **dict(options))
+
+    return placed_kernel(what, positional, [names for _, names, _ in layouts], new_axes(what, (*axes, *along)))
+
+
+def check_parameters(
+    what: str,
+    axes: Sequence[Axis],
+    layouts: Sequence[tuple[str, Names, tuple[Axis, ...]]],
+    arrays: Sequence[Any],
+) -> None:
+    """The parameters have no axes that the result lacks, and the sizes agree."""
+    problems = []
+    for (label, names, more), x in zip(layouts, arrays, strict=True):
+        allowed = {a.name: a.size for a in (*axes, *more)}
+        described = _errors.describe_axes(names, x.shape)
+        if len(names) != x.ndim:
+            if names:
+                problems.append(f"`{label}`: {_errors.wrong_rank(names, x.shape)}")
+            else:
+                problems.append(
+                    f"`{label}` has no axis names but shape {x.shape}; name its axes with axonym.named(array, axes)."
+                )
+            continue
+        extra = [n for n in names if n not in allowed]
+        if extra:
+            hints = "".join(_errors.suggestion(n, allowed) for n in extra)
+            problems.append(
+                f"`{label}` {described} has {_errors.describe_axes(extra)}, which {_errors.describe_shape(allowed)} "
+                f"lacks. Add it to the shape, or index it away.{hints}"
+            )
+        for name, size in zip(names, x.shape, strict=True):
+            if size != allowed.get(name, size):
+                problems.append(f"`{label}` {described} has {size} for axis {name!r}, the result has {allowed[name]}.")
+    if problems:
+        raise ValueError(f"{what}: " + "\n  ".join(problems))
+
+
+# --- where the result lies ---
+
+
+def placed_kernel(
+    what: str, fn: Callable[..., jax.Array], in_names: Sequence[Names], out: tuple[Axis, ...]
+) -> _kernels.Kernel:
+    """A kernel for a positional function of a key and operands, whose result the mapping in force places.
+
+    Arguments:
+        what: the operation as users know it.
+        fn: the positional function.
+        in_names: the axes of each operand, the key left out.
+        out: the axes of the result.
+    """
+    names = tuple(a.name for a in out)
+
+    def kernel(key, *arrays):
+        return run_placed(what, fn, key, in_names, arrays, out)
+
+    kernel.__name__ = kernel.__qualname__ = what
+    return _kernels.Kernel(jax.jit(kernel, inline=INLINE), names)
+
+
+def run_placed(
+    what: str,
+    fn: Callable[..., jax.Array],
+    key: Any,
+    in_names: Sequence[Names],
+    arrays: Sequence[Any],
+    out: tuple[Axis, ...],
+) -> jax.Array:
+    """Call `fn(key, *arrays)` so that its result is made where the mapping in force puts it."""
+    mesh = _mesh.explicit_mesh(arrays)
+    if mesh is None:
+        mesh = current_mesh()
+    if mesh is None:
+        return fn(key, *arrays)
+    names, sizes = tuple(a.name for a in out), tuple(a.size for a in out)
+    # Before anything is drawn, so that what is wrong with the mapping is said by name.
+    leaves, _ = resolve(wrap(jax.ShapeDtypeStruct(sizes, jnp.bool_), names), None, mesh, what)
+    explicit = tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit)
+    placed: Any = fn
+    if explicit:
+        operands = [(n, _mesh.entries_of(x)) for n, x in zip(in_names, arrays, strict=True)]
+        spec = leaves[0].spec
+        spec = _mesh.place(what, names, sizes, operands, mesh) if spec is None else _part(spec, explicit)
+        placed = jax.sharding.auto_axes(fn, axes=explicit, out_sharding=NamedSharding(mesh, spec))
+    return shard_quietly(wrap(placed(key, *arrays), names), None, what).array
+
+
+def _part(spec: PartitionSpec, mesh_axes: Sequence[str]) -> PartitionSpec:
+    """What a spec says about some of the mesh axes."""
+    entries = [tuple(a for a in _mesh.mesh_axes(entry) if a in mesh_axes) for entry in spec]
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))

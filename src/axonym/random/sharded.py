@@ -1,0 +1,172 @@
+"""Drawing block by block, so that each device draws only the blocks that it holds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from .. import _context, _errors
+from .._mesh import mesh_axes
+from ..array import NamedArray, is_named_array, resolve, wrap
+from ..axis import Axis, AxisSelector
+from ..ops._operands import one_axis, private
+from ..sharding.jit import named_jit
+from ..sharding.meshes import current_mesh
+from ._draw import describe, new_axes, one_key, run_placed
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def generate_sharded(fn: F, axis: AxisSelector | None = None) -> F:
+    """A sampler that draws block by block along an axis, every device only the blocks that it holds.
+
+    Block `i` is drawn with the `i`-th of the keys that `jax.random.split` makes, one for each index of the axis. So
+    the values do not depend on the mesh or the mapping in force, but they are others than those of `fn` itself.
+
+    The samplers here need no help to draw each part where it goes. This is for your own functions, for keys of other
+    kinds than `threefry2x32`, and for what JAX cannot split along an axis, such as `gamma` along another axis than the
+    first.
+
+    Arguments:
+        fn: a function like the samplers: it takes a key, a shape and anything else, and returns a named array with the
+            axes of the shape. It is given the shape without `axis`, and named arrays at one index of it.
+        axis: the axis along which to take blocks; the first one of the shape by default.
+
+    >>> def noise(key, shape, scale):
+    ...     return scale * axn.random.normal(key, shape)
+    >>> sharded = axn.random.generate_sharded(noise, "layers")
+    >>> print(sharded(jax.random.key(0), {"layers": 4, "embed": 8}, axn.ones({"layers": 4})))
+    float32[layers=4, embed=8]
+    """
+    name = getattr(fn, "__name__", type(fn).__name__)
+    what = f"random.generate_sharded({name})"
+
+    @named_jit
+    def generate(key: Any, axes: tuple[Axis, ...], along: Axis, args: Any, kwargs: Any) -> NamedArray:
+        return _generate(what, fn, key, axes, along, _Arguments(what, (args, kwargs), along))
+
+    @functools.wraps(fn)
+    def sampler(key, shape, *args, **kwargs):
+        axes = new_axes(what, shape)
+        if not axes:
+            raise ValueError(f"{what}: the shape has no axes to take blocks along.")
+        along = axes[0] if axis is None else _selected(what, axes, axis)
+        return generate(one_key(what, key), axes, along, args, kwargs)
+
+    return sampler  # pyright: ignore[reportReturnType]  # it takes what `fn` takes
+
+
+def _selected(what: str, axes: tuple[Axis, ...], axis: AxisSelector) -> Axis:
+    return one_axis(what, "axis", resolve(tuple(a.name for a in axes), tuple(a.size for a in axes), axis, what))
+
+
+class _Arguments:
+    """What the function takes after the shape: arrays, which are drawn with, and everything else, which is not."""
+
+    def __init__(self, what: str, tree: Any, along: Axis):
+        self._along = along.name
+        self._leaves, self._structure = jax.tree.flatten(tree, is_leaf=is_named_array)
+        self._is_array = [isinstance(x, (NamedArray, jax.Array, np.ndarray)) for x in self._leaves]
+        arrays = [x for x, is_array in zip(self._leaves, self._is_array, strict=True) if is_array]
+        self.arrays = [x.array if isinstance(x, NamedArray) else x for x in arrays]
+        self._names = [x.names if isinstance(x, NamedArray) else None for x in arrays]
+        self.names = [
+            private(f"argument {i}", tuple(map(str, range(jnp.ndim(x))))) if names is None else names
+            for i, (x, names) in enumerate(zip(self.arrays, self._names, strict=True))
+        ]
+        self.positions = [names.index(along.name) if along.name in names else None for names in self.names]
+        """Where each array has the axis of the blocks."""
+        for x in arrays:
+            if isinstance(x, NamedArray) and x.shape.get(along.name, along.size) != along.size:
+                places = [("the shape", along.size), (f"the argument {x}", x.shape[along.name])]
+                raise ValueError(_errors.size_mismatch(what, along.name, places))
+
+    def of_one_block(self, arrays: Sequence[Any]) -> Any:
+        """The arguments again, with these arrays, which lack the axis of the blocks."""
+        found = iter(
+            x if names is None else wrap(x, tuple(n for n in names if n != self._along))
+            for x, names in zip(arrays, self._names, strict=True)
+        )
+        leaves = [next(found) if is_array else x for x, is_array in zip(self._leaves, self._is_array, strict=True)]
+        return jax.tree.unflatten(self._structure, leaves)
+
+
+def _generate(
+    what: str, fn: Callable[..., Any], key: Any, axes: tuple[Axis, ...], along: Axis, arguments: _Arguments
+) -> NamedArray:
+    """Draw all blocks, and put them together where the axis stands in the shape."""
+    rest = tuple(a for a in axes if a is not along)
+    position = axes.index(along)
+    in_axes = (0, *arguments.positions)
+
+    def block(key: Any, *arrays: Any) -> NamedArray:
+        args, kwargs = arguments.of_one_block(arrays)
+        result = fn(key, rest, *args, **kwargs)
+        if not isinstance(result, NamedArray) or set(rest) - set(result.axes):
+            got = str(result) if isinstance(result, NamedArray) else type(result).__name__
+            raise TypeError(
+                f"{what}: the function must return a NamedArray with the axes of the shape it is given, "
+                f"{describe(rest)}, got {got}."
+            )
+        return result.rearrange((*rest, ...))
+
+    def blocks(*keys_and_arrays: Any) -> jax.Array:
+        return _for_each(lambda *xs: block(*xs).array, in_axes, position, keys_and_arrays)
+
+    def draw(key: Any, *arrays: Any) -> jax.Array:
+        keys = jax.random.split(key, along.size)
+        split = _splitting_axes(along)
+        if not split:
+            return blocks(keys, *arrays)
+        return jax.shard_map(
+            blocks,
+            in_specs=tuple(PartitionSpec() if i is None else PartitionSpec(*(None,) * i, split) for i in in_axes),
+            out_specs=PartitionSpec(*(None,) * position, split),
+            axis_names=set(split),
+            check_vma=False,  # `fn` is any function: its loops need not say that what they carry varies
+        )(keys, *arrays)
+
+    of_block = _axes_of_block(block, key, arguments)
+    out = new_axes(what, (*of_block[:position], along, *of_block[position:]))
+    drawn = run_placed(what, draw, key, arguments.names, arguments.arrays, out)
+    return wrap(drawn, tuple(a.name for a in out))
+
+
+def _axes_of_block(block: Callable[..., NamedArray], key: Any, arguments: _Arguments) -> tuple[Axis, ...]:
+    """The axes of one block, found without drawing it."""
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape if i is None else (*x.shape[:i], *x.shape[i + 1 :]), x.dtype)
+        for x, i in zip(arguments.arrays, arguments.positions, strict=True)
+    ]
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # where a block lies does not matter here
+        return jax.eval_shape(block, jax.ShapeDtypeStruct(key.shape, key.dtype), *shapes).axes
+
+
+def _splitting_axes(along: Axis) -> tuple[str, ...]:
+    """The mesh axes over which the mapping in force splits an axis, those left out that are handled by hand."""
+    mesh = current_mesh()
+    entry = (_context.mapping_in_force() or {}).get(along.name)
+    if mesh is None:
+        return ()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return tuple(a for a in mesh_axes(entry) if types[a] != AxisType.Manual)
+
+
+def _for_each(
+    fn: Callable[..., jax.Array], in_axes: Sequence[int | None], out_axis: int, keys_and_arrays: Sequence[Any]
+) -> jax.Array:
+    """`fn` of each key. What `vmap` draws with keys of other kinds than threefry depends on how many there are."""
+    if jax.random.key_impl(keys_and_arrays[0]) == "threefry2x32":
+        return jax.vmap(fn, in_axes=tuple(in_axes), out_axes=out_axis)(*keys_and_arrays)
+    leading = [x if i is None else jnp.moveaxis(x, i, 0) for x, i in zip(keys_and_arrays, in_axes, strict=True)]
+
+    def one(index: jax.Array) -> jax.Array:
+        return fn(*(x if i is None else x[index] for x, i in zip(leading, in_axes, strict=True)))
+
+    return jnp.moveaxis(jax.lax.map(one, jnp.arange(leading[0].shape[0])), 0, out_axis)

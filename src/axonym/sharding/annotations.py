@@ -1,0 +1,102 @@
+"""Places in a program that have a name, and are placed from outside."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+
+from .. import _context, _errors
+from .mapping import Putting, normalize_mapping
+from .placement import Placement, is_placement
+from .shard import shard, shard_quietly
+
+T = TypeVar("T")
+
+
+class Kept:
+    """A placement as a value that can be hashed, so that it can be part of jit's cache key."""
+
+    __slots__ = ("_key", "placement")
+
+    def __init__(self, placement: Placement):
+        self.placement = placement
+        leaves, structure = jax.tree.flatten(placement, is_leaf=is_placement)
+        self._key = structure, tuple([_hashable(p) for p in leaves])
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Kept) and self._key == other._key
+
+    def __repr__(self) -> str:
+        return repr(self.placement)
+
+
+def _hashable(placement: Placement) -> Any:
+    return frozenset(normalize_mapping(placement).items()) if isinstance(placement, Mapping) else placement
+
+
+def kept_annotations(annotations: Mapping[str, Placement] | None) -> dict[str, Kept] | None:
+    """The placements of annotations in the form in which they are put in force."""
+    return None if annotations is None else {name: Kept(p) for name, p in annotations.items()}
+
+
+def sharding_annotations(annotations: Mapping[str, Placement], *, merge: bool = False) -> Putting:
+    """Say where annotated values go, inside a with-block or as a decorator.
+
+    Arguments:
+        annotations: from the names of annotations to placements.
+        merge: keep what is said around it of names that this does not mention.
+
+    >>> mesh = axn.make_mesh({"data": 2})
+    >>> with axn.set_mesh(mesh), axn.sharding.sharding_annotations({"hidden": jax.P("data")}):
+    ...     axn.sharding.with_sharding_annotation(jnp.ones(2), "hidden").sharding.spec
+    P('data',)
+    """
+    new = kept_annotations(annotations) or {}
+
+    def settings(outer: _context.Settings | None) -> _context.Settings | None:
+        kept = outer.annotations if merge and outer is not None else {}
+        return _context.changed(outer, annotations={**kept, **new})
+
+    return Putting("sharding_annotations", settings)
+
+
+def with_sharding_annotation(pytree: T, sharding_name: str) -> T:
+    """Name a value, for the innermost `sjit`, `named_jit` or `sharding_annotations` around it to place.
+
+    Where none of them knows the name the value stays as it is.
+
+    Arguments:
+        pytree: a tree of arrays.
+        sharding_name: the name.
+
+    >>> axn.sharding.with_sharding_annotation(jnp.ones(2), "hidden").shape
+    (2,)
+    """
+    settings = _context.settings_in_force()
+    annotations = {} if settings is None else settings.annotations
+    kept = annotations.get(sharding_name)
+    if isinstance(kept, Kept):
+        return shard_quietly(pytree, kept.placement, f"with_sharding_annotation {sharding_name!r}")
+    if hint := _errors.suggestion(sharding_name, annotations):
+        warnings.warn(f"with_sharding_annotation: no annotation {sharding_name!r} is in force.{hint}", stacklevel=2)
+    return pytree
+
+
+def with_sharding_constraint(pytree: T, sharding_rule: Placement) -> T:
+    """`axonym.shard` under the name that users of rules know.
+
+    Arguments:
+        pytree: a tree of arrays.
+        sharding_rule: a rule or any other placement, or a tree prefix of placements.
+
+    >>> with axn.set_mesh(axn.make_mesh({"data": 2})):
+    ...     axn.sharding.with_sharding_constraint(jnp.ones(2), jax.P("data")).sharding.spec
+    P('data',)
+    """
+    return shard(pytree, sharding_rule)

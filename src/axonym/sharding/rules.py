@@ -1,0 +1,333 @@
+"""Rules: placements that are worked out leaf by leaf, from paths, shapes and names.
+
+A rule answers for one leaf at a time: with a partition spec, a resource mapping, a sharding or another rule; or with
+None, by which it passes the leaf on. Rules compose: `first | second` asks the second about what the first passes on,
+`rule.exclude(pattern)` passes on more. A rule stands wherever a placement does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .. import _errors
+from .._context import Entry
+from .._mesh import mesh_axes
+from ..array import NamedArray, wrap
+from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
+from .meshes import AnyMesh, required_mesh
+from .placement import Leaf, Placement, Rule, entries_of, is_placement, resolve
+
+__all__ = [
+    "FSDPShardingRule",
+    "MappingShardingRule",
+    "PolicyShardingRule",
+    "ShardingRule",
+    "TreePathShardingRule",
+    "match_sharding_rule",
+]
+
+
+class ShardingRule(Rule):
+    """A placement that is worked out leaf by leaf. Rules of your own derive from it and define `place`.
+
+    >>> class OnlyMatrices(axn.sharding.ShardingRule):
+    ...     def place(self, leaf, mesh):
+    ...         return jax.P("data") if len(leaf.shape) == 2 else None
+    >>> mesh = axn.make_mesh({"data": 2})
+    >>> rule = OnlyMatrices() | axn.sharding.PolicyShardingRule(lambda path, x: jax.P())
+    >>> rule.apply({"w": jnp.ones((2, 2)), "b": jnp.ones(2)}, mesh)["w"].spec
+    P('data', None)
+    """
+
+    def apply(self, pytree: Any, mesh: AnyMesh | None = None) -> Any:
+        """The sharding of every leaf, in the structure of the tree.
+
+        Arguments:
+            pytree: any tree; its arrays may be abstract.
+            mesh: the mesh; that in force by default.
+
+        >>> axn.sharding.FSDPShardingRule("data").apply(jnp.ones(3), axn.make_mesh({"data": 2})).spec
+        P(None,)
+        """
+        return match_sharding_rule(self, pytree, mesh)
+
+    def __or__(self, other: Placement) -> ShardingRule:
+        """The other placement for what this rule passes on."""
+        return _FirstOf(self, other) if is_placement(other) and other is not None else NotImplemented
+
+    def __ror__(self, other: Placement) -> ShardingRule:
+        return _FirstOf(other, self) if is_placement(other) and other is not None else NotImplemented
+
+    def exclude(self, pattern: str) -> ShardingRule:
+        """This rule, which passes on the leaves in whose path the pattern is found.
+
+        Arguments:
+            pattern: a regular expression.
+
+        >>> rule = axn.sharding.FSDPShardingRule("data", min_fsdp_size=0).exclude("norm") | jax.P()
+        >>> rule.apply({"norm": jnp.ones(2)}, axn.make_mesh({"data": 2}))["norm"].spec
+        P(None,)
+        """
+        return _Excluding(self, pattern)
+
+    def lenient(self) -> ShardingRule:
+        """This rule, which leaves an axis whole where its mesh axes do not divide it; otherwise that is an error.
+
+        >>> rule = axn.sharding.TreePathShardingRule((".*", jax.P("data"))).lenient()
+        >>> rule.apply(jnp.ones(3), axn.make_mesh({"data": 2})).spec
+        P(None,)
+        """
+        return _Lenient(self)
+
+
+class _FirstOf(ShardingRule):
+    """What the first of some placements says that does not pass the leaf on."""
+
+    def __init__(self, *placements: Placement):
+        # A mapping by itself would not pass on what has no names.
+        self.placements = [MappingShardingRule(p) if isinstance(p, Mapping) else p for p in placements]
+
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+        for placement in self.placements:
+            answer = placement.answer(leaf, mesh) if isinstance(placement, Rule) else placement
+            if answer is not None:
+                return answer
+        return None
+
+    def refusal(self, leaf: Leaf) -> str | None:
+        found = [p.refusal(leaf) for p in self.placements if isinstance(p, Rule)]
+        return "; ".join(r for r in found if r) or None
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.placements))
+
+
+class _Excluding(ShardingRule):
+    def __init__(self, rule: ShardingRule, pattern: str):
+        self.rule, self.pattern = rule, re.compile(pattern)
+
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+        return None if self.pattern.search(leaf.path) else self.rule
+
+    def refusal(self, leaf: Leaf) -> str | None:
+        if self.pattern.search(leaf.path):
+            return f"{self.pattern.pattern!r} excludes it from {self.rule!r}"
+        return self.rule.refusal(leaf)
+
+    def __repr__(self) -> str:
+        return f"{self.rule!r}.exclude({self.pattern.pattern!r})"
+
+
+class _Lenient(ShardingRule):
+    def __init__(self, rule: ShardingRule):
+        self.rule = rule
+
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+        answer = self.rule.answer(leaf, mesh)
+        if isinstance(answer, Mapping):
+            answer = normalize_mapping(answer, repr(self))
+        own = isinstance(answer, NamedSharding)
+        mesh = answer.mesh if own else mesh
+        entries = entries_of(leaf, answer)
+        if mesh is None or entries is None or len(entries) > len(leaf.shape or ()):
+            return answer
+        spec = PartitionSpec(*(_if_divided(mesh, e, size) for e, size in zip(entries, leaf.shape or (), strict=False)))
+        return NamedSharding(mesh, spec) if own else spec
+
+    def refusal(self, leaf: Leaf) -> str | None:
+        return self.rule.refusal(leaf)
+
+    def __repr__(self) -> str:
+        return f"{self.rule!r}.lenient()"
+
+
+class FSDPShardingRule(ShardingRule):
+    """Split one axis of every large array, whichever can be.
+
+    It is the axis whose size has the largest power of two as a divisor, or with `fsdp_axis_size` the largest axis that
+    this number divides; the first such axis if there are several. An axis that the mesh does not divide is never
+    chosen. Arrays that are small, or have no axis to choose, stay whole.
+
+    >>> rule = axn.sharding.FSDPShardingRule("data", min_fsdp_size=16)
+    >>> rule.apply({"w": jnp.ones((6, 16)), "b": jnp.ones(8)}, axn.make_mesh({"data": 2}))["w"].spec
+    P(None, 'data')
+    """
+
+    def __init__(
+        self,
+        fsdp_axis_name: str | Sequence[str] = "fsdp",
+        fsdp_axis_size: int | None = None,
+        min_fsdp_size: int = 1048576,
+    ):
+        """Arguments:
+        fsdp_axis_name: the mesh axis, or several, to split over.
+        fsdp_axis_size: what must divide the axis, besides the mesh.
+        min_fsdp_size: the least number of elements for an array to be split.
+        """
+        if fsdp_axis_size is not None and fsdp_axis_size < 1:
+            raise ValueError(f"FSDPShardingRule: `fsdp_axis_size` is a size, got {fsdp_axis_size}.")
+        self.fsdp_axis_name: Entry = fsdp_axis_name if isinstance(fsdp_axis_name, str) else tuple(fsdp_axis_name)
+        self.fsdp_axis_size = fsdp_axis_size
+        self.min_fsdp_size = min_fsdp_size
+
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+        shape: tuple[int, ...] = leaf.shape or ()
+        unknown = [] if mesh is None else [a for a in mesh_axes(self.fsdp_axis_name) if a not in mesh.shape]
+        if mesh is not None and unknown:
+            raise ValueError(
+                f"{self!r}: mesh {_errors.describe_shape(mesh.shape)} has no axis {unknown[0]!r}."
+                + _errors.suggestion(unknown[0], mesh.axis_names)
+            )
+        if math.prod(shape) < self.min_fsdp_size:
+            return PartitionSpec()
+        divisors = [1 if mesh is None else _parts(mesh, self.fsdp_axis_name), self.fsdp_axis_size or 1]
+        possible = [i for i, size in enumerate(shape) if size and not any(size % d for d in divisors)]
+        if not possible:
+            return PartitionSpec()
+        # `size & -size` is the largest power of two that divides a size.
+        merits = [size if self.fsdp_axis_size is not None else size & -size for size in shape]
+        chosen = max(possible, key=merits.__getitem__)
+        return PartitionSpec(*(self.fsdp_axis_name if i == chosen else None for i in range(len(shape))))
+
+    def __repr__(self) -> str:
+        return f"FSDPShardingRule({self.fsdp_axis_name!r})"
+
+
+class TreePathShardingRule(ShardingRule):
+    """Place each leaf by the first of some patterns that is found in its path.
+
+    Paths read like `layers/0/attn/q`. Patterns are regular expressions, searched for anywhere in the path.
+
+    >>> rule = axn.sharding.TreePathShardingRule(("attn/.*", jax.P("data")), (".*", jax.P()))
+    >>> rule.apply({"attn": {"q": jnp.ones(8)}}, axn.make_mesh({"data": 2}))["attn"]["q"].spec
+    P('data',)
+    """
+
+    def __init__(self, *rules: tuple[str, Placement], strict: bool = True):
+        """Arguments:
+        *rules: pairs of a pattern and a placement: a partition spec, a resource mapping, a sharding, another rule.
+        strict: a leaf that no pattern matches is an error; otherwise it stays whole.
+        """
+        for rule in rules:
+            if not isinstance(rule, Sequence) or len(rule) != 2 or not isinstance(rule[0], (str, re.Pattern)):
+                raise TypeError(f"TreePathShardingRule: a rule is a pair of a pattern and a placement, got {rule!r}.")
+            if rule[1] is None or not is_placement(rule[1]):
+                raise TypeError(
+                    f"TreePathShardingRule: {rule[0]!r} goes to a placement (P() is the whole array), got {rule[1]!r}."
+                )
+        self.rules = [(re.compile(pattern), placement) for pattern, placement in rules]
+        self.strict = strict
+
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+        found = self._first(leaf)
+        return PartitionSpec() if found is None and not self.strict else found
+
+    def _first(self, leaf: Leaf) -> Placement:
+        return next((placement for pattern, placement in self.rules if pattern.search(leaf.path)), None)
+
+    def refusal(self, leaf: Leaf) -> str | None:
+        if isinstance(found := self._first(leaf), Rule):  # it passes the leaf on
+            return found.refusal(leaf)
+        patterns = [pattern.pattern for pattern, _ in self.rules]
+        near = difflib.get_close_matches(leaf.path, patterns, n=2, cutoff=0.3) or patterns[:2]
+        listed = " and ".join(map(repr, near)) if near else "there are none"
+        return f"no pattern of TreePathShardingRule is found in its path; the nearest of {len(patterns)}: {listed}"
+
+    def __repr__(self) -> str:
+        return f"TreePathShardingRule({len(self.rules)} patterns)"
+
+
+class PolicyShardingRule(ShardingRule):
+    """Place each leaf as a function says.
+
+    >>> rule = axn.sharding.PolicyShardingRule(lambda path, x: jax.P("data") if x.ndim == 1 else jax.P())
+    >>> rule.apply({"w": jnp.ones((2, 2)), "b": jnp.ones(2)}, axn.make_mesh({"data": 2}))["b"].spec
+    P('data',)
+    """
+
+    def __init__(self, policy: Callable[[str, Any], Placement]):
+        """Arguments:
+        policy: takes the path of a leaf, such as `layers/0/attn/q`, and the leaf, which is a named array if it has
+            names. It returns a placement for it, or None to pass it on.
+        """
+        self.policy = policy
+
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+        placement = self.policy(leaf.path, leaf.value)
+        if not is_placement(placement):
+            raise TypeError(f"PolicyShardingRule: the policy gave {placement!r} for {leaf.path}, which places nothing.")
+        return placement
+
+    def refusal(self, leaf: Leaf) -> str:
+        return f"the policy {getattr(self.policy, '__name__', self.policy)} gave no placement for it"
+
+    def __repr__(self) -> str:
+        return f"PolicyShardingRule({getattr(self.policy, '__name__', self.policy)})"
+
+
+class MappingShardingRule(ShardingRule):
+    """A resource mapping as a rule: it places what has names and passes on what has none.
+
+    >>> rule = axn.sharding.MappingShardingRule({"batch": "data"}) | axn.sharding.FSDPShardingRule("data")
+    >>> rule.apply(axn.ones({"batch": 4}), axn.make_mesh({"data": 2})).array.spec
+    P('data',)
+    """
+
+    def __init__(self, mapping: ResourceMapping):
+        """Arguments:
+        mapping: from axes to mesh axes.
+        """
+        if not is_resource_mapping(mapping):
+            raise TypeError(f"MappingShardingRule: expected a resource mapping, got {mapping!r}.")
+        self.mapping = normalize_mapping(mapping, "MappingShardingRule")
+
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+        return self.mapping if leaf.names is not None else None
+
+    def refusal(self, leaf: Leaf) -> str:
+        return "it has no named axes that a resource mapping could place"
+
+    def __repr__(self) -> str:
+        return f"MappingShardingRule({self.mapping})"
+
+
+def match_sharding_rule(sharding_rules: Placement, pytree: Any, mesh: AnyMesh | None = None) -> Any:
+    """The sharding that a placement gives every leaf, in the structure of the tree. What it does not place is whole.
+
+    Arguments:
+        sharding_rules: a rule, or any other placement, or a tree prefix of placements.
+        pytree: any tree; its arrays may be abstract. What is not an array gets None.
+        mesh: the mesh; that in force by default.
+
+    >>> mesh = axn.make_mesh({"data": 2})
+    >>> axn.sharding.match_sharding_rule({"w": jax.P("data")}, {"w": jnp.ones(2)}, mesh)["w"].spec
+    P('data',)
+    """
+    mesh = required_mesh("match_sharding_rule", mesh)
+    leaves, structure = resolve(pytree, sharding_rules, mesh, "match_sharding_rule")
+
+    def sharding(leaf: Leaf) -> Any:
+        if leaf.shape is None:
+            return None
+        found = NamedSharding(leaf.mesh or mesh, leaf.spec or PartitionSpec())
+        return wrap(found, leaf.names) if isinstance(leaf.value, NamedArray) and leaf.names is not None else found
+
+    return jax.tree.unflatten(structure, [sharding(leaf) for leaf in leaves])
+
+
+def _parts(mesh: AnyMesh, entry: Entry) -> int:
+    return math.prod(mesh.shape[a] for a in mesh_axes(entry))
+
+
+def _if_divided(mesh: AnyMesh, entry: Any, size: int) -> Any:
+    """An entry of a spec, or None if its mesh axes do not divide the size. Unknown mesh axes are left to be found."""
+    if entry is PartitionSpec.UNCONSTRAINED or any(a not in mesh.shape for a in mesh_axes(entry)):
+        return entry
+    return entry if size % _parts(mesh, entry) == 0 else None

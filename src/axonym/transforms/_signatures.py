@@ -1,0 +1,132 @@
+"""What a lifted function takes: the axes of its operands in words, and the arguments that are only handed on."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import _errors, _parsing
+from .._mesh import Names
+from .._static import Static
+from ..array import NamedArray
+from ..axis import Axis, name_of, selectors
+
+NUMERIC = (jax.Array, np.ndarray, np.generic, int, float, complex)
+"""The types of raw arrays and numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Signature:
+    """The axes of a positional function, in words."""
+
+    inputs: tuple[Names | None, ...]
+    """Of each operand; None for an argument that is handed on."""
+    outputs: tuple[Names, ...]
+    axes: Mapping[str, Axis]
+    """The axes that were given with their sizes."""
+
+    @functools.cached_property
+    def words(self) -> Names:
+        """All words, once each."""
+        return tuple(dict.fromkeys(w for term in (*self.inputs, *self.outputs) for w in term or ()))
+
+    @property
+    def several(self) -> bool:
+        """Whether the function returns a tuple rather than the one result."""
+        return len(self.outputs) > 1
+
+    @property
+    def terms(self) -> tuple[Names, ...]:
+        """The words of each operand."""
+        return tuple(term for term in self.inputs if term is not None)
+
+    def sorted_out(self, what: str, args: Sequence[Any]) -> tuple[list[Any], tuple[Names, ...], tuple[Static, ...]]:
+        """The operands among the positional arguments, their names, and the arguments that are handed on."""
+        if len(args) < len(self.inputs):
+            raise TypeError(
+                f"{what}: the spec speaks of {len(self.inputs)} arguments, the call has {len(args)} by position."
+            )
+        arrays, names, static = [], [], []
+        for i, x in enumerate(args):
+            if i >= len(self.inputs) or self.inputs[i] is None:
+                static.append(Static(x, f"{what}: argument {i} is handed on as it is; it"))
+            elif isinstance(x, NamedArray):
+                arrays.append(x.array), names.append(x.names)
+            elif isinstance(x, NUMERIC):
+                if np.ndim(x):
+                    raise TypeError(
+                        f"{what}: argument {i} has no axis names but shape {tuple(np.shape(x))}. Only scalars go "
+                        "without names: name its axes with axonym.named(array, axes)."
+                    )
+                arrays.append(x), names.append(())
+            else:
+                raise TypeError(
+                    f"{what}: argument {i} should be a NamedArray or a scalar, got {type(x).__name__}. What is to be "
+                    "handed on as it is comes after the operands, or by keyword."
+                )
+        return arrays, tuple(names), tuple(static)
+
+    def put_together(self, arrays: Sequence[Any], static: Sequence[Static]) -> list[Any]:
+        """The positional arguments again."""
+        operands, rest = iter(arrays), iter(static)
+        first = [next(rest).value if term is None else next(operands) for term in self.inputs]
+        return [*first, *(s.value for s in rest)]
+
+
+def make_signature(what: str, spec: str | None, in_axes: Any, out_axes: Any) -> Signature:
+    """The signature that a spec stands for, or the axes in its place."""
+    if spec is not None:
+        if in_axes is not None or out_axes is not None:
+            raise TypeError(f"{what}: the axes are given by a spec or by in_axes and out_axes, not both.")
+        expression = _parsing.parse(what, spec, comma="terms")
+        inputs, outputs = (
+            tuple(_words(expression, term) for term in side) for side in (expression.lhs, expression.rhs)
+        )
+        return Signature(inputs, outputs, {})
+    if in_axes is None or out_axes is None:
+        raise TypeError(f"{what}: which axes? Pass a spec such as 'i j, i -> j', or both in_axes and out_axes.")
+    given = [in_axes] if isinstance(in_axes, (str, Axis, Mapping)) else list(in_axes)
+    results = list(out_axes) if _is_several(out_axes) else [out_axes]
+    chosen = [None if a is None else selectors(a) for a in (*given, *results)]
+    terms = [None if c is None else tuple(map(name_of, c)) for c in chosen]
+    for term in terms:
+        if term is not None and len(set(term)) != len(term):
+            raise ValueError(_errors.duplicate_names(what, term))
+    sized = {s.name: s for c in chosen for s in c or () if isinstance(s, Axis)}
+    outputs = tuple(term for term in terms[len(given) :] if term is not None)
+    return Signature(tuple(terms[: len(given)]), outputs, sized)
+
+
+def _is_several(out_axes: Any) -> bool:
+    """Whether these are selections, one for each result, rather than the selection of the only one."""
+    return not isinstance(out_axes, (str, Axis, Mapping)) and any(not isinstance(a, (str, Axis)) for a in out_axes)
+
+
+def _words(expression: _parsing.Expression, term: _parsing.Term) -> Names:
+    if not term.ordered:
+        expression.fail(term, "the positions of a function's axes have an order, so they are written without braces.")
+    for element in term.elements:
+        if isinstance(element, _parsing.Dots):
+            expression.fail(element, "the axes that are not written are mapped over in any case; leave the `...` out.")
+        if isinstance(element, _parsing.Group):
+            expression.fail(element, "axes are not split or merged here; do so before or after, with rearrange.")
+    return tuple(v.name for v in term.variables)
+
+
+def check_aliases(what: str, signature: Signature, axes: Mapping[str, Any]) -> None:
+    """What is said by keyword of axes is said of words of the spec, and names axes."""
+    for word, axis in axes.items():
+        if word not in signature.words:
+            known = ", ".join(map(repr, signature.words)) or "none"
+            hint = _errors.suggestion(word, signature.words)
+            raise TypeError(f"{what}: {word!r} is not among the axes of the spec, {known}.{hint}")
+        if not isinstance(axis, (str, Axis)):
+            raise TypeError(
+                f"{what}: {word!r} is an axis of the spec, so it stands for an Axis or its name, got "
+                f"{type(axis).__name__}. To hand an argument of that name on, call the axis something else in the spec."
+            )

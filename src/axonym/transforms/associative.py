@@ -1,0 +1,112 @@
+"""`associative_scan`: all prefixes of an associative operation, in parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from .. import _errors, _mesh
+from .._compat import INLINE
+from .._static import Static
+from ..axis import Axis, AxisSelector, name_of
+from . import _axes
+from ._compiled import Functions, compiled
+from ._forms import Form, Words, conform, split
+
+T = TypeVar("T")
+
+_RESULT = Words(
+    "result",
+    "must be",
+    "is",
+    "is missing",
+    "should not be there",
+    "Place it as the operands of the function are, with `axonym.shard(..., {before})`.",
+)
+
+
+def associative_scan(fn: Callable[[T, T], T], elems: T, axis: AxisSelector, *, reverse: bool = False) -> T:
+    """Combine the elements along an axis, keeping every intermediate result: `jax.lax.associative_scan` by name.
+
+    The function is called on many pairs of elements at once: the axis stays in what it sees, with varying sizes. It may
+    return its result in any order of axes. Where the axis is split over Explicit mesh axes it is gathered first, and
+    the result is split again.
+
+    Arguments:
+        fn: an associative function of two trees like `elems`.
+        elems: a tree of named arrays that all have the axis; raw arrays are taken along their first axis.
+        axis: the axis.
+        reverse: go from the last element to the first.
+
+    >>> axn.associative_scan(axn.maximum, axn.named([1, 3, 2, 5], "x"), "x")
+    NamedArray(int32[x=4], [1 3 3 5])
+    """
+    arrays, form = split(elems, numbers=False)
+    name = name_of(axis)
+    missing = [
+        i for i, names in enumerate(form.names) if (name not in names if names is not None else not arrays[i].ndim)
+    ]
+    if missing or not arrays:
+        raise ValueError(_without_axis(name, form, missing))
+    positions = tuple(0 if names is None else names.index(name) for names in form.names)
+    sizes = [x.shape[p] for x, p in zip(arrays, positions, strict=True)]
+    given = [("the axis given", axis.size)] if isinstance(axis, Axis) else []
+    if any(s != sizes[0] for s in [*sizes, *(size for _, size in given)]):
+        places = [*zip(_array_paths(form), sizes, strict=True), *given]
+        raise ValueError(_errors.size_mismatch("associative_scan", name, places))
+    return form.join(compiled(_build, (fn,), _Plan(name, form, positions, reverse))(arrays))
+
+
+class _Plan(NamedTuple):
+    name: str
+    form: Form
+    positions: tuple[int, ...]
+    reverse: bool
+
+
+def _build(functions: Callable[[], Functions], plan: _Plan) -> Callable[..., Any]:
+    def run(arrays: list[Any]) -> list[Any]:
+        (fn,) = functions()
+        # JAX takes all arrays along one position. Where theirs differ, the axis goes to the front.
+        together = len(set(plan.positions)) == 1
+        position = plan.positions[0] if together else 0
+        inner = plan.form
+        if not together:
+            inner = inner.with_names(
+                n if n is None else (plan.name, *_axes.without(n, plan.name)) for n in plan.form.names
+            )
+        xs = [_axes.whole_along(x, p) for x, p in zip(arrays, plan.positions, strict=True)]
+        xs = [jnp.moveaxis(x, p, position) for x, p in zip(xs, plan.positions, strict=True)]
+
+        def combine(a: list[Any], b: list[Any]) -> list[Any]:
+            types = [jax.typeof(x) for x in a]
+            return conform("associative_scan", _RESULT, inner, types, fn(inner.join(a), inner.join(b)))
+
+        results = jax.lax.associative_scan(combine, xs, plan.reverse, position)
+        results = [jnp.moveaxis(y, position, p) for y, p in zip(results, plan.positions, strict=True)]
+        return [_placed_like(y, x) for y, x in zip(results, arrays, strict=True)]
+
+    run.__name__ = run.__qualname__ = "associative_scan"
+    return jax.jit(run, inline=INLINE)
+
+
+def _placed_like(y: jax.Array, x: jax.Array) -> jax.Array:
+    entries = _mesh.entries_of(x)
+    return y if _mesh.entries_of(y) == entries else jax.sharding.reshard(y, PartitionSpec(*entries))
+
+
+def _array_paths(form: Form) -> list[str]:
+    return [f"elems{p}" for p, slot in zip(form.paths(), form.slots, strict=True) if not isinstance(slot, Static)]
+
+
+def _without_axis(name: str, form: Form, missing: list[int]) -> str:
+    if not form.names:
+        return "associative_scan: there is no array to scan."
+    paths, names = _array_paths(form), form.names
+    listed = ", ".join(f"{paths[i]} {_errors.describe_axes(names[i] or ())}" for i in missing)
+    known = [n for i in missing for n in names[i] or ()]
+    return f"associative_scan: no axis {name!r} in {listed}.{_errors.suggestion(name, known)}"

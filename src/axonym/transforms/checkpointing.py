@@ -1,0 +1,277 @@
+"""What a scan keeps for its backward pass, and what it computes again.
+
+The backward pass of a step needs its carry, its inputs and whatever the step computed on the way, its *internals*. A
+scan that keeps them all needs memory for every step. A policy says what is kept instead:
+
+- the carries: a step is computed again from its carry, so the carries of all steps stay by default. They can be moved
+  to the host, or not be kept at all, in which case the backward pass first runs the whole scan once more;
+- the inputs: they are the operands of the scan, so they are there anyway. They can be moved to the host;
+- the internals: none, all, or those that the step names with `tree_checkpoint_name`, on the device or on the host;
+- nested scans: the steps are cut into groups, and only the carries between groups are kept. With about sqrt(N) groups
+  of N steps, memory grows with sqrt(N), for one more forward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import jax
+import jax.ad_checkpoint
+import numpy as np
+
+from ._forms import Packed, split
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScanCheckpointPolicy:
+    """What a scan saves for its backward pass; all else is computed again there.
+
+    Arguments:
+        save_carries: keep the carry of every step: True, or "offload" to the host. With False none is kept, and the
+            backward pass runs the whole scan again before it goes through the steps.
+        save_inputs: "offload" moves the inputs of every step to the host. They are the operands of the scan and stay
+            where they are otherwise, whether True or False.
+        save_block_internals: keep what the steps compute: all of it, or what they name with `tree_checkpoint_name`.
+        offload_block_internals: names of what is kept on the host instead.
+        prevent_cse: keep the compiler from undoing the policy, where the steps are not in a loop. A scan that is
+            unrolled completely does so by itself.
+        disable: no checkpointing: everything is kept.
+        simple: the plain `jax.checkpoint` of each step, which keeps nothing but what the step was given.
+        nested: cut the steps into this many groups and keep only the carries between groups; True chooses the number
+            that keeps least. A prime number of steps cannot be cut and is treated as if not nested.
+
+    >>> policy = axn.ScanCheckpointPolicy(save_carries="offload", save_block_internals=["attention"])
+    >>> policy.save_block_internals
+    ('attention',)
+    """
+
+    save_carries: bool | Literal["offload"] = True
+    save_inputs: bool | Literal["offload"] = False
+    save_block_internals: bool | Sequence[str] = False
+    offload_block_internals: Sequence[str] = ()
+    prevent_cse: bool = False
+    disable: bool = False
+    simple: bool = False
+    nested: bool | int = False
+
+    def __post_init__(self) -> None:
+        # Tuples, so that a policy can be part of what a compiled scan is found by.
+        for field in ("save_block_internals", "offload_block_internals"):
+            given = getattr(self, field)
+            if isinstance(given, str):
+                raise TypeError(f"ScanCheckpointPolicy: {field} takes a list of names, as in {field}=[{given!r}].")
+            if not isinstance(given, bool):
+                object.__setattr__(self, field, tuple(given))
+        problem = _contradiction(self)
+        if problem:
+            raise ValueError(f"ScanCheckpointPolicy: {problem}")
+
+    @staticmethod
+    def from_bool_or_str(remat_policy: bool | str) -> ScanCheckpointPolicy:
+        """The policy that a short word stands for.
+
+        Arguments:
+            remat_policy: one of
+
+                - False: keep everything.
+                - True, "recompute" or "full": keep the carries and compute the steps again.
+                - "offload": the same, with carries and inputs on the host.
+                - "nested": nested scans.
+                - "save_all": keep everything.
+
+        >>> axn.ScanCheckpointPolicy.from_bool_or_str("nested").nested
+        True
+        """
+        if isinstance(remat_policy, (bool, str)) and remat_policy in _WORDS:
+            return _WORDS[remat_policy]
+        raise ValueError(f"ScanCheckpointPolicy: expected one of {', '.join(map(repr, _WORDS))}, got {remat_policy!r}.")
+
+    def checkpoint(self, carry_name: str, input_name: str, callable: Callable[..., T]) -> Callable[..., T]:
+        """A step that keeps for its backward pass what the policy says.
+
+        It does not do what concerns all steps together: nested scans, and not keeping the carries.
+
+        Arguments:
+            carry_name: what the carry is called where it is moved to the host.
+            input_name: the same for the inputs.
+            callable: the step; its first argument is the carry, the others are the inputs.
+
+        >>> step = axn.ScanCheckpointPolicy().checkpoint("carry", "input", lambda carry, x: jnp.sin(carry) * x)
+        >>> jax.grad(step)(0.0, 2.0)
+        Array(2., dtype=float32, weak_type=True)
+        """
+        if self._keeps_everything:
+            return callable
+        moves_carry, moves_inputs = self.save_carries == "offload", self.save_inputs == "offload"
+        moved = [n for n, moves in ((carry_name, moves_carry), (input_name, moves_inputs)) if moves]
+        policy = self._kept(moved)
+
+        def step(*args: Any, **kwargs: Any) -> T:
+            arrays, form = split((args, kwargs), numbers=False)
+
+            def of_arrays(arrays: list[Any]) -> Packed:
+                (carry, *inputs), options = form.join(arrays)
+                if moves_carry:
+                    carry = tree_checkpoint_name(carry, carry_name)
+                if moves_inputs:
+                    inputs, options = tree_checkpoint_name((inputs, options), input_name)
+                return Packed(*split(callable(carry, *inputs, **options), numbers=False))
+
+            return jax.checkpoint(of_arrays, policy=policy, prevent_cse=self.prevent_cse)(arrays).tree()
+
+        return step
+
+    @property
+    def _keeps_everything(self) -> bool:
+        nothing_moves = not self.offload_block_internals and "offload" not in (self.save_carries, self.save_inputs)
+        return self.disable or (self.save_block_internals is True and nothing_moves)
+
+    def _kept(self, moved: Sequence[str]) -> Callable[..., Any] | None:
+        """The policy of `jax.checkpoint` that keeps the internals, and moves to the host what has these names too."""
+        policies = jax.checkpoint_policies
+        moved = (*moved, *self.offload_block_internals)
+        saved = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
+        if not moved:
+            return policies.save_only_these_names(*saved) if saved else None
+        by_name = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(saved),
+            names_which_can_be_offloaded=list(moved),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+        if self.save_block_internals is not True:
+            return by_name
+
+        def all_but_moved(*args: Any, **kwargs: Any) -> Any:
+            decision = by_name(*args, **kwargs)
+            return decision if isinstance(decision, jax.ad_checkpoint.Offloadable) else True
+
+        return all_but_moved
+
+    def _groups(self, length: int) -> int | None:
+        """Into how many groups nested scans cut the steps; None for not at all."""
+        if self.disable or self.nested is False:
+            return None
+        divisors = [d for d in range(2, length) if length % d == 0]
+        if self.nested is True:
+            return min(divisors, key=lambda d: d + length // d, default=None)
+        if length % self.nested:
+            raise ValueError(
+                f"ScanCheckpointPolicy: {length} steps cannot be cut into nested={self.nested} groups of one size. "
+                f"Use a divisor ({', '.join(map(str, divisors)) or 'there is none'}), or True."
+            )
+        return self.nested
+
+
+def _contradiction(policy: ScanCheckpointPolicy) -> str | None:
+    for field in ("save_carries", "save_inputs"):
+        if getattr(policy, field) not in (True, False, "offload"):
+            return f"{field} is True, False or 'offload', not {getattr(policy, field)!r}."
+    internals = policy.save_block_internals
+    if policy.simple:
+        saves = policy.save_carries is not True or policy.save_inputs or internals or policy.offload_block_internals
+        return "simple=True keeps nothing but what a step is given; leave the other fields out." if saves else None
+    if policy.disable:
+        return None
+    if policy.nested is not True and policy.nested is not False and policy.nested < 2:
+        return f"nested={policy.nested} is no number of groups: at least 2, or True to have it chosen, or False."
+    if internals is True and policy.save_carries is False:
+        return "save_block_internals=True keeps everything, the carries too, so save_carries=False contradicts it."
+    twice = set(policy.offload_block_internals).intersection(() if isinstance(internals, bool) else internals)
+    if twice:
+        return f"{', '.join(map(repr, sorted(twice)))} cannot be both saved on the device and offloaded to the host."
+    return None
+
+
+_WORDS: dict[bool | str, ScanCheckpointPolicy] = {
+    True: ScanCheckpointPolicy(simple=True),
+    False: ScanCheckpointPolicy(save_inputs=True, save_block_internals=True, disable=True),
+    "offload": ScanCheckpointPolicy(save_carries="offload", save_inputs="offload"),
+    "recompute": ScanCheckpointPolicy(),
+    "full": ScanCheckpointPolicy(),
+    "save_all": ScanCheckpointPolicy(save_inputs=True, save_block_internals=True),
+    "nested": ScanCheckpointPolicy(nested=True),
+}
+
+ScanCheckpointSpec: TypeAlias = (
+    bool | Literal["offload", "recompute", "full", "save_all", "nested"] | ScanCheckpointPolicy
+)
+"""What says what a scan keeps: a policy, or a word for one."""
+
+
+def policy_of(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
+    """The policy that a spec stands for."""
+    return spec if isinstance(spec, ScanCheckpointPolicy) else ScanCheckpointPolicy.from_bool_or_str(spec)
+
+
+def tree_checkpoint_name(x: T, name: str) -> T:
+    """Name every array of a tree, for checkpoint policies that say what is kept by name.
+
+    Arguments:
+        x: named arrays, raw arrays, or a tree of them; what is not an array is returned as it is.
+        name: the name.
+
+    >>> axn.tree_checkpoint_name(axn.ones({"x": 2}), "attention")
+    NamedArray(float32[x=2], [1. 1.])
+    """
+
+    def name_leaf(leaf: Any) -> Any:
+        return jax.ad_checkpoint.checkpoint_name(leaf, name) if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
+
+    return jax.tree.map(name_leaf, x)
+
+
+def checkpointed_scan(
+    policy: ScanCheckpointPolicy,
+    label: str,
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    xs: list[jax.Array],
+    *,
+    length: int,
+    reverse: bool,
+    unroll: int,
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` that keeps for its backward pass what the policy says.
+
+    Arguments:
+        policy: what to keep.
+        label: what carries and inputs that move to the host are called.
+        step: the body, from raw arrays to raw arrays.
+        carry: the initial carry.
+        xs: what is scanned, along the first axis.
+        length: the number of steps.
+        reverse: go from the last step to the first.
+        unroll: how many steps are put into one turn of the loop.
+    """
+    if unroll >= length:
+        # Without a loop between them, the compiler would find the two computations of a step equal.
+        policy = dataclasses.replace(policy, prevent_cse=True)
+    names = f"{label}__carry", f"{label}__input"
+    groups = policy._groups(length)
+
+    def run(carry: Any, xs: list[jax.Array]) -> tuple[Any, Any]:
+        if groups is None:
+            return jax.lax.scan(policy.checkpoint(*names, step), carry, xs, length, reverse, unroll)
+        per_group = length // groups
+        # What lives from the forward to the backward pass is what the groups keep, so that is what moves to the host.
+        of_groups = ScanCheckpointPolicy(policy.save_carries, policy.save_inputs, prevent_cse=policy.prevent_cse)
+        unrolled = policy.prevent_cse or unroll >= per_group
+        of_steps = dataclasses.replace(policy, save_carries=True, save_inputs=False, prevent_cse=unrolled)
+        inner = of_steps.checkpoint(*names, step)
+
+        def group(carry: Any, xs: list[jax.Array]) -> tuple[Any, Any]:
+            return jax.lax.scan(inner, carry, xs, per_group, reverse, unroll)
+
+        outer = of_groups.checkpoint(*names, group)
+        cut = [x.reshape(groups, per_group, *x.shape[1:]) for x in xs]
+        carry, ys = jax.lax.scan(outer, carry, cut, groups, reverse, max(1, unroll // per_group))
+        return carry, jax.tree.map(lambda y: y.reshape(length, *y.shape[2:]), ys)
+
+    if policy.save_carries is False and not policy.disable:
+        run = jax.checkpoint(run, policy=policy._kept(()))
+    return run(carry, xs)

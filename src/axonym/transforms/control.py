@@ -1,0 +1,148 @@
+"""`while_loop`, `cond` and `switch` on trees of named arrays.
+
+JAX's own take named arrays too, since they are trees. These add what names are good for: an axis order that differs
+between two steps, or two branches, is brought into line, since order is only layout, and what really differs is said
+by path and axis. What is not an array (a function in a module, say) is passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._compat import INLINE
+from ..array import NamedArray
+from ._compiled import Functions, compiled
+from ._forms import CARRY, Form, Packed, Words, conform, split
+
+
+def while_loop(cond_fn: Callable[[Any], Any], body_fn: Callable[[Any], Any], init: Any) -> Any:
+    """Repeat a function for as long as a condition holds: `jax.lax.while_loop` by name.
+
+    The carry keeps its axes, sizes, dtypes and placement; only the order of axes may change.
+
+    Arguments:
+        cond_fn: from a carry to whether to go on.
+        body_fn: from a carry to the next one.
+        init: the first carry.
+
+    >>> axn.while_loop(lambda x: x.sum() < 100, lambda x: 2 * x, axn.ones({"x": 3}))
+    NamedArray(float32[x=3], [64. 64. 64.])
+    """
+    arrays, form = split(init, numbers=True)
+    return form.join(compiled(_build_while, (cond_fn, body_fn), form)(arrays))
+
+
+def _build_while(functions: Callable[[], Functions], form: Form) -> Callable[..., Any]:
+    def run(arrays: list[Any]) -> list[Any]:
+        cond_fn, body_fn = functions()
+
+        def going(carry: list[Any]) -> Any:
+            return _scalar("while_loop", "the condition", cond_fn(form.join(carry)))
+
+        def body(carry: list[Any]) -> list[Any]:
+            return conform(
+                "while_loop", CARRY, form, [jax.typeof(c) for c in carry], body_fn(form.join(carry)), promoted=True
+            )
+
+        return jax.lax.while_loop(going, body, arrays)
+
+    run.__name__ = run.__qualname__ = "while_loop"
+    return jax.jit(run, inline=INLINE)
+
+
+def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:
+    """Call one of two functions: `jax.lax.cond` by name.
+
+    Both must return the same tree of the same axes; the order of axes is that of `true_fn`.
+
+    Arguments:
+        pred: which one: a truth value, traced or not, as a scalar or a named array without axes.
+        true_fn: what to call if it is true.
+        false_fn: what to call if it is not.
+        *operands: what to call it with.
+
+    >>> x = axn.arange(axn.Axis("x", 3))
+    >>> axn.cond(x.sum() > 2, lambda x: x * 10, lambda x: -x, x)
+    NamedArray(int32[x=3], [ 0 10 20])
+    """
+    return _choose("cond", _scalar("cond", "the predicate", pred), (true_fn, false_fn), operands)
+
+
+def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+    """Call one of several functions: `jax.lax.switch` by name.
+
+    All must return the same tree of the same axes; the order of axes is that of the first.
+
+    Arguments:
+        index: which one, as an integer; one out of range is brought to the nearest in range.
+        branches: the functions.
+        *operands: what to call it with.
+
+    >>> x = axn.arange(axn.Axis("x", 3))
+    >>> axn.switch(1, [lambda x: x, lambda x: x + 1, lambda x: -x], x)
+    NamedArray(int32[x=3], [1 2 3])
+    """
+    if not branches:
+        raise ValueError("switch: expected at least one branch.")
+    return _choose("switch", _scalar("switch", "the index", index), tuple(branches), operands)
+
+
+def _choose(what: str, which: Any, branches: Functions, operands: tuple[Any, ...]) -> Any:
+    arrays, form = split(operands, numbers=True)
+    return compiled(_build_choice, branches, (what, form))(which, arrays).tree()
+
+
+def _build_choice(functions: Callable[[], Functions], plan: tuple[str, Form]) -> Callable[..., Any]:
+    what, form = plan
+
+    def run(which: Any, arrays: list[Any]) -> Packed:
+        branches = functions()
+        names = (
+            ("the true branch", "the false branch") if what == "cond" else [f"branch {i}" for i in range(len(branches))]
+        )
+        agreed: list[tuple[str, Form, list[Any]]] = []  # what the branch that is traced first returns
+
+        def positional(name: str, branch: Callable[..., Any]) -> Callable[[list[Any]], list[Any]]:
+            def call(arrays: list[Any]) -> list[Any]:
+                result = branch(*form.join(arrays))
+                if not agreed:
+                    outputs, out_form = split(result, numbers=True)
+                    agreed.append((name, out_form, [jax.typeof(x) for x in outputs]))
+                    return outputs
+                first, out_form, types = agreed[0]
+                words = Words(
+                    "result",
+                    f"of {first} is",
+                    f"of {name} is",
+                    f"is in {first} only",
+                    f"is in {name} only",
+                    "Place both alike, for example with `axonym.shard(..., {before})`.",
+                )
+                return conform(what, words, out_form, types, result)
+
+            return call
+
+        calls = [positional(name, branch) for name, branch in zip(names, branches, strict=True)]
+        if what == "cond":
+            outputs = jax.lax.cond(which, *calls, arrays)
+        else:
+            outputs = jax.lax.switch(which, calls, arrays)
+        return Packed(outputs, agreed[0][1])
+
+    run.__name__ = run.__qualname__ = what
+    return jax.jit(run, inline=INLINE)
+
+
+def _scalar(what: str, which: str, x: Any) -> Any:
+    """The raw array of what must be a scalar."""
+    if isinstance(x, NamedArray):
+        if x.names:
+            raise TypeError(f"{what}: {which} must be a scalar, got {x}. Reduce it with `axonym.all` or `axonym.any`.")
+        return x.array
+    if jnp.ndim(x):
+        raise TypeError(f"{what}: {which} must be a scalar, got an array of shape {jnp.shape(x)}.")
+    return x

@@ -1,0 +1,328 @@
+"""`scan`, `fold` and `map`: loops over a named axis.
+
+Each is `jax.lax.scan` over the slices of the arguments that have the axis. The body sees the arguments without it; the
+carry goes from step to step; what the body returns besides is stacked along the axis.
+
+On Explicit mesh axes a loop visits every slice on every device, so an argument that is split over the looped axis is
+gathered along it first. What is stacked is split again as the arguments were: an output axis keeps the placement that
+it has in the operands. On Auto mesh axes both are the partitioner's business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from .. import _errors, _mesh
+from .._compat import INLINE
+from .._mesh import Names
+from .._static import Static
+from ..array import wrap
+from ..axis import Axis, AxisSelector, name_of
+from . import _axes
+from ._compiled import Functions, compiled
+from ._forms import CARRY, Form, Packed, conform, split
+from .checkpointing import ScanCheckpointPolicy, ScanCheckpointSpec, checkpointed_scan, policy_of
+
+ScannedSpec: TypeAlias = bool | Callable[[Any], bool]
+"""Which of the arrays that could be scanned are: all, none, or those for which a function says so."""
+
+
+def scan(
+    fn: Callable[..., tuple[Any, Any]],
+    axis: AxisSelector,
+    *,
+    remat: ScanCheckpointSpec = False,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    is_scanned: ScannedSpec = True,
+) -> Callable[..., tuple[Any, Any]]:
+    """Loop over an axis with a carry, and stack what each step returns: `jax.lax.scan` by name.
+
+    The result is a function of an initial carry and of any arguments. Named arrays that have the axis are scanned, and
+    the others are the same in every step. Raw arrays have no names to go by: their first axis is scanned. Scalars, and
+    what is not an array, are the same in every step. What the body returns besides the carry gets the axis in front.
+
+    The carry keeps its axes, sizes, dtypes and placement from step to step; only the order of axes may change, since it
+    is layout. As with `jax.lax.scan`, a body is not traced again for arguments of the same form, so it must not depend
+    on anything that changes between calls.
+
+    Arguments:
+        fn: the body, from a carry and the arguments of one step to the next carry and an output.
+        axis: the axis. If nothing that is scanned has it, it needs a size.
+        remat: what is kept for the backward pass: a `ScanCheckpointPolicy`, or a word for one. True computes each step
+            again from its carry; False keeps everything.
+        reverse: go from the last step to the first. Outputs stand where their inputs stood.
+        unroll: how many steps to put into one turn of the loop; True for all.
+        is_scanned: which arrays to scan, of those that could be: all, none, or those for which a function of the named
+            or raw array says so.
+
+    >>> Time, Embed = axn.make_axes(time=3, embed=2)
+    >>> decay = axn.scan(lambda h, x: (0.5 * h + x, h.sum()), Time)
+    >>> final, sums = decay(axn.zeros(Embed), axn.ones((Time, Embed)))
+    >>> final, sums
+    (NamedArray(float32[embed=2], [1.75 1.75]), NamedArray(float32[time=3], [0. 2. 3.]))
+    """
+    loop = _Loop("scan", name_of(axis), policy_of(remat), reverse, unroll)
+
+    def scanned(init: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return _run(loop, axis, fn, is_scanned, init, args, kwargs)
+
+    return functools.update_wrapper(scanned, fn, updated=())
+
+
+def fold(
+    fn: Callable[..., Any],
+    axis: AxisSelector,
+    *,
+    remat: ScanCheckpointSpec = False,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    is_scanned: ScannedSpec = True,
+) -> Callable[..., Any]:
+    """Loop over an axis with a carry, and return the last one: `scan` without outputs.
+
+    Arguments:
+        fn: the body, from a carry and the arguments of one step to the next carry.
+        axis: see `scan`, as for all that follow.
+        remat: what is kept for the backward pass.
+        reverse: go from the last step to the first.
+        unroll: how many steps to put into one turn of the loop.
+        is_scanned: which arrays to scan.
+
+    >>> Time, Embed = axn.make_axes(time=3, embed=2)
+    >>> axn.fold(lambda h, x: 0.5 * h + x, Time)(axn.zeros(Embed), axn.ones((Time, Embed)))
+    NamedArray(float32[embed=2], [1.75 1.75])
+    """
+    loop = _Loop("fold", name_of(axis), policy_of(remat), reverse, unroll)
+
+    def folded(init: Any, *args: Any, **kwargs: Any) -> Any:
+        return _run(loop, axis, fn, is_scanned, init, args, kwargs)[0]
+
+    return functools.update_wrapper(folded, fn, updated=())
+
+
+def map(
+    fn: Callable[..., Any],
+    axis: AxisSelector,
+    *,
+    remat: ScanCheckpointSpec = False,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    is_mapped: ScannedSpec = True,
+) -> Callable[..., Any]:
+    """Apply a function to one slice after the other: `scan` without a carry.
+
+    It computes what `vmap` does, in a loop: slower, with the memory of one step.
+
+    Arguments:
+        fn: the function of the arguments of one step.
+        axis: see `scan`, as for all that follow.
+        remat: what is kept for the backward pass.
+        reverse: go from the last step to the first.
+        unroll: how many steps to put into one turn of the loop.
+        is_mapped: which arrays to map over.
+
+    >>> axn.map(lambda x: x * x, "x")(axn.arange(axn.Axis("x", 3)))
+    NamedArray(int32[x=3], [0 1 4])
+    """
+    loop = _Loop("map", name_of(axis), policy_of(remat), reverse, unroll)
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        return _run(loop, axis, fn, is_mapped, None, args, kwargs)[1]
+
+    return functools.update_wrapper(mapped, fn, updated=())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Loop:
+    """What is known of a loop before it has arguments."""
+
+    what: str
+    name: str
+    """The name of the axis."""
+    policy: ScanCheckpointPolicy
+    reverse: bool
+    unroll: int | bool
+
+    def __post_init__(self) -> None:
+        if self.unroll is not False and self.unroll < 1:
+            raise ValueError(f"{self.what}: `unroll` is a number of steps, at least 1, or True; got {self.unroll}.")
+
+    def step(self, fn: Callable[..., Any], carry: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The next carry, and an output."""
+        if self.what == "map":
+            return None, fn(*args, **kwargs)
+        result = fn(carry, *args, **kwargs)
+        if self.what == "fold":
+            return result, None
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(
+                f"scan: the body must return a pair, the next carry and an output (None for nothing), not "
+                f"{_shown(result)}. Use `fold` for a body that returns the carry alone."
+            )
+        return result
+
+
+def _shown(result: Any) -> str:
+    return f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plan:
+    """Everything static that a compiled loop depends on."""
+
+    loop: _Loop
+    length: int
+    unroll: int
+    carry: Form
+    arguments: Form
+    positions: tuple[int | None, ...]
+    """For each array of the arguments, where the axis stands; None if the array is the same in every step."""
+
+
+def _run(
+    loop: _Loop,
+    axis: AxisSelector,
+    fn: Callable[..., Any],
+    is_scanned: ScannedSpec,
+    init: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Any, Any]:
+    carry, carry_form = split(init, numbers=True)
+    arrays, form = split((args, kwargs), numbers=False)
+    choose = None if is_scanned is True else is_scanned if callable(is_scanned) else lambda _: False
+    positions = tuple(_position(loop.name, x, names, choose) for x, names in zip(arrays, form.names, strict=True))
+    sizes = [x.shape[p] for x, p in zip(arrays, positions, strict=True) if p is not None]
+    if isinstance(axis, Axis):
+        sizes.append(axis.size)
+    if not sizes:
+        raise ValueError(_no_size(loop, form))
+    if any(s != sizes[0] for s in sizes):
+        raise ValueError(_sizes_differ(loop, axis, form, arrays, positions))
+    # As a number: True equals 1, and the two mean different things.
+    unroll = max(1, sizes[0] if loop.unroll is True else loop.unroll)
+    plan = _Plan(loop, sizes[0], unroll, carry_form, form, positions)
+    carry, outputs = compiled(_build, (fn,), plan)(carry, arrays)
+    return carry_form.join(carry), outputs.tree()
+
+
+def _position(name: str, x: Any, names: Names | None, choose: Callable[[Any], bool] | None) -> int | None:
+    if names is None:
+        can_be, position = x.ndim > 0, 0
+    else:
+        can_be, position = name in names, names.index(name) if name in names else 0
+    if not can_be:
+        return None
+    if choose is None:
+        return position
+    return position if choose(x if names is None else wrap(x, names)) else None
+
+
+# --- the compiled loop ---
+
+
+def _build(functions: Callable[[], Functions], plan: _Plan) -> Callable[..., Any]:
+    """The loop as one jitted function, from raw arrays to raw arrays."""
+    loop, name = plan.loop, plan.loop.name
+    in_step = plan.arguments.with_names(
+        names if names is None or p is None else _axes.without(names, name)
+        for names, p in zip(plan.arguments.names, plan.positions, strict=True)
+    )
+
+    def run(carry: list[Any], arrays: list[Any]) -> tuple[list[Any], Packed]:
+        (fn,) = functions()
+        scanned = [(i, p) for i, p in enumerate(plan.positions) if p is not None]
+        xs = [jnp.moveaxis(_axes.whole_along(arrays[i], p), p, 0) for i, p in scanned]
+        returned: list[Form] = []
+
+        def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            of_step = list(arrays)
+            for (i, _), x in zip(scanned, slices, strict=True):
+                of_step[i] = x
+            args, kwargs = in_step.join(of_step)
+            new, output = loop.step(fn, plan.carry.join(carry), args, kwargs)
+            outputs, form = split(output, numbers=True)
+            returned[:] = [form]  # a step can be traced again, with stronger types
+            return conform(loop.what, CARRY, plan.carry, [jax.typeof(c) for c in carry], new, promoted=True), outputs
+
+        final, ys = checkpointed_scan(
+            loop.policy,
+            f"{loop.what}({name})",
+            step,
+            carry,
+            xs,
+            length=plan.length,
+            reverse=loop.reverse,
+            unroll=plan.unroll,
+        )
+        (form,) = returned
+        stacked = form.with_names(_stacked(loop.what, name, form))
+        sources = [(arrays[i], p) for i, p in scanned]
+        ys = [_split_again(loop.what, name, y, n, sources) for y, n in zip(ys, stacked.names, strict=True)]
+        return final, Packed(ys, stacked)
+
+    run.__name__ = run.__qualname__ = loop.what
+    return jax.jit(run, inline=INLINE)
+
+
+def _stacked(what: str, name: str, form: Form) -> list[Names | None]:
+    """The names of the outputs with the axis in front."""
+    return [None if names is None else _axes.stacked(what, wrap(None, names), name).names for names in form.names]
+
+
+def _split_again(
+    what: str, name: str, y: jax.Array, names: Names | None, scanned: Sequence[tuple[jax.Array, int]]
+) -> jax.Array:
+    """An output placed along the axis as what was scanned."""
+    mesh = _mesh.explicit_mesh([y, *(x for x, _ in scanned)])
+    if mesh is None:
+        return y
+    rest = names[1:] if names is not None else tuple(f"dimension {i}" for i in range(1, y.ndim))
+    entries = _mesh.entries_of(y)
+    operands = [((name,), (_mesh.entries_of(x)[p],)) for x, p in scanned]
+    spec = _mesh.place(what, (name, *rest), y.shape, [*operands, (rest, entries[1:])], mesh)
+    return y if tuple(spec) == entries else jax.sharding.reshard(y, spec)
+
+
+# --- words ---
+
+
+def _sizes_differ(
+    loop: _Loop, axis: AxisSelector, form: Form, arrays: Sequence[Any], positions: Sequence[int | None]
+) -> str:
+    found = zip(_paths(form, arrays), arrays, form.names, positions, strict=True)
+    scanned = [(path, x.shape[p], names) for path, x, names, p in found if p is not None]
+    places = [(path, size) for path, size, _ in scanned]
+    places += [("the axis given", axis.size)] if isinstance(axis, Axis) else []
+    text = _errors.size_mismatch(loop.what, loop.name, places)
+    raw = [path for path, _, names in scanned if names is None]
+    if not raw:
+        return text
+    option = "is_mapped" if loop.what == "map" else "is_scanned"
+    return (
+        f"{text} Raw arrays are taken along their first axis: {', '.join(raw)}. Name their axes, or leave them out "
+        f"with `{option}`."
+    )
+
+
+def _no_size(loop: _Loop, form: Form) -> str:
+    name = loop.name
+    known = list(dict.fromkeys(n for names in form.names for n in names or ()))
+    hint = "" if name in known else _errors.suggestion(name, known)
+    return (
+        f"{loop.what}: nothing that is scanned has axis {name!r}; the arguments have {_errors.describe_axes(known)}."
+        f"{hint} To loop without scanning anything, pass an Axis with a size."
+    )
+
+
+def _paths(form: Form, arrays: Sequence[Any]) -> list[str]:
+    """Where each array of the arguments stands."""
+    paths = _axes.argument_paths(*form.join(arrays))
+    return [path for path, slot in zip(paths, form.slots, strict=True) if not isinstance(slot, Static)]

@@ -1,0 +1,328 @@
+"""`vmap`: a function of one element, mapped over named axes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .. import _errors, _mesh
+from .._mesh import Names, mesh_axes
+from ..array import NamedArray, wrap
+from ..axis import Axis, AxisSelection, name_of, selectors
+from . import _axes
+
+RawAxis: TypeAlias = Any
+"""How raw arrays are mapped: a position, None for not at all, a function from the array to one of these, or a tree
+prefix of them."""
+
+
+def vmap(
+    fn: Callable[..., Any],
+    axis: AxisSelection,
+    *,
+    default: RawAxis = 0,
+    args: Sequence[RawAxis] = (),
+    kwargs: Mapping[str, RawAxis] | None = None,
+) -> Callable[..., Any]:
+    """Map a function over one or several named axes: `jax.vmap` by name.
+
+    The function is called once and sees the arguments without the axes; what it returns gets them in front. Named
+    arrays that have an axis are mapped over it, and the others are the same for every element. Raw arrays have no names
+    to go by and are mapped over their first axis, unless told otherwise. What is not an array, in the arguments or in
+    what the function returns, is passed on as it is.
+
+    An axis that the mapping in force sends to mesh axes stays there throughout. On Explicit mesh axes, arguments that
+    are placed differently along the axis are brought into line first, and those that are not mapped are gathered over
+    the mesh axes that it uses.
+
+    Arguments:
+        fn: the function. Its arguments and its result may be any trees.
+        axis: the axes, the outermost first. One that no argument has, as when making an ensemble, needs a size.
+        default: how raw arrays are mapped: a position, None for not at all, or a function from the array to one of
+            these. With several axes the position is used for each in turn.
+        args: the same for each positional argument, instead of `default`; each may be a tree prefix of the argument.
+            None leaves the whole argument unmapped, its named arrays too.
+        kwargs: the same for keyword arguments.
+
+    >>> Batch, Embed = axn.make_axes(batch=2, embed=3)
+    >>> axn.vmap(lambda x, y: axn.dot(x, y, axis=Embed), Batch)(axn.ones((Batch, Embed)), axn.ones(Embed))
+    NamedArray(float32[batch=2], [3. 3.])
+    >>> keys = jax.random.split(jax.random.key(0), 4)
+    >>> axn.vmap(lambda key: axn.named(jax.random.normal(key, (3,)), Embed), axn.Axis("layers", 4))(keys).shape
+    {'layers': 4, 'embed': 3}
+    """
+    selected = selectors(axis)
+    names = tuple(name_of(s) for s in selected)
+    if not names:
+        raise ValueError("vmap: expected at least one axis to map over.")
+    if len(set(names)) != len(names):
+        raise ValueError(f"vmap: an axis is mapped over once, got {_errors.describe_axes(names)}.")
+    given = {s.name: s.size for s in selected if isinstance(s, Axis)}
+    raw_axes = _RawAxes(default, args, kwargs or {})
+
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        leaves, structure = _axes.flatten((args, kwargs))
+        operands, leaves = _operands(names, leaves, raw_axes.of_leaves(args, kwargs, len(leaves)), args, kwargs)
+        sizes = _sizes(names, given, operands, args, kwargs)
+        returned: list[Any] = []
+
+        def one(arrays: Sequence[Any]) -> list[Any]:
+            for operand, x in zip(operands, arrays, strict=True):
+                leaves[operand.leaf] = x if operand.inner_names is None else wrap(x, operand.inner_names)
+            one_args, one_kwargs = jax.tree.unflatten(structure, leaves)
+            results, result_structure = _axes.flatten(fn(*one_args, **one_kwargs))
+            returned.extend((results, result_structure))
+            for result in results:
+                if isinstance(result, NamedArray):
+                    _axes.check_rank(result)
+            return [array for r in results if (array := _array_in(r)) is not None]
+
+        for level in reversed(range(len(names))):
+            positions = [operand.position(level) for operand in operands]
+            size = sizes[names[level]]
+            spmd = _axes.spmd_axes(names[level], size)
+            one = jax.vmap(one, in_axes=(positions,), axis_size=size, spmd_axis_name=spmd)
+        try:
+            stacked = iter(one(_placed_alike(names, sizes, operands)))
+        except Exception as e:
+            if "spmd_axis_name" in str(e) or "duplicate entries" in str(e):  # of a sharding: JAX names no axis there
+                raise ValueError(_collision(names)) from e
+            raise
+        results, result_structure = returned
+        return jax.tree.unflatten(result_structure, [_restored(r, names, stacked) for r in results])
+
+    return functools.update_wrapper(mapped, fn, updated=())
+
+
+# --- what goes in ---
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Operand:
+    """An array among the arguments."""
+
+    leaf: int
+    """Which leaf of the arguments it is."""
+    array: Any
+    inner_names: Names | None
+    """The names it has in the function, if it has names."""
+    dims: tuple[int | None, ...]
+    """Where it has each of the axes that are mapped over."""
+
+    def position(self, level: int) -> int | None:
+        """Where it has an axis once those further out are taken away."""
+        dim = self.dims[level]
+        return None if dim is None else dim - sum(d is not None and d < dim for d in self.dims[:level])
+
+
+def _operands(
+    names: Names, leaves: Sequence[Any], raw_axes: Sequence[_RawAxis], args: Any, kwargs: Any
+) -> tuple[list[_Operand], list[Any]]:
+    """The arrays among the leaves of the arguments, and the leaves, whose arrays are to be filled in."""
+    operands, others = [], list(leaves)
+    for i, (leaf, raw) in enumerate(zip(leaves, raw_axes, strict=True)):
+        if isinstance(leaf, NamedArray):
+            _axes.check_rank(leaf)
+            left_alone = raw.of_argument and raw.where is None
+            mapped = () if left_alone else names
+            inner = _axes.without(leaf.names, *mapped)
+            if _axes.is_array(leaf.array):
+                dims = tuple(leaf.names.index(n) if n in mapped and n in leaf.names else None for n in names)
+                operands.append(_Operand(i, leaf.array, inner, dims))
+            else:  # a placeholder, as in a model of which only some arrays are here
+                others[i] = wrap(leaf.array, inner)
+        elif _axes.is_array(leaf):
+            where = raw.where(leaf) if callable(raw.where) else raw.where
+            dims = _raw_dims(where, leaf.ndim, len(names))
+            if dims is None:
+                raise ValueError(_too_few_axes(_axes.argument_paths(args, kwargs)[i], leaf.shape, where, names))
+            operands.append(_Operand(i, leaf, None, dims))
+    return operands, others
+
+
+def _raw_dims(where: int | None, ndim: int, count: int) -> tuple[int | None, ...] | None:
+    """The axes of a raw array that are mapped over when the one at a position is taken, several times over.
+
+    None if it has too few.
+    """
+    left, dims = list(range(ndim)), []
+    for _ in range(count):
+        if where is None:
+            dims.append(None)
+            continue
+        if not -len(left) <= where < len(left):
+            return None
+        dims.append(left.pop(where))
+    return tuple(dims)
+
+
+def _sizes(
+    names: Names, given: Mapping[str, int], operands: Sequence[_Operand], args: Any, kwargs: Any
+) -> dict[str, int]:
+    """The size of each axis that is mapped over: as it was given, and as every array has it."""
+    sizes = dict(given)
+    for operand in operands:
+        for name, dim in zip(names, operand.dims, strict=True):
+            if dim is not None and sizes.setdefault(name, operand.array.shape[dim]) != operand.array.shape[dim]:
+                raise ValueError(_conflict(name, names.index(name), given, operands, args, kwargs))
+    missing = [n for n in names if n not in sizes]
+    if missing:
+        known = {}
+        for leaf in _axes.flatten((args, kwargs))[0]:
+            known.update(leaf.shape if isinstance(leaf, NamedArray) and _axes.is_array(leaf.array) else {})
+        raise ValueError(
+            _errors.missing_axes("vmap", missing, tuple(known), tuple(known.values()))
+            + " Pass an axonym.Axis with its size to map over an axis that no argument has."
+        )
+    return sizes
+
+
+def _placed_alike(names: Names, sizes: Mapping[str, int], operands: Sequence[_Operand]) -> list[Any]:
+    """The arrays, ready to be mapped over on Explicit mesh axes.
+
+    JAX wants an axis that is mapped over to lie on the same mesh axes everywhere, and nothing else to lie on them.
+    """
+    arrays = [operand.array for operand in operands]
+    mesh = _mesh.explicit_mesh(arrays)
+    if mesh is None:
+        return arrays
+    entries = [_mesh.entries_of(x) for x in arrays]
+    placed = []
+    for operand, found in zip(operands, entries, strict=True):
+        its_own = {n: found[d] for n, d in zip(names, operand.dims, strict=True) if d is not None}
+        placed.append((tuple(its_own), tuple(its_own.values())))
+    present = tuple(n for n in names if any(n in found for found, _ in placed))
+    spec = _mesh.place("vmap", present, [sizes[n] for n in present], placed, mesh)
+    chosen = dict(zip(present, spec, strict=True))
+    taken = {axis for entry in spec for axis in mesh_axes(entry)}
+    for i, (operand, found) in enumerate(zip(operands, entries, strict=True)):
+        left = (tuple(a for a in mesh_axes(entry) if a not in taken) for entry in found)
+        wanted = [axes[0] if len(axes) == 1 else axes or None for axes in left]
+        for name, dim in zip(names, operand.dims, strict=True):
+            if dim is not None:
+                wanted[dim] = chosen[name]
+        if tuple(wanted) != found:
+            arrays[i] = jax.sharding.reshard(arrays[i], NamedSharding(mesh, PartitionSpec(*wanted)))
+    return arrays
+
+
+# --- how raw arrays are mapped ---
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _RawAxis:
+    """How a raw array is mapped."""
+
+    where: int | Callable[[Any], Any] | None
+    of_argument: bool
+    """Whether that was said of an argument, rather than by default."""
+
+
+class _RawAxes:
+    """How the raw arrays of all arguments are mapped."""
+
+    def __init__(self, default: RawAxis, args: Sequence[RawAxis], kwargs: Mapping[str, RawAxis]):
+        self.default = _checked("default", default, of_argument=False)
+        self.args = [_checked(f"args[{i}]", a, of_argument=True) for i, a in enumerate(args)]
+        self.kwargs = {k: _checked(f"kwargs[{k!r}]", a, of_argument=True) for k, a in kwargs.items()}
+
+    def of_leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[_RawAxis]:
+        """For each leaf of the arguments, how it is mapped if it is a raw array."""
+        if not self.args and not self.kwargs and isinstance(self.default, _RawAxis):
+            return [self.default] * count
+        unknown = [k for k in self.kwargs if k not in kwargs]
+        if len(self.args) > len(args) or unknown:
+            raise TypeError(self._unknown(unknown, args, kwargs))
+        found: list[_RawAxis] = []
+        for i, x in enumerate(args):
+            found += _spread(f"args[{i}]", self.args[i] if i < len(self.args) else self.default, x)
+        for k in sorted(kwargs):  # as JAX flattens dictionaries
+            found += _spread(f"kwargs[{k!r}]", self.kwargs.get(k, self.default), kwargs[k])
+        return found
+
+    def _unknown(self, unknown: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        if unknown:
+            listed, hints = ", ".join(map(repr, unknown)), "".join(_errors.suggestion(k, kwargs) for k in unknown)
+            return f"vmap: `kwargs` says how to map {listed}, but the call has only {sorted(kwargs)} by keyword.{hints}"
+        return f"vmap: `args` says how to map {len(self.args)} arguments, but the call has {len(args)} by position."
+
+
+def _checked(what: str, spec: RawAxis, of_argument: bool) -> Any:
+    def check(where: Any) -> _RawAxis:
+        if where is not None and not isinstance(where, int) and not callable(where):
+            raise TypeError(
+                f"vmap: `{what}` says where raw arrays are mapped, by a position, None or a function, got "
+                f"{type(where).__name__}. Named arrays go by their names."
+            )
+        return _RawAxis(where, of_argument)
+
+    return jax.tree.map(check, spec, is_leaf=lambda s: s is None or callable(s))
+
+
+def _spread(path: str, spec: Any, argument: Any) -> list[_RawAxis]:
+    """A tree prefix of an argument, as a list with an entry for each leaf."""
+    found: list[_RawAxis] = []
+    try:
+        jax.tree.map(lambda s, part: found.extend([s] * len(_axes.flatten(part)[0])), spec, argument)
+    except ValueError:
+        raise ValueError(
+            f"vmap: what is said of {path} is not a tree prefix of it: {jax.tree.structure(spec)}, where the argument "
+            f"is {_axes.flatten(argument)[1]}."
+        ) from None
+    return found
+
+
+# --- what comes out ---
+
+
+def _array_in(result: Any) -> Any:
+    """The array in a leaf of the result, or None."""
+    array = result.array if isinstance(result, NamedArray) else result
+    return array if _axes.is_array(array) else None
+
+
+def _restored(result: Any, names: Names, stacked: Iterator[Any]) -> Any:
+    """A leaf of the result with its next stacked array, if it has one, and with the axes among its names."""
+    array = None if _array_in(result) is None else next(stacked)
+    if not isinstance(result, NamedArray):
+        return result if array is None else array
+    return _axes.stacked("vmap", wrap(result.array if array is None else array, result.names), *names)
+
+
+# --- words ---
+
+
+def _collision(names: Names) -> str:
+    noun = "axis" if len(names) == 1 else "one of the axes"
+    return (
+        f"vmap: the function places an axis of an array on a mesh axis that {noun} {', '.join(map(repr, names))}, over "
+        "which it is mapped, uses already. Map one of the two elsewhere, or to None."
+    )
+
+
+def _too_few_axes(path: str, shape: tuple[int, ...], where: int | None, names: Names) -> str:
+    over = f"axis {names[0]!r}" if len(names) == 1 else f"{len(names)} axes {_errors.describe_axes(names)}"
+    return (
+        f"vmap: {path} is a raw array of shape {tuple(shape)}, which cannot be mapped over {over} at position {where}. "
+        "Say where it can, or None for an array that is the same for every element, in `args`, `kwargs` or `default`."
+    )
+
+
+def _conflict(
+    name: str, level: int, given: Mapping[str, int], operands: Sequence[_Operand], args: Any, kwargs: Any
+) -> str:
+    paths = _axes.argument_paths(args, kwargs)
+    first_with = {given[name]: "the axis given"} if name in given else {}
+    raw = False
+    for operand in operands:
+        dim = operand.dims[level]
+        if dim is not None:
+            first_with.setdefault(operand.array.shape[dim], paths[operand.leaf])
+            raw |= operand.inner_names is None
+    hint = " How raw arrays are mapped is said by `args`, `kwargs` and `default`." if raw else ""
+    return _errors.size_mismatch("vmap", name, [(path, size) for size, path in first_with.items()]) + hint

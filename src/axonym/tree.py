@@ -1,0 +1,363 @@
+"""Trees in which a named array counts as one leaf.
+
+A named array is a tree of one leaf, its raw array. So everything that works on trees works on named arrays, too:
+`jax.tree.map`, optimisers, `equinox.partition` descend into them, apply what they apply to the raw array, and put the
+names back. The functions here are those of `jax.tree` for code that wants to see the names: they stop at named arrays
+and hand them over whole.
+
+>>> model = {"w": axn.ones({"embed": 2}), "b": jnp.zeros(3)}
+>>> jax.tree.map(jnp.shape, model)["w"].array
+(2,)
+>>> axn.tree.map(axn.ndim, model)
+{'b': 1, 'w': 1}
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from . import _errors
+from .array import NamedArray, is_named_array, resolve, wrap
+from .axis import Axis, AxisSelector, name_of
+from .ops.broadcasting import broadcast_axis
+from .ops.indexing import index
+from .ops.joining import concatenate
+from .ops.reductions import mean, std
+
+__all__ = [
+    "LayerStack",
+    "flatten",
+    "flatten_with_path",
+    "hashable_combine",
+    "hashable_partition",
+    "leaves",
+    "leaves_with_path",
+    "map",
+    "map_with_path",
+    "maybe_rng_split",
+    "resize_axis",
+    "scan_aware_map",
+    "structure",
+    "unflatten",
+]
+
+IsLeaf: TypeAlias = Callable[[Any], bool] | None
+
+
+def _or_named(is_leaf: IsLeaf) -> Callable[[Any], bool]:
+    return is_named_array if is_leaf is None else lambda x: isinstance(x, NamedArray) or is_leaf(x)
+
+
+# --- those of jax.tree ---
+
+
+def map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
+    """Apply a function to every leaf, a named array being one.
+
+    Arguments:
+        fn: the function, from a leaf of each tree to a leaf of the result.
+        tree: a tree.
+        *rest: more trees of the same structure, or of which it is a prefix.
+        is_leaf: what else counts as a leaf.
+
+    >>> axn.tree.map(lambda x: x.rename({"in": "out"}), [axn.ones({"in": 2})])
+    [NamedArray(float32[out=2], [1. 1.])]
+    """
+    return jax.tree.map(fn, tree, *rest, is_leaf=_or_named(is_leaf))
+
+
+def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
+    """Apply a function to the path and the value of every leaf, a named array being one.
+
+    Arguments:
+        fn: the function, from the path, and a leaf of each tree, to a leaf of the result.
+        tree: a tree.
+        *rest: more trees of the same structure, or of which it is a prefix.
+        is_leaf: what else counts as a leaf.
+
+    >>> axn.tree.map_with_path(lambda path, x: jax.tree_util.keystr(path), {"w": axn.ones({"in": 2})})
+    {'w': "['w']"}
+    """
+    return jax.tree.map_with_path(fn, tree, *rest, is_leaf=_or_named(is_leaf))
+
+
+def flatten(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], Any]:
+    """The leaves of a tree, a named array being one, and its structure.
+
+    Arguments:
+        tree: a tree.
+        is_leaf: what else counts as a leaf.
+
+    >>> axn.tree.flatten([1, axn.ones({"in": 2})])
+    ([1, NamedArray(float32[in=2], [1. 1.])], PyTreeDef([*, *]))
+    """
+    return jax.tree.flatten(tree, is_leaf=_or_named(is_leaf))
+
+
+def flatten_with_path(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[tuple[Any, Any]], Any]:
+    """The leaves of a tree with their paths, a named array being a leaf, and its structure.
+
+    Arguments:
+        tree: a tree.
+        is_leaf: what else counts as a leaf.
+
+    >>> found, structure = axn.tree.flatten_with_path({"w": axn.ones({"in": 2})})
+    >>> [jax.tree_util.keystr(path) for path, leaf in found], structure
+    (["['w']"], PyTreeDef({'w': *}))
+    """
+    return jax.tree.flatten_with_path(tree, is_leaf=_or_named(is_leaf))
+
+
+def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
+    """The tree of a structure with these leaves.
+
+    Arguments:
+        treedef: what `flatten` or `structure` gave.
+        leaves: a value for each leaf.
+
+    >>> axn.tree.unflatten(axn.tree.structure({"w": axn.ones({"in": 2})}), ["instead"])
+    {'w': 'instead'}
+    """
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def leaves(tree: Any, is_leaf: IsLeaf = None) -> list[Any]:
+    """The leaves of a tree, a named array being one.
+
+    Arguments:
+        tree: a tree.
+        is_leaf: what else counts as a leaf.
+
+    >>> axn.tree.leaves({"w": axn.ones({"in": 2}), "n": 3})
+    [3, NamedArray(float32[in=2], [1. 1.])]
+    """
+    return jax.tree.leaves(tree, is_leaf=_or_named(is_leaf))
+
+
+def leaves_with_path(tree: Any, is_leaf: IsLeaf = None) -> list[tuple[Any, Any]]:
+    """The leaves of a tree with their paths, a named array being a leaf.
+
+    Arguments:
+        tree: a tree.
+        is_leaf: what else counts as a leaf.
+
+    >>> [(jax.tree_util.keystr(path), str(x)) for path, x in axn.tree.leaves_with_path({"w": axn.ones({"in": 2})})]
+    [("['w']", 'float32[in=2]')]
+    """
+    return jax.tree.leaves_with_path(tree, is_leaf=_or_named(is_leaf))
+
+
+def structure(tree: Any, is_leaf: IsLeaf = None) -> Any:
+    """The structure of a tree, a named array being a leaf.
+
+    Arguments:
+        tree: a tree.
+        is_leaf: what else counts as a leaf.
+
+    >>> axn.tree.structure({"w": axn.ones({"in": 2})})
+    PyTreeDef({'w': *})
+    """
+    return jax.tree.structure(tree, is_leaf=_or_named(is_leaf))
+
+
+# --- layers that are stacked ---
+
+
+class LayerStack(abc.ABC):
+    """A module that keeps many like layers as one, whose arrays have an axis more than those of a layer.
+
+    A module class that derives from it tells `scan_aware_map` how to see the layers one by one.
+
+    >>> import dataclasses, equinox as eqx
+    >>> from axonym.transforms.vmap import vmap
+    >>> class Stack(eqx.Module, axn.tree.LayerStack):
+    ...     weight: axn.NamedArray
+    ...     def map_layers(self, fn, *others):
+    ...         mapped = vmap(fn, "layers")(self.weight, *(o.weight for o in others))
+    ...         return dataclasses.replace(self, weight=mapped)
+    >>> stack = Stack(axn.ones({"layers": 3, "embed": 2}))
+    >>> axn.tree.scan_aware_map(lambda w: w / w.sum(), stack).weight["layers", 0]
+    NamedArray(float32[embed=2], [0.5 0.5])
+    """
+
+    @abc.abstractmethod
+    def map_layers(self, fn: Callable[..., Any], *others: Any) -> Any:
+        """The same module with a function applied to each layer.
+
+        Arguments:
+            fn: the function, from a layer of this and of each other module to a layer.
+            *others: modules of the same structure.
+
+        >>> class Numbers(axn.tree.LayerStack):
+        ...     def map_layers(self, fn, *others):
+        ...         return [fn(1), fn(2)]
+        >>> Numbers().map_layers(lambda layer: layer * 10)
+        [10, 20]
+        """
+
+
+def scan_aware_map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
+    """`map` that sees each layer of stacked ones on its own.
+
+    What the function is given from a `LayerStack` does not have the axis along which the layers are stacked, and stacks
+    in stacks are seen layer by layer of both. Where there is no stack, this is `map`.
+
+    Arguments:
+        fn: the function, from a leaf of each tree to a leaf of the result.
+        tree: a tree.
+        *rest: more trees of the same structure.
+        is_leaf: what else counts as a leaf; a stack that does is handed over whole.
+
+    >>> axn.tree.scan_aware_map(lambda x: x * 2, [axn.ones({"in": 2})])
+    [NamedArray(float32[in=2], [2. 2.])]
+    """
+
+    def stays_whole(x: Any) -> bool:
+        return is_leaf is not None and is_leaf(x)
+
+    def at(x: Any, *others: Any) -> Any:
+        if isinstance(x, LayerStack) and not stays_whole(x):
+            return x.map_layers(functools.partial(scan_aware_map, fn, is_leaf=is_leaf), *others)
+        return fn(x, *others)
+
+    return map(at, tree, *rest, is_leaf=lambda x: isinstance(x, LayerStack) or stays_whole(x))
+
+
+# --- changing all arrays that have an axis ---
+
+_STD_OF_TRUNCATED = 0.8796256610342398
+"""The standard deviation of a normal distribution cut off at two of its own."""
+
+
+def resize_axis(tree: Any, old_axis: AxisSelector, new_size: int, key: jax.Array | None = None) -> Any:
+    """The tree with an axis of another size in every named array that has it.
+
+    Along a shorter axis what comes first is kept. Along a longer one the new elements are the mean of the old, or with
+    a key, samples of a truncated normal distribution that has their mean and standard deviation: a vocabulary can grow
+    by embeddings that look like the others. Arrays of integers have no such elements and cannot grow.
+
+    A module that also stores the axis itself, in a static field say, keeps the old one there.
+
+    Arguments:
+        tree: a tree; one of its named arrays must have the axis.
+        old_axis: the axis. If it comes with a size, every array must have that.
+        new_size: its new size.
+        key: a random key for the new elements; None makes all of them the mean.
+
+    >>> axn.tree.resize_axis({"w": axn.arange(axn.Axis("vocab", 3)) * 1.0}, "vocab", 5)
+    {'w': NamedArray(float32[vocab=5], [0. 1. 2. 1. 1.])}
+    """
+    found, treedef = flatten_with_path(tree)
+    name = name_of(old_axis)
+    # Where a tree was partitioned, a named array can hold a placeholder, which stays as it is.
+    having = [
+        i
+        for i, (_, x) in enumerate(found)
+        if isinstance(x, NamedArray) and name in x.names and hasattr(x.array, "shape")
+    ]
+    if not having:
+        known = dict.fromkeys(n for _, x in found if isinstance(x, NamedArray) for n in x.names)
+        raise ValueError(_errors.missing_axes("resize_axis", [name], list(known)))
+    keys = maybe_rng_split(key, len(having))
+    resized = [x for _, x in found]
+    for i, k in zip(having, keys, strict=True):
+        path, x = found[i]
+        (axis,) = resolve(x.names, jnp.shape(x.array), old_axis, "resize_axis")
+        if new_size > axis.size and not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(
+                f"resize_axis: {_path(path)} is {x}, and there is no mean of integers by "
+                f"which {name!r} could grow to {new_size}. Resize it by hand, with `axonym.pad` say."
+            )
+        resized[i] = _resized(x, axis, axis.resize(new_size), k)
+    return unflatten(treedef, resized)
+
+
+def _resized(x: NamedArray, old: Axis, new: Axis, key: jax.Array | None) -> NamedArray:
+    if new.size <= old.size:
+        return x if new is old else index(x, {old.name: slice(new.size)})
+    added = new.resize(new.size - old.size)
+    filled = broadcast_axis(mean(x, old), added)
+    if key is not None:
+        shape = tuple(a.size for a in filled.axes)
+        noise = wrap(jax.random.truncated_normal(key, -2, 2, shape, x.dtype), filled.names)
+        filled = filled + noise * (std(x, old) / _STD_OF_TRUNCATED)
+    return concatenate(old.name, [x, filled])
+
+
+# --- static and dynamic parts ---
+
+
+def hashable_partition(pytree: Any, filter_spec: Any) -> tuple[Any, Any]:
+    """`equinox.partition`, whose second part is hashable: for what must be static.
+
+    Arguments:
+        pytree: a tree.
+        filter_spec: which leaves are dynamic: a function of a leaf, or a tree prefix of booleans.
+
+    >>> import equinox as eqx
+    >>> dynamic, static = axn.tree.hashable_partition({"w": axn.ones({"in": 2}), "fn": jnp.tanh}, eqx.is_array)
+    >>> dynamic
+    {'fn': None, 'w': NamedArray(float32[in=2], [1. 1.])}
+    >>> hash(static) == hash(static)
+    True
+    """
+    dynamic, static = eqx.partition(pytree, filter_spec)
+    found, treedef = jax.tree.flatten_with_path(static)
+    wrong = [f"{_path(path)} ({type(x).__name__})" for path, x in found if not _hashable(x)]
+    if wrong:
+        raise TypeError(f"hashable_partition: {', '.join(wrong)} cannot be hashed, so it cannot be static.")
+    return dynamic, (tuple(x for _, x in found), treedef)
+
+
+def _path(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "the tree"
+
+
+def _hashable(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def hashable_combine(dynamic: Any, static: Any) -> Any:
+    """The tree that `hashable_partition` took apart.
+
+    Arguments:
+        dynamic: the first part.
+        static: the second part.
+
+    >>> import equinox as eqx
+    >>> parts = axn.tree.hashable_partition({"w": axn.ones({"in": 2}), "n": 3}, eqx.is_array)
+    >>> axn.tree.hashable_combine(*parts)
+    {'n': 3, 'w': NamedArray(float32[in=2], [1. 1.])}
+    """
+    found, treedef = static
+    return eqx.combine(dynamic, jax.tree.unflatten(treedef, found))
+
+
+# --- keys ---
+
+
+def maybe_rng_split(key: jax.Array | None, num: int = 2) -> Any:
+    """As many random keys from one, or as many times None.
+
+    Arguments:
+        key: a random key, or None where nothing is random.
+        num: how many. One key is the key itself.
+
+    >>> axn.tree.maybe_rng_split(None, 2)
+    [None, None]
+    >>> first, second = axn.tree.maybe_rng_split(jax.random.key(0))
+    """
+    if key is None:
+        return [None] * num
+    return key[None] if num == 1 else jax.random.split(key, num)

@@ -1,0 +1,16 @@
+"""`axonym.tree` under the names that existing code knows its functions by."""
+
+from . import tree
+from .tree import (
+    hashable_combine as hashable_combine,
+    hashable_partition as hashable_partition,
+    maybe_rng_split as maybe_rng_split,
+    resize_axis as resize_axis,
+)
+
+scan_aware_tree_map = tree.scan_aware_map
+tree_flatten = tree.flatten
+tree_leaves = tree.leaves
+tree_map = tree.map
+tree_structure = tree.structure
+tree_unflatten = tree.unflatten

@@ -1,0 +1,200 @@
+"""Annotations as classes, each of which can be asked with `isinstance`."""
+
+from __future__ import annotations
+
+import copyreg
+import dataclasses
+import functools
+import operator
+import types
+from collections.abc import Set
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, TypeAlias, Union, get_args, get_origin
+
+import jax
+import jaxtyping
+
+from .._mesh import Names
+from ..array import NamedArray
+from ..axis import Axis
+from .matching import SHORT, Annotation, NamedArrayAxes, NamedArrayAxesSpec, mismatch, point, read
+
+__all__ = [
+    "Named",
+    "Bool",
+    "Complex",
+    "Float",
+    "Inexact",
+    "Int",
+    "Integer",
+    "Key",
+    "Num",
+    "Real",
+    "Shaped",
+    "UInt",
+    "bf16",
+    "bool_",
+    "complex64",
+    "complex128",
+    "f16",
+    "f32",
+    "f64",
+    "i8",
+    "i16",
+    "i32",
+    "i64",
+    "u8",
+    "u16",
+    "u32",
+    "u64",
+]
+
+Named: TypeAlias = NamedArray
+
+_ANY = "Named[...]"
+"""What starts the message about an annotation."""
+
+
+# --- one size for each name in a call ---
+
+
+def _conflicts(x: NamedArray, asked: NamedArrayAxes) -> bool:
+    """Whether an axis has another size than before in the call that jaxtyping checks. If not, it keeps the sizes."""
+    return hasattr(x.array, "shape") and not isinstance(x.array, _positional(asked, x.names))
+
+
+def _first_conflict(x: NamedArray, asked: NamedArrayAxes) -> Axis:
+    alone = ((a, jax.ShapeDtypeStruct((a.size,), bool)) for a in x.axes)
+    return next(a for a, struct in alone if not isinstance(struct, _positional(asked, (a.name,))))
+
+
+@functools.lru_cache(maxsize=4096)
+def _positional(asked: NamedArrayAxes, names: Names) -> Any:
+    """The annotation of jaxtyping for a raw array with these axes; it knows by name those that are asked for."""
+    known = [n if n in asked.names and n.isidentifier() else "_" for n in names]
+    return jaxtyping.Shaped[Any, " ".join(known)]
+
+
+# --- annotations as classes ---
+
+
+class _Annotation(Annotation):
+    """The class of annotations, which say what `isinstance` answers about them."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return not mismatch(_ANY, instance, cls.asked) and not _conflicts(instance, cls.asked)
+
+    def __instancecheck_str__(cls, instance: Any) -> str:
+        """Why `isinstance` says no: beartype, and so jaxtyping, puts it in its message."""
+        if problem := mismatch(_ANY, instance, cls.asked):
+            return problem
+        if not _conflicts(instance, cls.asked):
+            return ""
+        axis = _first_conflict(instance, cls.asked)
+        message = f"{_ANY}: axis {axis.name!r} of {instance} has another size than before in this call."
+        return point(message, cls.asked, axis.name)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(f"{cls} is an annotation. Arrays are made by `NamedArray(array, axes)` or `axonym.named`.")
+
+    def __repr__(cls) -> str:
+        return f"{cls.__module__}.{cls.__qualname__}"  # beartype wants what `repr(cls | None)` says
+
+
+@functools.lru_cache(maxsize=4096)
+def _annotation(asked: NamedArrayAxes) -> _Annotation:
+    return _Annotation(repr(asked), (), {"asked": asked, "__module__": "axonym.typing", "__slots__": ()})
+
+
+copyreg.pickle(_Annotation, lambda annotation: (_annotation, (annotation.asked,)))
+
+
+def annotate(cls: type, spec: NamedArrayAxesSpec) -> Any:
+    """What `NamedArray[...]` gives.
+
+    >>> axn.typing.Named["batch", "embed", ...]
+    axonym.typing.Named["batch embed ..."]
+    """
+    if isinstance(spec, tuple) and spec and spec[0] is NamedArray:  # as the annotations with a dtype have it
+        spec = spec[1] if len(spec) == 2 else spec[1:]
+    return _annotation(read(_ANY, spec))
+
+
+class _Typed:
+    """`Float`, `f32` and the like: with brackets behind it, an annotation for arrays of such a dtype."""
+
+    def __init__(self, name: str, dtype: Any):
+        self.name, self.dtype = name, dtype
+        SHORT[dtype] = name
+
+    def __getitem__(self, item: Any) -> Any:
+        array_type, *spec = item if isinstance(item, tuple) else (item,)
+        if isinstance(array_type, (str, Axis, EllipsisType, Set)):  # no array type: it is a named array
+            array_type, spec = NamedArray, [item]
+        if get_origin(array_type) in (Union, types.UnionType):
+            return functools.reduce(operator.or_, (self[(t, *spec)] for t in get_args(array_type)))
+        if array_type is not NamedArray:
+            return self.dtype[item]
+        asked = read(f"{self.name}[...]", spec[0] if len(spec) == 1 else spec)
+        return _annotation(dataclasses.replace(asked, dtype=self.dtype))
+
+    def __repr__(self) -> str:
+        return f"axonym.typing.{self.name}"
+
+
+if TYPE_CHECKING:
+    from typing import (
+        Annotated as Bool,
+        Annotated as Complex,
+        Annotated as Float,
+        Annotated as Inexact,
+        Annotated as Int,
+        Annotated as Integer,
+        Annotated as Key,
+        Annotated as Num,
+        Annotated as Real,
+        Annotated as Shaped,
+        Annotated as UInt,
+        Annotated as bf16,
+        Annotated as bool_,
+        Annotated as complex64,
+        Annotated as complex128,
+        Annotated as f16,
+        Annotated as f32,
+        Annotated as f64,
+        Annotated as i8,
+        Annotated as i16,
+        Annotated as i32,
+        Annotated as i64,
+        Annotated as u8,
+        Annotated as u16,
+        Annotated as u32,
+        Annotated as u64,
+    )
+else:
+    Bool = _Typed("Bool", jaxtyping.Bool)
+    Complex = _Typed("Complex", jaxtyping.Complex)
+    Float = _Typed("Float", jaxtyping.Float)
+    Inexact = _Typed("Inexact", jaxtyping.Inexact)
+    Int = _Typed("Int", jaxtyping.Int)
+    Integer = _Typed("Integer", jaxtyping.Integer)
+    Key = _Typed("Key", jaxtyping.Key)
+    Num = _Typed("Num", jaxtyping.Num)
+    Real = _Typed("Real", jaxtyping.Real)
+    Shaped = _Typed("Shaped", jaxtyping.Shaped)
+    UInt = _Typed("UInt", jaxtyping.UInt)
+    bf16 = _Typed("bf16", jaxtyping.BFloat16)
+    bool_ = Bool
+    complex64 = _Typed("complex64", jaxtyping.Complex64)
+    complex128 = _Typed("complex128", jaxtyping.Complex128)
+    f16 = _Typed("f16", jaxtyping.Float16)
+    f32 = _Typed("f32", jaxtyping.Float32)
+    f64 = _Typed("f64", jaxtyping.Float64)
+    i8 = _Typed("i8", jaxtyping.Int8)
+    i16 = _Typed("i16", jaxtyping.Int16)
+    i32 = _Typed("i32", jaxtyping.Int32)
+    i64 = _Typed("i64", jaxtyping.Int64)
+    u8 = _Typed("u8", jaxtyping.UInt8)
+    u16 = _Typed("u16", jaxtyping.UInt16)
+    u32 = _Typed("u32", jaxtyping.UInt32)
+    u64 = _Typed("u64", jaxtyping.UInt64)

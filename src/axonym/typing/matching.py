@@ -1,0 +1,250 @@
+"""What an annotation asks for, and whether an array has it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence, Set
+from types import EllipsisType
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import jax.numpy as jnp
+import jaxtyping
+
+from .. import _errors, _parsing
+from .._mesh import Names
+from ..array import NamedArray
+from ..axis import Axis, AxisSelector, PartialShapeDict, name_of, selectors
+
+__all__ = ["NamedArrayAxes", "NamedArrayAxesSpec", "check_axes", "matches_axes"]
+
+_Array = TypeVar("_Array", bound=NamedArray)
+
+SHORT: dict[Any, str] = {}
+"""How classes of dtypes are called in annotations, where that is not by their own name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedArrayAxes:
+    """Which axes, and which dtype, an annotation asks for.
+
+    Arguments:
+        before: the axes in front of the ellipsis, as names, or as `Axis` where the size matters. Where there is no
+            ellipsis or no order, all of them.
+        after: the axes behind the ellipsis.
+        ordered: whether the order matters.
+        subset: whether there may be more axes: between `before` and `after`, or anywhere where there is no order.
+        dtype: a dtype, or a class of them such as `jaxtyping.Float`; None for any.
+
+    >>> axn.typing.NamedArrayAxes(("batch",), ("embed",), subset=True)
+    Named["batch ... embed"]
+    """
+
+    before: tuple[AxisSelector, ...]
+    after: tuple[AxisSelector, ...] = ()
+    ordered: bool = True
+    subset: bool = False
+    dtype: Any | None = None
+
+    def __post_init__(self) -> None:
+        if self.after and not (self.ordered and self.subset):
+            raise ValueError("NamedArrayAxes: axes come after an ellipsis, so `after` needs `subset` and `ordered`.")
+        if len(set(self.names)) != len(self.names):
+            raise ValueError(_errors.duplicate_names("NamedArrayAxes", self.names))
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", _dtype_class(self.dtype))
+
+    @property
+    def selectors(self) -> tuple[AxisSelector, ...]:
+        """The axes that are asked for by name.
+
+        >>> axn.typing.NamedArrayAxes(("batch",), ("embed",), subset=True).selectors
+        ('batch', 'embed')
+        """
+        return self.before + self.after
+
+    @property
+    def names(self) -> Names:
+        """Their names.
+
+        >>> axn.typing.NamedArrayAxes((axn.Axis("batch", 8), "embed")).names
+        ('batch', 'embed')
+        """
+        return tuple(name_of(s) for s in self.selectors)
+
+    def __repr__(self) -> str:
+        return _write(self).text
+
+
+class Annotation(type):
+    """The class of annotations, each of which is a class, too."""
+
+    asked: NamedArrayAxes
+
+
+NamedArrayAxesSpec: TypeAlias = (
+    NamedArrayAxes
+    | str
+    | AxisSelector
+    | EllipsisType
+    | Sequence[AxisSelector | EllipsisType]
+    | Set[AxisSelector | EllipsisType]
+    | PartialShapeDict
+    | type[NamedArray]
+)
+"""Anything that says which axes an array has: what goes in the brackets of `Named`, or such an annotation itself."""
+
+
+def read(what: str, spec: Any) -> NamedArrayAxes:
+    """What a specification of any form asks for."""
+    if isinstance(spec, NamedArrayAxes):
+        return spec
+    if isinstance(spec, Annotation):
+        return spec.asked
+    if spec is NamedArray:
+        return NamedArrayAxes((), subset=True)
+    if isinstance(spec, str):
+        return _read_text(what, spec)
+    if isinstance(spec, (Axis, Mapping)):
+        spec = selectors(spec)
+    if spec is ...:
+        spec = (...,)
+    if not isinstance(spec, (Sequence, Set)):
+        raise TypeError(f"{what}: axes are given as a string, a sequence or a set, got {type(spec).__name__}.")
+    items: tuple[Any, ...] = tuple(spec)
+    for item in items:
+        if not isinstance(item, (Axis, str, EllipsisType)):
+            raise TypeError(f"{what}: expected an axis, its name or `...`, got {type(item).__name__}.")
+    if isinstance(spec, Set):
+        axes = sorted((i for i in items if i is not ...), key=name_of)  # a set comes in an order of its own
+        return NamedArrayAxes(tuple(axes), ordered=False, subset=... in items)
+    if items.count(...) > 1:
+        raise ValueError(f"{what}: a second `...`; one takes all the axes that are not named.")
+    dots = items.index(...) if ... in items else len(items)
+    return NamedArrayAxes(items[:dots], items[dots + 1 :], subset=... in items)
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_text(what: str, text: str) -> NamedArrayAxes:
+    (term,) = _parsing.parse_terms(what, text, comma="elements", sizes=True)
+    for group in term.groups:
+        _parsing.fail(what, text, group, "parentheses have no place in an annotation: an array has whole axes.")
+    axes = [e.name if e.size is None else Axis(e.name, e.size) for e in term.variables]
+    before = len(axes) if term.dots is None or not term.ordered else term.elements.index(term.dots)
+    return NamedArrayAxes(tuple(axes[:before]), tuple(axes[before:]), term.ordered, term.dots is not None)
+
+
+@functools.lru_cache(maxsize=256)
+def _dtype_class(dtype: Any) -> type[jaxtyping.AbstractDtype]:
+    """A dtype as the class of dtypes that has just this one; such classes themselves are left alone."""
+    if isinstance(dtype, type) and issubclass(dtype, jaxtyping.AbstractDtype):
+        return dtype
+    name = jnp.dtype(dtype).type.__name__
+    return type(name, (jaxtyping.AbstractDtype,), {"dtypes": [name]})
+
+
+class _Written(NamedTuple):
+    """An annotation as it is shown, and where each part of it stands."""
+
+    text: str
+    spans: dict[str, tuple[int, int]]
+    """Of each name."""
+    end: int
+    """Where another axis would be written."""
+
+
+def _write(asked: NamedArrayAxes) -> _Written:
+    opening, closing = ("", "") if asked.ordered else ("{", "}")
+    text = "Named" if asked.dtype is None else f"{SHORT.get(asked.dtype, asked.dtype.__name__)}[NamedArray, "
+    text += ('["' if asked.dtype is None else '"') + opening
+    spans = {}
+    for i, item in enumerate((*asked.before, *((...,) if asked.subset else ()), *asked.after)):
+        text += " " if i else ""
+        if item is ...:
+            text += "..."
+        else:
+            name = name_of(item)
+            spans[name] = len(text), len(text) + len(name)
+            text += name if isinstance(item, str) else f"{name}={item.size}"
+    return _Written(f'{text}{closing}"]', spans, len(text))
+
+
+# --- whether an array has it ---
+
+
+def matches_axes(self: NamedArray, spec: NamedArrayAxesSpec) -> bool:
+    """Whether an array has the axes, and the dtype, that an annotation asks for.
+
+    Arguments:
+        self: a named array.
+        spec: an annotation such as `Named["batch embed"]`, or what goes in its brackets: a string, a sequence of axes
+            in order, or a set of axes in any order.
+
+    >>> x = axn.ones({"batch": 2, "embed": 3})
+    >>> x.matches_axes("batch ..."), x.matches_axes({"embed", "batch"}), x.matches_axes(("embed", "batch"))
+    (True, True, False)
+    """
+    return not mismatch("matches_axes", self, read("matches_axes", spec))
+
+
+def check_axes(array: _Array, spec: NamedArrayAxesSpec) -> _Array:
+    """The array itself, if it has the axes, and the dtype, that an annotation asks for; if not, an error says why.
+
+    Arguments:
+        array: a named array.
+        spec: see `NamedArray.matches_axes`.
+
+    >>> x = axn.typing.check_axes(axn.ones({"batch": 2, "pos": 3, "embed": 4}), "batch ... embed")
+    """
+    if problem := mismatch("check_axes", array, read("check_axes", spec)):
+        raise ValueError(problem)
+    return array
+
+
+def mismatch(what: str, x: Any, asked: NamedArrayAxes) -> str:
+    """Why something is not a named array as asked for; the empty string if it is."""
+    if not isinstance(x, NamedArray):
+        return f"{what}: expected {asked}, got {type(x).__name__}."
+    shape = getattr(x.array, "shape", None)
+    if shape is not None and len(shape) != len(x.names):
+        return f"{what}: {_errors.wrong_rank(x.names, shape)}"
+    if problem := _wrong_axes(what, asked, x.names, shape):
+        return problem
+    # In a tree that was partitioned, say, the array can be a placeholder. It matches what asks for no dtype.
+    if asked.dtype is not None and not isinstance(x.array, _any_shape(asked.dtype)):
+        return point(f"{what}: {x} has another dtype.", asked, None)
+    return ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _wrong_axes(what: str, asked: NamedArrayAxes, names: Names, shape: tuple[Any, ...] | None) -> str:
+    has = _errors.describe_axes(names, shape)
+    if missing := [n for n in asked.names if n not in names]:
+        return point(_errors.missing_axes(what, missing, names, shape), asked, missing[0])
+    extra = [n for n in names if n not in asked.names]
+    if extra and not asked.subset:
+        listed = ", ".join(repr(n) for n in extra)
+        return point(f"{what}: {listed} of {has} is not asked for. `...` lets an array have more axes.", asked, "")
+    if asked.ordered:
+        found = names[: len(asked.before)] + names[len(names) - len(asked.after) :]
+        for name, there in zip(asked.names, found, strict=True):
+            if name != there:
+                message = f"{what}: {has} has {there!r} in the place of {name!r}."
+                return point(f"{message} Braces, `{{a b}}`, leave the order open.", asked, name)
+    for s in asked.selectors:
+        if isinstance(s, Axis) and shape is not None and shape[names.index(s.name)] != s.size:
+            places = [("the annotation", s.size), ("the array", shape[names.index(s.name)])]
+            return point(_errors.size_mismatch(what, s.name, places), asked, s.name)
+    return ""
+
+
+@functools.lru_cache(maxsize=256)
+def _any_shape(dtype: type[jaxtyping.AbstractDtype]) -> Any:
+    return dtype[Any, "..."]
+
+
+def point(message: str, asked: NamedArrayAxes, name: str | None) -> str:
+    """The message over the annotation, and a caret at the name; None points at the dtype, an empty name at the end."""
+    text, spans, end = _write(asked)
+    start, stop = (0, text.index("[")) if name is None else spans.get(name, (end, end))
+    return _errors.caret(text, start, stop, message)

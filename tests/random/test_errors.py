@@ -1,0 +1,125 @@
+"""What is wrong, in the words of the caller."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh
+
+import axonym as axn
+from axonym import random
+from tests.random.samplers import AXES, KEY, Batch, Column, Embed, Kind, Pos, Vocab, noise
+
+
+@pytest.mark.parametrize(
+    ("key", "error", "match"),
+    [
+        (None, TypeError, r"random.normal: the first argument is a random key, got NoneType. .*jax.random.key"),
+        (0, TypeError, "got int"),
+        (Batch, TypeError, "got Axis"),
+        (jnp.zeros(2), TypeError, "got an array of float32"),
+        (jax.random.split(KEY, 3), ValueError, r"expected one random key, got an array of shape \(3,\)"),
+        (jax.random.split(jax.random.PRNGKey(0), 3), ValueError, r"got an array of shape \(3, 2\)"),
+        (
+            axn.named(jax.random.split(KEY, 8), "batch"),
+            ValueError,
+            r"got the named array key<fry>\[batch=8\]. Map .*axonym.vmap",
+        ),
+    ],
+)
+def test_wrong_keys(key: Any, error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        random.normal(key, Batch)
+
+
+def test_wrong_shapes() -> None:
+    with pytest.raises(ValueError, match=r"random.normal needs axes with sizes, got only the name 'batch'"):
+        random.normal(KEY, "batch")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"random.normal: 'batch' would name more than one axis"):
+        random.normal(KEY, (Batch, Batch))
+    with pytest.raises(ValueError, match=r"random.ball: 'batch' would name more than one axis"):
+        random.ball(KEY, Batch, Batch)
+    with pytest.raises(ValueError, match=r"random.orthogonal: `Row` must be one axis, got \(batch=8, pos=3, embed=4\)"):
+        random.orthogonal(KEY, (), AXES, Batch)  # pyright: ignore[reportArgumentType]
+
+
+def test_wrong_parameters() -> None:
+    """Every one of them is listed."""
+    a, b = axn.ones({"embd": 4, "batch": 2}), jnp.ones(3)
+    with pytest.raises(ValueError, match=r"random.beta: `a` \(embd=4, batch=2\) has \(embd\), which") as error:
+        random.beta(KEY, AXES, a, b)
+    message = str(error.value)
+    assert "(batch=8, pos=3, embed=4) lacks" in message and "Did you mean 'embed'?" in message
+    assert "has 2 for axis 'batch', the result has 8" in message
+    assert "`b` has no axis names but shape (3,); name its axes with axonym.named" in message
+    with pytest.raises(ValueError, match=r"random.ball: `p` must be a scalar, got an array with axes \(batch=8\)"):
+        random.ball(KEY, Batch, Embed, p=axn.ones(Batch))
+    lost = jax.tree.map(lambda x: x[0], axn.ones((Batch, Pos)))
+    with pytest.raises(ValueError, match=r"random.poisson: `lam`: This named array has 2 names"):
+        random.poisson(KEY, AXES, lost)
+
+
+def test_wrong_vectors() -> None:
+    with pytest.raises(TypeError, match=r"random.dirichlet: `alpha` must be a NamedArray, got float"):
+        random.dirichlet(KEY, Batch, 1.0, "kind")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"random.dirichlet: no axis 'kin' in \(kind=6\). Did you mean 'kind'"):
+        random.dirichlet(KEY, Batch, axn.ones(Kind), "kin")
+    with pytest.raises(ValueError, match=r"random.multinomial: `p` \(kind=6, vocab=16\) has \(vocab\)"):
+        random.multinomial(KEY, Batch, 3, axn.ones((Kind, Vocab)), "kind")
+    for cov in (axn.ones(Kind), axn.ones((Kind, Vocab)), axn.ones((Kind, Column, Vocab))):
+        with pytest.raises(ValueError, match=r"random.multivariate_normal: .* `cov` has one axis of size 6"):
+            random.multivariate_normal(KEY, Batch, axn.ones(Kind), cov, "kind")
+
+
+def test_wrong_selections() -> None:
+    logits = axn.ones((Batch, Vocab))
+    with pytest.raises(ValueError, match=r"random.categorical: the shape \(pos=3\) lacks \(batch\) of the logits"):
+        random.categorical(KEY, logits, "vocab", Pos)
+    with pytest.raises(ValueError, match=r"random.categorical: 'vocab' would name more than one axis"):
+        random.categorical(KEY, logits, "vocab", (Batch, Vocab))
+    with pytest.raises(ValueError, match=r"random.categorical: `logits` .* has 8 for axis 'batch', the result has 4"):
+        random.categorical(KEY, logits, "vocab", Batch.resize(4))
+    with pytest.raises(ValueError, match=r"random.categorical: there are more draws \(draw=17\) than axis vocab\(16\)"):
+        random.categorical(KEY, logits, "vocab", {"batch": 8, "draw": 17}, replace=False)
+    with pytest.raises(ValueError, match=r"random.choice: no axis 'x' in \(batch=8, vocab=16\)"):
+        random.choice(KEY, Pos, logits, "x")
+    with pytest.raises(ValueError, match=r"random.choice: 'vocab' would name more than one axis"):
+        random.choice(KEY, Vocab, logits, "batch")
+    with pytest.raises(ValueError, match=r"random.choice: there are more draws \(draw=9\) than axis batch\(8\)"):
+        random.choice(KEY, {"draw": 9}, logits, "batch", replace=False)
+    with pytest.raises(
+        ValueError, match=r"random.choice: `p` has exactly the axis batch\(8\) of `a`, got \(vocab=16\)"
+    ):
+        random.choice(KEY, Pos, logits, "batch", p=axn.ones(Vocab))
+    with pytest.raises(TypeError, match=r"random.permutation: `x` must be a NamedArray, got ArrayImpl"):
+        random.permutation(KEY, jnp.ones(3), "x")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"random.permutation: axis 'batch' has conflicting sizes"):
+        random.permutation(KEY, logits, Batch.resize(3))
+
+
+def test_wrong_mappings(mesh: Mesh) -> None:
+    with jax.set_mesh(mesh), axn.axis_mapping({"pos": "model", "batch": "modle"}):
+        with pytest.raises(ValueError, match=r"random.normal on mesh .* 2 problems:") as error:
+            random.normal(KEY, AXES)
+    assert "axis 'pos' of size 3 cannot be split over model=2" in str(error.value)
+    assert "Did you mean 'model'?" in str(error.value)
+
+
+def test_wrong_blocks() -> None:
+    with pytest.raises(ValueError, match=r"generate_sharded\(noise\): no axis 'x' in \(batch=8, pos=3, embed=4\)"):
+        random.generate_sharded(noise, "x")(KEY, AXES, 1.0)
+    with pytest.raises(ValueError, match=r"random.generate_sharded\(noise\): the shape has no axes"):
+        random.generate_sharded(noise)(KEY, (), 1.0)
+    with pytest.raises(
+        ValueError, match=r"generate_sharded\(noise\): axis 'batch' has conflicting sizes: 8 in the shape"
+    ):
+        random.generate_sharded(noise)(KEY, AXES, axn.ones(Batch.resize(4)))
+    with pytest.raises(
+        TypeError, match=r"with the axes of the shape it is given, \(pos=3, embed=4\), got float32\[pos=3\]"
+    ):
+        random.generate_sharded(lambda key, shape: random.normal(key, Pos))(KEY, AXES)
+    with pytest.raises(TypeError, match=r"got int"):
+        random.generate_sharded(noise)(0, AXES, 1.0)
