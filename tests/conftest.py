@@ -5,6 +5,7 @@ need several devices take a mesh fixture; they never skip.
 """
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -46,3 +47,29 @@ def auto_mesh() -> Mesh:
 def explicit_mesh() -> Mesh:
     """A (4, 2) mesh of Explicit axes, "data" and "model"."""
     return _make_mesh(AxisType.Explicit)
+
+
+@pytest.fixture(params=["auto", "explicit"])
+def mesh(request: pytest.FixtureRequest, auto_mesh: Mesh, explicit_mesh: Mesh) -> Mesh:
+    """The (4, 2) mesh, once with Auto and once with Explicit axes."""
+    return auto_mesh if request.param == "auto" else explicit_mesh
+
+
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """Values and placements do not depend on optimisation, and without it the compiler takes half the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def optimised() -> Iterator[None]:
+    """For tests that read an optimised program in modules that are compiled quickly."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", True)

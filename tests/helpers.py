@@ -72,6 +72,13 @@ def examples(thing: Any) -> list[doctest.Example]:
     return doctest.DocTestParser().get_examples(inspect.cleandoc(thing.__doc__ or ""))
 
 
+def spec(x: Any) -> tuple[Any, ...]:
+    """Where an array lies: the entries of its partition spec, one for each axis."""
+    array = x.array if isinstance(x, axn.NamedArray) else x
+    entries = tuple(array.sharding.spec)
+    return entries + (None,) * (array.ndim - len(entries))
+
+
 def assert_named(found: Any, expected: axn.NamedArray, **tolerance: Any) -> None:
     """The same axes in the same order, and the same values."""
     assert isinstance(found, axn.NamedArray), f"expected a named array, got {type(found).__name__}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,7 @@ from axonym.sharding.shard import shard
 from axonym.transforms.vmap import vmap
 from tests.helpers import assert_named
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _compile_quickly() -> Iterator[None]:
-    """Values and structures are looked at here, not how fast the programs are."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 In, Out, Layers = axn.make_axes(embed=4, mlp=3, layers=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,26 +12,16 @@ from jax.sharding import Mesh, PartitionSpec as P
 import axonym as axn
 from axonym.manual.collectives import axis_size
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 MAPPING = {"batch": "data", "pos": "model"}
 X = np.arange(8 * 6 * 4, dtype=np.float32).reshape(8, 6, 4)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
 def x() -> axn.NamedArray:
     """Its local part is (batch=2, pos=3, embed=4)."""
     return axn.named(X, ("batch", "pos", "embed"))
-
-
-@pytest.fixture(params=["auto", "explicit"])
-def mesh(request: pytest.FixtureRequest, auto_mesh: Mesh, explicit_mesh: Mesh) -> Mesh:
-    return auto_mesh if request.param == "auto" else explicit_mesh
 
 
 def run(fn: Any, *args: Any, mapping: Any = MAPPING, **options: Any) -> Any:

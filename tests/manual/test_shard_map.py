@@ -26,11 +26,6 @@ from tests.sharding.test_shard import spec
 MAPPING = {"batch": "data", "mlp": "model"}
 
 
-@pytest.fixture(params=["auto", "explicit"])
-def mesh(request: pytest.FixtureRequest, auto_mesh: Mesh, explicit_mesh: Mesh) -> Mesh:
-    return auto_mesh if request.param == "auto" else explicit_mesh
-
-
 @pytest.fixture
 def x() -> axn.NamedArray:
     return axn.arange(axn.make_axes(batch=8, embed=4)) * 1.0

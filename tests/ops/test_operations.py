@@ -26,6 +26,8 @@ from tests.conftest import DEVICES, MESH_AXES, MESH_SHAPE
 from tests.helpers import compilations, definitions, examples, exports, modules, public_name
 from tests.ops.case import SIZES, Case
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 FOLDER = Path(__file__).parent
 CASES: list[Case] = [
     case
@@ -319,16 +321,6 @@ def _modes(case: Case) -> list[str]:
 
 
 FIRST = {case.name: case for case in reversed(CASES)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    """Values and placements do not depend on optimisation, and without it the compiler takes half the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

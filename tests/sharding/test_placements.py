@@ -13,10 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import axonym as axn
 from axonym import _context
-
-
-def spec(x):
-    return (*x.array.sharding.spec, None, None)[: x.ndim]
+from tests.helpers import spec
 
 
 @pytest.mark.parametrize("traced", [False, True])

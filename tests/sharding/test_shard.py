@@ -14,15 +14,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
+from tests.helpers import spec
 
 MAPPING = {"batch": "data", "embed": "model"}
-
-
-def spec(x: Any) -> tuple[Any, ...]:
-    """The entries of a sharding, one for each axis."""
-    array = x.array if isinstance(x, axn.NamedArray) else x
-    entries = tuple(array.sharding.spec)
-    return entries + (None,) * (array.ndim - len(entries))
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,18 +17,12 @@ from axonym.transforms.control import cond, switch, while_loop
 from axonym.transforms.vmap import vmap
 from tests.helpers import assert_named, compilations
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 Row, Col = axn.make_axes(row=4, col=8)
 X = axn.named(jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32), (Row, Col))
 PLACED = {"row": "model", "col": "data"}
 EAGER_AND_JIT = pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    """Nothing here reads an optimised program."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def turned(x: axn.NamedArray) -> axn.NamedArray:

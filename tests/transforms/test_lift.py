@@ -6,7 +6,7 @@ import functools
 import gc
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis
@@ -20,28 +20,14 @@ from jax.sharding import Mesh, PartitionSpec as P
 import axonym as axn
 from axonym.transforms.lift import lift
 from axonym.transforms.vmap import vmap
-from tests.helpers import assert_named, compilations
+from tests.helpers import assert_named, compilations, spec
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 Batch, Heads, Row, Col, Time = axn.make_axes(batch=8, heads=2, row=4, col=4, time=6)
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = .*?\s([a-z][a-z0-9-]*)\(", re.MULTILINE)
 
 COLLECTIVE = re.compile(r"= (\S+) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    """What is compared here does not depend on optimisation; the test that reads a program turns it on again."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture
-def optimised() -> Iterator[None]:
-    """For tests that read an optimised program."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def draw(*axes: axn.Axis) -> axn.NamedArray:
@@ -241,18 +227,6 @@ def test_adds_nothing_to_the_program(optimised: None) -> None:
 
 
 # --- on meshes ---
-
-
-@pytest.fixture(params=["auto_mesh", "explicit_mesh"])
-def mesh(request: pytest.FixtureRequest) -> Mesh:
-    """A (4, 2) mesh of either kind."""
-    return request.getfixturevalue(request.param)
-
-
-def spec(x: axn.NamedArray) -> tuple[Any, ...]:
-    """Where an array lies, an entry for each axis."""
-    entries = tuple(x.array.sharding.spec)
-    return entries + (None,) * (x.ndim - len(entries))
 
 
 @TRANSFORMS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import axonym as axn
 from axonym.transforms.scan import fold, map, scan
-from tests.helpers import assert_named
+from tests.helpers import assert_named, spec
 from tests.transforms.scan_cases import (
     LATE,
     START,
@@ -29,22 +29,9 @@ from tests.transforms.scan_cases import (
     loss_of,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 PLACED = {"time": "data", "batch": "model"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    """Nothing here depends on how well a program is optimised."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-def spec(x: Any) -> tuple[Any, ...]:
-    """The entries of a real sharding, one for each axis."""
-    array = x.array if isinstance(x, axn.NamedArray) else x
-    entries = tuple(array.sharding.spec)
-    return entries + (None,) * (array.ndim - len(entries))
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])

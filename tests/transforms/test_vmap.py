@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -17,27 +17,13 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import axonym as axn
 from axonym.transforms.vmap import vmap
-from tests.helpers import assert_named
+from tests.helpers import assert_named, spec
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 Batch, Heads, Pos, Embed, Mlp = axn.make_axes(batch=8, heads=2, pos=4, embed=8, mlp=4)
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = .*?\s([a-z][a-z0-9-]*)\(", re.MULTILINE)
 COLLECTIVE = re.compile(r"= (\S+) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation() -> Iterator[None]:
-    """What is compared here does not depend on optimisation; the tests that read programs turn it on again."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.fixture
-def optimised() -> Iterator[None]:
-    """For tests that read an optimised program."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def draw(*axes: axn.Axis) -> axn.NamedArray:
@@ -304,18 +290,6 @@ def test_abstractly() -> None:
 # --- on meshes ---
 
 MAPPING = {"batch": "data", "mlp": "model"}
-
-
-@pytest.fixture(params=["auto_mesh", "explicit_mesh"])
-def mesh(request: pytest.FixtureRequest) -> Mesh:
-    """A (4, 2) mesh of either kind."""
-    return request.getfixturevalue(request.param)
-
-
-def spec(x: axn.NamedArray) -> tuple[Any, ...]:
-    """Where an array lies, an entry for each axis."""
-    entries = tuple(x.array.sharding.spec)
-    return entries + (None,) * (x.ndim - len(entries))
 
 
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
