@@ -48,8 +48,8 @@ def entries_of(x: Any) -> tuple[Entry, ...]:
 
 
 def mesh_axes(entry: Entry) -> tuple[str, ...]:
-    """The mesh axes an entry of a partition spec names."""
-    if entry is None:
+    """The mesh axes an entry of a partition spec names; one that is left open names none."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 

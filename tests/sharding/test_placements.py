@@ -188,3 +188,11 @@ def test_a_misspelt_mapping_warns_once(mesh):
             misspelt(x)
         misspelt(x)
         axn.named_jit(lambda a: a * 2, {"hidden": "data"})(x)  # it may exist inside only
+
+
+def test_an_entry_that_is_left_open_stays_as_it_is(mesh):
+    spec_left_open = P(P.UNCONSTRAINED, "model")
+    with axn.set_mesh(mesh):
+        x = axn.shard(axn.ones({"batch": 8, "embed": 8}), {"batch": "data"})
+        assert spec(axn.shard(x, spec_left_open)) == ("data", "model")
+        assert spec(jax.jit(lambda x: axn.shard(x, spec_left_open))(x)) == ("data", "model")

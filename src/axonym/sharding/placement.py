@@ -319,7 +319,7 @@ def _checked(
     array = _described(names, shape)
     called = names if names is not None else tuple(f"dimension {i}" for i in range(len(shape)))
     for name, size, entry in zip(called, shape, entries, strict=True):
-        axes = [a for a in mesh_axes(entry) if a is not None] if entry is not PartitionSpec.UNCONSTRAINED else []
+        axes = [a for a in mesh_axes(entry) if a is not None]
         for axis in axes:
             if axis in taken:
                 problems.append(
@@ -343,7 +343,7 @@ def _checked(
                 problems.append(
                     f"{array}: axis {name!r} of size {size} cannot be split over {over}: {size} is not a multiple of "
                     f"{parts}. Make it one (axonym.partitioning.round_axis_for_partitioning gives "
-                    f"{-(-size // parts) * parts}), or map it elsewhere."
+                    f"{-(-size // parts) * parts}), or map it elsewhere; a rule can be `.lenient()`."
                 )
     return PartitionSpec(*entries), tuple(problems)
 

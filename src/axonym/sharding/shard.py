@@ -174,9 +174,19 @@ def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
         return x
     if in_trace():
         return _constrain(x, spec, mesh, what)
+    spec = _closed(spec, has)
     if isinstance(mesh, AbstractMesh):
         return jax.device_put(x, spec)  # the mesh in force, whose devices JAX knows
     return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def _closed(spec: PartitionSpec, has: Any) -> PartitionSpec:
+    """The spec with the entries that it leaves open as the array has them now."""
+    if PartitionSpec.UNCONSTRAINED not in spec:
+        return spec
+    own = tuple(has.spec) if isinstance(has, NamedSharding) else ()
+    own += (None,) * (len(spec) - len(own))
+    return PartitionSpec(*(o if e is PartitionSpec.UNCONSTRAINED else e for e, o in zip(spec, own, strict=False)))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -200,6 +210,8 @@ def _constrain(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
     spec = drop_manual(spec, mesh)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     kinds = set(types.values())
+    if AxisType.Explicit in kinds:
+        spec = _closed(spec, jax.typeof(x).sharding)
     if AxisType.Manual in kinds:
         if kinds == {AxisType.Manual} or all(entry is None for entry in spec):
             return x
@@ -231,6 +243,9 @@ def _constraint(
     def part(wanted: AxisType, otherwise: Any) -> PartitionSpec:
         entries = []
         for entry in spec:
+            if entry is PartitionSpec.UNCONSTRAINED:
+                entries.append(entry)
+                continue
             axes = tuple(a for a in mesh_axes(entry) if kind[a] == wanted)
             if axes and len(axes) != len(mesh_axes(entry)):
                 raise ValueError(
