@@ -8,7 +8,21 @@ import sys
 
 import jax
 
-from . import calls, eager, fsdp, importing, named_jit, program, shard_map, sjit, tracing, transforms
+from . import (
+    calls,
+    eager,
+    fsdp,
+    importing,
+    llama,
+    named_jit,
+    program,
+    sampling,
+    shard_map,
+    sjit,
+    stacked,
+    tracing,
+    transforms,
+)
 from .harness import print_table
 
 SECTIONS = {
@@ -16,11 +30,14 @@ SECTIONS = {
     "eager": eager.rows,
     "tracing": tracing.rows,
     "program": program.rows,
+    "llama": llama.rows,
     "named_jit": named_jit.rows,
     "sjit": sjit.rows,
     "fsdp": fsdp.rows,
     "shard_map": shard_map.rows,
     "transforms": transforms.rows,
+    "stacked": stacked.rows,
+    "sampling": sampling.rows,
     "import": importing.rows,
 }
 

@@ -11,6 +11,9 @@ from typing import Any
 _KINDS = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all|ragged-all-to-all|collective-broadcast"
 _COLLECTIVE = re.compile(rf"= (?P<shapes>.*?) (?P<kind>{_KINDS})(?P<start>-start)?\(")
 _ARRAY = re.compile(r"(?P<dtype>[a-z]+\d*[a-z0-9]*)\[(?P<shape>[\d,]*)\]")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.-]+) \(.*?^\}", re.MULTILINE | re.DOTALL)
+_BODY = re.compile(r"\bbody=%?([\w.-]+)")
+_NAME = re.compile(r"[\w.-]+")
 _BITS = {"pred": 8, "bf16": 16}
 
 
@@ -25,8 +28,28 @@ class Moved:
 
 def bytes_moved(compiled: Any) -> dict[str, Moved]:
     """Collectives of an optimised program by kind. One that carries several arrays at once counts once for each."""
+    return _collectives(compiled.as_text())
+
+
+def bytes_moved_in_loops(compiled: Any) -> tuple[dict[str, Moved], dict[str, Moved]]:
+    """The same for one turn of every loop of the program, and for what stands outside of loops."""
+    computations = {match["name"]: match[0] for match in _COMPUTATION.finditer(compiled.as_text())}
+    inside: set[str] = set()
+    reached = [name for text in computations.values() for name in _BODY.findall(text)]
+    while reached:
+        name = reached.pop()
+        if name not in inside:
+            inside.add(name)
+            reached += [n for n in _NAME.findall(computations[name]) if n in computations]
+    loops, rest = (
+        "\n".join(text for name, text in computations.items() if (name in inside) is looped) for looped in (True, False)
+    )
+    return _collectives(loops), _collectives(rest)
+
+
+def _collectives(text: str) -> dict[str, Moved]:
     found: dict[str, Moved] = collections.defaultdict(Moved)
-    for match in _COLLECTIVE.finditer(compiled.as_text()):
+    for match in _COLLECTIVE.finditer(text):
         sizes = [_bytes(a["dtype"], a["shape"]) for a in _ARRAY.finditer(match["shapes"])]
         if match["start"]:
             sizes = sizes[len(sizes) // 2 :]  # the start of an asynchronous collective lists operands, then results

@@ -29,16 +29,22 @@ def rows() -> list[Row]:
         .compile()
     )
     theirs = jax.jit(jax.value_and_grad(models.raw_loss)).lower(params, *batch).compile()
+    return compared("program", ours, theirs)
+
+
+def compared(section: str, ours: Any, theirs: Any) -> list[Row]:
+    """Two compiled programs, by how many instructions they have of each kind, and by what these cost."""
     a, b = instructions(ours), instructions(theirs)
-    found = [_row("all instructions", sum(a.values()), sum(b.values()))]
+    found = [_row(section, "all instructions", sum(a.values()), sum(b.values()))]
     found += [
-        _row(kind, a[kind], b[kind]) for kind in ("dot", "fusion", "transpose", "copy", "reduce", "gather", "scatter")
+        _row(section, kind, a[kind], b[kind])
+        for kind in ("dot", "fusion", "transpose", "copy", "reduce", "gather", "scatter")
     ]
     costs = ours.cost_analysis(), theirs.cost_analysis()
-    found += [_row(what, costs[0][what], costs[1][what]) for what in ("flops", "bytes accessed")]
+    found += [_row(section, what, costs[0][what], costs[1][what]) for what in ("flops", "bytes accessed")]
     return found
 
 
-def _row(what: str, ours: float, theirs: float) -> Row:
+def _row(section: str, what: str, ours: float, theirs: float) -> Row:
     ratio = ours / theirs if theirs else 1.0 if ours == 0 else float("inf")
-    return Row("program", what, f"{ours:.0f}", f"{theirs:.0f}", ratio, 1.0)
+    return Row(section, what, f"{ours:.0f}", f"{theirs:.0f}", ratio, 1.0)

@@ -14,6 +14,8 @@ import pytest
 import axonym as axn
 from tests.helpers import definitions, examples, exports, modules
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 NAMESPACE = {"axn": axn, "jax": jax, "jnp": jnp, "np": np}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

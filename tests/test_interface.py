@@ -15,6 +15,8 @@ import pytest
 import axonym as axn
 from tests.helpers import examples, exports, modules, public_name
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 OPERATIONS: dict[str, Callable[..., Any]] = {
     f"{fn.__module__}.{name}": fn
     for module in modules()

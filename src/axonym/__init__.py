@@ -10,16 +10,23 @@ NamedArray(float32[mlp=4], [3. 3. 3. 3.])
 """
 
 from . import (
+    custom_partitioning as custom_partitioning,
     debug as debug,
     jax_utils as jax_utils,
     linalg as linalg,
+    nn as nn,
     partitioning as partitioning,
+    precision as precision,
+    quantization as quantization,
     random as random,
     sharding as sharding,
+    state as state,
+    state_dict as state_dict,
     tree as tree,
     tree_util as tree_util,
     typing as typing,
     util as util,
+    vocabulary as vocabulary,
 )
 from ._methods import attach as _attach
 from .array import (
@@ -244,6 +251,8 @@ from .ops.joining import (
 from .poly import DEFAULT_POLY_AXIS_NAME as DEFAULT_POLY_AXIS_NAME  # isort: split
 
 # Per-device code by name
+# Operations that bring their own partitioning
+from .custom_partitioning.decorator import partitioned as partitioned
 from .manual.collectives import (
     MeshAxis as MeshAxis,
     all_gather as all_gather,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def parameter_names(fn: Callable[..., Any], count: int, keywords: Collection[str] = ()) -> list[str]:
@@ -15,11 +17,38 @@ def parameter_names(fn: Callable[..., Any], count: int, keywords: Collection[str
         count: how many positional arguments it is called with.
         keywords: the names of its keyword arguments, which the others must not be called too.
     """
+    names, rest = _positional(fn)
+    names = names[:count]
+    rest = rest or "args"
+    names += [f"{rest}[{i}]" for i in range(count - len(names))]
+    return [f"args[{i}]" if name in keywords else name for i, name in enumerate(names)]
+
+
+def by_parameter(what: str, fn: Callable[..., Any], values: Sequence[T], static: Sequence[int] = ()) -> dict[str, T]:
+    """What is given for each positional parameter in order, by the name of the parameter.
+
+    Arguments:
+        what: what is given, for messages.
+        fn: the function.
+        values: one for each parameter that is not static, or one for each parameter.
+        static: the positions of static parameters.
+    """
+    parameters, rest = _positional(fn)
+    fixed = {i if i >= 0 else i + len(parameters) for i in static}
+    names = [name for i, name in enumerate(parameters) if i not in fixed]
+    if len(values) == len(parameters) != len(names):
+        values = [value for i, value in enumerate(values) if i not in fixed]
+    more = len(values) - len(names)
+    if more > 0 and rest is None:
+        raise ValueError(f"{what}: {len(values)} placements for the {len(names)} parameters {', '.join(names)}.")
+    return dict(zip([*names, *(f"{rest}[{i}]" for i in range(more))], values, strict=False))
+
+
+def _positional(fn: Callable[..., Any]) -> tuple[list[str], str | None]:
+    """The names of the positional parameters, and of the one that takes all others."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # some builtins have no signature
-        parameters = []
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-    names += [f"{rest}[{i}]" for i in range(count - len(names))]
-    return [f"args[{i}]" if name in keywords else name for i, name in enumerate(names)]
+        return [], "args"
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return names, next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)

@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from . import _context
 from ._context import Entry
-from ._mesh import Names, mesh_axes
+from ._mesh import Names, mesh_axes, spec_of
 
 Axes = tuple[str, ...]
 
@@ -175,7 +175,7 @@ def _is_parameter(
 
 
 def _spec(names: Names, placed: Mapping[str, Axes]) -> PartitionSpec:
-    return PartitionSpec(*(axes[0] if len(axes := placed.get(n, ())) == 1 else axes or None for n in names))
+    return spec_of(placed.get(n, ()) for n in names)
 
 
 def _distinct(spec: PartitionSpec) -> bool:
@@ -197,4 +197,4 @@ def _fits(names: Names, spec: PartitionSpec, shape: Sequence[int], mesh: Abstrac
 def _reshard(x: jax.Array, spec: PartitionSpec, mesh: AbstractMesh) -> jax.Array:
     explicit = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
     entries = [tuple(a for a in mesh_axes(e) if a in explicit) for e in spec]
-    return jax.sharding.reshard(x, PartitionSpec(*(e[0] if len(e) == 1 else e or None for e in entries)))
+    return jax.sharding.reshard(x, spec_of(entries))

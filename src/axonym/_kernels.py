@@ -103,6 +103,7 @@ def make_kernel(
     same_sizes: bool = True,
     selection: AxisSelection | None = None,
     by_hand: Callable[..., Any] | None = None,
+    keep_unused: bool = True,
     heirs: _mesh.Heirs = MappingProxyType({}),
 ) -> Kernel:
     """A kernel for one operation on operands of the given names.
@@ -118,6 +119,8 @@ def make_kernel(
         selection: the axes the user selected; the sizes it carries are checked.
         by_hand: a function of the operands that is tried first. It runs the operation device by device where one of
             them is a parameter at rest, and gives None where none is: see `axonym._gathering`.
+        keep_unused: an operand whose values do not matter still says where the result lies: iscomplex of floats,
+            zeros_like, ... From jax 0.12 on this keeps alive the arrays that `fn` closes over.
         heirs: for axes that are split, merged or renamed, the output axes that can take over their placement.
     """
     sized = [s for s in selectors(selection) if isinstance(s, Axis)]
@@ -132,8 +135,7 @@ def make_kernel(
         return _mesh.run(what, fn, in_names, out_names, arrays, native=native, heirs=heirs)
 
     kernel.__name__ = kernel.__qualname__ = what
-    # An operand whose values do not matter still says where the result lies: iscomplex of floats, zeros_like, ...
-    return Kernel(jax.jit(kernel, inline=INLINE, keep_unused=True), out_names)
+    return Kernel(jax.jit(kernel, inline=INLINE, keep_unused=keep_unused), out_names)
 
 
 def check_operands(what: str, in_names: Sequence[Names], arrays: Sequence[Any], same_sizes: bool = True) -> None:

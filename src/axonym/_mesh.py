@@ -17,7 +17,7 @@ type for an uneven shard.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -52,6 +52,16 @@ def mesh_axes(entry: Entry) -> tuple[str, ...]:
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def entry_of(axes: Sequence[str]) -> Entry:
+    """The entry of a partition spec that splits an axis over some mesh axes, as JAX writes it."""
+    return axes[0] if len(axes) == 1 else tuple(axes) or None
+
+
+def spec_of(axes: Iterable[Sequence[str]]) -> PartitionSpec:
+    """The partition spec that splits each axis over some mesh axes."""
+    return PartitionSpec(*map(entry_of, axes))
 
 
 def parts(mesh: AbstractMesh, entry: Entry) -> int:
@@ -98,7 +108,7 @@ def place(
             if sizes[name] % parts(mesh, chosen[name]):
                 raise ValueError(_indivisible(what, name, sizes[name], chosen[name], mesh))
     _settle_collisions(what, chosen, mapping, mesh)
-    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in chosen.values()))
+    return spec_of(chosen.values())
 
 
 def _explicit_part(
@@ -150,7 +160,7 @@ def _asked(
                 left.pop(0)
             if left:
                 inherited[left[0]] = (*inherited.get(left[0], ()), axis)
-    return asked | {n: axes[0] if len(axes) == 1 else axes for n, axes in inherited.items()}
+    return asked | {n: entry_of(axes) for n, axes in inherited.items()}
 
 
 def run(

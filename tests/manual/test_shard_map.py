@@ -23,6 +23,8 @@ from tests.conftest import MESH_AXES
 from tests.helpers import compilations
 from tests.sharding.test_shard import spec
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 MAPPING = {"batch": "data", "mlp": "model"}
 
 
@@ -229,9 +231,24 @@ def test_placements_of_arguments_and_results(mesh: Mesh, x, w) -> None:
             found = mapped(step, in_specs=in_specs)(x, w, scale=scale)
             assert seen.pop() == ({"batch": 8, "embed": 2}, {"embed": 4, "mlp": 3}, {"mlp": local})
             assert [spec(f) for f in found] == [(None, "model"), (None, "model"), ("model",) if local == 3 else (None,)]
-        found = mapped(lambda x: {"a": x, "b": x}, out_specs={"a": {"embed": "model"}, "b": None}, in_specs=P())(x)
-        assert found["a"].shape == {"batch": 8, "embed": 8}, "said with out_specs, copies are what is meant"
+        found = mapped(lambda x: {"a": x, "b": x}, out_specs={"a": P(None, "model"), "b": None}, in_specs=P())(x)
+        assert found["a"].shape == {"batch": 8, "embed": 8}, "said with a partition spec, copies are what is meant"
         assert found["b"].shape == {"batch": 8, "embed": 4} and spec(found["b"]) == (None, None)
+
+
+def test_a_mapping_makes_no_copies_of_what_is_whole(mesh: Mesh) -> None:
+    def step(x, w):
+        return {"s": axn.psum_scatter(axn.sum(x, "batch") * w, "embed", over="batch"), "w": w}
+
+    x, w = axn.ones({"batch": 8}), axn.arange(axn.Axis("embed", 4)) * 1.0
+    by_name = {"embed": "data"}
+    with jax.set_mesh(mesh):
+        with pytest.raises(ValueError, match=r"result 'w' \(embed=4\) is the same on all devices of mesh axis 'data'"):
+            mapped(step, out_specs=by_name)(x, w)
+        for of_w, size in ((None, 4), (P(), 4), (P("data"), 16)):
+            found = mapped(step, out_specs={"s": by_name, "w": of_w})(x, w)
+            assert found["w"].shape == {"embed": size}
+            np.testing.assert_array_equal(found["s"].array, w.array * 8)
 
 
 def test_how_results_are_put_together(auto_mesh: Mesh, x) -> None:
@@ -357,6 +374,16 @@ def test_nested(mesh: Mesh, x, w) -> None:
             mapped(lambda x, w: axn.shard_map(product)(x, w))(x, w)
 
 
+def test_the_gradient_of_a_nested_one(mesh: Mesh, x, w) -> None:
+    """JAX lowers it where the outer one is not checked."""
+    inner = axn.shard_map(product, axis_names="model")
+    outer = axn.shard_map(lambda x, w: inner(x, w), mapping=MAPPING, axis_names="data", check_vma=False)
+    loss = lambda fn: lambda w: (fn(x, w) ** 2).sum().array
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.grad(loss(outer)))(w)
+    np.testing.assert_allclose(found.array, jax.grad(loss(product))(w).array, rtol=1e-5)
+
+
 def test_what_is_split_can_be_split_further(auto_mesh: Mesh) -> None:
     x = axn.arange(axn.Axis("batch", 8))
     seen = []
@@ -452,9 +479,19 @@ def test_arguments_that_do_not_fit(auto_mesh: Mesh, explicit_mesh: Mesh, x, w) -
             axn.shard_map(3)  # pyright: ignore
         with pytest.raises(ValueError, match="leaves a dimension to the partitioner"):
             mapped(product, in_specs=P(P.UNCONSTRAINED))(x, w)
-    with jax.set_mesh(explicit_mesh):
-        with pytest.raises(ValueError, match=r"x \(8, 2\) is a raw array that is split"):
-            mapped(lambda x: x)(jax.device_put(jnp.ones((8, 2)), P("data")))
+
+
+def test_raw_arrays_that_are_split_need_a_spec(mesh: Mesh) -> None:
+    double = lambda raw: raw * 2
+    with jax.set_mesh(mesh):
+        raw = jax.device_put(np.arange(8.0), NamedSharding(mesh, P("data")))
+        with pytest.raises(ValueError, match=r"raw \(8,\) is a raw array that is split, P.*'data'"):
+            axn.shard_map(double, mapping=MAPPING)(raw)
+        split = axn.shard_map(double, mapping=MAPPING, in_specs=P("data"), out_specs=P("data"))(raw)
+        whole = axn.shard_map(double, mapping=MAPPING, in_specs=P())(raw)
+        other = axn.shard_map(double, mapping=MAPPING, axis_names="model")(raw)
+    for found in (split, whole, other):
+        np.testing.assert_array_equal(found, np.arange(8.0) * 2)
 
 
 def test_the_backward_pass_of_a_custom_vjp_speaks_of_mesh_axes(auto_mesh: Mesh, x) -> None:

@@ -13,6 +13,8 @@ import pytest
 import axonym as axn
 from tests.helpers import assert_named, compilations
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 X = axn.arange(axn.make_axes(batch=3, pos=4))
 LINE = axn.named(jnp.arange(5.0), "x")
 EMPTY = axn.zeros({"x": 0})

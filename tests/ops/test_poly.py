@@ -13,6 +13,8 @@ import pytest
 import axonym as axn
 from axonym.ops.poly import DEFAULT_POLY_AXIS_NAME
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 untyped: Any = axn  # for calls that a type checker would refuse
 E = axn.named([1.0, 2.0, 3.0, 4.0], "e")
 V = axn.named([1.0, -3.0, 2.0, 0.0, 5.0], "v")

@@ -14,6 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import axonym as axn
 from axonym import Axis
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @pytest.fixture
 def x() -> axn.NamedArray:

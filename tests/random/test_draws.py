@@ -29,6 +29,8 @@ from tests.random.samplers import (
     whole,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 # --- what is drawn ---
 
 

@@ -23,6 +23,8 @@ from tests.random.samplers import (
     entries,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 # --- vectors ---
 
 

@@ -86,9 +86,10 @@ def _has_model(p: axn.NamedArray, at_rest: dict[str, Any]) -> bool:
 def test_parameters_may_arrive_anyhow(params, mesh) -> None:
     sharded = axn.fsdp(lambda p, x: axn.dot(x, p, axis="embed"), {"embed": "data"}, {"batch": "data"})
     w, x = axn.ones(axn.make_axes(embed=8, mlp=4)), axn.ones(axn.make_axes(batch=8, embed=8))
+    on_one = jax.device_put(w, jax.devices()[1])
     with jax.set_mesh(mesh):
         host = axn.to_host(w)
-        for given in (w, host, axn.shard(w, {"embed": "model"}), axn.shard(w, {"embed": None})):
+        for given in (w, host, axn.shard(w, {"embed": "model"}), axn.shard(w, {"embed": None}), on_one):
             y = jax.block_until_ready(sharded(given, x))
             assert spec(y) == ("data", None)
             np.testing.assert_array_equal(y.array, np.full((8, 4), 8.0))

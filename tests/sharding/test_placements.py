@@ -176,8 +176,8 @@ def test_errors_name_the_parameter(mesh):
             compiled(axn.ones({"embed": 4}), label=odd)
         with pytest.raises(ValueError, match=r": rest\[0\]/w \(embed=3\)"):
             one_each(odd, odd, label=0)
-        with pytest.raises(ValueError, match="2 placements for 1 positional"):
-            one_each(odd, label=0)
+        with pytest.raises(ValueError, match=r"2 placements, and none for rest\[1\]"):
+            one_each(odd, odd, odd, label=0)
 
 
 def test_a_misspelt_mapping_warns_once(mesh):

@@ -81,7 +81,7 @@ def test_lint(auto_mesh) -> None:
         "3 arrays, 4 findings",
         "axis 'mlpp' is in the mapping but not in the tree. Did you mean 'mlp'?",
         "axis 'embed' of size 3 cannot be split over model=2",
-        "axes 'batch' and 'embed' both go to mesh axis 'model'",
+        "axis 'batch' and axis 'embed' both go to mesh axis 'model'",
         "big (vocab=4096, hidden=128), 2.0 MiB, stays whole on each of 8 devices",
     ):
         assert part in text

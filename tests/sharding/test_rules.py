@@ -22,6 +22,7 @@ from axonym.sharding import (
     ShardingRule,
     TreePathShardingRule,
     match_sharding_rule,
+    sjit,
 )
 
 Batch, Embed, Mlp = axn.make_axes(batch=8, embed=16, mlp=32)
@@ -168,7 +169,7 @@ LAYERS = {
 
 def test_the_first_pattern_that_is_found_wins(mesh):
     rule = TreePathShardingRule(
-        ("attn/q$", P("data", "model")), ("layers/1/.*", P()), ("attn/.*", P("model")), (".*", {"x": "data"})
+        ("attn/q$", P("data", "model")), ("layers/1/.*", P()), ("attn/.*", P("model")), (".*", P())
     )
     found = specs(rule.apply(LAYERS, mesh))
     assert found["layers"][0]["attn"] == {"q": ("data", "model"), "o": ("model", None)}
@@ -229,7 +230,7 @@ def test_a_policy_without_an_answer(mesh):
             return None
 
         PolicyShardingRule(undecided).apply({"w": abstract(2)}, mesh)
-    with pytest.raises(TypeError, match="the policy gave 'data' for w, which places nothing"):
+    with pytest.raises(TypeError, match="gave 'data' for w, which is not a placement"):
         PolicyShardingRule(lambda path, x: "data").apply({"w": abstract(2)}, mesh)
 
 
@@ -381,3 +382,75 @@ def test_no_argument_has_a_placement(mesh):
         a, b = axn.named_jit(lambda a, b: (a, b), in_axis_resources=(None, None))(x, x)
     for y in (a, b):
         assert y.array.sharding.is_equivalent_to(NamedSharding(mesh, P("data", None)), 2)
+
+
+def test_a_rule_says_the_same_of_a_model_wherever_it_stands(mesh):
+    """Paths begin where the rule stands, so that the names of arguments and of surrounding trees do not matter."""
+    tree = {"layers": {"w": jnp.ones(8)}, "norm": {"w": jnp.ones(8)}}
+    rule = TreePathShardingRule(("^layers/", P("data")), strict=False)
+
+    def placed(found):
+        whole = found["norm"]["w"].sharding.is_fully_replicated
+        return whole and found["layers"]["w"].sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 1)
+
+    identity = lambda norm: norm
+    with axn.set_mesh(mesh):
+        assert placed(axn.shard(tree, rule))
+        assert placed(axn.shard({"model": tree}, {"model": rule})["model"])
+        assert placed(sjit(identity, in_shardings=(rule,), out_shardings=rule)(tree))
+        assert placed(sjit(identity, in_shardings=rule)(tree))
+        assert placed(sjit(lambda x: (x, 0.0), out_shardings=(rule, None))(tree)[0])
+        assert placed(axn.named_jit(identity, in_axis_resources=(rule,))(tree))
+        assert placed(axn.named_jit(identity, in_axis_resources={"norm": rule})(tree))
+        with pytest.raises(ValueError, match=r"norm/layers/w .*no pattern"):  # errors say the whole path
+            sjit(identity, in_shardings=(TreePathShardingRule(("^norm", P())),))(tree)
+
+
+@pytest.mark.parametrize("answer", ["data", ("data",), {"a": P("data")}], ids=repr)
+def test_an_answer_that_is_no_placement(mesh, answer):
+    class Odd(axn.sharding.ShardingRule):
+        def place(self, leaf, mesh):
+            return answer
+
+    with axn.set_mesh(mesh), pytest.raises(TypeError, match=r"Odd .*gave .* for layers/w, which is not a placement"):
+        axn.shard({"layers": {"w": jnp.ones(8)}}, Odd())
+
+
+def test_shardings_have_devices(mesh):
+    with axn.set_mesh(mesh):
+        found = axn.sharding.match_sharding_rule({"w": P("data")}, {"w": jnp.ones(8)})
+        inferred = axn.partitioning.infer_resource_partitions({"w": axn.ones({"batch": 8})}, {"batch": "data"})
+    for sharding in (found["w"], inferred["w"]):
+        assert jax.device_put(np.ones(8), sharding).sharding.spec == P("data")
+
+
+def test_mappings_in_rules_keep_their_guards(mesh):
+    tree = {"w": axn.ones({"embed": 8}), "b": jnp.ones(8)}
+    misspelt = TreePathShardingRule(("w", {"embd": "model"}), ("b", P()))
+    with pytest.warns(UserWarning, match=r"'embd' of the mapping .* Did you mean 'embed'"):
+        misspelt.apply(tree, mesh)
+    with pytest.raises(ValueError, match=r"b \(8,\): it has no named axes"):
+        TreePathShardingRule((".*", {"embed": "model"})).apply(tree, mesh)
+    rule = {"batch": "data"} | FSDPShardingRule("data", min_fsdp_size=1)
+    found = rule.apply(tree, mesh)
+    assert found["w"].array.spec == found["b"].spec == P("data")
+    with pytest.warns(UserWarning, match="none of the axes 'batch' of the mapping"):
+        assert ({"batch": "data"} | MappingShardingRule({"seq": "data"})).apply(tree["w"], mesh).array.spec == P(None)
+
+
+def test_rules_made_alike_are_equal():
+    def make():
+        path = TreePathShardingRule(("w", P("data")), ("v", {"embed": "data"}), strict=False)
+        return [
+            FSDPShardingRule("data"),
+            path,
+            path.lenient(),
+            path.exclude("w"),
+            {"embed": "data"} | path,
+            MappingShardingRule({"embed": "data"}),
+        ]
+
+    assert make() == make() and list(map(hash, make())) == list(map(hash, make()))
+    assert len(set(make())) == len(make())
+    assert FSDPShardingRule("data") != FSDPShardingRule("data", min_fsdp_size=1)
+    assert PolicyShardingRule(lambda path, x: P()) != PolicyShardingRule(lambda path, x: P())

@@ -16,6 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import axonym as axn
 from tests.helpers import spec
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 MAPPING = {"batch": "data", "embed": "model"}
 
 
@@ -241,7 +243,7 @@ ERRORS = {
     "taken twice": (
         {"w": {"batch": 8, "embed": 4}},
         {"batch": "data", "embed": "data"},
-        ["axes 'batch' and 'embed' both go to mesh axis 'data'", "w (batch=8, embed=4)"],
+        ["axis 'batch' and axis 'embed' both go to mesh axis 'data'", "w (batch=8, embed=4)"],
     ),
     "rank": ({"w": {"batch": 8}}, P("data", None), ["has 2 entries for an array of shape (8,)"]),
 }

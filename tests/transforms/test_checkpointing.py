@@ -235,3 +235,39 @@ def test_naming_a_tree() -> None:
     assert found["named"].axes == START.axes
     program = str(jax.make_jaxpr(lambda x, y: tree_checkpoint_name((x, y), "hidden"))(START, START.array))
     assert program.count("name=hidden") == 2
+
+
+NESTED = jax.jit(lambda x: jax.ad_checkpoint.checkpoint_name(jax.numpy.sin(x), "hidden"))
+"""Gives a name out of sight of `tree_checkpoint_name`."""
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ["hiden"],
+            r"fold\(step\): .* speaks of 'hiden', but .* It names 'h', 'hidden', 'k'\. Did you mean 'hidden'\?",
+        ),
+        (["h", "hiden"], r"speaks of 'hiden', .* Did you mean 'hidden'\?"),
+        (["mlp", "attention"], r"speaks of 'mlp', 'attention', but"),
+        (["h"], None),
+        (["hidden"], None),
+        (["h", "attention"], None),  # a policy for several bodies
+    ],
+)
+def test_warns_of_names_that_nothing_has(names: list[str], message: str | None) -> None:
+    def run() -> Any:
+        return fold(lambda c, x: body(c, x) + NESTED(c.array[0]), Step, remat=Policy(save_block_internals=names))(
+            START, XS
+        )
+
+    if message is None:
+        run()
+        return
+    with pytest.warns(UserWarning, match=message):
+        run()
+
+
+def test_warns_where_there_are_no_names() -> None:
+    with pytest.warns(UserWarning, match="no array such a name. `axonym.tree_checkpoint_name` gives names"):
+        fold(lambda c, x: c + x, Step, remat=Policy(offload_block_internals=["h"]))(START, XS)

@@ -293,6 +293,16 @@ def test_a_function_that_holds_arrays(explicit_mesh: Mesh) -> None:
         assert any("lift(<lambda>): the function uses arrays" in n and "operands" in n for n in e.value.__notes__)
 
 
+def test_what_the_function_raises_says_what_it_saw() -> None:
+    with pytest.raises(TypeError, match="matmul") as e:
+        lift(jnp.matmul, "row col, heads -> row")(A, draw(Heads))
+    assert e.value.__notes__[0] == (
+        "lift(matmul): raised by the function on float32(row=4, col=4), float32(heads=2), mapped over (batch)."
+    )
+    with pytest.raises(ValueError, match=r"lift\(matmul\): operand 0"):
+        lift(functools.partial(jnp.matmul, precision="high"), "row col, col -> row")(B, B)
+
+
 # --- what is refused ---
 
 
@@ -360,16 +370,18 @@ def test_refuses(call: Callable[[], Any], message: str) -> None:
             r"'n' is an axis of the spec, so it stands for an Axis or its name, got int",
         ),
         (lambda: solve(A), r"speaks of 2 arguments, the call has 1 by position"),
-        (lambda: solve(A, "B"), r"argument 1 should be a NamedArray or a scalar, got str"),
-        (lambda: solve(A, B.array), r"argument 1 has no axis names but shape \(8, 4\).*axonym\.named"),
+        (lambda: solve(A, "B"), r"argument 1, `b`, should be a NamedArray or a scalar, got str"),
+        (lambda: solve(A, B.array), r"argument 1, `b`, has no axis names but shape \(8, 4\).*axonym\.named"),
         (
-            lambda: lift(same, "row -> row")(A, [1]),
-            r"argument 1 is handed on as it is; it is part of the program, so it must be hashable, which this list",
+            lambda: lift(same, "row -> row")(A, [{1}]),
+            r"argument 1 is handed on as it is; it is part of the program, so it must be hashable, which this set",
         ),
+        (lambda: lift(same, "row -> row")(A, w=[{1}]), r"`w` is handed on as it is.* which this set is not"),
         (
-            lambda: lift(same, "row -> row")(A, w=B),
-            r"`w` is handed on .* NamedArray is not",
+            lambda: solve(A, b=B),
+            r"lift\(solve\): got array `b` by keyword.* one for each term of 'row col, row -> col'",
         ),
+        (lambda: lift(same, "row -> row")(A, B), r"argument 1 is an array for which 'row -> row' has no term"),
         (lambda: lift(lambda x: (x, x), "row -> row")(A), r"returned 2 results, where the spec has 1 result\."),
         (lambda: lift(same, "row -> row, row")(A), r"returned one array, where the spec has 2 results"),
         (lambda: lift(lambda x: {"a": x}, "row -> row")(A), r"returned a dict, where it should return raw arrays"),
@@ -382,3 +394,14 @@ def test_refuses(call: Callable[[], Any], message: str) -> None:
 def test_refuses_other_types(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         call()
+
+
+def test_keeps_no_array_alive_that_a_function_closed_over() -> None:
+    def call() -> weakref.ref[jax.Array]:
+        weight = jnp.full(1000, 2.0)
+        lift(lambda v: v * weight.sum(), "row -> row")(draw(Row))
+        return weakref.ref(weight)
+
+    kept = [call() for _ in range(3)]
+    gc.collect()
+    assert sum(r() is not None for r in kept) <= 1

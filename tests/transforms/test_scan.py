@@ -69,7 +69,7 @@ def test_under_other_transforms() -> None:
 
 
 def test_fold_and_map_are_parts_of_scan() -> None:
-    final, outputs = scan(step, Time)(START, XS, WEIGHT)
+    final, outputs = scan(f=step, axis=Time)(START, XS, WEIGHT)
     assert_named(fold(lambda h, x, w: step(h, x, w)[0], Time)(START, XS, w=WEIGHT), final)
     squares = map(lambda pair: pair["x"] * pair["w"], "time", reverse=True)({"x": LATE, "w": WEIGHT})
     assert_named(squares, (LATE * WEIGHT).rearrange(("time", "batch", "embed")))
@@ -106,6 +106,12 @@ def test_static_arguments_are_told_apart_by_type() -> None:
 
     totals = [int(fold(body, "time")(0, XS, k)) for k in (True, 1, 1.0, True)]
     assert totals == [8, 80, 800, 8]
+
+
+def test_numbers_that_are_returned_are_stacked() -> None:
+    """Where `vmap` passes them on."""
+    np.testing.assert_array_equal(map(lambda x: 1.5, "time")(XS), np.full(8, 1.5))
+    assert vmap(lambda x: 1.5, "time")(XS) == 1.5
 
 
 def test_is_scanned_leaves_arrays_out() -> None:
@@ -261,3 +267,15 @@ def test_a_carry_of_another_structure(init: Any, body: Any, message: str) -> Non
 def test_refusals(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("axis", [(Time, Embed), ["time"], 0, {"time": 4}], ids=str)
+def test_one_axis_is_looped_over(axis: Any) -> None:
+    with pytest.raises(TypeError, match="fold: expected one axis, an Axis or a name, got"):
+        fold(lambda h, x: h, axis)
+
+
+@pytest.mark.parametrize("unroll", [1.5, "all", 0])
+def test_unroll_is_a_number_of_steps(unroll: Any) -> None:
+    with pytest.raises(ValueError, match="fold: `unroll` is a number of steps, at least 1, or True"):
+        fold(lambda h, x: h, Time, unroll=unroll)

@@ -491,3 +491,21 @@ def test_refuses_what_a_positional_transform_left_behind() -> None:
         jax.vmap(vmap(abs, Batch))(X)
     with pytest.raises(ValueError, match=r"2 names \(pos, embed\) for an array of rank 1"):
         vmap(lambda x: jax.tree.map(lambda array: array[0], x), Batch)(X)
+
+
+def test_leaves_no_tracer_behind() -> None:
+    with jax.checking_leaks():
+        found = vmap(lambda x: (axn.sum(x, "embed"), x.array, 3), "batch")(X)
+    assert_named(found[0], axn.sum(X, "embed"))
+
+
+def test_a_mesh_axis_that_is_taken(mesh: Mesh) -> None:
+    """What the mapping sends to the mesh axes of what is mapped over cannot be placed there, on meshes of any type."""
+    with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data", "pos": "data"}):
+        for transform in (lambda f: f, jax.jit):
+            with pytest.raises(
+                ValueError, match=r"vmap: the function places an axis .* 'batch', over which it is mapped"
+            ):
+                transform(vmap(lambda x: axn.shard(x * 2), Batch))(X)
+        lying = axn.shard(X, {"pos": "data"})
+        assert vmap(lambda x: x * 2, Batch)(lying).axes == X.axes  # it lay there before

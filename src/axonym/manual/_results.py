@@ -3,7 +3,8 @@
 For each axis of a result, in this order:
 
 1. an axis that has the size it has outside is whole;
-2. an axis that has the size of a part of it in the arguments is split as it is there;
+2. an axis that has the size of a part of it in the arguments is split as it is there, or over the first of these mesh
+   axes, where it has the size that gathering over the others gives it;
 3. any other axis, one that is new or was resized, is split as the mapping says.
 
 What JAX knows about a result decides whether that can be right. A result that varies over a mesh axis must be split
@@ -21,18 +22,18 @@ from jax.sharding import PartitionSpec
 from .. import _context, _errors
 from .._compat import varying_axes
 from .._context import Entry
-from .._mesh import mesh_axes
+from .._mesh import entry_of, mesh_axes, spec_of
 from ..array import NamedArray, wrap
-from ..sharding.placement import Leaf, Placement, check_entries, resolve
-from ._view import Axes, View, describe_axes
+from ..sharding.meshes import AnyMesh
+from ..sharding.placement import Leaf, Placement, Rule, check_entries, is_placement, resolve
+from ._view import Axes, View, count, describe_axes, layouts, of_size_one
 
 
 def restricted(spec: PartitionSpec, manual: Collection[str]) -> PartitionSpec:
     """The part of a spec that speaks of some mesh axes."""
     if PartitionSpec.UNCONSTRAINED in tuple(spec):
         raise ValueError(f"shard_map: {spec} leaves a dimension to the partitioner, but it is split by hand here.")
-    kept = [tuple(a for a in mesh_axes(entry) if a in manual) for entry in spec]
-    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
+    return spec_of(tuple(a for a in mesh_axes(entry) if a in manual) for entry in spec)
 
 
 def place_results(
@@ -51,8 +52,9 @@ def place_results(
     mapping = _context.mapping_in_force() or {}
     with _context.in_force(None):  # so that what has no placement of its own is left without a spec
         leaves, structure = resolve(result, placement, mesh, what)
+        by_position = _by_position(result, placement, mesh, what)
     placed, problems = [], []
-    for leaf in leaves:
+    for leaf, given in zip(leaves, by_position, strict=True):
         if leaf.shape is None:
             placed.append(leaf)
             continue
@@ -61,7 +63,7 @@ def place_results(
         value = leaf.value
         if not found:
             found = check_entries(leaf, tuple(spec), mesh)
-            value, wrong = _held_to(leaf, spec, view, manual, given=leaf.spec is not None)
+            value, wrong = _held_to(leaf, spec, view, manual, given)
             found += wrong
         problems += found
         placed.append(Leaf(leaf.keys, value, leaf.names, leaf.shape, spec))
@@ -69,6 +71,21 @@ def place_results(
         listed = problems[0] if len(problems) == 1 else "".join(f"\n  {p}" for p in problems)
         raise ValueError(f"{what}: {listed}")
     return placed, structure
+
+
+class _Unplaced(Rule):
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+        return None
+
+
+def _by_position(result: Any, placement: Placement, mesh: AnyMesh, what: str) -> list[bool]:
+    """Whether a leaf has a spec of its own. A mapping speaks of an axis wherever it may be, so of whole ones, too."""
+
+    def of_its_own(p: Placement) -> Placement:
+        return p if isinstance(p, (PartitionSpec, jax.sharding.Sharding)) else _Unplaced()
+
+    leaves, _ = resolve(result, jax.tree.map(of_its_own, placement, is_leaf=is_placement), mesh, what)
+    return [leaf.spec is not None for leaf in leaves]
 
 
 def _by_name(leaf: Leaf, view: View, mapping: Mapping[str, Entry]) -> tuple[PartitionSpec, list[str]]:
@@ -89,18 +106,21 @@ def _by_name(leaf: Leaf, view: View, mapping: Mapping[str, Entry]) -> tuple[Part
             )
         axes = ways[0] if ways else mesh_axes(mapping.get(name))
         # Sizes do not tell what a mesh axis of size one splits; where two axes could be it, neither matters.
-        axes = tuple(a for a in axes if a not in taken or a not in _of_size_one())
+        axes = tuple(a for a in axes if a not in taken or a not in of_size_one())
         taken.update(axes)
-        entries.append(axes[0] if len(axes) == 1 else axes or None)
+        entries.append(entry_of(axes))
     return PartitionSpec(*entries), problems
 
 
 def _ways(view: View, name: str, size: int) -> list[Axes]:
-    """The ways in which an axis that had this size, whole or in part, came in."""
-    parts = view.of(name)
-    whole: list[Axes] = [()] if any(p.size == size and (p.local != size or not p.axes) for p in parts) else []
-    ways = list(dict.fromkeys((*whole, *(p.axes for p in parts if p.axes and p.local == size))))
-    return ways if len(ways) < 2 else [w for w in ways if not w or set(w) - _of_size_one()]
+    """The ways in which an axis that has this size may be split."""
+    found = []
+    for _, now, at_most in layouts(name, size):
+        found.append(now)
+        if not view.checked and 1 < count(now) < count(at_most):
+            found.append(at_most)  # resized, or gathered over some mesh axes: only what it varies over would tell
+    ways = list(dict.fromkeys(found))
+    return ways if len(ways) < 2 else [w for w in ways if not w or set(w) - of_size_one()]
 
 
 def _held_to(
@@ -113,29 +133,25 @@ def _held_to(
     varies = varying_axes(value) & set(manual)
     used = {a for entry in spec for a in mesh_axes(entry)}
     problems = []
-    if lost := sorted(varies - used - _of_size_one()):
+    if lost := sorted(varies - used - of_size_one()):
         problems.append(
             f"{_described(leaf)} varies over {describe_axes(lost)}, but no axis of it is split over that, so there is "
             f"no one value to return. Reduce it with `axonym.psum` or `axonym.pmean`, gather it with "
             "`axonym.all_gather(..., invariant=True)`, or say which axis is split: by the mapping, or by `out_specs`."
         )
-    if not given and (copied := sorted(used - varies - _of_size_one())):
+    if not given and (copied := sorted(used - varies - of_size_one())):
         names = [n for n, entry in zip(leaf.names or (), spec, strict=True) if set(mesh_axes(entry)) & set(copied)]
         problems.append(
             f"{_described(leaf)} is the same on all devices of {describe_axes(copied)}, so splitting axis "
             f"{', '.join(map(repr, names))} over that would make copies of one part. If they are meant, use "
-            "`axonym.pvary`; if the axis is whole, rename it, or say so with `out_specs`."
+            "`axonym.pvary`; if the axis is whole, rename it, or say so with a PartitionSpec in `out_specs`."
         )
-    alone = sorted((varies - used) & _of_size_one())
+    alone = sorted((varies - used) & of_size_one())
     if problems or not alone:
         return leaf.value, problems
     # On one device, a program for several returns what it returns on several.
     value = jax.lax.psum(value, tuple(alone))
     return wrap(value, leaf.value.names) if isinstance(leaf.value, NamedArray) else value, []
-
-
-def _of_size_one() -> set[str]:
-    return {a for a, size in jax.sharding.get_abstract_mesh().shape.items() if size == 1}
 
 
 def _path(leaf: Leaf) -> str:

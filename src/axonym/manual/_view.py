@@ -63,6 +63,17 @@ class Part(NamedTuple):
     """The mesh axes that split it; none where it is whole inside, too."""
 
 
+class Layout(NamedTuple):
+    """How an axis of an array may be split, judged by its size."""
+
+    size: int
+    """Outside, where it is whole."""
+    now: Axes
+    """The mesh axes that split it, the major one first; none where it is whole."""
+    at_most: Axes
+    """Those that split it where nothing of it is gathered: `now` and minor ones."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class View:
     """What the arguments of a `shard_map` told."""
@@ -104,6 +115,49 @@ def interned(parts: frozenset[Part], checked: bool, however: bool = False) -> Vi
     return View(tuple(sorted(parts)), checked, however)
 
 
+# --- how an axis is split ---
+
+
+def layouts(name: str, size: int) -> list[Layout]:
+    """The ways in which an axis that has this size may be split: as it came in, or gathered over minor mesh axes.
+
+    An axis that the arguments have and do not split may have been split since, as the mapping says.
+    """
+    view = view_in_force()
+    by_mapping = () if view.splits(name) else _mapped(name)
+    found = []
+    for part in view.of(name):
+        axes = part.axes or by_mapping
+        # Sizes do not tell what a mesh axis of size one splits: what came in like this still is like this.
+        starts = [part.axes] if part.axes and part.local == size else [axes[:i] for i in range(len(axes) + 1)]
+        now = next((start for start in starts if part.size == size * count(start)), None)
+        if now is not None:
+            found.append(Layout(part.size, now, axes))
+    return list(dict.fromkeys(found))
+
+
+def declared(name: str) -> list[Axes]:
+    """What splits an axis, whatever its size: the arguments, or the mapping where they do not split it."""
+    splits = view_in_force().splits(name)
+    return splits or [axes for axes in [_mapped(name)] if axes]
+
+
+def _mapped(name: str) -> Axes:
+    """The mesh axes handled by hand that an axis is mapped to."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(a for a in mesh_axes((_context.mapping_in_force() or {}).get(name)) if a in manual)
+
+
+def of_size_one() -> set[str]:
+    """The mesh axes along which there is one device."""
+    return {a for a, size in jax.sharding.get_abstract_mesh().shape.items() if size == 1}
+
+
+def without_trivial(axes: Axes) -> Axes:
+    """The mesh axes along which there are several devices."""
+    return tuple(a for a in axes if a not in of_size_one())
+
+
 # --- which mesh axes a word means ---
 
 
@@ -140,12 +194,13 @@ def _meaning(what: str, word: Any) -> Axes:
     mesh = jax.sharding.get_abstract_mesh()
     if isinstance(word, (MeshAxis, ResourceAxis)):
         if word not in mesh.shape:
+            _require_inside(what, mesh)
             raise ValueError(f"{what}: no mesh axis {str(word)!r}.{_known(mesh)}")
         return (str(word),)
     if not isinstance(word, (str, Axis)):
         raise TypeError(f"{what}: an axis is given by an Axis, a name or a MeshAxis, got {type(word).__name__}.")
     name = word if isinstance(word, str) else word.name
-    logical = _split_over(what, name)
+    view, logical = view_in_force(), _split_over(what, name)
     if _one_part(name):
         return logical
     is_mesh_axis = isinstance(word, str) and name in mesh.shape
@@ -160,9 +215,11 @@ def _meaning(what: str, word: Any) -> Axes:
         return logical
     if is_mesh_axis:
         return (name,)
+    if not view.however:
+        _require_inside(what, mesh)
     raise ValueError(
         f"{what}: {name!r} is neither a mesh axis nor an axis that is split here.{_known(mesh)}"
-        + _errors.suggestion(name, (*split_here(), *mesh.shape))
+        + _errors.suggestion(name, (*split_here(), *(p.name for p in view.parts), *mesh.shape))
     )
 
 
@@ -193,10 +250,7 @@ def _manual(what: str, words: Words, axes: Axes) -> Axes:
     if not axes and view_in_force().however:
         return axes
     mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.manual_axes:
-        raise ValueError(
-            f"{what}: collectives work inside `axonym.shard_map`, where mesh axes are handled by hand; here none is."
-        )
+    _require_inside(what, mesh)
     unknown = [a for a in axes if a not in mesh.shape]
     if unknown:
         raise ValueError(f"{what}: no mesh axis {_listed(unknown)}.{_known(mesh)}")
@@ -207,6 +261,13 @@ def _manual(what: str, words: Words, axes: Axes) -> Axes:
             f"`axis_names` of the shard_map is {_listed(mesh.manual_axes)}."
         )
     return found
+
+
+def _require_inside(what: str, mesh: AbstractMesh) -> None:
+    if not mesh.manual_axes:
+        raise ValueError(
+            f"{what}: collectives work inside `axonym.shard_map`, where mesh axes are handled by hand; here none is."
+        )
 
 
 def _known(mesh: AbstractMesh) -> str:

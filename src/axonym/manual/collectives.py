@@ -33,6 +33,7 @@ from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelector, name_of
 from ..ops._families import map_tree, publish
 from ..ops._operands import require_named
+from ._order import put_together, taken_apart
 from ._view import (
     Axes,
     MeshAxis as MeshAxis,
@@ -40,9 +41,12 @@ from ._view import (
     axes_meant,
     axes_that_split,
     count,
+    declared,
     describe_axes,
+    layouts,
     require_varying,
     view_in_force,
+    without_trivial,
 )
 
 T = TypeVar("T")
@@ -59,7 +63,8 @@ def _reduction(
         axes = axes_meant(name, axis)
 
         def reduce(leaf):
-            require_varying(name, leaf, axes, consequence.format(count=count(axes)))
+            hint = _COUNTED if isinstance(leaf, (int, float)) else ""
+            require_varying(name, leaf, axes, consequence.format(count=count(axes)) + hint)
             return _map_array(lambda a: fn(a, axes), leaf)
 
         return map_tree(reduce, x) if axes else x
@@ -81,6 +86,7 @@ def _reduction(
     return publish(op, name, __name__, doc)
 
 
+_COUNTED = " (The number of devices is `axonym.manual.collectives.axis_size`.)"
 _NO_NEED = "it is the result already."
 _ADDED = (
     "the sum would be {count} times it. (The gradient with respect to what is the same on all devices is summed by "
@@ -126,16 +132,11 @@ def all_gather(x: NamedArray, axis: AxisSelector, over: Words | None = None, *, 
     position, name, axes = _axis_and_devices(what, x, axis, over)
     if not axes:
         return x
-    parts, size = count(axes), x.array.shape[position]
-    known = view_in_force().of(name)
-    if parts > 1 and any(p.size == size for p in known) and not any(p.local == size and p.axes for p in known):
-        raise ValueError(
-            f"{what}: axis {name!r} of {x} is whole already: {size} is its size outside. Gathering it over "
-            f"{describe_axes(axes)} would repeat it {parts} times."
-        )
+    view, axes = view_in_force(), put_together(what, x, name, axes, over is not None)
     require_varying(what, x, axes, f"axis {name!r} would be repeated.")
-    # Where a body does not know how its axes are split, JAX does not keep track, and every value counts as varying.
-    to = "invarying" if invariant and not view_in_force().however else "varying"
+    # A function that is to work however its axes are split may ask for it where JAX does not keep track; then, every
+    # value counts as one for each device.
+    to = "invarying" if invariant and (view.checked or not view.however) else "varying"
     return wrap(jax.lax.all_gather(x.array, axes, axis=position, tiled=True, to=to), x.names)
 
 
@@ -158,11 +159,11 @@ def psum_scatter(x: NamedArray, axis: AxisSelector, over: Words | None = None) -
     (NamedArray(float32[embed=4], [6. 6. 6. 6.]), P('data',))
     """
     what = "psum_scatter"
-    position, _, axes = _axis_and_devices(what, x, axis, over)
+    position, name, axes = _axis_and_devices(what, x, axis, over)
     if not axes:
         return x
+    axes = taken_apart(what, x, name, axes)
     _check_divides(what, x, position, axes)
-    _check_not_split(what, x, position, axes)
     require_varying(what, x, axes, _ADDED.format(count=count(axes)))
     return wrap(jax.lax.psum_scatter(x.array, axes, scatter_dimension=position, tiled=True), x.names)
 
@@ -191,9 +192,9 @@ def all_to_all(x: NamedArray, split: AxisSelector, gather: AxisSelector, over: W
     position, _, _ = _axis_and_devices(what, x, gather, over)
     if not axes:
         return x
-    _check_divides(what, x, split_position, axes)
     if split_position != position:
-        _check_not_split(what, x, split_position, axes)
+        axes = _in_both_orders(what, x, name_of(split), name_of(gather), axes)
+    _check_divides(what, x, split_position, axes)
     require_varying(what, x, axes, f"axis {name_of(gather)!r} would be repeated.")
     result = jax.lax.all_to_all(x.array, axes, split_position, position, tiled=True)
     return wrap(result, x.names)
@@ -319,11 +320,10 @@ def axis_offset(axis: AxisSelector, x: NamedArray | None = None) -> Any:
     """
     what, name = "axis_offset", name_of(axis)
     known = view_in_force().of(name)
-    local = None if x is None else require_named(what, x).axis_size(name)
-    if any(p.size == local for p in known) or (known and not any(p.axes for p in known)):
-        return np.int32(0)
-    axes = axes_meant(what, axis)
-    if local is None:
+    if x is None:
+        if known and not any(p.axes for p in known):
+            return np.int32(0)
+        axes = axes_meant(what, axis)
         sizes = sorted({p.local for p in known if p.axes})
         if len(sizes) != 1:
             found = f"have parts of {' and of '.join(map(str, sizes))}" if sizes else "do not have it"
@@ -331,8 +331,15 @@ def axis_offset(axis: AxisSelector, x: NamedArray | None = None) -> Any:
                 f"{what}: how large is a part of axis {name!r}? The arguments {found}. Pass an array that has it: "
                 f"`axonym.axis_offset({name!r}, x)`."
             )
-        local = sizes[0]
-    return jax.lax.axis_index(axes) * local
+        return jax.lax.axis_index(axes) * sizes[0]
+    local = require_named(what, x).axis_size(name)
+    ways = list(dict.fromkeys(without_trivial(f.now) for f in layouts(name, local)))
+    if len(ways) > 1:
+        listed = " or ".join(f"split over {describe_axes(w)}" if w else "whole" for w in ways)
+        raise ValueError(f"{what}: by its size, axis {name!r} of {x} may be {listed}. Rename one of the axes.")
+    if not ways and not (known and not declared(name)):
+        ways = [axes_meant(what, axis)]
+    return jax.lax.axis_index(ways[0]) * local if ways and ways[0] else np.int32(0)
 
 
 # --- what they share ---
@@ -366,8 +373,11 @@ def _axis_and_devices(what: str, x: Any, axis: AxisSelector, over: Words | None)
 def _exchanged_over(what: str, x: NamedArray, split: str, gather: str) -> Words | None:
     """The mesh axes of an `all_to_all`, by what splits its axes."""
     of_gather, of_split = axes_that_split(what, gather), axes_that_split(what, split)
-    came_in_split = any(p.axes and p.local == x.shape.get(gather) for p in view_in_force().of(gather))
-    if of_gather and of_split and of_gather != of_split and not came_in_split:
+    # What came in split is split like this now, or over the first of these mesh axes.
+    now = {f.now for f in layouts(gather, x.shape.get(gather, 0))} - {()} if view_in_force().splits(gather) else set()
+    if len(now) == 1:
+        (of_gather,) = now
+    if of_gather and of_split and of_gather != of_split and not now:
         raise ValueError(
             f"{what}: over {describe_axes(of_gather)}, or over {describe_axes(of_split)}? Say which with `over`."
         )
@@ -384,16 +394,15 @@ def _check_divides(what: str, x: NamedArray, position: int, axes: Axes) -> None:
         )
 
 
-def _check_not_split(what: str, x: NamedArray, position: int, axes: Axes) -> None:
-    """Splitting a part further would sum, or exchange, what are different places of the axis."""
-    name, size = x.names[position], x.array.shape[position]
-    known = view_in_force().of(name)
-    split = [p for p in known if p.local == size != p.size and set(p.axes) & set(axes)]
-    if split and not any(p.size == size for p in known):
+def _in_both_orders(what: str, x: NamedArray, split: str, gather: str, axes: Axes) -> Axes:
+    """The order of mesh axes that is right for both the axis to split and the one to gather."""
+    gathered = put_together(what, x, gather, taken_apart(what, x, split, axes), chosen=True)
+    if taken_apart(what, x, split, gathered) != gathered:
         raise ValueError(
-            f"{what}: axis {name!r} of {x} is split over {describe_axes(split[0].axes)} already: {size} of "
-            f"{split[0].size}. Each device has another part of it."
+            f"{what}: {describe_axes(gathered)}: axes {split!r} and {gather!r} are split over these in different "
+            "orders. Use one order for both, or exchange over one mesh axis at a time."
         )
+    return gathered
 
 
 def _listed(things: Sequence[Any]) -> str:

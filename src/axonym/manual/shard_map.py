@@ -14,10 +14,11 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec
 
 from .. import _context, _errors
@@ -30,7 +31,7 @@ from ..sharding.meshes import AnyMesh, as_seen_here, current_mesh
 from ..sharding.placement import Leaf, Placement, is_placement, resolve
 from ..sharding.shard import shard
 from ._results import place_results, restricted
-from ._view import Part, View, describe_axes, in_force, interned, split_here, view_in_force
+from ._view import Part, View, describe_axes, in_force, interned, layouts, split_here, view_in_force
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -235,7 +236,7 @@ class _Call:
                 raise ValueError(f"{what}: {leaf.path} is placed on another mesh, {leaf.mesh}.")
             if leaf.shape is not None:
                 if leaf.spec is None:
-                    _check_not_split(leaf, what)
+                    _check_not_split(leaf, manual, what)
                 spec = restricted(leaf.spec or PartitionSpec(*(None,) * len(leaf.shape)), manual)
                 leaf = dataclasses.replace(leaf, spec=spec)
             found.append(leaf)
@@ -292,7 +293,7 @@ def _view_of(leaves: Sequence[Leaf], mesh: AnyMesh, checked: bool) -> View:
             for name, size, entry in zip(leaf.names or (), leaf.shape or (), leaf.spec, strict=False):
                 axes = mesh_axes(entry)
                 local = size // math.prod(mesh.shape[a] for a in axes)
-                of_parts = [Part(name, p.size, local, p.axes + axes) for p in around.of(name) if p.local == size]
+                of_parts = [Part(name, f.size, local, f.now + axes) for f in layouts(name, size) if f.now]
                 parts.update(of_parts or [Part(name, size, local, axes)])
     names = {p.name for p in parts}
     return interned(frozenset(parts.union(p for p in around.parts if p.name not in names)), checked)
@@ -313,10 +314,15 @@ def _laid_out(leaves: Sequence[Leaf], mesh: AnyMesh, manual: frozenset[str]) -> 
     return shard(arrays, specs, mesh)
 
 
-def _check_not_split(leaf: Leaf, what: str) -> None:
+def _check_not_split(leaf: Leaf, manual: Collection[str], what: str) -> None:
     """A raw array of which nothing says how it is split is whole on every device."""
-    spec = jax.typeof(leaf.value).sharding.spec if not isinstance(leaf.value, NamedArray) else ()
-    if any(entry is not None for entry in spec):
+    if isinstance(leaf.value, NamedArray):
+        return
+    spec = jax.typeof(leaf.value).sharding.spec
+    # On Auto mesh axes the type does not tell, but an array that is there does.
+    if isinstance(leaf.value, jax.Array) and not isinstance(leaf.value, Tracer):
+        spec = getattr(leaf.value.sharding, "spec", spec)
+    if any(a in manual for entry in spec for a in mesh_axes(entry)):
         raise ValueError(
             f"{what}: {leaf.path} {leaf.shape} is a raw array that is split, {spec}. Say with `in_specs` how it comes "
             f"apart: that, or PartitionSpec() for the whole of it on every device."

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _errors, _kernels, _mesh
 from .._compat import INLINE
-from .._mesh import Names
+from .._mesh import Names, spec_of
 from ..array import NamedArray, NamedOrNumeric, resolve as resolve_axes, wrap
 from ..axis import Axis, AxisSelector, AxisSpec, axes_of_spec
 from ..ops._operands import distinct, dtype_key, one_axis, operand
@@ -222,4 +222,4 @@ def run_placed(
 def _part(spec: PartitionSpec, mesh_axes: Sequence[str]) -> PartitionSpec:
     """What a spec says about some of the mesh axes."""
     entries = [tuple(a for a in _mesh.mesh_axes(entry) if a in mesh_axes) for entry in spec]
-    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in entries))
+    return spec_of(entries)

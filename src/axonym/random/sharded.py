@@ -18,6 +18,7 @@ from ..axis import Axis, AxisSelector
 from ..ops._operands import one_axis, private
 from ..sharding.jit import named_jit
 from ..sharding.meshes import current_mesh
+from ..transforms._compiled import Functions, Getter, Held, Kept
 from ._draw import describe, new_axes, one_key, run_placed
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,7 +36,8 @@ def generate_sharded(fn: F, axis: AxisSelector | None = None) -> F:
 
     Arguments:
         fn: a function like the samplers: it takes a key, a shape and anything else, and returns a named array with the
-            axes of the shape. It is given the shape without `axis`, and named arrays at one index of it.
+            axes of the shape. It is given the shape without `axis`, and named arrays at one index of it. What was
+            compiled belongs to it, and is found again if it comes here again.
         axis: the axis along which to take blocks; the first one of the shape by default.
 
     >>> def noise(key, shape, scale):
@@ -46,10 +48,7 @@ def generate_sharded(fn: F, axis: AxisSelector | None = None) -> F:
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     what = f"random.generate_sharded({name})"
-
-    @named_jit
-    def generate(key: Any, axes: tuple[Axis, ...], along: Axis, args: Any, kwargs: Any) -> NamedArray:
-        return _generate(what, fn, key, axes, along, _Arguments(what, (args, kwargs), along))
+    functions_of = Functions(fn, own=Kept()).now
 
     @functools.wraps(fn)
     def sampler(key, shape, *args, **kwargs):
@@ -57,9 +56,21 @@ def generate_sharded(fn: F, axis: AxisSelector | None = None) -> F:
         if not axes:
             raise ValueError(f"{what}: the shape has no axes to take blocks along.")
         along = axes[0] if axis is None else _selected(what, axes, axis)
-        return generate(one_key(what, key), axes, along, args, kwargs)
+        functions = functions_of()
+        generate = functions.compiled(_build, what)
+        return generate(functions.arrays, one_key(what, key), axes, along, args, kwargs)
 
     return sampler  # pyright: ignore[reportReturnType]  # it takes what `fn` takes
+
+
+def _build(functions: Getter, what: str) -> Callable[..., NamedArray]:
+    """The sampler for one function, which is found again by the axes, and by all that is not an array."""
+
+    @named_jit
+    def generate(held: Held, key: Any, axes: tuple[Axis, ...], along: Axis, args: Any, kwargs: Any) -> NamedArray:
+        return _generate(what, functions, key, axes, along, _Arguments(what, (held, args, kwargs), along))
+
+    return generate
 
 
 def _selected(what: str, axes: tuple[Axis, ...], axis: AxisSelector) -> Axis:
@@ -67,7 +78,7 @@ def _selected(what: str, axes: tuple[Axis, ...], axis: AxisSelector) -> Axis:
 
 
 class _Arguments:
-    """What the function takes after the shape: arrays, which are drawn with, and everything else, which is not."""
+    """What the function holds, and takes after the shape: arrays, which are drawn with, and all else, which is not."""
 
     def __init__(self, what: str, tree: Any, along: Axis):
         self._along = along.name
@@ -98,7 +109,7 @@ class _Arguments:
 
 
 def _generate(
-    what: str, fn: Callable[..., Any], key: Any, axes: tuple[Axis, ...], along: Axis, arguments: _Arguments
+    what: str, functions: Getter, key: Any, axes: tuple[Axis, ...], along: Axis, arguments: _Arguments
 ) -> NamedArray:
     """Draw all blocks, and put them together where the axis stands in the shape."""
     rest = tuple(a for a in axes if a is not along)
@@ -106,7 +117,8 @@ def _generate(
     in_axes = (0, *arguments.positions)
 
     def block(key: Any, *arrays: Any) -> NamedArray:
-        args, kwargs = arguments.of_one_block(arrays)
+        held, args, kwargs = arguments.of_one_block(arrays)
+        (fn,) = functions(held)
         result = fn(key, rest, *args, **kwargs)
         if not isinstance(result, NamedArray) or set(rest) - set(result.axes):
             got = str(result) if isinstance(result, NamedArray) else type(result).__name__

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,8 +21,6 @@ from .placement import Leaf, Placement, leaves_of, listed, resolve
 from .rules import match_sharding_rule
 from .shard import shard, to_host, unshard
 from .sjit import ShardedJit, mesh_in_force
-
-T = TypeVar("T")
 
 _HELPERS: contextvars.ContextVar[tuple[MeshShardingHelper, ...]] = contextvars.ContextVar("helpers", default=())
 
@@ -90,20 +89,21 @@ class MeshShardingHelper:
 
     def sjit(
         self,
-        fun: Callable[..., T],
+        fun: Callable[..., Any] | None = None,
         in_shardings: Placement = None,
         out_shardings: Placement = None,
         static_argnums: int | Sequence[int] | None = None,
         args_sharding_constraint: Placement = None,
         annotation_shardings: Mapping[str, Placement] | None = None,
         **jit_arguments: Any,
-    ) -> ShardedJit[..., T]:
+    ) -> Any:
         """`axonym.sharding.sjit` on the mesh of this helper.
 
         Arguments:
-            fun: the function.
-            in_shardings: where the arguments go: a tuple with a placement for each positional argument that is not
-                static, or one placement for all. None leaves them where they are.
+            fun: the function. Without it, this is a decorator.
+            in_shardings: where the arguments go: a tuple with a placement for each positional parameter that is not
+                static, a dictionary with some by parameter, or one placement for all. By default they stay where they
+                are.
             out_shardings: where the results go. None leaves it to the compiler.
             static_argnums: the positional arguments that are part of the program.
             args_sharding_constraint: where the arguments are moved when the function begins.
@@ -114,16 +114,17 @@ class MeshShardingHelper:
         >>> helper.sjit(lambda x: x * 2, in_shardings=(jax.P("data"),))(jnp.ones(2)).shape
         (2,)
         """
-        return ShardedJit(
-            fun,
-            self.mesh,
-            in_shardings,
-            out_shardings,
-            static_argnums,
-            args_sharding_constraint,
-            annotation_shardings,
-            jit_arguments,
+        make = functools.partial(
+            ShardedJit,
+            mesh=self.mesh,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+            static_argnums=static_argnums,
+            args_sharding_constraint=args_sharding_constraint,
+            annotation_shardings=annotation_shardings,
+            jit_arguments=jit_arguments,
         )
+        return make if fun is None else make(fun)
 
     # --- trees ---
 

@@ -12,12 +12,12 @@ import jax
 import numpy as np
 
 from .. import _context, _errors
-from .._arguments import parameter_names
 from .._static import Static
+from ._bound import BoundMethod
 from .annotations import kept_annotations
 from .mapping import is_resource_mapping, normalize_mapping
-from .placement import Placement, is_placement, leaves_of
-from .shard import shard_arguments, shard_quietly
+from .placement import Placement, leaves_of
+from .shard import lies_elsewhere, shard_arguments, shard_quietly
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,7 +52,7 @@ def named_jit(
         fn: the function, method or class to compile. Without it, `named_jit` is a decorator.
         axis_resources: the mapping in force inside. By default that in force around the call.
         in_axis_resources: where the arguments go: a placement for all of them, a tuple with one for each positional
-            argument, or a dictionary with one for each keyword argument. By default they stay where they are.
+            parameter, or a dictionary with some by parameter. By default they stay where they are.
         out_axis_resources: where the results go. By default where `axis_resources` says.
         donate_args: which positional arguments may be overwritten: a tree prefix of booleans for each.
         donate_kwargs: which keyword arguments may be: a dictionary of such prefixes.
@@ -84,7 +84,7 @@ class NamedJit(Generic[P, R]):
     There are two ways to call into `jax.jit`. Where every leaf of the arguments is an array and nothing is donated,
     they go in as they are. Otherwise they are taken apart into what is donated, what is kept, and what is static.
     Placements are applied inside the compiled function: arguments on the host arrive split, those placed otherwise are
-    moved.
+    moved. Only those that lie on other devices than the mesh's are moved before, when `jax.jit` has refused them.
     """
 
     def __init__(
@@ -127,9 +127,12 @@ class NamedJit(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._context():
-            if self._takes_whole((args, kwargs)):
-                return _joined(self._whole(*args, **kwargs))
-            return _joined(self._split(*self._taken_apart(args, kwargs)))
+            try:
+                return self._call(args, kwargs)
+            except ValueError:
+                if self._in is None or not lies_elsewhere((args, kwargs)):
+                    raise
+                return self._call(*self._placed(args, kwargs))
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Lower the function for these arguments, which may be abstract: see `jax.jit(f).lower`.
@@ -154,7 +157,7 @@ class NamedJit(Generic[P, R]):
             return self._split.trace(*self._taken_apart(args, kwargs))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else _BoundNamedJit(self, instance)
+        return self if instance is None else BoundMethod(self, instance)
 
     def __repr__(self) -> str:
         return f"named_jit({getattr(self._fn, '__qualname__', self._fn)!s})"
@@ -170,6 +173,11 @@ class NamedJit(Generic[P, R]):
             settings = _context.changed(settings, annotations=annotations)
         return contextlib.nullcontext() if settings is outer else _context.in_force(settings)
 
+    def _call(self, args: Any, kwargs: Any) -> Any:
+        if self._takes_whole((args, kwargs)):
+            return _joined(self._whole(*args, **kwargs))
+        return _joined(self._split(*self._taken_apart(args, kwargs)))
+
     def _takes_whole(self, arguments: Any) -> bool:
         if self._donate != (None, None):
             return False
@@ -183,25 +191,9 @@ class NamedJit(Generic[P, R]):
         return _separated(shard_quietly(result, self._out, "named_jit (results)"))
 
     def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        what = "named_jit (arguments)"
         if self._in is None:
             return args, kwargs
-        # Placed under the names of the parameters, so that errors speak of them.
-        names = parameter_names(self._fn, len(args), kwargs)
-        positional = dict(zip(names, args, strict=True))
-        if is_placement(self._in):
-            placed = shard_quietly({**positional, **kwargs}, self._in, what)
-        elif isinstance(self._in, Mapping):
-            placed = {**positional, **shard_quietly(kwargs, self._in, what)}
-        else:
-            placements = tuple(self._in)
-            if len(placements) != len(args):
-                raise ValueError(
-                    f"named_jit: `in_axis_resources` has {len(placements)} placements for {len(args)} positional "
-                    "arguments; None leaves an argument to the mapping in force."
-                )
-            placed = {**kwargs, **shard_arguments(positional, placements, what)}
-        return tuple(placed[n] for n in names), {n: placed[n] for n in kwargs}
+        return shard_arguments(self._fn, args, kwargs, self._in, "named_jit (arguments)")
 
     def _warn_if_misspelt(self, arguments: Any, result: Any) -> None:
         """Warn of a mapping that applies to nothing that goes in or comes out, if a near name would.
@@ -268,24 +260,6 @@ class NamedJit(Generic[P, R]):
             bool(d(leaf)) if callable(d) else bool(d)
             for d, leaf in zip(jax.tree.leaves(spread), jax.tree.leaves((args, kwargs)), strict=True)
         ]
-
-
-class _BoundNamedJit:
-    """A method compiled by `named_jit`, of one object."""
-
-    def __init__(self, compiled: NamedJit[Any, Any], instance: Any):
-        functools.update_wrapper(self, compiled, updated=())
-        self.__func__ = compiled
-        self.__self__ = instance
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__(self.__self__, *args, **kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        return self.__func__.lower(self.__self__, *args, **kwargs)
-
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__.trace(self.__self__, *args, **kwargs)
 
 
 class _Form:

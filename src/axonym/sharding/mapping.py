@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from .. import _context
 from .._context import Entry
+from .._mesh import entry_of
 from ..axis import Axis, name_of
 
 P = ParamSpec("P")
@@ -61,7 +62,7 @@ def _normalize_entry(entry: Any, name: str, what: str) -> Entry:
         axes = tuple(str(e) for e in entry)
         if len(set(axes)) != len(axes):
             raise ValueError(f"{what}: axis {name!r} is split over one mesh axis twice, {axes}.")
-        return axes[0] if len(axes) == 1 else axes or None
+        return entry_of(axes)
     raise TypeError(f"{what}: axis {name!r} goes to a mesh axis, several, or None; got {entry!r}.")
 
 

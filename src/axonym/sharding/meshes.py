@@ -48,6 +48,17 @@ def required_mesh(what: str, mesh: AnyMesh | None) -> AnyMesh:
     return mesh
 
 
+def with_devices(mesh: AnyMesh) -> AnyMesh:
+    """The mesh in force with its devices, where they can be known: not in a traced function."""
+    if not isinstance(mesh, AbstractMesh):
+        return mesh
+    try:
+        in_force = jax.sharding.get_mesh()
+    except ValueError:  # a function is being traced
+        return mesh
+    return in_force if in_force.abstract_mesh == mesh else mesh
+
+
 def as_seen_here(mesh: AnyMesh) -> AnyMesh:
     """A mesh as the code around sees it: inside `shard_map`, some or all of its axes are handled by hand."""
     around = jax.sharding.get_abstract_mesh()

@@ -29,7 +29,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _context, _errors
 from .._context import Entry
-from .._mesh import Names, mesh_axes
+from .._mesh import Names, mesh_axes, spec_of
 from ..array import NamedArray, is_named_array
 from ..axis import name_of
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
@@ -103,23 +103,27 @@ def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
     """
     leaves, structure = leaves_of(tree)
     placements = _broadcast(placement, tree, structure, what)
-    _warn_if_unused(placements, leaves, what)
+    _warn_if_unused([(p, leaf) for (p, _), leaf in zip(placements, leaves, strict=True)], what)
+    answers: list[tuple[Placement, Leaf]] = []
     # Each mapping is made ready once, however many leaves it places.
     ready = {
-        id(p): normalize_mapping(p, what) for p in {id(p): p for p in placements}.values() if isinstance(p, Mapping)
+        id(p): normalize_mapping(p, what) for p in {id(p): p for p, _ in placements}.values() if isinstance(p, Mapping)
     }
     in_force = _context.mapping_in_force()
     rules_see = current_mesh() if mesh is None else mesh
     placed, problems = [], []
-    for leaf, given in zip(leaves, placements, strict=True):
+    for leaf, (given, depth) in zip(leaves, placements, strict=True):
         given = in_force if given is None else ready.get(id(given), given)
         if isinstance(given, Rule):
-            given = _answer(given, leaf, rules_see, what, problems)
+            own = isinstance(given, (ByRole, ByWork))  # they answer with mappings that are meant for other leaves too
+            given = _answer(given, leaf, depth, rules_see, what, problems)
+            answers += [] if own else [(given, leaf)]
         own_mesh = _mesh_of(given, what) if isinstance(given, NamedSharding) else None
         spec = _spec_of(leaf, given, mesh if own_mesh is None else own_mesh, problems)
         placed.append(Leaf(leaf.keys, leaf.value, leaf.names, leaf.shape, spec, own_mesh))
     if problems:
         raise ValueError(listed(what, problems, mesh))
+    _warn_if_unused(answers, what)
     return placed, structure
 
 
@@ -210,20 +214,22 @@ class ByWork(Rule):
 
 def is_placement(x: Any) -> bool:
     """Whether something is a placement by itself, rather than a tree prefix of placements."""
-    return x is None or isinstance(x, (Rule, PartitionSpec, jax.sharding.Sharding)) or is_resource_mapping(x)
+    return x is None or isinstance(x, (Rule, Single, PartitionSpec, jax.sharding.Sharding)) or is_resource_mapping(x)
 
 
-def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> list[Any]:
-    """The placement of each leaf."""
+def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> list[tuple[Placement, int]]:
+    """The placement of each leaf, and how deep in the tree it stands."""
     if is_placement(placement):
-        return [placement] * structure.num_leaves
+        return [(_unwrapped(placement), 0)] * structure.num_leaves
     try:
         # A placement is wrapped so that one that is itself a tree (a mapping) counts as a leaf.
-        wrapped = jax.tree.map(_Wrapped, checked_prefix(placement, what), is_leaf=is_placement)
+        wrapped = jax.tree.map_with_path(
+            lambda path, p: _At(_unwrapped(p), len(path)), checked_prefix(placement, what), is_leaf=is_placement
+        )
         spread = jax.tree.broadcast(wrapped, jax.tree.unflatten(structure, range(structure.num_leaves)))
     except ValueError as e:
         raise ValueError(f"{what}: the placement is not a prefix of the tree it places. {e}") from None
-    return [w.placement if isinstance(w, _Wrapped) else w for w in jax.tree.leaves(spread, is_leaf=_is_wrapped)]
+    return [(w.placement, w.depth) for w in jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, _At))]
 
 
 def checked_prefix(placement: Placement, what: str) -> Placement:
@@ -240,18 +246,28 @@ def checked_prefix(placement: Placement, what: str) -> Placement:
     return jax.tree.map(checked, placement, is_leaf=lambda x: is_placement(x) or is_named_array(x))
 
 
-class _Wrapped:
-    def __init__(self, placement: Any):
-        self.placement = placement
+@dataclasses.dataclass(frozen=True)
+class Single:
+    """A placement that stands for itself in a prefix, where a dictionary with it could be read as a mapping."""
+
+    placement: Placement
 
 
-def _is_wrapped(x: Any) -> bool:
-    return isinstance(x, _Wrapped)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _At:
+    """A placement, and how deep in the tree it stands."""
+
+    placement: Placement
+    depth: int
+
+
+def _unwrapped(placement: Placement) -> Placement:
+    return placement.placement if isinstance(placement, Single) else placement
 
 
 def shardings_in(placement: Placement) -> list[NamedSharding]:
     """The shardings of a placement, each of which brings its own mesh."""
-    found = jax.tree.leaves(placement, is_leaf=is_placement)
+    found = map(_unwrapped, jax.tree.leaves(placement, is_leaf=is_placement))
     return [p for p in found if isinstance(p, NamedSharding)]
 
 
@@ -266,12 +282,21 @@ def _mesh_of(sharding: NamedSharding, what: str) -> AnyMesh:
     return as_seen_here(mesh)
 
 
-def _answer(rule: Rule, leaf: Leaf, mesh: AnyMesh | None, what: str, problems: list[str]) -> Placement:
-    """What a rule says of a leaf; None leaves it where it is."""
+def _answer(rule: Rule, leaf: Leaf, depth: int, mesh: AnyMesh | None, what: str, problems: list[str]) -> Placement:
+    """What a rule says of a leaf; None leaves it where it is.
+
+    The rule sees the path from where it stands, so that it says the same of a model wherever that is in a tree.
+    """
     if leaf.shape is None:
         return None
-    answer = rule.answer(leaf, mesh)
-    if answer is None and (refusal := rule.refusal(leaf)):
+    seen = dataclasses.replace(leaf, keys=leaf.keys[depth:]) if depth else leaf
+    answer = rule.answer(seen, mesh)
+    if not is_placement(answer):
+        raise TypeError(
+            f"{what}: {rule!r} gave {answer!r} for {leaf.path}, which is not a placement. Partition specs, resource "
+            "mappings, shardings, rules, and None are."
+        )
+    if answer is None and (refusal := rule.refusal(seen)):
         problems.append(f"{leaf.path} {described(leaf)}: {refusal}.")
     return normalize_mapping(answer, what) if isinstance(answer, Mapping) else answer
 
@@ -309,6 +334,13 @@ def check_entries(leaf: Leaf, entries: Sequence[Entry], mesh: AnyMesh | None) ->
     return [f"{leaf.path} {p}" for p in _checked(leaf.names, leaf.shape, tuple(entries), mesh)[1]]
 
 
+_WAY_OUT = (
+    "Make it one (axonym.partitioning.round_axis_for_partitioning gives {size}), or map it elsewhere.",
+    "Make it one ({size} is), or place it otherwise; a rule can be `.lenient()`.",
+)
+"""What to do about a size: of named arrays, and of raw ones."""
+
+
 @functools.lru_cache(maxsize=4096)
 def _checked(
     names: Names | None, shape: tuple[int, ...], entries: tuple[Entry, ...], mesh: AnyMesh | None
@@ -317,13 +349,13 @@ def _checked(
     problems = []
     taken: dict[str, str] = {}
     array = _described(names, shape)
-    called = names if names is not None else tuple(f"dimension {i}" for i in range(len(shape)))
+    called = [f"axis {n!r}" for n in names] if names is not None else [f"dimension {i}" for i in range(len(shape))]
     for name, size, entry in zip(called, shape, entries, strict=True):
         axes = [a for a in mesh_axes(entry) if a is not None]
         for axis in axes:
             if axis in taken:
                 problems.append(
-                    f"{array}: axes {taken[axis]!r} and {name!r} both go to mesh axis {axis!r}; one array can use a "
+                    f"{array}: {taken[axis]} and {name} both go to mesh axis {axis!r}; one array can use a "
                     "mesh axis once. Map one of them elsewhere, or to None."
                 )
             taken[axis] = name
@@ -332,7 +364,7 @@ def _checked(
         unknown = [a for a in axes if a not in mesh.shape]
         for axis in unknown:
             problems.append(
-                f"{array}: axis {name!r} goes to mesh axis {axis!r}, which the mesh does not have."
+                f"{array}: {name} goes to mesh axis {axis!r}, which the mesh does not have."
                 + _errors.suggestion(axis, mesh.axis_names)
             )
         if not unknown and axes:
@@ -341,9 +373,8 @@ def _checked(
             if size % parts:
                 over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
                 problems.append(
-                    f"{array}: axis {name!r} of size {size} cannot be split over {over}: {size} is not a multiple of "
-                    f"{parts}. Make it one (axonym.partitioning.round_axis_for_partitioning gives "
-                    f"{-(-size // parts) * parts}), or map it elsewhere; a rule can be `.lenient()`."
+                    f"{array}: {name} of size {size} cannot be split over {over}: {size} is not a multiple of {parts}. "
+                    + _WAY_OUT[names is None].format(size=-(-size // parts) * parts)
                 )
     return PartitionSpec(*entries), tuple(problems)
 
@@ -353,11 +384,7 @@ def drop_manual(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
     manual = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Manual}
     if not manual:
         return spec
-    entries = []
-    for entry in spec:
-        left = tuple(a for a in mesh_axes(entry) if a not in manual)
-        entries.append(left[0] if len(left) == 1 else left or None)
-    return PartitionSpec(*entries)
+    return spec_of(tuple(a for a in mesh_axes(entry) if a not in manual) for entry in spec)
 
 
 # --- words ---
@@ -395,12 +422,13 @@ def listed(what: str, problems: Sequence[str], mesh: AnyMesh | None) -> str:
     return f"{what}{where}, {len(problems)} problems:{lines}"
 
 
-def _warn_if_unused(placements: Sequence[Any], leaves: Sequence[Leaf], what: str) -> None:
+def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], what: str) -> None:
     """A mapping given by hand of which nothing applies is a mistake that would otherwise go unseen."""
-    placed: dict[int, tuple[Mapping[Any, Any], list[Leaf]]] = {}
-    for given, leaf in zip(placements, leaves, strict=True):
+    placed: dict[frozenset[str], tuple[Mapping[Any, Any], list[Leaf]]] = {}
+    for given, leaf in placements:
         if isinstance(given, Mapping) and leaf.shape is not None:
-            placed.setdefault(id(given), (given, []))[1].append(leaf)
+            key = frozenset(map(name_of, given))
+            placed.setdefault(key, (given, []))[1].append(leaf)
     for mapping, its_leaves in placed.values():
         keys = [name_of(k) for k in mapping]
         known = {n for leaf in its_leaves for n in leaf.names or ()}

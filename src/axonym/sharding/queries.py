@@ -14,7 +14,7 @@ from .._mesh import mesh_axes
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
 from .mapping import PhysicalAxisSpec, ResourceMapping
-from .meshes import AnyMesh, required_mesh
+from .meshes import AnyMesh, required_mesh, with_devices
 from .placement import Leaf, Placement, mapping_of, resolve
 
 
@@ -127,7 +127,7 @@ def infer_resource_partitions(
     >>> axn.partitioning.infer_resource_partitions(tree, {"embed": "model"}, mesh=mesh)["w"].spec
     P('model',)
     """
-    mesh = required_mesh("infer_resource_partitions", mesh)
+    mesh = with_devices(required_mesh("infer_resource_partitions", mesh))
     leaves, structure = resolve(tree, resource_mapping, mesh, "infer_resource_partitions")
 
     def sharding(leaf: Leaf) -> Any:

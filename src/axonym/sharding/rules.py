@@ -21,7 +21,7 @@ from .._context import Entry
 from .._mesh import mesh_axes
 from ..array import NamedArray, wrap
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
-from .meshes import AnyMesh, required_mesh
+from .meshes import AnyMesh, required_mesh, with_devices
 from .placement import Leaf, Placement, Rule, entries_of, is_placement, resolve
 
 __all__ = [
@@ -45,6 +45,16 @@ class ShardingRule(Rule):
     >>> rule.apply({"w": jnp.ones((2, 2)), "b": jnp.ones(2)}, mesh)["w"].spec
     P('data', None)
     """
+
+    def _key(self) -> Any:
+        """What a rule is made of. Equal rules are one to the caches; rules of your own are equal to themselves only."""
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShardingRule) and type(self) is type(other) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash((type(self), self._key()))
 
     def apply(self, pytree: Any, mesh: AnyMesh | None = None) -> Any:
         """The sharding of every leaf, in the structure of the tree.
@@ -92,14 +102,20 @@ class _FirstOf(ShardingRule):
 
     def __init__(self, *placements: Placement):
         # A mapping by itself would not pass on what has no names.
-        self.placements = [MappingShardingRule(p) if isinstance(p, Mapping) else p for p in placements]
+        self.placements = [_as_rule(p) for p in placements]
+
+    def _key(self) -> Any:
+        return tuple(self.placements)
 
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+        answer = None
         for placement in self.placements:
-            answer = placement.answer(leaf, mesh) if isinstance(placement, Rule) else placement
-            if answer is not None:
-                return answer
-        return None
+            found = placement.answer(leaf, mesh) if isinstance(placement, Rule) else placement
+            answer = found if answer is None else answer
+            # A mapping that has no entry for the leaf is its answer only if no other placement has one.
+            if found is not None and not (isinstance(found, Mapping) and set(leaf.names or ()).isdisjoint(found)):
+                return found
+        return answer
 
     def refusal(self, leaf: Leaf) -> str | None:
         found = [p.refusal(leaf) for p in self.placements if isinstance(p, Rule)]
@@ -112,6 +128,9 @@ class _FirstOf(ShardingRule):
 class _Excluding(ShardingRule):
     def __init__(self, rule: ShardingRule, pattern: str):
         self.rule, self.pattern = rule, re.compile(pattern)
+
+    def _key(self) -> Any:
+        return self.rule, self.pattern
 
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
         return None if self.pattern.search(leaf.path) else self.rule
@@ -128,6 +147,9 @@ class _Excluding(ShardingRule):
 class _Lenient(ShardingRule):
     def __init__(self, rule: ShardingRule):
         self.rule = rule
+
+    def _key(self) -> Any:
+        return self.rule
 
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
         answer = self.rule.answer(leaf, mesh)
@@ -177,6 +199,9 @@ class FSDPShardingRule(ShardingRule):
         self.fsdp_axis_size = fsdp_axis_size
         self.min_fsdp_size = min_fsdp_size
 
+    def _key(self) -> Any:
+        return self.fsdp_axis_name, self.fsdp_axis_size, self.min_fsdp_size
+
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
         shape: tuple[int, ...] = leaf.shape or ()
         unknown = [] if mesh is None else [a for a in mesh_axes(self.fsdp_axis_name) if a not in mesh.shape]
@@ -222,8 +247,11 @@ class TreePathShardingRule(ShardingRule):
                 raise TypeError(
                     f"TreePathShardingRule: {rule[0]!r} goes to a placement (P() is the whole array), got {rule[1]!r}."
                 )
-        self.rules = [(re.compile(pattern), placement) for pattern, placement in rules]
+        self.rules = [(re.compile(pattern), _as_rule(placement)) for pattern, placement in rules]
         self.strict = strict
+
+    def _key(self) -> Any:
+        return tuple(self.rules), self.strict
 
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
         found = self._first(leaf)
@@ -259,11 +287,11 @@ class PolicyShardingRule(ShardingRule):
         """
         self.policy = policy
 
+    def _key(self) -> Any:
+        return self.policy
+
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
-        placement = self.policy(leaf.path, leaf.value)
-        if not is_placement(placement):
-            raise TypeError(f"PolicyShardingRule: the policy gave {placement!r} for {leaf.path}, which places nothing.")
-        return placement
+        return self.policy(leaf.path, leaf.value)
 
     def refusal(self, leaf: Leaf) -> str:
         return f"the policy {getattr(self.policy, '__name__', self.policy)} gave no placement for it"
@@ -288,6 +316,9 @@ class MappingShardingRule(ShardingRule):
             raise TypeError(f"MappingShardingRule: expected a resource mapping, got {mapping!r}.")
         self.mapping = normalize_mapping(mapping, "MappingShardingRule")
 
+    def _key(self) -> Any:
+        return frozenset(self.mapping.items())
+
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
         return self.mapping if leaf.names is not None else None
 
@@ -296,6 +327,11 @@ class MappingShardingRule(ShardingRule):
 
     def __repr__(self) -> str:
         return f"MappingShardingRule({self.mapping})"
+
+
+def _as_rule(placement: Placement) -> Placement:
+    """A mapping as a rule, since by itself it would not pass on what has no names."""
+    return MappingShardingRule(placement) if isinstance(placement, Mapping) else placement
 
 
 def match_sharding_rule(sharding_rules: Placement, pytree: Any, mesh: AnyMesh | None = None) -> Any:
@@ -310,7 +346,7 @@ def match_sharding_rule(sharding_rules: Placement, pytree: Any, mesh: AnyMesh | 
     >>> axn.sharding.match_sharding_rule({"w": jax.P("data")}, {"w": jnp.ones(2)}, mesh)["w"].spec
     P('data',)
     """
-    mesh = required_mesh("match_sharding_rule", mesh)
+    mesh = with_devices(required_mesh("match_sharding_rule", mesh))
     leaves, structure = resolve(pytree, sharding_rules, mesh, "match_sharding_rule")
 
     def sharding(leaf: Leaf) -> Any:

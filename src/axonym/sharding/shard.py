@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -13,12 +13,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from .. import _context
+from .. import _context, _errors
+from .._arguments import by_parameter, parameter_names
 from .._compat import INLINE
 from .._mesh import mesh_axes
 from ..array import NamedArray, wrap
 from .meshes import AnyMesh, as_seen_here, current_mesh
-from .placement import Leaf, Placement, checked_prefix, drop_manual, is_placement, resolve, shardings_in
+from .placement import Leaf, Placement, Single, drop_manual, is_placement, resolve, shardings_in
 
 T = TypeVar("T")
 
@@ -122,14 +123,66 @@ def shard_quietly(tree: T, placement: Placement, what: str) -> T:
     return _shard(tree, placement, None, what, warn=False)
 
 
-def shard_arguments(values: Mapping[str, Any], placements: Iterable[Placement], what: str) -> dict[str, Any]:
-    """Arguments, each in a placement of its own. Errors call them by their names."""
-    placed = {}
-    for (name, value), placement in zip(values.items(), placements, strict=True):
-        # A dictionary of one argument and its placement would read as a mapping if the placement is None.
-        prefix = placement if is_placement(placement) else {name: checked_prefix(placement, what)}
-        placed |= shard_quietly({name: value}, prefix, what)
-    return placed
+def shard_arguments(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    placement: Placement,
+    what: str,
+    static: Sequence[int] = (),
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call in their places. Errors call them by the names of the parameters.
+
+    Arguments:
+        fn: the function that is called.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        placement: one placement for all arguments, a tuple with one for each positional parameter, or a dictionary of
+            some by parameter. The arguments that it leaves out stay where they are.
+        what: the operation, for messages.
+        static: the positions of static arguments, which are left alone.
+    """
+    names = parameter_names(fn, len(args), kwargs)
+    fixed = {i if i >= 0 else i + len(args) for i in static}
+    positional = [name for i, name in enumerate(names) if i not in fixed]
+    values = {**dict(zip(names, args, strict=True)), **kwargs}
+    if is_placement(placement):
+        chosen = dict.fromkeys([*positional, *kwargs], placement)
+    elif isinstance(placement, Mapping):
+        if unknown := [name for name in placement if name not in values]:
+            hints = "".join(_errors.suggestion(str(name), values) for name in unknown)
+            raise ValueError(
+                f"{what}: {', '.join(map(repr, unknown))} is not an argument of the call, which has "
+                f"{', '.join(values)}.{hints}"
+            )
+        chosen = dict(placement)
+    elif isinstance(placement, Sequence) and not isinstance(placement, str):
+        chosen = by_parameter(what, fn, placement, static)
+        if missing := [name for name in positional if name not in chosen]:
+            raise ValueError(
+                f"{what}: {len(placement)} placements, and none for {', '.join(missing)}. Give one for each positional "
+                "argument; None says nothing about it."
+            )
+        chosen = {name: p for name, p in chosen.items() if name in values}
+    else:
+        raise TypeError(
+            f"{what}: expected a placement, or a tuple or dictionary with one for each argument, got {placement!r}."
+        )
+    prefix = {name: Single(p) if is_placement(p) else p for name, p in chosen.items()}
+    placed = values | shard_quietly({name: values[name] for name in prefix}, prefix, what)
+    return tuple([placed[name] for name in names]), {name: placed[name] for name in kwargs}
+
+
+def lies_elsewhere(tree: Any) -> bool:
+    """Whether an array of the tree lies on other devices than those of the mesh in force.
+
+    Jitted functions refuse arrays that were put on one device when the mesh has several, so these have to be moved
+    before the call.
+    """
+    if in_trace() or (mesh := jax.sharding.get_mesh()).empty:
+        return False
+    devices = set(mesh.devices.flat)
+    return any(isinstance(x, jax.Array) and x.sharding.device_set != devices for x in jax.tree.leaves(tree))
 
 
 def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn: bool) -> T:

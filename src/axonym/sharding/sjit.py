@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from .. import _context, _errors
-from .._arguments import parameter_names
+from ._bound import BoundMethod
 from .annotations import kept_annotations
-from .placement import Placement, is_placement
-from .shard import shard_arguments, shard_quietly
+from .meshes import AnyMesh
+from .placement import Placement
+from .shard import lies_elsewhere, shard_arguments, shard_quietly
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,23 +46,31 @@ class ShardedJit(Generic[P, R]):
         self._mesh = mesh
         self._annotations = kept_annotations(annotation_shardings)
 
-        @functools.wraps(fun)
-        def placed(*args: P.args, **kwargs: P.kwargs) -> R:
-            fixed = {i if i >= 0 else i + len(args) for i in static}
-            dynamic = [i for i in range(len(args)) if i not in fixed]
-            names = parameter_names(fun, len(args), kwargs)
+        def arguments(args: Any, kwargs: Any) -> Any:
             for placement, which in ((in_shardings, "in_shardings"), (args_sharding_constraint, "constraint")):
                 if placement is not None:
-                    args, kwargs = _place_arguments(args, kwargs, dynamic, names, placement, which)
+                    args, kwargs = shard_arguments(fun, args, kwargs, placement, f"sjit ({which})", static)
+            return args, kwargs
+
+        @functools.wraps(fun)
+        def placed(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = arguments(args, kwargs)
             result = fun(*args, **kwargs)
             return result if out_shardings is None else shard_quietly(result, out_shardings, "sjit (results)")
 
+        self._placed = arguments
         self._jitted = jax.jit(placed, static_argnums=static or None, **jit_arguments)
         functools.update_wrapper(self, fun, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._in_force():
-            return self._jitted(*args, **kwargs)
+            try:
+                return self._jitted(*args, **kwargs)
+            except ValueError:
+                if not lies_elsewhere((args, kwargs)):
+                    raise
+                placed, by_name = self._placed(args, kwargs)
+                return self._jitted(*placed, **by_name)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Lower the function for these arguments, which may be abstract: see `jax.jit(f).lower`.
@@ -82,7 +91,7 @@ class ShardedJit(Generic[P, R]):
             return self._jitted.trace(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else BoundMethod(self, instance)
 
     @contextlib.contextmanager
     def _in_force(self) -> Iterator[None]:
@@ -94,21 +103,30 @@ class ShardedJit(Generic[P, R]):
             yield
 
 
+@overload
 def sjit(
-    fun: Callable[P, R],
+    fun: Callable[P, R], in_shardings: Placement = None, out_shardings: Placement = None, *args: Any, **options: Any
+) -> ShardedJit[P, R]: ...
+@overload
+def sjit(
+    fun: None = None, in_shardings: Placement = None, out_shardings: Placement = None, *args: Any, **options: Any
+) -> Callable[[Callable[P, R]], ShardedJit[P, R]]: ...
+def sjit(
+    fun: Callable[..., Any] | None = None,
     in_shardings: Placement = None,
     out_shardings: Placement = None,
     static_argnums: int | Sequence[int] | None = None,
     args_sharding_constraint: Placement = None,
     annotation_shardings: Mapping[str, Placement] | None = None,
     **jit_arguments: Any,
-) -> ShardedJit[P, R]:
+) -> Any:
     """Compile a function on the mesh in force; arguments, results and annotated values are placed by rules.
 
     Arguments:
-        fun: the function.
-        in_shardings: where the arguments go: a tuple with a placement for each positional argument that is not static,
-            or one placement for all arguments. None leaves them where they are.
+        fun: the function. Without it, `sjit` is a decorator.
+        in_shardings: where the arguments go: a tuple with a placement for each positional parameter that is not static,
+            a dictionary with some by parameter, or one placement for all arguments. By default they stay where they
+            are; None for one of them leaves it to the mapping in force.
         out_shardings: where the results go: a placement or a tree prefix of placements. None leaves it to the compiler.
         static_argnums: the positional arguments that are part of the program.
         args_sharding_constraint: where the arguments are moved when the function begins, in the form of `in_shardings`.
@@ -119,16 +137,17 @@ def sjit(
     ...     axn.sharding.sjit(lambda x: x * 2, out_shardings=jax.P("data"))(jnp.ones(2)).sharding.spec
     P('data',)
     """
-    return ShardedJit(
-        fun,
-        None,
-        in_shardings,
-        out_shardings,
-        static_argnums,
-        args_sharding_constraint,
-        annotation_shardings,
-        jit_arguments,
+    make = functools.partial(
+        ShardedJit,
+        mesh=None,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        static_argnums=static_argnums,
+        args_sharding_constraint=args_sharding_constraint,
+        annotation_shardings=annotation_shardings,
+        jit_arguments=jit_arguments,
     )
+    return make if fun is None else make(fun)
 
 
 def mesh_in_force(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
@@ -137,41 +156,15 @@ def mesh_in_force(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if jax.sharding.get_mesh() == mesh else jax.set_mesh(mesh)
     except ValueError:  # a function is being traced
         around = jax.sharding.get_abstract_mesh()
-    if around.shape == mesh.shape:
+    by_hand = AxisType.Manual in around.axis_types
+    if around.shape == mesh.shape and (by_hand or around.axis_types == mesh.axis_types):
         return contextlib.nullcontext()
     raise ValueError(
-        f"sjit: called in a traced function under mesh {_errors.describe_shape(around.shape)}, but it is meant for "
-        f"mesh {_errors.describe_shape(mesh.shape)}. Put that mesh in force outside: `with jax.set_mesh(mesh): ...`."
+        f"sjit: called in a traced function under mesh {_described(around)}, but it is meant for mesh "
+        f"{_described(mesh)}. Put that mesh in force outside: `with jax.set_mesh(mesh): ...`."
     )
 
 
-def _place_arguments(
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    dynamic: Sequence[int],
-    names: Sequence[str],
-    placement: Placement,
-    which: str,
-) -> Any:
-    """The arguments in their places. Errors call them by the names of the parameters."""
-    what = f"sjit ({which})"
-    values = {names[i]: args[i] for i in dynamic}
-    if is_placement(placement):
-        placed = shard_quietly({**values, **kwargs}, placement, what)
-    else:
-        if not isinstance(placement, Sequence):
-            raise TypeError(f"{what}: expected a placement, or a tuple with one for each argument, got {placement!r}.")
-        placements = tuple(placement)
-        if len(placements) == len(args) != len(dynamic):
-            placements = tuple(placements[i] for i in dynamic)
-        if len(placements) != len(dynamic):
-            raise ValueError(
-                f"{what}: {len(placements)} placements for {len(dynamic)} positional arguments that are not static; "
-                "None leaves an argument where it is."
-            )
-        given = {n: p for n, p in zip(values, placements, strict=True) if p is not None}
-        placed = {**kwargs, **values, **shard_arguments({n: values[n] for n in given}, given.values(), what)}
-    return (
-        tuple(placed[names[i]] if i in dynamic else x for i, x in enumerate(args)),
-        {n: placed[n] for n in kwargs},
-    )
+def _described(mesh: AnyMesh) -> str:
+    kinds = ", ".join(dict.fromkeys(str(t) for t in mesh.axis_types))
+    return f"{_errors.describe_shape(mesh.shape)} of {kinds} axes" if mesh.axis_types else "()"

@@ -7,7 +7,9 @@ name is put there.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 from .. import _context, _errors
 from .._mesh import Names, entries_of, mesh_axes
 from ..array import NamedArray, is_named_array, wrap
+from ..axis import Axis, AxisSelector, name_of
 from ..sharding.meshes import current_mesh
 
 
@@ -46,6 +49,13 @@ def stacked(what: str, x: NamedArray, *names: str) -> NamedArray:
     return wrap(x.array, (*names, *x.names))
 
 
+def one_name(what: str, axis: AxisSelector) -> str:
+    """The name of the one axis that is looped over."""
+    if not isinstance(axis, (str, Axis)):
+        raise TypeError(f"{what}: expected one axis, an Axis or a name, got {axis!r}.")
+    return name_of(axis)
+
+
 def check_rank(x: NamedArray) -> None:
     """Names and array agree on the number of axes; where they do not, a positional transform was at work."""
     if is_array(x.array) and x.array.ndim != len(x.names):
@@ -64,16 +74,64 @@ def spmd_axes(name: str, size: int) -> tuple[str, ...] | None:
     Inside of `jax.vmap`, a constraint or a `shard_map` knows nothing of the axis that is mapped over, and leaves it to
     the partitioner, or gathers it. Told where it lies, they keep it there. On Explicit mesh axes JAX knows by itself.
     """
+    return mapped_to(name, size, AxisType.Auto) or None
+
+
+def mapped_to(name: str, size: int, kind: AxisType) -> tuple[str, ...]:
+    """The mesh axes of a type to which the mapping in force sends an axis; none if it sends it to others as well."""
     mapping = _context.mapping_in_force()
     wanted = mesh_axes(mapping.get(name)) if mapping else ()
     mesh = current_mesh() if wanted else None
     if mesh is None:
-        return None
+        return ()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    found = tuple(a for a in wanted if types.get(a) == AxisType.Auto)
-    explicit = any(types.get(a) == AxisType.Explicit for a in wanted)
+    found = tuple(a for a in wanted if types.get(a) == kind)
+    others = any(types.get(a) not in (None, kind, AxisType.Manual) for a in wanted)
     divisible = size % math.prod(mesh.shape[a] for a in found) == 0
-    return found if found and divisible and not explicit else None
+    return found if divisible and not others else ()
+
+
+def check_placed_elsewhere(what: str, sizes: Mapping[str, int], before: Sequence[Any], after: Sequence[Any]) -> None:
+    """A function that is mapped over axes places no axis on the Explicit mesh axes to which the mapping sends these.
+
+    On Auto mesh axes JAX says so. What lies there to begin with stays.
+
+    Arguments:
+        what: the operation, for messages.
+        sizes: the axes over which the function is mapped.
+        before: what it was given, arrays of all kinds.
+        after: what it made of them.
+    """
+    taken = {a for name, size in sizes.items() for a in mapped_to(name, size, AxisType.Explicit)}
+    if taken and any(axis in taken for _, axis in _placed(after) - _placed(before)):
+        raise ValueError(collision(what, tuple(sizes)))
+
+
+def _placed(leaves: Sequence[Any]) -> set[tuple[str, str]]:
+    """Each axis of a named array with each mesh axis over which it is split."""
+    arrays = [x for x in leaves if isinstance(x, NamedArray) and is_array(x.array)]
+    pairs = [pair for x in arrays for pair in zip(x.names, entries_of(x.array), strict=True)]
+    return {(name, axis) for name, entry in pairs for axis in mesh_axes(entry)}
+
+
+@contextlib.contextmanager
+def collisions_named(what: str, names: Names) -> Iterator[None]:
+    """Says by name what JAX says of a function under `vmap` that uses a mesh axis that is taken."""
+    try:
+        yield
+    except Exception as e:
+        if "spmd_axis_name" in str(e) or "duplicate entries" in str(e):  # of a sharding: JAX names no axis there
+            raise ValueError(collision(what, names)) from e
+        raise
+
+
+def collision(what: str, names: Names) -> str:
+    """The message for a function that places an axis where one lies over which it is mapped."""
+    noun = "axis" if len(names) == 1 else "one of the axes"
+    return (
+        f"{what}: the function places an axis of an array on a mesh axis that {noun} {', '.join(map(repr, names))}, "
+        "over which it is mapped, uses already. Map one of the two elsewhere, or to None."
+    )
 
 
 def whole_along(x: jax.Array, position: int) -> jax.Array:

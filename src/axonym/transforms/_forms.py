@@ -9,15 +9,16 @@ compared leaf by leaf, so what is wrong can be said by path and name.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .. import _kernels
-from .._mesh import Names, mesh_axes
+from .._mesh import Names, entry_of, mesh_axes
 from .._static import Static
 from ..array import NamedArray, wrap
 from . import _axes
@@ -25,7 +26,40 @@ from . import _axes
 _NUMBERS = (bool, int, float, complex, np.generic)
 
 
-Slot = Names | Static | None
+class Lent:
+    """A leaf that is static and known by its identity, such as a function. It is not kept alive.
+
+    So a form can be part of a key: what is kept under it does not outlive what it was made for.
+    """
+
+    __slots__ = ("_hash", "_reference")
+
+    def __init__(self, value: Any):
+        self._reference = weakref.ref(value)
+        self._hash = hash(self._reference)
+
+    @property
+    def value(self) -> Any:
+        """The leaf. Whoever lent it holds it while it is in use."""
+        value = self._reference()
+        assert value is not None, "the caller holds its arguments while they are used"
+        return value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lent) and self._reference == other._reference
+
+
+def by_identity(value: Any) -> bool:
+    """Whether something is equal to itself alone, and need not be kept alive to be known again."""
+    return type(value).__eq__ is object.__eq__ and type(value).__weakrefoffset__ != 0
+
+
+Constant: TypeAlias = Static | Lent
+"""A leaf that is not an array."""
+Slot: TypeAlias = Names | Constant | None
 """What a form knows of a leaf: the names of a named array, None for a raw array, or the leaf itself if it is static."""
 
 
@@ -39,12 +73,28 @@ class Form:
     @property
     def names(self) -> list[Names | None]:
         """The names of each array; None for a raw one."""
-        return [slot for slot in self.slots if not isinstance(slot, Static)]
+        return [slot for slot in self.slots if not isinstance(slot, Constant)]
+
+    @property
+    def constants(self) -> list[Constant]:
+        """The leaves that are not arrays."""
+        return [slot for slot in self.slots if isinstance(slot, Constant)]
 
     def with_names(self, names: Iterable[Names | None]) -> Form:
         """The same form with other axes."""
         new = iter(names)
-        return Form(self.structure, tuple(s if isinstance(s, Static) else next(new) for s in self.slots))
+        return Form(self.structure, tuple(s if isinstance(s, Constant) else next(new) for s in self.slots))
+
+    def lent(self, *lenders: Form) -> Form:
+        """The same form, which keeps alive no leaf that can be known by its identity.
+
+        Arguments:
+            *lenders: only leaves that these forms have lent already are lent; the others are kept.
+        """
+        if not lenders and not any(isinstance(s, Static) for s in self.slots):
+            return self
+        known = {id(c.value) for lender in lenders for c in lender.constants if isinstance(c, Lent)}
+        return Form(self.structure, tuple(_lent(s) if not lenders or _is_known(s, known) else s for s in self.slots))
 
     def join(self, arrays: Iterable[Any]) -> Any:
         """The tree with these arrays."""
@@ -57,8 +107,16 @@ class Form:
         return [jax.tree_util.keystr(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(numbered)[0]]
 
 
+def _lent(slot: Slot) -> Slot:
+    return Lent(slot.value) if isinstance(slot, Static) and by_identity(slot.value) else slot
+
+
+def _is_known(slot: Slot, known: set[int]) -> bool:
+    return isinstance(slot, Static) and id(slot.value) in known
+
+
 def _leaf(slot: Slot, left: Iterator[Any]) -> Any:
-    if isinstance(slot, Static):
+    if isinstance(slot, Constant):
         return slot.value
     return next(left) if slot is None else wrap(next(left), slot)
 
@@ -155,10 +213,10 @@ def conform(
     expected, given = iter(types), iter(arrays)
     result, problems = [], []
     for i, (slot, new) in enumerate(zip(form.slots, found.slots, strict=True)):
-        if isinstance(slot, Static) or isinstance(new, Static):
-            before = slot if isinstance(slot, Static) else next(expected)
-            after = new if isinstance(new, Static) else next(given)
-            if before != after:
+        if isinstance(slot, Constant) or isinstance(new, Constant):
+            before = slot if isinstance(slot, Constant) else next(expected)
+            after = new if isinstance(new, Constant) else next(given)
+            if not _same(before, after):
                 problems.append((i, f"{_kind(slot, before)} and {words.after} {_kind(new, after)}", _STATIC))
             continue
         before, after = next(expected), next(given)
@@ -174,6 +232,13 @@ def conform(
         paths = form.paths()
         raise TypeError(_listed(what, words, [(paths[i], shown, remedy) for i, shown, remedy in problems]))
     return result
+
+
+def _same(before: Any, after: Any) -> bool:
+    """Whether two leaves are the same constant."""
+    if not isinstance(before, Constant) or not isinstance(after, Constant):
+        return False
+    return before.value is after.value or before == after
 
 
 def _difference(
@@ -227,7 +292,7 @@ def _over(axes: tuple[str, ...]) -> str:
 
 def _placement(names: Names | None, aval: Any) -> str:
     """The placement of an array as users write it."""
-    entries = [axes[0] if len(axes) == 1 else axes or None for axes in _entries(aval)]
+    entries = [entry_of(axes) for axes in _entries(aval)]
     if not names:
         return str(jax.sharding.PartitionSpec(*entries))
     return str(dict(zip(names, entries, strict=True)))
@@ -259,7 +324,7 @@ def _described(names: Names | None, aval: Any) -> str:
 
 
 def _kind(slot: Slot, leaf: Any) -> str:
-    if isinstance(slot, Static):
+    if isinstance(slot, Constant):
         value = slot.value
         if value is None or isinstance(value, (bool, int, float, complex, str)):
             return repr(value)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from .. import _errors, _parsing
+from .._arguments import parameter_names
 from .._mesh import Names
-from .._static import Static
 from ..array import NamedArray
 from ..axis import Axis, name_of, selectors
+from ._forms import Form, split
 
+ARRAYS = (NamedArray, jax.Array, np.ndarray)
+"""The types of what has axes."""
 NUMERIC = (jax.Array, np.ndarray, np.generic, int, float, complex)
 """The types of raw arrays and numbers."""
 
@@ -27,7 +30,7 @@ class Signature:
     inputs: tuple[Names | None, ...]
     """Of each operand; None for an argument that is handed on."""
     outputs: tuple[Names, ...]
-    axes: Mapping[str, Axis]
+    axes: tuple[tuple[str, Axis], ...]
     """The axes that were given with their sizes."""
 
     @functools.cached_property
@@ -45,37 +48,105 @@ class Signature:
         """The words of each operand."""
         return tuple(term for term in self.inputs if term is not None)
 
-    def sorted_out(self, what: str, args: Sequence[Any]) -> tuple[list[Any], tuple[Names, ...], tuple[Static, ...]]:
-        """The operands among the positional arguments, their names, and the arguments that are handed on."""
-        if len(args) < len(self.inputs):
+    @property
+    def text(self) -> str:
+        """The axes as a spec."""
+        inputs = ("_" if term is None else " ".join(term) for term in self.inputs)
+        return f"{', '.join(inputs)} -> {', '.join(' '.join(term) for term in self.outputs)}"
+
+    def sorted_out(self, what: str, call: Call) -> Arguments:
+        """What a call hands to the function, with its arrays apart."""
+        by_keyword = [f"`{k}`" for k, x in call.kwargs.items() if isinstance(x, ARRAYS)]
+        if by_keyword:
             raise TypeError(
-                f"{what}: the spec speaks of {len(self.inputs)} arguments, the call has {len(args)} by position."
+                f"{what}: got array {', '.join(by_keyword)} by keyword. Arrays are operands, given by position, one "
+                f"for each term of {self.text!r}."
             )
-        arrays, names, static = [], [], []
-        for i, x in enumerate(args):
+        if len(call.args) < len(self.inputs):
+            raise TypeError(
+                f"{what}: the spec {self.text!r} speaks of {len(self.inputs)} arguments, the call has {len(call.args)} "
+                "by position."
+            )
+        operands, names, handed_on = [], [], []
+        for i, x in enumerate(call.args):
             if i >= len(self.inputs) or self.inputs[i] is None:
-                static.append(Static(x, f"{what}: argument {i} is handed on as it is; it"))
+                if isinstance(x, ARRAYS):
+                    raise TypeError(
+                        f"{what}: {call.argument(i)} is an array for which {self.text!r} has no term. Arrays are "
+                        "operands, one for each term."
+                    )
+                handed_on.append(x)
             elif isinstance(x, NamedArray):
-                arrays.append(x.array), names.append(x.names)
+                operands.append(x.array), names.append(x.names)
             elif isinstance(x, NUMERIC):
                 if np.ndim(x):
                     raise TypeError(
-                        f"{what}: argument {i} has no axis names but shape {tuple(np.shape(x))}. Only scalars go "
+                        f"{what}: {call.argument(i)} has no axis names but shape {tuple(np.shape(x))}. Only scalars go "
                         "without names: name its axes with axonym.named(array, axes)."
                     )
-                arrays.append(x), names.append(())
+                operands.append(x), names.append(())
             else:
                 raise TypeError(
-                    f"{what}: argument {i} should be a NamedArray or a scalar, got {type(x).__name__}. What is to be "
-                    "handed on as it is comes after the operands, or by keyword."
+                    f"{what}: {call.argument(i)} should be a NamedArray or a scalar, got {type(x).__name__}. What is "
+                    "to be handed on as it is comes after the operands, or by keyword."
                 )
-        return arrays, tuple(names), tuple(static)
+        if not handed_on and not call.kwargs:
+            return Arguments(operands, tuple(names), [], _NOTHING)
+        arrays, form = split((handed_on, dict(call.kwargs)), numbers=False)
+        try:
+            hash(form)
+        except TypeError:
+            raise TypeError(self._unhashable(what, call)) from None
+        return Arguments(operands, tuple(names), arrays, form)
 
-    def put_together(self, arrays: Sequence[Any], static: Sequence[Static]) -> list[Any]:
-        """The positional arguments again."""
-        operands, rest = iter(arrays), iter(static)
-        first = [next(rest).value if term is None else next(operands) for term in self.inputs]
-        return [*first, *(s.value for s in rest)]
+    def _unhashable(self, what: str, call: Call) -> str:
+        handed_on = {
+            call.argument(i): x for i, x in enumerate(call.args) if (*self.inputs, *[None] * (i + 1))[i] is None
+        }
+        handed_on |= {f"`{k}`": x for k, x in call.kwargs.items()}
+        for path, x in handed_on.items():
+            for leaf in jax.tree.leaves(x):
+                if not isinstance(leaf, ARRAYS) and type(leaf).__hash__ is None:
+                    return (
+                        f"{what}: {path} is handed on as it is; it is part of the program, so it must be hashable, "
+                        f"which this {type(leaf).__name__} is not."
+                    )
+        return f"{what}: {', '.join(handed_on)} must be hashable, since what is handed on is part of the program."
+
+    def put_together(self, operands: Sequence[Any], handed_on: Any) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments again, by position and by keyword."""
+        positional, by_keyword = handed_on
+        arrays, rest = iter(operands), iter(positional)
+        first = [next(rest) if term is None else next(arrays) for term in self.inputs]
+        return [*first, *rest], by_keyword
+
+
+class Arguments(NamedTuple):
+    """What a lifted function is given, with the arrays apart."""
+
+    operands: list[Any]
+    names: tuple[Names, ...]
+    """The axes of each operand."""
+    handed_on: list[Any]
+    """The arrays in the arguments that are handed on: in a module, say."""
+    form: Form
+    """All else of these."""
+
+
+class Call(NamedTuple):
+    """A call of a lifted function."""
+
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    def argument(self, i: int) -> str:
+        """What an argument is called, for messages."""
+        name = parameter_names(self.fn, i + 1)[i]
+        return f"argument {i}" if name.startswith("args[") else f"argument {i}, `{name}`,"
+
+
+_, _NOTHING = split(([], {}), numbers=False)
 
 
 def make_signature(what: str, spec: str | None, in_axes: Any, out_axes: Any) -> Signature:
@@ -87,7 +158,7 @@ def make_signature(what: str, spec: str | None, in_axes: Any, out_axes: Any) -> 
         inputs, outputs = (
             tuple(_words(expression, term) for term in side) for side in (expression.lhs, expression.rhs)
         )
-        return Signature(inputs, outputs, {})
+        return Signature(inputs, outputs, ())
     if in_axes is None or out_axes is None:
         raise TypeError(f"{what}: which axes? Pass a spec such as 'i j, i -> j', or both in_axes and out_axes.")
     given = [in_axes] if isinstance(in_axes, (str, Axis, Mapping)) else list(in_axes)
@@ -99,7 +170,7 @@ def make_signature(what: str, spec: str | None, in_axes: Any, out_axes: Any) -> 
             raise ValueError(_errors.duplicate_names(what, term))
     sized = {s.name: s for c in chosen for s in c or () if isinstance(s, Axis)}
     outputs = tuple(term for term in terms[len(given) :] if term is not None)
-    return Signature(tuple(terms[: len(given)]), outputs, sized)
+    return Signature(tuple(terms[: len(given)]), outputs, tuple(sized.items()))
 
 
 def _is_several(out_axes: Any) -> bool:

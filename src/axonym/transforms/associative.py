@@ -11,11 +11,10 @@ from jax.sharding import PartitionSpec
 
 from .. import _errors, _mesh
 from .._compat import INLINE
-from .._static import Static
-from ..axis import Axis, AxisSelector, name_of
+from ..axis import Axis, AxisSelector
 from . import _axes
-from ._compiled import Functions, compiled
-from ._forms import Form, Words, conform, split
+from ._compiled import Functions, Getter, Held
+from ._forms import Constant, Form, Words, conform, split
 
 T = TypeVar("T")
 
@@ -46,7 +45,7 @@ def associative_scan(fn: Callable[[T, T], T], elems: T, axis: AxisSelector, *, r
     NamedArray(int32[x=4], [1 3 3 5])
     """
     arrays, form = split(elems, numbers=False)
-    name = name_of(axis)
+    name = _axes.one_name("associative_scan", axis)
     missing = [
         i for i, names in enumerate(form.names) if (name not in names if names is not None else not arrays[i].ndim)
     ]
@@ -58,27 +57,26 @@ def associative_scan(fn: Callable[[T, T], T], elems: T, axis: AxisSelector, *, r
     if any(s != sizes[0] for s in [*sizes, *(size for _, size in given)]):
         places = [*zip(_array_paths(form), sizes, strict=True), *given]
         raise ValueError(_errors.size_mismatch("associative_scan", name, places))
-    return form.join(compiled(_build, (fn,), _Plan(name, form, positions, reverse))(arrays))
+    functions = Functions(fn)
+    run = functions.compiled(_build, _Plan(name, positions, reverse), form)
+    return form.join(run(functions.arrays, arrays))
 
 
 class _Plan(NamedTuple):
     name: str
-    form: Form
     positions: tuple[int, ...]
     reverse: bool
 
 
-def _build(functions: Callable[[], Functions], plan: _Plan) -> Callable[..., Any]:
-    def run(arrays: list[Any]) -> list[Any]:
-        (fn,) = functions()
+def _build(functions: Getter, plan: _Plan, form: Form) -> Callable[..., Any]:
+    def run(held: Held, arrays: list[Any]) -> list[Any]:
+        (fn,) = functions(held)
         # JAX takes all arrays along one position. Where theirs differ, the axis goes to the front.
         together = len(set(plan.positions)) == 1
         position = plan.positions[0] if together else 0
-        inner = plan.form
+        inner = form
         if not together:
-            inner = inner.with_names(
-                n if n is None else (plan.name, *_axes.without(n, plan.name)) for n in plan.form.names
-            )
+            inner = inner.with_names(n if n is None else (plan.name, *_axes.without(n, plan.name)) for n in form.names)
         xs = [_axes.whole_along(x, p) for x, p in zip(arrays, plan.positions, strict=True)]
         xs = [jnp.moveaxis(x, p, position) for x, p in zip(xs, plan.positions, strict=True)]
 
@@ -100,7 +98,7 @@ def _placed_like(y: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _array_paths(form: Form) -> list[str]:
-    return [f"elems{p}" for p, slot in zip(form.paths(), form.slots, strict=True) if not isinstance(slot, Static)]
+    return [f"elems{p}" for p, slot in zip(form.paths(), form.slots, strict=True) if not isinstance(slot, Constant)]
 
 
 def _without_axis(name: str, form: Form, missing: list[int]) -> str:

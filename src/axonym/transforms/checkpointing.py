@@ -14,6 +14,7 @@ scan that keeps them all needs memory for every step. A policy says what is kept
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -22,6 +23,7 @@ import jax.ad_checkpoint
 import numpy as np
 
 from ._forms import Packed, split
+from ._names import record, recorded, warn_of_unknown
 
 T = TypeVar("T")
 
@@ -35,7 +37,8 @@ class ScanCheckpointPolicy:
             backward pass runs the whole scan again before it goes through the steps.
         save_inputs: "offload" moves the inputs of every step to the host. They are the operands of the scan and stay
             where they are otherwise, whether True or False.
-        save_block_internals: keep what the steps compute: all of it, or what they name with `tree_checkpoint_name`.
+        save_block_internals: keep what the steps compute: all of it, or what they name with `tree_checkpoint_name`. A
+            scan warns of names that nothing in its body has.
         offload_block_internals: names of what is kept on the host instead.
         prevent_cse: keep the compiler from undoing the policy, where the steps are not in a loop. A scan that is
             unrolled completely does so by itself.
@@ -124,6 +127,12 @@ class ScanCheckpointPolicy:
             return jax.checkpoint(of_arrays, policy=policy, prevent_cse=self.prevent_cse)(arrays).tree()
 
         return step
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The names of internals that it speaks of."""
+        saved = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
+        return () if self.disable else (*saved, *self.offload_block_internals)
 
     @property
     def _keeps_everything(self) -> bool:
@@ -219,6 +228,8 @@ def tree_checkpoint_name(x: T, name: str) -> T:
     NamedArray(float32[x=2], [1. 1.])
     """
 
+    record(name)
+
     def name_leaf(leaf: Any) -> Any:
         return jax.ad_checkpoint.checkpoint_name(leaf, name) if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
 
@@ -258,10 +269,7 @@ def checkpointed_scan(
         if groups is None:
             return jax.lax.scan(policy.checkpoint(*names, step), carry, xs, length, reverse, unroll)
         per_group = length // groups
-        # What lives from the forward to the backward pass is what the groups keep, so that is what moves to the host.
-        of_groups = ScanCheckpointPolicy(policy.save_carries, policy.save_inputs, prevent_cse=policy.prevent_cse)
-        unrolled = policy.prevent_cse or unroll >= per_group
-        of_steps = dataclasses.replace(policy, save_carries=True, save_inputs=False, prevent_cse=unrolled)
+        of_groups, of_steps = _nested(policy, prevent_cse=policy.prevent_cse or unroll >= per_group)
         inner = of_steps.checkpoint(*names, step)
 
         def group(carry: Any, xs: list[jax.Array]) -> tuple[Any, Any]:
@@ -274,4 +282,57 @@ def checkpointed_scan(
 
     if policy.save_carries is False and not policy.disable:
         run = jax.checkpoint(run, policy=policy._kept(()))
-    return run(carry, xs)
+    with recorded() as given:
+        result = run(carry, xs)
+    warn_of_unknown(label, policy._names, given, lambda *args: jax.lax.scan(step, *args, length=length), carry, xs)
+    return result
+
+
+def checkpointed_steps(
+    policy: ScanCheckpointPolicy,
+    label: str,
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    inputs: Sequence[Any],
+) -> tuple[Any, list[Any]]:
+    """The steps one after the other, without a loop, for inputs that are no slices of one tree.
+
+    Arguments:
+        policy: what to keep for the backward pass.
+        label: what carries and inputs that move to the host are called.
+        step: the body, from a carry and the input of one step to the next carry and an output, all of them any trees.
+        carry: the initial carry.
+        inputs: what each step is given.
+    """
+    policy = dataclasses.replace(policy, prevent_cse=True)
+    names = f"{label}__carry", f"{label}__input"
+    groups = policy._groups(len(inputs))
+
+    def in_turn(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, inputs: Sequence[Any]) -> tuple[Any, list]:
+        outputs = []
+        for x in inputs:
+            carry, output = step(carry, x)
+            outputs.append(output)
+        return carry, outputs
+
+    def run(carry: Any, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+        if groups is None:
+            return in_turn(policy.checkpoint(*names, step), carry, inputs)
+        per_group = len(inputs) // groups
+        of_groups, of_steps = _nested(policy, prevent_cse=True)
+        group = of_groups.checkpoint(*names, functools.partial(in_turn, of_steps.checkpoint(*names, step)))
+        cut = [inputs[i : i + per_group] for i in range(0, len(inputs), per_group)]
+        carry, outputs = in_turn(group, carry, cut)
+        return carry, [output for some in outputs for output in some]
+
+    if policy.save_carries is False and not policy.disable:
+        run = dataclasses.replace(policy, save_carries=True, save_inputs=False).checkpoint(*names, run)
+    return run(carry, inputs)
+
+
+def _nested(policy: ScanCheckpointPolicy, *, prevent_cse: bool) -> tuple[ScanCheckpointPolicy, ScanCheckpointPolicy]:
+    """The policies of the groups and of the steps within one, where steps are cut into groups."""
+    # What lives from the forward to the backward pass is what the groups keep, so that is what moves to the host.
+    of_groups = ScanCheckpointPolicy(policy.save_carries, policy.save_inputs, prevent_cse=policy.prevent_cse)
+    of_steps = dataclasses.replace(policy, save_carries=True, save_inputs=False, prevent_cse=prevent_cse)
+    return of_groups, of_steps

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .._compat import INLINE
 from ..array import NamedArray
-from ._compiled import Functions, compiled
+from ._compiled import Functions, Getter, Held
 from ._forms import CARRY, Form, Packed, Words, conform, split
 
 
@@ -33,12 +33,13 @@ def while_loop(cond_fn: Callable[[Any], Any], body_fn: Callable[[Any], Any], ini
     NamedArray(float32[x=3], [64. 64. 64.])
     """
     arrays, form = split(init, numbers=True)
-    return form.join(compiled(_build_while, (cond_fn, body_fn), form)(arrays))
+    functions = Functions(body_fn, cond_fn)
+    return form.join(functions.compiled(_build_while, None, form)(functions.arrays, arrays))
 
 
-def _build_while(functions: Callable[[], Functions], form: Form) -> Callable[..., Any]:
-    def run(arrays: list[Any]) -> list[Any]:
-        cond_fn, body_fn = functions()
+def _build_while(functions: Getter, _: None, form: Form) -> Callable[..., Any]:
+    def run(held: Held, arrays: list[Any]) -> list[Any]:
+        body_fn, cond_fn = functions(held)
 
         def going(carry: list[Any]) -> Any:
             return _scalar("while_loop", "the condition", cond_fn(form.join(carry)))
@@ -88,19 +89,18 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     """
     if not branches:
         raise ValueError("switch: expected at least one branch.")
-    return _choose("switch", _scalar("switch", "the index", index), tuple(branches), operands)
+    return _choose("switch", _scalar("switch", "the index", index), branches, operands)
 
 
-def _choose(what: str, which: Any, branches: Functions, operands: tuple[Any, ...]) -> Any:
+def _choose(what: str, which: Any, branches: Sequence[Callable[..., Any]], operands: tuple[Any, ...]) -> Any:
     arrays, form = split(operands, numbers=True)
-    return compiled(_build_choice, branches, (what, form))(which, arrays).tree()
+    functions = Functions(*branches)
+    return functions.compiled(_build_choice, what, form)(functions.arrays, which, arrays).tree()
 
 
-def _build_choice(functions: Callable[[], Functions], plan: tuple[str, Form]) -> Callable[..., Any]:
-    what, form = plan
-
-    def run(which: Any, arrays: list[Any]) -> Packed:
-        branches = functions()
+def _build_choice(functions: Getter, what: str, form: Form) -> Callable[..., Any]:
+    def run(held: Held, which: Any, arrays: list[Any]) -> Packed:
+        branches = functions(held)
         names = (
             ("the true branch", "the false branch") if what == "cond" else [f"branch {i}" for i in range(len(branches))]
         )
@@ -131,7 +131,7 @@ def _build_choice(functions: Callable[[], Functions], plan: tuple[str, Form]) ->
             outputs = jax.lax.cond(which, *calls, arrays)
         else:
             outputs = jax.lax.switch(which, calls, arrays)
-        return Packed(outputs, agreed[0][1])
+        return Packed(outputs, agreed[0][1].lent(form))
 
     run.__name__ = run.__qualname__ = what
     return jax.jit(run, inline=INLINE)

@@ -6,6 +6,8 @@ axes are called. All other axes that named arrays bring along are matched by nam
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +19,13 @@ from jax.sharding import AxisType
 
 from .. import _errors, _kernels
 from .._mesh import Names
-from .._static import Static
-from ..array import wrap_result
+from ..array import wrap, wrap_result
 from ..axis import Axis, AxisSelection, AxisSelector, name_of
-from ..ops._operands import check_new_axis
+from ..ops._operands import check_new_axis, private
 from . import _axes
-from ._signatures import NUMERIC, Signature, check_aliases, make_signature
+from ._compiled import Functions, Getter, Kept
+from ._forms import Form
+from ._signatures import NUMERIC, Call, Signature, check_aliases, make_signature
 
 
 @overload
@@ -57,9 +60,14 @@ def lift(
     Words that only the results have are new axes. A result keeps the layout of the first operand that has all the axes
     that are mapped over; its new axes stand where the first axis stood that is gone, or at the end.
 
-    Further arguments, by position or keyword, are handed to the function as they are and must be hashable. It is
-    compiled once for each of their values, and as in `jax.jit`, it should have no side effects and take arrays only as
-    arguments.
+    Further arguments, by position or keyword, are handed to the function as they are and must be hashable, apart from
+    the arrays in modules and other trees. It is compiled once for each of their values, and as in `jax.jit`, it should
+    have no side effects. What was compiled belongs to the function, and is found again if it is lifted again; a lambda
+    that is written in a loop is another function every time, so lift it before the loop.
+
+    The function may be a module, a method of one, or a `functools.partial`: the arrays that it holds are operands like
+    the others, the same throughout, and can be differentiated. On Explicit mesh axes it cannot use arrays in any other
+    way.
 
     With the spec in the place of the function, `lift` is a decorator.
 
@@ -84,61 +92,83 @@ def lift(
         return lambda decorated: lift(decorated, fn, **axes)
     if not callable(fn):
         raise TypeError(f"lift: expected a function, got {type(fn).__name__}.")
-    what = f"lift({getattr(fn, '__name__', type(fn).__name__)})"
+    what = f"lift({_name(fn)})"
     signature = make_signature(what, spec, in_axes, out_axes)
     check_aliases(what, signature, axes)
-    kernels = _kernels.cached(functools.partial(_build, what, fn, signature))  # they go when the lifted function goes
+    known = {**dict(signature.axes), **axes}
+    functions_of = Functions(fn, own=Kept()).now
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
         here = {word: kwargs.pop(word) for word in signature.words if word in kwargs}
         check_aliases(what, signature, here)
-        arrays, in_names, static = signature.sorted_out(what, args)
-        options = tuple((k, Static(x, f"{what}: `{k}` is handed on as it is; it")) for k, x in kwargs.items())
-        aliases = tuple({**signature.axes, **axes, **here}.items())
-        kernel = kernels(in_names, static, options, aliases)
+        given = signature.sorted_out(what, Call(fn, args, kwargs))
+        functions = functions_of()
+        held = [*functions.arrays, *given.handed_on]
+        aliases = tuple({**known, **here}.items())
+        plan = _Plan(what, signature, len(functions.arrays), tuple(map(jnp.ndim, held)), given.names, aliases)
+        kernel = functions.compiled(_build, plan, given.form)
         try:
-            return wrap_result(kernel.call(*arrays), kernel.names)
+            return wrap_result(kernel.call(*held, *given.operands), kernel.names)
         except Exception as e:
             explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-            if explicit and not str(e).startswith(what) and _holds_arrays(fn):
-                e.add_note(_HOLDS_ARRAYS.format(what=what))
+            if explicit and not str(e).startswith(what) and _closes_over_arrays(fn):
+                e.add_note(_CLOSES_OVER_ARRAYS.format(what=what))
             raise
 
     return functools.update_wrapper(lifted, fn, updated=())
 
 
-_HOLDS_ARRAYS = (
-    "{what}: the function uses arrays that are not among its arguments. On Explicit mesh axes it cannot: make them "
-    "operands, each with a term in the spec."
+def _name(fn: Callable[..., Any]) -> str:
+    """What a function is called in messages."""
+    if isinstance(fn, functools.partial):
+        return _name(fn.func)
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+_CLOSES_OVER_ARRAYS = (
+    "{what}: the function uses arrays that it takes from around it. On Explicit mesh axes it cannot: make them "
+    "operands, each with a term in the spec, or let the function hold them, as a module or a `functools.partial` does."
 )
 
 
-def _holds_arrays(fn: Callable[..., Any]) -> bool:
-    """Whether a function uses arrays of the code around it."""
-    try:
-        around = inspect.getclosurevars(fn)
-    except TypeError:  # not written in Python
-        return False
-    return any(isinstance(x, jax.Array) for x in jax.tree.leaves([around.nonlocals, around.globals]))
+def _closes_over_arrays(fn: Any) -> bool:
+    """Whether a function uses arrays of the code around it, or of an object that JAX cannot look into."""
+    if isinstance(fn, functools.partial):
+        return _closes_over_arrays(fn.func)
+    function = inspect.unwrap(fn)
+    found = [getattr(getattr(function, "__self__", None), "__dict__", None)]
+    with contextlib.suppress(TypeError):  # not written in Python
+        around = inspect.getclosurevars(function)
+        found += [around.nonlocals, around.globals]
+    return any(isinstance(x, jax.Array) for x in jax.tree.leaves(found))
 
 
 # --- from names to a kernel ---
 
 
-def _build(
-    what: str,
-    fn: Callable[..., Any],
-    signature: Signature,
-    in_names: tuple[Names, ...],
-    static: tuple[Static, ...],
-    options: tuple[tuple[str, Static], ...],
-    aliases: tuple[tuple[str, AxisSelector], ...],
-) -> _kernels.Kernel:
-    """A kernel for operands of the given names."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plan:
+    """Everything static that a kernel depends on, besides the form of the arguments that are handed on."""
+
+    what: str
+    signature: Signature
+    of_function: int
+    """How many arrays the function holds."""
+    ranks: tuple[int, ...]
+    """How many axes each of them has, and each array in the arguments that are handed on."""
+    in_names: tuple[Names, ...]
+    """The axes of each operand."""
+    aliases: tuple[tuple[str, AxisSelector], ...]
+
+
+def _build(functions: Getter, plan: _Plan, handed_on: Form) -> _kernels.Kernel:
+    """A kernel for the arrays that are not mapped over, and for operands of the given names."""
+    what, signature, in_names, aliases = plan.what, plan.signature, plan.in_names, plan.aliases
+    count = len(plan.ranks)
     axes = {word: word for word in signature.words} | dict(aliases)
     own = [_names(axes, term) for term in signature.terms]
     if any(n not in names for names, needed in zip(in_names, own, strict=True) for n in needed):
-        return _kernels.Kernel(functools.partial(_raise_lacking, what, in_names, own), None)
+        return _kernels.Kernel(lambda *arrays: _raise_lacking(what, in_names, own, arrays[count:]), None)
     all_own = {n for needed in own for n in needed}
     rest = [_axes.without(names, *needed) for names, needed in zip(in_names, own, strict=True)]
     _check_one_meaning(what, signature, axes, rest, all_own)
@@ -147,37 +177,64 @@ def _build(
     out_own = [_names(axes, term) for term in signature.outputs]
     out_names = tuple(_out_names(what, layout, mapped, names) for names in out_own)
 
-    def one(*arrays):
+    def one(sizes, held, *arrays):
         """The function, on arrays without the axes that are mapped over."""
+        (fn,) = functions(held[: plan.of_function])
         operands = [
             _kernels.transpose_to(x, _axes.without(names, *mapped), needed)
             for x, names, needed in zip(arrays, in_names, own, strict=True)
         ]
-        results = fn(*signature.put_together(operands, static), **{k: s.value for k, s in options})
+        args, kwargs = signature.put_together(operands, handed_on.join(held[plan.of_function :]))
+        try:
+            results = fn(*args, **kwargs)
+        except Exception as e:
+            e.add_note(_seen(what, own, operands, mapped))
+            raise
         results = _checked_results(what, signature, axes, operands, results)
+        _axes.check_placed_elsewhere(what, sizes, _named(operands, own), _named(results, out_own))
         return tuple(
             _kernels.transpose_to(r, names, _axes.without(out, *mapped))
             for r, names, out in zip(results, out_own, out_names, strict=True)
         )
 
     def positional(*arrays):
-        sizes = {n: s for names, x in zip(in_names, arrays, strict=True) for n, s in zip(names, x.shape, strict=True)}
-        over_all = one
+        held, arrays = list(arrays[:count]), arrays[count:]
+        sizes = {n: s for ns, x in zip(in_names, arrays, strict=True) for n, s in zip(ns, jnp.shape(x), strict=True)}
+        over_all = functools.partial(one, {n: sizes[n] for n in mapped})
         for level in reversed(range(len(mapped))):
             name, outer = mapped[level], mapped[:level]
             over_all = jax.vmap(
                 over_all,
-                in_axes=tuple(_position(names, name, outer) for names in in_names),
+                in_axes=(None, *(_position(names, name, outer) for names in in_names)),
                 out_axes=tuple(_position(names, name, outer) for names in out_names),
                 spmd_axis_name=_axes.spmd_axes(name, sizes[name]),
             )
-        results = over_all(*arrays)
+        with _axes.collisions_named(what, mapped):
+            results = over_all(held, *arrays)
         return results if signature.several else results[0]
 
     sized = tuple(axis for term in signature.terms for w in term if isinstance(axis := axes[w], Axis))
+    held_names = [private(f"held array {i}", tuple(map(str, range(rank)))) for i, rank in enumerate(plan.ranks)]
     return _kernels.make_kernel(
-        what, positional, in_names, out_names if signature.several else out_names[0], selection=sized
+        what,
+        positional,
+        (*held_names, *in_names),
+        out_names if signature.several else out_names[0],
+        selection=sized,
+        keep_unused=False,
     )
+
+
+def _seen(what: str, own: Sequence[Names], operands: Sequence[Any], mapped: Names) -> str:
+    """What the function was called with."""
+    types = [jax.typeof(x) for x in operands]
+    listed = ", ".join(f"{t.dtype}{_errors.describe_axes(n, t.shape)}" for n, t in zip(own, types, strict=True))
+    over = f", mapped over {_errors.describe_axes(mapped)}" if mapped else ""
+    return f"{what}: raised by the function on {listed}{over}."
+
+
+def _named(arrays: Sequence[Any], names: Sequence[Names]) -> list[Any]:
+    return [wrap(x, n) for x, n in zip(arrays, names, strict=True)]
 
 
 def _names(axes: Mapping[str, AxisSelector], words: Names) -> Names:
@@ -274,7 +331,7 @@ def _wanted(signature: Signature) -> str:
     return f"where the spec has {len(signature.outputs)} result{'s' if signature.several else ''}"
 
 
-def _raise_lacking(what: str, in_names: Sequence[Names], own: Sequence[Names], *arrays: Any) -> None:
+def _raise_lacking(what: str, in_names: Sequence[Names], own: Sequence[Names], arrays: Sequence[Any]) -> None:
     problems, hints = [], ""
     for i, (names, needed, x) in enumerate(zip(in_names, own, arrays, strict=True)):
         missing = [n for n in needed if n not in names]

@@ -21,12 +21,11 @@ import jax.numpy as jnp
 from .. import _errors, _mesh
 from .._compat import INLINE
 from .._mesh import Names
-from .._static import Static
 from ..array import wrap
-from ..axis import Axis, AxisSelector, name_of
+from ..axis import Axis, AxisSelector
 from . import _axes
-from ._compiled import Functions, compiled
-from ._forms import CARRY, Form, Packed, conform, split
+from ._compiled import Functions, Getter, Held
+from ._forms import CARRY, Constant, Form, Packed, conform, split
 from .checkpointing import ScanCheckpointPolicy, ScanCheckpointSpec, checkpointed_scan, policy_of
 
 ScannedSpec: TypeAlias = bool | Callable[[Any], bool]
@@ -34,7 +33,7 @@ ScannedSpec: TypeAlias = bool | Callable[[Any], bool]
 
 
 def scan(
-    fn: Callable[..., tuple[Any, Any]],
+    f: Callable[..., tuple[Any, Any]],
     axis: AxisSelector,
     *,
     remat: ScanCheckpointSpec = False,
@@ -50,10 +49,14 @@ def scan(
 
     The carry keeps its axes, sizes, dtypes and placement from step to step; only the order of axes may change, since it
     is layout. As with `jax.lax.scan`, a body is not traced again for arguments of the same form, so it must not depend
-    on anything that changes between calls.
+    on anything that changes between calls. It may be a module, a method of one, or a `functools.partial`: the arrays
+    that these hold can change.
+
+    What is not an array is part of the program, a Python number too, so that a body can branch on it. Each new value
+    compiles again: hand in a number that changes as an array, `jnp.float32(rate)`.
 
     Arguments:
-        fn: the body, from a carry and the arguments of one step to the next carry and an output.
+        f: the body, from a carry and the arguments of one step to the next carry and an output.
         axis: the axis. If nothing that is scanned has it, it needs a size.
         remat: what is kept for the backward pass: a `ScanCheckpointPolicy`, or a word for one. True computes each step
             again from its carry; False keeps everything.
@@ -68,12 +71,13 @@ def scan(
     >>> final, sums
     (NamedArray(float32[embed=2], [1.75 1.75]), NamedArray(float32[time=3], [0. 2. 3.]))
     """
-    loop = _Loop("scan", name_of(axis), policy_of(remat), reverse, unroll)
+    loop = _Loop("scan", _axes.one_name("scan", axis), policy_of(remat), reverse, unroll)
+    functions_of = Functions(f).now
 
     def scanned(init: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return _run(loop, axis, fn, is_scanned, init, args, kwargs)
+        return _run(loop, axis, functions_of(), is_scanned, init, args, kwargs)
 
-    return functools.update_wrapper(scanned, fn, updated=())
+    return functools.update_wrapper(scanned, f, updated=())
 
 
 def fold(
@@ -99,10 +103,11 @@ def fold(
     >>> axn.fold(lambda h, x: 0.5 * h + x, Time)(axn.zeros(Embed), axn.ones((Time, Embed)))
     NamedArray(float32[embed=2], [1.75 1.75])
     """
-    loop = _Loop("fold", name_of(axis), policy_of(remat), reverse, unroll)
+    loop = _Loop("fold", _axes.one_name("fold", axis), policy_of(remat), reverse, unroll)
+    functions_of = Functions(fn).now
 
     def folded(init: Any, *args: Any, **kwargs: Any) -> Any:
-        return _run(loop, axis, fn, is_scanned, init, args, kwargs)[0]
+        return _run(loop, axis, functions_of(), is_scanned, init, args, kwargs)[0]
 
     return functools.update_wrapper(folded, fn, updated=())
 
@@ -118,7 +123,8 @@ def map(
 ) -> Callable[..., Any]:
     """Apply a function to one slice after the other: `scan` without a carry.
 
-    It computes what `vmap` does, in a loop: slower, with the memory of one step.
+    It computes what `vmap` does, in a loop: slower, with the memory of one step. A number that the function returns is
+    stacked, as in `jax.lax.map`, where `vmap` passes it on as it is.
 
     Arguments:
         fn: the function of the arguments of one step.
@@ -131,10 +137,11 @@ def map(
     >>> axn.map(lambda x: x * x, "x")(axn.arange(axn.Axis("x", 3)))
     NamedArray(int32[x=3], [0 1 4])
     """
-    loop = _Loop("map", name_of(axis), policy_of(remat), reverse, unroll)
+    loop = _Loop("map", _axes.one_name("map", axis), policy_of(remat), reverse, unroll)
+    functions_of = Functions(fn).now
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        return _run(loop, axis, fn, is_mapped, None, args, kwargs)[1]
+        return _run(loop, axis, functions_of(), is_mapped, None, args, kwargs)[1]
 
     return functools.update_wrapper(mapped, fn, updated=())
 
@@ -151,7 +158,7 @@ class _Loop:
     unroll: int | bool
 
     def __post_init__(self) -> None:
-        if self.unroll is not False and self.unroll < 1:
+        if not isinstance(self.unroll, int) or (self.unroll is not False and self.unroll < 1):
             raise ValueError(f"{self.what}: `unroll` is a number of steps, at least 1, or True; got {self.unroll}.")
 
     def step(self, fn: Callable[..., Any], carry: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -175,13 +182,11 @@ def _shown(result: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Plan:
-    """Everything static that a compiled loop depends on."""
+    """What a compiled loop depends on besides the forms of its carry and of its arguments."""
 
     loop: _Loop
     length: int
     unroll: int
-    carry: Form
-    arguments: Form
     positions: tuple[int | None, ...]
     """For each array of the arguments, where the axis stands; None if the array is the same in every step."""
 
@@ -189,7 +194,7 @@ class _Plan:
 def _run(
     loop: _Loop,
     axis: AxisSelector,
-    fn: Callable[..., Any],
+    functions: Functions,
     is_scanned: ScannedSpec,
     init: Any,
     args: tuple[Any, ...],
@@ -208,8 +213,8 @@ def _run(
         raise ValueError(_sizes_differ(loop, axis, form, arrays, positions))
     # As a number: True equals 1, and the two mean different things.
     unroll = max(1, sizes[0] if loop.unroll is True else loop.unroll)
-    plan = _Plan(loop, sizes[0], unroll, carry_form, form, positions)
-    carry, outputs = compiled(_build, (fn,), plan)(carry, arrays)
+    run = functions.compiled(_build, _Plan(loop, sizes[0], unroll, positions), carry_form, form)
+    carry, outputs = run(functions.arrays, carry, arrays)
     return carry_form.join(carry), outputs.tree()
 
 
@@ -228,16 +233,16 @@ def _position(name: str, x: Any, names: Names | None, choose: Callable[[Any], bo
 # --- the compiled loop ---
 
 
-def _build(functions: Callable[[], Functions], plan: _Plan) -> Callable[..., Any]:
+def _build(functions: Getter, plan: _Plan, carry_form: Form, arguments: Form) -> Callable[..., Any]:
     """The loop as one jitted function, from raw arrays to raw arrays."""
     loop, name = plan.loop, plan.loop.name
-    in_step = plan.arguments.with_names(
+    in_step = arguments.with_names(
         names if names is None or p is None else _axes.without(names, name)
-        for names, p in zip(plan.arguments.names, plan.positions, strict=True)
+        for names, p in zip(arguments.names, plan.positions, strict=True)
     )
 
-    def run(carry: list[Any], arrays: list[Any]) -> tuple[list[Any], Packed]:
-        (fn,) = functions()
+    def run(held: Held, carry: list[Any], arrays: list[Any]) -> tuple[list[Any], Packed]:
+        (fn,) = functions(held)
         scanned = [(i, p) for i, p in enumerate(plan.positions) if p is not None]
         xs = [jnp.moveaxis(_axes.whole_along(arrays[i], p), p, 0) for i, p in scanned]
         returned: list[Form] = []
@@ -247,10 +252,10 @@ def _build(functions: Callable[[], Functions], plan: _Plan) -> Callable[..., Any
             for (i, _), x in zip(scanned, slices, strict=True):
                 of_step[i] = x
             args, kwargs = in_step.join(of_step)
-            new, output = loop.step(fn, plan.carry.join(carry), args, kwargs)
+            new, output = loop.step(fn, carry_form.join(carry), args, kwargs)
             outputs, form = split(output, numbers=True)
-            returned[:] = [form]  # a step can be traced again, with stronger types
-            return conform(loop.what, CARRY, plan.carry, [jax.typeof(c) for c in carry], new, promoted=True), outputs
+            returned[:] = [form.lent(carry_form, arguments)]  # a step can be traced again, with stronger types
+            return conform(loop.what, CARRY, carry_form, [jax.typeof(c) for c in carry], new, promoted=True), outputs
 
         final, ys = checkpointed_scan(
             loop.policy,
@@ -325,4 +330,4 @@ def _no_size(loop: _Loop, form: Form) -> str:
 def _paths(form: Form, arrays: Sequence[Any]) -> list[str]:
     """Where each array of the arguments stands."""
     paths = _axes.argument_paths(*form.join(arrays))
-    return [path for path, slot in zip(paths, form.slots, strict=True) if not isinstance(slot, Static)]
+    return [path for path, slot in zip(paths, form.slots, strict=True) if not isinstance(slot, Constant)]

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _errors, _mesh
-from .._mesh import Names, mesh_axes
+from .._mesh import Names, entry_of, mesh_axes
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelection, name_of, selectors
 from . import _axes
@@ -34,7 +34,7 @@ def vmap(
     The function is called once and sees the arguments without the axes; what it returns gets them in front. Named
     arrays that have an axis are mapped over it, and the others are the same for every element. Raw arrays have no names
     to go by and are mapped over their first axis, unless told otherwise. What is not an array, in the arguments or in
-    what the function returns, is passed on as it is.
+    what the function returns, is passed on as it is: a number that it returns stays that number, where `map` stacks it.
 
     An axis that the mapping in force sends to mesh axes stays there throughout. On Explicit mesh axes, arguments that
     are placed differently along the axis are brought into line first, and those that are not mapped are gathered over
@@ -72,14 +72,17 @@ def vmap(
         returned: list[Any] = []
 
         def one(arrays: Sequence[Any]) -> list[Any]:
+            inner = list(leaves)
             for operand, x in zip(operands, arrays, strict=True):
-                leaves[operand.leaf] = x if operand.inner_names is None else wrap(x, operand.inner_names)
-            one_args, one_kwargs = jax.tree.unflatten(structure, leaves)
+                inner[operand.leaf] = x if operand.inner_names is None else wrap(x, operand.inner_names)
+            one_args, one_kwargs = jax.tree.unflatten(structure, inner)
             results, result_structure = _axes.flatten(fn(*one_args, **one_kwargs))
-            returned.extend((results, result_structure))
             for result in results:
                 if isinstance(result, NamedArray):
                     _axes.check_rank(result)
+            _axes.check_placed_elsewhere("vmap", sizes, inner, results)
+            # Without the arrays, which belong to the trace.
+            returned[:] = [_emptied(r) for r in results], result_structure
             return [array for r in results if (array := _array_in(r)) is not None]
 
         for level in reversed(range(len(names))):
@@ -87,12 +90,8 @@ def vmap(
             size = sizes[names[level]]
             spmd = _axes.spmd_axes(names[level], size)
             one = jax.vmap(one, in_axes=(positions,), axis_size=size, spmd_axis_name=spmd)
-        try:
+        with _axes.collisions_named("vmap", names):
             stacked = iter(one(_placed_alike(names, sizes, operands)))
-        except Exception as e:
-            if "spmd_axis_name" in str(e) or "duplicate entries" in str(e):  # of a sharding: JAX names no axis there
-                raise ValueError(_collision(names)) from e
-            raise
         results, result_structure = returned
         return jax.tree.unflatten(result_structure, [_restored(r, names, stacked) for r in results])
 
@@ -202,7 +201,7 @@ def _placed_alike(names: Names, sizes: Mapping[str, int], operands: Sequence[_Op
     taken = {axis for entry in spec for axis in mesh_axes(entry)}
     for i, (operand, found) in enumerate(zip(operands, entries, strict=True)):
         left = (tuple(a for a in mesh_axes(entry) if a not in taken) for entry in found)
-        wanted = [axes[0] if len(axes) == 1 else axes or None for axes in left]
+        wanted = [entry_of(axes) for axes in left]
         for name, dim in zip(names, operand.dims, strict=True):
             if dim is not None:
                 wanted[dim] = chosen[name]
@@ -286,23 +285,26 @@ def _array_in(result: Any) -> Any:
     return array if _axes.is_array(array) else None
 
 
+_EMPTY = object()
+"""Stands where a result has an array."""
+
+
+def _emptied(result: Any) -> Any:
+    """A leaf of the result without its array."""
+    if _array_in(result) is None:
+        return result
+    return wrap(_EMPTY, result.names) if isinstance(result, NamedArray) else _EMPTY
+
+
 def _restored(result: Any, names: Names, stacked: Iterator[Any]) -> Any:
-    """A leaf of the result with its next stacked array, if it has one, and with the axes among its names."""
-    array = None if _array_in(result) is None else next(stacked)
+    """An emptied leaf of the result with its next stacked array, and with the axes among its names."""
     if not isinstance(result, NamedArray):
-        return result if array is None else array
-    return _axes.stacked("vmap", wrap(result.array if array is None else array, result.names), *names)
+        return next(stacked) if result is _EMPTY else result
+    array = next(stacked) if result.array is _EMPTY else result.array
+    return _axes.stacked("vmap", wrap(array, result.names), *names)
 
 
 # --- words ---
-
-
-def _collision(names: Names) -> str:
-    noun = "axis" if len(names) == 1 else "one of the axes"
-    return (
-        f"vmap: the function places an axis of an array on a mesh axis that {noun} {', '.join(map(repr, names))}, over "
-        "which it is mapped, uses already. Map one of the two elsewhere, or to None."
-    )
 
 
 def _too_few_axes(path: str, shape: tuple[int, ...], where: int | None, names: Names) -> str:

@@ -1,0 +1,194 @@
+"""Llama, written in names: the architecture of `LlamaForCausalLM` in Hugging Face's `transformers`.
+
+What the axes are called, and what they are:
+
+| axis        | counts                                               |
+|-------------|------------------------------------------------------|
+| `batch`     | texts                                                |
+| `pos`       | tokens of a text; `key_pos` where attended to        |
+| `vocab`     | tokens there are                                     |
+| `embed`     | features of the residual stream                      |
+| `layers`    | blocks                                               |
+| `kv_heads`  | heads of keys and values                             |
+| `group`     | heads of queries that share those of keys and values |
+| `head_size` | features of a head                                   |
+| `mlp`       | hidden features of the multilayer perceptron         |
+
+Nothing here says how the model is distributed. That is a mapping from these names to the axes of a mesh: see
+`mappings.py`, and `train.py`, which trains the model under each of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+
+import axonym as axn
+from axonym import Axis, NamedArray, nn
+from axonym.nn.attention import Causal, Rotary, apply_rotary, dot_product_attention
+from axonym.state import ModuleWithStateDictSerialization
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """The axes of a model, and its few other numbers."""
+
+    Vocab: Axis
+    Embed: Axis
+    Layers: Axis
+    KVHeads: Axis
+    Group: Axis
+    HeadSize: Axis
+    Mlp: Axis
+    rotary: Rotary = dataclasses.field(default_factory=Rotary)
+    norm_eps: float = 1e-6
+    tied: bool = False
+    """Whether tokens are embedded and predicted with one table."""
+
+    @staticmethod
+    def from_huggingface(config: Mapping[str, Any]) -> Config:
+        """Read a `config.json`, as a dictionary."""
+        if wrong := [name for name in ("attention_bias", "mlp_bias") if config.get(name)]:
+            raise ValueError(f"Llama: the configuration asks for {', '.join(wrong)}, which this model has not.")
+        heads = config["num_attention_heads"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        rotary = config.get("rope_parameters") or config.get("rope_scaling")
+        return Config(
+            Vocab=Axis("vocab", config["vocab_size"]),
+            Embed=Axis("embed", config["hidden_size"]),
+            Layers=Axis("layers", config["num_hidden_layers"]),
+            KVHeads=Axis("kv_heads", kv_heads),
+            Group=Axis("group", heads // kv_heads),
+            HeadSize=Axis("head_size", config.get("head_dim") or config["hidden_size"] // heads),
+            Mlp=Axis("mlp", config["intermediate_size"]),
+            rotary=Rotary.from_config(rotary, theta=config.get("rope_theta")),
+            norm_eps=config["rms_norm_eps"],
+            tied=config.get("tie_word_embeddings", False),
+        )
+
+
+class Attention(eqx.Module):
+    """Causal attention, in which a group of queries shares keys and values."""
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    rotary: Rotary = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: Config, *, key: jax.Array) -> Attention:
+        c, keys = config, jax.random.split(key, 4)
+        heads = (c.KVHeads, c.Group, c.HeadSize)
+        return Attention(
+            q_proj=nn.Linear.init(c.Embed, heads, key=keys[0], use_bias=False),
+            k_proj=nn.Linear.init(c.Embed, (c.KVHeads, c.HeadSize), key=keys[1], use_bias=False),
+            v_proj=nn.Linear.init(c.Embed, (c.KVHeads, c.HeadSize), key=keys[2], use_bias=False),
+            o_proj=nn.Linear.init(heads, c.Embed, key=keys[3], use_bias=False),
+            rotary=c.rotary,
+        )
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        q = apply_rotary(self.q_proj(x), "head_size", "pos", self.rotary)
+        k = apply_rotary(self.k_proj(x), "head_size", "pos", self.rotary)
+        v = self.v_proj(x)
+        # Every position attends to every other, so what is attended to needs a name of its own. The queries have the
+        # axis `group` and the keys do not, which is all there is to grouped-query attention.
+        k, v = k.rename({"pos": "key_pos"}), v.rename({"pos": "key_pos"})
+        attended = dot_product_attention("key_pos", "head_size", q, k, v, mask=Causal("pos"))
+        return self.o_proj(attended)
+
+
+class Mlp(eqx.Module):
+    """A multilayer perceptron with a gate."""
+
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
+    @staticmethod
+    def init(config: Config, *, key: jax.Array) -> Mlp:
+        gate, up, down = jax.random.split(key, 3)
+        return Mlp(
+            gate_proj=nn.Linear.init(config.Embed, config.Mlp, key=gate, use_bias=False),
+            up_proj=nn.Linear.init(config.Embed, config.Mlp, key=up, use_bias=False),
+            down_proj=nn.Linear.init(config.Mlp, config.Embed, key=down, use_bias=False),
+        )
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(ModuleWithStateDictSerialization):
+    """Attention and a perceptron, each of which adds to the residual stream."""
+
+    attention_norm: nn.RmsNorm
+    attention: Attention
+    mlp_norm: nn.RmsNorm
+    mlp: Mlp
+
+    @staticmethod
+    def init(config: Config, *, key: jax.Array) -> Block:
+        attention, mlp = jax.random.split(key)
+        return Block(
+            attention_norm=nn.RmsNorm.init(config.Embed, config.norm_eps, use_bias=False),
+            attention=Attention.init(config, key=attention),
+            mlp_norm=nn.RmsNorm.init(config.Embed, config.norm_eps, use_bias=False),
+            mlp=Mlp.init(config, key=mlp),
+        )
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+    def _state_dict_key_map(self) -> dict[str, str | None]:
+        return {
+            "attention_norm": "input_layernorm",
+            "attention": "self_attn",
+            "mlp_norm": "post_attention_layernorm",
+        }
+
+
+class Llama(ModuleWithStateDictSerialization):
+    """From tokens to the logits of the tokens that follow.
+
+    The names of fields are this file's own, or those of `transformers` where these say what is meant. What a state
+    dict calls the others is said by `_state_dict_key_map`.
+    """
+
+    table: nn.Embedding
+    blocks: nn.Stacked[Block]
+    norm: nn.RmsNorm
+    head: nn.Linear | None
+    """None where tokens are predicted with the table that embeds them."""
+
+    @staticmethod
+    def init(config: Config, *, key: jax.Array) -> Llama:
+        table, blocks, head = jax.random.split(key, 3)
+        # All blocks are made as one, whose weights have the axis `layers`, and they run in a loop: so a model of 80
+        # blocks compiles as fast as one of 2. With checkpointing, the backward pass computes each block again.
+        stacked = nn.Stacked.init(config.Layers, Block, gradient_checkpointing=True)
+        return Llama(
+            table=nn.Embedding.init(config.Vocab, config.Embed, key=table),
+            blocks=stacked(config, key=blocks),
+            norm=nn.RmsNorm.init(config.Embed, config.norm_eps, use_bias=False),
+            head=None if config.tied else nn.Linear.init(config.Embed, config.Vocab, key=head, use_bias=False),
+        )
+
+    def __call__(self, tokens: NamedArray) -> NamedArray:
+        x = self.norm(self.blocks.fold(self.table(tokens)))
+        return self.table.unembed(x) if self.head is None else self.head(x)
+
+    def loss(self, tokens: NamedArray) -> jax.Array:
+        """The mean surprise at each token but the first, given those before it."""
+        Pos = tokens.resolve_axis("pos")
+        targets = axn.roll(tokens, -1, Pos)
+        followed = axn.arange(Pos) < Pos.size - 1  # the last token is followed by none
+        return nn.cross_entropy_loss(self(tokens), "vocab", targets, where=followed).scalar()
+
+    def _state_dict_key_map(self) -> dict[str, str | None]:
+        return {"table": "model.embed_tokens", "blocks": "model.layers", "norm": "model.norm", "head": "lm_head"}

@@ -1,0 +1,201 @@
+"""The two ways in which a rule is carried out.
+
+`by_partitioner` leaves it to XLA's partitioner how operands are split, with `jax.experimental.custom_partitioning`. It
+is decided when the program is compiled, and the function for one device is traced then, in surroundings that are made
+here: the mesh with all axes handled by hand. JAX gives custom partitioning no rule for `vmap` and none for
+differentiation. The first is one more axis of the rule; the second is left to the other way.
+
+`by_hand` is a `jax.shard_map`. How operands are split must be known when the program is traced.
+
+In both, JAX does not keep track of what varies over mesh axes: a partitioner has no such notion, and a function should
+not be right in one way and wrong in the other. Gradients then count a value that is the same on several devices once
+for each of them, on the way in and on the way out, which is correct for a function whose results are right. Only inside
+a `shard_map` that keeps track, the one inside has to do so, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from .._compat import INLINE, varying_axes
+from .._mesh import mesh_axes
+from ..manual._view import in_force
+from ..sharding.meshes import AnyMesh
+from ..sharding.shard import shard
+from .rule import WHOLE, Rule, Splits
+
+Arrays = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """A rule, and functions of arrays that keep it."""
+
+    what: str
+    rule: Rule
+    whole: Callable[..., Arrays]
+    """What the operation means, on whole arrays."""
+    part: Callable[..., Arrays]
+    """What one device does. It takes the shapes of its results first, then its parts of the operands."""
+
+    def on_whole(self, *arrays: Any) -> Arrays:
+        """The operation where nothing is split, or where what is split is not its business."""
+        with in_force(self.rule.view(WHOLE, {})):
+            return self.whole(*arrays)
+
+    def on_part(self, mesh: AnyMesh, splits: Splits, checked: bool = False) -> Callable[..., Arrays]:
+        """The function for one device."""
+        shapes = [self.rule.local_shape(term, splits, mesh.shape) for term in self.rule.results]
+        view = self.rule.view(splits, mesh.shape, checked)
+
+        def part(*arrays: Any) -> Arrays:
+            with in_force(view):
+                results = self.part(shapes, *arrays)
+            if not checked:
+                return results
+            around = set(getattr(mesh, "manual_axes", ()))
+            kept = [around.union(*(splits.get(f, ()) for f in itertools.chain(*term))) for term in self.rule.results]
+            return tuple(_one_value(x, axes) for x, axes in zip(results, kept, strict=True))
+
+        return part
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Operation:
+        """The operation with one more axis in front of some operands and of all results."""
+        name = next(n for i in itertools.count() if (n := f"vmap{i}") not in self.rule.sizes)
+        in_axes = tuple(0 if b else None for b in batched)
+
+        def whole(*arrays: Any) -> Arrays:
+            return jax.vmap(self.whole, in_axes=in_axes, axis_size=size)(*arrays)
+
+        def part(shapes: Sequence[tuple[int, ...]], *arrays: Any) -> Arrays:
+            one = functools.partial(self.part, [s[1:] for s in shapes])
+            return jax.vmap(one, in_axes=in_axes, axis_size=shapes[0][0] if shapes else size)(*arrays)
+
+        return Operation(self.what, self.rule.batched(name, size, batched), whole, part)
+
+
+def by_partitioner(operation: Operation, known: AnyMesh | None, *arrays: Any) -> Arrays:
+    """Carry an operation out as XLA's partitioner splits its operands.
+
+    Arguments:
+        operation: the operation.
+        known: the mesh in force, if there is one.
+        arrays: its operands.
+    """
+    rule = operation.rule
+
+    def partition(mesh: Any, operands: Arrays, results: Arrays) -> Any:
+        everything = (*operands, *results)
+        if mesh.empty:
+            mesh = _with_devices(operation.what, known, everything)
+        # Where operands disagree, it is the largest that stays where it is.
+        order = sorted(range(len(operands)), key=lambda i: -operands[i].size)
+        terms = (*rule.operands, *rule.results)
+        splits = rule.splits(
+            mesh.shape,
+            [(terms[i], _entries(everything[i], mesh)) for i in (*order, *range(len(order), len(terms)))],
+        )
+        placed = [NamedSharding(mesh, rule.spec(term, splits)) for term in terms]
+        here = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Manual,) * len(mesh.axis_names))
+        on_part = operation.on_part(here, splits)
+
+        def part(*xs: Any) -> Arrays:
+            with jax.sharding.use_abstract_mesh(here):
+                return on_part(*xs)
+
+        return mesh, part, tuple(placed[len(operands) :]), tuple(placed[: len(operands)])
+
+    # Inside a jit of its own, the function can use arrays that are not its arguments.
+    whole = jax.jit(operation.on_whole)
+    partitioned = custom_partitioning(lambda *xs: whole(*xs))
+    partitioned.def_partition(partition=partition, sharding_rule=rule.for_shardy())
+    mappable = jax.custom_batching.custom_vmap(lambda *xs: partitioned(*xs))
+
+    @mappable.def_vmap
+    def mapped(size: int, batched: Sequence[bool], *xs: Any) -> tuple[Arrays, Arrays]:
+        return by_partitioner(operation.batched(size, batched), known, *xs), (True,) * len(rule.results)
+
+    return tuple(mappable(*arrays))
+
+
+def by_hand(operation: Operation, mesh: AnyMesh, splits: Splits, *arrays: Any) -> Arrays:
+    """Carry an operation out on the parts that this way of splitting makes.
+
+    Arguments:
+        operation: the operation.
+        mesh: the mesh; axes of it that are handled by hand already are left alone.
+        splits: how factors are split.
+        arrays: the operands.
+    """
+    rule = operation.rule
+    around = set(getattr(mesh, "manual_axes", ()))
+    specs = tuple(rule.spec(term, splits) for term in rule.operands)
+    checked = any(varying_axes(x) for x in arrays)
+    if AxisType.Explicit in mesh.axis_types:
+        arrays = tuple(shard(list(arrays), list(specs), mesh))
+    mapped = jax.shard_map(
+        operation.on_part(mesh, splits, checked),
+        mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
+        in_specs=specs,
+        out_specs=tuple(rule.spec(term, splits) for term in rule.results),
+        axis_names=set(mesh.axis_names) - around if around else set(),
+        check_vma=checked,
+    )
+    if around:
+        # Inside another one that runs eagerly, JAX fails on what is the same on all devices of the outer mesh axes.
+        mapped = jax.jit(mapped, inline=INLINE)
+    return tuple(mapped(*arrays))
+
+
+def _one_value(x: Any, but_for: set[str]) -> Any:
+    """A result of which JAX shall know that it is the same on all devices, but for those along some mesh axes."""
+    axes = tuple(sorted(varying_axes(x) - but_for))
+    if not axes:
+        return x
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return jax.lax.pmean(x, axes)
+    return jax.lax.pmax(x.astype(jnp.int32), axes).astype(x.dtype) if x.dtype == bool else jax.lax.pmax(x, axes)
+
+
+def _with_devices(what: str, mesh: AnyMesh | None, arrays: Sequence[Any]) -> Mesh:
+    """The mesh in force, with devices. The partitioner forgets it where no argument of the program lies on it."""
+    if mesh is None:
+        raise ValueError(f"{what}: the partitioner does not know of a mesh. Put one in force with `jax.set_mesh`.")
+    devices = list(arrays[0].sharding.devices_indices_map(arrays[0].shape))
+    return Mesh(np.array(devices).reshape(tuple(mesh.shape.values())), mesh.axis_names)
+
+
+def _entries(x: Any, mesh: Mesh) -> tuple[Any, ...]:
+    """How the partitioner splits an array, one entry for each dimension."""
+    if isinstance(x.sharding, NamedSharding):
+        return (*x.sharding.spec, *(None,) * (len(x.shape) - len(x.sharding.spec)))
+    # It only tells which device has what: a mesh axis splits a dimension if a step along it is one in the dimension.
+    parts = x.sharding.devices_indices_map(x.shape)
+    starts = np.array([[part.start or 0 for part in parts[device]] for device in mesh.devices.flat])
+    starts = starts.reshape(*mesh.devices.shape, len(x.shape))
+    entries = []
+    for dimension in range(len(x.shape)):
+        steps = {}
+        for i, axis in enumerate(mesh.axis_names):
+            if mesh.shape[axis] > 1:
+                steps[axis] = starts[(0,) * i + (1,) + (0,) * (len(mesh.axis_names) - i - 1)][dimension]
+        entries.append(tuple(sorted((a for a in steps if steps[a]), key=steps.__getitem__, reverse=True)) or None)
+    return tuple(entries)
+
+
+def explicit_entries(x: Any) -> tuple[Any, ...]:
+    """How an array is split over Explicit mesh axes, one entry for each dimension."""
+    kind = jax.typeof(x).sharding
+    explicit = {a for a, t in zip(kind.mesh.axis_names, kind.mesh.axis_types, strict=True) if t == AxisType.Explicit}
+    found = [tuple(a for a in mesh_axes(entry) if a in explicit) for entry in kind.spec]
+    return tuple(axes or None for axes in found)

@@ -1,0 +1,233 @@
+"""The factors of operands and results: by the names of their axes, or by a string.
+
+A string has a term for each operand and result, `"batch vocab, -> batch k"`; a blank one is a scalar. The words of a
+term are matched with the axes of a named array by name and with the dimensions of a raw one by position. `...` stands
+for all others, and `(row col)` for one dimension of several factors; of a named array, `(pos: row col)` says which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from .. import _errors, _parsing
+from .._mesh import Names
+from .rule import Dimension, Term
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Described:
+    """An operand or result: its names, if it has some, and its shape."""
+
+    names: Names | None
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"of shape {self.shape}" if self.names is None else _errors.describe_axes(self.names, self.shape)
+
+
+@dataclasses.dataclass
+class Terms:
+    """The terms of operands and results, and the sizes of their factors, gathered one array at a time."""
+
+    what: str
+    sizes: dict[str, int]
+    operands: list[Term] = dataclasses.field(default_factory=list)
+    results: list[Term] = dataclasses.field(default_factory=list)
+    groups: dict[str, Dimension] = dataclasses.field(default_factory=dict)
+
+    def record(self, factor: str, size: int, place: str) -> None:
+        """One dimension that is one factor."""
+        if self.sizes.setdefault(factor, size) != size:
+            places = [("what came before", self.sizes[factor]), (place, size)]
+            raise ValueError(_errors.size_mismatch(self.what, factor, places))
+
+
+def by_names(what: str, operands: Sequence[Described], results: Sequence[Described]) -> Terms:
+    """The terms where nothing but the names of axes is known: what has no name is its own factor.
+
+    Arguments:
+        what: the operation, for messages.
+        operands: its operands.
+        results: its results.
+    """
+    terms = Terms(what, {})
+    for i, x in enumerate(operands):
+        term = []
+        for position, size in enumerate(x.shape):
+            if x.names is None:
+                term.append(_unnamed(terms, f"operand{i}", position, size))
+            else:
+                terms.record(x.names[position], size, f"operand {i} {x}")
+                term.append((x.names[position],))
+        terms.operands.append(tuple(term))
+    for i, x in enumerate(results):
+        term = []
+        for position, size in enumerate(x.shape):
+            if x.names is None:
+                term.append(_unnamed(terms, f"result{i}", position, size))
+                continue
+            name = x.names[position]
+            # An axis that was resized is another one, as far as splitting goes.
+            while terms.sizes.setdefault(name, size) != size:
+                name += "'"
+            term.append((name,))
+        terms.results.append(tuple(term))
+    return terms
+
+
+def _unnamed(terms: Terms, array: str, position: int, size: int) -> Dimension:
+    factor = f"{array}_{position}"
+    terms.record(factor, size, array)
+    return (factor,)
+
+
+def parse(what: str, text: str, sizes: Mapping[str, int]) -> _parsing.Expression:
+    """The expression, with all that can be checked before there are arrays.
+
+    Arguments:
+        what: the operation, for messages.
+        text: the expression.
+        sizes: of factors, given by keyword.
+    """
+    expression = _parsing.parse(what, text, comma="terms")
+    for term in expression.lhs:
+        if not term.ordered:
+            expression.fail(term, "dimensions have an order, so they are written without braces.")
+    known = words(expression)
+    for name, size in sizes.items():
+        if name not in known:
+            listed = ", ".join(map(repr, known)) or "none"
+            raise TypeError(f"{what}: {name!r} is not among the axes of the rule, {listed}."
+                            + _errors.suggestion(name, known))  # fmt: skip
+        if not isinstance(size, int):
+            raise TypeError(f"{what}: {name}={size!r} should be the size of that axis, an integer.")
+    return expression
+
+
+def words(expression: _parsing.Expression) -> list[str]:
+    """All words of an expression, once each."""
+    return list(dict.fromkeys(v.name for term in (*expression.lhs, *expression.rhs) for v in term.variables))
+
+
+def by_string(
+    expression: _parsing.Expression,
+    sizes: Mapping[str, int],
+    operands: Sequence[Described],
+    results: Sequence[Described],
+) -> Terms:
+    """The terms that a string gives to these operands and results.
+
+    Arguments:
+        expression: the string, parsed.
+        sizes: of factors, given by keyword.
+        operands: the operands.
+        results: the results.
+    """
+    what = expression.what
+    for kind, side, arrays in (("operand", expression.lhs, operands), ("result", expression.rhs, results)):
+        if len(side) != len(arrays):
+            where = _Span(side[0].start, max(side[-1].stop, side[0].start + 1))
+            verb = "the call has" if kind == "operand" else "the function returns"
+            expression.fail(where, f"{len(side)} {kind}{'s' * (len(side) != 1)} here, but {verb} {len(arrays)}.")
+    terms = Terms(what, dict(sizes))
+    both = [
+        *(
+            (f"operand {i}", t, x, terms.operands)
+            for i, (t, x) in enumerate(zip(expression.lhs, operands, strict=True))
+        ),
+        *((f"result {i}", t, x, terms.results) for i, (t, x) in enumerate(zip(expression.rhs, results, strict=True))),
+    ]
+    groups: list[tuple[_parsing.Group, int]] = []
+    for place, term, x, into in both:
+        bound = (_bound_by_position if x.names is None else _bound_by_name)(expression, term, x, place)
+        for (element, dimension), size in zip(bound, x.shape, strict=True):
+            if isinstance(element, _parsing.Group):
+                groups.append((element, size))
+                if element.name is not None:
+                    _name_group(expression, terms, element, dimension)
+            else:
+                terms.record(dimension[0], size, f"{place} {x}")
+        into.append(tuple(dimension for _, dimension in bound))
+    for group, size in groups:
+        _complete(expression, terms, group, size)
+    return terms
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Span:
+    start: int
+    stop: int
+
+
+_Bound = list[tuple[_parsing.Element, Dimension]]
+"""For each dimension of an array, what stands for it in the string, and its factors."""
+
+
+def _dimension(element: _parsing.Element) -> Dimension:
+    assert not isinstance(element, _parsing.Dots)
+    return (element.name,) if isinstance(element, _parsing.Name) else tuple(m.name for m in element.members)
+
+
+def _bound_by_position(expression: _parsing.Expression, term: _parsing.Term, x: Described, place: str) -> _Bound:
+    others = len(x.shape) - len(term.elements) + (term.dots is not None)
+    if others < 0 or (others and term.dots is None):
+        count = len(term.elements) - (term.dots is not None)
+        at_least = "at least " if term.dots is not None else ""
+        _fail(expression, term, f"{at_least}{count} dimension{'s' * (count != 1)} here, but {place} is {x}.")
+    found = [
+        [(e, (f"...{i}",)) for i in range(others)] if isinstance(e, _parsing.Dots) else [(e, _dimension(e))]
+        for e in term.elements
+    ]
+    return list(itertools.chain.from_iterable(found))
+
+
+def _bound_by_name(expression: _parsing.Expression, term: _parsing.Term, x: Described, place: str) -> _Bound:
+    assert x.names is not None
+    known: dict[str, _parsing.Element] = {}
+    for element in term.elements:
+        if isinstance(element, _parsing.Dots):
+            continue
+        if isinstance(element, _parsing.Group) and element.name is None:
+            expression.fail(element, f"{place} has names, so this group needs the name of its axis: `(name: a b)`.")
+        name = element.name if isinstance(element, _parsing.Name) else element.name.name  # pyright: ignore
+        if name not in x.names:
+            expression.fail(element, f"{place} {x} has no axis {name!r}.{_errors.suggestion(name, x.names)}")
+        known[name] = element
+    others = [n for n in x.names if n not in known]
+    if others and term.dots is None:
+        listed = ", ".join(map(repr, others))
+        _fail(expression, term, f"{place} {x} has {listed} as well. Name them, or add `...` for all others.")
+    return [(known[n], _dimension(known[n])) if n in known else (term.dots or term, (n,)) for n in x.names]  # pyright: ignore
+
+
+def _name_group(expression: _parsing.Expression, terms: Terms, group: _parsing.Group, dimension: Dimension) -> None:
+    assert group.name is not None
+    if terms.groups.setdefault(group.name.name, dimension) != dimension:
+        expression.fail(
+            group, f"{group.name.name!r} has the factors ({' '.join(terms.groups[group.name.name])}) before."
+        )
+    if group.name.name in words(expression):
+        expression.fail(group, f"{group.name.name!r} is an axis here, and a factor elsewhere.")
+
+
+def _complete(expression: _parsing.Expression, terms: Terms, group: _parsing.Group, size: int) -> None:
+    """Check the sizes of a group, or work out the one that is missing."""
+    members = [m.name for m in group.members]
+    missing = [m for m in members if m not in terms.sizes]
+    known = math.prod(terms.sizes[m] for m in members if m in terms.sizes)
+    sizes = ", ".join(f"{m}={terms.sizes.get(m, '?')}" for m in members)
+    if len(missing) > 1:
+        expression.fail(group, f"the sizes ({sizes}) do not follow from {size}. Give them by keyword.")
+    if size % known if missing else size != known:
+        expression.fail(group, f"the sizes ({sizes}) do not make up {size}.")
+    if missing:
+        terms.sizes[missing[0]] = size // known
+
+
+def _fail(expression: _parsing.Expression, term: _parsing.Term, message: str) -> NoReturn:
+    """Point at a term, also at one without words."""
+    expression.fail(_Span(term.start, max(term.stop, term.start + 1)), message)

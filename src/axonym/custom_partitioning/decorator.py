@@ -1,0 +1,485 @@
+"""`partitioned`: from a function of whole arrays, a function for one device, and a rule, an operation on any mesh.
+
+| where                                          | how it is carried out                                             |
+|------------------------------------------------|-------------------------------------------------------------------|
+| Auto mesh axes, also under `vmap` and `scan`   | by the partitioner, which decides how operands are split          |
+| the same, differentiated                       | by hand, split as the mapping in force says                       |
+| Explicit mesh axes                             | by hand, split as the types of the operands say                   |
+| inside `shard_map` over some mesh axes         | by hand over the others, split as types and mapping say           |
+| inside `shard_map` over all mesh axes          | the whole-array function, on what is the whole array there        |
+| one device                                     | the whole-array function                                          |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+from .. import _context, _errors
+from .._compat import INLINE
+from .._kernels import transpose_to
+from .._mesh import Names, explicit_mesh, mesh_axes
+from .._static import Static
+from ..array import NamedArray, is_named_array, wrap
+from ..manual._view import Part, in_force, interned
+from ..sharding.meshes import AnyMesh, current_mesh
+from ._lowerings import Arrays, Operation, by_hand, by_partitioner, explicit_entries
+from ._terms import Described, by_names, by_string, parse, words
+from .rule import Dimension, Rule, Splits, make_rule
+
+
+@overload
+def partitioned(
+    fn: Callable[..., Any],
+    /,
+    *,
+    reduced: str | Sequence[str] = (),
+    whole: str | Sequence[str] = (),
+    permuted: str | Sequence[str] = (),
+    **sizes: int,
+) -> Partitioned: ...
+@overload
+def partitioned(
+    fn: str | None = None,
+    /,
+    *,
+    reduced: str | Sequence[str] = (),
+    whole: str | Sequence[str] = (),
+    permuted: str | Sequence[str] = (),
+    **sizes: int,
+) -> Callable[[Callable[..., Any]], Partitioned]: ...
+def partitioned(
+    fn: Any = None,
+    /,
+    *,
+    reduced: str | Sequence[str] = (),
+    whole: str | Sequence[str] = (),
+    permuted: str | Sequence[str] = (),
+    **sizes: int,
+) -> Any:
+    """Make an operation on distributed arrays out of a function, and of what one device does with its parts of them.
+
+    The function says what the operation means, on whole arrays. What each device does, on its parts, is a second
+    function, decorated with the `per_shard` of the first. It works however its operands are split, and can ask for
+    collectives by axis: `axonym.psum(x, "vocab")` sums over the devices between which `vocab` is split, and does
+    nothing where it is whole. Where one function is right for both, there is no need for a second.
+
+    How operands may be split is a rule, which follows from the names of axes. An axis of operands and results is passed
+    through, and may be split. One that only operands have must be whole, or is listed in `reduced`: then it may be
+    split, and the function combines the parts. One that only results have is whole. Scalars, and what has no name, are
+    whole on every device.
+
+    Operands are the positional arguments: named arrays, raw arrays, numbers, and trees of these. Keyword arguments are
+    handed on as they are and must be hashable.
+
+    Instead of a function, the rule can be given as a string, and `partitioned` is a decorator then. The string has a
+    term for each operand and result, `"batch vocab, -> batch k"`, with words that are axes of named arrays, and in
+    order those of raw ones. `...` are all other axes, `(row col)` is one axis of several factors, and a blank term is a
+    scalar.
+
+    Arguments:
+        fn: the function of whole arrays, or the rule as a string. Without it, `partitioned` is a decorator.
+        reduced: axes that only operands have and that may be split, since the function for one device combines parts.
+        whole: axes that operands and results have and that must not be split nevertheless.
+        permuted: axes that may be split and of which devices exchange parts, as in a shift or a reversal.
+        **sizes: the sizes of factors in a string that do not follow from the arrays.
+
+    >>> from axonym.custom_partitioning import partitioned
+    >>> @partitioned(reduced="vocab")
+    ... def log_normalizer(logits, temperature):
+    ...     return axn.logsumexp(logits / temperature, "vocab")
+    >>> @log_normalizer.per_shard
+    ... def _(logits, temperature):
+    ...     logits = logits / temperature
+    ...     highest = axn.pmax(axn.max(logits, "vocab"), "vocab")
+    ...     return axn.log(axn.psum(axn.sum(axn.exp(logits - highest), "vocab"), "vocab")) + highest
+    >>> mesh, logits = axn.make_mesh({"model": 4}), axn.zeros({"batch": 2, "vocab": 8})
+    >>> log_normalizer(axn.shard(logits, {"vocab": "model"}, mesh), 1.0)
+    NamedArray(float32[batch=2], [2.0794 2.0794])
+    >>> print(log_normalizer.explain(logits, 1.0))
+    batch vocab, -> batch
+    passed through: batch=2
+    reduced: vocab=8
+    """
+    if fn is None or isinstance(fn, str):
+        return lambda decorated: Partitioned(_checked(decorated), fn, reduced, whole, permuted, sizes)
+    if sizes:
+        listed = ", ".join(sizes)
+        raise TypeError(
+            f"partitioned: sizes are those of factors in a string, and there is none, but {listed} is given."
+        )
+    return Partitioned(_checked(fn), None, reduced, whole, permuted, sizes)
+
+
+def _checked(fn: Any) -> Callable[..., Any]:
+    if not callable(fn):
+        raise TypeError(f"partitioned: expected a function, got {type(fn).__name__}.")
+    return fn
+
+
+class Partitioned:
+    """A distributed operation. Made by `partitioned`, and called like the function that it was made of.
+
+    >>> from axonym.custom_partitioning import partitioned
+    >>> double = partitioned(lambda x: x * 2)
+    >>> double(axn.arange(axn.Axis("x", 3)))
+    NamedArray(int32[x=3], [0 2 4])
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        text: str | None,
+        reduced: str | Sequence[str],
+        whole: str | Sequence[str],
+        permuted: str | Sequence[str],
+        sizes: dict[str, int],
+    ):
+        functools.update_wrapper(self, fn, updated=())
+        self._what = getattr(fn, "__qualname__", type(fn).__name__).rpartition("<locals>.")[2]
+        self._kinds = [(kind,) if isinstance(kind, str) else tuple(kind) for kind in (reduced, whole, permuted)]
+        _check_kinds(self._what, self._kinds)
+        self._expression = None if text is None else parse(self._what, text, sizes)
+        self._sizes = sizes
+        self._fn = fn
+        self._part = fn
+        self._plan = functools.lru_cache(maxsize=512)(self._new_plan)  # goes when the operation goes
+
+    def per_shard(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Say what one device does, on its parts of the operands.
+
+        Arguments:
+            fn: the function. It takes what the operation takes and returns what it returns, in parts.
+
+        >>> from axonym.custom_partitioning import partitioned
+        >>> @partitioned(reduced="x")
+        ... def total(x):
+        ...     return axn.sum(x, "x")
+        >>> @total.per_shard
+        ... def of_part(x):
+        ...     return axn.psum(axn.sum(x, "x"), "x")
+        >>> total(axn.shard(axn.arange(axn.Axis("x", 4)), {"x": "data"}, axn.make_mesh({"data": 2})))
+        NamedArray(int32[], 6)
+        """
+        self._part = _checked(fn)
+        self._plan.cache_clear()
+        return fn
+
+    def explain(self, *args: Any, **options: Any) -> Rule:
+        """The rule that holds for these operands; printed, it reads like the string of a rule.
+
+        Arguments:
+            *args: operands. They can be abstract.
+            **options: what is handed on.
+
+        >>> from axonym.custom_partitioning import partitioned
+        >>> @partitioned
+        ... def scaled(x, by):
+        ...     return x * by
+        >>> print(scaled.explain(axn.ones({"batch": 2, "embed": 3}), 2.0))
+        batch embed, -> batch embed
+        passed through: batch=2, embed=3
+        """
+        return self._planned(args, options)[0].operation.rule
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        plan, arrays = self._planned(args, options)
+        return plan.put_together(_carry_out(plan, arrays))
+
+    def _planned(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[_Plan, list[Any]]:
+        leaves, structure = jax.tree.flatten(args, is_leaf=is_named_array)
+        arrays = [x.array if isinstance(x, NamedArray) else x for x in leaves]
+        for i, (leaf, array) in enumerate(zip(leaves, arrays, strict=True)):
+            if not isinstance(array, _ARRAYS):
+                raise TypeError(
+                    f"{self._what}: operand {i} should be an array or a number, got {type(array).__name__}. What is to "
+                    "be handed on as it is goes by keyword."
+                )
+            if isinstance(leaf, NamedArray) and len(leaf.names) != len(jnp.shape(array)):
+                raise ValueError(f"{self._what}: operand {i}: {_errors.wrong_rank(leaf.names, jnp.shape(array))}")
+        arrays = _of_own_dtype(arrays)
+        operands = [
+            _Operand(x.names if isinstance(x, NamedArray) else None, tuple(a.shape), a.dtype)
+            for x, a in zip(leaves, arrays, strict=True)
+        ]
+        static = tuple((k, Static(x, f"{self._what}: `{k}` is handed on as it is; it")) for k, x in options.items())
+        return self._plan(structure, tuple(operands), static), arrays
+
+    def _new_plan(
+        self, structure: Any, operands: tuple[_Operand, ...], static: tuple[tuple[str, Static], ...]
+    ) -> _Plan:
+        what, options = self._what, {k: s.value for k, s in static}
+        results = _Results()
+
+        def call(fn: Callable[..., Any], arrays: Sequence[Any]) -> tuple[list[Any], Any]:
+            leaves = [a if o.names is None else wrap(a, o.names) for a, o in zip(arrays, operands, strict=True)]
+            with _context.in_force(None):  # the rule says how axes are split
+                return jax.tree.flatten(fn(*jax.tree.unflatten(structure, leaves), **options), is_leaf=is_named_array)
+
+        def whole(*arrays: Any) -> Arrays:
+            leaves, out_structure = call(self._fn, arrays)
+            results.structure = out_structure
+            results.names = [x.names if isinstance(x, NamedArray) else None for x in leaves]
+            return tuple(jnp.asarray(x.array if isinstance(x, NamedArray) else x) for x in leaves)
+
+        def part(shapes: Sequence[tuple[int, ...]], *arrays: Any) -> Arrays:
+            leaves, out_structure = call(self._part, arrays)
+            if out_structure != results.structure:
+                raise ValueError(
+                    f"{what}, per shard: the result is {out_structure}, where that of the whole-array function is "
+                    f"{results.structure}."
+                )
+            return tuple(
+                _as_expected(f"{what}, per shard, result {i}", x, names, shape, dtype)
+                for i, (x, names, shape, dtype) in enumerate(
+                    zip(leaves, results.names, shapes, results.dtypes, strict=True)
+                )
+            )
+
+        abstract = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in operands]
+        shapes = _traced(what, whole, abstract, self._known_words(operands))
+        results.dtypes = [x.dtype for x in shapes]
+        described = [Described(o.names, o.shape) for o in operands]
+        found = [Described(n, tuple(x.shape)) for n, x in zip(results.names, shapes, strict=True)]
+        operation = Operation(what, self._rule(described, found), whole, part)
+        if self._part is not self._fn:
+            # What is wrong with it is better said now than by the compiler.
+            on_part = operation.on_part(AbstractMesh((), ()), {})
+            _traced(f"{what}, per shard", on_part, abstract, ())
+        return _Plan(operation, results, jax.jit(functools.partial(_left_to_partitioner, operation), inline=INLINE))
+
+    def _known_words(self, operands: Sequence[_Operand]) -> list[str]:
+        """What collectives can be asked for while there is no rule yet."""
+        return [n for o in operands for n in o.names or ()] + (words(self._expression) if self._expression else [])
+
+    def _rule(self, operands: Sequence[Described], results: Sequence[Described]) -> Rule:
+        if self._expression is None:
+            terms = by_names(self._what, operands, results)
+        else:
+            terms = by_string(self._expression, self._sizes, operands, results)
+        reduced, whole, permuted = self._kinds
+        return make_rule(self._what, terms.operands, terms.results, terms.sizes, reduced, whole, permuted, terms.groups)
+
+
+# --- what is known of a call ---
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Operand:
+    names: Names | None
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+@dataclasses.dataclass
+class _Results:
+    """What the function of whole arrays returned when it was traced."""
+
+    structure: Any = None
+    names: list[Names | None] = dataclasses.field(default_factory=list)
+    dtypes: list[Any] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """An operation for operands of certain names, shapes and types."""
+
+    operation: Operation
+    results: _Results
+    by_partitioner: Callable[..., Arrays]
+
+    def put_together(self, arrays: Arrays) -> Any:
+        leaves = [a if n is None else wrap(a, n) for a, n in zip(arrays, self.results.names, strict=True)]
+        return jax.tree.unflatten(self.results.structure, leaves)
+
+
+def _traced(what: str, fn: Callable[..., Any], abstract: Sequence[Any], known: Sequence[str]) -> Sequence[Any]:
+    """The types of what a function returns for whole arrays, with no mesh around it."""
+    view = interned(frozenset(Part(w, 1, 1, ()) for w in known), checked=False, however=True)
+
+    def in_view(*arrays: Any) -> Any:
+        if not known:
+            return fn(*arrays)
+        with in_force(view):
+            return fn(*arrays)
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        program = jax.make_jaxpr(in_view)(*abstract)
+    if any(isinstance(c, Tracer) for c in program.consts):
+        raise ValueError(
+            f"{what}: the function uses an array of the traced function around it. Nothing says how that is split: "
+            "make it an operand."
+        )
+    return program.out_avals
+
+
+# --- how it is carried out ---
+
+
+def _carry_out(plan: _Plan, arrays: Sequence[Any]) -> Arrays:
+    operation = plan.operation
+    around = jax.sharding.get_abstract_mesh()
+    if around.manual_axes and set(around.manual_axes) == set(around.axis_names):
+        return operation.on_whole(*arrays)
+    mesh = around if not around.empty else _mesh_of_types(arrays)
+    if mesh is None or not {AxisType.Explicit, AxisType.Manual} & set(mesh.axis_types):
+        return plan.by_partitioner(*arrays)
+    splits = _splits(operation, mesh, [explicit_entries(x) for x in arrays], arrays)
+    if around.manual_axes:
+        return _not_differentiated(operation, functools.partial(by_hand, operation, mesh, splits))(*arrays)
+    # In a traced function, the types of operands can speak of a mesh that is not in force.
+    with (
+        jax.sharding.use_abstract_mesh(mesh) if mesh is not around and isinstance(mesh, AbstractMesh) else nullcontext()
+    ):
+        return by_hand(operation, mesh, splits, *arrays)
+
+
+def _not_differentiated(operation: Operation, fn: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    """A function that refuses to be differentiated, where JAX would fail with what nobody can read."""
+    call = jax.custom_jvp(fn)
+
+    @call.defjvp
+    def refused(primals: Arrays, tangents: Arrays) -> Any:
+        raise ValueError(
+            f"{operation.what}: inside a shard_map over some mesh axes, the operation is a shard_map over the others, "
+            "and JAX cannot differentiate one inside another. Let the outer one handle all mesh axes, or none."
+        )
+
+    return call
+
+
+def _mesh_of_types(arrays: Sequence[Any]) -> AnyMesh | None:
+    """The mesh that the types of operands speak of, with its devices where they are known."""
+    abstract = explicit_mesh(arrays)
+    if abstract is None or any(isinstance(x, Tracer) for x in arrays):
+        return abstract
+    meshes = (x.sharding.mesh for x in arrays if isinstance(x.sharding, NamedSharding))
+    return next(m for m in meshes if AxisType.Explicit in m.axis_types)
+
+
+def _left_to_partitioner(operation: Operation, *arrays: Any) -> Arrays:
+    settings, mesh = _context.settings_in_force(), current_mesh()
+    call = jax.custom_jvp(functools.partial(by_partitioner, operation, mesh))
+
+    @functools.partial(call.defjvp, symbolic_zeros=True)
+    def differentiated(primals: Arrays, tangents: Arrays) -> tuple[Arrays, Arrays]:
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+
+        def of_moving(*xs: Any) -> Arrays:
+            given = list(primals)
+            for i, x in zip(moving, xs, strict=True):
+                given[i] = x
+            if mesh is None:  # there is none, or it is known to the compiler alone
+                return operation.on_whole(*given)
+            with _context.in_force(settings):
+                splits = _splits(operation, mesh, [(None,) * jnp.ndim(x) for x in given], given)
+            return by_hand(operation, mesh, splits, *given)
+
+        return jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))
+
+    return call(*arrays)
+
+
+def _splits(operation: Operation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]], arrays: Sequence[Any]) -> Splits:
+    """How an operation is split where that must be known: as types say, and for Auto mesh axes as the mapping says."""
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    auto = {a for a, t in types.items() if t == AxisType.Auto}
+    mapping = _context.mapping_in_force()
+    if mapping is None and any(mesh.shape[a] > 1 for a in auto):
+        over = ", ".join(f"{a}={mesh.shape[a]}" for a in mesh.axis_names if a in auto)
+        reason = (
+            "the operation is differentiated"
+            if len(auto) == len(types)
+            else "other mesh axes are Explicit, or handled by hand"
+        )
+        raise ValueError(
+            f"{operation.what}: how are operands split over mesh axes ({over})? As {reason}, this is not left to the "
+            "partitioner, and no mapping is in force. Put one in force with `axonym.axis_mapping`; an axis that goes "
+            "to None is whole."
+        )
+    rule, found = operation.rule, []
+    for i in sorted(range(len(arrays)), key=lambda i: -np.prod(jnp.shape(arrays[i]), dtype=float)):
+        entries = []
+        for dimension, entry in zip(rule.operands[i], known[i], strict=True):
+            wanted = mesh_axes((mapping or {}).get(_axis_of(rule, dimension)))
+            if unknown := [a for a in wanted if a not in types]:
+                raise ValueError(
+                    f"{operation.what}: the mapping in force sends axis {_axis_of(rule, dimension)!r} to mesh axis "
+                    f"{unknown[0]!r}, which mesh {_errors.describe_shape(mesh.shape)} does not have."
+                    + _errors.suggestion(unknown[0], mesh.axis_names)
+                )
+            entries.append((*mesh_axes(entry), *(a for a in wanted if a in auto)))
+        found.append((rule.operands[i], entries))
+    return rule.splits(mesh.shape, found)
+
+
+def _axis_of(rule: Rule, dimension: Dimension) -> str:
+    """The axis that a dimension is."""
+    return next((n for n, factors in rule.groups.items() if factors == dimension), dimension[0])
+
+
+# --- what goes in and out of the function for one device ---
+
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.ShapeDtypeStruct)
+_FAMILIES = (jnp.floating, jnp.integer, jnp.complexfloating)
+
+
+def _of_own_dtype(operands: Sequence[Any]) -> list[Any]:
+    """The operands, with the numbers among them that have no dtype of their own given that of the others.
+
+    Custom partitioning would forget that they have none.
+    """
+    kinds = [x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in operands]
+    strong = [k.dtype for k in kinds if not k.weak_type]
+    arrays = []
+    for x, kind in zip(operands, kinds, strict=True):
+        family = next((f for f in _FAMILIES if jnp.issubdtype(kind.dtype, f)), None)
+        others = [d for d in strong if family is not None and jnp.issubdtype(d, family)] if kind.weak_type else []
+        dtype = functools.reduce(jnp.promote_types, others) if others else kind.dtype
+        if isinstance(x, jax.ShapeDtypeStruct):
+            arrays.append(jax.ShapeDtypeStruct(x.shape, dtype))
+        else:
+            arrays.append(jnp.asarray(x, dtype) if kind.weak_type or not isinstance(x, jax.Array) else x)
+    return arrays
+
+
+def _as_expected(what: str, x: Any, names: Names | None, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """A result of the function for one device, laid out and typed as that of the whole-array function."""
+    expected = f"{dtype}{list(shape) if names is None else _errors.describe_axes(names, shape)}"
+    if isinstance(x, NamedArray) != (names is not None) or (names is not None and set(x.names) != set(names)):
+        raise ValueError(f"{what}: expected {expected}, got {_described(x)}.")
+    array = jnp.asarray(x) if names is None else transpose_to(jnp.asarray(x.array), x.names, names)
+    if jnp.shape(array) != shape:
+        hint = " A part has the size that its axis has in the operands, divided by the devices that it is split over."
+        raise ValueError(f"{what}: expected {expected}, got {_described(x)}.{hint}")
+    if array.dtype != dtype:
+        if not jax.typeof(array).weak_type:
+            raise ValueError(f"{what}: expected {expected}, got {_described(x)}. Both functions must give one dtype.")
+        array = array.astype(dtype)
+    return array
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, NamedArray):
+        return f"the named array {x}"
+    return f"the raw array {jnp.result_type(x)}{list(jnp.shape(x))}"
+
+
+def _check_kinds(what: str, kinds: Sequence[tuple[str, ...]]) -> None:
+    listed = [f for kind in kinds for f in kind]
+    if twice := sorted({f for f in listed if listed.count(f) > 1}):
+        raise ValueError(
+            f"{what}: {', '.join(map(repr, twice))} is listed more than once in `reduced`, `whole` and `permuted`. "
+            "Each axis is one of these, or passed through."
+        )

@@ -1,0 +1,271 @@
+"""The rule of a distributed operation: which axes may be split, and what becomes of them.
+
+A *factor* is what can be split: an axis, or a part of one in a compound axis `(row col)`. The rule has the factors of
+each dimension of each operand and result, and what is particular about some of them. It is what Shardy, XLA's
+partitioner, calls a sharding rule, and `Rule.for_shardy` makes one. Where it is not Shardy that decides, `Rule.splits`
+reads off from the operands how an operation is split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
+from jax.sharding import PartitionSpec
+
+from .. import _errors
+from .._context import Entry
+from .._mesh import mesh_axes, spec_of
+from ..manual._view import Axes, Part, View, interned
+
+Dimension = tuple[str, ...]
+"""The factors of a dimension, major to minor."""
+Term = tuple[Dimension, ...]
+"""The dimensions of an operand or result."""
+Splits = Mapping[str, Axes]
+"""The mesh axes that split each factor; a factor that is whole is left out."""
+
+WHOLE: Splits = MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How the axes of an operation's operands and results may be split.
+
+    >>> from axonym.custom_partitioning import Rule
+
+    >>> batch, vocab, k = ("batch",), ("vocab",), ("k",)
+    >>> print(Rule(((batch, vocab), ()), ((batch, k),), {"batch": 8, "vocab": 6, "k": 2}, whole={"k"}))
+    batch vocab, -> batch k
+    passed through: batch=8
+    reduced: vocab=6
+    whole: k=2
+    """
+
+    operands: tuple[Term, ...]
+    results: tuple[Term, ...]
+    sizes: Mapping[str, int]
+    """Of each factor."""
+    whole: frozenset[str] | set[str] = frozenset()
+    """Factors that one device must have the whole of: Shardy's need-replication factors."""
+    permuted: frozenset[str] | set[str] = frozenset()
+    """Factors that devices exchange parts of: Shardy's permutation factors."""
+    groups: Mapping[str, Dimension] = dataclasses.field(default_factory=dict)
+    """Axes of several factors, by name."""
+
+    @functools.cached_property
+    def reduced(self) -> frozenset[str]:
+        """Factors that only operands have and that may be split: Shardy's reduction factors."""
+        return frozenset(_factors(self.operands)) - set(_factors(self.results)) - self.whole - self.permuted
+
+    def __str__(self) -> str:
+        """The rule in the notation of its string, and the factors by what becomes of them."""
+        operands, results = (", ".join(map(_written, side)).strip() for side in (self.operands, self.results))
+        lines = [f"{operands} -> {results}".strip()]
+        special = self.reduced | self.whole | self.permuted
+        kinds = {
+            "passed through": set(self.sizes) - special,
+            "reduced": self.reduced,
+            "whole": self.whole,
+            "permuted": self.permuted,
+        }
+        for kind, factors in kinds.items():
+            if factors:
+                lines.append(f"{kind}: {', '.join(f'{f}={s}' for f, s in self.sizes.items() if f in factors)}")
+        return "\n".join(lines)
+
+    def for_shardy(self) -> SdyShardingRule:
+        """The rule as Shardy takes it. Its factors are numbered, since names can be anything.
+
+        >>> from axonym.custom_partitioning import Rule
+
+        >>> rule = Rule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 2})
+        >>> print(rule.for_shardy())
+        SdyShardingRule((('f0', 'f1'),), (('f0',),), {} reduction_factors=('f1',))
+        """
+        number = {factor: f"f{i}" for i, factor in enumerate(self.sizes)}
+
+        def dimension(factors: Dimension) -> str | CompoundFactor:
+            return number[factors[0]] if len(factors) == 1 else CompoundFactor(*(number[f] for f in factors))
+
+        def several(terms: tuple[Term, ...]) -> tuple[ArrayMapping, ...]:
+            return tuple(ArrayMapping(*map(dimension, term)) for term in terms)
+
+        alone = {d[0] for term in (*self.operands, *self.results) for d in term if len(d) == 1}
+        return SdyShardingRule(
+            several(self.operands),
+            several(self.results),
+            reduction_factors=tuple(n for f, n in number.items() if f in self.reduced),
+            need_replication_factors=tuple(n for f, n in number.items() if f in self.whole),
+            permutation_factors=tuple(n for f, n in number.items() if f in self.permuted),
+            **{n: self.sizes[f] for f, n in number.items() if f not in alone},
+        )
+
+    def splits(self, mesh: Mapping[str, int], found: Sequence[tuple[Term, Sequence[Entry]]]) -> Splits:
+        """How the operation is split, by how arrays of these terms are.
+
+        A mesh axis splits one factor, and each factor is split in one way. Where arrays disagree, the first one has
+        the say. What has to be whole is, and what its mesh axes do not divide.
+
+        Arguments:
+            mesh: the sizes of mesh axes.
+            found: terms, with the entries of partition specs.
+
+        >>> from axonym.custom_partitioning import Rule
+
+        >>> rule = Rule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 3})
+        >>> rule.splits({"data": 2, "model": 2}, [(rule.operands[0], ("data", "model"))])
+        {'row': ('data',)}
+        """
+        chosen: dict[str, Axes] = {}
+        taken: set[str] = set()
+        for term, entries in found:
+            for dimension, entry in zip(term, entries, strict=True):
+                left = list(mesh_axes(entry))
+                for factor in dimension:
+                    if factor in self.whole:
+                        break
+                    if factor not in chosen:
+                        axes: Axes = ()
+                        while left and left[0] not in taken and self._divides(factor, (*axes, left[0]), mesh):
+                            axes = (*axes, left.pop(0))
+                        if axes:
+                            chosen[factor] = axes
+                            taken.update(axes)
+                    left = [a for a in left if a not in chosen.get(factor, ())]
+                    if not self._used_up(factor, chosen, mesh):
+                        break
+        return self._in_one_piece(chosen, mesh)
+
+    def _divides(self, factor: str, axes: Axes, mesh: Mapping[str, int]) -> bool:
+        return self.sizes[factor] % math.prod(mesh[a] for a in axes) == 0
+
+    def _used_up(self, factor: str, chosen: Splits, mesh: Mapping[str, int]) -> bool:
+        """Whether a factor is split into single elements, so that the next one of its dimension can be split."""
+        return math.prod(mesh[a] for a in chosen.get(factor, ())) == self.sizes[factor]
+
+    def _in_one_piece(self, chosen: dict[str, Axes], mesh: Mapping[str, int]) -> Splits:
+        """The splits without those that would leave a device parts of a dimension that are not next to each other.
+
+        What splits a factor where it stands alone may not do so where it stands behind another one.
+        """
+        for term in (*self.operands, *self.results):
+            for dimension in term:
+                for major, minor in itertools.pairwise(dimension):
+                    if minor in chosen and not self._used_up(major, chosen, mesh):
+                        return self._in_one_piece({f: a for f, a in chosen.items() if f != minor}, mesh)
+        return chosen
+
+    def spec(self, term: Term, splits: Splits) -> PartitionSpec:
+        """The partition spec of an operand or result.
+
+        >>> from axonym.custom_partitioning import Rule
+
+        >>> rule = Rule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 2})
+        >>> rule.spec(rule.operands[0], {"col": ("data",)})
+        P(None, 'data')
+        """
+        entries = [tuple(a for f in dimension for a in splits.get(f, ())) for dimension in term]
+        return spec_of(entries)
+
+    def local_shape(self, term: Term, splits: Splits, mesh: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of the part of an operand or result that one device has.
+
+        >>> from axonym.custom_partitioning import Rule
+
+        >>> rule = Rule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 2})
+        >>> rule.local_shape(rule.operands[0], {"row": ("data",)}, {"data": 2})
+        (2, 2)
+        """
+        return tuple(
+            math.prod(self.sizes[f] // math.prod(mesh[a] for a in splits.get(f, ())) for f in dimension)
+            for dimension in term
+        )
+
+    def view(self, splits: Splits, mesh: Mapping[str, int], checked: bool = False) -> View:
+        """What collectives need to know, so that they can be asked for by factor.
+
+        >>> from axonym.custom_partitioning import Rule
+
+        >>> rule = Rule(((("row",),),), ((),), {"row": 4})
+        >>> rule.view({"row": ("data",)}, {"data": 2}).splits("row")
+        [('data',)]
+        """
+        parts = []
+        for name, dimension in {**{f: (f,) for f in self.sizes}, **self.groups}.items():
+            axes = tuple(a for f in dimension for a in splits.get(f, ()))
+            size = math.prod(self.sizes[f] for f in dimension)
+            parts.append(Part(name, size, size // math.prod(mesh[a] for a in axes), axes))
+        return interned(frozenset(parts), checked, however=True)
+
+    def batched(self, name: str, size: int, batched: Sequence[bool]) -> Rule:
+        """The rule with one more dimension in front of some operands and of all results.
+
+        >>> from axonym.custom_partitioning import Rule
+
+        >>> rule = Rule(((("row",),), ()), ((("row",),),), {"row": 4})
+        >>> print(rule.batched("draw", 2, [True, False]))
+        draw row, -> draw row
+        passed through: draw=2, row=4
+        """
+        operands = tuple(
+            ((name,), *t) if is_batched else t for t, is_batched in zip(self.operands, batched, strict=True)
+        )
+        results = tuple(((name,), *t) for t in self.results)
+        return dataclasses.replace(self, operands=operands, results=results, sizes={name: size, **self.sizes})
+
+
+def make_rule(
+    what: str,
+    operands: Sequence[Term],
+    results: Sequence[Term],
+    sizes: Mapping[str, int],
+    reduced: Sequence[str],
+    whole: Sequence[str],
+    permuted: Sequence[str],
+    groups: Mapping[str, Dimension],
+) -> Rule:
+    """The rule for these terms. What nothing is said about has to be whole, unless it is passed through.
+
+    Arguments:
+        what: the operation, for messages.
+        operands: the term of each operand.
+        results: the term of each result.
+        sizes: of all factors.
+        reduced: factors that only operands have and that the operation combines over devices itself.
+        whole: factors that have to be whole although operands and results have them.
+        permuted: factors that devices exchange parts of.
+        groups: axes of several factors.
+    """
+    into, out = set(_factors(operands)), set(_factors(results))
+    known = list(dict.fromkeys((*_factors(operands), *_factors(results))))
+    for option, factors in (("reduced", reduced), ("whole", whole), ("permuted", permuted)):
+        if missing := [f for f in factors if f not in known]:
+            listed = ", ".join(map(repr, missing))
+            hints = "".join(_errors.suggestion(f, known) for f in missing)
+            raise ValueError(
+                f"{what}: `{option}` has {listed}, but the axes of operands and results are "
+                f"{_errors.describe_axes(known, [sizes[f] for f in known])}.{hints}"
+            )
+    if kept := [f for f in reduced if f in out]:
+        listed = ", ".join(map(repr, kept))
+        raise ValueError(
+            f"{what}: `reduced` has {listed}, which the results have too. An axis that is passed through may be split "
+            "without being listed."
+        )
+    must = set(whole) | ((into ^ out) - set(reduced) - set(permuted))
+    ordered = {f: sizes[f] for f in known}
+    return Rule(tuple(operands), tuple(results), ordered, frozenset(must), frozenset(permuted), dict(groups))
+
+
+def _factors(terms: Sequence[Term]) -> list[str]:
+    return [f for term in terms for dimension in term for f in dimension]
+
+
+def _written(term: Term) -> str:
+    return " ".join(d[0] if len(d) == 1 else f"({' '.join(d)})" for d in term)

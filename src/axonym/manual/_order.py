@@ -1,0 +1,115 @@
+"""In which order mesh axes split an axis, and so which of them it can be gathered or split over next.
+
+An axis that is split over several mesh axes is split over the first, the major one, and its parts over the next. Parts
+that differ in the last, the minor one, are next to each other; others are not. So parts are put together from the minor
+mesh axis on, and split from the major one on. Any other order would leave an axis with its places mixed up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..array import NamedArray
+from ._view import Axes, count, declared, describe_axes, layouts, without_trivial
+
+
+def put_together(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) -> Axes:
+    """The mesh axes to gather an axis over, in the order in which they split it.
+
+    Arguments:
+        what: the operation, for messages.
+        x: the array.
+        name: its axis.
+        axes: the mesh axes asked for.
+        chosen: whether they were asked for, rather than all that may split the axis.
+    """
+    found = layouts(name, x.axis_size(name))
+    split = [f for f in found if without_trivial(f.now)]
+    if count(axes) == 1:
+        return axes
+    if found and not split:
+        raise ValueError(
+            f"{what}: axis {name!r} of {x} is whole already: {x.axis_size(name)} is its size outside. Gathering it "
+            f"over {describe_axes(axes)} would repeat it {count(axes)} times."
+        )
+    if not chosen and split:
+        ways = list(dict.fromkeys(without_trivial(f.now) for f in split))
+        if len(ways) > 1:
+            raise ValueError(
+                f"{what}: by its size, axis {name!r} of {x} may be split over {' or over '.join(map(_listed, ways))}. "
+                "Say which with `over`."
+            )
+        return tuple(a for a in ways[0] if a in axes)
+    wanted = set(without_trivial(axes))
+    for f in split:
+        if not wanted & set(f.at_most):
+            return axes  # it is split in another way, as only its author knows
+        minor = without_trivial(f.now)[-len(wanted) :]
+        if set(minor) == wanted:
+            return minor
+    if split:
+        now = without_trivial(split[0].now)
+        if gone := [a for a in axes if a in wanted - set(now)]:
+            why = f"is split over {_listed(now)} here, and not over {_listed(gone)}"
+        else:
+            why = (
+                f"is split over {_listed(now)}, in this order, and parts are put together from the minor mesh axis on. "
+                f"Gather over {now[-1]!r} first, or over all of these at once"
+            )
+        raise ValueError(f"{what}: axis {name!r} of {x} {why}.")
+    return _all_or_none(what, x, name, axes)
+
+
+def taken_apart(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
+    """The mesh axes to split an axis over, in the order in which they are to split it.
+
+    Arguments:
+        what: the operation, for messages.
+        x: the array.
+        name: its axis.
+        axes: the mesh axes asked for.
+    """
+    found, wanted = layouts(name, x.axis_size(name)), set(without_trivial(axes))
+    if not found:
+        return _all_or_none(what, x, name, axes)
+    for f in found:
+        left = without_trivial(f.at_most[len(f.now) :])
+        if wanted & set(f.now):
+            continue
+        if wanted > set(left) or not wanted & set(left):
+            return axes
+        major = left[: len(wanted)]
+        if set(major) == wanted:
+            return major
+    f = found[0]
+    if wanted & set(f.now):
+        raise ValueError(
+            f"{what}: axis {name!r} of {x} is split over {describe_axes(f.now)} already: {x.axis_size(name)} of "
+            f"{f.size}. Each device has another part of it."
+        )
+    left = without_trivial(f.at_most[len(f.now) :])
+    raise ValueError(
+        f"{what}: axis {name!r} of {x} is to be split over {_listed(left)}, in this order. Split it over {left[0]!r} "
+        "first, or over all of these at once; if it is another axis, rename it."
+    )
+
+
+def _all_or_none(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
+    """Where the size of an axis does not tell how much of it is split, all that splits it goes together."""
+    wanted = set(without_trivial(axes))
+    ways = [without_trivial(way) for way in declared(name)]
+    for way in ways:
+        if wanted == set(way):
+            return way
+        if wanted > set(way) or not wanted & set(way):
+            return axes
+    if not ways:
+        return axes
+    raise ValueError(
+        f"{what}: axis {name!r} is split over {_listed(ways[0])}, in this order, and the size of {x} does not tell how "
+        "much of it is split here. Go over all of these at once; if it is another axis, rename it."
+    )
+
+
+def _listed(axes: Iterable[str]) -> str:
+    return " and ".join(map(repr, axes))

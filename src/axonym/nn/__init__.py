@@ -1,0 +1,63 @@
+"""Neural-network layers over named axes, as Equinox modules.
+
+>>> Batch, Embed, Mlp = axn.make_axes(batch=2, embed=3, mlp=4)
+>>> layer = axn.nn.Linear.init(Embed, Mlp, key=jax.random.key(0))
+>>> axn.nn.relu(layer(axn.ones((Batch, Embed)))).shape
+{'batch': 2, 'mlp': 4}
+"""
+
+from . import (
+    attention as attention,
+    conv as conv,
+    loss as loss,
+    mup as mup,
+    normalization as normalization,
+    pool as pool,
+    scan as scan,
+)
+from .activations import (
+    celu as celu,
+    elu as elu,
+    gelu as gelu,
+    glu as glu,
+    hard_sigmoid as hard_sigmoid,
+    hard_silu as hard_silu,
+    hard_swish as hard_swish,
+    hard_tanh as hard_tanh,
+    leaky_relu as leaky_relu,
+    log_sigmoid as log_sigmoid,
+    mish as mish,
+    quick_gelu as quick_gelu,
+    relu as relu,
+    relu6 as relu6,
+    relu_squared as relu_squared,
+    selu as selu,
+    sigmoid as sigmoid,
+    silu as silu,
+    soft_sign as soft_sign,
+    softplus as softplus,
+    squareplus as squareplus,
+    swish as swish,
+)
+from .conv import Conv as Conv, ConvTranspose as ConvTranspose
+from .dropout import Dropout as Dropout, dropout as dropout
+from .embedding import Embedding as Embedding, one_hot as one_hot
+from .linear import Linear as Linear
+from .loss import (
+    binary_cross_entropy_loss as binary_cross_entropy_loss,
+    cross_entropy_loss as cross_entropy_loss,
+    cross_entropy_loss_and_log_normalizers as cross_entropy_loss_and_log_normalizers,
+    reduce_loss as reduce_loss,
+)
+from .mlp import MLP as MLP
+from .moe import MoELinear as MoELinear
+from .normalization import (
+    LayerNorm as LayerNorm,
+    RmsNorm as RmsNorm,
+    log_softmax as log_softmax,
+    logsumexp as logsumexp,
+    softmax as softmax,
+    standardize as standardize,
+)
+from .pool import max_pool as max_pool, mean_pool as mean_pool, min_pool as min_pool
+from .scan import BlockSeq as BlockSeq, Stacked as Stacked

@@ -1,0 +1,249 @@
+"""A product with another matrix for each group of rows, by name, also where rows or groups are split over devices.
+
+The partitioner knows little of such a product: it would gather the rows, or the matrices. But which rows of which group
+a device has follows from the sizes of the groups. So each device multiplies those rows that it has with those matrices
+that it has, and where the matrices are split over devices, the partial results are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from .. import _context, _kernels, _mesh
+from .._mesh import Names, mesh_axes
+
+Axes = tuple[str, ...]
+
+
+class Grouped(NamedTuple):
+    """A grouped product: which axis is what, and where it is, in the rows and in the matrices."""
+
+    names: Names
+    weight_names: Names
+    rows: str
+    groups: str
+    summed: tuple[str, str]
+    """What is summed over, as it is called in the rows and in the matrices."""
+    out: str
+    use_gmm: bool
+
+    @property
+    def out_names(self) -> Names:
+        return tuple(self.out if n == self.summed[0] else n for n in self.names)
+
+    def multiply(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+        """The product on arrays as they are, all groups in a row from the first row on."""
+        dtype = jnp.result_type(x, weight)
+        x, weight = x.astype(dtype), weight.astype(dtype)
+        row, summed = self.names.index(self.rows), self.names.index(self.summed[0])
+        where = (self.weight_names.index(n) for n in (self.groups, self.summed[1], self.out))
+        group, weight_summed, out = where
+        if self.use_gmm:
+            x = _kernels.transpose_to(x, self.names, (self.rows, self.summed[0]))
+            order = (group, out, weight_summed) if out < weight_summed else (group, weight_summed, out)
+            y = megablox(x, jax.lax.transpose(weight, order), sizes, transposed=out < weight_summed)
+        else:
+            numbers = jax.lax.RaggedDotDimensionNumbers(
+                dot_dimension_numbers=(((summed,), (weight_summed,)), ((), ())),
+                lhs_ragged_dimensions=[row],
+                rhs_group_dimensions=[group],
+            )
+            y = jax.lax.ragged_dot_general(x, weight, sizes, numbers)
+        return _kernels.transpose_to(y, (self.rows, self.out), self.out_names)
+
+    def whole(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+        """The product of operands that are handed to the partitioner, or not split."""
+        mesh = jax.typeof(x).sharding.mesh
+        explicit = tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit)
+        if not explicit:
+            return self.multiply(x, weight, sizes)
+        # JAX does not say how the result lies on an Explicit mesh, even if nothing is split.
+        unsplit = NamedSharding(mesh, PartitionSpec(None, None))
+        multiply: Any = jax.sharding.auto_axes(self.multiply, axes=explicit, out_sharding=unsplit)
+        return multiply(x, weight, sizes)
+
+    def by_device(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array | None:
+        """The product device by device; None where neither rows nor groups are split, or not so that this works."""
+        mesh = _mesh.explicit_mesh((x, weight, sizes)) or jax.sharding.get_abstract_mesh()
+        if mesh.empty or AxisType.Manual in mesh.axis_types:
+            return None
+        split = _split(self, x, weight, mesh)
+        if split is None:
+            return None
+        operands = [x, weight, sizes]
+        specs = (split.of_rows, split.of_weight, PartitionSpec(None))
+        if AxisType.Explicit in mesh.axis_types:
+            operands = [_reshard(a, spec, mesh) for a, spec in zip(operands, specs, strict=True)]
+        around = jax.sharding.get_abstract_mesh()
+        fn = jax.shard_map(
+            split.local,
+            mesh=mesh if around.empty else None,
+            in_specs=specs,
+            out_specs=split.of_result,
+            check_vma=not self.use_gmm,  # the kernel does not tell over what its result varies
+        )
+        y = fn(*operands)
+        # On Auto mesh axes, where the result goes is up to what uses it.
+        return _reshard(y, split.wanted, mesh) if AxisType.Explicit in mesh.axis_types else y
+
+
+def _split(product: Grouped, x: jax.Array, weight: jax.Array, mesh: AbstractMesh) -> _Split | None:
+    in_rows, in_weight = _lies(product, x, weight)
+    rows, groups = in_rows[product.rows], in_weight[product.groups]
+    if not (rows or groups):
+        return None
+    shared, rows_of_result = _last_common(rows, groups), rows
+    if set(rows[: len(rows) - len(shared)]) & set(groups):
+        # Rows that are gathered over these would not be neighbours, so they are not split over them to begin with.
+        rows, shared = tuple(a for a in rows if a not in groups), ()
+        in_rows = {**in_rows, product.rows: rows}
+    summed, weight_summed = in_rows[product.summed[0]], in_weight[product.summed[1]]
+    summed = summed if summed == weight_summed else ()
+    out = in_weight[product.out]
+    out = () if {*out} & {*rows, *summed} else out
+    of_rows = _mesh.spec_of(in_rows[n] for n in product.names)
+    of_weight = _mesh.spec_of(in_weight[n] for n in product.weight_names)
+    if not (_fits(of_rows, x.shape, mesh) and _fits(of_weight, weight.shape, mesh)):
+        return None
+    wanted = {product.rows: rows_of_result, product.out: out}
+    placed = _mesh.spec_of(wanted[n] for n in product.out_names)
+    return _Split(product, rows, groups, shared, summed, out, of_rows, of_weight, placed)
+
+
+class _Split(NamedTuple):
+    """How a grouped product is split over devices."""
+
+    product: Grouped
+    rows: Axes
+    """The mesh axes that the rows are split over."""
+    groups: Axes
+    shared: Axes
+    """The last of those of the rows, if the groups are split over them, too."""
+    summed: Axes
+    """Those over which what is summed over is split in both operands."""
+    out: Axes
+    of_rows: PartitionSpec
+    of_weight: PartitionSpec
+    wanted: PartitionSpec
+    """Where the result is to lie: its rows as those of the operand."""
+
+    @property
+    def of_result(self) -> PartitionSpec:
+        placed = {self.product.rows: self.rows, self.product.out: self.out}
+        return _mesh.spec_of(placed[n] for n in self.product.out_names)
+
+    def local(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+        """What one device does."""
+        product = self.product
+        row = product.names.index(product.rows)
+        keep = {product.rows: self.rows, product.summed[0]: self.summed}
+        x = _gathered(x, product.names, self.of_rows, keep)
+        # It varies over all that the rows vary over before it is gathered, so that its gradient is split before it is
+        # summed over the rest.
+        others = tuple(a for a in self.rows if a not in _axes_in(self.of_weight))
+        weight = jax.lax.pcast(weight, others, to="varying") if others else weight
+        keep = {product.groups: self.groups, product.summed[1]: self.summed, product.out: self.out}
+        weight = _gathered(weight, product.weight_names, self.of_weight, keep)
+        if self.shared:
+            x = jax.lax.all_gather(x, self.shared, axis=row, tiled=True)
+        sizes, first = self._own_sizes(sizes, x.shape[row], weight.shape[product.weight_names.index(product.groups)])
+        if not self.groups:  # then the groups that this device has are all that there is
+            y = product.multiply(x, weight, sizes)
+        else:
+            y = product.multiply(jnp.roll(x, -first, row), weight, sizes)
+            index = jax.lax.broadcasted_iota(sizes.dtype, y.shape, row)
+            y = jnp.roll(jnp.where(index < jnp.sum(sizes), y, jnp.zeros((), y.dtype)), first, row)
+        if self.shared:
+            y = jax.lax.psum_scatter(y, self.shared, scatter_dimension=row, tiled=True)
+        added = (*self.summed, *(a for a in self.groups if a not in self.shared))
+        return jax.lax.psum(y, added) if added else y
+
+    def _own_sizes(self, sizes: jax.Array, rows: int, groups: int) -> tuple[jax.Array, jax.Array]:
+        """How many of the rows that this device has belong to each group that it has; and the first such row."""
+        ends = jnp.cumsum(sizes, dtype=sizes.dtype)
+        ends = jnp.stack([ends - sizes, ends])
+        if self.groups:
+            ends = jax.lax.dynamic_slice_in_dim(ends, jax.lax.axis_index(self.groups) * groups, groups, axis=1)
+        whole = self.rows[: len(self.rows) - len(self.shared)]
+        if whole:
+            ends = ends - (jax.lax.axis_index(whole) * rows).astype(ends.dtype)
+        starts, ends = jnp.clip(ends, 0, rows)
+        return ends - starts, starts[0]
+
+
+def _lies(product: Grouped, x: jax.Array, weight: jax.Array) -> tuple[dict[str, Axes], dict[str, Axes]]:
+    """The mesh axes that each axis of the rows, and of the matrices, is split over."""
+    each = (product.names, x), (product.weight_names, weight)
+    if _mesh.explicit_mesh((x, weight)) is not None:
+        found = [dict(zip(names, map(mesh_axes, _mesh.entries_of(a)), strict=True)) for names, a in each]
+        return found[0], found[1]
+    settings = _context.settings_in_force()
+    mapping, parameters = ({}, {}) if settings is None else (settings.mapping, settings.parameters or {})
+    in_rows = {n: mesh_axes(mapping.get(n)) for n in product.names}
+    return in_rows, {n: mesh_axes(parameters.get(n, mapping.get(n))) for n in product.weight_names}
+
+
+def _gathered(x: jax.Array, names: Names, spec: PartitionSpec, keep: dict[str, Axes]) -> jax.Array:
+    """The local part of an array, with those axes made whole that are not to stay as they are split."""
+    for axis, (name, entry) in enumerate(zip(names, spec, strict=True)):
+        if mesh_axes(entry) != keep[name]:
+            x = jax.lax.all_gather(x, mesh_axes(entry), axis=axis, tiled=True)
+    return x
+
+
+def _last_common(first: Axes, second: Axes) -> Axes:
+    """The last axes of the first, as far as the second has them."""
+    count = 0
+    while count < len(first) and first[-1 - count] in second:
+        count += 1
+    return first[len(first) - count :]
+
+
+def _axes_in(spec: PartitionSpec) -> set[str]:
+    return {a for entry in spec for a in mesh_axes(entry)}
+
+
+def _fits(spec: PartitionSpec, shape: Sequence[int], mesh: AbstractMesh) -> bool:
+    used = [a for entry in spec for a in mesh_axes(entry)]
+    known = all(a in mesh.shape for a in used) and len(set(used)) == len(used)
+    return known and all(size % _mesh.parts(mesh, entry) == 0 for size, entry in zip(shape, spec, strict=True))
+
+
+def _reshard(x: jax.Array, spec: PartitionSpec, mesh: AbstractMesh) -> jax.Array:
+    return x if jax.typeof(x).sharding.spec == spec else jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+
+# --- Pallas ---
+
+_TILE = 128
+
+
+def megablox(
+    x: jax.Array, weight: jax.Array, sizes: jax.Array, *, transposed: bool, interpret: bool = False
+) -> jax.Array:
+    """The product by the Pallas kernel for TPU.
+
+    Arguments:
+        x: the rows, rows first.
+        weight: the matrices, groups first.
+        sizes: how many rows each group has.
+        transposed: what is summed over is the last axis of the matrices.
+        interpret: simulate the kernel, on any device.
+    """
+    if not interpret and jax.default_backend() != "tpu":
+        raise ValueError(
+            "MoELinear: `use_gmm` asks for the Pallas kernel megablox, which runs on TPU only; JAX runs on "
+            f"{jax.default_backend()} here. Leave `use_gmm` off: `jax.lax.ragged_dot` does the same everywhere."
+        )
+    from jax.experimental.pallas.ops.tpu.megablox import gmm  # importing Pallas takes long
+
+    # It takes whole tiles of rows, and leaves undefined what it does not compute, in gradients too.
+    inside = jax.lax.broadcasted_iota(sizes.dtype, (x.shape[0], 1), 0) < jnp.sum(sizes)
+    rows = jax.lax.pad(jnp.where(inside, x, 0), jnp.zeros((), x.dtype), [(0, -x.shape[0] % _TILE, 0), (0, 0, 0)])
+    y = gmm(rows, weight, sizes, x.dtype, (_TILE,) * 3, transpose_rhs=transposed, interpret=interpret)
+    return jnp.where(inside, y[: x.shape[0]], 0)

@@ -1,0 +1,200 @@
+"""What each of several layers is given, and what they return, put together.
+
+The rules are those of `axonym.scan`: a named array that has the axis of the layers comes apart along it, a raw array
+along its first axis, and all else is the same for every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _errors
+from ..array import NamedArray, is_named_array, wrap
+from ..axis import Axis
+from ..ops.indexing import index
+from ..ops.joining import stack
+from ..ops.shaping import unbind
+from ..transforms import _axes
+
+
+def with_keys(layers: Axis, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keyword arguments in which a single random key, called `key`, is split into one for each layer."""
+    key: Any = kwargs.get("key")
+    return {**kwargs, "key": jax.random.split(key, layers.size)} if _is_single_key(key) else dict(kwargs)
+
+
+def _is_single_key(key: Any) -> bool:
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        return False
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key.ndim == 0
+    return key.dtype == np.uint32 and key.ndim == 1  # a key as `jax.random.PRNGKey` makes it
+
+
+def first_axis(x: Any) -> int | None:
+    """Where a raw array comes apart, for `axonym.vmap(default=...)`; scalars are the same for every layer."""
+    return 0 if x.ndim else None
+
+
+def check_sizes(what: str, layers: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """What comes apart among the arguments of a call does so into as many parts as there are layers."""
+    leaves, _ = _axes.flatten((args, dict(kwargs)))
+    sizes = [_size(layers, leaf) for leaf in leaves]
+    if any(size not in (None, layers.size) for size in sizes):
+        raise ValueError(_sizes_differ(what, layers, args, dict(kwargs), leaves, sizes))
+
+
+# --- taking apart ---
+
+
+def unstack(what: str, layers: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    """The arguments of a call as each layer gets them.
+
+    Arguments:
+        what: the operation, for messages.
+        layers: the axis of the layers.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+    """
+    check_sizes(what, layers, args, kwargs)
+    leaves, structure = _axes.flatten((args, dict(kwargs)))
+    parts = []
+    for leaf in leaves:
+        x = _as_stacked(layers, leaf)
+        parts.append([leaf] * layers.size if x is None else [_like(leaf, part) for part in _parts(layers, x)])
+    return [jax.tree.unflatten(structure, [of_leaf[i] for of_leaf in parts]) for i in range(layers.size)]
+
+
+def checked(what: str, layers: Axis, i: Any) -> Any:
+    """The number of a layer; a number that is known must be that of one."""
+    if isinstance(i, (int, np.integer)) and not -layers.size <= i < layers.size:
+        raise IndexError(f"{what}: there is no layer {i} among {layers.size}.")
+    return i
+
+
+def take(what: str, layers: Axis, tree: Any, i: Any) -> Any:
+    """One layer of a tree whose arrays have the axis.
+
+    Arguments:
+        what: the operation, for messages.
+        layers: the axis of the layers.
+        tree: the tree.
+        i: which layer; the number may be traced.
+    """
+    checked(what, layers, i)
+
+    def of_leaf(leaf: Any) -> Any:
+        x = _as_stacked(layers, leaf)
+        if x is None:
+            return leaf
+        return _like(leaf, index(x, {layers.name: i}) if isinstance(x.array, jax.Array) else _parts(layers, x)[i])
+
+    return jax.tree.map(of_leaf, tree, is_leaf=is_named_array)
+
+
+def _as_stacked(layers: Axis, leaf: Any) -> NamedArray | None:
+    """A leaf that comes apart, as a named array with the axis; None if it is the same for every layer."""
+    if isinstance(leaf, NamedArray):
+        _axes.check_rank(leaf)
+        return leaf if layers.name in leaf.names else None
+    if (_axes.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and leaf.ndim:
+        return wrap(leaf, (layers.name, *_dimensions(leaf.ndim - 1)))
+    return None
+
+
+def _dimensions(count: int) -> tuple[str, ...]:
+    """Names for the axes of a raw array."""
+    return tuple(f"dimension {i}" for i in range(count))
+
+
+def _like(leaf: Any, part: NamedArray) -> Any:
+    return part if isinstance(leaf, NamedArray) else part.array
+
+
+def _size(layers: Axis, leaf: Any) -> int | None:
+    """For how many layers a leaf is; None if for any number."""
+    x = _as_stacked(layers, leaf)
+    shape = None if x is None else getattr(x.array, "shape", None)
+    return None if x is None or shape is None else shape[x.names.index(layers.name)]
+
+
+def _parts(layers: Axis, x: NamedArray) -> Sequence[NamedArray]:
+    if isinstance(x.array, jax.Array):
+        return unbind(x, layers.name)
+    if isinstance(x.array, np.ndarray):  # stays in the memory of the host
+        names = _axes.without(x.names, layers.name)
+        return [wrap(part, names) for part in np.moveaxis(x.array, x.names.index(layers.name), 0)]
+    return [_placeholder(layers, x)] * layers.size
+
+
+def _placeholder(layers: Axis, x: NamedArray) -> NamedArray:
+    """What stands for one layer where the array itself is not there, as in a model of shapes and dtypes."""
+    names = _axes.without(x.names, layers.name)
+    if not isinstance(x.array, jax.ShapeDtypeStruct):
+        return wrap(x.array, names)
+    shape = tuple(s for n, s in zip(x.names, x.array.shape, strict=True) if n != layers.name)
+    return wrap(jax.ShapeDtypeStruct(shape, x.array.dtype), names)
+
+
+# --- putting together ---
+
+
+def stack_results(what: str, layers: Axis, results: Sequence[Any], *, numbers: bool) -> Any:
+    """What the layers returned as one tree, whose arrays have the axis in front.
+
+    Arguments:
+        what: the operation, for messages.
+        layers: the axis of the layers.
+        results: what each layer returned.
+        numbers: Python's numbers are stacked, too.
+    """
+    flat = [_axes.flatten(result) for result in results]
+    structure = flat[0][1]
+    for i, (_, other) in enumerate(flat):
+        if other != structure:
+            raise TypeError(
+                f"{what}: all layers must return trees of one structure, but layer 0 returned {structure} and layer "
+                f"{i} {other}."
+            )
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return jax.tree.unflatten(structure, [_stack_leaves(what, layers, leaves, numbers) for leaves in columns])
+
+
+def _stack_leaves(what: str, layers: Axis, leaves: Sequence[Any], numbers: bool) -> Any:
+    if all(isinstance(x, NamedArray) and _axes.is_array(x.array) for x in leaves):
+        return stack(layers, leaves)
+    if all(_axes.is_array(x) or (numbers and isinstance(x, (bool, int, float, complex, np.generic))) for x in leaves):
+        ranks = {jnp.ndim(x) for x in leaves}
+        if len(ranks) == 1:
+            names = _dimensions(ranks.pop())
+            return stack(layers, [wrap(x, names) for x in map(jnp.asarray, leaves)]).array
+    elif not any(isinstance(x, NamedArray) or _axes.is_array(x) for x in leaves):
+        if all(type(x) is type(leaves[0]) and x == leaves[0] for x in leaves):
+            return leaves[0]
+    kinds = ", ".join(dict.fromkeys(map(_described, leaves)))
+    raise TypeError(f"{what}: what the layers return cannot be stacked: {kinds}.")
+
+
+# --- words ---
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, NamedArray):
+        return str(jax.typeof(x.array).dtype) + _errors.describe_axes(x.names, jnp.shape(x.array))
+    return f"raw {x.dtype}{tuple(x.shape)}" if _axes.is_array(x) else repr(x)
+
+
+def _sizes_differ(
+    what: str, layers: Axis, args: Any, kwargs: Any, leaves: Sequence[Any], sizes: Sequence[int | None]
+) -> str:
+    found = list(zip(_axes.argument_paths(args, kwargs), leaves, sizes, strict=True))
+    wrong = [(path, size) for path, _, size in found if size not in (None, layers.size)]
+    text = _errors.size_mismatch(what, layers.name, [*wrong, ("the layers", layers.size)])
+    raw = [path for path, leaf, size in found if size not in (None, layers.size) and not isinstance(leaf, NamedArray)]
+    hint = f" Raw arrays come apart along their first axis: {', '.join(raw)}. Name their axes." if raw else ""
+    return text + hint

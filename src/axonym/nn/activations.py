@@ -1,0 +1,190 @@
+"""Activations: one row each.
+
+They are elementwise, take named arrays, raw arrays, numbers or trees of them, and are those of `jax.nn` by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+
+from .. import _errors, _kernels
+from .._mesh import Names
+from ..array import NamedArray, wrap
+from ..axis import AxisSelector
+from ..ops._families import Unary, is_tree, map_tree, publish
+from ..ops._operands import require_named, scalar
+
+A = TypeVar("A")
+
+
+@_kernels.cached
+def _kernel(
+    fn: Callable[..., Any], name: str, names: Names, operands: int, options: tuple[tuple[str, Any], ...]
+) -> _kernels.Kernel:
+    def positional(x, *scalars):
+        return fn(x, *scalars, **dict(options))
+
+    return _kernels.make_kernel(name, positional, (names, *[()] * operands), names, native=True)
+
+
+def _apply(fn: Callable[..., Any], name: str, a: Any, *scalars: Any, **options: Any) -> Any:
+    if isinstance(a, NamedArray):
+        kernel = _kernel(fn, name, a.names, len(scalars), tuple(options.items()))
+        return wrap(kernel.call(a.array, *scalars), kernel.names)
+    if is_tree(a):
+        return map_tree(lambda leaf: _apply(fn, name, leaf, *scalars, **options), a)
+    return fn(a, *scalars, **options)
+
+
+def _activation(name: str, fn: Callable[..., Any], summary: str, shown: str) -> Unary:
+    def op(a: Any) -> Any:
+        return _apply(fn, name, a)
+
+    doc = f"""{summary}
+
+    Arguments:
+        a: a named array, a scalar, a raw array, or a tree of them.
+
+    >>> axn.nn.{name}(axn.named([-1., 2.], "x"))
+    NamedArray(float32[x=2], [{shown}])
+    """
+    return publish(op, name, __name__, doc)
+
+
+# --- positional functions that JAX lacks ---
+
+
+def _relu_squared(x: Any) -> jax.Array:
+    return jax.numpy.square(jax.nn.relu(x))
+
+
+def _quick_gelu(x: Any) -> jax.Array:
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+# --- the table: name, positional function, summary, what it gives for -1 and 2 ---
+
+hard_sigmoid = _activation(
+    "hard_sigmoid", jax.nn.hard_sigmoid, "A sigmoid of three straight pieces: relu6(x + 3) / 6.", "0.3333 0.8333"
+)
+hard_silu = _activation("hard_silu", jax.nn.hard_silu, "The element times its hard sigmoid.", "-0.3333 1.6667")
+hard_swish = _activation(
+    "hard_swish", jax.nn.hard_swish, "The element times its hard sigmoid: `hard_silu`.", "-0.3333 1.6667"
+)
+hard_tanh = _activation("hard_tanh", jax.nn.hard_tanh, "The element, kept between -1 and 1.", "-1. 1.")
+log_sigmoid = _activation("log_sigmoid", jax.nn.log_sigmoid, "The logarithm of the sigmoid.", "-1.3133 -0.1269")
+mish = _activation("mish", jax.nn.mish, "The element times the hyperbolic tangent of its softplus.", "-0.3034 1.944 ")
+quick_gelu = _activation(
+    "quick_gelu", _quick_gelu, "An approximation of GELU with a sigmoid: x * sigmoid(1.702 x).", "-0.1542 1.9357"
+)
+relu = _activation("relu", jax.nn.relu, "The element where it is positive, else zero.", "0. 2.")
+relu6 = _activation("relu6", jax.nn.relu6, "The element, kept between 0 and 6.", "0. 2.")
+relu_squared = _activation(
+    "relu_squared", _relu_squared, "The square of the element where it is positive, else zero.", "0. 4."
+)
+selu = _activation(
+    "selu",
+    jax.nn.selu,
+    "The scaled exponential linear unit, which keeps mean and variance of its input.",
+    "-1.1113 2.1014",
+)
+sigmoid = _activation("sigmoid", jax.nn.sigmoid, "The logistic function: 1 / (1 + exp(-x)).", "0.2689 0.8808")
+silu = _activation("silu", jax.nn.silu, "The element times its sigmoid.", "-0.2689 1.7616")
+soft_sign = _activation(
+    "soft_sign", jax.nn.soft_sign, "The element divided by one more than its absolute value.", "-0.5 0.6667"
+)
+softplus = _activation("softplus", jax.nn.softplus, "A smooth relu: log(1 + exp(x)).", "0.3133 2.1269")
+squareplus = _activation(
+    "squareplus", jax.nn.squareplus, "A smooth relu without exponentials: (x + sqrt(x * x + 4)) / 2.", "0.618 2.4142"
+)
+swish = _activation("swish", jax.nn.swish, "The element times its sigmoid: `silu`.", "-0.2689 1.7616")
+
+
+# --- those with options ---
+
+
+def celu(a: A, alpha: float = 1.0) -> A:
+    """The element where it is positive, else alpha * (exp(x / alpha) - 1).
+
+    Arguments:
+        a: a named array, a scalar, a raw array, or a tree of them.
+        alpha: minus the value that it tends to on the left.
+
+    >>> axn.nn.celu(axn.named([-1., 2.], "x"))
+    NamedArray(float32[x=2], [-0.6321 2. ])
+    """
+    return _apply(jax.nn.celu, "celu", a, scalar("celu", "alpha", alpha))
+
+
+def elu(a: A, alpha: float = 1.0) -> A:
+    """The element where it is positive, else alpha * (exp(x) - 1).
+
+    Arguments:
+        a: a named array, a scalar, a raw array, or a tree of them.
+        alpha: minus the value that it tends to on the left.
+
+    >>> axn.nn.elu(axn.named([-1., 2.], "x"))
+    NamedArray(float32[x=2], [-0.6321 2. ])
+    """
+    return _apply(jax.nn.elu, "elu", a, scalar("elu", "alpha", alpha))
+
+
+def leaky_relu(a: A, negative_slope: float = 0.01) -> A:
+    """The element where it is positive, else a small part of it.
+
+    Arguments:
+        a: a named array, a scalar, a raw array, or a tree of them.
+        negative_slope: how much of a negative element is kept.
+
+    >>> axn.nn.leaky_relu(axn.named([-1., 2.], "x"))
+    NamedArray(float32[x=2], [-0.01 2. ])
+    """
+    return _apply(jax.nn.leaky_relu, "leaky_relu", a, scalar("leaky_relu", "negative_slope", negative_slope))
+
+
+def gelu(a: A, approximate: bool = True) -> A:
+    """The element times the probability that a standard normal variable is below it.
+
+    Arguments:
+        a: a named array, a scalar, a raw array, or a tree of them.
+        approximate: whether that probability is approximated with a hyperbolic tangent, as in GPT-2.
+
+    >>> axn.nn.gelu(axn.named([-1., 2.], "x")), axn.nn.gelu(axn.named([-1., 2.], "x"), approximate=False)
+    (NamedArray(float32[x=2], [-0.1588 1.9546]), NamedArray(float32[x=2], [-0.1587 1.9545]))
+    """
+    return _apply(jax.nn.gelu, "gelu", a, approximate=approximate)
+
+
+# --- the one that is not elementwise ---
+
+
+def glu(x: NamedArray, axis: AxisSelector) -> NamedArray:
+    """The first half of an axis times the sigmoid of its second half.
+
+    Arguments:
+        x: a named array.
+        axis: the axis, of even size; in the result it is half as long.
+
+    >>> axn.nn.glu(axn.named([1., 2., 0., 0.], "x"), "x")
+    NamedArray(float32[x=2], [0.5 1. ])
+    """
+    kernel = _glu_kernel(require_named("glu", x).names, axis)
+    return wrap(kernel.call(x.array), kernel.names)
+
+
+@_kernels.cached
+def _glu_kernel(names: Names, axis: AxisSelector) -> _kernels.Kernel:
+    position = names.index(_kernels.select_one("glu", names, axis))
+
+    def positional(a):
+        if a.shape[position] % 2:
+            described = _errors.describe_axes(names, a.shape)
+            raise ValueError(
+                f"glu: axis {names[position]!r} of {described} must have an even size, to be cut in halves."
+            )
+        return jax.nn.glu(a, position)
+
+    return _kernels.make_kernel("glu", positional, (names,), names, selection=axis)

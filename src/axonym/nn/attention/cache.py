@@ -1,0 +1,221 @@
+"""A cache of keys and values, for text that is read and written bit by bit."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from ... import _errors
+from ...array import NamedArray, NamedOrNumeric
+from ...axis import Axis, AxisSpec, axes_of_spec, union_axes
+from ...ops._operands import one_axis, require_named
+from ...ops.creation import arange, zeros
+from ...ops.elementwise import astype
+from ...ops.slicing import updated_slice
+from ...sharding.shard import auto_sharded
+
+
+class KVCache(eqx.Module):
+    """Keys and values of all positions so far, with room for those to come.
+
+    It is a value: `update` returns another cache. So it can be what a loop carries. Examples of a batch may have come
+    to different lengths.
+
+    What a query may attend to in the cache, `mask` says. Its values at positions that are not taken yet mean nothing.
+
+    Arguments:
+        keys: the keys, along an axis of positions among others.
+        values: the values.
+        lengths: how many positions are taken, for each example or for all of them: where the next one goes.
+        KPos: the axis of positions.
+        window: how far back queries look, if the cache keeps no more than that.
+
+    >>> from axonym.nn.attention import KVCache, dot_product_attention
+    >>> Batch, Pos, KVHeads, KPos, Size = axn.make_axes(batch=2, pos=1, kv_heads=2, key_pos=4, head_size=8)
+    >>> cache = KVCache.init(Batch, KVHeads, KPos, Size)
+    >>> q = axn.ones((Batch, Pos, KVHeads, Size))
+    >>> k = v = q.rename({"pos": "key_pos"})
+    >>> positions = cache.positions(Pos)
+    >>> cache = cache.update(k, v)
+    >>> mask = cache.mask(positions)
+    >>> dot_product_attention(KPos, Size, q, cache.keys, cache.values, mask).shape
+    {'batch': 2, 'pos': 1, 'kv_heads': 2, 'head_size': 8}
+    >>> cache.lengths
+    NamedArray(int32[batch=2], [1 1])
+    """
+
+    keys: NamedArray
+    values: NamedArray
+    lengths: NamedArray
+    KPos: str = eqx.field(static=True)
+    window: int | None = eqx.field(static=True, default=None)
+
+    @classmethod
+    def init(
+        cls,
+        Batch: AxisSpec,
+        KVHeads: AxisSpec,
+        KPos: Axis,
+        HeadSize: Axis,
+        dtype: Any = jnp.float32,
+        *,
+        ValueSize: Axis | None = None,
+        per_example: bool = True,
+        window: int | None = None,
+    ) -> KVCache:
+        """An empty cache, placed by the mapping in force.
+
+        Arguments:
+            Batch: the axes of examples; `()` for none.
+            KVHeads: the axes of heads of keys and values; `()` for none.
+            KPos: the axis of positions: there is room for as many.
+            HeadSize: the axis of features.
+            dtype: the dtype of keys and values.
+            ValueSize: the axis of features of values, if not the same.
+            per_example: False where all examples always have one length. Writing is faster then.
+            window: keep no more than there is room for: what comes later overwrites the oldest. Queries attend to the
+                `window` latest positions, their own among them.
+
+        >>> from axonym.nn.attention import KVCache
+        >>> cache = KVCache.init(axn.Axis("batch", 2), (), *axn.make_axes(key_pos=16, head_size=4), per_example=False)
+        >>> cache.keys.shape, cache.lengths
+        ({'batch': 2, 'key_pos': 16, 'head_size': 4}, NamedArray(int32[], 0))
+        """
+        batch, heads = axes_of_spec(Batch, "KVCache.init"), axes_of_spec(KVHeads, "KVCache.init")
+        positions = one_axis("KVCache.init", "KPos", KPos)
+        if window is not None and not 1 <= window <= positions.size:
+            raise ValueError(
+                f"KVCache.init: a window of {window} positions needs room for as many; there is room for {positions}."
+            )
+        keys, values = (
+            _empty((*batch, *heads, positions, features), jnp.dtype(dtype))
+            for features in (HeadSize, HeadSize if ValueSize is None else ValueSize)
+        )
+        lengths = _empty(batch if per_example else (), jnp.dtype(jnp.int32))
+        return cls(keys, values, lengths, positions.name, window)
+
+    def positions(self, Pos: Axis) -> NamedArray:
+        """The positions of what comes next, for masks and for rotary embeddings.
+
+        Where what comes next is a single position without an axis, they are `lengths`.
+
+        Arguments:
+            Pos: the axis of what comes next.
+
+        >>> from axonym.nn.attention import KVCache
+        >>> KVCache.init(axn.Axis("batch", 1), (), *axn.make_axes(key_pos=4, head_size=2)).positions(axn.Axis("pos", 2))
+        NamedArray(int32[batch=1, pos=2], [[0 1]])
+        """
+        return self._counted(Pos) + self.lengths
+
+    def update(self, keys: NamedArray, values: NamedArray, count: NamedOrNumeric | None = None) -> KVCache:
+        """The cache with further keys and values at its end.
+
+        There must be room for them; if there is not, that is an error outside of jit. In jit, where lengths are not
+        known, what does not fit is lost, or with one length for all examples overwrites the end.
+
+        Arguments:
+            keys: the keys, along the axis of positions of the cache; without that axis they are those of one position.
+            values: the values, likewise.
+            count: how many of the new positions count, if not all: prompts of different lengths are padded at their end
+                to one length, and `count` says the length of each. What is padding is overwritten later.
+
+        >>> from axonym.nn.attention import KVCache
+        >>> cache = KVCache.init(axn.Axis("batch", 2), (), *axn.make_axes(key_pos=4, head_size=1))
+        >>> prompts = axn.ones({"batch": 2, "key_pos": 3, "head_size": 1})
+        >>> cache.update(prompts, prompts, count=axn.named([3, 1], "batch")).lengths
+        NamedArray(int32[batch=2], [3 1])
+        """
+        for label, new, old in (("keys", keys, self.keys), ("values", values, self.values)):
+            _check_new(label, require_named("KVCache.update", new), old, self.KPos)
+        sizes = {x.axis_size(self.KPos) if x.has_axis(self.KPos) else 1 for x in (keys, values)}
+        if len(sizes) > 1:
+            raise ValueError(f"KVCache.update: keys {keys} and values {values} differ in their number of positions.")
+        new = Axis(self.KPos, sizes.pop())
+        room = self.keys.axis_size(self.KPos)
+        if new.size > room:
+            raise ValueError(
+                f"KVCache.update: {new.size} positions do not fit in the cache, which has room for {room}."
+            )
+        if self.window is not None and new.size > (most := room - self.window + 1):
+            raise ValueError(
+                f"KVCache.update: {new.size} positions at once would overwrite keys that the first of them attends to: "
+                f"with room for {room} and a window of {self.window}, at most {most} fit. Write them in parts, or make "
+                "room for more."
+            )
+        lengths = self.lengths + (new.size if count is None else count)
+        if self.window is None and _known_to_exceed(lengths.array, room):
+            raise ValueError(
+                f"KVCache.update: the cache has room for {room} positions, and with {new.size} more there would be "
+                "examples that have come further."
+            )
+        if self.lengths.names or count is not None or (self.window is not None and new.size > 1):
+            positions = self._counted(new) + self.lengths
+            if self.window is not None:
+                positions = positions % room
+
+            def write(old: NamedArray, new: NamedArray) -> NamedArray:
+                # Padding need not fit.
+                return old.at[self.KPos, positions].set(astype(new, old.dtype), mode="drop", unique_indices=True)
+        else:
+            start = self.lengths if self.window is None else self.lengths % room
+
+            def write(old: NamedArray, new: NamedArray) -> NamedArray:
+                return updated_slice(old, {self.KPos: start}, new)
+
+        return KVCache(write(self.keys, keys), write(self.values, values), lengths, self.KPos, self.window)
+
+    def mask(self, positions: NamedArray) -> NamedArray:
+        """Which positions of the cache queries may attend to: their own and those before, within the window.
+
+        Arguments:
+            positions: the position of each query, whose own keys are in the cache by now.
+
+        >>> from axonym.nn.attention import KVCache
+        >>> cache = KVCache.init((), (), *axn.make_axes(key_pos=3, head_size=1))
+        >>> positions, new = cache.positions(axn.Axis("pos", 2)), axn.ones({"key_pos": 2, "head_size": 1})
+        >>> cache.update(new, new).mask(positions)
+        NamedArray(bool[pos=2, key_pos=3], [[ True False False] [ True True False]])
+        """
+        room = self.keys.resolve_axis(self.KPos)
+        held = arange(room).broadcast_to((*self.lengths.axes, room))
+        if self.window is not None:  # each place holds the latest of the positions that go there
+            latest = self.lengths - 1
+            held = latest - (latest - held) % room.size
+        held = held.broadcast_to((*union_axes(positions.axes, self.lengths.axes), room))
+        allowed = held <= positions
+        return allowed if self.window is None else allowed & (held > positions - self.window) & (held >= 0)
+
+    def _counted(self, Pos: Axis) -> NamedArray:
+        """Numbers from 0 along an axis, for each example that has a length of its own."""
+        return arange(Pos).broadcast_to((*self.lengths.axes, Pos))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _empty(axes: tuple[Axis, ...], dtype: Any) -> NamedArray:
+    """Zeros that are made where they belong; outside of jit they would all be made on one device first."""
+    return auto_sharded(zeros(axes, dtype))
+
+
+def _known_to_exceed(lengths: Any, room: int) -> bool:
+    """Whether a length is too large; False where that is not known, as in jit."""
+    known = isinstance(lengths, jax.Array) and not isinstance(lengths, Tracer) and lengths.is_fully_addressable
+    return known and bool(jnp.max(lengths) > room)
+
+
+def _check_new(label: str, new: NamedArray, old: NamedArray, KPos: str) -> None:
+    """New keys or values have the axes of those in the cache, except that the one of positions may be missing."""
+    missing = [n for n in old.names if n not in new.names and n != KPos]
+    extra = [n for n in new.names if n not in old.names]
+    if missing or extra:
+        problems = [f"lack {_errors.describe_axes(missing)}"] if missing else []
+        problems += [f"have {_errors.describe_axes(extra)} besides"] if extra else []
+        raise ValueError(
+            f"KVCache.update: the {label} {_errors.describe_shape(new.shape)} {' and '.join(problems)}, compared to "
+            f"those of the cache {_errors.describe_shape(old.shape)}. That of positions is {KPos!r}."
+        )

@@ -1,0 +1,284 @@
+"""Scaled dot-product attention by name.
+
+An axis is told from its name alone:
+
+| an axis of                             | is                                                                     |
+|----------------------------------------|------------------------------------------------------------------------|
+| `Key`                                  | summed over in the product of query and key: the size of a head        |
+| `KPos`                                 | attended to: the positions of keys and values                          |
+| query, key and value                   | a batch axis: examples, heads                                          |
+| query alone                            | the query's own: its positions, the heads that share a key             |
+| value alone                            | the value's own                                                        |
+
+So grouped-query attention needs no repeated keys. The query has both axes, that of key-value heads and that of the
+heads in a group (see `group_heads`); the key and the value have only the former. Keys and values without any axis of
+heads are shared by all heads of the query.
+
+A query that may attend to nothing gets the mean of all values, as with `jax.nn.dot_product_attention`: never NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ... import _errors, _kernels, _mesh
+from ..._mesh import Names
+from ...array import NamedArray, resolve, wrap
+from ...axis import Axis, AxisSelection, AxisSelector, name_of, selectors
+from ...ops._operands import dtype_key, require_named, require_subset
+from ...ops.contraction import dot
+from ...ops.elementwise import astype
+from ...ops.selection import where
+from ...ops.shaping import unflatten_axis
+from ..dropout import dropout as drop_out
+from ..normalization import softmax
+from .fused import Implementation, fused_attention
+from .masks import Causal, Mask, as_truth_values
+
+
+def dot_product_attention(
+    KPos: AxisSelection,
+    Key: AxisSelector,
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    mask: Mask = None,
+    bias: NamedArray | None = None,
+    attention_dtype: Any = None,
+    precision: Any = None,
+    dropout: float = 0.0,
+    *,
+    scaling_factor: float | None = None,
+    inference: bool = False,
+    prng: Any = None,
+    implementation: Implementation | None = None,
+) -> NamedArray:
+    """Values averaged by how well their keys match a query: scaled dot-product attention.
+
+    The result has the layout of the query.
+
+    Arguments:
+        KPos: the axis of key positions, or several. The query must not have it: for self-attention, rename the axis of
+            key and value.
+        Key: the axis of features that query and key are multiplied along.
+        query: the queries.
+        key: the keys.
+        value: the values.
+        mask: true where attention is allowed; an array with any axes of the scores, or `Causal`.
+        bias: added to the scores before they are masked.
+        attention_dtype: the dtype of scores and softmax; that of query and key by default. With float32, half-precision
+            queries and keys are multiplied as they are and summed up in float32.
+        precision: of the products, as in `jax.lax.dot_general`.
+        dropout: how likely a weight is dropped in training.
+        scaling_factor: what scores are multiplied by; one over the square root of the size of `Key` by default.
+        inference: True turns dropout off.
+        prng: a random key for dropout.
+        implementation: None computes by named operations, on any mesh and differentiable any number of times. "cudnn"
+            and "splash" are kernels for GPUs and TPUs that never have all scores in memory; "fused" is that of the
+            platform, and "xla" where it has none. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`. All of
+            these have their softmax in float32. What one of them cannot do is an error.
+
+    >>> from axonym.nn.attention import Causal, dot_product_attention
+    >>> q = axn.ones({"pos": 2, "heads": 2, "head_size": 4})
+    >>> k = q.rename({"pos": "key_pos"})
+    >>> v = axn.arange(axn.Axis("key_pos", 2), dtype=float).broadcast_axis(axn.Axis("heads", 2))
+    >>> dot_product_attention("key_pos", "head_size", q, k, v, mask=Causal("pos"))
+    NamedArray(float32[pos=2, heads=2], [[0. 0. ] [0.5 0.5]])
+    """
+    what = "dot_product_attention"
+    features, positions = _checked_axes(what, Key, KPos, query, key, value)
+    dropping = inference is not True and not (isinstance(dropout, (int, float)) and dropout == 0)
+    if implementation is not None:
+        refused = {"dropout": dropping, "precision": precision is not None}
+        refused["attention_dtype"] = attention_dtype is not None and dtype_key(attention_dtype) != jnp.float32
+        return fused_attention(
+            implementation, positions, features, query, key, value, mask, bias, scaling_factor, refused
+        )
+    key, value = (_whole_where_taken(x, positions, query) for x in (key, value))
+    weights = _weights(what, query, key, features, positions, mask, bias, attention_dtype, precision, scaling_factor)
+    if dropping:
+        if prng is None:
+            raise ValueError(
+                f"{what}: dropout of {dropout} needs a random key: pass `prng`, or `inference=True` to turn it off."
+            )
+        weights = drop_out(weights, dropout, inference=inference, key=prng)
+    kept = query.names if features in value.names else tuple(n for n in query.names if n != features)
+    own = tuple(n for n in (*weights.names, *value.names) if n not in positions and n not in kept)
+    return dot(weights, value, axis=positions, precision=precision, out_axes=(*kept, *dict.fromkeys(own)))
+
+
+def dot_product_attention_weights(
+    Key: AxisSelector,
+    KPos: AxisSelection,
+    query: NamedArray,
+    key: NamedArray,
+    mask: Mask = None,
+    bias: NamedArray | None = None,
+    attention_dtype: Any = None,
+    precision: Any = None,
+    scaling_factor: float | None = None,
+) -> NamedArray:
+    """The weights of attention: for each query, how much of each value it takes.
+
+    They have the layout of the query, with `KPos` at the end. Note the order of the arguments, which is not that of
+    `dot_product_attention`.
+
+    Arguments:
+        Key: the axis of features that query and key are multiplied along.
+        KPos: the axis of key positions, or several. The query must not have it.
+        query: the queries.
+        key: the keys.
+        mask: true where attention is allowed; an array with any axes of the scores, or `Causal`.
+        bias: added to the scores before they are masked.
+        attention_dtype: the dtype of scores and softmax; that of query and key by default.
+        precision: of the product, as in `jax.lax.dot_general`.
+        scaling_factor: what scores are multiplied by; one over the square root of the size of `Key` by default.
+
+    >>> from axonym.nn.attention import dot_product_attention_weights
+    >>> q, k = axn.ones({"pos": 1, "head_size": 4}), axn.ones({"key_pos": 2, "head_size": 4})
+    >>> dot_product_attention_weights("head_size", "key_pos", q, k)
+    NamedArray(float32[pos=1, key_pos=2], [[0.5 0.5]])
+    """
+    what = "dot_product_attention_weights"
+    features, positions = _checked_axes(what, Key, KPos, query, key)
+    key = _whole_where_taken(key, positions, query)
+    weights = _weights(what, query, key, features, positions, mask, bias, attention_dtype, precision, scaling_factor)
+    kept = tuple(n for n in query.names if n != features)
+    own = tuple(n for n in key.names if n not in (*kept, *positions, features))
+    return weights.rearrange((*kept, *own, *positions))
+
+
+def group_heads(
+    query: NamedArray,
+    Heads: AxisSelector,
+    KVHeads: Axis,
+    HeadsPerGroup: AxisSelector = "heads_per_group",
+) -> NamedArray:
+    """The query with its heads in groups, one for each head of keys and values.
+
+    Consecutive heads form a group, as in published checkpoints. Undo it with `flatten_axes`.
+
+    Arguments:
+        query: the queries, with one axis of heads.
+        Heads: that axis.
+        KVHeads: the axis of heads that key and value have.
+        HeadsPerGroup: what the axis of heads in a group is called.
+
+    >>> from axonym.nn.attention import group_heads
+    >>> q = axn.ones({"pos": 3, "heads": 8, "head_size": 4})
+    >>> group_heads(q, "heads", axn.Axis("kv_heads", 2)).shape
+    {'pos': 3, 'kv_heads': 2, 'heads_per_group': 4, 'head_size': 4}
+    """
+    heads = require_named("group_heads", query).resolve_axis(Heads)
+    if KVHeads.size == 0 or heads.size % KVHeads.size:
+        raise ValueError(
+            f"group_heads: {heads.size} heads of axis {heads.name!r} do not make {KVHeads.size} equal groups, one for "
+            f"each of {KVHeads}."
+        )
+    group = Axis(name_of(HeadsPerGroup), heads.size // KVHeads.size)
+    if isinstance(HeadsPerGroup, Axis) and HeadsPerGroup is not group:
+        places = [("the argument", HeadsPerGroup.size), ("the result", group.size)]
+        raise ValueError(_errors.size_mismatch("group_heads", group.name, places))
+    return unflatten_axis(query, heads, (KVHeads, group))
+
+
+# --- scores and weights ---
+
+
+def _weights(
+    what: str,
+    query: NamedArray,
+    key: NamedArray,
+    Key: str,
+    KPos: Names,
+    mask: Mask,
+    bias: NamedArray | None,
+    attention_dtype: Any,
+    precision: Any,
+    scaling_factor: float | None,
+) -> NamedArray:
+    """The weights, in the layout of the product of query and key: batch axes, the query's own, the key's own."""
+    dtype = jnp.result_type(query.dtype, key.dtype)
+    wide = dtype if attention_dtype is None else dtype_key(attention_dtype)
+    if jnp.promote_types(dtype, wide) != wide:
+        query, key = astype(query, wide), astype(key, wide)
+    batch = tuple(n for n in query.names if n in key.names and n != Key)
+    own = tuple(n for n in (*query.names, *key.names) if n not in batch and n != Key)
+    scores = dot(query, key, axis=Key, precision=precision, preferred_element_type=wide, out_axes=(*batch, *own))
+    scores = scores * (query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor)
+    if bias is not None:
+        require_subset(what, "bias", bias.names, scores.names)
+        scores = scores + bias
+    mask = as_truth_values(what, mask)
+    if mask is not None:
+        allowed = _written_out(what, mask, query, key, KPos)
+        require_subset(what, "mask", allowed.names, scores.names)
+        # A finite number, so that a row of nothing else has a softmax, and a gradient.
+        scores = where(allowed, scores, float(jnp.finfo(scores.dtype).min))
+    return astype(softmax(scores, KPos), dtype)
+
+
+def _written_out(what: str, mask: NamedArray | Causal, query: NamedArray, key: NamedArray, KPos: Names) -> NamedArray:
+    """The mask as an array."""
+    if isinstance(mask, Causal):
+        if len(KPos) != 1:
+            raise ValueError(
+                f"{what}: a Causal mask is along one axis of key positions, got {_errors.describe_axes(KPos)}."
+            )
+        return mask.written_out(query.resolve_axis(mask.QPos), key.resolve_axis(KPos[0]))
+    return mask
+
+
+def _checked_axes(what: str, Key: AxisSelector, KPos: AxisSelection, *arrays: NamedArray) -> tuple[str, Names]:
+    """The names of `Key` and `KPos`, once every array has the axes it needs and no others that would be mistaken."""
+    query, *others = [require_named(what, x) for x in arrays]
+    labelled = dict(zip(("key", "value"), others, strict=False))
+    positions = tuple(name_of(s) for s in selectors(KPos))
+    for label, x in {"query": query, "key": others[0]}.items():
+        _look_up(f"{what}, {label}", x, Key)
+    for label, x in labelled.items():
+        _look_up(f"{what}, {label}", x, KPos)
+    taken = [n for n in positions if n in query.names]
+    if taken:
+        n = taken[0]
+        raise ValueError(
+            f"{what}: {_errors.describe_axes(taken)} of KPos is an axis of the query, too: "
+            f"{_errors.describe_shape(query.shape)}. What is attended to needs a name of its own. For self-attention, "
+            f"rename the axis of key and value, as in `key.rename({{{n!r}: 'key_{n}'}})`."
+        )
+    return name_of(Key), positions
+
+
+def _look_up(what: str, x: NamedArray, selection: AxisSelection) -> None:
+    """Raises where an array lacks axes, or has them in other sizes."""
+    resolve(x.names, jnp.shape(x.array), selection, what)
+
+
+def _whole_where_taken(x: NamedArray, KPos: Names, query: NamedArray) -> NamedArray:
+    """Keys or values, gathered along positions that are split over a mesh axis that splits the query.
+
+    Where the positions of queries and of keys are split over one mesh axis, scores cannot be split over it twice. It is
+    the query that says how the result is split. On Auto mesh axes, the partitioner finds out itself.
+    """
+    if _mesh.explicit_mesh((x.array, query.array)) is None:
+        return x
+    kernel = _gather_kernel(x.names, query.names, KPos)
+    return wrap(kernel.call(x.array, query.array), kernel.names)
+
+
+@_kernels.cached
+def _gather_kernel(names: Names, query_names: Names, KPos: Names) -> _kernels.Kernel:
+    def positional(x: jax.Array, query: jax.Array) -> jax.Array:
+        taken = {a for entry in _mesh.entries_of(query) for a in _mesh.mesh_axes(entry)}
+        entries = dict(zip(names, _mesh.entries_of(x), strict=True))
+        for n in KPos:
+            left = tuple(a for a in _mesh.mesh_axes(entries[n]) if a not in taken)
+            entries[n] = left if left else None
+        spec = PartitionSpec(*entries.values())
+        return x if spec == PartitionSpec(*_mesh.entries_of(x)) else jax.sharding.reshard(x, spec)
+
+    return _kernels.make_kernel("attention", positional, (names, query_names), names, mesh_aware=True)

@@ -1,0 +1,368 @@
+"""Fused attention, by kernels that others have written.
+
+A kernel wants arrays of a fixed layout: batch, position, head, feature. Which axis is what follows from the names (see
+`Roles`). Where several axes share a role, one is made of them for the kernel, and taken apart in its result.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ... import _errors, _kernels
+from ..._mesh import Names
+from ...array import NamedArray, wrap
+from ...ops._operands import require_subset
+from .masks import Causal, Mask, as_truth_values
+
+Implementation: TypeAlias = Literal["xla", "cudnn", "splash", "fused"]
+"""How attention is fused: see `dot_product_attention`."""
+
+PLATFORMS = {"cudnn": "gpu", "splash": "tpu"}
+"""Where kernels run that do not run everywhere."""
+
+
+class Roles(NamedTuple):
+    """What the axes of attention are to a kernel."""
+
+    batch: Names
+    """Those that query, key and value share, but for the last where there are several."""
+    heads: Names
+    """The last of several that they share."""
+    group: Names
+    """The query's own, but for its positions."""
+    positions: Names
+    """The query's positions: what a causal mask says they are, or else the longest of its own axes."""
+    keys: Names
+    """The positions of keys and values."""
+    features: Names
+    """The features of queries and keys."""
+    values: Names
+    """The features of values."""
+
+
+def fused_attention(
+    implementation: str,
+    KPos: Names,
+    Key: str,
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    mask: Mask,
+    bias: NamedArray | None,
+    scaling_factor: float | None,
+    refused: Mapping[str, bool],
+) -> NamedArray:
+    """Attention by a fused kernel.
+
+    Arguments:
+        implementation: which kernel.
+        KPos: the axes of key positions.
+        Key: the axis of features.
+        query: the queries.
+        key: the keys.
+        value: the values.
+        mask: the mask.
+        bias: the bias.
+        scaling_factor: what scores are multiplied by, or None.
+        refused: arguments that no kernel takes, and whether they were given.
+    """
+    what = f"dot_product_attention by implementation={implementation!r}"
+    given = [name for name, there in refused.items() if there]
+    if given:
+        raise ValueError(
+            f"{what}: a fused kernel takes no {' and no '.join(given)}. Leave that out, or use implementation=None, "
+            "which takes everything."
+        )
+    chosen = _available(what, implementation)
+    mask = as_truth_values(what, mask)
+    causal = mask if isinstance(mask, Causal) else None
+    roles = _roles(what, query, key, value, KPos, Key, causal)
+    extra: dict[str, NamedArray] = {}
+    for label, x in {"mask": mask.also if isinstance(mask, Causal) else mask, "bias": bias}.items():
+        if x is not None:
+            scores = (*roles.batch, *roles.heads, *roles.group, *roles.positions, *roles.keys)
+            require_subset(what, label, x.names, scores)
+            extra[label] = x
+    scale = query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor
+    if chosen == "splash":
+        if bias is not None:
+            raise ValueError(f"{what}: splash attention takes no bias. Use implementation=None, which does.")
+        return splash_attention(query * scale, key, value, extra.get("mask"), roles=roles, causal=_static(causal))
+    if not isinstance(scale, (int, float)):  # cuDNN wants to know it when it compiles
+        query, scale = query * scale, 1.0
+    operands = (query, key, value, *extra.values())
+    names = tuple(x.names for x in operands)
+    kernel = _jax_kernel(what, chosen, names, tuple(extra), roles, _static(causal), scale)
+    return wrap(kernel.call(*(x.array for x in operands)), kernel.names)
+
+
+def _available(what: str, implementation: str) -> str:
+    """The kernel that is meant, which must run here."""
+    platform = jax.default_backend()
+    if implementation == "fused":
+        return next((name for name, needed in PLATFORMS.items() if needed == platform), "xla")
+    if implementation != "xla" and implementation not in PLATFORMS:
+        listed = ", ".join(map(repr, (None, "fused", "xla", *PLATFORMS)))
+        hint = _errors.suggestion(implementation, ("fused", "xla", *PLATFORMS))
+        raise ValueError(f"{what}: there is no such implementation; there are {listed}.{hint}")
+    needed = PLATFORMS.get(implementation, platform)
+    if needed != platform:
+        raise ValueError(
+            f"{what}: it needs a {needed.upper()}, and this is a {platform.upper()}. implementation='fused' takes what "
+            "the platform has."
+        )
+    return implementation
+
+
+class _CausalStatic(NamedTuple):
+    window: int | None
+
+
+def _static(causal: Causal | None) -> _CausalStatic | None:
+    """What a kernel has to know of a causal mask to be compiled."""
+    return None if causal is None else _CausalStatic(causal.window)
+
+
+# --- from names to roles ---
+
+
+def _roles(
+    what: str,
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    KPos: Names,
+    Key: str,
+    causal: Causal | None,
+) -> Roles:
+    shared = tuple(n for n in key.names if n not in KPos and n != Key)
+    problems = []
+    for label, x in {"query": query, "value": value}.items():
+        missing = [n for n in shared if n not in x.names]
+        if missing:
+            problems.append(f"the {label} lacks {_errors.describe_axes(missing)} of the key")
+    values = tuple(n for n in value.names if n not in KPos and n not in shared)
+    sizes = [value.axis_size(n) for n in values]
+    if sizes != [key.axis_size(Key)]:
+        problems.append(
+            f"values should have one axis of features, as long as {Key!r}={key.axis_size(Key)}, and have "
+            f"{_errors.describe_axes(values, sizes)}"
+        )
+    own = tuple(n for n in query.names if n not in shared and n != Key)
+    if causal is not None and causal.QPos not in own:
+        problems.append(f"the mask is causal in {causal.QPos!r}, which is none of the query's own axes")
+    if causal is not None and len(KPos) != 1:
+        problems.append(f"a causal mask is along one axis of key positions, not {_errors.describe_axes(KPos)}")
+    if problems:
+        described = ", ".join(
+            f"{label} {_errors.describe_shape(x.shape)}"
+            for label, x in (("query", query), ("key", key), ("value", value))
+        )
+        raise ValueError(
+            f"{what}: {'; and '.join(problems)}. Given were {described}. implementation=None has no such limits."
+        )
+    if causal is not None:
+        positions = (causal.QPos,)
+    else:  # any choice is right, and a kernel is made for long positions
+        positions = (max(own, key=query.axis_size),) if own else ()
+    split = len(shared) - 1 if len(shared) > 1 else len(shared)
+    group = tuple(n for n in own if n not in positions)
+    return Roles(shared[:split], shared[split:], group, positions, KPos, (Key,), values)
+
+
+def _out_names(query_names: Names, roles: Roles) -> Names:
+    """The result has the layout of the query, with the features of values in the place of its own."""
+    return tuple(roles.values[0] if n == roles.features[0] else n for n in query_names)
+
+
+def _merged(x: jax.Array, names: Names, parts: Sequence[Names], sizes: Mapping[str, int] | None = None) -> jax.Array:
+    """An array with one dimension for each part, which may be several axes or none.
+
+    With `sizes`, the array may lack axes: a part of which it has none is one long, of the others it gets all.
+    """
+    order = tuple(n for part in parts for n in part)
+    x = _kernels.align(x, names, order)
+    if sizes is not None:
+        full = [[sizes[n] if set(part) & set(names) else 1 for n in part] for part in parts]
+        x = jnp.broadcast_to(x, [s for part in full for s in part])
+    where, shape = 0, []
+    for part in parts:
+        shape.append(math.prod(x.shape[where : where + len(part)]))
+        where += len(part)
+    return jnp.reshape(x, shape)
+
+
+def _taken_apart(x: jax.Array, parts: Sequence[Names], sizes: Mapping[str, int], names: Names) -> jax.Array:
+    """The other way round."""
+    order = tuple(n for part in parts for n in part)
+    return _kernels.transpose_to(jnp.reshape(x, [sizes[n] for n in order]), order, names)
+
+
+def _sizes(all_names: Sequence[Names], arrays: Sequence[jax.Array]) -> dict[str, int]:
+    return {n: s for names, x in zip(all_names, arrays, strict=True) for n, s in zip(names, x.shape, strict=True)}
+
+
+# --- the kernels of jax.nn ---
+
+
+@_kernels.cached
+def _jax_kernel(
+    what: str,
+    implementation: Any,
+    in_names: tuple[Names, ...],
+    extra: tuple[str, ...],
+    roles: Roles,
+    causal: _CausalStatic | None,
+    scale: float,
+) -> _kernels.Kernel:
+    heads = (*roles.heads, *roles.group)
+    layouts = [
+        (roles.batch, roles.positions, heads, roles.features),
+        (roles.batch, roles.keys, roles.heads, roles.features),
+        (roles.batch, roles.keys, roles.heads, roles.values),
+        *[(roles.batch, heads, roles.positions, roles.keys)] * len(extra),
+    ]
+    out_names = _out_names(in_names[0], roles)
+    options: dict[str, Any] = {"scale": scale, "is_causal": causal is not None, "implementation": implementation}
+    if causal is not None and causal.window is not None:
+        options["local_window_size"] = (causal.window - 1, 0)
+
+    def positional(*arrays):
+        sizes = _sizes(in_names, arrays)
+        dtype = jnp.result_type(*arrays[:3])
+        merged = [
+            _merged(x.astype(dtype), names, layout) if i < 3 else _merged(x, names, layout, sizes)
+            for i, (x, names, layout) in enumerate(zip(arrays, in_names, layouts, strict=True))
+        ]
+        result = jax.nn.dot_product_attention(*merged[:3], **dict(zip(extra, merged[3:], strict=True)), **options)
+        return _taken_apart(result, (*layouts[0][:3], roles.values), sizes, out_names)
+
+    return _kernels.make_kernel(what, positional, in_names, out_names)
+
+
+# --- splash attention ---
+
+
+def splash_attention(
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    mask: NamedArray | None,
+    *,
+    roles: Roles,
+    causal: _CausalStatic | None,
+) -> NamedArray:
+    """Splash attention on every device's part of the operands.
+
+    No partitioner can look into the kernel, so how it may be split is said: along batch axes and heads, and along the
+    positions of queries where these do not matter to a causal mask.
+
+    Arguments:
+        query: the queries, scaled.
+        key: the keys.
+        value: the values.
+        mask: which keys may be attended to by all queries alike, or None.
+        roles: what the axes are.
+        causal: what there is to know of a causal mask, or None.
+    """
+    if mask is not None and (extra := [n for n in mask.names if n not in (*roles.batch, *roles.keys)]):
+        raise ValueError(
+            "dot_product_attention by splash attention: a mask is causal, as `Causal` says it, or the same for all "
+            f"queries of an example; got one with {_errors.describe_axes(extra)}. Use implementation=None, which takes "
+            "any mask."
+        )
+    whole = roles.values if causal is None else (*roles.values, *roles.positions)
+    operands = (query, key, value) if mask is None else (query, key, value, mask)
+    return _splash_operation(whole)(*operands, roles=roles, causal=causal)
+
+
+@functools.lru_cache(maxsize=512)
+def _splash_operation(whole: Names) -> Callable[..., NamedArray]:
+    from ...custom_partitioning import partitioned
+
+    return partitioned(_splash, whole=whole)
+
+
+def _splash(
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    mask: NamedArray | None = None,
+    *,
+    roles: Roles,
+    causal: _CausalStatic | None,
+) -> NamedArray:
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    sizes = {**query.shape, **value.shape}
+    layout = (roles.batch, (*roles.heads, *roles.group), roles.positions)
+    q = _merged(query.array, query.names, (*layout, roles.features))
+    k = _merged(key.array, key.names, (roles.batch, roles.heads, roles.keys, roles.features))
+    v = _merged(value.array, value.names, (roles.batch, roles.heads, roles.keys, roles.values))
+    batch, heads, queries, keys = *q.shape[:3], k.shape[2]
+    attend: Any = _splash_kernel(heads, queries, keys, causal)
+    if mask is None and (causal is None or causal.window is None or queries <= keys):
+        result = jax.vmap(attend)(q, k, v)
+    else:
+        allowed = jnp.ones((batch, keys), bool)
+        if mask is not None:
+            allowed &= _merged(mask.array, mask.names, (roles.batch, roles.keys), sizes | key.shape)
+        # Queries are in segment 0, and so are the keys that they attend to.
+        segments = splash.SegmentIds(jnp.zeros((batch, queries), jnp.int32), (~allowed).astype(jnp.int32))
+        result = jax.vmap(attend)(q, k, v, segments)
+        # What the kernel gives for a query without keys has no right gradient.
+        mean = jnp.repeat(jnp.mean(v, 2, keepdims=True), heads // v.shape[1], axis=1)
+        result = jnp.where(_has_keys(allowed, queries, causal)[:, None, :, None], result, mean)
+    out_names = _out_names(query.names, roles)
+    return wrap(_taken_apart(result, (*layout, roles.values), sizes, out_names), out_names)
+
+
+def _has_keys(allowed: jax.Array, queries: int, causal: _CausalStatic | None) -> jax.Array:
+    """Which queries attend to any key, where `allowed` says of each example which keys may be attended to."""
+    if causal is None:
+        return jnp.broadcast_to(jnp.any(allowed, 1, keepdims=True), (allowed.shape[0], queries))
+    counts = jnp.pad(jnp.cumsum(allowed, 1), ((0, 0), (1, 0)))  # how many there are before each position
+    ends = np.arange(1, queries + 1)
+    starts = np.zeros(queries, int) if causal.window is None else ends - causal.window
+    first, last = (np.clip(x, 0, allowed.shape[1]) for x in (starts, ends))
+    return counts[:, last] > counts[:, first]
+
+
+def _splash_kernel(heads: int, queries: int, keys: int, causal: _CausalStatic | None) -> Any:
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    if causal is None:
+        mask: Any = splash.FullMask((queries, keys))
+    elif causal.window is None:
+        mask = splash.CausalMask((queries, keys))
+    else:
+        mask = splash.LocalMask((queries, keys), (causal.window - 1, 0), 0)
+    q, k = _block("queries", queries), _block("keys", keys)
+    blocks = splash.BlockSizes(
+        block_q=q,
+        block_kv=k,
+        block_q_dkv=q,
+        block_kv_dkv=k,
+        block_kv_dkv_compute=k,
+        block_q_dq=q,
+        block_kv_dq=k,
+    )
+    return splash.make_splash_mha_single_device(splash.MultiHeadMask([mask] * heads), block_sizes=blocks)
+
+
+def _block(label: str, size: int) -> int:
+    """How many positions the kernel takes at a time."""
+    for block in (512, 256, 128):
+        if size % block == 0:
+            return block
+    raise ValueError(
+        f"dot_product_attention by splash attention: the number of positions of {label} on one device must be a "
+        f"multiple of 128, got {size}. Pad them, or use implementation=None."
+    )

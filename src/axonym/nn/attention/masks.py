@@ -1,0 +1,288 @@
+"""Masks: which keys a query may attend to.
+
+A mask is a boolean named array, true where attention is allowed, with any of the axes that scores have: those of
+queries, of keys, and batch axes. Masks combine by name. `None` is no mask.
+
+A mask that is an array takes as much memory as the scores of one head. Causality need not be written out like that:
+`Causal` only says it, which is what fused kernels want; they never look at the keys a query may not attend to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from ... import _kernels
+from ..._mesh import Names
+from ...array import NamedArray, NamedOrNumeric, wrap
+from ...axis import Axis, AxisSelector, AxisSpec, name_of
+from ...ops._operands import distinct, one_axis, operand
+from ...ops.broadcasting import broadcast_arrays
+from ...ops.creation import arange
+from ...ops.elementwise import logical_and, logical_or, not_equal
+from ...random import bernoulli, uniform
+
+# --- by position ---
+
+
+def causal_mask(QPos: Axis, KPos: Axis, q_start: NamedOrNumeric = 0, k_start: NamedOrNumeric = 0) -> NamedArray:
+    """A mask by which each query attends to the keys at its own position and before.
+
+    Arguments:
+        QPos: the axis of query positions.
+        KPos: the axis of key positions.
+        q_start: the position of the first query. A named array says it for each element of a batch, say.
+        k_start: the position of the first key, likewise.
+
+    >>> from axonym.nn.attention import causal_mask
+    >>> causal_mask(axn.Axis("pos", 2), axn.Axis("key_pos", 3), q_start=1)
+    NamedArray(bool[pos=2, key_pos=3], [[ True True False] [ True True True]])
+    """
+    return _by_position("causal_mask", _causal, QPos, KPos, q_start, k_start)
+
+
+def sliding_window_mask(
+    QPos: Axis, KPos: Axis, window: NamedOrNumeric, q_start: NamedOrNumeric = 0, k_start: NamedOrNumeric = 0
+) -> NamedArray:
+    """A causal mask by which each query attends to its own position and the `window - 1` positions before it.
+
+    Arguments:
+        QPos: the axis of query positions.
+        KPos: the axis of key positions.
+        window: how many keys a query attends to at most.
+        q_start: the position of the first query. A named array says it for each element of a batch, say.
+        k_start: the position of the first key, likewise.
+
+    >>> from axonym.nn.attention import sliding_window_mask
+    >>> sliding_window_mask(axn.Axis("pos", 3), axn.Axis("key_pos", 3), 2)
+    NamedArray(bool[pos=3, key_pos=3], [[ True False False] [ True True False] [False True True]])
+    """
+    return _by_position("sliding_window_mask", _windowed, QPos, KPos, q_start, k_start, window)
+
+
+def prefix_lm_mask(
+    QSeqLen: Axis,
+    KSeqLen: Axis,
+    prefix_len: NamedOrNumeric,
+    q_start: NamedOrNumeric = 0,
+    k_start: NamedOrNumeric = 0,
+) -> NamedArray:
+    """A causal mask but for the first positions, to which every query attends.
+
+    Arguments:
+        QSeqLen: the axis of query positions.
+        KSeqLen: the axis of key positions.
+        prefix_len: how many positions the prefix has, counted from position 0. A named array says it for each element
+            of a batch, say.
+        q_start: the position of the first query, likewise.
+        k_start: the position of the first key, likewise.
+
+    >>> from axonym.nn.attention import prefix_lm_mask
+    >>> prefix_lm_mask(axn.Axis("pos", 3), axn.Axis("key_pos", 3), 2)
+    NamedArray(bool[pos=3, key_pos=3], [[ True True False] [ True True False] [ True True True]])
+    """
+    return _by_position("prefix_lm_mask", _with_prefix, QSeqLen, KSeqLen, q_start, k_start, prefix_len)
+
+
+def _causal(q: jax.Array, k: jax.Array) -> jax.Array:
+    return k <= q
+
+
+def _windowed(q: jax.Array, k: jax.Array, window: jax.Array) -> jax.Array:
+    return (k <= q) & (k > q - window)
+
+
+def _with_prefix(q: jax.Array, k: jax.Array, prefix_len: jax.Array) -> jax.Array:
+    return (k <= q) | (k < prefix_len)
+
+
+def _by_position(what: str, rule: Callable[..., jax.Array], QPos: Axis, KPos: Axis, *numbers: Any) -> NamedArray:
+    """A mask from a rule on the positions of query and key, and further numbers; two of these say where both start."""
+    operands = [operand(x) for x in numbers]
+    q, k = one_axis(what, "QPos", QPos), one_axis(what, "KPos", KPos)
+    kernel = _position_kernel(what, rule, q, k, tuple(names for _, names in operands))
+    return wrap(kernel.call(*(x for x, _ in operands)), kernel.names)
+
+
+@_kernels.cached
+def _position_kernel(
+    what: str, rule: Callable[..., jax.Array], QPos: Axis, KPos: Axis, in_names: tuple[Names, ...]
+) -> _kernels.Kernel:
+    batch = tuple(dict.fromkeys(n for names in in_names for n in names))
+    names = distinct(what, (*batch, QPos.name, KPos.name))
+
+    def positional(*numbers):
+        q_start, k_start, *further = (
+            _kernels.align(x, own, names) if own else x for x, own in zip(numbers, in_names, strict=True)
+        )
+        q = _kernels.align(jnp.arange(QPos.size), (QPos.name,), names) + q_start
+        k = _kernels.align(jnp.arange(KPos.size), (KPos.name,), names) + k_start
+        return rule(q, k, *further)
+
+    return _kernels.make_kernel(what, positional, in_names, names)
+
+
+class Causal(eqx.Module):
+    """A causal mask that is not written out, for `dot_product_attention`.
+
+    Both queries and keys start at position 0. Where they do not, as in decoding, use an array: `causal_mask`, or the
+    mask of a `KVCache`.
+
+    Arguments:
+        QPos: the axis of query positions.
+        window: how many keys a query attends to at most, its own position among them; all by default.
+        also: a further mask, true where attention is allowed.
+
+    >>> from axonym.nn.attention import Causal
+    >>> mask = Causal("pos", window=2)
+    >>> mask.written_out(axn.Axis("pos", 3), axn.Axis("key_pos", 3))
+    NamedArray(bool[pos=3, key_pos=3], [[ True False False] [ True True False] [False True True]])
+    """
+
+    QPos: str = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
+    also: NamedArray | None
+
+    def __init__(self, QPos: AxisSelector, window: int | None = None, also: NamedArray | None = None):
+        if window is not None and window < 1:
+            raise ValueError(f"Causal: a query attends to one key at least, got a window of {window}.")
+        self.QPos = name_of(QPos)
+        self.window = window
+        self.also = also
+
+    def written_out(self, QPos: Axis, KPos: Axis) -> NamedArray:
+        """The mask as an array.
+
+        Arguments:
+            QPos: the axis of query positions.
+            KPos: the axis of key positions.
+
+        >>> from axonym.nn.attention import Causal
+        >>> Causal("pos").written_out(axn.Axis("pos", 2), axn.Axis("key_pos", 2))
+        NamedArray(bool[pos=2, key_pos=2], [[ True False] [ True True]])
+        """
+        if self.window is None:
+            mask = causal_mask(QPos, KPos)
+        else:
+            mask = sliding_window_mask(QPos, KPos, self.window)
+        return mask if self.also is None else _combined(logical_and, mask, self.also)
+
+
+Mask: TypeAlias = NamedArray | Causal | None
+"""A mask of any form."""
+
+
+def as_truth_values(what: str, mask: Mask) -> Mask:
+    """The mask, of which every array has truth values; numbers other than integers are taken for a mistake."""
+    if isinstance(mask, Causal):
+        also: Any = as_truth_values(what, mask.also)
+        return mask if also is mask.also else Causal(mask.QPos, mask.window, also)
+    if mask is None or mask.dtype == jnp.bool_:
+        return mask
+    if jnp.issubdtype(mask.dtype, jnp.integer):
+        return not_equal(mask, 0)
+    raise TypeError(
+        f"{what}: a mask is true where attention is allowed, got {mask}. Numbers that are added to scores are a `bias`."
+    )
+
+
+# --- at random ---
+
+
+def forgetful_causal_mask(KPos: Axis, mask_prob: float, sample_prob: bool = True, *, key: Any) -> NamedArray:
+    """A mask that hides keys at random, the same for every query, but never the first key.
+
+    It is meant for training, instead of dropout of attention weights, and is combined with a causal mask (Forgetful
+    Causal Masking, arXiv:2210.13432).
+
+    Arguments:
+        KPos: the axis of key positions.
+        mask_prob: how likely a key is hidden.
+        sample_prob: draw that probability itself, evenly from 0 to `mask_prob`.
+        key: a random key.
+
+    >>> from axonym.nn.attention import forgetful_causal_mask
+    >>> mask = forgetful_causal_mask(axn.Axis("key_pos", 8), 0.5, key=jax.random.key(0))
+    >>> mask.shape, mask["key_pos", 0].item()
+    ({'key_pos': 8}, True)
+    """
+    probability: Any = mask_prob
+    if sample_prob:
+        key, of_probability = jax.random.split(key)
+        probability = uniform(of_probability, (), maxval=mask_prob)
+    return logical_or(bernoulli(key, KPos, 1.0 - probability), arange(KPos) == 0)
+
+
+def dropout_mask(axes: AxisSpec, dropout_rate: float, *, key: Any) -> NamedArray:
+    """A mask that is false at random.
+
+    Arguments:
+        axes: the axes of the mask.
+        dropout_rate: how likely an element is false.
+        key: a random key.
+
+    >>> from axonym.nn.attention import dropout_mask
+    >>> dropout_mask(axn.Axis("key_pos", 4), 0.0, key=jax.random.key(0))
+    NamedArray(bool[key_pos=4], [ True True True True])
+    """
+    return bernoulli(key, axes, 1.0 - dropout_rate)
+
+
+# --- combining ---
+
+
+def combine_masks_and(mask1: Mask, mask2: Mask) -> Any:
+    """A mask that allows what both allow. Where one is None, it is the other.
+
+    Arguments:
+        mask1: a mask.
+        mask2: a mask. The result has the axes of both.
+
+    >>> from axonym.nn.attention import causal_mask, combine_masks_and
+    >>> padding = axn.named([[True, True], [False, True]], ("batch", "key_pos"))
+    >>> combine_masks_and(causal_mask(*axn.make_axes(pos=2, key_pos=2)), padding).shape
+    {'batch': 2, 'pos': 2, 'key_pos': 2}
+    """
+    if mask1 is None or mask2 is None:
+        return mask2 if mask1 is None else mask1
+    if not isinstance(mask1, Causal):
+        if not isinstance(mask2, Causal):
+            return _combined(logical_and, mask1, mask2)
+        return Causal(mask2.QPos, mask2.window, combine_masks_and(mask1, mask2.also))
+    if not isinstance(mask2, Causal):
+        return Causal(mask1.QPos, mask1.window, combine_masks_and(mask1.also, mask2))
+    if mask1.QPos != mask2.QPos:
+        raise ValueError(
+            f"combine_masks_and: one mask is causal in {mask1.QPos!r}, the other in {mask2.QPos!r}. Write one of them "
+            "out as an array first, with `written_out`."
+        )
+    windows = [m.window for m in (mask1, mask2) if m.window is not None]
+    return Causal(mask1.QPos, min(windows, default=None), combine_masks_and(mask1.also, mask2.also))
+
+
+def combine_masks_or(mask1: NamedArray | None, mask2: NamedArray | None) -> NamedArray | None:
+    """A mask that allows what either allows. Where one is None, it is the other.
+
+    Arguments:
+        mask1: a mask.
+        mask2: a mask. The result has the axes of both.
+
+    >>> from axonym.nn.attention import combine_masks_or
+    >>> combine_masks_or(axn.named([True, False], "key_pos"), axn.named([False, False], "key_pos"))
+    NamedArray(bool[key_pos=2], [ True False])
+    """
+    if mask1 is None or mask2 is None:
+        return mask2 if mask1 is None else mask1
+    if isinstance(mask1, Causal) or isinstance(mask2, Causal):
+        raise TypeError(
+            "combine_masks_or: a Causal mask can only be narrowed. Make it an array first: `written_out(QPos, KPos)`."
+        )
+    return _combined(logical_or, mask1, mask2)
+
+
+def _combined(how: Callable[..., Any], mask1: NamedArray, mask2: NamedArray) -> NamedArray:
+    return how(*broadcast_arrays(mask1, mask2, require_subset=False))

@@ -1,0 +1,374 @@
+"""Convolutional layers: `Conv` and `ConvTranspose`, along any number of axes.
+
+Which axes of the input are convolved along is said by name; so is the axis of channels. All other axes are batch axes,
+in any number and anywhere: the result has the axes of the input in its order, with `Out` in the place of `In`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from .. import _errors, _kernels, random
+from .._mesh import Names
+from ..array import NamedArray, wrap
+from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
+from ..jax_utils import named_call
+from ..ops._operands import distinct, private, require_named
+from ._windows import Padding, Pair, check_spans, padding_of, per_axis
+from .linear import _stored
+
+__all__ = ["Conv", "ConvTranspose"]
+
+PerAxis: TypeAlias = int | Sequence[int] | Mapping[AxisSelector, int]
+PaddingSpec: TypeAlias = str | int | Sequence[int | tuple[int, int]] | Mapping[AxisSelector, int | tuple[int, int]]
+
+
+class Conv(eqx.Module):
+    """A convolution along some axes: a learned product with every window of the input.
+
+    As everywhere in machine learning it is a correlation: the weight is not flipped. It has the axes of the output
+    channels, of the input channels (of one group), and those to convolve along, which in the weight have the sizes of
+    the kernel. If `In` and `Out` are one axis, the weight stores that of the input under another name, as in `Linear`.
+
+    Arguments:
+        Spatial: the axes to convolve along. Only their names matter.
+        In: the axis of the input channels.
+        Out: the axis of the output channels.
+        weight: the weight.
+        bias: an array with the axis `Out`, or None.
+        kernel_size: the size of the kernel along each axis.
+        stride: how far the kernel moves each time.
+        padding: zeros before and after each axis; or "SAME" or "VALID", as in `jax.lax`.
+        dilation: the distance between the elements of the input that a kernel sees.
+        groups: into how many groups the channels are split. Each group of outputs sees one group of inputs.
+
+    >>> H, W, In, Out = axn.make_axes(height=8, width=8, channels=3, features=4)
+    >>> layer = axn.nn.Conv.init((H, W), In, Out, kernel_size=3, key=jax.random.key(0))
+    >>> print(layer.weight)
+    float32[features=4, channels=3, height=3, width=3]
+    >>> print(layer(axn.ones({"batch": 2, "channels": 3, "height": 8, "width": 8})))
+    float32[batch=2, features=4, height=6, width=6]
+    """
+
+    Spatial: tuple[AxisSelector, ...] = eqx.field(static=True, converter=selectors)
+    In: Axis = eqx.field(static=True)
+    Out: Axis = eqx.field(static=True)
+    weight: NamedArray
+    bias: NamedArray | None
+    kernel_size: tuple[int, ...] = eqx.field(static=True)
+    stride: tuple[int, ...] = eqx.field(static=True)
+    padding: Padding = eqx.field(static=True)
+    dilation: tuple[int, ...] = eqx.field(static=True)
+    groups: int = eqx.field(static=True)
+
+    @staticmethod
+    def init(
+        Spatial: AxisSelection,
+        In: Axis,
+        Out: Axis,
+        kernel_size: PerAxis,
+        *,
+        stride: PerAxis = 1,
+        padding: PaddingSpec = 0,
+        dilation: PerAxis = 1,
+        groups: int = 1,
+        use_bias: bool = True,
+        key: Any,
+    ) -> Conv:
+        """A layer with random weights and bias, uniform up to 1 / sqrt(number of inputs to one output).
+
+        Sizes are given as an integer for all axes, a sequence with one for each, or a mapping by name.
+
+        Arguments:
+            Spatial: the axes to convolve along.
+            In: the axis of the input channels.
+            Out: the axis of the output channels.
+            kernel_size: the size of the kernel.
+            stride: how far the kernel moves each time.
+            padding: zeros around the input: an integer, or for each axis an integer or a pair; "SAME" or "VALID".
+            dilation: the distance between the elements of the input that the kernel sees.
+            groups: into how many groups the channels are split.
+            use_bias: whether there is a bias.
+            key: a random key.
+
+        >>> In, Out = axn.make_axes(channels=4, features=6)
+        >>> layer = axn.nn.Conv.init("time", In, Out, 3, padding="SAME", groups=2, key=jax.random.key(0))
+        >>> print(layer.weight, layer.bias)
+        float32[features=6, channels=2, time=3] float32[features=6]
+        """
+        names = _spatial_names("Conv", Spatial)
+        kernel = per_axis("Conv", "kernel_size", kernel_size, names, at_least=1)
+        weight, bias = _init_parameters("Conv", names, In, Out, kernel, groups, use_bias, key)
+        return Conv(
+            selectors(Spatial),
+            In,
+            Out,
+            weight,
+            bias,
+            kernel,
+            per_axis("Conv", "stride", stride, names, at_least=1),
+            padding_of("Conv", padding, names),
+            per_axis("Conv", "dilation", dilation, names, at_least=1),
+            groups,
+        )
+
+    @named_call
+    def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
+        """The convolution of an input, and the bias added.
+
+        Arguments:
+            inputs: a named array with the axes `Spatial` and `In`.
+            key: not used; every layer takes one.
+
+        >>> In, Out = axn.make_axes(channels=4, features=6)
+        >>> layer = axn.nn.Conv.init("time", In, Out, 3, stride=2, key=jax.random.key(0))
+        >>> print(layer(axn.ones({"time": 9, "channels": 4})))
+        float32[time=4, features=6]
+        """
+        how = _How(self.stride, (1,) * len(self.stride), self.dilation, self.padding, self.groups)
+        return _convolved("Conv", self, inputs, how)
+
+
+class ConvTranspose(eqx.Module):
+    """A transposed convolution along some axes: what the gradient of a convolution does, with a weight of its own.
+
+    Every element of the input adds a copy of the kernel to the output, `stride` elements apart: the way to make an
+    image larger. The weight is stored as that of `Conv`, and not flipped: each output is the correlation of the weight
+    with the input, between whose elements stand `stride - 1` zeros.
+
+    Arguments:
+        Spatial: the axes to convolve along. Only their names matter.
+        In: the axis of the input channels.
+        Out: the axis of the output channels.
+        weight: the weight.
+        bias: an array with the axis `Out`, or None.
+        kernel_size: the size of the kernel along each axis.
+        stride: how far apart the copies of the kernel are.
+        padding: how much the output lacks, before and after each axis, of all that the kernel reaches; or "SAME" or
+            "VALID", as in `jax.lax.conv_transpose`.
+        output_padding: how much longer the output is made at its end.
+        dilation: the distance between the elements of the output that a kernel sees.
+        groups: into how many groups the channels are split. Each group of outputs sees one group of inputs.
+
+    >>> H, W, In, Out = axn.make_axes(height=4, width=4, features=4, channels=3)
+    >>> layer = axn.nn.ConvTranspose.init((H, W), In, Out, kernel_size=2, stride=2, key=jax.random.key(0))
+    >>> print(layer(axn.ones({"batch": 2, "features": 4, "height": 4, "width": 4})))
+    float32[batch=2, channels=3, height=8, width=8]
+    """
+
+    Spatial: tuple[AxisSelector, ...] = eqx.field(static=True, converter=selectors)
+    In: Axis = eqx.field(static=True)
+    Out: Axis = eqx.field(static=True)
+    weight: NamedArray
+    bias: NamedArray | None
+    kernel_size: tuple[int, ...] = eqx.field(static=True)
+    stride: tuple[int, ...] = eqx.field(static=True)
+    padding: Padding = eqx.field(static=True)
+    output_padding: tuple[int, ...] = eqx.field(static=True)
+    dilation: tuple[int, ...] = eqx.field(static=True)
+    groups: int = eqx.field(static=True)
+
+    @staticmethod
+    def init(
+        Spatial: AxisSelection,
+        In: Axis,
+        Out: Axis,
+        kernel_size: PerAxis,
+        *,
+        stride: PerAxis = 1,
+        padding: PaddingSpec = 0,
+        output_padding: PerAxis = 0,
+        dilation: PerAxis = 1,
+        groups: int = 1,
+        use_bias: bool = True,
+        key: Any,
+    ) -> ConvTranspose:
+        """A layer with random weights and bias, uniform up to 1 / sqrt(input channels of a group x kernel elements).
+
+        Sizes are given as an integer for all axes, a sequence with one for each, or a mapping by name.
+
+        Arguments:
+            Spatial: the axes to convolve along.
+            In: the axis of the input channels.
+            Out: the axis of the output channels.
+            kernel_size: the size of the kernel.
+            stride: how far apart the copies of the kernel are.
+            padding: how much the output lacks of all that the kernel reaches: an integer, or for each axis an integer
+                or a pair; "SAME" or "VALID".
+            output_padding: how much longer the output is made at its end.
+            dilation: the distance between the elements of the output that the kernel sees.
+            groups: into how many groups the channels are split.
+            use_bias: whether there is a bias.
+            key: a random key.
+
+        >>> In, Out = axn.make_axes(features=4, channels=6)
+        >>> layer = axn.nn.ConvTranspose.init("time", In, Out, 3, stride=2, groups=2, key=jax.random.key(0))
+        >>> print(layer.weight, layer.bias)
+        float32[channels=6, features=2, time=3] float32[channels=6]
+        """
+        names = _spatial_names("ConvTranspose", Spatial)
+        kernel = per_axis("ConvTranspose", "kernel_size", kernel_size, names, at_least=1)
+        strides = per_axis("ConvTranspose", "stride", stride, names, at_least=1)
+        dilations = per_axis("ConvTranspose", "dilation", dilation, names, at_least=1)
+        more = per_axis("ConvTranspose", "output_padding", output_padding, names, at_least=0)
+        pads = padding_of("ConvTranspose", padding, names)
+        if isinstance(pads, str) and any(more):
+            raise ValueError(f"ConvTranspose: `output_padding` is for a padding in elements, not for {pads!r}.")
+        weight, bias = _init_parameters("ConvTranspose", names, In, Out, kernel, groups, use_bias, key)
+        return ConvTranspose(selectors(Spatial), In, Out, weight, bias, kernel, strides, pads, more, dilations, groups)
+
+    @named_call
+    def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
+        """The transposed convolution of an input, and the bias added.
+
+        Arguments:
+            inputs: a named array with the axes `Spatial` and `In`.
+            key: not used; every layer takes one.
+
+        >>> In, Out = axn.make_axes(features=4, channels=6)
+        >>> layer = axn.nn.ConvTranspose.init("time", In, Out, 3, stride=2, key=jax.random.key(0))
+        >>> print(layer(axn.ones({"time": 4, "features": 4})))
+        float32[time=9, channels=6]
+        """
+        pads = tuple(self._padding_of_input(i) for i in range(len(self.kernel_size)))
+        how = _How((1,) * len(self.stride), self.stride, self.dilation, pads, self.groups)
+        return _convolved("ConvTranspose", self, inputs, how)
+
+    def _padding_of_input(self, i: int) -> Pair:
+        """The zeros that make the convolution of the spread-out input what is wanted."""
+        stride, reach = self.stride[i], self.dilation[i] * (self.kernel_size[i] - 1)
+        if self.padding == "VALID":
+            return reach, max(reach, stride - 1)
+        if self.padding == "SAME":
+            total = reach + stride - 1
+            before = reach if stride > reach else -(-total // 2)
+            return before, total - before
+        before, after = self.padding[i]
+        return reach - before, reach - after + self.output_padding[i]  # pyright: ignore[reportOperatorIssue]  # a pair
+
+
+# --- parameters ---
+
+
+def _spatial_names(what: str, Spatial: AxisSelection) -> Names:
+    names = tuple(name_of(s) for s in selectors(Spatial))
+    if not names:
+        raise ValueError(f"{what}: `Spatial` names no axis to convolve along. For none, use `axonym.nn.Linear`.")
+    return distinct(what, names)
+
+
+def _init_parameters(
+    what: str, spatial: Names, In: Axis, Out: Axis, kernel: Sequence[int], groups: int, use_bias: bool, key: Any
+) -> tuple[NamedArray, NamedArray | None]:
+    clash = [f"{a.name!r} of `{argument}`" for argument, a in (("In", In), ("Out", Out)) if a.name in spatial]
+    if clash:
+        raise ValueError(f"{what}: {' and '.join(clash)} is also among the axes to convolve along.")
+    wrong = [f"{a.size} of {a.name!r}" for a in (In, Out) if groups < 1 or a.size % groups]
+    if wrong:
+        raise ValueError(f"{what}: {groups} groups do not divide the channels: {', '.join(wrong)}.")
+    of_group = In.resize(In.size // groups)
+    limit = 1 / math.sqrt(of_group.size * math.prod(kernel))
+    axes = (Out, *_stored((of_group,), (Out,)), *map(Axis, spatial, kernel))
+    weight_key, bias_key = jax.random.split(key)
+    weight = random.uniform(weight_key, axes, minval=-limit, maxval=limit)
+    return weight, random.uniform(bias_key, Out, minval=-limit, maxval=limit) if use_bias else None
+
+
+# --- the operation ---
+
+
+class _How(NamedTuple):
+    """A convolution as `jax.lax.conv_general_dilated` knows it."""
+
+    strides: tuple[int, ...]
+    input_dilation: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: Padding
+    groups: int
+
+
+def _convolved(what: str, layer: Conv | ConvTranspose, inputs: NamedArray, how: _How) -> NamedArray:
+    require_named(what, inputs)
+    spatial = tuple(name_of(s) for s in layer.Spatial)
+    weight, channels = layer.weight, (layer.In.name, layer.Out.name)
+    kernel = _convolution_kernel(what, inputs.names, weight.names, spatial, channels, how)
+    result = wrap(kernel.call(inputs.array, weight.array), kernel.names)
+    return result if layer.bias is None else result + layer.bias
+
+
+@_kernels.cached
+def _convolution_kernel(
+    what: str, names: Names, weight_names: Names, spatial: Names, channels: tuple[str, str], how: _How
+) -> _kernels.Kernel:
+    in_name, out_name = channels
+    _kernels.select(what, names, (in_name, *spatial))
+    out_names = distinct(what, tuple(out_name if n == in_name else n for n in names))
+    stored_in = _stored_input(what, weight_names, out_name, spatial)
+    batch = tuple(n for n in names if n != in_name and n not in spatial)
+    # JAX knows one batch axis, which may be anywhere. Several are merged, in the place of the first.
+    first = names.index(batch[0]) if batch else 0
+    rest = [n for n in names if n not in batch]
+    merged = (*rest[:first], *batch, *rest[first:])
+    merged_out = tuple(out_name if n == in_name else n for n in merged)
+    layout = (*rest[:first], None, *rest[first:])
+    place = (first, layout.index(in_name), *(layout.index(n) for n in spatial))
+    weight_place = tuple(weight_names.index(n) for n in (out_name, stored_in, *spatial))
+    numbers = jax.lax.ConvDimensionNumbers(place, weight_place, place)
+
+    def positional(x, weight):
+        _check_channels(what, in_name, x.shape[names.index(in_name)], weight.shape[weight_place[1]] * how.groups)
+        sizes = [x.shape[names.index(n)] for n in spatial]
+        padding = _check_padding(what, spatial, sizes, [weight.shape[i] for i in weight_place[2:]], how)
+        dtype = jnp.result_type(x, weight)
+        x, weight = x.astype(dtype), weight.astype(dtype)
+        sizes = tuple(x.shape[names.index(n)] for n in batch)
+        if len(batch) != 1:
+            x = _kernels.transpose_to(x, names, merged)
+            x = x.reshape(*x.shape[:first], math.prod(sizes), *x.shape[first + len(batch) :])
+        y = jax.lax.conv_general_dilated(
+            x, weight, how.strides, padding, how.input_dilation, how.dilation, numbers, how.groups
+        )
+        if len(batch) != 1:
+            y = y.reshape(*y.shape[:first], *sizes, *y.shape[first + 1 :])
+            y = _kernels.transpose_to(y, merged_out, out_names)
+        return y
+
+    # The axes of the weight are others than those of the input, but for the output channels.
+    own = tuple(n if n == out_name != in_name else private("the weight", (n,))[0] for n in weight_names)
+    return _kernels.make_kernel(what, positional, (names, own), out_names)
+
+
+def _stored_input(what: str, weight_names: Names, out_name: str, spatial: Names) -> str:
+    """What the axis of the input channels is called in the weight: it is the one left over."""
+    left = [n for n in weight_names if n not in (out_name, *spatial)]
+    if len(left) != 1 or len(weight_names) != len(spatial) + 2:
+        raise ValueError(
+            f"{what}: the axes of the weight are {_errors.describe_axes(weight_names)}; they should be those of the "
+            f"output channels {out_name!r}, of the input channels, and {_errors.describe_axes(spatial)}. Layers that "
+            "are stacked along an axis go through `axonym.vmap` or `axonym.scan` over it."
+        )
+    return left[0]
+
+
+def _check_channels(what: str, name: str, given: int, size: int) -> None:
+    if given != size:
+        raise ValueError(_errors.size_mismatch(what, name, [("the input", given), ("the layer", size)]))
+
+
+def _check_padding(
+    what: str, spatial: Names, sizes: Sequence[int], kernel: Sequence[int], how: _How
+) -> str | tuple[Pair, ...]:
+    """The padding as JAX takes it, with which the kernel fits into the input."""
+    if how.padding == "SAME":
+        return "SAME"
+    pads = ((0, 0),) * len(sizes) if isinstance(how.padding, str) else how.padding
+    spread = [(size - 1) * step + 1 for size, step in zip(sizes, how.input_dilation, strict=True)]
+    spans = [(size - 1) * step + 1 for size, step in zip(kernel, how.dilation, strict=True)]
+    check_spans(what, spatial, spread, spans, pads)
+    return pads

@@ -1,0 +1,123 @@
+"""Dropout: elements that are randomly set to zero while a model is trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from .. import _kernels
+from .._mesh import Names
+from ..array import NamedArray, NamedOrNumeric, wrap
+from ..axis import AxisSelection
+from ..jax_utils import named_call
+from ..ops._operands import require_named, scalar
+from ..ops.creation import zeros_like
+from ..ops.selection import where
+from ..random._draw import one_key
+
+
+def dropout(
+    x: NamedArray,
+    pdrop: NamedOrNumeric,
+    broadcast_axes: AxisSelection | None = None,
+    *,
+    inference: Any,
+    key: Any = None,
+) -> NamedArray:
+    """Set randomly chosen elements to zero, and scale the others so that the mean stays.
+
+    Arguments:
+        x: a named array.
+        pdrop: the probability that an element is dropped.
+        broadcast_axes: the axes along which elements are dropped together.
+        inference: whether to return the array as it is instead.
+        key: a random key; not needed where nothing is dropped.
+
+    >>> x = axn.ones({"batch": 2, "embed": 3})
+    >>> axn.nn.dropout(x, 0.5, "embed", inference=False, key=jax.random.key(1))
+    NamedArray(float32[batch=2, embed=3], [[2. 2. 2.] [0. 0. 0.]])
+    """
+    require_named("dropout", x)
+    fixed = isinstance(pdrop, (int, float))
+    if fixed and not 0 <= pdrop <= 1:
+        raise ValueError(f"dropout: `pdrop` is a probability, between 0 and 1, got {pdrop}.")
+    decided = not isinstance(inference, Tracer)
+    if (decided and inference) or (fixed and pdrop == 0):
+        return x
+    if key is None:
+        raise RuntimeError(
+            "dropout: a random key is needed to choose what is dropped: pass `key`, or `inference=True` if nothing "
+            "shall be."
+        )
+    if fixed and pdrop == 1:
+        dropped = zeros_like(x)  # all elements are dropped, so there are none to scale
+    else:
+        key = one_key("dropout", key)
+        keep = 1 - scalar("dropout", "pdrop", pdrop)
+        kernel = _dropout_kernel(x.names, _kernels.hashable(broadcast_axes), key.ndim)
+        dropped = wrap(kernel.call(x.array, key, keep), kernel.names)
+    return dropped if decided else where(inference, x, dropped)
+
+
+@_kernels.cached
+def _dropout_kernel(names: Names, broadcast_axes: AxisSelection | None, key_rank: int) -> _kernels.Kernel:
+    together = () if broadcast_axes is None else _kernels.select("dropout", names, broadcast_axes)
+
+    def positional(x, key, keep):
+        shape = [1 if n in together else size for n, size in zip(names, x.shape, strict=True)]
+        kept = jnp.broadcast_to(jax.random.bernoulli(key, keep, shape), x.shape)
+        return jnp.where(kept, x / keep, 0)
+
+    key_names = ("words of the key",)[:key_rank]  # an old-style key is an array of numbers
+    return _kernels.make_kernel("dropout", positional, (names, key_names, ()), names, selection=broadcast_axes)
+
+
+class Dropout(eqx.Module):
+    """A layer that drops elements while a model is trained, and does nothing in inference.
+
+    `equinox.nn.inference_mode` switches all such layers of a model. `inference` is a leaf of the tree for that, which
+    `axonym.named_jit` takes as it is; under plain `jax.jit` it is traced, and the program then does both and selects.
+
+    Arguments:
+        pdrop: the probability that an element is dropped.
+        broadcast_axes: the axes along which elements are dropped together.
+        inference: whether the layer does nothing.
+
+    >>> layer = axn.nn.Dropout(0.5)
+    >>> layer(axn.ones({"embed": 4}), key=jax.random.key(0))
+    NamedArray(float32[embed=4], [0. 0. 2. 2.])
+    >>> layer(axn.ones({"embed": 4}), inference=True)
+    NamedArray(float32[embed=4], [1. 1. 1. 1.])
+    """
+
+    pdrop: float = eqx.field(static=True, default=0.5)
+    broadcast_axes: AxisSelection | None = eqx.field(static=True, default=None, converter=_kernels.hashable)
+    inference: bool = False
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it drops anything.
+
+        >>> axn.nn.Dropout(0.5).is_active, axn.nn.Dropout(0.0).is_active, axn.nn.Dropout(inference=True).is_active
+        (True, False, False)
+        """
+        return not self.inference and self.pdrop > 0
+
+    @named_call
+    def __call__(self, x: NamedArray, *, inference: bool | None = None, key: Any = None) -> NamedArray:
+        """The array with randomly chosen elements set to zero.
+
+        Arguments:
+            x: a named array.
+            inference: what to use in place of the `inference` of the layer.
+            key: a random key; not needed where nothing is dropped.
+
+        >>> axn.nn.Dropout(0.0)(axn.ones({"embed": 2}))
+        NamedArray(float32[embed=2], [1. 1.])
+        """
+        inference = self.inference if inference is None else inference
+        return dropout(x, self.pdrop, self.broadcast_axes, inference=inference, key=key)

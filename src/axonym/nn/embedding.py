@@ -1,0 +1,179 @@
+"""Tokens as vectors: `one_hot` and `Embedding`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from .. import _kernels, random
+from .._mesh import Names
+from ..array import NamedArray, NamedOrNumeric, wrap
+from ..axis import Axis, AxisSpec, axes_of_spec
+from ..jax_utils import named_call
+from ..ops._operands import distinct, dtype_key, one_axis, operand, require_named
+from ..ops.contraction import dot
+from ..ops.indexing import take
+from ..sharding.shard import auto_sharded
+from ..state.flattening import OUT, flat_axis, merged, split
+from ..state.module import ModuleWithStateDictSerialization
+from ..tree import resize_axis
+from .linear import BOUND, check_input, static_spec
+from .mup import AbstractEmbeddingReparam, EmbeddingStandardParam, ReparamEnabled
+
+
+def one_hot(x: NamedOrNumeric, class_axis: Axis, *, dtype: Any = None) -> NamedArray:
+    """For each class, one at its place along a new axis, and zero elsewhere.
+
+    Arguments:
+        x: the classes, integers: a named array or a single one. One that is out of range gives zeros.
+        class_axis: the axis of the classes, last in the result.
+        dtype: the dtype of the result; the default float by default.
+
+    >>> axn.nn.one_hot(axn.named([2, 0], "x"), axn.Axis("class", 3))
+    NamedArray(float32[x=2, class=3], [[0. 0. 1.] [1. 0. 0.]])
+    """
+    array, names = operand(x)
+    kernel = _one_hot_kernel(names, one_axis("one_hot", "class_axis", class_axis), dtype_key(dtype or float))
+    return wrap(kernel.call(array), kernel.names)
+
+
+@_kernels.cached
+def _one_hot_kernel(names: Names, class_axis: Axis, dtype: Any) -> _kernels.Kernel:
+    out_names = distinct("one_hot", (*names, class_axis.name))
+
+    def positional(x):
+        return jax.nn.one_hot(x, class_axis.size, dtype=dtype)
+
+    return _kernels.make_kernel("one_hot", positional, (names,), out_names)
+
+
+class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
+    """A learned array for each token of a vocabulary.
+
+    Arguments:
+        weight: an array with the axis of the vocabulary, then those of an embedding.
+        Vocab: the axis of the vocabulary.
+        Embed: the axes of an embedding, one or several.
+
+    >>> Pos, Vocab, Embed = axn.make_axes(pos=2, vocab=10, embed=4)
+    >>> layer = axn.nn.Embedding.init(Vocab, Embed, key=jax.random.key(0))
+    >>> x = layer.embed(axn.named([7, 3], Pos))
+    >>> print(layer.weight, x, layer.unembed(x))
+    float32[vocab=10, embed=4] float32[pos=2, embed=4] float32[pos=2, vocab=10]
+    """
+
+    weight: NamedArray
+    Vocab: Axis = eqx.field(static=True)
+    Embed: AxisSpec = eqx.field(static=True)
+    _reparam_cls: type[AbstractEmbeddingReparam] = eqx.field(static=True, default=EmbeddingStandardParam)
+
+    @staticmethod
+    def init(
+        Vocab: Axis,
+        Embed: AxisSpec,
+        *,
+        init_scale: float = 1.0,
+        key: Any,
+        initializer_range: float | None = None,
+        reparam_cls: type[AbstractEmbeddingReparam] = EmbeddingStandardParam,
+    ) -> Embedding:
+        """A layer with random embeddings.
+
+        They are drawn from a truncated normal distribution, with the standard deviation that the parametrisation says:
+        by default 1 / (size of Embed).
+
+        Arguments:
+            Vocab: the axis of the vocabulary.
+            Embed: the axes of an embedding, one or several.
+            init_scale: multiplies the standard deviation.
+            key: a random key.
+            initializer_range: an older name of `init_scale`, which it overrides.
+            reparam_cls: the parametrisation: see `axonym.nn.mup`.
+
+        >>> Vocab, Heads, Size = axn.make_axes(vocab=10, heads=2, size=3)
+        >>> print(axn.nn.Embedding.init(Vocab, (Heads, Size), key=jax.random.key(0)).weight)
+        float32[vocab=10, heads=2, size=3]
+        """
+        Vocab, Embed = one_axis("Embedding", "Vocab", Vocab), static_spec(Embed, "Embedding")
+        scale = (init_scale if initializer_range is None else initializer_range) * reparam_cls.init_scale(Vocab, Embed)
+        weight = random.truncated_normal(key, (Vocab, *axes_of_spec(Embed)), -BOUND, BOUND) * scale
+        return Embedding(weight, Vocab, Embed, reparam_cls)
+
+    @property
+    def reparam(self) -> AbstractEmbeddingReparam:
+        return self._reparam_cls(self.Embed, self.Vocab)
+
+    # PyTorch has one axis for an embedding.
+
+    def flatten_for_export(self) -> Embedding:
+        weight = merged(self.weight, self.Embed, OUT)
+        return dataclasses.replace(self, weight=weight, Embed=flat_axis(self.Embed, OUT))
+
+    def unflatten_from_export(self, template: Any) -> Embedding:
+        weight = split(self.weight, OUT, template.Embed, template.weight.names)
+        return dataclasses.replace(self, weight=weight, Embed=template.Embed)
+
+    def __call__(self, input_ids: NamedArray, *, key: Any = None) -> NamedArray:
+        """The embeddings of tokens: `embed`.
+
+        Arguments:
+            input_ids: the tokens.
+            key: not used; every layer takes one.
+
+        >>> layer = axn.nn.Embedding.init(axn.Axis("vocab", 10), axn.Axis("embed", 4), key=jax.random.key(0))
+        >>> print(layer(axn.named([7, 3], "pos")))
+        float32[pos=2, embed=4]
+        """
+        return self.embed(input_ids)
+
+    @named_call
+    def embed(self, input_ids: NamedArray) -> NamedArray:
+        """The embeddings of tokens.
+
+        Arguments:
+            input_ids: the tokens, a named array of integers. One that is not in the vocabulary gives NaN.
+
+        >>> layer = axn.nn.Embedding.init(axn.Axis("vocab", 10), axn.Axis("embed", 4), key=jax.random.key(0))
+        >>> print(layer.embed(axn.named([7, 3], "pos")))
+        float32[pos=2, embed=4]
+        """
+        found = take(self.weight, self.Vocab.name, require_named("Embedding.embed", input_ids))
+        scale = self.reparam.active_scale
+        return auto_sharded(found if scale == 1 else found * scale)
+
+    @named_call
+    def unembed(self, input_embeds: NamedArray) -> NamedArray:
+        """The product of embeddings with those of every token: logits.
+
+        Arguments:
+            input_embeds: a named array with the axes of an embedding.
+
+        >>> layer = axn.nn.Embedding.init(axn.Axis("vocab", 10), axn.Axis("embed", 4), key=jax.random.key(0))
+        >>> print(layer.unembed(axn.ones({"pos": 2, "embed": 4})))
+        float32[pos=2, vocab=10]
+        """
+        embed = tuple(a.name for a in axes_of_spec(self.Embed))
+        check_input("Embedding.unembed", input_embeds, self.weight, embed, embed, (self.Embed, self.Vocab))
+        logits = dot(input_embeds, self.weight, axis=embed)
+        scale = self.reparam.unembed_active_scale
+        return auto_sharded(logits if scale == 1 else logits * scale)
+
+    def resize_embeddings(self, new_size: int, key: Any = None) -> Embedding:
+        """The layer for a vocabulary of another size.
+
+        Of a smaller one the first tokens are kept. In a larger one, the new embeddings are the mean of the old, or with
+        a key, samples of a normal distribution that has their mean and standard deviation.
+
+        Arguments:
+            new_size: the size of the vocabulary.
+            key: a random key for the new embeddings.
+
+        >>> layer = axn.nn.Embedding.init(axn.Axis("vocab", 10), axn.Axis("embed", 4), key=jax.random.key(0))
+        >>> print(layer.resize_embeddings(12).weight)
+        float32[vocab=12, embed=4]
+        """
+        weight = resize_axis(self.weight, self.Vocab, new_size, key)
+        return dataclasses.replace(self, weight=weight, Vocab=self.Vocab.resize(new_size))

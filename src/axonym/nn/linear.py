@@ -1,0 +1,264 @@
+"""`Linear`: a learned contraction from some axes to others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from .. import _errors, random
+from .._mesh import Names
+from ..array import NamedArray
+from ..axis import Axis, AxisSpec, axes_of_spec
+from ..jax_utils import named_call
+from ..ops._operands import require_named
+from ..ops.contraction import dot
+from ..ops.creation import zeros
+from ..ops.shaping import rename
+from ..sharding.shard import auto_sharded
+from ..state.flattening import IN, OUT, flat_axis, merged, split
+from ..state.module import ModuleWithStateDictSerialization
+from .mup import (
+    AbstractLinearReparam,
+    HiddenLinearMup,
+    InputLinearMup,
+    LinearStandardParam,
+    OutputLinearMup,
+    ReparamEnabled,
+)
+
+# How many standard deviations a weight may start away from zero.
+BOUND = 3
+
+
+def _as_tree(dot_general: Callable[..., jax.Array] | None) -> Any:
+    """A replacement for `jax.lax.dot_general` as a tree: a plain function would be a leaf that is no array."""
+    plain = dot_general is not None and jax.tree_util.all_leaves([dot_general])
+    return jax.tree_util.Partial(dot_general) if plain else dot_general
+
+
+def static_spec(spec: AxisSpec, what: str) -> Axis | tuple[Axis, ...]:
+    """A spec in a form that can be a static field: one axis stays one, all else is a tuple."""
+    return spec if isinstance(spec, Axis) else axes_of_spec(spec, what)
+
+
+class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
+    """A linear layer: takes the axes `In` of its input away and brings the axes `Out`.
+
+    All other axes of the input are kept, in front. An axis of `Out` that the input has already is matched with it, as
+    everywhere: a layer from `head_size` to `(heads, mlp)`, on an input that has `heads`, holds a matrix for each head.
+
+    An axis can be in `In` and in `Out`. An array has each name once, so the weight then stores the axis of the input
+    under another name, `embed_in` for `embed`. In a mapping, `embed` places the axis of the output and `embed_in` that
+    of the input.
+
+    Arguments:
+        weight: an array with the axes of the output, then those of the input, or the other way round.
+        bias: an array with the axes of the output, or None.
+        In: the axes of the input.
+        Out: the axes of the output.
+        dot_general: what to use in place of `jax.lax.dot_general`, such as a quantised one. A module that holds arrays
+            is part of the model's tree.
+
+    >>> Batch, Embed, Mlp = axn.make_axes(batch=2, embed=3, mlp=4)
+    >>> layer = axn.nn.Linear.init(Embed, Mlp, key=jax.random.key(0))
+    >>> print(layer.weight, layer.bias)
+    float32[mlp=4, embed=3] float32[mlp=4]
+    >>> print(layer(axn.ones((Batch, Embed))))
+    float32[batch=2, mlp=4]
+    """
+
+    weight: NamedArray
+    bias: NamedArray | None
+    In: AxisSpec = eqx.field(static=True)
+    Out: AxisSpec = eqx.field(static=True)
+    dot_general: Any = eqx.field(default=None, converter=_as_tree)
+    _reparam_cls: type[AbstractLinearReparam] = eqx.field(static=True, default=LinearStandardParam)
+
+    @staticmethod
+    def init(
+        In: AxisSpec,
+        Out: AxisSpec,
+        *,
+        key: Any,
+        use_bias: bool = True,
+        out_first: bool = True,
+        dot_general: Callable[..., jax.Array] | None = None,
+        init_scale: float = 1.0,
+        reparam_cls: type[AbstractLinearReparam] = LinearStandardParam,
+    ) -> Linear:
+        """A layer with random weights and a bias of zeros.
+
+        The weights are drawn from a truncated normal distribution, with the standard deviation that the parametrisation
+        says: by default 1 / sqrt(size of In).
+
+        Arguments:
+            In: the axes of the input, one or several.
+            Out: the axes of the output, one or several.
+            key: a random key.
+            use_bias: whether there is a bias.
+            out_first: whether the axes of the output come first in the weight.
+            dot_general: what to use in place of `jax.lax.dot_general`.
+            init_scale: multiplies the standard deviation of the weights.
+            reparam_cls: the parametrisation: see `axonym.nn.mup`.
+
+        >>> Embed, Heads, Size = axn.make_axes(embed=6, heads=2, size=3)
+        >>> print(axn.nn.Linear.init(Embed, (Heads, Size), key=jax.random.key(0), use_bias=False).weight)
+        float32[heads=2, size=3, embed=6]
+        >>> print(axn.nn.Linear.init(Embed, Embed, key=jax.random.key(0)).weight)
+        float32[embed=6, embed_in=6]
+        """
+        In, Out = static_spec(In, "Linear"), static_spec(Out, "Linear")
+        out_axes = axes_of_spec(Out)
+        in_axes = _stored(axes_of_spec(In), out_axes)
+        axes = (*out_axes, *in_axes) if out_first else (*in_axes, *out_axes)
+        weight = random.truncated_normal(key, axes, -BOUND, BOUND) * (init_scale * reparam_cls.init_scale(In, Out))
+        bias = zeros(Out) if use_bias else None
+        return Linear(weight, bias, In, Out, dot_general, reparam_cls)
+
+    @property
+    def reparam(self) -> AbstractLinearReparam:
+        return self._reparam_cls(self.In, self.Out)
+
+    @property
+    def out_first(self) -> bool:
+        """Whether the axes of the output come before those of the input in the weight.
+
+        >>> In, Out = axn.make_axes(embed=3, mlp=4)
+        >>> axn.nn.Linear.init(In, Out, key=jax.random.key(0), out_first=False).out_first
+        False
+        """
+        # The last axis tells, so that an axis of layers in front makes no difference.
+        out_axes = axes_of_spec(self.Out)
+        return not out_axes or self.weight.names[-1] != out_axes[-1].name
+
+    @property
+    def weight_in(self) -> tuple[Axis, ...]:
+        """The axes of the input, called as in the weight: otherwise only where `Out` has an axis of that name.
+
+        >>> Embed = axn.Axis("embed", 3)
+        >>> axn.nn.Linear.init(Embed, Embed, key=jax.random.key(0)).weight_in
+        (Axis(name='embed_in', size=3),)
+        """
+        return _stored(axes_of_spec(self.In), axes_of_spec(self.Out))
+
+    @named_call
+    def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
+        """The contraction of an input with the weight, and the bias added.
+
+        Arguments:
+            inputs: a named array with the axes `In`.
+            key: not used; every layer takes one.
+
+        >>> layer = axn.nn.Linear.init(axn.Axis("x", 2), axn.Axis("y", 3), key=jax.random.key(0))
+        >>> print(layer(axn.ones({"x": 2})))
+        float32[y=3]
+        """
+        names, stored = tuple(a.name for a in axes_of_spec(self.In)), tuple(a.name for a in self.weight_in)
+        check_input("Linear", inputs, self.weight, names, stored, (self.In, self.Out))
+        if names != stored:
+            inputs = rename(inputs, {n: s for n, s in zip(names, stored, strict=True) if n != s})
+        product = dot(inputs, self.weight, axis=stored, dot_general=self.dot_general or jax.lax.dot_general)
+        scale = self.reparam.active_scale
+        if scale != 1:
+            product = product * scale
+        product = auto_sharded(product)
+        return product if self.bias is None else product + self.bias
+
+    # PyTorch has one axis in and one out. Which of them comes first stays as it is: there, it is that of the output.
+
+    def flatten_for_export(self) -> Linear:
+        weight = merged(merged(self.weight, self.Out, OUT), self.weight_in, IN)
+        In, Out = flat_axis(self.In, IN), flat_axis(self.Out, OUT)
+        return dataclasses.replace(self, weight=weight, bias=merged(self.bias, self.Out, OUT), In=In, Out=Out)
+
+    def unflatten_from_export(self, template: Any) -> Linear:
+        weight = split(split(self.weight, OUT, template.Out), IN, template.weight_in, template.weight.names)
+        bias = split(self.bias, OUT, template.Out, None if template.bias is None else template.bias.names)
+        return dataclasses.replace(self, weight=weight, bias=bias, In=template.In, Out=template.Out)
+
+    @staticmethod
+    def input_reparam(use_mup: bool = True) -> type[AbstractLinearReparam]:
+        """The parametrisation of a layer whose input does not grow with the width.
+
+        Arguments:
+            use_mup: False for the standard one.
+
+        >>> axn.nn.Linear.input_reparam().__name__
+        'InputLinearMup'
+        """
+        return InputLinearMup if use_mup else LinearStandardParam
+
+    @staticmethod
+    def hidden_reparam(use_mup: bool = True) -> type[AbstractLinearReparam]:
+        """The parametrisation of a layer whose input and output grow with the width.
+
+        Arguments:
+            use_mup: False for the standard one.
+
+        >>> axn.nn.Linear.hidden_reparam().__name__
+        'HiddenLinearMup'
+        """
+        return HiddenLinearMup if use_mup else LinearStandardParam
+
+    @staticmethod
+    def output_reparam(use_mup: bool = True) -> type[AbstractLinearReparam]:
+        """The parametrisation of a layer whose output does not grow with the width.
+
+        Arguments:
+            use_mup: False for the standard one.
+
+        >>> axn.nn.Linear.output_reparam().__name__
+        'OutputLinearMup'
+        """
+        return OutputLinearMup if use_mup else LinearStandardParam
+
+
+def _stored(in_axes: tuple[Axis, ...], out_axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """The axes of the input under the names that they have in the weight."""
+    taken = {a.name for a in (*in_axes, *out_axes)}
+    stored = []
+    for axis in in_axes:
+        name = axis.name
+        if any(a.name == name for a in out_axes):
+            while name in taken:
+                name += "_in"
+            taken.add(name)
+        stored.append(axis.alias(name))
+    return tuple(stored)
+
+
+def check_input(
+    what: str, inputs: Any, weight: NamedArray, names: Names, stored: Names, maps: tuple[AxisSpec, AxisSpec]
+) -> None:
+    """The input of a layer has the axes that it needs.
+
+    They are as long as in the weight, that is, not always as long as the layer says: inside `shard_map` the weight and
+    the input are parts.
+
+    Arguments:
+        what: the layer, for messages.
+        inputs: the argument.
+        weight: the weight.
+        names: the axes needed.
+        stored: what they are called in the weight.
+        maps: what the layer maps to what, for messages.
+    """
+    shape = jnp.shape(require_named(what, inputs).array)
+    missing = [n for n in names if n not in inputs.names]
+    if missing:
+        wanted = f"The layer maps {_describe(maps[0])} to {_describe(maps[1])}."
+        raise ValueError(f"{_errors.missing_axes(what, missing, inputs.names, shape)} {wanted}")
+    for name, own in zip(names, stored, strict=True):
+        given, size = shape[inputs.names.index(name)], weight.array.shape[weight.names.index(own)]
+        if given != size:
+            raise ValueError(_errors.size_mismatch(what, name, [("the input", given), ("the layer", size)]))
+
+
+def _describe(spec: AxisSpec) -> str:
+    axes = axes_of_spec(spec)
+    return _errors.describe_axes([a.name for a in axes], [a.size for a in axes])

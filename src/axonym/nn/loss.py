@@ -1,0 +1,212 @@
+"""Losses, and how they are reduced.
+
+A loss takes a reduction, `axonym.mean` where none is given, the axes to reduce, all where none are given, and a mask of
+what counts. With `reduction=None` it stays as it is, and what is masked out is zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _errors, _kernels
+from .._mesh import Names
+from ..array import NamedArray, NamedOrNumeric, wrap_result
+from ..axis import AxisSelection, AxisSelector
+from ..ops._operands import require_named, require_subset
+from ..ops.reductions import ReductionFunction, mean
+from ..ops.selection import where as choose
+from .activations import log_sigmoid
+
+__all__ = [
+    "UNSPECIFIED",
+    "Unspecified",
+    "binary_cross_entropy_loss",
+    "cross_entropy_loss",
+    "cross_entropy_loss_and_log_normalizers",
+    "maybe_reduce_loss",
+    "reduce_loss",
+]
+
+
+class Unspecified:
+    """The type of `UNSPECIFIED`, which stands for a reduction that was not given; None is one that was.
+
+    >>> axn.nn.loss.UNSPECIFIED
+    UNSPECIFIED
+    """
+
+    def __repr__(self) -> str:
+        return "UNSPECIFIED"
+
+
+UNSPECIFIED = Unspecified()
+
+
+def cross_entropy_loss(
+    logits: NamedArray,
+    Label: AxisSelector,
+    targets: NamedArray,
+    reduction: ReductionFunction | Unspecified | None = UNSPECIFIED,
+    where: NamedOrNumeric | None = None,
+    reduction_axis: AxisSelection | None = None,
+) -> NamedArray:
+    """How badly logits predict labels: minus the logarithm of the probability that they give them.
+
+    The labels can be split over a mesh: each device then looks at its own, and only sums are exchanged.
+
+    Arguments:
+        logits: a named array with the axis `Label`.
+        Label: the axis of the labels.
+        targets: the right labels, integers; one that is not in `Label` counts as a loss of zero. Or, with the axis
+            `Label`, the probability of each.
+        reduction: what reduces the losses; `axonym.mean` by default, and None leaves them.
+        where: which losses count, by name.
+        reduction_axis: the axes to reduce; all by default.
+
+    >>> logits = axn.named([[0., 0.], [0., 1.]], ("batch", "label"))
+    >>> axn.nn.cross_entropy_loss(logits, "label", axn.named([0, 1], "batch"), reduction=None)
+    NamedArray(float32[batch=2], [0.6931 0.3133])
+    """
+    loss, _ = _cross_entropy("cross_entropy_loss", logits, Label, targets)
+    return reduce_loss(loss, reduction, reduction_axis, where)
+
+
+def cross_entropy_loss_and_log_normalizers(
+    pred_y: NamedArray, Label: AxisSelector, target_y: NamedArray
+) -> tuple[NamedArray, NamedArray]:
+    """The losses of `cross_entropy_loss`, not reduced, and the logarithms of what normalises the probabilities.
+
+    Arguments:
+        pred_y: the logits, a named array with the axis `Label`.
+        Label: the axis of the labels.
+        target_y: the right labels, or with the axis `Label`, the probability of each.
+
+    >>> logits = axn.named([[0., 0.], [0., 9.]], ("batch", "label"))
+    >>> axn.nn.cross_entropy_loss_and_log_normalizers(logits, "label", axn.named([0, 0], "batch"))
+    (NamedArray(float32[batch=2], [0.6931 9.0001]), NamedArray(float32[batch=2], [0.6931 9.0001]))
+    """
+    return _cross_entropy("cross_entropy_loss_and_log_normalizers", pred_y, Label, target_y)
+
+
+def _cross_entropy(
+    what: str, logits: NamedArray, label: AxisSelector, targets: NamedArray
+) -> tuple[NamedArray, NamedArray]:
+    require_named(what, logits), require_named(what, targets)
+    kernel = _cross_entropy_kernel(what, logits.names, targets.names, label)
+    return wrap_result(kernel.call(logits.array, targets.array), kernel.names)
+
+
+@_kernels.cached
+def _cross_entropy_kernel(what: str, names: Names, target_names: Names, label: AxisSelector) -> _kernels.Kernel:
+    chosen = _kernels.select_one(what, names, label)
+    position = names.index(chosen)
+    kept = tuple(n for n in names if n != chosen)
+    require_subset(what, "targets", target_names, names, " Give the logits these axes with `broadcast_axis`.")
+
+    def of_probabilities(logits, targets):
+        largest, spread = _normalizers(logits, position)
+        losses = spread - (logits - largest)
+        loss = jnp.sum(_kernels.align(targets, target_names, names) * losses, position)
+        return loss, jax.lax.squeeze(largest + spread, (position,))
+
+    def of_labels(logits, targets):
+        if not jnp.issubdtype(targets.dtype, jnp.integer):
+            described = _errors.describe_axes(target_names, targets.shape)
+            raise TypeError(
+                f"{what}: the targets {described} lack axis {chosen!r}, so they must be labels, integers; got "
+                f"{targets.dtype}."
+            )
+        largest, spread = _normalizers(logits, position)
+        if targets.dtype.itemsize < 4:
+            targets = targets.astype(jnp.int32)  # there may be more labels than a small integer can count
+        targets = _kernels.align(targets, target_names, names)
+        # Comparing every label with the right one, rather than looking that up, needs no more memory, since it becomes
+        # part of the sum; and where the labels are split, each device can do it on its own, in the gradient too.
+        right = targets == jax.lax.broadcasted_iota(targets.dtype, logits.shape, position)
+        found = jnp.sum(jnp.where(right, logits, 0), position, keepdims=True)
+        known = (targets >= 0) & (targets < logits.shape[position])
+        loss = jnp.where(known, spread - (found - largest), 0)
+        return jax.lax.squeeze(loss, (position,)), jax.lax.squeeze(largest + spread, (position,))
+
+    fn = of_probabilities if chosen in target_names else of_labels
+    return _kernels.make_kernel(what, fn, (names, target_names), (kept, kept), selection=label)
+
+
+def _normalizers(logits: jax.Array, position: int) -> tuple[jax.Array, jax.Array]:
+    """The logarithm of the sum of the exponentials in two parts: the largest logit, and the rest.
+
+    Added, the rest would lose digits to it. Apart, the loss of a good prediction is exact however large the logits are.
+    """
+    largest = jax.lax.stop_gradient(jnp.max(logits, position, keepdims=True))
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    return largest, jnp.log(jnp.sum(jnp.exp(logits - largest), position, keepdims=True))
+
+
+def binary_cross_entropy_loss(
+    logits: NamedArray,
+    targets: NamedArray,
+    reduction: ReductionFunction | Unspecified | None = UNSPECIFIED,
+    where: NamedOrNumeric | None = None,
+    reduction_axis: AxisSelection | None = None,
+) -> NamedArray:
+    """How badly logits predict yes or no: minus the logarithm of the probability that they give to what is right.
+
+    Arguments:
+        logits: a named array; the probability of yes is its sigmoid.
+        targets: one or true for yes, zero or false for no, or the probability of yes.
+        reduction: what reduces the losses; `axonym.mean` by default, and None leaves them.
+        where: which losses count, by name.
+        reduction_axis: the axes to reduce; all by default.
+
+    >>> axn.nn.binary_cross_entropy_loss(axn.named([0., 9.], "x"), axn.named([True, False], "x"), reduction=None)
+    NamedArray(float32[x=2], [0.6931 9.0001])
+    """
+    loss = -(targets * log_sigmoid(logits)) - (1 - targets) * log_sigmoid(-logits)
+    return reduce_loss(loss, reduction, reduction_axis, where)
+
+
+def reduce_loss(
+    arr: NamedArray,
+    reduction: ReductionFunction | Unspecified | None = UNSPECIFIED,
+    reduction_axis: AxisSelection | None = None,
+    where: NamedOrNumeric | None = None,
+) -> NamedArray:
+    """Losses reduced, as the losses here do it.
+
+    Arguments:
+        arr: the losses.
+        reduction: what reduces them; `axonym.mean` by default, and None leaves them.
+        reduction_axis: the axes to reduce; all by default.
+        where: which losses count, by name.
+
+    >>> losses = axn.named([1., 2., 6.], "x")
+    >>> axn.nn.reduce_loss(losses), axn.nn.reduce_loss(losses, axn.sum, where=losses < 5)
+    (NamedArray(float32[], 3.), NamedArray(float32[], 3.))
+    """
+    if reduction is None:
+        return arr if where is None else choose(where, arr, 0)
+    chosen: Any = mean if isinstance(reduction, Unspecified) else reduction
+    return chosen(arr, reduction_axis, where=where)
+
+
+def maybe_reduce_loss(
+    arr: NamedArray,
+    reduction: ReductionFunction | Unspecified | None,
+    reduction_axis: AxisSelection | None,
+    where: NamedOrNumeric | None,
+) -> NamedArray:
+    """`reduce_loss` under the name that older code knows.
+
+    Arguments:
+        arr: the losses.
+        reduction: what reduces them, or None.
+        reduction_axis: the axes to reduce, or None for all.
+        where: which losses count, or None for all.
+
+    >>> axn.nn.loss.maybe_reduce_loss(axn.named([1., 3.], "x"), axn.mean, None, None)
+    NamedArray(float32[], 2.)
+    """
+    return reduce_loss(arr, reduction, reduction_axis, where)

@@ -1,0 +1,126 @@
+"""`MLP`: linear layers with activations between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from ..array import NamedArray
+from ..axis import Axis, AxisSpec
+from ..jax_utils import named_call
+from ..tree import maybe_rng_split
+from .activations import relu
+from .linear import Linear
+
+
+class MLP(eqx.Module):
+    """A multi-layer perceptron.
+
+    The hidden layers have axes called `mlp` and `mlp2` in turn. So a mapping that splits only `mlp` splits the first
+    layer by its output and the second by its input, and nothing has to be gathered between them.
+
+    Arguments:
+        activation: what is applied between the layers.
+        layers: the linear layers, first to last.
+
+    >>> In, Out = axn.make_axes(feature=3, label=2)
+    >>> mlp = axn.nn.MLP.init(In, Out, width=8, depth=2, key=jax.random.key(0))
+    >>> [str(layer.weight) for layer in mlp.layers]
+    ['float32[mlp=8, feature=3]', 'float32[mlp2=8, mlp=8]', 'float32[label=2, mlp2=8]']
+    >>> print(mlp(axn.ones({"batch": 4, "feature": 3})))
+    float32[batch=4, label=2]
+    """
+
+    activation: Callable[[Any], Any] = eqx.field(static=True)
+    layers: Sequence[Linear]
+
+    @staticmethod
+    def init(
+        Input: AxisSpec,
+        Output: AxisSpec,
+        width: int | Axis,
+        depth: int,
+        activation: Callable[[Any], Any] = relu,
+        *,
+        out_first: bool = True,
+        use_bias: bool = True,
+        use_final_bias: bool = True,
+        key: Any,
+        dot_general: Callable[..., jax.Array] | None = None,
+        init_scale: float = 1.0,
+    ) -> MLP:
+        """Layers with random weights and biases of zeros.
+
+        Arguments:
+            Input: the axes of the input, one or several.
+            Output: the axes of the output, one or several.
+            width: the size of the hidden layers, or an axis: its name, with a 2 appended for every other one.
+            depth: how many hidden layers there are; with none it is one linear layer.
+            activation: what is applied between the layers.
+            out_first: whether the axes of the output come first in the weights.
+            use_bias: whether the hidden layers have a bias.
+            use_final_bias: whether the last layer has one.
+            key: a random key.
+            dot_general: what to use in place of `jax.lax.dot_general`.
+            init_scale: multiplies the standard deviation of the weights.
+
+        >>> mlp = axn.nn.MLP.init((), axn.Axis("label", 2), axn.Axis("hidden", 4), 1, key=jax.random.key(0))
+        >>> [str(layer.weight) for layer in mlp.layers]
+        ['float32[hidden=4]', 'float32[label=2, hidden=4]']
+        """
+        if depth < 0:
+            raise ValueError(f"MLP: `depth` is the number of hidden layers, got {depth}.")
+        hidden = width if isinstance(width, Axis) else Axis("mlp", width)
+        turns = hidden, hidden.alias(f"{hidden.name}2")
+        specs = [Input, *(turns[i % 2] for i in range(depth)), Output]
+        layers = []
+        for i, layer_key in enumerate(jax.random.split(key, depth + 1)):
+            layer = Linear.init(
+                specs[i],
+                specs[i + 1],
+                key=layer_key,
+                use_bias=use_final_bias if i == depth else use_bias,
+                out_first=out_first,
+                dot_general=dot_general,
+                init_scale=init_scale,
+            )
+            layers.append(layer)
+        return MLP(activation, tuple(layers))
+
+    @property
+    def In(self) -> AxisSpec:
+        """The axes of the input.
+
+        >>> axn.nn.MLP.init(axn.Axis("x", 3), axn.Axis("y", 2), 8, 1, key=jax.random.key(0)).In
+        Axis(name='x', size=3)
+        """
+        return self.layers[0].In
+
+    @property
+    def Out(self) -> AxisSpec:
+        """The axes of the output.
+
+        >>> axn.nn.MLP.init(axn.Axis("x", 3), axn.Axis("y", 2), 8, 1, key=jax.random.key(0)).Out
+        Axis(name='y', size=2)
+        """
+        return self.layers[-1].Out
+
+    @named_call
+    def __call__(self, x: NamedArray, *, key: Any = None) -> NamedArray:
+        """The output of the last layer.
+
+        Arguments:
+            x: a named array with the axes of the input.
+            key: a random key, split among the layers.
+
+        >>> mlp = axn.nn.MLP.init(axn.Axis("x", 3), axn.Axis("y", 2), 8, 1, key=jax.random.key(0))
+        >>> print(mlp(axn.ones({"x": 3})))
+        float32[y=2]
+        """
+        keys = maybe_rng_split(key, len(self.layers))
+        for layer, layer_key in zip(self.layers[:-1], keys, strict=False):
+            x = self.activation(layer(x, key=layer_key))
+        return self.layers[-1](x, key=keys[-1])

@@ -1,0 +1,183 @@
+"""`MoELinear`: a linear layer with weights of its own for each expert."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from .. import _errors, _kernels, random
+from .._mesh import Names
+from ..array import NamedArray, named, wrap
+from ..axis import Axis, AxisSpec
+from ..jax_utils import named_call
+from ..ops._operands import distinct, one_axis, private, require_named
+from ..ops.creation import zeros
+from ._grouped import Grouped
+from .linear import BOUND, _stored
+
+__all__ = ["MoELinear"]
+
+
+class MoELinear(eqx.Module):
+    """A linear layer of several experts, each of which handles its own group of rows.
+
+    The rows of the input, such as tokens, are sorted by expert: first come those of the first expert, as many as
+    `group_sizes` says, then those of the second, and so on. The bias is that of all experts.
+
+    Rows and experts can be split over devices, by the mapping in force or, on Explicit mesh axes, as the arrays are.
+    Each device then multiplies its rows with the weights that it has. Where the experts are split, the results are
+    added up; over mesh axes that split the rows as well, the rows are gathered before. Sorting rows by expert so that
+    this traffic is not needed, with an all-to-all, is up to the model.
+
+    Arguments:
+        weight: an array with the axes of experts, input and output.
+        bias: an array with the axis of the output, or None.
+        Experts: the axis of the experts.
+        In: the axis of the input.
+        Out: the axis of the output.
+        use_gmm: use the Pallas kernel megablox, on TPU; otherwise `jax.lax.ragged_dot` does the work.
+
+    >>> Experts, Embed, Mlp = axn.make_axes(experts=2, embed=3, mlp=4)
+    >>> layer = axn.nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0))
+    >>> print(layer.weight)
+    float32[experts=2, embed=3, mlp=4]
+    >>> print(layer(axn.ones({"tokens": 8, "embed": 3}), axn.named([5, 3], Experts)))
+    float32[tokens=8, mlp=4]
+    """
+
+    weight: NamedArray
+    bias: NamedArray | None
+    Experts: Axis = eqx.field(static=True)
+    In: Axis = eqx.field(static=True)
+    Out: Axis = eqx.field(static=True)
+    use_gmm: bool = eqx.field(static=True, default=False)
+
+    @staticmethod
+    def init(
+        Experts: AxisSpec,
+        In: Axis,
+        Out: Axis,
+        *,
+        key: Any,
+        use_bias: bool = True,
+        out_first: bool = False,
+        init_scale: float = 1.0,
+        use_gmm: bool = False,
+    ) -> MoELinear:
+        """A layer with random weights, and a bias of zeros.
+
+        The weights are drawn from a truncated normal distribution with standard deviation 1 / sqrt(size of In).
+
+        Arguments:
+            Experts: the axis of the experts.
+            In: the axis of the input.
+            Out: the axis of the output.
+            key: a random key.
+            use_bias: whether there is a bias.
+            out_first: whether the axis of the output comes before that of the input in the weight.
+            init_scale: multiplies the standard deviation of the weights.
+            use_gmm: use the Pallas kernel megablox, on TPU.
+
+        >>> Experts, Embed, Mlp = axn.make_axes(experts=2, embed=3, mlp=4)
+        >>> print(axn.nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0), out_first=True).weight)
+        float32[experts=2, mlp=4, embed=3]
+        """
+        experts = one_axis("MoELinear", "Experts", Experts)
+        distinct("MoELinear", (experts.name, In.name, *(() if In.name == Out.name else (Out.name,))))
+        (stored,) = _stored((In,), (Out,))
+        axes = (experts, Out, stored) if out_first else (experts, stored, Out)
+        weight = random.truncated_normal(key, axes, -BOUND, BOUND) * (init_scale / math.sqrt(In.size))
+        return MoELinear(weight, zeros(Out) if use_bias else None, experts, In, Out, use_gmm)
+
+    @property
+    def out_first(self) -> bool:
+        """Whether the axis of the output comes before that of the input in the weight.
+
+        >>> Experts, Embed, Mlp = axn.make_axes(experts=2, embed=3, mlp=4)
+        >>> axn.nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0)).out_first
+        False
+        """
+        return self.weight.names[-1] != self.Out.name
+
+    @named_call
+    def __call__(self, inputs: NamedArray, group_sizes: NamedArray | jax.Array, *, key: Any = None) -> NamedArray:
+        """Each row times the weight of its expert, and the bias added.
+
+        Arguments:
+            inputs: a named array with the axis `In` and one axis of rows, sorted by expert.
+            group_sizes: how many rows each expert handles. Rows beyond all of them belong to none: what comes out for
+                them says nothing.
+            key: not used; every layer takes one.
+
+        >>> Experts, In, Out = axn.make_axes(experts=2, x=1, y=1)
+        >>> layer = axn.nn.MoELinear(axn.named([[[1.0]], [[10.0]]], (Experts, In, Out)), None, Experts, In, Out)
+        >>> layer(axn.ones({"rows": 3, "x": 1}), axn.named([2, 1], Experts))
+        NamedArray(float32[rows=3, y=1], [[ 1.] [ 1.] [10.]])
+        """
+        require_named("MoELinear", inputs)
+        if not isinstance(group_sizes, NamedArray):
+            group_sizes = named(group_sizes, self.Experts.name)
+        kernel = _grouped_kernel(
+            inputs.names, self.weight.names, group_sizes.names, self.Experts.name, self.In, self.Out, self.use_gmm
+        )
+        result = wrap(kernel.call(inputs.array, self.weight.array, group_sizes.array), kernel.names)
+        return result if self.bias is None else result + self.bias
+
+
+@_kernels.cached
+def _grouped_kernel(
+    names: Names, weight_names: Names, size_names: Names, experts: str, In: Axis, Out: Axis, use_gmm: bool
+) -> _kernels.Kernel:
+    what = "MoELinear"
+    _kernels.select(what, names, In.name)
+    _kernels.select(what, size_names, experts, operand=2)
+    rows = [n for n in names if n != In.name]
+    if len(rows) != 1:
+        raise ValueError(
+            f"{what}: which rows belong to which expert is only known along one axis, but apart from {In.name!r} the "
+            f"input has {_errors.describe_axes(rows)}. Flatten it to one first, with "
+            f"`axonym.flatten_axes(inputs, {tuple(rows)}, 'rows')`, or map over the others with `axonym.vmap`."
+        )
+    (stored,) = (a.name for a in _stored((In,), (Out,)))
+    if {*weight_names} != {experts, stored, Out.name}:
+        expected = _errors.describe_axes((experts, stored, Out.name))
+        raise ValueError(
+            f"{what}: the axes of the weight are {_errors.describe_axes(weight_names)}, and should be {expected}. "
+            "Layers that are stacked along an axis go through `axonym.vmap` or `axonym.scan` over it."
+        )
+    if len(size_names) != 1:
+        raise ValueError(f"{what}: `group_sizes` has axes {_errors.describe_axes(size_names)}, and needs {experts!r}.")
+    product = Grouped(names, weight_names, rows[0], experts, (In.name, stored), Out.name, use_gmm)
+    distinct(what, product.out_names)
+
+    def positional(x, weight, sizes):
+        _check(what, product, x, weight, sizes)
+        return product.whole(x, weight, sizes)
+
+    def by_hand(x, weight, sizes):
+        _check(what, product, x, weight, sizes)
+        return product.by_device(x, weight, sizes)
+
+    # What is summed over may be called as the output is, and the sizes do not say where the result lies.
+    in_names = (
+        tuple(private("the input", (n,))[0] if n == In.name else n for n in names),
+        tuple(n if n == Out.name else private("the weight", (n,))[0] for n in weight_names),
+        private("group_sizes", size_names),
+    )
+    return _kernels.make_kernel(what, positional, in_names, product.out_names, by_hand=by_hand)
+
+
+def _check(what: str, product: Grouped, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> None:
+    for name, given, stored in (
+        (product.summed[0], x.shape[product.names.index(product.summed[0])], product.summed[1]),
+        (product.groups, sizes.shape[0], product.groups),
+    ):
+        own = weight.shape[product.weight_names.index(stored)]
+        if given != own:
+            raise ValueError(_errors.size_mismatch(what, name, [("the argument", given), ("the layer", own)]))
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise TypeError(f"{what}: `group_sizes` are integers, got {sizes.dtype}.")

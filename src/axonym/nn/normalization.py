@@ -1,0 +1,246 @@
+"""Normalisation: functions along some axes, and layers that learn a scale and a shift."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
+
+import equinox as eqx
+import jax
+
+from .. import _kernels
+from .._mesh import Names
+from ..array import NamedArray, NamedOrNumeric, wrap
+from ..axis import AxisSelection, AxisSpec
+from ..jax_utils import named_call
+from ..ops._operands import operand, require_named, require_subset
+from ..ops.creation import ones, zeros
+from ..ops.elementwise import rsqrt, square
+from ..ops.reductions import logsumexp as _logsumexp, mean, var
+from ..state.flattening import OUT, flat_axis, merged, split
+from ..state.module import ModuleWithStateDictSerialization
+from .linear import static_spec
+
+# --- functions ---
+
+
+@_kernels.cached
+def _along_kernel(
+    fn: Callable[..., Any], name: str, names: Names, axis: AxisSelection | None, where: Names | None
+) -> _kernels.Kernel:
+    positions = tuple(names.index(n) for n in _kernels.select(name, names, axis))
+    if where is None:
+        return _kernels.make_kernel(name, lambda x: fn(x, axis=positions), (names,), names, native=True, selection=axis)
+    require_subset(name, "where", where, names)
+
+    def masked(x, mask):
+        return fn(x, axis=positions, where=_kernels.align(mask, where, names))
+
+    return _kernels.make_kernel(name, masked, (names, where), names, selection=axis)
+
+
+def _along(fn: Callable[..., Any], name: str, a: Any, axis: AxisSelection | None, where: Any) -> NamedArray:
+    names, axis = require_named(name, a).names, _kernels.hashable(axis)
+    if where is None:
+        return wrap(_along_kernel(fn, name, names, axis, None).call(a.array), names)
+    mask, mask_names = operand(where)
+    return wrap(_along_kernel(fn, name, names, axis, mask_names).call(a.array, mask), names)
+
+
+def softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None) -> NamedArray:
+    """The exponential of each element, divided by their sum along some axes.
+
+    Arguments:
+        a: a named array.
+        axis: the axes to sum along; all of them by default.
+        where: which elements take part, by name; the others become zero.
+
+    >>> axn.nn.softmax(axn.named([[0., 0.], [1., 1.]], ("x", "y")), "y")
+    NamedArray(float32[x=2, y=2], [[0.5 0.5] [0.5 0.5]])
+    """
+    return _along(jax.nn.softmax, "softmax", a, axis, where)
+
+
+def log_softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None) -> NamedArray:
+    """The logarithm of `softmax`, computed safely.
+
+    Arguments:
+        a: a named array.
+        axis: the axes to sum along; all of them by default.
+        where: which elements take part, by name; the others become minus infinity.
+
+    >>> axn.nn.log_softmax(axn.named([[0., 0.], [1., 1.]], ("x", "y")), "y")
+    NamedArray(float32[x=2, y=2], [[-0.6931 -0.6931] [-0.6931 -0.6931]])
+    """
+    return _along(jax.nn.log_softmax, "log_softmax", a, axis, where)
+
+
+def logsumexp(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedArray | None = None) -> NamedArray:
+    """The logarithm of the sum of the exponentials, computed safely: `axonym.logsumexp`.
+
+    Arguments:
+        a: a named array.
+        axis: the axes to sum along; all of them by default.
+        where: which elements take part, by name.
+
+    >>> axn.nn.logsumexp(axn.named([[0., 0.], [1., 1.]], ("x", "y")), "y")
+    NamedArray(float32[x=2], [0.6931 1.6931])
+    """
+    return _logsumexp(a, axis, where=where)
+
+
+def standardize(
+    x: NamedArray,
+    axis: AxisSelection,
+    *,
+    mean: NamedOrNumeric | None = None,
+    variance: NamedOrNumeric | None = None,
+    epsilon: float = 1e-5,
+    where: NamedOrNumeric | None = None,
+) -> NamedArray:
+    """Each element less the mean, divided by the standard deviation, along some axes.
+
+    Arguments:
+        x: a named array.
+        axis: the axes to take mean and variance along.
+        mean: the mean to use, by name; that of `x` by default.
+        variance: the variance to use, by name; by default the mean of the squares less the square of the mean.
+        epsilon: added to the variance, so that nothing is divided by zero.
+        where: which elements count for mean and variance, by name.
+
+    >>> axn.nn.standardize(axn.named([[1., 3.], [2., 6.]], ("x", "y")), "y", epsilon=0)
+    NamedArray(float32[x=2, y=2], [[-1. 1.] [-1. 1.]])
+    """
+    given = {"mean": mean, "variance": variance, "where": where}
+    labels = tuple(label for label, value in given.items() if value is not None)
+    arrays, all_names = zip(operand(require_named("standardize", x)), *(operand(given[n]) for n in labels), strict=True)
+    kernel = _standardize_kernel(all_names, labels, _kernels.hashable(axis))
+    return wrap(kernel.call(*arrays, epsilon), x.names)
+
+
+@_kernels.cached
+def _standardize_kernel(all_names: tuple[Names, ...], labels: tuple[str, ...], axis: AxisSelection) -> _kernels.Kernel:
+    names = all_names[0]
+    positions = tuple(names.index(n) for n in _kernels.select("standardize", names, axis))
+    for label, own in zip(labels, all_names[1:], strict=True):
+        require_subset("standardize", label, own, names)
+
+    def positional(x, *rest):
+        *arrays, epsilon = rest
+        aligned = [_kernels.align(a, own, names) for a, own in zip(arrays, all_names[1:], strict=True)]
+        return jax.nn.standardize(x, positions, epsilon=epsilon, **dict(zip(labels, aligned, strict=True)))
+
+    return _kernels.make_kernel("standardize", positional, (*all_names, ()), names, selection=axis)
+
+
+# --- layers ---
+
+M = TypeVar("M", bound="_Norm")
+
+
+class _Norm(ModuleWithStateDictSerialization):
+    """What the layers share: the axes, and a scale and a shift along them."""
+
+    axis: AxisSpec = eqx.field(static=True)
+    weight: NamedArray | None
+    bias: NamedArray | None
+    eps: float = eqx.field(default=1e-5, static=True)
+    dtype: Any = eqx.field(default=None, static=True)
+
+    @classmethod
+    def init(
+        cls: type[M],
+        axis: AxisSpec,
+        eps: float = 1e-5,
+        *,
+        use_weight: bool = True,
+        use_bias: bool = True,
+        dtype: Any = None,
+    ) -> M:
+        """A layer that scales by one and shifts by zero.
+
+        Arguments:
+            axis: the axes to normalise along, one or several.
+            eps: added to the variance or mean square, so that nothing is divided by zero.
+            use_weight: whether there is a learned scale.
+            use_bias: whether there is a learned shift.
+            dtype: the dtype to normalise in; that of the input by default.
+
+        >>> print(axn.nn.LayerNorm.init(axn.Axis("embed", 4), use_bias=False).weight)
+        float32[embed=4]
+        """
+        axis = static_spec(axis, cls.__name__)
+        return cls(axis, ones(axis) if use_weight else None, zeros(axis) if use_bias else None, eps, dtype)
+
+    # In the form for PyTorch there is one axis, as in the layers around it.
+
+    def flatten_for_export(self) -> Self:
+        weight, bias = (merged(x, self.axis, OUT) for x in (self.weight, self.bias))
+        return dataclasses.replace(self, axis=flat_axis(self.axis, OUT), weight=weight, bias=bias)
+
+    def unflatten_from_export(self, template: Any) -> Self:
+        weight, bias = (split(x, OUT, template.axis) for x in (self.weight, self.bias))
+        return dataclasses.replace(self, axis=template.axis, weight=weight, bias=bias)
+
+    @abc.abstractmethod
+    def _normalised(self, x: NamedArray) -> NamedArray:
+        """The array before it is scaled and shifted."""
+
+    @named_call
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """The normalised array, scaled and shifted.
+
+        Arguments:
+            x: a named array with the axes of the layer.
+
+        >>> layer = axn.nn.LayerNorm.init(axn.Axis("embed", 2))
+        >>> layer(axn.named([[1., 3.], [2., 6.]], ("batch", "embed")))
+        NamedArray(float32[batch=2, embed=2], [[-1. 1.] [-1. 1.]])
+        """
+        dtype = require_named(type(self).__name__, x).dtype
+        x = self._normalised(x if self.dtype is None else x.astype(self.dtype)).astype(dtype)
+        if self.weight is not None:
+            x = x * self.weight
+        return x if self.bias is None else x + self.bias
+
+
+class LayerNorm(_Norm):
+    """Layer normalisation: each element less the mean, divided by the standard deviation; then scaled and shifted.
+
+    Arguments:
+        axis: the axes to normalise along, one or several.
+        weight: the scale, with these axes, or None.
+        bias: the shift, with these axes, or None.
+        eps: added to the variance, so that nothing is divided by zero.
+        dtype: the dtype to normalise in; that of the input by default. The result goes back to that of the input before
+            it is scaled and shifted.
+
+    >>> layer = axn.nn.LayerNorm.init(axn.Axis("embed", 2))
+    >>> layer(axn.named([[1., 3.], [2., 6.]], ("batch", "embed")))
+    NamedArray(float32[batch=2, embed=2], [[-1. 1.] [-1. 1.]])
+    """
+
+    def _normalised(self, x: NamedArray) -> NamedArray:
+        return (x - mean(x, self.axis)) * rsqrt(var(x, self.axis) + self.eps)
+
+
+class RmsNorm(_Norm):
+    """Root-mean-square normalisation: each element divided by the root of the mean square; then scaled and shifted.
+
+    Arguments:
+        axis: the axes to normalise along, one or several.
+        weight: the scale, with these axes, or None.
+        bias: the shift, with these axes, or None.
+        eps: added to the mean square, so that nothing is divided by zero.
+        dtype: the dtype to normalise in; that of the input by default. The result goes back to that of the input before
+            it is scaled and shifted.
+
+    >>> layer = axn.nn.RmsNorm.init(axn.Axis("embed", 2), use_bias=False)
+    >>> layer(axn.named([[1., 1.], [-2., 2.]], ("batch", "embed")))
+    NamedArray(float32[batch=2, embed=2], [[ 1. 1.] [-1. 1.]])
+    """
+
+    def _normalised(self, x: NamedArray) -> NamedArray:
+        return x * rsqrt(mean(square(x), self.axis) + self.eps)

@@ -1,0 +1,229 @@
+"""Models of many like layers: `Stacked`, which loops over them in one program, and `BlockSeq`, which lists them.
+
+A transformer is the same block over and over, with other parameters. `Stacked` keeps the parameters of all blocks in
+one module, whose arrays have an axis more, and goes through them with `axonym.scan`: one block is compiled, however
+many there are. `BlockSeq` keeps the blocks in a sequence and calls them one after the other, so they need not be alike.
+Both have the same methods, make the same layers from the same keys, and give the same results and gradients.
+
+A block is any Equinox module with an `init` that makes it and a `__call__` from a carry to the next:
+
+>>> import equinox as eqx
+>>> class Shift(eqx.Module):
+...     by: axn.NamedArray
+...     @staticmethod
+...     def init(Embed, *, key):
+...         return Shift(axn.random.normal(key, Embed))
+...     def __call__(self, x):
+...         return x + self.by
+>>> Layers, Embed = axn.make_axes(layers=3, embed=2)
+>>> layers = axn.nn.Stacked.init(Layers, Shift)(Embed, key=jax.random.key(0))
+>>> layers.stacked.by.shape
+{'layers': 3, 'embed': 2}
+>>> y = layers.fold(axn.zeros(Embed))
+>>> axn.allclose(y, layers.stacked.by.sum(Layers))
+True
+
+What the methods are given besides the carry is for every layer, or for each its own: named arrays that have the axis of
+the layers come apart along it, and raw arrays along their first axis, while scalars and all else are the same for every
+layer. A single random key that is passed as `key` is split, one for each layer; so is that of `init`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self
+
+import equinox as eqx
+
+from ..axis import Axis
+from ..state.loading import lazy_loading, stacked_from_state_dict
+from ..state.naming import KeyMap, StateDict
+from ..state.saving import stacked_to_state_dict
+from ..transforms import scan as loops
+from ..transforms.checkpointing import ScanCheckpointPolicy, checkpointed_steps, policy_of
+from ..transforms.vmap import vmap
+from ..tree import LayerStack
+from . import _layers
+from ._foldable import (
+    BlockFoldable,
+    CarryT,
+    FoldFunction,
+    M,
+    M_co,
+    M_contra,
+    ModuleInit,
+    OutputT_co,
+    P,
+    ScanFunction,
+    VmapFunction,
+)
+
+__all__ = [
+    "BlockFoldable",
+    "BlockSeq",
+    "CarryT",
+    "FoldFunction",
+    "M",
+    "M_co",
+    "M_contra",
+    "ModuleInit",
+    "OutputT_co",
+    "P",
+    "ScanFunction",
+    "Stacked",
+    "VmapFunction",
+]
+
+
+# --- stacked ---
+
+
+class Stacked(BlockFoldable[M], LayerStack):
+    """Many like layers as one module, whose arrays have the axis of the layers.
+
+    Arguments:
+        stacked: the layers as one. Named arrays have the axis `Block`, raw arrays have it first; arrays that have it
+            not are shared by all layers.
+        Block: the axis of the layers.
+        gradient_checkpointing: what is kept of each layer for the backward pass.
+
+    >>> Layers, Embed = axn.make_axes(layers=12, embed=2)
+    >>> layers = axn.nn.Stacked.init(Layers, axn.nn.Linear)(Embed, Embed, key=jax.random.key(0))
+    >>> layers.stacked.bias.shape
+    {'layers': 12, 'embed': 2}
+    >>> layers.fold(axn.ones(Embed)).shape
+    {'embed': 2}
+    """
+
+    stacked: M
+    Block: Axis = eqx.field(static=True)  # pyright: ignore[reportIncompatibleMethodOverride]  # what the base asks for
+    gradient_checkpointing: ScanCheckpointPolicy = eqx.field(static=True, converter=policy_of, default=policy_of(False))
+
+    @classmethod
+    def _make(cls, Block: Axis, policy: ScanCheckpointPolicy, make: Callable[..., Any], args: Any, kwargs: Any) -> Self:
+        _layers.check_sizes(f"{cls.__name__}.init", Block, args, kwargs)
+        return cls(vmap(make, Block, default=_layers.first_axis)(*args, **kwargs), Block, policy)
+
+    def _looped(self, what: str, fn: Callable[..., Any], unroll: int | bool | None) -> Callable[..., Any]:
+        transform = loops.fold if what == "fold" else loops.scan
+        body = functools.partial(_apply, fn)
+        loop = transform(body, self.Block, remat=self.gradient_checkpointing, unroll=1 if unroll is None else unroll)
+
+        def looped(init: Any, *args: Any, **kwargs: Any) -> Any:
+            kwargs = _layers.with_keys(self.Block, kwargs)
+            _layers.check_sizes(f"Stacked.{what}", self.Block, args, kwargs)
+            return loop(init, *args, stacked=self.stacked, **kwargs)
+
+        return looped
+
+    def _vmapped(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        _layers.check_sizes("Stacked.vmap", self.Block, args, kwargs)
+        mapped = vmap(functools.partial(_apply, fn), self.Block, default=_layers.first_axis)
+        return mapped(*args, stacked=self.stacked, **kwargs)
+
+    def map_layers(self, fn: Callable[..., Any], *others: Any) -> Self:
+        mapped = vmap(fn, self.Block, default=_layers.first_axis)(self.stacked, *(o.stacked for o in others))
+        return dataclasses.replace(self, stacked=mapped)
+
+    def unstacked(self) -> Sequence[M]:
+        each = _layers.unstack("Stacked.unstacked", self.Block, (), {"stacked": self.stacked})
+        return tuple(kwargs["stacked"] for _, kwargs in each)
+
+    def get_layer(self, index: int) -> M:
+        return _layers.take("Stacked.get_layer", self.Block, self.stacked, index)
+
+    # In a state dict, every layer stands on its own, as in a `BlockSeq` and in models of PyTorch.
+
+    def to_state_dict(self, prefix: str | None = None) -> StateDict:
+        return stacked_to_state_dict(self.stacked, self.Block, prefix)
+
+    @lazy_loading
+    def from_state_dict(self, state_dict: Mapping[str, Any], prefix: str | None = None) -> Self:
+        return dataclasses.replace(self, stacked=stacked_from_state_dict(self.stacked, self.Block, state_dict, prefix))
+
+
+# The layer comes by keyword, so that messages count the other arguments as the caller does.
+
+
+def _apply(fn: Callable[..., Any], *args: Any, stacked: Any, **kwargs: Any) -> Any:
+    return fn(stacked, *args, **kwargs)
+
+
+# --- in sequence ---
+
+
+def _as_tuple(blocks: Iterable[M]) -> Sequence[M]:
+    return tuple(blocks)
+
+
+class BlockSeq(BlockFoldable[M]):
+    """Layers in a sequence, which need not be alike.
+
+    Every layer is compiled on its own, so a deep model takes long to compile; `Stacked` does not.
+
+    Arguments:
+        blocks: the layers.
+        Block: the axis of the layers.
+        gradient_checkpointing: what is kept of each layer for the backward pass.
+
+    >>> Layers, Embed = axn.make_axes(layers=2, embed=2)
+    >>> norm, linear = axn.nn.LayerNorm.init(Embed), axn.nn.Linear.init(Embed, Embed, key=jax.random.key(0))
+    >>> axn.nn.BlockSeq([norm, linear], Layers).fold(axn.ones(Embed)).shape
+    {'embed': 2}
+    """
+
+    blocks: Sequence[M] = eqx.field(converter=_as_tuple)
+    Block: Axis = eqx.field(static=True)  # pyright: ignore[reportIncompatibleMethodOverride]  # what the base asks for
+    gradient_checkpointing: ScanCheckpointPolicy = eqx.field(static=True, converter=policy_of, default=policy_of(False))
+
+    def __check_init__(self) -> None:
+        if len(self.blocks) != self.Block.size:
+            raise ValueError(f"BlockSeq: {len(self.blocks)} layers do not make up {self.Block}.")
+
+    @classmethod
+    def _make(cls, Block: Axis, policy: ScanCheckpointPolicy, make: Callable[..., Any], args: Any, kwargs: Any) -> Self:
+        each = _layers.unstack(f"{cls.__name__}.init", Block, args, kwargs)
+        return cls([make(*own_args, **own_kwargs) for own_args, own_kwargs in each], Block, policy)
+
+    def _looped(self, what: str, fn: Callable[..., Any], unroll: int | bool | None) -> Callable[..., Any]:
+        def step(carry: Any, call: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+            block, args, kwargs = call
+            result = fn(block, carry, *args, **kwargs)
+            if what == "fold":
+                return result, None
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise TypeError(
+                    "BlockSeq.scan: a layer must return a pair, the next carry and an output (None for nothing), not "
+                    f"a {type(result).__name__}. Use `fold` for layers that return the carry alone."
+                )
+            return result
+
+        def looped(init: Any, *args: Any, **kwargs: Any) -> Any:
+            calls = self._calls(what, args, _layers.with_keys(self.Block, kwargs))
+            label = f"{what}({self.Block.name})"
+            final, outputs = checkpointed_steps(self.gradient_checkpointing, label, step, init, calls)
+            if what == "fold":
+                return final
+            return final, _layers.stack_results("BlockSeq.scan", self.Block, outputs, numbers=True)
+
+        return looped
+
+    def _vmapped(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        results = [fn(block, *own, **own_kwargs) for block, own, own_kwargs in self._calls("vmap", args, kwargs)]
+        return _layers.stack_results("BlockSeq.vmap", self.Block, results, numbers=False)
+
+    def _calls(self, what: str, args: Any, kwargs: Any) -> list[tuple[Any, Any, Any]]:
+        """Each layer with its arguments."""
+        each = _layers.unstack(f"BlockSeq.{what}", self.Block, args, kwargs)
+        return [(block, *own) for block, own in zip(self.blocks, each, strict=True)]
+
+    def unstacked(self) -> Sequence[M]:
+        return self.blocks
+
+    def _state_dict_key_map(self) -> KeyMap:
+        return {"blocks": None}
+
+    def get_layer(self, index: int) -> M:
+        return self.blocks[_layers.checked("BlockSeq.get_layer", self.Block, index)]

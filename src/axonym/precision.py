@@ -1,0 +1,218 @@
+"""Mixed precision: which dtype parameters are kept in, what is computed in, and what comes out.
+
+>>> policy = Policy.parse("params=float32,compute=bfloat16,output=float32")
+>>> loss = mixed_precision(policy, lambda model, x: axn.dot(model["w"], x, axis="embed"))
+>>> model = policy.cast_to_param({"w": axn.ones({"embed": 2, "mlp": 3})})
+>>> loss(model, axn.ones({"embed": 2})).dtype
+dtype('float32')
+
+Only arrays of floating-point numbers are cast, named or not, abstract ones included. Integers, booleans, random keys
+and Python's numbers stay as they are; so does the state of quantised products (see `axonym.quantization.overwriting`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _errors
+from .quantization.overwriting import OverwriteWithGradient
+
+__all__ = ["Policy", "get_policy", "mixed_precision"]
+
+T = TypeVar("T")
+
+_SHORT = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f32": "float32",
+    "f64": "float64",
+    "full": "float32",
+}
+_PARTS = {"params": "params", "param": "params", "p": "params"}
+_PARTS |= {"compute": "compute", "c": "compute", "output": "output", "o": "output"}
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The dtypes of parameters, of what is computed with them, and of results.
+
+    Arguments:
+        param_dtype: the dtype that parameters are kept in.
+        compute_dtype: the dtype that a model works in.
+        output_dtype: the dtype of what it returns.
+
+    >>> policy = axn.precision.Policy(jnp.float32, jnp.bfloat16, jnp.float32)
+    >>> print(policy)
+    params=float32,compute=bfloat16,output=float32
+    """
+
+    param_dtype: Any = jnp.float32
+    compute_dtype: Any = jnp.float32
+    output_dtype: Any = jnp.float32
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _floating(field.name, getattr(self, field.name)))
+
+    @classmethod
+    def parse(cls, text: str) -> Policy:
+        """The policy that a string stands for, such as "params=float32,compute=bfloat16,output=float32".
+
+        The parts can be written `p`, `c` and `o`, the dtypes `f32`, `bf16`, `f16`, `full` and `half`, which is bfloat16
+        on TPU and float16 elsewhere. Parameters are float32 if nothing is said of them; what is computed is then as
+        they are, and the output as what is computed. One dtype alone is that of everything.
+
+        Arguments:
+            text: the string.
+
+        >>> print(axn.precision.Policy.parse("c=bf16"))
+        params=float32,compute=bfloat16,output=bfloat16
+        """
+        if "=" not in text:
+            return cls(*(_parsed(text, text),) * 3)
+        given: dict[str, Any] = {}
+        for part in text.split(","):
+            key, equals, value = (s.strip() for s in part.partition("="))
+            if key not in _PARTS or not equals:
+                raise ValueError(
+                    f"precision: no part {part.strip()!r} in {text!r}; the parts are params=, compute= and output=."
+                    + _errors.suggestion(key, ("params", "compute", "output"))
+                )
+            if _PARTS[key] in given:
+                raise ValueError(f"precision: {_PARTS[key]!r} is given twice in {text!r}.")
+            given[_PARTS[key]] = _parsed(value, text)
+        params = given.get("params", jnp.float32)
+        compute = given.get("compute", params)
+        return cls(params, compute, given.get("output", compute))
+
+    def cast_to_param(self, tree: T) -> T:
+        """A tree with its floating-point arrays in the dtype of parameters.
+
+        >>> axn.precision.Policy.parse("p=bf16").cast_to_param(axn.ones({"x": 2})).dtype
+        dtype(bfloat16)
+        """
+        return _cast(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: T) -> T:
+        """A tree with its floating-point arrays in the dtype to compute in.
+
+        >>> policy = axn.precision.Policy.parse("c=bf16")
+        >>> [str(x) for x in policy.cast_to_compute([axn.ones({"x": 2}), axn.arange(axn.Axis("x", 2))])]
+        ['bfloat16[x=2]', 'int32[x=2]']
+        """
+        return _cast(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: T) -> T:
+        """A tree with its floating-point arrays in the dtype of results.
+
+        >>> axn.precision.Policy.parse("c=bf16,o=f32").cast_to_output(axn.ones({"x": 2}, jnp.bfloat16)).dtype
+        dtype('float32')
+        """
+        return _cast(tree, self.output_dtype)
+
+    def with_output_dtype(self, output_dtype: Any) -> Policy:
+        """The policy with another dtype of results.
+
+        Arguments:
+            output_dtype: the dtype.
+
+        >>> print(axn.precision.Policy.parse("c=bf16").with_output_dtype("float32"))
+        params=float32,compute=bfloat16,output=float32
+        """
+        return dataclasses.replace(self, output_dtype=output_dtype)
+
+    def __str__(self) -> str:
+        return f"params={self.param_dtype},compute={self.compute_dtype},output={self.output_dtype}"
+
+
+def get_policy(
+    policy: str | Policy | None = None, *, params: Any = None, compute: Any = None, output: Any = None
+) -> Policy:
+    """A policy from a string, from keywords, or from both: what a keyword says goes before the string.
+
+    Arguments:
+        policy: a string as in `Policy.parse`, or a policy.
+        params: the dtype that parameters are kept in.
+        compute: the dtype that a model works in; by default that of the parameters.
+        output: the dtype of what it returns; by default that of what is computed.
+
+    >>> print(axn.precision.get_policy(compute=jnp.bfloat16, output="float32"))
+    params=float32,compute=bfloat16,output=float32
+    """
+    given = {"param_dtype": params, "compute_dtype": compute, "output_dtype": output}
+    given = {name: dtype for name, dtype in given.items() if dtype is not None}
+    if policy is not None:
+        return dataclasses.replace(Policy.parse(policy) if isinstance(policy, str) else policy, **given)
+    params = given.get("param_dtype", jnp.float32)
+    compute = given.get("compute_dtype", params)
+    return Policy(params, compute, given.get("output_dtype", compute))
+
+
+def mixed_precision(policy: str | Policy, fn: Callable[..., Any] | None = None) -> Any:
+    """A function that computes as a policy says: arguments are cast on the way in, results on the way out.
+
+    The function can be a method: a model's `__call__` then casts the model, too. To compile it, put `axonym.named_jit`
+    around it. Gradients with respect to the arguments have the dtypes of the arguments.
+
+    Arguments:
+        policy: a policy, or a string as in `Policy.parse`.
+        fn: the function. Without it, `mixed_precision` is a decorator.
+
+    >>> @axn.named_jit
+    ... @axn.precision.mixed_precision("params=float32,compute=bfloat16,output=float32")
+    ... def forward(w, x):
+    ...     return axn.dot(w, x, axis="embed")
+    >>> forward(axn.ones({"embed": 2, "mlp": 3}), axn.ones({"embed": 2})).dtype
+    dtype('float32')
+    """
+    known = get_policy(policy)
+    if fn is None:
+        return functools.partial(mixed_precision, known)
+
+    @functools.wraps(fn)
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = known.cast_to_compute((args, kwargs))
+        return known.cast_to_output(fn(*args, **kwargs))
+
+    return cast
+
+
+# --- dtypes and casting ---
+
+
+def _parsed(name: str, text: str) -> Any:
+    if name == "half":
+        return jnp.bfloat16 if jax.default_backend() == "tpu" else jnp.float16
+    try:
+        return jnp.dtype(_SHORT.get(name, name))
+    except TypeError:
+        known = (*_SHORT.values(), *_SHORT, "half")
+        raise ValueError(f"precision: no dtype {name!r}, in {text!r}.{_errors.suggestion(name, known)}") from None
+
+
+def _floating(what: str, dtype: Any) -> np.dtype:
+    if isinstance(dtype, str):
+        dtype = _parsed(dtype, dtype)
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"precision: `{what}` is a floating-point dtype, got {dtype}.")
+    return dtype
+
+
+def _cast(tree: Any, dtype: np.dtype) -> Any:
+    def of_leaf(x: Any) -> Any:
+        if not isinstance(x, _ARRAYS) or x.dtype == dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x.update(dtype=dtype)
+        return x.astype(dtype)
+
+    return jax.tree.map(of_leaf, tree, is_leaf=lambda x: isinstance(x, OverwriteWithGradient))

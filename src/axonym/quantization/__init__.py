@@ -1,0 +1,29 @@
+"""Products of 8-bit numbers in place of `jax.lax.dot_general`, for `axonym.dot` and `axonym.nn.Linear`.
+
+>>> layer = axn.nn.Linear.init(axn.Axis("embed", 3), axn.Axis("mlp", 4), key=jax.random.key(0))
+>>> layer = quantize_linear_layers(layer, QuantizationConfig(fp8=True))
+>>> print(layer(axn.ones({"batch": 2, "embed": 3})))
+float32[batch=2, mlp=4]
+"""
+
+from .fp8 import (
+    Fp8DotGeneralOp as Fp8DotGeneralOp,
+    dot_general_with_precision as dot_general_with_precision,
+    in_qdq as in_qdq,
+    out_qdq as out_qdq,
+)
+from .int8 import Int8DotGeneralOp as Int8DotGeneralOp
+from .layers import (
+    QuantizationConfig as QuantizationConfig,
+    quantize_linear_layers as quantize_linear_layers,
+)
+from .ops import (
+    DefaultDotGeneralOp as DefaultDotGeneralOp,
+    DotGeneralOp as DotGeneralOp,
+)
+from .overwriting import (
+    OverwriteWithGradient as OverwriteWithGradient,
+    T as T,
+    apply_updates as apply_updates,
+    partition_for_grad_overwrite as partition_for_grad_overwrite,
+)

@@ -1,0 +1,222 @@
+"""Products of 8-bit floating-point numbers, with delayed scaling.
+
+Numbers of eight bits have little range, so an array is divided by a scale before it is rounded to them. The scale that
+fits it best follows from its largest value, which is only known when all of it is. With *delayed scaling*, the scale
+follows from the largest values of the steps before, of which a history is kept (see `axonym.quantization.overwriting`).
+
+The operands of a product become `float8_e4m3fn`, the gradient of its result `float8_e5m2`, which has more range and
+less precision. In the program, they are rounded and at once converted back, and the product is one of what comes out:
+compilers for devices that multiply such numbers recognise this and do so, and elsewhere it shows what training would
+be like.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from .._compat import varying_axes
+from .overwriting import OverwriteWithGradient
+
+__all__ = ["Fp8DotGeneralOp", "dot_general_with_precision", "in_qdq", "out_qdq"]
+
+_OF_OPERANDS: Any = jnp.float8_e4m3fn
+_OF_GRADIENTS: Any = jnp.float8_e5m2
+
+
+class Fp8DotGeneralOp(OverwriteWithGradient):
+    """`jax.lax.dot_general` whose operands, and the gradient of whose result, are rounded to 8-bit floats.
+
+    The first operand is the input, the second the kernel, as in a linear layer. All arrays are state: their gradients
+    are their values for the next step.
+
+    Arguments:
+        input_scale: what the input was last divided by.
+        output_grad_scale: what the gradient of the result was last divided by.
+        kernel_scale: what the kernel was last divided by.
+        input_amax_history: the largest absolute values of the input in the last steps.
+        output_grad_amax_history: those of the gradient of the result.
+        kernel_amax_history: those of the kernel.
+        compute_dtype: the dtype to multiply in; that of the operands if it is None.
+
+    >>> layer = axn.nn.Linear.init(
+    ...     axn.Axis("embed", 3), axn.Axis("mlp", 4), key=jax.random.key(0),
+    ...     dot_general=axn.quantization.Fp8DotGeneralOp.init(),
+    ... )
+    >>> print(layer(axn.ones({"batch": 2, "embed": 3})))
+    float32[batch=2, mlp=4]
+    """
+
+    input_scale: jax.Array
+    output_grad_scale: jax.Array
+    kernel_scale: jax.Array
+    input_amax_history: jax.Array
+    output_grad_amax_history: jax.Array
+    kernel_amax_history: jax.Array
+    compute_dtype: Any = eqx.field(static=True, default=None)
+
+    @classmethod
+    def init(cls, amax_history_length: int = 1024, compute_dtype: Any = None) -> Fp8DotGeneralOp:
+        """An operation that has not seen anything yet.
+
+        Arguments:
+            amax_history_length: how many steps it remembers.
+            compute_dtype: the dtype to multiply in; that of the operands if it is None.
+
+        >>> axn.quantization.Fp8DotGeneralOp.init(amax_history_length=16).input_amax_history.shape
+        (16,)
+        """
+        # Each an array of its own, so that a step can be given all of them to overwrite.
+        s1, s2, s3 = (jnp.ones(1, jnp.float32) for _ in range(3))
+        h1, h2, h3 = (jnp.zeros(amax_history_length, jnp.float32) for _ in range(3))
+        return cls(s1, s2, s3, h1, h2, h3, compute_dtype)
+
+    def __call__(
+        self,
+        lhs: Any,
+        rhs: Any,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+    ) -> jax.Array:
+        wanted = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
+        dtype = jnp.result_type(lhs, rhs) if self.compute_dtype is None else self.compute_dtype
+        lhs, rhs = jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype)
+        lhs = in_qdq(dtype, lhs, self.input_scale, self.input_amax_history)
+        rhs = in_qdq(dtype, rhs, self.kernel_scale, self.kernel_amax_history)
+        y = dot_general_with_precision(lhs, rhs, dimension_numbers, None, wanted)
+        return out_qdq(dtype, y, self.output_grad_scale, self.output_grad_amax_history)
+
+
+# --- rounding ---
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def in_qdq(compute_dtype: Any, inp: jax.Array, scale: jax.Array, amax_history: jax.Array) -> jax.Array:
+    """An operand rounded to 8-bit floats, by the scale that follows from its history.
+
+    The gradient passes through. Those of the scale and the history are their values for the next step.
+
+    Arguments:
+        compute_dtype: the dtype of the result.
+        inp: the operand.
+        scale: the last scale, kept as long as the history is empty.
+        amax_history: the largest absolute values of the last steps.
+
+    >>> axn.quantization.in_qdq(jnp.float32, jnp.array([1.0, 1000.0]), jnp.ones(1), jnp.zeros(4))
+    Array([  1., 448.], dtype=float32)
+    """
+    return _rounded(compute_dtype, _OF_OPERANDS, inp, _new_scale(_OF_OPERANDS, scale, amax_history))
+
+
+def _in_forward(compute_dtype: Any, inp: jax.Array, scale: jax.Array, history: jax.Array) -> tuple[jax.Array, Any]:
+    scale = _new_scale(_OF_OPERANDS, scale, history)
+    return _rounded(compute_dtype, _OF_OPERANDS, inp, scale), (scale, _new_history(inp, history))
+
+
+def _in_backward(compute_dtype: Any, state: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return (gradient, *state)
+
+
+in_qdq.defvjp(_in_forward, _in_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def out_qdq(compute_dtype: Any, out: jax.Array, scale: jax.Array, amax_history: jax.Array) -> jax.Array:
+    """A result as it is, whose gradient is rounded to 8-bit floats, by the scale that follows from its history.
+
+    The gradients of the scale and the history are their values for the next step.
+
+    Arguments:
+        compute_dtype: the dtype of the gradient.
+        out: the result.
+        scale: the last scale, kept as long as the history is empty.
+        amax_history: the largest absolute values of the last steps.
+
+    >>> f = lambda x: 1.1 * axn.quantization.out_qdq(jnp.float32, x, jnp.ones(1), jnp.zeros(4)).sum()
+    >>> jax.grad(f)(jnp.ones(2))
+    Array([1., 1.], dtype=float32)
+    """
+    return out
+
+
+def _out_forward(compute_dtype: Any, out: jax.Array, scale: jax.Array, history: jax.Array) -> tuple[jax.Array, Any]:
+    return out, (scale, history)
+
+
+def _out_backward(compute_dtype: Any, state: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    scale, history = state
+    scale = _new_scale(_OF_GRADIENTS, scale, history)
+    rounded = _rounded(compute_dtype, _OF_GRADIENTS, gradient, scale).astype(gradient.dtype)
+    return rounded, scale, _new_history(gradient, history)
+
+
+out_qdq.defvjp(_out_forward, _out_backward)
+
+
+def _rounded(compute_dtype: Any, dtype: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
+    factor = jnp.reshape(scale, ()).astype(compute_dtype)
+    largest = jnp.finfo(dtype).max.astype(compute_dtype)
+    short = jnp.clip(x.astype(compute_dtype) / factor, -largest, largest).astype(dtype)
+    return short.astype(compute_dtype) * factor
+
+
+def _new_scale(dtype: Any, scale: jax.Array, history: jax.Array) -> jax.Array:
+    """The scale by which the largest value of the history becomes the largest of the dtype."""
+    largest = jnp.max(history)
+    usable = (largest > 0) & jnp.isfinite(largest)
+    return jnp.where(usable, largest / jnp.finfo(dtype).max.astype(scale.dtype), scale)
+
+
+def _new_history(x: jax.Array, history: jax.Array) -> jax.Array:
+    """The history with the largest value of an array in place of its oldest."""
+    largest = jnp.max(jnp.abs(x)).astype(history.dtype)
+    axes = tuple(varying_axes(largest) - varying_axes(history))
+    if axes:  # inside `shard_map`, the largest of all devices
+        largest = jax.lax.pmax(largest, axes)
+    return jnp.roll(history, -1).at[0].set(largest)
+
+
+# --- the product ---
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def dot_general_with_precision(
+    lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None
+) -> jax.Array:
+    """`jax.lax.dot_general` at default precision, whose gradients are at the highest.
+
+    For 8-bit floats this says how products are added up: fast in the forward pass, and exactly in the backward pass.
+
+    Arguments:
+        lhs: the first operand.
+        rhs: the second operand.
+        dimension_numbers: what to sum over, as in `jax.lax.dot_general`.
+        precision: not used.
+        preferred_element_type: the dtype of the result.
+
+    >>> axn.quantization.dot_general_with_precision(jnp.ones((1, 2)), jnp.ones((2, 1)), (((1,), (0,)), ((), ())))
+    Array([[2.]], dtype=float32)
+    """
+    return jax.lax.dot_general(
+        lhs, rhs, dimension_numbers, jax.lax.Precision.DEFAULT, preferred_element_type=preferred_element_type
+    )
+
+
+@dot_general_with_precision.defjvp
+def _product_jvp(
+    dimension_numbers: Any, precision: Any, preferred_element_type: Any, primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
+    (lhs, rhs), (lhs_tangent, rhs_tangent) = primals, tangents
+    exact = functools.partial(
+        jax.lax.dot_general,
+        dimension_numbers=dimension_numbers,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=preferred_element_type,
+    )
+    y = dot_general_with_precision(lhs, rhs, dimension_numbers, precision, preferred_element_type)
+    return y, exact(lhs, rhs_tangent) + exact(lhs_tangent, rhs)

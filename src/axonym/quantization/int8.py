@@ -1,0 +1,145 @@
+"""Products of 8-bit integers.
+
+Each row of the first operand, and each column of the second, is divided by a scale of its own, by which its largest
+value becomes 127, and rounded. What is multiplied and added up are integers. Scales are worked out afresh every time,
+so there is no state.
+
+The gradient of the first operand, which has the size of a batch of inputs, is such a product, too. That of the second,
+the weight of a linear layer, is a sum over the batch in which rounding would add up, and is taken without it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from .._compat import varying_axes
+
+__all__ = ["Int8DotGeneralOp"]
+
+Labels = tuple[int, ...]
+
+
+class Int8DotGeneralOp(eqx.Module):
+    """`jax.lax.dot_general` whose operands are rounded to 8-bit integers, also for the gradient of the first.
+
+    >>> layer = axn.nn.Linear.init(
+    ...     axn.Axis("embed", 3), axn.Axis("mlp", 4), key=jax.random.key(0),
+    ...     dot_general=axn.quantization.Int8DotGeneralOp.init(),
+    ... )
+    >>> print(layer(axn.ones({"batch": 2, "embed": 3})))
+    float32[batch=2, mlp=4]
+    """
+
+    @classmethod
+    def init(cls) -> Int8DotGeneralOp:
+        """The operation.
+
+        >>> axn.quantization.Int8DotGeneralOp.init()
+        Int8DotGeneralOp()
+        """
+        return cls()
+
+    def __call__(
+        self,
+        lhs: Any,
+        rhs: Any,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+    ) -> jax.Array:
+        dtype = jnp.result_type(lhs, rhs)
+        lhs, rhs = _alike(jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype))
+        y: Any = _product(_labels(lhs.ndim, rhs.ndim, dimension_numbers), lhs, rhs)
+        return y if preferred_element_type is None else y.astype(preferred_element_type)
+
+
+class _Terms(NamedTuple):
+    """A product, with a number for each axis: axes of one number are matched, and summed if the result lacks it."""
+
+    lhs: Labels
+    rhs: Labels
+    out: Labels
+
+
+def _labels(lhs_ndim: int, rhs_ndim: int, dimension_numbers: Any) -> _Terms:
+    (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
+    matched = dict(zip((*rhs_summed, *rhs_batch), (*lhs_summed, *lhs_batch), strict=True))
+    lhs = tuple(range(lhs_ndim))
+    rhs = tuple(matched.get(axis, lhs_ndim + axis) for axis in range(rhs_ndim))
+    free = [label for label in lhs if label not in rhs], [label for label in rhs if label not in lhs]
+    return _Terms(lhs, rhs, (*lhs_batch, *free[0], *free[1]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(terms: _Terms, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return _of_integers(terms, lhs, rhs)
+
+
+def _forward(terms: _Terms, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
+    return _of_integers(terms, lhs, rhs), (lhs, rhs)
+
+
+def _backward(terms: _Terms, operands: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    lhs, rhs = operands
+    of_lhs = _of_integers(_Terms(terms.out, terms.rhs, terms.lhs), gradient, rhs)
+    of_rhs = _multiplied(_Terms(terms.lhs, terms.out, terms.rhs), lhs, gradient)
+    return of_lhs, of_rhs
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _of_integers(terms: _Terms, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The product of two arrays rounded to integers."""
+    summed = set(terms.lhs) - set(terms.out)
+    lhs_scale, short_lhs = _rounded(lhs, [i for i, label in enumerate(terms.lhs) if label in summed])
+    rhs_scale, short_rhs = _rounded(rhs, [i for i, label in enumerate(terms.rhs) if label in summed])
+    y = _multiplied(terms, short_lhs, short_rhs, jnp.int32)
+    scale = _spread(lhs_scale, terms.lhs, terms.out) * _spread(rhs_scale, terms.rhs, terms.out)
+    return (y * scale).astype(lhs.dtype)
+
+
+def _rounded(x: jax.Array, summed: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """The scale of each row, which has size one along what is summed over, and the integers."""
+    x = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), axis=tuple(summed), keepdims=True, initial=0)
+    scale = jnp.where(largest > 0, largest / 127, 1)
+    return scale, jnp.round(x / scale).astype(jnp.int8)
+
+
+def _multiplied(terms: _Terms, lhs: jax.Array, rhs: jax.Array, dtype: Any = None) -> jax.Array:
+    shared = [label for label in terms.lhs if label in terms.rhs]
+    batch = [label for label in shared if label in terms.out]
+    summed = [label for label in shared if label not in terms.out]
+    contracted, batched = (
+        (tuple(map(terms.lhs.index, labels)), tuple(map(terms.rhs.index, labels))) for labels in (summed, batch)
+    )
+    y = jax.lax.dot_general(lhs, rhs, (contracted, batched), preferred_element_type=dtype)
+    names = (*batch, *(n for n in terms.lhs if n not in shared), *(n for n in terms.rhs if n not in shared))
+    return y if names == terms.out else jax.lax.transpose(y, tuple(map(names.index, terms.out)))
+
+
+def _spread(scale: jax.Array, labels: Labels, out: Labels) -> jax.Array:
+    """A scale in the layout of the result."""
+    kept = [i for i, label in enumerate(labels) if label in out]
+    scale = jax.lax.squeeze(scale, [i for i in range(len(labels)) if i not in kept])
+    own = [labels[i] for i in kept]
+    scale = jax.lax.transpose(scale, [own.index(label) for label in out if label in own])
+    return jax.lax.expand_dims(scale, [i for i, label in enumerate(out) if label not in own])
+
+
+def _alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The operands, varying over the same mesh axes inside `shard_map`: so do then their gradients."""
+    over = varying_axes(lhs) | varying_axes(rhs)
+
+    def vary(x: jax.Array) -> jax.Array:
+        more = tuple(over - varying_axes(x))
+        return jax.lax.pcast(x, more, to="varying") if more else x
+
+    return vary(lhs), vary(rhs)

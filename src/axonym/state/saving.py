@@ -1,0 +1,113 @@
+"""From a tree to a state dict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from .. import tree as named_trees
+from ..array import NamedArray, wrap
+from ..axis import Axis
+from ..jax_utils import is_jax_array_like
+from ..ops.indexing import index
+from ..sharding.shard import to_host
+from .naming import StateDict, children, is_number, layers_at, with_prefix, without
+
+
+def to_state_dict(tree: Any, prefix: str | None = None) -> StateDict:
+    """The arrays and numbers of a tree by key, as raw arrays.
+
+    The key of an array says where it stands in the tree: field names, positions in sequences and keys of dictionaries,
+    with dots between them. Modules with a method `to_state_dict` of their own write themselves. What is neither an
+    array nor a number, such as a function, has no entry.
+
+    Arguments:
+        tree: any tree, such as a model or the state of an optimiser. Its arrays can be abstract.
+        prefix: what to put in front of all keys.
+
+    >>> from axonym.state import to_state_dict
+    >>> to_state_dict({"layers": [axn.ones({"embed": 2})], "eps": 1e-5}, "model")
+    {'model.eps': 1e-05, 'model.layers.0': Array([1., 1.], dtype=float32)}
+    """
+    if is_jax_array_like(tree) or is_number(tree):
+        if prefix is None:
+            raise ValueError("to_state_dict: an array on its own has no key in a state dict. Pass one as `prefix`.")
+        return {prefix: tree.array if isinstance(tree, NamedArray) else tree}
+    if isinstance(tree, NamedArray):
+        return {}  # a placeholder
+    if isinstance(tree, eqx.Module) and hasattr(tree, "to_state_dict"):
+        return tree.to_state_dict(prefix)  # pyright: ignore[reportAttributeAccessIssue]
+    return children_to_state_dict(tree, prefix)
+
+
+def children_to_state_dict(tree: Any, prefix: str | None) -> StateDict:
+    """What a node of a tree has below it, by key."""
+    if jax.tree_util.all_leaves([tree]):
+        return {}
+    state_dict: StateDict = {}
+    for step, child in children(tree)[0]:
+        found = to_state_dict(child, with_prefix(prefix, step))
+        if twice := state_dict.keys() & found.keys():
+            raise ValueError(
+                f"to_state_dict: {type(tree).__name__} has two arrays with the key "
+                f"{', '.join(map(repr, sorted(twice)))}. Look at its `_state_dict_key_map`."
+            )
+        state_dict |= found
+    return state_dict
+
+
+def stacked_to_state_dict(stacked: Any, layers: Axis, prefix: str | None = None) -> StateDict:
+    """The arrays of a module that is many layers as one, each layer on its own under its number: for `Stacked`.
+
+    Arguments:
+        stacked: the layers as one. Their named arrays have the axis, or are shared by all; their raw arrays have it
+            first.
+        layers: the axis of the layers.
+        prefix: where the layers stand in the state dict.
+
+    >>> from axonym.state import stacked_to_state_dict
+    >>> stacked = {"scale": axn.ones({"layers": 2, "embed": 3})}
+    >>> [(key, x.shape) for key, x in stacked_to_state_dict(stacked, axn.Axis("layers", 2), "norm").items()]
+    [('norm.0.scale', (3,)), ('norm.1.scale', (3,))]
+    """
+
+    def layer(i: int) -> Any:
+        return named_trees.map(lambda x: _part(x, layers.name, i), stacked)
+
+    return children_to_state_dict([layer(i) for i in range(layers.size)], prefix)
+
+
+def _part(x: Any, name: str, i: int) -> Any:
+    """What a layer has of a leaf."""
+    position = layers_at(x, name)
+    if position is None:
+        return x
+    named = x if isinstance(x, NamedArray) else wrap(x, (name, *(f"dimension {d}" for d in range(1, x.ndim))))
+    array, names = named.array, without(named.names, name)
+    if isinstance(array, jax.ShapeDtypeStruct):
+        shape = array.shape[:position] + array.shape[position + 1 :]
+        part = wrap(jax.ShapeDtypeStruct(shape, array.dtype), names)
+    elif isinstance(array, np.ndarray):  # which stays in host memory
+        part = wrap(np.asarray(array[(slice(None),) * position + (i,)]), names)
+    else:
+        part = index(named, {name: i})
+    return part if isinstance(x, NamedArray) else part.array
+
+
+def to_numpy_state_dict(model: Any, prefix: str | None = None) -> StateDict:
+    """The arrays of a tree by key, as NumPy arrays in the memory of the host.
+
+    Arrays that live on several hosts are gathered, so every host must call this.
+
+    Arguments:
+        model: any tree.
+        prefix: what to put in front of all keys.
+
+    >>> from axonym.state import to_numpy_state_dict
+    >>> to_numpy_state_dict({"weight": axn.ones({"embed": 2})})
+    {'weight': array([1., 1.], dtype=float32)}
+    """
+    return to_state_dict(to_host(model), prefix)

@@ -1,0 +1,262 @@
+"""Drawing tokens: temperature, top-k, top-p and min-p, over a vocabulary that may be split.
+
+A token is the largest of its logit and noise, by the Gumbel-max trick: noise of the right kind, added to the logits,
+makes the position of the largest one a draw from the softmax. Noise is a function of the key, the number of the example
+and the number of the token. So each device makes the noise of its own part, it is the same however axes are split, and
+a filter that leaves a token in does not change whether it is drawn among those left.
+
+Filters need to know how likely a token is compared to the likeliest one, which takes one number for each example, the
+largest logit. For top-p the sum over more likely tokens is needed, too. Instead of sorting, the least likely token that
+is kept is searched for by bisection, in which devices tell each other how much is above a threshold. These sums are
+made of integers. Those of floating point numbers would depend on which device adds up what; as it is, the only rounding
+is that of single elements.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _kernels
+from .._mesh import Names
+from ..array import NamedArray, NamedOrNumeric, resolve, wrap
+from ..axis import AxisSelector
+from ..custom_partitioning.decorator import Partitioned, partitioned
+from ..manual.collectives import axis_offset, axis_size, pmax, psum
+from ..ops._operands import one_axis, operand, require_named, require_subset
+from ..random._draw import Key, one_key
+from ._candidates import best, first_largest
+from .selecting import number_of_candidates
+
+_WHAT = "vocabulary.sample"
+
+
+def sample(
+    key: Key,
+    logits: NamedArray,
+    Vocab: AxisSelector,
+    *,
+    temperature: NamedOrNumeric = 1.0,
+    top_k: int | NamedOrNumeric | None = None,
+    top_p: NamedOrNumeric | None = None,
+    min_p: NamedOrNumeric | None = None,
+    max_k: int | None = None,
+) -> NamedArray:
+    """A position along an axis for each example, each as likely as its logit says; the axis may be split.
+
+    What is drawn depends on key, logits and parameters, and not on how axes are split or in which order they are. Each
+    parameter is one number for all examples, or a named array with one for each. They act in this order:
+
+    1. `temperature` divides the logits. Where it is 0, the largest one is taken.
+    2. `top_k` keeps the `k` largest; of equal ones the first.
+    3. `top_p` keeps the largest of these, as few as make up that share of the probability of all these. What is as
+       likely as the least likely of them is kept as well.
+    4. `min_p` keeps what is at least that many times as likely as the likeliest.
+
+    The likeliest is always kept. An example without a finite logit gives the first of the largest; one with a NaN gives
+    the place of the first NaN.
+
+    With `top_k`, each device finds candidates in its part of the axis, and only these move. Without it, a few numbers
+    for each example do, and for `top_p` three in each of thirty steps.
+
+    Inside a `shard_map` a device draws for the examples that it has, as if there were no others. Give each a key of its
+    own there, by `jax.random.fold_in(key, axonym.axis_index("batch"))`.
+
+    Arguments:
+        key: a random key.
+        logits: the logarithms of the probabilities, up to a constant.
+        Vocab: the axis of `logits` along which the positions lie.
+        temperature: how even the choice is.
+        top_k: among how many to choose.
+        top_p: among which share of the probability to choose, up to 1.
+        min_p: how likely a choice must be, compared to the likeliest.
+        max_k: how large `top_k` is at most, where it is an array.
+
+    >>> logits = axn.named([[0.0, 3.0, 2.0], [5.0, 0.0, 4.9]], ("batch", "vocab"))
+    >>> axn.vocabulary.sample(jax.random.key(0), logits, "vocab", temperature=axn.named([0.0, 1.0], "batch"), top_k=1)
+    NamedArray(int32[batch=2], [1 0])
+    """
+    require_named(_WHAT, logits)
+    axis = one_axis(_WHAT, "Vocab", resolve(logits.names, jnp.shape(logits.array), Vocab, _WHAT))
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(f"{_WHAT}: logits are floating point numbers, got {logits}.")
+    if axis.size == 0:
+        raise ValueError(f"{_WHAT}: axis {axis.name!r} has no elements to choose from.")
+    count = None
+    if top_k is not None:
+        count = number_of_candidates(_WHAT, "top_k", top_k, max_k, axis)
+        if count == 0:
+            raise ValueError(f"{_WHAT}: there must be at least one element to choose from, so `top_k` cannot be 0.")
+    elif max_k is not None:
+        raise TypeError(f"{_WHAT}: `max_k` is the most that `top_k` can be, so it needs `top_k`.")
+    _check("temperature", temperature, 0, math.inf)
+    parameters: dict[str, Any] = {"temperature": temperature}
+    if max_k is not None:
+        parameters["top_k"] = top_k
+    for argument, x in (("top_p", top_p), ("min_p", min_p)):
+        if x is not None:
+            _check(argument, x, 0, 1)
+            parameters[argument] = x
+    operands = {argument: operand(x) for argument, x in parameters.items()}
+    batch = tuple(n for n in logits.names if n != axis.name)
+    for argument, (_, names) in operands.items():
+        require_subset(_WHAT, argument, names, batch, " There is one for all examples, or one for each.")
+    layouts = tuple((argument, names) for argument, (_, names) in operands.items())
+    kernel = _sample_kernel(logits.names, axis.name, layouts, count)
+    one = one_key(_WHAT, key)
+    if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+        one = jax.random.wrap_key_data(one)
+    return wrap(kernel.call(logits.array, one, *(x for x, _ in operands.values())), kernel.names)
+
+
+def _check(argument: str, x: Any, least: float, most: float) -> None:
+    """A parameter that is a number lies where it can; the values of an array are not looked at."""
+    if isinstance(x, (int, float)) and not least <= x <= most:
+        upper = "" if most == math.inf else f" and at most {most}"
+        raise ValueError(f"{_WHAT}: `{argument}` must be at least {least}{upper}, got {x}.")
+
+
+@_kernels.cached
+def _sample_kernel(
+    names: Names, axis: str, layouts: tuple[tuple[str, Names], ...], count: int | None
+) -> _kernels.Kernel:
+    batch = tuple(n for n in names if n != axis)
+    in_order = tuple(sorted(batch))  # so that the order of axes does not matter to what is drawn
+
+    def positional(logits, key, *parameters):
+        logits = jax.lax.stop_gradient(logits)
+        sizes = dict(zip(names, logits.shape, strict=True))
+        shape = [sizes[n] for n in in_order]
+        examples = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
+        given = {
+            argument: wrap(jnp.asarray(x, None if argument == "top_k" else jnp.float32), own)
+            for (argument, own), x in zip(layouts, parameters, strict=True)
+        }
+        # A key of this kind is two words, and what is drawn with many at once is what is drawn with each alone.
+        threefry = jax.random.key_impl(key) == "threefry2x32"
+        words = jax.random.key_data(key) if threefry else jax.random.bits(key, (2,), jnp.uint32)
+        return _operation(axis)(wrap(logits, names), words, wrap(examples, in_order), given, count=count).array
+
+    in_names = (names, (), *(own for _, own in layouts))
+    return _kernels.make_kernel(_WHAT, positional, in_names, batch, mesh_aware=True)
+
+
+@functools.lru_cache(maxsize=256)
+def _operation(axis: str) -> Partitioned:
+    """The operation for an axis of this name."""
+
+    def sample(
+        logits: NamedArray,
+        words: jax.Array,
+        examples: NamedArray,
+        parameters: dict[str, NamedArray],
+        *,
+        count: int | None,
+    ) -> NamedArray:
+        logits = logits.rearrange((..., axis))
+        if count is None:
+            positions = jnp.arange(logits.axis_size(axis)) + axis_offset(axis, logits)
+            places = wrap(positions, (axis,))
+        else:  # from here on, every device does the same
+            logits, places = best(logits, axis, count)
+
+        def aligned(x: NamedArray) -> jax.Array:
+            return _kernels.align(x.array, x.names, logits.names)
+
+        split = axis if count is None else None
+        x = logits.array.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        given = {argument: aligned(p) for argument, p in parameters.items()}
+        weights = _weights(x, given["temperature"], split)
+        if "top_k" in given:
+            rank = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+            weights = jnp.where(rank < jnp.maximum(given["top_k"], 1), weights, -1)
+        least = jnp.float32(0)
+        if "top_p" in given:
+            least = _least_kept(weights, given["top_p"], split)
+        if "min_p" in given:
+            least = jnp.maximum(least, jnp.minimum(given["min_p"], 1))
+        noise = _noise(words, aligned(examples), aligned(places))
+        scores = jnp.where(weights >= least, x + given["temperature"] * noise, -jnp.inf)
+        if count is None:
+            return first_largest(wrap(scores, logits.names), axis)
+        drawn = jnp.argmax(scores, -1, keepdims=True)
+        return wrap(jnp.take_along_axis(aligned(places), drawn, axis=-1)[..., 0], logits.names[:-1])
+
+    return partitioned(reduced=axis)(sample)
+
+
+def _weights(x: jax.Array, temperature: jax.Array, split: str | None) -> jax.Array:
+    """How likely things are compared to the likeliest, which has 1."""
+    highest = jnp.max(x, -1, keepdims=True)
+    gap = (highest if split is None else pmax(highest, split)) - x
+    # The likeliest are left out of the division, so that they have 1 also where the temperature is 0.
+    return jnp.where(gap > 0, jnp.exp(-gap / temperature), 1).astype(jnp.float32)
+
+
+def _noise(words: jax.Array, examples: jax.Array, places: jax.Array) -> jax.Array:
+    """The noise of each place of each example, by the Gumbel distribution.
+
+    What counts is its upper end, and it has to be fine there: of a large vocabulary, many tokens have much noise, and
+    if two had the same, it would always be the first that is drawn. So it is made of 64 random bits.
+    """
+    key = jax.random.wrap_key_data(words, impl="threefry2x32")
+
+    def bits(example: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
+        high, low = jax.random.key_data(jax.random.fold_in(jax.random.fold_in(key, example), place))
+        return high, low
+
+    high, low = (b.astype(jnp.float32) for b in jnp.vectorize(bits)(examples, places))
+    uniform = high * 2.0**-32 + (low + 1) * 2.0**-64
+    largest = 1 - jnp.finfo(jnp.float32).epsneg
+    return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, largest)))
+
+
+# --- top-p ---
+
+_ONE = int(np.float32(1).view(np.int32))
+STEPS = _ONE.bit_length()
+"""In how many steps the least likely token is found: a step for each bit of a weight."""
+_DIGITS = 3
+
+
+def _least_kept(weights: jax.Array, share: jax.Array, split: str | None) -> jax.Array:
+    """The largest weight such that those that are not smaller make up a share of all."""
+    # Numbers that are not negative are in the order of their bits, so it is found by halving an interval of integers.
+    bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
+    count = weights.shape[-1] * (1 if split is None else axis_size(split))
+    width = min(12, 31 - count.bit_length())  # of a digit, so that the sum of all fits into 31 bits
+    digits = _digits(jnp.maximum(weights, 0), width)
+
+    def sum_from(least: Any) -> jax.Array:
+        sums = jnp.stack([jnp.sum(jnp.where(bits >= least, d, 0), -1, keepdims=True) for d in digits])
+        first, second, third = (sums if split is None else psum(sums, split)).astype(jnp.float32)
+        return (first * 2**width + second) * 2**width + third
+
+    wanted = share * sum_from(0)
+
+    def narrow(_: Any, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = bounds
+        middle = low + (high - low) // 2
+        enough = sum_from(middle) >= wanted
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    low = (wanted * 0).astype(jnp.int32)  # a carry has to vary over devices from the start if it does in the end
+    low, _ = jax.lax.fori_loop(0, STEPS, narrow, (low, low + (_ONE + 1)))
+    # What is too small to count is kept, too, if everything is.
+    return jnp.where(share >= 1, 0, jax.lax.bitcast_convert_type(low, jnp.float32))
+
+
+def _digits(x: jax.Array, width: int) -> list[jax.Array]:
+    """Numbers from 0 to 1 as integers: the digits after the point, each of so many bits. What is left is dropped."""
+    digits = []
+    for _ in range(_DIGITS):
+        x = x * 2**width
+        digit = jnp.floor(x)
+        digits.append(digit.astype(jnp.int32))
+        x = x - digit
+    return digits

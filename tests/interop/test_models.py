@@ -1,0 +1,161 @@
+"""The models of `examples/models` are those of `transformers`, and learn the same however they are distributed.
+
+What PyTorch computes is kept in `golden`: see `make_golden.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axonym as axn
+from axonym.state import from_torch_compatible_state_dict, to_torch_compatible_state_dict
+from examples.models import gpt2, llama
+from examples.models.mappings import AT_REST, AT_WORK, distributed_step
+from tests.helpers import spec
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+FOLDER = Path(__file__).parent / "golden"
+MODELS: dict[str, tuple[Any, Any]] = {
+    "gpt2": (gpt2.Gpt2, gpt2.Config),
+    "llama": (llama.Llama, llama.Config),
+    "llama3": (llama.Llama, llama.Config),
+}
+
+# --- the same as in PyTorch ---
+
+
+@dataclasses.dataclass
+class Golden:
+    """A model with the weights of a file, and what PyTorch computes with them."""
+
+    model: Any
+    tokens: axn.NamedArray
+    weights: dict[str, np.ndarray]
+    gradients: dict[str, np.ndarray]
+    logits: np.ndarray
+    loss: np.ndarray
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def golden(request: pytest.FixtureRequest) -> Golden:
+    model, config = MODELS[request.param]
+    with np.load(FOLDER / f"{request.param}.npz") as kept:
+        found = dict(kept)
+    weights, gradients = (
+        {name.removeprefix(f"{kind}/"): x for name, x in found.items() if name.startswith(kind)}
+        for kind in ("weights", "gradients")
+    )
+    config = config.from_huggingface(json.loads(str(found["config"])))
+    empty = jax.eval_shape(lambda key: model.init(config, key=key), jax.random.key(0))
+    loaded = from_torch_compatible_state_dict(empty, weights)
+    tokens = axn.named(found["tokens"], ("batch", "pos"))
+    return Golden(loaded, tokens, weights, gradients, found["logits"], found["loss"])
+
+
+def test_logits_loss_and_gradients(golden: Golden) -> None:
+    def loss_and_logits(model: Any) -> tuple[jax.Array, axn.NamedArray]:
+        return model.loss(golden.tokens), model(golden.tokens)
+
+    (loss, logits), gradients = jax.jit(jax.value_and_grad(loss_and_logits, has_aux=True))(golden.model)
+    assert logits.names == ("batch", "pos", "vocab")
+    np.testing.assert_allclose(logits.array, golden.logits, atol=1e-4)
+    np.testing.assert_allclose(loss, golden.loss, rtol=1e-5)
+    found = to_torch_compatible_state_dict(gradients)
+    assert found.keys() == golden.gradients.keys()
+    for name, expected in golden.gradients.items():
+        np.testing.assert_allclose(found[name], expected, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_state_dict_comes_back(golden: Golden) -> None:
+    found = to_torch_compatible_state_dict(golden.model)
+    assert found.keys() == golden.weights.keys()
+    for name, expected in golden.weights.items():
+        np.testing.assert_array_equal(found[name], expected, err_msg=name)
+
+
+# --- the same on eight devices ---
+
+STEPS = 3
+Batch, Pos, Vocab, Embed, Layers, HeadSize, Mlp = axn.make_axes(
+    batch=8, pos=16, vocab=32, embed=32, layers=2, head_size=4, mlp=32
+)
+CONFIGS: dict[Any, Any] = {
+    gpt2.Gpt2: gpt2.Config(
+        Vocab=Vocab,
+        Context=axn.Axis("context", 24),
+        Embed=Embed,
+        Layers=Layers,
+        Heads=axn.Axis("heads", 8),
+        HeadSize=HeadSize,
+        Mlp=Mlp,
+    ),
+    llama.Llama: llama.Config(
+        Vocab=Vocab,
+        Embed=Embed,
+        Layers=Layers,
+        KVHeads=axn.Axis("kv_heads", 8),
+        Group=axn.Axis("group", 2),
+        HeadSize=HeadSize,
+        Mlp=Mlp,
+    ),
+}
+RATE = 0.5
+
+
+def step(model: Any, tokens: axn.NamedArray) -> tuple[jax.Array, Any]:
+    loss, gradients = jax.value_and_grad(type(model).loss)(model, tokens)
+    return loss, jax.tree.map(lambda p, g: p - RATE * g, model, gradients)
+
+
+def initial(kind: Any) -> Any:
+    """A model of random weights; drawing them with JAX would take as long as training."""
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda key: kind.init(CONFIGS[kind], key=key), jax.random.key(0))
+    return jax.tree.map(lambda x: jnp.asarray(0.2 * rng.normal(size=x.shape), x.dtype), shapes)
+
+
+def trained(compiled: Any, model: Any) -> tuple[list[float], Any]:
+    """The losses of a few steps on the same texts, and the model after them."""
+    losses, tokens = [], np.random.default_rng(0).integers(0, Vocab.size, (Batch.size, Pos.size))
+    for _ in range(STEPS):
+        loss, model = jax.block_until_ready(compiled(model, axn.named(tokens, (Batch, Pos))))
+        losses.append(float(loss))
+    return losses, model
+
+
+@pytest.fixture(scope="module", params=CONFIGS, ids=lambda kind: kind.__name__)
+def on_one_device(request: pytest.FixtureRequest) -> tuple[Any, list[float]]:
+    losses, _ = trained(jax.jit(step), initial(request.param))
+    assert losses[-1] < losses[0]
+    return request.param, losses
+
+
+@pytest.mark.parametrize("strategy", AT_WORK)
+def test_learns_the_same_on_auto_axes(strategy: str, on_one_device: Any, auto_mesh: Any) -> None:
+    kind, losses = on_one_device
+    check(strategy, kind, losses, auto_mesh)
+
+
+def test_learns_the_same_on_explicit_axes(on_one_device: Any, explicit_mesh: Any) -> None:
+    kind, losses = on_one_device
+    check({gpt2.Gpt2: "sequence", llama.Llama: "mixed"}[kind], kind, losses, explicit_mesh)
+
+
+def check(strategy: str, kind: Any, expected: list[float], mesh: Any) -> None:
+    at_rest, compiled = AT_REST[strategy], distributed_step(step, strategy)
+    with jax.set_mesh(mesh):
+        with axn.axis_mapping(at_rest):
+            model = axn.auto_sharded(initial(kind))
+        losses, model = trained(compiled, model)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    for x in axn.tree.leaves(model):
+        assert spec(x) == tuple(at_rest.get(name) for name in x.names), x

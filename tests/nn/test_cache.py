@@ -1,0 +1,173 @@
+"""Decoding with a cache gives what attention over the whole text gives."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import axonym as axn
+from axonym.nn.attention import (
+    Causal,
+    KVCache,
+    apply_rotary,
+    dot_product_attention,
+    sliding_window_mask,
+)
+from tests.helpers import assert_named, spec
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+CLOSE: Any = {"rtol": 1e-5, "atol": 1e-5}
+Batch, Pos, KPos, Heads, Group, Size = axn.make_axes(batch=4, pos=8, key_pos=8, heads=2, group=2, head_size=4)
+
+
+def draw(*axes: axn.Axis) -> axn.NamedArray:
+    return axn.named(np.random.default_rng(len(axes)).normal(size=[a.size for a in axes]).astype(np.float32), axes)
+
+
+Q, K, V = draw(Batch, Pos, Heads, Group, Size), draw(Batch, Pos, Heads, Size), draw(Batch, Pos, Heads, Size) * 2
+
+
+def whole(mask: Any) -> axn.NamedArray:
+    """Attention over all positions at once, with queries and keys turned by their positions."""
+
+    def attend(q: axn.NamedArray, k: axn.NamedArray, v: axn.NamedArray) -> axn.NamedArray:
+        q, k = (apply_rotary(x, Size, Pos) for x in (q, k))
+        return dot_product_attention(KPos, Size, q, as_keys(k), as_keys(v), mask)
+
+    return jax.jit(attend)(Q, K, V)
+
+
+def as_keys(x: axn.NamedArray) -> axn.NamedArray:
+    return x.rename({"pos": "key_pos"}) if x.has_axis("pos") else x
+
+
+@jax.jit
+def attend(cache: KVCache, q: axn.NamedArray, k: axn.NamedArray, v: axn.NamedArray, count: Any = None) -> Any:
+    """What a layer does: for several positions, along `pos`, or for one."""
+    positions = cache.positions(q.resolve_axis("pos")) if q.has_axis("pos") else cache.lengths
+    q, k = (apply_rotary(x, Size, positions) for x in (q, k))
+    cache = cache.update(as_keys(k), as_keys(v), count)
+    mask = cache.mask(positions)
+    return cache, dot_product_attention("key_pos", "head_size", q, cache.keys, cache.values, mask)
+
+
+@pytest.fixture(scope="module")
+def expected() -> axn.NamedArray:
+    return whole(Causal("pos"))
+
+
+def decode(cache: KVCache, *operands: axn.NamedArray) -> Any:
+    """One position after another, in a loop that carries the cache."""
+    cache, results = axn.scan(lambda cache, *xs: attend(cache, *xs), Pos)(cache, *operands)
+    return cache, results.rearrange(("batch", "pos", ...))
+
+
+def test_decoding(expected: axn.NamedArray) -> None:
+    cache, found = jax.jit(decode)(KVCache.init(Batch, Heads, KPos, Size, per_example=False), Q, K, V)
+    assert_named(found, expected, **CLOSE)
+    assert_named(cache.lengths, axn.full((), 8))
+    assert cache.keys.axes == (Batch, Heads, KPos, Size)
+
+
+def in_parts(cache: KVCache, *parts: slice) -> axn.NamedArray:
+    """Several positions after another."""
+    results = []
+    for part in parts:
+        cache, result = attend(cache, *(axn.named(x.array[:, part], x.names) for x in (Q, K, V)))
+        results.append(result)
+    return axn.named(np.concatenate([r.array for r in results], axis=1), Q.names)
+
+
+def test_a_prompt_then_more(expected: axn.NamedArray) -> None:
+    cache = KVCache.init(Batch, Heads, KPos, Size, per_example=False)
+    assert_named(in_parts(cache, slice(0, 5), slice(5, 8)), expected, **CLOSE)
+
+
+def test_prompts_of_different_lengths(expected: axn.NamedArray) -> None:
+    """Padded to one length; the padding is overwritten, and no query that counts sees it."""
+    lengths = axn.named(np.array([5, 1, 3, 2]), Batch)
+    cache = KVCache.init(Batch, Heads, KPos, Size)
+    counts = np.arange(5) < lengths.array[:, None]
+    padded = [
+        axn.named(np.where(counts[(...,) + (None,) * (x.ndim - 2)], x.array[:, :5], np.float32(1e3)), x.names)
+        for x in (Q, K, V)
+    ]
+    cache, found = attend(cache, *padded, count=lengths)
+    assert_named(cache.lengths, lengths.astype(jnp.int32))
+    np.testing.assert_allclose(np.asarray(found.array)[counts], expected.array[:, :5][counts], **CLOSE)
+    for _ in range(3):
+        *new, now = (x["pos", cache.lengths] for x in (Q, K, V, expected))
+        cache, result = attend(cache, *new)
+        assert_named(result, now, **CLOSE)
+    late, _ = attend(cache, *padded, count=axn.named(np.array([0, 4, 2, 3]), Batch))
+    # What does not fit is dropped, and nothing else moves.
+    np.testing.assert_array_equal(late.keys.array[0], cache.keys.array[0])
+
+
+def test_window() -> None:
+    """A cache of five positions for a window of three: up to three at once can be written."""
+    wanted = whole(sliding_window_mask(Pos, KPos, 3))
+    init = functools.partial(KVCache.init, Batch, Heads, KPos.resize(5), Size, window=3)
+    _, found = jax.jit(decode)(init(per_example=False), Q, K, V)
+    assert_named(found, wanted, **CLOSE)
+    empty = init()
+    parts = in_parts(empty, slice(0, 3), slice(3, 6))
+    np.testing.assert_allclose(parts.array, wanted.array[:, :6], **CLOSE)
+    with pytest.raises(
+        ValueError, match=r"4 positions at once would overwrite .* room for 5 and a window of 3, at most 3"
+    ):
+        in_parts(empty, slice(0, 4))
+
+
+def test_on_meshes(mesh: Mesh, expected: axn.NamedArray) -> None:
+    """The cache lies where the mapping puts it, also as what a loop carries."""
+    with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data", "heads": "model"}):
+        empty = KVCache.init(Batch, Heads, KPos, Size)
+        assert spec(empty.keys) == ("data", "model", None, None)
+        assert spec(empty.lengths) == ("data",)
+        cache, found = jax.block_until_ready(jax.jit(decode)(empty, *axn.shard((Q, K, V))))
+        assert spec(cache.keys) == spec(cache.values) == ("data", "model", None, None)
+        assert spec(found) == ("data", None, "model", None, None)
+    assert_named(axn.to_host(found), expected, **CLOSE)
+
+
+def test_in_half_precision() -> None:
+    cache = KVCache.init(Batch, (), KPos, Size, jnp.bfloat16, ValueSize=axn.Axis("value_size", 3))
+    values = axn.ones((Batch, axn.Axis("value_size", 3)))
+    cache = jax.jit(KVCache.update)(cache, K["heads", 0, "pos", 0], values)
+    assert cache.keys.dtype == cache.values.dtype == jnp.bfloat16
+    assert_named(cache.keys["key_pos", 0], K["heads", 0, "pos", 0].astype(jnp.bfloat16))
+    assert cache.values.axes == (Batch, KPos, axn.Axis("value_size", 3))
+
+
+@pytest.mark.parametrize("per_example", [True, False])
+def test_a_full_cache(per_example: bool) -> None:
+    empty = KVCache.init(Batch, Heads, KPos, Size, per_example=per_example)
+    full = KVCache(empty.keys, empty.values, empty.lengths + 8, "key_pos")
+    with pytest.raises(ValueError, match="room for 8 positions, and with 1 more there would be examples"):
+        full.update(K["pos", 0], V["pos", 0])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda cache: cache.update(K, as_keys(V)), r"the keys \(batch=4, pos=8.*\) have \(pos\) besides.* 'key_pos'"),
+        (lambda cache: cache.update(as_keys(K), as_keys(V)["heads", 0]), r"the values .* lack \(heads\)"),
+        (lambda cache: cache.update(as_keys(K), as_keys(V)["key_pos", 0]), "differ in their number of positions"),
+        (
+            lambda cache: cache.update(*[axn.ones((Batch, Heads, KPos.resize(9), Size))] * 2),
+            r"9 positions do not fit .* room for 8",
+        ),
+        (lambda cache: KVCache.init(Batch, Heads, KPos, Size, window=9), "a window of 9 positions needs room"),
+    ],
+)
+def test_errors(call: Any, message: str) -> None:
+    with pytest.raises((ValueError, IndexError), match=message):
+        call(KVCache.init(Batch, Heads, KPos, Size))

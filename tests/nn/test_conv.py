@@ -1,0 +1,230 @@
+"""`Conv` and `ConvTranspose` against NumPy loops and `jax.lax`, in any layout and on meshes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import axonym as axn
+from axonym.nn import Conv, ConvTranspose
+from tests.helpers import assert_named, spec
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+H, W, In, Out = axn.make_axes(height=6, width=5, channels=4, features=6)
+KEY = jax.random.key(0)
+UNEVEN: dict[str, Any] = {"stride": (2, 1), "padding": ((1, 2), (0, 1)), "dilation": (1, 2), "groups": 2}
+
+
+def sample(*axes: axn.Axis) -> axn.NamedArray:
+    return axn.random.normal(jax.random.key(1), axes)
+
+
+def correlated(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, stride: Any, dilation: Any, groups: int) -> Any:
+    """The correlation of x(channels, height, width), padding included, one output element at a time."""
+    size = [
+        (n - (k - 1) * d - 1) // s + 1
+        for n, k, d, s in zip(x.shape[1:], weight.shape[2:], dilation, stride, strict=True)
+    ]
+    result = np.zeros((len(weight), *size), np.float32)
+    for o, i, j in np.ndindex(*result.shape):
+        first = o // (len(weight) // groups) * weight.shape[1]
+        for c, a, b in np.ndindex(*weight.shape[1:]):
+            seen = x[first + c, i * stride[0] + a * dilation[0], j * stride[1] + b * dilation[1]]
+            result[o, i, j] += weight[o, c, a, b] * seen
+        result[o, i, j] += bias[o]
+    return result
+
+
+def test_conv_is_a_correlation() -> None:
+    layer = Conv.init((H, "width"), In, Out, (3, 2), key=KEY, **UNEVEN)
+    assert layer.weight.axes == axn.make_axes(features=6, channels=2, height=3, width=2)
+    assert layer.bias is not None and layer.bias.axes == (Out,)
+    x = sample(In, H, W)
+    padded = np.pad(np.asarray(x.array), ((0, 0), (1, 2), (0, 1)))
+    weight, bias = np.asarray(layer.weight.array), np.asarray(layer.bias.array)
+    expected = correlated(padded, weight, bias, (2, 1), (1, 2), 2)
+    assert_named(layer(x), axn.named(jnp.asarray(expected), ("features", "height", "width")), rtol=1e-4, atol=1e-5)
+
+
+def test_conv_transpose_adds_kernels_up() -> None:
+    """Each element of the input adds the kernel, from back to front, to the output; then the ends are cut off."""
+    layer = ConvTranspose.init((H, W), In, Out, (3, 2), output_padding=(1, 0), key=KEY, **UNEVEN)
+    x, weight = sample(In, H, W), np.asarray(layer.weight.array)
+    full = np.zeros((6, 5 * 2 + 3 + 1, 4 + 1 * 2 + 1), np.float32)  # one row more: the padding of the output
+    for o, c, a, b in np.ndindex(*weight.shape):
+        image = np.asarray(x.array)[o // 3 * 2 + c]
+        for i, j in np.ndindex(*image.shape):
+            full[o, i * 2 + (2 - a), j + (1 - b) * 2] += weight[o, c, a, b] * image[i, j]
+    assert layer.bias is not None
+    expected = full[:, 1 : full.shape[1] - 2, 0 : full.shape[2] - 1] + np.asarray(layer.bias.array)[:, None, None]
+    assert_named(layer(x), axn.named(jnp.asarray(expected), ("features", "height", "width")), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [Conv, ConvTranspose])
+@pytest.mark.parametrize("names", ["height channels batch width", "width step height channels batch"])
+def test_any_layout(kind: Any, names: str) -> None:
+    """The same values and gradients wherever the axes are, and the output in the layout of the input."""
+    layer = kind.init(("height", "width"), In, Out, 3, key=KEY, **UNEVEN)
+    order, batch = names.split(), [n for n in ("batch", "step") if n in names]
+    x = sample(*(axn.Axis(n, 2) for n in batch), In, H, W)
+
+    def both(layer: Any, x: axn.NamedArray) -> Any:
+        """What the layer makes of the axes in this order, and of each element of the batch on its own."""
+        return layer(x.rearrange(order)), axn.vmap(layer, batch)(x)
+
+    found, expected = jax.jit(both)(layer, x)
+    assert_named(found, expected.rearrange(["features" if n == "channels" else n for n in order]), rtol=1e-4, atol=1e-5)
+
+    def loss(i: int) -> Any:
+        return jax.grad(lambda layer, x: axn.sum(both(layer, x)[i] ** 2).scalar(), (0, 1))
+
+    found, expected = jax.jit(lambda layer, x: (loss(0)(layer, x), loss(1)(layer, x)))(layer, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected)
+
+
+@pytest.mark.parametrize("padding", ["SAME", "valid"])
+@pytest.mark.parametrize("stride", [1, 3])
+def test_padding_by_name(padding: str, stride: int) -> None:
+    """As in `jax.lax`, whatever the kernel and the dilation."""
+    x = sample(H, In)
+    for kernel, dilation in ((2, 2), (3, 1)):
+        layer = Conv.init("height", In, Out, kernel, stride=stride, padding=padding, dilation=dilation, key=KEY)
+        transposed = ConvTranspose.init(
+            "height", In, Out, kernel, stride=stride, padding=padding, dilation=dilation, use_bias=False, key=KEY
+        )
+        numbers, raw = ("NHC", "OIH", "NHC"), jnp.expand_dims(x.array, 0)
+        expected = jax.lax.conv_general_dilated(
+            raw, layer.weight.array, (stride,), padding.upper(), None, (dilation,), numbers
+        )
+        assert layer.bias is not None
+        np.testing.assert_allclose((layer(x) - layer.bias).array, expected[0], rtol=1e-4, atol=1e-5)
+        expected = jax.lax.conv_transpose(
+            raw, transposed.weight.array, (stride,), padding.upper(), (dilation,), ("NHC", "OIH", "NHC")
+        )
+        np.testing.assert_allclose(transposed(x).array, expected[0], rtol=1e-4, atol=1e-5)
+
+
+def test_sizes_by_name() -> None:
+    layer = Conv.init(
+        ("height", "width"),
+        In,
+        Out,
+        {"width": 2, "height": 3},
+        stride={W: 2, H: 1},
+        padding={"height": 1, "width": (0, 2)},
+        key=KEY,
+    )
+    assert (layer.kernel_size, layer.stride, layer.padding) == ((3, 2), (1, 2), ((1, 1), (0, 2)))
+
+
+def test_one_axis_in_and_out() -> None:
+    """The weight stores the input's under another name, and a residual connection needs no renaming."""
+    layer = Conv.init("height", In, In, 3, padding="SAME", use_bias=False, key=KEY)
+    assert layer.weight.names == ("channels", "channels_in", "height")
+    x = sample(H, In)
+    expected = jax.lax.conv_general_dilated(
+        jnp.expand_dims(x.array, 0), layer.weight.array, (1,), "SAME", dimension_numbers=("NHC", "OIH", "NHC")
+    )
+    assert_named(x + layer(x), axn.named(x.array + expected[0], x.names), rtol=1e-4, atol=1e-5)
+
+
+def test_initial_values() -> None:
+    layer = Conv.init(("height", "width"), In.resize(64), Out.resize(64), (3, 2), groups=4, key=KEY)
+    limit = 1 / (16 * 6) ** 0.5
+    for values in (layer.weight.array, layer.bias.array):  # pyright: ignore[reportOptionalMemberAccess]
+        assert 0.9 * limit < np.abs(values).max() <= limit
+    shapes = eqx.filter_eval_shape(lambda k: ConvTranspose.init("height", In, Out, 3, key=k), KEY)
+    assert shapes.weight.shape == {"features": 6, "channels": 4, "height": 3}
+
+
+def test_dtypes_are_promoted() -> None:
+    layer = Conv.init("height", In, Out, 3, key=KEY)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), layer)
+    assert half(sample(H, In).astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    assert layer(sample(H, In).astype(jnp.bfloat16)).dtype == jnp.float32
+
+
+def test_program_has_no_transposes() -> None:
+    """One batch axis, wherever it is, goes into the convolution as it is."""
+    layer = Conv.init(("height", "width"), In, Out, 3, key=KEY)
+    x = sample(H, In, axn.Axis("batch", 2), W)
+    assert "transpose" not in str(jax.make_jaxpr(layer)(x))
+
+
+@pytest.mark.parametrize("kind", [Conv, ConvTranspose])
+def test_on_meshes(kind: Any, mesh: Mesh) -> None:
+    """The batch stays split, and so do output channels if the weight's are; gradients agree."""
+    Batch, Features = axn.Axis("batch", 8), axn.Axis("features", 4)
+    layer = kind.init("height", In, Features, 3, stride=2, key=KEY)
+    x = sample(H, Batch, In)
+    expected = layer(x)
+    mapping = {"batch": "data", "features": "model"}
+
+    def loss(layer: Any, x: axn.NamedArray) -> jax.Array:
+        return axn.sum(layer(x) ** 2).scalar()
+
+    gradients = jax.grad(loss)(layer, x)
+    with jax.set_mesh(mesh):
+        assert_named(layer(x), expected, rtol=1e-4, atol=1e-5)  # split over nothing
+    with jax.set_mesh(mesh), axn.axis_mapping(mapping):
+        placed, x = axn.shard((layer, x), mapping)
+        for call in (lambda layer, x: layer(x), axn.named_jit(lambda layer, x: layer(x))):
+            result = call(placed, x)
+            assert_named(result, expected, rtol=1e-4, atol=1e-5)
+            assert spec(result) == (None, "data", "model")
+        found = jax.jit(jax.grad(loss))(placed, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, gradients)
+
+
+def test_stacked_layers_are_mapped_over() -> None:
+    Layers = axn.Axis("layers", 3)
+    make = axn.vmap(lambda key: Conv.init("height", In, Out, 3, key=key), Layers)
+    layers, x = jax.jit(make)(jax.random.split(KEY, 3)), sample(H, In)
+    second = jax.tree.map(lambda a: a["layers", 1], layers, is_leaf=axn.is_named_array)
+    every = jax.jit(axn.vmap(lambda layer: layer(x), Layers))(layers)
+    assert_named(every["layers", 1], second(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"the axes of the weight are \(layers, .*stacked along an axis go through"):
+        layers(x)
+
+
+def test_refusals_of_init() -> None:
+    for error, text, arguments in (
+        (ValueError, "names no axis to convolve along", {"Spatial": ()}),
+        (ValueError, "'height' would name more than one axis", {"Spatial": ("height", "height")}),
+        (ValueError, "'channels' of `In` is also among the axes", {"Spatial": "channels"}),
+        (ValueError, r"4 groups do not divide the channels: 6 of 'features'", {"groups": 4}),
+        (ValueError, r"`kernel_size` has 2 entries for the axes \(height\)", {"kernel_size": (3, 3)}),
+        (ValueError, "`stride` is at least 1, got 0 for 'height'", {"stride": 0}),
+        (ValueError, r"`dilation` is given for \(width\), but the axes are \(height\)", {"dilation": {"width": 2}}),
+        (ValueError, "`padding` is 'SAME', 'VALID', or given in elements, got 'full'", {"padding": "full"}),
+        (TypeError, "the `padding` of an axis is an integer or a pair", {"padding": ((1, 2, 3),)}),
+        (TypeError, "`kernel_size` is an integer, or one for each axis, got 1.5", {"kernel_size": 1.5}),
+    ):
+        given: dict[str, Any] = {"Spatial": "height", "In": In, "Out": Out, "kernel_size": 3, "key": KEY} | arguments
+        with pytest.raises(error, match=text):
+            Conv.init(**given)
+    with pytest.raises(ValueError, match="`output_padding` is for a padding in elements, not for 'SAME'"):
+        ConvTranspose.init("height", In, Out, 3, padding="SAME", output_padding=1, key=KEY)
+
+
+def test_refusals_of_inputs() -> None:
+    layer = Conv.init(("height", "width"), In, Out, 3, key=KEY)
+    with pytest.raises(
+        ValueError, match=r"Conv: no axis 'width' in \(height=6, channels=4, widht=5\). Did you mean 'widht'"
+    ):
+        layer(sample(H, In, W.alias("widht")))
+    with pytest.raises(ValueError, match="Conv: axis 'channels' has conflicting sizes: 3 in the input, 4 in the layer"):
+        layer(sample(H, In.resize(3), W))
+    with pytest.raises(ValueError, match="'features' would name more than one axis"):
+        layer(sample(H, In, W, Out))
+    with pytest.raises(ValueError, match="larger than the input: it spans 3 elements of axis 'height', which has 2"):
+        layer(sample(H.resize(2), In, W))
+    with pytest.raises(TypeError, match="Conv: expected a NamedArray, got Array"):
+        layer(jnp.ones((4, 6, 5)))

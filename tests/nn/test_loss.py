@@ -1,0 +1,153 @@
+"""Losses against the positional formulas, and what is exchanged where the labels are split."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import axonym as axn
+from axonym.nn.loss import (
+    UNSPECIFIED,
+    binary_cross_entropy_loss,
+    cross_entropy_loss,
+    cross_entropy_loss_and_log_normalizers,
+    maybe_reduce_loss,
+    reduce_loss,
+)
+from tests.helpers import assert_named, spec
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+Batch, Label, Pos = axn.make_axes(batch=4, label=6, pos=2)
+RAW = np.random.default_rng(0).normal(size=(4, 6, 2)).astype(np.float32) * 3
+LOGITS = axn.named(RAW, (Batch, Label, Pos))
+LABELS = np.array([[0, 5], [2, 2], [1, 4], [3, 0]])
+TARGETS = axn.named(LABELS.T, (Pos, Batch))
+NORMALIZERS = np.log(np.exp(RAW.astype(np.float64)).sum(1))
+LOSSES = NORMALIZERS - np.take_along_axis(RAW, LABELS[:, None], 1)[:, 0]
+MASK = axn.named(np.array([True, False]), Pos)
+
+
+def _one_hot(labels: np.ndarray) -> axn.NamedArray:
+    return axn.named((labels[:, None] == np.arange(6)[None, :, None]).astype(np.float32), (Batch, Label, Pos))
+
+
+@pytest.mark.parametrize(
+    "targets", [TARGETS, TARGETS.astype(np.uint8), _one_hot(LABELS)], ids=["labels", "bytes", "probabilities"]
+)
+def test_cross_entropy(targets: axn.NamedArray) -> None:
+    loss, normalizers = cross_entropy_loss_and_log_normalizers(LOGITS, Label, targets)
+    assert_named(loss, axn.named(LOSSES.astype(np.float32), (Batch, Pos)), rtol=1e-5)
+    assert_named(normalizers, axn.named(NORMALIZERS.astype(np.float32), (Batch, Pos)), rtol=1e-5)
+    np.testing.assert_allclose(cross_entropy_loss(LOGITS, "label", targets).array, LOSSES.mean(), rtol=1e-5)
+
+
+def test_soft_targets() -> None:
+    weights = np.random.default_rng(1).uniform(size=(6, 4)).astype(np.float32)
+    found = cross_entropy_loss(LOGITS, Label, axn.named(weights, (Label, Batch)), reduction=None)
+    expected = (weights.T[:, :, None] * (NORMALIZERS[:, None] - RAW)).sum(1)
+    np.testing.assert_allclose(found.array, expected, rtol=1e-5)
+
+
+def test_labels_that_are_not_there_cost_nothing() -> None:
+    targets = axn.named(np.array([[-100, 5], [2, 6], [1, 4], [3, 0]]), (Batch, Pos))
+
+    @jax.jit
+    @jax.value_and_grad
+    def run(logits):
+        return cross_entropy_loss(logits, Label, targets, axn.sum).array
+
+    value, gradient = run(LOGITS)
+    np.testing.assert_allclose(value, LOSSES.sum() - LOSSES[0, 0] - LOSSES[1, 1], rtol=1e-5)
+    assert not gradient.array[0, :, 0].any() and not gradient.array[1, :, 1].any()
+
+
+def test_good_predictions_and_impossible_labels() -> None:
+    """A small loss is exact however large the logits, and a label of probability zero does no harm."""
+    logits = axn.named(np.array([1000.0, 995.0, -np.inf], np.float32), "label")
+
+    @jax.jit
+    @jax.value_and_grad
+    def run(logits):
+        return cross_entropy_loss(logits, "label", axn.named(np.array(0), ())).array
+
+    value, gradient = run(logits)
+    np.testing.assert_allclose(value, np.log1p(np.exp(-5)), rtol=1e-5)
+    np.testing.assert_allclose(gradient.array, [-0.0066929, 0.0066929, 0], rtol=1e-4)
+
+
+@pytest.mark.usefixtures("optimised")
+def test_split_labels_are_not_gathered(mesh: Mesh) -> None:
+    """Only numbers without labels are exchanged, in the gradient too."""
+    right = (LABELS[:, None] == np.arange(6)[None, :, None]).astype(np.float32)
+    expected = (np.exp(RAW - NORMALIZERS[:, None]) - right) / 8
+
+    def loss(logits, targets):
+        return cross_entropy_loss(logits, Label, targets).array
+
+    with jax.set_mesh(mesh):
+        placed = axn.shard((LOGITS, TARGETS), {"batch": "data", "label": "model"})
+        program = jax.jit(jax.value_and_grad(loss)).lower(*placed).compile()
+        value, gradient = program(*placed)
+    np.testing.assert_allclose(value, LOSSES.mean(), rtol=1e-5)
+    np.testing.assert_allclose(gradient.array, expected, atol=1e-6)
+    assert spec(gradient) == ("data", "model", None)
+    exchanged = re.findall(
+        r"= f32\[([\d,]*)\]\S* (all-\w+|reduce-scatter|collective-permute)\(", program.as_text() or ""
+    )
+    assert exchanged and all(kind == "all-reduce" and "3" not in size for size, kind in exchanged)
+
+
+def test_binary_cross_entropy() -> None:
+    logits, targets = np.array([-30.0, -1.0, 0.0, 20.0], np.float32), np.array([0.25, 1, 0, 1], np.float32)
+    found = binary_cross_entropy_loss(axn.named(logits, "x"), axn.named(targets, "x"), reduction=None)
+    exact = logits.astype(np.float64)
+    expected = targets * np.log1p(np.exp(-exact)) + (1 - targets) * np.log1p(np.exp(exact))
+    np.testing.assert_allclose(found.array, expected, rtol=1e-5)
+    total = binary_cross_entropy_loss(axn.named(logits, "x"), axn.named(targets, "x"), axn.sum)
+    np.testing.assert_allclose(total.array, expected.sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, LOSSES.mean()),
+        ({"reduction": UNSPECIFIED, "where": MASK}, LOSSES[:, 0].mean()),
+        ({"reduction": axn.sum, "reduction_axis": "pos"}, LOSSES.sum(1)),
+        ({"reduction": axn.max, "reduction_axis": (Pos,), "where": MASK}, LOSSES[:, 0]),
+        ({"reduction": None}, LOSSES),
+        ({"reduction": None, "where": MASK}, LOSSES * [1, 0]),
+        ({"reduction_axis": ()}, LOSSES),
+    ],
+)
+def test_reductions(options: dict[str, Any], expected: np.ndarray) -> None:
+    losses = axn.named(LOSSES.astype(np.float32), (Batch, Pos))
+    names = losses.names[: np.ndim(expected)]
+    for found in (reduce_loss(losses, **options), cross_entropy_loss(LOGITS, Label, TARGETS, **options)):
+        assert_named(found, axn.named(np.asarray(expected, np.float32), names), rtol=1e-5)
+    positional = [options.get(k, d) for k, d in (("reduction", UNSPECIFIED), ("reduction_axis", None), ("where", None))]
+    np.testing.assert_allclose(maybe_reduce_loss(losses, *positional).array, expected, rtol=1e-5)
+
+
+def test_errors() -> None:
+    with pytest.raises(
+        TypeError, match=r"targets \(batch=4\) lack axis 'label', so they must be labels, integers; got"
+    ):
+        cross_entropy_loss(LOGITS, Label, axn.ones(Batch))
+    with pytest.raises(ValueError, match=r"cross_entropy_loss: no axis 'lable' in .* Did you mean 'label'"):
+        cross_entropy_loss(LOGITS, "lable", TARGETS)
+    with pytest.raises(ValueError, match=r"`targets` has axes \(heads\) that the array"):
+        cross_entropy_loss(LOGITS, Label, axn.zeros({"heads": 2}, dtype=int))
+    with pytest.raises(ValueError, match="axis 'batch' has conflicting sizes"):
+        cross_entropy_loss(LOGITS, Label, axn.zeros({"batch": 3}, dtype=int))
+
+
+def test_more_labels_than_bytes() -> None:
+    logits = axn.named(np.zeros(300, np.float32), "label")
+    found = cross_entropy_loss(logits, "label", axn.named(np.array(255, np.uint8), ()))
+    np.testing.assert_allclose(found.array, np.log(300), rtol=1e-6)

@@ -1,0 +1,141 @@
+"""8-bit floats: the formula, the state that travels as a gradient, and meshes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import axonym as axn
+from axonym.nn import Linear
+from axonym.quantization import (
+    Fp8DotGeneralOp,
+    QuantizationConfig,
+    apply_updates,
+    in_qdq,
+    out_qdq,
+    partition_for_grad_overwrite,
+    quantize_linear_layers,
+)
+from tests.helpers import assert_named
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+Batch, Embed, Mlp = axn.make_axes(batch=16, embed=8, mlp=4)
+X = axn.random.normal(jax.random.key(0), (Batch, Embed))
+PLAIN = Linear.init(Embed, Mlp, key=jax.random.key(1))
+LAYER = quantize_linear_layers(PLAIN, QuantizationConfig(fp8=True, amax_history_length=3))
+
+
+def loss(layer: Linear, x: axn.NamedArray) -> jax.Array:
+    return axn.sum(layer(x) ** 2).scalar()
+
+
+def rounded(x: Any, scale: float, dtype: Any = ml_dtypes.float8_e4m3fn) -> np.ndarray:
+    largest = float(ml_dtypes.finfo(dtype).max)
+    return np.clip(np.asarray(x) / np.float32(scale), -largest, largest).astype(dtype).astype(np.float32) * scale
+
+
+def after_a_step(layer: Linear) -> Linear:
+    return dataclasses.replace(layer, dot_general=jax.grad(loss)(layer, X).dot_general)
+
+
+def test_values_and_gradients() -> None:
+    """Operands and the gradient of the result are rounded, by scales that follow from the step before."""
+    weight, x = np.asarray(PLAIN.weight.array), np.asarray(X.array)
+    first = jax.grad(loss)(LAYER, X).dot_general
+    y = rounded(x, 1) @ rounded(weight, 1).T
+    np.testing.assert_allclose(LAYER(X).array, y, rtol=1e-5, atol=1e-5)
+    for history, of in (("input", x), ("kernel", weight), ("output_grad", 2 * y)):
+        np.testing.assert_allclose(getattr(first, f"{history}_amax_history"), [np.abs(of).max(), 0, 0], rtol=1e-5)
+        np.testing.assert_array_equal(getattr(first, f"{history}_scale"), [1])
+
+    layer = after_a_step(LAYER)
+    scales = [np.abs(x).max() / 448, np.abs(weight).max() / 448, np.abs(2 * y).max() / 57344]
+    short_x, short_weight = rounded(x, scales[0]), rounded(weight, scales[1])
+    y = short_x @ short_weight.T
+    np.testing.assert_allclose(layer(X).array, y, rtol=1e-4, atol=1e-5)
+    of_layer, of_x = jax.grad(loss, (0, 1))(layer, X)
+    gradient = rounded(2 * y, scales[2], ml_dtypes.float8_e5m2)
+    np.testing.assert_allclose(of_layer.weight.array, gradient.T @ short_x, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(of_x.array, gradient @ short_weight, rtol=1e-3, atol=1e-3)
+    found = of_layer.dot_general
+    np.testing.assert_allclose(
+        [found.input_scale[0], found.kernel_scale[0], found.output_grad_scale[0]], scales, rtol=1e-5
+    )
+
+
+def test_history() -> None:
+    """The newest takes the place of the oldest, and a scale is kept as long as the history says nothing."""
+    history = jnp.array([1.0, 896.0, 3.0])
+    of_scale, of_history = jax.grad(lambda s, h: jnp.sum(in_qdq(jnp.float32, jnp.array([5.0, -7.0]), s, h)), (0, 1))(
+        jnp.ones(1), history
+    )
+    np.testing.assert_array_equal(of_scale, [2])
+    np.testing.assert_array_equal(of_history, [7, 3, 1])
+    for unusable in (jnp.zeros(3), jnp.array([1.0, jnp.inf, 0.0])):
+        assert in_qdq(jnp.float32, jnp.array(1000.0), jnp.full(1, 2.0), unusable) == 896
+    assert out_qdq(jnp.float32, jnp.array(1000.3), jnp.ones(1), history) == jnp.float32(1000.3)
+
+
+def test_step_with_overwrites() -> None:
+    """Weights get updates, state gets new values, and a model without bias or state goes through as well."""
+    model = {"quantised": LAYER, "plain": dataclasses.replace(PLAIN, bias=None), "count": 3}
+    gradient = {"quantised": jax.grad(loss)(LAYER, X), "plain": jax.grad(loss)(model["plain"], X), "count": None}
+    overwrites, others = partition_for_grad_overwrite(gradient)
+    assert others["quantised"].dot_general is None and overwrites["plain"].weight.array is None
+    updates = jax.tree.map(lambda g: -0.5 * g, others)
+    new = apply_updates(model, updates, overwrites)
+    expected = PLAIN.weight - 0.5 * gradient["quantised"].weight
+    assert_named(new["quantised"].weight, expected, rtol=1e-6)
+    assert_named(new["plain"].weight, PLAIN.weight - 0.5 * gradient["plain"].weight, rtol=1e-6)
+    assert new["plain"].bias is None and new["count"] == 3
+    state = new["quantised"].dot_general
+    assert isinstance(state, Fp8DotGeneralOp)
+    np.testing.assert_allclose(state.input_amax_history, [np.abs(X.array).max(), 0, 0])
+    half = apply_updates({"w": jnp.ones(2, jnp.bfloat16)}, {"w": jnp.ones(2)}, {"w": None})
+    assert half["w"].dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="`updates` has 1 leaves, the model 2"):
+        apply_updates({"a": 1.0, "b": 2.0}, {"a": 1.0}, {"a": None, "b": None})
+
+
+def test_compute_dtype() -> None:
+    layer = quantize_linear_layers(PLAIN, QuantizationConfig(fp8=True, compute_dtype=jnp.bfloat16))
+    assert isinstance(layer.dot_general, Fp8DotGeneralOp) and layer.dot_general.input_amax_history.shape == (1024,)
+    text = str(jax.make_jaxpr(lambda x: layer(x).array)(X))
+    assert "f8_e4m3fn" in text and "bf16" in text
+    result = layer(X)
+    assert result.dtype == jnp.float32
+    np.testing.assert_allclose(result.array, PLAIN(X).array, rtol=0.2, atol=0.3)
+
+
+@pytest.mark.parametrize("how", ["partitioner", "shard_map"])
+def test_on_meshes(how: str, mesh: Mesh) -> None:
+    """The largest value is that of all devices, wherever the arrays are split."""
+    layer = after_a_step(LAYER)
+    expected = jax.grad(loss, (0, 1))(layer, X)
+    mapping = {"batch": "data"} if how == "shard_map" else {"batch": "data", "embed": "model"}
+
+    def of_part(layer: Linear, x: axn.NamedArray) -> Any:
+        return jax.grad(lambda layer, x: axn.psum(axn.sum(layer(x) ** 2), "batch").scalar(), (0, 1))(layer, x)
+
+    with jax.set_mesh(mesh), axn.axis_mapping(mapping):
+        placed, x = axn.shard((layer, X), mapping)
+        step = axn.shard_map(of_part) if how == "shard_map" else jax.grad(loss, (0, 1))
+        found = jax.block_until_ready(jax.jit(step)(placed, x))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
+
+
+def test_under_fsdp(auto_mesh: Mesh) -> None:
+    layer = after_a_step(LAYER)
+    expected = jax.grad(loss)(layer, X)
+    step = axn.fsdp(jax.grad(loss), {"embed": "data"}, {"batch": "data"})
+    with jax.set_mesh(auto_mesh):
+        found = jax.block_until_ready(step(layer, X))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)

@@ -1,0 +1,104 @@
+"""8-bit integers: the formula, which gradients are rounded, and meshes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import axonym as axn
+from axonym.nn import Linear
+from axonym.quantization import Int8DotGeneralOp, QuantizationConfig, quantize_linear_layers
+from tests.helpers import assert_named, spec
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+Batch, Embed, Mlp = axn.make_axes(batch=16, embed=8, mlp=4)
+X = axn.random.normal(jax.random.key(0), (Batch, Embed))
+OP = Int8DotGeneralOp.init()
+
+
+def rounded(x: np.ndarray, summed: int) -> np.ndarray:
+    """What is left of an array when each of its rows is rounded to integers up to 127."""
+    scale = np.abs(x).max(axis=summed, keepdims=True) / 127
+    return np.rint(x / scale) * scale
+
+
+def test_values_and_gradients() -> None:
+    """Rounded forward and for the gradient of the input; that of the weight is exact."""
+    layer = Linear.init(Embed, Mlp, key=jax.random.key(1), use_bias=False, dot_general=OP)
+    x, weight = np.asarray(X.array), np.asarray(layer.weight.array)
+    np.testing.assert_allclose(layer(X).array, rounded(x, 1) @ rounded(weight, 1).T, rtol=1e-4, atol=1e-5)
+    factor = axn.random.normal(jax.random.key(2), (Batch, Mlp))
+    of_layer, of_x = jax.grad(lambda layer, x: axn.sum(layer(x) * factor).scalar(), (0, 1))(layer, X)
+    g = np.asarray(factor.array)
+    np.testing.assert_allclose(of_layer.weight.array, g.T @ x, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(of_x.array, rounded(g, 1) @ rounded(weight, 0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("equation", "left", "right"),
+    [
+        ("b e, m e -> b m", "b e", "m e"),
+        ("h b e, e h m -> b m h", "h b e", "e h m"),
+        ("b e f, f m e -> m b", "b e f", "f m e"),
+        ("b e, e -> b", "b e", "e"),
+    ],
+)
+def test_any_contraction(equation: str, left: str, right: str) -> None:
+    """Near enough to the product itself, and so its gradients; and a product of integers inside."""
+    sizes = {"b": 3, "e": 4, "m": 5, "h": 2, "f": 3}
+    lhs, rhs = (
+        axn.random.normal(jax.random.key(i), {n: sizes[n] for n in names.split()})
+        for i, names in enumerate((left, right))
+    )
+
+    def product(dot_general: Any, lhs: axn.NamedArray, rhs: axn.NamedArray) -> axn.NamedArray:
+        return axn.einsum(equation, lhs, rhs, _dot_general=dot_general)
+
+    exact, found = product(jax.lax.dot_general, lhs, rhs), product(OP, lhs, rhs)
+    assert_named(found, exact, atol=0.06)
+    of_exact, of_found = (
+        jax.grad(lambda *x, op=op: axn.sum(product(op, *x) ** 2).scalar(), (0, 1))(lhs, rhs)
+        for op in (jax.lax.dot_general, OP)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.5), of_found, of_exact)
+    assert "i32" in str(jax.make_jaxpr(lambda *x: product(OP, *x).array)(lhs, rhs))
+
+
+def test_zeros_and_dtypes() -> None:
+    """A row of zeros has no largest value; and the result has the dtype of the operands, or the one asked for."""
+    dot = lambda x, w, **options: axn.dot(x, w, axis="x", dot_general=OP, **options)
+    zeros, ones = axn.zeros({"y": 2, "x": 3}), axn.ones({"x": 3})
+    assert_named(dot(zeros, ones), axn.zeros({"y": 2}))
+    assert not np.isnan(jax.grad(lambda x: axn.sum(dot(x, ones)).scalar())(zeros).array).any()
+    half = dot(axn.ones({"y": 2, "x": 3}, jnp.bfloat16), ones.astype(jnp.bfloat16))
+    assert_named(half, axn.named(jnp.full(2, 3, jnp.bfloat16), "y"))
+    assert dot(half.rename({"y": "x"}), axn.ones({"x": 2}), preferred_element_type=jnp.float16).dtype == jnp.float16
+
+
+def test_on_meshes(mesh: Mesh) -> None:
+    layer = quantize_linear_layers(Linear.init(Embed, Mlp, key=jax.random.key(1)), QuantizationConfig(int8=True))
+
+    def loss(layer: Linear, x: axn.NamedArray) -> jax.Array:
+        return axn.sum(layer(x) ** 2).scalar()
+
+    def of_part(layer: Linear, x: axn.NamedArray) -> Any:
+        return jax.grad(lambda layer, x: axn.psum(axn.sum(layer(x) ** 2), "batch").scalar(), (0, 1))(layer, x)
+
+    expected, gradients = layer(X), jax.grad(loss, (0, 1))(layer, X)
+    mapping = {"batch": "data", "mlp": "model"}
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    with jax.set_mesh(mesh), axn.axis_mapping(mapping):
+        placed, x = axn.shard((layer, X), mapping)
+        result = jax.jit(lambda layer, x: layer(x))(placed, x)
+        assert spec(result) == ("data", "model")
+        assert_named(result, expected, rtol=1e-4, atol=1e-5)
+        jax.tree.map(close, jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1)))(placed, x)), gradients)
+    with jax.set_mesh(mesh):
+        found = jax.block_until_ready(jax.jit(axn.shard_map(of_part, mapping={"batch": "data"}))(layer, X))
+    jax.tree.map(close, found, gradients)

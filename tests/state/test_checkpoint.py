@@ -1,0 +1,132 @@
+"""Distributed checkpoints: other meshes and mappings, other orders of axes, saves that do not finish."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import axonym as axn
+from axonym.state import latest_checkpoint, restore_checkpoint, save_checkpoint
+from tests.state.models import assert_same_tree
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+A, B = axn.make_axes(a=8, b=4)
+
+
+def state() -> dict[str, Any]:
+    """What a training run has: parameters, raw arrays, an optimiser's state, a random key and numbers."""
+    model = {"w": axn.arange(axn.Axis("x", 32)).unflatten_axis("x", (A, B)) * 1.0, "raw": jnp.arange(6)}
+    optimiser = optax.adam(1e-3).init({"w": model["w"]})
+    rest = {"key": jax.random.key(7), "step": 3, "rate": 0.5, "done": False, "z": 1 + 2j, "function": jnp.tanh}
+    return {"model": model, "optimiser": optimiser, **rest}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, auto_mesh: Mesh) -> Path:
+    path = tmp_path_factory.mktemp("checkpoints") / "1"
+    save_checkpoint(path, axn.shard(state(), {"a": "data", "b": "model"}, auto_mesh))
+    return path
+
+
+def test_onto_another_mesh(saved: Path, mesh: Mesh) -> None:
+    other = jax.make_mesh((2, 4), ("data", "model"), axis_types=mesh.axis_types)
+    found = restore_checkpoint(saved, eqx.filter_eval_shape(state), {"b": "model"}, mesh=other)
+    assert_same_tree({**found, "key": 0}, {**state(), "key": 0})
+    assert found["key"] == state()["key"] and found["key"].dtype == state()["key"].dtype
+    for x in (found["model"]["w"], found["optimiser"][0].mu["w"]):
+        assert x.array.sharding == NamedSharding(other, P(None, "model"))
+
+
+def test_under_the_mapping_in_force_and_like_the_template(saved: Path, mesh: Mesh) -> None:
+    with axn.set_mesh(mesh), axn.axis_mapping({"a": ("data", "model")}):
+        found = restore_checkpoint(saved, eqx.filter_eval_shape(state))
+    assert found["model"]["w"].array.sharding == NamedSharding(mesh, P(("data", "model"), None))
+    again = restore_checkpoint(saved, found)
+    assert again["model"]["w"].array.sharding == found["model"]["w"].array.sharding
+
+
+def test_axes_in_another_order(saved: Path, mesh: Mesh) -> None:
+    template = eqx.filter_eval_shape(state)
+    template["model"]["w"] = jax.eval_shape(lambda: axn.zeros((B, A), dtype=jnp.bfloat16))
+    w = restore_checkpoint(saved, template, {"a": "data", "b": "model"}, mesh=mesh)["model"]["w"]
+    assert w.names == ("b", "a") and w.dtype == jnp.bfloat16 and w.array.sharding.spec == P("model", "data")
+    np.testing.assert_array_equal(w.array, np.arange(32.0).reshape(8, 4).T)
+
+
+def test_a_part_of_it(saved: Path) -> None:
+    template = {"model": {"w": state()["model"]["w"] * 0}}
+    with pytest.raises(ValueError, match=r"'optimiser\.0\.count' is in the checkpoint, but not in the tree"):
+        restore_checkpoint(saved, template)
+    w = restore_checkpoint(saved, template, strict=False)["model"]["w"]
+    np.testing.assert_array_equal(w.array, np.arange(32.0).reshape(8, 4))
+    more = {**state(), "new": axn.ones(A)}
+    assert restore_checkpoint(saved, more, strict=False)["new"] is more["new"]
+
+
+def test_everything_that_does_not_fit_is_one_error(saved: Path) -> None:
+    template = state()
+    template["model"] = {"w": axn.zeros((A, B.alias("c"))), "raw": jnp.zeros(6), "more": jnp.zeros(2)}
+    template["key"], template["rates"] = jnp.zeros(()), template.pop("rate")
+    with pytest.raises(ValueError) as e:
+        restore_checkpoint(saved, template)
+    assert sorted(line.strip() for line in str(e.value).splitlines()[1:]) == [
+        "'key' has dtype key<fry>, but in the tree it is float32[].",
+        "'model.more' is missing, for float32[2].",
+        "'model.raw' has dtype int32, but in the tree it is float32[6].",
+        "'model.w' has axes (a=8, b=4), but in the tree it is float32[a=8, c=4].",
+        "'rate' is in the checkpoint, but not in the tree.",
+        "'rates' is missing, for a number, float. Did you mean 'rate'?",
+    ]
+    abstract = {"new": jax.ShapeDtypeStruct((2,), "float32")}
+    with pytest.raises(ValueError, match="new is missing, and the tree has only its shape and dtype"):
+        restore_checkpoint(saved, abstract, strict=False)
+
+
+def test_checkpoints_are_not_overwritten(saved: Path) -> None:
+    with pytest.raises(FileExistsError, match="is there already"):
+        save_checkpoint(saved, {"w": axn.ones(A)})
+    with pytest.raises(TypeError, match="w has no values"):
+        save_checkpoint(saved.parent / "2", jax.eval_shape(lambda: {"w": axn.ones(A)}))
+    with pytest.raises(ValueError, match=r"two leaves of the tree are called 'a\.b'"):
+        save_checkpoint(saved.parent / "2", {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}})
+    with pytest.raises(FileNotFoundError, match="there is no complete checkpoint"):
+        restore_checkpoint(saved.parent / "2", {})
+
+
+def test_a_save_that_does_not_finish_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saving is interrupted by the rename that would make the checkpoint complete."""
+    save_checkpoint(tmp_path / "step-9", {"w": axn.ones(A), "step": 9})
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise OSError("interrupted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", interrupted)
+        patch.setattr(os, "replace", interrupted)
+        with pytest.raises(OSError, match="interrupted"):
+            save_checkpoint(tmp_path / "step-10", {"w": axn.zeros(A), "step": 10})
+    assert any(name.startswith("step-10.") for name in os.listdir(tmp_path))
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "step-9")
+    assert restore_checkpoint(tmp_path / "step-9", {"w": axn.zeros(A), "step": 0})["step"] == 9
+    save_checkpoint(tmp_path / "step-10", {"step": 10})
+    latest = latest_checkpoint(tmp_path)
+    assert latest is not None and restore_checkpoint(latest, {"step": 0}) == {"step": 10}
+    assert latest_checkpoint(tmp_path / "nothing") is None
+
+
+def test_without_orbax(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    for call in (save_checkpoint, restore_checkpoint):
+        with pytest.raises(ImportError, match=rf"{call.__name__} needs Orbax.*install axonym\[checkpoint\]"):
+            call(tmp_path / "1", {})

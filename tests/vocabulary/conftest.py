@@ -1,0 +1,32 @@
+"""Where operations over a vocabulary are tried: on Auto and Explicit meshes, with no axis split, one, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+from jax.sharding import Mesh
+
+import axonym as axn
+
+MAPPINGS: list[axn.ResourceMapping] = [
+    {"batch": "data"},
+    {"vocab": "model"},
+    {"batch": "data", "vocab": "model"},
+    {"vocab": ("data", "model")},
+    {"batch": None},
+]
+
+
+@pytest.fixture(params=["auto", "explicit"])
+def mesh(request: pytest.FixtureRequest, auto_mesh: Mesh, explicit_mesh: Mesh) -> Iterator[Mesh]:
+    mesh = {"auto": auto_mesh, "explicit": explicit_mesh}[request.param]
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+@pytest.fixture(params=MAPPINGS, ids=lambda m: "+".join(n for n, a in m.items() if a) or "neither")
+def mapping(request: pytest.FixtureRequest) -> Iterator[axn.ResourceMapping]:
+    with axn.axis_mapping(request.param):
+        yield request.param
