@@ -1,7 +1,7 @@
 """Mixed precision: which dtype parameters are kept in, what is computed in, and what comes out.
 
->>> policy = Policy.parse("params=float32,compute=bfloat16,output=float32")
->>> loss = mixed_precision(policy, lambda model, x: axn.dot(model["w"], x, axis="embed"))
+>>> policy = axn.precision.Policy.parse("params=float32,compute=bfloat16,output=float32")
+>>> loss = axn.precision.mixed_precision(policy, lambda model, x: axn.dot(model["w"], x, axis="embed"))
 >>> model = policy.cast_to_param({"w": axn.ones({"embed": 2, "mlp": 3})})
 >>> loss(model, axn.ones({"embed": 2})).dtype
 dtype('float32')

@@ -87,22 +87,9 @@ def test_values(query: axn.NamedArray, mask: Any, bias: Any, by_position: dict[s
     assert_named(attend(query, K, V, mask, bias), expected(query, **by_position), **CLOSE)
 
 
-def test_gradients() -> None:
-    def ours(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        return jnp.sum(jnp.sin(attend(q, k, v, Causal("pos"), bias).array))
-
-    def theirs(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        scores = jnp.einsum("bphd,bkhd->bhpk", q, k) / np.sqrt(8) + bias[None, :, None]
-        weights = jax.nn.softmax(jnp.where(CAUSAL[0], scores, -1e30))
-        return jnp.sum(jnp.sin(jnp.einsum("bhpk,hkbd->bphd", weights, v)))
-
-    found = jax.jit(jax.grad(ours, (0, 1, 2, 3)))(Q, K, V, BIAS)
-    for x, wanted in zip(found, jax.jit(jax.grad(theirs, (0, 1, 2, 3)))(*raw(Q, K, V, BIAS)), strict=True):
-        np.testing.assert_allclose(x.array, wanted, rtol=1e-4, atol=1e-6)
-
-
 def test_weights_have_the_layout_of_the_query() -> None:
-    found = dot_product_attention_weights(Size, KPos, GROUPED, K, causal_mask(Pos, KPos), scaling_factor=2.0)
+    weigh = functools.partial(dot_product_attention_weights, Size, KPos, scaling_factor=2.0)
+    found = jax.jit(weigh)(GROUPED, K, Causal("pos"))
     k, v = raw(K, V)
     _, weights = written_out(np.asarray(GROUPED.array) * 2.0 * np.sqrt(8), k, v, CAUSAL)
     wanted = axn.named(jnp.asarray(weights.transpose(0, 3, 1, 2, 4)), (Batch, Pos, Heads, Group, KPos))
@@ -119,9 +106,11 @@ def test_keys_of_two_axes_and_values_with_their_own_axis() -> None:
 
 
 def test_all_heads_can_share_keys_and_values() -> None:
-    k, v = K["heads", 0], V["heads", 0]
-    alone = [attend(q, k, v) for q in Q.unbind(Heads)]
-    assert_named(attend(Q, k, v), axn.stack(Heads, alone).rearrange(Q.axes), **CLOSE)
+    q, k, v = raw(Q, K, V)
+    k, v = k[:, :, :1], v[:1]
+    found = attend(Q, axn.named(k[:, :, 0], (Batch, KPos, Size)), axn.named(v[0], (KPos, Batch, Size)))
+    wanted, _ = written_out(q[:, :, :, None], k.repeat(2, 2), v.repeat(2, 0))
+    assert_named(found, axn.named(jnp.asarray(wanted[:, :, :, 0]), Q.axes), **CLOSE)
 
 
 def test_groups_are_of_consecutive_heads() -> None:
@@ -139,24 +128,27 @@ def test_groups_are_of_consecutive_heads() -> None:
 
 def test_scores_can_be_wider_than_queries() -> None:
     """Products of half-precision numbers are exact in float32, so only the weights and the result are rounded."""
-    q, k = Q.astype(jnp.bfloat16), K.astype(jnp.bfloat16)
+    q, k = (axn.named(x.array.astype(jnp.bfloat16), x.names) for x in (Q, K))
 
-    def weights(q: Any, k: Any, **options: Any) -> Any:
-        found = dot_product_attention_weights(Size, KPos, q, k, scaling_factor=8.0, **options)
-        assert found.dtype == q.dtype
-        return found.array.astype(jnp.float32)
+    def weights(**options: Any) -> Any:
+        weigh = functools.partial(dot_product_attention_weights, Size, KPos, scaling_factor=8.0, **options)
+        program = jax.jit(weigh).lower(q, k)
+        found = program.compile()(q, k).array
+        assert found.dtype == jnp.bfloat16
+        return np.asarray(found, np.float32), program.as_text()
 
-    exact = weights(q.astype(jnp.float32), k.astype(jnp.float32))
-    np.testing.assert_allclose(weights(q, k, attention_dtype=jnp.float32), exact, rtol=2**-8, atol=1e-6)
-    assert not np.allclose(weights(q, k), exact, rtol=2**-5)
-    program = jax.jit(lambda *x: dot_product_attention_weights(Size, KPos, *x, attention_dtype=jnp.float32)).lower(q, k)
-    assert "(tensor<2x4x2x8xbf16>, tensor<2x5x2x8xbf16>) -> tensor<2x2x4x5xf32>" in program.as_text()
+    scores = np.einsum("bphd,bkhd->bphk", *(x.array.astype(np.float32) for x in (q, k)))
+    found, program = weights(attention_dtype=jnp.float32)
+    np.testing.assert_allclose(found, softmax(scores * 8), rtol=2**-8, atol=1e-6)
+    assert not np.allclose(weights()[0], softmax(scores * 8), rtol=2**-5)
+    assert "(tensor<2x4x2x8xbf16>, tensor<2x5x2x8xbf16>) -> tensor<2x2x4x5xf32>" in program
 
 
 def test_scores_can_be_narrower_than_queries() -> None:
-    found = dot_product_attention_weights(Size, KPos, Q, K, attention_dtype=jnp.float16)
-    assert found.dtype == jnp.float32
-    np.testing.assert_array_equal(found.array, found.array.astype(jnp.float16))
+    weigh = functools.partial(dot_product_attention_weights, Size, KPos, attention_dtype=jnp.float16)
+    found = np.asarray(jax.jit(weigh)(Q, K).array)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, found.astype(np.float16))
 
 
 @pytest.mark.parametrize(("dtype", "implementation"), [(jnp.float32, None), (jnp.float16, None), (jnp.float32, "xla")])
@@ -182,13 +174,15 @@ def test_precision_is_handed_on() -> None:
 
 def test_dropout() -> None:
     key, long = jax.random.key(0), axn.Axis("key_pos", 2000)
-    v = axn.ones((long, Size))
-    found = dot_product_attention(long, Size, axn.ones((Pos, Size)), v, v, dropout=0.25, prng=key)
+    q, v = (axn.named(np.ones((a.size, 8), np.float32), (a, Size)) for a in (Pos, long))
+    found = jax.jit(functools.partial(dot_product_attention, long, Size, dropout=0.25, prng=key))(q, v, v)
     np.testing.assert_allclose(found.array, 1.0, atol=0.1)  # as many as are dropped, the others make up for
-    assert float(jnp.std(found.array[:, 0])) > 0
+    assert np.std(found.array[:, 0]) > 0
     for dropout, inference in ((0.25, True), (0.0, False)):
-        found = dot_product_attention(KPos, Size, Q, K, V, dropout=dropout, inference=inference)
-        assert_named(found, expected(Q), **CLOSE)
+        program = jax.make_jaxpr(
+            lambda *x, d=dropout, i=inference: dot_product_attention(KPos, Size, *x, dropout=d, inference=i)
+        )(Q, K, V)
+        assert "random" not in str(program)
     with pytest.raises(ValueError, match=r"dropout of 0\.25 needs a random key: pass `prng`, or `inference=True`"):
         dot_product_attention(KPos, Size, Q, K, V, dropout=0.25)
 
@@ -196,13 +190,13 @@ def test_dropout() -> None:
 def test_dropout_mask() -> None:
     found = dropout_mask((Pos, axn.Axis("key_pos", 1000)), 0.25, key=jax.random.key(0))
     assert found.names == ("pos", "key_pos") and found.dtype == bool
-    np.testing.assert_allclose(float(found.mean().scalar()), 0.75, atol=0.02)
+    np.testing.assert_allclose(np.mean(found.array), 0.75, atol=0.02)
 
 
 # --- ALiBi ---
 
 
-@pytest.mark.parametrize(("heads", "exponents"), [(4, [2, 4, 6, 8]), (6, [2, 4, 6, 8, 1, 3]), (1, [8])])
+@pytest.mark.parametrize(("heads", "exponents"), [(6, [2, 4, 6, 8, 1, 3]), (1, [8])])
 def test_alibi(heads: int, exponents: list[int]) -> None:
     found = alibi_attention_bias(axn.Axis("heads", heads), KPos, dtype=jnp.bfloat16)
     wanted = 2.0 ** -np.array(exponents)[:, None] * np.arange(5)

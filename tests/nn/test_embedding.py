@@ -68,6 +68,15 @@ def test_embed_and_unembed(mesh: Mesh) -> None:
     np.testing.assert_allclose(gradient.weight.array, raw, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.uint32])
+def test_tokens_that_are_not_there(dtype: type) -> None:
+    """They give NaN, not another token's embedding."""
+    ids = np.array([0, 9, 10, 200]).astype(dtype) if dtype != np.int32 else np.array([0, -1, 10, -11])
+    found = LAYER(axn.named(jnp.asarray(ids), Batch)).array
+    np.testing.assert_array_equal(found[:2], WEIGHT[[0, -1]])
+    assert np.isnan(found[2:]).all()
+
+
 def test_several_axes() -> None:
     weight = axn.named(WEIGHT.reshape(10, 3, 2), (Vocab, Heads, Size))
     layer = Embedding(weight, Vocab, (Heads, Size))

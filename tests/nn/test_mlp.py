@@ -30,9 +30,10 @@ def test_layers() -> None:
     ]
     assert [layer.bias is not None for layer in mlp.layers] == [True, True, True, False]
     assert mlp.In is In and mlp.Out is Out
-    last = MLP.init((), Out, 8, 1, key=KEY, use_bias=False, use_final_bias=False).layers[-1]
-    expected = jax.random.truncated_normal(jax.random.split(KEY)[-1], -3, 3, (2, 8)) / np.sqrt(8)
-    np.testing.assert_allclose(last.weight.array, expected, rtol=1e-6)
+    start = MLP.init((), (), 8, 1, key=KEY, use_bias=False, use_final_bias=False)
+    for layer, key, scale in zip(start.layers, jax.random.split(KEY), (1, 8**-0.5), strict=True):
+        drawn = jax.random.truncated_normal(key, -3, 3, (8,))
+        np.testing.assert_allclose(layer.weight.array, drawn * np.float32(scale), rtol=1e-6)
 
 
 def test_options() -> None:

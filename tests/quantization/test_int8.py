@@ -58,7 +58,7 @@ def test_any_contraction(equation: str, left: str, right: str) -> None:
     )
 
     def product(dot_general: Any, lhs: axn.NamedArray, rhs: axn.NamedArray) -> axn.NamedArray:
-        return axn.einsum(equation, lhs, rhs, _dot_general=dot_general)
+        return axn.einsum(equation, lhs, rhs, dot_general=dot_general)
 
     exact, found = product(jax.lax.dot_general, lhs, rhs), product(OP, lhs, rhs)
     assert_named(found, exact, atol=0.06)

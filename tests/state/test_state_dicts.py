@@ -173,6 +173,22 @@ def test_leniency_reaches_modules_that_load_themselves() -> None:
     np.testing.assert_array_equal(found["own"].weight.array, W.array * 2)
 
 
+def test_a_module_can_be_lenient_about_a_part() -> None:
+    class Lenient(ModuleWithStateDictSerialization):
+        optional: axn.NamedArray
+        other: axn.NamedArray
+
+        def from_state_dict(self, state_dict: Any, prefix: str | None = None) -> Lenient:
+            optional = from_state_dict(self.optional, state_dict, with_prefix(prefix, "optional"), strict=False)
+            return Lenient(optional, from_state_dict(self.other, state_dict, with_prefix(prefix, "other")))
+
+    found = from_state_dict([Lenient(W, W)], {"0.other": W.array * 2})[0]
+    assert found.optional.array is W.array
+    np.testing.assert_array_equal(found.other.array, W.array * 2)
+    with pytest.raises(ValueError, match=r"'0\.other' is missing"):
+        from_state_dict([Lenient(W, W)], {"0.optional": W.array})
+
+
 def test_a_key_map_that_makes_no_sense() -> None:
     class Wrong(ModuleWithStateDictSerialization):
         a: axn.NamedArray

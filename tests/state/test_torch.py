@@ -143,13 +143,26 @@ def test_what_is_not_there() -> None:
     assert found.embed.weight.array is model.embed.weight.array
 
 
+class Tensor:
+    """Like one of PyTorch's: it has a shape, and NumPy can read it, though not as bfloat16."""
+
+    def __init__(self, array: jax.Array):
+        self.array: Any = array
+        self.shape, self.dtype = array.shape, f"torch.{array.dtype}"
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        if self.array.dtype == jnp.bfloat16:
+            raise TypeError("Got unsupported ScalarType BFloat16")
+        return np.asarray(self.array)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
 def test_tensors_of_others_are_converted() -> None:
-    class Tensor:
-        """Like one of PyTorch's: it has a shape, and NumPy can read it."""
-
-        dtype, shape = "torch.float32", (2,)
-
-        def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-            return np.ones(2, np.float32)
-
-    np.testing.assert_array_equal(from_state_dict({"x": jnp.zeros(2)}, {"x": Tensor()})["x"], np.ones(2))
+    entries = {"x": Tensor(jnp.ones(2)), "y": Tensor(jnp.ones(2, jnp.bfloat16))}
+    found = from_state_dict({"x": jnp.zeros(2), "y": jnp.zeros(2)}, entries)
+    assert_same_tree(found, {"x": jnp.ones(2), "y": jnp.ones(2)})

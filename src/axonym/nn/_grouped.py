@@ -58,7 +58,7 @@ class Grouped(NamedTuple):
 
     def whole(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
         """The product of operands that are handed to the partitioner, or not split."""
-        mesh = jax.typeof(x).sharding.mesh
+        mesh = _mesh.explicit_mesh((x, weight, sizes)) or jax.sharding.get_abstract_mesh()
         explicit = tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit)
         if not explicit:
             return self.multiply(x, weight, sizes)

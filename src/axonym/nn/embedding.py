@@ -7,6 +7,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from .. import _kernels, random
 from .._mesh import Names
@@ -48,6 +49,19 @@ def _one_hot_kernel(names: Names, class_axis: Axis, dtype: Any) -> _kernels.Kern
         return jax.nn.one_hot(x, class_axis.size, dtype=dtype)
 
     return _kernels.make_kernel("one_hot", positional, (names,), out_names)
+
+
+@_kernels.cached
+def _known_kernel(names: Names, id_names: Names, size: int) -> _kernels.Kernel:
+    """What was looked up, with NaN for tokens that are not in the vocabulary: a wrong one must not pass for another."""
+
+    def positional(found, ids):
+        if ids.dtype.itemsize < 4 or jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
+            ids = ids.astype(jnp.int32)  # the bounds may not be numbers of its dtype
+        ids = _kernels.align(ids, id_names, names)
+        return jnp.where((ids >= -size) & (ids < size), found, jnp.nan)
+
+    return _kernels.make_kernel("Embedding.embed", positional, (names, id_names), names, native=True)
 
 
 class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
@@ -134,13 +148,17 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
         """The embeddings of tokens.
 
         Arguments:
-            input_ids: the tokens, a named array of integers. One that is not in the vocabulary gives NaN.
+            input_ids: the tokens, a named array of integers. Negative ones count from the end of the vocabulary; one
+                that is not in it gives NaN.
 
         >>> layer = axn.nn.Embedding.init(axn.Axis("vocab", 10), axn.Axis("embed", 4), key=jax.random.key(0))
         >>> print(layer.embed(axn.named([7, 3], "pos")))
         float32[pos=2, embed=4]
         """
-        found = take(self.weight, self.Vocab.name, require_named("Embedding.embed", input_ids))
+        ids, table = require_named("Embedding.embed", input_ids), self.weight
+        found = take(table, self.Vocab.name, ids)
+        kernel = _known_kernel(found.names, ids.names, table.axis_size(self.Vocab.name))
+        found = wrap(kernel.call(found.array, ids.array), kernel.names)
         scale = self.reparam.active_scale
         return auto_sharded(found if scale == 1 else found * scale)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _kernels
+from .._compat import set_apart
 from .._mesh import Names
 from ..array import NamedArray, wrap
 from ..axis import AxisSelector, AxisSpec, axes_of_spec
@@ -226,7 +227,7 @@ _EXTREMES = {"max_pool": (jax.lax.max, False), "min_pool": (jax.lax.min, True)}
 
 
 def _window_reduce(x: jax.Array, fn: Callable[..., Any], from_largest: bool, moves: _Moves) -> jax.Array:
-    return jax.lax.reduce_window(x, _extreme(x.dtype, from_largest), fn, *moves)
+    return jax.lax.reduce_window(set_apart(x), _extreme(x.dtype, from_largest), fn, *moves)
 
 
 def _extreme(dtype: Any, largest: bool) -> np.ndarray:
@@ -260,7 +261,10 @@ def _counts(size: int, window: int, stride: int, padding: Pair) -> np.ndarray:
 
 def _combined(x: jax.Array, init: jax.Array, fn: Callable[[Any, Any], Any], moves: _Moves) -> jax.Array:
     """What stands at each place in the window is one array, so any function can combine them, and be differentiated."""
-    padded = jax.lax.pad(x, init, [(*pads, 0) for pads in moves.padding])
+    padding = [(*pads, 0) for pads in moves.padding]
+    # `init` is not what JAX pads with: that could not be differentiated where the array is not.
+    inside = jax.lax.pad(jnp.ones(x.shape, bool), jnp.zeros((), bool), padding)
+    padded = jnp.where(inside, jax.lax.pad(x, jnp.zeros((), x.dtype), padding), init)
     result = init
     for offsets in itertools.product(*map(range, moves.window)):
         ends = [

@@ -84,8 +84,8 @@ class Stacked(BlockFoldable[M], LayerStack):
     """Many like layers as one module, whose arrays have the axis of the layers.
 
     Arguments:
-        stacked: the layers as one. Named arrays have the axis `Block`, raw arrays have it first; arrays that have it
-            not are shared by all layers.
+        stacked: the layers as one. Named arrays have the axis `Block`, raw arrays have it first; named arrays without
+            it are shared by all layers.
         Block: the axis of the layers.
         gradient_checkpointing: what is kept of each layer for the backward pass.
 

@@ -1,7 +1,7 @@
 """Products of 8-bit numbers in place of `jax.lax.dot_general`, for `axonym.dot` and `axonym.nn.Linear`.
 
 >>> layer = axn.nn.Linear.init(axn.Axis("embed", 3), axn.Axis("mlp", 4), key=jax.random.key(0))
->>> layer = quantize_linear_layers(layer, QuantizationConfig(fp8=True))
+>>> layer = axn.quantization.quantize_linear_layers(layer, axn.quantization.QuantizationConfig(fp8=True))
 >>> print(layer(axn.ones({"batch": 2, "embed": 3})))
 float32[batch=2, mlp=4]
 """

@@ -5,6 +5,12 @@ from .checkpoint import (
     restore_checkpoint as restore_checkpoint,
     save_checkpoint as save_checkpoint,
 )
+from .export import (
+    flatten_modules_for_export as flatten_modules_for_export,
+    from_torch_compatible_state_dict as from_torch_compatible_state_dict,
+    to_torch_compatible_state_dict as to_torch_compatible_state_dict,
+    unflatten_modules_from_export as unflatten_modules_from_export,
+)
 from .files import load_state_dict as load_state_dict, save_state_dict as save_state_dict
 from .loading import (
     from_state_dict as from_state_dict,
@@ -17,10 +23,4 @@ from .saving import (
     stacked_to_state_dict as stacked_to_state_dict,
     to_numpy_state_dict as to_numpy_state_dict,
     to_state_dict as to_state_dict,
-)
-from .torch import (
-    flatten_modules_for_export as flatten_modules_for_export,
-    from_torch_compatible_state_dict as from_torch_compatible_state_dict,
-    to_torch_compatible_state_dict as to_torch_compatible_state_dict,
-    unflatten_modules_from_export as unflatten_modules_from_export,
 )

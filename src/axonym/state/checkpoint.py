@@ -213,11 +213,11 @@ def _as_stored(template: Any, about: Mapping[str, Any], strict: bool, ignore: Se
         entry = about.get(key)
         found.append(x)
         if is_number(x) and (entry is None or "number" not in entry):
-            session.missing[key] = f"a number, {type(x).__name__}"
+            session.lacks(key, f"a number, {type(x).__name__}")
         if not is_jax_array_like(x):
             continue
         if entry is None or "number" in entry:
-            session.missing[key] = described(x)
+            session.lacks(key, described(x))
             if not has_values(x):
                 problems.append(no_value(key))
         elif misfit := _misfit(x, entry):

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -104,7 +105,7 @@ def run(
         reader = session.reads(state_dict)
         result = load(reader)
         if reader is not state_dict:
-            session.expects_no_more(reader, prefix)
+            session.left_over(reader.unused(prefix))
         if wants_lazy:
             return result
         session.check()
@@ -186,19 +187,28 @@ def _entry(array: Any, tree: Any, reader: Mapping[str, Any], key: str | None) ->
     shape, dtype = tuple(array.shape), array.dtype
     absent = Absent(shape, dtype)
     if key not in reader:
-        session.missing[key] = described(tree)
+        session.lacks(key, described(tree))
         return absent
-    found = reader[key]
-    if not isinstance(found, LazyArray):
-        known = isinstance(found, jax.Array) or isinstance(getattr(found, "dtype", None), np.dtype)
-        found = found if known else np.asarray(found)
+    found = _known(reader[key])
     if tuple(found.shape) != shape:
         session.misfits.append(f"{key!r} has shape {tuple(found.shape)}, but in the tree it is {described(tree)}.")
         return absent
     if not same_kind(found.dtype, dtype):
         session.misfits.append(f"{key!r} has dtype {found.dtype}, but in the tree it is {described(tree)}.")
         return absent
-    return found if isinstance(found, LazyArray) else Entry(found, dtype)
+    return Entry(found, dtype)
+
+
+def _known(x: Any) -> Any:
+    """An entry of a state dict as an array whose dtype NumPy knows."""
+    if isinstance(x, jax.Array) or isinstance(getattr(x, "dtype", None), np.dtype):
+        return x
+    try:
+        return np.asarray(x)
+    except TypeError:
+        if not hasattr(x, "__dlpack__"):
+            raise
+        return np.asarray(jnp.from_dlpack(x))  # PyTorch gives NumPy no bfloat16
 
 
 # --- layers that are stacked ---

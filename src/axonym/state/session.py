@@ -62,32 +62,33 @@ class Session:
         self.keys += state_dict
         return Reader(state_dict)
 
-    def expects_no_more(self, reader: Reader, prefix: str | None) -> None:
-        """Whatever else is in a state dict does not belong there."""
-        self.left_over(reader.unused(prefix))
+    def lacks(self, key: str, wanted: str) -> None:
+        """The tree has something that the state dict has not."""
+        if self.strict:
+            self.missing[key] = wanted
 
     def left_over(self, keys: Iterable[str]) -> None:
-        """Nothing in the tree is for these keys."""
-        self.unexpected += [k for k in keys if not any(fnmatch.fnmatchcase(k, pattern) for pattern in self.ignore)]
+        """The state dict has something that the tree has not."""
+        if self.strict:
+            self.unexpected += [k for k in keys if not any(fnmatch.fnmatchcase(k, p) for p in self.ignore)]
 
     def check(self) -> None:
         """Raise one error of everything that is wrong."""
-        missing, unexpected = (self.missing, self.unexpected) if self.strict else ({}, [])
-        advice = _shifted(list(missing), self.keys) if self.source == "state dict" else ""
-        hints = {} if advice else _hints(list(missing), unexpected)
-        problems = [f"{key!r} is missing, for {wanted}.{hints.get(key, '')}" for key, wanted in missing.items()]
+        advice = _shifted(list(self.missing), self.keys) if self.source == "state dict" else ""
+        hints = {} if advice else _hints(list(self.missing), self.unexpected)
+        problems = [f"{key!r} is missing, for {wanted}.{hints.get(key, '')}" for key, wanted in self.missing.items()]
         problems += self.misfits
-        problems += [f"{key!r} is in the {self.source}, but not in the tree." for key in unexpected]
+        problems += [f"{key!r} is in the {self.source}, but not in the tree." for key in self.unexpected]
         if not problems:
             return
-        if not advice and (missing or unexpected):
+        if not advice and (self.missing or self.unexpected):
             advice = (
                 "What is not wanted can be named in `ignore`, as in ignore=['*.inv_freq']; with strict=False, what is "
                 "missing stays as it is, and what is unexpected is left out."
             )
         count = "" if len(problems) == 1 else f", {len(problems)} problems"
-        lines = "".join(f"\n  {p}" for p in problems)
-        raise ValueError(f"{self.what}: the {self.source} does not fit the tree{count}. {advice}{lines}")
+        first = f"{self.what}: the {self.source} does not fit the tree{count}."
+        raise ValueError("\n  ".join([f"{first} {advice}".rstrip(), *problems]))
 
 
 _CURRENT: contextvars.ContextVar[Session | None] = contextvars.ContextVar("axonym_state_dict_session", default=None)

@@ -148,7 +148,7 @@ class KVCache(eqx.Module):
                 f"with room for {room} and a window of {self.window}, at most {most} fit. Write them in parts, or make "
                 "room for more."
             )
-        lengths = self.lengths + (new.size if count is None else count)
+        lengths = astype(self.lengths + (new.size if count is None else count), self.lengths.dtype)
         if self.window is None and _known_to_exceed(lengths.array, room):
             raise ValueError(
                 f"KVCache.update: the cache has room for {room} positions, and with {new.size} more there would be "
