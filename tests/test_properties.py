@@ -43,7 +43,7 @@ def _spread(x: np.ndarray, names: tuple[str, ...], out_names: tuple[str, ...]) -
 
 
 @given(data=st.data(), large=orders, swapped=st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_elementwise_operations_broadcast_by_name(data: st.DataObject, large: tuple[str, ...], swapped: bool) -> None:
     small = data.draw(_subset(large))
     a_names, b_names = (small, large) if swapped else (large, small)
@@ -56,7 +56,7 @@ def test_elementwise_operations_broadcast_by_name(data: st.DataObject, large: tu
 
 
 @given(data=st.data(), names=st.permutations(NAMES), shared=st.integers(0, 2))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_no_outer_products_by_accident(data: st.DataObject, names: list[str], shared: int) -> None:
     """Each operand has an axis that the other lacks."""
     first = tuple(data.draw(st.permutations([*names[:shared], names[shared]])))
@@ -74,7 +74,7 @@ REDUCTIONS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
 
 
 @given(data=st.data(), names=orders, which=st.sampled_from(REDUCTIONS), as_axes=st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_reductions_over_any_axes(
     data: st.DataObject, names: tuple[str, ...], which: tuple[Callable[..., Any], Callable[..., Any]], as_axes: bool
 ) -> None:
@@ -88,7 +88,7 @@ def test_reductions_over_any_axes(
 
 
 @given(data=st.data(), names=orders.filter(len))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_masks_select_by_name(data: st.DataObject, names: tuple[str, ...]) -> None:
     masked, reduced = data.draw(_subset(names)), data.draw(_subset(names))
     array, mask = _draw(names, 4), _draw(masked, 5) > 0
@@ -99,7 +99,7 @@ def test_masks_select_by_name(data: st.DataObject, names: tuple[str, ...]) -> No
 
 
 @given(names=orders.filter(len), other=st.randoms(use_true_random=False), which=st.integers(0, 3))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_order_is_only_layout(names: tuple[str, ...], other: Any, which: int) -> None:
     """An operation on a transposed array is the transposed operation."""
     axis = names[which % len(names)]
@@ -113,7 +113,7 @@ def test_order_is_only_layout(names: tuple[str, ...], other: Any, which: int) ->
 
 
 @given(data=st.data(), names=orders)
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_the_algebra_of_axes_is_that_of_sets(data: st.DataObject, names: tuple[str, ...]) -> None:
     other = data.draw(orders)
     first, second = (tuple(axn.Axis(n, SIZES[n]) for n in ns) for ns in (names, other))
@@ -131,7 +131,7 @@ def test_the_algebra_of_axes_is_that_of_sets(data: st.DataObject, names: tuple[s
 
 
 @given(data=st.data(), names=orders)
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_a_partial_order_keeps_what_it_names(data: st.DataObject, names: tuple[str, ...]) -> None:
     named = data.draw(_subset(names))
     dots = data.draw(st.sets(st.integers(0, len(named)), min_size=1))

@@ -10,7 +10,8 @@ summed in full. And it must be all mesh axes: with some of them left to the part
 
 Products and elementwise operations are run like this. A look-up in a table is run by hand too, by `looked_up`, but
 gathers no table: each device finds the columns that it has of the rows that all of them need, and then they trade
-columns for rows. Its gradient goes the same way back.
+columns for rows. Its gradient goes the same way back. If the rows of the table are split, too, over other mesh axes and
+at work as at rest, each device finds those that it has, and what they found is added up.
 
 A parameter is known by its names: an operand with an axis that the parameter mapping splits and the mapping in force
 does not, and none that shares its mesh axis with the batch of another operand.
@@ -22,9 +23,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from . import _context
+from . import _context, _kernels
 from ._context import Entry
 from ._mesh import Names, mesh_axes, spec_of
 
@@ -105,7 +107,10 @@ def looked_up(
     compute = {n: mesh_axes(settings.mapping.get(n)) for n in (*names, *index_names)}
     resting = _resting(names, compute, settings.parameters)
     columns = [n for n in names if resting[n] != compute[n]]
-    if not _is_parameter(0, in_names, compute, [resting, {}]) or len(columns) != 1 or resting[indexed]:
+    if not _is_parameter(0, in_names, compute, [resting, {}]) or len(columns) != 1 or indexed in columns:
+        return None
+    split = compute[indexed]
+    if split and (table.dtype == jnp.bool_ or any(a in split for n in index_names for a in compute[n])):
         return None
     column = columns[0]
     extra = resting[column][len(compute[column]) :]
@@ -124,7 +129,18 @@ def looked_up(
 
     def by_hand(table, indices):
         table = _vary_like(table, specs[0], specs, mesh)
-        found = fn(table, jax.lax.all_gather(indices, extra, axis=row_of_indices, tiled=True))
+        indices = jax.lax.all_gather(indices, extra, axis=row_of_indices, tiled=True)
+        if not split:
+            return trade(fn(table, indices))
+        size = table.shape[names.index(indexed)]
+        last = size * jax.lax.axis_size(split) - 1
+        # As JAX has it: negative indices count from the end, and beyond the first and the last there is nothing else.
+        indices = jnp.clip(jnp.where(indices < 0, indices + last + 1, indices), 0, last).astype(jnp.int32)
+        indices = indices - size * jax.lax.axis_index(split)
+        is_here = _kernels.align((indices >= 0) & (indices < size), index_names, out_names)
+        return jax.lax.psum(trade(jnp.where(is_here, fn(table, indices), jnp.zeros((), table.dtype))), split)
+
+    def trade(found):
         return jax.lax.all_to_all(found, extra, split_axis=row, concat_axis=column, tiled=True)
 
     return _run_by_hand(by_hand, specs, out_spec, arrays, mesh)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 import axonym as axn
 from axonym.nn.embedding import Embedding, one_hot
 from axonym.nn.mup import EmbeddingMup
+from benchmarks.communication import bytes_moved
 from tests.helpers import assert_named, spec
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -66,6 +67,32 @@ def test_embed_and_unembed(mesh: Mesh) -> None:
     assert_named(found, logits, rtol=1e-4, atol=1e-5)
     assert spec(gradient.weight)[0] == "model"
     np.testing.assert_allclose(gradient.weight.array, raw, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.usefixtures("optimised")
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
+def test_tables_split_both_ways(dtype: type, mesh: Mesh) -> None:
+    """Each device finds the rows that it has, with its columns; tokens and what was found are all that is sent."""
+    table = np.random.default_rng(1).normal(size=(10, 8)).astype(np.float32)
+    ids = np.array([[7, 0], [3, 3], [12, 1], [0, 4]]) - (5 if dtype == np.int32 else 0)
+
+    def step(table: axn.NamedArray, ids: axn.NamedArray) -> tuple[axn.NamedArray, axn.NamedArray]:
+        found, pull = jax.vjp(lambda table: axn.take(table, "vocab", ids), table)
+        return found, pull(found)[0]
+
+    named = axn.named(table, ("vocab", "embed")), axn.named(ids.astype(dtype), (Batch, Pos))
+    with jax.set_mesh(mesh):
+        split = axn.fsdp(step, {"vocab": "model", "embed": "data"}, {"batch": "data", "vocab": "model"})
+        found, gradient = jax.block_until_ready(split(*named))
+        moved = bytes_moved(split.lower(*named).compile())
+    at = np.clip(np.where(ids < 0, ids + 10, ids), 0, 9)
+    assert_named(found, axn.named(table[at], (Batch, Pos, "embed")))
+    assert spec(found) == ("data", None, None) and spec(gradient) == ("model", "data")
+    counts = np.bincount(at.ravel(), minlength=10)
+    np.testing.assert_allclose(gradient.array, counts[:, None] * table, rtol=1e-6)
+    rows = 2 * 8 * 4  # of the part of the batch that each device has
+    expected = {"all-gather": ids.size * 4, "all-to-all": 2 * rows, "all-reduce": rows}
+    assert {kind: m.bytes for kind, m in moved.items()} == expected
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.uint32])

@@ -123,6 +123,7 @@ def test_binary_cross_entropy() -> None:
         ({"reduction": None}, LOSSES),
         ({"reduction": None, "where": MASK}, LOSSES * [1, 0]),
         ({"reduction_axis": ()}, LOSSES),
+        ({"reduction_axis": (), "where": MASK}, LOSSES * [1, 0]),
     ],
 )
 def test_reductions(options: dict[str, Any], expected: np.ndarray) -> None:

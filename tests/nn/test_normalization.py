@@ -102,15 +102,27 @@ def test_several_axes_and_no_parameters() -> None:
     assert scaled.weight is not None and scaled.weight.axes == (Embed, Pos)
 
 
-def test_dtype() -> None:
-    """What is computed in another dtype goes back before it is scaled."""
-    half = X.astype(jnp.bfloat16)
-    layer = RmsNorm.init(Embed, use_weight=False, use_bias=False, dtype=jnp.float32)
-    assert layer(half).dtype == jnp.bfloat16
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("kind", [LayerNorm, RmsNorm])
+def test_half_precision(kind: type[LayerNorm] | type[RmsNorm], dtype: Any) -> None:
+    """What is normalised in float32 goes back before it is scaled. The squares of large numbers are not in float16."""
+    half = (X * 1000).astype(dtype)
+    layer = kind.init(Embed, use_weight=False, use_bias=False)
     exact = np.asarray(half.array, np.float32)
+    exact = exact - exact.mean(-1, keepdims=True) * (kind is LayerNorm)
     exact = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5)
-    np.testing.assert_array_equal(layer(half).array, exact.astype(jnp.bfloat16))
-    assert RmsNorm.init(Embed, dtype=jnp.float32)(half).dtype == jnp.float32  # that of the weight
+    assert_named(layer(half), axn.named(jnp.asarray(exact, dtype), X.axes), rtol=float(jnp.finfo(dtype).eps))
+    assert kind.init(Embed)(half).dtype == jnp.float32  # that of the weight
+    whole = axn.arange(Embed)
+    assert_named(layer(whole), layer(whole.astype(np.float32)))
+
+
+def test_dtype() -> None:
+    half = X.astype(jnp.bfloat16)
+    layer = RmsNorm.init(Embed, use_weight=False, use_bias=False, dtype=jnp.bfloat16)
+    found, exact = layer(half), RmsNorm.init(Embed, use_weight=False, use_bias=False)(half)
+    assert found.dtype == jnp.bfloat16 and axn.any(found != exact)
+    np.testing.assert_allclose(found.astype(np.float32).array, exact.astype(np.float32).array, rtol=0.02)
 
 
 def test_errors() -> None:

@@ -150,6 +150,7 @@ def test_older_configurations() -> None:
         (lambda: Rotary.from_config({"rope_type": "yarn", "facto": 2.0}), "'yarn' has no 'facto'.* 'factor'"),
         (lambda: apply_rotary(X["head_size", :5], Size.resize(5), Pos), "an odd number"),
         (lambda: apply_rotary(X, "size", Pos), "apply_rotary: no axis 'size' in "),
+        (lambda: apply_rotary(X, Size, "time"), "apply_rotary: no axis 'time' in "),
         (lambda: apply_rotary(X, Size, axn.arange(axn.Axis("time", 3))), r"`positions` has axes \(time\)"),
         (lambda: apply_rotary(X, Size, axn.arange(Pos.resize(2))), "'pos' has conflicting sizes"),
     ],

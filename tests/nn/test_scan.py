@@ -360,6 +360,18 @@ def test_each_kind_loads_what_the_other_wrote() -> None:
             other.from_state_dict({k: v for k, v in state.items() if k != "3.up"})
 
 
+def test_what_layers_share_must_be_the_same_for_all() -> None:
+    layers = Stacked(eqx.tree_at(lambda m: m.down, STACKED, STACKED.down["layers", 0]), Layers)
+    state = layers.to_state_dict("h")
+    assert_named(layers.from_state_dict(state, "h").stacked.down, layers.stacked.down)
+    state |= {"h.2.down": state["h.2.down"] + 1, "h.3.rate": 0.25}
+    with pytest.raises(ValueError, match="does not fit the tree, 2 problems") as e:
+        layers.from_state_dict(state, "h")
+    shared = {"down": "float32[mlp=24, embed=16]", "rate": "0.5"}
+    for name, x in shared.items():
+        assert f"'h.*.{name}' differs among the layers, but in the tree they share one, {x}." in str(e.value)
+
+
 # --- errors ---
 
 

@@ -7,13 +7,16 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings, strategies as st
 
 import axonym as axn
 from axonym import Axis, NamedArray
 
+pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.further]
+
 NAMES = ("a", "b", "c", "d", "e")
-FEW = settings(max_examples=25)
+FEW = settings(max_examples=12)
 
 sizes = st.integers(1, 4)
 
@@ -123,7 +126,7 @@ def rearrangements(draw) -> tuple[NamedArray, str, dict[str, Any], str, dict[str
     return x, there, bindings(split), back, bindings(merged), values, tuple(merged)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(rearrangements())
 def test_splitting_moving_and_merging_there_and_back(drawn):
     x, there, sizes_there, back, sizes_back, values, names = drawn

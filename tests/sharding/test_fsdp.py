@@ -15,6 +15,8 @@ from benchmarks import models
 from benchmarks.communication import bytes_moved
 from tests.sharding.test_shard import spec
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 BATCH = 8
 LAYOUTS = {
     "one axis": ({"data": 8}, {"embed": "data"}, {"batch": "data"}),
@@ -49,6 +51,7 @@ def expected(params) -> Any:
     return jax.jit(step)(params, *batch())
 
 
+@pytest.mark.usefixtures("expected", "optimised")
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_gives_the_result_of_one_device_and_moves_little(params, expected, layout: str, explicit: bool) -> None:
@@ -117,8 +120,8 @@ def test_forms_of_the_call() -> None:
         axn.fsdp(fn, {}, {}, compute_mapping={})
 
 
-def test_the_optimiser_state_lies_with_the_parameters(params, mesh) -> None:
-    optimiser = optax.adam(1e-2)
+def test_the_optimiser_state_lies_with_the_parameters(mesh) -> None:
+    params, optimiser = models.name_params(models.make_params(1)), optax.adam(1e-2)
 
     def train(p, state, tokens, targets):
         loss, grads = jax.value_and_grad(models.named_loss)(p, tokens, targets)
@@ -144,6 +147,7 @@ def test_the_optimiser_state_lies_with_the_parameters(params, mesh) -> None:
         np.testing.assert_allclose(losses[i], float(loss), rtol=1e-4)
 
 
+@pytest.mark.usefixtures("optimised")
 def test_gathering_inside_a_scan_and_under_rematerialisation(mesh) -> None:
     w = axn.ones(axn.make_axes(layer=3, embed=8, mlp=8)) * 0.1
     x = axn.ones(axn.make_axes(batch=8, embed=8))

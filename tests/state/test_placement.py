@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
+from axonym import nn
 from axonym.state import (
     from_state_dict,
     from_torch_compatible_state_dict,
@@ -69,6 +70,17 @@ def test_each_device_reads_its_part_of_a_file(file: Path, mesh: Mesh) -> None:
         parts = {"bias": 2, "gain": 1}.get(key.split(".")[-1], 8) if "norm" not in key else 4
         # No more at once than one part of one layer, and nothing twice, however many devices have it.
         assert x.most == x.size // parts and x.read == x.size, key
+
+
+def test_scaled_weights_are_read_in_parts(mesh: Mesh) -> None:
+    def init() -> nn.Linear:
+        In, Out = axn.make_axes(embed=16, label=8)
+        return nn.Linear.init(In, Out, key=jax.random.key(0), reparam_cls=nn.mup.OutputLinearMup)
+
+    entries = watched(to_numpy_state_dict(init()))
+    found = from_state_dict(eqx.filter_eval_shape(init), entries, placement=MAPPING, mesh=mesh)
+    assert entries["weight"].most == 8 * 16 // 4 and found.weight.array.sharding.spec == P(None, "data")
+    assert_same_tree(found, init())  # a power of two scales exactly
 
 
 def test_placements_by_hand(file: Path, mesh: Mesh) -> None:

@@ -113,6 +113,22 @@ def test_arrays_get_the_dtype_of_the_tree() -> None:
     assert found["n"] == 3 and isinstance(found["n"], int)
 
 
+def test_numbers_stay_what_they_are() -> None:
+    tree = {"steps": 3, "on": True, "rate": 0.5, "scale": 1j}
+    found = from_state_dict(tree, {"steps": np.ones(1), "on": 0, "rate": np.float32(np.nan), "scale": jnp.bfloat16(2)})
+    assert str(found) == "{'on': False, 'rate': nan, 'scale': (2+0j), 'steps': 1}"
+    entries = {"steps": np.float32(2.5), "on": np.ones(3), "rate": 2j, "scale": "1j"}
+    with pytest.raises(ValueError, match=r"does not fit the tree, 4 problems") as e:
+        from_state_dict(tree, entries)
+    for line in (
+        "'steps' is 2.5, but in the tree it is a number, int.",
+        "'on' is float64[3], but in the tree it is a number, bool.",
+        "'rate' is 2j, but in the tree it is a number, float.",
+        "'scale' is 1j, but in the tree it is a number, complex.",
+    ):
+        assert line in str(e.value)
+
+
 def test_entries_are_copied() -> None:
     entry = np.zeros(3, np.float32)
     found = from_state_dict({"w": jnp.ones(3)}, {"w": entry})

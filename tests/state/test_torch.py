@@ -22,7 +22,18 @@ from axonym.state import (
     to_torch_compatible_state_dict,
     unflatten_modules_from_export,
 )
-from tests.state.models import KEY, Embed, Heads, Layers, Model, Size, assert_same_entries, assert_same_tree, torch_form
+from tests.state.models import (
+    KEY,
+    Embed,
+    Heads,
+    Layers,
+    Model,
+    Size,
+    Vocab,
+    assert_same_entries,
+    assert_same_tree,
+    torch_form,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -83,6 +94,32 @@ def test_flattened_modules_are_modules() -> None:
     assert flat.weight.shape == {"__OUT__": 1, "__IN__": 12} and flat.In == axn.Axis("__IN__", 12)
     np.testing.assert_allclose(flat(axn.ones({"__IN__": 12})).array, layer(axn.ones((Heads, Size))).array[None], 1e-6)
     assert_same_tree(unflatten_modules_from_export({"a": [flat]}, {"a": [layer]})["a"][0], layer)
+    for like_those_of_torch in (nn.Linear.init(Embed, Embed, key=KEY), nn.Embedding.init(Vocab, Embed, key=KEY)):
+        assert_same_tree(flatten_modules_for_export(like_those_of_torch), like_those_of_torch)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_weights_are_what_inputs_are_multiplied_with(dtype: Any) -> None:
+    """PyTorch knows no parametrisations, so that of the layer is in its weight."""
+
+    def init() -> nn.Stacked[nn.Linear]:
+        make = nn.Stacked.init(Layers, nn.Linear)
+        layers = make((Heads, Size), Embed, key=KEY, use_bias=False, reparam_cls=nn.mup.OutputLinearMup)
+        return jax.tree.map(lambda x: x.astype(dtype), layers)
+
+    layers = init()
+    entries, x = to_torch_compatible_state_dict(layers), axn.ones((Heads, Size), dtype)
+    for i, expected in enumerate(layers.vmap(x).unbind("layers")):
+        weight = entries[f"{i}.weight"]
+        assert weight.dtype == dtype and isinstance(weight, np.ndarray)
+        np.testing.assert_allclose(weight.astype(np.float32).sum(1), expected.array.astype(np.float32), 0.05)
+    loaded = from_torch_compatible_state_dict(eqx.filter_eval_shape(init), entries)
+    in_jit = jax.jit(from_torch_compatible_state_dict)(layers, entries)
+    for found in (loaded, in_jit):
+        actual, desired = (x.stacked.weight.array.astype(np.float32) for x in (found, layers))
+        np.testing.assert_allclose(actual, desired, rtol=0.02 if dtype == jnp.bfloat16 else 1e-6)
+    partly = from_torch_compatible_state_dict(layers, {}, strict=False)
+    assert partly.stacked.weight.array is layers.stacked.weight.array
 
 
 def test_axes_in_another_order() -> None:
@@ -124,14 +161,15 @@ def test_hooks_that_compute() -> None:
 def test_what_is_not_there() -> None:
     model = Model.init()
     entries = torch_form(model)
-    del entries["layers.1.attend.bias"], entries["embed.weight"]
+    del entries["layers.1.attend.bias"], entries["embed.weight"], entries["layers.2.norm.bias"]
     entries["layers.0.gain"] = np.zeros(3, np.float32)
     with pytest.raises(ValueError) as e:
         from_torch_compatible_state_dict(model, entries)
-    assert str(e.value).startswith("from_torch_compatible_state_dict: the state dict does not fit the tree, 3 problems")
+    assert str(e.value).startswith("from_torch_compatible_state_dict: the state dict does not fit the tree, 4 problems")
     for line in (
         "'embed.weight' is missing, for float32[vocab=8, __OUT__=12].",
         "'layers.1.attend.bias' is missing, for float32[__OUT__=12].",
+        "'layers.2.norm.bias' is missing, for float32[embed=4].",
         "'layers.0.gain' has shape (3,), but in the tree it is float32[2].",
     ):
         assert line in str(e.value)

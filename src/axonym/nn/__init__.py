@@ -60,4 +60,4 @@ from .normalization import (
     standardize as standardize,
 )
 from .pool import max_pool as max_pool, mean_pool as mean_pool, min_pool as min_pool
-from .scan import BlockSeq as BlockSeq, Stacked as Stacked
+from .scan import BlockSeq as BlockSeq, ScanCheckpointPolicy as ScanCheckpointPolicy, Stacked as Stacked

@@ -21,6 +21,7 @@ M_contra = TypeVar("M_contra", bound=eqx.Module, contravariant=True)
 CarryT = TypeVar("CarryT")
 OutputT_co = TypeVar("OutputT_co", covariant=True)
 P = ParamSpec("P")
+S = TypeVar("S", bound="BlockFoldable[Any]")
 
 
 class ModuleInit(Protocol[M_co]):

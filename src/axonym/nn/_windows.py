@@ -8,7 +8,10 @@ from typing import Any, TypeAlias
 
 from .. import _errors
 from .._mesh import Names
-from ..axis import name_of
+from ..axis import AxisSelector, name_of
+
+PerAxis: TypeAlias = int | Sequence[int] | Mapping[AxisSelector, int]
+PaddingSpec: TypeAlias = str | int | Sequence[int | tuple[int, int]] | Mapping[AxisSelector, int | tuple[int, int]]
 
 Pair = tuple[int, int]
 Padding: TypeAlias = tuple[Pair, ...] | str

@@ -54,17 +54,6 @@ def _activation(name: str, fn: Callable[..., Any], summary: str, shown: str) -> 
     return publish(op, name, __name__, doc)
 
 
-# --- positional functions that JAX lacks ---
-
-
-def _relu_squared(x: Any) -> jax.Array:
-    return jax.numpy.square(jax.nn.relu(x))
-
-
-def _quick_gelu(x: Any) -> jax.Array:
-    return x * jax.nn.sigmoid(1.702 * x)
-
-
 # --- the table: name, positional function, summary, what it gives for -1 and 2 ---
 
 hard_sigmoid = _activation(
@@ -77,14 +66,8 @@ hard_swish = _activation(
 hard_tanh = _activation("hard_tanh", jax.nn.hard_tanh, "The element, kept between -1 and 1.", "-1. 1.")
 log_sigmoid = _activation("log_sigmoid", jax.nn.log_sigmoid, "The logarithm of the sigmoid.", "-1.3133 -0.1269")
 mish = _activation("mish", jax.nn.mish, "The element times the hyperbolic tangent of its softplus.", "-0.3034 1.944 ")
-quick_gelu = _activation(
-    "quick_gelu", _quick_gelu, "An approximation of GELU with a sigmoid: x * sigmoid(1.702 x).", "-0.1542 1.9357"
-)
 relu = _activation("relu", jax.nn.relu, "The element where it is positive, else zero.", "0. 2.")
 relu6 = _activation("relu6", jax.nn.relu6, "The element, kept between 0 and 6.", "0. 2.")
-relu_squared = _activation(
-    "relu_squared", _relu_squared, "The square of the element where it is positive, else zero.", "0. 4."
-)
 selu = _activation(
     "selu",
     jax.nn.selu,
@@ -101,6 +84,41 @@ squareplus = _activation(
     "squareplus", jax.nn.squareplus, "A smooth relu without exponentials: (x + sqrt(x * x + 4)) / 2.", "0.618 2.4142"
 )
 swish = _activation("swish", jax.nn.swish, "The element times its sigmoid: `silu`.", "-0.2689 1.7616")
+
+
+# --- positional functions that JAX lacks ---
+
+
+def relu_squared(x: A) -> A:
+    """The square of the element where it is positive, else zero.
+
+    Arguments:
+        x: a named array, a scalar, a raw array, or a tree of them.
+
+    >>> axn.nn.relu_squared(axn.named([-1., 2.], "x"))
+    NamedArray(float32[x=2], [0. 4.])
+    """
+    return _apply(_relu_squared, "relu_squared", x)
+
+
+def _relu_squared(x: Any) -> jax.Array:
+    return jax.numpy.square(jax.nn.relu(x))
+
+
+def quick_gelu(x: A) -> A:
+    """An approximation of GELU with a sigmoid: x * sigmoid(1.702 x).
+
+    Arguments:
+        x: a named array, a scalar, a raw array, or a tree of them.
+
+    >>> axn.nn.quick_gelu(axn.named([-1., 2.], "x"))
+    NamedArray(float32[x=2], [-0.1542 1.9357])
+    """
+    return _apply(_quick_gelu, "quick_gelu", x)
+
+
+def _quick_gelu(x: Any) -> jax.Array:
+    return x * jax.nn.sigmoid(1.702 * x)
 
 
 # --- those with options ---

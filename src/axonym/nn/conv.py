@@ -7,8 +7,8 @@ in any number and anywhere: the result has the axes of the input in its order, w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -20,13 +20,10 @@ from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
 from ..jax_utils import named_call
 from ..ops._operands import distinct, private, require_named
-from ._windows import Padding, Pair, check_spans, padding_of, per_axis
+from ._windows import Padding, PaddingSpec, Pair, PerAxis, check_spans, padding_of, per_axis
 from .linear import _stored
 
 __all__ = ["Conv", "ConvTranspose"]
-
-PerAxis: TypeAlias = int | Sequence[int] | Mapping[AxisSelector, int]
-PaddingSpec: TypeAlias = str | int | Sequence[int | tuple[int, int]] | Mapping[AxisSelector, int | tuple[int, int]]
 
 
 class Conv(eqx.Module):

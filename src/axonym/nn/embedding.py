@@ -123,10 +123,14 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
     # PyTorch has one axis for an embedding.
 
     def flatten_for_export(self) -> Embedding:
+        if isinstance(self.Embed, Axis):
+            return self
         weight = merged(self.weight, self.Embed, OUT)
         return dataclasses.replace(self, weight=weight, Embed=flat_axis(self.Embed, OUT))
 
     def unflatten_from_export(self, template: Any) -> Embedding:
+        if isinstance(template.Embed, Axis):
+            return self
         weight = split(self.weight, OUT, template.Embed, template.weight.names)
         return dataclasses.replace(self, weight=weight, Embed=template.Embed)
 

@@ -179,14 +179,14 @@ def reduce_loss(
     Arguments:
         arr: the losses.
         reduction: what reduces them; `axonym.mean` by default, and None leaves them.
-        reduction_axis: the axes to reduce; all by default.
+        reduction_axis: the axes to reduce; all by default. With none, losses stay as with no reduction.
         where: which losses count, by name.
 
     >>> losses = axn.named([1., 2., 6.], "x")
     >>> axn.nn.reduce_loss(losses), axn.nn.reduce_loss(losses, axn.sum, where=losses < 5)
     (NamedArray(float32[], 3.), NamedArray(float32[], 3.))
     """
-    if reduction is None:
+    if reduction is None or reduction_axis == ():
         return arr if where is None else choose(where, arr, 0)
     chosen: Any = mean if isinstance(reduction, Unspecified) else reduction
     return chosen(arr, reduction_axis, where=where)

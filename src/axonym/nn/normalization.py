@@ -9,11 +9,12 @@ from typing import Any, Self, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from .. import _kernels
 from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, wrap
-from ..axis import AxisSelection, AxisSpec
+from ..axis import Axis, AxisSelection, AxisSpec
 from ..jax_utils import named_call
 from ..ops._operands import operand, require_named, require_subset
 from ..ops.creation import ones, zeros
@@ -166,7 +167,7 @@ class _Norm(ModuleWithStateDictSerialization):
             eps: added to the variance or mean square, so that nothing is divided by zero.
             use_weight: whether there is a learned scale.
             use_bias: whether there is a learned shift.
-            dtype: the dtype to normalise in; that of the input by default.
+            dtype: the dtype to normalise in; by default that of the input, float32 at least.
 
         >>> print(axn.nn.LayerNorm.init(axn.Axis("embed", 4), use_bias=False).weight)
         float32[embed=4]
@@ -177,10 +178,14 @@ class _Norm(ModuleWithStateDictSerialization):
     # In the form for PyTorch there is one axis, as in the layers around it.
 
     def flatten_for_export(self) -> Self:
+        if isinstance(self.axis, Axis):
+            return self
         weight, bias = (merged(x, self.axis, OUT) for x in (self.weight, self.bias))
         return dataclasses.replace(self, axis=flat_axis(self.axis, OUT), weight=weight, bias=bias)
 
     def unflatten_from_export(self, template: Any) -> Self:
+        if isinstance(template.axis, Axis):
+            return self
         weight, bias = (split(x, OUT, template.axis) for x in (self.weight, self.bias))
         return dataclasses.replace(self, axis=template.axis, weight=weight, bias=bias)
 
@@ -200,7 +205,10 @@ class _Norm(ModuleWithStateDictSerialization):
         NamedArray(float32[batch=2, embed=2], [[-1. 1.] [-1. 1.]])
         """
         dtype = require_named(type(self).__name__, x).dtype
-        x = self._normalised(x if self.dtype is None else x.astype(self.dtype)).astype(dtype)
+        # The square of a large number of half precision is infinite, and a mean of many is inexact.
+        wide = jnp.promote_types(dtype, jnp.float32) if self.dtype is None else self.dtype
+        x = self._normalised(x.astype(wide))
+        x = x.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else x
         if self.weight is not None:
             x = x * self.weight
         return x if self.bias is None else x + self.bias
@@ -214,8 +222,8 @@ class LayerNorm(_Norm):
         weight: the scale, with these axes, or None.
         bias: the shift, with these axes, or None.
         eps: added to the variance, so that nothing is divided by zero.
-        dtype: the dtype to normalise in; that of the input by default. The result goes back to that of the input before
-            it is scaled and shifted.
+        dtype: the dtype to normalise in; by default that of the input, float32 at least. The result goes back to that
+            of the input before it is scaled and shifted.
 
     >>> layer = axn.nn.LayerNorm.init(axn.Axis("embed", 2))
     >>> layer(axn.named([[1., 3.], [2., 6.]], ("batch", "embed")))
@@ -234,8 +242,8 @@ class RmsNorm(_Norm):
         weight: the scale, with these axes, or None.
         bias: the shift, with these axes, or None.
         eps: added to the mean square, so that nothing is divided by zero.
-        dtype: the dtype to normalise in; that of the input by default. The result goes back to that of the input before
-            it is scaled and shifted.
+        dtype: the dtype to normalise in; by default that of the input, float32 at least. The result goes back to that
+            of the input before it is scaled and shifted.
 
     >>> layer = axn.nn.RmsNorm.init(axn.Axis("embed", 2), use_bias=False)
     >>> layer(axn.named([[1., 1.], [-2., 2.]], ("batch", "embed")))

@@ -7,7 +7,7 @@ axes of the result are those of the input, in its order.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -18,15 +18,14 @@ from .. import _kernels
 from .._compat import set_apart
 from .._mesh import Names
 from ..array import NamedArray, wrap
-from ..axis import AxisSelector, AxisSpec, axes_of_spec
+from ..axis import AxisSpec, axes_of_spec
 from ..ops._families import publish
 from ..ops._operands import distinct, require_named, scalar
-from ._windows import Padding, Pair, check_spans, padding_of, per_axis, same_padding
+from ._windows import Padding, PaddingSpec, Pair, PerAxis, check_spans, padding_of, per_axis, same_padding
 
 __all__ = ["max_pool", "mean_pool", "min_pool", "pool"]
 
-Stride: TypeAlias = int | Sequence[int] | Mapping[AxisSelector, int] | None
-PaddingSpec: TypeAlias = str | int | Sequence[int | tuple[int, int]] | Mapping[AxisSelector, int | tuple[int, int]]
+Stride: TypeAlias = PerAxis | None
 
 
 class _Pool(Protocol):

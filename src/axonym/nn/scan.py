@@ -56,6 +56,7 @@ from ._foldable import (
     ModuleInit,
     OutputT_co,
     P,
+    S,
     ScanFunction,
     VmapFunction,
 )
@@ -71,6 +72,8 @@ __all__ = [
     "ModuleInit",
     "OutputT_co",
     "P",
+    "S",
+    "ScanCheckpointPolicy",
     "ScanFunction",
     "Stacked",
     "VmapFunction",

@@ -14,18 +14,18 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 from .._compat import varying_axes
+from ..state.module import ModuleWithStateDictSerialization
 
 __all__ = ["Int8DotGeneralOp"]
 
 Labels = tuple[int, ...]
 
 
-class Int8DotGeneralOp(eqx.Module):
+class Int8DotGeneralOp(ModuleWithStateDictSerialization):
     """`jax.lax.dot_general` whose operands are rounded to 8-bit integers, also for the gradient of the first.
 
     >>> layer = axn.nn.Linear.init(

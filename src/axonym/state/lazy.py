@@ -20,6 +20,7 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh
 
 from .. import _context
+from ..array import NamedArray, wrap
 from ..jax_utils import is_jax_array_like
 
 Index = tuple[slice, ...]
@@ -102,6 +103,31 @@ class Stack(LazyArray):
 
 
 @dataclasses.dataclass(frozen=True)
+class Scaled(LazyArray):
+    """An array times a number."""
+
+    array: LazyArray
+    factor: float
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.array.dtype
+
+    def read(self, index: Index) -> np.ndarray:
+        return (self.array.read(index) * self.factor).astype(self.dtype)
+
+    def reshape(self, shape: tuple[int, ...]) -> Scaled:
+        return Scaled(self.array.reshape(shape), self.factor)
+
+    def transpose(self, permutation: Sequence[int]) -> Scaled:
+        return Scaled(self.array.transpose(permutation), self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
 class Absent(LazyArray):
     """An array of which only shape and dtype are known."""
 
@@ -120,14 +146,17 @@ class Absent(LazyArray):
 
 def is_absent(x: LazyArray) -> bool:
     """Whether some of the array is not there."""
-    return any(map(is_absent, x.parts)) if isinstance(x, Stack) else isinstance(x, Absent)
+    return any(map(is_absent, _parts(x))) or isinstance(x, Absent)
 
 
 def is_on_device(x: LazyArray) -> bool:
     """Whether the values are those of JAX arrays, which can be traced."""
-    if isinstance(x, Stack):
-        return any(map(is_on_device, x.parts))
-    return isinstance(x, Entry) and isinstance(x.source, jax.Array)
+    return any(map(is_on_device, _parts(x))) or (isinstance(x, Entry) and isinstance(x.source, jax.Array))
+
+
+def _parts(x: LazyArray) -> tuple[LazyArray, ...]:
+    """The arrays that one is made of."""
+    return x.parts if isinstance(x, Stack) else (x.array,) if isinstance(x, Scaled) else ()
 
 
 def whole(x: LazyArray) -> Any:
@@ -136,6 +165,8 @@ def whole(x: LazyArray) -> Any:
         return x.read((slice(None),) * len(x.shape))
     if isinstance(x, Stack):
         return jnp.stack([whole(part) for part in x.parts], x.axis)
+    if isinstance(x, Scaled):
+        return (whole(x.array) * x.factor).astype(x.dtype)
     assert isinstance(x, Entry)
     return x.source if x.source.dtype == x.dtype else x.source.astype(x.dtype)
 
@@ -150,6 +181,21 @@ def lazy(x: Any) -> LazyArray:
 def abstract(x: LazyArray) -> jax.ShapeDtypeStruct:
     """What JAX knows an array by that it does not have."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def scaled(x: NamedArray | None, factor: float) -> NamedArray | None:
+    """An array of a module times a number. What is not there, or has no values, stays as it is.
+
+    Arguments:
+        x: the array, which can be lazy.
+        factor: the number.
+    """
+    if x is None or factor == 1:
+        return x
+    array = x.array
+    if isinstance(array, LazyArray):
+        return wrap(Scaled(array, factor), x.names)
+    return wrap((array * factor).astype(array.dtype), x.names) if isinstance(array, (jax.Array, np.ndarray)) else x
 
 
 # --- functions that rearrange ---

@@ -23,7 +23,8 @@ from ..jax_utils import is_jax_array_like
 from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Placement
-from .lazy import Absent, Entry, LazyArray, Stack, lazy
+from ..sharding.shard import in_trace
+from .lazy import Absent, Entry, LazyArray, Stack, is_absent, lazy, whole
 from .naming import children, described, is_number, layers_at, same_kind, with_prefix, without
 from .placing import placed
 from .session import Reader, Session, current_session, under_way, with_options
@@ -140,6 +141,12 @@ def lazy_loading(method: Callable[..., T]) -> Callable[..., T]:
     return from_state_dict
 
 
+def _session() -> Session:
+    session = current_session()
+    assert session is not None
+    return session
+
+
 # --- one node of the tree ---
 
 
@@ -148,14 +155,13 @@ def loaded(tree: Any, reader: Mapping[str, Any], prefix: str | None) -> Any:
     if is_jax_array_like(tree):
         return _array(tree, reader, prefix)
     if is_number(tree):
-        return tree if prefix is None or prefix not in reader else _number(tree, reader[prefix])
+        return tree if prefix is None or prefix not in reader else _number(tree, reader[prefix], prefix)
     if isinstance(tree, NamedArray):
         return tree  # a placeholder
     method = getattr(type(tree), "from_state_dict", None) if isinstance(tree, eqx.Module) else None
     if method is None:
         return loaded_children(tree, reader, prefix)
-    session = current_session()
-    assert session is not None
+    session = _session()
     with with_options(session, lazy=hasattr(method, "_leaves_arrays_lazy")):
         return method(tree, reader, prefix)
 
@@ -168,9 +174,19 @@ def loaded_children(tree: Any, reader: Mapping[str, Any], prefix: str | None) ->
     return jax.tree.unflatten(structure, [loaded(child, reader, with_prefix(prefix, step)) for step, child in found])
 
 
-def _number(tree: Any, entry: Any) -> Any:
-    # In a compiled function its value is not known.
-    return entry if isinstance(entry, Tracer) else type(tree)(np.asarray(entry).item())
+def _number(tree: Any, entry: Any, key: str) -> Any:
+    if isinstance(entry, Tracer):
+        return entry  # in a compiled function its value is not known
+    array, kind = np.asarray(entry), type(tree)
+    given = array.item() if array.size == 1 else described(array)
+    try:
+        value = kind(given)
+    except (OverflowError, TypeError, ValueError):
+        value = None
+    if value is not None and (value == given or value != value):  # not cut off; or it is NaN
+        return value
+    _session().misfits.append(f"{key!r} is {given}, but in the tree it is a number, {kind.__name__}.")
+    return tree
 
 
 def _array(tree: Any, reader: Mapping[str, Any], key: str | None) -> Any:
@@ -180,8 +196,7 @@ def _array(tree: Any, reader: Mapping[str, Any], key: str | None) -> Any:
 
 
 def _entry(array: Any, tree: Any, reader: Mapping[str, Any], key: str | None) -> LazyArray:
-    session = current_session()
-    assert session is not None
+    session = _session()
     if key is None:
         raise ValueError(f"{session.what}: an array on its own has no key in a state dict. Pass its key as `prefix`.")
     shape, dtype = tuple(array.shape), array.dtype
@@ -238,11 +253,17 @@ def stacked_from_state_dict(stacked: T, layers: Axis, state_dict: Mapping[str, A
     >>> from_state_dict(layers, {"0": np.zeros(2), "1": np.ones(2)}).stacked
     NamedArray(float32[layers=2, embed=2], [[0. 0.] [1. 1.]])
     """
-    leaves, structure = named_trees.flatten(stacked)
-    layer = jax.tree.unflatten(structure, [_layer_of(x, layers.name) for x in leaves])
+    found, structure = named_trees.flatten_with_path(stacked)
+    layer = jax.tree.unflatten(structure, [_layer_of(x, layers.name) for _, x in found])
     loaded_layers = [from_state_dict(layer, state_dict, with_prefix(prefix, str(i))) for i in range(layers.size)]
     columns = zip(*map(named_trees.leaves, loaded_layers), strict=True)
-    results = [_stacked(x, parts, layers.name) for x, parts in zip(leaves, columns, strict=True)]
+    results = []
+    for (path, x), parts in zip(found, columns, strict=True):
+        if layers_at(x, layers.name) is None and not _all_equal(parts):
+            where = with_prefix(prefix, f"*.{jax.tree_util.keystr(path, simple=True, separator='.')}")
+            shared = described(x) if is_jax_array_like(x) else x
+            _session().misfits.append(f"{where!r} differs among the layers, but in the tree they share one, {shared}.")
+        results.append(_stacked(x, parts, layers.name))
     return jax.tree.unflatten(structure, results)
 
 
@@ -255,6 +276,16 @@ def _layer_of(x: Any, name: str) -> Any:
     shape = tuple(array.shape)
     part = jax.ShapeDtypeStruct(shape[:position] + shape[position + 1 :], array.dtype)
     return wrap(part, without(x.names, name)) if isinstance(x, NamedArray) else part
+
+
+def _all_equal(parts: Sequence[Any]) -> bool:
+    """Whether what the layers share is the same for all of them; in a compiled function it is taken to be."""
+    first, *others = (part.array if isinstance(part, NamedArray) else part for part in parts)
+    if is_number(first):
+        return all(other == first for other in others)
+    if not isinstance(first, LazyArray) or any(map(is_absent, (first, *others))) or in_trace():
+        return True
+    return all(np.array_equal(whole(other), whole(first), equal_nan=True) for other in others)
 
 
 def _stacked(x: Any, parts: Sequence[Any], name: str) -> Any:

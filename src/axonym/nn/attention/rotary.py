@@ -23,7 +23,7 @@ import numpy as np
 
 from ... import _errors, _kernels
 from ..._mesh import Names
-from ...array import NamedArray, wrap
+from ...array import NamedArray, resolve, wrap
 from ...axis import AxisSelector
 from ...ops._operands import require_named, require_subset
 from ...ops.creation import arange
@@ -276,7 +276,8 @@ def apply_rotary(
     """
     require_named("apply_rotary", x)
     if not isinstance(positions, NamedArray):
-        positions = arange(x.resolve_axis(positions))
+        (along,) = resolve(x.names, jnp.shape(x.array), positions, "apply_rotary")
+        positions = arange(along)
     kernel = _rotary_kernel(x.names, positions.names, HeadDim, config)
     return wrap(kernel.call(x.array, positions.array), kernel.names)
 
