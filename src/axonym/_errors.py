@@ -24,8 +24,8 @@ def describe_shape(shape: Mapping[str, Any]) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'embed'?`, or nothing when no known name is near."""
-    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.6)
+    """` Did you mean 'embed'?`, or nothing when no other known name is near."""
+    near = difflib.get_close_matches(str(name), [k for k in known if k != name], n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

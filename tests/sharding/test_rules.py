@@ -192,6 +192,11 @@ def test_strict_lists_every_leaf_without_a_pattern(mesh):
     assert "the nearest of 3: 'tabel'" in lines[4]
 
 
+def test_what_has_no_axes_needs_no_pattern(mesh):
+    rule = TreePathShardingRule(("table", P("data")))
+    assert specs(rule.apply({"table": jnp.ones(8), "count": jnp.ones(())}, mesh)) == {"table": ("data",), "count": ()}
+
+
 def test_without_strict_they_are_whole(mesh):
     assert specs(TreePathShardingRule(("q", P("data")), strict=False).apply(LAYERS, mesh))["table"] == (None, None)
 

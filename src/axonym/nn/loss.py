@@ -189,6 +189,10 @@ def reduce_loss(
     if reduction is None or reduction_axis == ():
         return arr if where is None else choose(where, arr, 0)
     chosen: Any = mean if isinstance(reduction, Unspecified) else reduction
+    if not callable(chosen):
+        raise TypeError(
+            f"reduce_loss: `reduction` is a function such as `axonym.sum`, or None to leave the losses; got {chosen!r}."
+        )
     return chosen(arr, reduction_axis, where=where)
 
 

@@ -238,7 +238,7 @@ class TreePathShardingRule(ShardingRule):
     def __init__(self, *rules: tuple[str, Placement], strict: bool = True):
         """Arguments:
         *rules: pairs of a pattern and a placement: a partition spec, a resource mapping, a sharding, another rule.
-        strict: a leaf that no pattern matches is an error; otherwise it stays whole.
+        strict: an array with axes that no pattern matches is an error; otherwise it stays whole.
         """
         for rule in rules:
             if not isinstance(rule, Sequence) or len(rule) != 2 or not isinstance(rule[0], (str, re.Pattern)):
@@ -255,7 +255,9 @@ class TreePathShardingRule(ShardingRule):
 
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
         found = self._first(leaf)
-        return PartitionSpec() if found is None and not self.strict else found
+        # What has no axes, such as the count of an optimiser, is whole anyway.
+        whole = found is None and (not self.strict or leaf.shape == ())
+        return PartitionSpec() if whole else found
 
     def _first(self, leaf: Leaf) -> Placement:
         return next((placement for pattern, placement in self.rules if pattern.search(leaf.path)), None)

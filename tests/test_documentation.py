@@ -1,0 +1,127 @@
+"""The reference has every public name, the navigation every page, and the cheat sheet is right."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+import pytest
+
+import axonym as axn
+from tests.helpers import exports, modules, public_name
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+REFERENCE = {page.name: page.read_text() for page in sorted((DOCS / "api").glob("*.md"))}
+
+
+def _listed() -> list[str]:
+    """The names that the reference has: what its blocks render, and those of dtypes, which are rows of a table."""
+    text = "".join(REFERENCE.values())
+    blocks = re.findall(r"^::: axonym\.(\S+)$(?!\n    options:)", text, flags=re.MULTILINE)
+    rows = re.findall(r"^\| (`axonym\.[^|]*) \|", REFERENCE["typing.md"], flags=re.MULTILINE)
+    return blocks + re.findall(r"`axonym\.([^`]*)`", "".join(rows))
+
+
+def _public() -> dict[str, Any]:
+    """Everything that users import, whatever the module it is imported from; variables of types aside."""
+    visible = [m for m in modules() if not any(part.startswith("_") for part in m.__name__.split("."))]
+    found = {f"{m.__name__}.{name}": value for m in visible for name, value in exports(m).items()}
+    return {n: v for n, v in found.items() if not (inspect.ismodule(v) or isinstance(v, (TypeVar, ParamSpec)))}
+
+
+def test_reference_has_every_public_name() -> None:
+    rendered = {id(public_name(name)) for name in _listed()}
+    missing = [name for name, value in _public().items() if id(value) not in rendered]
+    assert not missing, f"no page of docs/api/ has {', '.join(missing)}"
+
+
+def test_reference_has_each_name_once() -> None:
+    names = _listed()
+    assert len(names) > 500
+    assert sorted(names) == sorted(set(names))
+
+
+def test_reference_has_every_method() -> None:
+    """The methods that are functions stand in a table on the page of named arrays, with links to the functions."""
+    listed = set(re.findall(r"\[`(\w+)`\]\[axonym\.", REFERENCE["named_array.md"]))
+    offered = {id(value) for value in exports(axn).values()} | {id(axn.typing.matches_axes)}
+    members = {n: getattr(m, "fget", m) for n, m in vars(axn.NamedArray).items() if not n.startswith("_")}
+    functions = {n for n, m in members.items() if id(m) in offered}
+    assert len(functions) > 30
+    assert listed >= functions, f"missing: {', '.join(functions - listed)}"
+
+
+def test_navigation_has_every_page() -> None:
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    navigation = re.findall(r"^ +- (?:[^:\n]*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    assert len(navigation) == len(set(navigation))
+    assert set(navigation) == pages
+
+
+def test_links_stay_within_the_site() -> None:
+    """A link to another part of the repository works on a code host, and leads nowhere on the site."""
+    outside = []
+    for page in DOCS.rglob("*.md"):
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            path = link.partition("#")[0]
+            if not re.match(r"[a-z]+:", link) and not (page.parent / path).resolve().is_relative_to(DOCS):
+                outside.append(f"{page.name}: {link}")
+    assert outside == []
+
+
+# --- the cheat sheet ---
+
+CHEAT_SHEET = (DOCS / "cheat_sheet.md").read_text()
+ROWS = re.findall(r"^\| [^|]*\| `(.+)` \| `(.+)` \|$", CHEAT_SHEET.partition("## Distribute")[0], flags=re.MULTILINE)
+
+
+def _raw(result: Any) -> list[Any]:
+    leaves = jax.tree.leaves(result, is_leaf=axn.is_named_array)
+    return [leaf.array if isinstance(leaf, axn.NamedArray) else leaf for leaf in leaves]
+
+
+@pytest.fixture(scope="module")
+def sheet() -> dict[str, Any]:
+    """What the block at the top of the sheet defines."""
+    namespace: dict[str, Any] = {}
+    exec(re.findall(r"^```python\n(.*?)^```$", CHEAT_SHEET, flags=re.MULTILINE | re.DOTALL)[0], namespace)
+    return namespace
+
+
+def test_cheat_sheet_has_rows() -> None:
+    assert len(ROWS) > 50 and len(set(ROWS)) == len(ROWS)
+
+
+@pytest.mark.further
+@pytest.mark.parametrize(("by_name", "on_raw"), ROWS, ids=[by_name for by_name, _ in ROWS])
+def test_both_sides_of_the_cheat_sheet_agree(by_name: str, on_raw: str, sheet: dict[str, Any]) -> None:
+    named = _raw(eval(by_name, sheet))
+    with jax.numpy_rank_promotion("allow"):  # which is JAX's default
+        raw = _raw(eval(on_raw, sheet))
+    assert len(named) == len(raw)
+    for ours, theirs in zip(named, raw, strict=True):
+        assert np.shape(ours) == np.shape(theirs)
+        np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-6, atol=1e-6)
+
+
+# --- what pages say in passing ---
+
+
+def test_names_in_the_text_exist() -> None:
+    """Also in the text between blocks, which does not run."""
+    modules()  # some are only there once they are imported
+    unknown = set()
+    for page in DOCS.rglob("*.md"):
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for name in re.findall(r"`(?:axn|axonym)\.([A-Za-z_][\w.]*\w)", text):
+            try:
+                public_name(name)
+            except AttributeError:
+                unknown.add(f"{page.name}: {name}")
+    assert not unknown
