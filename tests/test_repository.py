@@ -17,9 +17,12 @@ ROOT = Path(__file__).parent.parent
 SMALL: dict[str, list[str]] = {
     "image_classifier.py": ["--epochs", "1", "--batch", "512"],
     "mixture_of_experts.py": ["--steps", "2", "--every", "1"],
+    "train.py": ["llama", "--strategies", "mixed", "--steps", "2"],
 }
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# Training a language model has tests of its own, in tests/examples.
+SCRIPTS = {*(ROOT / "examples").glob("*.py"), ROOT / "examples" / "models" / "train.py"}
+EXAMPLES = sorted(SCRIPTS - {ROOT / "examples" / "train_lm.py"})
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 

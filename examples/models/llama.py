@@ -29,7 +29,7 @@ import jax
 
 import axonym as axn
 from axonym import Axis, NamedArray, nn
-from axonym.nn.attention import Causal, Rotary, apply_rotary, dot_product_attention
+from axonym.nn.attention import Causal, KVCache, Rotary, apply_rotary, dot_product_attention
 from axonym.state import ModuleWithStateDictSerialization
 
 
@@ -93,14 +93,27 @@ class Attention(eqx.Module):
         )
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        q = apply_rotary(self.q_proj(x), "head_size", "pos", self.rotary)
-        k = apply_rotary(self.k_proj(x), "head_size", "pos", self.rotary)
+        q, k, v = self._projected(x, "pos")
+        attended = dot_product_attention("key_pos", "head_size", q, k, v, mask=Causal("pos"))
+        return self.o_proj(attended)
+
+    def extend(self, x: NamedArray, cache: KVCache) -> tuple[NamedArray, KVCache]:
+        """The same for tokens that come after those in a cache, and the cache with them."""
+        positions = cache.positions(x.resolve_axis("pos"))
+        q, k, v = self._projected(x, positions)
+        cache = cache.update(k, v)
+        mask = cache.mask(positions)
+        attended = dot_product_attention("key_pos", "head_size", q, cache.keys, cache.values, mask=mask)
+        return self.o_proj(attended), cache
+
+    def _projected(self, x: NamedArray, positions: str | NamedArray) -> tuple[NamedArray, NamedArray, NamedArray]:
+        """Queries, keys and values."""
+        q = apply_rotary(self.q_proj(x), "head_size", positions, self.rotary)
+        k = apply_rotary(self.k_proj(x), "head_size", positions, self.rotary)
         v = self.v_proj(x)
         # Every position attends to every other, so what is attended to needs a name of its own. The queries have the
         # axis `group` and the keys do not, which is all there is to grouped-query attention.
-        k, v = k.rename({"pos": "key_pos"}), v.rename({"pos": "key_pos"})
-        attended = dot_product_attention("key_pos", "head_size", q, k, v, mask=Causal("pos"))
-        return self.o_proj(attended)
+        return q, k.rename({"pos": "key_pos"}), v.rename({"pos": "key_pos"})
 
 
 class Mlp(eqx.Module):
@@ -145,6 +158,12 @@ class Block(ModuleWithStateDictSerialization):
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
+    def extend(self, x: NamedArray, cache: KVCache) -> tuple[NamedArray, KVCache]:
+        """The same for tokens that come after those in a cache, and the cache with them."""
+        attended, cache = self.attention.extend(self.attention_norm(x), cache)
+        x = x + attended
+        return x + self.mlp(self.mlp_norm(x)), cache
+
     def _state_dict_key_map(self) -> dict[str, str | None]:
         return {
             "attention_norm": "input_layernorm",
@@ -180,15 +199,34 @@ class Llama(ModuleWithStateDictSerialization):
         )
 
     def __call__(self, tokens: NamedArray) -> NamedArray:
-        x = self.norm(self.blocks.fold(self.table(tokens)))
-        return self.table.unembed(x) if self.head is None else self.head(x)
+        return self._logits(self.blocks.fold(self.table(tokens)))
 
     def loss(self, tokens: NamedArray) -> jax.Array:
         """The mean surprise at each token but the first, given those before it."""
-        Pos = tokens.resolve_axis("pos")
-        targets = axn.roll(tokens, -1, Pos)
-        followed = axn.arange(Pos) < Pos.size - 1  # the last token is followed by none
-        return nn.cross_entropy_loss(self(tokens), "vocab", targets, where=followed).scalar()
+        return next_token_loss(self(tokens), tokens)
+
+    def empty_cache(self, Batch: Axis, KPos: Axis, dtype: Any = None) -> KVCache:
+        """A cache for texts of up to so many tokens, in which every block has its part along the axis `layers`."""
+        keys = self.blocks.stacked.attention.k_proj
+        KVHeads, HeadSize = (keys.weight.resolve_axis(name) for name in ("kv_heads", "head_size"))
+        return KVCache.init((self.blocks.Block, Batch), KVHeads, KPos, HeadSize, dtype or keys.weight.dtype)
+
+    def extend(self, tokens: NamedArray, cache: KVCache) -> tuple[NamedArray, KVCache]:
+        """The logits for tokens that come after those in a cache, and the cache with them."""
+        x, cache = self.blocks.scan_via(Block.extend)(self.table(tokens), cache)
+        return self._logits(x), cache
+
+    def _logits(self, x: NamedArray) -> NamedArray:
+        x = self.norm(x)
+        return self.table.unembed(x) if self.head is None else self.head(x)
 
     def _state_dict_key_map(self) -> dict[str, str | None]:
         return {"table": "model.embed_tokens", "blocks": "model.layers", "norm": "model.norm", "head": "lm_head"}
+
+
+def next_token_loss(logits: NamedArray, tokens: NamedArray) -> jax.Array:
+    """The mean surprise at each token but the first, given the logits at the one before it."""
+    Pos = tokens.resolve_axis("pos")
+    targets = axn.roll(tokens, -1, Pos)
+    followed = axn.arange(Pos) < Pos.size - 1  # the last token is followed by none
+    return nn.cross_entropy_loss(logits, "vocab", targets, where=followed).scalar()

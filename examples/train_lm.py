@@ -1,0 +1,277 @@
+"""Train a language model on text, on one device or many: `python examples/train_lm.py`.
+
+By default a small Llama learns from the source text of Python's standard library, on eight simulated devices, in about
+two minutes. On GPUs, TPUs and several hosts the script is the same: `--mapping` says how devices share the work, and
+`--help` shows all that can be set. The model is written in names, in `models/llama.py`; what this script is made of is
+in `training/`.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+from training import (
+    checkpoints,
+    config as settings,
+    data,
+    devices,
+    generation,
+    pictures,
+    runs,
+    steps,
+    strategies,
+    table,
+)
+from training.interrupts import Interrupts
+from training.metrics import Metrics
+from training.problems import Problem, reason_of
+from training.progress import Reporter
+
+import axonym as axn
+from axonym.precision import Policy
+
+INTERRUPTED = 130
+"""The exit status of a run that was stopped by Ctrl-C."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train as the command line says; the exit status."""
+    try:
+        config = settings.parse(arguments)
+        folder = runs.to_resume(config) if config.resume else None
+        if folder is not None:
+            config = runs.with_settings_of(folder, config, arguments)
+        devices.start(config.hosts)
+        prepared = Prepared(config)
+        run = runs.new(config) if folder is None else runs.Run(folder, config.saving.keep)
+        with jax.set_mesh(prepared.mesh):
+            return Training(prepared, run).run()
+    except Problem as e:
+        print(f"train_lm.py: {e}", file=sys.stderr)
+        return 1
+    except jax.errors.JaxRuntimeError as e:
+        if "RESOURCE_EXHAUSTED" not in str(e):
+            raise
+        print(
+            "train_lm.py: A device has too little memory; use a smaller --batch or another --mapping.", file=sys.stderr
+        )
+        return 1
+    except KeyboardInterrupt:
+        print("train_lm.py: Stopped at once; what was saved before is whole.", file=sys.stderr)
+        return INTERRUPTED
+
+
+class Prepared:
+    """What follows from the settings, checked before a run leaves anything behind."""
+
+    def __init__(self, config: settings.Config):
+        self.config = config
+        self.Batch, self.Pos = axn.make_axes(batch=config.batches.batch, pos=config.batches.length)
+        self.strategy = strategies.choose(config.mapping, config.mesh, config.model.kv_heads, jax.device_count())
+        self.mesh = strategies.make_mesh(self.strategy)
+        policy = Policy.parse(config.precision)
+        self.functions = steps.make_functions(config.model, config.optimizer, policy, self.strategy)
+        tokens = steps.abstract_tokens(self.Batch, self.Pos)
+        strategies.check(self.strategy, self.mesh, self.functions.abstract.model, tokens)
+        self.write = generation.make_writer(config.reports, policy, self.strategy, self.mesh)
+        self.corpus = data.read(config.data, config.batches.held_out, self.Batch, self.Pos)
+        if config.export is not None and config.export.is_dir():
+            raise Problem(f"--export needs the name of a file, and {config.export} is a folder.")
+
+    def batch(self, texts: data.Texts, first: int) -> axn.NamedArray:
+        """A batch of texts from the `first` on, each device with its part."""
+        at_work = axn.partitioning.sharding_for_axis((self.Batch, self.Pos), self.strategy.at_work, self.mesh)
+        return texts.batch(first, self.Batch, self.Pos, at_work)
+
+
+class Training:
+    """A run: the state that changes from step to step, and where it is kept."""
+
+    def __init__(self, prepared: Prepared, run: runs.Run):
+        self.prepared, self.config, self.files = prepared, prepared.config, run
+        self.functions, length = prepared.functions, prepared.Pos.size
+        self.texts = data.Texts(prepared.corpus.train, length, self.config.seed)
+        self.held_out = data.Texts(prepared.corpus.held_out, length, self.config.seed)
+        self.step = self.seen = 0
+        self.saved: int | None = None
+        """The step of the latest checkpoint."""
+
+    def run(self) -> int:
+        """Train to the end, or until interrupted; the exit status."""
+        self.begin()
+        total, tokens = self.config.optimizer.steps, self.prepared.Batch.size * self.prepared.Pos.size
+        with Interrupts() as interrupts:
+            with Reporter(total, self.step, tokens) as self.reporter:
+                self.introduce()
+                self.train_until(total, interrupts)
+            self.save_at_the_end()
+        self.keep_pictures()
+        if self.step < total:
+            self.reporter.say(f"\nStopped at step {self.step}, which is saved. To go on:\n  {self.command_to_resume()}")
+            return INTERRUPTED
+        self.finish()
+        return 0
+
+    def begin(self) -> None:
+        """Make the state, or take it from the latest checkpoint; both on the devices where it rests."""
+        saved, abstract = self.files.checkpoints, self.functions.abstract
+        saved.remove_unfinished()
+        saved.check_room(abstract)
+        self.state: steps.State
+        fingerprint = self.prepared.corpus.fingerprint
+        if self.config.resume and (latest := saved.latest()) is not None:
+            self.state, self.step, self.seen = saved.restore(latest, abstract, self.prepared.strategy.at_rest)
+            self.saved = self.step
+            if self.files.fingerprint() != fingerprint:
+                warn("The text is another one than when the run was started, so it will not go on as it would have.")
+        else:
+            self.state = jax.block_until_ready(self.functions.start(jax.random.key(self.config.seed)))
+        self.metrics = Metrics(self.files.metrics)
+        self.try_to("read the losses", self.metrics.go_on_from, self.step)
+        if jax.process_index() == 0:
+            self.files.keep_settings(self.config, fingerprint)
+
+    def introduce(self) -> None:
+        """Say what is trained, on what, and show what each device has of it."""
+        say, prepared, corpus = self.reporter.say, self.prepared, self.prepared.corpus
+        count = sum(x.size for x in jax.tree.leaves(self.state.model))
+        say(f"A Llama with {count:,} parameters on {devices.describe()}.")
+        say(f"Mapping {strategies.describe(prepared.strategy, prepared.mesh)}.")
+        sizes = (
+            f"{corpus.files:,} file{'s' if corpus.files > 1 else ''}, {table.readable(len(corpus.train))} to train on"
+        )
+        say(f"The text is {corpus.name}: {sizes}, {table.readable(len(corpus.held_out))} held out.\n")
+        say("\n".join(table.table(self.state.model, self.state.optimizer)))
+        tokens = prepared.batch(self.texts, self.seen)
+        picture = pictures.placement_as_text(self.state.model, tokens)
+        say(f"\nWhere the batch lies, and a parameter of each kind:\n{picture}")
+        self.try_to(
+            "draw the placement", pictures.save_placement, self.files.placement_picture, self.state.model, tokens
+        )
+        word = "Going on from step" if self.step else "Training from step"
+        say(f"\n{word} {self.step} to {self.reporter.total}; the folder of the run is {self.files.folder}.")
+
+    def train_until(self, total: int, interrupts: Interrupts) -> None:
+        """Take steps; evaluate, write samples and save where it is due."""
+        config = self.config
+        # On a CPU, programs that wait for each other must not pile up. Elsewhere the next step can be under way.
+        look_every = 1 if jax.default_backend() == "cpu" else config.reports.log_every
+        pending: list[steps.Metrics] = []
+        began: float | None = None  # None until the step is compiled, which is not to be measured
+        while self.step < total:
+            tokens = self.prepared.batch(self.texts, self.seen)
+            self.state, measured = self.functions.train(self.state, tokens)
+            self.step += 1
+            self.seen += self.prepared.Batch.size
+            pending.append(measured)
+            evaluates = self.step % config.reports.evaluate_every == 0 or self.step == total
+            saves = self.step % config.saving.save_every == 0 and self.step < total
+            if evaluates or saves or self.step % look_every == 0 or interrupts.urgent():
+                jax.block_until_ready(measured)
+                now = time.perf_counter()
+                self.note(pending, None if began is None else (now - began) / len(pending))
+                pending = []
+                if interrupts.agreed():
+                    return
+                if evaluates:
+                    self.evaluate()
+                if saves:
+                    self.save_if_possible()
+                began = time.perf_counter()
+
+    def note(self, measured: Sequence[steps.Metrics], seconds: float | None) -> None:
+        """Write down what the latest steps measured."""
+        values = [{name: float(x) for name, x in one.items()} for one in measured]
+        for step, row in enumerate(values, self.step - len(values) + 1):
+            if not math.isfinite(row["loss"]):
+                latest = self.files.checkpoints.latest()
+                raise Problem(
+                    f"The loss is {row['loss']} at step {step}, so a lower --learning-rate may help; "
+                    + (f"{latest} is from before." if latest else "nothing was saved yet.")
+                )
+            self.try_to("write down the losses", self.metrics.add, step=step, **row)
+        self.reporter.advance(self.step, seconds, [row["loss"] for row in values])
+
+    def evaluate(self) -> None:
+        """The loss on held-out text, and texts by the model."""
+        model, count = self.state.model, self.config.reports.evaluate_batches
+        firsts = (i * self.prepared.Batch.size for i in range(count))
+        losses = [float(self.functions.evaluate(model, self.prepared.batch(self.held_out, first))) for first in firsts]
+        mean, speed = sum(losses) / count, self.reporter.tokens_per_second()
+        self.reporter.say(f"step {self.step}: loss {mean:.3f} on held-out text, {mean / math.log(2):.2f} bits per byte")
+        values = {"held_out_loss": mean, "tokens_per_second": round(speed)}
+        self.try_to("write down the losses", self.metrics.add, step=self.step, **values)
+        if self.config.reports.samples == 0:
+            return
+        texts = self.prepared.write(model, self.state.key, self.step)
+        for text in texts:
+            self.reporter.say("  | " + text.replace("\n", "\n  | "))
+        self.try_to("keep the samples", self.keep_samples, texts)
+
+    def keep_samples(self, texts: Sequence[str]) -> None:
+        with self.files.samples.open("a", encoding="utf-8") as file:
+            file.writelines(f"--- step {self.step} ---\n{text}\n" for text in texts)
+
+    # --- saving ---
+
+    def save(self) -> None:
+        self.files.checkpoints.save(self.state, self.step, self.seen)
+        self.saved = self.step
+
+    def save_if_possible(self) -> None:
+        """On the way, a full disk is no reason to lose what was learned: there may be room again later."""
+        try:
+            self.save()
+        except Problem as e:
+            warn(f"{e} Training goes on, and the next checkpoint is tried in {self.config.saving.save_every} steps.")
+
+    def save_at_the_end(self) -> None:
+        if self.saved != self.step:
+            try:
+                self.save()
+            except Problem as e:
+                raise Problem(f"{e} When that is set right, go on from there: {self.command_to_resume()}") from e
+
+    def keep_pictures(self) -> None:
+        curves = self.metrics.column("loss"), self.metrics.column("held_out_loss")
+        self.reporter.say("\n" + "\n".join(pictures.curve_as_text(*curves)))
+        self.try_to("draw the losses", pictures.save_curve, self.files.loss_picture, *curves)
+
+    def try_to(self, what: str, action: Callable[..., None], *args: object, **kwargs: object) -> None:
+        """Do what is only for looking at: by the first of several processes, and training does not fail with it."""
+        if jax.process_index() == 0:
+            try:
+                action(*args, **kwargs)
+            except OSError as e:
+                warn(f"Could not {what}, because {reason_of(e)}.")
+
+    def finish(self) -> None:
+        """Export the model, and say where everything is."""
+        if self.config.export is not None:
+            checkpoints.export(self.state.model, self.config.export)
+            self.reporter.say(f"The model is in {self.config.export}.")
+        self.reporter.say(
+            f"All {self.step} steps are done. Checkpoints, losses, pictures and samples are in {self.files.folder}. "
+            f"To go on with more steps:\n  {self.command_to_resume()} --steps {2 * self.step}"
+        )
+
+    def command_to_resume(self) -> str:
+        python = Path(sys.executable)
+        python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
+        return shlex.join([str(python), sys.argv[0], "--resume", "--out", str(self.files.folder)])
+
+
+def warn(text: str) -> None:
+    """Say what is not as it should be, on the stream that is for it."""
+    if jax.process_index() == 0:
+        print(f"train_lm.py: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

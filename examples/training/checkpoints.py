@@ -1,0 +1,108 @@
+"""Checkpoints of a run, and the model as a file.
+
+A checkpoint has all that a run needs to go on as if nothing had happened: parameters, what the optimiser keeps, the key
+of the random numbers, the step, and how much of the text was seen. It appears when it is complete, so whenever the
+process ends, the one before it is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+from axonym import state as files
+from axonym.sharding import MappingShardingRule
+
+from .problems import Problem, reason_of
+
+T = TypeVar("T")
+
+_UNFINISHED = "*.orbax-checkpoint-tmp*"
+
+
+class Checkpoints:
+    """The checkpoints in a folder, of which the latest few are kept."""
+
+    def __init__(self, folder: Path, keep: int):
+        self.folder, self.keep = folder, keep
+
+    def latest(self) -> Path | None:
+        """The latest checkpoint that is complete."""
+        found = files.latest_checkpoint(self.folder)
+        return None if found is None else Path(found)
+
+    def save(self, state: Any, step: int, seen: int) -> Path:
+        """Write a checkpoint, then delete those that are too many. What fails is a problem, and deletes nothing."""
+        path = self.folder / f"step-{step:06d}"
+        try:
+            with _quiet():
+                files.save_checkpoint(path, {"state": state, "step": step, "seen": seen})
+        except Exception as e:  # file systems, Orbax and TensorStore each have errors of their own
+            self.remove_unfinished()
+            last = self.latest()
+            kept = "there is none before it" if last is None else f"{last} is complete"
+            raise Problem(f"The checkpoint {path} could not be written, because {reason_of(e)}; {kept}.") from e
+        if jax.process_index() == 0:
+            complete = (p for p in self.folder.glob("step-*") if not p.match(_UNFINISHED))
+            for old in sorted(complete, key=_step_of)[: -self.keep]:
+                shutil.rmtree(old, ignore_errors=True)
+        return path
+
+    def restore(self, path: Path, abstract: T, at_rest: Mapping[str, Any]) -> tuple[T, int, int]:
+        """A state on the mesh in force, the step, and how much of the text was seen."""
+        template = {"state": abstract, "step": 0, "seen": 0}
+        # Named arrays go where the mapping says; what has no names, such as the key, is whole on every device.
+        placement = MappingShardingRule(at_rest) | jax.P()
+        try:
+            with _quiet():
+                found = files.restore_checkpoint(path, template, placement)
+        except Exception as e:
+            raise Problem(f"The checkpoint {path} cannot be read: {e}") from e
+        return found["state"], found["step"], found["seen"]
+
+    def remove_unfinished(self) -> None:
+        """Delete what was left by a save that did not come to its end."""
+        if jax.process_index() == 0:
+            for path in self.folder.glob(_UNFINISHED):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def check_room(self, abstract: Any) -> None:
+        """Raise a problem now, rather than later, if there is no room for a checkpoint."""
+        needed = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract))
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise Problem(
+                f"The disk is full: a checkpoint takes {needed / 1e6:,.1f} MB, and {self.folder} has room for "
+                f"{free / 1e6:,.1f} MB; choose another folder with --out."
+            )
+
+
+def export(model: Any, path: Path) -> None:
+    """Write a model to a safetensors file, with the names that `transformers` has for a Llama."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.save_state_dict(files.to_torch_compatible_state_dict(model), path)
+    except OSError as e:
+        raise Problem(f"The model could not be written to {path}, because {reason_of(e)}.") from e
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what Orbax tells of its workings out of the output; what goes wrong comes as an exception."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,137 @@
+"""The text that a model learns from: bytes, a part of which is held out for evaluation.
+
+Which texts a step sees follows from a seed and from how many texts were seen before, and from nothing else. So that
+number is all that a checkpoint needs to know about the data, and every host can work out its part by itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import sysconfig
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import axonym as axn
+from axonym import Axis, NamedArray
+
+from .problems import Problem, reason_of
+
+VOCAB = 256
+"""Tokens are bytes."""
+
+_NOT_TEXT = {".git", "__pycache__", "node_modules", "site-packages"}
+_LEFT_OUT = _NOT_TEXT | {"test", "tests", "idle_test", "lib-dynload"}
+"""Folders of the standard library that are not read: its tests are as large as the rest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Text to train on, and text to evaluate on."""
+
+    name: str
+    files: int
+    train: np.ndarray
+    held_out: np.ndarray
+
+    @property
+    def fingerprint(self) -> int:
+        """A number that tells this text from others."""
+        return zlib.crc32(self.held_out.data, zlib.crc32(self.train.data))
+
+
+def read(source: str, held_out: float, Batch: Axis, Pos: Axis) -> Corpus:
+    """The text of a file, of a folder, or of Python's standard library.
+
+    Files come in an order that looks random and is always the same, and the end of the whole is held out: of many files
+    these are some, and of a single file it is its end.
+    """
+    if source == "stdlib":
+        root = Path(sysconfig.get_paths()["stdlib"])
+        paths, name = _files(root, ".py", _LEFT_OUT), "the source text of Python's standard library"
+    else:
+        root = Path(source)
+        if not root.exists():
+            raise Problem(f"There is no file or folder {source}; --data says where the text is.")
+        paths, name = ([root] if root.is_file() else _files(root, "", _NOT_TEXT)), source
+    if not paths:
+        raise Problem(f"The folder {root} has no files to learn from.")
+    ordered = sorted(paths, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
+    try:
+        text = np.frombuffer(b"\n".join(path.read_bytes() for path in ordered), np.uint8)
+    except OSError as e:
+        raise Problem(f"The text cannot be read from {e.filename or source}: {reason_of(e)}.") from None
+    end = len(text) - int(len(text) * held_out)
+    corpus = Corpus(name, len(paths), text[:end], text[end:])
+    needed = (Batch.size + 1) * Pos.size
+    for part, share in ((corpus.train, 1 - held_out), (corpus.held_out, held_out)):
+        if len(part) < needed:
+            least = int(needed / min(share, 1 - share, held_out)) + 1
+            raise Problem(
+                f"The text of {name} has {len(text):,} bytes, and a batch of {Batch.size} texts of {Pos.size} needs at "
+                f"least {least:,}: give more text, or a smaller --batch or --length."
+            )
+    return corpus
+
+
+def _files(root: Path, suffix: str, left_out: set[str]) -> list[Path]:
+    def is_wanted(path: Path) -> bool:
+        inside = path.relative_to(root).parts
+        return path.is_file() and path.name.endswith(suffix) and left_out.isdisjoint(inside)
+
+    return [path for path in root.rglob("*") if is_wanted(path)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Pieces of a text of equal length: each once in every round, in an order that is different each time."""
+
+    text: np.ndarray
+    length: int
+    seed: int
+
+    @property
+    def per_round(self) -> int:
+        return len(self.text) // self.length - 1
+
+    def start_of(self, number: int) -> int:
+        """Where the piece begins that is the `number`-th to be seen."""
+        round_, place = divmod(number, self.per_round)
+        shift, order = _round(self.seed, round_, self.per_round, self.length)
+        return int(order[place]) * self.length + shift
+
+    def batch(self, first: int, Batch: Axis, Pos: Axis, sharding: jax.sharding.Sharding) -> NamedArray:
+        """The pieces from the `first` on. Each device gets its own part, and nothing else is put together."""
+
+        def part(index: Any) -> np.ndarray:
+            rows, columns = (range(*s.indices(size)) for s, size in zip(index, (Batch.size, Pos.size), strict=True))
+            starts = np.array([self.start_of(first + row) for row in rows])
+            return self.text[starts[:, None] + np.array(columns)[None]].astype(np.int32)
+
+        tokens = jax.make_array_from_callback((Batch.size, Pos.size), sharding, part)
+        return axn.named(tokens, (Batch, Pos))
+
+
+@functools.lru_cache(maxsize=4)
+def _round(seed: int, round_: int, count: int, length: int) -> tuple[int, np.ndarray]:
+    """Where pieces begin in a round, by how much they are shifted, and their order."""
+    rng = np.random.default_rng((seed, round_))
+    return int(rng.integers(length)), rng.permutation(count)
+
+
+def encode(text: str) -> np.ndarray:
+    """The tokens of a text."""
+    return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+
+def decode(tokens: Any) -> str:
+    """The text of tokens, without what a terminal would take for a command."""
+    text = np.asarray(tokens).astype(np.uint8).tobytes().decode(errors="replace")
+    return "".join(
+        c if c.isprintable() or c == "\n" else " " if c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )

@@ -1,0 +1,37 @@
+"""The devices of a run: those of this host, simulated ones, or those of several hosts."""
+
+from __future__ import annotations
+
+import jax
+
+from .config import Hosts
+from .problems import Problem
+
+
+def start(hosts: Hosts) -> None:
+    """Make devices ready. This comes before anything else that JAX does."""
+    # The number of CPU devices is for machines that have nothing faster, and says nothing elsewhere.
+    if jax.config.jax_num_cpu_devices != hosts.simulated_devices:  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            jax.config.update("jax_num_cpu_devices", hosts.simulated_devices)
+        except RuntimeError:
+            raise Problem(
+                f"JAX has started already, and not with {hosts.simulated_devices} simulated devices."
+            ) from None
+    if hosts.distributed:
+        try:
+            jax.distributed.initialize(hosts.coordinator, hosts.processes, hosts.process_index)
+        except (RuntimeError, ValueError) as e:
+            raise Problem(
+                f"The hosts could not be connected: {e}; --coordinator, --processes and --process-index say how, where "
+                "it cannot be found out."
+            ) from None
+
+
+def describe() -> str:
+    """How many devices there are, of which kind."""
+    device, count = jax.devices()[0], jax.device_count()
+    simulated = "simulated " if device.platform == "cpu" and count > 1 else ""
+    kind = "CPU" if device.platform == "cpu" else device.device_kind
+    hosts = f" on {jax.process_count()} hosts" if jax.process_count() > 1 else ""
+    return f"{count} {simulated}{kind} device{'s' if count > 1 else ''}{hosts}"

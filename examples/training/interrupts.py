@@ -1,0 +1,54 @@
+"""Ctrl-C, and the signal with which clusters end a process: both are asked for, and obeyed between two steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+
+class Interrupts:
+    """Inside its with-block, a signal is noted; the second one ends the process at once, as always."""
+
+    def __init__(self) -> None:
+        self.noted = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        if threading.current_thread() is threading.main_thread():  # Python allows it nowhere else
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def urgent(self) -> bool:
+        """Whether a signal was noted where there is nobody to agree with."""
+        return self.noted and jax.process_count() == 1
+
+    def agreed(self) -> bool:
+        """Whether to stop. Several processes stop at the same step, so all must ask at the same steps."""
+        if jax.process_count() == 1:
+            return self.noted
+        from jax.experimental import multihost_utils
+
+        return bool(np.any(multihost_utils.process_allgather(np.array(self.noted))))
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.noted = True
+        self._restore()
+        # Not by `print`, which may be at work just now.
+        os.write(2, b"\nStopping after this step, and saving. Once more stops at once, without saving.\n")
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

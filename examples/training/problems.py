@@ -1,0 +1,22 @@
+"""What goes wrong for a reason that the user can do something about."""
+
+from __future__ import annotations
+
+import errno
+import re
+
+
+class Problem(Exception):
+    """One sentence for the user: what is wrong, and what to do about it. It is shown without a traceback."""
+
+
+def reason_of(error: BaseException) -> str:
+    """Why something failed, in a few words: the errors of file systems and checkpoints are long."""
+    text = str(error)
+    full = re.search(r"no space left|disk quota|RESOURCE_EXHAUSTED", text, flags=re.IGNORECASE)
+    if full or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+        return "the disk is full"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0].removesuffix(".") if lines else type(error).__name__

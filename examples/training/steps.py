@@ -1,0 +1,127 @@
+"""What is trained, and the functions that are compiled for it. None of them says how it is distributed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import optax
+from models import llama
+
+import axonym as axn
+from axonym import Axis, NamedArray
+from axonym.precision import Policy, mixed_precision
+
+from . import config as settings, data
+from .strategies import Strategy
+
+Metrics = dict[str, jax.Array]
+
+
+class State(eqx.Module):
+    """All that training changes on the devices."""
+
+    model: llama.Llama
+    optimizer: Any
+    key: jax.Array
+    """What random numbers are drawn with, after those of the parameters; each step makes its own key of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Functions:
+    """The functions of a run, compiled when they are first called."""
+
+    start: Callable[[jax.Array], State]
+    train: Callable[[State, NamedArray], tuple[State, Metrics]]
+    evaluate: Callable[[llama.Llama, NamedArray], jax.Array]
+    abstract: State
+    """The state without values, for what must know it before it is made."""
+
+
+def model_config(sizes: settings.ModelSizes) -> llama.Config:
+    """The axes of a model."""
+    Vocab, Embed, Layers, KVHeads, Group, HeadSize, Mlp = axn.make_axes(
+        vocab=data.VOCAB,
+        embed=sizes.embed,
+        layers=sizes.layers,
+        kv_heads=sizes.kv_heads,
+        group=sizes.group,
+        head_size=sizes.head_size,
+        mlp=sizes.mlp,
+    )
+    return llama.Config(
+        Vocab=Vocab,
+        Embed=Embed,
+        Layers=Layers,
+        KVHeads=KVHeads,
+        Group=Group,
+        HeadSize=HeadSize,
+        Mlp=Mlp,
+        tied=sizes.tied,
+    )
+
+
+def abstract_tokens(Batch: Axis, Pos: Axis) -> NamedArray:
+    """A batch without values."""
+    return jax.eval_shape(lambda: axn.zeros((Batch, Pos), dtype=int))
+
+
+def make_functions(
+    sizes: settings.ModelSizes, optimizer_settings: settings.Optimizer, policy: Policy, strategy: Strategy
+) -> Functions:
+    """The functions of a run under a strategy."""
+    axes, optimizer = model_config(sizes), make_optimizer(optimizer_settings)
+
+    def start(key: jax.Array) -> State:
+        for_model, rest = jax.random.split(key)
+        model = policy.cast_to_param(llama.Llama.init(axes, key=for_model))
+        return State(model, optimizer.init(model), rest)  # pyright: ignore[reportArgumentType]
+
+    def train(state: State, tokens: NamedArray) -> tuple[State, Metrics]:
+        value, gradients = jax.value_and_grad(loss)(state.model, tokens, policy)
+        updates, kept = optimizer.update(gradients, state.optimizer, state.model)  # pyright: ignore[reportArgumentType]
+        metrics = {"loss": value, "gradient_norm": optax.tree.norm(gradients)}
+        return State(optax.apply_updates(state.model, updates), kept, state.key), metrics  # pyright: ignore[reportArgumentType]
+
+    # All is made where it rests, so no device ever has more than its part. This runs once, so it need not be fast; on a
+    # CPU, most of the time would go into compiling how random numbers are drawn.
+    on_cpu = jax.default_backend() == "cpu"
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True} if on_cpu else None
+    return Functions(
+        start=axn.named_jit(start, strategy.at_rest, compiler_options=quick),
+        train=distributed(train, strategy, donate_args=(True, False)),
+        evaluate=distributed(functools.partial(loss, policy=policy), strategy),
+        abstract=jax.eval_shape(start, jax.random.key(0)),
+    )
+
+
+def distributed(fn: Callable[..., Any], strategy: Strategy, **options: Any) -> Callable[..., Any]:
+    """A function of parameters and batches, compiled under a strategy."""
+    if strategy.at_rest == strategy.at_work:
+        return axn.named_jit(fn, strategy.at_work, in_axis_resources=strategy.at_work, **options)
+    return axn.fsdp(fn, strategy.at_rest, strategy.at_work, **options)
+
+
+def loss(model: llama.Llama, tokens: NamedArray, policy: Policy) -> jax.Array:
+    """The mean surprise at the next token. The model computes as the policy says, the loss in float32."""
+    logits = mixed_precision(policy.with_output_dtype("float32"), llama.Llama.__call__)(model, tokens)
+    return llama.next_token_loss(logits, tokens)
+
+
+def make_optimizer(config: settings.Optimizer) -> optax.GradientTransformation:
+    """AdamW with clipping. What it keeps has the names of the parameters, so it is placed as they are."""
+    highest = config.learning_rate
+    rate = optax.warmup_cosine_decay_schedule(0.0, highest, config.warmup, config.steps, end_value=highest / 10)
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip),
+        optax.adamw(rate, b2=0.95, weight_decay=config.weight_decay, mask=_is_matrix),
+    )
+
+
+def _is_matrix(model: Any) -> Any:
+    """Which parameters are weights of products; the others are scales of norms."""
+    return jax.tree.map(lambda x: len(set(x.names) - {"layers"}) > 1, model, is_leaf=axn.is_named_array)

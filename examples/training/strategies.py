@@ -1,0 +1,177 @@
+"""How devices share the work: a mesh, and mappings from the axes of the model to those of the mesh.
+
+There are two mappings. One is in force while a step computes; the other says where parameters rest between steps, with
+their gradients and what the optimiser keeps of them. Where both are the same, parameters stay where they are used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import axonym as axn
+from axonym import NamedArray
+
+from .config import flag
+from .problems import Problem, reason_of
+
+Mesh = Mapping[str, int]
+ResourceMapping = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A mesh by its sizes, of which one may be -1, and the two mappings."""
+
+    name: str
+    mesh: Mesh
+    at_work: ResourceMapping
+    at_rest: ResourceMapping
+
+
+# Axes of which a device computes its part without the others: heads of attention, hidden features, tokens to predict.
+TENSOR = dict.fromkeys(("kv_heads", "mlp", "vocab"), "model")
+
+BUILT_IN: dict[str, tuple[ResourceMapping, ResourceMapping]] = {
+    # Each device has its own texts, and all parameters.
+    "data": ({"batch": "data"}, {"batch": "data"}),
+    # The same, but each device keeps only a part of every parameter, and gathers one where it is used.
+    "fsdp": ({"batch": "data"}, {"embed": "data"}),
+    # Devices of a row of the mesh share texts, and each has its own part of what the parameters compute.
+    "tensor": ({"batch": "data"} | TENSOR, {"batch": "data"} | TENSOR),
+    # That, and parameters are split over the rows as well while they rest.
+    "fsdp+tensor": ({"batch": "data"} | TENSOR, {"embed": "data"} | TENSOR),
+    # Each device has its own stretch of every text; the keys and values it attends to come from the others.
+    "sequence": ({"pos": "data"}, {"pos": "data"}),
+}
+
+_FLAGS = {"pos": "length", "batch": "batch"}
+
+
+def choose(mapping: str, mesh: str, kv_heads: int, devices: int) -> Strategy:
+    """The strategy of a name, or of a file; `mesh` is what the command line says about it."""
+    if mapping in BUILT_IN:
+        at_work, at_rest = BUILT_IN[mapping]
+        split = math.gcd(devices, kv_heads if mapping == "tensor" else 2) if "model" in at_work.values() else 1
+        sizes = {"data": -1} | ({"model": split} if "model" in at_work.values() else {})
+        found = Strategy(mapping, sizes, at_work, at_rest)
+    elif Path(mapping).suffix in (".json", ".toml"):
+        found = _read(Path(mapping))
+    else:
+        raise Problem(
+            f"There is no mapping {mapping!r}; choose one of {', '.join(BUILT_IN)}, or give a .json or .toml file."
+        )
+    return found if mesh == "auto" else dataclasses.replace(found, mesh=_parsed_mesh(mesh))
+
+
+def describe(strategy: Strategy, mesh: jax.sharding.Mesh) -> str:
+    """A strategy in words."""
+    text = f"{strategy.name} on the mesh {_sizes(mesh.shape)}: {_mapped(strategy.at_work)}"
+    return text if strategy.at_rest == strategy.at_work else f"{text}; parameters rest with {_mapped(strategy.at_rest)}"
+
+
+def make_mesh(strategy: Strategy) -> jax.sharding.Mesh:
+    """The mesh over all devices."""
+    try:
+        mesh = axn.make_mesh(dict(strategy.mesh))
+    except ValueError as e:
+        raise Problem(f"The mesh of mapping {strategy.name!r} does not fit the devices: {_without_name(e)}") from None
+    if mesh.size != jax.device_count():
+        raise Problem(
+            f"The mesh {_sizes(mesh.shape)} has {mesh.size} of the {jax.device_count()} devices; let --mesh have all, "
+            "with -1 for one of the sizes, or use fewer devices."
+        )
+    return mesh
+
+
+def check(strategy: Strategy, mesh: jax.sharding.Mesh, model: Any, tokens: NamedArray) -> None:
+    """Raise a problem if the mappings do not fit the mesh and the model, which may be abstract."""
+    known = {"model": model, "tokens": tokens}
+    is_named = axn.is_named_array
+    sizes = {n: s for x in jax.tree.leaves(known, is_leaf=is_named) if is_named(x) for n, s in x.shape.items()}
+    for mapping in (strategy.at_work, strategy.at_rest):
+        for axis, entry in mapping.items():
+            over = [entry] if isinstance(entry, str) else list(entry or ())
+            if unknown := [a for a in over if a not in mesh.shape]:
+                raise Problem(
+                    f"Mapping {strategy.name!r} splits axis {axis!r} over mesh axis {unknown[0]!r}, but the mesh has "
+                    f"{_sizes(mesh.shape)}."
+                )
+            parts = math.prod(mesh.shape[a] for a in over)
+            if axis in sizes and sizes[axis] % parts:
+                raise Problem(
+                    f"Mapping {strategy.name!r} does not fit the mesh: {axis}={sizes[axis]} cannot be split over "
+                    f"{_sizes({a: mesh.shape[a] for a in over})}, since it is not a multiple of {parts}; change "
+                    f"{flag(_FLAGS.get(axis, axis))}, --mesh or --mapping."
+                )
+        for finding in axn.lint_mapping(mapping, known, mesh):
+            if finding.kind == "problem" or (finding.kind == "unused" and strategy.name not in BUILT_IN):
+                raise Problem(f"Mapping {strategy.name!r} does not fit the model: {finding.message}")
+
+
+# --- reading ---
+
+
+def _read(path: Path) -> Strategy:
+    try:
+        text = path.read_text()
+    except OSError as e:
+        raise Problem(f"The mapping cannot be read from {path}: {reason_of(e)}.") from None
+    try:
+        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as e:
+        raise Problem(f"The mapping in {path} is not valid {path.suffix[1:].upper()}: {e}.") from None
+    parts = ("mesh", "mapping", "parameter_mapping")
+    if not isinstance(found, dict) or not {"mesh", "mapping"} <= set(found) <= set(parts):
+        has = ", ".join(found) if isinstance(found, dict) else type(found).__name__
+        raise Problem(
+            f"A file with a mapping has mesh, mapping and maybe parameter_mapping; {path} has {has or 'none'}."
+        )
+    for part in found:
+        if not isinstance(found[part], dict) or not found[part]:
+            raise Problem(f"In {path}, {part} must be a table, such as {_EXAMPLES[part]}.")
+    for name, size in found["mesh"].items():
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise Problem(f"In {path}, the size of mesh axis {name!r} must be a number from 1, or -1, got {size!r}.")
+    for part in parts[1:]:
+        for axis, entry in found.get(part, {}).items():
+            over = entry if isinstance(entry, list) else [entry]
+            if entry is not None and not all(isinstance(a, str) for a in over):
+                raise Problem(f"In {path}, {part} sends axis {axis!r} to {entry!r}, which is no name of a mesh axis.")
+    return Strategy(str(path), found["mesh"], found["mapping"], found.get("parameter_mapping", found["mapping"]))
+
+
+_EXAMPLES = {"mesh": '{"data": -1}', "mapping": '{"batch": "data"}', "parameter_mapping": '{"embed": "data"}'}
+
+
+def _parsed_mesh(text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (s.strip() for s in part.partition("="))
+        try:
+            sizes[name] = int(size)
+        except ValueError:
+            sizes[name] = 0
+        if not name or (sizes[name] < 1 and sizes[name] != -1):
+            raise Problem(f"--mesh gives each mesh axis a size, such as data=4,model=2, got {text!r}.")
+    return sizes
+
+
+def _sizes(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def _mapped(mapping: ResourceMapping) -> str:
+    entries = {axis: entry if isinstance(entry, str) else "+".join(entry or ()) for axis, entry in mapping.items()}
+    return ", ".join(f"{axis}→{over}" for axis, over in entries.items() if over)
+
+
+def _without_name(error: Exception) -> str:
+    return str(error).partition(": ")[2] or str(error)

@@ -1,0 +1,360 @@
+"""The training script: a run from start to end, going on with one, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axonym as axn
+from axonym.state import from_torch_compatible_state_dict, load_state_dict
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # where a script finds what is beside it
+
+from examples import train_lm
+
+EXAMPLES = Path(train_lm.__file__).parent
+Problem, Checkpoints = train_lm.Problem, train_lm.checkpoints.Checkpoints
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+SMALL = (
+    "--layers 2 --embed 16 --mlp 16 --kv-heads 2 --group 1 --head-size 8 --batch 8 --length 16 --steps 6 --warmup 1 "
+    "--learning-rate 0.02 --evaluate-every 3 --evaluate-batches 1 --save-every 2 --sample-length 6 --held-out 0.2"
+).split()
+STEPS = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once() -> Any:
+    """Runs of the same settings share what is compiled: making it again would take most of the time."""
+    patch, made = pytest.MonkeyPatch(), {}
+
+    def once(fn: Any) -> Any:
+        def maker(*args: Any) -> Any:
+            key = (fn.__name__, *map(repr, args))
+            if key not in made:
+                made[key] = fn(*args)
+            return made[key]
+
+        return maker
+
+    patch.setattr(train_lm.steps, "make_functions", once(train_lm.steps.make_functions))
+    patch.setattr(train_lm.generation, "make_writer", once(train_lm.generation.make_writer))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files to learn from: a counter in each, so there is something to learn."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(4):
+        (folder / f"{i}.txt").write_text(" ".join(str(n) for n in range(100 * i, 100 * i + 400)))
+    return folder
+
+
+def train(text: Path, out: Path, *more: Any) -> int:
+    return train_lm.main([*SMALL, "--data", str(text), "--out", str(out), *map(str, more)])
+
+
+def abstract_state() -> Any:
+    """What is trained, without values."""
+    config, strategy = train_lm.settings.parse(SMALL), train_lm.strategies.choose("data", "auto", 2, 8)
+    policy = train_lm.Policy.parse(config.precision)
+    return train_lm.steps.make_functions(config.model, config.optimizer, policy, strategy).abstract
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(out: Path) -> list[float]:
+    return [row["loss"] for row in rows(out) if "loss" in row]
+
+
+def saved_steps(out: Path) -> list[str]:
+    return sorted(path.name for path in (out / "checkpoints").iterdir())
+
+
+# --- runs ---
+
+
+@pytest.fixture(scope="module")
+def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was not interrupted."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    patch = pytest.MonkeyPatch()
+    printed = tmp_path_factory.getbasetemp() / "printed"
+    with printed.open("w") as file, patch.context() as p:
+        p.setattr(sys, "stdout", file)
+        assert train(text, out, "--mapping", "fsdp+tensor", "--keep", 9, "--export", out / "llama.safetensors") == 0
+    shutil.move(printed, out / "printed.txt")
+    return out
+
+
+def test_learns_and_leaves_files(finished: Path) -> None:
+    found = losses(finished)
+    assert len(found) == STEPS and found[-1] < found[0] - 0.5
+    assert [row["step"] for row in rows(finished) if "held_out_loss" in row] == [3, 6]
+    assert saved_steps(finished) == ["step-000002", "step-000004", "step-000006"]
+    for name in ("loss.png", "placement.png"):
+        assert (finished / name).read_bytes().startswith(b"\x89PNG")
+    assert (finished / "samples.txt").read_text().count("\ndef ") == 4
+
+
+def test_output_without_a_terminal(finished: Path) -> None:
+    printed = (finished / "printed.txt").read_text()
+    assert printed.replace("\n", "").isprintable()
+    assert re.search(r"^step 6/6  loss \d\.\d{3}  [\d,]+ tokens/s  0:00:00 left$", printed, flags=re.MULTILINE)
+    assert re.search(r"^step 6: loss \d\.\d{3} on held-out text", printed, flags=re.MULTILINE)
+    # A weight of 2 layers, 16 hidden features and 16 of the stream: 2048 bytes, an eighth on each device.
+    placed = "layers=2 mlp=16→model embed=16→data +2.0 kB +256 B"
+    assert re.search(r"blocks\.stacked\.mlp\.up_proj\.weight +" + placed, printed)
+    assert "batch=8 over data=4, 2 on each" in printed
+
+
+def test_export_is_the_model(finished: Path) -> None:
+    state = abstract_state()
+    loaded = from_torch_compatible_state_dict(state.model, load_state_dict(finished / "llama.safetensors"))
+    with jax.set_mesh(axn.make_mesh({"data": 4, "model": 2})):
+        kept, step, seen = Checkpoints(finished / "checkpoints", 9).restore(
+            finished / "checkpoints" / "step-000006", state, {"embed": "data"}
+        )
+    assert (step, seen) == (STEPS, STEPS * 8)
+    for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(kept.model), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_resumes_exactly_on_another_mapping(finished: Path, text: Path, tmp_path: Path) -> None:
+    """A run that was killed after step 5, the last checkpoint being that of step 4, goes on elsewhere."""
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "checkpoints" / "step-000006")
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text("".join(lines[:-2]) + '{"step": 6, "lo')
+    assert train_lm.main(["--resume", "--out", str(out), "--mapping", "data", "--samples", "0"]) == 0
+    assert [row["step"] for row in rows(out) if "loss" in row] == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(losses(out), losses(finished), rtol=1e-4)
+    assert losses(out) != losses(finished)[:4] * 2
+
+
+def test_interrupted_run_goes_on_as_if_it_had_not_been(
+    finished: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The disk is full when the first checkpoint is due, and Ctrl-C comes a step later."""
+    out, taken, write = tmp_path / "run", 0, train_lm.checkpoints.files.save_checkpoint
+
+    def full_at_first(path: str, tree: Any) -> None:
+        if tree["step"] == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, tree)
+
+    def note(self: Any, *args: Any) -> None:
+        nonlocal taken
+        noted(self, *args)
+        taken += 1
+        if taken == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    noted = train_lm.Training.note
+    monkeypatch.setattr(train_lm.checkpoints.files, "save_checkpoint", full_at_first)
+    monkeypatch.setattr(train_lm.Training, "note", note)
+    before = signal.getsignal(signal.SIGINT)
+    assert train(text, out, "--mapping", "fsdp+tensor") == train_lm.INTERRUPTED
+    assert signal.getsignal(signal.SIGINT) is before
+    printed, said = capfd.readouterr()
+    assert saved_steps(out) == ["step-000003"]
+    assert "step-000002 could not be written, because the disk is full; there is none before it. Training goes" in said
+    assert "Stopped at step 3, which is saved." in printed
+    assert f"--resume --out {out}" in printed
+
+    assert train_lm.main(["--resume", "--out", str(out)]) == 0
+    assert losses(out) == losses(finished)
+    # What is written at a step is the same, too.
+    assert (finished / "samples.txt").read_text().endswith((out / "samples.txt").read_text())
+    assert saved_steps(out) == ["step-000004", "step-000006"]
+
+
+def test_killed_in_a_save(finished: Path, text: Path, tmp_path: Path) -> None:
+    """A process that is killed at the moment when a checkpoint is all but complete leaves the one before it whole."""
+    script = tmp_path / "killed.py"
+    script.write_text(_KILLED)
+    process = subprocess.run([sys.executable, script, EXAMPLES, tmp_path], capture_output=True, text=True, timeout=120)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    kept = Checkpoints(tmp_path, keep=2)
+    assert any("step-000002" in path.name for path in tmp_path.iterdir())  # what was not finished
+    assert kept.latest() == tmp_path / "step-000001"
+    kept.remove_unfinished()
+    kept.save({"x": np.arange(4)}, 2, 16)
+    assert sorted(path.name for path in tmp_path.glob("step*")) == ["step-000001", "step-000002"]
+    mesh = axn.make_mesh({"data": 8})
+    with jax.set_mesh(mesh):
+        template: dict[str, Any] = {"x": jax.ShapeDtypeStruct((4,), int)}
+        state, step, seen = kept.restore(tmp_path / "step-000001", template, {"x": None})
+    assert (state["x"].tolist(), step, seen) == ([0, 0, 0, 0], 1, 8)
+
+
+_KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import jax.numpy as jnp
+from pathlib import Path
+from training.checkpoints import Checkpoints
+
+kept = Checkpoints(Path(sys.argv[2]), keep=2)
+kept.save({"x": jnp.zeros(4, int)}, 1, 8)
+
+def kill(event, arguments):
+    if event == "os.rename" and str(arguments[1]).endswith("step-000002"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(kill)
+kept.save({"x": jnp.ones(4, int)}, 2, 16)
+"""
+
+
+def test_last_save_fails(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that cannot be written is a problem, and deletes nothing."""
+
+    def full(path: str, tree: Any) -> None:
+        (Path(path).parent / "step-000002.orbax-checkpoint-tmp").mkdir()
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing local file\nand much more")
+
+    kept = Checkpoints(tmp_path, keep=1)
+    kept.save({"x": np.zeros(4)}, 1, 8)
+    monkeypatch.setattr(train_lm.checkpoints.files, "save_checkpoint", full)
+    with pytest.raises(
+        Problem, match=r"step-000002 could not be written, because the disk is full; .*1 is complete\.$"
+    ):
+        kept.save({"x": np.ones(4)}, 2, 16)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+# --- what is wrong ---
+
+FILES = {
+    "axes.json": '{"mesh": {"data": 8}, "mapping": {"batch": "rows"}}',
+    "names.toml": 'mesh = {data = 8}\nmapping = {batch = "data", embd = "data"}',
+    "twice.toml": 'mesh = {data = 8}\nmapping = {vocab = "data", embed = "data"}',
+    "parts.json": '{"mesh": {"data": 8}}',
+    "broken.toml": "mesh = ",
+}
+WRONG: dict[str, tuple[str, str]] = {
+    "a mapping that is none": ("--mapping tensors", "There is no mapping 'tensors'; choose one of data, fsdp, tensor,"),
+    "sizes": (
+        "--mapping tensor --mesh data=2,model=4",
+        "kv_heads=2 cannot be split over model=4, .* change --kv-heads",
+    ),
+    "batch": ("--batch 9", "batch=9 cannot be split over data=4, .* change --batch, --mesh or --mapping"),
+    "length": ("--mapping sequence --length 12", "pos=12 cannot be split over data=8, .* change --length"),
+    "a mesh axis": ("--mesh rows=8", "splits axis 'batch' over mesh axis 'data', but the mesh has rows=8"),
+    "too many devices": ("--mesh data=16,model=1", "needs 16 devices; there are 8"),
+    "too few devices": ("--mesh data=2,model=2", "has 4 of the 8 devices"),
+    "a mesh without sizes": ("--mesh 8", "--mesh gives each mesh axis a size, such as data=4,model=2, got '8'"),
+    "no such file": ("--mapping nowhere.json", "cannot be read from nowhere.json: no such file or directory"),
+    "a mesh axis in a file": (
+        "--mapping axes.json",
+        "splits axis 'batch' over mesh axis 'rows', but the mesh has data",
+    ),
+    "an axis in a file": (
+        "--mapping names.toml",
+        "axis 'embd' is in the mapping but not in the tree. Did you mean 'emb",
+    ),
+    "one mesh axis for two": ("--mapping twice.toml", "'vocab' and axis 'embed' both go to mesh axis 'data'"),
+    "a part of a file": ("--mapping parts.json", "has mesh, mapping and maybe parameter_mapping; parts.json has mesh"),
+    "no TOML": ("--mapping broken.toml", "in broken.toml is not valid TOML"),
+    "no text": ("--data nowhere", "There is no file or folder nowhere; --data says where the text is"),
+    "too little text": ("--data axes.json", "has 51 bytes, and a batch of 8 texts of 16 needs at least"),
+    "nothing to resume": ("--resume", "There is no run in runs/ to resume"),
+    "no run": ("--resume --out nowhere", "There is no run in nowhere to resume"),
+    "a folder in place of a file": ("--export .", "--export needs the name of a file, and . is a folder"),
+    "a file in place of a folder": ("--out axes.json", "The folder axes.json cannot be made: "),
+    "steps": ("--warmup 6", "--warmup must be less than --steps, got 6 and 6"),
+    "precision": ("--precision float33", "--precision 'float33' is not understood"),
+    "hosts": ("--coordinator localhost:1", "--coordinator needs --distributed"),
+}
+
+
+@pytest.mark.parametrize(("flags", "expected"), WRONG.values(), ids=list(WRONG))
+def test_problems_are_one_sentence(
+    flags: str, expected: str, text: Path, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in FILES.items():
+        Path(name).write_text(content)
+    arguments = SMALL if "--resume" in flags else [*SMALL, "--data", str(text)]
+    assert train_lm.main([*arguments, "--mapping", "fsdp+tensor", *flags.split()]) == 1
+    printed, said = capsys.readouterr()
+    assert re.search(expected, said) and said.startswith("train_lm.py: ") and said.count("\n") == 1
+    assert not printed
+    assert {path.name for path in tmp_path.iterdir()} == set(FILES)  # nothing is left behind
+
+
+def test_unknown_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        train_lm.main(["--step", "3"])
+    printed, said = capsys.readouterr()
+    assert stopped.value.code == 2 and "Unrecognized options: --step" in said and not printed
+
+
+def test_runs_are_not_mixed(finished: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (finished / "metrics.jsonl").read_bytes()
+    assert train(text, finished) == 1
+    assert "has a run already, up to step-000006: go on with it by --resume" in capsys.readouterr().err
+    assert train_lm.main(["--resume", "--out", str(finished), "--embed", "32"]) == 1
+    assert "which cannot change when it is resumed" in capsys.readouterr().err
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+# --- parts ---
+
+
+def test_every_text_is_seen_once_in_a_round() -> None:
+    texts = train_lm.data.Texts(np.arange(1003, dtype=np.int64) % 256, 10, seed=1)
+    rounds = [[texts.start_of(r * texts.per_round + i) for i in range(texts.per_round)] for r in range(2)]
+    for starts in rounds:
+        gaps = np.diff(sorted(starts))
+        assert len(starts) == 99 and (gaps == 10).all() and 0 <= min(starts) and max(starts) + 10 <= 1003
+    assert rounds[0] != rounds[1]
+
+
+def test_each_device_gets_its_part() -> None:
+    Batch, Pos = axn.make_axes(batch=8, pos=16)
+    texts = train_lm.data.Texts(np.arange(2000, dtype=np.uint8), 16, seed=0)
+    mesh = axn.make_mesh({"data": 4, "model": 2})
+    sharding = jax.NamedSharding(mesh, jax.P("data", "model"))
+    tokens = texts.batch(5, Batch, Pos, sharding)
+    assert tokens.array.sharding == sharding
+    expected = [texts.text[texts.start_of(5 + i) :][:16] for i in range(8)]
+    np.testing.assert_array_equal(np.asarray(tokens.array), expected)
+
+
+def test_cache_gives_what_the_whole_text_gives() -> None:
+    """The logits of tokens that come bit by bit are those of all at once."""
+    llama = train_lm.steps.llama
+    rng = np.random.default_rng(0)
+    model = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype) * 0.3, abstract_state().model)
+    tokens = axn.named(rng.integers(0, 256, (2, 9)), ("batch", "pos"))
+    extend = jax.jit(llama.Llama.extend)
+    cache, found = model.empty_cache(axn.Axis("batch", 2), axn.Axis("key_pos", 9)), []
+    for start in (0, 3, 6):
+        logits, cache = extend(model, tokens["pos", start : start + 3], cache)
+        found.append(logits)
+    expected = jax.jit(llama.Llama.__call__)(model, tokens)
+    np.testing.assert_allclose(axn.concatenate("pos", found).array, expected.array, atol=1e-5)
+
+
+def test_text_is_safe_to_print() -> None:
+    assert train_lm.data.decode(np.array([97, 27, 91, 10, 9, 255, 0])) == "a\ufffd[\n \ufffd\ufffd"
