@@ -188,11 +188,12 @@ def reduce_loss(
     """
     if reduction is None or reduction_axis == ():
         return arr if where is None else choose(where, arr, 0)
-    chosen: Any = mean if isinstance(reduction, Unspecified) else reduction
-    if not callable(chosen):
+    if not (isinstance(reduction, Unspecified) or callable(reduction)):
         raise TypeError(
-            f"reduce_loss: `reduction` is a function such as `axonym.sum`, or None to leave the losses; got {chosen!r}."
+            "reduce_loss: `reduction` is a function such as `axonym.sum`, or None to leave the losses; got "
+            f"{reduction!r}."
         )
+    chosen: Any = mean if isinstance(reduction, Unspecified) else reduction
     return chosen(arr, reduction_axis, where=where)
 
 
