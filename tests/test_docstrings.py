@@ -24,7 +24,7 @@ def _members(owner: type) -> dict[str, Any]:
     """The public methods and properties a class defines itself; one that overrides another has its documentation."""
     found = {}
     for name, member in vars(owner).items():
-        if any(getattr(getattr(base, name, None), "__doc__", None) for base in owner.__mro__[1:]):
+        if any(hasattr(base, name) and getattr(base, name).__doc__ for base in owner.__mro__[1:]):
             continue
         member = member.__func__ if isinstance(member, (classmethod, staticmethod)) else member
         if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
