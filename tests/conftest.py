@@ -18,7 +18,7 @@ DEVICES = 8
 MESH_SHAPE = (4, 2)
 MESH_AXES = ("data", "model")
 
-if jax.__version_info__ < (0, 11):  # in these versions, the new one of two code generators takes twice the time
+if jax.__version_info__ < (0, 11):  # the new one of their two code generators takes longer
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
