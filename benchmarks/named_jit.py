@@ -25,7 +25,7 @@ def rows() -> list[Row]:
     mesh = axn.make_mesh({"data": 8})
     lies = NamedSharding(mesh, PartitionSpec("data"))
     for count in (1, 100):
-        repeats = max(20, 300 // count)
+        repeats = max(50, 300 // count)
         raw = [jnp.full((8, 4), i, jnp.float32) for i in range(count)]
         named = [axn.named(x, ("row", "col")) for x in raw]
         ours, theirs = axn.named_jit(_add_one), jax.jit(_add_one)
@@ -49,9 +49,7 @@ def rows() -> list[Row]:
         with jax.set_mesh(mesh):
             mapped = axn.named_jit(_add_one, {"row": "data"})
             by_hand = jax.jit(_add_one, out_shardings=lies)
-            found.append(
-                _row(f"{count} leaves, mesh and mapping", mapped, split, by_hand, raw_split, 1.2, repeats // 3)
-            )
+            found.append(_row(f"{count} leaves, mesh and mapping", mapped, split, by_hand, raw_split, 1.2, 2 * repeats))
             found.append(
                 timed_row(
                     "named_jit",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -82,8 +82,6 @@ def mapping_in_force() -> Mapping[str, Entry] | None:
     return None if settings is None else settings.mapping or None
 
 
-@contextlib.contextmanager
-def in_force(settings: Settings | None) -> Iterator[None]:
+def in_force(settings: Settings | None) -> contextlib.AbstractContextManager[None]:
     """Put settings in force."""
-    with _IN_FORCE(settings):
-        yield
+    return _IN_FORCE(settings)

@@ -125,6 +125,29 @@ def test_python_numbers_are_static() -> None:
     assert traces == [2, 3, True]
 
 
+@pytest.mark.parametrize("number", [True, 1, 1.0, 1j])
+def test_numbers_are_told_from_arrays_that_jit_takes_for_the_same(number) -> None:
+    seen = []
+    fn = axn.named_jit(lambda a, n: seen.append(n if type(n) is type(number) else type(n)) or a * n)
+    for n in (jnp.asarray(number), number, jnp.asarray(number), number):
+        np.testing.assert_array_equal(fn(axn.ones({"x": 2}), n).array, number * np.ones(2))
+    assert len(seen) == 2 and issubclass(seen[0], jax.core.Tracer) and seen[1] is number
+
+
+def test_what_was_compiled_for_arrays_is_found_again_after_other_arguments() -> None:
+    traces = []
+
+    @axn.named_jit
+    def fn(a, by):
+        traces.append(by)
+        return a * by
+
+    a, by = axn.ones({"x": 2}), axn.ones({"x": 2})
+    for argument in (by, 2.0, by, 2.0):
+        fn(a, argument)
+    assert len(traces) == 2
+
+
 def test_what_cannot_be_hashed_is_an_error() -> None:
     class Odd:
         __hash__: Any = None  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -199,11 +222,13 @@ def test_arguments_of_jit_pass_through(x) -> None:
 
 
 def test_errors_inside_are_the_users_own() -> None:
-    def fn(a):
+    def fn(*args):
         raise TypeError("mine")
 
-    with pytest.raises(TypeError, match=r"^mine"):
-        axn.named_jit(fn)(axn.ones({"x": 2}))
+    wrapped = axn.named_jit(fn)
+    for arguments in ((axn.ones({"x": 2}),), (axn.ones({"x": 2}), "with a string"), (axn.ones({"x": 2}),)):
+        with pytest.raises(TypeError, match=r"^mine"):
+            wrapped(*arguments)
 
 
 def test_identity_and_collection() -> None:

@@ -22,9 +22,6 @@ from .shard import lies_elsewhere, shard_arguments, shard_quietly
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_UNCHANGED = contextlib.nullcontext()
-"""Puts nothing in force; one for all calls, since making it costs as much as entering it."""
-
 _CONSTANT = "named_jit: an argument or result that is not an array"
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
@@ -85,7 +82,9 @@ class NamedJit(Generic[P, R]):
     """A function compiled by `named_jit`.
 
     There are two ways to call into `jax.jit`. Where every leaf of the arguments is an array and nothing is donated,
-    they go in as they are. Otherwise they are taken apart into what is donated, what is kept, and what is static.
+    they go in whole. Otherwise they are taken apart into what is donated, what is kept, and what is static. To look
+    at every leaf takes time, so until `jax.jit` has refused arguments once, they go in whole unseen.
+
     Placements are applied inside the compiled function: arguments on the host arrive split, those placed otherwise are
     moved. Only those that lie on other devices than the mesh's are moved before, when `jax.jit` has refused them.
     """
@@ -125,17 +124,17 @@ class NamedJit(Generic[P, R]):
         self._out = out_axis_resources
         self._donate = (donate_args, donate_kwargs)
         self._jit_arguments = jit_arguments
+        self._looks_first = self._donate != (None, None)
         self._whole = jax.jit(self._make_whole(), **jit_arguments)
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._context():
-            try:
-                return self._call(args, kwargs)
-            except ValueError:
-                if self._in is None or not lies_elsewhere((args, kwargs)):
-                    raise
-                return self._call(*self._placed(args, kwargs))
+        outer = _context.settings_in_force()
+        settings = self._settings_within(outer)
+        if settings is outer:
+            return self._call(args, kwargs)
+        with _context.in_force(settings):
+            return self._call(args, kwargs)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Lower the function for these arguments, which may be abstract: see `jax.jit(f).lower`.
@@ -143,7 +142,7 @@ class NamedJit(Generic[P, R]):
         >>> axn.named_jit(lambda x: x * 2).lower(axn.ones({"x": 2})).compile() is not None
         True
         """
-        with self._context():
+        with self._in_force():
             if self._takes_whole((args, kwargs)):
                 return self._whole.lower(*args, **kwargs)
             return self._split.lower(*self._taken_apart(args, kwargs))
@@ -154,7 +153,7 @@ class NamedJit(Generic[P, R]):
         >>> axn.named_jit(lambda x: x * 2).trace(axn.ones({"x": 2})).jaxpr is not None
         True
         """
-        with self._context():
+        with self._in_force():
             if self._takes_whole((args, kwargs)):
                 return self._whole.trace(*args, **kwargs)
             return self._split.trace(*self._taken_apart(args, kwargs))
@@ -167,24 +166,40 @@ class NamedJit(Generic[P, R]):
 
     # --- how ---
 
-    def _context(self) -> contextlib.AbstractContextManager[None]:
-        """The mapping is entered outside of jit, so that another one around the call does not compile it again."""
-        outer = _context.settings_in_force()
+    def _settings_within(self, outer: _context.Settings | None) -> _context.Settings | None:
+        """What is in force inside, given what is around the call.
+
+        It is entered outside of jit, so that another mapping around the call does not compile it again.
+        """
         settings = self._settings if self._own_mapping else outer
-        annotations = self._annotations if self._annotations is not None else outer.annotations if outer else {}
-        if annotations:
-            settings = _context.changed(settings, annotations=annotations)
-        return _UNCHANGED if settings is outer else _context.in_force(settings)
+        annotations = self._annotations if self._annotations is not None else outer.annotations if outer else None
+        return _context.changed(settings, annotations=annotations) if annotations else settings
+
+    def _in_force(self) -> contextlib.AbstractContextManager[None]:
+        return _context.in_force(self._settings_within(_context.settings_in_force()))
 
     def _call(self, args: Any, kwargs: Any) -> Any:
+        try:
+            return self._called(args, kwargs)
+        except ValueError:
+            if self._in is None or not lies_elsewhere((args, kwargs)):
+                raise
+            return self._called(*self._placed(args, kwargs))
+
+    def _called(self, args: Any, kwargs: Any) -> Any:
+        if not self._looks_first:
+            try:
+                return _joined(self._whole(*args, **kwargs))
+            except (TypeError, ValueError, _MayBeNumberError):
+                if self._takes_whole((args, kwargs)):
+                    raise
+            self._looks_first = True
         if self._takes_whole((args, kwargs)):
             return _joined(self._whole(*args, **kwargs))
         return _joined(self._split(*self._taken_apart(args, kwargs)))
 
     def _takes_whole(self, arguments: Any) -> bool:
-        if self._donate != (None, None):
-            return False
-        return all([isinstance(leaf, _ARRAYS) for leaf in jax.tree.leaves(arguments)])
+        return self._donate == (None, None) and all([_is_surely_array(leaf) for leaf in jax.tree.leaves(arguments)])
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         """The body that is traced."""
@@ -218,6 +233,8 @@ class NamedJit(Generic[P, R]):
     def _make_whole(self) -> Callable[..., Any]:
         @functools.wraps(self._fn, updated=())
         def whole(*args, **kwargs):
+            if not self._takes_whole((args, kwargs)):
+                raise _MayBeNumberError
             return self._run(args, kwargs)
 
         return whole
@@ -287,6 +304,17 @@ class _Form:
         sources = {True: iter(donated), False: iter(kept)}
         leaves = [r.value if isinstance(r, Static) else next(sources[r]) for r in self.roles]
         return jax.tree.unflatten(self.structure, leaves)
+
+
+class _MayBeNumberError(Exception):
+    """Raised when a call is traced whose arguments `jax.jit` would not tell from Python numbers, which are static."""
+
+
+def _is_surely_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, and one that `jax.jit` tells from a Python number."""
+    if not isinstance(leaf, _ARRAYS):
+        return False
+    return leaf.ndim > 0 or not (leaf.dtype == bool or getattr(leaf, "weak_type", False))
 
 
 # --- results ---
