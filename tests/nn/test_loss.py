@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -81,6 +82,15 @@ def test_good_predictions_and_impossible_labels() -> None:
     np.testing.assert_allclose(gradient.array, [-0.0066929, 0.0066929, 0], rtol=1e-4)
 
 
+def test_low_precision_is_left_and_comes_back() -> None:
+    exact = RAW.astype(jnp.bfloat16).astype(np.float64)
+    expected = np.log(np.exp(exact).sum(1)) - np.take_along_axis(exact, LABELS[:, None], 1)[:, 0]
+    for found in cross_entropy_loss_and_log_normalizers(LOGITS.astype(jnp.bfloat16), Label, TARGETS):
+        assert found.dtype == jnp.bfloat16
+    loss = cross_entropy_loss(LOGITS.astype(jnp.bfloat16), Label, TARGETS, reduction=None)
+    np.testing.assert_array_equal(loss.array, expected.astype(jnp.bfloat16))
+
+
 @pytest.mark.usefixtures("optimised")
 def test_split_labels_are_not_gathered(mesh: Mesh) -> None:
     """Only numbers without labels are exchanged, in the gradient too."""
@@ -137,7 +147,7 @@ def test_reductions(options: dict[str, Any], expected: np.ndarray) -> None:
 
 def test_errors() -> None:
     with pytest.raises(
-        TypeError, match=r"targets \(batch=4\) lack axis 'label', so they must be labels, integers; got"
+        TypeError, match=r"targets without axis 'label' are positions along it, so they are integers, got float32 \("
     ):
         cross_entropy_loss(LOGITS, Label, axn.ones(Batch))
     with pytest.raises(ValueError, match=r"cross_entropy_loss: no axis 'lable' in .* Did you mean 'label'"):

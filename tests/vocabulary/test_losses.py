@@ -141,6 +141,13 @@ def test_large_numbers_and_impossible_alternatives():
     assert cross_entropy(x, "vocab", axn.named([2, 1], "batch")).tolist() == [np.inf, np.inf]
 
 
+def test_the_loss_of_a_good_prediction_is_exact():
+    x = axn.named(np.array([1000.0, 995.0], np.float32), "vocab")
+    loss, gradient = jax.value_and_grad(lambda x: cross_entropy(x, "vocab", axn.named(0, ())).scalar())(x)
+    np.testing.assert_allclose(loss, np.log1p(np.exp(-5)), rtol=1e-5)
+    np.testing.assert_allclose(gradient.array, [-0.0066929, 0.0066929], rtol=1e-4)
+
+
 def test_what_has_no_loss():
     assert np.isnan(cross_entropy(axn.named([-np.inf] * 2, "vocab"), "vocab", axn.named(0, ())).item())
     losses = cross_entropy(axn.zeros((Batch, Vocab)), "vocab", axn.named([0, 1, -1, 64, 2, 3, -100, 5], Batch))

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from .. import _errors, _kernels
-from .._mesh import Names
-from ..array import NamedArray, NamedOrNumeric, wrap_result
+from ..array import NamedArray, NamedOrNumeric
 from ..axis import AxisSelection, AxisSelector
-from ..ops._operands import require_named, require_subset
 from ..ops.reductions import ReductionFunction, mean
 from ..ops.selection import where as choose
+from ..vocabulary.losses import named_cross_entropy
 from .activations import log_sigmoid
 
 __all__ = [
@@ -55,7 +50,8 @@ def cross_entropy_loss(
 ) -> NamedArray:
     """How badly logits predict labels: minus the logarithm of the probability that they give them.
 
-    The labels can be split over a mesh: each device then looks at its own, and only sums are exchanged.
+    The labels can be split over a mesh: each device then looks at its own, and only sums are exchanged. It is computed
+    in float32 at least; the result has the dtype of the logits.
 
     Arguments:
         logits: a named array with the axis `Label`.
@@ -70,7 +66,7 @@ def cross_entropy_loss(
     >>> axn.nn.cross_entropy_loss(logits, "label", axn.named([0, 1], "batch"), reduction=None)
     NamedArray(float32[batch=2], [0.6931 0.3133])
     """
-    loss, _ = _cross_entropy("cross_entropy_loss", logits, Label, targets)
+    loss, _ = named_cross_entropy("cross_entropy_loss", logits, Label, targets, others_are_free=True, keep_dtype=True)
     return reduce_loss(loss, reduction, reduction_axis, where)
 
 
@@ -88,61 +84,8 @@ def cross_entropy_loss_and_log_normalizers(
     >>> axn.nn.cross_entropy_loss_and_log_normalizers(logits, "label", axn.named([0, 0], "batch"))
     (NamedArray(float32[batch=2], [0.6931 9.0001]), NamedArray(float32[batch=2], [0.6931 9.0001]))
     """
-    return _cross_entropy("cross_entropy_loss_and_log_normalizers", pred_y, Label, target_y)
-
-
-def _cross_entropy(
-    what: str, logits: NamedArray, label: AxisSelector, targets: NamedArray
-) -> tuple[NamedArray, NamedArray]:
-    require_named(what, logits), require_named(what, targets)
-    kernel = _cross_entropy_kernel(what, logits.names, targets.names, label)
-    return wrap_result(kernel.call(logits.array, targets.array), kernel.names)
-
-
-@_kernels.cached
-def _cross_entropy_kernel(what: str, names: Names, target_names: Names, label: AxisSelector) -> _kernels.Kernel:
-    chosen = _kernels.select_one(what, names, label)
-    position = names.index(chosen)
-    kept = tuple(n for n in names if n != chosen)
-    require_subset(what, "targets", target_names, names, " Give the logits these axes with `broadcast_axis`.")
-
-    def of_probabilities(logits, targets):
-        largest, spread = _normalizers(logits, position)
-        losses = spread - (logits - largest)
-        loss = jnp.sum(_kernels.align(targets, target_names, names) * losses, position)
-        return loss, jax.lax.squeeze(largest + spread, (position,))
-
-    def of_labels(logits, targets):
-        if not jnp.issubdtype(targets.dtype, jnp.integer):
-            described = _errors.describe_axes(target_names, targets.shape)
-            raise TypeError(
-                f"{what}: the targets {described} lack axis {chosen!r}, so they must be labels, integers; got "
-                f"{targets.dtype}."
-            )
-        largest, spread = _normalizers(logits, position)
-        if targets.dtype.itemsize < 4:
-            targets = targets.astype(jnp.int32)  # there may be more labels than a small integer can count
-        targets = _kernels.align(targets, target_names, names)
-        # Comparing every label with the right one, rather than looking that up, needs no more memory, since it becomes
-        # part of the sum; and where the labels are split, each device can do it on its own, in the gradient too.
-        right = targets == jax.lax.broadcasted_iota(targets.dtype, logits.shape, position)
-        found = jnp.sum(jnp.where(right, logits, 0), position, keepdims=True)
-        known = (targets >= 0) & (targets < logits.shape[position])
-        loss = jnp.where(known, spread - (found - largest), 0)
-        return jax.lax.squeeze(loss, (position,)), jax.lax.squeeze(largest + spread, (position,))
-
-    fn = of_probabilities if chosen in target_names else of_labels
-    return _kernels.make_kernel(what, fn, (names, target_names), (kept, kept), selection=label)
-
-
-def _normalizers(logits: jax.Array, position: int) -> tuple[jax.Array, jax.Array]:
-    """The logarithm of the sum of the exponentials in two parts: the largest logit, and the rest.
-
-    Added, the rest would lose digits to it. Apart, the loss of a good prediction is exact however large the logits are.
-    """
-    largest = jax.lax.stop_gradient(jnp.max(logits, position, keepdims=True))
-    largest = jnp.where(jnp.isfinite(largest), largest, 0)
-    return largest, jnp.log(jnp.sum(jnp.exp(logits - largest), position, keepdims=True))
+    what = "cross_entropy_loss_and_log_normalizers"
+    return named_cross_entropy(what, pred_y, Label, target_y, others_are_free=True, keep_dtype=True)
 
 
 def binary_cross_entropy_loss(

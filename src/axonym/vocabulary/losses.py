@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _kernels
+from .. import _errors, _kernels
 from .._mesh import Names
-from ..array import NamedArray, resolve, wrap_result
+from ..array import NamedArray, wrap_result
 from ..axis import AxisSelector
-from ..ops._operands import one_axis, require_named, require_subset
+from ..ops._operands import require_named, require_subset
 
 
 def cross_entropy(logits: NamedArray, Vocab: AxisSelector, targets: NamedArray) -> NamedArray:
@@ -50,60 +50,97 @@ def cross_entropy_and_log_normalizers(
     >>> print(axn.exp(loss).array, axn.exp(log_normalizer).array)
     4.0 4.0
     """
-    what = "vocabulary.cross_entropy"
-    require_named(what, logits)
-    require_named(what, targets)
-    axis = one_axis(what, "Vocab", resolve(logits.names, jnp.shape(logits.array), Vocab, what))
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(f"{what}: logits are floating point numbers, got {logits}.")
-    positions = axis.name not in targets.names
-    if positions and not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise TypeError(
-            f"{what}: targets without axis {axis.name!r} are positions along it, so they are integers, got {targets}. "
-            "Probabilities have that axis."
-        )
-    require_subset(what, "targets", targets.names, logits.names)
-    kernel = _cross_entropy_kernel(what, logits.names, axis.name, targets.names)
+    return named_cross_entropy("vocabulary.cross_entropy", logits, Vocab, targets)
+
+
+def named_cross_entropy(
+    what: str,
+    logits: NamedArray,
+    axis: AxisSelector,
+    targets: NamedArray,
+    *,
+    others_are_free: bool = False,
+    keep_dtype: bool = False,
+) -> tuple[NamedArray, NamedArray]:
+    """Losses and logarithms of normalizers, for every function that computes them.
+
+    Arguments:
+        what: the name of that function, for errors.
+        logits: the logarithms of the probabilities, up to a constant.
+        axis: the axis of the alternatives.
+        targets: positions along that axis, or probabilities.
+        others_are_free: whether a target that is no position costs nothing, rather than giving NaN.
+        keep_dtype: whether the results have the dtype of the logits, also where they were computed in a wider one.
+    """
+    require_named(what, logits), require_named(what, targets)
+    kernel = _cross_entropy_kernel(what, logits.names, targets.names, axis, others_are_free, keep_dtype)
     return wrap_result(kernel.call(logits.array, targets.array), kernel.names)
 
 
 @_kernels.cached
-def _cross_entropy_kernel(what: str, names: Names, axis: str, target_names: Names) -> _kernels.Kernel:
-    position = names.index(axis)
-    rest = tuple(n for n in names if n != axis)
+def _cross_entropy_kernel(
+    what: str, names: Names, target_names: Names, axis: AxisSelector, others_are_free: bool, keep_dtype: bool
+) -> _kernels.Kernel:
+    chosen = _kernels.select_one(what, names, axis)
+    position = names.index(chosen)
+    rest = tuple(n for n in names if n != chosen)
+    require_subset(what, "targets", target_names, names, " Give the logits these axes with `broadcast_axis`.")
 
     def positional(logits, targets):
+        if not jnp.issubdtype(logits.dtype, jnp.floating):
+            described = _errors.describe_axes(names, logits.shape)
+            raise TypeError(f"{what}: logits are floating point numbers, got {logits.dtype} {described}.")
         x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        normalizer = _log_normalizer(position, x)
-        targets = _kernels.align(targets, target_names, names)
-        if axis in target_names:
-            # An alternative that is impossible and should be is as it should be.
-            x = jnp.where((targets == 0) & (x == -jnp.inf), 0, x)
-            loss = jnp.sum(targets * (normalizer - x), position)
+        largest, remainder = _log_normalizer(position, x)
+        if chosen in target_names:
+            loss = of_probabilities(x - largest, remainder, _kernels.align(targets, target_names, names))
         else:
-            if targets.dtype.itemsize < 4:  # which may not count far enough
-                targets = targets.astype(jnp.int32)
-            places = jax.lax.broadcasted_iota(targets.dtype, x.shape, position)
-            # One of the terms is the logit of the target. To look it up would be to gather.
-            loss = jnp.squeeze(normalizer, position) - jnp.sum(jnp.where(places == targets, x, 0), position)
-            is_position = (targets >= 0) & (targets < x.shape[position])
-            loss = jnp.where(jnp.squeeze(is_position, position), loss, jnp.nan)
-        return loss, jnp.squeeze(normalizer, position)
+            loss = of_positions(x, largest, remainder, targets)
+        results = jax.lax.squeeze(loss, (position,)), jax.lax.squeeze(largest + remainder, (position,))
+        return tuple(r.astype(logits.dtype) for r in results) if keep_dtype else results
 
-    return _kernels.make_kernel(what, positional, (names, target_names), (rest, rest))
+    def of_probabilities(x, remainder, targets):
+        # An alternative that is impossible and should be is as it should be.
+        x = jnp.where((targets == 0) & (x == -jnp.inf), 0, x)
+        return jnp.sum(targets * (remainder - x), position, keepdims=True)
+
+    def of_positions(x, largest, remainder, targets):
+        if not jnp.issubdtype(targets.dtype, jnp.integer):
+            described = _errors.describe_axes(target_names, targets.shape)
+            raise TypeError(
+                f"{what}: targets without axis {chosen!r} are positions along it, so they are integers, got "
+                f"{targets.dtype} {described}. Probabilities have that axis."
+            )
+        if targets.dtype.itemsize < 4:  # which may not count far enough
+            targets = targets.astype(jnp.int32)
+        targets = _kernels.align(targets, target_names, names)
+        # Comparing every position with the right one, rather than looking that up, needs no more memory, since it
+        # becomes part of the sum; and where the axis is split, each device does it alone, in the gradient too.
+        right = targets == jax.lax.broadcasted_iota(targets.dtype, x.shape, position)
+        found = jnp.sum(jnp.where(right, x, 0), position, keepdims=True)
+        is_position = (targets >= 0) & (targets < x.shape[position])
+        return jnp.where(is_position, remainder - (found - largest), 0 if others_are_free else jnp.nan)
+
+    return _kernels.make_kernel(what, positional, (names, target_names), (rest, rest), selection=axis)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _log_normalizer(position: int, x: jax.Array) -> jax.Array:
-    """The logarithm of the sum of exponentials along an axis, which stays, with size one."""
-    highest = jnp.max(x, position, keepdims=True)
-    highest = jnp.where(jnp.isfinite(highest), highest, 0)
-    return jnp.log(jnp.sum(jnp.exp(x - highest), position, keepdims=True)) + highest
+def _log_normalizer(position: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The logarithm of the sum of exponentials along an axis, which stays with size one, in two parts.
+
+    They are the largest logit, and the remainder. Added, that would lose digits; apart, the loss of a good prediction
+    is exact however large the logits are.
+    """
+    largest = jnp.max(x, position, keepdims=True)
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    return largest, jnp.log(jnp.sum(jnp.exp(x - largest), position, keepdims=True))
 
 
 @_log_normalizer.defjvp
-def _(position: int, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _(position: int, primals: Any, tangents: Any) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
-    # From the result, the softmax takes no further reduction, nor anything kept but the logits themselves.
-    normalizer = _log_normalizer(position, x)
-    return normalizer, jnp.sum(jnp.exp(x - normalizer) * t, position, keepdims=True)
+    # From the results, the softmax takes no further reduction, nor anything kept but the logits themselves. How the
+    # sum is cut in two does not change it, so all of its derivative is counted as that of the remainder.
+    largest, remainder = _log_normalizer(position, x)
+    softmax = jnp.exp(x - largest - remainder)
+    return (largest, remainder), (jnp.zeros_like(largest), jnp.sum(softmax * t, position, keepdims=True))
