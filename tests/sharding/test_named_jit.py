@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import axonym as axn
@@ -131,7 +132,7 @@ def test_numbers_are_told_from_arrays_that_jit_takes_for_the_same(number) -> Non
     fn = axn.named_jit(lambda a, n: seen.append(n if type(n) is type(number) else type(n)) or a * n)
     for n in (jnp.asarray(number), number, jnp.asarray(number), number):
         np.testing.assert_array_equal(fn(axn.ones({"x": 2}), n).array, number * np.ones(2))
-    assert len(seen) == 2 and issubclass(seen[0], jax.core.Tracer) and seen[1] is number
+    assert len(seen) == 2 and issubclass(seen[0], Tracer) and seen[1] is number
 
 
 def test_what_was_compiled_for_arrays_is_found_again_after_other_arguments() -> None:
