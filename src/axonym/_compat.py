@@ -22,6 +22,11 @@ def varying_axes(x: Any) -> frozenset[str]:
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 
 
+def is_about_devices(error: ValueError) -> bool:
+    """Whether `jax.jit` refused a call because arguments and mesh have different devices. Only its words say so."""
+    return "incompatible devices" in str(error)
+
+
 def set_apart(x: jax.Array) -> jax.Array:
     """An array that is to be padded with something else than zeros.
 

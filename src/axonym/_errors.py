@@ -37,6 +37,14 @@ def missing_axes(what: str, missing: Sequence[str], known: Sequence[str], sizes:
     return f"{what}: no {noun} {listed} in {describe_axes(known, sizes)}.{hints}"
 
 
+def unknown_mesh_axis(what: str, name: str, mesh_axis: str, mesh: Any) -> str:
+    """A mapping sends an axis to a mesh axis that is not there."""
+    return (
+        f"{what}: the mapping sends axis {name!r} to mesh axis {mesh_axis!r}, which mesh "
+        f"{describe_shape(mesh.shape)} does not have.{suggestion(mesh_axis, mesh.axis_names)}"
+    )
+
+
 def size_mismatch(what: str, name: str, sizes: Sequence[tuple[str, Any]]) -> str:
     """One axis was seen with several sizes; `sizes` pairs each place with the size found there."""
     seen = ", ".join(f"{size} in {place}" for place, size in sizes)

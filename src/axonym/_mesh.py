@@ -122,11 +122,7 @@ def _explicit_part(
             axes = mesh_axes(mapping[name])
             for axis in axes:
                 if axis not in mesh.shape:
-                    raise ValueError(
-                        f"{what}: the mapping in force sends axis {name!r} to mesh axis {axis!r}, which mesh "
-                        f"{_errors.describe_shape(mesh.shape)} does not have."
-                        + _errors.suggestion(axis, mesh.axis_names)
-                    )
+                    raise ValueError(_errors.unknown_mesh_axis(what, name, axis, mesh))
             found[name] = tuple(a for a in axes if a in explicit)
     return found
 
@@ -141,7 +137,7 @@ def _settle_collisions(
             continue
         entitled = [n for n in users if axis in mapping.get(n, ())]
         if len(entitled) != 1:
-            raise ValueError(_collision(what, axis, users, mesh))
+            raise ValueError(_collision(what, axis, users, mesh, bool(entitled)))
         for n in users:
             if n not in entitled:
                 chosen[n] = tuple(a for a in chosen[n] if a != axis)
@@ -218,17 +214,18 @@ def _disagreement(what: str, name: str, choices: Sequence[Entry], mesh: Abstract
     return (
         f"{what}: the operands split axis {name!r} over different mesh axes of "
         f"{_errors.describe_shape(mesh.shape)}, so it is open how the result is split. Say so with "
-        + " or ".join(f"`axonym.axis_mapping({{{name!r}: {c!r}}})`" for c in choices)
+        + " or ".join(f"`axonym.axis_mapping({{{name!r}: {c!r}}}, merge=True)`" for c in choices)
         + ", or place the operands alike first with `axonym.shard`."
     )
 
 
-def _collision(what: str, axis: str, users: Sequence[str], mesh: AbstractMesh) -> str:
+def _collision(what: str, axis: str, users: Sequence[str], mesh: AbstractMesh, both_mapped: bool) -> str:
     listed = " and ".join(repr(n) for n in users)
+    wanted = None if both_mapped else axis
     return (
         f"{what}: axes {listed} of the result would both be split over mesh axis {axis!r} of "
-        f"{_errors.describe_shape(mesh.shape)}. Say which one is with "
-        + " or ".join(f"`axonym.axis_mapping({{{n!r}: {axis!r}}})`" for n in users)
+        f"{_errors.describe_shape(mesh.shape)}. Say which one is{' not' if both_mapped else ''} with "
+        + " or ".join(f"`axonym.axis_mapping({{{n!r}: {wanted!r}}}, merge=True)`" for n in users)
         + ", or place an operand differently first with `axonym.shard`."
     )
 

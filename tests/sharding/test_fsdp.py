@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import re
+import warnings
 from typing import Any
 
 import jax
@@ -9,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import axonym as axn
 from benchmarks import models
@@ -96,6 +100,69 @@ def test_parameters_may_arrive_anyhow(params, mesh) -> None:
             y = jax.block_until_ready(sharded(given, x))
             assert spec(y) == ("data", None)
             np.testing.assert_array_equal(y.array, np.full((8, 4), 8.0))
+
+
+def test_arguments_that_no_mapping_places_may_lie_elsewhere_too(mesh) -> None:
+    """As a counter or a learning rate that was restored on one device."""
+    one = jax.devices()[1]
+    w, rate = axn.ones({"embed": 8, "mlp": 4}), jax.device_put(jnp.float32(2), one)
+    scaled = axn.fsdp(lambda w, rate: w * rate, {"embed": "data"}, {"batch": "data"})
+    with jax.set_mesh(mesh):
+        assert spec(scaled(w, rate)) == spec(scaled(jax.device_put(w, one), rate)) == ("data", None)
+        placed = axn.named_jit(lambda w, rate: w * rate, in_axis_resources={"w": {"embed": "data"}})
+        assert spec(placed(w, rate)) == ("data", None)
+
+
+def test_arguments_elsewhere_without_the_newer_mesh_context(auto_mesh) -> None:
+    w = jax.device_put(axn.ones({"embed": 8, "mlp": 4}), jax.devices()[1])
+    by_sharding = axn.named_jit(lambda w: w * 2, in_axis_resources=NamedSharding(auto_mesh, P("data")))
+    assert spec(by_sharding(w)) == ("data", None)
+    scaled = axn.fsdp(lambda w, rate: w * rate, {"embed": "data"}, {"batch": "data"})
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        with auto_mesh:
+            assert spec(scaled(w, 2.0)) == ("data", None)
+
+
+def test_moving_arguments_under_eager_transformations(mesh) -> None:
+    square = axn.named_jit(lambda w: (w * w).sum().scalar(), in_axis_resources={"embed": "data"})
+    w = jax.device_put(axn.ones({"embed": 8}), jax.devices()[1])
+
+    def mine(w):
+        raise ValueError("mine")
+
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(jax.grad(square)(w).array, np.full(8, 2.0))
+        with pytest.raises(ValueError, match=r"^mine"):
+            jax.grad(axn.named_jit(mine, in_axis_resources={"embed": "data"}))(w)
+
+
+def test_where_parameters_rest_is_known_in_compiled_parts(auto_mesh) -> None:
+    product = lambda x, w: axn.dot(x, w, axis="embed")
+
+    def step(w, x, product):
+        loss, gradient = jax.value_and_grad(lambda w: (product(x, w) ** 2).sum().scalar())(w)
+        return loss, w - 0.1 * gradient
+
+    w, x = axn.ones({"embed": 16, "mlp": 8}), axn.ones({"batch": 16, "embed": 16})
+    with jax.set_mesh(axn.make_mesh({"data": 8})):
+        for part in (product, axn.named_jit(product, {"batch": "data"})):
+            compiled = axn.fsdp(functools.partial(step, product=part), {"embed": "data"}, {"batch": "data"}).lower(w, x)
+            assert len(re.findall(r" reduce-scatter\(", compiled.compile().as_text())) == 1
+
+
+def test_a_misspelt_mapping_is_seen(mesh) -> None:
+    w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
+    with jax.set_mesh(mesh):
+        with pytest.warns(UserWarning, match="'hidden' of its mapping names no axis of the arguments or results"):
+            axn.fsdp(lambda w, x: w, {"hidden": "data"}, {"batch": "data"})(w, x)
+        with pytest.warns(UserWarning, match=r"'embd' of its mapping names no axis .* Did you mean 'embed'\?"):
+            axn.fsdp(lambda w, x: w, {"embd": "data", "mlp": None}, {"batch": "data"})(w, x)
+        axn.fsdp(lambda w, x: w, {"embed": "data", "vocab": "model"}, {"batch": "data"})(w, x)  # another model's too
+        for at_rest, at_work in (({"embed": "dta"}, {"batch": "data"}), ({"embed": "data"}, {"head": "dta"})):
+            with pytest.raises(
+                ValueError, match=r"mesh axis 'dta', which mesh \(.*\) does not have. Did you mean 'data'"
+            ):
+                axn.fsdp(lambda w: w.sum().scalar(), at_rest, at_work)(axn.ones({"other": 8}))
 
 
 def test_forms_of_the_call() -> None:

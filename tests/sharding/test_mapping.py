@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import axonym as axn
 from axonym import _context
 from axonym.partitioning import current_thread_local_mapping
+from axonym.sharding import MeshShardingHelper
 
 
 def test_nothing_is_in_force_at_first() -> None:
@@ -89,6 +91,30 @@ def test_a_new_thread_starts_without_and_threads_do_not_meet() -> None:
         found = list(pool.map(inside, [f"axis{i}" for i in range(20)]))
         assert axn.current_mapping() == {"batch": "outer"}
     assert found == [(None, {"batch": f"axis{i}"}) for i in range(20)]
+
+
+@pytest.mark.parametrize("make", [lambda: axn.axis_mapping({"batch": "data"}), lambda: MeshShardingHelper([8], ["x"])])
+def test_one_block_in_two_threads(make) -> None:
+    """Each thread gets back what it had, in whatever order they leave."""
+    block, both_in, first_out = make(), threading.Barrier(2, timeout=60), threading.Event()
+
+    def first():
+        with axn.axis_mapping({"outer": "data"}), axn.set_mesh(axn.make_mesh({"outer": 8})):
+            with block:
+                both_in.wait()
+            found = axn.current_mapping(), jax.sharding.get_mesh().axis_names
+            first_out.set()
+            return found
+
+    def second():
+        with block:
+            both_in.wait()
+            first_out.wait(60)
+        return axn.current_mapping(), jax.sharding.get_mesh().axis_names
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = [f.result() for f in [pool.submit(first), pool.submit(second)]]
+    assert found == [({"outer": "data"}, ("outer",)), (None, ())]
 
 
 JITS = {

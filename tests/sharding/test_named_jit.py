@@ -135,6 +135,12 @@ def test_numbers_are_told_from_arrays_that_jit_takes_for_the_same(number) -> Non
     assert len(seen) == 2 and issubclass(seen[0], Tracer) and seen[1] is number
 
 
+def test_numbers_that_no_array_can_hold() -> None:
+    fn = axn.named_jit(lambda a, seed: a * (seed % 7))
+    for _ in range(2):
+        np.testing.assert_array_equal(fn(axn.ones({"x": 2}), 2**40).array, np.full(2, 2**40 % 7))
+
+
 def test_what_was_compiled_for_arrays_is_found_again_after_other_arguments() -> None:
     traces = []
 
@@ -201,6 +207,25 @@ def test_donation(x, mesh) -> None:
         assert a.array.is_deleted() and not b.array.is_deleted()
 
 
+def test_donation_by_parameter(auto_mesh) -> None:
+    def fn(a, b=None):
+        return a * 2 if b is None else (a * 2, b * 2)
+
+    def fresh():
+        return axn.shard(axn.ones({"batch": 8}), {"batch": "data"})
+
+    with jax.set_mesh(auto_mesh):
+        for options in ({"donate_args": (True,)}, {"donate_kwargs": {"a": True}}, {"donate_args": (True, None)}):
+            compiled = axn.named_jit(fn, {"batch": "data"}, **options)
+            for call in (lambda f, a, b: f(a, b), lambda f, a, b: f(a, b=b), lambda f, a, b: f(b=b, a=a)):
+                a, b = fresh(), fresh()
+                call(compiled, a, b)
+                assert a.array.is_deleted() and not b.array.is_deleted()
+    for number in (0, (0,), {"a": 1}):
+        with pytest.raises(TypeError, match="by True and False rather than by number"):
+            axn.named_jit(fn, donate_args=number)
+
+
 def test_lower_and_trace_with_abstract_arguments(x, auto_mesh) -> None:
     fn = axn.named_jit(lambda a: a * 2, {"batch": "data"})
     abstract = jax.eval_shape(lambda: x)
@@ -210,6 +235,44 @@ def test_lower_and_trace_with_abstract_arguments(x, auto_mesh) -> None:
         result = compiled(x)
         assert fn.trace(abstract).jaxpr.out_avals[0].shape == (8, 8)
     assert spec(result) == ("data", None)
+
+
+def test_what_is_compiled_ahead_is_called_like_the_function(x, auto_mesh) -> None:
+    def fn(a, n=2, *, label="k"):
+        return a * n, label, {"n": n}
+
+    lowered = axn.named_jit(fn).lower(x, 3, label="l")
+    assert lowered.out_info[0].array.shape == (8, 8) and lowered.out_info[1:] == ("l", {"n": 3})
+    for compiled in (lowered.compile(), axn.named_jit(fn).trace(x, 3, label="l").lower().compile()):
+        result, label, rest = compiled(x, 3, label="l")
+        np.testing.assert_array_equal(result.array, 3 * np.asarray(x.array))
+        assert (label, rest) == ("l", {"n": 3}) and compiled.memory_analysis() is not None
+        with pytest.raises(TypeError, match="for the same values of those that are not arrays"):
+            compiled(x, 4, label="l")
+    with jax.set_mesh(auto_mesh):
+        placed = axn.shard(x, {"batch": "data"})
+        donating = axn.named_jit(lambda a, b: a + b, {"batch": "data"}, donate_args=(True,)).lower(placed, x).compile()
+        expected = 2 * np.asarray(x.array)
+        np.testing.assert_array_equal(donating(placed, x).array, expected)
+    assert placed.array.is_deleted()
+
+
+def test_a_compiled_method_as_an_argument_is_told_by_its_object() -> None:
+    traces = []
+
+    class Layer(eqx.Module):
+        w: axn.NamedArray
+
+        @axn.named_jit
+        def apply(self, a):
+            return a * self.w
+
+    layer = Layer(axn.ones({"x": 2}))
+    run = axn.named_jit(lambda f, a: traces.append(f) or f(a))
+    for scale in (1.0, 2.0, 3.0):
+        scaled = eqx.tree_at(lambda m: m.w, layer, layer.w * scale)
+        np.testing.assert_array_equal(run(scaled.apply, axn.ones({"x": 2})).array, np.full(2, scale))
+    assert len(traces) == 1
 
 
 def test_arguments_of_jit_pass_through(x) -> None:

@@ -184,7 +184,7 @@ def test_a_misspelt_mapping_warns_once(mesh):
     x = axn.ones({"batch": 8, "embed": 8})
     misspelt = axn.named_jit(lambda a: a * 2, {"embd": "data"})
     with axn.set_mesh(mesh):
-        with pytest.warns(UserWarning, match="no key of its mapping .* 'embd': Did you mean 'embed'"):
+        with pytest.warns(UserWarning, match="'embd' of its mapping names no axis .* Did you mean 'embed'"):
             misspelt(x)
         misspelt(x)
         axn.named_jit(lambda a: a * 2, {"hidden": "data"})(x)  # it may exist inside only

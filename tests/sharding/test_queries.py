@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -89,3 +92,22 @@ def test_lint(auto_mesh) -> None:
     assert not fine and "nothing found" in str(fine)
     with jax.set_mesh(auto_mesh), axn.axis_mapping({"embed": "model"}):
         assert not axn.lint_mapping(None, {"w": axn.ones({"embed": 4})})
+
+
+def test_lint_sees_what_shard_would_refuse_or_leave_whole(auto_mesh) -> None:
+    class Layer(eqx.Module):
+        w: Any = axn.field(axis_names=("embed", "mlp"))
+
+    stack = axn.lint_mapping({"embed": "data"}, Layer(jnp.ones((3, 4, 4))), auto_mesh)
+    assert [f.kind for f in stack] == ["problem"] and "A stack of modules has an axis more" in str(stack)
+    narrow = axn.make_mesh({"data": 8, "model": 1})
+    whole = axn.lint_mapping({"vocab": "model"}, axn.zeros({"vocab": 1024, "embed": 1024}), narrow)
+    assert [f.kind for f in whole] == ["replicated"]
+    misspelt = axn.lint_mapping({"vocb": "modl"}, axn.zeros({"vocab": 8}), auto_mesh)
+    assert [f.kind for f in misspelt] == ["unused", "problem"] and "Did you mean 'model'" in str(misspelt)
+
+
+@pytest.mark.parametrize("axes", [("a", "b"), (axn.Axis("a", 8), axn.Axis("b", 8))])
+def test_one_array_uses_a_mesh_axis_once(axes, auto_mesh) -> None:
+    with pytest.raises(ValueError, match="'a' and 'b' both go to mesh axis 'data'"):
+        partitioning.sharding_for_axis(axes, {"a": "data", "b": "data"}, auto_mesh)

@@ -413,11 +413,8 @@ def _splits(operation: Operation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]
         for dimension, entry in zip(rule.operands[i], known[i], strict=True):
             wanted = mesh_axes((mapping or {}).get(_axis_of(rule, dimension)))
             if unknown := [a for a in wanted if a not in types]:
-                raise ValueError(
-                    f"{operation.what}: the mapping in force sends axis {_axis_of(rule, dimension)!r} to mesh axis "
-                    f"{unknown[0]!r}, which mesh {_errors.describe_shape(mesh.shape)} does not have."
-                    + _errors.suggestion(unknown[0], mesh.axis_names)
-                )
+                name = _axis_of(rule, dimension)
+                raise ValueError(_errors.unknown_mesh_axis(operation.what, name, unknown[0], mesh))
             entries.append((*mesh_axes(entry), *(a for a in wanted if a in auto)))
         found.append((rule.operands[i], entries))
     return rule.splits(mesh.shape, found)

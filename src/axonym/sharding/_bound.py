@@ -17,7 +17,10 @@ class Compiled(Protocol):
 
 
 class BoundMethod:
-    """A compiled method of one object."""
+    """A compiled method of one object.
+
+    It is a tree with the object in it, so that as an argument it is told by its arrays rather than by its identity.
+    """
 
     def __init__(self, compiled: Compiled, instance: Any):
         functools.update_wrapper(self, compiled, updated=())
@@ -32,3 +35,14 @@ class BoundMethod:
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__.trace(self.__self__, *args, **kwargs)
+
+
+def _flatten(method: BoundMethod) -> tuple[Any, Any]:
+    return ((jax.tree_util.GetAttrKey("__self__"), method.__self__),), method.__func__
+
+
+def _unflatten(compiled: Compiled, children: Any) -> BoundMethod:
+    return BoundMethod(compiled, *children)
+
+
+jax.tree_util.register_pytree_with_keys(BoundMethod, _flatten, _unflatten)

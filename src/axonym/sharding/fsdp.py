@@ -21,8 +21,9 @@ def fsdp(*args: Any, parameter_mapping: Any = None, compute_mapping: Any = None,
     the parameter, and leaves a gradient that is split already: one all-gather for each use and one reduce-scatter, on
     any mesh. To gather again in the backward pass rather than keep what was gathered, use `jax.checkpoint`.
 
-    Arguments and results that have an axis of `parameter_mapping` count as parameters; the others, such as batches, are
-    placed by `compute_mapping`. They may come from the host, or from any other placement.
+    Arguments and results that have an axis of `parameter_mapping` count as parameters, unless `compute_mapping` splits
+    another of their axes over the same mesh axis, as it does with batches. The others are placed by `compute_mapping`.
+    All may come from the host, or from any other placement.
 
     Parameters without names rest by a rule (see `axonym.sharding.FSDPShardingRule`), which then places all that
     `compute_mapping` does not split. What is gathered where is then up to the compiler.

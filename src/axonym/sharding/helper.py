@@ -16,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from .. import _errors
 from ..array import NamedArray, wrap
 from ..axis import name_of
+from .mapping import Entered
 from .meshes import full_sizes
 from .placement import Leaf, Placement, leaves_of, listed, resolve
 from .rules import match_sharding_rule
@@ -60,7 +61,7 @@ class MeshShardingHelper:
         )
         kind = AxisType.Explicit if explicit else AxisType.Auto
         self.mesh = Mesh(devices, tuple(axis_names), axis_types=(kind,) * len(shape))
-        self._entered: list[contextlib.ExitStack] = []
+        self._entered = Entered()
 
     # --- the mesh in force ---
 
@@ -69,11 +70,11 @@ class MeshShardingHelper:
         stack.enter_context(mesh_in_force(self.mesh))
         token = _HELPERS.set((*_HELPERS.get(), self))
         stack.callback(_HELPERS.reset, token)
-        self._entered.append(stack)
+        self._entered.blocks.append(stack)
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._entered.pop().__exit__(*raised)
+        self._entered.blocks.pop().__exit__(*raised)
 
     @staticmethod
     def get_global_mesh() -> Mesh | None:

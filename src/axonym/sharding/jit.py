@@ -9,21 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
-import numpy as np
 
 from .. import _context, _errors
-from .._static import Static
+from .._arguments import parameter_names
+from ._apart import ARRAYS, Form, constant, joined, separated
 from ._bound import BoundMethod
+from ._stages import staged
 from .annotations import kept_annotations
 from .mapping import is_resource_mapping, normalize_mapping
-from .placement import Placement, leaves_of
-from .shard import lies_elsewhere, shard_arguments, shard_quietly
+from .meshes import current_mesh
+from .placement import Placement, check_mesh_axes, leaves_of
+from .shard import call_on_mesh, shard_arguments, shard_quietly
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_CONSTANT = "named_jit: an argument or result that is not an array"
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 @overload
@@ -83,10 +82,10 @@ class NamedJit(Generic[P, R]):
 
     There are two ways to call into `jax.jit`. Where every leaf of the arguments is an array and nothing is donated,
     they go in whole. Otherwise they are taken apart into what is donated, what is kept, and what is static. To look
-    at every leaf takes time, so until `jax.jit` has refused arguments once, they go in whole unseen.
+    at every leaf takes time, so until there was something that is no array, or may be none, they go in whole unseen.
 
     Placements are applied inside the compiled function: arguments on the host arrive split, those placed otherwise are
-    moved. Only those that lie on other devices than the mesh's are moved before, when `jax.jit` has refused them.
+    moved. Only where some lie on other devices than the mesh's, they are moved before, when `jax.jit` has refused them.
     """
 
     def __init__(
@@ -110,7 +109,8 @@ class NamedJit(Generic[P, R]):
         self._fn: Callable[..., Any] = fn
         self._settings: _context.Settings | None = None
         self._own_mapping = axis_resources is not None
-        if isinstance(axis_resources, _context.Settings):
+        self._own_parameters = isinstance(axis_resources, _context.Settings)
+        if self._own_parameters:
             self._settings = axis_resources
         elif self._own_mapping:
             if not is_resource_mapping(axis_resources):
@@ -122,7 +122,10 @@ class NamedJit(Generic[P, R]):
         self._annotations = kept_annotations(annotation_shardings)
         self._in = in_axis_resources
         self._out = out_axis_resources
-        self._donate = (donate_args, donate_kwargs)
+        self._donate = (
+            _checked_donation("donate_args", donate_args),
+            _checked_donation("donate_kwargs", donate_kwargs),
+        )
         self._jit_arguments = jit_arguments
         self._looks_first = self._donate != (None, None)
         self._whole = jax.jit(self._make_whole(), **jit_arguments)
@@ -131,21 +134,22 @@ class NamedJit(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         outer = _context.settings_in_force()
         settings = self._settings_within(outer)
+        place = None if self._in is None else self._placed
         if settings is outer:
-            return self._call(args, kwargs)
+            return call_on_mesh(self._call, args, kwargs, place, self._in)
         with _context.in_force(settings):
-            return self._call(args, kwargs)
+            return call_on_mesh(self._call, args, kwargs, place, self._in)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Lower the function for these arguments, which may be abstract: see `jax.jit(f).lower`.
 
-        >>> axn.named_jit(lambda x: x * 2).lower(axn.ones({"x": 2})).compile() is not None
-        True
+        What is compiled from it is called like the function; arguments that are not arrays must be the same ones.
+
+        >>> compiled = axn.named_jit(lambda x, n: x * n).lower(axn.ones({"x": 2}), 3).compile()
+        >>> compiled(axn.ones({"x": 2}), 3)
+        NamedArray(float32[x=2], [3. 3.])
         """
-        with self._in_force():
-            if self._takes_whole((args, kwargs)):
-                return self._whole.lower(*args, **kwargs)
-            return self._split.lower(*self._taken_apart(args, kwargs))
+        return self._staged("lower", args, kwargs)
 
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Trace the function for these arguments, which may be abstract: see `jax.jit(f).trace`.
@@ -153,10 +157,7 @@ class NamedJit(Generic[P, R]):
         >>> axn.named_jit(lambda x: x * 2).trace(axn.ones({"x": 2})).jaxpr is not None
         True
         """
-        with self._in_force():
-            if self._takes_whole((args, kwargs)):
-                return self._whole.trace(*args, **kwargs)
-            return self._split.trace(*self._taken_apart(args, kwargs))
+        return self._staged("trace", args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else BoundMethod(self, instance)
@@ -173,40 +174,52 @@ class NamedJit(Generic[P, R]):
         """
         settings = self._settings if self._own_mapping else outer
         annotations = self._annotations if self._annotations is not None else outer.annotations if outer else None
-        return _context.changed(settings, annotations=annotations) if annotations else settings
+        # Where parameters rest does not change with what is in force while they are used.
+        parameters = outer.parameters if outer and not self._own_parameters else None
+        if annotations:
+            settings = _context.changed(settings, annotations=annotations)
+        return _context.changed(settings, parameters=parameters) if parameters else settings
 
     def _in_force(self) -> contextlib.AbstractContextManager[None]:
         return _context.in_force(self._settings_within(_context.settings_in_force()))
 
-    def _call(self, args: Any, kwargs: Any) -> Any:
-        try:
-            return self._called(args, kwargs)
-        except ValueError:
-            if self._in is None or not lies_elsewhere((args, kwargs)):
-                raise
-            return self._called(*self._placed(args, kwargs))
+    def _staged(self, stage: str, args: Any, kwargs: Any) -> Any:
+        self._looks_first = True
+        with self._in_force():
+            if self._takes_whole((args, kwargs)):
+                return staged(getattr(self._whole, stage)(*args, **kwargs), None)
+            arguments = self._taken_apart(args, kwargs)
+            return staged(getattr(self._split, stage)(*arguments), self._taken_apart, arguments[-1])
 
-    def _called(self, args: Any, kwargs: Any) -> Any:
+    def _call(self, args: Any, kwargs: Any) -> Any:
         if not self._looks_first:
             try:
-                return _joined(self._whole(*args, **kwargs))
-            except (TypeError, ValueError, _MayBeNumberError):
-                if self._takes_whole((args, kwargs)):
+                return joined(self._whole(*args, **kwargs))
+            except (TypeError, ValueError, OverflowError, _MayBeNumberError):
+                if all([_is_surely_array(leaf) for leaf in jax.tree.leaves((args, kwargs))]):
                     raise
             self._looks_first = True
         if self._takes_whole((args, kwargs)):
-            return _joined(self._whole(*args, **kwargs))
-        return _joined(self._split(*self._taken_apart(args, kwargs)))
+            return joined(self._whole(*args, **kwargs))
+        return joined(self._split(*self._taken_apart(args, kwargs)))
 
     def _takes_whole(self, arguments: Any) -> bool:
-        return self._donate == (None, None) and all([_is_surely_array(leaf) for leaf in jax.tree.leaves(arguments)])
+        return self._donate == (None, None) and all([isinstance(leaf, ARRAYS) for leaf in jax.tree.leaves(arguments)])
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         """The body that is traced."""
+        self._check_mesh_axes()
         args, kwargs = self._placed(args, kwargs)
         result = self._fn(*args, **kwargs)
         self._warn_if_misspelt((args, kwargs), result)
-        return _separated(shard_quietly(result, self._out, "named_jit (results)"))
+        return separated(shard_quietly(result, self._out, "named_jit (results)"))
+
+    def _check_mesh_axes(self) -> None:
+        """What is in force inside fits the mesh, also where none of the arguments and results says so."""
+        settings, mesh = _context.settings_in_force(), current_mesh()
+        if settings is not None and mesh is not None:
+            for mapping in (settings.mapping, settings.parameters):
+                check_mesh_axes("named_jit", mapping, mesh)
 
     def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self._in is None:
@@ -214,26 +227,29 @@ class NamedJit(Generic[P, R]):
         return shard_arguments(self._fn, args, kwargs, self._in, "named_jit (arguments)")
 
     def _warn_if_misspelt(self, arguments: Any, result: Any) -> None:
-        """Warn of a mapping that applies to nothing that goes in or comes out, if a near name would.
+        """Warn of mappings that apply to nothing that goes in or comes out.
 
-        A mapping may well be meant for axes that exist only inside; then no name is near.
+        A mapping at work may well be meant for axes that exist only inside, so it must have a name that is near one
+        outside. One for parameters is about what goes in, and each of its keys may be misspelt.
         """
-        keys = self._settings.mapping if self._own_mapping and self._settings is not None else ()
-        known = {n for leaf in leaves_of((arguments, result))[0] for n in leaf.names or ()}
-        if known.intersection(keys):
+        if not self._own_mapping or self._settings is None:
             return
-        hints = "".join(f" {key!r}:{hint}" for key in keys if (hint := _errors.suggestion(key, known)))
-        if hints:
+        known = {n for leaf in leaves_of((arguments, result))[0] for n in leaf.names or ()}
+        working, resting = self._settings.mapping, self._settings.parameters
+        near = {n: _errors.suggestion(n, known) for n in working} if known.isdisjoint(working) else {}
+        near |= {n: _errors.suggestion(n, known - resting.keys()) for n in resting if n not in known}
+        misspelt = [n for n, hint in near.items() if hint or (n in resting and known.isdisjoint(resting))]
+        if misspelt:
             warnings.warn(
-                f"{self!r}: no key of its mapping names an axis of the arguments or results, which have "
-                f"{', '.join(sorted(map(repr, known)))}.{hints}",
+                f"{self!r}: {', '.join(map(repr, misspelt))} of its mapping names no axis of the arguments or results, "
+                f"which have {', '.join(sorted(map(repr, known)))}." + "".join(f"{near[n]}" for n in misspelt),
                 stacklevel=2,
             )
 
     def _make_whole(self) -> Callable[..., Any]:
         @functools.wraps(self._fn, updated=())
         def whole(*args, **kwargs):
-            if not self._takes_whole((args, kwargs)):
+            if not self._looks_first and not all(_is_surely_array(leaf) for leaf in jax.tree.leaves((args, kwargs))):
                 raise _MayBeNumberError
             return self._run(args, kwargs)
 
@@ -247,63 +263,57 @@ class NamedJit(Generic[P, R]):
         split.__name__ = split.__qualname__ = getattr(self._fn, "__name__", "function")
         return jax.jit(split, static_argnums=2, donate_argnums=0, **self._jit_arguments)
 
-    def _taken_apart(self, args: Any, kwargs: Any) -> tuple[list[Any], list[Any], _Form]:
+    def _taken_apart(self, args: Any, kwargs: Any) -> tuple[list[Any], list[Any], Form]:
         leaves, structure = jax.tree.flatten((args, kwargs))
         donates = self._donates(args, kwargs, len(leaves))
         donated, kept, roles = [], [], []
         for leaf, donate in zip(leaves, donates, strict=True):
-            if isinstance(leaf, _ARRAYS):
+            if isinstance(leaf, ARRAYS):
                 (donated if donate else kept).append(leaf)
                 roles.append(donate)
             else:
-                roles.append(Static(leaf, _CONSTANT))
-        return donated, kept, _Form(structure, tuple(roles))
+                roles.append(constant(leaf))
+        return donated, kept, Form(structure, tuple(roles))
 
     def _donates(self, args: Any, kwargs: Any, count: int) -> Sequence[bool]:
-        if self._donate == (None, None):
-            return (False,) * count
+        """Whether each leaf of the arguments may be overwritten."""
         for_args, for_kwargs = self._donate
-        if isinstance(for_args, bool) or for_args is None:
-            for_args = (bool(for_args),) * len(args)
-        if len(for_args) > len(args):
-            raise ValueError(f"named_jit: `donate_args` speaks of {len(for_args)} arguments; the call has {len(args)}.")
-        unknown = [name for name in for_kwargs or () if name not in kwargs]
-        if unknown:
-            listed = ", ".join(repr(name) for name in unknown)
-            hints = "".join(_errors.suggestion(name, kwargs) for name in unknown)
-            raise ValueError(f"named_jit: `donate_kwargs` names {listed}, which the call does not have.{hints}")
-        for_args = (*for_args, *(False,) * (len(args) - len(for_args)))
-        for_kwargs = {name: (for_kwargs or {}).get(name, False) for name in kwargs}
-        prefix = (tuple(for_args), for_kwargs)
-        spread = jax.tree.broadcast(prefix, (args, kwargs), is_leaf=lambda x: isinstance(x, bool) or callable(x))
+        if for_args is None and not for_kwargs:
+            return (False,) * count
+        if for_args is None or isinstance(for_args, bool) or callable(for_args):
+            for_args = (for_args or False,) * len(args)
+        if not kwargs and not for_kwargs and len(for_args) <= len(args):
+            prefix: Any = ((*for_args, *(False,) * (len(args) - len(for_args))), {})
+        else:
+            names = parameter_names(self._fn, len(args), kwargs)
+            wanted = dict(zip(parameter_names(self._fn, len(for_args)), for_args, strict=True)) | (for_kwargs or {})
+            known = [*names, *kwargs]
+            if unknown := [name for name in wanted if name not in known]:
+                hints = "".join(_errors.suggestion(name, known) for name in unknown)
+                raise ValueError(
+                    f"named_jit: {', '.join(map(repr, unknown))} is to be donated, but is not an argument of the call, "
+                    f"which has {', '.join(known)}.{hints}"
+                )
+            prefix = tuple([wanted.get(n, False) for n in names]), {n: wanted.get(n, False) for n in kwargs}
+        spread = jax.tree.broadcast(prefix, (args, kwargs), is_leaf=callable)
         return [
-            bool(d(leaf)) if callable(d) else bool(d)
+            bool(d(leaf)) if callable(d) else d
             for d, leaf in zip(jax.tree.leaves(spread), jax.tree.leaves((args, kwargs)), strict=True)
         ]
 
 
-class _Form:
-    """What of the arguments is part of the program: their structure, and every leaf that is not an array."""
+def _checked_donation(argument: str, donate: Any) -> Any:
+    """Tree prefixes that say which arguments may be overwritten, None being no."""
 
-    __slots__ = ("_hash", "roles", "structure")
+    def checked(may: Any) -> Any:
+        if may is None or isinstance(may, bool) or callable(may):
+            return may or False
+        raise TypeError(
+            f"named_jit: `{argument}` says whether each argument may be overwritten, by True and False rather than by "
+            f"number, as in `donate_args=(True, False)` or `donate_kwargs={{'state': True}}`; got {donate!r}."
+        )
 
-    def __init__(self, structure: Any, roles: tuple[Any, ...]):
-        self.structure = structure
-        self.roles = roles
-        """For each leaf: whether it is donated, or the constant it is."""
-        self._hash = hash((structure, roles))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Form) and self.structure == other.structure and self.roles == other.roles
-
-    def joined(self, donated: Sequence[Any], kept: Sequence[Any]) -> Any:
-        """The arguments again."""
-        sources = {True: iter(donated), False: iter(kept)}
-        leaves = [r.value if isinstance(r, Static) else next(sources[r]) for r in self.roles]
-        return jax.tree.unflatten(self.structure, leaves)
+    return None if donate is None else jax.tree.map(checked, donate, is_leaf=lambda x: x is None or callable(x))
 
 
 class _MayBeNumberError(Exception):
@@ -312,34 +322,6 @@ class _MayBeNumberError(Exception):
 
 def _is_surely_array(leaf: Any) -> bool:
     """Whether a leaf is an array, and one that `jax.jit` tells from a Python number."""
-    if not isinstance(leaf, _ARRAYS):
+    if not isinstance(leaf, ARRAYS):
         return False
     return leaf.ndim > 0 or not (leaf.dtype == bool or getattr(leaf, "weak_type", False))
-
-
-# --- results ---
-
-
-class _Separated:
-    """A result that is not made of arrays alone: the arrays, and the rest as part of the structure."""
-
-    __slots__ = ("arrays", "static")
-
-    def __init__(self, arrays: list[Any], static: _Form):
-        self.arrays = arrays
-        self.static = static
-
-
-jax.tree_util.register_dataclass(_Separated, data_fields=["arrays"], meta_fields=["static"])
-
-
-def _separated(result: Any) -> Any:
-    leaves, structure = jax.tree.flatten(result)
-    roles = tuple([False if isinstance(leaf, _ARRAYS) else Static(leaf, _CONSTANT) for leaf in leaves])
-    if not any(roles):
-        return result
-    return _Separated([leaf for leaf, role in zip(leaves, roles, strict=True) if not role], _Form(structure, roles))
-
-
-def _joined(result: Any) -> Any:
-    return result.static.joined((), result.arrays) if isinstance(result, _Separated) else result

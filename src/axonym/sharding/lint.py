@@ -7,10 +7,11 @@ import math
 from typing import Any, Literal
 
 from .. import _errors
+from .._mesh import mesh_axes
 from ..array import NamedArray
 from .mapping import ResourceMapping
 from .meshes import AnyMesh, current_mesh
-from .placement import Leaf, check_entries, leaves_of, mapping_of
+from .placement import Leaf, leaves_of, mapping_of, spec_of_leaf
 
 Kind = Literal["unused", "problem", "replicated"]
 
@@ -82,15 +83,21 @@ def lint_mapping(
     mesh = mesh if mesh is not None else current_mesh()
     leaves = [leaf for leaf in leaves_of(tree)[0] if leaf.shape is not None]
     known = {n for leaf in leaves for n in leaf.names or ()}
-    findings = [
-        Finding("unused", n, f"axis {n!r} is in the mapping but not in the tree.{_errors.suggestion(n, known)}")
-        for n in entries
-        if n not in known
-    ]
+    findings = []
+    for name in [n for n in entries if n not in known]:
+        hint = _errors.suggestion(name, known)
+        findings.append(Finding("unused", name, f"axis {name!r} is in the mapping but not in the tree.{hint}"))
+        if mesh is not None:
+            unknown = [a for a in mesh_axes(entries[name]) if a not in mesh.shape]
+            texts = [_errors.unknown_mesh_axis("lint_mapping", name, a, mesh) for a in unknown]
+            findings += [Finding("problem", name, text) for text in texts]
     for leaf in leaves:
-        spec = tuple(entries.get(n) for n in leaf.names or ()) or (None,) * len(leaf.shape or ())
-        findings += [Finding("problem", leaf.path, p) for p in check_entries(leaf, spec, mesh)]
-        if mesh is not None and all(e is None for e in spec) and _bytes(leaf) >= large and _devices(mesh) > 1:
+        problems: list[str] = []
+        spec = spec_of_leaf(leaf, entries, mesh, problems)
+        findings += [Finding("problem", leaf.path, p) for p in problems]
+        if mesh is None or problems or _bytes(leaf) < large or _devices(mesh) == 1:
+            continue
+        if math.prod(mesh.shape[a] for entry in spec or () for a in mesh_axes(entry)) == 1:
             findings.append(Finding("replicated", leaf.path, _replicated(leaf, _devices(mesh))))
     return Report(tuple(findings), len(leaves))
 

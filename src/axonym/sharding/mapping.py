@@ -6,6 +6,7 @@ import contextlib
 import enum
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -102,13 +103,20 @@ def axis_mapping(
     return Putting("axis_mapping", settings)
 
 
+class Entered(threading.local):
+    """The with-blocks of one object that this thread is in: others may use the object at the same time."""
+
+    def __init__(self):
+        self.blocks: list[contextlib.AbstractContextManager[Any]] = []
+
+
 class Putting:
     """What `axis_mapping` and its like return: settings to be put in force by a with-block or around a function."""
 
     def __init__(self, what: str, settings: Callable[[_context.Settings | None], _context.Settings | None]):
         self._what = what
         self._settings = settings
-        self._entered: list[contextlib.AbstractContextManager[None]] = []
+        self._entered = Entered()
 
     def _in_force(self) -> contextlib.AbstractContextManager[None]:
         return _context.in_force(self._settings(_context.settings_in_force()))
@@ -116,10 +124,10 @@ class Putting:
     def __enter__(self) -> None:
         block = self._in_force()
         block.__enter__()
-        self._entered.append(block)
+        self._entered.blocks.append(block)
 
     def __exit__(self, *raised: Any) -> None:
-        self._entered.pop().__exit__(*raised)
+        self._entered.blocks.pop().__exit__(*raised)
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
@@ -54,8 +55,11 @@ def with_devices(mesh: AnyMesh) -> AnyMesh:
         return mesh
     try:
         in_force = jax.sharding.get_mesh()
-    except ValueError:  # a function is being traced
-        return mesh
+    except ValueError:  # a function is being traced, or transformed eagerly
+        probe = jax.device_put(np.float32(0), PartitionSpec())
+        if isinstance(probe, Tracer):
+            return mesh
+        in_force = probe.sharding.mesh
     return in_force if in_force.abstract_mesh == mesh else mesh
 
 

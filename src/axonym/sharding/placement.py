@@ -119,7 +119,7 @@ def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
             given = _answer(given, leaf, depth, rules_see, what, problems)
             answers += [] if own else [(given, leaf)]
         own_mesh = _mesh_of(given, what) if isinstance(given, NamedSharding) else None
-        spec = _spec_of(leaf, given, mesh if own_mesh is None else own_mesh, problems)
+        spec = spec_of_leaf(leaf, given, mesh if own_mesh is None else own_mesh, problems)
         placed.append(Leaf(leaf.keys, leaf.value, leaf.names, leaf.shape, spec, own_mesh))
     if problems:
         raise ValueError(listed(what, problems, mesh))
@@ -301,8 +301,8 @@ def _answer(rule: Rule, leaf: Leaf, depth: int, mesh: AnyMesh | None, what: str,
     return normalize_mapping(answer, what) if isinstance(answer, Mapping) else answer
 
 
-def _spec_of(leaf: Leaf, placement: Any, mesh: AnyMesh | None, problems: list[str]) -> PartitionSpec | None:
-    """The spec of one leaf; what is wrong with it is added to the problems."""
+def spec_of_leaf(leaf: Leaf, placement: Any, mesh: AnyMesh | None, problems: list[str]) -> PartitionSpec | None:
+    """The spec of one leaf by a placement that is not a rule; what is wrong with it is added to the problems."""
     if leaf.shape is None or (entries := entries_of(leaf, placement)) is None:
         return None
     names = leaf.names if isinstance(placement, Mapping) or isinstance(leaf.value, NamedArray) else None
@@ -332,6 +332,14 @@ def check_entries(leaf: Leaf, entries: Sequence[Entry], mesh: AnyMesh | None) ->
     """What is wrong with the entries of a spec: mesh axes that are not there or taken twice, sizes not divisible."""
     assert leaf.shape is not None
     return [f"{leaf.path} {p}" for p in _checked(leaf.names, leaf.shape, tuple(entries), mesh)[1]]
+
+
+def check_mesh_axes(what: str, mapping: Mapping[str, Entry], mesh: AnyMesh) -> None:
+    """A mapping names only mesh axes that are there, also for axes that no array has."""
+    for name, entry in mapping.items():
+        for mesh_axis in mesh_axes(entry):
+            if mesh_axis not in mesh.shape:
+                raise ValueError(_errors.unknown_mesh_axis(what, name, mesh_axis, mesh))
 
 
 _WAY_OUT = (

@@ -9,13 +9,12 @@ import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .. import _errors
 from .._mesh import mesh_axes
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
 from .mapping import PhysicalAxisSpec, ResourceMapping
 from .meshes import AnyMesh, required_mesh, with_devices
-from .placement import Leaf, Placement, mapping_of, resolve
+from .placement import Leaf, Placement, check_mesh_axes, mapping_of, resolve
 
 
 def physical_axis_name(axis: AxisSelector, mapping: ResourceMapping | None = None) -> PhysicalAxisSpec | None:
@@ -48,7 +47,7 @@ def physical_axis_size(
     if entry is None:
         return None
     mesh = required_mesh("physical_axis_size", mesh)
-    _check_known("physical_axis_size", axis, entry, mesh)
+    check_mesh_axes("physical_axis_size", {name_of(axis): entry}, mesh)
     return math.prod(mesh.shape[a] for a in mesh_axes(entry))
 
 
@@ -83,8 +82,14 @@ def sharding_for_axis(
     mesh = required_mesh("sharding_for_axis", mesh)
     spec = pspec_for_axis(axis, mapping)
     found = selectors(axis)
-    for selector, entry in zip(found, spec, strict=True):
-        _check_known("sharding_for_axis", selector, entry, mesh)
+    entries = dict(zip(map(name_of, found), spec, strict=True))
+    check_mesh_axes("sharding_for_axis", entries, mesh)
+    for mesh_axis in mesh.axis_names:
+        if len(users := [n for n, entry in entries.items() if mesh_axis in mesh_axes(entry)]) > 1:
+            raise ValueError(
+                f"sharding_for_axis: {' and '.join(map(repr, users))} both go to mesh axis {mesh_axis!r}; one array "
+                "can use a mesh axis once. Map one of them elsewhere, or to None."
+            )
     if all(isinstance(s, Axis) for s in found):
         shape = tuple(s.size for s in found if isinstance(s, Axis))
         abstract = wrap(jax.ShapeDtypeStruct(shape, "float32"), tuple(name_of(s) for s in found))
@@ -161,12 +166,3 @@ def round_axis_for_partitioning(
         return axis
     parts = physical_axis_size(axis, mapping, mesh) or 1
     return axis.resize(-(-axis.size // parts) * parts)
-
-
-def _check_known(what: str, axis: AxisSelector, entry: Any, mesh: AnyMesh) -> None:
-    for mesh_axis in mesh_axes(entry):
-        if mesh_axis not in mesh.shape:
-            raise ValueError(
-                f"{what}: axis {name_of(axis)!r} goes to mesh axis {mesh_axis!r}, which mesh "
-                f"{_errors.describe_shape(mesh.shape)} does not have.{_errors.suggestion(mesh_axis, mesh.axis_names)}"
-            )

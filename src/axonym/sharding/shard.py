@@ -11,16 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _context, _errors
 from .._arguments import by_parameter, parameter_names
-from .._compat import INLINE
+from .._compat import INLINE, is_about_devices
 from .._mesh import mesh_axes
 from ..array import NamedArray, wrap
-from .meshes import AnyMesh, as_seen_here, current_mesh
+from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
 from .placement import Leaf, Placement, Single, drop_manual, is_placement, resolve, shardings_in
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -173,16 +174,49 @@ def shard_arguments(
     return tuple([placed[name] for name in names]), {name: placed[name] for name in kwargs}
 
 
-def lies_elsewhere(tree: Any) -> bool:
-    """Whether an array of the tree lies on other devices than those of the mesh in force.
+Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
-    Jitted functions refuse arrays that were put on one device when the mesh has several, so these have to be moved
-    before the call.
+
+def call_on_mesh(
+    call: Callable[[Any, Any], R],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    place: Callable[[Any, Any], Arguments] | None,
+    placement: Placement,
+) -> R:
+    """Call a jitted function, whose arguments are placed inside of it, wherever they lie.
+
+    `jax.jit` refuses arguments that lie on other devices than those of the mesh. Then they are moved, and it is called
+    again.
+
+    Arguments:
+        call: calls the function.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        place: puts the arguments in their places, as the function does it inside. None if they stay where they are.
+        placement: where that is, which may bring its own mesh.
     """
-    if in_trace() or (mesh := jax.sharding.get_mesh()).empty:
-        return False
+    try:
+        return call(args, kwargs)
+    except ValueError as refusal:
+        if place is None or not is_about_devices(refusal) or in_trace() or (mesh := _devices_for(placement)) is None:
+            raise
     devices = set(mesh.devices.flat)
-    return any(isinstance(x, jax.Array) and x.sharding.device_set != devices for x in jax.tree.leaves(tree))
+
+    def moved(x: Any) -> Any:
+        elsewhere = isinstance(x, jax.Array) and (isinstance(x, Tracer) or x.sharding.device_set != devices)
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec())) if elsewhere else x
+
+    # Where a tracer of an eager transformation lies is not known, and it cannot be constrained on other devices.
+    arguments = jax.tree.map(lambda x: moved(x) if isinstance(x, Tracer) else x, (args, kwargs))
+    return call(*jax.tree.map(moved, place(*arguments)))
+
+
+def _devices_for(placement: Placement) -> Mesh | None:
+    """The mesh that a placement is for, if its devices are known."""
+    around = current_mesh()
+    meshes = [*(s.mesh for s in shardings_in(placement)), None if around is None else with_devices(around)]
+    return next((m for m in meshes if isinstance(m, Mesh)), None)
 
 
 def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn: bool) -> T:

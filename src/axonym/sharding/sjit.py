@@ -15,7 +15,7 @@ from ._bound import BoundMethod
 from .annotations import kept_annotations
 from .meshes import AnyMesh
 from .placement import Placement
-from .shard import lies_elsewhere, shard_arguments, shard_quietly
+from .shard import call_on_mesh, shard_arguments, shard_quietly
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,19 +58,14 @@ class ShardedJit(Generic[P, R]):
             result = fun(*args, **kwargs)
             return result if out_shardings is None else shard_quietly(result, out_shardings, "sjit (results)")
 
-        self._placed = arguments
+        self._placements = [p for p in (in_shardings, args_sharding_constraint) if p is not None]
+        self._placed = arguments if self._placements else None
         self._jitted = jax.jit(placed, static_argnums=static or None, **jit_arguments)
         functools.update_wrapper(self, fun, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._in_force():
-            try:
-                return self._jitted(*args, **kwargs)
-            except ValueError:
-                if not lies_elsewhere((args, kwargs)):
-                    raise
-                placed, by_name = self._placed(args, kwargs)
-                return self._jitted(*placed, **by_name)
+            return call_on_mesh(self._call, args, kwargs, self._placed, self._placements)
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Lower the function for these arguments, which may be abstract: see `jax.jit(f).lower`.
@@ -92,6 +87,9 @@ class ShardedJit(Generic[P, R]):
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else BoundMethod(self, instance)
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
+        return self._jitted(*args, **kwargs)
 
     @contextlib.contextmanager
     def _in_force(self) -> Iterator[None]:
