@@ -253,6 +253,19 @@ def test_equinox_partition_and_combine() -> None:
     assert_named(gradient["w"], axn.named(jnp.full((2, 3), 3.0), x.names))
 
 
+def test_what_was_filtered_out_has_no_size() -> None:
+    empty = eqx.filter({"w": x}, lambda _: False)["w"]
+    for ask in (lambda: empty.size, lambda: empty.shape, lambda: empty.axes):
+        with pytest.raises(ValueError, match=r"The named array \(batch, embed\) is empty: its array is None"):
+            ask()
+    assert repr(empty) == "NamedArray(NoneType(batch, embed), NoneType)"
+
+
+def test_what_jax_makes_of_a_jacobian_can_be_shown() -> None:
+    found = jax.jacrev(lambda w: w * w)(axn.ones({"embed": 2}))
+    assert repr(found) == "NamedArray(NamedArray(embed), NamedArray)"
+
+
 def test_equinox_module_with_named_fields() -> None:
     class Model(eqx.Module):
         w: axn.NamedArray

@@ -10,8 +10,11 @@ NamedArray(float32[mlp=4], [3. 3. 3. 3.])
 """
 
 from . import (
+    core as core,
     custom_partitioning as custom_partitioning,
     debug as debug,
+    haxtyping as haxtyping,
+    hof as hof,
     jax_utils as jax_utils,
     linalg as linalg,
     nn as nn,
@@ -20,13 +23,16 @@ from . import (
     quantization as quantization,
     random as random,
     sharding as sharding,
+    specialized_fns as specialized_fns,
     state as state,
     state_dict as state_dict,
     tree as tree,
     tree_util as tree_util,
+    types as types,
     typing as typing,
     util as util,
     vocabulary as vocabulary,
+    wrap as wrap,
 )
 from ._methods import attach as _attach
 from .array import (
@@ -52,6 +58,20 @@ from .axis import (
     replace_axis as replace_axis,
     resolve_axis as resolve_axis,
     selects_axis as selects_axis,
+)
+
+# Fourier transforms
+from .fft import (
+    fft as fft,
+    fftfreq as fftfreq,
+    fftshift as fftshift,
+    hfft as hfft,
+    ifft as ifft,
+    ifftshift as ifftshift,
+    ihfft as ihfft,
+    irfft as irfft,
+    rfft as rfft,
+    rfftfreq as rfftfreq,
 )
 
 # Distributing by name
@@ -217,20 +237,6 @@ from .ops.elementwise import (
     tanh as tanh,
     true_divide as true_divide,
     trunc as trunc,
-)
-
-# Fourier transforms
-from .ops.fft import (
-    fft as fft,
-    fftfreq as fftfreq,
-    fftshift as fftshift,
-    hfft as hfft,
-    ifft as ifft,
-    ifftshift as ifftshift,
-    ihfft as ihfft,
-    irfft as irfft,
-    rfft as rfft,
-    rfftfreq as rfftfreq,
 )
 from .ops.indexing import (
     index as index,
@@ -441,6 +447,7 @@ from .transforms.scan import fold as fold, map as map, scan as scan
 from .transforms.vmap import vmap as vmap
 
 # Annotations
+from .types import Scalar as Scalar
 from .typing import (
     Named as Named,
     NamedArrayAxes as NamedArrayAxes,

@@ -7,8 +7,21 @@ Every message about axes is built here, so that it always says the same four thi
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+
+def warn(message: str) -> None:
+    """Warn of the line of the user's program from which all this was called, however many calls of ours lie between."""
+    frame, depth = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, stacklevel=depth)
+
+
+_NOT_THE_USERS = {__name__.partition(".")[0], "jax", "equinox", "contextlib", "functools"}
 
 
 def describe_axes(names: Iterable[str], sizes: Iterable[Any] | None = None) -> str:
@@ -23,9 +36,9 @@ def describe_shape(shape: Mapping[str, Any]) -> str:
     return describe_axes(shape.keys(), shape.values())
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'embed'?`, or nothing when no other known name is near."""
-    near = difflib.get_close_matches(str(name), [k for k in known if k != name], n=1, cutoff=0.6)
+def suggestion(name: str, known: Iterable[str], nearness: float = 0.6) -> str:
+    """` Did you mean 'embed'?`, or nothing when no other known name is near; at 1 only the same one would be."""
+    near = difflib.get_close_matches(str(name), [k for k in known if k != name], n=1, cutoff=nearness)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 

@@ -79,7 +79,7 @@ class NamedArray(Methods):
         >>> axn.ones({"batch": 2}).axes
         (Axis(name='batch', size=2),)
         """
-        return _axes(self.names, jnp.shape(self.array))
+        return _axes(self.names, self._sizes())
 
     @property
     def shape(self) -> dict[str, int]:
@@ -115,7 +115,7 @@ class NamedArray(Methods):
         >>> axn.ones({"batch": 2, "embed": 3}).size
         6
         """
-        return math.prod(jnp.shape(self.array))
+        return math.prod(self._sizes())
 
     @property
     def nbytes(self) -> int:
@@ -125,6 +125,14 @@ class NamedArray(Methods):
         24
         """
         return self.size * self.dtype.itemsize
+
+    def _sizes(self) -> tuple[int, ...]:
+        if self.array is None:
+            raise ValueError(
+                f"The named array {_errors.describe_axes(self.names)} is empty: its array is None, as "
+                "`equinox.partition` and `equinox.filter` leave what they filter out."
+            )
+        return jnp.shape(self.array)
 
     # --- its axes ---
 
@@ -253,7 +261,7 @@ class NamedArray(Methods):
     def __str__(self) -> str:
         array = self.array
         dtype = getattr(array, "dtype", None)
-        if dtype is None:
+        if dtype is None or isinstance(array, NamedArray):  # the latter is what `jax.jacrev` makes
             return f"{type(array).__name__}{_errors.describe_axes(self.names)}"
         shape = jnp.shape(array)
         if len(shape) != len(self.names):

@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from .array import NamedArray
 from .axis import Axis
 from .sharding.shard import in_trace
+from .transforms.checkpointing import tree_checkpoint_name as tree_checkpoint_name
 from .tree import maybe_rng_split as maybe_rng_split
 
 __all__ = [

@@ -1,5 +1,7 @@
 """Distributing by name, under the name that existing code imports it by."""
 
+from .sharding.fsdp import fsdp as fsdp
+from .sharding.jit import named_jit as named_jit
 from .sharding.mapping import (
     PhysicalAxisSpec as PhysicalAxisSpec,
     ResourceAxis as ResourceAxis,

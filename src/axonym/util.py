@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from .array import is_named_array as is_named_array
 from .jax_utils import is_jax_array_like as is_jax_array_like
+from .nn.loss import UNSPECIFIED as UNSPECIFIED, Unspecified as Unspecified
 
 __all__ = ["StringHolderEnum", "ensure_tuple", "is_jax_or_hax_array_like", "is_named_array"]
 

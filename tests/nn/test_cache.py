@@ -120,16 +120,18 @@ def test_window() -> None:
         in_parts(empty, slice(0, 4))
 
 
-def test_on_meshes(mesh: Mesh, expected: axn.NamedArray) -> None:
+@pytest.mark.parametrize("split", ["heads", "key_pos"])
+def test_on_meshes(split: str, mesh: Mesh, expected: axn.NamedArray) -> None:
     """The cache lies where the mapping puts it, also as what a loop carries."""
-    with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data", "heads": "model"}):
+    mapping = {"batch": "data", split: "model"}
+    with jax.set_mesh(mesh), axn.axis_mapping(mapping):
         empty = KVCache.init(Batch, Heads, KPos, Size)
         assert empty.keys.axes == (Batch, Heads, KPos, Size)
-        assert spec(empty.keys) == ("data", "model", None, None)
+        assert spec(empty.keys) == tuple(mapping.get(n) for n in empty.keys.names)
         assert spec(empty.lengths) == ("data",)
         cache, found = jax.block_until_ready(jax.jit(decode)(empty, *axn.shard((Q, K, V))))
-        assert spec(cache.keys) == spec(cache.values) == ("data", "model", None, None)
-        assert spec(found) == ("data", None, "model", None, None)
+        assert spec(cache.keys) == spec(cache.values) == spec(empty.keys)
+        assert spec(found) == tuple(mapping.get(n) for n in found.names)
     assert_named(axn.to_host(cache.lengths), axn.full(Batch, 8))
     assert_named(axn.to_host(found), expected, **CLOSE)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -31,6 +33,23 @@ def test_one_hot() -> None:
     expected = [[0, 0, 1], [1, 0, 0], [0, 0, 0], [0, 0, 0]]
     assert_named(found, axn.named(jnp.array(expected, jnp.bfloat16), ("batch", "class")))
     assert_named(one_hot(1, axn.Axis("class", 3)), axn.named([0.0, 1.0, 0.0], "class"))
+
+
+@pytest.mark.parametrize("last", [-1, np.int32(-1), np.array(-1), jnp.array(-1), 2])
+def test_a_single_class_counts_from_the_end(last: Any) -> None:
+    """The mask of a loss at all positions but the last is made so."""
+    expected = axn.named([0.0, 0.0, 1.0], "class")
+    assert_named(one_hot(last, axn.Axis("class", 3)), expected)
+    assert_named(jax.jit(lambda i: one_hot(i, axn.Axis("class", 3)))(last), expected)
+
+
+@pytest.mark.parametrize("number", [3, -4])
+def test_a_single_class_must_be_there(number: int) -> None:
+    with pytest.raises(ValueError, match=rf"one_hot: there is no class {number} in \(class=3\)"):
+        one_hot(number, axn.Axis("class", 3))
+
+
+def test_the_axis_of_the_classes_must_be_new() -> None:
     with pytest.raises(ValueError, match="one_hot: 'batch' would name more than one axis"):
         one_hot(axn.named([2], "batch"), Batch)
 

@@ -85,7 +85,7 @@ EQUATIONS = [
     ("b e - b", 1, {}, "einsum: unexpected '-'. The arrow is written `->`.", (4, 5)),
     ("b e -> b", 2, {}, "einsum: number of terms: 1, of arrays: 2.", (0, 3)),
     ("b e, e m -> b", 1, {}, "einsum: number of terms: 2, of arrays: 1.", (0, 8)),
-    ("b, e m -> b", 2, {}, "einsum: number of axes: 1, for an array with (batch, embed).", (0, 1)),
+    ("b, e m -> b", 2, {}, "einsum: number of axes: 1, for an array with (batch, embed). Words are sep", (0, 1)),
     ("b e, e m x -> b", 2, {}, "einsum: number of axes: 3, for an array with (embed, mlp).", (5, 10)),
     ("b e x ... -> b", 1, {}, "einsum: number of axes: 3, for an array with (batch, embed).", (0, 9)),
     ("b e, b m -> e", 2, {}, "einsum: 'b' stands for axis 'batch' elsewhere, but for 'embed' here.", (5, 6)),

@@ -254,12 +254,16 @@ def _assert_kept(case: Case, result: Any, mesh: Mesh, what: str) -> None:
 
 
 def _on_mesh(case: Case, mesh: Mesh) -> Iterator[tuple[str, Any]]:
-    """What the call gives with the mesh set, eagerly and in jit. Each result is waited for: see `conftest`."""
+    """What the call gives with the mesh set: eagerly, and in jit with the mapping in force too.
+
+    Each result is waited for: see `conftest`.
+    """
     arguments = _sharded(case, mesh)
     with jax.set_mesh(mesh):
         yield "eager", jax.block_until_ready(case.call(*arguments))
         if case.jit and case is FIRST[case.name]:
-            yield "jit", jax.block_until_ready(jax.jit(case.call)(*arguments))
+            with axn.axis_mapping(_placement(case)):
+                yield "jit", jax.block_until_ready(jax.jit(case.call)(*arguments))
 
 
 def _check_auto(case: Case, mesh: Mesh) -> None:
@@ -283,7 +287,7 @@ def _check_explicit(case: Case, mesh: Mesh) -> None:
 def _check_explicit_grad(case: Case, mesh: Mesh) -> None:
     """Gradients lie where what they belong to lies."""
     arguments = _sharded(case, mesh)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), axn.axis_mapping(_placement(case)):
         found = jax.block_until_ready(jax.jit(jax.grad(_loss(case), _differentiable(case)))(*arguments))
     _assert_close(case, _raw(found), _gradients(case), "gradient")
     for x, i in zip(found, _differentiable(case), strict=True):

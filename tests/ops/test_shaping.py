@@ -407,6 +407,9 @@ def test_joining_refuses(x, call, message):
 
 
 def test_joining_refuses_other_types(x):
+    for join in (axn.stack, axn.concatenate):
+        with pytest.raises(TypeError, match=r"the axis comes first, .* and then the arrays; got list"):
+            join([axn.ones({"x": 2})], "x")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="stack: expected a sequence of arrays, got NamedArray"):
         axn.stack("s", x)
     with pytest.raises(TypeError, match="pad: axis 'a' takes two integers, before and after, got"):

@@ -266,6 +266,24 @@ def test_errors_are_the_same_eager_and_in_jit(name: str, inside: bool, mesh) -> 
         assert part in str(error.value)
 
 
+def test_warnings_point_at_the_users_line(auto_mesh) -> None:
+    x, elsewhere = axn.ones({"batch": 8}), {"head": "data"}
+    with jax.set_mesh(auto_mesh):
+        calls = [
+            lambda: axn.shard(x, elsewhere),
+            lambda: jax.jit(lambda x: axn.shard([x], [elsewhere]))(x),
+            lambda: axn.named_jit(lambda x: x, out_axis_resources=elsewhere)(x),
+            lambda: axn.named_jit(lambda x: x, {"bath": "data"})(x),
+        ]
+        for call in calls:
+            with pytest.warns(UserWarning, match="axis of the (tree|arguments)") as caught:
+                call()
+            assert [(w.filename, w.lineno) for w in caught] == [(__file__, call.__code__.co_firstlineno)]
+    with pytest.warns(UserWarning, match="no mapping is in force") as caught:
+        axn.shard(x)
+    assert [w.filename for w in caught] == [__file__]
+
+
 def test_a_mapping_by_hand_of_which_nothing_applies_warns(x, auto_mesh) -> None:
     with jax.set_mesh(auto_mesh), pytest.warns(UserWarning, match=r"none of the axes 'bacth'.*Did you mean 'batch'\?"):
         axn.shard(x, {"bacth": "data"})

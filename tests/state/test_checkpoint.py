@@ -56,6 +56,25 @@ def test_under_the_mapping_in_force_and_like_the_template(saved: Path, mesh: Mes
     assert again["model"]["w"].array.sharding == found["model"]["w"].array.sharding
 
 
+def test_a_step_can_take_what_was_restored(saved: Path, mesh: Mesh) -> None:
+    """What no placement is for, such as counters and keys, lies on the devices of the mesh too."""
+    template = eqx.filter_eval_shape(state)
+    with jax.set_mesh(mesh):
+        restored = [restore_checkpoint(saved, template, {"b": "model"}), restore_checkpoint(saved, template)]
+        restored.append(restore_checkpoint(saved, template, NamedSharding(mesh, P())))
+        with axn.axis_mapping({"a": "data"}):
+            restored.append(restore_checkpoint(saved, template))
+    restored.append(restore_checkpoint(saved, template, {"b": "model"}, mesh=mesh))
+    for found in restored:
+        arrays = [x for x in jax.tree.leaves(found) if isinstance(x, jax.Array)]
+        assert all(x.sharding.device_set == set(mesh.devices.flat) for x in arrays)
+        assert found["optimiser"][0].count.sharding.is_fully_replicated
+        with jax.set_mesh(mesh):
+            result = eqx.filter_jit(lambda s: s["model"]["w"] + s["optimiser"][0].count)(found)
+        np.testing.assert_array_equal(result.array, np.asarray(state()["model"]["w"].array))
+    assert len(restore_checkpoint(saved, template)["key"].devices()) == 1
+
+
 def test_axes_in_another_order(saved: Path, mesh: Mesh) -> None:
     template = eqx.filter_eval_shape(state)
     template["model"]["w"] = jax.eval_shape(lambda: axn.zeros((B, A), dtype=jnp.bfloat16))

@@ -8,8 +8,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from .. import _kernels, random
+from .. import _errors, _kernels, random
 from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, wrap
 from ..axis import Axis, AxisSpec, axes_of_spec
@@ -17,7 +18,7 @@ from ..jax_utils import named_call
 from ..ops._operands import distinct, dtype_key, one_axis, operand, require_named
 from ..ops.contraction import dot
 from ..ops.indexing import take
-from ..sharding.shard import auto_sharded
+from ..sharding.shard import shard_quietly
 from ..state.flattening import OUT, flat_axis, merged, split
 from ..state.module import ModuleWithStateDictSerialization
 from ..tree import resize_axis
@@ -29,16 +30,30 @@ def one_hot(x: NamedOrNumeric, class_axis: Axis, *, dtype: Any = None) -> NamedA
     """For each class, one at its place along a new axis, and zero elsewhere.
 
     Arguments:
-        x: the classes, integers: a named array or a single one. One that is out of range gives zeros.
+        x: the classes, integers. In a named array, one that is out of range gives zeros. A single one that is negative
+            counts from the end.
         class_axis: the axis of the classes, last in the result.
         dtype: the dtype of the result; the default float by default.
 
     >>> axn.nn.one_hot(axn.named([2, 0], "x"), axn.Axis("class", 3))
     NamedArray(float32[x=2, class=3], [[0. 0. 1.] [1. 0. 0.]])
     """
+    classes = one_axis("one_hot", "class_axis", class_axis)
     array, names = operand(x)
-    kernel = _one_hot_kernel(names, one_axis("one_hot", "class_axis", class_axis), dtype_key(dtype or float))
+    if not isinstance(x, NamedArray) and np.ndim(array) == 0:
+        array = _from_the_start(array, classes)
+    kernel = _one_hot_kernel(names, classes, dtype_key(dtype or float))
     return wrap(kernel.call(array), kernel.names)
+
+
+def _from_the_start(number: Any, classes: Axis) -> Any:
+    """One class that may be counted from the end."""
+    if isinstance(number, jax.Array):
+        return jnp.where(number < 0, number + classes.size, number)
+    if not -classes.size <= number < classes.size:
+        described = _errors.describe_axes((classes.name,), (classes.size,))
+        raise ValueError(f"one_hot: there is no class {number} in {described}.")
+    return number % classes.size
 
 
 @_kernels.cached
@@ -164,7 +179,7 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
         kernel = _known_kernel(found.names, ids.names, table.axis_size(self.Vocab.name))
         found = wrap(kernel.call(found.array, ids.array), kernel.names)
         scale = self.reparam.active_scale
-        return auto_sharded(found if scale == 1 else found * scale)
+        return shard_quietly(found if scale == 1 else found * scale, None, "Embedding.embed")
 
     @named_call
     def unembed(self, input_embeds: NamedArray) -> NamedArray:
@@ -181,7 +196,7 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
         check_input("Embedding.unembed", input_embeds, self.weight, embed, embed, (self.Embed, self.Vocab))
         logits = dot(input_embeds, self.weight, axis=embed)
         scale = self.reparam.unembed_active_scale
-        return auto_sharded(logits if scale == 1 else logits * scale)
+        return shard_quietly(logits if scale == 1 else logits * scale, None, "Embedding.unembed")
 
     def resize_embeddings(self, new_size: int, key: Any = None) -> Embedding:
         """The layer for a vocabulary of another size.

@@ -19,7 +19,7 @@ from ..ops._operands import require_named
 from ..ops.contraction import dot
 from ..ops.creation import zeros
 from ..ops.shaping import rename
-from ..sharding.shard import auto_sharded
+from ..sharding.shard import shard_quietly
 from ..state.flattening import IN, OUT, flat_axis, merged, split
 from ..state.lazy import scaled
 from ..state.loading import lazy_loading, loaded_children
@@ -170,7 +170,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
         scale = self.reparam.active_scale
         if scale != 1:
             product = product * scale
-        product = auto_sharded(product)
+        product = shard_quietly(product, None, "Linear")
         return product if self.bias is None else product + self.bias
 
     # In state dicts the weight is what the input is multiplied with: PyTorch knows no parametrisations.
@@ -282,3 +282,6 @@ def check_input(
 def _describe(spec: AxisSpec) -> str:
     axes = axes_of_spec(spec)
     return _errors.describe_axes([a.name for a in axes], [a.size for a in axes])
+
+
+from .moe import MoELinear as MoELinear  # noqa: E402  # which is built on what is above

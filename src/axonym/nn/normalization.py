@@ -138,11 +138,25 @@ def _standardize_kernel(all_names: tuple[Names, ...], labels: tuple[str, ...], a
 
 # --- layers ---
 
-M = TypeVar("M", bound="_Norm")
+M = TypeVar("M", bound="LayerNormBase")
 
 
-class _Norm(ModuleWithStateDictSerialization):
-    """What the layers share: the axes, and a scale and a shift along them."""
+class LayerNormBase(ModuleWithStateDictSerialization):
+    """What layers that normalise share: the axes, and a scale and a shift along them. A subclass has the `__call__`.
+
+    Arguments:
+        axis: the axes to normalise along, one or several.
+        weight: the scale, with these axes, or None.
+        bias: the shift, with these axes, or None.
+        eps: what is added so that nothing is divided by zero.
+        dtype: the dtype to normalise in, or None.
+
+    >>> class Scale(axn.nn.normalization.LayerNormBase):
+    ...     def __call__(self, x):
+    ...         return x * self.weight
+    >>> Scale.init(axn.Axis("embed", 2))(axn.arange({"embed": 2}))
+    NamedArray(float32[embed=2], [0. 1.])
+    """
 
     axis: AxisSpec = eqx.field(static=True)
     weight: NamedArray | None
@@ -188,6 +202,14 @@ class _Norm(ModuleWithStateDictSerialization):
             return self
         weight, bias = (split(x, OUT, template.axis) for x in (self.weight, self.bias))
         return dataclasses.replace(self, axis=template.axis, weight=weight, bias=bias)
+
+    @abc.abstractmethod
+    def __call__(self, x: NamedArray) -> NamedArray:
+        """The normalised array."""
+
+
+class _Norm(LayerNormBase):
+    """A layer that normalises, then scales and shifts."""
 
     @abc.abstractmethod
     def _normalised(self, x: NamedArray) -> NamedArray:

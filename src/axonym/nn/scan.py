@@ -42,7 +42,12 @@ from ..state.loading import lazy_loading, stacked_from_state_dict
 from ..state.naming import KeyMap, StateDict
 from ..state.saving import stacked_to_state_dict
 from ..transforms import scan as loops
-from ..transforms.checkpointing import ScanCheckpointPolicy, checkpointed_steps, policy_of
+from ..transforms.checkpointing import (
+    ScanCheckpointPolicy,
+    checkpointed_steps,
+    policy_of,
+    tree_checkpoint_name as tree_checkpoint_name,
+)
 from ..transforms.vmap import vmap
 from ..tree import LayerStack
 from . import _layers

@@ -161,8 +161,9 @@ class _Meaning:
         for term, names in zip(lhs, self.all_names, strict=True):
             words = len(term.elements) - (term.dots is not None)
             if words > len(names) or (term.dots is None and words != len(names)):
+                hint = " Words are separated by spaces." if words < len(names) else ""
                 self.expression.fail(
-                    term, f"number of axes: {words}, for an array with {_errors.describe_axes(names)}."
+                    term, f"number of axes: {words}, for an array with {_errors.describe_axes(names)}.{hint}"
                 )
             taken = iter(names)
             for element in term.elements:

@@ -31,7 +31,7 @@ def stack(axis: AxisSelector, arrays: Sequence[NamedOrNumeric]) -> NamedArray:
     >>> axn.stack("x", [axn.named([1, 2], "y"), axn.named([3, 4], "y")])
     NamedArray(int32[x=2, y=2], [[1 2] [3 4]])
     """
-    raw, names = _operands("stack", arrays)
+    raw, names = _operands("stack", axis, arrays)
     kernel = _stack_kernel(names, axis)
     return wrap(kernel.call(*raw), kernel.names)
 
@@ -46,12 +46,16 @@ def concatenate(axis: AxisSelector, arrays: Sequence[NamedArray]) -> NamedArray:
     >>> axn.concatenate("x", [axn.named([1, 2], "x"), axn.named([3], "x")])
     NamedArray(int32[x=3], [1 2 3])
     """
-    raw, names = _operands("concatenate", arrays)
+    raw, names = _operands("concatenate", axis, arrays)
     kernel = _concatenate_kernel(names, axis)
     return wrap(kernel.call(*raw), kernel.names)
 
 
-def _operands(what: str, arrays: Sequence[Any]) -> tuple[list[Any], tuple[Names, ...]]:
+def _operands(what: str, axis: AxisSelector, arrays: Sequence[Any]) -> tuple[list[Any], tuple[Names, ...]]:
+    if not isinstance(axis, (str, Axis)):
+        raise TypeError(
+            f"{what}: the axis comes first, an Axis or its name, and then the arrays; got {type(axis).__name__}."
+        )
     if isinstance(arrays, (NamedArray, Mapping)):
         raise TypeError(f"{what}: expected a sequence of arrays, got {type(arrays).__name__}.")
     found = [operand(x) for x in arrays]

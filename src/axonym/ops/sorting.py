@@ -105,6 +105,9 @@ def top_k(
 ) -> tuple[NamedArray, NamedArray]:
     """The largest elements along an axis, the largest first, and their positions.
 
+    XLA may gather the other axes for it if they are split, such as a batch. `axonym.vocabulary.top_k` leaves every axis
+    where it is.
+
     Arguments:
         arr: a named array.
         axis: the axis to search.

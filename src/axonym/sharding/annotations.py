@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -84,7 +83,7 @@ def with_sharding_annotation(pytree: T, sharding_name: str) -> T:
     if isinstance(kept, Kept):
         return shard_quietly(pytree, kept.placement, f"with_sharding_annotation {sharding_name!r}")
     if hint := _errors.suggestion(sharding_name, annotations):
-        warnings.warn(f"with_sharding_annotation: no annotation {sharding_name!r} is in force.{hint}", stacklevel=2)
+        _errors.warn(f"with_sharding_annotation: no annotation {sharding_name!r} is in force.{hint}")
     return pytree
 
 

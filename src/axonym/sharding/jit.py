@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
@@ -230,20 +229,20 @@ class NamedJit(Generic[P, R]):
         """Warn of mappings that apply to nothing that goes in or comes out.
 
         A mapping at work may well be meant for axes that exist only inside, so it must have a name that is near one
-        outside. One for parameters is about what goes in, and each of its keys may be misspelt.
+        outside. One for parameters is about what goes in, and each of its keys may be misspelt; but it may be shared by
+        several models, so a key must be very near.
         """
         if not self._own_mapping or self._settings is None:
             return
         known = {n for leaf in leaves_of((arguments, result))[0] for n in leaf.names or ()}
         working, resting = self._settings.mapping, self._settings.parameters
         near = {n: _errors.suggestion(n, known) for n in working} if known.isdisjoint(working) else {}
-        near |= {n: _errors.suggestion(n, known - resting.keys()) for n in resting if n not in known}
+        near |= {n: _errors.suggestion(n, known - resting.keys(), 0.8) for n in resting if n not in known}
         misspelt = [n for n, hint in near.items() if hint or (n in resting and known.isdisjoint(resting))]
         if misspelt:
-            warnings.warn(
+            _errors.warn(
                 f"{self!r}: {', '.join(map(repr, misspelt))} of its mapping names no axis of the arguments or results, "
-                f"which have {', '.join(sorted(map(repr, known)))}." + "".join(f"{near[n]}" for n in misspelt),
-                stacklevel=2,
+                f"which have {', '.join(sorted(map(repr, known)))}." + "".join(f"{near[n]}" for n in misspelt)
             )
 
     def _make_whole(self) -> Callable[..., Any]:

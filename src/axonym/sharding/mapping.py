@@ -85,7 +85,7 @@ def axis_mapping(
     again when it returns. A new thread starts with no mapping, as it does with JAX's mesh.
 
     Arguments:
-        mapping: from axes to mesh axes. None for an axis says that it is not split.
+        mapping: from axes to mesh axes. None for an axis says that it is not split. An empty one is none at all.
         merge: keep the entries of the mapping around it for axes that this one does not mention.
         **entries: more entries, by keyword.
 

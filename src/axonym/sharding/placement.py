@@ -18,7 +18,6 @@ import abc
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -364,7 +363,7 @@ def _checked(
             if axis in taken:
                 problems.append(
                     f"{array}: {taken[axis]} and {name} both go to mesh axis {axis!r}; one array can use a "
-                    "mesh axis once. Map one of them elsewhere, or to None."
+                    "mesh axis once. Map one of them elsewhere, or to None, or give it another name here."
                 )
             taken[axis] = name
         if mesh is None:
@@ -443,10 +442,9 @@ def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], what: str) -> 
         if keys and not known.intersection(keys):
             hints = "".join(_errors.suggestion(k, known) for k in keys)
             has = f"has {', '.join(sorted(map(repr, known)))}" if known else "has no named axes"
-            warnings.warn(
+            _errors.warn(
                 f"{what}: none of the axes {', '.join(map(repr, keys))} of the mapping is an axis of the tree, which "
-                f"{has}.{hints}",
-                stacklevel=5,
+                f"{has}.{hints}"
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -222,7 +221,9 @@ def _devices_for(placement: Placement) -> Mesh | None:
 def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn: bool) -> T:
     if placement is None and _context.mapping_in_force() is None:
         if warn:
-            _warn(what, "no mapping is in force, so nothing was placed. Use axonym.axis_mapping, or pass a placement.")
+            _errors.warn(
+                f"{what}: no mapping is in force, so nothing was placed. Use axonym.axis_mapping, or pass a placement."
+            )
         return tree
     if mesh is not None:
         other = [s.mesh for s in shardings_in(placement) if s.mesh != mesh]
@@ -233,14 +234,10 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
         mesh = current_mesh()
     if mesh is None and not shardings_in(placement):
         if warn:
-            _warn(what, "no mesh is in force, so nothing was placed. Use jax.set_mesh, or pass a mesh.")
+            _errors.warn(f"{what}: no mesh is in force, so nothing was placed. Use jax.set_mesh, or pass a mesh.")
         return tree
     leaves, structure = resolve(tree, placement, mesh, what)
     return jax.tree.unflatten(structure, [_put(leaf, leaf.mesh or mesh, what) for leaf in leaves])
-
-
-def _warn(what: str, text: str) -> None:
-    warnings.warn(f"{what}: {text}", stacklevel=4)
 
 
 def _put(leaf: Leaf, mesh: AnyMesh | None, what: str) -> Any:

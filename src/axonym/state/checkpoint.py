@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..array import NamedArray, wrap
 from ..jax_utils import is_jax_array_like
 from ..ops.rearranging import rearrange
-from ..sharding.meshes import AnyMesh
+from ..sharding.meshes import AnyMesh, current_mesh, with_devices
 from ..sharding.placement import Leaf, Placement, leaves_of, listed
 from .naming import described, is_number, same_kind
 from .placing import has_values, no_value, shardings_of
@@ -92,6 +92,8 @@ def restore_checkpoint(
 
     Every array has the axes and the dtype that it has in the template, and goes where the placement says, or else where
     the array of the template is placed, whatever mesh it was on when it was written. Every device reads its own part.
+    Arrays of which neither says anything, such as random keys and the counters of an optimiser, are whole on every
+    device of the mesh.
 
     Arguments:
         path: the folder.
@@ -120,12 +122,13 @@ def restore_checkpoint(
         about = checkpointer.restore(path, args=orbax.args.Composite(about=orbax.args.JsonRestore()))["about"]
         stored = _as_stored(template, about, strict, ignore)
         leaves = shardings_of(stored, template, placement, mesh, "restore_checkpoint")
+        otherwise = _otherwise(mesh, [sharding for _, _, sharding in leaves if sharding is not None])
         wanted = {}
         for leaf, _, sharding in leaves:
             if leaf.shape is not None and "shape" in about.get(_key(leaf), {}):
                 array = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
                 data = jax.eval_shape(jax.random.key_data, array) if _is_key(array) else array
-                on = sharding if sharding is not None else SingleDeviceSharding(jax.local_devices()[0])
+                on = otherwise if sharding is None else sharding
                 wanted[_key(leaf)] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=on)
         arrays = {}
         if wanted:
@@ -134,6 +137,16 @@ def restore_checkpoint(
             arrays = checkpointer.restore(path, args=orbax.args.Composite(arrays=restore))["arrays"]
     results = [_restored(leaf, mine, about.get(_key(leaf)), arrays) for leaf, mine, _ in leaves]
     return jax.tree.unflatten(jax.tree.structure(template, is_leaf=lambda x: isinstance(x, NamedArray)), results)
+
+
+def _otherwise(mesh: AnyMesh | None, known: list[Any]) -> Any:
+    """Where arrays go that nothing places: to all devices of the mesh, so that a step can take them with the others."""
+    mesh = current_mesh() if mesh is None else mesh
+    meshes = [*([] if mesh is None else [with_devices(mesh)]), *(sharding.mesh for sharding in known)]
+    for one in meshes:
+        if isinstance(one, Mesh):
+            return NamedSharding(one, PartitionSpec())
+    return SingleDeviceSharding(jax.local_devices()[0])
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -61,10 +60,9 @@ def warn_of_unknown(
     hints = "".join(dict.fromkeys(_errors.suggestion(n, left) for n in unknown))
     if unknown and (hints or len(unknown) == len(wanted)):
         listed, named = ", ".join(map(repr, unknown)), ", ".join(map(repr, sorted(found)))
-        warnings.warn(
+        _errors.warn(
             f"{label}: the checkpoint policy speaks of {listed}, but the body gives no array such a name. "
-            + (f"It names {named}.{hints}" if found else "`axonym.tree_checkpoint_name` gives names to arrays."),
-            stacklevel=2,
+            + (f"It names {named}.{hints}" if found else "`axonym.tree_checkpoint_name` gives names to arrays.")
         )
 
 
