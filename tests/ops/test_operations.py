@@ -329,8 +329,11 @@ FIRST = {case.name: case for case in reversed(CASES)}
 
 
 def _marks(case: Case, mode: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Layouts and derivatives on one device are up to names and to the kernels, not to the version of JAX."""
-    return (pytest.mark.further,) if case is not FIRST[case.name] or mode in ("layout", "grad") else ()
+    """On one device, layouts and derivatives are up to names and to the kernels, not to the version of JAX.
+
+    So is jit, by which every operation is called on meshes too.
+    """
+    return (pytest.mark.further,) if case is not FIRST[case.name] or mode in ("layout", "jit", "grad") else ()
 
 
 @pytest.fixture
