@@ -71,6 +71,7 @@ def test_readme_block_runs(block: str, tmp_path: Path) -> None:
 DOCS = [page for page in PAGES if page.is_relative_to(ROOT / "docs") and _blocks(page, "python")]
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("page", DOCS, ids=_relative)
 def test_page_runs(page: Path, tmp_path: Path) -> None:
     """The blocks of a page run in order as one program, and print what the page says they print."""

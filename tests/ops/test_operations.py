@@ -329,11 +329,12 @@ FIRST = {case.name: case for case in reversed(CASES)}
 
 
 def _marks(case: Case, mode: str) -> tuple[pytest.MarkDecorator, ...]:
-    """On one device, layouts and derivatives are up to names and to the kernels, not to the version of JAX.
+    """On one device, what transformations make of a kernel is up to names and to the kernel, not to the version of JAX.
 
-    So is jit, by which every operation is called on meshes too.
+    With every version, operations are called eagerly, and on meshes also in jit and in gradients.
     """
-    return (pytest.mark.further,) if case is not FIRST[case.name] or mode in ("layout", "jit", "grad") else ()
+    one_device = ("layout", "jit", "grad", "vmap")
+    return (pytest.mark.further,) if case is not FIRST[case.name] or mode in one_device else ()
 
 
 @pytest.fixture
