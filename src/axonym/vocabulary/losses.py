@@ -139,8 +139,8 @@ def _log_normalizer(position: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 @_log_normalizer.defjvp
 def _(position: int, primals: Any, tangents: Any) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
-    # From the results, the softmax takes no further reduction, nor anything kept but the logits themselves. How the
-    # sum is cut in two does not change it, so all of its derivative is counted as that of the remainder.
+    # How the sum is cut in two does not change it, so all of its derivative is counted as that of the remainder. The
+    # exponentials are those of the sum itself, so the compiler has them already.
     largest, remainder = _log_normalizer(position, x)
-    softmax = jnp.exp(x - largest - remainder)
-    return (largest, remainder), (jnp.zeros_like(largest), jnp.sum(softmax * t, position, keepdims=True))
+    change = jnp.sum(jnp.exp(x - largest) * t, position, keepdims=True) * jnp.exp(-remainder)
+    return (largest, remainder), (jnp.zeros_like(largest), change)
