@@ -569,7 +569,7 @@ anything: Any = x  # a type checker would refuse most of these calls, too
         (lambda: jnp.add(anything, 1), "add", "axonym.add"),
         (lambda: jnp.exp(anything), "exp", "axonym.exp"),
         (lambda: jnp.linalg.inv(anything), "inv", "axonym.linalg.inv"),
-        (lambda: jnp.fft.fft(anything), "fft", "axonym.fft"),
+        (lambda: jnp.fft.fft(anything), "fft", "axonym.fft.fft"),
         (lambda: jnp.where(anything, 1, 2), "where", "axonym.where"),
         (lambda: jnp.concatenate([anything, anything]), "concatenate", "axonym.concatenate"),
         (lambda: np.exp(anything), "exp", "axonym.exp"),

@@ -237,7 +237,7 @@ def test_names_in_named_array() -> None:
 
 
 def test_functions_are_not_hidden_by_modules() -> None:
-    """`import axonym.poly` leaves `axonym.poly` the function that it is."""
+    """`import axonym.poly.poly` leaves `axonym.poly.poly` the function that it is."""
     names = [m.__name__ for m in modules() if m.__name__.count(".") == 1]
     code = f"import axonym\nbefore = dict(vars(axonym))\nfor name in {names!r}: __import__(name)\n"
     code += "assert all(vars(axonym)[name] is value for name, value in before.items() if not name.startswith('_'))"

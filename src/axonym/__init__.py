@@ -13,12 +13,14 @@ from . import (
     core as core,
     custom_partitioning as custom_partitioning,
     debug as debug,
+    fft as fft,
     haxtyping as haxtyping,
     hof as hof,
     jax_utils as jax_utils,
     linalg as linalg,
     nn as nn,
     partitioning as partitioning,
+    poly as poly,
     precision as precision,
     quantization as quantization,
     random as random,
@@ -35,6 +37,9 @@ from . import (
     wrap as wrap,
 )
 from ._methods import attach as _attach
+
+# Distributing by name
+from ._module_field import field as field
 from .array import (
     NamedArray as NamedArray,
     NamedOrNumeric as NamedOrNumeric,
@@ -60,22 +65,25 @@ from .axis import (
     selects_axis as selects_axis,
 )
 
-# Fourier transforms
-from .fft import (
-    fft as fft,
-    fftfreq as fftfreq,
-    fftshift as fftshift,
-    hfft as hfft,
-    ifft as ifft,
-    ifftshift as ifftshift,
-    ihfft as ihfft,
-    irfft as irfft,
-    rfft as rfft,
-    rfftfreq as rfftfreq,
+# Per-device code by name
+# Operations that bring their own partitioning
+from .custom_partitioning.decorator import partitioned as partitioned
+from .manual.collectives import (
+    MeshAxis as MeshAxis,
+    all_gather as all_gather,
+    all_to_all as all_to_all,
+    axis_index as axis_index,
+    axis_offset as axis_offset,
+    pmax as pmax,
+    pmean as pmean,
+    pmin as pmin,
+    ppermute as ppermute,
+    psum as psum,
+    psum_scatter as psum_scatter,
+    pvary as pvary,
+    shift as shift,
 )
-
-# Distributing by name
-from .field import field as field
+from .manual.shard_map import shard_map as shard_map
 
 # Axes and layout
 from .ops.broadcasting import (
@@ -122,6 +130,13 @@ from .ops.diagonals import (
     trace as trace,
     tril as tril,
     triu as triu,
+)
+
+# Parts of arrays
+from .ops.dynamic_slice import (
+    dblock as dblock,
+    ds as ds,
+    dslice as dslice,
 )
 from .ops.einsum import (
     einsum as einsum,
@@ -252,42 +267,6 @@ from .ops.joining import (
     stack as stack,
     tile as tile,
 )
-
-# Polynomials. The module goes first: it must be loaded before the function of the same name takes its place here.
-from .poly import DEFAULT_POLY_AXIS_NAME as DEFAULT_POLY_AXIS_NAME  # isort: split
-
-# Per-device code by name
-# Operations that bring their own partitioning
-from .custom_partitioning.decorator import partitioned as partitioned
-from .manual.collectives import (
-    MeshAxis as MeshAxis,
-    all_gather as all_gather,
-    all_to_all as all_to_all,
-    axis_index as axis_index,
-    axis_offset as axis_offset,
-    pmax as pmax,
-    pmean as pmean,
-    pmin as pmin,
-    ppermute as ppermute,
-    psum as psum,
-    psum_scatter as psum_scatter,
-    pvary as pvary,
-    shift as shift,
-)
-from .manual.shard_map import shard_map as shard_map
-from .ops.poly import (
-    poly as poly,
-    polyadd as polyadd,
-    polyder as polyder,
-    polydiv as polydiv,
-    polyfit as polyfit,
-    polyint as polyint,
-    polymul as polymul,
-    polysub as polysub,
-    polyval as polyval,
-    roots as roots,
-    trim_zeros as trim_zeros,
-)
 from .ops.rearranging import (
     rearrange as rearrange,
 )
@@ -370,13 +349,6 @@ from .ops.signal import (
     kron as kron,
     outer as outer,
     unwrap as unwrap,
-)
-
-# Parts of arrays
-from .ops.slices import (
-    dblock as dblock,
-    ds as ds,
-    dslice as dslice,
 )
 from .ops.slicing import (
     slice as slice,

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import _errors, _mesh
-from ._compat import INLINE
-from ._mesh import Names
-from .axis import Axis, AxisSelection, AxisSelector, name_of, selectors
+from . import _errors, _output_sharding
+from ._jax_versions import INLINE
+from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 
 CACHE_SIZE = 8192
 
@@ -104,7 +103,7 @@ def make_kernel(
     selection: AxisSelection | None = None,
     by_hand: Callable[..., Any] | None = None,
     keep_unused: bool = True,
-    heirs: _mesh.Heirs = MappingProxyType({}),
+    heirs: _output_sharding.Heirs = MappingProxyType({}),
 ) -> Kernel:
     """A kernel for one operation on operands of the given names.
 
@@ -113,12 +112,12 @@ def make_kernel(
         fn: the positional function.
         in_names: the axes of each operand; `()` for a scalar.
         out_names: the axes of the result, or a tuple of them where `fn` returns a tuple.
-        native: see `axonym._mesh.run`.
+        native: see `axonym._output_sharding.run`.
         mesh_aware: `fn` says itself how its result lies on Explicit mesh axes.
         same_sizes: an axis must have one size in all operands.
         selection: the axes the user selected; the sizes it carries are checked.
         by_hand: a function of the operands that is tried first. It runs the operation device by device where one of
-            them is a parameter at rest, and gives None where none is: see `axonym._gathering`.
+            them is a parameter at rest, and gives None where none is: see `axonym._fsdp_ops`.
         keep_unused: an operand whose values do not matter still says where the result lies: iscomplex of floats,
             zeros_like, ... From jax 0.12 on this keeps alive the arrays that `fn` closes over.
         heirs: for axes that are split, merged or renamed, the output axes that can take over their placement.
@@ -132,7 +131,7 @@ def make_kernel(
             return fn(*arrays)
         if by_hand is not None and (result := by_hand(*arrays)) is not None:
             return result
-        return _mesh.run(what, fn, in_names, out_names, arrays, native=native, heirs=heirs)
+        return _output_sharding.run(what, fn, in_names, out_names, arrays, native=native, heirs=heirs)
 
     kernel.__name__ = kernel.__qualname__ = what
     return Kernel(jax.jit(kernel, inline=INLINE, keep_unused=keep_unused), out_names)

@@ -25,8 +25,7 @@ from jax.core import Tracer
 from jax.tree_util import register_dataclass
 
 from . import _errors
-from ._mesh import Names
-from .axis import Axis, AxisSelection, AxisSelector, AxisSpec, name_of, selectors
+from .axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, name_of, selectors
 
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
@@ -489,10 +488,7 @@ def _calling_function(package: str) -> str | None:
 
 def _use_instead(called: str, name: str | None) -> str:
     axonym = sys.modules["axonym"]
-    if name is not None and hasattr(axonym, name):
-        way_out = f"use `axonym.{name}`"
-    elif name is not None and hasattr(axonym.linalg, name):
-        way_out = f"use `axonym.linalg.{name}`"
-    else:
-        way_out = "use the function of the same name in axonym"
+    homes = {"axonym": axonym, "axonym.linalg": axonym.linalg, "axonym.fft": axonym.fft, "axonym.poly": axonym.poly}
+    ours = (f"{path}.{name}" for path, home in homes.items() if name and callable(getattr(home, name, None)))
+    way_out = f"use `{found}`" if (found := next(ours, None)) else "use the function of the same name in axonym"
     return f"{called} works by position and does not take a NamedArray: {way_out}, or pass the raw array, `x.array`."

@@ -22,14 +22,14 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 import jax
 
 from . import _errors
 
-if TYPE_CHECKING:
-    from .ops.slices import dblock as dblock, ds as ds, dslice as dslice
+Names: TypeAlias = tuple[str, ...]
+"""The names of the axes of an array, in order."""
 
 __all__ = [
     "Axis",
@@ -450,12 +450,3 @@ def _missing(what: str, missing: Sequence[str], selection: AxisSelection) -> str
     if any(isinstance(a, str) for a in known.values()):
         return _errors.missing_axes(what, missing, list(known))
     return _errors.missing_axes(what, missing, list(known), [a.size for a in known.values() if isinstance(a, Axis)])
-
-
-def __getattr__(name: str) -> Any:
-    """The slices, which existing code imports from here: operations are built on axes, so they are looked up late."""
-    if name in ("dblock", "ds", "dslice"):
-        from .ops import slices
-
-        return getattr(slices, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

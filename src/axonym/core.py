@@ -28,6 +28,7 @@ from .ops.broadcasting import (
     broadcast_axis as broadcast_axis,
     broadcast_to as broadcast_to,
 )
+from .ops.dynamic_slice import dslice as dslice
 from .ops.indexing import index as index, take as take
 from .ops.joining import roll as roll
 from .ops.rearranging import rearrange
@@ -40,7 +41,6 @@ from .ops.shaping import (
     unbind as unbind,
     unflatten_axis as unflatten_axis,
 )
-from .ops.slices import dslice as dslice
 from .ops.slicing import slice as slice, updated_slice as updated_slice
 from .types import (
     GatherScatterModeStr as GatherScatterModeStr,

@@ -1,14 +1,290 @@
-"""Fourier transforms by name: `axonym.ops.fft` under the name that existing code imports it by."""
+"""Fourier transforms along named axes.
 
-from .ops.fft import (
-    fft as fft,
-    fftfreq as fftfreq,
-    fftshift as fftshift,
-    hfft as hfft,
-    ifft as ifft,
-    ifftshift as ifftshift,
-    ihfft as ihfft,
-    irfft as irfft,
-    rfft as rfft,
-    rfftfreq as rfftfreq,
+The `axis` argument of a transform says along which axes it runs, and may ask for a length and for another name:
+
+| axis                         | what is transformed                                           |
+|------------------------------|---------------------------------------------------------------|
+| `None`                       | the last axis                                                 |
+| `"time"`                     | that axis                                                     |
+| `Axis("time", 16)`           | that axis, at length 16                                       |
+| `{"time": Axis("freq", 16)}` | that axis, at length 16; it is called "freq" in the result    |
+| `{"time": "freq"}`           | that axis; it is called "freq" in the result                  |
+| `{"time": 16}`               | that axis, at length 16                                       |
+| `("row", "col")`             | both at once; any of the forms above may stand for each       |
+
+A size given here is a request, not a statement about the array: the length of the transform, to which `fft`, `ifft`,
+`rfft` and `ihfft` pad or crop their input, and which `irfft` and `hfft` give their result. `rfft` and `ihfft` return
+the `n // 2 + 1` terms that are not redundant. Of several axes the last one named is the one that `rfft` shortens.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import jax.numpy as jnp
+
+from . import _errors, _kernels
+from .array import NamedArray, wrap
+from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
+from .ops._batched import make_along_kernel
+from .ops._op_types import publish
+from .ops._operands import distinct, one_axis, require_named
+
+TransformAxes: TypeAlias = AxisSelection | Mapping[AxisSelector, AxisSelector | int | None]
+
+_Requests = tuple[tuple[AxisSelector, AxisSelector | int | None], ...]
+
+
+class _Transform(NamedTuple):
+    """One row of the table of transforms."""
+
+    name: str
+    one: Callable[..., Any]
+    """Along one axis."""
+    several: Callable[..., Any] | None
+    """Along several axes at once, where that is defined."""
+    from_half: bool
+    """The input holds the terms that are not redundant, so by default the result has 2 (n - 1) elements."""
+
+
+class _TransformFunction(Protocol):
+    """`f(a, axis, norm)`."""
+
+    def __call__(self, a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray: ...
+
+
+def _requests(what: str, axis: TransformAxes | None) -> _Requests | None:
+    """Which axes to transform, and what is asked of each."""
+    if axis is None:
+        return None
+    if not isinstance(axis, Mapping):
+        return tuple((name_of(s), s) for s in selectors(axis))
+    return tuple((key, wanted if wanted is None else _request(what, key, wanted)) for key, wanted in axis.items())
+
+
+def _request(what: str, key: AxisSelector, wanted: Any) -> AxisSelector | int:
+    """What is asked of an axis: a new axis, a new name or a length."""
+    if isinstance(wanted, (Axis, str)):
+        return wanted
+    try:
+        return operator.index(wanted)
+    except TypeError:
+        raise TypeError(
+            f"{what}: axis {name_of(key)!r} can become an Axis, a name, a length or None, got {type(wanted).__name__}."
+        ) from None
+
+
+def _length(request: AxisSelector | int | None) -> int | None:
+    """The length that is asked for, if one is."""
+    return request.size if isinstance(request, Axis) else None if isinstance(request, str) else request
+
+
+@_kernels.cached
+def _transform_kernel(
+    transform: _Transform, names: Names, requests: _Requests | None, norm: str | None
+) -> _kernels.Kernel:
+    what = transform.name
+    if requests is None:
+        requests = tuple((n, None) for n in names[-1:])
+    if not requests:
+        raise ValueError(f"{what}: there is no axis to transform in {_errors.describe_axes(names)}.")
+    asked = tuple(key for key, _ in requests)
+    chosen = _kernels.select(what, names, asked)
+    positions = tuple(names.index(n) for n in chosen)
+    wanted = [new for _, new in requests]
+    lengths = [_length(new) for new in wanted]
+    renamed = {n: name_of(new) for n, new in zip(chosen, wanted, strict=True) if isinstance(new, (Axis, str))}
+    out_names = distinct(what, tuple(renamed.get(n, n) for n in names))
+    several = transform.several
+    if len(chosen) > 1 and several is None:
+        raise ValueError(f"{what}: it runs along one axis, got {_errors.describe_axes(chosen)}.")
+
+    def positional(x):
+        whole = [x.shape[p] for p in positions]
+        if transform.from_half:
+            whole[-1] = 2 * (whole[-1] - 1)
+        full = [default if length is None else length for default, length in zip(whole, lengths, strict=True)]
+        short = [n for n, length in zip(chosen, full, strict=True) if length < 1]
+        if short:
+            listed = ", ".join(repr(n) for n in short)
+            raise ValueError(
+                f"{what}: the result for {_errors.describe_axes(names, x.shape)} would have no elements on {listed}. "
+                "Ask for a length with Axis(name, size)."
+            )
+        if len(chosen) == 1 or several is None:
+            return transform.one(x, n=lengths[0], axis=positions[0], norm=norm)
+        same = all(length is None for length in lengths)
+        return several(x, s=None if same else full, axes=positions, norm=norm)
+
+    heirs = {old: (new,) for old, new in renamed.items()}
+    return make_along_kernel(what, positional, (names,), out_names, chosen, selection=asked, heirs=heirs)
+
+
+def _transform(
+    name: str,
+    one: Callable[..., Any],
+    several: Callable[..., Any] | None,
+    from_half: bool,
+    summary: str,
+    example: str,
+    shown: str,
+) -> _TransformFunction:
+    transform = _Transform(name, one, several, from_half)
+
+    def op(a, axis=None, norm=None):
+        require_named(name, a)
+        kernel = _transform_kernel(transform, a.names, _requests(name, axis), norm)
+        return wrap(kernel.call(a.array), kernel.names)
+
+    doc = f"""{summary}
+
+    Arguments:
+        a: a named array.
+        axis: {"the axis to run along, or several" if several else "the axis to run along"}; the last one by default. An
+            `Axis` of another size asks for that length, and a mapping `{{old axis: new axis}}` renames as well.
+        norm: "backward" (the default), "ortho" or "forward": which direction is scaled.
+
+    >>> axn.fft.{name}({example})
+    NamedArray({shown})
+    """
+    return publish(op, name, __name__, doc)
+
+
+# --- the transforms: name, functions along one and several axes, whether the input is half of the terms; words ---
+
+fft = _transform(
+    "fft",
+    jnp.fft.fft,
+    jnp.fft.fftn,
+    False,
+    "The discrete Fourier transform.",
+    'axn.named([1., 2.], "t"), "t"',
+    "complex64[t=2], [ 3.+0.j -1.+0.j]",
 )
+ifft = _transform(
+    "ifft",
+    jnp.fft.ifft,
+    jnp.fft.ifftn,
+    False,
+    "The inverse of `fft`.",
+    'axn.named([3., -1.], "t"), "t"',
+    "complex64[t=2], [1.+0.j 2.+0.j]",
+)
+rfft = _transform(
+    "rfft",
+    jnp.fft.rfft,
+    jnp.fft.rfftn,
+    False,
+    "The discrete Fourier transform of real values, without its redundant half.",
+    'axn.named([1., 2., 0., 2.], "t"), {"t": "freq"}',
+    "complex64[freq=3], [ 5.+0.j 1.+0.j -3.+0.j]",
+)
+irfft = _transform(
+    "irfft",
+    jnp.fft.irfft,
+    jnp.fft.irfftn,
+    True,
+    "The inverse of `rfft`; an odd length has to be asked for.",
+    'axn.named([5., 1., -3.], "t"), axn.Axis("t", 4)',
+    "float32[t=4], [1. 2. 0. 2.]",
+)
+hfft = _transform(
+    "hfft",
+    jnp.fft.hfft,
+    None,
+    True,
+    "The discrete Fourier transform of values that are conjugate-symmetric, so that it is real.",
+    'axn.named([1., 2., 0.], "t"), "t"',
+    "float32[t=4], [ 5. 1. -3. 1.]",
+)
+ihfft = _transform(
+    "ihfft",
+    jnp.fft.ihfft,
+    None,
+    False,
+    "The inverse of `hfft`.",
+    'axn.named([5., 1., -3., 1.], "t"), "t"',
+    "complex64[t=3], [1.+0.j 2.+0.j 0.+0.j]",
+)
+
+
+# --- shifts ---
+
+
+class _ShiftFunction(Protocol):
+    """`f(x, axes)`."""
+
+    def __call__(self, x: NamedArray, axes: AxisSelection | None = None) -> NamedArray: ...
+
+
+@_kernels.cached
+def _shift_kernel(fn: Callable[..., Any], name: str, names: Names, axes: Any) -> _kernels.Kernel:
+    positions = tuple(names.index(n) for n in _kernels.select(name, names, axes))
+    return _kernels.make_kernel(name, lambda x: fn(x, axes=positions), (names,), names, selection=axes)
+
+
+def _shift(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> _ShiftFunction:
+    def op(x, axes=None):
+        require_named(name, x)
+        kernel = _shift_kernel(fn, name, x.names, _kernels.hashable(axes))
+        return wrap(kernel.call(x.array), kernel.names)
+
+    doc = f"""{summary}
+
+    Arguments:
+        x: a named array.
+        axes: the axes to shift; all of them by default.
+
+    >>> axn.fft.{name}(axn.named({example}, "freq"))
+    NamedArray({shown})
+    """
+    return publish(op, name, __name__, doc)
+
+
+fftshift = _shift(
+    "fftshift",
+    jnp.fft.fftshift,
+    "The order of frequencies changed so that zero stands in the middle.",
+    "[0, 1, -2, -1]",
+    "int32[freq=4], [-2 -1 0 1]",
+)
+ifftshift = _shift(
+    "ifftshift",
+    jnp.fft.ifftshift,
+    "The inverse of `fftshift`.",
+    "[-2, -1, 0, 1]",
+    "int32[freq=4], [ 0 1 -2 -1]",
+)
+
+
+# --- frequencies ---
+
+
+def fftfreq(axis: Axis, d: float = 1.0) -> NamedArray:
+    """The frequencies of the terms that `fft` returns.
+
+    Arguments:
+        axis: the axis that is transformed.
+        d: the distance between samples.
+
+    >>> axn.fft.fftfreq(axn.Axis("t", 4))
+    NamedArray(float32[t=4], [ 0. 0.25 -0.5 -0.25])
+    """
+    axis = one_axis("fftfreq", "axis", axis)
+    return wrap(jnp.fft.fftfreq(axis.size, d), (axis.name,))
+
+
+def rfftfreq(axis: Axis, d: float = 1.0) -> NamedArray:
+    """The frequencies of the terms that `rfft` returns.
+
+    Arguments:
+        axis: the axis that is transformed, with the size it has before.
+        d: the distance between samples.
+
+    >>> axn.fft.rfftfreq(axn.Axis("t", 4))
+    NamedArray(float32[t=3], [0. 0.25 0.5 ])
+    """
+    axis = one_axis("rfftfreq", "axis", axis)
+    return wrap(jnp.fft.rfftfreq(axis.size, d), (axis.name,))

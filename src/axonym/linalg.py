@@ -1,22 +1,528 @@
-"""Linear algebra over named axes."""
+"""Linear algebra by name; public as `axonym.linalg`.
 
-from .ops.linalg import (
-    cholesky as cholesky,
-    cond as cond,
-    det as det,
-    eig as eig,
-    eigh as eigh,
-    eigvals as eigvals,
-    eigvalsh as eigvalsh,
-    expm as expm,
-    inv as inv,
-    lstsq as lstsq,
-    matrix_power as matrix_power,
-    matrix_rank as matrix_rank,
-    norm as norm,
-    pinv as pinv,
-    qr as qr,
-    slogdet as slogdet,
-    solve as solve,
-    svd as svd,
+A matrix is a named array and a pair of its axes, `axes=(row, col)`; every other axis is a batch. It maps vectors along
+`col` to vectors along `row`, `dot(a, x, axis="col")`, and all results are named accordingly: the inverse, which maps
+back, has the axes (col, row), so that `dot(inv(a, axes), b, axis="row")` solves `a x = b`. Where a result has an axis
+that no operand has, such as that of eigenvalues, `new_axis` names it; an `Axis` is checked against the size it has.
+
+The axes of a result stand where those of the matrix stood, and batch axes where they were. The axes of the matrix need
+not stand last or next to each other.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import jax.scipy.linalg
+
+from . import _errors, _kernels
+from .array import NamedArray, wrap, wrap_result
+from .axis import Axis, AxisSelection, AxisSelector, Names, name_of
+from .ops._batched import make_along_kernel
+from .ops._op_types import publish
+from .ops._operands import check_new_axis, distinct, require_named
+
+MatrixAxes: TypeAlias = "tuple[AxisSelector, AxisSelector]"
+
+
+# --- how every operation on matrices is made ---
+
+
+class _Form(NamedTuple):
+    """What a positional function on (..., row, col) does to the axes of its matrices."""
+
+    results: tuple[tuple[str, ...], ...]
+    """The axes of each result, made of "row", "col" and "new", in the order the function returns them."""
+    square: bool = False
+    """Whether row and col must have one size."""
+    way_out: str = ""
+    """What to use for a matrix that is not square."""
+    transposes: bool = False
+    """The function of a transposed matrix is its transposed result, so that the matrix need not be turned."""
+    decomposes: bool = True
+    """It is computed by a decomposition, for which there are no half-precision routines."""
+
+
+def _pair(what: str, axes: Any) -> tuple[AxisSelector, AxisSelector]:
+    """The two axes of a matrix."""
+    if isinstance(axes, (str, Axis)) or not isinstance(axes, Sequence) or len(axes) != 2:
+        raise TypeError(f'{what}: the axes of a matrix are a pair, such as ("row", "col"); got {axes!r}.')
+    return tuple(axes)
+
+
+def _check_matrix(what: str, form: _Form, matrix: Names, x: jax.Array) -> None:
+    """Raise for matrices, on the last two axes, that the operation is not defined for."""
+    rows, cols = x.shape[-2:]
+    if form.square and rows != cols:
+        raise ValueError(
+            f"{what}: the matrix {_errors.describe_axes(matrix, (rows, cols))} is not square.{form.way_out}"
+        )
+    if form.decomposes and jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits < 32:
+        raise TypeError(f"{what}: there is no {x.dtype} routine for it. Convert with `.astype(jnp.float32)` first.")
+
+
+@_kernels.cached
+def _matrix_kernel(
+    fn: Callable[..., Any],
+    what: str,
+    form: _Form,
+    names: Names,
+    axes: MatrixAxes,
+    new_axis: AxisSelector | None = None,
+    static: tuple[Any, ...] = (),
+) -> _kernels.Kernel:
+    """Move the axes of the matrices last, call `fn`, and put those of its results where the matrices had theirs."""
+    row, col = _kernels.select(what, names, axes)
+    if form.transposes and names.index(row) > names.index(col):
+        row, col = col, row
+    batch = tuple(n for n in names if n not in (row, col))
+    new = name_of(new_axis) if isinstance(new_axis, (Axis, str)) else None
+    if new is None and any("new" in result for result in form.results):
+        raise TypeError(f"{what}: `new_axis` is an Axis or a name, got {new_axis!r} of type {type(new_axis).__name__}.")
+    roles = {"row": row, "col": col, "new": new}
+    canonical: list[Names] = []
+    layouts: list[Names] = []
+    for result in form.results:
+        matrix = tuple(roles[r] for r in result)
+        # The first axis of a result stands where row stood, the last one where col did.
+        place = {row: matrix[:-1], col: matrix[-1:]}
+        canonical.append((*batch, *matrix))
+        layouts.append(distinct(what, tuple(m for n in names for m in place.get(n, (n,)))))
+    several = len(form.results) > 1
+
+    def positional(x):
+        x = _kernels.transpose_to(x, names, (*batch, row, col))
+        _check_matrix(what, form, (row, col), x)
+        found = fn(x, *static)
+        found = tuple(found) if several else (found,)
+        if new_axis is not None:
+            check_new_axis(what, new_axis, found[0].shape[canonical[0].index(new)])
+        found = tuple(map(_kernels.transpose_to, found, canonical, layouts))
+        return found if several else found[0]
+
+    out_names = tuple(layouts) if several else layouts[0]
+    return make_along_kernel(what, positional, (names,), out_names, (row, col), selection=axes)
+
+
+def _apply(
+    fn: Callable[..., Any],
+    what: str,
+    form: _Form,
+    a: NamedArray,
+    axes: MatrixAxes,
+    new_axis: AxisSelector | None = None,
+    static: tuple[Any, ...] = (),
+) -> Any:
+    require_named(what, a)
+    kernel = _matrix_kernel(fn, what, form, a.names, _pair(what, axes), new_axis, static)
+    return wrap_result(kernel.call(a.array), kernel.names)
+
+
+_USE_PINV = " `linalg.pinv` and `linalg.lstsq` take a matrix of any shape."
+_INVERSE = _Form((("col", "row"),), square=True, way_out=_USE_PINV, transposes=True)
+_MATRIX = _Form((("row", "col"),), square=True)
+_SCALAR = _Form(((),), transposes=True)
+
+
+# --- functions of a matrix: name, positional function, what it does to the axes, summary, example, its value ---
+
+
+class _MatrixFunction(Protocol):
+    """`f(a, axes)`."""
+
+    def __call__(self, a: NamedArray, axes: MatrixAxes) -> NamedArray: ...
+
+
+class _MatrixFunction2(Protocol):
+    """`f(a, axes)` with two results."""
+
+    def __call__(self, a: NamedArray, axes: MatrixAxes) -> tuple[NamedArray, NamedArray]: ...
+
+
+def _matrix_function(name: str, fn: Callable[..., Any], form: _Form, summary: str, example: str, shown: str) -> Any:
+    what = f"linalg.{name}"
+
+    def op(a, axes):
+        return _apply(fn, what, form, a, axes)
+
+    doc = f"""{summary}
+
+    Arguments:
+        a: a named array.
+        axes: the axes of the matrices, (row, col).
+
+    >>> axn.linalg.{name}(axn.named({example}, ("i", "j")), ("i", "j"))
+    {shown}
+    """
+    return publish(op, name, __name__, doc)
+
+
+inv: _MatrixFunction = _matrix_function(
+    "inv",
+    jnp.linalg.inv,
+    _INVERSE,
+    "The inverse of square matrices, with the axes (col, row).",
+    "[[2., 0.], [1., 1.]]",
+    "NamedArray(float32[j=2, i=2], [[ 0.5 0. ] [-0.5 1. ]])",
 )
+cholesky: _MatrixFunction = _matrix_function(
+    "cholesky",
+    jnp.linalg.cholesky,
+    _MATRIX,
+    "The lower triangular Cholesky factor of symmetric (or Hermitian) positive definite matrices, with their axes.",
+    "[[4., 2.], [2., 5.]]",
+    "NamedArray(float32[i=2, j=2], [[2. 0.] [1. 2.]])",
+)
+expm: _MatrixFunction = _matrix_function(
+    "expm",
+    jax.scipy.linalg.expm,
+    _MATRIX._replace(transposes=True),
+    "The exponential of square matrices, row and col standing for the same thing.",
+    "[[0., 1.], [0., 0.]]",
+    "NamedArray(float32[i=2, j=2], [[1. 1.] [0. 1.]])",
+)
+det: _MatrixFunction = _matrix_function(
+    "det",
+    jnp.linalg.det,
+    _SCALAR._replace(square=True),
+    "The determinant of square matrices.",
+    "[[1., 2.], [3., 4.]]",
+    "NamedArray(float32[], -2.)",
+)
+slogdet: _MatrixFunction2 = _matrix_function(
+    "slogdet",
+    jnp.linalg.slogdet,
+    _Form(((), ()), square=True, transposes=True),
+    "The sign of the determinant of square matrices, and the logarithm of its absolute value.",
+    "[[-1., 0.], [0., 1.]]",
+    "(NamedArray(float32[], -1.), NamedArray(float32[], 0.))",
+)
+
+
+def pinv(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> NamedArray:
+    """The pseudo-inverse of matrices of any shape, with the axes (col, row).
+
+    Arguments:
+        a: a named array.
+        axes: the axes of the matrices, (row, col).
+        rtol: singular values below this fraction of the largest count as zero.
+
+    >>> axn.linalg.pinv(axn.named([[2., 0., 0.], [0., 4., 0.]], ("i", "j")), ("i", "j"))
+    NamedArray(float32[j=3, i=2], [[0.5 0. ] [0. 0.25] [0. 0. ]])
+    """
+    form = _Form((("col", "row"),), transposes=True)
+    return _apply(_pinv, "linalg.pinv", form, a, axes, None, (_number(rtol),))
+
+
+def _pinv(x: jax.Array, rtol: float | None) -> jax.Array:
+    return jnp.linalg.pinv(x, rtol=rtol)
+
+
+def matrix_power(a: NamedArray, axes: MatrixAxes, n: int) -> NamedArray:
+    """A square matrix multiplied with itself, row and col standing for the same thing.
+
+    Arguments:
+        a: a named array.
+        axes: the axes of the matrices, (row, col).
+        n: the power; a negative one takes the inverse first.
+
+    >>> axn.linalg.matrix_power(axn.named([[1., 1.], [0., 1.]], ("i", "j")), ("i", "j"), 3)
+    NamedArray(float32[i=2, j=2], [[1. 3.] [0. 1.]])
+    """
+    what = "linalg.matrix_power"
+    axes, n = _pair(what, axes), operator.index(n)
+    form = _MATRIX._replace(transposes=True, decomposes=n < 0)
+    return _apply(jnp.linalg.matrix_power, what, form, a, axes, None, (n,))
+
+
+def matrix_rank(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> NamedArray:
+    """The rank of matrices: how many singular values are not zero.
+
+    Arguments:
+        a: a named array.
+        axes: the axes of the matrices, (row, col).
+        rtol: singular values below this fraction of the largest count as zero.
+
+    >>> axn.linalg.matrix_rank(axn.named([[1., 1.], [1., 1.]], ("i", "j")), ("i", "j"))
+    NamedArray(int32[], 1)
+    """
+    return _apply(_matrix_rank, "linalg.matrix_rank", _SCALAR, a, axes, None, (_number(rtol),))
+
+
+def _matrix_rank(x: jax.Array, rtol: float | None) -> jax.Array:
+    if rtol is None:
+        return jnp.linalg.matrix_rank(x)
+    # `jnp.linalg.matrix_rank` takes the fraction for an absolute bound.
+    values = jnp.linalg.svdvals(x)
+    return jnp.sum(values > rtol * jnp.max(values, axis=-1, keepdims=True), axis=-1)
+
+
+def cond(a: NamedArray, axes: MatrixAxes, p: Any = None) -> NamedArray:
+    """The condition number of matrices.
+
+    Arguments:
+        a: a named array.
+        axes: the axes of the matrices, (row, col).
+        p: the norm it is measured in, as for `norm`; by default the ratio of the extreme singular values.
+
+    >>> axn.linalg.cond(axn.named([[4., 0.], [0., 2.]], ("i", "j")), ("i", "j"))
+    NamedArray(float32[], 2.)
+    """
+    # Of a transposed matrix the 1-norm is the infinity norm, so these must not be turned.
+    form = _Form(((),), square=p not in (None, 2, -2), transposes=p in _SYMMETRIC_NORMS)
+    return _apply(jnp.linalg.cond, "linalg.cond", form, a, axes, None, (p,))
+
+
+_SYMMETRIC_NORMS = (None, 2, -2, "fro", "nuc")
+
+
+def _number(x: Any) -> float | None:
+    return None if x is None else float(x)
+
+
+# --- decompositions ---
+
+
+def qr(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedArray, NamedArray]:
+    """The reduced QR decomposition: Q with orthonormal columns (row, new), and the upper triangular R (new, col).
+
+    Arguments:
+        a: a named array.
+        axes: the axes of the matrices, (row, col).
+        new_axis: names the axis of the columns of Q; as long as the shorter one of row and col.
+
+    >>> q, r = axn.linalg.qr(axn.ones({"i": 3, "j": 2}), ("i", "j"), "k")
+    >>> q.shape, r.shape
+    ({'i': 3, 'k': 2}, {'k': 2, 'j': 2})
+    """
+    return _apply(jnp.linalg.qr, "linalg.qr", _Form((("row", "new"), ("new", "col"))), a, axes, new_axis)
+
+
+def svd(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: bool = True) -> Any:
+    """The reduced singular value decomposition.
+
+    It gives U with the axes (row, new), the singular values along new in descending order, and V, conjugated, with the
+    axes (new, col): the product of the three over `new_axis` is `a`.
+
+    Arguments:
+        a: a named array.
+        axes: the axes of the matrices, (row, col).
+        new_axis: names the axis of the singular values; as long as the shorter one of row and col.
+        compute_uv: False for the singular values alone.
+
+    >>> a = axn.named([[0., 3., 0.], [2., 0., 0.]], ("i", "j"))
+    >>> u, s, vh = axn.linalg.svd(a, ("i", "j"), "k")
+    >>> u.shape, s, vh.shape
+    ({'i': 2, 'k': 2}, NamedArray(float32[k=2], [3. 2.]), {'k': 2, 'j': 3})
+    """
+    if compute_uv:
+        form = _Form((("row", "new"), ("new",), ("new", "col")))
+        return _apply(_reduced_svd, "linalg.svd", form, a, axes, new_axis)
+    return _apply(jnp.linalg.svdvals, "linalg.svd", _Form((("new",),), transposes=True), a, axes, new_axis)
+
+
+def _reduced_svd(x: jax.Array) -> Any:
+    return jnp.linalg.svd(x, full_matrices=False)
+
+
+class _EigenValues(Protocol):
+    """`f(a, axes, new_axis)`."""
+
+    def __call__(self, a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> NamedArray: ...
+
+
+class _EigenVectors(Protocol):
+    """`f(a, axes, new_axis)`, eigenvalues and eigenvectors."""
+
+    def __call__(self, a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedArray, NamedArray]: ...
+
+
+def _eigen(name: str, fn: Callable[..., Any], vectors: bool, summary: str, example: str, shown: str) -> Any:
+    what = f"linalg.{name}"
+    results = (("new",), ("row", "new")) if vectors else (("new",),)
+    form = _Form(results, square=True, way_out=" `linalg.svd` takes a matrix of any shape.")
+
+    def op(a, axes, new_axis):
+        return _apply(fn, what, form, a, axes, new_axis)
+
+    doc = f"""{summary}
+
+    Arguments:
+        a: a named array.
+        axes: the axes of the matrices, (row, col).
+        new_axis: names the axis of the eigenvalues.
+
+    >>> axn.linalg.{name}(axn.named({example}, ("i", "j")), ("i", "j"), "k")
+    {shown}
+    """
+    return publish(op, name, __name__, doc)
+
+
+eigh: _EigenVectors = _eigen(
+    "eigh",
+    jnp.linalg.eigh,
+    True,
+    "The eigenvalues of symmetric (or Hermitian) matrices, ascending, and the eigenvectors with the axes (row, new).",
+    "[[3., 0.], [0., 2.]]",
+    "(NamedArray(float32[k=2], [2. 3.]), NamedArray(float32[i=2, k=2], [[0. 1.] [1. 0.]]))",
+)
+eigvalsh: _EigenValues = _eigen(
+    "eigvalsh",
+    jnp.linalg.eigvalsh,
+    False,
+    "The eigenvalues of symmetric (or Hermitian) matrices, ascending.",
+    "[[3., 0.], [0., 2.]]",
+    "NamedArray(float32[k=2], [2. 3.])",
+)
+eig: _EigenVectors = _eigen(
+    "eig",
+    jnp.linalg.eig,
+    True,
+    "The eigenvalues of square matrices, and the eigenvectors with the axes (row, new); both are complex.",
+    "[[3., 0.], [0., 2.]]",
+    "(NamedArray(complex64[k=2], [3.+0.j 2.+0.j]), NamedArray(complex64[i=2, k=2], [[1.+0.j 0.+0.j] [0.+0.j 1.+0.j]]))",
+)
+eigvals: _EigenValues = _eigen(
+    "eigvals",
+    jnp.linalg.eigvals,
+    False,
+    "The eigenvalues of square matrices, which are complex.",
+    "[[3., 0.], [0., 2.]]",
+    "NamedArray(complex64[k=2], [3.+0.j 2.+0.j])",
+)
+
+
+# --- systems of equations ---
+
+
+@_kernels.cached
+def _system_kernel(
+    fn: Callable[..., Any],
+    what: str,
+    form: _Form,
+    a_names: Names,
+    b_names: Names,
+    axes: MatrixAxes,
+    static: tuple[Any, ...] = (),
+) -> _kernels.Kernel:
+    row, col = _kernels.select(what, a_names, axes)
+    _kernels.select(what, b_names, row, operand=1)
+    if col in b_names:
+        raise ValueError(
+            f"{what}: the right-hand side {_errors.describe_axes(b_names)} has axis {col!r}, which the result has in "
+            f"the place of {row!r}. Rename it there."
+        )
+    batch = tuple(n for n in a_names if n not in (row, col))
+    sides = tuple(n for n in b_names if n != row and n not in batch)
+    canonical = (*batch, col, *sides)
+    # The layout of b; the batch axes that only a has come first.
+    out_names = tuple(n for n in batch if n not in b_names) + tuple(col if n == row else n for n in b_names)
+
+    def positional(a, b):
+        a = _kernels.transpose_to(a, a_names, (*batch, row, col))
+        _check_matrix(what, form, (row, col), a)
+        b = _kernels.align(b, b_names, (*batch, row, *sides))
+        many = b.shape[len(batch) + 1 :]
+        # Each right-hand side is a column of one matrix.
+        x = fn(a, b.reshape(*b.shape[: len(batch) + 1], -1), *static)
+        return _kernels.transpose_to(x.reshape(*x.shape[:-1], *many), canonical, out_names)
+
+    return make_along_kernel(what, positional, (a_names, b_names), out_names, (row, col), selection=axes)
+
+
+def solve(a: NamedArray, b: NamedArray, axes: MatrixAxes) -> NamedArray:
+    """The solution x of `a x = b`, that is of `dot(a, x, axis=col) = b`, for square matrices.
+
+    Arguments:
+        a: a named array.
+        b: the right-hand side, with the axis row. Axes it shares with `a` are matched; others are further right-hand
+            sides. The result has its layout, with col in the place of row.
+        axes: the axes of the matrices, (row, col).
+
+    >>> a = axn.named([[2., 0.], [1., 1.]], ("i", "j"))
+    >>> axn.linalg.solve(a, axn.named([4., 3.], "i"), ("i", "j"))
+    NamedArray(float32[j=2], [2. 1.])
+    """
+    what = "linalg.solve"
+    require_named(what, a), require_named(what, b)
+    kernel = _system_kernel(jnp.linalg.solve, what, _INVERSE, a.names, b.names, _pair(what, axes))
+    return wrap(kernel.call(a.array, b.array), kernel.names)
+
+
+def lstsq(a: NamedArray, b: NamedArray, axes: MatrixAxes, rcond: float | None = None) -> NamedArray:
+    """The least-squares solution x of `a x = b`, that is of `dot(a, x, axis=col) = b`, for matrices of any shape.
+
+    Of several that are equally good it is the one with the smallest norm.
+
+    Arguments:
+        a: a named array.
+        b: the right-hand side, as for `solve`.
+        axes: the axes of the matrices, (row, col).
+        rcond: singular values below this fraction of the largest count as zero.
+
+    >>> a = axn.named([[1.], [1.]], ("i", "j"))
+    >>> axn.linalg.lstsq(a, axn.named([1., 2.], "i"), ("i", "j"))
+    NamedArray(float32[j=1], [1.5])
+    """
+    what = "linalg.lstsq"
+    require_named(what, a), require_named(what, b)
+    kernel = _system_kernel(_lstsq, what, _Form(()), a.names, b.names, _pair(what, axes), (_number(rcond),))
+    return wrap(kernel.call(a.array, b.array), kernel.names)
+
+
+def _lstsq(a: jax.Array, b: jax.Array, rcond: float | None) -> jax.Array:
+    def solution(a, b):
+        return jnp.linalg.lstsq(a, b, rcond)[0]
+
+    return jnp.vectorize(solution, signature="(m,n),(m,k)->(n,k)")(a, b)
+
+
+# --- norms ---
+
+
+@_kernels.cached
+def _norm_kernel(names: Names, axis: Any, ord: Any) -> _kernels.Kernel:
+    what = "linalg.norm"
+    chosen = _kernels.select(what, names, axis)
+    positions = tuple(names.index(n) for n in chosen)
+    out_names = tuple(n for n in names if n not in chosen)
+    if axis is None:
+        # JAX flattens for other orders; of a sharded array that would be costly.
+        plain = ord is None or ord == 2
+        vector_norm: Any = jnp.linalg.vector_norm
+        fn = jnp.linalg.norm if plain else functools.partial(vector_norm, axis=None, ord=ord)
+    elif len(chosen) in (1, 2):
+        fn = functools.partial(jnp.linalg.norm, axis=positions if len(chosen) == 2 else positions[0], ord=ord)
+    else:
+        raise ValueError(
+            f"{what}: one axis is that of vectors and two are those of matrices, got {_errors.describe_axes(chosen)}. "
+            "Flatten them first, or leave `axis` out for all."
+        )
+    if axis is not None and len(chosen) == 2 and ord in (2, -2, "nuc"):  # these are norms of the singular values
+        return make_along_kernel(what, fn, (names,), out_names, chosen, selection=axis)
+    return _kernels.make_kernel(what, fn, (names,), out_names, selection=axis)
+
+
+def norm(a: NamedArray, axis: AxisSelection | None = None, ord: Any = None) -> NamedArray:
+    """The norm of vectors or matrices.
+
+    Arguments:
+        a: a named array.
+        axis: one axis for vectors, a pair (row, col) for matrices; by default the whole array is one vector.
+        ord: for vectors a number or `jnp.inf`, 2 by default. For matrices "fro" (the default), "nuc", 1, 2, `jnp.inf`
+            or their negatives, as in NumPy.
+
+    >>> a = axn.named([[3., 4.], [0., 1.]], ("i", "j"))
+    >>> axn.linalg.norm(a, "j")
+    NamedArray(float32[i=2], [5. 1.])
+    >>> axn.linalg.norm(a, ("i", "j"), ord=jnp.inf)
+    NamedArray(float32[], 7.)
+    """
+    require_named("linalg.norm", a)
+    kernel = _norm_kernel(a.names, _kernels.hashable(axis), ord)
+    return wrap(kernel.call(a.array), kernel.names)

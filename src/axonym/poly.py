@@ -1,16 +1,370 @@
-"""Polynomials by name: `axonym.ops.poly` under the name that existing code imports it by."""
+"""Polynomials in one variable.
 
-from .ops.poly import (
-    DEFAULT_POLY_AXIS_NAME as DEFAULT_POLY_AXIS_NAME,
-    poly as poly,
-    polyadd as polyadd,
-    polyder as polyder,
-    polydiv as polydiv,
-    polyfit as polyfit,
-    polyint as polyint,
-    polymul as polymul,
-    polysub as polysub,
-    polyval as polyval,
-    roots as roots,
-    trim_zeros as trim_zeros,
-)
+A polynomial is a named array with one axis, that of its coefficients, the highest power first. What that axis is called
+in each operand is of no matter; the result has the name and, where it fits, the placement it has in the first operand
+that has a name. Raw arrays, lists and numbers are polynomials too: where no operand has a name, the axis of the result
+is called `DEFAULT_POLY_AXIS_NAME`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _errors, _kernels
+from .array import NamedArray, NamedOrNumeric, wrap, wrap_result
+from .axis import Names
+from .ops._batched import make_along_kernel
+from .ops._op_types import publish
+from .ops._operands import distinct, private
+
+DEFAULT_POLY_AXIS_NAME = "degree"
+"""What the axis of coefficients is called where no operand has named axes."""
+
+PolynomialLike: TypeAlias = "NamedOrNumeric | Sequence[Any]"
+
+
+def _coefficients(what: str, p: PolynomialLike) -> Any:
+    """The raw coefficients of a polynomial, in an array with one axis."""
+    if isinstance(p, NamedArray):
+        if len(p.names) != 1:
+            raise ValueError(
+                f"{what}: a polynomial has one axis, that of its coefficients, got {p}. Map over the others by name."
+            )
+        return p.array
+    array = jnp.atleast_1d(jnp.asarray(p))
+    if array.ndim != 1:
+        raise ValueError(f"{what}: a polynomial has one axis, that of its coefficients, got shape {array.shape}.")
+    return array
+
+
+def _names(*operands: PolynomialLike) -> Names:
+    """The axis of the result: that of the first operand that has a name."""
+    return next((p.names for p in operands if isinstance(p, NamedArray)), (DEFAULT_POLY_AXIS_NAME,))
+
+
+# --- from coefficients to coefficients ---
+
+
+@_kernels.cached
+def _poly_kernel(
+    fn: Callable[..., Any], name: str, in_names: tuple[Names, ...], out_names: Any, static: tuple[Any, ...] = ()
+) -> _kernels.Kernel:
+    along = {n for names in in_names for n in names}
+    return make_along_kernel(name, lambda *arrays: fn(*arrays, *static), in_names, out_names, along)
+
+
+def _of_two(fn: Callable[..., Any], name: str, p1: PolynomialLike, p2: PolynomialLike, results: int) -> Any:
+    """Apply a function of two polynomials."""
+    names = _names(p1, p2)
+    # The axis of the result is that of the first named operand; the other one's is not matched with it.
+    in_names = (names, private("p2", names)) if isinstance(p1, NamedArray) else (private("p1", names), names)
+    kernel = _poly_kernel(fn, name, in_names, names if results == 1 else (names,) * results)
+    return wrap_result(kernel.call(_coefficients(name, p1), _coefficients(name, p2)), kernel.names)
+
+
+class _Arithmetic(Protocol):
+    """`f(p1, p2)`."""
+
+    def __call__(self, p1: PolynomialLike, p2: PolynomialLike) -> NamedArray: ...
+
+
+def _arithmetic(name: str, fn: Callable[..., Any], summary: str, shown: str) -> _Arithmetic:
+    def op(p1, p2):
+        return _of_two(fn, name, p1, p2, 1)
+
+    doc = f"""{summary}
+
+    Arguments:
+        p1: a polynomial.
+        p2: a polynomial.
+
+    >>> axn.poly.{name}(axn.named([1., 2., 3.], "x"), [1., -1.])
+    NamedArray({shown})
+    """
+    return publish(op, name, __name__, doc)
+
+
+polyadd = _arithmetic("polyadd", jnp.polyadd, "The sum of two polynomials.", "float32[x=3], [1. 3. 2.]")
+polysub = _arithmetic("polysub", jnp.polysub, "The difference of two polynomials.", "float32[x=3], [1. 1. 4.]")
+polymul = _arithmetic("polymul", jnp.polymul, "The product of two polynomials.", "float32[x=4], [ 1. 1. 1. -3.]")
+
+
+def polydiv(p1: PolynomialLike, p2: PolynomialLike) -> tuple[NamedArray, NamedArray]:
+    """The quotient of two polynomials, and the remainder.
+
+    The leading coefficient of `p2` must not be zero. The remainder has the size of `p1`, with zeros in front.
+
+    Arguments:
+        p1: the polynomial to divide.
+        p2: the polynomial to divide by.
+
+    >>> axn.poly.polydiv(axn.named([1., 2., 3.], "x"), [1., -1.])
+    (NamedArray(float32[x=2], [1. 3.]), NamedArray(float32[x=3], [0. 0. 6.]))
+    """
+    return _of_two(jnp.polydiv, "polydiv", p1, p2, 2)
+
+
+def polyder(p: PolynomialLike, m: int = 1) -> NamedArray:
+    """The derivative of a polynomial.
+
+    Arguments:
+        p: a polynomial.
+        m: how many times to differentiate.
+
+    >>> axn.poly.polyder(axn.named([1., 2., 3.], "x"))
+    NamedArray(float32[x=2], [2. 2.])
+    """
+    names = _names(p)
+    kernel = _poly_kernel(jnp.polyder, "polyder", (names,), names, (_count("polyder", m),))
+    return wrap(kernel.call(_coefficients("polyder", p)), names)
+
+
+def polyint(p: PolynomialLike, m: int = 1, k: PolynomialLike | None = None) -> NamedArray:
+    """The integral of a polynomial.
+
+    Arguments:
+        p: a polynomial.
+        m: how many times to integrate.
+        k: the constants of integration, one for each time in order or one for all; zero by default.
+
+    >>> axn.poly.polyint(axn.named([3., 2., 1.], "x"), k=4.)
+    NamedArray(float32[x=4], [1. 1. 1. 4.])
+    """
+    names, m = _names(p), _count("polyint", m)
+    coefficients = _coefficients("polyint", p)
+    if k is None:
+        return wrap(_poly_kernel(jnp.polyint, "polyint", (names,), names, (m,)).call(coefficients), names)
+    constants = _coefficients("polyint", k)
+    if constants.shape[0] not in (1, m):
+        given = constants.shape[0]
+        raise ValueError(f"polyint: {given} constants of integration for {m} integrations; give one, or {m}.")
+    kernel = _poly_kernel(_polyint_with_constants, "polyint", (names, private("k", names)), names, (m,))
+    return wrap(kernel.call(coefficients, constants), names)
+
+
+def _polyint_with_constants(p: jax.Array, k: jax.Array, m: int) -> jax.Array:
+    return jnp.polyint(p, m, k)
+
+
+def _count(what: str, m: Any) -> int:
+    count = operator.index(m)
+    if count < 0:
+        raise ValueError(f"{what}: the number of times is not negative, got {count}.")
+    return count
+
+
+# --- values and roots ---
+
+
+def polyval(p: PolynomialLike, x: NamedOrNumeric) -> Any:
+    """The value of a polynomial at each element of an array.
+
+    Arguments:
+        p: a polynomial.
+        x: where to evaluate it: a named array, whose axes the result has, or a raw array or number, which gives a raw
+            array.
+
+    >>> axn.poly.polyval(axn.named([1., 2., 3.], "x"), axn.named([0., 10.], "at"))
+    NamedArray(float32[at=2], [ 3. 123.])
+    """
+    coefficients = _coefficients("polyval", p)
+    if not isinstance(x, NamedArray):
+        return jnp.polyval(coefficients, x)  # pyright: ignore[reportArgumentType]
+    kernel = _polyval_kernel(_names(p), x.names)
+    return wrap(kernel.call(coefficients, x.array), x.names)
+
+
+@_kernels.cached
+def _polyval_kernel(p_names: Names, x_names: Names) -> _kernels.Kernel:
+    along = private("p", p_names)
+    return make_along_kernel("polyval", jnp.polyval, (along, x_names), x_names, along)
+
+
+def poly(seq_of_zeros: PolynomialLike) -> NamedArray:
+    """The polynomial that has the given roots, and 1 for its leading coefficient.
+
+    The characteristic polynomial of a matrix is that of its eigenvalues, `poly(linalg.eigvals(a, axes, new_axis))`.
+
+    Arguments:
+        seq_of_zeros: the roots, along one axis.
+
+    >>> axn.poly.poly(axn.named([1., 2.], "x"))
+    NamedArray(float32[x=3], [ 1. -3. 2.])
+    """
+    if isinstance(seq_of_zeros, NamedArray) and len(seq_of_zeros.names) != 1:
+        raise ValueError(
+            f"poly: the roots lie along one axis, got {seq_of_zeros}. For the characteristic polynomial of a matrix "
+            "pass its eigenvalues, `axonym.linalg.eigvals(a, axes, new_axis)`."
+        )
+    names = _names(seq_of_zeros)
+    return wrap(_poly_kernel(_poly, "poly", (names,), names).call(_coefficients("poly", seq_of_zeros)), names)
+
+
+def _poly(zeros: jax.Array) -> jax.Array:
+    return jnp.atleast_1d(jnp.poly(zeros))  # without roots the polynomial is the constant 1
+
+
+def roots(p: PolynomialLike, *, strip_zeros: bool = True) -> NamedArray:
+    """The roots of a polynomial.
+
+    Arguments:
+        p: a polynomial.
+        strip_zeros: leave out leading coefficients that are zero, so that the polynomial has its true degree. How many
+            roots there are then depends on the values, so this cannot be traced. With False the leading coefficient
+            must not be zero.
+
+    >>> axn.poly.roots(axn.named([0., 1., -3., 2.], "x"))
+    NamedArray(complex64[x=2], [2.+0.j 1.+0.j])
+    """
+    names, coefficients = _names(p), _coefficients("roots", p)
+    start, stop = 0, coefficients.shape[0]
+    if strip_zeros:
+        start, stop = _nonzero_span("roots", coefficients, "Pass strip_zeros=False where the leading one is not zero.")
+    return wrap(_poly_kernel(_roots, "roots", (names,), names, (start, stop)).call(coefficients), names)
+
+
+def _roots(p: jax.Array, start: int, stop: int) -> jax.Array:
+    """The roots of the coefficients from `start` to `stop`, and a zero for each coefficient after that."""
+    found = jnp.roots(p[start:stop], strip_zeros=False)
+    trailing = 0 if start == stop else p.shape[0] - stop
+    return jnp.concatenate([found, jnp.zeros(trailing, found.dtype)])
+
+
+def trim_zeros(f: PolynomialLike, trim: str = "fb") -> NamedArray:
+    """The coefficients without the zeros in front or behind.
+
+    How many are left depends on the values, so this cannot be traced.
+
+    Arguments:
+        f: a polynomial.
+        trim: where to trim: "f" in front, "b" behind, "fb" both.
+
+    >>> axn.poly.trim_zeros(axn.named([0., 1., 2., 0.], "x"))
+    NamedArray(float32[x=2], [1. 2.])
+    """
+    ends = trim.lower()
+    if not ends or set(ends) - {"f", "b"}:
+        raise ValueError(f"trim_zeros: `trim` is 'f', 'b' or 'fb', got {trim!r}.")
+    names, coefficients = _names(f), _coefficients("trim_zeros", f)
+    start, stop = _nonzero_span("trim_zeros", coefficients, "Trim before tracing.")
+    if start < stop:
+        start = start if "f" in ends else 0
+        stop = stop if "b" in ends else coefficients.shape[0]
+    return wrap(_poly_kernel(_span, "trim_zeros", (names,), names, (start, stop)).call(coefficients), names)
+
+
+def _span(p: jax.Array, start: int, stop: int) -> jax.Array:
+    return p[start:stop]
+
+
+def _nonzero_span(what: str, coefficients: Any, way_out: str) -> tuple[int, int]:
+    """From where to where the coefficients reach that are not zero; nowhere, (0, 0), where there are none."""
+    try:
+        nonzero = np.flatnonzero(np.asarray(coefficients != 0))
+    except jax.errors.TracerArrayConversionError:
+        raise TypeError(
+            f"{what}: the size of the result depends on which coefficients are zero, and while tracing they are not "
+            f"known. {way_out}"
+        ) from None
+    return (int(nonzero[0]), int(nonzero[-1]) + 1) if nonzero.size else (0, 0)
+
+
+# --- fitting ---
+
+
+def polyfit(
+    x: PolynomialLike,
+    y: PolynomialLike,
+    deg: int,
+    rcond: float | None = None,
+    full: bool = False,
+    w: PolynomialLike | None = None,
+    cov: bool | str = False,
+) -> Any:
+    """The polynomial that fits a set of points best, by least squares.
+
+    The coefficients take the place of the axis of the points; further axes of `y` are fitted one by one and stay.
+
+    Arguments:
+        x: where the points lie, along one axis.
+        y: their values, along the same axis and any others.
+        deg: the degree of the polynomial.
+        rcond: singular values below this fraction of the largest count as zero.
+        full: return the residuals, rank, singular values and `rcond` as well. They are raw arrays, but for residuals
+            along further axes of `y`.
+        w: the weight of each point.
+        cov: return the covariance of the coefficients as well, with a second axis of the same name and `_cov`;
+            "unscaled" leaves out the scale of the residuals. Without effect together with `full`.
+
+    >>> x = axn.named([0., 1., 2., 3.], "x")
+    >>> axn.round(axn.poly.polyfit(x, 2 * x + 1, 1), 3)
+    NamedArray(float32[x=2], [2. 1.])
+    """
+    points = next((p.names for p in (x, w) if isinstance(p, NamedArray)), None)
+    if points is None:
+        points = () if isinstance(y, NamedArray) and len(y.names) != 1 else _names(y)
+    operands = (x, y) if w is None else (x, y, w)
+    in_names = tuple(p.names if isinstance(p, NamedArray) else points for p in operands)
+    arrays = [p.array if isinstance(p, NamedArray) else _coefficients("polyfit", p) for p in operands]
+    kernel = _polyfit_kernel(in_names, operator.index(deg), None if rcond is None else float(rcond), bool(full), cov)
+    result = kernel.call(*arrays)
+    if not full:
+        return wrap_result(result, kernel.names)
+    coefficients, residuals, *rest = result
+    if len(kernel.names[0]) > 1:
+        residuals = wrap(residuals, kernel.names[1])
+    return (wrap(coefficients, kernel.names[0]), residuals, *rest)
+
+
+@_kernels.cached
+def _polyfit_kernel(
+    in_names: tuple[Names, ...], deg: int, rcond: float | None, full: bool, cov: bool | str
+) -> _kernels.Kernel:
+    x_names, y_names = in_names[:2]
+    if len(x_names) != 1 or in_names[2:] not in ((), (x_names,)) or x_names[0] not in y_names:
+        listed = ", ".join(f"{p} has {_errors.describe_axes(n)}" for p, n in zip("xyw", in_names, strict=False))
+        raise ValueError(
+            "polyfit: the points lie along one axis, which x, y and the weights w share; only y may have others. "
+            f"Here {listed}. Rename the axis of the points alike."
+        )
+    point = x_names[0]
+    others = tuple(n for n in y_names if n != point)
+    covariance = tuple(m for n in y_names for m in ((point, f"{point}_cov") if n == point else (n,)))
+    out_names: Any = y_names
+    if full:
+        # Rank and `rcond` are scalars. There is a singular value for each coefficient; and where there are no other
+        # axes, one residual, in an array of shape (1,).
+        out_names = (y_names, others or x_names, (), x_names, ())
+    elif cov:
+        out_names = (y_names, distinct("polyfit", covariance))
+
+    def positional(x, y, w=None):
+        y = _kernels.transpose_to(_inexact(y), y_names, (point, *others))
+        sizes = y.shape[1:]
+        if len(sizes) > 1:
+            y = y.reshape(y.shape[0], -1)
+        found: Any = jnp.polyfit(_inexact(x), y, deg, rcond, full, w, cov)  # pyright: ignore[reportArgumentType]
+        coefficients, *rest = found if full or cov else (found,)
+        coefficients = coefficients.reshape(-1, *sizes)
+        coefficients = _kernels.transpose_to(coefficients, (point, *others), y_names)
+        if full:
+            residuals, *rest = rest
+            return coefficients, residuals.reshape(sizes or (1,)), *rest
+        if cov:
+            # The unscaled covariance is the same for each polynomial, and JAX gives it only once.
+            each = jnp.broadcast_to(rest[0], (deg + 1, deg + 1, *y.shape[1:])).reshape(deg + 1, deg + 1, *sizes)
+            return coefficients, _kernels.transpose_to(each, (point, f"{point}_cov", *others), covariance)
+        return coefficients
+
+    return make_along_kernel("polyfit", positional, in_names, out_names, x_names)
+
+
+def _inexact(x: jax.Array) -> jax.Array:
+    """In a dtype that has a singular value decomposition."""
+    return x.astype(jnp.promote_types(jnp.result_type(x, float), jnp.float32))

@@ -25,13 +25,13 @@ import numpy as np
 from jax.tree_util import register_dataclass
 
 from . import _errors
-from ._mesh import Names, explicit_mesh
+from ._mesh_axes import explicit_mesh
 from .array import NamedArray, NamedOrNumeric, resolve, wrap
-from .axis import Axis, AxisSelector
+from .axis import Axis, AxisSelector, Names
 from .ops._index_plan import Item, SliceSpec, make_plan
 from .ops._operands import require_named
 from .ops.broadcasting import broadcast_to
-from .ops.slices import dslice
+from .ops.dynamic_slice import dslice
 from .ops.slicing import updated_slice
 
 __all__ = ["NamedRef", "freeze", "get", "new_ref", "swap"]

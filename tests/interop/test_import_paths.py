@@ -62,7 +62,7 @@ PATHS: dict[str, str] = {
     "axonym.debug": """
         describe_array diagnose_common_issues ModuleProblems visualize_named_sharding visualize_shardings
     """,
-    "axonym.fft": """
+    "axonym.fft.fft": """
         fft fftfreq fftshift hfft ifft ifftshift ihfft irfft rfft rfftfreq
     """,
     "axonym.field": """
@@ -137,7 +137,7 @@ PATHS: dict[str, str] = {
         physical_axis_name physical_axis_size PhysicalAxisSpec pspec_for pspec_for_axis ResourceAxis ResourceMapping
         round_axis_for_partitioning set_mesh shard shard_with_axis_mapping sharding_for_axis
     """,
-    "axonym.poly": """
+    "axonym.poly.poly": """
         DEFAULT_POLY_AXIS_NAME poly polyadd polyder polydiv polyfit polyint polymul polysub polyval roots trim_zeros
     """,
     "axonym.quantization": """

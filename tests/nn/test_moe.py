@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 import axonym as axn
-from axonym.nn import MoELinear, _grouped
+from axonym.nn import MoELinear, _grouped_matmul
 from tests.helpers import assert_named, spec
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -178,7 +178,7 @@ def test_gmm(monkeypatch: pytest.MonkeyPatch, explicit_mesh: Mesh) -> None:
     layer, gmm = make(out_first=True), make(out_first=True, use_gmm=True)
     with pytest.raises(ValueError, match="megablox, which runs on TPU only; JAX runs on cpu here"):
         gmm(X, SIZES)
-    monkeypatch.setattr(_grouped, "megablox", functools.partial(_grouped.megablox, interpret=True))
+    monkeypatch.setattr(_grouped_matmul, "megablox", functools.partial(_grouped_matmul.megablox, interpret=True))
     gmm = MoELinear(gmm.weight, gmm.bias, Experts, In, Out.alias("mlp"), use_gmm=True)
     x = X["rows", axn.ds(0, 31)]
     fewer = axn.named([6, 0, 21, 4], "experts")

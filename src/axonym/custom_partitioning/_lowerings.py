@@ -27,9 +27,9 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
-from .._compat import INLINE, varying_axes
-from .._mesh import mesh_axes
-from ..manual._view import in_force
+from .._jax_versions import INLINE, varying_axes
+from .._mesh_axes import mesh_axes
+from ..manual._axis_environment import in_force
 from ..sharding.meshes import AnyMesh
 from ..sharding.shard import shard
 from .rule import WHOLE, Rule, Splits

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from .. import _errors, _parsing
-from .._mesh import Names
+from ..axis import Names
 from .rule import Dimension, Term
 
 

@@ -26,12 +26,13 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from .. import _context, _errors
-from .._compat import INLINE
+from .._jax_versions import INLINE
 from .._kernels import transpose_to
-from .._mesh import Names, explicit_mesh, mesh_axes
+from .._mesh_axes import explicit_mesh, mesh_axes
 from .._static import Static
 from ..array import NamedArray, is_named_array, wrap
-from ..manual._view import Part, in_force, interned
+from ..axis import Names
+from ..manual._axis_environment import Part, in_force, interned
 from ..sharding.meshes import AnyMesh, current_mesh
 from ._lowerings import Arrays, Operation, by_hand, by_partitioner, explicit_entries
 from ._terms import Described, by_names, by_string, parse, words

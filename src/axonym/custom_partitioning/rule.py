@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec
 
 from .. import _errors
 from .._context import Entry
-from .._mesh import mesh_axes, spec_of
-from ..manual._view import Axes, Part, View, interned
+from .._mesh_axes import mesh_axes, spec_of
+from ..manual._axis_environment import Axes, Part, View, interned
 
 Dimension = tuple[str, ...]
 """The factors of a dimension, major to minor."""

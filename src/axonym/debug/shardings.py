@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
 from .. import _errors
-from .._mesh import mesh_axes
+from .._mesh_axes import mesh_axes
 from ..array import NamedArray, wrap
 from ..axis import Axis
 from ..sharding.placement import Leaf, leaves_of

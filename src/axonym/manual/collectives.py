@@ -28,13 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors
-from .._compat import varying_axes
+from .._jax_versions import varying_axes
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelector, name_of
-from ..ops._families import map_tree, publish
+from ..ops._op_types import map_tree, publish
 from ..ops._operands import require_named
-from ._order import put_together, taken_apart
-from ._view import (
+from ._axis_environment import (
     Axes,
     MeshAxis as MeshAxis,
     Words,
@@ -48,6 +47,7 @@ from ._view import (
     view_in_force,
     without_trivial,
 )
+from ._gather_order import put_together, taken_apart
 
 T = TypeVar("T")
 

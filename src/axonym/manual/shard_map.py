@@ -22,16 +22,16 @@ from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec
 
 from .. import _context, _errors
-from .._arguments import parameter_names
-from .._compat import INLINE
-from .._mesh import mesh_axes
+from .._jax_versions import INLINE
+from .._mesh_axes import mesh_axes
+from .._parameter_names import parameter_names
 from ..array import NamedArray, wrap
 from ..sharding.mapping import ResourceMapping, axis_mapping
 from ..sharding.meshes import AnyMesh, as_seen_here, current_mesh
 from ..sharding.placement import Leaf, Placement, is_placement, resolve
 from ..sharding.shard import shard
-from ._results import place_results, restricted
-from ._view import Part, View, describe_axes, in_force, interned, layouts, split_here, view_in_force
+from ._axis_environment import Part, View, describe_axes, in_force, interned, layouts, split_here, view_in_force
+from ._out_placement import place_results, restricted
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from .. import _errors
-from .._mesh import Names
-from ..axis import AxisSelector, name_of
+from ..axis import AxisSelector, Names, name_of
 
 PerAxis: TypeAlias = int | Sequence[int] | Mapping[AxisSelector, int]
 PaddingSpec: TypeAlias = str | int | Sequence[int | tuple[int, int]] | Mapping[AxisSelector, int | tuple[int, int]]

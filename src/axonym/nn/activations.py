@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 import jax
 
 from .. import _errors, _kernels
-from .._mesh import Names
 from ..array import NamedArray, wrap
-from ..axis import AxisSelector
-from ..ops._families import Unary, is_tree, map_tree, publish
+from ..axis import AxisSelector, Names
+from ..ops._op_types import Unary, is_tree, map_tree, publish
 from ..ops._operands import require_named, scalar
 
 A = TypeVar("A")

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels, random
-from .._mesh import Names
 from ..array import NamedArray, wrap
-from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
+from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 from ..jax_utils import named_call
 from ..ops._operands import distinct, private, require_named
 from ._windows import Padding, PaddingSpec, Pair, PerAxis, check_spans, padding_of, per_axis

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from .. import _kernels
-from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, wrap
-from ..axis import AxisSelection
+from ..axis import AxisSelection, Names
 from ..jax_utils import named_call
 from ..ops._operands import require_named, scalar
 from ..ops.creation import zeros_like

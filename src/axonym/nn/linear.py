@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, random
-from .._mesh import Names
 from ..array import NamedArray
-from ..axis import Axis, AxisSpec, axes_of_spec
+from ..axis import Axis, AxisSpec, Names, axes_of_spec
 from ..jax_utils import named_call
 from ..ops._operands import require_named
 from ..ops.contraction import dot

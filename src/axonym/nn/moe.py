@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels, random
-from .._mesh import Names
 from ..array import NamedArray, named, wrap
-from ..axis import Axis, AxisSpec
+from ..axis import Axis, AxisSpec, Names
 from ..jax_utils import named_call
 from ..ops._operands import distinct, one_axis, private, require_named
 from ..ops.creation import zeros
-from ._grouped import Grouped
+from ._grouped_matmul import Grouped
 from .linear import BOUND, _stored
 
 __all__ = ["MoELinear"]

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _kernels
-from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, wrap
-from ..axis import Axis, AxisSelection, AxisSpec
+from ..axis import Axis, AxisSelection, AxisSpec, Names
 from ..jax_utils import named_call
 from ..ops._operands import operand, require_named, require_subset
 from ..ops.creation import ones, zeros

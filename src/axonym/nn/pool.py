@@ -15,11 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _kernels
-from .._compat import set_apart
-from .._mesh import Names
+from .._jax_versions import set_apart
 from ..array import NamedArray, wrap
-from ..axis import AxisSpec, axes_of_spec
-from ..ops._families import publish
+from ..axis import AxisSpec, Names, axes_of_spec
+from ..ops._op_types import publish
 from ..ops._operands import distinct, require_named, scalar
 from ._windows import Padding, PaddingSpec, Pair, PerAxis, check_spans, padding_of, per_axis, same_padding
 

@@ -50,8 +50,8 @@ from ..transforms.checkpointing import (
 )
 from ..transforms.vmap import vmap
 from ..tree import LayerStack
-from . import _layers
-from ._foldable import (
+from . import _layer_arguments
+from ._layer_stack import (
     BlockFoldable,
     CarryT,
     FoldFunction,
@@ -111,8 +111,8 @@ class Stacked(BlockFoldable[M], LayerStack):
 
     @classmethod
     def _make(cls, Block: Axis, policy: ScanCheckpointPolicy, make: Callable[..., Any], args: Any, kwargs: Any) -> Self:
-        _layers.check_sizes(f"{cls.__name__}.init", Block, args, kwargs)
-        return cls(vmap(make, Block, default=_layers.first_axis)(*args, **kwargs), Block, policy)
+        _layer_arguments.check_sizes(f"{cls.__name__}.init", Block, args, kwargs)
+        return cls(vmap(make, Block, default=_layer_arguments.first_axis)(*args, **kwargs), Block, policy)
 
     def _looped(self, what: str, fn: Callable[..., Any], unroll: int | bool | None) -> Callable[..., Any]:
         transform = loops.fold if what == "fold" else loops.scan
@@ -120,27 +120,27 @@ class Stacked(BlockFoldable[M], LayerStack):
         loop = transform(body, self.Block, remat=self.gradient_checkpointing, unroll=1 if unroll is None else unroll)
 
         def looped(init: Any, *args: Any, **kwargs: Any) -> Any:
-            kwargs = _layers.with_keys(self.Block, kwargs)
-            _layers.check_sizes(f"Stacked.{what}", self.Block, args, kwargs)
+            kwargs = _layer_arguments.with_keys(self.Block, kwargs)
+            _layer_arguments.check_sizes(f"Stacked.{what}", self.Block, args, kwargs)
             return loop(init, *args, stacked=self.stacked, **kwargs)
 
         return looped
 
     def _vmapped(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        _layers.check_sizes("Stacked.vmap", self.Block, args, kwargs)
-        mapped = vmap(functools.partial(_apply, fn), self.Block, default=_layers.first_axis)
+        _layer_arguments.check_sizes("Stacked.vmap", self.Block, args, kwargs)
+        mapped = vmap(functools.partial(_apply, fn), self.Block, default=_layer_arguments.first_axis)
         return mapped(*args, stacked=self.stacked, **kwargs)
 
     def map_layers(self, fn: Callable[..., Any], *others: Any) -> Self:
-        mapped = vmap(fn, self.Block, default=_layers.first_axis)(self.stacked, *(o.stacked for o in others))
+        mapped = vmap(fn, self.Block, default=_layer_arguments.first_axis)(self.stacked, *(o.stacked for o in others))
         return dataclasses.replace(self, stacked=mapped)
 
     def unstacked(self) -> Sequence[M]:
-        each = _layers.unstack("Stacked.unstacked", self.Block, (), {"stacked": self.stacked})
+        each = _layer_arguments.unstack("Stacked.unstacked", self.Block, (), {"stacked": self.stacked})
         return tuple(kwargs["stacked"] for _, kwargs in each)
 
     def get_layer(self, index: int) -> M:
-        return _layers.take("Stacked.get_layer", self.Block, self.stacked, index)
+        return _layer_arguments.take("Stacked.get_layer", self.Block, self.stacked, index)
 
     # In a state dict, every layer stands on its own, as in a `BlockSeq` and in models of PyTorch.
 
@@ -192,7 +192,7 @@ class BlockSeq(BlockFoldable[M]):
 
     @classmethod
     def _make(cls, Block: Axis, policy: ScanCheckpointPolicy, make: Callable[..., Any], args: Any, kwargs: Any) -> Self:
-        each = _layers.unstack(f"{cls.__name__}.init", Block, args, kwargs)
+        each = _layer_arguments.unstack(f"{cls.__name__}.init", Block, args, kwargs)
         return cls([make(*own_args, **own_kwargs) for own_args, own_kwargs in each], Block, policy)
 
     def _looped(self, what: str, fn: Callable[..., Any], unroll: int | bool | None) -> Callable[..., Any]:
@@ -209,22 +209,22 @@ class BlockSeq(BlockFoldable[M]):
             return result
 
         def looped(init: Any, *args: Any, **kwargs: Any) -> Any:
-            calls = self._calls(what, args, _layers.with_keys(self.Block, kwargs))
+            calls = self._calls(what, args, _layer_arguments.with_keys(self.Block, kwargs))
             label = f"{what}({self.Block.name})"
             final, outputs = checkpointed_steps(self.gradient_checkpointing, label, step, init, calls)
             if what == "fold":
                 return final
-            return final, _layers.stack_results("BlockSeq.scan", self.Block, outputs, numbers=True)
+            return final, _layer_arguments.stack_results("BlockSeq.scan", self.Block, outputs, numbers=True)
 
         return looped
 
     def _vmapped(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         results = [fn(block, *own, **own_kwargs) for block, own, own_kwargs in self._calls("vmap", args, kwargs)]
-        return _layers.stack_results("BlockSeq.vmap", self.Block, results, numbers=False)
+        return _layer_arguments.stack_results("BlockSeq.vmap", self.Block, results, numbers=False)
 
     def _calls(self, what: str, args: Any, kwargs: Any) -> list[tuple[Any, Any, Any]]:
         """Each layer with its arguments."""
-        each = _layers.unstack(f"BlockSeq.{what}", self.Block, args, kwargs)
+        each = _layer_arguments.unstack(f"BlockSeq.{what}", self.Block, args, kwargs)
         return [(block, *own) for block, own in zip(self.blocks, each, strict=True)]
 
     def unstacked(self) -> Sequence[M]:
@@ -234,4 +234,4 @@ class BlockSeq(BlockFoldable[M]):
         return {"blocks": None}
 
     def get_layer(self, index: int) -> M:
-        return self.blocks[_layers.checked("BlockSeq.get_layer", self.Block, index)]
+        return self.blocks[_layer_arguments.checked("BlockSeq.get_layer", self.Block, index)]

@@ -17,10 +17,9 @@ import numpy as np
 from jax.core import Tracer
 
 from .. import _errors, _kernels
-from .._mesh import Names
 from ..array import NamedArray
-from ..axis import Axis, name_of
-from .slices import dslice
+from ..axis import Axis, Names, name_of
+from .dynamic_slice import dslice
 
 NamedIndex: TypeAlias = Any
 """What may stand for one axis: see `axonym.ops.indexing`."""

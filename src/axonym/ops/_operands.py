@@ -9,9 +9,8 @@ import jax
 import numpy as np
 
 from .. import _errors
-from .._mesh import Names
 from ..array import NamedArray
-from ..axis import Axis, AxisSelector, AxisSpec, axes_of_spec, name_of
+from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
 
 
 def require_named(what: str, array: Any) -> NamedArray:

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, wrap, wrap_result
-from ..axis import Axis, AxisSpec, axes_of_spec
+from ..axis import Axis, AxisSpec, Names, axes_of_spec
 from ._operands import distinct, operand, require_named
 
 MaybeArray = TypeVar("MaybeArray", bound="NamedOrNumeric | None")

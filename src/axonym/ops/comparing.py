@@ -15,8 +15,8 @@ import numpy as np
 from jax.core import Tracer
 
 from .. import _kernels
-from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, wrap
+from ..axis import Names
 from ._operands import operand, require_named
 
 

@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from .._mesh import Names
 from ..array import NamedArray, wrap
-from ..axis import Axis, AxisSelection, AxisSelector, name_of, rearrange_for_partial_order, selectors
-from ._contract import DotGeneral, Plan, contract_with, make_contraction_kernel
+from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, rearrange_for_partial_order, selectors
+from ._contraction_plan import DotGeneral, Plan, contract_with, make_contraction_kernel
 from ._operands import dtype_key
 
 

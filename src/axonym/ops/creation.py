@@ -17,10 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from .._mesh import Names
 from ..array import NamedArray, wrap
-from ..axis import Axis, AxisSelector, AxisSpec, axes_of_spec, name_of
-from ._families import publish
+from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
+from ._op_types import publish
 from ._operands import distinct, dtype_key, one_axis, require_named, scalar
 
 

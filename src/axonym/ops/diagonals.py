@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _kernels
-from .._mesh import Names
 from ..array import NamedArray, wrap
-from ..axis import AxisSelector, name_of
+from ..axis import AxisSelector, Names, name_of
 from ._operands import check_new_axis, distinct, dtype_key, only_axis, replaced, require_named
 
 

@@ -8,11 +8,10 @@ from typing import Any
 import jax
 
 from .. import _errors, _kernels, _parsing
-from .._mesh import Names
 from .._parsing import Dots, Expression, Group, Name, Term
 from ..array import NamedArray, wrap
-from ..axis import Axis, AxisSelector, name_of
-from ._contract import DotGeneral, Plan, contract_with, make_contraction_kernel
+from ..axis import Axis, AxisSelector, Names, name_of
+from ._contraction_plan import DotGeneral, Plan, contract_with, make_contraction_kernel
 from ._operands import dtype_key
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _gathering, _kernels
-from .._mesh import Names
+from .. import _fsdp_ops, _kernels
 from ..array import NamedArray, NamedOrNumeric, wrap, wrap_result
-from ._families import Binary, Unary, is_tree, map_tree, publish
+from ..axis import Names
+from ._op_types import Binary, Unary, is_tree, map_tree, publish
 from ._operands import require_named
 
 # --- the two factories ---
@@ -44,7 +44,7 @@ def _binary_kernel(
     in_names = (a_names, b_names)
     if outputs > 1:
         return _kernels.make_kernel(name, positional, in_names, (names,) * outputs)
-    by_hand = functools.partial(_gathering.gathered, positional, in_names, names)
+    by_hand = functools.partial(_fsdp_ops.gathered, positional, in_names, names)
     return _kernels.make_kernel(name, positional, in_names, names, native=True, by_hand=by_hand)
 
 

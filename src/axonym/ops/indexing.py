@@ -26,10 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _gathering, _kernels
-from .._mesh import Names
+from .. import _fsdp_ops, _kernels
 from ..array import NamedArray, wrap
-from ..axis import AxisSelector
+from ..axis import AxisSelector, Names
 from ._index_plan import IndexLayout, Item, SliceSpec, make_plan
 
 
@@ -88,7 +87,7 @@ def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, 
     by_hand = None
     if [i.kind for i in items] == ["gather"] and not layout.shared and not options:
         by_hand = functools.partial(
-            _gathering.looked_up, positional, (names, in_names[1]), layout.out_names, items[0].name
+            _fsdp_ops.looked_up, positional, (names, in_names[1]), layout.out_names, items[0].name
         )
     # Sizes are compared once the slices are cut out, by the layout.
     return _kernels.make_kernel("index", positional, in_names, layout.out_names, same_sizes=False, by_hand=by_hand)

@@ -13,9 +13,8 @@ import numpy as np
 from jax.core import Tracer
 
 from .. import _errors, _kernels
-from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, wrap
-from ..axis import Axis, AxisSelection, AxisSelector, name_of
+from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of
 from ._operands import check_new_axis, distinct, operand, replaced, require_named, scalar
 
 # --- several arrays into one ---

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 import jax
 
 from .. import _errors, _kernels, _parsing
-from .._mesh import Heirs, Names
+from .._output_sharding import Heirs
 from ..array import NamedArray, wrap
-from ..axis import Axis, AxisSelector, name_of, rearrange_for_partial_order, selectors
+from ..axis import Axis, AxisSelector, Names, name_of, rearrange_for_partial_order, selectors
 from ._operands import require_named
 
 

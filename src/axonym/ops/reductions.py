@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors, _kernels
-from .._mesh import Names
 from ..array import NamedArray, wrap
-from ..axis import AxisSelector
-from ._families import ArgReduction, Cumulative, Reduction, SpreadReduction, TypedReduction, map_tree, publish
+from ..axis import AxisSelector, Names
+from ._op_types import ArgReduction, Cumulative, Reduction, SpreadReduction, TypedReduction, map_tree, publish
 from ._operands import dtype_key, require_named
 
 ReductionFunction: TypeAlias = Reduction

@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors, _kernels
-from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, wrap, wrap_result
-from ..axis import Axis, AxisSelector
+from ..axis import Axis, AxisSelector, Names
 from ._operands import one_axis, operand, private, require_named, require_subset, scalar, vectors
 
 # --- by a condition ---

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _kernels
-from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, wrap, wrap_result
-from ..axis import Axis, AxisSelector
+from ..axis import Axis, AxisSelector, Names
 from ._operands import one_axis, operand, replaced, require_named, require_subset, scalar, vectors
 
 # --- distinct values ---

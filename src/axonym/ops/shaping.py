@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from .._mesh import Names
 from ..array import NamedArray, resolve, wrap, wrap_result
-from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, axes_of_spec, name_of, selectors
+from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, axes_of_spec, name_of, selectors
 from ._operands import check_new_axis, distinct, replaced, require_named
 
 

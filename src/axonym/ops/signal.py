@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, wrap
-from ..axis import AxisSelection, AxisSelector
-from ._along import make_along_kernel
-from ._families import publish
+from ..axis import AxisSelection, AxisSelector, Names
+from ._batched import make_along_kernel
+from ._op_types import publish
 from ._operands import operand, private, require_named
 
 

@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors, _kernels
-from .._mesh import Names
 from ..array import NamedArray, wrap
-from ..axis import Axis, AxisSelector, name_of
+from ..axis import Axis, AxisSelector, Names, name_of
 from ._operands import distinct, private, require_named
+from .dynamic_slice import dslice
 from .indexing import index
-from .slices import dslice
 
 
 def slice(

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _kernels
-from .._mesh import Names
 from ..array import NamedArray, wrap, wrap_result
-from ..axis import AxisSelector
+from ..axis import AxisSelector, Names
 from ._operands import check_new_axis, only_axis, replaced, require_named
 
 

@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, wrap
-from ..axis import AxisSelection, AxisSelector, name_of
-from ._families import publish
+from ..axis import AxisSelection, AxisSelector, Names, name_of
+from ._op_types import publish
 from ._operands import check_new_axis, distinct, operand, require_named, require_subset, scalar
 
 # --- order statistics ---

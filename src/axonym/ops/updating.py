@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from .. import _errors, _kernels
-from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, wrap
-from ._families import publish
+from ..axis import Names
 from ._index_plan import IndexLayout, Item, SliceSpec, make_plan
+from ._op_types import publish
 from .indexing import get_kernel, mask_names
 
 

@@ -19,7 +19,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._compat import varying_axes
+from .._jax_versions import varying_axes
 from .overwriting import OverwriteWithGradient
 
 __all__ = ["Fp8DotGeneralOp", "dot_general_with_precision", "in_qdq", "out_qdq"]

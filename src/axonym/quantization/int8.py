@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._compat import varying_axes
+from .._jax_versions import varying_axes
 from ..state.module import ModuleWithStateDictSerialization
 
 __all__ = ["Int8DotGeneralOp"]

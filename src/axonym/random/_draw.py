@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .. import _errors, _kernels, _mesh
-from .._compat import INLINE
-from .._mesh import Names, spec_of
+from .. import _errors, _kernels, _mesh_axes, _output_sharding
+from .._jax_versions import INLINE
+from .._mesh_axes import spec_of
 from ..array import NamedArray, NamedOrNumeric, resolve as resolve_axes, wrap
-from ..axis import Axis, AxisSelector, AxisSpec, axes_of_spec
+from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec
 from ..ops._operands import distinct, dtype_key, one_axis, operand
 from ..sharding.meshes import current_mesh
 from ..sharding.placement import resolve
@@ -201,7 +201,7 @@ def run_placed(
     out: tuple[Axis, ...],
 ) -> jax.Array:
     """Call `fn(key, *arrays)` so that its result is made where the mapping in force puts it."""
-    mesh = _mesh.explicit_mesh(arrays)
+    mesh = _mesh_axes.explicit_mesh(arrays)
     if mesh is None:
         mesh = current_mesh()
     if mesh is None:
@@ -212,14 +212,14 @@ def run_placed(
     explicit = tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit)
     placed: Any = fn
     if explicit:
-        operands = [(n, _mesh.entries_of(x)) for n, x in zip(in_names, arrays, strict=True)]
+        operands = [(n, _mesh_axes.entries_of(x)) for n, x in zip(in_names, arrays, strict=True)]
         spec = leaves[0].spec
-        spec = _mesh.place(what, names, sizes, operands, mesh) if spec is None else _part(spec, explicit)
+        spec = _output_sharding.place(what, names, sizes, operands, mesh) if spec is None else _part(spec, explicit)
         placed = jax.sharding.auto_axes(fn, axes=explicit, out_sharding=NamedSharding(mesh, spec))
     return shard_quietly(wrap(placed(key, *arrays), names), None, what).array
 
 
 def _part(spec: PartitionSpec, mesh_axes: Sequence[str]) -> PartitionSpec:
     """What a spec says about some of the mesh axes."""
-    entries = [tuple(a for a in _mesh.mesh_axes(entry) if a in mesh_axes) for entry in spec]
+    entries = [tuple(a for a in _mesh_axes.mesh_axes(entry) if a in mesh_axes) for entry in spec]
     return spec_of(entries)

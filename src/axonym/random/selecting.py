@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from .._mesh import Names
 from ..array import NamedArray, wrap
-from ..axis import Axis, AxisSelector, AxisSpec, axis_size
+from ..axis import Axis, AxisSelector, AxisSpec, Names, axis_size
 from ..ops._operands import distinct, require_named
 from ._draw import Key, axis_of, check_parameters, describe, new_axes, one_key, placed_kernel
 

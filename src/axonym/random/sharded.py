@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from .. import _context, _errors
-from .._mesh import mesh_axes
+from .._mesh_axes import mesh_axes
 from ..array import NamedArray, is_named_array, resolve, wrap
 from ..axis import Axis, AxisSelector
 from ..ops._operands import one_axis, private

@@ -10,7 +10,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 import jax
 
 from .. import _context, _errors
-from .._arguments import parameter_names
+from .._parameter_names import parameter_names
 from ._apart import ARRAYS, Form, constant, joined, separated
 from ._bound import BoundMethod
 from ._stages import staged

@@ -7,7 +7,7 @@ import math
 from typing import Any, Literal
 
 from .. import _errors
-from .._mesh import mesh_axes
+from .._mesh_axes import mesh_axes
 from ..array import NamedArray
 from .mapping import ResourceMapping
 from .meshes import AnyMesh, current_mesh

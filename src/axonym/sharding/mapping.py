@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from .. import _context
 from .._context import Entry
-from .._mesh import entry_of
+from .._mesh_axes import entry_of
 from ..axis import Axis, name_of
 
 P = ParamSpec("P")

@@ -28,9 +28,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _context, _errors
 from .._context import Entry
-from .._mesh import Names, mesh_axes, spec_of
+from .._mesh_axes import mesh_axes, spec_of
 from ..array import NamedArray, is_named_array
-from ..axis import name_of
+from ..axis import Names, name_of
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from .meshes import AnyMesh, as_seen_here, current_mesh
 

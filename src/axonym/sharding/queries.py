@@ -9,7 +9,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._mesh import mesh_axes
+from .._mesh_axes import mesh_axes
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
 from .mapping import PhysicalAxisSpec, ResourceMapping

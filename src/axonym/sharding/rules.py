@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _errors
 from .._context import Entry
-from .._mesh import mesh_axes
+from .._mesh_axes import mesh_axes
 from ..array import NamedArray, wrap
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from .meshes import AnyMesh, required_mesh, with_devices

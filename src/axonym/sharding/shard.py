@@ -13,9 +13,9 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _context, _errors
-from .._arguments import by_parameter, parameter_names
-from .._compat import INLINE, is_about_devices
-from .._mesh import mesh_axes
+from .._jax_versions import INLINE, is_about_devices
+from .._mesh_axes import mesh_axes
+from .._parameter_names import by_parameter, parameter_names
 from ..array import NamedArray, wrap
 from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
 from .placement import Leaf, Placement, Single, drop_manual, is_placement, resolve, shardings_in

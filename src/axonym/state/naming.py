@@ -9,8 +9,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._mesh import Names
 from ..array import NamedArray
+from ..axis import Names
 from ..jax_utils import is_jax_array_like
 
 StateDict: TypeAlias = dict[str, Any]

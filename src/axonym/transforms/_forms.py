@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _kernels
-from .._mesh import Names, entry_of, mesh_axes
+from .._mesh_axes import entry_of, mesh_axes
 from .._static import Static
 from ..array import NamedArray, wrap
-from . import _axes
+from ..axis import Names
+from . import _mapped_axis
 
 _NUMBERS = (bool, int, float, complex, np.generic)
 
@@ -128,15 +129,15 @@ def split(tree: Any, *, numbers: bool) -> tuple[list[Any], Form]:
         tree: the tree.
         numbers: Python's numbers count as arrays.
     """
-    leaves, structure = _axes.flatten(tree)
+    leaves, structure = _mapped_axis.flatten(tree)
     arrays: list[Any] = []
     slots: list[Slot] = []
     for leaf in leaves:
-        if isinstance(leaf, NamedArray) and _axes.is_array(leaf.array):
-            _axes.check_rank(leaf)
+        if isinstance(leaf, NamedArray) and _mapped_axis.is_array(leaf.array):
+            _mapped_axis.check_rank(leaf)
             arrays.append(leaf.array)
             slots.append(leaf.names)
-        elif _axes.is_array(leaf) or (numbers and isinstance(leaf, _NUMBERS)):
+        elif _mapped_axis.is_array(leaf) or (numbers and isinstance(leaf, _NUMBERS)):
             arrays.append(leaf)
             slots.append(None)
         else:

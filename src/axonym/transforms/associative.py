@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .. import _errors, _mesh
-from .._compat import INLINE
+from .. import _errors, _mesh_axes
+from .._jax_versions import INLINE
 from ..axis import Axis, AxisSelector
-from . import _axes
+from . import _mapped_axis
 from ._compiled import Functions, Getter, Held
 from ._forms import Constant, Form, Words, conform, split
 
@@ -45,7 +45,7 @@ def associative_scan(fn: Callable[[T, T], T], elems: T, axis: AxisSelector, *, r
     NamedArray(int32[x=4], [1 3 3 5])
     """
     arrays, form = split(elems, numbers=False)
-    name = _axes.one_name("associative_scan", axis)
+    name = _mapped_axis.one_name("associative_scan", axis)
     missing = [
         i for i, names in enumerate(form.names) if (name not in names if names is not None else not arrays[i].ndim)
     ]
@@ -76,8 +76,10 @@ def _build(functions: Getter, plan: _Plan, form: Form) -> Callable[..., Any]:
         position = plan.positions[0] if together else 0
         inner = form
         if not together:
-            inner = inner.with_names(n if n is None else (plan.name, *_axes.without(n, plan.name)) for n in form.names)
-        xs = [_axes.whole_along(x, p) for x, p in zip(arrays, plan.positions, strict=True)]
+            inner = inner.with_names(
+                n if n is None else (plan.name, *_mapped_axis.without(n, plan.name)) for n in form.names
+            )
+        xs = [_mapped_axis.whole_along(x, p) for x, p in zip(arrays, plan.positions, strict=True)]
         xs = [jnp.moveaxis(x, p, position) for x, p in zip(xs, plan.positions, strict=True)]
 
         def combine(a: list[Any], b: list[Any]) -> list[Any]:
@@ -93,8 +95,8 @@ def _build(functions: Getter, plan: _Plan, form: Form) -> Callable[..., Any]:
 
 
 def _placed_like(y: jax.Array, x: jax.Array) -> jax.Array:
-    entries = _mesh.entries_of(x)
-    return y if _mesh.entries_of(y) == entries else jax.sharding.reshard(y, PartitionSpec(*entries))
+    entries = _mesh_axes.entries_of(x)
+    return y if _mesh_axes.entries_of(y) == entries else jax.sharding.reshard(y, PartitionSpec(*entries))
 
 
 def _array_paths(form: Form) -> list[str]:

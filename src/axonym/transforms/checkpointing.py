@@ -22,8 +22,8 @@ import jax
 import jax.ad_checkpoint
 import numpy as np
 
+from ._checkpoint_names import record, recorded, warn_of_unknown
 from ._forms import Packed, split
-from ._names import record, recorded, warn_of_unknown
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._compat import INLINE
+from .._jax_versions import INLINE
 from ..array import NamedArray
 from ._compiled import Functions, Getter, Held
 from ._forms import CARRY, Form, Packed, Words, conform, split

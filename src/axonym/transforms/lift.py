@@ -18,14 +18,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from .. import _errors, _kernels
-from .._mesh import Names
 from ..array import wrap, wrap_result
-from ..axis import Axis, AxisSelection, AxisSelector, name_of
+from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of
 from ..ops._operands import check_new_axis, private
-from . import _axes
+from . import _mapped_axis
 from ._compiled import Functions, Getter, Kept
 from ._forms import Form
-from ._signatures import NUMERIC, Call, Signature, check_aliases, make_signature
+from ._lift_signature import NUMERIC, Call, Signature, check_aliases, make_signature
 
 
 @overload
@@ -170,7 +169,7 @@ def _build(functions: Getter, plan: _Plan, handed_on: Form) -> _kernels.Kernel:
     if any(n not in names for names, needed in zip(in_names, own, strict=True) for n in needed):
         return _kernels.Kernel(lambda *arrays: _raise_lacking(what, in_names, own, arrays[count:]), None)
     all_own = {n for needed in own for n in needed}
-    rest = [_axes.without(names, *needed) for names, needed in zip(in_names, own, strict=True)]
+    rest = [_mapped_axis.without(names, *needed) for names, needed in zip(in_names, own, strict=True)]
     _check_one_meaning(what, signature, axes, rest, all_own)
     layout = _layout(what, in_names, rest, bool(all_own))
     mapped = tuple(n for n in layout if any(n in names for names in rest))
@@ -181,7 +180,7 @@ def _build(functions: Getter, plan: _Plan, handed_on: Form) -> _kernels.Kernel:
         """The function, on arrays without the axes that are mapped over."""
         (fn,) = functions(held[: plan.of_function])
         operands = [
-            _kernels.transpose_to(x, _axes.without(names, *mapped), needed)
+            _kernels.transpose_to(x, _mapped_axis.without(names, *mapped), needed)
             for x, names, needed in zip(arrays, in_names, own, strict=True)
         ]
         args, kwargs = signature.put_together(operands, handed_on.join(held[plan.of_function :]))
@@ -191,9 +190,9 @@ def _build(functions: Getter, plan: _Plan, handed_on: Form) -> _kernels.Kernel:
             e.add_note(_seen(what, own, operands, mapped))
             raise
         results = _checked_results(what, signature, axes, operands, results)
-        _axes.check_placed_elsewhere(what, sizes, _named(operands, own), _named(results, out_own))
+        _mapped_axis.check_placed_elsewhere(what, sizes, _named(operands, own), _named(results, out_own))
         return tuple(
-            _kernels.transpose_to(r, names, _axes.without(out, *mapped))
+            _kernels.transpose_to(r, names, _mapped_axis.without(out, *mapped))
             for r, names, out in zip(results, out_own, out_names, strict=True)
         )
 
@@ -207,9 +206,9 @@ def _build(functions: Getter, plan: _Plan, handed_on: Form) -> _kernels.Kernel:
                 over_all,
                 in_axes=(None, *(_position(names, name, outer) for names in in_names)),
                 out_axes=tuple(_position(names, name, outer) for names in out_names),
-                spmd_axis_name=_axes.spmd_axes(name, sizes[name]),
+                spmd_axis_name=_mapped_axis.spmd_axes(name, sizes[name]),
             )
-        with _axes.collisions_named(what, mapped):
+        with _mapped_axis.collisions_named(what, mapped):
             results = over_all(held, *arrays)
         return results if signature.several else results[0]
 
@@ -243,7 +242,7 @@ def _names(axes: Mapping[str, AxisSelector], words: Names) -> Names:
 
 def _position(names: Names, name: str, outer: Names) -> int | None:
     """Where an axis is once those further out are taken away."""
-    return _axes.without(names, *outer).index(name) if name in names else None
+    return _mapped_axis.without(names, *outer).index(name) if name in names else None
 
 
 def _layout(what: str, in_names: tuple[Names, ...], rest: Sequence[Names], takes_axes: bool) -> Names:

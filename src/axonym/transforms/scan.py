@@ -18,12 +18,11 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from .. import _errors, _mesh
-from .._compat import INLINE
-from .._mesh import Names
+from .. import _errors, _mesh_axes, _output_sharding
+from .._jax_versions import INLINE
 from ..array import wrap
-from ..axis import Axis, AxisSelector
-from . import _axes
+from ..axis import Axis, AxisSelector, Names
+from . import _mapped_axis
 from ._compiled import Functions, Getter, Held
 from ._forms import CARRY, Constant, Form, Packed, conform, split
 from .checkpointing import ScanCheckpointPolicy, ScanCheckpointSpec, checkpointed_scan, policy_of
@@ -71,7 +70,7 @@ def scan(
     >>> final, sums
     (NamedArray(float32[embed=2], [1.75 1.75]), NamedArray(float32[time=3], [0. 2. 3.]))
     """
-    loop = _Loop("scan", _axes.one_name("scan", axis), policy_of(remat), reverse, unroll)
+    loop = _Loop("scan", _mapped_axis.one_name("scan", axis), policy_of(remat), reverse, unroll)
     functions_of = Functions(f).now
 
     def scanned(init: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -103,7 +102,7 @@ def fold(
     >>> axn.fold(lambda h, x: 0.5 * h + x, Time)(axn.zeros(Embed), axn.ones((Time, Embed)))
     NamedArray(float32[embed=2], [1.75 1.75])
     """
-    loop = _Loop("fold", _axes.one_name("fold", axis), policy_of(remat), reverse, unroll)
+    loop = _Loop("fold", _mapped_axis.one_name("fold", axis), policy_of(remat), reverse, unroll)
     functions_of = Functions(fn).now
 
     def folded(init: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +136,7 @@ def map(
     >>> axn.map(lambda x: x * x, "x")(axn.arange(axn.Axis("x", 3)))
     NamedArray(int32[x=3], [0 1 4])
     """
-    loop = _Loop("map", _axes.one_name("map", axis), policy_of(remat), reverse, unroll)
+    loop = _Loop("map", _mapped_axis.one_name("map", axis), policy_of(remat), reverse, unroll)
     functions_of = Functions(fn).now
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -237,14 +236,14 @@ def _build(functions: Getter, plan: _Plan, carry_form: Form, arguments: Form) ->
     """The loop as one jitted function, from raw arrays to raw arrays."""
     loop, name = plan.loop, plan.loop.name
     in_step = arguments.with_names(
-        names if names is None or p is None else _axes.without(names, name)
+        names if names is None or p is None else _mapped_axis.without(names, name)
         for names, p in zip(arguments.names, plan.positions, strict=True)
     )
 
     def run(held: Held, carry: list[Any], arrays: list[Any]) -> tuple[list[Any], Packed]:
         (fn,) = functions(held)
         scanned = [(i, p) for i, p in enumerate(plan.positions) if p is not None]
-        xs = [jnp.moveaxis(_axes.whole_along(arrays[i], p), p, 0) for i, p in scanned]
+        xs = [jnp.moveaxis(_mapped_axis.whole_along(arrays[i], p), p, 0) for i, p in scanned]
         returned: list[Form] = []
 
         def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -279,20 +278,22 @@ def _build(functions: Getter, plan: _Plan, carry_form: Form, arguments: Form) ->
 
 def _stacked(what: str, name: str, form: Form) -> list[Names | None]:
     """The names of the outputs with the axis in front."""
-    return [None if names is None else _axes.stacked(what, wrap(None, names), name).names for names in form.names]
+    return [
+        None if names is None else _mapped_axis.stacked(what, wrap(None, names), name).names for names in form.names
+    ]
 
 
 def _split_again(
     what: str, name: str, y: jax.Array, names: Names | None, scanned: Sequence[tuple[jax.Array, int]]
 ) -> jax.Array:
     """An output placed along the axis as what was scanned."""
-    mesh = _mesh.explicit_mesh([y, *(x for x, _ in scanned)])
+    mesh = _mesh_axes.explicit_mesh([y, *(x for x, _ in scanned)])
     if mesh is None:
         return y
     rest = names[1:] if names is not None else tuple(f"dimension {i}" for i in range(1, y.ndim))
-    entries = _mesh.entries_of(y)
-    operands = [((name,), (_mesh.entries_of(x)[p],)) for x, p in scanned]
-    spec = _mesh.place(what, (name, *rest), y.shape, [*operands, (rest, entries[1:])], mesh)
+    entries = _mesh_axes.entries_of(y)
+    operands = [((name,), (_mesh_axes.entries_of(x)[p],)) for x, p in scanned]
+    spec = _output_sharding.place(what, (name, *rest), y.shape, [*operands, (rest, entries[1:])], mesh)
     return y if tuple(spec) == entries else jax.sharding.reshard(y, spec)
 
 
@@ -329,5 +330,5 @@ def _no_size(loop: _Loop, form: Form) -> str:
 
 def _paths(form: Form, arrays: Sequence[Any]) -> list[str]:
     """Where each array of the arguments stands."""
-    paths = _axes.argument_paths(*form.join(arrays))
+    paths = _mapped_axis.argument_paths(*form.join(arrays))
     return [path for path, slot in zip(paths, form.slots, strict=True) if not isinstance(slot, Constant)]

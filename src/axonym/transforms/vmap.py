@@ -10,11 +10,11 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .. import _errors, _mesh
-from .._mesh import Names, entry_of, mesh_axes
+from .. import _errors, _mesh_axes, _output_sharding
+from .._mesh_axes import entry_of, mesh_axes
 from ..array import NamedArray, wrap
-from ..axis import Axis, AxisSelection, name_of, selectors
-from . import _axes
+from ..axis import Axis, AxisSelection, Names, name_of, selectors
+from . import _mapped_axis
 
 RawAxis: TypeAlias = Any
 """How raw arrays are mapped: a position, None for not at all, a function from the array to one of these, or a tree
@@ -66,7 +66,7 @@ def vmap(
     raw_axes = _RawAxes(default, args, kwargs or {})
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        leaves, structure = _axes.flatten((args, kwargs))
+        leaves, structure = _mapped_axis.flatten((args, kwargs))
         operands, leaves = _operands(names, leaves, raw_axes.of_leaves(args, kwargs, len(leaves)), args, kwargs)
         sizes = _sizes(names, given, operands, args, kwargs)
         returned: list[Any] = []
@@ -76,11 +76,11 @@ def vmap(
             for operand, x in zip(operands, arrays, strict=True):
                 inner[operand.leaf] = x if operand.inner_names is None else wrap(x, operand.inner_names)
             one_args, one_kwargs = jax.tree.unflatten(structure, inner)
-            results, result_structure = _axes.flatten(fn(*one_args, **one_kwargs))
+            results, result_structure = _mapped_axis.flatten(fn(*one_args, **one_kwargs))
             for result in results:
                 if isinstance(result, NamedArray):
-                    _axes.check_rank(result)
-            _axes.check_placed_elsewhere("vmap", sizes, inner, results)
+                    _mapped_axis.check_rank(result)
+            _mapped_axis.check_placed_elsewhere("vmap", sizes, inner, results)
             # Without the arrays, which belong to the trace.
             returned[:] = [_emptied(r) for r in results], result_structure
             return [array for r in results if (array := _array_in(r)) is not None]
@@ -88,9 +88,9 @@ def vmap(
         for level in reversed(range(len(names))):
             positions = [operand.position(level) for operand in operands]
             size = sizes[names[level]]
-            spmd = _axes.spmd_axes(names[level], size)
+            spmd = _mapped_axis.spmd_axes(names[level], size)
             one = jax.vmap(one, in_axes=(positions,), axis_size=size, spmd_axis_name=spmd)
-        with _axes.collisions_named("vmap", names):
+        with _mapped_axis.collisions_named("vmap", names):
             stacked = iter(one(_placed_alike(names, sizes, operands)))
         results, result_structure = returned
         return jax.tree.unflatten(result_structure, [_restored(r, names, stacked) for r in results])
@@ -126,20 +126,20 @@ def _operands(
     operands, others = [], list(leaves)
     for i, (leaf, raw) in enumerate(zip(leaves, raw_axes, strict=True)):
         if isinstance(leaf, NamedArray):
-            _axes.check_rank(leaf)
+            _mapped_axis.check_rank(leaf)
             left_alone = raw.of_argument and raw.where is None
             mapped = () if left_alone else names
-            inner = _axes.without(leaf.names, *mapped)
-            if _axes.is_array(leaf.array):
+            inner = _mapped_axis.without(leaf.names, *mapped)
+            if _mapped_axis.is_array(leaf.array):
                 dims = tuple(leaf.names.index(n) if n in mapped and n in leaf.names else None for n in names)
                 operands.append(_Operand(i, leaf.array, inner, dims))
             else:  # a placeholder, as in a model of which only some arrays are here
                 others[i] = wrap(leaf.array, inner)
-        elif _axes.is_array(leaf):
+        elif _mapped_axis.is_array(leaf):
             where = raw.where(leaf) if callable(raw.where) else raw.where
             dims = _raw_dims(where, leaf.ndim, len(names))
             if dims is None:
-                raise ValueError(_too_few_axes(_axes.argument_paths(args, kwargs)[i], leaf.shape, where, names))
+                raise ValueError(_too_few_axes(_mapped_axis.argument_paths(args, kwargs)[i], leaf.shape, where, names))
             operands.append(_Operand(i, leaf, None, dims))
     return operands, others
 
@@ -172,8 +172,8 @@ def _sizes(
     missing = [n for n in names if n not in sizes]
     if missing:
         known = {}
-        for leaf in _axes.flatten((args, kwargs))[0]:
-            known.update(leaf.shape if isinstance(leaf, NamedArray) and _axes.is_array(leaf.array) else {})
+        for leaf in _mapped_axis.flatten((args, kwargs))[0]:
+            known.update(leaf.shape if isinstance(leaf, NamedArray) and _mapped_axis.is_array(leaf.array) else {})
         raise ValueError(
             _errors.missing_axes("vmap", missing, tuple(known), tuple(known.values()))
             + " Pass an axonym.Axis with its size to map over an axis that no argument has."
@@ -187,16 +187,16 @@ def _placed_alike(names: Names, sizes: Mapping[str, int], operands: Sequence[_Op
     JAX wants an axis that is mapped over to lie on the same mesh axes everywhere, and nothing else to lie on them.
     """
     arrays = [operand.array for operand in operands]
-    mesh = _mesh.explicit_mesh(arrays)
+    mesh = _mesh_axes.explicit_mesh(arrays)
     if mesh is None:
         return arrays
-    entries = [_mesh.entries_of(x) for x in arrays]
+    entries = [_mesh_axes.entries_of(x) for x in arrays]
     placed = []
     for operand, found in zip(operands, entries, strict=True):
         its_own = {n: found[d] for n, d in zip(names, operand.dims, strict=True) if d is not None}
         placed.append((tuple(its_own), tuple(its_own.values())))
     present = tuple(n for n in names if any(n in found for found, _ in placed))
-    spec = _mesh.place("vmap", present, [sizes[n] for n in present], placed, mesh)
+    spec = _output_sharding.place("vmap", present, [sizes[n] for n in present], placed, mesh)
     chosen = dict(zip(present, spec, strict=True))
     taken = {axis for entry in spec for axis in mesh_axes(entry)}
     for i, (operand, found) in enumerate(zip(operands, entries, strict=True)):
@@ -267,11 +267,11 @@ def _spread(path: str, spec: Any, argument: Any) -> list[_RawAxis]:
     """A tree prefix of an argument, as a list with an entry for each leaf."""
     found: list[_RawAxis] = []
     try:
-        jax.tree.map(lambda s, part: found.extend([s] * len(_axes.flatten(part)[0])), spec, argument)
+        jax.tree.map(lambda s, part: found.extend([s] * len(_mapped_axis.flatten(part)[0])), spec, argument)
     except ValueError:
         raise ValueError(
             f"vmap: what is said of {path} is not a tree prefix of it: {jax.tree.structure(spec)}, where the argument "
-            f"is {_axes.flatten(argument)[1]}."
+            f"is {_mapped_axis.flatten(argument)[1]}."
         ) from None
     return found
 
@@ -282,7 +282,7 @@ def _spread(path: str, spec: Any, argument: Any) -> list[_RawAxis]:
 def _array_in(result: Any) -> Any:
     """The array in a leaf of the result, or None."""
     array = result.array if isinstance(result, NamedArray) else result
-    return array if _axes.is_array(array) else None
+    return array if _mapped_axis.is_array(array) else None
 
 
 _EMPTY = object()
@@ -301,7 +301,7 @@ def _restored(result: Any, names: Names, stacked: Iterator[Any]) -> Any:
     if not isinstance(result, NamedArray):
         return next(stacked) if result is _EMPTY else result
     array = next(stacked) if result.array is _EMPTY else result.array
-    return _axes.stacked("vmap", wrap(array, result.names), *names)
+    return _mapped_axis.stacked("vmap", wrap(array, result.names), *names)
 
 
 # --- words ---
@@ -318,7 +318,7 @@ def _too_few_axes(path: str, shape: tuple[int, ...], where: int | None, names: N
 def _conflict(
     name: str, level: int, given: Mapping[str, int], operands: Sequence[_Operand], args: Any, kwargs: Any
 ) -> str:
-    paths = _axes.argument_paths(args, kwargs)
+    paths = _mapped_axis.argument_paths(args, kwargs)
     first_with = {given[name]: "the axis given"} if name in given else {}
     raw = False
     for operand in operands:

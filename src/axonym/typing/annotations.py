@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union, get_args, get_origin
 import jax
 import jaxtyping
 
-from .._mesh import Names
 from ..array import NamedArray
-from ..axis import Axis
+from ..axis import Axis, Names
 from .matching import SHORT, Annotation, NamedArrayAxes, NamedArrayAxesSpec, mismatch, point, read
 
 __all__ = [

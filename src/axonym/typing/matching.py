@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import jaxtyping
 
 from .. import _errors, _parsing
-from .._mesh import Names
 from ..array import NamedArray
-from ..axis import Axis, AxisSelector, PartialShapeDict, name_of, selectors
+from ..axis import Axis, AxisSelector, Names, PartialShapeDict, name_of, selectors
 
 __all__ = ["NamedArrayAxes", "NamedArrayAxesSpec", "check_axes", "matches_axes"]
 

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from .._mesh import Names
 from ..array import NamedArray, wrap_result
-from ..axis import AxisSelector
+from ..axis import AxisSelector, Names
 from ..ops._operands import require_named, require_subset
 
 

@@ -23,9 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _kernels
-from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, resolve, wrap
-from ..axis import AxisSelector
+from ..axis import AxisSelector, Names
 from ..custom_partitioning.decorator import Partitioned, partitioned
 from ..manual.collectives import axis_offset, axis_size, pmax, psum
 from ..ops._operands import one_axis, operand, require_named, require_subset

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _kernels
-from .._mesh import Names
 from ..array import NamedArray, NamedOrNumeric, resolve, wrap, wrap_result
-from ..axis import Axis, AxisSelector, name_of
+from ..axis import Axis, AxisSelector, Names, name_of
 from ..custom_partitioning.decorator import Partitioned, partitioned
 from ..ops._operands import check_new_axis, one_axis, operand, replaced, require_named, require_subset
 from ._candidates import best

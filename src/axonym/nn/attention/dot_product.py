@@ -25,10 +25,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ... import _errors, _kernels, _mesh
-from ..._mesh import Names
+from ... import _errors, _kernels, _mesh_axes
 from ...array import NamedArray, resolve, wrap
-from ...axis import Axis, AxisSelection, AxisSelector, name_of, selectors
+from ...axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 from ...ops._operands import dtype_key, require_named, require_subset
 from ...ops.contraction import dot
 from ...ops.elementwise import astype
@@ -264,7 +263,7 @@ def _whole_where_taken(x: NamedArray, KPos: Names, query: NamedArray) -> NamedAr
     Where the positions of queries and of keys are split over one mesh axis, scores cannot be split over it twice. It is
     the query that says how the result is split. On Auto mesh axes, the partitioner finds out itself.
     """
-    if _mesh.explicit_mesh((x.array, query.array)) is None:
+    if _mesh_axes.explicit_mesh((x.array, query.array)) is None:
         return x
     kernel = _gather_kernel(x.names, query.names, KPos)
     return wrap(kernel.call(x.array, query.array), kernel.names)
@@ -273,12 +272,12 @@ def _whole_where_taken(x: NamedArray, KPos: Names, query: NamedArray) -> NamedAr
 @_kernels.cached
 def _gather_kernel(names: Names, query_names: Names, KPos: Names) -> _kernels.Kernel:
     def positional(x: jax.Array, query: jax.Array) -> jax.Array:
-        taken = {a for entry in _mesh.entries_of(query) for a in _mesh.mesh_axes(entry)}
-        entries = dict(zip(names, _mesh.entries_of(x), strict=True))
+        taken = {a for entry in _mesh_axes.entries_of(query) for a in _mesh_axes.mesh_axes(entry)}
+        entries = dict(zip(names, _mesh_axes.entries_of(x), strict=True))
         for n in KPos:
-            left = tuple(a for a in _mesh.mesh_axes(entries[n]) if a not in taken)
+            left = tuple(a for a in _mesh_axes.mesh_axes(entries[n]) if a not in taken)
             entries[n] = left if left else None
         spec = PartitionSpec(*entries.values())
-        return x if spec == PartitionSpec(*_mesh.entries_of(x)) else jax.sharding.reshard(x, spec)
+        return x if spec == PartitionSpec(*_mesh_axes.entries_of(x)) else jax.sharding.reshard(x, spec)
 
     return _kernels.make_kernel("attention", positional, (names, query_names), names, mesh_aware=True)

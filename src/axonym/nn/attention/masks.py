@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from ... import _kernels
-from ..._mesh import Names
 from ...array import NamedArray, NamedOrNumeric, wrap
-from ...axis import Axis, AxisSelector, AxisSpec, name_of
+from ...axis import Axis, AxisSelector, AxisSpec, Names, name_of
 from ...ops._operands import distinct, one_axis, operand
 from ...ops.broadcasting import broadcast_arrays
 from ...ops.creation import arange

@@ -22,9 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _errors, _kernels
-from ..._mesh import Names
 from ...array import NamedArray, resolve, wrap
-from ...axis import AxisSelector
+from ...axis import AxisSelector, Names
 from ...ops._operands import require_named, require_subset
 from ...ops.creation import arange
 

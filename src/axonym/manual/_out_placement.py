@@ -20,13 +20,13 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .. import _context, _errors
-from .._compat import varying_axes
 from .._context import Entry
-from .._mesh import entry_of, mesh_axes, spec_of
+from .._jax_versions import varying_axes
+from .._mesh_axes import entry_of, mesh_axes, spec_of
 from ..array import NamedArray, wrap
 from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Leaf, Placement, Rule, check_entries, is_placement, resolve
-from ._view import Axes, View, count, describe_axes, layouts, of_size_one
+from ._axis_environment import Axes, View, count, describe_axes, layouts, of_size_one
 
 
 def restricted(spec: PartitionSpec, manual: Collection[str]) -> PartitionSpec:

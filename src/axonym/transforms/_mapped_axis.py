@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from .. import _context, _errors
-from .._mesh import Names, entries_of, mesh_axes
+from .._mesh_axes import entries_of, mesh_axes
 from ..array import NamedArray, is_named_array, wrap
-from ..axis import Axis, AxisSelector, name_of
+from ..axis import Axis, AxisSelector, Names, name_of
 from ..sharding.meshes import current_mesh
 
 

@@ -28,7 +28,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from . import _context, _kernels
 from ._context import Entry
-from ._mesh import Names, mesh_axes, spec_of
+from ._mesh_axes import mesh_axes, spec_of
+from .axis import Names
 
 Axes = tuple[str, ...]
 

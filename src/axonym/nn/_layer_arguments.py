@@ -19,7 +19,7 @@ from ..axis import Axis
 from ..ops.indexing import index
 from ..ops.joining import stack
 from ..ops.shaping import unbind
-from ..transforms import _axes
+from ..transforms import _mapped_axis
 
 
 def with_keys(layers: Axis, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def first_axis(x: Any) -> int | None:
 
 def check_sizes(what: str, layers: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """What comes apart among the arguments of a call does so into as many parts as there are layers."""
-    leaves, _ = _axes.flatten((args, dict(kwargs)))
+    leaves, _ = _mapped_axis.flatten((args, dict(kwargs)))
     sizes = [_size(layers, leaf) for leaf in leaves]
     if any(size not in (None, layers.size) for size in sizes):
         raise ValueError(_sizes_differ(what, layers, args, dict(kwargs), leaves, sizes))
@@ -62,7 +62,7 @@ def unstack(what: str, layers: Axis, args: tuple[Any, ...], kwargs: Mapping[str,
         kwargs: the keyword arguments.
     """
     check_sizes(what, layers, args, kwargs)
-    leaves, structure = _axes.flatten((args, dict(kwargs)))
+    leaves, structure = _mapped_axis.flatten((args, dict(kwargs)))
     parts = []
     for leaf in leaves:
         x = _as_stacked(layers, leaf)
@@ -100,9 +100,9 @@ def take(what: str, layers: Axis, tree: Any, i: Any) -> Any:
 def _as_stacked(layers: Axis, leaf: Any) -> NamedArray | None:
     """A leaf that comes apart, as a named array with the axis; None if it is the same for every layer."""
     if isinstance(leaf, NamedArray):
-        _axes.check_rank(leaf)
+        _mapped_axis.check_rank(leaf)
         return leaf if layers.name in leaf.names else None
-    if (_axes.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and leaf.ndim:
+    if (_mapped_axis.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and leaf.ndim:
         return wrap(leaf, (layers.name, *_dimensions(leaf.ndim - 1)))
     return None
 
@@ -127,14 +127,14 @@ def _parts(layers: Axis, x: NamedArray) -> Sequence[NamedArray]:
     if isinstance(x.array, jax.Array):
         return unbind(x, layers.name)
     if isinstance(x.array, np.ndarray):  # stays in the memory of the host
-        names = _axes.without(x.names, layers.name)
+        names = _mapped_axis.without(x.names, layers.name)
         return [wrap(part, names) for part in np.moveaxis(x.array, x.names.index(layers.name), 0)]
     return [_placeholder(layers, x)] * layers.size
 
 
 def _placeholder(layers: Axis, x: NamedArray) -> NamedArray:
     """What stands for one layer where the array itself is not there, as in a model of shapes and dtypes."""
-    names = _axes.without(x.names, layers.name)
+    names = _mapped_axis.without(x.names, layers.name)
     if not isinstance(x.array, jax.ShapeDtypeStruct):
         return wrap(x.array, names)
     shape = tuple(s for n, s in zip(x.names, x.array.shape, strict=True) if n != layers.name)
@@ -153,7 +153,7 @@ def stack_results(what: str, layers: Axis, results: Sequence[Any], *, numbers: b
         results: what each layer returned.
         numbers: Python's numbers are stacked, too.
     """
-    flat = [_axes.flatten(result) for result in results]
+    flat = [_mapped_axis.flatten(result) for result in results]
     structure = flat[0][1]
     for i, (_, other) in enumerate(flat):
         if other != structure:
@@ -166,14 +166,16 @@ def stack_results(what: str, layers: Axis, results: Sequence[Any], *, numbers: b
 
 
 def _stack_leaves(what: str, layers: Axis, leaves: Sequence[Any], numbers: bool) -> Any:
-    if all(isinstance(x, NamedArray) and _axes.is_array(x.array) for x in leaves):
+    if all(isinstance(x, NamedArray) and _mapped_axis.is_array(x.array) for x in leaves):
         return stack(layers, leaves)
-    if all(_axes.is_array(x) or (numbers and isinstance(x, (bool, int, float, complex, np.generic))) for x in leaves):
+    if all(
+        _mapped_axis.is_array(x) or (numbers and isinstance(x, (bool, int, float, complex, np.generic))) for x in leaves
+    ):
         ranks = {jnp.ndim(x) for x in leaves}
         if len(ranks) == 1:
             names = _dimensions(ranks.pop())
             return stack(layers, [wrap(x, names) for x in map(jnp.asarray, leaves)]).array
-    elif not any(isinstance(x, NamedArray) or _axes.is_array(x) for x in leaves):
+    elif not any(isinstance(x, NamedArray) or _mapped_axis.is_array(x) for x in leaves):
         if all(type(x) is type(leaves[0]) and x == leaves[0] for x in leaves):
             return leaves[0]
     kinds = ", ".join(dict.fromkeys(map(_described, leaves)))
@@ -186,13 +188,13 @@ def _stack_leaves(what: str, layers: Axis, leaves: Sequence[Any], numbers: bool)
 def _described(x: Any) -> str:
     if isinstance(x, NamedArray):
         return str(jax.typeof(x.array).dtype) + _errors.describe_axes(x.names, jnp.shape(x.array))
-    return f"raw {x.dtype}{tuple(x.shape)}" if _axes.is_array(x) else repr(x)
+    return f"raw {x.dtype}{tuple(x.shape)}" if _mapped_axis.is_array(x) else repr(x)
 
 
 def _sizes_differ(
     what: str, layers: Axis, args: Any, kwargs: Any, leaves: Sequence[Any], sizes: Sequence[int | None]
 ) -> str:
-    found = list(zip(_axes.argument_paths(args, kwargs), leaves, sizes, strict=True))
+    found = list(zip(_mapped_axis.argument_paths(args, kwargs), leaves, sizes, strict=True))
     wrong = [(path, size) for path, _, size in found if size not in (None, layers.size)]
     text = _errors.size_mismatch(what, layers.name, [*wrong, ("the layers", layers.size)])
     raw = [path for path, leaf, size in found if size not in (None, layers.size) and not isinstance(leaf, NamedArray)]

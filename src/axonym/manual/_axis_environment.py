@@ -19,8 +19,8 @@ import jax
 from jax.sharding import AbstractMesh
 
 from .. import _context, _errors
-from .._compat import varying_axes
-from .._mesh import mesh_axes
+from .._jax_versions import varying_axes
+from .._mesh_axes import mesh_axes
 from ..array import NamedArray
 from ..axis import Axis
 from ..sharding.mapping import ResourceAxis

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from .. import _context, _kernels, _mesh
-from .._mesh import Names, mesh_axes
+from .. import _context, _kernels, _mesh_axes
+from .._mesh_axes import mesh_axes
+from ..axis import Names
 
 Axes = tuple[str, ...]
 
@@ -58,7 +59,7 @@ class Grouped(NamedTuple):
 
     def whole(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
         """The product of operands that are handed to the partitioner, or not split."""
-        mesh = _mesh.explicit_mesh((x, weight, sizes)) or jax.sharding.get_abstract_mesh()
+        mesh = _mesh_axes.explicit_mesh((x, weight, sizes)) or jax.sharding.get_abstract_mesh()
         explicit = tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit)
         if not explicit:
             return self.multiply(x, weight, sizes)
@@ -69,7 +70,7 @@ class Grouped(NamedTuple):
 
     def by_device(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array | None:
         """The product device by device; None where neither rows nor groups are split, or not so that this works."""
-        mesh = _mesh.explicit_mesh((x, weight, sizes)) or jax.sharding.get_abstract_mesh()
+        mesh = _mesh_axes.explicit_mesh((x, weight, sizes)) or jax.sharding.get_abstract_mesh()
         if mesh.empty or AxisType.Manual in mesh.axis_types:
             return None
         split = _split(self, x, weight, mesh)
@@ -106,12 +107,12 @@ def _split(product: Grouped, x: jax.Array, weight: jax.Array, mesh: AbstractMesh
     summed = summed if summed == weight_summed else ()
     out = in_weight[product.out]
     out = () if {*out} & {*rows, *summed} else out
-    of_rows = _mesh.spec_of(in_rows[n] for n in product.names)
-    of_weight = _mesh.spec_of(in_weight[n] for n in product.weight_names)
+    of_rows = _mesh_axes.spec_of(in_rows[n] for n in product.names)
+    of_weight = _mesh_axes.spec_of(in_weight[n] for n in product.weight_names)
     if not (_fits(of_rows, x.shape, mesh) and _fits(of_weight, weight.shape, mesh)):
         return None
     wanted = {product.rows: rows_of_result, product.out: out}
-    placed = _mesh.spec_of(wanted[n] for n in product.out_names)
+    placed = _mesh_axes.spec_of(wanted[n] for n in product.out_names)
     return _Split(product, rows, groups, shared, summed, out, of_rows, of_weight, placed)
 
 
@@ -135,7 +136,7 @@ class _Split(NamedTuple):
     @property
     def of_result(self) -> PartitionSpec:
         placed = {self.product.rows: self.rows, self.product.out: self.out}
-        return _mesh.spec_of(placed[n] for n in self.product.out_names)
+        return _mesh_axes.spec_of(placed[n] for n in self.product.out_names)
 
     def local(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
         """What one device does."""
@@ -179,8 +180,8 @@ class _Split(NamedTuple):
 def _lies(product: Grouped, x: jax.Array, weight: jax.Array) -> tuple[dict[str, Axes], dict[str, Axes]]:
     """The mesh axes that each axis of the rows, and of the matrices, is split over."""
     each = (product.names, x), (product.weight_names, weight)
-    if _mesh.explicit_mesh((x, weight)) is not None:
-        found = [dict(zip(names, map(mesh_axes, _mesh.entries_of(a)), strict=True)) for names, a in each]
+    if _mesh_axes.explicit_mesh((x, weight)) is not None:
+        found = [dict(zip(names, map(mesh_axes, _mesh_axes.entries_of(a)), strict=True)) for names, a in each]
         return found[0], found[1]
     settings = _context.settings_in_force()
     mapping, parameters = ({}, {}) if settings is None else (settings.mapping, settings.parameters or {})
@@ -211,7 +212,7 @@ def _axes_in(spec: PartitionSpec) -> set[str]:
 def _fits(spec: PartitionSpec, shape: Sequence[int], mesh: AbstractMesh) -> bool:
     used = [a for entry in spec for a in mesh_axes(entry)]
     known = all(a in mesh.shape for a in used) and len(set(used)) == len(used)
-    return known and all(size % _mesh.parts(mesh, entry) == 0 for size, entry in zip(shape, spec, strict=True))
+    return known and all(size % _mesh_axes.parts(mesh, entry) == 0 for size, entry in zip(shape, spec, strict=True))
 
 
 def _reshard(x: jax.Array, spec: PartitionSpec, mesh: AbstractMesh) -> jax.Array:

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
-from .. import _gathering, _kernels, _mesh
-from .._mesh import Names
-from ..axis import Axis
+from .. import _fsdp_ops, _kernels, _mesh_axes, _output_sharding
+from ..axis import Axis, Names
 
 DotGeneral = Callable[..., jax.Array]
 """A replacement for `jax.lax.dot_general`, such as a quantised one. It may be a pytree that holds arrays."""
@@ -51,7 +50,7 @@ def contract_with(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGener
     """A contraction with another `dot_general`. It may carry arrays of its own, so nothing about it is cached."""
     _kernels.check_operands(plan.what, plan.in_names, arrays)
     _kernels.check_selection(plan.what, plan.in_names, arrays, plan.sized)
-    if _mesh.explicit_mesh(arrays) is None:
+    if _mesh_axes.explicit_mesh(arrays) is None:
         return contract(plan, arrays, dot_general)
     # The partitioner takes the function, so the arrays in it have to be operands like the others.
     parts, tree = jax.tree.flatten(dot_general)
@@ -64,7 +63,7 @@ def contract_with(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGener
 
     operands = [*arrays, *(parts[i] for i in held)]
     try:
-        return _mesh.run(plan.what, positional, [*plan.in_names, *held_names], plan.out_names, operands)
+        return _output_sharding.run(plan.what, positional, [*plan.in_names, *held_names], plan.out_names, operands)
     except Exception as e:
         if not held:
             e.add_note(_CLOSED_OVER.format(what=plan.what))
@@ -124,8 +123,8 @@ def _multiply(
     layout = names if target is None else target
     pair = _Pair(plan, left.names, right.names, batch, summed, names, layout, dot_general)
     arrays = (left.array, right.array)
-    product = _gathering.gathered(pair.multiply, (left.names, right.names), layout, *arrays, summed=summed)
-    return _Term(layout, pair.multiply(*arrays, mesh=_mesh.explicit_mesh(arrays)) if product is None else product)
+    product = _fsdp_ops.gathered(pair.multiply, (left.names, right.names), layout, *arrays, summed=summed)
+    return _Term(layout, pair.multiply(*arrays, mesh=_mesh_axes.explicit_mesh(arrays)) if product is None else product)
 
 
 class _Pair(NamedTuple):
@@ -159,8 +158,8 @@ class _Pair(NamedTuple):
         if mesh is not None and self.dot_general is jax.lax.dot_general:
             # Where a summed axis is split, JAX asks how the result should be: as its axes are in the operands.
             sizes = dict(zip((*self.left, *self.right), (*left.shape, *right.shape), strict=True))
-            operands = [(self.left, _mesh.entries_of(left)), (self.right, _mesh.entries_of(right))]
-            spec = _mesh.place(self.plan.what, self.names, [sizes[n] for n in self.names], operands, mesh)
+            operands = [(self.left, _mesh_axes.entries_of(left)), (self.right, _mesh_axes.entries_of(right))]
+            spec = _output_sharding.place(self.plan.what, self.names, [sizes[n] for n in self.names], operands, mesh)
             options["out_sharding"] = NamedSharding(mesh, spec)
         product = self.dot_general(left, right, dimensions, **options)
         return _kernels.transpose_to(product, self.names, self.layout)

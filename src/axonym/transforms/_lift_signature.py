@@ -11,10 +11,9 @@ import jax
 import numpy as np
 
 from .. import _errors, _parsing
-from .._arguments import parameter_names
-from .._mesh import Names
+from .._parameter_names import parameter_names
 from ..array import NamedArray
-from ..axis import Axis, name_of, selectors
+from ..axis import Axis, Names, name_of, selectors
 from ._forms import Form, split
 
 ARRAYS = (NamedArray, jax.Array, np.ndarray)

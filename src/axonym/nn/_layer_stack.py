@@ -13,7 +13,7 @@ import equinox as eqx
 from ..axis import Axis
 from ..state.module import ModuleWithStateDictSerialization
 from ..transforms.checkpointing import ScanCheckpointPolicy, ScanCheckpointSpec, policy_of
-from . import _layers
+from . import _layer_arguments
 
 M = TypeVar("M", bound=eqx.Module)
 M_co = TypeVar("M_co", bound=eqx.Module, covariant=True)
@@ -136,7 +136,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             policy = dataclasses.replace(policy, prevent_cse=prevent_cse)
 
         def of_all(*args: Any, **kwargs: Any) -> Self:
-            return cls._make(Block, policy, make, args, _layers.with_keys(Block, kwargs))
+            return cls._make(Block, policy, make, args, _layer_arguments.with_keys(Block, kwargs))
 
         return functools.update_wrapper(of_all, make, updated=())
 
@@ -243,7 +243,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         """
 
         def vmapped(*args: P.args, **kwargs: P.kwargs) -> OutputT_co:
-            return self._vmapped(fn, args, _layers.with_keys(self.Block, kwargs))
+            return self._vmapped(fn, args, _layer_arguments.with_keys(self.Block, kwargs))
 
         return vmapped
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..array import NamedArray
-from ._view import Axes, count, declared, describe_axes, layouts, without_trivial
+from ._axis_environment import Axes, count, declared, describe_axes, layouts, without_trivial
 
 
 def put_together(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) -> Axes:

@@ -14,9 +14,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .. import _kernels, _mesh
-from .._mesh import Names
-from ..axis import AxisSelection
+from .. import _kernels, _mesh_axes, _output_sharding
+from ..axis import AxisSelection, Names
 
 
 def make_along_kernel(
@@ -27,7 +26,7 @@ def make_along_kernel(
     along: Collection[str],
     *,
     selection: AxisSelection | None = None,
-    heirs: _mesh.Heirs = MappingProxyType({}),
+    heirs: _output_sharding.Heirs = MappingProxyType({}),
 ) -> _kernels.Kernel:
     """A kernel for an operation along some axes, which does the same for each element of the others.
 
@@ -38,21 +37,21 @@ def make_along_kernel(
         out_names: the axes of the result, or a tuple of them where `fn` returns a tuple.
         along: the axes of the operands it runs along. All others are batch axes, and each result has them all.
         selection: the axes the user selected; the sizes it carries are checked.
-        heirs: see `axonym._mesh.place`.
+        heirs: see `axonym._output_sharding.place`.
     """
 
     def positional(*arrays):
-        mesh = _mesh.explicit_mesh(arrays)
+        mesh = _mesh_axes.explicit_mesh(arrays)
         if mesh is None:
             return fn(*arrays)
         if any(t != AxisType.Explicit for t in mesh.axis_types):
             # JAX cannot differentiate a `shard_map` over some of the mesh axes only.
-            return _mesh.run(what, fn, in_names, out_names, arrays, heirs=heirs)
-        operands = [(names, _mesh.entries_of(x)) for names, x in zip(in_names, arrays, strict=True)]
+            return _output_sharding.run(what, fn, in_names, out_names, arrays, heirs=heirs)
+        operands = [(names, _mesh_axes.entries_of(x)) for names, x in zip(in_names, arrays, strict=True)]
         shapes = jax.eval_shape(fn, *(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in arrays))
         several = isinstance(shapes, tuple)
         each = tuple(zip(out_names, shapes, strict=True)) if several else ((out_names, shapes),)
-        placed = [(names, _mesh.place(what, names, s.shape, operands, mesh, heirs)) for names, s in each]
+        placed = [(names, _output_sharding.place(what, names, s.shape, operands, mesh, heirs)) for names, s in each]
         batch = {n for names in in_names for n in names if n not in along}
         where = {n: entry for names, spec in placed for n, entry in zip(names, spec, strict=True) if n in batch}
 
