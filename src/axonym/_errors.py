@@ -42,6 +42,14 @@ def suggestion(name: str, known: Iterable[str], nearness: float = 0.6) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
+def not_a_selector(found: Any) -> str:
+    """Return the message for something that stands where an axis or its name belongs."""
+    return (
+        f"An axis is selected by an Axis or its name, got {type(found).__name__}. Write a name such as 'embed', never "
+        "a position; `x.shape` shows the names of the axes of x."
+    )
+
+
 def missing_axes(what: str, missing: Sequence[str], known: Sequence[str], sizes: Sequence[Any] | None = None) -> str:
     """Axes were named that are not there."""
     listed = ", ".join(repr(m) for m in missing)

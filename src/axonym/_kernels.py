@@ -44,11 +44,12 @@ class UnknownAxes(Exception):
 def cached(build: Callable[..., Kernel]) -> Callable[..., Kernel]:
     """Decorate a function that builds kernels from hashable static arguments, so that each is built once.
 
-    The cache is bounded: the kernels unused for longest are dropped. A selection that names unknown axes gives a
-    kernel that says so when it is called, because only then are the sizes known that the message should show.
+    The cache is bounded: the kernels unused for longest are dropped. It tells 1, 1.0 and True apart. A selection that
+    names unknown axes gives a kernel that says so when it is called, because only then are the sizes known that the
+    message should show.
     """
 
-    @functools.lru_cache(maxsize=CACHE_SIZE)
+    @functools.lru_cache(maxsize=CACHE_SIZE, typed=True)
     @functools.wraps(build)
     def lookup(*key):
         try:
@@ -81,6 +82,16 @@ def select_one(what: str, names: Names, selector: AxisSelector, operand: int = 0
     chosen = select(what, names, selector, operand)
     if len(chosen) != 1:
         raise ValueError(f"{what}: expected one axis, got {_errors.describe_axes(chosen)}.")
+    return chosen[0]
+
+
+def one_selector(what: str, axis: Any) -> Any:
+    """Return the one axis that a user selected, in a form that can be part of a cache key."""
+    if axis is None or isinstance(axis, (str, Axis)):
+        return axis  # None is refused where the axes of the array are known
+    chosen = selectors(axis)
+    if len(chosen) != 1:
+        raise ValueError(f"{what}: expected one axis, got {_errors.describe_axes(map(name_of, chosen))}.")
     return chosen[0]
 
 

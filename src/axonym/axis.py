@@ -151,7 +151,7 @@ def selectors(selection: AxisSelection | None) -> tuple[AxisSelector, ...]:
     found = tuple(selection) if isinstance(selection, Iterable) else (selection,)
     for s in found:
         if not isinstance(s, (Axis, str)):
-            raise TypeError(f"An axis is selected by an Axis or its name, got {type(s).__name__}.")
+            raise TypeError(_errors.not_a_selector(s))
     return found
 
 
@@ -167,7 +167,11 @@ def axes_of_spec(spec: AxisSpec, what: str = "This") -> tuple[Axis, ...]:
 
 def name_of(selector: AxisSelector) -> str:
     """The name a selector stands for."""
-    return selector if isinstance(selector, str) else selector.name
+    if isinstance(selector, str):
+        return selector
+    if isinstance(selector, Axis):
+        return selector.name
+    raise TypeError(_errors.not_a_selector(selector))
 
 
 def _like(original: Any, found: Sequence[AxisSelector]) -> Any:

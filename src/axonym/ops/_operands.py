@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from .. import _errors
 from ..array import NamedArray
@@ -40,6 +41,14 @@ def scalar(what: str, argument: str, x: Any) -> Any:
     if np.ndim(x) != 0:
         raise ValueError(f"{what}: `{argument}` must be a scalar, got an array of shape {np.shape(x)}.")
     return x
+
+
+def static_number(what: str, argument: str, x: Any) -> Any:
+    """Return a number that must be known when the program is compiled, as a Python number."""
+    x = scalar(what, argument, x)
+    if isinstance(x, Tracer):
+        raise TypeError(f"{what}: `{argument}` is part of the program, so it cannot be traced. Pass a number.")
+    return x.item() if hasattr(x, "item") else x
 
 
 def vectors(what: str, **arguments: Any) -> tuple[list[Any], Names]:

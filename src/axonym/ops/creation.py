@@ -150,7 +150,9 @@ def _arange_kernel(names: Names, sizes: tuple[int, ...], dtype: Any) -> _kernels
     def positional(start, step):
         natural = jnp.result_type(start, step)
         # A short float cannot even hold the positions, so count in one that can.
-        exact = jnp.promote_types(natural, jnp.float32) if jnp.issubdtype(natural, jnp.floating) else natural
+        exact = natural if dtype is None else jnp.promote_types(natural, dtype)
+        if jnp.issubdtype(exact, jnp.floating):
+            exact = jnp.promote_types(exact, jnp.float32)
         positions = jax.lax.broadcasted_iota(exact, (math.prod(sizes),), 0)
         counted = start.astype(exact) + step.astype(exact) * positions
         return counted.reshape(sizes).astype(natural if dtype is None else dtype)
@@ -274,6 +276,7 @@ def vander(x: NamedArray, degree: AxisSelector, *, increasing: bool = False) -> 
     NamedArray(int32[x=2, degree=3], [[4 2 1] [9 3 1]])
     """
     require_named("vander", x)
+    degree = _kernels.one_selector("vander", degree)
     if isinstance(degree, str) and len(x.names) != 1:
         raise ValueError(
             f"vander: how many powers of {_errors.describe_shape(x.shape)}? Pass Axis({degree!r}, size) for them."
@@ -288,6 +291,7 @@ def _vander_kernel(names: Names, degree: AxisSelector, increasing: bool) -> _ker
         count = x.shape[0] if isinstance(degree, str) else degree.size
         powers = jax.lax.expand_dims(jnp.arange(count), range(x.ndim))
         powers = powers if increasing else count - 1 - powers
-        return jnp.power(jax.lax.expand_dims(x, (x.ndim,)), powers)
+        natural = x.dtype if x.dtype != jnp.bool_ else powers.dtype
+        return jnp.power(jax.lax.expand_dims(x, (x.ndim,)), powers).astype(natural)
 
     return _kernels.make_kernel("vander", positional, (names,), distinct("vander", (*names, name_of(degree))))

@@ -68,6 +68,7 @@ def triu(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0
 
 def _triangle(keep: Callable[..., Any], what: str, array: Any, axis1: Any, axis2: Any, k: int) -> NamedArray:
     require_named(what, array)
+    axis1, axis2 = _kernels.one_selector(what, axis1), _kernels.one_selector(what, axis2)
     kernel = _triangle_kernel(keep, what, array.names, axis1, axis2, operator.index(k))
     return wrap(kernel.call(array.array), kernel.names)
 
@@ -100,6 +101,7 @@ def trace(
     NamedArray(int32[], 5)
     """
     require_named("trace", array)
+    axis1, axis2 = _kernels.one_selector("trace", axis1), _kernels.one_selector("trace", axis2)
     kernel = _trace_kernel(array.names, axis1, axis2, operator.index(offset), dtype_key(dtype))
     return wrap(kernel.call(array.array), kernel.names)
 
@@ -131,6 +133,7 @@ def diagonal(
     NamedArray(int32[row=2], [1 4])
     """
     require_named("diagonal", array)
+    axis1, axis2 = _kernels.one_selector("diagonal", axis1), _kernels.one_selector("diagonal", axis2)
     kernel = _diagonal_kernel(array.names, axis1, axis2, new_axis, operator.index(offset))
     return wrap(kernel.call(array.array), kernel.names)
 

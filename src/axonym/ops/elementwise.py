@@ -18,7 +18,7 @@ from .. import _fsdp_ops, _kernels
 from ..array import NamedArray, NamedOrNumeric, wrap, wrap_result
 from ..axis import Names
 from ._op_types import Binary, Unary, is_tree, map_tree, publish
-from ._operands import require_named
+from ._operands import require_named, scalar
 
 # --- the two factories ---
 
@@ -320,19 +320,21 @@ def nan_to_num(a: NamedOrNumeric, *, nan: float = 0.0, posinf: float | None = No
     NamedArray(float32[x=2], [0. 1.])
     """
     if isinstance(a, NamedArray):
-        kernel = _nan_to_num_kernel(a.names, nan, posinf, neginf)
-        return wrap(kernel.call(a.array), kernel.names)
+        given = {"nan": nan, "posinf": posinf, "neginf": neginf}
+        values = {name: scalar("nan_to_num", name, x) for name, x in given.items() if x is not None}
+        kernel = _nan_to_num_kernel(a.names, tuple(values))
+        return wrap(kernel.call(a.array, *values.values()), kernel.names)
     if is_tree(a):
         return map_tree(lambda leaf: nan_to_num(leaf, nan=nan, posinf=posinf, neginf=neginf), a)
     return jnp.nan_to_num(a, nan=nan, posinf=posinf, neginf=neginf)
 
 
 @_kernels.cached
-def _nan_to_num_kernel(names: Names, nan: Any, posinf: Any, neginf: Any) -> _kernels.Kernel:
-    def positional(x):
-        return jnp.nan_to_num(x, nan=nan, posinf=posinf, neginf=neginf)
+def _nan_to_num_kernel(names: Names, given: tuple[str, ...]) -> _kernels.Kernel:
+    def positional(x, *values):
+        return jnp.nan_to_num(x, **dict(zip(given, values, strict=True)))
 
-    return _kernels.make_kernel("nan_to_num", positional, (names,), names, native=True)
+    return _kernels.make_kernel("nan_to_num", positional, (names, *[()] * len(given)), names, native=True)
 
 
 def astype(a: NamedArray, dtype: Any) -> NamedArray:

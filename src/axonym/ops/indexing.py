@@ -30,6 +30,7 @@ from .. import _fsdp_ops, _kernels
 from ..array import NamedArray, wrap
 from ..axis import AxisSelector, Names
 from ._index_plan import IndexLayout, Item, SliceSpec, make_plan
+from ._operands import require_named
 
 
 def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
@@ -47,7 +48,7 @@ def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
     >>> x["col", axn.named([2, 0], "picked")]
     NamedArray(int32[row=2, picked=2], [[2 0] [5 3]])
     """
-    items, operands = make_plan(array, slices)
+    items, operands = make_plan(require_named("index", array), slices)
     if not items:
         return array
     kernel = get_kernel(array.names, items, ())

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from .. import _errors, _kernels
 from ..array import NamedArray, NamedOrNumeric, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of
-from ._operands import check_new_axis, distinct, operand, replaced, require_named, scalar
+from ._operands import check_new_axis, distinct, operand, replaced, require_named, scalar, static_number
 
 # --- several arrays into one ---
 
@@ -137,16 +137,26 @@ def pad(
     require_named("pad", array)
     widths = tuple((axis, _pad_widths(axis, width)) for axis, width in pad_width.items())
     if mode == "constant":
-        several = isinstance(constant_values, (tuple, list))
-        values = tuple(scalar("pad", "constant_values", v) for v in (constant_values if several else [constant_values]))
-        if len(values) not in (1, 2):
-            raise ValueError(
-                f"pad: `constant_values` is one scalar, or one for before and one for after, got {len(values)}."
-            )
+        values = _fill_values("constant_values", constant_values)
     else:
         values = ()
-    kernel = _pad_kernel(array.names, widths, mode, len(values), tuple(sorted(kwargs.items())))
+        if "end_values" in kwargs:
+            ends = _fill_values("end_values", kwargs["end_values"])
+            kwargs["end_values"] = tuple(static_number("pad", "end_values", v) for v in (*ends, ends[-1])[:2])
+    options = tuple((name, _as_tuple(option)) for name, option in sorted(kwargs.items()))
+    kernel = _pad_kernel(array.names, widths, mode, len(values), options)
     return wrap(kernel.call(array.array, *values), kernel.names)
+
+
+def _fill_values(argument: str, given: Any) -> tuple[Any, ...]:
+    values = tuple(scalar("pad", argument, v) for v in (given if isinstance(given, (tuple, list)) else [given]))
+    if len(values) not in (1, 2):
+        raise ValueError(f"pad: `{argument}` is one scalar, or one for before and one for after, got {len(values)}.")
+    return values
+
+
+def _as_tuple(option: Any) -> Any:
+    return tuple(map(_as_tuple, option)) if isinstance(option, (tuple, list)) else option
 
 
 def _pad_widths(axis: AxisSelector, width: Any) -> tuple[int, int]:
@@ -193,7 +203,7 @@ def pad_left(array: NamedArray, axis: AxisSelector, new_axis: Axis, value: Any =
         raise TypeError(
             f"pad_left: `new_axis` says how long to make the axis, so pass Axis(name, size), got {new_axis!r}."
         )
-    kernel = _pad_left_kernel(require_named("pad_left", array).names, axis, new_axis)
+    kernel = _pad_left_kernel(require_named("pad_left", array).names, _kernels.one_selector("pad_left", axis), new_axis)
     return wrap(kernel.call(array.array, scalar("pad_left", "value", value)), kernel.names)
 
 
@@ -230,7 +240,7 @@ def repeat(a: NamedArray, repeats: Any, axis: AxisSelector, total_repeat_length:
     >>> axn.repeat(axn.named([1, 2], "x"), [1, 3], "x")
     NamedArray(int32[x=4], [1 2 2 2])
     """
-    names = require_named("repeat", a).names
+    names, axis = require_named("repeat", a).names, _kernels.one_selector("repeat", axis)
     raw, repeats_names = operand(repeats)
     if isinstance(raw, (list, tuple)):
         raw = np.asarray(raw)
@@ -242,6 +252,8 @@ def repeat(a: NamedArray, repeats: Any, axis: AxisSelector, total_repeat_length:
     if repeats_names not in ((), (name_of(axis),)):
         described = _errors.describe_axes(repeats_names, jnp.shape(raw))
         raise ValueError(f"repeat: `repeats` must be a scalar or have the one axis {name_of(axis)!r}, got {described}.")
+    if not isinstance(raw, Tracer) and np.any(np.asarray(raw) < 0):
+        raise ValueError(f"repeat: `repeats` is not negative, got {np.min(np.asarray(raw))}.")
     if total_repeat_length is None:
         total_repeat_length = _total(raw, a, axis)
     kernel = _repeat_kernel(names, repeats_names, axis, total_repeat_length)
@@ -287,6 +299,8 @@ def tile(a: NamedArray, reps: Mapping[AxisSelector, int]) -> NamedArray:
     NamedArray(int32[y=2, x=2], [[1 2] [1 2]])
     """
     names = require_named("tile", a).names
+    if not isinstance(reps, Mapping):
+        raise TypeError(f"tile: `reps` says how often for each axis, such as {{'batch': 2}}, got {reps!r}.")
     kernel = _tile_kernel(names, tuple((axis, operator.index(n)) for axis, n in reps.items()))
     return wrap(kernel.call(a.array), kernel.names)
 

@@ -215,7 +215,7 @@ def _arg_kernel(fn: Callable[..., Any], name: str, names: Names, axis: Any) -> _
 
 def _arg(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> ArgReduction:
     def op(array, axis=None):
-        kernel = _arg_kernel(fn, name, require_named(name, array).names, axis)
+        kernel = _arg_kernel(fn, name, require_named(name, array).names, _kernels.one_selector(name, axis))
         return wrap(kernel.call(array.array), kernel.names)
 
     doc = f"""{summary}
@@ -250,7 +250,9 @@ def _cumulative_kernel(fn: Callable[..., Any], name: str, names: Names, axis: Ax
 
 def _cumulative(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> Cumulative:
     def op(a, axis, dtype=None):
-        kernel = _cumulative_kernel(fn, name, require_named(name, a).names, axis, dtype_key(dtype))
+        kernel = _cumulative_kernel(
+            fn, name, require_named(name, a).names, _kernels.one_selector(name, axis), dtype_key(dtype)
+        )
         return wrap(kernel.call(a.array), kernel.names)
 
     doc = f"""{summary}

@@ -80,7 +80,12 @@ def _chosen_kernel(first: bool, x_names: Names, y_names: Names) -> _kernels.Kern
     def positional(x, y):
         shape = jnp.broadcast_shapes(*(_kernels.align(a, own, names).shape for a, own in ((x, x_names), (y, y_names))))
         chosen = _kernels.align(x, x_names, names) if first else _kernels.align(y, y_names, names)
-        return jnp.broadcast_to(chosen, shape).astype(jnp.result_type(x, y))
+        kind = jax.eval_shape(jnp.where, True, x, y)
+        if chosen.dtype != kind.dtype or chosen.weak_type != kind.weak_type:
+            # A weak type comes only from an operation on a weak type. This one leaves nothing of the other operand.
+            other = jax.lax.full_like(y if first else x, 0, shape=())
+            chosen = jnp.where(True, chosen, other) if kind.weak_type else chosen.astype(kind.dtype)
+        return jnp.broadcast_to(chosen, shape)
 
     return _kernels.make_kernel("where", positional, (x_names, y_names), names)
 
@@ -196,7 +201,7 @@ def take_along_axis(
     """
     require_named("take_along_axis", array)
     indices, names = operand(indices)
-    kernel = _take_along_kernel(array.names, names, axis, mode)
+    kernel = _take_along_kernel(array.names, names, _kernels.one_selector("take_along_axis", axis), mode)
     return wrap(kernel.call(array.array, indices), kernel.names)
 
 
@@ -242,7 +247,9 @@ def put_along_axis(
     """
     require_named("put_along_axis", array)
     (indices, index_names), (values, value_names) = operand(indices), operand(values)
-    kernel = _put_along_kernel(array.names, index_names, value_names, axis, mode)
+    kernel = _put_along_kernel(
+        array.names, index_names, value_names, _kernels.one_selector("put_along_axis", axis), mode
+    )
     return wrap(kernel.call(array.array, indices, values), kernel.names)
 
 
@@ -263,6 +270,8 @@ def _put_along_kernel(
 
     def positional(x, indices, values):
         _kernels.check_operands(what, (_apart(names, along), index_names, value_names), (x, indices, values))
+        if jnp.iinfo(indices.dtype).bits < 32:  # a small dtype may not hold the size of the axis
+            indices = indices.astype(jnp.int32)
         indices = _kernels.align(indices, index_names, names)
         shape = tuple(indices.shape[i] if i == position else s for i, s in enumerate(x.shape))
         indices, values = jnp.broadcast_to(indices, shape), _kernels.align(values, value_names, names)

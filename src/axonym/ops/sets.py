@@ -188,7 +188,7 @@ def _bincount_kernel(names: Names, Counts: Axis, weight_names: Names | None) -> 
     def positional(x, *weights):
         _require_dtype("bincount", x, jnp.integer, "integers")
         if jnp.issubdtype(x.dtype, jnp.signedinteger):  # negative ones would count as zero
-            x = jnp.where(x < 0, Counts.size, x)
+            x = jnp.where(x < 0, Counts.size, x.astype(jnp.promote_types(x.dtype, jnp.int32)))
         spread = _spread(weights, weight_names, names, x.shape)
         return jnp.bincount(x.reshape(-1), None if spread is None else spread.reshape(-1), length=Counts.size)
 

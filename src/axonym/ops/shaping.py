@@ -123,7 +123,7 @@ def unflatten_axis(array: NamedArray, axis: AxisSelector, new_axes: AxisSelectio
     {'x': 4, 'y': 1}
     """
     names = require_named("unflatten_axis", array).names
-    kernel = _unflatten_kernel(names, axis, _kernels.hashable(new_axes))
+    kernel = _unflatten_kernel(names, _kernels.one_selector("unflatten_axis", axis), _kernels.hashable(new_axes))
     return wrap(kernel.call(array.array), kernel.names)
 
 
@@ -138,7 +138,7 @@ def unbind(array: NamedArray, axis: AxisSelector) -> list[NamedArray]:
     [NamedArray(int32[y=2], [1 2]), NamedArray(int32[y=2], [3 4])]
     """
     raw = require_named("unbind", array).array
-    kernel = _unbind_kernel(array.names, axis, jnp.shape(raw))
+    kernel = _unbind_kernel(array.names, _kernels.one_selector("unbind", axis), jnp.shape(raw))
     return list(wrap_result(kernel.call(raw), kernel.names))
 
 
@@ -156,7 +156,9 @@ def split(a: NamedArray, axis: AxisSelector, new_axes: AxisSpec) -> list[NamedAr
     names = require_named("split", a).names
     if not isinstance(new_axes, (Axis, Mapping, Sequence)):
         raise TypeError(f"split: expected the axis of each part, with its size, got {type(new_axes).__name__}.")
-    kernel = _split_kernel(names, axis, axes_of_spec(_kernels.hashable(new_axes), "split"))
+    kernel = _split_kernel(
+        names, _kernels.one_selector("split", axis), axes_of_spec(_kernels.hashable(new_axes), "split")
+    )
     return list(wrap_result(kernel.call(a.array), kernel.names))
 
 

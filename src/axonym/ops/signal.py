@@ -13,7 +13,7 @@ from ..array import NamedArray, NamedOrNumeric, wrap
 from ..axis import AxisSelection, AxisSelector, Names
 from ._batched import make_along_kernel
 from ._op_types import publish
-from ._operands import operand, private, require_named
+from ._operands import operand, private, require_named, static_number
 
 
 def _union(a_names: Names, b_names: Names) -> Names:
@@ -66,7 +66,7 @@ def _convolution_kernel(
 def _convolution(name: str, fn: Callable[..., Any], summary: str, shown: str) -> _Convolution:
     def op(a, v, axis, mode="full", *, precision=None):
         require_named(name, a), require_named(name, v)
-        kernel = _convolution_kernel(fn, name, a.names, v.names, axis, mode, precision)
+        kernel = _convolution_kernel(fn, name, a.names, v.names, _kernels.one_selector(name, axis), mode, precision)
         return wrap(kernel.call(a.array, v.array), kernel.names)
 
     doc = f"""{summary}
@@ -117,7 +117,9 @@ def unwrap(
     NamedArray(float32[t=5], [ 0. 3. 6. 9. 12.])
     """
     require_named("unwrap", array)
-    kernel = _unwrap_kernel(array.names, axis, discont, period)
+    given = {"discont": discont, "period": period}
+    numbers = (None if x is None else static_number("unwrap", name, x) for name, x in given.items())
+    kernel = _unwrap_kernel(array.names, _kernels.one_selector("unwrap", axis), *numbers)
     return wrap(kernel.call(array.array), kernel.names)
 
 
@@ -144,7 +146,7 @@ def cross(a: NamedArray, b: NamedArray, axis: AxisSelector) -> NamedArray:
     NamedArray(float32[xyz=3], [0. 0. 1.])
     """
     require_named("cross", a), require_named("cross", b)
-    kernel = _cross_kernel(a.names, b.names, axis)
+    kernel = _cross_kernel(a.names, b.names, _kernels.one_selector("cross", axis))
     return wrap(kernel.call(a.array, b.array), kernel.names)
 
 

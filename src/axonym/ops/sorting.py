@@ -36,7 +36,9 @@ def _along_kernel(
 
 def _along(fn: Callable[..., Any], name: str, a: NamedArray, axis: AxisSelector | None, **options: Any) -> NamedArray:
     require_named(name, a)
-    kernel = _along_kernel(fn, name, a.names, only_axis(name, a, axis), tuple(options.items()))
+    kernel = _along_kernel(
+        fn, name, a.names, _kernels.one_selector(name, only_axis(name, a, axis)), tuple(options.items())
+    )
     return wrap(kernel.call(a.array), kernel.names)
 
 
@@ -117,7 +119,7 @@ def top_k(
     (NamedArray(int32[beam=2], [3 2]), NamedArray(int32[beam=2], [0 2]))
     """
     require_named("top_k", arr)
-    kernel = _top_k_kernel(arr.names, axis, operator.index(k), new_axis)
+    kernel = _top_k_kernel(arr.names, _kernels.one_selector("top_k", axis), operator.index(k), new_axis)
     return wrap_result(kernel.call(arr.array), kernel.names)
 
 
@@ -151,7 +153,9 @@ def lexsort(keys: Sequence[NamedArray], axis: AxisSelector | None = None) -> Nam
         raise ValueError("lexsort: there must be at least one key.")
     keys = [require_named("lexsort", k) for k in keys]
     widest = max(keys, key=lambda key: len(key.names))
-    kernel = _lexsort_kernel(tuple(k.names for k in keys), only_axis("lexsort", widest, axis))
+    kernel = _lexsort_kernel(
+        tuple(k.names for k in keys), _kernels.one_selector("lexsort", only_axis("lexsort", widest, axis))
+    )
     return wrap(kernel.call(*(k.array for k in keys)), kernel.names)
 
 
@@ -165,4 +169,4 @@ def _lexsort_kernel(all_names: tuple[Names, ...], axis: AxisSelector) -> _kernel
         aligned = [_kernels.align(k, own, names) for k, own in zip(keys, all_names, strict=True)]
         return jnp.lexsort(jnp.broadcast_arrays(*aligned), position)
 
-    return _kernels.make_kernel("lexsort", positional, all_names, names)
+    return _kernels.make_kernel("lexsort", positional, all_names, names, selection=axis)

@@ -143,10 +143,10 @@ def average(
     require_named("average", array)
     axis = _kernels.hashable(axis)
     if weights is None:
-        kernel = _average_kernel(array.names, axis, None)
+        kernel = _average_kernel(array.names, _kernels.hashable(axis), None)
         return wrap(kernel.call(array.array), kernel.names)
     weights, weight_names = operand(weights)
-    kernel = _average_kernel(array.names, axis, weight_names)
+    kernel = _average_kernel(array.names, _kernels.hashable(axis), weight_names)
     return wrap(kernel.call(array.array, weights), kernel.names)
 
 
@@ -277,7 +277,7 @@ def diff(array: NamedArray, axis: AxisSelector, *, n: int = 1) -> NamedArray:
     NamedArray(int32[x=2], [2 3])
     """
     require_named("diff", array)
-    kernel = _diff_kernel(array.names, axis, operator.index(n))
+    kernel = _diff_kernel(array.names, _kernels.one_selector("diff", axis), operator.index(n))
     return wrap(kernel.call(array.array), kernel.names)
 
 
@@ -302,7 +302,7 @@ def gradient(array: NamedArray, axis: AxisSelector, *, spacing: NamedOrNumeric =
     """
     require_named("gradient", array)
     spacing, spacing_names = operand(spacing)
-    kernel = _gradient_kernel(array.names, axis, spacing_names)
+    kernel = _gradient_kernel(array.names, _kernels.one_selector("gradient", axis), spacing_names)
     return wrap(kernel.call(array.array, spacing), kernel.names)
 
 
@@ -340,10 +340,10 @@ def trapezoid(
     """
     require_named("trapezoid", array)
     if x is None:
-        kernel = _trapezoid_kernel(array.names, axis, None)
+        kernel = _trapezoid_kernel(array.names, _kernels.one_selector("trapezoid", axis), None)
         return wrap(kernel.call(array.array, scalar("trapezoid", "dx", dx)), kernel.names)
     x = require_named("trapezoid", x)
-    kernel = _trapezoid_kernel(array.names, axis, x.names)
+    kernel = _trapezoid_kernel(array.names, _kernels.one_selector("trapezoid", axis), x.names)
     return wrap(kernel.call(array.array, x.array), kernel.names)
 
 
@@ -357,6 +357,9 @@ def _trapezoid_kernel(names: Names, axis: AxisSelector, x_names: Names | None) -
             raise ValueError(f"trapezoid: `x` must have axis {along!r}, got {_errors.describe_axes(x_names)}.")
 
     def positional(y, x):
+        # Integers are added and differenced as floats: small ones would overflow, unsigned ones have no negatives.
+        kind = jnp.result_type(y, x, 0.5)
+        y, x = y.astype(kind), x.astype(kind)
         after = jax.lax.slice_in_dim(y, 1, None, axis=position)
         before = jax.lax.slice_in_dim(y, 0, y.shape[position] - 1, axis=position)
         width = x if x_names is None else jnp.diff(_kernels.align(x, x_names, names), axis=position)

@@ -1,0 +1,163 @@
+"""What operations make of arguments that are easily taken wrongly: small dtypes, Python numbers, lists, positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axonym as axn
+
+X = axn.named([3.0, 1.0, 2.0], "a")
+SQUARE = axn.named(np.arange(9.0).reshape(3, 3), ("a", "b"))
+LONG = axn.Axis("a", 300)
+
+
+# --- small dtypes do not overflow on the way to a result that would hold the value ---
+
+
+def _int8(*values: int) -> axn.NamedArray:
+    return axn.named(np.array(values, np.int8), "a")
+
+
+def test_trapezoid_promotes_before_it_adds() -> None:
+    assert axn.trapezoid(_int8(100, 100, 100), "a") == 200.0
+
+
+def test_trapezoid_promotes_before_it_differences() -> None:
+    falling = axn.named(np.array([3, 2, 1], np.uint8), "a")
+    assert axn.trapezoid(axn.ones({"a": 3}), "a", x=falling) == -2.0
+
+
+def test_arange_counts_in_the_dtype_of_the_result() -> None:
+    counted = axn.arange(LONG, start=np.int8(1), dtype=jnp.int32)
+    np.testing.assert_array_equal(counted.array, np.arange(1, 301))
+    assert axn.arange(LONG, start=np.int8(1), dtype=jnp.float32).array[-1] == 300.0
+
+
+def test_vander_keeps_the_dtype() -> None:
+    powers = axn.vander(_int8(2, 3), axn.Axis("degree", 3))
+    assert powers.dtype == jnp.vander(np.array([2, 3], np.int8), 3).dtype == np.int8
+
+
+def test_bincount_of_small_integers_on_a_long_axis() -> None:
+    counts = axn.bincount(_int8(100, 100, -1), axn.Axis("value", 300))
+    assert counts["value", 100] == 2 and counts.sum() == 2
+
+
+def test_put_along_axis_with_small_indices_on_a_long_axis() -> None:
+    put = axn.put_along_axis(axn.zeros(LONG), _int8(100, -1), 5.0, "a")
+    assert np.flatnonzero(put.array).tolist() == [100, 299]
+
+
+# --- dtypes and weak types ---
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+@pytest.mark.parametrize("a", [1, 2.0, jnp.int32(3)])
+@pytest.mark.parametrize("b", [1, 2.0, jnp.bfloat16(3)])
+def test_where_with_a_python_bool_promotes_as_with_an_array(chosen: bool, a: Any, b: Any) -> None:
+    def types(condition: Any) -> Any:
+        result = jax.eval_shape(lambda x, y: axn.where(condition, axn.named(x, ()), y).array, a, b)
+        return result.dtype, result.weak_type
+
+    assert types(chosen) == types(jnp.bool_(chosen))
+
+
+def test_kernels_tell_integers_from_floats() -> None:
+    phases = axn.named([0, 7, 14], "t")
+    assert axn.unwrap(phases, "t", period=8).dtype == jnp.int32
+    assert axn.unwrap(phases, "t", period=8.0).dtype == jnp.float32
+
+
+# --- numbers may be arrays ---
+
+
+def test_scalar_arrays_are_numbers() -> None:
+    eight, two = jnp.float32(8), axn.named(jnp.float32(2), ())
+    assert axn.nan_to_num(axn.named([np.nan, 1.0], "a"), nan=two).tolist() == [2.0, 1.0]
+    assert axn.unwrap(axn.named([0.0, 7.0], "a"), "a", period=eight).tolist() == [0.0, -1.0]
+    ramp = axn.pad(X, {"a": 2}, mode="linear_ramp", end_values=two)
+    np.testing.assert_array_equal(ramp.array, np.pad(np.asarray(X.array), 2, mode="linear_ramp", end_values=2))
+    mean = axn.pad(X, {"a": 1}, mode="mean", stat_length=[2])
+    np.testing.assert_array_equal(mean.array, np.pad(np.asarray(X.array), 1, mode="mean", stat_length=[2]))
+
+
+def test_minus_zero_replaces_nan() -> None:
+    x = axn.named([np.nan], "a")
+    assert not np.signbit(axn.nan_to_num(x, nan=0.0).array[0])
+    assert np.signbit(axn.nan_to_num(x, nan=-0.0).array[0])
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: axn.repeat(X, [2, -1, 2], "a"), ValueError, r"^repeat: `repeats` is not negative, got -1"),
+        (lambda: axn.repeat(X, jnp.array([2, -1, 2]), "a", 3), ValueError, r"^repeat: `repeats` is not negative"),
+        (
+            lambda: axn.lexsort((X, X), axn.Axis("a", 5)),
+            ValueError,
+            r"^lexsort: axis 'a' .*: 3 in the array, 5 in the a",
+        ),
+        (lambda: axn.tile(X, 2), TypeError, r"^tile: `reps` says how often for each axis, .* got 2"),
+        (lambda: axn.index(X.array, {"a": 0}), TypeError, r"^index: expected a NamedArray"),
+        (lambda: axn.unwrap(X, "a", period=jnp.ones(2)), ValueError, r"^unwrap: `period` must be a scalar"),
+        (
+            lambda: jax.jit(lambda p: axn.unwrap(X, "a", period=p))(1.0),
+            TypeError,
+            r"^unwrap: `period` is part of the pro",
+        ),
+        (lambda: axn.sort(SQUARE, ["a", "b"]), ValueError, r"^sort: expected one axis, got \(a, b\)"),
+    ],
+)
+def test_refusals(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+BY_POSITION: dict[str, Callable[[], Any]] = {
+    "sum": lambda: axn.sum(X, 0),
+    "max": lambda: X.max(0),
+    "argmax": lambda: axn.argmax(X, 0),
+    "cumsum": lambda: axn.cumsum(X, 0),
+    "dot": lambda: axn.dot(X, X, axis=0),
+    "trace": lambda: axn.trace(SQUARE, 0, 1),
+    "tril": lambda: axn.tril(SQUARE, 0, 1),
+    "rename": lambda: axn.rename(X, {0: "b"}),
+    "tile": lambda: axn.tile(X, {0: 2}),
+    "vander": lambda: axn.vander(X, 3),
+    "roll": lambda: axn.roll(X, 1, 0),
+    "repeat": lambda: axn.repeat(X, 2, 0),
+    "flatten_axes": lambda: axn.flatten_axes(SQUARE, (0, 1), "c"),
+}
+
+
+@pytest.mark.parametrize("call", BY_POSITION.values(), ids=BY_POSITION)
+def test_positions_are_refused_with_what_to_write(call: Callable[[], Any]) -> None:
+    with pytest.raises(TypeError, match=r"^An axis is selected by an Axis or its name, got int. Write a name such"):
+        call()
+
+
+WITH_A_LIST: dict[str, Callable[[Any], Any]] = {
+    "sort": lambda axis: axn.sort(X, axis),
+    "cumsum": lambda axis: axn.cumsum(X, axis),
+    "argmax": lambda axis: axn.argmax(X, axis),
+    "diff": lambda axis: axn.diff(X, axis),
+    "trapezoid": lambda axis: axn.trapezoid(X, axis),
+    "unwrap": lambda axis: axn.unwrap(X, axis),
+    "repeat": lambda axis: axn.repeat(X, 2, axis),
+    "take_along_axis": lambda axis: axn.take_along_axis(X, 0, axis),
+    "average": lambda axis: axn.average(X, axis),
+}
+
+
+@pytest.mark.parametrize("call", WITH_A_LIST.values(), ids=WITH_A_LIST)
+def test_a_list_of_one_selects_like_its_element(call: Callable[[Any], Any]) -> None:
+    assert axn.array_equal(call(["a"]), call("a"))
