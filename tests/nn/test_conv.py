@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 import axonym as axn
 from axonym.nn import Conv, ConvTranspose
+from axonym.state import from_torch_compatible_state_dict, to_torch_compatible_state_dict
 from tests.helpers import assert_named, spec
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -228,3 +229,43 @@ def test_refusals_of_inputs() -> None:
         layer(sample(H.resize(2), In, W))
     with pytest.raises(TypeError, match="Conv: expected a NamedArray, got Array"):
         layer(jnp.ones((4, 6, 5)))
+
+
+# --- PyTorch's form ---
+
+
+def torch_conv_transpose(x: np.ndarray, weight: np.ndarray, stride: int, padding: int, groups: int) -> np.ndarray:
+    """`torch.nn.functional.conv_transpose1d` as its documentation defines it, for x(channels, width)."""
+    per_group = weight.shape[1]
+    full = np.zeros((groups * per_group, (x.shape[1] - 1) * stride + weight.shape[2]), np.float32)
+    for c, i in np.ndindex(*x.shape):
+        group = c // (len(x) // groups)
+        into = full[group * per_group : (group + 1) * per_group, i * stride : i * stride + weight.shape[2]]
+        into += x[c, i] * weight[c]
+    return full[:, padding : full.shape[1] - padding]
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("channels", [4, 6])
+def test_conv_transpose_is_that_of_pytorch(groups: int, channels: int) -> None:
+    """Both ways; equal numbers of channels would hide a weight that is not transposed."""
+    In, Out = axn.make_axes(channels=channels, features=6)
+    layer = ConvTranspose.init("width", In, Out, 3, stride=2, padding=1, groups=groups, use_bias=False, key=KEY)
+    x = sample(In, W)
+    exported = to_torch_compatible_state_dict(layer)["weight"]
+    assert exported.shape == (channels, 6 // groups, 3)
+    expected = torch_conv_transpose(np.asarray(x.array), np.asarray(exported), 2, 1, groups)
+    assert_named(layer(x), axn.named(jnp.asarray(expected), ("features", "width")), rtol=1e-4, atol=1e-5)
+    template = eqx.filter_eval_shape(lambda: layer)
+    loaded = from_torch_compatible_state_dict(template, {"weight": np.asarray(exported)})
+    assert_named(loaded.weight, layer.weight)
+
+
+def test_stacked_conv_transposes_go_to_pytorch_and_back() -> None:
+    layers = axn.Axis("layers", 2)
+    stacked = axn.nn.Stacked.init(layers, ConvTranspose)("width", In, In, 3, groups=2, key=jax.random.split(KEY, 2))
+    exported = to_torch_compatible_state_dict(stacked)
+    first = to_torch_compatible_state_dict(stacked.get_layer(0))
+    np.testing.assert_array_equal(exported["0.weight"], first["weight"])
+    loaded = from_torch_compatible_state_dict(stacked, exported)
+    assert_named(loaded.stacked.weight, stacked.stacked.weight)

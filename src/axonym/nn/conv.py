@@ -6,6 +6,7 @@ in any number and anywhere: the result has the axes of the input in its order, w
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,8 +18,12 @@ import jax.numpy as jnp
 from .. import _errors, _kernels, random
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
-from ..jax_utils import named_call
+from ..jax_utils import is_jax_array_like, named_call
 from ..ops._operands import distinct, private, require_named
+from ..ops.joining import flip
+from ..ops.rearranging import rearrange
+from ..ops.shaping import flatten_axes, rename, unflatten_axis
+from ..state.module import ModuleWithStateDictSerialization
 from ._windows import Padding, PaddingSpec, Pair, PerAxis, check_spans, padding_of, per_axis
 from .linear import _stored
 
@@ -131,12 +136,13 @@ class Conv(eqx.Module):
         return _convolved("Conv", self, inputs, how)
 
 
-class ConvTranspose(eqx.Module):
+class ConvTranspose(ModuleWithStateDictSerialization):
     """A transposed convolution along some axes: what the gradient of a convolution does, with a weight of its own.
 
     Every element of the input adds a copy of the kernel to the output, `stride` elements apart: the way to make an
     image larger. The weight is stored as that of `Conv`, and not flipped: each output is the correlation of the weight
-    with the input, between whose elements stand `stride - 1` zeros.
+    with the input, between whose elements stand `stride - 1` zeros. PyTorch stores it flipped, with the input channels
+    first; the state dicts for PyTorch (`axonym.state.to_torch_compatible_state_dict` and its inverse) convert it.
 
     Arguments:
         Spatial: the axes to convolve along. Only their names matter.
@@ -236,6 +242,32 @@ class ConvTranspose(eqx.Module):
         how = _How((1,) * len(self.stride), self.stride, self.dilation, pads, self.groups)
         return _convolved("ConvTranspose", self, inputs, how)
 
+    def flatten_for_export(self) -> ConvTranspose:
+        """Return the layer with its weight as PyTorch stores it: input channels first, every spatial axis reversed."""
+        out, stored, spatial = self._weight_names()
+        if not is_jax_array_like(self.weight):
+            return self
+        weight = rename(flip(self.weight, spatial), {out: _OUT, stored: _STORED_IN})
+        weight = unflatten_axis(weight, _OUT, (Axis(_GROUPS, self.groups), Axis(_OUT, self.Out.size // self.groups)))
+        weight = flatten_axes(weight, (_GROUPS, _STORED_IN), _IN)
+        return dataclasses.replace(self, weight=rearrange(weight, (..., _IN, _OUT, *spatial)))
+
+    def unflatten_from_export(self, template: Any) -> ConvTranspose:
+        """Return the layer that `flatten_for_export` made into PyTorch's form."""
+        out, stored, spatial = template._weight_names()
+        if not is_jax_array_like(self.weight):
+            return self
+        of_group = template.In.size // template.groups
+        weight = unflatten_axis(
+            flip(self.weight, spatial), _IN, (Axis(_GROUPS, template.groups), Axis(stored, of_group))
+        )
+        weight = flatten_axes(weight, (_GROUPS, _OUT), out)
+        return dataclasses.replace(self, weight=rearrange(weight, template.weight.names))
+
+    def _weight_names(self) -> tuple[str, str, Names]:
+        spatial = tuple(name_of(s) for s in self.Spatial)
+        return self.Out.name, _stored_input("ConvTranspose", self.weight.names, self.Out.name, spatial), spatial
+
     def _padding_of_input(self, i: int) -> Pair:
         """The zeros that make the convolution of the spread-out input what is wanted."""
         stride, reach = self.stride[i], self.dilation[i] * (self.kernel_size[i] - 1)
@@ -247,6 +279,10 @@ class ConvTranspose(eqx.Module):
             return before, total - before
         before, after = self.padding[i]
         return reach - before, reach - after + self.output_padding[i]  # pyright: ignore[reportOperatorIssue]  # a pair
+
+
+# The axes of a transposed convolution's weight in PyTorch's form, and on the way there.
+_IN, _STORED_IN, _GROUPS, _OUT = "__IN__", "__STORED_IN__", "__GROUPS__", "__OUT__"
 
 
 # --- parameters ---
