@@ -24,12 +24,14 @@ LONG = axn.Axis("pos", 6)
 
 def _fft(name: str, operand: Any = A3) -> list[Case]:
     """The forms of the axis argument that every transform takes, along an axis that is not the last one."""
-    operation, along = getattr(axn, name), getattr(jnp.fft, name)
+    operation, along = getattr(fft, name), getattr(jnp.fft, name)
     grad = operand is A3
     return [
-        Case(name, (operand,), lambda a: operation(a, "pos"), lambda a: along(a, axis=1), names=BPE, grad=grad),
         Case(
-            name,
+            f"fft.{name}", (operand,), lambda a: operation(a, "pos"), lambda a: along(a, axis=1), names=BPE, grad=grad
+        ),
+        Case(
+            f"fft.{name}",
             (operand,),
             lambda a: operation(a, LONG),
             lambda a: along(a, n=6, axis=1),
@@ -39,7 +41,7 @@ def _fft(name: str, operand: Any = A3) -> list[Case]:
             sharded=False,
         ),
         Case(
-            name,
+            f"fft.{name}",
             (operand,),
             lambda a: operation(a, {"pos": axn.Axis("freq", 3)}, "ortho"),
             lambda a: along(a, n=3, axis=1, norm="ortho"),
@@ -48,7 +50,7 @@ def _fft(name: str, operand: Any = A3) -> list[Case]:
             grad=grad,
         ),
         Case(
-            name,
+            f"fft.{name}",
             (operand,),
             lambda a: operation(a),
             lambda a: along(a, axis=-1),
@@ -69,7 +71,7 @@ FFT = [
     *_fft("hfft", HALF),
     *_fft("ihfft"),
     Case(
-        "fft",
+        "fft.fft",
         (HALF,),
         lambda a: fft.fft(a, {"embed": None, "batch": "freq"}),
         lambda a: np.fft.fftn(a, axes=(2, 0)),
@@ -79,7 +81,7 @@ FFT = [
         atol=1e-4,
     ),
     Case(
-        "fft",
+        "fft.fft",
         (f("batch", "pos", "embed", "heads"),),
         lambda a: fft.fft(a, ("embed", "heads", "batch", "pos")),
         lambda a: jnp.fft.fftn(a),
@@ -88,7 +90,7 @@ FFT = [
         atol=1e-3,
     ),
     Case(
-        "rfft",
+        "fft.rfft",
         (A3,),
         lambda a: fft.rfft(a, ("embed", LONG)),
         lambda a: jnp.fft.rfftn(a, s=(8, 6), axes=(2, 1)),
@@ -97,7 +99,7 @@ FFT = [
         atol=1e-4,
     ),
     Case(
-        "irfft",
+        "fft.irfft",
         (HALF,),
         lambda a: fft.irfft(a, (axn.Axis("batch", 5), "embed")),
         lambda a: np.fft.irfftn(a, s=(5, 14), axes=(0, 2)),
@@ -106,16 +108,16 @@ FFT = [
         grad=False,
     ),
     Case(
-        "irfft",
+        "fft.irfft",
         (A3,),
         lambda a: fft.irfft(fft.rfft(a, "pos"), axn.Axis("pos", 4)),
         lambda a: a,
         label="roundtrip",
         names=BPE,
     ),
-    Case("fftshift", (A3,), lambda a: fft.fftshift(a), lambda a: jnp.fft.fftshift(a), names=BPE),
+    Case("fft.fftshift", (A3,), lambda a: fft.fftshift(a), lambda a: jnp.fft.fftshift(a), names=BPE),
     Case(
-        "fftshift",
+        "fft.fftshift",
         (A3,),
         lambda a: fft.fftshift(a, "pos"),
         lambda a: jnp.fft.fftshift(a, 1),
@@ -123,7 +125,7 @@ FFT = [
         names=BPE,
     ),
     Case(
-        "ifftshift",
+        "fft.ifftshift",
         (f("batch", "xyz"),),
         lambda a: fft.ifftshift(a, ("xyz", "batch")),
         lambda a: jnp.fft.ifftshift(a),
@@ -133,9 +135,9 @@ FFT = [
 
 
 def _frequencies(name: str, size: int) -> Case:
-    operation, numpy = getattr(axn, name), getattr(np.fft, name)
+    operation, numpy = getattr(fft, name), getattr(np.fft, name)
     return Case(
-        name,
+        f"fft.{name}",
         (),
         lambda: operation(axn.Axis("t", size), 0.5),
         lambda: numpy(size, 0.5).astype(np.float32),
@@ -170,9 +172,9 @@ def _fit_error(x: np.ndarray, y: np.ndarray) -> Any:
 
 
 def _arithmetic(name: str) -> Case:
-    operation, positional = getattr(axn, name), getattr(jnp, name)
+    operation, positional = getattr(poly, name), getattr(jnp, name)
     return Case(
-        name,
+        f"poly.{name}",
         (X, Y),
         lambda p, q: (operation(p, q), operation(q, p)),
         lambda p, q: (positional(p, q), positional(q, p)),
@@ -185,7 +187,7 @@ POLY = [
     _arithmetic("polysub"),
     _arithmetic("polymul"),
     Case(
-        "polyadd",
+        "poly.polyadd",
         (of("int", "x"),),
         lambda p: poly.polyadd([1, 2], p),
         lambda p: np.polyadd([1, 2], p),
@@ -193,9 +195,9 @@ POLY = [
         names=("x",),
         grad=False,
     ),
-    Case("polymul", (X,), lambda p: poly.polymul(p, p), lambda p: jnp.polymul(p, p), label="square", names=("x",)),
+    Case("poly.polymul", (X,), lambda p: poly.polymul(p, p), lambda p: jnp.polymul(p, p), label="square", names=("x",)),
     Case(
-        "polydiv",
+        "poly.polydiv",
         (of("positive", "x"), of("positive", "y")),
         poly.polydiv,
         lambda p, q: jnp.polydiv(p, q),
@@ -203,10 +205,10 @@ POLY = [
         rtol=1e-3,
         atol=1e-3,
     ),
-    Case("polyder", (X,), lambda p: poly.polyder(p, 2), lambda p: jnp.polyder(p, 2), names=("x",)),
-    Case("polyint", (X,), poly.polyint, lambda p: jnp.polyint(p), names=("x",)),
+    Case("poly.polyder", (X,), lambda p: poly.polyder(p, 2), lambda p: jnp.polyder(p, 2), names=("x",)),
+    Case("poly.polyint", (X,), poly.polyint, lambda p: jnp.polyint(p), names=("x",)),
     Case(
-        "polyint",
+        "poly.polyint",
         (X, f("heads")),
         lambda p, k: poly.polyint(p, 2, k),
         lambda p, k: jnp.polyint(p, 2, k),
@@ -214,7 +216,7 @@ POLY = [
         names=("x",),
     ),
     Case(
-        "polyval",
+        "poly.polyval",
         (Y, f("batch", "x")),
         poly.polyval,
         lambda p, x: jnp.polyval(p, x),
@@ -223,7 +225,7 @@ POLY = [
         atol=1e-4,
     ),
     Case(
-        "polyval",
+        "poly.polyval",
         (Y,),
         lambda p: poly.polyval(p, p),
         lambda p: np.polyval(p, p),
@@ -232,9 +234,9 @@ POLY = [
         rtol=1e-4,
         atol=1e-4,
     ),
-    Case("poly", (Y,), poly.poly, lambda z: jnp.poly(z), names=("y",)),
+    Case("poly.poly", (Y,), poly.poly, lambda z: jnp.poly(z), names=("y",)),
     Case(
-        "roots",
+        "poly.roots",
         (of("positive", "y"),),
         poly.roots,
         _roots,
@@ -245,7 +247,7 @@ POLY = [
         atol=1e-4,
     ),
     Case(
-        "roots",
+        "poly.roots",
         (of("positive", "y"),),
         lambda p: poly.roots(p, strip_zeros=False),
         _roots,
@@ -254,9 +256,9 @@ POLY = [
         rtol=1e-3,
         atol=1e-3,
     ),
-    Case("trim_zeros", (of("index", "x"),), poly.trim_zeros, np.trim_zeros, names=("x",), jit=False, grad=False),
+    Case("poly.trim_zeros", (of("index", "x"),), poly.trim_zeros, np.trim_zeros, names=("x",), jit=False, grad=False),
     Case(
-        "trim_zeros",
+        "poly.trim_zeros",
         (of("index", "x"),),
         lambda p: poly.trim_zeros(p, "b"),
         lambda p: np.trim_zeros(p, "b"),
@@ -266,7 +268,7 @@ POLY = [
         grad=False,
     ),
     Case(
-        "polyfit",
+        "poly.polyfit",
         (X, f("batch", "x", "y")),
         lambda x, y: poly.polyfit(x, y, 2),
         _fit,
@@ -275,7 +277,7 @@ POLY = [
         atol=1e-3,
     ),
     Case(
-        "polyfit",
+        "poly.polyfit",
         (X, X),
         lambda x, y: poly.polyfit(x, y, 2, cov=True),
         _fit_error,
@@ -285,7 +287,7 @@ POLY = [
         atol=1e-3,
     ),
     Case(
-        "polyfit",
+        "poly.polyfit",
         (of("int", "x"), of("int", "x"), of("positive", "x")),
         lambda x, y, w: poly.polyfit(x, y, 1, w=w),
         lambda x, y, w: jnp.asarray(np.polyfit(x, y, 1, w=w), jnp.float32),
