@@ -8,7 +8,8 @@ import jax
 from jax.sharding import PartitionSpec as P
 from language_model import batches, report, start, step
 
-from axonym.sharding import FSDPShardingRule, MeshShardingHelper
+import axonym as axn
+from axonym.sharding import FSDPShardingRule
 
 # Eight simulated devices, so that the example runs on any machine.
 jax.config.update("jax_platforms", "cpu")
@@ -16,23 +17,23 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 def main() -> None:
-    helper = MeshShardingHelper([-1], ["data"])
+    jax.set_mesh(axn.make_mesh({"data": -1}))
     # Whichever axis of an array can be split; arrays of fewer than 1024 elements stay whole on every device.
     rule = FSDPShardingRule("data", min_fsdp_size=1024)
 
     # The rule serves for the state of the optimiser too. Compiled with it, `start` makes every array in parts.
-    params, state = helper.sjit(start, out_shardings=rule)(jax.random.key(0))
+    params, state = axn.named_jit(start, out_axis_resources=rule)(jax.random.key(0))
 
-    train = helper.sjit(
+    train = axn.named_jit(
         step,
-        in_shardings=(rule, rule, P("data")),
-        out_shardings=(P(), rule, rule),
+        in_axis_resources=(rule, rule, P("data")),
+        out_axis_resources=(P(), rule, rule),
         annotation_shardings={"residual": P("data")},
-        donate_argnums=(0, 1),
+        donate_args=(True, True, False),
     )
     for i, tokens in enumerate(batches()):
         # On several hosts each would load a part of the batch, and pass it here in the same way.
-        batch = helper.local_data_to_global_array(tokens)
+        batch = axn.sharding.from_process_local_data(tokens)
         value, params, state = jax.block_until_ready(train(params, state, batch))
         report(i, value)
 

@@ -8,7 +8,8 @@ import jax
 from jax.sharding import PartitionSpec as P
 from language_model import batches, init, report, start, step
 
-from axonym.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule
+import axonym as axn
+from axonym.sharding import FSDPShardingRule, TreePathShardingRule
 
 # Eight simulated devices, so that the example runs on any machine.
 jax.config.update("jax_platforms", "cpu")
@@ -32,18 +33,18 @@ ACTIVATIONS = {
 
 
 def main() -> None:
-    helper = MeshShardingHelper([-1, 2], ["data", "model"])
-    params, state = helper.sjit(start, out_shardings=PARAMETERS)(jax.random.key(0))
+    jax.set_mesh(axn.make_mesh({"data": -1, "model": 2}))
+    params, state = axn.named_jit(start, out_axis_resources=PARAMETERS)(jax.random.key(0))
 
-    train = helper.sjit(
+    train = axn.named_jit(
         step,
-        in_shardings=(PARAMETERS, PARAMETERS, P("data")),
-        out_shardings=(P(), PARAMETERS, PARAMETERS),
+        in_axis_resources=(PARAMETERS, PARAMETERS, P("data")),
+        out_axis_resources=(P(), PARAMETERS, PARAMETERS),
         annotation_shardings=ACTIVATIONS,
-        donate_argnums=(0, 1),
+        donate_args=(True, True, False),
     )
     for i, tokens in enumerate(batches()):
-        batch = helper.local_data_to_global_array(tokens, mesh_axis_subset=["data"])
+        batch = axn.sharding.from_process_local_data(tokens, mesh_axes="data")
         value, params, state = jax.block_until_ready(train(params, state, batch))
         report(i, value)
 
@@ -53,7 +54,7 @@ def main() -> None:
         print(f"{name:<11} {x.shape!s:<13} {x.sharding.spec!s:<26} {x.addressable_shards[0].data.shape}")
 
     # A rule can be asked before anything is made, here about abstract parameters.
-    shardings = helper.match_sharding_rule(PARAMETERS, jax.eval_shape(init, jax.random.key(0)))
+    shardings = axn.partitioning.infer_resource_partitions(jax.eval_shape(init, jax.random.key(0)), PARAMETERS)
     print("\nthe rule says of the table:", shardings["table"].spec)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import axonym as axn
-from axonym.sharding import MeshShardingHelper
+from axonym.scalax.sharding import MeshShardingHelper
 
 FEATURES = 3
 

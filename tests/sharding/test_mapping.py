@@ -15,7 +15,7 @@ import pytest
 import axonym as axn
 from axonym import _context
 from axonym.partitioning import current_thread_local_mapping
-from axonym.sharding import MeshShardingHelper
+from axonym.scalax.sharding import MeshShardingHelper
 
 
 def test_nothing_is_in_force_at_first() -> None:

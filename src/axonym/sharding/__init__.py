@@ -3,13 +3,8 @@
 from .annotations import (
     sharding_annotations as sharding_annotations,
     with_sharding_annotation as with_sharding_annotation,
-    with_sharding_constraint as with_sharding_constraint,
 )
-from .helper import (
-    MeshShardingHelper as MeshShardingHelper,
-    get_global_mesh as get_global_mesh,
-    get_global_mesh_helper as get_global_mesh_helper,
-)
+from .loading import from_process_local_data as from_process_local_data
 from .placement import Leaf as Leaf
 from .rules import (
     FSDPShardingRule as FSDPShardingRule,
@@ -17,6 +12,4 @@ from .rules import (
     PolicyShardingRule as PolicyShardingRule,
     ShardingRule as ShardingRule,
     TreePathShardingRule as TreePathShardingRule,
-    match_sharding_rule as match_sharding_rule,
 )
-from .sjit import ShardedJit as ShardedJit, sjit as sjit

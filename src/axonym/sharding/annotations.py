@@ -10,7 +10,7 @@ import jax
 from .. import _context, _errors
 from .mapping import Putting, normalize_mapping
 from .placement import Placement, is_placement
-from .shard import shard, shard_quietly
+from .shard import shard_quietly
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ def sharding_annotations(annotations: Mapping[str, Placement], *, merge: bool = 
 
 
 def with_sharding_annotation(pytree: T, sharding_name: str) -> T:
-    """Name a value, for the innermost `sjit`, `named_jit` or `sharding_annotations` around it to place.
+    """Name a value, for the innermost `named_jit` or `sharding_annotations` around it to place.
 
     Where none of them knows the name the value stays as it is.
 
@@ -85,17 +85,3 @@ def with_sharding_annotation(pytree: T, sharding_name: str) -> T:
     if hint := _errors.suggestion(sharding_name, annotations):
         _errors.warn(f"with_sharding_annotation: no annotation {sharding_name!r} is in force.{hint}")
     return pytree
-
-
-def with_sharding_constraint(pytree: T, sharding_rule: Placement) -> T:
-    """`axonym.shard` under the name that users of rules know.
-
-    Arguments:
-        pytree: a tree of arrays.
-        sharding_rule: a rule or any other placement, or a tree prefix of placements.
-
-    >>> with axn.set_mesh(axn.make_mesh({"data": 2})):
-    ...     axn.sharding.with_sharding_constraint(jnp.ones(2), jax.P("data")).sharding.spec
-    P('data',)
-    """
-    return shard(pytree, sharding_rule)

@@ -13,16 +13,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _errors
 from .._context import Entry
 from .._mesh_axes import mesh_axes
-from ..array import NamedArray, wrap
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
-from .meshes import AnyMesh, required_mesh, with_devices
-from .placement import Leaf, Placement, Rule, entries_of, is_placement, resolve
+from .meshes import AnyMesh
+from .placement import Leaf, Placement, Rule, entries_of, is_placement
 
 __all__ = [
     "FSDPShardingRule",
@@ -30,7 +28,6 @@ __all__ = [
     "PolicyShardingRule",
     "ShardingRule",
     "TreePathShardingRule",
-    "match_sharding_rule",
 ]
 
 
@@ -42,7 +39,7 @@ class ShardingRule(Rule):
     ...         return jax.P("data") if len(leaf.shape) == 2 else None
     >>> mesh = axn.make_mesh({"data": 2})
     >>> rule = OnlyMatrices() | axn.sharding.PolicyShardingRule(lambda path, x: jax.P())
-    >>> rule.apply({"w": jnp.ones((2, 2)), "b": jnp.ones(2)}, mesh)["w"].spec
+    >>> axn.shard({"w": jnp.ones((2, 2)), "b": jnp.ones(2)}, rule, mesh)["w"].sharding.spec
     P('data', None)
     """
 
@@ -55,18 +52,6 @@ class ShardingRule(Rule):
 
     def __hash__(self) -> int:
         return hash((type(self), self._key()))
-
-    def apply(self, pytree: Any, mesh: AnyMesh | None = None) -> Any:
-        """The sharding of every leaf, in the structure of the tree.
-
-        Arguments:
-            pytree: any tree; its arrays may be abstract.
-            mesh: the mesh; that in force by default.
-
-        >>> axn.sharding.FSDPShardingRule("data").apply(jnp.ones(3), axn.make_mesh({"data": 2})).spec
-        P(None,)
-        """
-        return match_sharding_rule(self, pytree, mesh)
 
     def __or__(self, other: Placement) -> ShardingRule:
         """The other placement for what this rule passes on."""
@@ -82,7 +67,7 @@ class ShardingRule(Rule):
             pattern: a regular expression.
 
         >>> rule = axn.sharding.FSDPShardingRule("data", min_fsdp_size=0).exclude("norm") | jax.P()
-        >>> rule.apply({"norm": jnp.ones(2)}, axn.make_mesh({"data": 2}))["norm"].spec
+        >>> axn.shard({"norm": jnp.ones(2)}, rule, axn.make_mesh({"data": 2}))["norm"].sharding.spec
         P(None,)
         """
         return _Excluding(self, pattern)
@@ -91,7 +76,7 @@ class ShardingRule(Rule):
         """This rule, which leaves an axis whole where its mesh axes do not divide it; otherwise that is an error.
 
         >>> rule = axn.sharding.TreePathShardingRule((".*", jax.P("data"))).lenient()
-        >>> rule.apply(jnp.ones(3), axn.make_mesh({"data": 2})).spec
+        >>> axn.shard(jnp.ones(3), rule, axn.make_mesh({"data": 2})).sharding.spec
         P(None,)
         """
         return _Lenient(self)
@@ -178,7 +163,7 @@ class FSDPShardingRule(ShardingRule):
     chosen. Arrays that are small, or have no axis to choose, stay whole.
 
     >>> rule = axn.sharding.FSDPShardingRule("data", min_fsdp_size=16)
-    >>> rule.apply({"w": jnp.ones((6, 16)), "b": jnp.ones(8)}, axn.make_mesh({"data": 2}))["w"].spec
+    >>> axn.shard({"w": jnp.ones((6, 16)), "b": jnp.ones(8)}, rule, axn.make_mesh({"data": 2}))["w"].sharding.spec
     P(None, 'data')
     """
 
@@ -231,7 +216,7 @@ class TreePathShardingRule(ShardingRule):
     Paths read like `layers/0/attn/q`. Patterns are regular expressions, searched for anywhere in the path.
 
     >>> rule = axn.sharding.TreePathShardingRule(("attn/.*", jax.P("data")), (".*", jax.P()))
-    >>> rule.apply({"attn": {"q": jnp.ones(8)}}, axn.make_mesh({"data": 2}))["attn"]["q"].spec
+    >>> axn.shard({"attn": {"q": jnp.ones(8)}}, rule, axn.make_mesh({"data": 2}))["attn"]["q"].sharding.spec
     P('data',)
     """
 
@@ -278,7 +263,7 @@ class PolicyShardingRule(ShardingRule):
     """Place each leaf as a function says.
 
     >>> rule = axn.sharding.PolicyShardingRule(lambda path, x: jax.P("data") if x.ndim == 1 else jax.P())
-    >>> rule.apply({"w": jnp.ones((2, 2)), "b": jnp.ones(2)}, axn.make_mesh({"data": 2}))["b"].spec
+    >>> axn.shard({"w": jnp.ones((2, 2)), "b": jnp.ones(2)}, rule, axn.make_mesh({"data": 2}))["b"].sharding.spec
     P('data',)
     """
 
@@ -306,7 +291,7 @@ class MappingShardingRule(ShardingRule):
     """A resource mapping as a rule: it places what has names and passes on what has none.
 
     >>> rule = axn.sharding.MappingShardingRule({"batch": "data"}) | axn.sharding.FSDPShardingRule("data")
-    >>> rule.apply(axn.ones({"batch": 4}), axn.make_mesh({"data": 2})).array.spec
+    >>> axn.shard(axn.ones({"batch": 4}), rule, axn.make_mesh({"data": 2})).array.sharding.spec
     P('data',)
     """
 
@@ -334,30 +319,6 @@ class MappingShardingRule(ShardingRule):
 def _as_rule(placement: Placement) -> Placement:
     """A mapping as a rule, since by itself it would not pass on what has no names."""
     return MappingShardingRule(placement) if isinstance(placement, Mapping) else placement
-
-
-def match_sharding_rule(sharding_rules: Placement, pytree: Any, mesh: AnyMesh | None = None) -> Any:
-    """The sharding that a placement gives every leaf, in the structure of the tree. What it does not place is whole.
-
-    Arguments:
-        sharding_rules: a rule, or any other placement, or a tree prefix of placements.
-        pytree: any tree; its arrays may be abstract. What is not an array gets None.
-        mesh: the mesh; that in force by default.
-
-    >>> mesh = axn.make_mesh({"data": 2})
-    >>> axn.sharding.match_sharding_rule({"w": jax.P("data")}, {"w": jnp.ones(2)}, mesh)["w"].spec
-    P('data',)
-    """
-    mesh = with_devices(required_mesh("match_sharding_rule", mesh))
-    leaves, structure = resolve(pytree, sharding_rules, mesh, "match_sharding_rule")
-
-    def sharding(leaf: Leaf) -> Any:
-        if leaf.shape is None:
-            return None
-        found = NamedSharding(leaf.mesh or mesh, leaf.spec or PartitionSpec())
-        return wrap(found, leaf.names) if isinstance(leaf.value, NamedArray) and leaf.names is not None else found
-
-    return jax.tree.unflatten(structure, [sharding(leaf) for leaf in leaves])
 
 
 def _parts(mesh: AnyMesh, entry: Entry) -> int:

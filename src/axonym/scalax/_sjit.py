@@ -11,11 +11,11 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from .. import _context, _errors
-from ._bound import BoundMethod
-from .annotations import kept_annotations
-from .meshes import AnyMesh
-from .placement import Placement
-from .shard import call_on_mesh, shard_arguments, shard_quietly
+from ..sharding._bound import BoundMethod
+from ..sharding.annotations import kept_annotations
+from ..sharding.meshes import AnyMesh
+from ..sharding.placement import Placement
+from ..sharding.shard import call_on_mesh, shard_arguments, shard_quietly
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -27,7 +27,8 @@ class ShardedJit(Generic[P, R]):
     Placements are applied inside the compiled function. They are worked out when it is traced, that is once for each
     structure and shapes of the arguments; a call with others works them out afresh.
 
-    >>> type(axn.sharding.sjit(lambda x: x * 2)).__name__
+    >>> from axonym.scalax.sharding import sjit
+    >>> type(sjit(lambda x: x * 2)).__name__
     'ShardedJit'
     """
 
@@ -70,7 +71,8 @@ class ShardedJit(Generic[P, R]):
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Lower the function for these arguments, which may be abstract: see `jax.jit(f).lower`.
 
-        >>> axn.sharding.sjit(lambda x: x * 2).lower(jnp.ones(2)).compile() is not None
+        >>> from axonym.scalax.sharding import sjit
+        >>> sjit(lambda x: x * 2).lower(jnp.ones(2)).compile() is not None
         True
         """
         with self._in_force():
@@ -79,7 +81,8 @@ class ShardedJit(Generic[P, R]):
     def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Trace the function for these arguments, which may be abstract: see `jax.jit(f).trace`.
 
-        >>> axn.sharding.sjit(lambda x: x * 2).trace(jnp.ones(2)).jaxpr is not None
+        >>> from axonym.scalax.sharding import sjit
+        >>> sjit(lambda x: x * 2).trace(jnp.ones(2)).jaxpr is not None
         True
         """
         with self._in_force():
@@ -131,8 +134,9 @@ def sjit(
         annotation_shardings: where annotated values go: see `with_sharding_annotation`.
         **jit_arguments: more arguments of `jax.jit`.
 
+    >>> from axonym.scalax.sharding import sjit
     >>> with axn.set_mesh(axn.make_mesh({"data": 2})):
-    ...     axn.sharding.sjit(lambda x: x * 2, out_shardings=jax.P("data"))(jnp.ones(2)).sharding.spec
+    ...     sjit(lambda x: x * 2, out_shardings=jax.P("data"))(jnp.ones(2)).sharding.spec
     P('data',)
     """
     make = functools.partial(

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import axonym as axn
-from axonym.sharding import (
+from axonym.scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
     TreePathShardingRule,

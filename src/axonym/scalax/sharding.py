@@ -1,4 +1,4 @@
-"""`MeshShardingHelper`: a mesh, and what is done with rules on it."""
+"""`scalax.sharding`: a mesh whose `sjit` compiles by rules, the rules, and what annotates values."""
 
 from __future__ import annotations
 
@@ -6,22 +6,33 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as PartitionSpec
 
-from .. import _errors
 from ..array import NamedArray, wrap
-from ..axis import name_of
-from .mapping import Entered
-from .meshes import full_sizes
-from .placement import Leaf, Placement, leaves_of, listed, resolve
-from .rules import match_sharding_rule
-from .shard import shard, to_host, unshard
-from .sjit import ShardedJit, mesh_in_force
+from ..sharding.annotations import (
+    sharding_annotations as sharding_annotations,
+    with_sharding_annotation as with_sharding_annotation,
+)
+from ..sharding.loading import from_process_local_data
+from ..sharding.mapping import Entered
+from ..sharding.meshes import AnyMesh, full_sizes, required_mesh, with_devices
+from ..sharding.placement import Leaf, Placement, resolve
+from ..sharding.rules import (
+    FSDPShardingRule as FSDPShardingRule,
+    MappingShardingRule as MappingShardingRule,
+    PolicyShardingRule as PolicyShardingRule,
+    ShardingRule as ShardingRule,
+    TreePathShardingRule as TreePathShardingRule,
+)
+from ..sharding.shard import shard, shard_quietly, to_host, unshard
+from ._sjit import ShardedJit as ShardedJit, mesh_in_force, sjit as sjit
+
+T = TypeVar("T")
 
 _HELPERS: contextvars.ContextVar[tuple[MeshShardingHelper, ...]] = contextvars.ContextVar("helpers", default=())
 
@@ -29,7 +40,8 @@ _HELPERS: contextvars.ContextVar[tuple[MeshShardingHelper, ...]] = contextvars.C
 class MeshShardingHelper:
     """A mesh with `sjit` and the other ways to place trees on it. `with helper:` puts its mesh in force.
 
-    >>> helper = axn.sharding.MeshShardingHelper([-1, 2], ["data", "model"])
+    >>> from axonym.scalax.sharding import MeshShardingHelper
+    >>> helper = MeshShardingHelper([-1, 2], ["data", "model"])
     >>> double = helper.sjit(lambda x: x * 2, out_shardings=jax.P("model"))
     >>> double(jnp.ones(4)).sharding.spec
     P('model',)
@@ -80,8 +92,9 @@ class MeshShardingHelper:
     def get_global_mesh() -> Mesh | None:
         """The mesh of the innermost helper entered, or None: see `get_global_mesh`.
 
-        >>> with axn.sharding.MeshShardingHelper([2], ["data"]) as helper:
-        ...     axn.sharding.MeshShardingHelper.get_global_mesh() is helper.mesh
+        >>> from axonym.scalax.sharding import MeshShardingHelper
+        >>> with MeshShardingHelper([2], ["data"]) as helper:
+        ...     MeshShardingHelper.get_global_mesh() is helper.mesh
         True
         """
         return get_global_mesh()
@@ -98,7 +111,7 @@ class MeshShardingHelper:
         annotation_shardings: Mapping[str, Placement] | None = None,
         **jit_arguments: Any,
     ) -> Any:
-        """`axonym.sharding.sjit` on the mesh of this helper.
+        """`sjit` on the mesh of this helper.
 
         Arguments:
             fun: the function. Without it, this is a decorator.
@@ -111,7 +124,8 @@ class MeshShardingHelper:
             annotation_shardings: where annotated values go: see `with_sharding_annotation`.
             **jit_arguments: more arguments of `jax.jit`.
 
-        >>> helper = axn.sharding.MeshShardingHelper([2], ["data"])
+        >>> from axonym.scalax.sharding import MeshShardingHelper
+        >>> helper = MeshShardingHelper([2], ["data"])
         >>> helper.sjit(lambda x: x * 2, in_shardings=(jax.P("data"),))(jnp.ones(2)).shape
         (2,)
         """
@@ -136,7 +150,8 @@ class MeshShardingHelper:
             sharding_rules: a rule, or any other placement, or a tree prefix of placements.
             pytree: any tree; its arrays may be abstract.
 
-        >>> helper = axn.sharding.MeshShardingHelper([2], ["data"])
+        >>> from axonym.scalax.sharding import MeshShardingHelper
+        >>> helper = MeshShardingHelper([2], ["data"])
         >>> helper.match_sharding_rule(jax.P("data"), {"w": jnp.ones(2)})["w"].spec
         P('data',)
         """
@@ -149,7 +164,8 @@ class MeshShardingHelper:
             pytree: any tree; its arrays may be abstract.
             sharding_rules: where the leaves go.
 
-        >>> helper = axn.sharding.MeshShardingHelper([2], ["data"])
+        >>> from axonym.scalax.sharding import MeshShardingHelper
+        >>> helper = MeshShardingHelper([2], ["data"])
         >>> place, fetch = helper.make_shard_and_gather_fns({"w": jnp.ones(2)}, jax.P("data"))
         >>> type(fetch["w"](place["w"](np.ones(2)))).__name__
         'ndarray'
@@ -170,7 +186,8 @@ class MeshShardingHelper:
         Arguments:
             *args: trees of arrays.
 
-        >>> helper = axn.sharding.MeshShardingHelper([2], ["data"])
+        >>> from axonym.scalax.sharding import MeshShardingHelper
+        >>> helper = MeshShardingHelper([2], ["data"])
         >>> helper.make_replicated_args(jnp.ones(2)).sharding.is_fully_replicated
         True
         """
@@ -188,63 +205,22 @@ class MeshShardingHelper:
                 arrays are named.
             mesh_axis_subset: the mesh axes that the axis is split over; all of them by default.
 
-        >>> helper = axn.sharding.MeshShardingHelper([2, 1], ["data", "model"])
+        >>> from axonym.scalax.sharding import MeshShardingHelper
+        >>> helper = MeshShardingHelper([2, 1], ["data", "model"])
         >>> helper.local_data_to_global_array(np.ones((4, 3))).sharding.spec
         P(('data', 'model'), None)
         """
-        what = "local_data_to_global_array"
-        subset = self.mesh.axis_names if mesh_axis_subset is None else mesh_axis_subset
-        mesh_axes = (subset,) if isinstance(subset, str) else tuple(subset)
-        unknown = [a for a in mesh_axes if a not in self.mesh.shape]
-        if unknown:
-            raise ValueError(
-                f"{what}: mesh {_errors.describe_shape(self.mesh.shape)} has no axis "
-                f"{', '.join(map(repr, unknown))}.{_errors.suggestion(unknown[0], self.mesh.axis_names)}"
-            )
-        parts = self._parts_here(mesh_axes)
-        leaves, structure = leaves_of(pytree)
-        made, problems = [], []
-        for leaf in leaves:
-            x = np.asarray(leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value)
-            shape = x.shape if leaf.names is None else _errors.describe_axes(leaf.names, x.shape)
-            position = _position(leaf, x.ndim, batch_axis)
-            if position is None:
-                problems.append(f"{leaf.path} {shape} has no axis {batch_axis!r} along which parts could follow.")
-            elif x.shape[position] % parts:
-                over = " x ".join(f"{a}={self.mesh.shape[a]}" for a in mesh_axes)
-                problems.append(
-                    f"{leaf.path} {shape}: {x.shape[position]} along axis {batch_axis!r} cannot be split over {over}: "
-                    f"the devices of this process hold {parts} parts."
-                )
-            else:
-                spec = PartitionSpec(*(mesh_axes if i == position else None for i in range(x.ndim)))
-                whole = jax.make_array_from_process_local_data(NamedSharding(self.mesh, spec), x)
-                made.append(wrap(whole, leaf.value.names) if isinstance(leaf.value, NamedArray) else whole)
-        if problems:
-            raise ValueError(listed(what, problems, self.mesh))
-        return jax.tree.unflatten(structure, made)
-
-    def _parts_here(self, mesh_axes: Sequence[str]) -> int:
-        """How many of the parts into which these mesh axes split an axis lie on devices of this process."""
-        here = [i for i, d in np.ndenumerate(self.mesh.devices) if d.process_index == jax.process_index()]
-        dimensions = [self.mesh.axis_names.index(a) for a in mesh_axes]
-        return len({tuple([i[d] for d in dimensions]) for i in here})
+        return from_process_local_data(pytree, batch_axis, mesh_axis_subset, self.mesh)
 
     def __repr__(self) -> str:
         return f"MeshShardingHelper({', '.join(f'{n}={s}' for n, s in self.mesh.shape.items())})"
 
 
-def _position(leaf: Leaf, ndim: int, axis: Any) -> int | None:
-    """Where the axis stands in a leaf; None if it is not there."""
-    if isinstance(axis, int):
-        return axis % ndim if -ndim <= axis < ndim else None
-    return leaf.names.index(name_of(axis)) if leaf.names and name_of(axis) in leaf.names else None
-
-
 def get_global_mesh_helper() -> MeshShardingHelper | None:
     """The innermost helper entered, or None.
 
-    >>> axn.sharding.get_global_mesh_helper() is None
+    >>> from axonym.scalax.sharding import get_global_mesh_helper
+    >>> get_global_mesh_helper() is None
     True
     """
     helpers = _HELPERS.get()
@@ -254,8 +230,49 @@ def get_global_mesh_helper() -> MeshShardingHelper | None:
 def get_global_mesh() -> Mesh | None:
     """The mesh of the innermost helper entered, or None.
 
-    >>> axn.sharding.get_global_mesh() is None
+    >>> from axonym.scalax.sharding import get_global_mesh
+    >>> get_global_mesh() is None
     True
     """
     helper = get_global_mesh_helper()
     return None if helper is None else helper.mesh
+
+
+def match_sharding_rule(sharding_rules: Placement, pytree: Any, mesh: AnyMesh | None = None) -> Any:
+    """The sharding that a placement gives every leaf, in the structure of the tree. What it does not place is whole.
+
+    Arguments:
+        sharding_rules: a rule, or any other placement, or a tree prefix of placements.
+        pytree: any tree; its arrays may be abstract. What is not an array gets None.
+        mesh: the mesh; that in force by default.
+
+    >>> from axonym.scalax.sharding import match_sharding_rule
+    >>> mesh = axn.make_mesh({"data": 2})
+    >>> match_sharding_rule({"w": jax.P("data")}, {"w": jnp.ones(2)}, mesh)["w"].spec
+    P('data',)
+    """
+    mesh = with_devices(required_mesh("match_sharding_rule", mesh))
+    leaves, structure = resolve(pytree, sharding_rules, mesh, "match_sharding_rule")
+
+    def sharding(leaf: Leaf) -> Any:
+        if leaf.shape is None:
+            return None
+        found = NamedSharding(leaf.mesh or mesh, leaf.spec or PartitionSpec())
+        return wrap(found, leaf.names) if isinstance(leaf.value, NamedArray) and leaf.names is not None else found
+
+    return jax.tree.unflatten(structure, [sharding(leaf) for leaf in leaves])
+
+
+def with_sharding_constraint(pytree: T, sharding_rule: Placement) -> T:
+    """Place a tree here; without a mesh, leave it where it is.
+
+    Arguments:
+        pytree: a tree of arrays.
+        sharding_rule: a rule or any other placement, or a tree prefix of placements.
+
+    >>> from axonym.scalax.sharding import MeshShardingHelper, with_sharding_constraint
+    >>> with MeshShardingHelper([2], ["data"]):
+    ...     with_sharding_constraint(jnp.ones(2), jax.P("data")).sharding.spec
+    P('data',)
+    """
+    return shard_quietly(pytree, sharding_rule, "with_sharding_constraint")

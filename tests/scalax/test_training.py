@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import axonym as axn
-from axonym.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule, with_sharding_annotation
+from axonym.scalax.sharding import FSDPShardingRule, MeshShardingHelper, TreePathShardingRule, with_sharding_annotation
 
 STEPS = 3
 In, Hidden, Out, Batch = axn.make_axes(features=8, hidden=16, targets=8, batch=16)

@@ -1,0 +1,83 @@
+"""Global arrays from what each process has loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .. import _errors
+from ..array import NamedArray, wrap
+from ..axis import AxisSelector, name_of
+from .meshes import required_mesh, with_devices
+from .placement import Leaf, leaves_of, listed
+
+
+def from_process_local_data(
+    tree: Any, axis: AxisSelector | int = 0, mesh_axes: str | Sequence[str] | None = None, mesh: Mesh | None = None
+) -> Any:
+    """Make global arrays of which each process has loaded a part.
+
+    It is the same code with one process and with many. Processes between which only other mesh axes lie must have
+    loaded the same part.
+
+    Arguments:
+        tree: a tree of the arrays of this process, of the same shapes in every process.
+        axis: the axis along which the parts follow one another: a position, or an axis where the arrays are named.
+        mesh_axes: the mesh axes that the axis is sharded over; all of them by default.
+        mesh: the mesh; the active one by default.
+
+    >>> with axn.set_mesh(axn.make_mesh({"data": 2, "model": 1})):
+    ...     axn.sharding.from_process_local_data(np.ones((4, 3)), mesh_axes="data").sharding.spec
+    P('data', None)
+    """
+    what = "from_process_local_data"
+    found = with_devices(required_mesh(what, mesh))
+    if not isinstance(found, Mesh):
+        raise TypeError(f"{what}: in a traced function the devices of the mesh are not known. Load data outside.")
+    over = found.axis_names if mesh_axes is None else (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
+    unknown = [a for a in over if a not in found.shape]
+    if unknown:
+        raise ValueError(
+            f"{what}: mesh {_errors.describe_shape(found.shape)} has no axis "
+            f"{', '.join(map(repr, unknown))}.{_errors.suggestion(unknown[0], found.axis_names)}"
+        )
+    shards = _shards_here(found, over)
+    leaves, structure = leaves_of(tree)
+    made, problems = [], []
+    for leaf in leaves:
+        x = np.asarray(leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value)
+        shape = x.shape if leaf.names is None else _errors.describe_axes(leaf.names, x.shape)
+        position = _position(leaf, x.ndim, axis)
+        if position is None:
+            problems.append(f"{leaf.path} {shape} has no axis {axis!r} along which parts could follow.")
+        elif x.shape[position] % shards:
+            sizes = " x ".join(f"{a}={found.shape[a]}" for a in over)
+            problems.append(
+                f"{leaf.path} {shape}: {x.shape[position]} along axis {axis!r} cannot be split over {sizes}: "
+                f"the devices of this process hold {shards} parts."
+            )
+        else:
+            spec = PartitionSpec(*(over if i == position else None for i in range(x.ndim)))
+            whole = jax.make_array_from_process_local_data(NamedSharding(found, spec), x)
+            made.append(wrap(whole, leaf.value.names) if isinstance(leaf.value, NamedArray) else whole)
+    if problems:
+        raise ValueError(listed(what, problems, found))
+    return jax.tree.unflatten(structure, made)
+
+
+def _shards_here(mesh: Mesh, mesh_axes: Sequence[str]) -> int:
+    """How many of the shards that these mesh axes make of an axis lie on devices of this process."""
+    here = [i for i, d in np.ndenumerate(mesh.devices) if d.process_index == jax.process_index()]
+    dimensions = [mesh.axis_names.index(a) for a in mesh_axes]
+    return len({tuple([i[d] for d in dimensions]) for i in here})
+
+
+def _position(leaf: Leaf, ndim: int, axis: Any) -> int | None:
+    """Where the axis stands in a leaf; None if it is not there."""
+    if isinstance(axis, int):
+        return axis % ndim if -ndim <= axis < ndim else None
+    return leaf.names.index(name_of(axis)) if leaf.names and name_of(axis) in leaf.names else None
