@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import doctest
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -43,11 +44,13 @@ def public_name(name: str) -> Any:
     return found
 
 
+@functools.cache
 def modules() -> list[ModuleType]:
     """The package and every module in it."""
     return [axn, *(importlib.import_module(m.name) for m in pkgutil.walk_packages(axn.__path__, "axonym."))]
 
 
+@functools.cache
 def exports(module: ModuleType) -> dict[str, Any]:
     """What a module offers to users: its `__all__`, or else what it imports by the form `x as x`."""
     names = getattr(module, "__all__", None)

@@ -45,10 +45,22 @@ def _qualified(found: dict[str, Any]) -> dict[str, Any]:
     return {f"{v.__module__}.{n}": v for n, v in found.items() if getattr(v, "__module__", "").startswith("axonym")}
 
 
+def _by_module(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """One test for all that a module has: thousands of small ones take longer to list than to run."""
+    names = [module.__name__ for module in modules()]
+    grouped: dict[str, dict[str, Any]] = {}
+    for name, thing in found.items():
+        module = max((m for m in names if name == m or name.startswith(f"{m}.")), key=len)
+        grouped.setdefault(module, {})[name] = thing
+    return grouped
+
+
 PUBLIC = _with_members({n: v for module in modules() for n, v in _qualified(exports(module)).items()})
 EVERYTHING = {m.__name__: m for m in modules()} | _with_members(
     {n: v for module in modules() for n, v in _qualified(definitions(module)).items()}
 )
+PUBLIC_BY_MODULE = _by_module(PUBLIC)
+EXAMPLES_BY_MODULE = _by_module({name: thing for name, thing in EVERYTHING.items() if examples(thing)})
 
 
 def test_the_walk_finds_what_there_is() -> None:
@@ -58,41 +70,55 @@ def test_the_walk_finds_what_there_is() -> None:
     assert "axonym" in EVERYTHING
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_summary(name: str) -> None:
+@pytest.mark.further
+@pytest.mark.parametrize("module", PUBLIC_BY_MODULE)
+def test_summary(module: str) -> None:
     """One sentence on the first line, then nothing or an empty line, as `help` and the reference pages expect."""
-    lines = inspect.cleandoc(PUBLIC[name].__doc__ or "").split("\n")
-    assert lines[0], f"{name} has no docstring"
-    assert lines[0].rstrip().endswith((".", "?", ":")), f"{name}: {lines[0]!r} is not a sentence on one line"
-    assert len(lines) == 1 or not lines[1].strip(), f"{name}: no empty line after the summary"
+    problems = []
+    for name, thing in PUBLIC_BY_MODULE[module].items():
+        lines = inspect.cleandoc(thing.__doc__ or "").split("\n")
+        if not lines[0]:
+            problems.append(f"{name} has no docstring")
+        elif not lines[0].rstrip().endswith((".", "?", ":")):
+            problems.append(f"{name}: {lines[0]!r} is not a sentence on one line")
+        elif len(lines) > 1 and lines[1].strip():
+            problems.append(f"{name}: no empty line after the summary")
+    assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_has_an_example(name: str) -> None:
-    assert examples(PUBLIC[name]), f"{name} has no example"
+@pytest.mark.further
+@pytest.mark.parametrize("module", PUBLIC_BY_MODULE)
+def test_has_an_example(module: str) -> None:
+    missing = [name for name, thing in PUBLIC_BY_MODULE[module].items() if not examples(thing)]
+    assert not missing, f"no example: {', '.join(missing)}"
 
 
-@pytest.mark.parametrize("name", [name for name, thing in EVERYTHING.items() if examples(thing)])
-def test_examples_run(name: str) -> None:
-    """In a namespace of its own, with `axn`, `jax`, `jnp` and `np` imported."""
-    test = doctest.DocTest(examples(EVERYTHING[name]), dict(NAMESPACE), name, None, None, EVERYTHING[name].__doc__)
+@pytest.mark.parametrize("module", EXAMPLES_BY_MODULE)
+def test_examples_run(module: str) -> None:
+    """Each in a namespace of its own, with `axn`, `jax`, `jnp` and `np` imported."""
     report: list[str] = []
-    result = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=report.append)
-    assert result.failed == 0, "".join(report)
+    for name, thing in EXAMPLES_BY_MODULE[module].items():
+        test = doctest.DocTest(examples(thing), dict(NAMESPACE), name, None, None, thing.__doc__)
+        doctest.DocTestRunner(optionflags=FLAGS).run(test, out=report.append)
+    assert not report, "".join(report)
 
 
-@pytest.mark.parametrize("name", [name for name, thing in PUBLIC.items() if inspect.isfunction(thing)])
-def test_arguments_that_are_described_exist(name: str) -> None:
+@pytest.mark.further
+@pytest.mark.parametrize("module", PUBLIC_BY_MODULE)
+def test_arguments_that_are_described_exist(module: str) -> None:
     """The names under `Arguments:` are those of the signature."""
-    lines = inspect.cleandoc(PUBLIC[name].__doc__ or "").split("\n")
-    if "Arguments:" not in lines:
-        return
-    described = []
-    for line in lines[lines.index("Arguments:") + 1 :]:
-        if line and not line.startswith("    "):
-            break
-        if line.startswith("    ") and not line[4].isspace():
-            described += [part.strip(" *") for part in line.partition(":")[0].split(",")]
-    parameters = inspect.signature(PUBLIC[name]).parameters
-    assert described
-    assert set(described) <= parameters.keys(), f"{name}({', '.join(parameters)}) describes {', '.join(described)}"
+    problems = []
+    for name, thing in PUBLIC_BY_MODULE[module].items():
+        lines = inspect.cleandoc(thing.__doc__ or "").split("\n")
+        if not inspect.isfunction(thing) or "Arguments:" not in lines:
+            continue
+        described = []
+        for line in lines[lines.index("Arguments:") + 1 :]:
+            if line and not line.startswith("    "):
+                break
+            if line.startswith("    ") and not line[4].isspace():
+                described += [part.strip(" *") for part in line.partition(":")[0].split(",")]
+        parameters = inspect.signature(thing).parameters
+        if not described or not set(described) <= parameters.keys():
+            problems.append(f"{name}({', '.join(parameters)}) describes {', '.join(described) or 'none'}")
+    assert not problems, "\n".join(problems)
