@@ -77,7 +77,7 @@ def examples(thing: Any) -> list[doctest.Example]:
 
 def spec(x: Any) -> tuple[Any, ...]:
     """Where an array lies: the entries of its partition spec, one for each axis."""
-    array = x.array if isinstance(x, axn.NamedArray) else x
+    array: Any = x.array if isinstance(x, axn.NamedArray) else x
     entries = tuple(array.sharding.spec)
     return entries + (None,) * (array.ndim - len(entries))
 

@@ -508,9 +508,9 @@ def test_numbers_do_not_change_the_dtype(op: Callable[[Any, Any], Any]) -> None:
 def test_operators_with_what_is_no_array() -> None:
     for other in ("text", None, [1, 2], {"a": 1}):
         with pytest.raises(TypeError, match="unsupported operand type"):
-            x + other
+            x + other  # pyright: ignore[reportOperatorIssue]
         with pytest.raises(TypeError):
-            other + x
+            other + x  # pyright: ignore[reportOperatorIssue]
 
 
 def test_raw_arrays_with_axes_are_refused() -> None:

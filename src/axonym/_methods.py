@@ -7,7 +7,7 @@ is said. Type checkers see `NamedArray` derive from `Methods`; on import, `attac
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -31,6 +31,8 @@ from .ops import (
 from .typing.annotations import annotate
 from .typing.matching import matches_axes
 
+T_co = TypeVar("T_co", covariant=True)
+
 _NUMBERS = (int, float, complex, bool, np.generic, np.ndarray)
 
 
@@ -39,15 +41,21 @@ def _operand(x: Any) -> bool:
     return isinstance(x, (NamedArray, *_NUMBERS, jax.Array))
 
 
-def _operator(operation: Callable[..., Any]) -> Any:
-    def operator(self: NamedArray, other: NamedOrNumeric) -> NamedArray:
+class _Property(Protocol[T_co]):
+    """A property, which type checkers would not look into."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> T_co: ...
+
+
+def _operator(operation: Callable[..., Any]) -> Callable[[NamedArray, NamedOrNumeric], NamedArray]:
+    def operator(self: NamedArray, other: NamedOrNumeric) -> Any:
         return operation(self, other) if _operand(other) else NotImplemented
 
     return operator
 
 
-def _reflected(operation: Callable[..., Any]) -> Any:
-    def operator(self: NamedArray, other: NamedOrNumeric) -> NamedArray:
+def _reflected(operation: Callable[..., Any]) -> Callable[[NamedArray, NamedOrNumeric], NamedArray]:
+    def operator(self: NamedArray, other: NamedOrNumeric) -> Any:
         return operation(other, self) if _operand(other) else NotImplemented
 
     return operator
@@ -81,7 +89,7 @@ class Methods:
 
     # --- parts ---
     __getitem__ = indexing.index
-    at = property(updating.Indexer)
+    at: _Property[updating.Indexer] = property(updating.Indexer)  # pyright: ignore[reportAssignmentType]
     slice = slicing.slice
     updated_slice = slicing.updated_slice
     take = indexing.take
@@ -114,8 +122,8 @@ class Methods:
     round = elementwise.round
     sort = sorting.sort
     argsort = sorting.argsort
-    real = property(elementwise.real)
-    imag = property(elementwise.imag)
+    real: _Property[NamedArray] = property(elementwise.real)  # pyright: ignore[reportAssignmentType]
+    imag: _Property[NamedArray] = property(elementwise.imag)  # pyright: ignore[reportAssignmentType]
 
     # --- operators ---
     __add__ = _operator(elementwise.add)
@@ -130,8 +138,6 @@ class Methods:
     __rfloordiv__ = _reflected(elementwise.floor_divide)
     __mod__ = _operator(elementwise.mod)
     __rmod__ = _reflected(elementwise.mod)
-    __divmod__ = _operator(elementwise.divmod)
-    __rdivmod__ = _reflected(elementwise.divmod)
     __pow__ = _operator(elementwise.power)
     __rpow__ = _reflected(elementwise.power)
     __and__ = _operator(elementwise.bitwise_and)
@@ -148,9 +154,20 @@ class Methods:
     __le__ = _operator(elementwise.less_equal)
     __gt__ = _operator(elementwise.greater)
     __ge__ = _operator(elementwise.greater_equal)
-    __eq__ = _operator(elementwise.equal)
-    __ne__ = _operator(elementwise.not_equal)
     __matmul__ = __rmatmul__ = _matmul
+
+    def __divmod__(self: Any, other: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
+        return elementwise.divmod(self, other) if _operand(other) else NotImplemented
+
+    def __rdivmod__(self: Any, other: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
+        return elementwise.divmod(other, self) if _operand(other) else NotImplemented
+
+    # As methods, since a type checker would give names on `object` the types that they have there.
+    def __eq__(self: Any, other: Any) -> NamedArray:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return elementwise.equal(self, other) if _operand(other) else NotImplemented
+
+    def __ne__(self: Any, other: Any) -> NamedArray:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return elementwise.not_equal(self, other) if _operand(other) else NotImplemented
 
     def __neg__(self: Any) -> NamedArray:
         return elementwise.negative(self)

@@ -56,7 +56,7 @@ class NamedArray(Methods):
     __slots__ = ("__weakref__", "array", "names")
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # like a JAX array: equality is elementwise
 
-    array: Any
+    array: jax.Array
     """The array, of any kind JAX accepts in its place."""
     names: Names
     """The name of each axis of the array."""
@@ -143,6 +143,10 @@ class NamedArray(Methods):
         """
         return all(name_of(s) in self.names for s in selectors(axis))
 
+    @overload
+    def axis_size(self, axis: AxisSelector) -> int: ...
+    @overload
+    def axis_size(self, axis: AxisSelection) -> Any: ...
     def axis_size(self, axis: AxisSelection) -> Any:
         """The size of an axis, or the sizes of several.
 

@@ -8,7 +8,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +136,10 @@ def sync_global_devices(name: str) -> None:
 # --- functions ---
 
 
+@overload
+def named_call(f: F, name: str | None = None) -> F: ...
+@overload
+def named_call(f: None = None, name: str | None = None) -> Callable[[F], F]: ...
 def named_call(f: Any = None, name: str | None = None) -> Any:
     """Decorate a function so that profiles and compiled programs show what it does under its name.
 

@@ -200,7 +200,7 @@ def test_modules_are_attributes() -> None:
 
 def test_unknown_names_stay_unknown() -> None:
     """Also where names are looked up late."""
-    assert axn.axis.ds is axn.ds
+    assert axn.axis.ds is axn.ds  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(AttributeError, match=r"module 'axonym\.axis' has no attribute 'slices'"):
         axn.axis.slices  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -225,7 +225,7 @@ def test_alibi_is_a_matter_of_distance() -> None:
         (lambda: dot_product_attention(KPos, "size", Q, K, V), "query: no axis 'size' in .*heads=2, head_size=8"),
         (lambda: dot_product_attention(KPos.resize(7), Size, Q, K, V), "'key_pos' has conflicting sizes: 5 in the arr"),
         (lambda: dot_product_attention(KPos, Size, Q, K, V["key_pos", 0]), "value: no axis 'key_pos' in"),
-        (lambda: dot_product_attention(KPos, Size, Q.array, K, V), "expected a NamedArray, got "),
+        (lambda: dot_product_attention(KPos, Size, Q.array, K, V), "expected a NamedArray, got "),  # pyright: ignore[reportArgumentType]
         (
             lambda: dot_product_attention(KPos, Size, Q, K, V, Causal("pos", None, draw(Pos, KPos))),
             r"a mask is true where attention is allowed, got float32\[pos=4, key_pos=5\]. .* are a `bias`",

@@ -228,7 +228,7 @@ def test_refusals_of_inputs() -> None:
     with pytest.raises(ValueError, match="larger than the input: it spans 3 elements of axis 'height', which has 2"):
         layer(sample(H.resize(2), In, W))
     with pytest.raises(TypeError, match="Conv: expected a NamedArray, got Array"):
-        layer(jnp.ones((4, 6, 5)))
+        layer(jnp.ones((4, 6, 5)))  # pyright: ignore[reportArgumentType]
 
 
 # --- PyTorch's form ---

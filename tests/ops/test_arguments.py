@@ -1,4 +1,6 @@
 """What operations make of arguments that are easily taken wrongly: small dtypes, Python numbers, lists, positions."""
+# pyright: reportArgumentType=false, reportCallIssue=false
+# The arguments are wrong on purpose.
 
 from __future__ import annotations
 

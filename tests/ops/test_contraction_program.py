@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
-from tests.helpers import assert_named
+from tests.helpers import assert_named, spec
 
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = .*?\s([a-z][a-z0-9-]*)\(", re.MULTILINE)
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
@@ -159,8 +159,7 @@ def place(mesh: Mesh, x: axn.NamedArray, **mapping: str) -> axn.NamedArray:
 
 def spec_of(x: axn.NamedArray) -> dict[str, Any]:
     """Mesh axis by axis name."""
-    entries = tuple(x.array.sharding.spec)
-    return dict(zip(x.names, entries + (None,) * (x.ndim - len(entries)), strict=True))
+    return dict(zip(x.names, spec(x), strict=True))
 
 
 def collectives(fn: Callable[..., Any], *arguments: Any) -> set[str]:

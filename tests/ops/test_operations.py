@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import axonym as axn
 from tests.conftest import DEVICES, MESH_AXES, MESH_SHAPE
-from tests.helpers import compilations, definitions, examples, exports, modules, public_name
+from tests.helpers import compilations, definitions, examples, exports, modules, public_name, spec
 from tests.ops.case import SIZES, Case
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -239,9 +239,7 @@ def _sharded(case: Case, mesh: Mesh) -> list[axn.NamedArray]:
 
 def _spec(x: axn.NamedArray) -> tuple[Any, ...]:
     """The entries of the partition spec of a result, one for each axis."""
-    entries = tuple(x.array.sharding.spec)
-    entries += (None,) * (x.ndim - len(entries))
-    return tuple(e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in entries)
+    return tuple(e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in spec(x))
 
 
 def _assert_kept(case: Case, result: Any, mesh: Mesh, what: str) -> None:

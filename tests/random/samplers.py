@@ -107,7 +107,8 @@ def assert_same(found: Any, wanted: Any, message: str = "", rtol: float = 3e-6) 
 
 def entries(x: axn.NamedArray) -> dict[str, Any]:
     """The mesh axes of each axis that is split."""
-    spec = x.array.sharding.spec if hasattr(x.array, "sharding") else jax.typeof(x.array).sharding.spec
+    array: Any = x.array
+    spec = array.sharding.spec if hasattr(array, "sharding") else jax.typeof(array).sharding.spec
     return {n: e for n, e in zip(x.names, spec, strict=False) if e is not None}
 
 

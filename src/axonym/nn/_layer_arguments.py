@@ -124,11 +124,12 @@ def _size(layers: Axis, leaf: Any) -> int | None:
 
 
 def _parts(layers: Axis, x: NamedArray) -> Sequence[NamedArray]:
-    if isinstance(x.array, jax.Array):
+    array: Any = x.array
+    if isinstance(array, jax.Array):
         return unbind(x, layers.name)
-    if isinstance(x.array, np.ndarray):  # stays in the memory of the host
+    if isinstance(array, np.ndarray):  # stays in the memory of the host
         names = _mapped_axis.without(x.names, layers.name)
-        return [wrap(part, names) for part in np.moveaxis(x.array, x.names.index(layers.name), 0)]
+        return [wrap(part, names) for part in np.moveaxis(array, x.names.index(layers.name), 0)]
     return [_placeholder(layers, x)] * layers.size
 
 

@@ -65,6 +65,11 @@ class Reduction(Protocol):
     >>> reduction: axn.ReductionFunction = axn.mean
     """
 
+    @overload
+    def __call__(
+        self, array: NamedArray, axis: AxisSelection | None = None, *, where: NamedArray | None = None
+    ) -> NamedArray: ...
+    @overload
     def __call__(self, array: Any, axis: AxisSelection | None = None, *, where: NamedArray | None = None) -> Any: ...
     def __get__(self, instance: Any, owner: Any = None) -> _BoundReduction: ...
 
@@ -78,6 +83,16 @@ class _BoundTypedReduction(Protocol):
 class TypedReduction(Protocol):
     """A reduction that can accumulate in another dtype."""
 
+    @overload
+    def __call__(
+        self,
+        array: NamedArray,
+        axis: AxisSelection | None = None,
+        *,
+        where: NamedArray | None = None,
+        dtype: Any = None,
+    ) -> NamedArray: ...
+    @overload
     def __call__(
         self, array: Any, axis: AxisSelection | None = None, *, where: NamedArray | None = None, dtype: Any = None
     ) -> Any: ...
@@ -98,6 +113,17 @@ class _BoundSpreadReduction(Protocol):
 class SpreadReduction(Protocol):
     """Variance and standard deviation."""
 
+    @overload
+    def __call__(
+        self,
+        array: NamedArray,
+        axis: AxisSelection | None = None,
+        *,
+        where: NamedArray | None = None,
+        ddof: int = 0,
+        dtype: Any = None,
+    ) -> NamedArray: ...
+    @overload
     def __call__(
         self,
         array: Any,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -204,7 +204,11 @@ true_divide = _binary("true_divide", jnp.true_divide, "The quotient of the opera
 # --- those that fit neither factory ---
 
 
-def round(a: NamedOrNumeric, decimals: int = 0) -> Any:
+@overload
+def round(a: NamedArray, decimals: int = 0) -> NamedArray: ...
+@overload
+def round(a: Any, decimals: int = 0) -> Any: ...
+def round(a: Any, decimals: int = 0) -> Any:
     """Each element rounded to a number of decimals, halves to even.
 
     Arguments:
@@ -225,7 +229,7 @@ def _round_kernel(names: Names, decimals: int) -> _kernels.Kernel:
     return _kernels.make_kernel("round", lambda x: jnp.round(x, decimals), (names,), names, native=True)
 
 
-def around(a: NamedOrNumeric, decimals: int = 0) -> Any:
+def around(a: Any, decimals: int = 0) -> Any:
     """`round` under its longer name.
 
     >>> axn.around(axn.named([0.4, 0.6], "x"))
@@ -234,6 +238,12 @@ def around(a: NamedOrNumeric, decimals: int = 0) -> Any:
     return round(a, decimals)
 
 
+@overload
+def power(a: NamedArray, b: NamedOrNumeric) -> NamedArray: ...
+@overload
+def power(a: NamedOrNumeric, b: NamedArray) -> NamedArray: ...
+@overload
+def power(a: NamedOrNumeric, b: NamedOrNumeric) -> Any: ...
 def power(a: NamedOrNumeric, b: NamedOrNumeric) -> Any:
     """`a` to the power of `b`, elementwise.
 
@@ -307,7 +317,13 @@ def _two_results(fn: Callable[..., Any], name: str, *operands: Any) -> Any:
     return wrap_result(kernel.call(*arrays), kernel.names)
 
 
-def nan_to_num(a: NamedOrNumeric, *, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Any:
+@overload
+def nan_to_num(
+    a: NamedArray, *, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None
+) -> NamedArray: ...
+@overload
+def nan_to_num(a: Any, *, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Any: ...
+def nan_to_num(a: Any, *, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Any:
     """Each NaN and infinity replaced by a number.
 
     Arguments:

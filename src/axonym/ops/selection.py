@@ -7,7 +7,7 @@ points of `interp`) is not matched: its axes do not show in the result, so they 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,18 @@ from ._operands import one_axis, operand, private, require_named, require_subset
 # --- by a condition ---
 
 
+@overload
+def where(condition: NamedArray, x: NamedOrNumeric, y: NamedOrNumeric) -> NamedArray: ...
+@overload
+def where(condition: NamedOrNumeric, x: NamedArray, y: NamedOrNumeric) -> NamedArray: ...
+@overload
+def where(condition: NamedOrNumeric, x: NamedOrNumeric, y: NamedArray) -> NamedArray: ...
+@overload
+def where(condition: NamedArray, *, fill_value: Any, new_axis: Axis) -> tuple[NamedArray, ...]: ...
+@overload
+def where(
+    condition: Any, x: Any = None, y: Any = None, fill_value: Any = None, new_axis: Axis | None = None
+) -> Any: ...
 def where(condition: Any, x: Any = None, y: Any = None, fill_value: Any = None, new_axis: Axis | None = None) -> Any:
     """Elements of `x` where the condition is true, of `y` where it is not.
 

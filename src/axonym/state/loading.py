@@ -280,7 +280,8 @@ def _layer_of(x: Any, name: str) -> Any:
 
 def _all_equal(parts: Sequence[Any]) -> bool:
     """Whether what the layers share is the same for all of them; in a compiled function it is taken to be."""
-    first, *others = (part.array if isinstance(part, NamedArray) else part for part in parts)
+    arrays: list[Any] = [part.array if isinstance(part, NamedArray) else part for part in parts]
+    first, *others = arrays
     if is_number(first):
         return all(other == first for other in others)
     if not isinstance(first, LazyArray) or any(map(is_absent, (first, *others))) or in_trace():

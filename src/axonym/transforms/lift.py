@@ -11,14 +11,14 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, Protocol, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from .. import _errors, _kernels
-from ..array import wrap, wrap_result
+from ..array import NamedArray, wrap, wrap_result
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of
 from ..ops._operands import check_new_axis, private
 from . import _mapped_axis
@@ -27,19 +27,52 @@ from ._forms import Form
 from ._lift_signature import NUMERIC, Call, Signature, check_aliases, make_signature
 
 
+class _Decorator(Protocol):
+    """What a type checker sees of `lift("i j -> i")`."""
+
+    @overload
+    def __call__(self, fn: Callable[..., jax.Array], /) -> Callable[..., NamedArray]: ...
+    @overload
+    def __call__(self, fn: Callable[..., Sequence[jax.Array]], /) -> Callable[..., tuple[NamedArray, ...]]: ...
+    @overload
+    def __call__(self, fn: Callable[..., Any], /) -> Callable[..., Any]: ...
+
+
+InAxes: TypeAlias = AxisSelection | Sequence[AxisSelection | None] | None
+OutAxes: TypeAlias = AxisSelection | Sequence[AxisSelection] | None
+
+
+@overload
+def lift(
+    fn: str, spec: None = None, *, in_axes: None = None, out_axes: None = None, **axes: AxisSelector
+) -> _Decorator: ...
+@overload
+def lift(
+    fn: Callable[..., jax.Array],
+    spec: str | None = None,
+    *,
+    in_axes: InAxes = None,
+    out_axes: OutAxes = None,
+    **axes: AxisSelector,
+) -> Callable[..., NamedArray]: ...
+@overload
+def lift(
+    fn: Callable[..., Sequence[jax.Array]],
+    spec: str | None = None,
+    *,
+    in_axes: InAxes = None,
+    out_axes: OutAxes = None,
+    **axes: AxisSelector,
+) -> Callable[..., tuple[NamedArray, ...]]: ...
 @overload
 def lift(
     fn: Callable[..., Any],
     spec: str | None = None,
     *,
-    in_axes: AxisSelection | Sequence[AxisSelection | None] | None = None,
-    out_axes: AxisSelection | Sequence[AxisSelection] | None = None,
+    in_axes: InAxes = None,
+    out_axes: OutAxes = None,
     **axes: AxisSelector,
 ) -> Callable[..., Any]: ...
-@overload
-def lift(
-    fn: str, spec: None = None, *, in_axes: None = None, out_axes: None = None, **axes: AxisSelector
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
 def lift(
     fn: Any,
     spec: str | None = None,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,19 +27,23 @@ from ._compiled import Functions, Getter, Held
 from ._forms import CARRY, Constant, Form, Packed, conform, split
 from .checkpointing import ScanCheckpointPolicy, ScanCheckpointSpec, checkpointed_scan, policy_of
 
+P = ParamSpec("P")
+R = TypeVar("R")
+Carry = TypeVar("Carry")
+
 ScannedSpec: TypeAlias = bool | Callable[[Any], bool]
 """Which of the arrays that could be scanned are: all, none, or those for which a function says so."""
 
 
 def scan(
-    f: Callable[..., tuple[Any, Any]],
+    f: Callable[Concatenate[Carry, P], tuple[Carry, R]],
     axis: AxisSelector,
     *,
     remat: ScanCheckpointSpec = False,
     reverse: bool = False,
     unroll: int | bool = 1,
     is_scanned: ScannedSpec = True,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[Concatenate[Carry, P], tuple[Carry, R]]:
     """Loop over an axis with a carry, and stack what each step returns: `jax.lax.scan` by name.
 
     The result is a function of an initial carry and of any arguments. Named arrays that have the axis are scanned, and
@@ -80,14 +84,14 @@ def scan(
 
 
 def fold(
-    fn: Callable[..., Any],
+    fn: Callable[Concatenate[Carry, P], Carry],
     axis: AxisSelector,
     *,
     remat: ScanCheckpointSpec = False,
     reverse: bool = False,
     unroll: int | bool = 1,
     is_scanned: ScannedSpec = True,
-) -> Callable[..., Any]:
+) -> Callable[Concatenate[Carry, P], Carry]:
     """Loop over an axis with a carry, and return the last one: `scan` without outputs.
 
     Arguments:
@@ -112,14 +116,14 @@ def fold(
 
 
 def map(
-    fn: Callable[..., Any],
+    fn: Callable[P, R],
     axis: AxisSelector,
     *,
     remat: ScanCheckpointSpec = False,
     reverse: bool = False,
     unroll: int | bool = 1,
     is_mapped: ScannedSpec = True,
-) -> Callable[..., Any]:
+) -> Callable[P, R]:
     """Apply a function to one slice after the other: `scan` without a carry.
 
     It computes what `vmap` does, in a loop: slower, with the memory of one step. A number that the function returns is

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -16,19 +16,22 @@ from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelection, Names, name_of, selectors
 from . import _mapped_axis
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 RawAxis: TypeAlias = Any
 """How raw arrays are mapped: a position, None for not at all, a function from the array to one of these, or a tree
 prefix of them."""
 
 
 def vmap(
-    fn: Callable[..., Any],
+    fn: Callable[P, R],
     axis: AxisSelection,
     *,
     default: RawAxis = 0,
     args: Sequence[RawAxis] = (),
     kwargs: Mapping[str, RawAxis] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[P, R]:
     """Map a function over one or several named axes: `jax.vmap` by name.
 
     The function is called once and sees the arguments without the axes; what it returns gets them in front. Named
@@ -76,7 +79,7 @@ def vmap(
             for operand, x in zip(operands, arrays, strict=True):
                 inner[operand.leaf] = x if operand.inner_names is None else wrap(x, operand.inner_names)
             one_args, one_kwargs = jax.tree.unflatten(structure, inner)
-            results, result_structure = _mapped_axis.flatten(fn(*one_args, **one_kwargs))
+            results, result_structure = _mapped_axis.flatten(fn(*one_args, **one_kwargs))  # pyright: ignore[reportCallIssue]
             for result in results:
                 if isinstance(result, NamedArray):
                     _mapped_axis.check_rank(result)

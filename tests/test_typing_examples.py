@@ -1,0 +1,14 @@
+"""The scripts in `typing_examples` are programs that run; that checkers see the types they say is part of the lint."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = sorted((Path(__file__).parent / "typing_examples").glob("[a-z]*.py"))
+
+
+@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_runs(script: Path) -> None:
+    assert callable(runpy.run_path(str(script))["refused"])

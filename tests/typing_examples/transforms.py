@@ -1,0 +1,82 @@
+"""What type checkers see of transforms: the types of the functions that are handed in."""
+# pyright: reportUnnecessaryTypeIgnoreComment=true
+
+from typing import assert_type
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+import axonym as axn
+from axonym import NamedArray
+
+Batch, Time, Embed = axn.make_axes(batch=2, time=3, embed=4)
+x = axn.ones((Batch, Time, Embed))
+weight = axn.ones(Embed)
+
+
+class Cell(eqx.Module):
+    decay: float
+
+    def __call__(self, state: NamedArray, x: NamedArray) -> tuple[NamedArray, dict[str, NamedArray]]:
+        state = self.decay * state + x
+        return state, {"sum": state.sum(Embed)}
+
+
+def scores(x: NamedArray, weight: NamedArray, *, scale: float = 1.0) -> NamedArray:
+    return scale * axn.dot(x, weight, axis=Embed)
+
+
+def norm_and_mean(x: NamedArray) -> tuple[NamedArray, NamedArray]:
+    return x.max(), x.mean()
+
+
+def step(total: NamedArray, x: NamedArray) -> NamedArray:
+    return total + x
+
+
+# --- vmap and map ---
+
+mapped = axn.vmap(scores, Batch)
+assert_type(mapped(x, weight), NamedArray)
+assert_type(mapped(x, weight=weight, scale=2.0), NamedArray)
+assert_type(axn.vmap(norm_and_mean, (Batch, Time))(x), tuple[NamedArray, NamedArray])
+assert_type(axn.map(norm_and_mean, "time")(x), tuple[NamedArray, NamedArray])
+
+# --- scan and fold ---
+
+final, outputs = axn.scan(Cell(0.9), Time)(axn.zeros((Batch, Embed)), x)
+assert_type(final, NamedArray)
+assert_type(outputs, dict[str, NamedArray])
+assert_type(axn.fold(step, Time)(axn.zeros((Batch, Embed)), x), NamedArray)
+assert_type(axn.fold(step, Time, reverse=True)(axn.zeros((Batch, Embed)), x=x), NamedArray)
+
+# --- lift ---
+
+
+def solve(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.linalg.solve(a, b)
+
+
+def both(a: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return a, a
+
+
+@axn.lift("n -> n")
+def shifted(a: jax.Array) -> jax.Array:
+    return a + 1
+
+
+assert_type(
+    axn.lift(solve, "row col, row -> col")(axn.eye(axn.Axis("row", 2), axn.Axis("col", 2)), axn.ones({"row": 2})),
+    NamedArray,
+)
+assert_type(axn.lift(both, "n -> n, n")(x, n="time"), tuple[NamedArray, ...])
+assert_type(shifted(x, n=Time), NamedArray)
+
+
+def refused() -> None:
+    """What type checkers find wrong, and say so: an `ignore` that is not needed is an error."""
+    mapped(x)  # type: ignore[call-arg]
+    mapped(x, "weight")  # type: ignore[arg-type]
+    axn.fold(step, Time)(0, x)  # type: ignore[arg-type]
