@@ -134,7 +134,7 @@ def test_shardings_without_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     debug.visualize_named_sharding(X.axes, halves)
     assert capsys.readouterr().out.splitlines()[:2] == [
         "(batch=8, embed=4) on 2 CPU devices, in pinned host memory",
-        "  batch=8 in 2 parts, 4 on each",
+        "  batch=8 in 2 shards, 4 on each",
     ]
 
 

@@ -120,11 +120,11 @@ def test_refusals() -> None:
         ("params=float31", "no dtype 'float31', in 'params=float31'. Did you mean 'float"),
         ("p=f32,params=f16", "'params' is given twice"),
         ("p=f32,c", "no part 'c' in"),
-        ("int8", "`param_dtype` is a floating-point dtype, got int8"),
+        ("int8", "`param_dtype` must be a floating-point dtype, got int8"),
     ):
         with pytest.raises(ValueError, match=message):
             Policy.parse(text)
-    with pytest.raises(ValueError, match="`compute_dtype` is a floating-point dtype, got int32"):
+    with pytest.raises(ValueError, match="`compute_dtype` must be a floating-point dtype, got int32"):
         get_policy(compute=jnp.int32)
     with pytest.raises(dataclasses.FrozenInstanceError):
         Policy().param_dtype = F16  # pyright: ignore[reportAttributeAccessIssue]

@@ -314,7 +314,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: grid().slice({"row": [0, 1]}),
         TypeError,
-        "slice of NamedRef(float32[row=3, col=4]): a view is made of integers, slices and ds(start, size), not of",
+        "slice of NamedRef(float32[row=3, col=4]): a view takes integers, slices and ds(start, size), not index",
     ),
     (lambda: axn.new_ref(jnp.ones(3)), TypeError, "new_ref: expected a NamedArray, got ArrayImpl."),  # pyright: ignore
     (

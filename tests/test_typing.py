@@ -211,14 +211,14 @@ def test_names_and_rank_that_disagree() -> None:
         ),
         (
             "{batch}",
-            "check_axes: 'embed' of (batch=2, embed=3) is not asked for. `...` lets an array have more axes.\n"
+            "check_axes: 'embed' of (batch=2, embed=3) is not in the annotation. `...` allows more axes.\n"
             '    Named["{batch}"]\n'
             "                 ^",
         ),
         (
             "embed batch",
             "check_axes: (batch=2, embed=3) has 'batch' in the place of 'embed'. "
-            "Braces, `{a b}`, leave the order open.\n"
+            "Braces, `{a b}`, allow any order.\n"
             '    Named["embed batch"]\n'
             "           ^^^^^",
         ),
@@ -252,7 +252,7 @@ def test_no_named_array() -> None:
         (
             lambda: Named["batch (embed)"],
             ValueError,
-            r"parentheses have no place.*\n    batch \(embed\)\n          \^{7}$",
+            r"cannot contain parentheses.*\n    batch \(embed\)\n          \^{7}$",
         ),
         (lambda: Named["batch ... embed ..."], ValueError, r"a second `...`.*\n.*\n                    \^\^\^$"),
         (lambda: Named["{batch"], ValueError, r"this brace is not closed.\n    {batch\n    \^$"),

@@ -1,4 +1,4 @@
-"""Mixed precision: which dtype parameters are kept in, what is computed in, and what comes out.
+"""Mixed precision: policies that give the dtypes of parameters, of computations and of results.
 
 >>> policy = axn.precision.Policy.parse("params=float32,compute=bfloat16,output=float32")
 >>> loss = axn.precision.mixed_precision(policy, lambda model, x: axn.dot(model["w"], x, axis="embed"))
@@ -6,8 +6,8 @@
 >>> loss(model, axn.ones({"embed": 2})).dtype
 dtype('float32')
 
-Only arrays of floating-point numbers are cast, named or not, abstract ones included. Integers, booleans, random keys
-and Python's numbers stay as they are; so does the state of quantised products (see `axonym.quantization.overwriting`).
+Only floating-point arrays are cast, named, raw and abstract ones. Integers, booleans, random keys and Python numbers do
+not change, nor does the state of quantised products (see `axonym.quantization.overwriting`).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The dtypes of parameters, of what is computed with them, and of results.
+    """The dtypes of a model's parameters, of its computations and of its results.
 
     Arguments:
-        param_dtype: the dtype that parameters are kept in.
-        compute_dtype: the dtype that a model works in.
-        output_dtype: the dtype of what it returns.
+        param_dtype: the dtype of parameters.
+        compute_dtype: the dtype that a model computes in.
+        output_dtype: the dtype of its results.
 
     >>> policy = axn.precision.Policy(jnp.float32, jnp.bfloat16, jnp.float32)
     >>> print(policy)
@@ -64,11 +64,11 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """The policy that a string stands for, such as "params=float32,compute=bfloat16,output=float32".
+        """Parse a policy from a string such as "params=float32,compute=bfloat16,output=float32".
 
         The parts can be written `p`, `c` and `o`, the dtypes `f32`, `bf16`, `f16`, `full` and `half`, which is bfloat16
-        on TPU and float16 elsewhere. Parameters are float32 if nothing is said of them; what is computed is then as
-        they are, and the output as what is computed. One dtype alone is that of everything.
+        on TPU and float16 elsewhere. By default, `params` is float32, `compute` is `params`, and `output` is `compute`.
+        A single dtype stands for all three.
 
         Arguments:
             text: the string.
@@ -94,7 +94,7 @@ class Policy:
         return cls(params, compute, given.get("output", compute))
 
     def cast_to_param(self, tree: T) -> T:
-        """A tree with its floating-point arrays in the dtype of parameters.
+        """Cast the floating-point arrays of a tree to the dtype of parameters.
 
         >>> axn.precision.Policy.parse("p=bf16").cast_to_param(axn.ones({"x": 2})).dtype
         dtype(bfloat16)
@@ -102,7 +102,7 @@ class Policy:
         return _cast(tree, self.param_dtype)
 
     def cast_to_compute(self, tree: T) -> T:
-        """A tree with its floating-point arrays in the dtype to compute in.
+        """Cast the floating-point arrays of a tree to the dtype to compute in.
 
         >>> policy = axn.precision.Policy.parse("c=bf16")
         >>> [str(x) for x in policy.cast_to_compute([axn.ones({"x": 2}), axn.arange(axn.Axis("x", 2))])]
@@ -111,7 +111,7 @@ class Policy:
         return _cast(tree, self.compute_dtype)
 
     def cast_to_output(self, tree: T) -> T:
-        """A tree with its floating-point arrays in the dtype of results.
+        """Cast the floating-point arrays of a tree to the dtype of results.
 
         >>> axn.precision.Policy.parse("c=bf16,o=f32").cast_to_output(axn.ones({"x": 2}, jnp.bfloat16)).dtype
         dtype('float32')
@@ -119,7 +119,7 @@ class Policy:
         return _cast(tree, self.output_dtype)
 
     def with_output_dtype(self, output_dtype: Any) -> Policy:
-        """The policy with another dtype of results.
+        """Return the policy with another dtype of results.
 
         Arguments:
             output_dtype: the dtype.
@@ -136,13 +136,13 @@ class Policy:
 def get_policy(
     policy: str | Policy | None = None, *, params: Any = None, compute: Any = None, output: Any = None
 ) -> Policy:
-    """A policy from a string, from keywords, or from both: what a keyword says goes before the string.
+    """Make a policy from a string, from keywords, or from both; keywords override the string.
 
     Arguments:
         policy: a string as in `Policy.parse`, or a policy.
-        params: the dtype that parameters are kept in.
-        compute: the dtype that a model works in; by default that of the parameters.
-        output: the dtype of what it returns; by default that of what is computed.
+        params: the dtype of parameters.
+        compute: the dtype that a model computes in; by default the dtype of parameters.
+        output: the dtype of its results; by default the dtype that it computes in.
 
     >>> print(axn.precision.get_policy(compute=jnp.bfloat16, output="float32"))
     params=float32,compute=bfloat16,output=float32
@@ -157,10 +157,10 @@ def get_policy(
 
 
 def mixed_precision(policy: str | Policy, fn: Callable[..., Any] | None = None) -> Any:
-    """A function that computes as a policy says: arguments are cast on the way in, results on the way out.
+    """Cast the arguments of a function to the compute dtype of a policy, and its results to the output dtype.
 
-    The function can be a method: a model's `__call__` then casts the model, too. To compile it, put `axonym.named_jit`
-    around it. Gradients with respect to the arguments have the dtypes of the arguments.
+    The function can be a method: a model's `__call__` then casts the model too. To compile the result, put
+    `axonym.named_jit` around it. Gradients with respect to the arguments have the dtypes of the arguments.
 
     Arguments:
         policy: a policy, or a string as in `Policy.parse`.
@@ -203,7 +203,7 @@ def _floating(what: str, dtype: Any) -> np.dtype:
         dtype = _parsed(dtype, dtype)
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"precision: `{what}` is a floating-point dtype, got {dtype}.")
+        raise ValueError(f"precision: `{what}` must be a floating-point dtype, got {dtype}.")
     return dtype
 
 

@@ -1,10 +1,11 @@
 """Named mutable references: `jax.Ref` with axis names.
 
-A `NamedRef` is a mutable array whose axes have names. Reading an index of it gives a named array; assigning to one
-writes in place, also inside `jax.jit`. `ref.slice` gives a view: another `NamedRef` of part of the same memory.
+A `NamedRef` is a mutable array whose axes have names. Reading an index of a reference gives a named array; assigning to
+an index writes in place, also inside `jax.jit`. `ref.slice` gives a view: another `NamedRef` to a slice of the same
+memory.
 
-Positions that are arrays, traced or not, are moved into the range of what is shown, for writing as for reading; so no
-view reaches beyond what it shows.
+Indices that are arrays, traced or not, are clamped to the bounds of the reference or view, for writing and for reading.
+So a view never accesses memory outside of its own slice.
 
 >>> ref = axn.new_ref(axn.zeros({"row": 2, "col": 3}))
 >>> ref["row", 0] = 1.0
@@ -38,16 +39,18 @@ __all__ = ["NamedRef", "freeze", "get", "new_ref", "swap"]
 
 
 class _Entry(NamedTuple):
-    """What a view shows of one axis of the memory. A start that is None is traced, and stands in `NamedRef.starts`."""
+    """The range of a view along one axis of the memory. If `start` is None, the start is traced: see `NamedRef.starts`.
+
+    A `size` of None is a single index, so the view does not have the axis.
+    """
 
     start: int | None
     size: int | None
-    """None where a single element is shown, so that the axis is gone."""
     step: int = 1
 
 
 class NamedRef:
-    """A mutable array whose axes have names, or a view of one. Made by `new_ref`.
+    """A mutable array with named axes, or a view of one. Made by `new_ref`.
 
     >>> ref = axn.new_ref(axn.zeros({"x": 3}))
     >>> ref["x", 1] = 2.0
@@ -65,11 +68,11 @@ class NamedRef:
         self.view = view
         self.names = tuple(n for n, e in zip(memory, view, strict=True) if e.size is not None)
 
-    # --- what it is ---
+    # --- properties ---
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the elements.
+        """Return the dtype of the elements.
 
         >>> axn.new_ref(axn.zeros({"x": 3})).dtype
         dtype('float32')
@@ -78,7 +81,7 @@ class NamedRef:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The axes of the array, or of the view.
+        """Return the axes of the array or view.
 
         >>> axn.new_ref(axn.zeros({"x": 3})).axes
         (Axis(name='x', size=3),)
@@ -87,7 +90,7 @@ class NamedRef:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Sizes by name, in order.
+        """Return the sizes by name, in order.
 
         >>> axn.new_ref(axn.zeros({"x": 3})).shape
         {'x': 3}
@@ -105,7 +108,7 @@ class NamedRef:
 
     @property
     def ndim(self) -> int:
-        """How many axes there are.
+        """Return the number of axes.
 
         >>> axn.new_ref(axn.zeros({"x": 3})).ndim
         1
@@ -113,7 +116,7 @@ class NamedRef:
         return len(self.names)
 
     def resolve_axis(self, axis: AxisSelector) -> Axis:
-        """The axis of that name, with its size.
+        """Return the axis of a name, with its size.
 
         >>> axn.new_ref(axn.zeros({"x": 3})).resolve_axis("x")
         Axis(name='x', size=3)
@@ -127,7 +130,7 @@ class NamedRef:
     # --- reading and writing ---
 
     def value(self) -> NamedArray:
-        """The elements as they are now.
+        """Read the elements into a named array.
 
         >>> axn.new_ref(axn.ones({"x": 2})).value()
         NamedArray(float32[x=2], [1. 1.])
@@ -144,16 +147,16 @@ class NamedRef:
 
     def __setitem__(self, index: SliceSpec, value: NamedOrNumeric) -> None:
         view = self if index is Ellipsis else self._narrowed(index)
-        if view is None:  # index arrays: change them in the whole of what this shows
+        if view is None:  # index arrays: read, update and write the whole view
             self._write(self.value().at[index].set(value))
         else:
             view._write(value)
 
     def slice(self, selector: Mapping[Any, Any]) -> NamedRef:
-        """A view: a reference to part of the same memory.
+        """Return a view: a reference to a slice of the same memory.
 
         Arguments:
-            selector: an integer, a slice or `ds(start, size)` for each axis that is narrowed.
+            selector: an integer, a slice or `ds(start, size)` for each axis to index.
 
         >>> ref = axn.new_ref(axn.zeros({"x": 3}))
         >>> view = ref.slice({"x": slice(1, 3)})
@@ -163,29 +166,29 @@ class NamedRef:
         """
         view = self._narrowed(selector)
         if view is None:
-            raise TypeError(f"slice of {self}: a view is made of integers, slices and ds(start, size), not of arrays.")
+            raise TypeError(f"slice of {self}: a view takes integers, slices and ds(start, size), not index arrays.")
         return view
 
     def unsliced(self) -> NamedRef:
-        """The whole of the memory that a view is part of.
+        """Return the reference to the whole memory of a view.
 
         >>> axn.new_ref(axn.zeros({"x": 3})).slice({"x": 0}).unsliced()
         NamedRef(float32[x=3])
         """
-        return _whole(self.ref, self.memory)
+        return _ref_to_all(self.ref, self.memory)
 
     def unsafe_buffer_pointer(self) -> Any:
-        """The address of the memory on its device, where JAX tells it.
+        """Return the address of the memory on its device, on the platforms where JAX provides it.
 
         >>> axn.new_ref(axn.zeros({"x": 3})).unsafe_buffer_pointer() > 0
         True
         """
         return self.ref.unsafe_buffer_pointer()
 
-    # --- how ---
+    # --- implementation ---
 
     def _narrowed(self, index: SliceSpec) -> NamedRef | None:
-        """The view that an index selects, or None where it has index arrays."""
+        """Return the view that an index selects, or None if the index contains index arrays."""
         shown = wrap(jax.ShapeDtypeStruct(tuple(a.size for a in self.axes), self.dtype), self.names)
         items, operands = make_plan(shown, index)
         if any(item.kind == "gather" for item in items):
@@ -205,23 +208,23 @@ class NamedRef:
                 starts.append(start)
         return NamedRef(self.ref, tuple(starts), self.memory, tuple(view))
 
-    def _parts(self) -> dict[str, Any]:
-        """What the view shows of the memory, as an index by name."""
+    def _index(self) -> dict[str, Any]:
+        """Return the view's index into the memory, by name."""
         starts = iter(self.starts)
-        parts: dict[str, Any] = {}
+        index: dict[str, Any] = {}
         for name, entry, length in zip(self.memory, self.view, self.ref.shape, strict=True):
             start = next(starts) if entry.start is None else entry.start
             if entry != _Entry(0, length):
-                parts[name] = _part(name, start, entry)
-        return parts
+                index[name] = _axis_index(name, start, entry)
+        return index
 
     def _block(self) -> tuple[tuple[Any, ...], Names, dict[str, Any]]:
-        """A block of the memory that JAX can read and write, as an index; its axes; what is left to take of them."""
-        parts = self._parts()
-        split = explicit_mesh([self.ref]) is not None  # such a ref is only read and written as a whole
-        left = {n: p for n, p in parts.items() if split or not _is_simple(p)}
-        index = tuple(slice(None) if n in left else parts.get(n, slice(None)) for n in self.memory)
-        return index, tuple(n for n, i in zip(self.memory, index, strict=True) if isinstance(i, slice)), left
+        """Return a block of the memory that JAX can access, as an index; its axes; and the index within the block."""
+        by_name = self._index()
+        explicit = explicit_mesh([self.ref]) is not None  # JAX reads and writes such a reference only as a whole
+        left = {n: i for n, i in by_name.items() if explicit or not _is_ref_index(i)}
+        block = tuple(slice(None) if n in left else by_name.get(n, slice(None)) for n in self.memory)
+        return block, tuple(n for n, i in zip(self.memory, block, strict=True) if isinstance(i, slice)), left
 
     def _write(self, value: NamedOrNumeric) -> None:
         value = value if isinstance(value, NamedArray) else wrap(jnp.asarray(value), ())
@@ -240,8 +243,8 @@ class NamedRef:
 register_dataclass(NamedRef, data_fields=["ref", "starts"], meta_fields=["memory", "view"])
 
 
-def _part(name: str, start: Any, entry: _Entry) -> Any:
-    """What a view shows of an axis, as an index."""
+def _axis_index(name: str, start: Any, entry: _Entry) -> Any:
+    """Return a view's index into one axis of the memory."""
     size, step = entry.size, entry.step
     if size is None:
         return start
@@ -251,50 +254,51 @@ def _part(name: str, start: Any, entry: _Entry) -> Any:
     return dslice(start, size) if step == 1 else wrap(start + step * jnp.arange(size, dtype=np.int32), (name,))
 
 
-def _is_simple(part: Any) -> bool:
-    """Whether JAX takes this index of a reference."""
-    return part.step > 0 if isinstance(part, slice) else not isinstance(part, (dslice, NamedArray))
+def _is_ref_index(index: Any) -> bool:
+    """Return whether JAX accepts this index of a reference."""
+    return index.step > 0 if isinstance(index, slice) else not isinstance(index, (dslice, NamedArray))
 
 
-def _replaced(array: NamedArray, part: dict[str, Any], value: NamedArray) -> NamedArray:
-    """The array with a part replaced by a value that has the axes of the part."""
-    if all(isinstance(p, dslice) for p in part.values()):
-        return updated_slice(array, {n: p.start for n, p in part.items()}, value)
-    return array.at[part].set(value)
+def _replaced(array: NamedArray, index: dict[str, Any], value: NamedArray) -> NamedArray:
+    """Return the array with the elements at an index replaced."""
+    if all(isinstance(i, dslice) for i in index.values()):
+        return updated_slice(array, {n: i.start for n, i in index.items()}, value)
+    return array.at[index].set(value)
 
 
 def _compose(start: Any, entry: _Entry, item: Item, operand: Any) -> tuple[Any, _Entry]:
-    """What an index on a view shows of the memory."""
+    """Compose an index into a view with the view's own index into the memory."""
     assert entry.size is not None
     match item.kind:
         case "at":
             return start + entry.step * item.static, _Entry(None, None)
         case "dynamic at":
-            return start + entry.step * _inside(operand, entry.size, 1), _Entry(None, None)
+            return start + entry.step * _clamped(operand, entry.size, 1), _Entry(None, None)
         case "slice":
             first, stop, by = item.static
             return start + entry.step * first, _Entry(None, len(range(first, stop, by)), entry.step * by)
         case _:
-            return start + entry.step * _inside(operand, entry.size, item.static), _Entry(None, item.static, entry.step)
+            start = start + entry.step * _clamped(operand, entry.size, item.static)
+            return start, _Entry(None, item.static, entry.step)
 
 
-def _inside(position: Any, size: int, length: int) -> Any:
-    """Where `length` elements start, as an integer if it is known; else moved so that they fit into `size`."""
+def _clamped(position: Any, size: int, length: int) -> Any:
+    """Return a static start as an integer, and clamp any other so that `length` elements fit into `size`."""
     if isinstance(position, np.integer):
         return int(position)
     position = jnp.where(position < 0, position + size, position)
     return jnp.clip(position, 0, size - length)
 
 
-def _whole(ref: Any, names: Names) -> NamedRef:
+def _ref_to_all(ref: Any, names: Names) -> NamedRef:
     return NamedRef(ref, (), names, tuple(_Entry(0, size) for size in ref.shape))
 
 
 def new_ref(value: NamedArray) -> NamedRef:
-    """A mutable copy of a named array.
+    """Make a mutable copy of a named array.
 
     Arguments:
-        value: what it holds at first.
+        value: the initial value.
 
     >>> axn.new_ref(axn.zeros({"x": 3}))
     NamedRef(float32[x=3])
@@ -302,27 +306,27 @@ def new_ref(value: NamedArray) -> NamedRef:
     array = require_named("new_ref", value).array
     if jnp.ndim(array) != len(value.names):
         raise ValueError(_errors.wrong_rank(value.names, jnp.shape(array)))
-    return _whole(jax.new_ref(array), value.names)
+    return _ref_to_all(jax.new_ref(array), value.names)
 
 
 def freeze(ref: NamedRef) -> NamedArray:
-    """What a reference holds, as an array; the reference, and every view of it, cannot be used any more.
+    """Return the value of a reference as an array, and invalidate the reference and all its views.
 
     Arguments:
-        ref: a reference to the whole of its memory, or a view.
+        ref: a reference or a view.
 
     >>> axn.freeze(axn.new_ref(axn.zeros({"x": 2})))
     NamedArray(float32[x=2], [0. 0.])
     """
-    return wrap(jax.freeze(ref.ref), ref.memory)[ref._parts()]
+    return wrap(jax.freeze(ref.ref), ref.memory)[ref._index()]
 
 
 def get(ref: NamedRef, idx: SliceSpec | EllipsisType = ...) -> NamedArray:
-    """Part of what a reference holds: `ref[idx]`.
+    """Read an index of a reference: `ref[idx]`.
 
     Arguments:
         ref: a named reference.
-        idx: which elements.
+        idx: the index of the elements.
 
     >>> axn.get(axn.new_ref(axn.ones({"x": 2})), {"x": 0})
     NamedArray(float32[], 1.)
@@ -331,12 +335,12 @@ def get(ref: NamedRef, idx: SliceSpec | EllipsisType = ...) -> NamedArray:
 
 
 def swap(ref: NamedRef, idx: SliceSpec | EllipsisType, value: NamedOrNumeric) -> NamedArray:
-    """Replace part of what a reference holds, and return what was there.
+    """Write to an index of a reference, and return the old values.
 
     Arguments:
         ref: a named reference.
-        idx: which elements.
-        value: what to put there.
+        idx: the index of the elements.
+        value: the new values.
 
     >>> ref = axn.new_ref(axn.ones({"x": 2}))
     >>> axn.swap(ref, {"x": 0}, 5.0), ref[...]

@@ -1,9 +1,8 @@
-"""Trees in which a named array counts as one leaf.
+"""The functions of `jax.tree`, with named arrays as leaves.
 
-A named array is a tree of one leaf, its raw array. So everything that works on trees works on named arrays, too:
-`jax.tree.map`, optimisers, `equinox.partition` descend into them, apply what they apply to the raw array, and put the
-names back. The functions here are those of `jax.tree` for code that wants to see the names: they stop at named arrays
-and hand them over whole.
+A named array is a tree with one leaf, its raw array. So everything that works on trees works on named arrays too:
+`jax.tree.map`, optimisers and `equinox.partition` apply their function to the raw array and keep the names. The
+functions here are for code that needs the names: to them, a named array is a leaf.
 
 >>> model = {"w": axn.ones({"embed": 2}), "b": jnp.zeros(3)}
 >>> jax.tree.map(jnp.shape, model)["w"].array
@@ -55,11 +54,11 @@ def _or_named(is_leaf: IsLeaf) -> Callable[[Any], bool]:
     return is_named_array if is_leaf is None else lambda x: isinstance(x, NamedArray) or is_leaf(x)
 
 
-# --- those of jax.tree ---
+# --- the functions of jax.tree ---
 
 
 def map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
-    """Apply a function to every leaf, a named array being one.
+    """Apply a function to every leaf, with named arrays as leaves.
 
     Arguments:
         fn: the function, from a leaf of each tree to a leaf of the result.
@@ -74,10 +73,10 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -
 
 
 def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
-    """Apply a function to the path and the value of every leaf, a named array being one.
+    """Apply a function to the path and the value of every leaf, with named arrays as leaves.
 
     Arguments:
-        fn: the function, from the path, and a leaf of each tree, to a leaf of the result.
+        fn: the function, from the path and a leaf of each tree to a leaf of the result.
         tree: a tree.
         *rest: more trees of the same structure, or of which it is a prefix.
         is_leaf: what else counts as a leaf.
@@ -89,7 +88,7 @@ def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf
 
 
 def flatten(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], Any]:
-    """The leaves of a tree, a named array being one, and its structure.
+    """Return the leaves of a tree, with named arrays as leaves, and its structure.
 
     Arguments:
         tree: a tree.
@@ -102,7 +101,7 @@ def flatten(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], Any]:
 
 
 def flatten_with_path(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[tuple[Any, Any]], Any]:
-    """The leaves of a tree with their paths, a named array being a leaf, and its structure.
+    """Return the leaves of a tree with their paths, with named arrays as leaves, and its structure.
 
     Arguments:
         tree: a tree.
@@ -116,10 +115,10 @@ def flatten_with_path(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[tuple[Any
 
 
 def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
-    """The tree of a structure with these leaves.
+    """Build a tree from a structure and leaves.
 
     Arguments:
-        treedef: what `flatten` or `structure` gave.
+        treedef: the structure, from `flatten` or `structure`.
         leaves: a value for each leaf.
 
     >>> axn.tree.unflatten(axn.tree.structure({"w": axn.ones({"in": 2})}), ["instead"])
@@ -129,7 +128,7 @@ def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
 
 
 def leaves(tree: Any, is_leaf: IsLeaf = None) -> list[Any]:
-    """The leaves of a tree, a named array being one.
+    """Return the leaves of a tree, with named arrays as leaves.
 
     Arguments:
         tree: a tree.
@@ -142,7 +141,7 @@ def leaves(tree: Any, is_leaf: IsLeaf = None) -> list[Any]:
 
 
 def leaves_with_path(tree: Any, is_leaf: IsLeaf = None) -> list[tuple[Any, Any]]:
-    """The leaves of a tree with their paths, a named array being a leaf.
+    """Return the leaves of a tree with their paths, with named arrays as leaves.
 
     Arguments:
         tree: a tree.
@@ -155,7 +154,7 @@ def leaves_with_path(tree: Any, is_leaf: IsLeaf = None) -> list[tuple[Any, Any]]
 
 
 def structure(tree: Any, is_leaf: IsLeaf = None) -> Any:
-    """The structure of a tree, a named array being a leaf.
+    """Return the structure of a tree, with named arrays as leaves.
 
     Arguments:
         tree: a tree.
@@ -167,13 +166,13 @@ def structure(tree: Any, is_leaf: IsLeaf = None) -> Any:
     return jax.tree.structure(tree, is_leaf=_or_named(is_leaf))
 
 
-# --- layers that are stacked ---
+# --- stacked layers ---
 
 
 class LayerStack(abc.ABC):
-    """A module that keeps many like layers as one, whose arrays have an axis more than those of a layer.
+    """A module of stacked layers, whose arrays have an axis more than the arrays of one layer.
 
-    A module class that derives from it tells `scan_aware_map` how to see the layers one by one.
+    A subclass defines `map_layers`, with which `scan_aware_map` applies a function to each layer.
 
     >>> import dataclasses, equinox as eqx
     >>> from axonym.transforms.vmap import vmap
@@ -189,7 +188,7 @@ class LayerStack(abc.ABC):
 
     @abc.abstractmethod
     def map_layers(self, fn: Callable[..., Any], *others: Any) -> Any:
-        """The same module with a function applied to each layer.
+        """Apply a function to each layer, and return the module with the results.
 
         Arguments:
             fn: the function, from a layer of this and of each other module to a layer.
@@ -204,51 +203,51 @@ class LayerStack(abc.ABC):
 
 
 def scan_aware_map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
-    """`map` that sees each layer of stacked ones on its own.
+    """Apply a function to every leaf, and to each layer's slice of the leaves of stacked layers.
 
-    What the function is given from a `LayerStack` does not have the axis along which the layers are stacked, and stacks
-    in stacks are seen layer by layer of both. Where there is no stack, this is `map`.
+    The leaves that the function gets from a `LayerStack` do not have the axis along which the layers are stacked; with
+    nested stacks, they have neither axis. Without stacks, this is `map`.
 
     Arguments:
         fn: the function, from a leaf of each tree to a leaf of the result.
         tree: a tree.
         *rest: more trees of the same structure.
-        is_leaf: what else counts as a leaf; a stack that does is handed over whole.
+        is_leaf: what else counts as a leaf, which can be a stack.
 
     >>> axn.tree.scan_aware_map(lambda x: x * 2, [axn.ones({"in": 2})])
     [NamedArray(float32[in=2], [2. 2.])]
     """
 
-    def stays_whole(x: Any) -> bool:
+    def is_given_leaf(x: Any) -> bool:
         return is_leaf is not None and is_leaf(x)
 
     def at(x: Any, *others: Any) -> Any:
-        if isinstance(x, LayerStack) and not stays_whole(x):
+        if isinstance(x, LayerStack) and not is_given_leaf(x):
             return x.map_layers(functools.partial(scan_aware_map, fn, is_leaf=is_leaf), *others)
         return fn(x, *others)
 
-    return map(at, tree, *rest, is_leaf=lambda x: isinstance(x, LayerStack) or stays_whole(x))
+    return map(at, tree, *rest, is_leaf=lambda x: isinstance(x, LayerStack) or is_given_leaf(x))
 
 
-# --- changing all arrays that have an axis ---
+# --- resizing an axis ---
 
 _STD_OF_TRUNCATED = 0.8796256610342398
-"""The standard deviation of a normal distribution cut off at two of its own."""
+"""The standard deviation of a standard normal distribution truncated at -2 and 2."""
 
 
 def resize_axis(tree: Any, old_axis: AxisSelector, new_size: int, key: jax.Array | None = None) -> Any:
-    """The tree with an axis of another size in every named array that has it.
+    """Resize an axis in every named array of a tree that has it.
 
-    Along a shorter axis what comes first is kept. Along a longer one the new elements are the mean of the old, or with
-    a key, samples of a truncated normal distribution that has their mean and standard deviation: a vocabulary can grow
-    by embeddings that look like the others. Arrays of integers have no such elements and cannot grow.
+    A shorter axis keeps the first elements. In a longer one, the new elements are the mean of the old ones or, with a
+    key, samples of a truncated normal distribution with their mean and standard deviation. So a vocabulary can grow by
+    embeddings that are like the others. Integer arrays cannot grow.
 
-    A module that also stores the axis itself, in a static field say, keeps the old one there.
+    If a module also stores the axis in a static field, that field keeps the old axis.
 
     Arguments:
-        tree: a tree; one of its named arrays must have the axis.
-        old_axis: the axis. If it comes with a size, every array must have that.
-        new_size: its new size.
+        tree: a tree; at least one of its named arrays must have the axis.
+        old_axis: the axis. If it has a size, every array must have that size.
+        new_size: the new size.
         key: a random key for the new elements; None makes all of them the mean.
 
     >>> axn.tree.resize_axis({"w": axn.arange(axn.Axis("vocab", 3)) * 1.0}, "vocab", 5)
@@ -256,7 +255,7 @@ def resize_axis(tree: Any, old_axis: AxisSelector, new_size: int, key: jax.Array
     """
     found, treedef = flatten_with_path(tree)
     name = name_of(old_axis)
-    # Where a tree was partitioned, a named array can hold a placeholder, which stays as it is.
+    # In a partitioned tree, a named array can hold a placeholder, which is left unchanged.
     having = [
         i
         for i, (_, x) in enumerate(found)
@@ -272,8 +271,8 @@ def resize_axis(tree: Any, old_axis: AxisSelector, new_size: int, key: jax.Array
         (axis,) = resolve(x.names, jnp.shape(x.array), old_axis, "resize_axis")
         if new_size > axis.size and not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TypeError(
-                f"resize_axis: {_path(path)} is {x}, and there is no mean of integers by "
-                f"which {name!r} could grow to {new_size}. Resize it by hand, with `axonym.pad` say."
+                f"resize_axis: {_path(path)} is {x}: axis {name!r} of an integer array cannot grow to {new_size}, "
+                "since the new elements are means. Resize that array yourself, for example with `axonym.pad`."
             )
         resized[i] = _resized(x, axis, axis.resize(new_size), k)
     return unflatten(treedef, resized)
@@ -295,11 +294,11 @@ def _resized(x: NamedArray, old: Axis, new: Axis, key: jax.Array | None) -> Name
 
 
 def hashable_partition(pytree: Any, filter_spec: Any) -> tuple[Any, Any]:
-    """`equinox.partition`, whose second part is hashable: for what must be static.
+    """Partition a tree as `equinox.partition` does, into dynamic leaves and a hashable static part.
 
     Arguments:
         pytree: a tree.
-        filter_spec: which leaves are dynamic: a function of a leaf, or a tree prefix of booleans.
+        filter_spec: the dynamic leaves: a function of a leaf, or a tree prefix of booleans.
 
     >>> import equinox as eqx
     >>> dynamic, static = axn.tree.hashable_partition({"w": axn.ones({"in": 2}), "fn": jnp.tanh}, eqx.is_array)
@@ -329,11 +328,11 @@ def _hashable(x: Any) -> bool:
 
 
 def hashable_combine(dynamic: Any, static: Any) -> Any:
-    """The tree that `hashable_partition` took apart.
+    """Undo `hashable_partition`.
 
     Arguments:
-        dynamic: the first part.
-        static: the second part.
+        dynamic: the dynamic part.
+        static: the static part.
 
     >>> import equinox as eqx
     >>> parts = axn.tree.hashable_partition({"w": axn.ones({"in": 2}), "n": 3}, eqx.is_array)
@@ -348,11 +347,11 @@ def hashable_combine(dynamic: Any, static: Any) -> Any:
 
 
 def maybe_rng_split(key: jax.Array | None, num: int = 2) -> Any:
-    """As many random keys from one, or as many times None.
+    """Split a random key, or return a list of None if there is no key.
 
     Arguments:
-        key: a random key, or None where nothing is random.
-        num: how many. One key is the key itself.
+        key: a random key, or None.
+        num: the number of keys. For one, the key itself is returned, not a split of it.
 
     >>> axn.tree.maybe_rng_split(None, 2)
     [None, None]

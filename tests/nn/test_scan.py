@@ -369,7 +369,7 @@ def test_what_layers_share_must_be_the_same_for_all() -> None:
         layers.from_state_dict(state, "h")
     shared = {"down": "float32[mlp=24, embed=16]", "rate": "0.5"}
     for name, x in shared.items():
-        assert f"'h.*.{name}' differs among the layers, but in the tree they share one, {x}." in str(e.value)
+        assert f"'h.*.{name}' differs among the layers, but in the tree all share {x}." in str(e.value)
 
 
 # --- errors ---

@@ -93,10 +93,10 @@ def test_abstract_models() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="both `fp8` and `int8` are asked for"):
+    with pytest.raises(ValueError, match="`fp8` and `int8` are both set"):
         QuantizationConfig(fp8=True, int8=True)
     model = {"up": Linear.init(Embed, Mlp, key=KEY), "down": Linear.init(Mlp, Embed, key=KEY)}
-    with pytest.raises(ValueError, match=r"no linear layer is meant by targets \['upp'\]; they are down, up"):
+    with pytest.raises(ValueError, match=r"no linear layer matches targets \['upp'\]; the layers are down, up"):
         quantize_linear_layers(model, QuantizationConfig(targets=["upp"], int8=True))
-    with pytest.raises(ValueError, match=r"no linear layer is meant by targets None\."):
+    with pytest.raises(ValueError, match=r"no linear layer matches targets None\."):
         quantize_linear_layers({}, QuantizationConfig(int8=True))

@@ -113,13 +113,13 @@ def test_everything_that_does_not_fit_is_one_error(saved: Path) -> None:
 
 
 def test_checkpoints_are_not_overwritten(saved: Path) -> None:
-    with pytest.raises(FileExistsError, match="is there already"):
+    with pytest.raises(FileExistsError, match="exists already"):
         save_checkpoint(saved, {"w": axn.ones(A)})
     with pytest.raises(TypeError, match="w has no values"):
         save_checkpoint(saved.parent / "2", jax.eval_shape(lambda: {"w": axn.ones(A)}))
-    with pytest.raises(ValueError, match=r"two leaves of the tree are called 'a\.b'"):
+    with pytest.raises(ValueError, match=r"two leaves of the tree have the key 'a\.b'"):
         save_checkpoint(saved.parent / "2", {"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}})
-    with pytest.raises(FileNotFoundError, match="there is no complete checkpoint"):
+    with pytest.raises(FileNotFoundError, match="is not a complete checkpoint"):
         restore_checkpoint(saved.parent / "2", {})
 
 

@@ -98,10 +98,10 @@ def test_several_files(tmp_path: Path) -> None:
         found = load_state_dict(path)
         assert list(found) == ["a", "b", "c"] and same(found["b"], np.ones(3))
     index.write_text(json.dumps({"weight_map": {**weights, "d": "model-2.safetensors"}}))
-    with pytest.raises(ValueError, match=r"lists what is not there: 'd' in model-2\.safetensors"):
+    with pytest.raises(ValueError, match=r"lists keys that its files do not have: 'd' in model-2\.safetensors"):
         load_state_dict(tmp_path)
     os.remove(tmp_path / "model-2.safetensors")
-    with pytest.raises(FileNotFoundError, match=r"lists files that are not there: model-2\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"lists files that do not exist: model-2\.safetensors"):
         load_state_dict(tmp_path)
 
 
@@ -125,11 +125,14 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    with pytest.raises(FileNotFoundError, match=r"nor a\.safetensors\.index\.json beside it"):
+    with pytest.raises(FileNotFoundError, match=r"nor does a\.safetensors\.index\.json beside it"):
         load_state_dict(path)
     save_state_dict({"w": np.ones(8)}, path)
     whole = path.read_bytes()
-    for cut, message in ((4, "is not a safetensors file, or is cut off"), (len(whole) - 8, "is cut off: 'w' ends at")):
+    for cut, message in (
+        (4, "is not a safetensors file, or is truncated"),
+        (len(whole) - 8, "is truncated: 'w' ends at"),
+    ):
         path.write_bytes(whole[:cut])
         with pytest.raises(ValueError, match=message):
             load_state_dict(path)

@@ -1,4 +1,4 @@
-"""Looking at trees: how their arrays lie on devices, and what is wrong with them."""
+"""Show the shardings of a tree's arrays, and find common mistakes in models."""
 
 from ..util import is_jax_or_hax_array_like as is_jax_or_hax_array_like
 from .problems import (

@@ -1,4 +1,4 @@
-"""What is commonly wrong with a model: arrays that are in it twice, or where no transform sees them."""
+"""Find common mistakes in a model: arrays that it has twice, arrays in static fields, and names that do not fit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class IdentityMap(MutableMapping[_K, _V], Generic[_K, _V]):
     """
 
     def __init__(self, iterable: Iterable[tuple[_K, _V]] | None = None):
-        self._items: dict[int, tuple[_K, _V]] = {}  # a key that is kept here keeps its id
+        self._items: dict[int, tuple[_K, _V]] = {}  # stores the key itself too, so that its id is not reused
         for key, value in iterable or ():
             self[key] = value
 
@@ -62,7 +62,7 @@ class IdentityMap(MutableMapping[_K, _V], Generic[_K, _V]):
 
 
 class ModuleProblems(Exception):
-    """What `diagnose_common_issues` found.
+    """The mistakes that `diagnose_common_issues` found.
 
     >>> problems = axn.debug.ModuleProblems()
     >>> problems.static_arrays.append(".table")
@@ -73,9 +73,9 @@ class ModuleProblems(Exception):
     def __init__(self) -> None:
         super().__init__()
         self.reused_arrays: list[tuple[str, list[str]]] = []
-        """Arrays that stand in several places: a description, and the paths."""
+        """Arrays that occur several times: a description, and the paths."""
         self.static_arrays: list[str] = []
-        """The paths of static fields with arrays in them."""
+        """The paths of static fields that contain arrays."""
         self.wrong_ranks: list[tuple[str, str]] = []
         """Named arrays with more or fewer names than axes: a description, and the path."""
 
@@ -90,13 +90,13 @@ class ModuleProblems(Exception):
 
 
 def diagnose_common_issues(module: Any) -> None:
-    """Raise `ModuleProblems` if something common is wrong with a module, or with any other tree.
+    """Raise `ModuleProblems` if a module, or any other tree, has common mistakes.
 
-    - An array stands in several places. After a step of training these are different arrays, so a tied parameter must
-      stand in one place, and be used from there.
-    - An array is in a static field. Transforms do not see it there, it is part of what is compiled, and it cannot be
-      hashed.
-    - A named array has more or fewer names than axes, as a positional transform such as `jax.vmap` leaves it behind.
+    - An array occurs several times. After a training step these are different arrays, so store a tied parameter once,
+      and use it from there.
+    - An array is in a static field. Transforms do not see it there, it becomes part of the compiled program, and it
+      cannot be hashed.
+    - A named array has more or fewer names than axes, such as the result of a positional transform like `jax.vmap`.
 
     Arguments:
         module: an Equinox module, or a tree with modules in it.

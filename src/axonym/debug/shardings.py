@@ -1,4 +1,4 @@
-"""How arrays lie on devices, in words and pictures, by the names of axes and mesh axes."""
+"""Describe the shardings of arrays in words and pictures, by the names of axes and mesh axes."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["describe_array", "describe_shardings", "visualize_named_sharding", "
 
 _WIDTH = 100
 _HEIGHT = 16
-"""A picture with longer lines, or more rows, is left out."""
+"""Pictures with longer lines or more rows are not drawn."""
 
 Range: TypeAlias = tuple[int, int]
-"""The part of an axis that is on a device, from the first index up to the last but one."""
+"""The indices of an axis that a device holds: the first, and one more than the last."""
 
 
 def visualize_shardings(tree: Any) -> None:
-    """Print how every array of a tree lies on devices.
+    """Print the sharding of every array of a tree.
 
-    An axis that is split is shown with its mesh axes, and with the part of it that each device has. Inside `jax.jit`
-    this is known when the program is compiled, and printed then. Arrays that look the same share one picture.
+    A sharded axis is shown with its mesh axes and the size of a shard. Inside `jax.jit`, shardings are known when the
+    program is compiled, and printed then. Arrays with the same picture share one.
 
     Arguments:
         tree: any tree; a named array is a tree, too.
@@ -55,15 +55,15 @@ def visualize_shardings(tree: Any) -> None:
         else:
             known.append(leaf)
     if known:
-        print(_describe(known))
+        print(_describe_all(known))
 
 
 def _print_traced(leaf: Leaf, sharding: Sharding) -> None:
-    print("\n".join(_described(leaf, sharding) + _pictured(leaf, sharding)))
+    print("\n".join(_describe_leaf(leaf, sharding) + _draw_leaf(leaf, sharding)))
 
 
 def visualize_named_sharding(axes: Sequence[Axis], sharding: Sharding) -> None:
-    """Print how a sharding would lay an array with these axes on devices.
+    """Print the shards that an array with these axes has under a sharding.
 
     Arguments:
         axes: the axes, in order.
@@ -82,11 +82,11 @@ def visualize_named_sharding(axes: Sequence[Axis], sharding: Sharding) -> None:
     shape = tuple(a.size for a in axes)
     names = tuple(a.name for a in axes)
     head = f"{_errors.describe_axes(names, shape)} on {_kind(sharding)}"
-    print("\n".join([head, *_splits(names, shape, sharding), *_picture(names, shape, sharding)]))
+    print("\n".join([head, *_describe_axes(names, shape, sharding), *_draw(names, shape, sharding)]))
 
 
 def describe_shardings(tree: Any) -> str:
-    """What `visualize_shardings` prints, as a string; arrays that are being traced are not placed yet.
+    """Return the output of `visualize_shardings` as a string; tracers have no sharding yet.
 
     Arguments:
         tree: any tree.
@@ -94,11 +94,11 @@ def describe_shardings(tree: Any) -> str:
     >>> axn.debug.describe_shardings({"x": axn.zeros({"embed": 3}), "y": np.zeros(3)})
     'x: float32[embed=3], 12 B on CPU 0\\ny: float64[3], 24 B on the host\\n2 arrays, 36 B; 12 B on CPU 0'
     """
-    return _describe(_arrays(tree))
+    return _describe_all(_arrays(tree))
 
 
 def describe_array(arr: Any) -> str:
-    """The dtype and the axes of an array, without its values.
+    """Describe an array by its dtype and axes, without its values.
 
     Arguments:
         arr: an array of any kind.
@@ -122,13 +122,13 @@ def _raw(leaf: Leaf) -> Any:
     return leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
 
 
-def _describe(leaves: Sequence[Leaf]) -> str:
+def _describe_all(leaves: Sequence[Leaf]) -> str:
     shardings = [None if isinstance(_raw(x), Tracer) else getattr(_raw(x), "sharding", None) for x in leaves]
     lines: list[str] = []
     shown: set[tuple[str, ...]] = set()
     for leaf, sharding in zip(leaves, shardings, strict=True):
-        lines += _described(leaf, sharding)
-        picture = tuple(_pictured(leaf, sharding))
+        lines += _describe_leaf(leaf, sharding)
+        picture = tuple(_draw_leaf(leaf, sharding))
         lines += [] if picture in shown else picture
         shown.add(picture)
     if len(leaves) > 1:
@@ -137,7 +137,7 @@ def _describe(leaves: Sequence[Leaf]) -> str:
 
 
 def _total(leaves: Sequence[Leaf], shardings: Sequence[Sharding | None]) -> str:
-    """How much all arrays take together, and on the device that has the most of them."""
+    """Describe the size of all arrays together, and on the device that holds most."""
     on_device: dict[Any, int] = {}
     for leaf, sharding in zip(leaves, shardings, strict=True):
         for device, ranges in ({} if sharding is None else _ranges(leaf.shape or (), sharding)).items():
@@ -151,32 +151,32 @@ def _total(leaves: Sequence[Leaf], shardings: Sequence[Sharding | None]) -> str:
     return f"{text}; {'' if alike or len(on_device) == 1 else 'at most '}{_bytes(on_device[fullest])} on {where}"
 
 
-def _described(leaf: Leaf, sharding: Sharding | None) -> list[str]:
-    """One array: what it is, how much of it is where, and how the axes are split that are."""
+def _describe_leaf(leaf: Leaf, sharding: Sharding | None) -> list[str]:
+    """Describe one array: its axes, the size of a shard, and a line for each sharded axis."""
     array, shape = _raw(leaf), leaf.shape or ()
     head = f"{leaf.path}: {describe_array(array if leaf.names is None else wrap(array, leaf.names))}, "
-    whole = math.prod(shape) * array.dtype.itemsize
+    total = math.prod(shape) * array.dtype.itemsize
     if sharding is None:
         traced = "being traced" if isinstance(array, Tracer) else "not placed"
-        return [f"{head}{_bytes(whole)} {'on the host' if isinstance(array, np.ndarray) else traced}"]
-    part = _elements(next(iter(_ranges(shape, sharding).values()))) * array.dtype.itemsize
-    share = _bytes(part) + (f" of {_bytes(whole)}" if part != whole else "")
+        return [f"{head}{_bytes(total)} {'on the host' if isinstance(array, np.ndarray) else traced}"]
+    shard = _elements(next(iter(_ranges(shape, sharding).values()))) * array.dtype.itemsize
+    share = _bytes(shard) + (f" of {_bytes(total)}" if shard != total else "")
     several = "each of " if len(sharding.device_set) > 1 else ""
-    return [f"{head}{share} on {several}{_kind(sharding)}", *_splits(leaf.names, shape, sharding)]
+    return [f"{head}{share} on {several}{_kind(sharding)}", *_describe_axes(leaf.names, shape, sharding)]
 
 
-def _pictured(leaf: Leaf, sharding: Sharding | None) -> list[str]:
-    return [] if sharding is None else _picture(leaf.names, leaf.shape or (), sharding)
+def _draw_leaf(leaf: Leaf, sharding: Sharding | None) -> list[str]:
+    return [] if sharding is None else _draw(leaf.names, leaf.shape or (), sharding)
 
 
 # --- one sharding ---
 
 
-def _splits(names: Sequence[str] | None, shape: Sequence[int], sharding: Sharding) -> list[str]:
-    """A line for each axis that is split."""
+def _describe_axes(names: Sequence[str] | None, shape: Sequence[int], sharding: Sharding) -> list[str]:
+    """Describe each sharded axis in a line."""
     lines = []
-    for i, parts in _split_axes(shape, sharding).items():
-        how = f"in {len(parts)} parts"
+    for i, parts in _sharded_axes(shape, sharding).items():
+        how = f"in {len(parts)} shards"
         if isinstance(sharding, NamedSharding):
             how = "over " + ", ".join(f"{a}={sharding.mesh.shape[a]}" for a in mesh_axes(sharding.spec[i]))
         sizes = " or ".join(str(n) for n in sorted({stop - start for start, stop in parts}, reverse=True))
@@ -184,14 +184,14 @@ def _splits(names: Sequence[str] | None, shape: Sequence[int], sharding: Shardin
     return lines
 
 
-def _split_axes(shape: Sequence[int], sharding: Sharding) -> dict[int, list[Range]]:
-    """The positions of the axes that are split, and the parts of each."""
-    parts = (sorted(set(of_axis)) for of_axis in zip(*_ranges(shape, sharding).values(), strict=True))
-    return {i: of_axis for i, of_axis in enumerate(parts) if len(of_axis) > 1}
+def _sharded_axes(shape: Sequence[int], sharding: Sharding) -> dict[int, list[Range]]:
+    """Return the positions of the sharded axes, and the ranges of the shards of each."""
+    ranges = (sorted(set(of_axis)) for of_axis in zip(*_ranges(shape, sharding).values(), strict=True))
+    return {i: of_axis for i, of_axis in enumerate(ranges) if len(of_axis) > 1}
 
 
 def _ranges(shape: Sequence[int], sharding: Sharding) -> dict[Any, tuple[Range, ...]]:
-    """The part of each axis that each device has."""
+    """Return the range of each axis that each device holds."""
     indices = sharding.devices_indices_map(tuple(shape))
     return {
         device: tuple(s.indices(size)[:2] for s, size in zip(slices or (), shape, strict=True))
@@ -199,16 +199,16 @@ def _ranges(shape: Sequence[int], sharding: Sharding) -> dict[Any, tuple[Range, 
     }
 
 
-def _picture(names: Sequence[str] | None, shape: Sequence[int], sharding: Sharding) -> list[str]:
-    """A grid that shows which devices have which part; nothing where more than two axes are split, or it is too big."""
-    split = _split_axes(shape, sharding)
-    if len(split) not in (1, 2):
+def _draw(names: Sequence[str] | None, shape: Sequence[int], sharding: Sharding) -> list[str]:
+    """Draw the device ids of each shard as a grid; draw nothing for more than two sharded axes, or if it is too big."""
+    sharded = _sharded_axes(shape, sharding)
+    if len(sharded) not in (1, 2):
         return []
     owners: dict[tuple[Range, ...], list[int]] = {}
     for device, ranges in _ranges(shape, sharding).items():
-        owners.setdefault(tuple(ranges[i] for i in split), []).append(device.id)
-    labels = [_label(i, names, shape) for i in split]
-    *above, columns = split.values()
+        owners.setdefault(tuple(ranges[i] for i in sharded), []).append(device.id)
+    labels = [_label(i, names, shape) for i in sharded]
+    *above, columns = sharded.values()
     rows: list[tuple[Range, ...]] = [(r,) for r in above[0]] if above else [()]
     cells = [[_ids(owners[(*row, column)]) for column in columns] for row in rows]
     corner = f"{labels[0]} ↓ {labels[1]} →" if above else f"{labels[0]} →"
@@ -244,7 +244,7 @@ def _range(part: Range) -> str:
 
 
 def _ids(ids: Sequence[int]) -> str:
-    """`0-3,6` for 0, 1, 2, 3 and 6."""
+    """Abbreviate ids: `0-3,6` for 0, 1, 2, 3 and 6."""
     runs: list[list[int]] = []
     for i in sorted(ids):
         if runs and i == runs[-1][-1] + 1:
@@ -259,7 +259,7 @@ def _device(device: Any) -> str:
 
 
 def _kind(sharding: Sharding) -> str:
-    """`8 CPU devices`, or `CPU 0` where there is one."""
+    """Describe the devices of a sharding: `8 CPU devices`, or `CPU 0` if there is one."""
     device = min(sharding.device_set, key=lambda d: d.id)
     count = len(sharding.device_set)
     text = f"{count} {device.platform.upper()} devices" if count > 1 else _device(device)

@@ -1,7 +1,7 @@
-"""What each of several layers is given, and what they return, put together.
+"""Slice the arguments of stacked layers into those of each layer, and stack the results.
 
-The rules are those of `axonym.scan`: a named array that has the axis of the layers comes apart along it, a raw array
-along its first axis, and all else is the same for every layer.
+The rules are those of `axonym.scan`: a named array with the layer axis is sliced along that axis, a raw array along its
+first axis, and every layer gets the same scalars and other values.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..ops.shaping import unbind
 from ..transforms import _mapped_axis
 
 
-def with_keys(layers: Axis, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments in which a single random key, called `key`, is split into one for each layer."""
+def split_key(layers: Axis, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Split a single random key, passed as the keyword argument `key`, into one for each layer."""
     key: Any = kwargs.get("key")
     return {**kwargs, "key": jax.random.split(key, layers.size)} if _is_single_key(key) else dict(kwargs)
 
@@ -33,27 +33,27 @@ def _is_single_key(key: Any) -> bool:
         return False
     if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         return key.ndim == 0
-    return key.dtype == np.uint32 and key.ndim == 1  # a key as `jax.random.PRNGKey` makes it
+    return key.dtype == np.uint32 and key.ndim == 1  # the result of `jax.random.PRNGKey`
 
 
 def first_axis(x: Any) -> int | None:
-    """Where a raw array comes apart, for `axonym.vmap(default=...)`; scalars are the same for every layer."""
+    """Return the position of a raw array's layer axis, or None for scalars, for `axonym.vmap(default=...)`."""
     return 0 if x.ndim else None
 
 
 def check_sizes(what: str, layers: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """What comes apart among the arguments of a call does so into as many parts as there are layers."""
+    """Raise an error if the layer axis of an argument has another size than the number of layers."""
     leaves, _ = _mapped_axis.flatten((args, dict(kwargs)))
     sizes = [_size(layers, leaf) for leaf in leaves]
     if any(size not in (None, layers.size) for size in sizes):
         raise ValueError(_sizes_differ(what, layers, args, dict(kwargs), leaves, sizes))
 
 
-# --- taking apart ---
+# --- slicing ---
 
 
 def unstack(what: str, layers: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """The arguments of a call as each layer gets them.
+    """Return the arguments of a call for each layer.
 
     Arguments:
         what: the operation, for messages.
@@ -70,23 +70,23 @@ def unstack(what: str, layers: Axis, args: tuple[Any, ...], kwargs: Mapping[str,
     return [jax.tree.unflatten(structure, [of_leaf[i] for of_leaf in parts]) for i in range(layers.size)]
 
 
-def checked(what: str, layers: Axis, i: Any) -> Any:
-    """The number of a layer; a number that is known must be that of one."""
+def check_index(what: str, layers: Axis, i: Any) -> Any:
+    """Return the index of a layer; raise an error if the index is static and out of range."""
     if isinstance(i, (int, np.integer)) and not -layers.size <= i < layers.size:
-        raise IndexError(f"{what}: there is no layer {i} among {layers.size}.")
+        raise IndexError(f"{what}: layer {i} is out of range for {layers.size} layers.")
     return i
 
 
-def take(what: str, layers: Axis, tree: Any, i: Any) -> Any:
-    """One layer of a tree whose arrays have the axis.
+def take_layer(what: str, layers: Axis, tree: Any, i: Any) -> Any:
+    """Return one layer of a tree of stacked arrays.
 
     Arguments:
         what: the operation, for messages.
         layers: the axis of the layers.
         tree: the tree.
-        i: which layer; the number may be traced.
+        i: the index of the layer, which can be traced.
     """
-    checked(what, layers, i)
+    check_index(what, layers, i)
 
     def of_leaf(leaf: Any) -> Any:
         x = _as_stacked(layers, leaf)
@@ -98,7 +98,7 @@ def take(what: str, layers: Axis, tree: Any, i: Any) -> Any:
 
 
 def _as_stacked(layers: Axis, leaf: Any) -> NamedArray | None:
-    """A leaf that comes apart, as a named array with the axis; None if it is the same for every layer."""
+    """Return a leaf that has a layer axis as a named array, or None if every layer gets the same leaf."""
     if isinstance(leaf, NamedArray):
         _mapped_axis.check_rank(leaf)
         return leaf if layers.name in leaf.names else None
@@ -108,7 +108,7 @@ def _as_stacked(layers: Axis, leaf: Any) -> NamedArray | None:
 
 
 def _dimensions(count: int) -> tuple[str, ...]:
-    """Names for the axes of a raw array."""
+    """Make names for the axes of a raw array."""
     return tuple(f"dimension {i}" for i in range(count))
 
 
@@ -117,7 +117,7 @@ def _like(leaf: Any, part: NamedArray) -> Any:
 
 
 def _size(layers: Axis, leaf: Any) -> int | None:
-    """For how many layers a leaf is; None if for any number."""
+    """Return the size of a leaf's layer axis, or None if there is none."""
     x = _as_stacked(layers, leaf)
     shape = None if x is None else getattr(x.array, "shape", None)
     return None if x is None or shape is None else shape[x.names.index(layers.name)]
@@ -127,14 +127,14 @@ def _parts(layers: Axis, x: NamedArray) -> Sequence[NamedArray]:
     array: Any = x.array
     if isinstance(array, jax.Array):
         return unbind(x, layers.name)
-    if isinstance(array, np.ndarray):  # stays in the memory of the host
+    if isinstance(array, np.ndarray):  # keep it in host memory
         names = _mapped_axis.without(x.names, layers.name)
         return [wrap(part, names) for part in np.moveaxis(array, x.names.index(layers.name), 0)]
     return [_placeholder(layers, x)] * layers.size
 
 
 def _placeholder(layers: Axis, x: NamedArray) -> NamedArray:
-    """What stands for one layer where the array itself is not there, as in a model of shapes and dtypes."""
+    """Return one layer's slice of an abstract array or placeholder."""
     names = _mapped_axis.without(x.names, layers.name)
     if not isinstance(x.array, jax.ShapeDtypeStruct):
         return wrap(x.array, names)
@@ -142,17 +142,17 @@ def _placeholder(layers: Axis, x: NamedArray) -> NamedArray:
     return wrap(jax.ShapeDtypeStruct(shape, x.array.dtype), names)
 
 
-# --- putting together ---
+# --- stacking ---
 
 
 def stack_results(what: str, layers: Axis, results: Sequence[Any], *, numbers: bool) -> Any:
-    """What the layers returned as one tree, whose arrays have the axis in front.
+    """Stack the results of the layers into one tree, with the layer axis first.
 
     Arguments:
         what: the operation, for messages.
         layers: the axis of the layers.
-        results: what each layer returned.
-        numbers: Python's numbers are stacked, too.
+        results: the result of each layer.
+        numbers: whether to stack Python numbers too.
     """
     flat = [_mapped_axis.flatten(result) for result in results]
     structure = flat[0][1]
@@ -180,10 +180,10 @@ def _stack_leaves(what: str, layers: Axis, leaves: Sequence[Any], numbers: bool)
         if all(type(x) is type(leaves[0]) and x == leaves[0] for x in leaves):
             return leaves[0]
     kinds = ", ".join(dict.fromkeys(map(_described, leaves)))
-    raise TypeError(f"{what}: what the layers return cannot be stacked: {kinds}.")
+    raise TypeError(f"{what}: the results of the layers cannot be stacked: {kinds}.")
 
 
-# --- words ---
+# --- messages ---
 
 
 def _described(x: Any) -> str:
@@ -199,5 +199,5 @@ def _sizes_differ(
     wrong = [(path, size) for path, _, size in found if size not in (None, layers.size)]
     text = _errors.size_mismatch(what, layers.name, [*wrong, ("the layers", layers.size)])
     raw = [path for path, leaf, size in found if size not in (None, layers.size) and not isinstance(leaf, NamedArray)]
-    hint = f" Raw arrays come apart along their first axis: {', '.join(raw)}. Name their axes." if raw else ""
+    hint = f" Raw arrays are sliced along their first axis: {', '.join(raw)}. Name their axes." if raw else ""
     return text + hint

@@ -1,4 +1,4 @@
-"""What models of many layers have in common, and the types of the functions that they take."""
+"""`BlockFoldable`: the common base class of `Stacked` and `BlockSeq`, and the types of the functions that they take."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ S = TypeVar("S", bound="BlockFoldable[Any]")
 
 
 class ModuleInit(Protocol[M_co]):
-    """What makes a module: the type of what `Stacked.init` returns.
+    """The type of the function that `Stacked.init` returns, which makes a module.
 
     >>> init: axn.nn.scan.ModuleInit = axn.nn.Stacked.init(axn.Axis("layers", 3), axn.nn.LayerNorm)
     >>> init({"embed": 2}).Block
@@ -36,7 +36,7 @@ class ModuleInit(Protocol[M_co]):
 
 
 class FoldFunction(Protocol[M_contra, P, CarryT]):
-    """What `fold_via` takes: from a layer and a carry to the next carry.
+    """The type of the function that `fold_via` takes: from a layer and a carry to the next carry.
 
     >>> def residual(layer: axn.nn.LayerNorm, x: axn.NamedArray) -> axn.NamedArray:
     ...     return x + layer(x)
@@ -47,7 +47,7 @@ class FoldFunction(Protocol[M_contra, P, CarryT]):
 
 
 class ScanFunction(Protocol[M_contra, CarryT, P, OutputT_co]):
-    """What `scan_via` takes: from a layer and a carry to the next carry and an output.
+    """The type of the function that `scan_via` takes: from a layer and a carry to the next carry and an output.
 
     >>> def with_mean(layer: axn.nn.LayerNorm, x: axn.NamedArray) -> tuple[axn.NamedArray, axn.NamedArray]:
     ...     return layer(x), x.mean()
@@ -60,7 +60,7 @@ class ScanFunction(Protocol[M_contra, CarryT, P, OutputT_co]):
 
 
 class VmapFunction(Protocol[M_contra, P, OutputT_co]):
-    """What `vmap_via` takes: from a layer to an output.
+    """The type of the function that `vmap_via` takes: from a layer to an output.
 
     >>> def size(layer: axn.nn.Linear) -> axn.NamedArray:
     ...     return abs(layer.weight).max()
@@ -71,9 +71,7 @@ class VmapFunction(Protocol[M_contra, P, OutputT_co]):
 
 
 class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
-    """Layers that are applied one after the other: what `Stacked` and `BlockSeq` have in common.
-
-    It is the type for code that takes either of them.
+    """A sequence of layers: the base class of `Stacked` and `BlockSeq`, for code that takes either.
 
     >>> def apply(layers: axn.nn.scan.BlockFoldable[axn.nn.Linear], x: axn.NamedArray) -> axn.NamedArray:
     ...     return layers.fold(x)
@@ -85,14 +83,14 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     {'embed': 2}
     """
 
-    if TYPE_CHECKING:  # a field of the subclasses, where it does not stand first
+    if TYPE_CHECKING:  # the subclasses declare it as a field, after another one
 
         @property
         def Block(self) -> Axis: ...
 
     @property
     def Layers(self) -> Axis:
-        """The axis of the layers, `Block`, under another name.
+        """Return the axis of the layers: another name of `Block`.
 
         >>> Layers, Embed = axn.make_axes(layers=3, embed=2)
         >>> axn.nn.Stacked.init(Layers, axn.nn.LayerNorm)(Embed).Layers
@@ -109,15 +107,15 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         gradient_checkpointing: ScanCheckpointSpec = False,
         prevent_cse: bool | None = None,
     ) -> ModuleInit[Self]:
-        """A function that takes the arguments of the layers' `init` and makes them all.
+        """Return a function that makes all layers from the arguments of the layers' `init`.
 
         Arguments:
             Block: the axis of the layers.
-            module: the class of the layers. Its `init` is given the arguments, each layer its own part of those that
-                have the axis, and its own random key.
-            gradient_checkpointing: what is kept for the backward pass: a `ScanCheckpointPolicy`, or a word for one.
-                True computes each layer again from its carry; False keeps everything.
-            prevent_cse: the field of the policy of that name, if it is to be another.
+            module: the class of the layers. Each layer's `init` gets its own random key, and its own slice of arguments
+                that have the layer axis.
+            gradient_checkpointing: what is saved for the backward pass: a `ScanCheckpointPolicy`, or a shorthand for
+                one. True recomputes each layer from its carry; False saves everything.
+            prevent_cse: overrides the policy's field of that name.
 
         >>> Layers, Embed = axn.make_axes(layers=3, embed=2)
         >>> layers = axn.nn.Stacked.init(Layers, axn.nn.LayerNorm, gradient_checkpointing=True)(Embed)
@@ -125,7 +123,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         {'layers': 3, 'embed': 2}
         """
         if not isinstance(Block, Axis):
-            raise TypeError(f"{cls.__name__}.init: the layers are counted by an Axis with a size, got {Block!r}.")
+            raise TypeError(f"{cls.__name__}.init: the axis of the layers must be an Axis with a size, got {Block!r}.")
         make = getattr(module, "init", None)
         if not callable(make):
             raise TypeError(
@@ -136,7 +134,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             policy = dataclasses.replace(policy, prevent_cse=prevent_cse)
 
         def of_all(*args: Any, **kwargs: Any) -> Self:
-            return cls._make(Block, policy, make, args, _layer_arguments.with_keys(Block, kwargs))
+            return cls._make(Block, policy, make, args, _layer_arguments.split_key(Block, kwargs))
 
         return functools.update_wrapper(of_all, make, updated=())
 
@@ -147,12 +145,12 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     ) -> Self: ...
 
     def fold(self, init: CarryT, *args: Any, unroll: int | bool | None = None, **kwargs: Any) -> CarryT:
-        """Apply the layers one after the other, each to what the one before it returned.
+        """Apply the layers in turn, each to the result of the previous layer.
 
         Arguments:
-            init: what the first layer is applied to.
+            init: the input of the first layer.
             *args: more arguments of the layers.
-            unroll: how many layers to put into one turn of the loop, True for all; None is one. A `BlockSeq` has no
+            unroll: the number of layers in one iteration of the loop, True for all; None is one. A `BlockSeq` has no
                 loop.
             **kwargs: more arguments of the layers, by keyword.
 
@@ -164,10 +162,10 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         return self.fold_via(_call, unroll=unroll)(init, *args, **kwargs)
 
     def scan(self, init: CarryT, *args: Any, unroll: int | bool | None = None, **kwargs: Any) -> tuple[CarryT, Any]:
-        """`fold` for layers that return a pair: the next carry, and an output. The outputs are stacked.
+        """Apply the layers in turn as `fold` does, each returning the next carry and an output; stack the outputs.
 
         Arguments:
-            init: what the first layer is applied to.
+            init: the input of the first layer.
             *args: more arguments of the layers.
             unroll: see `fold`.
             **kwargs: more arguments of the layers, by keyword.
@@ -185,11 +183,11 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         return self.scan_via(_call, unroll=unroll)(init, *args, **kwargs)
 
     def vmap(self, *args: Any, **kwargs: Any) -> Any:
-        """Apply every layer on its own to the same arguments, and stack the results.
+        """Apply every layer to the same arguments, and stack the results.
 
         Arguments:
             *args: the arguments of the layers.
-            **kwargs: those by keyword.
+            **kwargs: the keyword arguments of the layers.
 
         >>> Layers, Embed = axn.make_axes(layers=3, embed=2)
         >>> layers = axn.nn.Stacked.init(Layers, axn.nn.Linear)(Embed, Embed, key=jax.random.key(0))
@@ -201,7 +199,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     def fold_via(
         self, fn: FoldFunction[M, P, CarryT], *, unroll: int | bool | None = None
     ) -> Callable[Concatenate[CarryT, P], CarryT]:
-        """`fold` by a function of a layer instead of the layer's own call.
+        """Return a function that does what `fold` does, with a function of a layer in place of the layer's call.
 
         Arguments:
             fn: the function, from a layer, a carry and further arguments to the next carry.
@@ -217,7 +215,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     def scan_via(
         self, fn: ScanFunction[M, CarryT, P, OutputT_co], *, unroll: int | bool | None = None
     ) -> Callable[Concatenate[CarryT, P], tuple[CarryT, OutputT_co]]:
-        """`scan` by a function of a layer instead of the layer's own call.
+        """Return a function that does what `scan` does, with a function of a layer in place of the layer's call.
 
         Arguments:
             fn: the function, from a layer, a carry and further arguments to the next carry and an output.
@@ -231,7 +229,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         return self._looped("scan", fn, unroll)
 
     def vmap_via(self, fn: VmapFunction[M, P, OutputT_co]) -> Callable[P, OutputT_co]:
-        """`vmap` by a function of a layer instead of the layer's own call.
+        """Return a function that does what `vmap` does, with a function of a layer in place of the layer's call.
 
         Arguments:
             fn: the function, from a layer and further arguments to an output.
@@ -243,21 +241,21 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         """
 
         def vmapped(*args: P.args, **kwargs: P.kwargs) -> OutputT_co:
-            return self._vmapped(fn, args, _layer_arguments.with_keys(self.Block, kwargs))
+            return self._vmapped(fn, args, _layer_arguments.split_key(self.Block, kwargs))
 
         return vmapped
 
     @abc.abstractmethod
     def _looped(self, what: str, fn: Callable[..., Any], unroll: int | bool | None) -> Callable[..., Any]:
-        """The layers in turn, as `fold` or `scan` does it."""
+        """Return a function that applies the layers in turn, as `fold` or `scan` does."""
 
     @abc.abstractmethod
     def _vmapped(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a function makes of every layer."""
+        """Apply a function to every layer, and stack the results."""
 
     @abc.abstractmethod
     def unstacked(self) -> Sequence[M]:
-        """The layers, one by one.
+        """Return the layers one by one.
 
         >>> layers = axn.nn.Stacked.init(axn.Axis("layers", 3), axn.nn.LayerNorm)({"embed": 2})
         >>> [layer.weight.shape for layer in layers.unstacked()]
@@ -266,10 +264,10 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
     @abc.abstractmethod
     def get_layer(self, index: int) -> M:
-        """One of the layers.
+        """Return one of the layers.
 
         Arguments:
-            index: which one; negative numbers count from the end.
+            index: the index of the layer; negative numbers count from the end.
 
         >>> layers = axn.nn.Stacked.init(axn.Axis("layers", 3), axn.nn.LayerNorm)({"embed": 2})
         >>> layers.get_layer(-1).weight

@@ -1,6 +1,7 @@
-"""Activations: one row each.
+"""Activation functions.
 
-They are elementwise, take named arrays, raw arrays, numbers or trees of them, and are those of `jax.nn` by name.
+They have the names of those in `jax.nn`, and are elementwise, except for `glu`. They take named arrays, raw arrays,
+numbers and trees of them.
 """
 
 from __future__ import annotations
@@ -53,43 +54,43 @@ def _activation(name: str, fn: Callable[..., Any], summary: str, shown: str) -> 
     return publish(op, name, __name__, doc)
 
 
-# --- the table: name, positional function, summary, what it gives for -1 and 2 ---
+# --- the table: name, positional function, summary, results for -1 and 2 ---
 
 hard_sigmoid = _activation(
-    "hard_sigmoid", jax.nn.hard_sigmoid, "A sigmoid of three straight pieces: relu6(x + 3) / 6.", "0.3333 0.8333"
+    "hard_sigmoid", jax.nn.hard_sigmoid, "Compute the piecewise linear sigmoid: relu6(x + 3) / 6.", "0.3333 0.8333"
 )
-hard_silu = _activation("hard_silu", jax.nn.hard_silu, "The element times its hard sigmoid.", "-0.3333 1.6667")
+hard_silu = _activation("hard_silu", jax.nn.hard_silu, "Multiply each element by its hard sigmoid.", "-0.3333 1.6667")
 hard_swish = _activation(
-    "hard_swish", jax.nn.hard_swish, "The element times its hard sigmoid: `hard_silu`.", "-0.3333 1.6667"
+    "hard_swish", jax.nn.hard_swish, "Multiply each element by its hard sigmoid: `hard_silu`.", "-0.3333 1.6667"
 )
-hard_tanh = _activation("hard_tanh", jax.nn.hard_tanh, "The element, kept between -1 and 1.", "-1. 1.")
-log_sigmoid = _activation("log_sigmoid", jax.nn.log_sigmoid, "The logarithm of the sigmoid.", "-1.3133 -0.1269")
-mish = _activation("mish", jax.nn.mish, "The element times the hyperbolic tangent of its softplus.", "-0.3034 1.944 ")
-relu = _activation("relu", jax.nn.relu, "The element where it is positive, else zero.", "0. 2.")
-relu6 = _activation("relu6", jax.nn.relu6, "The element, kept between 0 and 6.", "0. 2.")
+hard_tanh = _activation("hard_tanh", jax.nn.hard_tanh, "Clamp each element to the range from -1 to 1.", "-1. 1.")
+log_sigmoid = _activation("log_sigmoid", jax.nn.log_sigmoid, "Compute the logarithm of the sigmoid.", "-1.3133 -0.1269")
+mish = _activation("mish", jax.nn.mish, "Multiply each element by the tanh of its softplus.", "-0.3034 1.944 ")
+relu = _activation("relu", jax.nn.relu, "Replace negative elements by zero: max(x, 0).", "0. 2.")
+relu6 = _activation("relu6", jax.nn.relu6, "Clamp each element to the range from 0 to 6.", "0. 2.")
 selu = _activation(
     "selu",
     jax.nn.selu,
-    "The scaled exponential linear unit, which keeps mean and variance of its input.",
+    "Compute the scaled exponential linear unit, which keeps the mean and variance of its input.",
     "-1.1113 2.1014",
 )
-sigmoid = _activation("sigmoid", jax.nn.sigmoid, "The logistic function: 1 / (1 + exp(-x)).", "0.2689 0.8808")
-silu = _activation("silu", jax.nn.silu, "The element times its sigmoid.", "-0.2689 1.7616")
+sigmoid = _activation("sigmoid", jax.nn.sigmoid, "Compute the logistic function: 1 / (1 + exp(-x)).", "0.2689 0.8808")
+silu = _activation("silu", jax.nn.silu, "Multiply each element by its sigmoid.", "-0.2689 1.7616")
 soft_sign = _activation(
-    "soft_sign", jax.nn.soft_sign, "The element divided by one more than its absolute value.", "-0.5 0.6667"
+    "soft_sign", jax.nn.soft_sign, "Divide each element by one plus its absolute value.", "-0.5 0.6667"
 )
-softplus = _activation("softplus", jax.nn.softplus, "A smooth relu: log(1 + exp(x)).", "0.3133 2.1269")
+softplus = _activation("softplus", jax.nn.softplus, "Compute a smooth relu: log(1 + exp(x)).", "0.3133 2.1269")
 squareplus = _activation(
-    "squareplus", jax.nn.squareplus, "A smooth relu without exponentials: (x + sqrt(x * x + 4)) / 2.", "0.618 2.4142"
+    "squareplus", jax.nn.squareplus, "Compute a smooth relu without exp: (x + sqrt(x * x + 4)) / 2.", "0.618 2.4142"
 )
-swish = _activation("swish", jax.nn.swish, "The element times its sigmoid: `silu`.", "-0.2689 1.7616")
+swish = _activation("swish", jax.nn.swish, "Multiply each element by its sigmoid: `silu`.", "-0.2689 1.7616")
 
 
 # --- positional functions that JAX lacks ---
 
 
 def relu_squared(x: A) -> A:
-    """The square of the element where it is positive, else zero.
+    """Compute the square of `relu`.
 
     Arguments:
         x: a named array, a scalar, a raw array, or a tree of them.
@@ -105,7 +106,7 @@ def _relu_squared(x: Any) -> jax.Array:
 
 
 def quick_gelu(x: A) -> A:
-    """An approximation of GELU with a sigmoid: x * sigmoid(1.702 x).
+    """Approximate GELU with a sigmoid: x * sigmoid(1.702 x).
 
     Arguments:
         x: a named array, a scalar, a raw array, or a tree of them.
@@ -124,7 +125,7 @@ def _quick_gelu(x: Any) -> jax.Array:
 
 
 def celu(a: A, alpha: float = 1.0) -> A:
-    """The element where it is positive, else alpha * (exp(x / alpha) - 1).
+    """Replace negative elements by alpha * (exp(x / alpha) - 1).
 
     Arguments:
         a: a named array, a scalar, a raw array, or a tree of them.
@@ -137,7 +138,7 @@ def celu(a: A, alpha: float = 1.0) -> A:
 
 
 def elu(a: A, alpha: float = 1.0) -> A:
-    """The element where it is positive, else alpha * (exp(x) - 1).
+    """Replace negative elements by alpha * (exp(x) - 1).
 
     Arguments:
         a: a named array, a scalar, a raw array, or a tree of them.
@@ -150,11 +151,11 @@ def elu(a: A, alpha: float = 1.0) -> A:
 
 
 def leaky_relu(a: A, negative_slope: float = 0.01) -> A:
-    """The element where it is positive, else a small part of it.
+    """Multiply negative elements by a small slope.
 
     Arguments:
         a: a named array, a scalar, a raw array, or a tree of them.
-        negative_slope: how much of a negative element is kept.
+        negative_slope: the factor for negative elements.
 
     >>> axn.nn.leaky_relu(axn.named([-1., 2.], "x"))
     NamedArray(float32[x=2], [-0.01 2. ])
@@ -163,11 +164,11 @@ def leaky_relu(a: A, negative_slope: float = 0.01) -> A:
 
 
 def gelu(a: A, approximate: bool = True) -> A:
-    """The element times the probability that a standard normal variable is below it.
+    """Multiply each element by the probability that a standard normal variable is below it.
 
     Arguments:
         a: a named array, a scalar, a raw array, or a tree of them.
-        approximate: whether that probability is approximated with a hyperbolic tangent, as in GPT-2.
+        approximate: whether to approximate that probability with a hyperbolic tangent, as in GPT-2.
 
     >>> axn.nn.gelu(axn.named([-1., 2.], "x")), axn.nn.gelu(axn.named([-1., 2.], "x"), approximate=False)
     (NamedArray(float32[x=2], [-0.1588 1.9546]), NamedArray(float32[x=2], [-0.1587 1.9545]))
@@ -175,11 +176,11 @@ def gelu(a: A, approximate: bool = True) -> A:
     return _apply(jax.nn.gelu, "gelu", a, approximate=approximate)
 
 
-# --- the one that is not elementwise ---
+# --- not elementwise ---
 
 
 def glu(x: NamedArray, axis: AxisSelector) -> NamedArray:
-    """The first half of an axis times the sigmoid of its second half.
+    """Multiply the first half of an axis by the sigmoid of the second half.
 
     Arguments:
         x: a named array.
@@ -200,7 +201,7 @@ def _glu_kernel(names: Names, axis: AxisSelector) -> _kernels.Kernel:
         if a.shape[position] % 2:
             described = _errors.describe_axes(names, a.shape)
             raise ValueError(
-                f"glu: axis {names[position]!r} of {described} must have an even size, to be cut in halves."
+                f"glu: axis {names[position]!r} of {described} must have an even size, to be divided into halves."
             )
         return jax.nn.glu(a, position)
 

@@ -24,7 +24,7 @@ from ..ops.joining import flip
 from ..ops.rearranging import rearrange
 from ..ops.shaping import flatten_axes, rename, unflatten_axis
 from ..state.module import ModuleWithStateDictSerialization
-from ._windows import Padding, PaddingSpec, Pair, PerAxis, check_spans, padding_of, per_axis
+from ._window_arguments import Padding, PaddingSpec, Pair, PerAxis, check_spans, parse_padding, per_axis
 from .linear import _stored
 
 __all__ = ["Conv", "ConvTranspose"]
@@ -114,7 +114,7 @@ class Conv(eqx.Module):
             bias,
             kernel,
             per_axis("Conv", "stride", stride, names, at_least=1),
-            padding_of("Conv", padding, names),
+            parse_padding("Conv", padding, names),
             per_axis("Conv", "dilation", dilation, names, at_least=1),
             groups,
         )
@@ -219,7 +219,7 @@ class ConvTranspose(ModuleWithStateDictSerialization):
         strides = per_axis("ConvTranspose", "stride", stride, names, at_least=1)
         dilations = per_axis("ConvTranspose", "dilation", dilation, names, at_least=1)
         more = per_axis("ConvTranspose", "output_padding", output_padding, names, at_least=0)
-        pads = padding_of("ConvTranspose", padding, names)
+        pads = parse_padding("ConvTranspose", padding, names)
         if isinstance(pads, str) and any(more):
             raise ValueError(f"ConvTranspose: `output_padding` is for a padding in elements, not for {pads!r}.")
         weight, bias = _init_parameters("ConvTranspose", names, In, Out, kernel, groups, use_bias, key)

@@ -1,4 +1,4 @@
-"""Dropout: elements that are randomly set to zero while a model is trained."""
+"""Dropout: set elements to zero at random during training."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def dropout(
     inference: Any,
     key: Any = None,
 ) -> NamedArray:
-    """Set randomly chosen elements to zero, and scale the others so that the mean stays.
+    """Set randomly chosen elements to zero, and scale the others to keep the mean.
 
     Arguments:
         x: a named array.
         pdrop: the probability that an element is dropped.
         broadcast_axes: the axes along which elements are dropped together.
-        inference: whether to return the array as it is instead.
-        key: a random key; not needed where nothing is dropped.
+        inference: whether to return the array unchanged instead.
+        key: a random key; not needed if nothing is dropped.
 
     >>> x = axn.ones({"batch": 2, "embed": 3})
     >>> axn.nn.dropout(x, 0.5, "embed", inference=False, key=jax.random.key(1))
@@ -49,8 +49,8 @@ def dropout(
         return x
     if key is None:
         raise RuntimeError(
-            "dropout: a random key is needed to choose what is dropped: pass `key`, or `inference=True` if nothing "
-            "shall be."
+            "dropout: a random key is needed to choose the elements to drop: pass `key`, or `inference=True` to drop "
+            "none."
         )
     if fixed and pdrop == 1:
         dropped = zeros_like(x)  # all elements are dropped, so there are none to scale
@@ -76,10 +76,11 @@ def _dropout_kernel(names: Names, broadcast_axes: AxisSelection | None, key_rank
 
 
 class Dropout(eqx.Module):
-    """A layer that drops elements while a model is trained, and does nothing in inference.
+    """A layer that drops elements during training, and does nothing in inference.
 
-    `equinox.nn.inference_mode` switches all such layers of a model. `inference` is a leaf of the tree for that, which
-    `axonym.named_jit` takes as it is; under plain `jax.jit` it is traced, and the program then does both and selects.
+    `equinox.nn.inference_mode` switches all such layers of a model. For that, `inference` is a leaf of the tree, which
+    `axonym.named_jit` treats as static. Under plain `jax.jit` it is traced, and the program computes both results and
+    selects one.
 
     Arguments:
         pdrop: the probability that an element is dropped.
@@ -99,7 +100,7 @@ class Dropout(eqx.Module):
 
     @property
     def is_active(self) -> bool:
-        """Whether it drops anything.
+        """Return whether the layer drops any elements.
 
         >>> axn.nn.Dropout(0.5).is_active, axn.nn.Dropout(0.0).is_active, axn.nn.Dropout(inference=True).is_active
         (True, False, False)
@@ -108,12 +109,12 @@ class Dropout(eqx.Module):
 
     @named_call
     def __call__(self, x: NamedArray, *, inference: bool | None = None, key: Any = None) -> NamedArray:
-        """The array with randomly chosen elements set to zero.
+        """Set randomly chosen elements to zero.
 
         Arguments:
             x: a named array.
-            inference: what to use in place of the `inference` of the layer.
-            key: a random key; not needed where nothing is dropped.
+            inference: overrides the `inference` of the layer.
+            key: a random key; not needed if nothing is dropped.
 
         >>> axn.nn.Dropout(0.0)(axn.ones({"embed": 2}))
         NamedArray(float32[embed=2], [1. 1.])

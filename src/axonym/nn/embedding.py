@@ -18,7 +18,7 @@ from ..ops._operands import distinct, dtype_key, one_axis, operand, require_name
 from ..ops.contraction import dot
 from ..ops.indexing import take
 from ..sharding.shard import shard_quietly
-from ..state.flattening import OUT, flat_axis, merged, split
+from ..state.export_axes import OUT, merge_axes, merged_axis, split_axis
 from ..state.module import ModuleWithStateDictSerialization
 from ..tree import resize_axis
 from .linear import BOUND, check_input, static_spec
@@ -139,13 +139,13 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
     def flatten_for_export(self) -> Embedding:
         if isinstance(self.Embed, Axis):
             return self
-        weight = merged(self.weight, self.Embed, OUT)
-        return dataclasses.replace(self, weight=weight, Embed=flat_axis(self.Embed, OUT))
+        weight = merge_axes(self.weight, self.Embed, OUT)
+        return dataclasses.replace(self, weight=weight, Embed=merged_axis(self.Embed, OUT))
 
     def unflatten_from_export(self, template: Any) -> Embedding:
         if isinstance(template.Embed, Axis):
             return self
-        weight = split(self.weight, OUT, template.Embed, template.weight.names)
+        weight = split_axis(self.weight, OUT, template.Embed, template.weight.names)
         return dataclasses.replace(self, weight=weight, Embed=template.Embed)
 
     def __call__(self, input_ids: NamedArray, *, key: Any = None) -> NamedArray:

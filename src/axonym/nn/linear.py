@@ -19,9 +19,9 @@ from ..ops.contraction import dot
 from ..ops.creation import zeros
 from ..ops.shaping import rename
 from ..sharding.shard import shard_quietly
-from ..state.flattening import IN, OUT, flat_axis, merged, split
-from ..state.lazy import scaled
-from ..state.loading import lazy_loading, loaded_children
+from ..state.export_axes import IN, OUT, merge_axes, merged_axis, split_axis
+from ..state.lazy import scale_array
+from ..state.loading import lazy_loading, load_children
 from ..state.module import ModuleWithStateDictSerialization
 from ..state.naming import StateDict
 from ..state.saving import children_to_state_dict
@@ -179,25 +179,25 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
 
     @lazy_loading
     def from_state_dict(self, state_dict: Mapping[str, Any], prefix: str | None = None) -> Linear:
-        return loaded_children(self, state_dict, prefix)._with_scaled_weight(1 / self.reparam.active_scale)
+        return load_children(self, state_dict, prefix)._with_scaled_weight(1 / self.reparam.active_scale)
 
     def _with_scaled_weight(self, factor: float) -> Linear:
-        return self if factor == 1 else dataclasses.replace(self, weight=scaled(self.weight, factor))
+        return self if factor == 1 else dataclasses.replace(self, weight=scale_array(self.weight, factor))
 
     # PyTorch has one axis in and one out. Which of them comes first stays as it is: there, it is that of the output.
 
     def flatten_for_export(self) -> Linear:
         if isinstance(self.In, Axis) and isinstance(self.Out, Axis):
             return self
-        weight = merged(merged(self.weight, self.Out, OUT), self.weight_in, IN)
-        In, Out = flat_axis(self.In, IN), flat_axis(self.Out, OUT)
-        return dataclasses.replace(self, weight=weight, bias=merged(self.bias, self.Out, OUT), In=In, Out=Out)
+        weight = merge_axes(merge_axes(self.weight, self.Out, OUT), self.weight_in, IN)
+        In, Out = merged_axis(self.In, IN), merged_axis(self.Out, OUT)
+        return dataclasses.replace(self, weight=weight, bias=merge_axes(self.bias, self.Out, OUT), In=In, Out=Out)
 
     def unflatten_from_export(self, template: Any) -> Linear:
         if isinstance(template.In, Axis) and isinstance(template.Out, Axis):
             return self
-        weight = split(split(self.weight, OUT, template.Out), IN, template.weight_in, template.weight.names)
-        bias = split(self.bias, OUT, template.Out, None if template.bias is None else template.bias.names)
+        weight = split_axis(split_axis(self.weight, OUT, template.Out), IN, template.weight_in, template.weight.names)
+        bias = split_axis(self.bias, OUT, template.Out, None if template.bias is None else template.bias.names)
         return dataclasses.replace(self, weight=weight, bias=bias, In=template.In, Out=template.Out)
 
     @staticmethod

@@ -19,11 +19,12 @@ from .linear import Linear
 class MLP(eqx.Module):
     """A multi-layer perceptron.
 
-    The hidden layers have axes called `mlp` and `mlp2` in turn. So a mapping that splits only `mlp` splits the first
-    layer by its output and the second by its input, and nothing has to be gathered between them.
+    The axes of the hidden layers are called `mlp` and `mlp2` in turn. If a mapping shards only `mlp`, the weight of the
+    first layer is sharded over its output and that of the second over its input, so no all-gather is needed between
+    them.
 
     Arguments:
-        activation: what is applied between the layers.
+        activation: the function between the layers.
         layers: the linear layers, first to last.
 
     >>> In, Out = axn.make_axes(feature=3, label=2)
@@ -52,19 +53,19 @@ class MLP(eqx.Module):
         dot_general: Callable[..., jax.Array] | None = None,
         init_scale: float = 1.0,
     ) -> MLP:
-        """Layers with random weights and biases of zeros.
+        """Make layers with random weights and biases of zeros.
 
         Arguments:
             Input: the axes of the input, one or several.
             Output: the axes of the output, one or several.
-            width: the size of the hidden layers, or an axis: its name, with a 2 appended for every other one.
-            depth: how many hidden layers there are; with none it is one linear layer.
-            activation: what is applied between the layers.
+            width: the size of the hidden layers, or an axis; every other layer has its name with a 2 appended.
+            depth: the number of hidden layers; 0 gives a single linear layer.
+            activation: the function between the layers.
             out_first: whether the axes of the output come first in the weights.
             use_bias: whether the hidden layers have a bias.
-            use_final_bias: whether the last layer has one.
+            use_final_bias: whether the last layer has a bias.
             key: a random key.
-            dot_general: what to use in place of `jax.lax.dot_general`.
+            dot_general: a replacement for `jax.lax.dot_general`.
             init_scale: multiplies the standard deviation of the weights.
 
         >>> mlp = axn.nn.MLP.init((), axn.Axis("label", 2), axn.Axis("hidden", 4), 1, key=jax.random.key(0))
@@ -72,7 +73,7 @@ class MLP(eqx.Module):
         ['float32[hidden=4]', 'float32[label=2, hidden=4]']
         """
         if depth < 0:
-            raise ValueError(f"MLP: `depth` is the number of hidden layers, got {depth}.")
+            raise ValueError(f"MLP: `depth`, the number of hidden layers, must not be negative, got {depth}.")
         hidden = width if isinstance(width, Axis) else Axis("mlp", width)
         turns = hidden, hidden.alias(f"{hidden.name}2")
         specs = [Input, *(turns[i % 2] for i in range(depth)), Output]
@@ -92,7 +93,7 @@ class MLP(eqx.Module):
 
     @property
     def In(self) -> AxisSpec:
-        """The axes of the input.
+        """Return the axes of the input.
 
         >>> axn.nn.MLP.init(axn.Axis("x", 3), axn.Axis("y", 2), 8, 1, key=jax.random.key(0)).In
         Axis(name='x', size=3)
@@ -101,7 +102,7 @@ class MLP(eqx.Module):
 
     @property
     def Out(self) -> AxisSpec:
-        """The axes of the output.
+        """Return the axes of the output.
 
         >>> axn.nn.MLP.init(axn.Axis("x", 3), axn.Axis("y", 2), 8, 1, key=jax.random.key(0)).Out
         Axis(name='y', size=2)
@@ -110,7 +111,7 @@ class MLP(eqx.Module):
 
     @named_call
     def __call__(self, x: NamedArray, *, key: Any = None) -> NamedArray:
-        """The output of the last layer.
+        """Apply the layers, with the activation between them.
 
         Arguments:
             x: a named array with the axes of the input.

@@ -1,9 +1,9 @@
-"""Parametrisations: how the weights of a layer start, what they are multiplied by, and how fast they learn.
+"""Parametrisations: the initial scale, output scale and learning-rate scale of a layer's weights.
 
-Under the standard parametrisation the best learning rate changes with the width of a model, because the steps of wide
-layers change their outputs by more. The maximal-update parametrisation (muP, for Adam and its relatives) scales each
-layer by its role, so that activations and their changes stay of one size at any width, and a learning rate found for a
-small model is right for a large one.
+Under the standard parametrisation, the best learning rate depends on the width of a model, because an update changes
+the outputs of wide layers more. The maximal-update parametrisation (muP, for Adam and its relatives) scales each layer
+by its role. Activations and their changes then have the same size at any width, and a learning rate tuned on a small
+model works for a large one.
 
 | class                    | standard deviation at the start | output times    | learning rate times |
 |--------------------------|---------------------------------|-----------------|---------------------|
@@ -14,8 +14,8 @@ small model is right for a large one.
 | `EmbeddingStandardParam` | 1 / embed                       | 1               | 1                   |
 | `EmbeddingMup`           | 1                               | unembed 1 / embed | 1                 |
 
-A layer takes one of these classes as `reparam_cls` and has it as `layer.reparam`. The first two columns are the
-layer's business; the last one is the optimiser's, to which `learning_rate_scales` hands it.
+A layer takes one of these classes as `reparam_cls`, and `layer.reparam` is its instance. The layer applies the first
+two columns; the last is for the optimiser, see `learning_rate_scales`.
 
 >>> In, Out = axn.make_axes(embed=4, mlp=8)
 >>> layer = axn.nn.Linear.init(In, Out, key=jax.random.key(0), reparam_cls=axn.nn.mup.HiddenLinearMup)
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class AbstractReparam(abc.ABC):
-    """How a layer is scaled. What a class does not say is one.
+    """The scales of a layer's weights, output and learning rate; one by default.
 
     >>> issubclass(axn.nn.mup.HiddenLinearMup, axn.nn.mup.AbstractReparam)
     True
@@ -62,11 +62,11 @@ class AbstractReparam(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def init_scale(In: AxisSpec, Out: AxisSpec) -> float:
-        """The standard deviation of the weights at the start.
+        """Return the initial standard deviation of the weights.
 
         Arguments:
-            In: the axes that the layer takes away.
-            Out: the axes that it brings.
+            In: the axes of the layer's input.
+            Out: the axes of its output.
 
         >>> axn.nn.mup.LinearStandardParam.init_scale(axn.Axis("embed", 4), axn.Axis("mlp", 8))
         0.5
@@ -74,7 +74,7 @@ class AbstractReparam(abc.ABC):
 
     @property
     def lr_scale(self) -> float:
-        """What the learning rate of the weights is multiplied by.
+        """Return the factor for the learning rate of the weights.
 
         >>> axn.nn.mup.HiddenLinearMup(axn.Axis("embed", 4), axn.Axis("mlp", 8)).lr_scale
         0.25
@@ -83,7 +83,7 @@ class AbstractReparam(abc.ABC):
 
     @property
     def active_scale(self) -> float:
-        """What the output of the layer is multiplied by, before its bias is added.
+        """Return the factor for the output of the layer, before its bias is added.
 
         >>> axn.nn.mup.OutputLinearMup(axn.Axis("embed", 4), axn.Axis("vocab", 8)).active_scale
         0.25
@@ -93,7 +93,7 @@ class AbstractReparam(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class AbstractLinearReparam(AbstractReparam):
-    """How a linear layer is scaled.
+    """The scales of a linear layer.
 
     Arguments:
         In: the axes of its input.
@@ -109,7 +109,7 @@ class AbstractLinearReparam(AbstractReparam):
 
 @dataclasses.dataclass(frozen=True)
 class AbstractEmbeddingReparam(AbstractReparam):
-    """How an embedding is scaled.
+    """The scales of an embedding.
 
     Arguments:
         Embed: the axes of an embedding.
@@ -124,7 +124,7 @@ class AbstractEmbeddingReparam(AbstractReparam):
 
     @property
     def unembed_active_scale(self) -> float:
-        """What the logits are multiplied by.
+        """Return the factor for the logits.
 
         >>> axn.nn.mup.EmbeddingMup(axn.Axis("embed", 4), axn.Axis("vocab", 8)).unembed_active_scale
         0.25
@@ -133,7 +133,7 @@ class AbstractEmbeddingReparam(AbstractReparam):
 
 
 class LinearStandardParam(AbstractLinearReparam):
-    """The usual linear layer: the output starts as large as the input.
+    """The standard linear layer: at initialisation, the output is as large as the input.
 
     >>> axn.nn.mup.LinearStandardParam(axn.Axis("embed", 4), axn.Axis("mlp", 8)).lr_scale
     1.0
@@ -145,7 +145,7 @@ class LinearStandardParam(AbstractLinearReparam):
 
 
 class InputLinearMup(AbstractLinearReparam):
-    """A linear layer whose input does not grow with the width, such as the first.
+    """A linear layer whose input does not grow with the width, such as the first layer.
 
     >>> axn.nn.mup.InputLinearMup.init_scale(axn.Axis("pixel", 4), axn.Axis("embed", 8))
     1.0
@@ -173,7 +173,7 @@ class HiddenLinearMup(AbstractLinearReparam):
 
 
 class OutputLinearMup(AbstractLinearReparam):
-    """A linear layer whose output does not grow with the width, such as the last.
+    """A linear layer whose output does not grow with the width, such as the last layer.
 
     >>> axn.nn.mup.OutputLinearMup.init_scale(axn.Axis("embed", 4), axn.Axis("vocab", 8))
     1.0
@@ -189,7 +189,7 @@ class OutputLinearMup(AbstractLinearReparam):
 
 
 class EmbeddingStandardParam(AbstractEmbeddingReparam):
-    """The usual embedding.
+    """The standard embedding.
 
     >>> axn.nn.mup.EmbeddingStandardParam.init_scale(axn.Axis("vocab", 8), axn.Axis("embed", 4))
     0.25
@@ -201,7 +201,7 @@ class EmbeddingStandardParam(AbstractEmbeddingReparam):
 
 
 class EmbeddingMup(AbstractEmbeddingReparam):
-    """An embedding of which the embedding axes grow with the width. Its logits are scaled as in `OutputLinearMup`.
+    """An embedding whose embedding axes grow with the width. Its logits are scaled as in `OutputLinearMup`.
 
     >>> axn.nn.mup.EmbeddingMup.init_scale(axn.Axis("vocab", 8), axn.Axis("embed", 4))
     1.0
@@ -217,7 +217,7 @@ class EmbeddingMup(AbstractEmbeddingReparam):
 
 
 class ReparamEnabled(abc.ABC):
-    """A layer that knows its parametrisation. The field that it speaks of is called `weight`.
+    """A layer with a parametrisation, which applies to its field `weight`.
 
     >>> issubclass(axn.nn.Linear, axn.nn.mup.ReparamEnabled)
     True
@@ -228,7 +228,7 @@ class ReparamEnabled(abc.ABC):
     @property
     @abc.abstractmethod
     def reparam(self) -> AbstractReparam:
-        """The parametrisation.
+        """Return the parametrisation.
 
         >>> layer = axn.nn.Linear.init(axn.Axis("embed", 4), axn.Axis("mlp", 8), key=jax.random.key(0))
         >>> layer.reparam
@@ -237,13 +237,13 @@ class ReparamEnabled(abc.ABC):
 
 
 def learning_rate_scales(model: T) -> T:
-    """What the learning rate of each array of a model is multiplied by, as a tree of the model's structure.
+    """Return the factor for the learning rate of each array, in a tree with the structure of the model.
 
-    It is the `lr_scale` of the layer for its weight, and one for all else. Multiply the updates of the optimiser, those
-    of Adam or a relative, with it.
+    The factor of a weight is its layer's `lr_scale`; all others are one. Multiply the updates of the optimiser, Adam or
+    a relative, by these factors.
 
     Arguments:
-        model: a tree of layers; of its arrays, or of updates for them.
+        model: a tree of layers, with arrays or with the updates for them.
 
     >>> In, Out = axn.make_axes(embed=4, mlp=8)
     >>> layer = axn.nn.Linear.init(In, Out, key=jax.random.key(0), reparam_cls=axn.nn.mup.HiddenLinearMup)

@@ -19,7 +19,7 @@ from ..ops._operands import operand, require_named, require_subset
 from ..ops.creation import ones, zeros
 from ..ops.elementwise import rsqrt, square
 from ..ops.reductions import logsumexp as _logsumexp, mean, var
-from ..state.flattening import OUT, flat_axis, merged, split
+from ..state.export_axes import OUT, merge_axes, merged_axis, split_axis
 from ..state.module import ModuleWithStateDictSerialization
 from .linear import static_spec
 
@@ -193,13 +193,13 @@ class LayerNormBase(ModuleWithStateDictSerialization):
     def flatten_for_export(self) -> Self:
         if isinstance(self.axis, Axis):
             return self
-        weight, bias = (merged(x, self.axis, OUT) for x in (self.weight, self.bias))
-        return dataclasses.replace(self, axis=flat_axis(self.axis, OUT), weight=weight, bias=bias)
+        weight, bias = (merge_axes(x, self.axis, OUT) for x in (self.weight, self.bias))
+        return dataclasses.replace(self, axis=merged_axis(self.axis, OUT), weight=weight, bias=bias)
 
     def unflatten_from_export(self, template: Any) -> Self:
         if isinstance(template.axis, Axis):
             return self
-        weight, bias = (split(x, OUT, template.axis) for x in (self.weight, self.bias))
+        weight, bias = (split_axis(x, OUT, template.axis) for x in (self.weight, self.bias))
         return dataclasses.replace(self, axis=template.axis, weight=weight, bias=bias)
 
     @abc.abstractmethod

@@ -20,7 +20,7 @@ from ..array import NamedArray, wrap
 from ..axis import AxisSpec, Names, axes_of_spec
 from ..ops._op_types import publish
 from ..ops._operands import distinct, require_named, scalar
-from ._windows import Padding, PaddingSpec, Pair, PerAxis, check_spans, padding_of, per_axis, same_padding
+from ._window_arguments import Padding, PaddingSpec, Pair, PerAxis, check_spans, parse_padding, per_axis, same_padding
 
 __all__ = ["max_pool", "mean_pool", "min_pool", "pool"]
 
@@ -142,7 +142,7 @@ def _pool(
     names = distinct(what, tuple(a.name for a in window))
     sizes = per_axis(what, "Window", tuple(a.size for a in window), names, at_least=1)
     strides = per_axis(what, "stride", 1 if stride is None else stride, names, at_least=1)
-    pads = padding_of(what, padding, names)
+    pads = parse_padding(what, padding, names)
     kernel = _pool_kernel(what, inputs.names, names, sizes, strides, pads, use_ceil, reduction)
     return wrap(kernel.call(inputs.array, *init), kernel.names)
 

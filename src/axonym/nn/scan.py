@@ -1,11 +1,11 @@
-"""Models of many like layers: `Stacked`, which loops over them in one program, and `BlockSeq`, which lists them.
+"""Repeated layers: `Stacked` stacks their arrays and scans over them, `BlockSeq` keeps them in a sequence.
 
-A transformer is the same block over and over, with other parameters. `Stacked` keeps the parameters of all blocks in
-one module, whose arrays have an axis more, and goes through them with `axonym.scan`: one block is compiled, however
-many there are. `BlockSeq` keeps the blocks in a sequence and calls them one after the other, so they need not be alike.
-Both have the same methods, make the same layers from the same keys, and give the same results and gradients.
+A transformer repeats one block with different parameters. `Stacked` keeps the parameters of all blocks in one module,
+whose arrays have a layer axis, and loops over them with `axonym.scan`, so only one block is compiled. `BlockSeq` keeps
+the blocks in a sequence and calls them in turn, so they can differ. Both have the same methods, make the same layers
+from the same keys, and give the same results and gradients.
 
-A block is any Equinox module with an `init` that makes it and a `__call__` from a carry to the next:
+A block is any Equinox module with an `init` that makes a block and a `__call__` from a carry to the next carry:
 
 >>> import equinox as eqx
 >>> class Shift(eqx.Module):
@@ -23,9 +23,9 @@ A block is any Equinox module with an `init` that makes it and a `__call__` from
 >>> axn.allclose(y, layers.stacked.by.sum(Layers))
 True
 
-What the methods are given besides the carry is for every layer, or for each its own: named arrays that have the axis of
-the layers come apart along it, and raw arrays along their first axis, while scalars and all else are the same for every
-layer. A single random key that is passed as `key` is split, one for each layer; so is that of `init`.
+The methods slice their arguments other than the carry for each layer: named arrays with the layer axis are sliced along
+that axis, and raw arrays along their first axis. Every layer gets the same scalars and other values. A single random
+key that is passed as `key`, also to `init`, is split into one for each layer.
 """
 
 from __future__ import annotations
@@ -89,13 +89,13 @@ __all__ = [
 
 
 class Stacked(BlockFoldable[M], LayerStack):
-    """Many like layers as one module, whose arrays have the axis of the layers.
+    """Layers of one kind in one module, whose arrays have the layer axis.
 
     Arguments:
-        stacked: the layers as one. Named arrays have the axis `Block`, raw arrays have it first; named arrays without
+        stacked: the stacked layers. Named arrays have the axis `Block`, raw arrays have it first; named arrays without
             it are shared by all layers.
         Block: the axis of the layers.
-        gradient_checkpointing: what is kept of each layer for the backward pass.
+        gradient_checkpointing: what is saved of each layer for the backward pass.
 
     >>> Layers, Embed = axn.make_axes(layers=12, embed=2)
     >>> layers = axn.nn.Stacked.init(Layers, axn.nn.Linear)(Embed, Embed, key=jax.random.key(0))
@@ -120,7 +120,7 @@ class Stacked(BlockFoldable[M], LayerStack):
         loop = transform(body, self.Block, remat=self.gradient_checkpointing, unroll=1 if unroll is None else unroll)
 
         def looped(init: Any, *args: Any, **kwargs: Any) -> Any:
-            kwargs = _layer_arguments.with_keys(self.Block, kwargs)
+            kwargs = _layer_arguments.split_key(self.Block, kwargs)
             _layer_arguments.check_sizes(f"Stacked.{what}", self.Block, args, kwargs)
             return loop(init, *args, stacked=self.stacked, **kwargs)
 
@@ -140,9 +140,9 @@ class Stacked(BlockFoldable[M], LayerStack):
         return tuple(kwargs["stacked"] for _, kwargs in each)
 
     def get_layer(self, index: int) -> M:
-        return _layer_arguments.take("Stacked.get_layer", self.Block, self.stacked, index)
+        return _layer_arguments.take_layer("Stacked.get_layer", self.Block, self.stacked, index)
 
-    # In a state dict, every layer stands on its own, as in a `BlockSeq` and in models of PyTorch.
+    # In a state dict, every layer has its own entries, as in a `BlockSeq` and in PyTorch models.
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
         return stacked_to_state_dict(self.stacked, self.Block, prefix)
@@ -152,7 +152,7 @@ class Stacked(BlockFoldable[M], LayerStack):
         return dataclasses.replace(self, stacked=stacked_from_state_dict(self.stacked, self.Block, state_dict, prefix))
 
 
-# The layer comes by keyword, so that messages count the other arguments as the caller does.
+# The layer is a keyword argument, so that the positions of other arguments in messages are those of the caller.
 
 
 def _apply(fn: Callable[..., Any], *args: Any, stacked: Any, **kwargs: Any) -> Any:
@@ -167,14 +167,14 @@ def _as_tuple(blocks: Iterable[M]) -> Sequence[M]:
 
 
 class BlockSeq(BlockFoldable[M]):
-    """Layers in a sequence, which need not be alike.
+    """Layers in a sequence, which can differ from each other.
 
-    Every layer is compiled on its own, so a deep model takes long to compile; `Stacked` does not.
+    Every layer is compiled separately, so a deep model takes long to compile; `Stacked` compiles one layer.
 
     Arguments:
         blocks: the layers.
         Block: the axis of the layers.
-        gradient_checkpointing: what is kept of each layer for the backward pass.
+        gradient_checkpointing: what is saved of each layer for the backward pass.
 
     >>> Layers, Embed = axn.make_axes(layers=2, embed=2)
     >>> norm, linear = axn.nn.LayerNorm.init(Embed), axn.nn.Linear.init(Embed, Embed, key=jax.random.key(0))
@@ -188,7 +188,7 @@ class BlockSeq(BlockFoldable[M]):
 
     def __check_init__(self) -> None:
         if len(self.blocks) != self.Block.size:
-            raise ValueError(f"BlockSeq: {len(self.blocks)} layers do not make up {self.Block}.")
+            raise ValueError(f"BlockSeq: {self.Block} does not have the size of {len(self.blocks)} layers.")
 
     @classmethod
     def _make(cls, Block: Axis, policy: ScanCheckpointPolicy, make: Callable[..., Any], args: Any, kwargs: Any) -> Self:
@@ -209,7 +209,7 @@ class BlockSeq(BlockFoldable[M]):
             return result
 
         def looped(init: Any, *args: Any, **kwargs: Any) -> Any:
-            calls = self._calls(what, args, _layer_arguments.with_keys(self.Block, kwargs))
+            calls = self._calls(what, args, _layer_arguments.split_key(self.Block, kwargs))
             label = f"{what}({self.Block.name})"
             final, outputs = checkpointed_steps(self.gradient_checkpointing, label, step, init, calls)
             if what == "fold":
@@ -223,7 +223,7 @@ class BlockSeq(BlockFoldable[M]):
         return _layer_arguments.stack_results("BlockSeq.vmap", self.Block, results, numbers=False)
 
     def _calls(self, what: str, args: Any, kwargs: Any) -> list[tuple[Any, Any, Any]]:
-        """Each layer with its arguments."""
+        """Return each layer with its arguments."""
         each = _layer_arguments.unstack(f"BlockSeq.{what}", self.Block, args, kwargs)
         return [(block, *own) for block, own in zip(self.blocks, each, strict=True)]
 
@@ -234,4 +234,4 @@ class BlockSeq(BlockFoldable[M]):
         return {"blocks": None}
 
     def get_layer(self, index: int) -> M:
-        return self.blocks[_layer_arguments.checked("BlockSeq.get_layer", self.Block, index)]
+        return self.blocks[_layer_arguments.check_index("BlockSeq.get_layer", self.Block, index)]

@@ -1,13 +1,12 @@
 """Products of 8-bit floating-point numbers, with delayed scaling.
 
-Numbers of eight bits have little range, so an array is divided by a scale before it is rounded to them. The scale that
-fits it best follows from its largest value, which is only known when all of it is. With *delayed scaling*, the scale
-follows from the largest values of the steps before, of which a history is kept (see `axonym.quantization.overwriting`).
+8-bit floats have a small range, so an array is divided by a scale before it is rounded. The best scale follows from
+the array's largest absolute value, which is known only once the whole array is computed. With *delayed scaling*, the
+scale follows from a history of the largest values of earlier steps (see `axonym.quantization.overwriting`).
 
 The operands of a product become `float8_e4m3fn`, the gradient of its result `float8_e5m2`, which has more range and
-less precision. In the program, they are rounded and at once converted back, and the product is one of what comes out:
-compilers for devices that multiply such numbers recognise this and do so, and elsewhere it shows what training would
-be like.
+less precision. In the program, arrays are rounded and converted back before they are multiplied. Compilers for devices
+with 8-bit products recognise this pattern; on other devices, it simulates 8-bit training.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from .overwriting import OverwriteWithGradient
 
 __all__ = ["Fp8DotGeneralOp", "dot_general_with_precision", "in_qdq", "out_qdq"]
 
-_OF_OPERANDS: Any = jnp.float8_e4m3fn
-_OF_GRADIENTS: Any = jnp.float8_e5m2
+_OPERAND_DTYPE: Any = jnp.float8_e4m3fn
+_GRADIENT_DTYPE: Any = jnp.float8_e5m2
 
 
 class Fp8DotGeneralOp(OverwriteWithGradient):
-    """`jax.lax.dot_general` whose operands, and the gradient of whose result, are rounded to 8-bit floats.
+    """A `jax.lax.dot_general` that rounds its operands, and the gradient of its result, to 8-bit floats.
 
-    The first operand is the input, the second the kernel, as in a linear layer. All arrays are state: their gradients
-    are their values for the next step.
+    The first operand is the input, the second the kernel, as in a linear layer. The module's arrays are state: their
+    gradients are their values for the next step.
 
     Arguments:
-        input_scale: what the input was last divided by.
-        output_grad_scale: what the gradient of the result was last divided by.
-        kernel_scale: what the kernel was last divided by.
+        input_scale: the last scale of the input.
+        output_grad_scale: the last scale of the result's gradient.
+        kernel_scale: the last scale of the kernel.
         input_amax_history: the largest absolute values of the input in the last steps.
-        output_grad_amax_history: those of the gradient of the result.
-        kernel_amax_history: those of the kernel.
-        compute_dtype: the dtype to multiply in; that of the operands if it is None.
+        output_grad_amax_history: the same for the result's gradient.
+        kernel_amax_history: the same for the kernel.
+        compute_dtype: the dtype to multiply in; None for the dtype of the operands.
 
     >>> layer = axn.nn.Linear.init(
     ...     axn.Axis("embed", 3), axn.Axis("mlp", 4), key=jax.random.key(0),
@@ -61,16 +60,16 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
 
     @classmethod
     def init(cls, amax_history_length: int = 1024, compute_dtype: Any = None) -> Fp8DotGeneralOp:
-        """An operation that has not seen anything yet.
+        """Make an operation with an empty history.
 
         Arguments:
-            amax_history_length: how many steps it remembers.
-            compute_dtype: the dtype to multiply in; that of the operands if it is None.
+            amax_history_length: the number of steps in the history.
+            compute_dtype: the dtype to multiply in; None for the dtype of the operands.
 
         >>> axn.quantization.Fp8DotGeneralOp.init(amax_history_length=16).input_amax_history.shape
         (16,)
         """
-        # Each an array of its own, so that a step can be given all of them to overwrite.
+        # Separate arrays, so that a training step can donate all of them.
         s1, s2, s3 = (jnp.ones(1, jnp.float32) for _ in range(3))
         h1, h2, h3 = (jnp.zeros(amax_history_length, jnp.float32) for _ in range(3))
         return cls(s1, s2, s3, h1, h2, h3, compute_dtype)
@@ -97,25 +96,26 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def in_qdq(compute_dtype: Any, inp: jax.Array, scale: jax.Array, amax_history: jax.Array) -> jax.Array:
-    """An operand rounded to 8-bit floats, by the scale that follows from its history.
+    """Round an operand to 8-bit floats, with the scale that follows from its history.
 
-    The gradient passes through. Those of the scale and the history are their values for the next step.
+    The operand's gradient is passed through unchanged. The gradients of the scale and the history are their values for
+    the next step.
 
     Arguments:
         compute_dtype: the dtype of the result.
         inp: the operand.
-        scale: the last scale, kept as long as the history is empty.
+        scale: the last scale, used while the history is empty.
         amax_history: the largest absolute values of the last steps.
 
     >>> axn.quantization.in_qdq(jnp.float32, jnp.array([1.0, 1000.0]), jnp.ones(1), jnp.zeros(4))
     Array([  1., 448.], dtype=float32)
     """
-    return _rounded(compute_dtype, _OF_OPERANDS, inp, _new_scale(_OF_OPERANDS, scale, amax_history))
+    return _rounded(compute_dtype, _OPERAND_DTYPE, inp, _new_scale(_OPERAND_DTYPE, scale, amax_history))
 
 
 def _in_forward(compute_dtype: Any, inp: jax.Array, scale: jax.Array, history: jax.Array) -> tuple[jax.Array, Any]:
-    scale = _new_scale(_OF_OPERANDS, scale, history)
-    return _rounded(compute_dtype, _OF_OPERANDS, inp, scale), (scale, _new_history(inp, history))
+    scale = _new_scale(_OPERAND_DTYPE, scale, history)
+    return _rounded(compute_dtype, _OPERAND_DTYPE, inp, scale), (scale, _new_history(inp, history))
 
 
 def _in_backward(compute_dtype: Any, state: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -127,14 +127,14 @@ in_qdq.defvjp(_in_forward, _in_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def out_qdq(compute_dtype: Any, out: jax.Array, scale: jax.Array, amax_history: jax.Array) -> jax.Array:
-    """A result as it is, whose gradient is rounded to 8-bit floats, by the scale that follows from its history.
+    """Return a result unchanged, and round its gradient to 8-bit floats, with the scale that follows from its history.
 
     The gradients of the scale and the history are their values for the next step.
 
     Arguments:
         compute_dtype: the dtype of the gradient.
         out: the result.
-        scale: the last scale, kept as long as the history is empty.
+        scale: the last scale, used while the history is empty.
         amax_history: the largest absolute values of the last steps.
 
     >>> f = lambda x: 1.1 * axn.quantization.out_qdq(jnp.float32, x, jnp.ones(1), jnp.zeros(4)).sum()
@@ -150,8 +150,8 @@ def _out_forward(compute_dtype: Any, out: jax.Array, scale: jax.Array, history: 
 
 def _out_backward(compute_dtype: Any, state: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     scale, history = state
-    scale = _new_scale(_OF_GRADIENTS, scale, history)
-    rounded = _rounded(compute_dtype, _OF_GRADIENTS, gradient, scale).astype(gradient.dtype)
+    scale = _new_scale(_GRADIENT_DTYPE, scale, history)
+    rounded = _rounded(compute_dtype, _GRADIENT_DTYPE, gradient, scale).astype(gradient.dtype)
     return rounded, scale, _new_history(gradient, history)
 
 
@@ -166,17 +166,17 @@ def _rounded(compute_dtype: Any, dtype: Any, x: jax.Array, scale: jax.Array) -> 
 
 
 def _new_scale(dtype: Any, scale: jax.Array, history: jax.Array) -> jax.Array:
-    """The scale by which the largest value of the history becomes the largest of the dtype."""
+    """Return the scale that maps the largest value of the history to the largest value of the dtype."""
     largest = jnp.max(history)
     usable = (largest > 0) & jnp.isfinite(largest)
     return jnp.where(usable, largest / jnp.finfo(dtype).max.astype(scale.dtype), scale)
 
 
 def _new_history(x: jax.Array, history: jax.Array) -> jax.Array:
-    """The history with the largest value of an array in place of its oldest."""
+    """Return the history with the largest absolute value of an array in place of its oldest entry."""
     largest = jnp.max(jnp.abs(x)).astype(history.dtype)
     axes = tuple(varying_axes(largest) - varying_axes(history))
-    if axes:  # inside `shard_map`, the largest of all devices
+    if axes:  # device-varying inside `shard_map`: take the largest value of all devices
         largest = jax.lax.pmax(largest, axes)
     return jnp.roll(history, -1).at[0].set(largest)
 
@@ -188,14 +188,14 @@ def _new_history(x: jax.Array, history: jax.Array) -> jax.Array:
 def dot_general_with_precision(
     lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None
 ) -> jax.Array:
-    """`jax.lax.dot_general` at default precision, whose gradients are at the highest.
+    """Call `jax.lax.dot_general` at default precision, with gradients at the highest precision.
 
-    For 8-bit floats this says how products are added up: fast in the forward pass, and exactly in the backward pass.
+    With 8-bit floats, the precision selects the accumulation: fast in the forward pass, exact in the backward pass.
 
     Arguments:
         lhs: the first operand.
         rhs: the second operand.
-        dimension_numbers: what to sum over, as in `jax.lax.dot_general`.
+        dimension_numbers: the contracted and batch dimensions, as in `jax.lax.dot_general`.
         precision: not used.
         preferred_element_type: the dtype of the result.
 

@@ -1,11 +1,12 @@
 """Products of 8-bit integers.
 
-Each row of the first operand, and each column of the second, is divided by a scale of its own, by which its largest
-value becomes 127, and rounded. What is multiplied and added up are integers. Scales are worked out afresh every time,
-so there is no state.
+Each row of the first operand, and each column of the second, is divided by its own scale, which maps its largest value
+to 127, and rounded. The integers are multiplied and accumulated as integers. Scales are computed on every call, so
+there is no state.
 
-The gradient of the first operand, which has the size of a batch of inputs, is such a product, too. That of the second,
-the weight of a linear layer, is a sum over the batch in which rounding would add up, and is taken without it.
+The gradient of the first operand, which has the size of a batch of inputs, is computed with 8-bit integers too. The
+gradient of the second, the weight of a linear layer, is a sum over the batch in which rounding errors would accumulate,
+so it is computed without rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Labels = tuple[int, ...]
 
 
 class Int8DotGeneralOp(ModuleWithStateDictSerialization):
-    """`jax.lax.dot_general` whose operands are rounded to 8-bit integers, also for the gradient of the first.
+    """A `jax.lax.dot_general` that rounds its operands to 8-bit integers, also for the gradient of the first operand.
 
     >>> layer = axn.nn.Linear.init(
     ...     axn.Axis("embed", 3), axn.Axis("mlp", 4), key=jax.random.key(0),
@@ -38,7 +39,7 @@ class Int8DotGeneralOp(ModuleWithStateDictSerialization):
 
     @classmethod
     def init(cls) -> Int8DotGeneralOp:
-        """The operation.
+        """Make the operation.
 
         >>> axn.quantization.Int8DotGeneralOp.init()
         Int8DotGeneralOp()
@@ -54,13 +55,13 @@ class Int8DotGeneralOp(ModuleWithStateDictSerialization):
         preferred_element_type: Any = None,
     ) -> jax.Array:
         dtype = jnp.result_type(lhs, rhs)
-        lhs, rhs = _alike(jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype))
+        lhs, rhs = _vary_alike(jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype))
         y: Any = _product(_labels(lhs.ndim, rhs.ndim, dimension_numbers), lhs, rhs)
         return y if preferred_element_type is None else y.astype(preferred_element_type)
 
 
 class _Terms(NamedTuple):
-    """A product, with a number for each axis: axes of one number are matched, and summed if the result lacks it."""
+    """An einsum with a number for each axis: axes with one number are matched, and summed if the result lacks them."""
 
     lhs: Labels
     rhs: Labels
@@ -78,42 +79,42 @@ def _labels(lhs_ndim: int, rhs_ndim: int, dimension_numbers: Any) -> _Terms:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(terms: _Terms, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return _of_integers(terms, lhs, rhs)
+    return _quantized_product(terms, lhs, rhs)
 
 
 def _forward(terms: _Terms, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
-    return _of_integers(terms, lhs, rhs), (lhs, rhs)
+    return _quantized_product(terms, lhs, rhs), (lhs, rhs)
 
 
 def _backward(terms: _Terms, operands: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     lhs, rhs = operands
-    of_lhs = _of_integers(_Terms(terms.out, terms.rhs, terms.lhs), gradient, rhs)
-    of_rhs = _multiplied(_Terms(terms.lhs, terms.out, terms.rhs), lhs, gradient)
-    return of_lhs, of_rhs
+    lhs_gradient = _quantized_product(_Terms(terms.out, terms.rhs, terms.lhs), gradient, rhs)
+    rhs_gradient = _dot_general(_Terms(terms.lhs, terms.out, terms.rhs), lhs, gradient)
+    return lhs_gradient, rhs_gradient
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _of_integers(terms: _Terms, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """The product of two arrays rounded to integers."""
+def _quantized_product(terms: _Terms, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """Return the product of two arrays, each rounded to integers."""
     summed = set(terms.lhs) - set(terms.out)
     lhs_scale, short_lhs = _rounded(lhs, [i for i, label in enumerate(terms.lhs) if label in summed])
     rhs_scale, short_rhs = _rounded(rhs, [i for i, label in enumerate(terms.rhs) if label in summed])
-    y = _multiplied(terms, short_lhs, short_rhs, jnp.int32)
-    scale = _spread(lhs_scale, terms.lhs, terms.out) * _spread(rhs_scale, terms.rhs, terms.out)
+    y = _dot_general(terms, short_lhs, short_rhs, jnp.int32)
+    scale = _scale_in_layout(lhs_scale, terms.lhs, terms.out) * _scale_in_layout(rhs_scale, terms.rhs, terms.out)
     return (y * scale).astype(lhs.dtype)
 
 
 def _rounded(x: jax.Array, summed: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-    """The scale of each row, which has size one along what is summed over, and the integers."""
+    """Round an array to integers, and return its scales, of size one along the summed axes, and the integers."""
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=tuple(summed), keepdims=True, initial=0)
     scale = jnp.where(largest > 0, largest / 127, 1)
     return scale, jnp.round(x / scale).astype(jnp.int8)
 
 
-def _multiplied(terms: _Terms, lhs: jax.Array, rhs: jax.Array, dtype: Any = None) -> jax.Array:
+def _dot_general(terms: _Terms, lhs: jax.Array, rhs: jax.Array, dtype: Any = None) -> jax.Array:
     shared = [label for label in terms.lhs if label in terms.rhs]
     batch = [label for label in shared if label in terms.out]
     summed = [label for label in shared if label not in terms.out]
@@ -125,8 +126,8 @@ def _multiplied(terms: _Terms, lhs: jax.Array, rhs: jax.Array, dtype: Any = None
     return y if names == terms.out else jax.lax.transpose(y, tuple(map(names.index, terms.out)))
 
 
-def _spread(scale: jax.Array, labels: Labels, out: Labels) -> jax.Array:
-    """A scale in the layout of the result."""
+def _scale_in_layout(scale: jax.Array, labels: Labels, out: Labels) -> jax.Array:
+    """Transpose and expand a scale to the layout of the result."""
     kept = [i for i, label in enumerate(labels) if label in out]
     scale = jax.lax.squeeze(scale, [i for i in range(len(labels)) if i not in kept])
     own = [labels[i] for i in kept]
@@ -134,8 +135,8 @@ def _spread(scale: jax.Array, labels: Labels, out: Labels) -> jax.Array:
     return jax.lax.expand_dims(scale, [i for i, label in enumerate(out) if label not in own])
 
 
-def _alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The operands, varying over the same mesh axes inside `shard_map`: so do then their gradients."""
+def _vary_alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Make both operands device-varying over the same mesh axes inside `shard_map`, and so their gradients too."""
     over = varying_axes(lhs) | varying_axes(rhs)
 
     def vary(x: jax.Array) -> jax.Array:

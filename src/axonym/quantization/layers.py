@@ -1,4 +1,4 @@
-"""Quantising the layers of a model that is there already."""
+"""Quantise the linear layers of an existing model."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = ["QuantizationConfig", "quantize_linear_layers"]
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationConfig:
-    """Which linear layers to quantise, and how.
+    """The linear layers to quantise, and the kind of quantisation.
 
-    A layer is known by where it is in the model: `blocks.mlp.up` is `model.blocks.mlp.up`, `layers.0` is the first of
-    a list `layers`.
+    A layer is named by its path in the model: `blocks.mlp.up` is `model.blocks.mlp.up`, `layers.0` is the first layer
+    of a list `layers`.
 
     Arguments:
-        targets: None for all layers; a regular expression that the place of a layer begins with; or a list with names
-            of layers, in full or the last part of them.
-        amax_history_length: how many steps the scales of 8-bit floats follow from.
-        compute_dtype: the dtype that 8-bit floats are multiplied in; by default, that of the operands.
+        targets: None for all layers; a regular expression that matches the beginning of a layer's path; or a list of
+            paths, or of their last parts.
+        amax_history_length: the length of the history that the scales of 8-bit floats follow from.
+        compute_dtype: the dtype that 8-bit floats are multiplied in; by default, the dtype of the operands.
         fp8: round to 8-bit floats.
         int8: round to 8-bit integers.
 
@@ -46,15 +46,15 @@ class QuantizationConfig:
 
     def __post_init__(self) -> None:
         if self.fp8 and self.int8:
-            raise ValueError("QuantizationConfig: both `fp8` and `int8` are asked for; a layer is quantised one way.")
+            raise ValueError("QuantizationConfig: `fp8` and `int8` are both set; choose one of them.")
 
 
 def quantize_linear_layers(tree: T, config: QuantizationConfig) -> T:
-    """A model whose linear layers multiply as a configuration says. Their weights stay as they are.
+    """Replace the `dot_general` of a model's linear layers with a quantised one. The weights do not change.
 
     Arguments:
         tree: the model.
-        config: which layers, and how.
+        config: the layers to quantise, and the kind of quantisation.
 
     >>> embed = axn.Axis("embed", 3)
     >>> model = {name: axn.nn.Linear.init(embed, embed, key=jax.random.key(0)) for name in ("up", "down")}
@@ -69,30 +69,30 @@ def quantize_linear_layers(tree: T, config: QuantizationConfig) -> T:
     def visit(path: Any, x: Any) -> Any:
         if not isinstance(x, Linear):
             return x
-        place = jax.tree_util.keystr(path, simple=True, separator=".")
-        seen[place] = _is_meant(place, config.targets)
-        return dataclasses.replace(x, dot_general=_operation(x, config)) if seen[place] else x
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        seen[name] = _is_target(name, config.targets)
+        return dataclasses.replace(x, dot_general=_operation(x, config)) if seen[name] else x
 
     quantised = jax.tree_util.tree_map_with_path(visit, tree, is_leaf=lambda x: isinstance(x, Linear))
     if not any(seen.values()):
-        there = f"; they are {', '.join(seen)}" if seen else ""
-        raise ValueError(f"quantize_linear_layers: no linear layer is meant by targets {config.targets!r}{there}.")
+        known = f"; the layers are {', '.join(seen)}" if seen else ""
+        raise ValueError(f"quantize_linear_layers: no linear layer matches targets {config.targets!r}{known}.")
     return quantised
 
 
-def _is_meant(place: str, targets: Sequence[str] | str | None) -> bool:
+def _is_target(name: str, targets: Sequence[str] | str | None) -> bool:
     if targets is None:
         return True
     if isinstance(targets, str):
-        return re.match(targets, place) is not None
-    return place in targets or place.rpartition(".")[2] in targets
+        return re.match(targets, name) is not None
+    return name in targets or name.rpartition(".")[2] in targets
 
 
 def _operation(layer: Linear, config: QuantizationConfig) -> Any:
     if config.int8:
         return Int8DotGeneralOp.init()
     op = Fp8DotGeneralOp.init(config.amax_history_length, config.compute_dtype)
-    # Of layers that are stacked, each has a state of its own.
+    # Each of several stacked layers has its own state.
     own = {a.name for a in (*axes_of_spec(layer.Out), *layer.weight_in)}
     stack = [size for name, size in zip(layer.weight.names, layer.weight.array.shape, strict=True) if name not in own]
     return jax.tree.map(lambda x: jnp.tile(x, (*stack, 1)), op) if stack else op

@@ -1,4 +1,4 @@
-"""What stands in for `jax.lax.dot_general`: `axonym.dot(..., dot_general=...)` and `axonym.nn.Linear` take one."""
+"""The interface of replacements for `jax.lax.dot_general`, which `axonym.dot` and `axonym.nn.Linear` take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["DefaultDotGeneralOp", "DotGeneralOp"]
 
 
 class DotGeneralOp(Protocol):
-    """How a replacement for `jax.lax.dot_general` is called. It is best a module: then it may hold arrays.
+    """The call signature of a replacement for `jax.lax.dot_general`. Make it a module if it holds arrays.
 
     >>> op: axn.quantization.DotGeneralOp = axn.quantization.DefaultDotGeneralOp()
     >>> op(jnp.ones((1, 2)), jnp.ones((2, 1)), (((1,), (0,)), ((), ())))
@@ -29,7 +29,7 @@ class DotGeneralOp(Protocol):
 
     @staticmethod
     def default() -> DefaultDotGeneralOp:
-        """The operation of layers that are not quantised.
+        """Return the operation of layers that are not quantised.
 
         >>> axn.quantization.DotGeneralOp.default()
         DefaultDotGeneralOp()
@@ -56,7 +56,7 @@ class DefaultDotGeneralOp(eqx.Module):
 
     @staticmethod
     def init() -> DefaultDotGeneralOp:
-        """The operation.
+        """Make the operation.
 
         >>> axn.quantization.DefaultDotGeneralOp.init()
         DefaultDotGeneralOp()

@@ -1,8 +1,8 @@
-"""State that is carried from step to step in place of its gradient.
+"""State that is updated through its gradient.
 
-A quantised product keeps a record of the values it sees. It has nowhere to return it: what is returned is the product.
-So the record goes out the way gradients do: the "gradient" of a module that derives from `OverwriteWithGradient` is its
-value for the next step. A training step sets these apart, and puts them in the place of the old ones:
+A quantised product keeps a record of the values it has seen, but can return only the product. So the updated record
+travels as a gradient: the gradient of a module that derives from `OverwriteWithGradient` is its value for the next
+step. A training step separates these from the other gradients, and overwrites the old values with them:
 
 ```python
 grads = eqx.filter_grad(loss)(model)
@@ -11,9 +11,9 @@ updates, state = optimizer.update(grads, state)
 model = apply_updates(model, updates, overwrites)
 ```
 
-Gradients of one array that is used twice are added up. So such a module belongs to one product in a step: a layer that
-is called twice, mapped over by `jax.vmap` with the layer whole, or whose gradients are accumulated over several batches
-gets sums in its record, and scales that are too large.
+JAX adds up the gradients of an array that is used several times. So use such a module for one product in a step. If a
+layer is called twice, called under a `jax.vmap` that does not map over the layer, or has its gradients accumulated over
+several batches, its record becomes a sum, and its scales too large.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def _overwrites(x: Any) -> bool:
     return isinstance(x, OverwriteWithGradient)
 
 
-def _stops(x: Any) -> bool:
+def _is_update_leaf(x: Any) -> bool:
     return x is None or _overwrites(x)
 
 
 def partition_for_grad_overwrite(grad: T) -> tuple[T, T]:
-    """The gradients that are new values, and the others; each with None in the place of the other.
+    """Split gradients into new values of `OverwriteWithGradient` modules and all others, each with None elsewhere.
 
     Arguments:
         grad: the gradients of a model.
@@ -61,30 +61,30 @@ def partition_for_grad_overwrite(grad: T) -> tuple[T, T]:
 
 
 def apply_updates(tree: T, updates: Any, overwrites: Any) -> T:
-    """A model with updates added to its arrays, and new values in place of those that are overwritten.
+    """Add updates to a model's arrays, and overwrite its `OverwriteWithGradient` modules with new values.
 
     Arguments:
         tree: the model.
-        updates: what to add, in the structure of the model; None where there is nothing to add.
-        overwrites: the new values, as `partition_for_grad_overwrite` gives them.
+        updates: the updates to add, in the structure of the model; None where there is nothing to add.
+        overwrites: the new values, from `partition_for_grad_overwrite`.
 
     >>> model = {"w": axn.ones({"x": 2})}
     >>> axn.quantization.apply_updates(model, {"w": axn.ones({"x": 2})}, {"w": None})
     {'w': NamedArray(float32[x=2], [2. 2.])}
     """
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_stops)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_update_leaf)
     sides = []
     for name, side in (("updates", updates), ("overwrites", overwrites)):
-        found, other = jax.tree.flatten(side, is_leaf=_stops)
+        found, other = jax.tree.flatten(side, is_leaf=_is_update_leaf)
         if len(found) != len(leaves):
             raise ValueError(
                 f"apply_updates: `{name}` has {len(found)} leaves, the model {len(leaves)}: {other} and {structure}."
             )
         sides.append(found)
-    return jax.tree.unflatten(structure, [_applied(*each) for each in zip(leaves, *sides, strict=True)])
+    return jax.tree.unflatten(structure, [_apply_update(*each) for each in zip(leaves, *sides, strict=True)])
 
 
-def _applied(x: Any, update: Any, overwrite: Any) -> Any:
+def _apply_update(x: Any, update: Any, overwrite: Any) -> Any:
     if overwrite is not None:
         return overwrite
     return x if update is None else (x + update).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""State dicts, their PyTorch-compatible forms, safetensors files and distributed checkpoints."""
+"""State dicts, also in PyTorch's shapes, safetensors files and distributed checkpoints."""
 
 from .checkpoint import (
     latest_checkpoint as latest_checkpoint,

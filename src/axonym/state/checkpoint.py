@@ -1,8 +1,8 @@
-"""Distributed checkpoints with Orbax.
+"""Save and restore distributed checkpoints with Orbax.
 
-Every process writes its own parts of the arrays, and reads what it needs, also on another mesh or under another mapping
-than they were written. Beside the arrays stands what they are called: the axes of each are compared when it is
-restored, and an array whose axes were in another order is put into the order that is wanted.
+Every process writes its own shards of the arrays and reads the shards it needs. A checkpoint can be restored on another
+mesh or under another mapping than it was written with. The checkpoint also stores each array's axis names: restoring
+compares them with the template's and transposes arrays whose axes are in another order.
 
 Orbax is an optional dependency, `axonym[checkpoint]`.
 """
@@ -24,9 +24,9 @@ from ..jax_utils import is_jax_array_like
 from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
 from ..sharding.placement import Leaf, Placement, leaves_of, listed
+from .load_context import LoadContext
 from .naming import described, is_number, same_kind
 from .placing import has_values, no_value, shardings_of
-from .session import Session
 
 T = TypeVar("T")
 
@@ -36,14 +36,14 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
     """Write a tree to a checkpoint, which is a folder.
 
-    The folder appears when it is complete, and is never written again: a run that is killed while it saves has its
-    last checkpoint still. So every checkpoint has a name of its own, such as the number of the step; see
-    `latest_checkpoint`. Where there are several processes, all must call this.
+    The folder appears once it is complete and is never overwritten, so a run that is killed while saving still has its
+    previous checkpoint. Give every checkpoint its own name, such as the step number; see `latest_checkpoint`. With
+    several processes, all of them must call this function.
 
     Arguments:
-        path: the folder, which must not be there yet.
-        tree: any tree, such as a model, an optimiser's state and the number of the step. What is neither an array nor a
-            number is left out.
+        path: the folder, which must not exist yet.
+        tree: any tree, such as a model, the state of an optimiser and the step number. Leaves that are neither arrays
+            nor numbers are left out.
 
     >>> import tempfile
     >>> from axonym.state import restore_checkpoint, save_checkpoint
@@ -59,7 +59,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
         key = _key(leaf)
         if key in about:
             raise ValueError(
-                f"save_checkpoint: two leaves of the tree are called {key!r}; rename a key of a dictionary."
+                f"save_checkpoint: two leaves of the tree have the key {key!r}; rename a key of a dictionary."
             )
         array = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
         if is_number(array):
@@ -71,8 +71,8 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
             arrays[key] = jax.random.key_data(array) if _is_key(array) else jnp.asarray(array)
     if _there(path):
         raise FileExistsError(
-            f"save_checkpoint: {path} is there already. Checkpoints are not overwritten, so that one that was complete "
-            "stays; give each a name of its own, such as the number of the step."
+            f"save_checkpoint: {path} exists already, and checkpoints are never overwritten. Give each checkpoint its "
+            "own name, such as the step number."
         )
     with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
         parts = {"arrays": orbax.args.PyTreeSave(arrays)} if arrays else {}
@@ -88,21 +88,21 @@ def restore_checkpoint(
     strict: bool = True,
     ignore: Sequence[str] = (),
 ) -> T:
-    """A tree from a checkpoint.
+    """Load a tree from a checkpoint.
 
-    Every array has the axes and the dtype that it has in the template, and goes where the placement says, or else where
-    the array of the template is placed, whatever mesh it was on when it was written. Every device reads its own part.
-    Arrays of which neither says anything, such as random keys and the counters of an optimiser, are whole on every
-    device of the mesh.
+    Every array gets the axes and the dtype of its counterpart in the template. Its sharding comes from the placement,
+    or else from the template's array, whatever mesh the checkpoint was written on. Every device reads only its own
+    shard. Arrays without a sharding from either, such as random keys and the counters of an optimiser, are replicated
+    over the mesh.
 
     Arguments:
         path: the folder.
-        template: a tree like the one that was written. Its arrays can be abstract.
-        placement: where the arrays go; the mapping in force by default.
-        mesh: the mesh; that in force by default.
-        strict: whether it is an error if the checkpoint lacks something, or has something that the template does not.
-            If not, what is missing stays as it is in the template.
-        ignore: patterns of keys that the checkpoint may have and the template not, with `*` for anything.
+        template: a tree with the structure of the saved one. Its arrays can be abstract.
+        placement: the placement of the arrays; by default the active mapping.
+        mesh: the mesh; by default the active one.
+        strict: whether missing and unexpected keys are errors. If not, leaves that are missing from the checkpoint keep
+            their value in the template.
+        ignore: patterns of keys that may be in the checkpoint but not in the template, with `*` for anything.
 
     >>> import tempfile
     >>> from axonym.state import restore_checkpoint, save_checkpoint
@@ -117,30 +117,30 @@ def restore_checkpoint(
     orbax = _orbax("restore_checkpoint")
     path = _full(path)
     if not _there(path):
-        raise FileNotFoundError(f"restore_checkpoint: there is no complete checkpoint {path}.")
+        raise FileNotFoundError(f"restore_checkpoint: {path} is not a complete checkpoint.")
     with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
         about = checkpointer.restore(path, args=orbax.args.Composite(about=orbax.args.JsonRestore()))["about"]
         stored = _as_stored(template, about, strict, ignore)
         leaves = shardings_of(stored, template, placement, mesh, "restore_checkpoint")
-        otherwise = _otherwise(mesh, [sharding for _, _, sharding in leaves if sharding is not None])
+        replicated = _replicated(mesh, [sharding for _, _, sharding in leaves if sharding is not None])
         wanted = {}
         for leaf, _, sharding in leaves:
             if leaf.shape is not None and "shape" in about.get(_key(leaf), {}):
                 array = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
                 data = jax.eval_shape(jax.random.key_data, array) if _is_key(array) else array
-                on = otherwise if sharding is None else sharding
-                wanted[_key(leaf)] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=on)
+                target = replicated if sharding is None else sharding
+                wanted[_key(leaf)] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=target)
         arrays = {}
         if wanted:
-            how = orbax.checkpoint_utils.construct_restore_args(wanted)
-            restore = orbax.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
+            restore_args = orbax.checkpoint_utils.construct_restore_args(wanted)
+            restore = orbax.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
             arrays = checkpointer.restore(path, args=orbax.args.Composite(arrays=restore))["arrays"]
     results = [_restored(leaf, mine, about.get(_key(leaf)), arrays) for leaf, mine, _ in leaves]
     return jax.tree.unflatten(jax.tree.structure(template, is_leaf=lambda x: isinstance(x, NamedArray)), results)
 
 
-def _otherwise(mesh: AnyMesh | None, known: list[Any]) -> Any:
-    """Where arrays go that nothing places: to all devices of the mesh, so that a step can take them with the others."""
+def _replicated(mesh: AnyMesh | None, known: list[Any]) -> Any:
+    """Return the replicated sharding for arrays that have none, so that a step can use them with the others."""
     mesh = current_mesh() if mesh is None else mesh
     meshes = [*([] if mesh is None else [with_devices(mesh)]), *(sharding.mesh for sharding in known)]
     for one in meshes:
@@ -150,12 +150,12 @@ def _otherwise(mesh: AnyMesh | None, known: list[Any]) -> Any:
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """The checkpoint in a folder whose name ends with the highest number; None if there is none.
+    """Return the path of the checkpoint whose name ends with the highest number, or None if there is none.
 
     Checkpoints that were not finished do not count.
 
     Arguments:
-        folder: the folder that has the checkpoints.
+        folder: the folder with the checkpoints.
 
     >>> import pathlib, tempfile
     >>> from axonym.state import latest_checkpoint, save_checkpoint
@@ -166,7 +166,7 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     '10'
     """
     _orbax("latest_checkpoint")
-    from etils import epath  # comes with Orbax, and knows the storage of clouds
+    from etils import epath  # comes with Orbax, and reads cloud storage too
 
     found: list[tuple[int, str]] = []
     directory = epath.Path(folder)
@@ -177,11 +177,11 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     return max(found)[1] if found else None
 
 
-def _orbax(what: str) -> Any:
+def _orbax(operation: str) -> Any:
     try:
         import orbax.checkpoint
     except ImportError as e:
-        raise ImportError(f"{what} needs Orbax, which is optional: install axonym[checkpoint].") from e
+        raise ImportError(f"{operation} needs Orbax, which is optional: install axonym[checkpoint].") from e
     return orbax.checkpoint
 
 
@@ -196,7 +196,7 @@ def _there(path: str) -> bool:
     return epath.Path(path).exists()
 
 
-# --- what is written beside the arrays ---
+# --- metadata that is stored with the arrays ---
 
 
 def _key(leaf: Leaf) -> str:
@@ -213,12 +213,12 @@ def _is_key(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
-# --- matching and putting together ---
+# --- matching a checkpoint with a template ---
 
 
 def _as_stored(template: Any, about: Mapping[str, Any], strict: bool, ignore: Sequence[str]) -> Any:
-    """The template with abstract arrays, whose axes are in the order in which they were written."""
-    session = Session("restore_checkpoint", strict, ignore, source="checkpoint", keys=list(about))
+    """Return the template with abstract arrays whose axes are in the order they were written in."""
+    context = LoadContext("restore_checkpoint", strict, ignore, source="checkpoint", keys=list(about))
     leaves, structure = leaves_of(template)
     found, problems = [], []
     for leaf in leaves:
@@ -226,27 +226,27 @@ def _as_stored(template: Any, about: Mapping[str, Any], strict: bool, ignore: Se
         entry = about.get(key)
         found.append(x)
         if is_number(x) and (entry is None or "number" not in entry):
-            session.lacks(key, f"a number, {type(x).__name__}")
+            context.add_missing(key, f"a number, {type(x).__name__}")
         if not is_jax_array_like(x):
             continue
         if entry is None or "number" in entry:
-            session.lacks(key, described(x))
+            context.add_missing(key, described(x))
             if not has_values(x):
                 problems.append(no_value(key))
         elif misfit := _misfit(x, entry):
-            session.misfits.append(f"{key!r} {misfit}, but in the tree it is {described(x)}.")
+            context.misfits.append(f"{key!r} {misfit}, but in the tree it is {described(x)}.")
         else:
             found[-1] = _abstract(x, entry)
     keys = {_key(leaf) for leaf in leaves}
-    session.left_over(key for key in about if key not in keys)
-    session.check()
+    context.add_unexpected(key for key in about if key not in keys)
+    context.raise_problems()
     if problems:
         raise ValueError(listed("restore_checkpoint", problems, None))
     return jax.tree.unflatten(structure, found)
 
 
 def _misfit(x: Any, entry: Mapping[str, Any]) -> str | None:
-    """What is wrong with what was written for an array."""
+    """Describe how a stored array differs from the template's, or return None."""
     names, shape, dtype = entry["axes"], entry["shape"], entry["dtype"]
     if isinstance(x, NamedArray) and names is not None:
         if dict(zip(names, shape, strict=True)) != x.shape:
@@ -263,7 +263,7 @@ def _abstract(x: Any, entry: Mapping[str, Any]) -> Any:
 
 
 def _restored(leaf: Leaf, mine: Any, entry: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> Any:
-    """A leaf of the result."""
+    """Return a leaf of the restored tree."""
     if entry is None:
         return mine
     if is_number(mine) and "number" in entry:

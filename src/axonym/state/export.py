@@ -1,4 +1,9 @@
-"""State dicts in the form that PyTorch's modules have."""
+"""Convert models to and from state dicts with the shapes that PyTorch's modules have.
+
+A named layer can have several input or output axes; PyTorch's has one of each. Modules derived from
+`ModuleWithStateDictSerialization` merge and split these axes in `flatten_for_export` and `unflatten_from_export`, which
+run here on lazy arrays: loading reads only the shards that are needed.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +18,12 @@ from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Placement
 from ..sharding.shard import to_host
 from ..tree import scan_aware_map
-from .lazy import LazyArray, abstract, is_absent, lazy, rearranged, whole
-from .loading import from_state_dict, loaded, run
+from .lazy import LazyArray, abstract, as_lazy, call_lazily, has_missing, read_all
+from .load_context import TrackedStateDict
+from .loading import from_state_dict, load_subtree, run_load
 from .module import ModuleWithStateDictSerialization
 from .naming import StateDict
 from .saving import to_state_dict
-from .session import Reader
 
 T = TypeVar("T")
 
@@ -30,16 +35,16 @@ def to_torch_compatible_state_dict(
     prefix: str | None = None,
     filter: bool | Callable[[Any], bool] = is_jax_array_like,
 ) -> StateDict:
-    """The arrays of a tree by key, in the shapes that PyTorch has, as NumPy arrays.
+    """Return the arrays of a tree by key, as NumPy arrays in the shapes that PyTorch uses.
 
-    A layer with several axes in or out has one of each, and layers that are stacked are there one by one. Arrays that
-    live on several hosts are gathered, so every host must call this.
+    Several input or output axes of a layer are merged into one, and stacked layers get an entry each. Arrays on several
+    hosts are gathered, so every host must call this function.
 
     Arguments:
-        t: a model, or any tree. Where its arrays are abstract, so are those of the result.
-        flatten: whether modules are flattened by their `flatten_for_export`.
-        prefix: what to put in front of all keys.
-        filter: which leaves to take: a function of a leaf, or a tree prefix of booleans.
+        t: a model, or any tree. Abstract arrays give abstract entries.
+        flatten: whether to call the modules' `flatten_for_export`.
+        prefix: a prefix for all keys.
+        filter: the leaves to include: a function of a leaf, or a tree prefix of booleans.
 
     >>> from axonym.state import to_torch_compatible_state_dict
     >>> layer = axn.nn.Linear.init(axn.Axis("embed", 4), {"heads": 2, "size": 3}, key=jax.random.key(0))
@@ -48,14 +53,14 @@ def to_torch_compatible_state_dict(
     """
     t = to_host(eqx.filter(t, filter))
     if flatten:
-        t = jax.tree.map(_values, rearranged(flatten_modules_for_export, t))
+        t = jax.tree.map(_values, call_lazily(flatten_modules_for_export, t))
     return to_state_dict(t, prefix)
 
 
 def _values(x: Any) -> Any:
     if not isinstance(x, LazyArray):
         return x
-    return abstract(x) if is_absent(x) else to_host(whole(x))
+    return abstract(x) if has_missing(x) else to_host(read_all(x))
 
 
 def from_torch_compatible_state_dict(
@@ -69,17 +74,17 @@ def from_torch_compatible_state_dict(
     strict: bool = True,
     ignore: Sequence[str] = (),
 ) -> T:
-    """The tree with its arrays from a state dict in the form that PyTorch has: see `from_state_dict`.
+    """Load a tree from a state dict with the shapes that PyTorch uses: see `from_state_dict`.
 
     Arguments:
         t: a model, or any tree. Its arrays can be abstract.
         state_dict: arrays by key.
-        unflatten: whether the entries are those of modules that were flattened by their `flatten_for_export`.
-        prefix: where the tree stands in the state dict.
-        placement: where the arrays go; the mapping in force by default.
-        mesh: the mesh; that in force by default.
-        strict: whether keys that are missing or unexpected are errors.
-        ignore: patterns of keys that the state dict may have and the tree not.
+        unflatten: whether the entries have the shapes that the modules' `flatten_for_export` gives.
+        prefix: the prefix of the tree's keys in the state dict.
+        placement: the placement of the arrays; by default the active mapping.
+        mesh: the mesh; by default the active one.
+        strict: whether missing and unexpected keys are errors.
+        ignore: patterns of keys that may be in the state dict but not in the tree.
 
     >>> import equinox as eqx
     >>> from axonym.state import from_torch_compatible_state_dict
@@ -91,14 +96,14 @@ def from_torch_compatible_state_dict(
     """
     if not unflatten:
         return from_state_dict(t, state_dict, prefix, placement=placement, mesh=mesh, strict=strict, ignore=ignore)
-    # The values of the tree are wanted only where the state dict has none.
-    template = jax.tree.map(lambda x: abstract(lazy(x)) if is_jax_array_like(x) else x, t)
+    # The tree's own values are used only for keys that the state dict lacks; `run_load` takes them from `t`.
+    template = jax.tree.map(lambda x: abstract(as_lazy(x)) if is_jax_array_like(x) else x, t)
 
-    def load(reader: Reader) -> T:
-        flat = jax.tree.map(_as_abstract, rearranged(flatten_modules_for_export, template))
-        return rearranged(unflatten_modules_from_export, loaded(flat, reader, prefix), template)
+    def load(entries: TrackedStateDict) -> T:
+        flat = jax.tree.map(_as_abstract, call_lazily(flatten_modules_for_export, template))
+        return call_lazily(unflatten_modules_from_export, load_subtree(flat, entries, prefix), template)
 
-    return run(load, t, state_dict, prefix, "from_torch_compatible_state_dict", placement, mesh, strict, ignore)
+    return run_load(load, t, state_dict, prefix, "from_torch_compatible_state_dict", placement, mesh, strict, ignore)
 
 
 def _as_abstract(x: Any) -> Any:
@@ -106,7 +111,7 @@ def _as_abstract(x: Any) -> Any:
 
 
 def flatten_modules_for_export(t: T) -> T:
-    """The tree with every module as its `flatten_for_export` gives it, those of stacked layers one by one.
+    """Apply `flatten_for_export` to every module of a tree, and to each layer of stacked layers.
 
     Arguments:
         t: a model, or any tree.
@@ -120,11 +125,11 @@ def flatten_modules_for_export(t: T) -> T:
 
 
 def unflatten_modules_from_export(t: T, template: T) -> T:
-    """The tree that `flatten_modules_for_export` flattened.
+    """Undo `flatten_modules_for_export`.
 
     Arguments:
         t: the flattened tree.
-        template: a tree as it should be, for its axes.
+        template: a tree with the axes that the result should have.
 
     >>> from axonym.state import flatten_modules_for_export, unflatten_modules_from_export
     >>> layer = axn.nn.Linear.init(axn.Axis("embed", 4), {"heads": 2, "size": 3}, key=jax.random.key(0))
@@ -135,7 +140,7 @@ def unflatten_modules_from_export(t: T, template: T) -> T:
 
 
 def _each_module(change: Callable[..., Any], tree: T, *others: Any) -> T:
-    """The tree with every module that has a form of its own changed, and then those inside of it."""
+    """Apply a function to every `ModuleWithStateDictSerialization` of a tree, from the outside in."""
 
     def at(x: Any, *others: Any) -> Any:
         return inside(change(x, *others), *others) if isinstance(x, ModuleWithStateDictSerialization) else x

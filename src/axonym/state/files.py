@@ -1,10 +1,9 @@
-"""State dicts in safetensors files.
+"""Read and write state dicts as safetensors files.
 
-A file starts with the size of a header as eight bytes, and the header as JSON: for each key a dtype, a shape, and where
-its values lie in the rest of the file. So a file can be mapped into memory and its arrays be views of it: nothing is
-read before it is used, and then only that. And it can be written one array at a time. Neither takes a package: the
-format is read and written here, because the one that defines it copies whole dictionaries, and does not read all of
-its dtypes into NumPy.
+A safetensors file starts with the size of its header in eight bytes, and the header as JSON: a dtype, a shape and byte
+offsets for each key. Reading maps the file into memory and returns views, so values are read only when they are used.
+Writing fetches one array at a time. The `safetensors` package is not used: it copies whole dictionaries, and does not
+read all of the format's dtypes into NumPy.
 """
 
 from __future__ import annotations
@@ -57,13 +56,13 @@ def save_state_dict(
 ) -> None:
     """Write a state dict to a safetensors file.
 
-    Arrays on devices are fetched one at a time. The file appears when it is complete: if writing is interrupted, what
-    was there before stays. Where there are several processes, all must call this, and the first one writes.
+    Arrays on devices are fetched one at a time. The file appears once it is complete: if writing is interrupted, an
+    older file of that name stays. With several processes, all of them must call this function; the first one writes.
 
     Arguments:
         state_dict: arrays and numbers by key. Entries that are None are left out.
         path: the file.
-        metadata: what else to write into its header.
+        metadata: additional metadata for the header.
 
     >>> import tempfile
     >>> from axonym.state import load_state_dict, save_state_dict
@@ -78,9 +77,9 @@ def save_state_dict(
         raise TypeError(f"save_state_dict: safetensors has no way to store {', '.join(wrong)}.")
     if abstract := [repr(key) for key, x in entries.items() if isinstance(x, jax.ShapeDtypeStruct)]:
         raise TypeError(f"save_state_dict: {', '.join(abstract)} has no values, only a shape and a dtype.")
-    # Wide dtypes come first, so that the values of each lie at multiples of its size.
+    # Wide dtypes come first, so that every array starts at a multiple of its item size.
     keys = sorted(entries, key=lambda key: (-entries[key].dtype.itemsize, key))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # which other readers insist on
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # other readers require "format"
     end = 0
     for key in keys:
         x = entries[key]
@@ -94,9 +93,9 @@ def save_state_dict(
 
 
 def _write(path: Path, head: Iterable[bytes], arrays: Iterable[np.ndarray]) -> None:
-    """Write a file that appears under its name when it is complete."""
+    """Write a file under a temporary name, and rename it once it is complete."""
     if jax.process_index() != 0:
-        for _ in arrays:  # every process takes part in fetching them
+        for _ in arrays:  # fetching an array gathers it from all processes, so each must take part
             pass
         return
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -104,7 +103,7 @@ def _write(path: Path, head: Iterable[bytes], arrays: Iterable[np.ndarray]) -> N
         with open(unfinished, "xb") as file:
             file.writelines(head)
             for array in arrays:
-                # As bytes, since NumPy has no buffers of the dtypes that others add to it.
+                # As bytes, since the dtypes of ml_dtypes do not support Python's buffer protocol.
                 file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
@@ -117,13 +116,13 @@ def _write(path: Path, head: Iterable[bytes], arrays: Iterable[np.ndarray]) -> N
 
 
 def load_state_dict(path: str | os.PathLike[str]) -> StateDict:
-    """The state dict in a safetensors file, or in the several files of a large one.
+    """Load a state dict from a safetensors file, or from several with an index.
 
-    The arrays are views of the file: nothing is read before it is used. They are NumPy arrays, also of dtypes such as
-    bfloat16, and can be read only; copy what is to be changed.
+    The arrays are views of the file, read when they are used. They are read-only NumPy arrays, of dtypes such as
+    bfloat16 too; copy those that you want to change.
 
     Arguments:
-        path: a file; the index of several, `model.safetensors.index.json`; or a folder that has one of these.
+        path: a file; the index of several files, `model.safetensors.index.json`; or a folder that contains either.
 
     >>> import tempfile
     >>> from axonym.state import load_state_dict, save_state_dict
@@ -139,9 +138,9 @@ def load_state_dict(path: str | os.PathLike[str]) -> StateDict:
         path = index
     if not path.exists():
         raise FileNotFoundError(
-            f"load_state_dict: there is no {path}, nor {path.name + _INDEX_SUFFIX} beside it."
+            f"load_state_dict: {path} does not exist, nor does {path.name + _INDEX_SUFFIX} beside it."
             if not path.name.endswith(_INDEX_SUFFIX)
-            else f"load_state_dict: there is no {path}."
+            else f"load_state_dict: {path} does not exist."
         )
     return _load_several(path) if path.name.endswith(_INDEX_SUFFIX) else _load_file(path)
 
@@ -151,11 +150,11 @@ def _load_several(index: Path) -> StateDict:
     names = sorted(set(places.values()))
     missing = [name for name in names if not (index.parent / name).exists()]
     if missing:
-        raise FileNotFoundError(f"load_state_dict: {index} lists files that are not there: {', '.join(missing)}.")
+        raise FileNotFoundError(f"load_state_dict: {index} lists files that do not exist: {', '.join(missing)}.")
     files = {name: _load_file(index.parent / name) for name in names}
     absent = [f"{key!r} in {name}" for key, name in places.items() if key not in files[name]]
     if absent:
-        raise ValueError(f"load_state_dict: {index} lists what is not there: {', '.join(absent)}.")
+        raise ValueError(f"load_state_dict: {index} lists keys that its files do not have: {', '.join(absent)}.")
     return {key: files[name][key] for key, name in places.items()}
 
 
@@ -164,13 +163,13 @@ def _load_file(path: Path) -> StateDict:
     with open(path, "rb") as file:
         header_size = int.from_bytes(file.read(8), "little")
         if size < 8 or header_size > size - 8:
-            raise ValueError(f"load_state_dict: {path} is not a safetensors file, or is cut off.")
+            raise ValueError(f"load_state_dict: {path} is not a safetensors file, or is truncated.")
         try:
             header = json.loads(file.read(header_size))
         except ValueError:
             raise ValueError(f"load_state_dict: {path} is not a safetensors file: its header is not JSON.") from None
     header.pop("__metadata__", None)
-    # Not copy-on-write: the system would want to have the memory for all of the file, should all of it be changed.
+    # Read-only, not copy-on-write: for that, the system would reserve memory for the whole file.
     values = np.asarray(np.memmap(path, np.uint8, "r"))[8 + header_size :]
     return {key: _view(path, key, entry, values) for key, entry in header.items()}
 
@@ -181,7 +180,7 @@ def _view(path: Path, key: str, entry: Mapping[str, Any], values: np.ndarray) ->
         raise TypeError(f"load_state_dict: {key!r} in {path} has dtype {code}, which NumPy does not have.")
     dtype = _DTYPES[code]
     if end > values.size:
-        raise ValueError(f"load_state_dict: {path} is cut off: {key!r} ends at byte {end} of {values.size}.")
+        raise ValueError(f"load_state_dict: {path} is truncated: {key!r} ends at byte {end} of {values.size}.")
     if end - start != dtype.itemsize * int(np.prod(shape, dtype=np.int64)):
         raise ValueError(f"load_state_dict: {key!r} in {path} has {end - start} bytes for {dtype}{list(shape)}.")
     return values[start:end].view(dtype).reshape(shape)

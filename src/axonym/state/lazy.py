@@ -1,8 +1,8 @@
-"""Arrays that are not read before one knows which part of them is wanted.
+"""Lazy arrays: entries of a state dict that are read one slice at a time.
 
-A checkpoint is larger than what one device, or one host, should hold at once. So what stands for an entry of a state
-dict, until the arrays of the model are made, says only its shape and dtype and can be sliced. It can also be reshaped
-and transposed without being read: that is what turns the form of an array in a file into its form in a model.
+A checkpoint is larger than what one device or one host should hold at once. While a model is loaded, its leaves are
+therefore lazy arrays, which have a shape and a dtype and can be reshaped, transposed, stacked and scaled without being
+read. Once the shardings are known, each device reads the slice that is its shard.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Index = tuple[slice, ...]
 
 
 class LazyArray(abc.ABC):
-    """An array that is read one part at a time."""
+    """An array that is read one slice at a time."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
     @abc.abstractmethod
     def read(self, index: Index) -> np.ndarray:
-        """A part of it, as an array of its own in host memory."""
+        """Read a slice of the array into host memory, as a copy."""
 
     @abc.abstractmethod
     def reshape(self, shape: tuple[int, ...]) -> LazyArray: ...
@@ -44,11 +44,11 @@ class LazyArray(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry(LazyArray):
-    """An entry of a state dict, which comes out in the dtype that is wanted."""
+class LazyEntry(LazyArray):
+    """An entry of a state dict, cast to a dtype when it is read."""
 
     source: Any
-    """What holds the values: a NumPy array, which can be a view of a file, or anything with a shape and slices."""
+    """A NumPy array, which can be a view of a file, or anything that has a shape and can be sliced."""
     dtype: np.dtype
 
     @property
@@ -56,22 +56,22 @@ class Entry(LazyArray):
         return tuple(self.source.shape)
 
     def read(self, index: Index) -> np.ndarray:
-        # A copy, so that nothing refers to the file any more.
+        # A copy, so that the result does not keep the file open.
         return np.array(self.source[index], self.dtype)
 
-    def reshape(self, shape: tuple[int, ...]) -> Entry:
-        return Entry(self._viewable().reshape(shape), self.dtype)
+    def reshape(self, shape: tuple[int, ...]) -> LazyEntry:
+        return LazyEntry(self._viewable().reshape(shape), self.dtype)
 
-    def transpose(self, permutation: Sequence[int]) -> Entry:
-        return Entry(self._viewable().transpose(permutation), self.dtype)
+    def transpose(self, permutation: Sequence[int]) -> LazyEntry:
+        return LazyEntry(self._viewable().transpose(permutation), self.dtype)
 
     def _viewable(self) -> Any:
         return self.source if isinstance(self.source, (np.ndarray, jax.Array)) else np.asarray(self.source[...])
 
 
 @dataclasses.dataclass(frozen=True)
-class Stack(LazyArray):
-    """Several arrays of one shape as one, with a new axis that counts them."""
+class LazyStack(LazyArray):
+    """Arrays of one shape, stacked along a new axis."""
 
     parts: tuple[LazyArray, ...]
     axis: int
@@ -92,18 +92,18 @@ class Stack(LazyArray):
     def reshape(self, shape: tuple[int, ...]) -> LazyArray:
         leading, count = math.prod(self.shape[: self.axis]), len(self.parts)
         for axis in range(len(shape)):
-            if shape[axis] == count and math.prod(shape[:axis]) == leading:  # the axis itself is left as it is
+            if shape[axis] == count and math.prod(shape[:axis]) == leading:  # the reshape keeps the stacked axis
                 inner = shape[:axis] + shape[axis + 1 :]
-                return Stack(tuple(part.reshape(inner) for part in self.parts), axis)
-        return Entry(whole(self).reshape(shape), self.dtype)
+                return LazyStack(tuple(part.reshape(inner) for part in self.parts), axis)
+        return LazyEntry(read_all(self).reshape(shape), self.dtype)
 
-    def transpose(self, permutation: Sequence[int]) -> Stack:
+    def transpose(self, permutation: Sequence[int]) -> LazyStack:
         inner = [p - (p > self.axis) for p in permutation if p != self.axis]
-        return Stack(tuple(part.transpose(inner) for part in self.parts), list(permutation).index(self.axis))
+        return LazyStack(tuple(part.transpose(inner) for part in self.parts), list(permutation).index(self.axis))
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaled(LazyArray):
+class LazyProduct(LazyArray):
     """An array times a number."""
 
     array: LazyArray
@@ -120,71 +120,71 @@ class Scaled(LazyArray):
     def read(self, index: Index) -> np.ndarray:
         return (self.array.read(index) * self.factor).astype(self.dtype)
 
-    def reshape(self, shape: tuple[int, ...]) -> Scaled:
-        return Scaled(self.array.reshape(shape), self.factor)
+    def reshape(self, shape: tuple[int, ...]) -> LazyProduct:
+        return LazyProduct(self.array.reshape(shape), self.factor)
 
-    def transpose(self, permutation: Sequence[int]) -> Scaled:
-        return Scaled(self.array.transpose(permutation), self.factor)
+    def transpose(self, permutation: Sequence[int]) -> LazyProduct:
+        return LazyProduct(self.array.transpose(permutation), self.factor)
 
 
 @dataclasses.dataclass(frozen=True)
-class Absent(LazyArray):
-    """An array of which only shape and dtype are known."""
+class MissingArray(LazyArray):
+    """An array that has a shape and a dtype but no values."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
     def read(self, index: Index) -> np.ndarray:
-        raise ValueError(f"An array {self.dtype}{self.shape} that is not there cannot be read.")
+        raise ValueError(f"An array {self.dtype}{self.shape} without values cannot be read.")
 
-    def reshape(self, shape: tuple[int, ...]) -> Absent:
-        return Absent(tuple(shape), self.dtype)
+    def reshape(self, shape: tuple[int, ...]) -> MissingArray:
+        return MissingArray(tuple(shape), self.dtype)
 
-    def transpose(self, permutation: Sequence[int]) -> Absent:
-        return Absent(tuple(self.shape[p] for p in permutation), self.dtype)
+    def transpose(self, permutation: Sequence[int]) -> MissingArray:
+        return MissingArray(tuple(self.shape[p] for p in permutation), self.dtype)
 
 
-def is_absent(x: LazyArray) -> bool:
-    """Whether some of the array is not there."""
-    return any(map(is_absent, _parts(x))) or isinstance(x, Absent)
+def has_missing(x: LazyArray) -> bool:
+    """Return whether any part of the array has no values."""
+    return any(map(has_missing, _parts(x))) or isinstance(x, MissingArray)
 
 
 def is_on_device(x: LazyArray) -> bool:
-    """Whether the values are those of JAX arrays, which can be traced."""
-    return any(map(is_on_device, _parts(x))) or (isinstance(x, Entry) and isinstance(x.source, jax.Array))
+    """Return whether the values are JAX arrays, which can be tracers."""
+    return any(map(is_on_device, _parts(x))) or (isinstance(x, LazyEntry) and isinstance(x.source, jax.Array))
 
 
 def _parts(x: LazyArray) -> tuple[LazyArray, ...]:
-    """The arrays that one is made of."""
-    return x.parts if isinstance(x, Stack) else (x.array,) if isinstance(x, Scaled) else ()
+    """Return the arrays that a lazy array is made of."""
+    return x.parts if isinstance(x, LazyStack) else (x.array,) if isinstance(x, LazyProduct) else ()
 
 
-def whole(x: LazyArray) -> Any:
-    """All of an array: as a JAX array if it is one already, else in host memory."""
+def read_all(x: LazyArray) -> Any:
+    """Return all values: as a JAX array if they are on a device, else as a NumPy array."""
     if not is_on_device(x):
         return x.read((slice(None),) * len(x.shape))
-    if isinstance(x, Stack):
-        return jnp.stack([whole(part) for part in x.parts], x.axis)
-    if isinstance(x, Scaled):
-        return (whole(x.array) * x.factor).astype(x.dtype)
-    assert isinstance(x, Entry)
+    if isinstance(x, LazyStack):
+        return jnp.stack([read_all(part) for part in x.parts], x.axis)
+    if isinstance(x, LazyProduct):
+        return (read_all(x.array) * x.factor).astype(x.dtype)
+    assert isinstance(x, LazyEntry)
     return x.source if x.source.dtype == x.dtype else x.source.astype(x.dtype)
 
 
-def lazy(x: Any) -> LazyArray:
-    """An array of any kind as a lazy one."""
+def as_lazy(x: Any) -> LazyArray:
+    """Convert an array of any kind to a lazy array."""
     if isinstance(x, LazyArray):
         return x
-    return Absent(tuple(x.shape), x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else Entry(x, x.dtype)
+    return MissingArray(tuple(x.shape), x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else LazyEntry(x, x.dtype)
 
 
 def abstract(x: LazyArray) -> jax.ShapeDtypeStruct:
-    """What JAX knows an array by that it does not have."""
+    """Return the shape and dtype of a lazy array, as JAX describes an abstract array."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def scaled(x: NamedArray | None, factor: float) -> NamedArray | None:
-    """An array of a module times a number. What is not there, or has no values, stays as it is.
+def scale_array(x: NamedArray | None, factor: float) -> NamedArray | None:
+    """Multiply an array of a module by a number. None and arrays without values are returned unchanged.
 
     Arguments:
         x: the array, which can be lazy.
@@ -194,18 +194,18 @@ def scaled(x: NamedArray | None, factor: float) -> NamedArray | None:
         return x
     array = x.array
     if isinstance(array, LazyArray):
-        return wrap(Scaled(array, factor), x.names)
+        return wrap(LazyProduct(array, factor), x.names)
     return wrap((array * factor).astype(array.dtype), x.names) if isinstance(array, (jax.Array, np.ndarray)) else x
 
 
-# --- functions that rearrange ---
+# --- calling functions with lazy arrays ---
 
 
-def rearranged(fn: Callable[..., Any], *trees: Any) -> Any:
-    """What a function of trees returns, with lazy arrays in it and without reading any.
+def call_lazily(fn: Callable[..., Any], *trees: Any) -> Any:
+    """Call a function of trees with lazy arrays, and return its result with lazy arrays.
 
-    The function is traced, and its program carried out on lazy arrays. It should do nothing with arrays but reshape,
-    transpose and rename: what anything else needs is read as a whole.
+    The function is traced, and its jaxpr is evaluated with lazy arrays. The function should only reshape, transpose and
+    rename arrays: the operands of any other operation are read whole.
 
     Arguments:
         fn: the function.
@@ -213,7 +213,7 @@ def rearranged(fn: Callable[..., Any], *trees: Any) -> Any:
     """
     leaves, structure = jax.tree.flatten(trees)
     positions = [i for i, x in enumerate(leaves) if is_jax_array_like(x)]
-    arrays = [lazy(leaves[i]) for i in positions]
+    arrays = [as_lazy(leaves[i]) for i in positions]
     returned: list[Any] = []
 
     def of_arrays(*traced: Any) -> list[Any]:
@@ -224,35 +224,35 @@ def rearranged(fn: Callable[..., Any], *trees: Any) -> Any:
         returned[:] = [None if is_jax_array_like(r) else r for r in results], result_structure
         return [r for r in results if is_jax_array_like(r)]
 
-    # Where arrays lie does not matter yet.
+    # The shardings are applied later, when the arrays are read.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), _context.in_force(None):
         program = jax.make_jaxpr(of_arrays)(*map(abstract, arrays))
-        outputs = iter(_carried_out(program.jaxpr, program.consts, arrays))
+        outputs = iter(_evaluate_jaxpr(program.jaxpr, program.consts, arrays))
     others, result_structure = returned
     return jax.tree.unflatten(result_structure, [next(outputs) if x is None else x for x in others])
 
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
-"""The primitives that stand for a whole program, and which of their parameters that is."""
+"""The primitives that call a jaxpr, and the parameter that holds it."""
 
 
-def _carried_out(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[LazyArray]:
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], map(lazy, [*consts, *arrays]), strict=True))
+def _evaluate_jaxpr(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[LazyArray]:
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], map(as_lazy, [*consts, *arrays]), strict=True))
 
     def value_of(x: Any) -> LazyArray:
-        return lazy(np.asarray(x.val)) if isinstance(x, Literal) else known[x]
+        return as_lazy(np.asarray(x.val)) if isinstance(x, Literal) else known[x]
 
     for equation in jaxpr.eqns:
         operands = [value_of(x) for x in equation.invars]
-        known.update(zip(equation.outvars, _one_step(equation, operands), strict=True))
+        known.update(zip(equation.outvars, _evaluate_equation(equation, operands), strict=True))
     return [value_of(x) for x in jaxpr.outvars]
 
 
-def _one_step(equation: Any, operands: Sequence[LazyArray]) -> Sequence[LazyArray]:
+def _evaluate_equation(equation: Any, operands: Sequence[LazyArray]) -> Sequence[LazyArray]:
     kind, params = equation.primitive.name, equation.params
     if kind in _CALLS:
         inner = params[_CALLS[kind]]
-        return _carried_out(inner.jaxpr, inner.consts, operands)
+        return _evaluate_jaxpr(inner.jaxpr, inner.consts, operands)
     if kind == "transpose":
         return [operands[0].transpose(params["permutation"])]
     shape = equation.outvars[0].aval.shape
@@ -260,7 +260,7 @@ def _one_step(equation: Any, operands: Sequence[LazyArray]) -> Sequence[LazyArra
         return [operands[0].reshape(shape)]
     if kind == "broadcast_in_dim" and math.prod(shape) == math.prod(operands[0].shape):  # as `expand_dims` does it
         return [operands[0].reshape(shape)]
-    if any(map(is_absent, operands)):
-        return [Absent(tuple(v.aval.shape), v.aval.dtype) for v in equation.outvars]
-    results = equation.primitive.bind(*map(whole, operands), **params)
-    return [lazy(r) for r in (results if equation.primitive.multiple_results else [results])]
+    if any(map(has_missing, operands)):
+        return [MissingArray(tuple(v.aval.shape), v.aval.dtype) for v in equation.outvars]
+    results = equation.primitive.bind(*map(read_all, operands), **params)
+    return [as_lazy(r) for r in (results if equation.primitive.multiple_results else [results])]

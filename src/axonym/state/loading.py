@@ -1,7 +1,8 @@
-"""From a state dict to a tree.
+"""Load state dicts into trees.
 
-The tree says what is wanted, and its arrays may be abstract. First the entries of the state dict are matched with its
-leaves, without reading them; what does not fit is one error. Then every device is given its part of every array.
+The tree, whose arrays can be abstract, gives the structure, shapes and dtypes. Its leaves are first matched with the
+entries of the state dict, which are not read yet; one error lists everything that does not fit. Then every device reads
+its own shard of every array.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Placement
 from ..sharding.shard import in_trace
-from .lazy import Absent, Entry, LazyArray, Stack, is_absent, lazy, whole
+from .lazy import LazyArray, LazyEntry, LazyStack, MissingArray, as_lazy, has_missing, read_all
+from .load_context import LoadContext, TrackedStateDict, activate, active_load, with_options
 from .naming import children, described, is_number, layers_at, same_kind, with_prefix, without
-from .placing import placed
-from .session import Reader, Session, current_session, under_way, with_options
+from .placing import place
 
 T = TypeVar("T")
 
@@ -42,25 +43,25 @@ def from_state_dict(
     strict: bool = True,
     ignore: Sequence[str] = (),
 ) -> T:
-    """The tree with its arrays and numbers from a state dict.
+    """Load the arrays and numbers of a tree from a state dict.
 
-    Every array has the shape and the dtype that it has in the tree, whose arrays can be abstract, as
-    `equinox.filter_eval_shape` makes them. It is put where the placement says, and each device is given its own part:
-    of an entry that can be sliced without being read, as those of `axonym.state.load_state_dict` can, no more than one
-    part is in memory at a time. What the placement says nothing about goes where the array of the tree is placed.
+    Every array gets the shape and the dtype of its counterpart in the tree, whose arrays can be abstract, as
+    `equinox.filter_eval_shape` makes them. Its sharding comes from the placement, or else from the tree's array. Every
+    device reads its own shard: of entries that can be sliced without being read, such as those of
+    `axonym.state.load_state_dict`, no more than one shard at a time is in host memory.
 
-    Modules with a method `from_state_dict` of their own load themselves. What is neither an array nor a number is
-    taken from the tree, and so is a number that the state dict does not have.
+    Modules with their own `from_state_dict` method load themselves. Leaves that are neither arrays nor numbers come
+    from the tree, and so do numbers that the state dict does not have.
 
     Arguments:
         tree: any tree, such as a model.
         state_dict: arrays by key: of NumPy, JAX, or anything that has a shape and a dtype and can be sliced.
-        prefix: where the tree stands in the state dict.
-        placement: where the arrays go; the mapping in force by default.
-        mesh: the mesh; that in force by default.
-        strict: whether keys that are missing, and keys below the prefix that the tree does not have, are errors. If
-            not, arrays that are missing stay as they are in the tree. A shape that does not fit is always an error.
-        ignore: patterns of keys that the state dict may have and the tree not, with `*` for anything.
+        prefix: the prefix of the tree's keys in the state dict.
+        placement: the placement of the arrays; by default the active mapping.
+        mesh: the mesh; by default the active one.
+        strict: whether missing keys, and keys below the prefix that the tree does not have, are errors. If not, arrays
+            that are missing from the state dict keep their value in the tree. A wrong shape is always an error.
+        ignore: patterns of keys that may be in the state dict but not in the tree, with `*` for anything.
 
     >>> from axonym.state import from_state_dict
     >>> model = {"embed": axn.zeros({"vocab": 2, "embed": 2}), "scale": 1.0}
@@ -68,14 +69,14 @@ def from_state_dict(
     NamedArray(float32[vocab=2, embed=2], [[1. 1.] [1. 1.]])
     """
 
-    def load(reader: Reader) -> T:
-        return loaded(tree, reader, prefix)
+    def load(entries: TrackedStateDict) -> T:
+        return load_subtree(tree, entries, prefix)
 
-    return run(load, tree, state_dict, prefix, "from_state_dict", placement, mesh, strict, ignore)
+    return run_load(load, tree, state_dict, prefix, "from_state_dict", placement, mesh, strict, ignore)
 
 
-def run(
-    load: Callable[[Reader], T],
+def run_load(
+    load: Callable[[TrackedStateDict], T],
     tree: T,
     state_dict: Mapping[str, Any],
     prefix: str | None,
@@ -85,39 +86,39 @@ def run(
     strict: bool = True,
     ignore: Sequence[str] = (),
 ) -> T:
-    """Load a tree or, while another is being loaded, a part of that.
+    """Load a tree or, during another load, a subtree of the tree that is being loaded.
 
     Arguments:
-        load: gives the tree with lazy arrays.
-        tree: what is to be loaded, for what the state dict does not have.
+        load: a function that returns the tree with lazy arrays.
+        tree: the tree to load, with the values for keys that the state dict lacks.
         state_dict: the state dict.
-        prefix: where the tree stands in it.
+        prefix: the prefix of the tree's keys in the state dict.
         what: the operation, for messages.
-        placement: where the arrays go.
+        placement: the placement of the arrays.
         mesh: the mesh.
         strict: whether all keys must match.
-        ignore: patterns of keys that need not.
+        ignore: patterns of keys that need not match.
     """
-    outer = current_session()
-    session = outer or Session(what, strict, ignore)
+    outer = active_load()
+    context = outer or LoadContext(what, strict, ignore)
     wants_lazy = outer is not None and outer.lazy
-    options = {"lazy": True, "strict": session.strict and strict, "ignore": (*session.ignore, *ignore)}
-    with under_way(session), with_options(session, **options):
-        reader = session.reads(state_dict)
-        result = load(reader)
-        if reader is not state_dict:
-            session.left_over(reader.unused(prefix))
+    options = {"lazy": True, "strict": context.strict and strict, "ignore": (*context.ignore, *ignore)}
+    with activate(context), with_options(context, **options):
+        entries = context.track(state_dict)
+        result = load(entries)
+        if entries is not state_dict:
+            context.add_unexpected(entries.unused(prefix))
         if wants_lazy:
             return result
-        session.check()
-        return placed(result, tree, placement, mesh, what)
+        context.raise_problems()
+        return place(result, tree, placement, mesh, what)
 
 
 def lazy_loading(method: Callable[..., T]) -> Callable[..., T]:
-    """Decorate a method `from_state_dict` that leaves the arrays it is given as they are.
+    """Mark a `from_state_dict` method as one that does not compute with the arrays it loads.
 
-    While a model is loaded, such a method sees arrays that are not read yet. Any other is given real ones, so that it
-    can compute with them.
+    During a load, such a method gets lazy arrays, which are not read yet. Other methods get JAX arrays, which they can
+    compute with.
 
     Arguments:
         method: the method, of a module, a state dict and a prefix.
@@ -135,87 +136,89 @@ def lazy_loading(method: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(method)
     def from_state_dict(self: Any, state_dict: Mapping[str, Any], prefix: str | None = None) -> T:
-        return run(lambda reader: method(self, reader, prefix), self, state_dict, prefix, "from_state_dict")
+        return run_load(lambda entries: method(self, entries, prefix), self, state_dict, prefix, "from_state_dict")
 
     vars(from_state_dict)["_leaves_arrays_lazy"] = True
     return from_state_dict
 
 
-def _session() -> Session:
-    session = current_session()
-    assert session is not None
-    return session
+def _active_context() -> LoadContext:
+    context = active_load()
+    assert context is not None
+    return context
 
 
 # --- one node of the tree ---
 
 
-def loaded(tree: Any, reader: Mapping[str, Any], prefix: str | None) -> Any:
-    """A part of the tree, with lazy arrays."""
+def load_subtree(tree: Any, entries: Mapping[str, Any], prefix: str | None) -> Any:
+    """Return a subtree with lazy arrays in place of its own."""
     if is_jax_array_like(tree):
-        return _array(tree, reader, prefix)
+        return _array(tree, entries, prefix)
     if is_number(tree):
-        return tree if prefix is None or prefix not in reader else _number(tree, reader[prefix], prefix)
+        return tree if prefix is None or prefix not in entries else _number(tree, entries[prefix], prefix)
     if isinstance(tree, NamedArray):
         return tree  # a placeholder
     method = getattr(type(tree), "from_state_dict", None) if isinstance(tree, eqx.Module) else None
     if method is None:
-        return loaded_children(tree, reader, prefix)
-    session = _session()
-    with with_options(session, lazy=hasattr(method, "_leaves_arrays_lazy")):
-        return method(tree, reader, prefix)
+        return load_children(tree, entries, prefix)
+    context = _active_context()
+    with with_options(context, lazy=hasattr(method, "_leaves_arrays_lazy")):
+        return method(tree, entries, prefix)
 
 
-def loaded_children(tree: Any, reader: Mapping[str, Any], prefix: str | None) -> Any:
-    """A node of the tree, whose children are loaded one by one."""
+def load_children(tree: Any, entries: Mapping[str, Any], prefix: str | None) -> Any:
+    """Return a node of the tree, with each child loaded under its own key."""
     if jax.tree_util.all_leaves([tree]):
         return tree  # such as a function
     found, structure = children(tree)
-    return jax.tree.unflatten(structure, [loaded(child, reader, with_prefix(prefix, step)) for step, child in found])
+    return jax.tree.unflatten(
+        structure, [load_subtree(child, entries, with_prefix(prefix, step)) for step, child in found]
+    )
 
 
 def _number(tree: Any, entry: Any, key: str) -> Any:
     if isinstance(entry, Tracer):
-        return entry  # in a compiled function its value is not known
+        return entry  # the value is not known while tracing
     array, kind = np.asarray(entry), type(tree)
     given = array.item() if array.size == 1 else described(array)
     try:
         value = kind(given)
     except (OverflowError, TypeError, ValueError):
         value = None
-    if value is not None and (value == given or value != value):  # not cut off; or it is NaN
+    if value is not None and (value == given or value != value):  # exact, or NaN
         return value
-    _session().misfits.append(f"{key!r} is {given}, but in the tree it is a number, {kind.__name__}.")
+    _active_context().misfits.append(f"{key!r} is {given}, but in the tree it is a number, {kind.__name__}.")
     return tree
 
 
-def _array(tree: Any, reader: Mapping[str, Any], key: str | None) -> Any:
+def _array(tree: Any, entries: Mapping[str, Any], key: str | None) -> Any:
     if isinstance(tree, NamedArray):
-        return wrap(_entry(tree.array, tree, reader, key), tree.names)
-    return _entry(tree, tree, reader, key)
+        return wrap(_entry(tree.array, tree, entries, key), tree.names)
+    return _entry(tree, tree, entries, key)
 
 
-def _entry(array: Any, tree: Any, reader: Mapping[str, Any], key: str | None) -> LazyArray:
-    session = _session()
+def _entry(array: Any, tree: Any, entries: Mapping[str, Any], key: str | None) -> LazyArray:
+    context = _active_context()
     if key is None:
-        raise ValueError(f"{session.what}: an array on its own has no key in a state dict. Pass its key as `prefix`.")
+        raise ValueError(f"{context.what}: an array on its own has no key in a state dict. Pass its key as `prefix`.")
     shape, dtype = tuple(array.shape), array.dtype
-    absent = Absent(shape, dtype)
-    if key not in reader:
-        session.lacks(key, described(tree))
+    absent = MissingArray(shape, dtype)
+    if key not in entries:
+        context.add_missing(key, described(tree))
         return absent
-    found = _known(reader[key])
+    found = _known(entries[key])
     if tuple(found.shape) != shape:
-        session.misfits.append(f"{key!r} has shape {tuple(found.shape)}, but in the tree it is {described(tree)}.")
+        context.misfits.append(f"{key!r} has shape {tuple(found.shape)}, but in the tree it is {described(tree)}.")
         return absent
     if not same_kind(found.dtype, dtype):
-        session.misfits.append(f"{key!r} has dtype {found.dtype}, but in the tree it is {described(tree)}.")
+        context.misfits.append(f"{key!r} has dtype {found.dtype}, but in the tree it is {described(tree)}.")
         return absent
-    return Entry(found, dtype)
+    return LazyEntry(found, dtype)
 
 
 def _known(x: Any) -> Any:
-    """An entry of a state dict as an array whose dtype NumPy knows."""
+    """Convert an entry of a state dict to an array with a NumPy dtype."""
     if isinstance(x, jax.Array) or isinstance(getattr(x, "dtype", None), np.dtype):
         return x
     try:
@@ -223,23 +226,23 @@ def _known(x: Any) -> Any:
     except TypeError:
         if not hasattr(x, "__dlpack__"):
             raise
-        return np.asarray(jnp.from_dlpack(x))  # PyTorch gives NumPy no bfloat16
+        return np.asarray(jnp.from_dlpack(x))  # PyTorch cannot convert bfloat16 to NumPy
 
 
-# --- layers that are stacked ---
+# --- stacked layers ---
 
 
 def stacked_from_state_dict(stacked: T, layers: Axis, state_dict: Mapping[str, Any], prefix: str | None = None) -> T:
-    """A module that is many layers as one, from a state dict that has each layer on its own: for `Stacked`.
+    """Load stacked layers from a state dict that has an entry for each layer: for `Stacked`.
 
-    Each layer is loaded as if it stood by itself, under its number, and the arrays are put together without being read.
+    Each layer is loaded separately, under its number, and the arrays are stacked without being read.
 
     Arguments:
-        stacked: the layers as one. Their named arrays have the axis, or are shared by all; their raw arrays have it
-            first.
+        stacked: the stacked layers. Their named arrays have the axis, or are shared by all layers; their raw arrays
+            have it first.
         layers: the axis of the layers.
-        state_dict: a state dict that a method with `lazy_loading` was given.
-        prefix: where the layers stand in it.
+        state_dict: the state dict that a `lazy_loading` method was called with.
+        prefix: the prefix of the layers' keys in the state dict.
 
     >>> import dataclasses, equinox as eqx
     >>> from axonym.state import from_state_dict, lazy_loading, stacked_from_state_dict
@@ -262,13 +265,13 @@ def stacked_from_state_dict(stacked: T, layers: Axis, state_dict: Mapping[str, A
         if layers_at(x, layers.name) is None and not _all_equal(parts):
             where = with_prefix(prefix, f"*.{jax.tree_util.keystr(path, simple=True, separator='.')}")
             shared = described(x) if is_jax_array_like(x) else x
-            _session().misfits.append(f"{where!r} differs among the layers, but in the tree they share one, {shared}.")
+            _active_context().misfits.append(f"{where!r} differs among the layers, but in the tree all share {shared}.")
         results.append(_stacked(x, parts, layers.name))
     return jax.tree.unflatten(structure, results)
 
 
 def _layer_of(x: Any, name: str) -> Any:
-    """What one layer has of a leaf, as far as its shape and dtype go."""
+    """Return one layer's slice of a stacked leaf, as shape and dtype."""
     position = layers_at(x, name)
     if position is None:
         return x
@@ -279,14 +282,14 @@ def _layer_of(x: Any, name: str) -> Any:
 
 
 def _all_equal(parts: Sequence[Any]) -> bool:
-    """Whether what the layers share is the same for all of them; in a compiled function it is taken to be."""
+    """Return whether a leaf that the layers share is equal in all of them; while tracing, assume that it is."""
     arrays: list[Any] = [part.array if isinstance(part, NamedArray) else part for part in parts]
     first, *others = arrays
     if is_number(first):
         return all(other == first for other in others)
-    if not isinstance(first, LazyArray) or any(map(is_absent, (first, *others))) or in_trace():
+    if not isinstance(first, LazyArray) or any(map(has_missing, (first, *others))) or in_trace():
         return True
-    return all(np.array_equal(whole(other), whole(first), equal_nan=True) for other in others)
+    return all(np.array_equal(read_all(other), read_all(first), equal_nan=True) for other in others)
 
 
 def _stacked(x: Any, parts: Sequence[Any], name: str) -> Any:
@@ -294,7 +297,7 @@ def _stacked(x: Any, parts: Sequence[Any], name: str) -> Any:
     if position is None:
         return parts[0]
     if not isinstance(x, NamedArray):
-        return Stack(tuple(map(lazy, parts)), position)
+        return LazyStack(tuple(map(as_lazy, parts)), position)
     names = without(x.names, name)
     parts = [part if part.names == names else rearrange(part, names) for part in parts]
-    return wrap(Stack(tuple(lazy(part.array) for part in parts), position), x.names)
+    return wrap(LazyStack(tuple(as_lazy(part.array) for part in parts), position), x.names)

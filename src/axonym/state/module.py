@@ -1,4 +1,4 @@
-"""`ModuleWithStateDictSerialization`: a module that says how it is written to and read from state dicts."""
+"""`ModuleWithStateDictSerialization`: a module that defines its own form in state dicts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import equinox as eqx
 
-from .loading import lazy_loading, loaded_children
+from .loading import lazy_loading, load_children
 from .naming import KeyMap, StateDict
 from .saving import children_to_state_dict
 
@@ -15,9 +15,9 @@ from .saving import children_to_state_dict
 class ModuleWithStateDictSerialization(eqx.Module):
     """A module whose form in state dicts differs from its fields.
 
-    Any module can be written to a state dict, under the names of its fields. One that derives from this class can
-    override how: `_state_dict_key_map` for other names, `flatten_for_export` and `unflatten_from_export` for other
-    shapes in the forms that are for PyTorch, and the two methods that write and read it for everything else.
+    Any module can be written to a state dict, under the names of its fields. A subclass of this class can override
+    `_state_dict_key_map` for other names, `flatten_for_export` and `unflatten_from_export` for other shapes in
+    PyTorch-compatible state dicts, and `to_state_dict` and `from_state_dict` for everything else.
 
     >>> import equinox as eqx
     >>> from axonym.state import ModuleWithStateDictSerialization, to_state_dict
@@ -30,17 +30,17 @@ class ModuleWithStateDictSerialization(eqx.Module):
     """
 
     def _state_dict_key_map(self) -> KeyMap:
-        """What fields are called in state dicts, where that is not their name.
+        """Return the key in state dicts of each field that is not stored under its own name.
 
-        A field that is mapped to None has no step of its own in the keys: what it holds stands where the module does.
+        A field that is mapped to None adds nothing to the keys: its contents get the module's own prefix.
         """
         return {}
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
-        """The arrays and numbers of the module by key.
+        """Return the arrays and numbers of the module by key.
 
         Arguments:
-            prefix: where the module stands in the state dict.
+            prefix: a prefix for all keys.
 
         >>> from axonym.state import ModuleWithStateDictSerialization
         >>> class Norm(ModuleWithStateDictSerialization):
@@ -52,13 +52,13 @@ class ModuleWithStateDictSerialization(eqx.Module):
 
     @lazy_loading
     def from_state_dict(self, state_dict: Mapping[str, Any], prefix: str | None = None) -> Self:
-        """The module with its arrays and numbers from a state dict.
+        """Load the arrays and numbers of the module from a state dict.
 
-        One that overrides this is given real arrays by `super().from_state_dict(...)`, and so can compute with them.
+        In an override, `super().from_state_dict(...)` returns JAX arrays, so the override can compute with them.
 
         Arguments:
             state_dict: arrays by key.
-            prefix: where the module stands in it.
+            prefix: the prefix of the module's keys in the state dict.
 
         >>> from axonym.state import ModuleWithStateDictSerialization
         >>> class Norm(ModuleWithStateDictSerialization):
@@ -66,13 +66,13 @@ class ModuleWithStateDictSerialization(eqx.Module):
         >>> Norm(axn.ones({"embed": 2})).from_state_dict({"norm.scale": np.zeros(2)}, "norm").scale
         NamedArray(float32[embed=2], [0. 0.])
         """
-        return loaded_children(self, state_dict, prefix)
+        return load_children(self, state_dict, prefix)
 
     def flatten_for_export(self) -> Self:
-        """The module as PyTorch would have it, with one axis where it has several.
+        """Return the module with the shapes that PyTorch uses, such as one axis where the module has several.
 
-        Only `to_torch_compatible_state_dict` and `from_torch_compatible_state_dict` ask for this. It should do no more
-        than reshape, transpose and rename: then arrays can be loaded one part at a time.
+        Only `to_torch_compatible_state_dict` and `from_torch_compatible_state_dict` call this method. It should only
+        reshape, transpose and rename arrays, so that they can be loaded one shard at a time.
 
         >>> from axonym.state import ModuleWithStateDictSerialization
         >>> class Norm(ModuleWithStateDictSerialization):
@@ -85,10 +85,10 @@ class ModuleWithStateDictSerialization(eqx.Module):
         return self
 
     def unflatten_from_export(self, template: Any) -> Self:
-        """The module that `flatten_for_export` flattened.
+        """Undo `flatten_for_export`.
 
         Arguments:
-            template: a module as it should be, for its axes. The values of its arrays mean nothing.
+            template: a module with the axes that the result should have. The values of its arrays are not used.
 
         >>> from axonym.state import ModuleWithStateDictSerialization
         >>> class Norm(ModuleWithStateDictSerialization):

@@ -1,4 +1,4 @@
-"""The keys of a state dict: where an array stands in a tree, with dots between the steps."""
+"""The keys of a state dict: the path of each leaf in the tree, joined with dots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ StateDict: TypeAlias = dict[str, Any]
 """Arrays by key, as in `{"layers.0.weight": ...}`."""
 
 KeyMap: TypeAlias = Mapping[str, str | None]
-"""What fields are called in a state dict. One that is mapped to None has no step of its own in the keys."""
+"""The key in a state dict of each field that is renamed. A field that is mapped to None adds nothing to the keys."""
 
 
 @overload
@@ -27,7 +27,7 @@ def with_prefix(prefix: str, leaf: None) -> str: ...
 @overload
 def with_prefix(prefix: str | None, leaf: str | None) -> str | None: ...
 def with_prefix(prefix: str | None, leaf: str | None) -> str | None:
-    """Two parts of a key as one; either can be missing.
+    """Join two parts of a key, either of which can be None.
 
     Arguments:
         prefix: the first part.
@@ -43,7 +43,7 @@ def with_prefix(prefix: str | None, leaf: str | None) -> str | None:
 
 
 def children(node: Any) -> tuple[list[tuple[str | None, Any]], Any]:
-    """What stands one step below a node of a tree, with the name of the step, and the structure to rebuild the node.
+    """Return the children of a node with their keys, and the structure to rebuild the node.
 
     Arguments:
         node: a module, a list, a dictionary, or any other node that JAX knows.
@@ -53,33 +53,33 @@ def children(node: Any) -> tuple[list[tuple[str | None, Any]], Any]:
     steps = [jax.tree_util.keystr(path, simple=True) for path, _ in found]
     if isinstance(node, eqx.Module) and (unknown := [name for name in key_map if not hasattr(node, name)]):
         raise ValueError(
-            f"{type(node).__name__}._state_dict_key_map: {', '.join(map(repr, unknown))} is no field of the module."
+            f"{type(node).__name__}._state_dict_key_map: the module has no field {', '.join(map(repr, unknown))}."
         )
     return [(key_map.get(step, step), child) for step, (_, child) in zip(steps, found, strict=True)], structure
 
 
 def is_number(x: Any) -> bool:
-    """Whether something is one of Python's numbers, which have entries where they stand in a tree themselves."""
+    """Return whether a leaf is a Python number, which has its own entry in a state dict."""
     return isinstance(x, (bool, int, float, complex))
 
 
 def described(x: Any) -> str:
-    """The dtype and the axes of an array, or its shape where they have no names."""
+    """Describe an array by its dtype and its axes, or by its shape if it is raw."""
     return str(x) if isinstance(x, NamedArray) else f"{x.dtype}{list(x.shape)}"
 
 
 def same_kind(a: Any, b: Any) -> bool:
-    """Whether values of one dtype can be had in another without changing their nature, as integers become numbers."""
+    """Return whether two dtypes are equal or both boolean, integer, floating-point or complex."""
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     return a == b or any(jnp.issubdtype(a, kind) and jnp.issubdtype(b, kind) for kind in kinds)
 
 
 def layers_at(x: Any, name: str) -> int | None:
-    """Where a leaf of a stack of layers has the axis that counts them; None if it is shared by all of them.
+    """Return the position of the layer axis in a leaf of stacked layers, or None if all layers share the leaf.
 
     Arguments:
-        x: a named array, which may have the axis; a raw array, which has it first; or something else.
-        name: the name of the axis.
+        x: a named array, which may have the axis; a raw array, which has it first; or another leaf.
+        name: the name of the layer axis.
     """
     if not is_jax_array_like(x):
         return None
@@ -89,5 +89,5 @@ def layers_at(x: Any, name: str) -> int | None:
 
 
 def without(names: Names, name: str) -> Names:
-    """The names except one."""
+    """Return the names except one."""
     return tuple(n for n in names if n != name)

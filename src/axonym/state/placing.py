@@ -1,4 +1,8 @@
-"""From lazy arrays to arrays on devices."""
+"""Read lazy arrays into JAX arrays, each device its own shard.
+
+`shardings_of` resolves the placement of a tree that is loaded: what the placement does not cover takes the sharding of
+the template's array.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +21,19 @@ from ..jax_utils import is_jax_array_like
 from ..sharding.meshes import AnyMesh, current_mesh, required_mesh, with_devices
 from ..sharding.placement import Leaf, Placement, leaves_of, listed, resolve, shardings_in
 from ..sharding.shard import in_trace, shard
-from .lazy import LazyArray, abstract, is_absent, is_on_device, whole
+from .lazy import LazyArray, abstract, has_missing, is_on_device, read_all
 
 T = TypeVar("T")
 
 
-def placed(tree: T, template: T, placement: Placement, mesh: AnyMesh | None, what: str) -> T:
-    """The tree with JAX arrays in place of its lazy ones.
+def place(tree: T, template: T, placement: Placement, mesh: AnyMesh | None, what: str) -> T:
+    """Replace the lazy arrays of a tree with JAX arrays.
 
     Arguments:
         tree: a tree with lazy arrays.
-        template: the tree that was asked for, which has the arrays that are not there.
-        placement: where the arrays go.
-        mesh: the mesh; that in force by default.
+        template: the tree that the caller passed, with the values of arrays that were not found.
+        placement: the placement of the arrays.
+        mesh: the mesh; by default the active one.
         what: the operation, for messages.
     """
     values, structure = jax.tree.flatten(tree, is_leaf=is_named_array)
@@ -37,7 +41,7 @@ def placed(tree: T, template: T, placement: Placement, mesh: AnyMesh | None, wha
     results, problems = [], []
     for value, (leaf, mine, sharding) in zip(values, leaves, strict=True):
         array = value.array if isinstance(value, NamedArray) else value
-        if isinstance(array, LazyArray) and is_absent(array):
+        if isinstance(array, LazyArray) and has_missing(array):
             if not has_values(mine):
                 problems.append(no_value(leaf.path))
             value = mine
@@ -50,13 +54,13 @@ def placed(tree: T, template: T, placement: Placement, mesh: AnyMesh | None, wha
 def shardings_of(
     tree: Any, template: Any, placement: Placement, mesh: AnyMesh | None, what: str
 ) -> list[tuple[Leaf, Any, NamedSharding | None]]:
-    """The leaves of a tree, each with the leaf of the template that it is for, and with where it goes.
+    """Return the leaves of a tree, each with the matching leaf of the template and the sharding for it.
 
     Arguments:
         tree: a tree with abstract arrays.
-        template: the tree that was asked for. It says where arrays go of which the placement says nothing.
-        placement: where the arrays go.
-        mesh: the mesh; that in force by default.
+        template: the tree that the caller passed, with the shardings of arrays that the placement does not cover.
+        placement: the placement of the arrays.
+        mesh: the mesh; by default the active one.
         what: the operation, for messages.
     """
     if placement is not None and not shardings_in(placement):
@@ -68,7 +72,7 @@ def shardings_of(
     else:
         leaves, structure = resolve(tree, placement, mesh, what)
     own, own_structure = jax.tree.flatten(template, is_leaf=is_named_array)
-    if own_structure != structure:  # a method of the model gave a tree of another kind
+    if own_structure != structure:  # a module's own `from_state_dict` returned another structure
         own = [None] * len(leaves)
     return [(leaf, mine, _sharding(leaf, mine, mesh)) for leaf, mine in zip(leaves, own, strict=True)]
 
@@ -78,13 +82,13 @@ def _mapped(fn: Callable[[LazyArray], Any], tree: Any) -> Any:
 
 
 def has_values(x: Any) -> bool:
-    """Whether a leaf is an array that is more than a shape and a dtype."""
+    """Return whether a leaf is an array with values, not only a shape and a dtype."""
     array = x.array if isinstance(x, NamedArray) else x
     return is_jax_array_like(array) and not isinstance(array, jax.ShapeDtypeStruct)
 
 
 def no_value(path: str) -> str:
-    """Why a leaf cannot stay as it is."""
+    """Say that a missing leaf has no value in the tree either."""
     return f"{path} is missing, and the tree has only its shape and dtype."
 
 
@@ -113,18 +117,18 @@ def _put_array(leaf: Leaf, x: Any, sharding: NamedSharding | None) -> Any:
     if isinstance(x, LazyArray):
         if sharding is not None and not is_on_device(x) and not in_trace():
             return _read_by_device(leaf, x, sharding)
-        x = jnp.asarray(whole(x))
+        x = jnp.asarray(read_all(x))
     if sharding is None or not is_jax_array_like(x):
         return x
     return shard(x, sharding.spec, sharding.mesh)
 
 
 def _read_by_device(leaf: Leaf, x: LazyArray, sharding: NamedSharding) -> jax.Array:
-    """An array of which each device of this process is given its part. A part that several have is read once."""
+    """Make a sharded array by reading each local device's shard; a shard that several devices hold is read once."""
     if not isinstance(sharding.mesh, Mesh):
         raise ValueError(
-            f"{leaf.path}: mesh {_errors.describe_shape(sharding.mesh.shape)} has no devices to which arrays could go. "
-            "Pass the mesh, or use jax.set_mesh."
+            f"{leaf.path}: mesh {_errors.describe_shape(sharding.mesh.shape)} is abstract: it has no devices to load "
+            "arrays to. Pass a concrete mesh, or use jax.set_mesh."
         )
     users: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(x.shape).items():

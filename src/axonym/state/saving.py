@@ -1,4 +1,4 @@
-"""From a tree to a state dict."""
+"""Convert trees to state dicts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .naming import StateDict, children, is_number, layers_at, with_prefix, with
 
 
 def to_state_dict(tree: Any, prefix: str | None = None) -> StateDict:
-    """The arrays and numbers of a tree by key, as raw arrays.
+    """Return the arrays and numbers of a tree by key, as raw arrays.
 
-    The key of an array says where it stands in the tree: field names, positions in sequences and keys of dictionaries,
-    with dots between them. Modules with a method `to_state_dict` of their own write themselves. What is neither an
-    array nor a number, such as a function, has no entry.
+    The key of an array is its path in the tree: field names, positions in sequences and keys of dictionaries, joined
+    with dots. Modules with their own `to_state_dict` method write themselves. Leaves that are neither arrays nor
+    numbers, such as functions, have no entry.
 
     Arguments:
         tree: any tree, such as a model or the state of an optimiser. Its arrays can be abstract.
-        prefix: what to put in front of all keys.
+        prefix: a prefix for all keys.
 
     >>> from axonym.state import to_state_dict
     >>> to_state_dict({"layers": [axn.ones({"embed": 2})], "eps": 1e-5}, "model")
@@ -44,7 +44,7 @@ def to_state_dict(tree: Any, prefix: str | None = None) -> StateDict:
 
 
 def children_to_state_dict(tree: Any, prefix: str | None) -> StateDict:
-    """What a node of a tree has below it, by key."""
+    """Return the arrays and numbers below a node of a tree, by key."""
     if jax.tree_util.all_leaves([tree]):
         return {}
     state_dict: StateDict = {}
@@ -60,13 +60,13 @@ def children_to_state_dict(tree: Any, prefix: str | None) -> StateDict:
 
 
 def stacked_to_state_dict(stacked: Any, layers: Axis, prefix: str | None = None) -> StateDict:
-    """The arrays of a module that is many layers as one, each layer on its own under its number: for `Stacked`.
+    """Return the arrays of stacked layers with an entry for each layer, under its number: for `Stacked`.
 
     Arguments:
-        stacked: the layers as one. Their named arrays have the axis, or are shared by all; their raw arrays have it
-            first.
+        stacked: the stacked layers. Their named arrays have the axis, or are shared by all layers; their raw arrays
+            have it first.
         layers: the axis of the layers.
-        prefix: where the layers stand in the state dict.
+        prefix: a prefix for all keys.
 
     >>> from axonym.state import stacked_to_state_dict
     >>> stacked = {"scale": axn.ones({"layers": 2, "embed": 3})}
@@ -81,7 +81,7 @@ def stacked_to_state_dict(stacked: Any, layers: Axis, prefix: str | None = None)
 
 
 def _part(x: Any, name: str, i: int) -> Any:
-    """What a layer has of a leaf."""
+    """Return one layer's slice of a stacked leaf."""
     position = layers_at(x, name)
     if position is None:
         return x
@@ -90,7 +90,7 @@ def _part(x: Any, name: str, i: int) -> Any:
     if isinstance(array, jax.ShapeDtypeStruct):
         shape = array.shape[:position] + array.shape[position + 1 :]
         part = wrap(jax.ShapeDtypeStruct(shape, array.dtype), names)
-    elif isinstance(array, np.ndarray):  # which stays in host memory
+    elif isinstance(array, np.ndarray):  # keep it in host memory
         part = wrap(np.asarray(array[(slice(None),) * position + (i,)]), names)
     else:
         part = index(named, {name: i})
@@ -98,13 +98,13 @@ def _part(x: Any, name: str, i: int) -> Any:
 
 
 def to_numpy_state_dict(model: Any, prefix: str | None = None) -> StateDict:
-    """The arrays of a tree by key, as NumPy arrays in the memory of the host.
+    """Return the arrays of a tree by key, as NumPy arrays.
 
-    Arrays that live on several hosts are gathered, so every host must call this.
+    Arrays on several hosts are gathered, so every host must call this function.
 
     Arguments:
         model: any tree.
-        prefix: what to put in front of all keys.
+        prefix: a prefix for all keys.
 
     >>> from axonym.state import to_numpy_state_dict
     >>> to_numpy_state_dict({"weight": axn.ones({"embed": 2})})

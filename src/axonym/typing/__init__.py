@@ -1,11 +1,11 @@
-"""Annotations that say which axes a named array has.
+"""Type annotations for the axes and dtypes of named arrays.
 
 `Named[...]` lists the axes, as one string or as one item for each axis:
 
 | annotation                              | the array has                                             |
 |-----------------------------------------|-----------------------------------------------------------|
 | `Named["batch embed"]`                  | these axes in this order                                  |
-| `Named["batch ... embed"]`              | these, and any others where the dots are                  |
+| `Named["batch ... embed"]`              | these, and any others in place of the dots                |
 | `Named["{batch embed}"]`                | these axes in any order                                   |
 | `Named["{batch embed ...}"]`            | these, and any others, in any order                       |
 | `Named["batch", "embed", ...]`          | the same as `Named["batch embed ..."]`                    |
@@ -14,16 +14,16 @@
 | `Named["batch embed=4"]`                | these axes, `embed` with that size                        |
 | `Named`                                 | any axes                                                  |
 
-`Named` is `NamedArray` under a shorter name: `NamedArray["batch embed"]` is the same annotation. To say something about
-the dtype too, write `Float[NamedArray, "batch embed ..."]`, with the words that jaxtyping has for it (`Float`, `Int`,
-`Num`, `Shaped` for any dtype, ...) or the short name of one dtype (`f32`, `bf16`, `i32`, ...). With any other array
-type, as in `Float[jax.Array, "batch embed"]`, these are the annotations of jaxtyping; but jaxtyping's own `Float` knows
-nothing of names, so import it from here.
+`Named` is a shorter name for `NamedArray`: `NamedArray["batch embed"]` is the same annotation. To annotate the dtype
+too, write `Float[NamedArray, "batch embed ..."]`, with jaxtyping's names (`Float`, `Int`, `Num`, `Shaped` for any
+dtype, ...) or the short name of one dtype (`f32`, `bf16`, `i32`, ...). With any other array type, as in
+`Float[jax.Array, "batch embed"]`, these are the annotations of jaxtyping; but jaxtyping's own `Float` does not support
+named arrays, so import it from here.
 
-Type checkers see `NamedArray` in all of these. (Mypy reads `Shaped[NamedArray, "batch embed"]`, but not the form
-`Named["batch embed"]`, which Pyright and its kin read.) At run time an annotation is a class to ask with `isinstance`,
-which is how beartype and jaxtyping's `jaxtyped` ask, too. (Linters take a string that is one word for the name of a
-class; as with jaxtyping, a space in front, `Named[" batch"]`, tells them otherwise.)
+Type checkers see `NamedArray` in all of these. (Mypy reads `Shaped[NamedArray, "batch embed"]`, but not
+`Named["batch embed"]`, which Pyright reads.) At run time, an annotation is a class that works with `isinstance`, which
+beartype and jaxtyping's `jaxtyped` use. (Linters take a one-word string for the name of a class; as with jaxtyping, a
+leading space, `Named[" batch"]`, prevents that.)
 
 >>> from axonym.typing import Float, Named
 >>> x = axn.ones({"batch": 2, "embed": 3})
@@ -32,8 +32,8 @@ class; as with jaxtyping, a space in front, `Named[" batch"]`, tells them otherw
 >>> isinstance(x, Float[axn.NamedArray, "embed"])
 False
 
-Inside a function that `jaxtyped` decorates, an axis that annotations name has one size, in named arrays and raw ones
-alike. What the dots stand for is free.
+Inside a function decorated with `jaxtyped`, an axis that annotations name must have one size, in named and raw arrays
+alike. The axes that dots stand for can have any size.
 """
 
 from .annotations import (

@@ -1,4 +1,8 @@
-"""Annotations as classes, each of which can be asked with `isinstance`."""
+"""The annotations `Named[...]`, `Float[...]` and others, as classes that work with `isinstance`.
+
+An annotation is made once for each `NamedArrayAxes`, and checks it in `__instancecheck__`. Inside a function decorated
+with jaxtyping's `jaxtyped`, it also checks that axes have the sizes they had before in the same call.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +55,14 @@ __all__ = [
 Named: TypeAlias = NamedArray
 
 _ANY = "Named[...]"
-"""What starts the message about an annotation."""
+"""The beginning of messages about an annotation."""
 
 
 # --- one size for each name in a call ---
 
 
 def _conflicts(x: NamedArray, asked: NamedArrayAxes) -> bool:
-    """Whether an axis has another size than before in the call that jaxtyping checks. If not, it keeps the sizes."""
+    """Return whether an axis has changed its size within a call that jaxtyping checks; if not, record the sizes."""
     return hasattr(x.array, "shape") and not isinstance(x.array, _positional(asked, x.names))
 
 
@@ -69,7 +73,7 @@ def _first_conflict(x: NamedArray, asked: NamedArrayAxes) -> Axis:
 
 @functools.lru_cache(maxsize=4096)
 def _positional(asked: NamedArrayAxes, names: Names) -> Any:
-    """The annotation of jaxtyping for a raw array with these axes; it knows by name those that are asked for."""
+    """Return jaxtyping's annotation for a raw array with these axes, with the names that are asked for."""
     known = [n if n in asked.names and n.isidentifier() else "_" for n in names]
     return jaxtyping.Shaped[Any, " ".join(known)]
 
@@ -78,13 +82,13 @@ def _positional(asked: NamedArrayAxes, names: Names) -> Any:
 
 
 class _Annotation(Annotation):
-    """The class of annotations, which say what `isinstance` answers about them."""
+    """The metaclass of annotations, which implements `isinstance`."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return not mismatch(_ANY, instance, cls.asked) and not _conflicts(instance, cls.asked)
 
     def __instancecheck_str__(cls, instance: Any) -> str:
-        """Why `isinstance` says no: beartype, and so jaxtyping, puts it in its message."""
+        """Say why `isinstance` is false: beartype, and so jaxtyping, puts this in its message."""
         if problem := mismatch(_ANY, instance, cls.asked):
             return problem
         if not _conflicts(instance, cls.asked):
@@ -94,10 +98,10 @@ class _Annotation(Annotation):
         return point(message, cls.asked, axis.name)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(f"{cls} is an annotation. Arrays are made by `NamedArray(array, axes)` or `axonym.named`.")
+        raise TypeError(f"{cls} is an annotation. Make arrays with `NamedArray(array, axes)` or `axonym.named`.")
 
     def __repr__(cls) -> str:
-        return f"{cls.__module__}.{cls.__qualname__}"  # beartype wants what `repr(cls | None)` says
+        return f"{cls.__module__}.{cls.__qualname__}"  # beartype parses the text of `repr(cls | None)`
 
 
 @functools.lru_cache(maxsize=4096)
@@ -109,7 +113,7 @@ copyreg.pickle(_Annotation, lambda annotation: (_annotation, (annotation.asked,)
 
 
 def annotate(cls: type, spec: NamedArrayAxesSpec) -> Any:
-    """What `NamedArray[...]` gives.
+    """Return the annotation for `NamedArray[...]`.
 
     >>> axn.typing.Named["batch", "embed", ...]
     axonym.typing.Named["batch embed ..."]
@@ -120,7 +124,7 @@ def annotate(cls: type, spec: NamedArrayAxesSpec) -> Any:
 
 
 class _Typed:
-    """`Float`, `f32` and the like: with brackets behind it, an annotation for arrays of such a dtype."""
+    """A dtype annotation such as `Float` or `f32`, which is subscripted with an array type and axes."""
 
     def __init__(self, name: str, dtype: Any):
         self.name, self.dtype = name, dtype

@@ -1,4 +1,8 @@
-"""What an annotation asks for, and whether an array has it."""
+"""Parse the axes and dtype of an annotation, and check arrays against them.
+
+`read` turns every form of annotation into a `NamedArrayAxes`; `mismatch` compares an array with one, and returns a
+message that points at the mismatch.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +24,20 @@ __all__ = ["NamedArrayAxes", "NamedArrayAxesSpec", "check_axes", "matches_axes"]
 _Array = TypeVar("_Array", bound=NamedArray)
 
 SHORT: dict[Any, str] = {}
-"""How classes of dtypes are called in annotations, where that is not by their own name."""
+"""The names of jaxtyping's dtype classes in annotations, where they are not their own names."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NamedArrayAxes:
-    """Which axes, and which dtype, an annotation asks for.
+    """The axes and the dtype that an annotation requires.
 
     Arguments:
-        before: the axes in front of the ellipsis, as names, or as `Axis` where the size matters. Where there is no
-            ellipsis or no order, all of them.
-        after: the axes behind the ellipsis.
+        before: the axes before the ellipsis, as names, or as `Axis` if the size matters. Without an ellipsis or without
+            an order, all axes.
+        after: the axes after the ellipsis.
         ordered: whether the order matters.
-        subset: whether there may be more axes: between `before` and `after`, or anywhere where there is no order.
-        dtype: a dtype, or a class of them such as `jaxtyping.Float`; None for any.
+        subset: whether there may be more axes: between `before` and `after` if `ordered`, else anywhere.
+        dtype: a dtype, or a class of dtypes such as `jaxtyping.Float`; None for any.
 
     >>> axn.typing.NamedArrayAxes(("batch",), ("embed",), subset=True)
     Named["batch ... embed"]
@@ -55,7 +59,7 @@ class NamedArrayAxes:
 
     @property
     def selectors(self) -> tuple[AxisSelector, ...]:
-        """The axes that are asked for by name.
+        """Return the required axes.
 
         >>> axn.typing.NamedArrayAxes(("batch",), ("embed",), subset=True).selectors
         ('batch', 'embed')
@@ -64,7 +68,7 @@ class NamedArrayAxes:
 
     @property
     def names(self) -> Names:
-        """Their names.
+        """Return the names of the required axes.
 
         >>> axn.typing.NamedArrayAxes((axn.Axis("batch", 8), "embed")).names
         ('batch', 'embed')
@@ -76,7 +80,7 @@ class NamedArrayAxes:
 
 
 class Annotation(type):
-    """The class of annotations, each of which is a class, too."""
+    """The metaclass of annotations."""
 
     asked: NamedArrayAxes
 
@@ -91,11 +95,11 @@ NamedArrayAxesSpec: TypeAlias = (
     | PartialShapeDict
     | type[NamedArray]
 )
-"""Anything that says which axes an array has: what goes in the brackets of `Named`, or such an annotation itself."""
+"""A specification of axes in any form: the contents of the brackets of `Named`, or an annotation itself."""
 
 
 def read(what: str, spec: Any) -> NamedArrayAxes:
-    """What a specification of any form asks for."""
+    """Parse a specification of any form."""
     if isinstance(spec, NamedArrayAxes):
         return spec
     if isinstance(spec, Annotation):
@@ -115,7 +119,7 @@ def read(what: str, spec: Any) -> NamedArrayAxes:
         if not isinstance(item, (Axis, str, EllipsisType)):
             raise TypeError(f"{what}: expected an axis, its name or `...`, got {type(item).__name__}.")
     if isinstance(spec, Set):
-        axes = sorted((i for i in items if i is not ...), key=name_of)  # a set comes in an order of its own
+        axes = sorted((i for i in items if i is not ...), key=name_of)  # the order of a set varies between runs
         return NamedArrayAxes(tuple(axes), ordered=False, subset=... in items)
     if items.count(...) > 1:
         raise ValueError(f"{what}: a second `...`; one takes all the axes that are not named.")
@@ -127,7 +131,7 @@ def read(what: str, spec: Any) -> NamedArrayAxes:
 def _read_text(what: str, text: str) -> NamedArrayAxes:
     (term,) = _parsing.parse_terms(what, text, comma="elements", sizes=True)
     for group in term.groups:
-        _parsing.fail(what, text, group, "parentheses have no place in an annotation: an array has whole axes.")
+        _parsing.fail(what, text, group, "an annotation cannot contain parentheses: name the merged axis itself.")
     axes = [e.name if e.size is None else Axis(e.name, e.size) for e in term.variables]
     before = len(axes) if term.dots is None or not term.ordered else term.elements.index(term.dots)
     return NamedArrayAxes(tuple(axes[:before]), tuple(axes[before:]), term.ordered, term.dots is not None)
@@ -135,7 +139,7 @@ def _read_text(what: str, text: str) -> NamedArrayAxes:
 
 @functools.lru_cache(maxsize=256)
 def _dtype_class(dtype: Any) -> type[jaxtyping.AbstractDtype]:
-    """A dtype as the class of dtypes that has just this one; such classes themselves are left alone."""
+    """Return a class of dtypes that contains just this dtype; return classes of dtypes unchanged."""
     if isinstance(dtype, type) and issubclass(dtype, jaxtyping.AbstractDtype):
         return dtype
     name = jnp.dtype(dtype).type.__name__
@@ -143,13 +147,13 @@ def _dtype_class(dtype: Any) -> type[jaxtyping.AbstractDtype]:
 
 
 class _Written(NamedTuple):
-    """An annotation as it is shown, and where each part of it stands."""
+    """An annotation as text, with the positions that messages point at."""
 
     text: str
     spans: dict[str, tuple[int, int]]
-    """Of each name."""
+    """The start and end of each name."""
     end: int
-    """Where another axis would be written."""
+    """The position where another axis would be written."""
 
 
 def _write(asked: NamedArrayAxes) -> _Written:
@@ -168,16 +172,16 @@ def _write(asked: NamedArrayAxes) -> _Written:
     return _Written(f'{text}{closing}"]', spans, len(text))
 
 
-# --- whether an array has it ---
+# --- checking arrays ---
 
 
 def matches_axes(self: NamedArray, spec: NamedArrayAxesSpec) -> bool:
-    """Whether an array has the axes, and the dtype, that an annotation asks for.
+    """Return whether an array has the axes and the dtype that an annotation requires.
 
     Arguments:
         self: a named array.
-        spec: an annotation such as `Named["batch embed"]`, or what goes in its brackets: a string, a sequence of axes
-            in order, or a set of axes in any order.
+        spec: an annotation such as `Named["batch embed"]`, or the contents of its brackets: a string, a sequence of
+            axes in order, or a set of axes in any order.
 
     >>> x = axn.ones({"batch": 2, "embed": 3})
     >>> x.matches_axes("batch ..."), x.matches_axes({"embed", "batch"}), x.matches_axes(("embed", "batch"))
@@ -187,7 +191,7 @@ def matches_axes(self: NamedArray, spec: NamedArrayAxesSpec) -> bool:
 
 
 def check_axes(array: _Array, spec: NamedArrayAxesSpec) -> _Array:
-    """The array itself, if it has the axes, and the dtype, that an annotation asks for; if not, an error says why.
+    """Return an array if it has the axes and the dtype that an annotation requires, else raise an error that says why.
 
     Arguments:
         array: a named array.
@@ -201,7 +205,7 @@ def check_axes(array: _Array, spec: NamedArrayAxesSpec) -> _Array:
 
 
 def mismatch(what: str, x: Any, asked: NamedArrayAxes) -> str:
-    """Why something is not a named array as asked for; the empty string if it is."""
+    """Say why a value does not match an annotation, or return an empty string if it does."""
     if not isinstance(x, NamedArray):
         return f"{what}: expected {asked}, got {type(x).__name__}."
     shape = getattr(x.array, "shape", None)
@@ -209,7 +213,7 @@ def mismatch(what: str, x: Any, asked: NamedArrayAxes) -> str:
         return f"{what}: {_errors.wrong_rank(x.names, shape)}"
     if problem := _wrong_axes(what, asked, x.names, shape):
         return problem
-    # In a tree that was partitioned, say, the array can be a placeholder. It matches what asks for no dtype.
+    # The array can be a placeholder, as in a partitioned tree. A placeholder matches an annotation without a dtype.
     if asked.dtype is not None and not isinstance(x.array, _any_shape(asked.dtype)):
         return point(f"{what}: {x} has another dtype.", asked, None)
     return ""
@@ -223,13 +227,13 @@ def _wrong_axes(what: str, asked: NamedArrayAxes, names: Names, shape: tuple[Any
     extra = [n for n in names if n not in asked.names]
     if extra and not asked.subset:
         listed = ", ".join(repr(n) for n in extra)
-        return point(f"{what}: {listed} of {has} is not asked for. `...` lets an array have more axes.", asked, "")
+        return point(f"{what}: {listed} of {has} is not in the annotation. `...` allows more axes.", asked, "")
     if asked.ordered:
         found = names[: len(asked.before)] + names[len(names) - len(asked.after) :]
         for name, there in zip(asked.names, found, strict=True):
             if name != there:
                 message = f"{what}: {has} has {there!r} in the place of {name!r}."
-                return point(f"{message} Braces, `{{a b}}`, leave the order open.", asked, name)
+                return point(f"{message} Braces, `{{a b}}`, allow any order.", asked, name)
     for s in asked.selectors:
         if isinstance(s, Axis) and shape is not None and shape[names.index(s.name)] != s.size:
             places = [("the annotation", s.size), ("the array", shape[names.index(s.name)])]
@@ -243,7 +247,7 @@ def _any_shape(dtype: type[jaxtyping.AbstractDtype]) -> Any:
 
 
 def point(message: str, asked: NamedArrayAxes, name: str | None) -> str:
-    """The message over the annotation, and a caret at the name; None points at the dtype, an empty name at the end."""
+    """Append the annotation to a message, with a caret at a name, at the dtype (None) or at the end (an empty name)."""
     text, spans, end = _write(asked)
     start, stop = (0, text.index("[")) if name is None else spans.get(name, (end, end))
     return _errors.caret(text, start, stop, message)

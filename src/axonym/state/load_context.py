@@ -1,4 +1,8 @@
-"""What is found while a state dict is matched with a tree, so that one error can tell all of it."""
+"""The context of one load: its options, and the mismatches found so far.
+
+A load walks a tree and may call `from_state_dict` methods of modules, which call back into the library. A context
+variable holds the active load, so that all of these calls share options and one error reports every mismatch.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,8 @@ from .naming import with_prefix
 _MOST_COMPARISONS = 50_000
 
 
-class Reader(UserDict[str, Any]):
-    """A state dict that remembers which of its entries were looked at. What a method of a model copies counts, too."""
+class TrackedStateDict(UserDict[str, Any]):
+    """A state dict that records which of its entries were read, also those that a module's method copied."""
 
     def __init__(self, entries: Mapping[str, Any]):
         self.used: set[str] = set()
@@ -31,49 +35,51 @@ class Reader(UserDict[str, Any]):
         return found
 
     def unused(self, prefix: str | None) -> list[str]:
-        """The keys below a prefix that nothing looked at."""
+        """Return the keys below a prefix that were not read."""
         below = "" if prefix is None else f"{prefix}."
         return [k for k in self.data if k not in self.used and (k == prefix or k.startswith(below))]
 
 
 @dataclasses.dataclass
-class Session:
-    """One loading of a state dict into a tree."""
+class LoadContext:
+    """The options of one load of a state dict into a tree, and the mismatches found so far."""
 
     what: str
+    """The operation, for messages."""
     strict: bool
     ignore: Sequence[str]
     source: str = "state dict"
-    """What is loaded, for messages."""
+    """The kind of source, for messages."""
     lazy: bool = True
-    """Whether modules are given lazy arrays in place of their own. A module that overrides `from_state_dict` may want
-    to compute with them, so it gets those that it will have."""
+    """Whether a module's method gets lazy arrays. A module that overrides `from_state_dict` without `lazy_loading` may
+    compute with its arrays, so it gets JAX arrays."""
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
-    """What the state dict should have at each key that it has not."""
+    """A description of the wanted leaf for each key that the state dict lacks."""
     unexpected: list[str] = dataclasses.field(default_factory=list)
     misfits: list[str] = dataclasses.field(default_factory=list)
+    """Messages about entries of a wrong shape, dtype or value."""
     keys: list[str] = dataclasses.field(default_factory=list)
     """All keys of the state dict."""
 
-    def reads(self, state_dict: Mapping[str, Any]) -> Reader:
-        """A state dict that this loading reads."""
-        if isinstance(state_dict, Reader):
+    def track(self, state_dict: Mapping[str, Any]) -> TrackedStateDict:
+        """Return a state dict that records which of its entries are read."""
+        if isinstance(state_dict, TrackedStateDict):
             return state_dict
         self.keys += state_dict
-        return Reader(state_dict)
+        return TrackedStateDict(state_dict)
 
-    def lacks(self, key: str, wanted: str) -> None:
-        """The tree has something that the state dict has not."""
+    def add_missing(self, key: str, wanted: str) -> None:
+        """Record a key that the tree has and the state dict lacks."""
         if self.strict:
             self.missing[key] = wanted
 
-    def left_over(self, keys: Iterable[str]) -> None:
-        """The state dict has something that the tree has not."""
+    def add_unexpected(self, keys: Iterable[str]) -> None:
+        """Record keys that the state dict has and the tree lacks."""
         if self.strict:
             self.unexpected += [k for k in keys if not any(fnmatch.fnmatchcase(k, p) for p in self.ignore)]
 
-    def check(self) -> None:
-        """Raise one error of everything that is wrong."""
+    def raise_problems(self) -> None:
+        """Raise one error that lists every mismatch, if there are any."""
         advice = _shifted(list(self.missing), self.keys) if self.source == "state dict" else ""
         hints = {} if advice else _hints(list(self.missing), self.unexpected)
         problems = [f"{key!r} is missing, for {wanted}.{hints.get(key, '')}" for key, wanted in self.missing.items()]
@@ -83,44 +89,44 @@ class Session:
             return
         if not advice and (self.missing or self.unexpected):
             advice = (
-                "What is not wanted can be named in `ignore`, as in ignore=['*.inv_freq']; with strict=False, what is "
-                "missing stays as it is, and what is unexpected is left out."
+                "List keys to leave out in `ignore`, as in ignore=['*.inv_freq']; with strict=False, missing leaves "
+                "keep their value, and unexpected keys are left out."
             )
         count = "" if len(problems) == 1 else f", {len(problems)} problems"
         first = f"{self.what}: the {self.source} does not fit the tree{count}."
         raise ValueError("\n  ".join([f"{first} {advice}".rstrip(), *problems]))
 
 
-_CURRENT: contextvars.ContextVar[Session | None] = contextvars.ContextVar("axonym_state_dict_session", default=None)
+_CURRENT: contextvars.ContextVar[LoadContext | None] = contextvars.ContextVar("axonym_active_load", default=None)
 
 
-def current_session() -> Session | None:
-    """The loading that is under way."""
+def active_load() -> LoadContext | None:
+    """Return the active load, or None."""
     return _CURRENT.get()
 
 
 @contextlib.contextmanager
-def under_way(session: Session) -> Iterator[Session]:
-    """Make a loading the one that is under way."""
-    token = _CURRENT.set(session)
+def activate(context: LoadContext) -> Iterator[LoadContext]:
+    """Make a load the active one."""
+    token = _CURRENT.set(context)
     try:
-        yield session
+        yield context
     finally:
         _CURRENT.reset(token)
 
 
 @contextlib.contextmanager
-def with_options(session: Session, **options: Any) -> Iterator[None]:
-    """Change options of a loading for a part of the tree."""
-    before = {name: getattr(session, name) for name in options}
-    vars(session).update(options)
+def with_options(context: LoadContext, **options: Any) -> Iterator[None]:
+    """Change options of a load for a subtree."""
+    before = {name: getattr(context, name) for name in options}
+    vars(context).update(options)
     try:
         yield
     finally:
-        vars(session).update(before)
+        vars(context).update(before)
 
 
-# --- words ---
+# --- hints for the error message ---
 
 
 def _hints(missing: Sequence[str], unexpected: Sequence[str]) -> dict[str, str]:
@@ -130,7 +136,7 @@ def _hints(missing: Sequence[str], unexpected: Sequence[str]) -> dict[str, str]:
 
 
 def _shifted(missing: Sequence[str], keys: Iterable[str]) -> str:
-    """Advice for the most frequent reason why everything is missing: that it is one level further up or down."""
+    """Return advice for the most frequent reason why all keys are missing: the tree is one level further up or down."""
     known = set(keys)
     if not missing or not known:
         return ""
@@ -138,8 +144,8 @@ def _shifted(missing: Sequence[str], keys: Iterable[str]) -> str:
         if key.endswith(f".{missing[0]}"):
             prefix = key.removesuffix(f".{missing[0]}")
             if all(with_prefix(prefix, k) in known for k in missing):
-                return f"All that is missing is there with {prefix + '.'!r} in front: put that into `prefix`."
+                return f"All missing keys are there with {prefix + '.'!r} in front: add that to `prefix`."
     first = missing[0].split(".")[0]
     if all(k.startswith(f"{first}.") and k.removeprefix(f"{first}.") in known for k in missing):
-        return f"All that is missing is there without {first + '.'!r} in front."
+        return f"All missing keys are there without {first + '.'!r} in front."
     return ""

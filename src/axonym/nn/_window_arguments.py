@@ -1,4 +1,8 @@
-"""What convolutions and pools are told for each of their axes: by position, by name, or one value for all."""
+"""Parse the arguments of convolutions and pools that have a value for each axis.
+
+Kernel sizes, strides, padding and so on can be one value for all axes, a sequence with one for each, or a mapping by
+name.
+"""
 
 from __future__ import annotations
 
@@ -14,48 +18,48 @@ PaddingSpec: TypeAlias = str | int | Sequence[int | tuple[int, int]] | Mapping[A
 
 Pair = tuple[int, int]
 Padding: TypeAlias = tuple[Pair, ...] | str
-"""Before and after each axis; or "SAME" or "VALID", for which it depends on the sizes of the input."""
+"""The padding before and after each axis; or "SAME" or "VALID", which depend on the sizes of the input."""
 
 
 def per_axis(what: str, argument: str, value: Any, names: Names, *, at_least: int) -> tuple[int, ...]:
-    """An integer for each axis.
+    """Return an integer for each axis.
 
     Arguments:
         what: the operation, for messages.
-        argument: what is given, for messages.
+        argument: the name of the argument, for messages.
         value: an integer for all axes, a sequence with one for each, or a mapping by name.
         names: the axes.
-        at_least: the smallest that is allowed.
+        at_least: the smallest value that is allowed.
     """
-    found = tuple(_integer(what, argument, v) for v in _spread(what, argument, value, names, _is_integer))
+    found = tuple(_integer(what, argument, v) for v in _values_by_axis(what, argument, value, names, _is_integer))
     if any(v < at_least for v in found):
-        raise ValueError(f"{what}: `{argument}` is at least {at_least}, got {_listed(names, found)}.")
+        raise ValueError(f"{what}: `{argument}` must be at least {at_least}, got {_listed(names, found)}.")
     return found
 
 
-def padding_of(what: str, value: Any, names: Names) -> Padding:
-    """The padding of each axis.
+def parse_padding(what: str, value: Any, names: Names) -> Padding:
+    """Return the padding of each axis.
 
     Arguments:
         what: the operation, for messages.
-        value: "SAME" or "VALID"; or for all axes, or for each, an integer or a pair of them.
+        value: "SAME" or "VALID"; or an integer or a pair of integers, for all axes or for each.
         names: the axes.
     """
     if isinstance(value, str):
         if value.upper() not in ("SAME", "VALID"):
-            raise ValueError(f"{what}: `padding` is 'SAME', 'VALID', or given in elements, got {value!r}.")
+            raise ValueError(f"{what}: `padding` must be 'SAME', 'VALID' or numbers of elements, got {value!r}.")
         return value.upper()
-    return tuple(_pair(what, v) for v in _spread(what, "padding", value, names, _is_integer))
+    return tuple(_pair(what, v) for v in _values_by_axis(what, "padding", value, names, _is_integer))
 
 
 def same_padding(size: int, span: int, stride: int) -> Pair:
-    """The padding with which windows of this span start at every stride; what is odd of it comes after."""
+    """Return the padding with which a window starts at every stride; an odd element of padding comes after."""
     total = max((-(-size // stride) - 1) * stride + span - size, 0)
     return total // 2, total - total // 2
 
 
 def check_spans(what: str, names: Names, sizes: Sequence[int], spans: Sequence[int], padding: Sequence[Pair]) -> None:
-    """A window must fit into each axis, padding included."""
+    """Raise an error unless the window fits into each axis with its padding."""
     wrong = [
         f"it spans {span} elements of axis {name!r}, which has {size}" + (f", and {sum(pads)} of padding" * any(pads))
         for name, size, span, pads in zip(names, sizes, spans, padding, strict=True)
@@ -65,7 +69,7 @@ def check_spans(what: str, names: Names, sizes: Sequence[int], spans: Sequence[i
         raise ValueError(f"{what}: the window is larger than the input: {'; '.join(wrong)}.")
 
 
-def _spread(what: str, argument: str, value: Any, names: Names, is_one: Callable[[Any], bool]) -> Sequence[Any]:
+def _values_by_axis(what: str, argument: str, value: Any, names: Names, is_one: Callable[[Any], bool]) -> Sequence[Any]:
     if is_one(value):
         return (value,) * len(names)
     if isinstance(value, Mapping):
@@ -77,7 +81,7 @@ def _spread(what: str, argument: str, value: Any, names: Names, is_one: Callable
             )
         return tuple(by_name[n] for n in names)
     if not isinstance(value, Sequence) or isinstance(value, str):
-        raise TypeError(f"{what}: `{argument}` is an integer, or one for each axis, got {value!r}.")
+        raise TypeError(f"{what}: `{argument}` must be an integer or one for each axis, got {value!r}.")
     if len(value) != len(names):
         raise ValueError(f"{what}: `{argument}` has {len(value)} entries for the axes {_errors.describe_axes(names)}.")
     return value
@@ -89,7 +93,7 @@ def _is_integer(value: Any) -> bool:
 
 def _integer(what: str, argument: str, value: Any) -> int:
     if not _is_integer(value):
-        raise TypeError(f"{what}: `{argument}` is made of integers, got {value!r}.")
+        raise TypeError(f"{what}: `{argument}` must consist of integers, got {value!r}.")
     return operator.index(value)
 
 
@@ -97,7 +101,7 @@ def _pair(what: str, value: Any) -> Pair:
     if _is_integer(value):
         return operator.index(value), operator.index(value)
     if not isinstance(value, Sequence) or len(value) != 2:
-        raise TypeError(f"{what}: the `padding` of an axis is an integer or a pair of them, got {value!r}.")
+        raise TypeError(f"{what}: the `padding` of an axis must be an integer or a pair of them, got {value!r}.")
     before, after = (_integer(what, "padding", v) for v in value)
     return before, after
 
