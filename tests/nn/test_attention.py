@@ -228,7 +228,7 @@ def test_alibi_is_a_matter_of_distance() -> None:
         (lambda: dot_product_attention(KPos, Size, Q.array, K, V), "expected a NamedArray, got "),  # pyright: ignore[reportArgumentType]
         (
             lambda: dot_product_attention(KPos, Size, Q, K, V, Causal("pos", None, draw(Pos, KPos))),
-            r"a mask is true where attention is allowed, got float32\[pos=4, key_pos=5\]. .* are a `bias`",
+            r"a mask must be boolean, true where attention is allowed, got float32\[pos=4, key_pos=5\]. .* pass `bias`",
         ),
         (
             lambda: dot_product_attention(KPos, Size, Q, K, V, axn.ones((axn.Axis("head", 2), KPos), dtype=bool)),

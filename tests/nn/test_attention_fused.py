@@ -124,22 +124,25 @@ def test_splash(auto_mesh: Mesh) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: attend(Q, K, V, implementation="cudn"), "there is no such implementation.* Did you mean 'cudnn'"),
-        (lambda: attend(Q, K, V, implementation="cudnn"), "'cudnn'.*: it needs a GPU, and this is a CPU"),
-        (lambda: attend(Q, K, V, implementation="splash"), "'splash'.*: it needs a TPU, and this is a CPU"),
+        (lambda: attend(Q, K, V, implementation="cudn"), "no such implementation.* Did you mean 'cudnn'"),
+        (lambda: attend(Q, K, V, implementation="cudnn"), "'cudnn'.*: this kernel needs a GPU, and JAX runs on a CPU"),
+        (
+            lambda: attend(Q, K, V, implementation="splash"),
+            "'splash'.*: this kernel needs a TPU, and JAX runs on a CPU",
+        ),
         (
             lambda: attend(Q, K, V, dropout=0.1, precision="highest", implementation="xla"),
             "a fused kernel takes no dropout and no precision",
         ),
         (lambda: attend(Q, K, V, attention_dtype=jnp.bfloat16, implementation="xla"), "takes no attention_dtype"),
-        (lambda: attend(Q, K, V, Causal("heads"), implementation="xla"), "none of the query's own axes"),
+        (lambda: attend(Q, K, V, Causal("heads"), implementation="xla"), "not an axis of the query alone"),
         (
             lambda: attend(Q["batch", 0], K, V["head_size", 1:], implementation="xla"),
             r"the query lacks \(batch\) of the key; and values should have .* 'head_size'=8, and have \(head_size=7\)",
         ),
         (
             lambda: attend(Q, K, V, draw(KPos), implementation="xla"),
-            "a mask is true where attention is allowed, got float32",
+            "a mask must be boolean, true where attention is allowed, got float32",
         ),
         (lambda: attend(Q, K, V, None, draw(More), implementation="xla"), r"`bias` has axes \(more\)"),
     ],

@@ -109,8 +109,8 @@ def test_mask_to_bias() -> None:
     ("call", "message"),
     [
         (lambda: causal_mask(Pos, Pos), "causal_mask: 'pos' would name more than one axis"),
-        (lambda: Causal("pos", 0), "Causal: a query attends to one key at least, got a window of 0"),
-        (lambda: combine_masks_or(CAUSAL, causal_mask(Pos, KPos)), r"can only be narrowed\. .* `written_out"),
+        (lambda: Causal("pos", 0), "Causal: the window must be at least 1, got 0"),
+        (lambda: combine_masks_or(CAUSAL, causal_mask(Pos, KPos)), r"cannot be combined by or\. .* `written_out"),
         (lambda: combine_masks_and(Causal("pos"), Causal("time")), "one mask is causal in 'pos', the other in 'time'"),
     ],
 )

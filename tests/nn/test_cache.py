@@ -149,7 +149,7 @@ def test_in_half_precision() -> None:
 def test_a_full_cache(per_example: bool) -> None:
     empty = KVCache.init(Batch, Heads, KPos, Size, per_example=per_example)
     full = KVCache(empty.keys, empty.values, empty.lengths + 8, "key_pos")
-    with pytest.raises(ValueError, match="room for 8 positions, and with 1 more there would be examples"):
+    with pytest.raises(ValueError, match="room for 8 positions, and with 1 more some examples would exceed"):
         full.update(K["pos", 0], V["pos", 0])
 
 
@@ -158,12 +158,12 @@ def test_a_full_cache(per_example: bool) -> None:
     [
         (lambda cache: cache.update(K, as_keys(V)), r"the keys \(batch=4, pos=8.*\) have \(pos\) besides.* 'key_pos'"),
         (lambda cache: cache.update(as_keys(K), as_keys(V)["heads", 0]), r"the values .* lack \(heads\)"),
-        (lambda cache: cache.update(as_keys(K), as_keys(V)["key_pos", 0]), "differ in their number of positions"),
+        (lambda cache: cache.update(as_keys(K), as_keys(V)["key_pos", 0]), "have different numbers of positions"),
         (
             lambda cache: cache.update(*[axn.ones((Batch, Heads, KPos.resize(9), Size))] * 2),
             r"9 positions do not fit .* room for 8",
         ),
-        (lambda cache: KVCache.init(Batch, Heads, KPos, Size, window=9), "a window of 9 positions needs room"),
+        (lambda cache: KVCache.init(Batch, Heads, KPos, Size, window=9), "a window of 9 positions needs a capacity"),
     ],
 )
 def test_errors(call: Any, message: str) -> None:

@@ -191,27 +191,27 @@ def test_stacked_layers_are_mapped_over() -> None:
     second = jax.tree.map(lambda a: a["layers", 1], layers, is_leaf=axn.is_named_array)
     every = jax.jit(axn.vmap(lambda layer: layer(x), Layers))(layers)
     assert_named(every["layers", 1], second(x), rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"the axes of the weight are \(layers, .*stacked along an axis go through"):
+    with pytest.raises(ValueError, match=r"the axes of the weight are \(layers, .*stacked layers with `axonym.vmap`"):
         layers(x)
 
 
 def test_refusals_of_init() -> None:
     for error, text, arguments in (
-        (ValueError, "names no axis to convolve along", {"Spatial": ()}),
+        (ValueError, "`Spatial` has no axes", {"Spatial": ()}),
         (ValueError, "'height' would name more than one axis", {"Spatial": ("height", "height")}),
         (ValueError, "'channels' of `In` is also among the axes", {"Spatial": "channels"}),
         (ValueError, r"4 groups do not divide the channels: 6 of 'features'", {"groups": 4}),
         (ValueError, r"`kernel_size` has 2 entries for the axes \(height\)", {"kernel_size": (3, 3)}),
-        (ValueError, "`stride` is at least 1, got 0 for 'height'", {"stride": 0}),
+        (ValueError, "`stride` must be at least 1, got 0 for 'height'", {"stride": 0}),
         (ValueError, r"`dilation` is given for \(width\), but the axes are \(height\)", {"dilation": {"width": 2}}),
-        (ValueError, "`padding` is 'SAME', 'VALID', or given in elements, got 'full'", {"padding": "full"}),
+        (ValueError, "`padding` must be 'SAME', 'VALID' or numbers of elements, got 'full'", {"padding": "full"}),
         (TypeError, "the `padding` of an axis is an integer or a pair", {"padding": ((1, 2, 3),)}),
-        (TypeError, "`kernel_size` is an integer, or one for each axis, got 1.5", {"kernel_size": 1.5}),
+        (TypeError, "`kernel_size` must be an integer or one for each axis, got 1.5", {"kernel_size": 1.5}),
     ):
         given: dict[str, Any] = {"Spatial": "height", "In": In, "Out": Out, "kernel_size": 3, "key": KEY} | arguments
         with pytest.raises(error, match=text):
             Conv.init(**given)
-    with pytest.raises(ValueError, match="`output_padding` is for a padding in elements, not for 'SAME'"):
+    with pytest.raises(ValueError, match="`output_padding` needs a padding in elements, not 'SAME'"):
         ConvTranspose.init("height", In, Out, 3, padding="SAME", output_padding=1, key=KEY)
 
 

@@ -45,7 +45,7 @@ def test_a_single_class_counts_from_the_end(last: Any) -> None:
 
 @pytest.mark.parametrize("number", [3, -4])
 def test_a_single_class_must_be_there(number: int) -> None:
-    with pytest.raises(ValueError, match=rf"one_hot: there is no class {number} in \(class=3\)"):
+    with pytest.raises(ValueError, match=rf"one_hot: class {number} is out of range for \(class=3\)"):
         one_hot(number, axn.Axis("class", 3))
 
 

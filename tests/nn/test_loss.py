@@ -154,7 +154,7 @@ def test_errors() -> None:
         cross_entropy_loss(LOGITS, "lable", TARGETS)
     with pytest.raises(ValueError, match=r"`targets` has axes \(heads\) that the array"):
         cross_entropy_loss(LOGITS, Label, axn.zeros({"heads": 2}, dtype=int))
-    with pytest.raises(TypeError, match=r"`reduction` is a function such as `axonym.sum`, or None .* got 'sum'"):
+    with pytest.raises(TypeError, match=r"`reduction` must be a function such as `axonym.sum`, or None .* got 'sum'"):
         cross_entropy_loss(LOGITS, Label, TARGETS, reduction="sum")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="axis 'batch' has conflicting sizes"):
         cross_entropy_loss(LOGITS, Label, axn.zeros({"batch": 3}, dtype=int))

@@ -43,7 +43,7 @@ def test_options() -> None:
     assert [layer.bias is not None for layer in mlp.layers] == [False, True]
     alone = eqx.filter_eval_shape(MLP.init, In, In, 8, 0, key=KEY)
     assert [layer.weight.names for layer in alone.layers] == [("feature", "feature_in")]
-    with pytest.raises(ValueError, match="MLP: `depth` is the number of hidden layers, got -1"):
+    with pytest.raises(ValueError, match="MLP: `depth`, the number of hidden layers, must not be negative, got -1"):
         MLP.init(In, Out, 8, -1, key=KEY)
 
 

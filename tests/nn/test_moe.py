@@ -204,7 +204,7 @@ def test_refusals() -> None:
         layer(X, axn.named([1, 2, 3], "experts"))
     with pytest.raises(ValueError, match=r"MoELinear: no axis 'experts' in \(expert=4\). Did you mean 'expert'"):
         layer(X, SIZES.rename({"experts": "expert"}))
-    with pytest.raises(TypeError, match="`group_sizes` are integers, got float32"):
+    with pytest.raises(TypeError, match="`group_sizes` must be integers, got float32"):
         layer(X, SIZES * 1.0)
     with pytest.raises(ValueError, match="'mlp' would name more than one axis"):
         layer(X.rename({"rows": "mlp"}), SIZES)
@@ -213,5 +213,5 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="'experts' would name more than one axis"):
         MoELinear.init(Experts, In.alias("experts"), Out, key=KEY)
     layers = axn.vmap(lambda key: MoELinear.init(Experts, In, Out, key=key), axn.Axis("layers", 2))
-    with pytest.raises(ValueError, match=r"the axes of the weight are \(layers, .*go through `axonym.vmap`"):
+    with pytest.raises(ValueError, match=r"the axes of the weight are \(layers, .*stacked layers with `axonym.vmap`"):
         layers(jax.random.split(KEY, 2))(X, SIZES)

@@ -135,7 +135,7 @@ def test_refusals() -> None:
         max_pool("height", X)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="it spans 9 elements of axis 'height', which has 7, and 1 of padding"):
         mean_pool({"height": 9}, X, padding=((1, 0),))
-    with pytest.raises(ValueError, match="so much padding, a window holds nothing else: 2 for a window of 2 along"):
+    with pytest.raises(ValueError, match="this padding, a window contains nothing else: 2 for a window of 2 along"):
         min_pool({"height": 2}, X, padding=2)
     with pytest.raises(ValueError, match=r"`stride` has 1 entries for the axes \(width, height\)"):
         max_pool(WINDOW, X, stride=(1,))

@@ -146,7 +146,10 @@ def test_older_configurations() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: Rotary.from_config({"rope_type": "lama3"}), "the kinds default, linear, llama3, yarn .* 'llama3'"),
+        (
+            lambda: Rotary.from_config({"rope_type": "lama3"}),
+            "unknown kind 'lama3', not one of default, linear, llama3, yarn.* 'llama3'",
+        ),
         (lambda: Rotary.from_config({"rope_type": "yarn", "facto": 2.0}), "'yarn' has no 'facto'.* 'factor'"),
         (lambda: apply_rotary(X["head_size", :5], Size.resize(5), Pos), "an odd number"),
         (lambda: apply_rotary(X, "size", Pos), "apply_rotary: no axis 'size' in "),

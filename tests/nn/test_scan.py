@@ -253,7 +253,7 @@ def test_single_layers(kind: Any) -> None:
             assert_named(found.up, STACKED.up["layers", i])
             assert found.scale.shape == () and found.scale == STACKED.scale[i]
             assert found.activation is axn.tanh and found.rate == 0.5
-    with pytest.raises(IndexError, match=rf"{kind.__name__}\.get_layer: there is no layer 4 among 4"):
+    with pytest.raises(IndexError, match=rf"{kind.__name__}\.get_layer: layer 4 is out of range for 4 layers"):
         layers.get_layer(4)
 
 
@@ -389,11 +389,11 @@ def test_sizes_that_differ(kind: Any) -> None:
 
 
 def test_what_cannot_be_made() -> None:
-    with pytest.raises(TypeError, match=r"Stacked\.init: the layers are counted by an Axis with a size, got 'layers'"):
+    with pytest.raises(TypeError, match=r"Stacked\.init: the axis of the layers must be an Axis .*, got 'layers'"):
         Stacked.init("layers", Layer)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"BlockSeq\.init: 'Module' has no `init`"):
         BlockSeq.init(Layers, eqx.Module)
-    with pytest.raises(ValueError, match=r"BlockSeq: 1 layers do not make up layers\(4\)"):
+    with pytest.raises(ValueError, match=r"BlockSeq: got 1 layers for the axis layers\(4\)"):
         BlockSeq([Pair(jnp.float32(1))], Layers)
 
 

@@ -1,7 +1,7 @@
 """Convolutional layers: `Conv` and `ConvTranspose`, along any number of axes.
 
-Which axes of the input are convolved along is said by name; so is the axis of channels. All other axes are batch axes,
-in any number and anywhere: the result has the axes of the input in its order, with `Out` in the place of `In`.
+The spatial axes and the axis of channels are given by name. All other axes of the input are batch axes, in any number
+and at any position. The result has the axes of the input in the same order, with `Out` in place of `In`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = ["Conv", "ConvTranspose"]
 class Conv(eqx.Module):
     """A convolution along some axes: a learned product with every window of the input.
 
-    As everywhere in machine learning it is a correlation: the weight is not flipped. It has the axes of the output
-    channels, of the input channels (of one group), and those to convolve along, which in the weight have the sizes of
-    the kernel. If `In` and `Out` are one axis, the weight stores that of the input under another name, as in `Linear`.
+    As usual in machine learning, this is a correlation: the weight is not flipped. The weight has the axes of the
+    output channels, of the input channels of one group, and the spatial axes with the sizes of the kernel. If `In` and
+    `Out` have one name, the weight stores the axis of the input under another name, as in `Linear`.
 
     Arguments:
         Spatial: the axes to convolve along. Only their names matter.
@@ -44,10 +44,10 @@ class Conv(eqx.Module):
         weight: the weight.
         bias: an array with the axis `Out`, or None.
         kernel_size: the size of the kernel along each axis.
-        stride: how far the kernel moves each time.
+        stride: the step between windows along each axis.
         padding: zeros before and after each axis; or "SAME" or "VALID", as in `jax.lax`.
-        dilation: the distance between the elements of the input that a kernel sees.
-        groups: into how many groups the channels are split. Each group of outputs sees one group of inputs.
+        dilation: the distance between the input elements of a window.
+        groups: the number of groups of channels. Each group of outputs depends on one group of inputs.
 
     >>> H, W, In, Out = axn.make_axes(height=8, width=8, channels=3, features=4)
     >>> layer = axn.nn.Conv.init((H, W), In, Out, kernel_size=3, key=jax.random.key(0))
@@ -82,7 +82,7 @@ class Conv(eqx.Module):
         use_bias: bool = True,
         key: Any,
     ) -> Conv:
-        """A layer with random weights and bias, uniform up to 1 / sqrt(number of inputs to one output).
+        """Make a layer with random weights and bias, uniform up to 1 / sqrt(number of inputs to one output).
 
         Sizes are given as an integer for all axes, a sequence with one for each, or a mapping by name.
 
@@ -91,10 +91,10 @@ class Conv(eqx.Module):
             In: the axis of the input channels.
             Out: the axis of the output channels.
             kernel_size: the size of the kernel.
-            stride: how far the kernel moves each time.
+            stride: the step between windows.
             padding: zeros around the input: an integer, or for each axis an integer or a pair; "SAME" or "VALID".
-            dilation: the distance between the elements of the input that the kernel sees.
-            groups: into how many groups the channels are split.
+            dilation: the distance between the input elements of a window.
+            groups: the number of groups of channels.
             use_bias: whether there is a bias.
             key: a random key.
 
@@ -121,28 +121,29 @@ class Conv(eqx.Module):
 
     @named_call
     def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
-        """The convolution of an input, and the bias added.
+        """Convolve an input with the weight, and add the bias.
 
         Arguments:
             inputs: a named array with the axes `Spatial` and `In`.
-            key: not used; every layer takes one.
+            key: not used; every layer accepts one.
 
         >>> In, Out = axn.make_axes(channels=4, features=6)
         >>> layer = axn.nn.Conv.init("time", In, Out, 3, stride=2, key=jax.random.key(0))
         >>> print(layer(axn.ones({"time": 9, "channels": 4})))
         float32[time=4, features=6]
         """
-        how = _How(self.stride, (1,) * len(self.stride), self.dilation, self.padding, self.groups)
-        return _convolved("Conv", self, inputs, how)
+        config = _Parameters(self.stride, (1,) * len(self.stride), self.dilation, self.padding, self.groups)
+        return _convolve("Conv", self, inputs, config)
 
 
 class ConvTranspose(ModuleWithStateDictSerialization):
-    """A transposed convolution along some axes: what the gradient of a convolution does, with a weight of its own.
+    """A transposed convolution along some axes: the transpose of a convolution, with its own weight.
 
-    Every element of the input adds a copy of the kernel to the output, `stride` elements apart: the way to make an
-    image larger. The weight is stored as that of `Conv`, and not flipped: each output is the correlation of the weight
-    with the input, between whose elements stand `stride - 1` zeros. PyTorch stores it flipped, with the input channels
-    first; the state dicts for PyTorch (`axonym.state.to_torch_compatible_state_dict` and its inverse) convert it.
+    Every element of the input adds a scaled copy of the kernel to the output, `stride` elements apart, for example to
+    upsample an image. The weight is stored as in `Conv`, and not flipped: each output is the correlation of the weight
+    with the input, after `stride - 1` zeros are inserted between the elements of the input. PyTorch stores the weight
+    flipped, with the input channels first; state dicts for PyTorch (`axonym.state.to_torch_compatible_state_dict` and
+    its inverse) convert it.
 
     Arguments:
         Spatial: the axes to convolve along. Only their names matter.
@@ -151,12 +152,12 @@ class ConvTranspose(ModuleWithStateDictSerialization):
         weight: the weight.
         bias: an array with the axis `Out`, or None.
         kernel_size: the size of the kernel along each axis.
-        stride: how far apart the copies of the kernel are.
-        padding: how much the output lacks, before and after each axis, of all that the kernel reaches; or "SAME" or
-            "VALID", as in `jax.lax.conv_transpose`.
-        output_padding: how much longer the output is made at its end.
-        dilation: the distance between the elements of the output that a kernel sees.
-        groups: into how many groups the channels are split. Each group of outputs sees one group of inputs.
+        stride: the distance between the copies of the kernel.
+        padding: the number of elements cropped from the full output, before and after each axis; or "SAME" or "VALID",
+            as in `jax.lax.conv_transpose`.
+        output_padding: the number of elements that are added at the end of the output.
+        dilation: the distance between the output elements of a copy of the kernel.
+        groups: the number of groups of channels. Each group of outputs depends on one group of inputs.
 
     >>> H, W, In, Out = axn.make_axes(height=4, width=4, features=4, channels=3)
     >>> layer = axn.nn.ConvTranspose.init((H, W), In, Out, kernel_size=2, stride=2, key=jax.random.key(0))
@@ -191,7 +192,7 @@ class ConvTranspose(ModuleWithStateDictSerialization):
         use_bias: bool = True,
         key: Any,
     ) -> ConvTranspose:
-        """A layer with random weights and bias, uniform up to 1 / sqrt(input channels of a group x kernel elements).
+        """Make a layer with random weights and bias, uniform up to 1 / sqrt(channels of a group * kernel elements).
 
         Sizes are given as an integer for all axes, a sequence with one for each, or a mapping by name.
 
@@ -200,12 +201,12 @@ class ConvTranspose(ModuleWithStateDictSerialization):
             In: the axis of the input channels.
             Out: the axis of the output channels.
             kernel_size: the size of the kernel.
-            stride: how far apart the copies of the kernel are.
-            padding: how much the output lacks of all that the kernel reaches: an integer, or for each axis an integer
-                or a pair; "SAME" or "VALID".
-            output_padding: how much longer the output is made at its end.
-            dilation: the distance between the elements of the output that the kernel sees.
-            groups: into how many groups the channels are split.
+            stride: the distance between the copies of the kernel.
+            padding: the number of elements cropped from the full output: an integer, or for each axis an integer or a
+                pair; "SAME" or "VALID".
+            output_padding: the number of elements that are added at the end of the output.
+            dilation: the distance between the output elements of a copy of the kernel.
+            groups: the number of groups of channels.
             use_bias: whether there is a bias.
             key: a random key.
 
@@ -221,17 +222,17 @@ class ConvTranspose(ModuleWithStateDictSerialization):
         more = per_axis("ConvTranspose", "output_padding", output_padding, names, at_least=0)
         pads = parse_padding("ConvTranspose", padding, names)
         if isinstance(pads, str) and any(more):
-            raise ValueError(f"ConvTranspose: `output_padding` is for a padding in elements, not for {pads!r}.")
+            raise ValueError(f"ConvTranspose: `output_padding` needs a padding in elements, not {pads!r}.")
         weight, bias = _init_parameters("ConvTranspose", names, In, Out, kernel, groups, use_bias, key)
         return ConvTranspose(selectors(Spatial), In, Out, weight, bias, kernel, strides, pads, more, dilations, groups)
 
     @named_call
     def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
-        """The transposed convolution of an input, and the bias added.
+        """Apply the transposed convolution to an input, and add the bias.
 
         Arguments:
             inputs: a named array with the axes `Spatial` and `In`.
-            key: not used; every layer takes one.
+            key: not used; every layer accepts one.
 
         >>> In, Out = axn.make_axes(features=4, channels=6)
         >>> layer = axn.nn.ConvTranspose.init("time", In, Out, 3, stride=2, key=jax.random.key(0))
@@ -239,8 +240,8 @@ class ConvTranspose(ModuleWithStateDictSerialization):
         float32[time=9, channels=6]
         """
         pads = tuple(self._padding_of_input(i) for i in range(len(self.kernel_size)))
-        how = _How((1,) * len(self.stride), self.stride, self.dilation, pads, self.groups)
-        return _convolved("ConvTranspose", self, inputs, how)
+        config = _Parameters((1,) * len(self.stride), self.stride, self.dilation, pads, self.groups)
+        return _convolve("ConvTranspose", self, inputs, config)
 
     def flatten_for_export(self) -> ConvTranspose:
         """Return the layer with its weight as PyTorch stores it: input channels first, every spatial axis reversed."""
@@ -269,7 +270,7 @@ class ConvTranspose(ModuleWithStateDictSerialization):
         return self.Out.name, _stored_input("ConvTranspose", self.weight.names, self.Out.name, spatial), spatial
 
     def _padding_of_input(self, i: int) -> Pair:
-        """The zeros that make the convolution of the spread-out input what is wanted."""
+        """Return the padding of the dilated input along one axis, for the equivalent ordinary convolution."""
         stride, reach = self.stride[i], self.dilation[i] * (self.kernel_size[i] - 1)
         if self.padding == "VALID":
             return reach, max(reach, stride - 1)
@@ -291,7 +292,7 @@ _IN, _STORED_IN, _GROUPS, _OUT = "__IN__", "__STORED_IN__", "__GROUPS__", "__OUT
 def _spatial_names(what: str, Spatial: AxisSelection) -> Names:
     names = tuple(name_of(s) for s in selectors(Spatial))
     if not names:
-        raise ValueError(f"{what}: `Spatial` names no axis to convolve along. For none, use `axonym.nn.Linear`.")
+        raise ValueError(f"{what}: `Spatial` has no axes. Without axes to convolve along, use `axonym.nn.Linear`.")
     return distinct(what, names)
 
 
@@ -315,8 +316,8 @@ def _init_parameters(
 # --- the operation ---
 
 
-class _How(NamedTuple):
-    """A convolution as `jax.lax.conv_general_dilated` knows it."""
+class _Parameters(NamedTuple):
+    """The static arguments of `jax.lax.conv_general_dilated`."""
 
     strides: tuple[int, ...]
     input_dilation: tuple[int, ...]
@@ -325,25 +326,25 @@ class _How(NamedTuple):
     groups: int
 
 
-def _convolved(what: str, layer: Conv | ConvTranspose, inputs: NamedArray, how: _How) -> NamedArray:
+def _convolve(what: str, layer: Conv | ConvTranspose, inputs: NamedArray, config: _Parameters) -> NamedArray:
     require_named(what, inputs)
     spatial = tuple(name_of(s) for s in layer.Spatial)
     weight, channels = layer.weight, (layer.In.name, layer.Out.name)
-    kernel = _convolution_kernel(what, inputs.names, weight.names, spatial, channels, how)
+    kernel = _convolution_kernel(what, inputs.names, weight.names, spatial, channels, config)
     result = wrap(kernel.call(inputs.array, weight.array), kernel.names)
     return result if layer.bias is None else result + layer.bias
 
 
 @_kernels.cached
 def _convolution_kernel(
-    what: str, names: Names, weight_names: Names, spatial: Names, channels: tuple[str, str], how: _How
+    what: str, names: Names, weight_names: Names, spatial: Names, channels: tuple[str, str], config: _Parameters
 ) -> _kernels.Kernel:
     in_name, out_name = channels
     _kernels.select(what, names, (in_name, *spatial))
     out_names = distinct(what, tuple(out_name if n == in_name else n for n in names))
     stored_in = _stored_input(what, weight_names, out_name, spatial)
     batch = tuple(n for n in names if n != in_name and n not in spatial)
-    # JAX knows one batch axis, which may be anywhere. Several are merged, in the place of the first.
+    # JAX takes one batch axis, at any position. Several are merged, at the position of the first.
     first = names.index(batch[0]) if batch else 0
     rest = [n for n in names if n not in batch]
     merged = (*rest[:first], *batch, *rest[first:])
@@ -354,9 +355,9 @@ def _convolution_kernel(
     numbers = jax.lax.ConvDimensionNumbers(place, weight_place, place)
 
     def positional(x, weight):
-        _check_channels(what, in_name, x.shape[names.index(in_name)], weight.shape[weight_place[1]] * how.groups)
+        _check_channels(what, in_name, x.shape[names.index(in_name)], weight.shape[weight_place[1]] * config.groups)
         sizes = [x.shape[names.index(n)] for n in spatial]
-        padding = _check_padding(what, spatial, sizes, [weight.shape[i] for i in weight_place[2:]], how)
+        padding = _check_padding(what, spatial, sizes, [weight.shape[i] for i in weight_place[2:]], config)
         dtype = jnp.result_type(x, weight)
         x, weight = x.astype(dtype), weight.astype(dtype)
         sizes = tuple(x.shape[names.index(n)] for n in batch)
@@ -364,26 +365,26 @@ def _convolution_kernel(
             x = _kernels.transpose_to(x, names, merged)
             x = x.reshape(*x.shape[:first], math.prod(sizes), *x.shape[first + len(batch) :])
         y = jax.lax.conv_general_dilated(
-            x, weight, how.strides, padding, how.input_dilation, how.dilation, numbers, how.groups
+            x, weight, config.strides, padding, config.input_dilation, config.dilation, numbers, config.groups
         )
         if len(batch) != 1:
             y = y.reshape(*y.shape[:first], *sizes, *y.shape[first + 1 :])
             y = _kernels.transpose_to(y, merged_out, out_names)
         return y
 
-    # The axes of the weight are others than those of the input, but for the output channels.
+    # Of the weight's axes, only the output channels are an axis of the result; the others get private names.
     own = tuple(n if n == out_name != in_name else private("the weight", (n,))[0] for n in weight_names)
     return _kernels.make_kernel(what, positional, (names, own), out_names)
 
 
 def _stored_input(what: str, weight_names: Names, out_name: str, spatial: Names) -> str:
-    """What the axis of the input channels is called in the weight: it is the one left over."""
+    """Return the name of the input channels in the weight: the one that is neither spatial nor the output's."""
     left = [n for n in weight_names if n not in (out_name, *spatial)]
     if len(left) != 1 or len(weight_names) != len(spatial) + 2:
         raise ValueError(
             f"{what}: the axes of the weight are {_errors.describe_axes(weight_names)}; they should be those of the "
-            f"output channels {out_name!r}, of the input channels, and {_errors.describe_axes(spatial)}. Layers that "
-            "are stacked along an axis go through `axonym.vmap` or `axonym.scan` over it."
+            f"output channels {out_name!r}, of the input channels, and {_errors.describe_axes(spatial)}. Apply stacked "
+            "layers with `axonym.vmap` or `axonym.scan` over their axis."
         )
     return left[0]
 
@@ -394,13 +395,13 @@ def _check_channels(what: str, name: str, given: int, size: int) -> None:
 
 
 def _check_padding(
-    what: str, spatial: Names, sizes: Sequence[int], kernel: Sequence[int], how: _How
+    what: str, spatial: Names, sizes: Sequence[int], kernel: Sequence[int], config: _Parameters
 ) -> str | tuple[Pair, ...]:
-    """The padding as JAX takes it, with which the kernel fits into the input."""
-    if how.padding == "SAME":
+    """Return the padding in JAX's form, and raise an error if the kernel does not fit into the input."""
+    if config.padding == "SAME":
         return "SAME"
-    pads = ((0, 0),) * len(sizes) if isinstance(how.padding, str) else how.padding
-    spread = [(size - 1) * step + 1 for size, step in zip(sizes, how.input_dilation, strict=True)]
-    spans = [(size - 1) * step + 1 for size, step in zip(kernel, how.dilation, strict=True)]
+    pads = ((0, 0),) * len(sizes) if isinstance(config.padding, str) else config.padding
+    spread = [(size - 1) * step + 1 for size, step in zip(sizes, config.input_dilation, strict=True)]
+    spans = [(size - 1) * step + 1 for size, step in zip(kernel, config.dilation, strict=True)]
     check_spans(what, spatial, spread, spans, pads)
     return pads

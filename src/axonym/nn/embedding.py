@@ -1,4 +1,4 @@
-"""Tokens as vectors: `one_hot` and `Embedding`."""
+"""Token embeddings: `one_hot` and `Embedding`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .mup import AbstractEmbeddingReparam, EmbeddingStandardParam, ReparamEnable
 
 
 def one_hot(x: NamedOrNumeric, class_axis: Axis, *, dtype: Any = None) -> NamedArray:
-    """For each class, one at its place along a new axis, and zero elsewhere.
+    """Encode classes along a new axis: one at the index of the class, zero elsewhere.
 
     Arguments:
-        x: the classes, integers. In a named array, one that is out of range gives zeros. A single one that is negative
-            counts from the end.
+        x: the classes, integers. In a named array, classes that are out of range give zeros. In a single number, a
+            negative class counts from the end.
         class_axis: the axis of the classes, last in the result.
-        dtype: the dtype of the result; the default float by default.
+        dtype: the dtype of the result; by default JAX's default float.
 
     >>> axn.nn.one_hot(axn.named([2, 0], "x"), axn.Axis("class", 3))
     NamedArray(float32[x=2, class=3], [[0. 0. 1.] [1. 0. 0.]])
@@ -40,18 +40,18 @@ def one_hot(x: NamedOrNumeric, class_axis: Axis, *, dtype: Any = None) -> NamedA
     classes = one_axis("one_hot", "class_axis", class_axis)
     array, names = operand(x)
     if not isinstance(x, NamedArray) and np.ndim(array) == 0:
-        array = _from_the_start(array, classes)
+        array = _non_negative(array, classes)
     kernel = _one_hot_kernel(names, classes, dtype_key(dtype or float))
     return wrap(kernel.call(array), kernel.names)
 
 
-def _from_the_start(number: Any, classes: Axis) -> Any:
-    """One class that may be counted from the end."""
+def _non_negative(number: Any, classes: Axis) -> Any:
+    """Convert a single class that can be counted from the end to a non-negative one."""
     if isinstance(number, jax.Array):
         return jnp.where(number < 0, number + classes.size, number)
     if not -classes.size <= number < classes.size:
         described = _errors.describe_axes((classes.name,), (classes.size,))
-        raise ValueError(f"one_hot: there is no class {number} in {described}.")
+        raise ValueError(f"one_hot: class {number} is out of range for {described}.")
     return number % classes.size
 
 
@@ -67,11 +67,11 @@ def _one_hot_kernel(names: Names, class_axis: Axis, dtype: Any) -> _kernels.Kern
 
 @_kernels.cached
 def _known_kernel(names: Names, id_names: Names, size: int) -> _kernels.Kernel:
-    """What was looked up, with NaN for tokens that are not in the vocabulary: a wrong one must not pass for another."""
+    """Replace the embeddings of tokens outside the vocabulary by NaN, since indexing would clamp them to others."""
 
     def positional(found, ids):
         if ids.dtype.itemsize < 4 or jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
-            ids = ids.astype(jnp.int32)  # the bounds may not be numbers of its dtype
+            ids = ids.astype(jnp.int32)  # a small or unsigned dtype may not have the bounds
         ids = _kernels.align(ids, id_names, names)
         return jnp.where((ids >= -size) & (ids < size), found, jnp.nan)
 
@@ -79,10 +79,10 @@ def _known_kernel(names: Names, id_names: Names, size: int) -> _kernels.Kernel:
 
 
 class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
-    """A learned array for each token of a vocabulary.
+    """A learned embedding for each token of a vocabulary.
 
     Arguments:
-        weight: an array with the axis of the vocabulary, then those of an embedding.
+        weight: an array with the axis of the vocabulary, then the axes of an embedding.
         Vocab: the axis of the vocabulary.
         Embed: the axes of an embedding, one or several.
 
@@ -108,10 +108,10 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
         initializer_range: float | None = None,
         reparam_cls: type[AbstractEmbeddingReparam] = EmbeddingStandardParam,
     ) -> Embedding:
-        """A layer with random embeddings.
+        """Make a layer with random embeddings.
 
-        They are drawn from a truncated normal distribution, with the standard deviation that the parametrisation says:
-        by default 1 / (size of Embed).
+        The embeddings are drawn from a truncated normal distribution with the standard deviation of the
+        parametrisation: by default 1 / (size of Embed).
 
         Arguments:
             Vocab: the axis of the vocabulary.
@@ -134,7 +134,7 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
     def reparam(self) -> AbstractEmbeddingReparam:
         return self._reparam_cls(self.Embed, self.Vocab)
 
-    # PyTorch has one axis for an embedding.
+    # PyTorch's embeddings have one axis.
 
     def flatten_for_export(self) -> Embedding:
         if isinstance(self.Embed, Axis):
@@ -149,11 +149,11 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
         return dataclasses.replace(self, weight=weight, Embed=template.Embed)
 
     def __call__(self, input_ids: NamedArray, *, key: Any = None) -> NamedArray:
-        """The embeddings of tokens: `embed`.
+        """Look up the embeddings of tokens: `embed`.
 
         Arguments:
             input_ids: the tokens.
-            key: not used; every layer takes one.
+            key: not used; every layer accepts one.
 
         >>> layer = axn.nn.Embedding.init(axn.Axis("vocab", 10), axn.Axis("embed", 4), key=jax.random.key(0))
         >>> print(layer(axn.named([7, 3], "pos")))
@@ -163,11 +163,11 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
 
     @named_call
     def embed(self, input_ids: NamedArray) -> NamedArray:
-        """The embeddings of tokens.
+        """Look up the embeddings of tokens.
 
         Arguments:
-            input_ids: the tokens, a named array of integers. Negative ones count from the end of the vocabulary; one
-                that is not in it gives NaN.
+            input_ids: the tokens, a named array of integers. Negative tokens count from the end of the vocabulary;
+                tokens that are out of range give NaN.
 
         >>> layer = axn.nn.Embedding.init(axn.Axis("vocab", 10), axn.Axis("embed", 4), key=jax.random.key(0))
         >>> print(layer.embed(axn.named([7, 3], "pos")))
@@ -182,7 +182,7 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
 
     @named_call
     def unembed(self, input_embeds: NamedArray) -> NamedArray:
-        """The product of embeddings with those of every token: logits.
+        """Compute logits: the products of embeddings with the embedding of every token.
 
         Arguments:
             input_embeds: a named array with the axes of an embedding.
@@ -198,10 +198,10 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
         return shard_quietly(logits if scale == 1 else logits * scale, None, "Embedding.unembed")
 
     def resize_embeddings(self, new_size: int, key: Any = None) -> Embedding:
-        """The layer for a vocabulary of another size.
+        """Resize the vocabulary of the layer.
 
-        Of a smaller one the first tokens are kept. In a larger one, the new embeddings are the mean of the old, or with
-        a key, samples of a normal distribution that has their mean and standard deviation.
+        A smaller vocabulary keeps the first tokens. In a larger one, the new embeddings are the mean of the old ones
+        or, with a key, samples of a truncated normal distribution with their mean and standard deviation.
 
         Arguments:
             new_size: the size of the vocabulary.

@@ -1,4 +1,4 @@
-"""`Linear`: a learned contraction from some axes to others."""
+"""`Linear`: a layer that contracts the axes of its input with a learned weight."""
 
 from __future__ import annotations
 
@@ -34,38 +34,39 @@ from .mup import (
     ReparamEnabled,
 )
 
-# How many standard deviations a weight may start away from zero.
+# Initial weights are truncated at this many standard deviations.
 BOUND = 3
 
 
 def _as_tree(dot_general: Callable[..., jax.Array] | None) -> Any:
-    """A replacement for `jax.lax.dot_general` as a tree: a plain function would be a leaf that is no array."""
+    """Make a replacement for `jax.lax.dot_general` a tree: a plain function would be a leaf that is not an array."""
     plain = dot_general is not None and jax.tree_util.all_leaves([dot_general])
     return jax.tree_util.Partial(dot_general) if plain else dot_general
 
 
 def static_spec(spec: AxisSpec, what: str) -> Axis | tuple[Axis, ...]:
-    """A spec in a form that can be a static field: one axis stays one, all else is a tuple."""
+    """Return a spec in a form that can be a static field: a single axis, or a tuple of axes."""
     return spec if isinstance(spec, Axis) else axes_of_spec(spec, what)
 
 
 class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
-    """A linear layer: takes the axes `In` of its input away and brings the axes `Out`.
+    """A linear layer from the axes `In` of its input to the axes `Out`.
 
-    All other axes of the input are kept, in front. An axis of `Out` that the input has already is matched with it, as
-    everywhere: a layer from `head_size` to `(heads, mlp)`, on an input that has `heads`, holds a matrix for each head.
+    All other axes of the input are kept, in front. If the input already has an axis of `Out`, both are matched, as in
+    every operation: a layer from `head_size` to `(heads, mlp)`, applied to an input with `heads`, has a matrix for each
+    head.
 
-    An axis can be in `In` and in `Out`. An array has each name once, so the weight then stores the axis of the input
-    under another name, `embed_in` for `embed`. In a mapping, `embed` places the axis of the output and `embed_in` that
-    of the input.
+    An axis can be in both `In` and `Out`. An array has each name only once, so the weight then stores the axis of the
+    input under another name, `embed_in` for `embed`. In a mapping, `embed` is the axis of the output and `embed_in`
+    that of the input.
 
     Arguments:
-        weight: an array with the axes of the output, then those of the input, or the other way round.
+        weight: an array with the axes of the output, then those of the input, or in the other order.
         bias: an array with the axes of the output, or None.
         In: the axes of the input.
         Out: the axes of the output.
-        dot_general: what to use in place of `jax.lax.dot_general`, such as a quantised one. A module that holds arrays
-            is part of the model's tree.
+        dot_general: a replacement for `jax.lax.dot_general`, such as a quantised one. If it is a module with arrays,
+            these are part of the model's tree.
 
     >>> Batch, Embed, Mlp = axn.make_axes(batch=2, embed=3, mlp=4)
     >>> layer = axn.nn.Linear.init(Embed, Mlp, key=jax.random.key(0))
@@ -94,10 +95,10 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
         init_scale: float = 1.0,
         reparam_cls: type[AbstractLinearReparam] = LinearStandardParam,
     ) -> Linear:
-        """A layer with random weights and a bias of zeros.
+        """Make a layer with random weights and a bias of zeros.
 
-        The weights are drawn from a truncated normal distribution, with the standard deviation that the parametrisation
-        says: by default 1 / sqrt(size of In).
+        The weights are drawn from a truncated normal distribution with the standard deviation of the parametrisation:
+        by default 1 / sqrt(size of In).
 
         Arguments:
             In: the axes of the input, one or several.
@@ -105,7 +106,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
             key: a random key.
             use_bias: whether there is a bias.
             out_first: whether the axes of the output come first in the weight.
-            dot_general: what to use in place of `jax.lax.dot_general`.
+            dot_general: a replacement for `jax.lax.dot_general`.
             init_scale: multiplies the standard deviation of the weights.
             reparam_cls: the parametrisation: see `axonym.nn.mup`.
 
@@ -129,19 +130,19 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
 
     @property
     def out_first(self) -> bool:
-        """Whether the axes of the output come before those of the input in the weight.
+        """Return whether the axes of the output come before those of the input in the weight.
 
         >>> In, Out = axn.make_axes(embed=3, mlp=4)
         >>> axn.nn.Linear.init(In, Out, key=jax.random.key(0), out_first=False).out_first
         False
         """
-        # The last axis tells, so that an axis of layers in front makes no difference.
+        # Decided by the last axis, since stacked layers have a layer axis in front.
         out_axes = axes_of_spec(self.Out)
         return not out_axes or self.weight.names[-1] != out_axes[-1].name
 
     @property
     def weight_in(self) -> tuple[Axis, ...]:
-        """The axes of the input, called as in the weight: otherwise only where `Out` has an axis of that name.
+        """Return the axes of the input under their names in the weight, which differ where `Out` has the same name.
 
         >>> Embed = axn.Axis("embed", 3)
         >>> axn.nn.Linear.init(Embed, Embed, key=jax.random.key(0)).weight_in
@@ -151,11 +152,11 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
 
     @named_call
     def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
-        """The contraction of an input with the weight, and the bias added.
+        """Contract an input with the weight, and add the bias.
 
         Arguments:
             inputs: a named array with the axes `In`.
-            key: not used; every layer takes one.
+            key: not used; every layer accepts one.
 
         >>> layer = axn.nn.Linear.init(axn.Axis("x", 2), axn.Axis("y", 3), key=jax.random.key(0))
         >>> print(layer(axn.ones({"x": 2})))
@@ -172,7 +173,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
         product = shard_quietly(product, None, "Linear")
         return product if self.bias is None else product + self.bias
 
-    # In state dicts the weight is what the input is multiplied with: PyTorch knows no parametrisations.
+    # State dicts hold the scaled weight that the input is multiplied by, since PyTorch has no parametrisations.
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
         return children_to_state_dict(self._with_scaled_weight(self.reparam.active_scale), prefix)
@@ -184,7 +185,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
     def _with_scaled_weight(self, factor: float) -> Linear:
         return self if factor == 1 else dataclasses.replace(self, weight=scale_array(self.weight, factor))
 
-    # PyTorch has one axis in and one out. Which of them comes first stays as it is: there, it is that of the output.
+    # PyTorch's layers have one input and one output axis. Their order stays; in PyTorch, the output comes first.
 
     def flatten_for_export(self) -> Linear:
         if isinstance(self.In, Axis) and isinstance(self.Out, Axis):
@@ -202,7 +203,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
 
     @staticmethod
     def input_reparam(use_mup: bool = True) -> type[AbstractLinearReparam]:
-        """The parametrisation of a layer whose input does not grow with the width.
+        """Return the parametrisation of a layer whose input does not grow with the width.
 
         Arguments:
             use_mup: False for the standard one.
@@ -214,7 +215,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
 
     @staticmethod
     def hidden_reparam(use_mup: bool = True) -> type[AbstractLinearReparam]:
-        """The parametrisation of a layer whose input and output grow with the width.
+        """Return the parametrisation of a layer whose input and output grow with the width.
 
         Arguments:
             use_mup: False for the standard one.
@@ -226,7 +227,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
 
     @staticmethod
     def output_reparam(use_mup: bool = True) -> type[AbstractLinearReparam]:
-        """The parametrisation of a layer whose output does not grow with the width.
+        """Return the parametrisation of a layer whose output does not grow with the width.
 
         Arguments:
             use_mup: False for the standard one.
@@ -238,7 +239,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
 
 
 def _stored(in_axes: tuple[Axis, ...], out_axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """The axes of the input under the names that they have in the weight."""
+    """Return the axes of the input under their names in the weight."""
     taken = {a.name for a in (*in_axes, *out_axes)}
     stored = []
     for axis in in_axes:
@@ -254,18 +255,17 @@ def _stored(in_axes: tuple[Axis, ...], out_axes: tuple[Axis, ...]) -> tuple[Axis
 def check_input(
     what: str, inputs: Any, weight: NamedArray, names: Names, stored: Names, maps: tuple[AxisSpec, AxisSpec]
 ) -> None:
-    """The input of a layer has the axes that it needs.
+    """Raise an error unless the input of a layer has the required axes, with the sizes that they have in the weight.
 
-    They are as long as in the weight, that is, not always as long as the layer says: inside `shard_map` the weight and
-    the input are parts.
+    These sizes can differ from the layer's own axes: inside `shard_map` the weight and the input are local shards.
 
     Arguments:
         what: the layer, for messages.
         inputs: the argument.
         weight: the weight.
-        names: the axes needed.
-        stored: what they are called in the weight.
-        maps: what the layer maps to what, for messages.
+        names: the required axes.
+        stored: their names in the weight.
+        maps: the axes of the layer's input and output, for messages.
     """
     shape = jnp.shape(require_named(what, inputs).array)
     missing = [n for n in names if n not in inputs.names]

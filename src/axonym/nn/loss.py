@@ -1,7 +1,7 @@
-"""Losses, and how they are reduced.
+"""Loss functions, and the reduction that they share.
 
-A loss takes a reduction, `axonym.mean` where none is given, the axes to reduce, all where none are given, and a mask of
-what counts. With `reduction=None` it stays as it is, and what is masked out is zero.
+A loss function takes a reduction (`axonym.mean` by default), the axes to reduce (all by default), and a mask of the
+losses to include. With `reduction=None`, losses are not reduced, and those that are masked out are zero.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Unspecified:
-    """The type of `UNSPECIFIED`, which stands for a reduction that was not given; None is one that was.
+    """The type of `UNSPECIFIED`, the default of `reduction`; None means no reduction.
 
     >>> axn.nn.loss.UNSPECIFIED
     UNSPECIFIED
@@ -48,18 +48,18 @@ def cross_entropy_loss(
     where: NamedOrNumeric | None = None,
     reduction_axis: AxisSelection | None = None,
 ) -> NamedArray:
-    """How badly logits predict labels: minus the logarithm of the probability that they give them.
+    """Compute the cross-entropy of labels: minus the logarithm of the probability that the logits give them.
 
-    The labels can be split over a mesh: each device then looks at its own, and only sums are exchanged. It is computed
-    in float32 at least; the result has the dtype of the logits.
+    The axis of the labels can be sharded: each device then computes with its own shard, and only sums are communicated.
+    The loss is computed in float32 at least; the result has the dtype of the logits.
 
     Arguments:
         logits: a named array with the axis `Label`.
         Label: the axis of the labels.
-        targets: the right labels, integers; one that is not in `Label` counts as a loss of zero. Or, with the axis
-            `Label`, the probability of each.
-        reduction: what reduces the losses; `axonym.mean` by default, and None leaves them.
-        where: which losses count, by name.
+        targets: the right labels, integers; labels that are out of range have a loss of zero. Or the probability of
+            each label, with the axis `Label`.
+        reduction: the function that reduces the losses; `axonym.mean` by default, None for no reduction.
+        where: the losses to include, by name.
         reduction_axis: the axes to reduce; all by default.
 
     >>> logits = axn.named([[0., 0.], [0., 1.]], ("batch", "label"))
@@ -73,12 +73,12 @@ def cross_entropy_loss(
 def cross_entropy_loss_and_log_normalizers(
     pred_y: NamedArray, Label: AxisSelector, target_y: NamedArray
 ) -> tuple[NamedArray, NamedArray]:
-    """The losses of `cross_entropy_loss`, not reduced, and the logarithms of what normalises the probabilities.
+    """Compute the losses of `cross_entropy_loss` without reduction, and the logsumexp of the logits.
 
     Arguments:
         pred_y: the logits, a named array with the axis `Label`.
         Label: the axis of the labels.
-        target_y: the right labels, or with the axis `Label`, the probability of each.
+        target_y: the right labels, or the probability of each label, with the axis `Label`.
 
     >>> logits = axn.named([[0., 0.], [0., 9.]], ("batch", "label"))
     >>> axn.nn.cross_entropy_loss_and_log_normalizers(logits, "label", axn.named([0, 0], "batch"))
@@ -95,13 +95,14 @@ def binary_cross_entropy_loss(
     where: NamedOrNumeric | None = None,
     reduction_axis: AxisSelection | None = None,
 ) -> NamedArray:
-    """How badly logits predict yes or no: minus the logarithm of the probability that they give to what is right.
+    """Compute the cross-entropy of two classes: minus the logarithm of the probability of the right one.
 
     Arguments:
-        logits: a named array; the probability of yes is its sigmoid.
-        targets: one or true for yes, zero or false for no, or the probability of yes.
-        reduction: what reduces the losses; `axonym.mean` by default, and None leaves them.
-        where: which losses count, by name.
+        logits: a named array; its sigmoid is the probability of the positive class.
+        targets: one or true for the positive class, zero or false for the other, or the probability of the positive
+            class.
+        reduction: the function that reduces the losses; `axonym.mean` by default, None for no reduction.
+        where: the losses to include, by name.
         reduction_axis: the axes to reduce; all by default.
 
     >>> axn.nn.binary_cross_entropy_loss(axn.named([0., 9.], "x"), axn.named([True, False], "x"), reduction=None)
@@ -117,13 +118,13 @@ def reduce_loss(
     reduction_axis: AxisSelection | None = None,
     where: NamedOrNumeric | None = None,
 ) -> NamedArray:
-    """Losses reduced, as the losses here do it.
+    """Reduce losses, as the loss functions do.
 
     Arguments:
         arr: the losses.
-        reduction: what reduces them; `axonym.mean` by default, and None leaves them.
-        reduction_axis: the axes to reduce; all by default. With none, losses stay as with no reduction.
-        where: which losses count, by name.
+        reduction: the function that reduces the losses; `axonym.mean` by default, None for no reduction.
+        reduction_axis: the axes to reduce; all by default. `()` is the same as no reduction.
+        where: the losses to include, by name.
 
     >>> losses = axn.named([1., 2., 6.], "x")
     >>> axn.nn.reduce_loss(losses), axn.nn.reduce_loss(losses, axn.sum, where=losses < 5)
@@ -133,7 +134,7 @@ def reduce_loss(
         return arr if where is None else choose(where, arr, 0)
     if not (isinstance(reduction, Unspecified) or callable(reduction)):
         raise TypeError(
-            "reduce_loss: `reduction` is a function such as `axonym.sum`, or None to leave the losses; got "
+            "reduce_loss: `reduction` must be a function such as `axonym.sum`, or None for no reduction; got "
             f"{reduction!r}."
         )
     chosen: Any = mean if isinstance(reduction, Unspecified) else reduction

@@ -1,4 +1,4 @@
-"""`MoELinear`: a linear layer with weights of its own for each expert."""
+"""`MoELinear`: a linear layer with separate weights for each expert."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["MoELinear"]
 class MoELinear(eqx.Module):
     """A linear layer of several experts, each of which handles its own group of rows.
 
-    The rows of the input, such as tokens, are sorted by expert: first come those of the first expert, as many as
-    `group_sizes` says, then those of the second, and so on. The bias is that of all experts.
+    The rows of the input, such as tokens, must be sorted by expert: first the rows of the first expert, as many as
+    `group_sizes` says, then those of the second, and so on. All experts share the bias.
 
-    Rows and experts can be split over devices, by the mapping in force or, on Explicit mesh axes, as the arrays are.
-    Each device then multiplies its rows with the weights that it has. Where the experts are split, the results are
-    added up; over mesh axes that split the rows as well, the rows are gathered before. Sorting rows by expert so that
-    this traffic is not needed, with an all-to-all, is up to the model.
+    Rows and experts can be sharded, by the active mapping or, on Explicit mesh axes, by the arrays' own shardings. Each
+    device then multiplies its shard of the rows with its shard of the weights. If experts are sharded, the results are
+    summed over their mesh axes; if rows are sharded over the same mesh axes, they are all-gathered first. To avoid this
+    traffic, the model can exchange rows with an all-to-all.
 
     Arguments:
         weight: an array with the axes of experts, input and output.
@@ -38,7 +38,7 @@ class MoELinear(eqx.Module):
         Experts: the axis of the experts.
         In: the axis of the input.
         Out: the axis of the output.
-        use_gmm: use the Pallas kernel megablox, on TPU; otherwise `jax.lax.ragged_dot` does the work.
+        use_gmm: whether to use the Pallas kernel megablox, on TPU only, instead of `jax.lax.ragged_dot`.
 
     >>> Experts, Embed, Mlp = axn.make_axes(experts=2, embed=3, mlp=4)
     >>> layer = axn.nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0))
@@ -67,7 +67,7 @@ class MoELinear(eqx.Module):
         init_scale: float = 1.0,
         use_gmm: bool = False,
     ) -> MoELinear:
-        """A layer with random weights, and a bias of zeros.
+        """Make a layer with random weights and a bias of zeros.
 
         The weights are drawn from a truncated normal distribution with standard deviation 1 / sqrt(size of In).
 
@@ -79,7 +79,7 @@ class MoELinear(eqx.Module):
             use_bias: whether there is a bias.
             out_first: whether the axis of the output comes before that of the input in the weight.
             init_scale: multiplies the standard deviation of the weights.
-            use_gmm: use the Pallas kernel megablox, on TPU.
+            use_gmm: whether to use the Pallas kernel megablox, on TPU only.
 
         >>> Experts, Embed, Mlp = axn.make_axes(experts=2, embed=3, mlp=4)
         >>> print(axn.nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0), out_first=True).weight)
@@ -94,7 +94,7 @@ class MoELinear(eqx.Module):
 
     @property
     def out_first(self) -> bool:
-        """Whether the axis of the output comes before that of the input in the weight.
+        """Return whether the axis of the output comes before that of the input in the weight.
 
         >>> Experts, Embed, Mlp = axn.make_axes(experts=2, embed=3, mlp=4)
         >>> axn.nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0)).out_first
@@ -104,13 +104,12 @@ class MoELinear(eqx.Module):
 
     @named_call
     def __call__(self, inputs: NamedArray, group_sizes: NamedArray | jax.Array, *, key: Any = None) -> NamedArray:
-        """Each row times the weight of its expert, and the bias added.
+        """Multiply each row by the weight of its expert, and add the bias.
 
         Arguments:
             inputs: a named array with the axis `In` and one axis of rows, sorted by expert.
-            group_sizes: how many rows each expert handles. Rows beyond all of them belong to none: what comes out for
-                them says nothing.
-            key: not used; every layer takes one.
+            group_sizes: the number of rows of each expert. The results for rows after the last group are undefined.
+            key: not used; every layer accepts one.
 
         >>> Experts, In, Out = axn.make_axes(experts=2, x=1, y=1)
         >>> layer = axn.nn.MoELinear(axn.named([[[1.0]], [[10.0]]], (Experts, In, Out)), None, Experts, In, Out)
@@ -137,16 +136,16 @@ def _grouped_kernel(
     rows = [n for n in names if n != In.name]
     if len(rows) != 1:
         raise ValueError(
-            f"{what}: which rows belong to which expert is only known along one axis, but apart from {In.name!r} the "
-            f"input has {_errors.describe_axes(rows)}. Flatten it to one first, with "
-            f"`axonym.flatten_axes(inputs, {tuple(rows)}, 'rows')`, or map over the others with `axonym.vmap`."
+            f"{what}: the input must have one axis of rows besides {In.name!r}, but has {_errors.describe_axes(rows)}. "
+            f"Merge them with `axonym.flatten_axes(inputs, {tuple(rows)}, 'rows')`, or map over all but one with "
+            "`axonym.vmap`."
         )
     (stored,) = (a.name for a in _stored((In,), (Out,)))
     if {*weight_names} != {experts, stored, Out.name}:
         expected = _errors.describe_axes((experts, stored, Out.name))
         raise ValueError(
             f"{what}: the axes of the weight are {_errors.describe_axes(weight_names)}, and should be {expected}. "
-            "Layers that are stacked along an axis go through `axonym.vmap` or `axonym.scan` over it."
+            "Apply stacked layers with `axonym.vmap` or `axonym.scan` over their axis."
         )
     if len(size_names) != 1:
         raise ValueError(f"{what}: `group_sizes` has axes {_errors.describe_axes(size_names)}, and needs {experts!r}.")
@@ -161,7 +160,8 @@ def _grouped_kernel(
         _check(what, product, x, weight, sizes)
         return product.by_device(x, weight, sizes)
 
-    # What is summed over may be called as the output is, and the sizes do not say where the result lies.
+    # Private names, since the summed axis can have the name of the output, and the sharding of the sizes must not
+    # influence that of the result.
     in_names = (
         tuple(private("the input", (n,))[0] if n == In.name else n for n in names),
         tuple(n if n == Out.name else private("the weight", (n,))[0] for n in weight_names),
@@ -179,4 +179,4 @@ def _check(what: str, product: Grouped, x: jax.Array, weight: jax.Array, sizes: 
         if given != own:
             raise ValueError(_errors.size_mismatch(what, name, [("the argument", given), ("the layer", own)]))
     if not jnp.issubdtype(sizes.dtype, jnp.integer):
-        raise TypeError(f"{what}: `group_sizes` are integers, got {sizes.dtype}.")
+        raise TypeError(f"{what}: `group_sizes` must be integers, got {sizes.dtype}.")

@@ -1,4 +1,4 @@
-"""Normalisation: functions along some axes, and layers that learn a scale and a shift."""
+"""Normalisation: functions such as `softmax`, and layers with a learned scale and shift."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def _along(fn: Callable[..., Any], name: str, a: Any, axis: AxisSelection | None
 
 
 def softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None) -> NamedArray:
-    """The exponential of each element, divided by their sum along some axes.
+    """Divide the exponential of each element by their sum along some axes.
 
     Arguments:
         a: a named array.
         axis: the axes to sum along; all of them by default.
-        where: which elements take part, by name; the others become zero.
+        where: the elements to include, by name; the others become zero.
 
     >>> axn.nn.softmax(axn.named([[0., 0.], [1., 1.]], ("x", "y")), "y")
     NamedArray(float32[x=2, y=2], [[0.5 0.5] [0.5 0.5]])
@@ -64,12 +64,12 @@ def softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedOrN
 
 
 def log_softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None) -> NamedArray:
-    """The logarithm of `softmax`, computed safely.
+    """Compute the logarithm of `softmax` without overflow.
 
     Arguments:
         a: a named array.
         axis: the axes to sum along; all of them by default.
-        where: which elements take part, by name; the others become minus infinity.
+        where: the elements to include, by name; the others become minus infinity.
 
     >>> axn.nn.log_softmax(axn.named([[0., 0.], [1., 1.]], ("x", "y")), "y")
     NamedArray(float32[x=2, y=2], [[-0.6931 -0.6931] [-0.6931 -0.6931]])
@@ -78,12 +78,12 @@ def log_softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: Name
 
 
 def logsumexp(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedArray | None = None) -> NamedArray:
-    """The logarithm of the sum of the exponentials, computed safely: `axonym.logsumexp`.
+    """Compute the logarithm of the sum of exponentials without overflow: `axonym.logsumexp`.
 
     Arguments:
         a: a named array.
         axis: the axes to sum along; all of them by default.
-        where: which elements take part, by name.
+        where: the elements to include, by name.
 
     >>> axn.nn.logsumexp(axn.named([[0., 0.], [1., 1.]], ("x", "y")), "y")
     NamedArray(float32[x=2], [0.6931 1.6931])
@@ -100,15 +100,15 @@ def standardize(
     epsilon: float = 1e-5,
     where: NamedOrNumeric | None = None,
 ) -> NamedArray:
-    """Each element less the mean, divided by the standard deviation, along some axes.
+    """Subtract the mean from each element, and divide by the standard deviation, along some axes.
 
     Arguments:
         x: a named array.
-        axis: the axes to take mean and variance along.
+        axis: the axes to compute mean and variance along.
         mean: the mean to use, by name; that of `x` by default.
         variance: the variance to use, by name; by default the mean of the squares less the square of the mean.
         epsilon: added to the variance, so that nothing is divided by zero.
-        where: which elements count for mean and variance, by name.
+        where: the elements to include in mean and variance, by name.
 
     >>> axn.nn.standardize(axn.named([[1., 3.], [2., 6.]], ("x", "y")), "y", epsilon=0)
     NamedArray(float32[x=2, y=2], [[-1. 1.] [-1. 1.]])
@@ -141,13 +141,13 @@ M = TypeVar("M", bound="LayerNormBase")
 
 
 class LayerNormBase(ModuleWithStateDictSerialization):
-    """What layers that normalise share: the axes, and a scale and a shift along them. A subclass has the `__call__`.
+    """The base class of normalisation layers: axes, and a scale and shift along them. Subclasses define `__call__`.
 
     Arguments:
         axis: the axes to normalise along, one or several.
         weight: the scale, with these axes, or None.
         bias: the shift, with these axes, or None.
-        eps: what is added so that nothing is divided by zero.
+        eps: a small number that avoids division by zero.
         dtype: the dtype to normalise in, or None.
 
     >>> class Scale(axn.nn.normalization.LayerNormBase):
@@ -173,14 +173,14 @@ class LayerNormBase(ModuleWithStateDictSerialization):
         use_bias: bool = True,
         dtype: Any = None,
     ) -> M:
-        """A layer that scales by one and shifts by zero.
+        """Make a layer with a scale of one and a shift of zero.
 
         Arguments:
             axis: the axes to normalise along, one or several.
-            eps: added to the variance or mean square, so that nothing is divided by zero.
+            eps: added to the variance or mean square, to avoid division by zero.
             use_weight: whether there is a learned scale.
             use_bias: whether there is a learned shift.
-            dtype: the dtype to normalise in; by default that of the input, float32 at least.
+            dtype: the dtype to normalise in; by default that of the input, but at least float32.
 
         >>> print(axn.nn.LayerNorm.init(axn.Axis("embed", 4), use_bias=False).weight)
         float32[embed=4]
@@ -188,7 +188,7 @@ class LayerNormBase(ModuleWithStateDictSerialization):
         axis = static_spec(axis, cls.__name__)
         return cls(axis, ones(axis) if use_weight else None, zeros(axis) if use_bias else None, eps, dtype)
 
-    # In the form for PyTorch there is one axis, as in the layers around it.
+    # PyTorch's layers have one axis.
 
     def flatten_for_export(self) -> Self:
         if isinstance(self.axis, Axis):
@@ -204,19 +204,19 @@ class LayerNormBase(ModuleWithStateDictSerialization):
 
     @abc.abstractmethod
     def __call__(self, x: NamedArray) -> NamedArray:
-        """The normalised array."""
+        """Normalise an array."""
 
 
 class _Norm(LayerNormBase):
-    """A layer that normalises, then scales and shifts."""
+    """A layer that normalises, and then scales and shifts."""
 
     @abc.abstractmethod
     def _normalised(self, x: NamedArray) -> NamedArray:
-        """The array before it is scaled and shifted."""
+        """Normalise an array, without the scale and shift."""
 
     @named_call
     def __call__(self, x: NamedArray) -> NamedArray:
-        """The normalised array, scaled and shifted.
+        """Normalise an array, and scale and shift the result.
 
         Arguments:
             x: a named array with the axes of the layer.
@@ -226,7 +226,7 @@ class _Norm(LayerNormBase):
         NamedArray(float32[batch=2, embed=2], [[-1. 1.] [-1. 1.]])
         """
         dtype = require_named(type(self).__name__, x).dtype
-        # The square of a large number of half precision is infinite, and a mean of many is inexact.
+        # In half precision, squares of large numbers overflow, and means of many elements are inexact.
         wide = jnp.promote_types(dtype, jnp.float32) if self.dtype is None else self.dtype
         x = self._normalised(x.astype(wide))
         x = x.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else x
@@ -236,15 +236,15 @@ class _Norm(LayerNormBase):
 
 
 class LayerNorm(_Norm):
-    """Layer normalisation: each element less the mean, divided by the standard deviation; then scaled and shifted.
+    """Layer normalisation: subtract the mean, divide by the standard deviation, then scale and shift.
 
     Arguments:
         axis: the axes to normalise along, one or several.
         weight: the scale, with these axes, or None.
         bias: the shift, with these axes, or None.
-        eps: added to the variance, so that nothing is divided by zero.
-        dtype: the dtype to normalise in; by default that of the input, float32 at least. The result goes back to that
-            of the input before it is scaled and shifted.
+        eps: added to the variance, to avoid division by zero.
+        dtype: the dtype to normalise in; by default that of the input, but at least float32. The result is cast back to
+            the dtype of the input before it is scaled and shifted.
 
     >>> layer = axn.nn.LayerNorm.init(axn.Axis("embed", 2))
     >>> layer(axn.named([[1., 3.], [2., 6.]], ("batch", "embed")))
@@ -256,15 +256,15 @@ class LayerNorm(_Norm):
 
 
 class RmsNorm(_Norm):
-    """Root-mean-square normalisation: each element divided by the root of the mean square; then scaled and shifted.
+    """Root-mean-square normalisation: divide by the root of the mean square, then scale and shift.
 
     Arguments:
         axis: the axes to normalise along, one or several.
         weight: the scale, with these axes, or None.
         bias: the shift, with these axes, or None.
-        eps: added to the mean square, so that nothing is divided by zero.
-        dtype: the dtype to normalise in; by default that of the input, float32 at least. The result goes back to that
-            of the input before it is scaled and shifted.
+        eps: added to the mean square, to avoid division by zero.
+        dtype: the dtype to normalise in; by default that of the input, but at least float32. The result is cast back to
+            the dtype of the input before it is scaled and shifted.
 
     >>> layer = axn.nn.RmsNorm.init(axn.Axis("embed", 2), use_bias=False)
     >>> layer(axn.named([[1., 1.], [-2., 2.]], ("batch", "embed")))

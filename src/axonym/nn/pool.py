@@ -1,7 +1,7 @@
-"""Pooling: what stands in a window is reduced to one value, and the window moves along its axes.
+"""Pooling: reduce the values in a window that moves over the input.
 
-The window is given as axes: the names say along which axes of the input it moves, the sizes how far it reaches. The
-axes of the result are those of the input, in its order.
+The window is given as axes: their names are the axes of the input that the window moves along, their sizes the size
+of the window. The result has the axes of the input in the same order.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def _extreme_pool(name: str, summary: str, shown: str) -> _Pool:
     doc = f"""{summary}
 
     Arguments:
-        Window: the window, as axes of the sizes it has.
+        Window: the window, as axes with its sizes.
         inputs: a named array with these axes; other axes are kept.
-        stride: how far the window moves each time: an integer, one for each axis in the order of the window, or a
-            mapping by name; 1 by default.
-        padding: "VALID" for none; "SAME" for as much as it takes for a window to start at every stride; or in elements,
+        stride: the step between windows: an integer, one for each axis in the order of the window, or a mapping by
+            name; 1 by default.
+        padding: "VALID" for none; "SAME" for so much that a window starts at every stride; or numbers of elements
             before and after: an integer, or for each axis an integer or a pair. Padding is never the result.
-        use_ceil: also take in a last window that reaches beyond the end.
+        use_ceil: whether to include a last window that extends beyond the end.
 
     >>> axn.nn.{name}(axn.Axis("x", 2), axn.named([3., 1., 4., 1., 5.], "x"), stride=2, use_ceil=True)
     NamedArray({shown})
@@ -65,12 +65,8 @@ def _extreme_pool(name: str, summary: str, shown: str) -> _Pool:
     return publish(op, name, __name__, doc)
 
 
-max_pool = _extreme_pool(
-    "max_pool", "The largest value in a window that moves over the input.", "float32[x=3], [3. 4. 5.]"
-)
-min_pool = _extreme_pool(
-    "min_pool", "The smallest value in a window that moves over the input.", "float32[x=3], [1. 1. 5.]"
-)
+max_pool = _extreme_pool("max_pool", "Return the largest value of each window.", "float32[x=3], [3. 4. 5.]")
+min_pool = _extreme_pool("min_pool", "Return the smallest value of each window.", "float32[x=3], [1. 1. 5.]")
 
 
 def mean_pool(
@@ -82,16 +78,16 @@ def mean_pool(
     use_ceil: bool = False,
     count_include_pad: bool = False,
 ) -> NamedArray:
-    """The mean of the values in a window that moves over the input.
+    """Compute the mean of each window.
 
     Arguments:
-        Window: the window, as axes of the sizes it has.
+        Window: the window, as axes with its sizes.
         inputs: a named array with these axes; other axes are kept.
-        stride: how far the window moves each time; as in `max_pool`.
-        padding: what is added around the input; as in `max_pool`.
-        use_ceil: also take in a last window that reaches beyond the end.
-        count_include_pad: divide by the size of the window wherever it is, as if there were zeros around the input;
-            otherwise, by the number of elements of the input in it.
+        stride: the step between windows; as in `max_pool`.
+        padding: the padding of the input; as in `max_pool`.
+        use_ceil: whether to include a last window that extends beyond the end.
+        count_include_pad: whether to divide by the size of the window everywhere, as if the padding were zeros, instead
+            of by the number of input elements in the window.
 
     >>> axn.nn.mean_pool(axn.Axis("x", 2), axn.named([3., 1., 4., 1., 5.], "x"), stride=2, padding=((0, 1),))
     NamedArray(float32[x=3], [2.  2.5 5. ])
@@ -109,17 +105,17 @@ def pool(
     padding: PaddingSpec = "VALID",
     use_ceil: bool = False,
 ) -> NamedArray:
-    """The values in a window that moves over the input, combined by any function.
+    """Reduce each window with any function.
 
     Arguments:
-        Window: the window, as axes of the sizes it has.
+        Window: the window, as axes with its sizes.
         inputs: a named array with these axes; other axes are kept.
-        init: a number: what to start from in each window, and what padding consists of.
-        reduce_fn: combines two raw arrays elementwise. It is associative and commutative, and can be differentiated
-            where the result is to be.
-        stride: how far the window moves each time; as in `max_pool`.
-        padding: what is added around the input; as in `max_pool`.
-        use_ceil: also take in a last window that reaches beyond the end.
+        init: a number: the initial value of each window's reduction, and the value of padding.
+        reduce_fn: a function that combines two raw arrays elementwise. It must be associative and commutative, and
+            differentiable if the result is differentiated.
+        stride: the step between windows; as in `max_pool`.
+        padding: the padding of the input; as in `max_pool`.
+        use_ceil: whether to include a last window that extends beyond the end.
 
     >>> axn.nn.pool.pool(axn.Axis("x", 2), axn.named([3., 1., 4., 1., 5.], "x"), 0.0, jax.lax.add)
     NamedArray(float32[x=4], [4. 5. 5. 6.])
@@ -160,29 +156,29 @@ def _pool_kernel(
 ) -> _kernels.Kernel:
     _kernels.select(what, names, along)
 
-    def everywhere(values: Sequence[Any], elsewhere: Any) -> tuple[Any, ...]:
-        """What is known for each axis of the window, for all axes of the input."""
-        known = dict(zip(along, values, strict=True))
-        return tuple(known.get(n, elsewhere) for n in names)
+    def for_all_axes(values: Sequence[Any], default: Any) -> tuple[Any, ...]:
+        """Extend values for the axes of the window to all axes of the input."""
+        by_name = dict(zip(along, values, strict=True))
+        return tuple(by_name.get(n, default) for n in names)
 
     def positional(x, *init):
         sizes = tuple(x.shape[names.index(n)] for n in along)
         pads = _padding(sizes, window, strides, padding, use_ceil)
         check_spans(what, along, sizes, window, pads)
-        moves = _Moves(everywhere(window, 1), everywhere(strides, 1), everywhere(pads, (0, 0)))
+        windows = _Windows(for_all_axes(window, 1), for_all_axes(strides, 1), for_all_axes(pads, (0, 0)))
         if init:
-            return _combined(x, jnp.asarray(init[0], x.dtype), reduction, moves)
+            return _combined(x, jnp.asarray(init[0], x.dtype), reduction, windows)
         _check_not_empty(what, along, window, pads)
         if reduction in _EXTREMES:
-            return _window_reduce(x, *_EXTREMES[reduction], moves)
-        return _mean(x, moves, count_padding=reduction == _WITH_PADDING)
+            return _window_reduce(x, *_EXTREMES[reduction], windows)
+        return _mean(x, windows, count_padding=reduction == _WITH_PADDING)
 
     in_names = (names, ()) if what == "pool" else (names,)
     return _kernels.make_kernel(what, positional, in_names, names)
 
 
-class _Moves(NamedTuple):
-    """How a window moves, for every axis of an array: its size, its strides, and the padding that it moves over."""
+class _Windows(NamedTuple):
+    """The windows of an array: their size, strides and padding for every axis."""
 
     window: tuple[int, ...]
     strides: tuple[int, ...]
@@ -201,7 +197,7 @@ def _padding(
 
 
 def _with_last(size: int, window: int, stride: int, padding: Pair) -> Pair:
-    """More padding after, for a last window that reaches beyond the end but starts before it."""
+    """Increase the padding at the end for a last window that starts before the end and extends beyond it."""
     before, after = padding
     last = -(-(size + before + after - window) // stride) * stride
     return (before, max(after, last + window - size - before)) if last < size + before else padding
@@ -214,18 +210,18 @@ def _check_not_empty(what: str, names: Names, window: Sequence[int], padding: Se
         if max(pads) >= size
     ]
     if wrong:
-        raise ValueError(f"{what}: with so much padding, a window holds nothing else: {', '.join(wrong)}.")
+        raise ValueError(f"{what}: with this padding, a window contains nothing else: {', '.join(wrong)}.")
 
 
 # --- the reductions ---
 
 _WITH_PADDING = "mean_pool, padding included"
 _EXTREMES = {"max_pool": (jax.lax.max, False), "min_pool": (jax.lax.min, True)}
-"""What combines two values, and whether what it starts from is the largest or the smallest value there is."""
+"""The function that combines two values, and whether it starts from the dtype's largest value, not the smallest."""
 
 
-def _window_reduce(x: jax.Array, fn: Callable[..., Any], from_largest: bool, moves: _Moves) -> jax.Array:
-    return jax.lax.reduce_window(set_apart(x), _extreme(x.dtype, from_largest), fn, *moves)
+def _window_reduce(x: jax.Array, fn: Callable[..., Any], from_largest: bool, windows: _Windows) -> jax.Array:
+    return jax.lax.reduce_window(set_apart(x), _extreme(x.dtype, from_largest), fn, *windows)
 
 
 def _extreme(dtype: Any, largest: bool) -> np.ndarray:
@@ -236,14 +232,14 @@ def _extreme(dtype: Any, largest: bool) -> np.ndarray:
     return np.asarray(np.inf if largest else -np.inf, dtype)
 
 
-def _mean(x: jax.Array, moves: _Moves, count_padding: bool) -> jax.Array:
+def _mean(x: jax.Array, windows: _Windows, count_padding: bool) -> jax.Array:
     dtype = x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jax.dtypes.canonicalize_dtype(float)
     wide = x.astype(jnp.promote_types(dtype, jnp.float32))  # as in `jax.numpy.mean`
-    total = jax.lax.reduce_window(wide, np.zeros((), wide.dtype), jax.lax.add, *moves)
+    total = jax.lax.reduce_window(wide, np.zeros((), wide.dtype), jax.lax.add, *windows)
     count = np.ones((1,) * x.ndim, wide.dtype)
-    for axis, (size, window, stride, pads) in enumerate(zip(x.shape, *moves, strict=True)):
+    for axis, (size, window, stride, pads) in enumerate(zip(x.shape, *windows, strict=True)):
         here = np.full(total.shape[axis], window) if count_padding else _counts(size, window, stride, pads)
-        # Where it is the same everywhere, one number will do.
+        # A count that is the same everywhere is stored once.
         count = count * np.expand_dims(
             here[:1] if (here == here[:1]).all() else here, [i for i in range(x.ndim) if i != axis]
         )
@@ -251,22 +247,24 @@ def _mean(x: jax.Array, moves: _Moves, count_padding: bool) -> jax.Array:
 
 
 def _counts(size: int, window: int, stride: int, padding: Pair) -> np.ndarray:
-    """How many elements each window holds along an axis that are not padding."""
+    """Return the number of elements along an axis in each window, without padding."""
     before, after = padding
     starts = np.arange(-before, size + after - window + 1, stride)
     return np.minimum(starts + window, size) - np.maximum(starts, 0)
 
 
-def _combined(x: jax.Array, init: jax.Array, fn: Callable[[Any, Any], Any], moves: _Moves) -> jax.Array:
-    """What stands at each place in the window is one array, so any function can combine them, and be differentiated."""
-    padding = [(*pads, 0) for pads in moves.padding]
-    # `init` is not what JAX pads with: that could not be differentiated where the array is not.
+def _combined(x: jax.Array, init: jax.Array, fn: Callable[[Any, Any], Any], windows: _Windows) -> jax.Array:
+    """Reduce windows as a sequence of elementwise operations, one for each position in the window.
+
+    So `fn` can be any function, and the result is differentiable if `fn` is.
+    """
+    padding = [(*pads, 0) for pads in windows.padding]
+    # Not padded with `init` directly: `jax.lax.pad` cannot be differentiated for its padding value alone.
     inside = jax.lax.pad(jnp.ones(x.shape, bool), jnp.zeros((), bool), padding)
     padded = jnp.where(inside, jax.lax.pad(x, jnp.zeros((), x.dtype), padding), init)
     result = init
-    for offsets in itertools.product(*map(range, moves.window)):
-        ends = [
-            size - window + offset + 1 for size, window, offset in zip(padded.shape, moves.window, offsets, strict=True)
-        ]
-        result = fn(result, jax.lax.slice(padded, offsets, ends, moves.strides))
+    for offsets in itertools.product(*map(range, windows.window)):
+        sizes = zip(padded.shape, windows.window, offsets, strict=True)
+        ends = [size - span + offset + 1 for size, span, offset in sizes]
+        result = fn(result, jax.lax.slice(padded, offsets, ends, windows.strides))
     return result

@@ -188,7 +188,7 @@ class BlockSeq(BlockFoldable[M]):
 
     def __check_init__(self) -> None:
         if len(self.blocks) != self.Block.size:
-            raise ValueError(f"BlockSeq: {self.Block} does not have the size of {len(self.blocks)} layers.")
+            raise ValueError(f"BlockSeq: got {len(self.blocks)} layers for the axis {self.Block}.")
 
     @classmethod
     def _make(cls, Block: Axis, policy: ScanCheckpointPolicy, make: Callable[..., Any], args: Any, kwargs: Any) -> Self:

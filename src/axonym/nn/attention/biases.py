@@ -1,4 +1,4 @@
-"""Biases: what is added to the scores of attention."""
+"""Attention biases: numbers that are added to the scores."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...ops.selection import where
 
 
 def mask_to_bias(mask: NamedArray, mask_value: float = -1e9) -> NamedArray:
-    """A bias with the effect of a mask: 0 where attention is allowed, a large negative number where it is not.
+    """Convert a mask to a bias: 0 where attention is allowed, a large negative number elsewhere.
 
     Arguments:
         mask: a mask, true where attention is allowed.
@@ -31,13 +31,13 @@ def mask_to_bias(mask: NamedArray, mask_value: float = -1e9) -> NamedArray:
 
 
 def alibi_attention_bias(Heads: Axis, KPos: Axis, bias_max: float = 8, dtype: Any = jnp.float32) -> NamedArray:
-    """Attention with linear biases: the further away a key, the lower its score, by a slope of each head's own.
+    """Make the bias of attention with linear biases (ALiBi): more distant keys get lower scores, by a slope per head.
 
-    The bias grows with the position of the key. Under a causal mask that is the same as to fall with its distance,
-    since what is added to all scores of a query makes no difference.
+    The bias grows with the position of the key. Under a causal mask this is the same as a bias that falls with the
+    distance of the key, since softmax ignores a constant that is added to all scores of a query.
 
-    The slopes of a power of two of heads are a geometric series that ends at 2 to the power of `-bias_max`. Other
-    numbers of heads have the slopes of the next lower power of two, then every other one of those of the next higher.
+    If the number of heads is a power of two, the slopes are a geometric series that ends at `2 ** -bias_max`. Other
+    numbers of heads have the slopes of the next lower power of two, then every other slope of the next higher one.
 
     Arguments:
         Heads: the axis of heads.

@@ -1,4 +1,4 @@
-"""A cache of keys and values, for text that is read and written bit by bit."""
+"""A cache of keys and values, for decoding."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from ...sharding.shard import auto_sharded
 
 
 class KVCache(eqx.Module):
-    """Keys and values of all positions so far, with room for those to come.
+    """The keys and values of all positions so far, with room for more.
 
-    It is a value: `update` returns another cache. So it can be what a loop carries. Examples of a batch may have come
-    to different lengths.
+    A cache is immutable: `update` returns a new one. So it can be the carry of a loop. The examples of a batch can have
+    different lengths.
 
-    What a query may attend to in the cache, `mask` says. Its values at positions that are not taken yet mean nothing.
+    `mask` gives the positions that a query can attend to. The contents of positions that are not written yet are
+    undefined.
 
     Arguments:
-        keys: the keys, along an axis of positions among others.
+        keys: the keys, with an axis of positions among others.
         values: the values.
-        lengths: how many positions are taken, for each example or for all of them: where the next one goes.
+        lengths: the number of positions so far, for each example or for all: the next position.
         KPos: the axis of positions.
-        window: how far back queries look, if the cache keeps no more than that.
+        window: the number of positions that queries attend to, if the cache keeps only the latest positions.
 
     >>> from axonym.nn.attention import KVCache, dot_product_attention
     >>> Batch, Pos, KVHeads, KPos, Size = axn.make_axes(batch=2, pos=1, kv_heads=2, key_pos=4, head_size=8)
@@ -68,18 +69,18 @@ class KVCache(eqx.Module):
         per_example: bool = True,
         window: int | None = None,
     ) -> KVCache:
-        """An empty cache, placed by the mapping in force.
+        """Make an empty cache, sharded by the active mapping.
 
         Arguments:
             Batch: the axes of examples; `()` for none.
             KVHeads: the axes of heads of keys and values; `()` for none.
-            KPos: the axis of positions: there is room for as many.
+            KPos: the axis of positions; its size is the capacity.
             HeadSize: the axis of features.
             dtype: the dtype of keys and values.
             ValueSize: the axis of features of values, if not the same.
-            per_example: False where all examples always have one length. Writing is faster then.
-            window: keep no more than there is room for: what comes later overwrites the oldest. Queries attend to the
-                `window` latest positions, their own among them.
+            per_example: False if all examples always have one length, which makes `update` faster.
+            window: overwrite the oldest positions when the cache is full. Queries attend to the `window` latest
+                positions, including their own.
 
         >>> from axonym.nn.attention import KVCache
         >>> cache = KVCache.init(axn.Axis("batch", 2), (), *axn.make_axes(key_pos=16, head_size=4), per_example=False)
@@ -90,7 +91,7 @@ class KVCache(eqx.Module):
         positions = one_axis("KVCache.init", "KPos", KPos)
         if window is not None and not 1 <= window <= positions.size:
             raise ValueError(
-                f"KVCache.init: a window of {window} positions needs room for as many; there is room for {positions}."
+                f"KVCache.init: a window of {window} positions needs a capacity of at least {window}, got {positions}."
             )
         keys, values = (
             _empty((*batch, *heads, positions, features), jnp.dtype(dtype))
@@ -100,12 +101,12 @@ class KVCache(eqx.Module):
         return cls(keys, values, lengths, positions.name, window)
 
     def positions(self, Pos: Axis) -> NamedArray:
-        """The positions of what comes next, for masks and for rotary embeddings.
+        """Return the positions of the next tokens, for masks and rotary embeddings.
 
-        Where what comes next is a single position without an axis, they are `lengths`.
+        For a single next token without an axis of positions, use `lengths`.
 
         Arguments:
-            Pos: the axis of what comes next.
+            Pos: the axis of the next tokens.
 
         >>> from axonym.nn.attention import KVCache
         >>> KVCache.init(axn.Axis("batch", 1), (), *axn.make_axes(key_pos=4, head_size=2)).positions(axn.Axis("pos", 2))
@@ -114,16 +115,16 @@ class KVCache(eqx.Module):
         return self._counted(Pos) + self.lengths
 
     def update(self, keys: NamedArray, values: NamedArray, count: NamedOrNumeric | None = None) -> KVCache:
-        """The cache with further keys and values at its end.
+        """Append keys and values to the cache.
 
-        There must be room for them; if there is not, that is an error outside of jit. In jit, where lengths are not
-        known, what does not fit is lost, or with one length for all examples overwrites the end.
+        There must be room for them; outside of jit, an error is raised if there is not. In jit, where lengths are not
+        known, keys and values that do not fit are dropped or, with one length for all examples, overwrite the end.
 
         Arguments:
-            keys: the keys, along the axis of positions of the cache; without that axis they are those of one position.
+            keys: the keys, along the cache's axis of positions; keys without that axis are for one position.
             values: the values, likewise.
-            count: how many of the new positions count, if not all: prompts of different lengths are padded at their end
-                to one length, and `count` says the length of each. What is padding is overwritten later.
+            count: the number of new positions that are valid, all by default: prompts of different lengths are padded
+                at their end to one length, and `count` is the length of each. The padding is overwritten later.
 
         >>> from axonym.nn.attention import KVCache
         >>> cache = KVCache.init(axn.Axis("batch", 2), (), *axn.make_axes(key_pos=4, head_size=1))
@@ -135,7 +136,7 @@ class KVCache(eqx.Module):
             _check_new(label, require_named("KVCache.update", new), old, self.KPos)
         sizes = {x.axis_size(self.KPos) if x.has_axis(self.KPos) else 1 for x in (keys, values)}
         if len(sizes) > 1:
-            raise ValueError(f"KVCache.update: keys {keys} and values {values} differ in their number of positions.")
+            raise ValueError(f"KVCache.update: keys {keys} and values {values} have different numbers of positions.")
         new = Axis(self.KPos, sizes.pop())
         room = self.keys.axis_size(self.KPos)
         if new.size > room:
@@ -145,14 +146,14 @@ class KVCache(eqx.Module):
         if self.window is not None and new.size > (most := room - self.window + 1):
             raise ValueError(
                 f"KVCache.update: {new.size} positions at once would overwrite keys that the first of them attends to: "
-                f"with room for {room} and a window of {self.window}, at most {most} fit. Write them in parts, or make "
-                "room for more."
+                f"with room for {room} and a window of {self.window}, at most {most} fit. Write fewer at a time, or "
+                "make the cache larger."
             )
         lengths = astype(self.lengths + (new.size if count is None else count), self.lengths.dtype)
         if self.window is None and _known_to_exceed(lengths.array, room):
             raise ValueError(
-                f"KVCache.update: the cache has room for {room} positions, and with {new.size} more there would be "
-                "examples that have come further."
+                f"KVCache.update: the cache has room for {room} positions, and with {new.size} more some examples "
+                "would exceed that."
             )
         if self.lengths.names or count is not None or (self.window is not None and new.size > 1):
             positions = self._counted(new) + self.lengths
@@ -160,7 +161,7 @@ class KVCache(eqx.Module):
                 positions = positions % room
 
             def write(old: NamedArray, new: NamedArray) -> NamedArray:
-                # Padding need not fit.
+                # Padding beyond the end is dropped.
                 return old.at[self.KPos, positions].set(astype(new, old.dtype), mode="drop", unique_indices=True)
         else:
             start = self.lengths if self.window is None else self.lengths % room
@@ -171,10 +172,10 @@ class KVCache(eqx.Module):
         return KVCache(write(self.keys, keys), write(self.values, values), lengths, self.KPos, self.window)
 
     def mask(self, positions: NamedArray) -> NamedArray:
-        """Which positions of the cache queries may attend to: their own and those before, within the window.
+        """Return the mask of positions that queries can attend to: their own and earlier ones, within the window.
 
         Arguments:
-            positions: the position of each query, whose own keys are in the cache by now.
+            positions: the position of each query. The keys of these positions must be in the cache already.
 
         >>> from axonym.nn.attention import KVCache
         >>> cache = KVCache.init((), (), *axn.make_axes(key_pos=3, head_size=1))
@@ -184,7 +185,7 @@ class KVCache(eqx.Module):
         """
         room = self.keys.resolve_axis(self.KPos)
         held = arange(room).broadcast_to((*self.lengths.axes, room))
-        if self.window is not None:  # each place holds the latest of the positions that go there
+        if self.window is not None:  # each slot holds the latest position that was written to it
             latest = self.lengths - 1
             held = latest - (latest - held) % room.size
         held = held.broadcast_to((*union_axes(positions.axes, self.lengths.axes), room))
@@ -192,24 +193,24 @@ class KVCache(eqx.Module):
         return allowed if self.window is None else allowed & (held > positions - self.window) & (held >= 0)
 
     def _counted(self, Pos: Axis) -> NamedArray:
-        """Numbers from 0 along an axis, for each example that has a length of its own."""
+        """Return the numbers from 0 along an axis, broadcast to the axes of `lengths`."""
         return arange(Pos).broadcast_to((*self.lengths.axes, Pos))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _empty(axes: tuple[Axis, ...], dtype: Any) -> NamedArray:
-    """Zeros that are made where they belong; outside of jit they would all be made on one device first."""
+    """Make zeros with the sharding of the active mapping, in jit so that they are not first made on one device."""
     return auto_sharded(zeros(axes, dtype))
 
 
 def _known_to_exceed(lengths: Any, room: int) -> bool:
-    """Whether a length is too large; False where that is not known, as in jit."""
+    """Return whether a length is too large, or False if lengths are not known, as in jit."""
     known = isinstance(lengths, jax.Array) and not isinstance(lengths, Tracer) and lengths.is_fully_addressable
     return known and bool(jnp.max(lengths) > room)
 
 
 def _check_new(label: str, new: NamedArray, old: NamedArray, KPos: str) -> None:
-    """New keys or values have the axes of those in the cache, except that the one of positions may be missing."""
+    """Raise an error unless new keys or values have the axes of the cache; the axis of positions can be missing."""
     missing = [n for n in old.names if n not in new.names and n != KPos]
     extra = [n for n in new.names if n not in old.names]
     if missing or extra:
@@ -217,5 +218,5 @@ def _check_new(label: str, new: NamedArray, old: NamedArray, KPos: str) -> None:
         problems += [f"have {_errors.describe_axes(extra)} besides"] if extra else []
         raise ValueError(
             f"KVCache.update: the {label} {_errors.describe_shape(new.shape)} {' and '.join(problems)}, compared to "
-            f"those of the cache {_errors.describe_shape(old.shape)}. That of positions is {KPos!r}."
+            f"those of the cache {_errors.describe_shape(old.shape)}. The axis of positions is {KPos!r}."
         )

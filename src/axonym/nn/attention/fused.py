@@ -1,7 +1,7 @@
-"""Fused attention, by kernels that others have written.
+"""Fused attention, by the kernels of `jax.nn.dot_product_attention` and splash attention.
 
-A kernel wants arrays of a fixed layout: batch, position, head, feature. Which axis is what follows from the names (see
-`Roles`). Where several axes share a role, one is made of them for the kernel, and taken apart in its result.
+A kernel takes arrays of a fixed layout: batch, position, head, feature. The role of each axis follows from its name
+(see `Roles`). Several axes with one role are merged for the kernel, and split again in its result.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from ...ops._operands import require_subset
 from .masks import Causal, Mask, as_truth_values
 
 Implementation: TypeAlias = Literal["xla", "cudnn", "splash", "fused"]
-"""How attention is fused: see `dot_product_attention`."""
+"""The fused kernels: see `dot_product_attention`."""
 
 PLATFORMS = {"cudnn": "gpu", "splash": "tpu"}
-"""Where kernels run that do not run everywhere."""
+"""The platforms of the kernels that need one."""
 
 
 class Roles(NamedTuple):
-    """What the axes of attention are to a kernel."""
+    """The roles that the axes of attention have in a kernel."""
 
     batch: Names
-    """Those that query, key and value share, but for the last where there are several."""
+    """The axes that query, key and value share, except the last if there are several."""
     heads: Names
-    """The last of several that they share."""
+    """The last of several axes that query, key and value share."""
     group: Names
-    """The query's own, but for its positions."""
+    """The axes of the query alone, except its positions."""
     positions: Names
-    """The query's positions: what a causal mask says they are, or else the longest of its own axes."""
+    """The query's positions: the axis of a causal mask, or else the longest axis of the query alone."""
     keys: Names
     """The positions of keys and values."""
     features: Names
@@ -59,10 +59,10 @@ def fused_attention(
     scaling_factor: float | None,
     refused: Mapping[str, bool],
 ) -> NamedArray:
-    """Attention by a fused kernel.
+    """Compute attention with a fused kernel.
 
     Arguments:
-        implementation: which kernel.
+        implementation: the name of the kernel.
         KPos: the axes of key positions.
         Key: the axis of features.
         query: the queries.
@@ -70,17 +70,17 @@ def fused_attention(
         value: the values.
         mask: the mask.
         bias: the bias.
-        scaling_factor: what scores are multiplied by, or None.
-        refused: arguments that no kernel takes, and whether they were given.
+        scaling_factor: the factor of the scores, or None for the default.
+        refused: the arguments that no kernel takes, and whether they were given.
     """
     what = f"dot_product_attention by implementation={implementation!r}"
     given = [name for name, there in refused.items() if there]
     if given:
         raise ValueError(
-            f"{what}: a fused kernel takes no {' and no '.join(given)}. Leave that out, or use implementation=None, "
-            "which takes everything."
+            f"{what}: a fused kernel takes no {' and no '.join(given)}. Omit these, or use implementation=None, which "
+            "takes every argument."
         )
-    chosen = _available(what, implementation)
+    chosen = _choose_kernel(what, implementation)
     mask = as_truth_values(what, mask)
     causal = mask if isinstance(mask, Causal) else None
     roles = _roles(what, query, key, value, KPos, Key, causal)
@@ -95,7 +95,7 @@ def fused_attention(
         if bias is not None:
             raise ValueError(f"{what}: splash attention takes no bias. Use implementation=None, which does.")
         return splash_attention(query * scale, key, value, extra.get("mask"), roles=roles, causal=_static(causal))
-    if not isinstance(scale, (int, float)):  # cuDNN wants to know it when it compiles
+    if not isinstance(scale, (int, float)):  # a traced scale: cuDNN needs a static one
         query, scale = query * scale, 1.0
     operands = (query, key, value, *extra.values())
     names = tuple(x.names for x in operands)
@@ -103,20 +103,20 @@ def fused_attention(
     return wrap(kernel.call(*(x.array for x in operands)), kernel.names)
 
 
-def _available(what: str, implementation: str) -> str:
-    """The kernel that is meant, which must run here."""
+def _choose_kernel(what: str, implementation: str) -> str:
+    """Return the name of the kernel to use; raise an error if this platform does not have it."""
     platform = jax.default_backend()
     if implementation == "fused":
         return next((name for name, needed in PLATFORMS.items() if needed == platform), "xla")
     if implementation != "xla" and implementation not in PLATFORMS:
         listed = ", ".join(map(repr, (None, "fused", "xla", *PLATFORMS)))
         hint = _errors.suggestion(implementation, ("fused", "xla", *PLATFORMS))
-        raise ValueError(f"{what}: there is no such implementation; there are {listed}.{hint}")
+        raise ValueError(f"{what}: no such implementation; choose one of {listed}.{hint}")
     needed = PLATFORMS.get(implementation, platform)
     if needed != platform:
         raise ValueError(
-            f"{what}: it needs a {needed.upper()}, and this is a {platform.upper()}. implementation='fused' takes what "
-            "the platform has."
+            f"{what}: this kernel needs a {needed.upper()}, and JAX runs on a {platform.upper()}. Use "
+            "implementation='fused' for the kernel of any platform."
         )
     return implementation
 
@@ -126,11 +126,11 @@ class _CausalStatic(NamedTuple):
 
 
 def _static(causal: Causal | None) -> _CausalStatic | None:
-    """What a kernel has to know of a causal mask to be compiled."""
+    """Return the static part of a causal mask, which kernels are compiled for."""
     return None if causal is None else _CausalStatic(causal.window)
 
 
-# --- from names to roles ---
+# --- the roles of axes ---
 
 
 def _roles(
@@ -157,50 +157,50 @@ def _roles(
         )
     own = tuple(n for n in query.names if n not in shared and n != Key)
     if causal is not None and causal.QPos not in own:
-        problems.append(f"the mask is causal in {causal.QPos!r}, which is none of the query's own axes")
+        problems.append(f"the mask is causal in {causal.QPos!r}, which is not an axis of the query alone")
     if causal is not None and len(KPos) != 1:
-        problems.append(f"a causal mask is along one axis of key positions, not {_errors.describe_axes(KPos)}")
+        problems.append(f"a causal mask needs one axis of key positions, not {_errors.describe_axes(KPos)}")
     if problems:
         described = ", ".join(
             f"{label} {_errors.describe_shape(x.shape)}"
             for label, x in (("query", query), ("key", key), ("value", value))
         )
-        raise ValueError(
-            f"{what}: {'; and '.join(problems)}. Given were {described}. implementation=None has no such limits."
-        )
+        raise ValueError(f"{what}: {'; and '.join(problems)}. Got {described}. implementation=None has no such limits.")
     if causal is not None:
         positions = (causal.QPos,)
-    else:  # any choice is right, and a kernel is made for long positions
+    else:  # any choice is correct, and kernels are fastest for long positions
         positions = (max(own, key=query.axis_size),) if own else ()
-    split = len(shared) - 1 if len(shared) > 1 else len(shared)
+    batch_rank = len(shared) - 1 if len(shared) > 1 else len(shared)
     group = tuple(n for n in own if n not in positions)
-    return Roles(shared[:split], shared[split:], group, positions, KPos, (Key,), values)
+    return Roles(shared[:batch_rank], shared[batch_rank:], group, positions, KPos, (Key,), values)
 
 
 def _out_names(query_names: Names, roles: Roles) -> Names:
-    """The result has the layout of the query, with the features of values in the place of its own."""
+    """Return the names of the result: those of the query, with the features of values in place of its own."""
     return tuple(roles.values[0] if n == roles.features[0] else n for n in query_names)
 
 
-def _merged(x: jax.Array, names: Names, parts: Sequence[Names], sizes: Mapping[str, int] | None = None) -> jax.Array:
-    """An array with one dimension for each part, which may be several axes or none.
+def _merge_axes(
+    x: jax.Array, names: Names, parts: Sequence[Names], sizes: Mapping[str, int] | None = None
+) -> jax.Array:
+    """Merge axes into one dimension for each part, which is a group of several axes or none.
 
-    With `sizes`, the array may lack axes: a part of which it has none is one long, of the others it gets all.
+    With `sizes`, the array can lack axes: a part without any of its axes gets size one, other parts are broadcast.
     """
     order = tuple(n for part in parts for n in part)
     x = _kernels.align(x, names, order)
     if sizes is not None:
         full = [[sizes[n] if set(part) & set(names) else 1 for n in part] for part in parts]
         x = jnp.broadcast_to(x, [s for part in full for s in part])
-    where, shape = 0, []
+    position, shape = 0, []
     for part in parts:
-        shape.append(math.prod(x.shape[where : where + len(part)]))
-        where += len(part)
+        shape.append(math.prod(x.shape[position : position + len(part)]))
+        position += len(part)
     return jnp.reshape(x, shape)
 
 
-def _taken_apart(x: jax.Array, parts: Sequence[Names], sizes: Mapping[str, int], names: Names) -> jax.Array:
-    """The other way round."""
+def _split_axes(x: jax.Array, parts: Sequence[Names], sizes: Mapping[str, int], names: Names) -> jax.Array:
+    """Undo `_merge_axes`."""
     order = tuple(n for part in parts for n in part)
     return _kernels.transpose_to(jnp.reshape(x, [sizes[n] for n in order]), order, names)
 
@@ -238,11 +238,11 @@ def _jax_kernel(
         sizes = _sizes(in_names, arrays)
         dtype = jnp.result_type(*arrays[:3])
         merged = [
-            _merged(x.astype(dtype), names, layout) if i < 3 else _merged(x, names, layout, sizes)
+            _merge_axes(x.astype(dtype), names, layout) if i < 3 else _merge_axes(x, names, layout, sizes)
             for i, (x, names, layout) in enumerate(zip(arrays, in_names, layouts, strict=True))
         ]
         result = jax.nn.dot_product_attention(*merged[:3], **dict(zip(extra, merged[3:], strict=True)), **options)
-        return _taken_apart(result, (*layouts[0][:3], roles.values), sizes, out_names)
+        return _split_axes(result, (*layouts[0][:3], roles.values), sizes, out_names)
 
     return _kernels.make_kernel(what, positional, in_names, out_names)
 
@@ -259,35 +259,34 @@ def splash_attention(
     roles: Roles,
     causal: _CausalStatic | None,
 ) -> NamedArray:
-    """Splash attention on every device's part of the operands.
+    """Compute splash attention on every device's shard of the operands.
 
-    No partitioner can look into the kernel, so how it may be split is said: along batch axes and heads, and along the
-    positions of queries where these do not matter to a causal mask.
+    The partitioner cannot shard a Pallas kernel, so this is a custom-partitioned operation. Operands can be sharded
+    over batch axes and heads and, without a causal mask, over the positions of queries.
 
     Arguments:
         query: the queries, scaled.
         key: the keys.
         value: the values.
-        mask: which keys may be attended to by all queries alike, or None.
-        roles: what the axes are.
-        causal: what there is to know of a causal mask, or None.
+        mask: the keys that all queries can attend to, or None.
+        roles: the roles of the axes.
+        causal: the static part of a causal mask, or None.
     """
     if mask is not None and (extra := [n for n in mask.names if n not in (*roles.batch, *roles.keys)]):
         raise ValueError(
-            "dot_product_attention by splash attention: a mask is causal, as `Causal` says it, or the same for all "
-            f"queries of an example; got one with {_errors.describe_axes(extra)}. Use implementation=None, which takes "
-            "any mask."
+            "dot_product_attention by splash attention: a mask must be `Causal`, or the same for all queries of an "
+            f"example; got one with {_errors.describe_axes(extra)}. Use implementation=None, which takes any mask."
         )
-    whole = roles.values if causal is None else (*roles.values, *roles.positions)
+    replicated = roles.values if causal is None else (*roles.values, *roles.positions)
     operands = (query, key, value) if mask is None else (query, key, value, mask)
-    return _splash_operation(whole)(*operands, roles=roles, causal=causal)
+    return _splash_operation(replicated)(*operands, roles=roles, causal=causal)
 
 
 @functools.lru_cache(maxsize=512)
-def _splash_operation(whole: Names) -> Callable[..., NamedArray]:
+def _splash_operation(replicated: Names) -> Callable[..., NamedArray]:
     from ...custom_partitioning import partitioned
 
-    return partitioned(_splash, whole=whole)
+    return partitioned(_splash, whole=replicated)
 
 
 def _splash(
@@ -303,9 +302,9 @@ def _splash(
 
     sizes = {**query.shape, **value.shape}
     layout = (roles.batch, (*roles.heads, *roles.group), roles.positions)
-    q = _merged(query.array, query.names, (*layout, roles.features))
-    k = _merged(key.array, key.names, (roles.batch, roles.heads, roles.keys, roles.features))
-    v = _merged(value.array, value.names, (roles.batch, roles.heads, roles.keys, roles.values))
+    q = _merge_axes(query.array, query.names, (*layout, roles.features))
+    k = _merge_axes(key.array, key.names, (roles.batch, roles.heads, roles.keys, roles.features))
+    v = _merge_axes(value.array, value.names, (roles.batch, roles.heads, roles.keys, roles.values))
     batch, heads, queries, keys = *q.shape[:3], k.shape[2]
     attend: Any = _splash_kernel(heads, queries, keys, causal)
     if mask is None and (causal is None or causal.window is None or queries <= keys):
@@ -313,22 +312,22 @@ def _splash(
     else:
         allowed = jnp.ones((batch, keys), bool)
         if mask is not None:
-            allowed &= _merged(mask.array, mask.names, (roles.batch, roles.keys), sizes | key.shape)
+            allowed &= _merge_axes(mask.array, mask.names, (roles.batch, roles.keys), sizes | key.shape)
         # Queries are in segment 0, and so are the keys that they attend to.
         segments = splash.SegmentIds(jnp.zeros((batch, queries), jnp.int32), (~allowed).astype(jnp.int32))
         result = jax.vmap(attend)(q, k, v, segments)
-        # What the kernel gives for a query without keys has no right gradient.
+        # The kernel's result for a query without keys has a wrong gradient.
         mean = jnp.repeat(jnp.mean(v, 2, keepdims=True), heads // v.shape[1], axis=1)
         result = jnp.where(_has_keys(allowed, queries, causal)[:, None, :, None], result, mean)
     out_names = _out_names(query.names, roles)
-    return wrap(_taken_apart(result, (*layout, roles.values), sizes, out_names), out_names)
+    return wrap(_split_axes(result, (*layout, roles.values), sizes, out_names), out_names)
 
 
 def _has_keys(allowed: jax.Array, queries: int, causal: _CausalStatic | None) -> jax.Array:
-    """Which queries attend to any key, where `allowed` says of each example which keys may be attended to."""
+    """Return for each query whether it attends to any key, given the allowed keys of each example."""
     if causal is None:
         return jnp.broadcast_to(jnp.any(allowed, 1, keepdims=True), (allowed.shape[0], queries))
-    counts = jnp.pad(jnp.cumsum(allowed, 1), ((0, 0), (1, 0)))  # how many there are before each position
+    counts = jnp.pad(jnp.cumsum(allowed, 1), ((0, 0), (1, 0)))  # the number of allowed keys before each position
     ends = np.arange(1, queries + 1)
     starts = np.zeros(queries, int) if causal.window is None else ends - causal.window
     first, last = (np.clip(x, 0, allowed.shape[1]) for x in (starts, ends))
@@ -358,7 +357,7 @@ def _splash_kernel(heads: int, queries: int, keys: int, causal: _CausalStatic | 
 
 
 def _block(label: str, size: int) -> int:
-    """How many positions the kernel takes at a time."""
+    """Return the block size of the kernel."""
     for block in (512, 256, 128):
         if size % block == 0:
             return block

@@ -1,10 +1,10 @@
-"""Masks: which keys a query may attend to.
+"""Attention masks: the keys that each query can attend to.
 
-A mask is a boolean named array, true where attention is allowed, with any of the axes that scores have: those of
-queries, of keys, and batch axes. Masks combine by name. `None` is no mask.
+A mask is a boolean named array, true where attention is allowed, with any of the axes of the scores: the axes of
+queries and keys, and batch axes. Masks are combined by name. `None` is no mask.
 
-A mask that is an array takes as much memory as the scores of one head. Causality need not be written out like that:
-`Causal` only says it, which is what fused kernels want; they never look at the keys a query may not attend to.
+A mask array takes as much memory as the scores of one head. `Causal` describes a causal mask without an array. Fused
+kernels take this form, and skip the keys that a query cannot attend to.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from ...random import bernoulli, uniform
 
 
 def causal_mask(QPos: Axis, KPos: Axis, q_start: NamedOrNumeric = 0, k_start: NamedOrNumeric = 0) -> NamedArray:
-    """A mask by which each query attends to the keys at its own position and before.
+    """Make a mask with which each query attends to the keys at its own position and before.
 
     Arguments:
         QPos: the axis of query positions.
         KPos: the axis of key positions.
-        q_start: the position of the first query. A named array says it for each element of a batch, say.
+        q_start: the position of the first query: a number, or a named array with one for each example of a batch.
         k_start: the position of the first key, likewise.
 
     >>> from axonym.nn.attention import causal_mask
@@ -47,13 +47,13 @@ def causal_mask(QPos: Axis, KPos: Axis, q_start: NamedOrNumeric = 0, k_start: Na
 def sliding_window_mask(
     QPos: Axis, KPos: Axis, window: NamedOrNumeric, q_start: NamedOrNumeric = 0, k_start: NamedOrNumeric = 0
 ) -> NamedArray:
-    """A causal mask by which each query attends to its own position and the `window - 1` positions before it.
+    """Make a causal mask with which each query attends to its own and the `window - 1` positions before.
 
     Arguments:
         QPos: the axis of query positions.
         KPos: the axis of key positions.
-        window: how many keys a query attends to at most.
-        q_start: the position of the first query. A named array says it for each element of a batch, say.
+        window: the largest number of keys that a query attends to.
+        q_start: the position of the first query: a number, or a named array with one for each example of a batch.
         k_start: the position of the first key, likewise.
 
     >>> from axonym.nn.attention import sliding_window_mask
@@ -70,13 +70,13 @@ def prefix_lm_mask(
     q_start: NamedOrNumeric = 0,
     k_start: NamedOrNumeric = 0,
 ) -> NamedArray:
-    """A causal mask but for the first positions, to which every query attends.
+    """Make a causal mask with a prefix that every query attends to.
 
     Arguments:
         QSeqLen: the axis of query positions.
         KSeqLen: the axis of key positions.
-        prefix_len: how many positions the prefix has, counted from position 0. A named array says it for each element
-            of a batch, say.
+        prefix_len: the length of the prefix, from position 0: a number, or a named array with one for each example of a
+            batch.
         q_start: the position of the first query, likewise.
         k_start: the position of the first key, likewise.
 
@@ -100,7 +100,7 @@ def _with_prefix(q: jax.Array, k: jax.Array, prefix_len: jax.Array) -> jax.Array
 
 
 def _by_position(what: str, rule: Callable[..., jax.Array], QPos: Axis, KPos: Axis, *numbers: Any) -> NamedArray:
-    """A mask from a rule on the positions of query and key, and further numbers; two of these say where both start."""
+    """Make a mask from a rule on the positions of query and key; the first two numbers are their start positions."""
     operands = [operand(x) for x in numbers]
     q, k = one_axis(what, "QPos", QPos), one_axis(what, "KPos", KPos)
     kernel = _position_kernel(what, rule, q, k, tuple(names for _, names in operands))
@@ -126,14 +126,14 @@ def _position_kernel(
 
 
 class Causal(eqx.Module):
-    """A causal mask that is not written out, for `dot_product_attention`.
+    """A causal mask without an array, for `dot_product_attention`.
 
-    Both queries and keys start at position 0. Where they do not, as in decoding, use an array: `causal_mask`, or the
+    Both queries and keys start at position 0. For other positions, as in decoding, use an array: `causal_mask`, or the
     mask of a `KVCache`.
 
     Arguments:
         QPos: the axis of query positions.
-        window: how many keys a query attends to at most, its own position among them; all by default.
+        window: the largest number of keys that a query attends to, including its own position; all by default.
         also: a further mask, true where attention is allowed.
 
     >>> from axonym.nn.attention import Causal
@@ -148,13 +148,13 @@ class Causal(eqx.Module):
 
     def __init__(self, QPos: AxisSelector, window: int | None = None, also: NamedArray | None = None):
         if window is not None and window < 1:
-            raise ValueError(f"Causal: a query attends to one key at least, got a window of {window}.")
+            raise ValueError(f"Causal: the window must be at least 1, got {window}.")
         self.QPos = name_of(QPos)
         self.window = window
         self.also = also
 
     def written_out(self, QPos: Axis, KPos: Axis) -> NamedArray:
-        """The mask as an array.
+        """Return the mask as an array.
 
         Arguments:
             QPos: the axis of query positions.
@@ -176,7 +176,7 @@ Mask: TypeAlias = NamedArray | Causal | None
 
 
 def as_truth_values(what: str, mask: Mask) -> Mask:
-    """The mask, of which every array has truth values; numbers other than integers are taken for a mistake."""
+    """Convert a mask of integers to booleans, and raise an error for other numbers."""
     if isinstance(mask, Causal):
         also: Any = as_truth_values(what, mask.also)
         return mask if also is mask.also else Causal(mask.QPos, mask.window, also)
@@ -185,23 +185,24 @@ def as_truth_values(what: str, mask: Mask) -> Mask:
     if jnp.issubdtype(mask.dtype, jnp.integer):
         return not_equal(mask, 0)
     raise TypeError(
-        f"{what}: a mask is true where attention is allowed, got {mask}. Numbers that are added to scores are a `bias`."
+        f"{what}: a mask must be boolean, true where attention is allowed, got {mask}. To add numbers to scores, pass "
+        "`bias`."
     )
 
 
-# --- at random ---
+# --- random masks ---
 
 
 def forgetful_causal_mask(KPos: Axis, mask_prob: float, sample_prob: bool = True, *, key: Any) -> NamedArray:
-    """A mask that hides keys at random, the same for every query, but never the first key.
+    """Make a mask that hides random keys, the same for every query, but never the first key.
 
-    It is meant for training, instead of dropout of attention weights, and is combined with a causal mask (Forgetful
+    Use this mask in training, instead of dropout of attention weights, and combine it with a causal mask (Forgetful
     Causal Masking, arXiv:2210.13432).
 
     Arguments:
         KPos: the axis of key positions.
-        mask_prob: how likely a key is hidden.
-        sample_prob: draw that probability itself, evenly from 0 to `mask_prob`.
+        mask_prob: the probability that a key is hidden.
+        sample_prob: whether to draw that probability itself, uniformly from 0 to `mask_prob`.
         key: a random key.
 
     >>> from axonym.nn.attention import forgetful_causal_mask
@@ -217,11 +218,11 @@ def forgetful_causal_mask(KPos: Axis, mask_prob: float, sample_prob: bool = True
 
 
 def dropout_mask(axes: AxisSpec, dropout_rate: float, *, key: Any) -> NamedArray:
-    """A mask that is false at random.
+    """Make a mask with random false elements.
 
     Arguments:
         axes: the axes of the mask.
-        dropout_rate: how likely an element is false.
+        dropout_rate: the probability that an element is false.
         key: a random key.
 
     >>> from axonym.nn.attention import dropout_mask
@@ -235,7 +236,7 @@ def dropout_mask(axes: AxisSpec, dropout_rate: float, *, key: Any) -> NamedArray
 
 
 def combine_masks_and(mask1: Mask, mask2: Mask) -> Any:
-    """A mask that allows what both allow. Where one is None, it is the other.
+    """Combine two masks into one that allows what both allow. If one is None, return the other.
 
     Arguments:
         mask1: a mask.
@@ -256,15 +257,15 @@ def combine_masks_and(mask1: Mask, mask2: Mask) -> Any:
         return Causal(mask1.QPos, mask1.window, combine_masks_and(mask1.also, mask2))
     if mask1.QPos != mask2.QPos:
         raise ValueError(
-            f"combine_masks_and: one mask is causal in {mask1.QPos!r}, the other in {mask2.QPos!r}. Write one of them "
-            "out as an array first, with `written_out`."
+            f"combine_masks_and: one mask is causal in {mask1.QPos!r}, the other in {mask2.QPos!r}. Convert one of "
+            "them to an array first, with `written_out`."
         )
     windows = [m.window for m in (mask1, mask2) if m.window is not None]
     return Causal(mask1.QPos, min(windows, default=None), combine_masks_and(mask1.also, mask2.also))
 
 
 def combine_masks_or(mask1: NamedArray | None, mask2: NamedArray | None) -> NamedArray | None:
-    """A mask that allows what either allows. Where one is None, it is the other.
+    """Combine two masks into one that allows what either allows. If one is None, return the other.
 
     Arguments:
         mask1: a mask.
@@ -278,7 +279,8 @@ def combine_masks_or(mask1: NamedArray | None, mask2: NamedArray | None) -> Name
         return mask2 if mask1 is None else mask1
     if isinstance(mask1, Causal) or isinstance(mask2, Causal):
         raise TypeError(
-            "combine_masks_or: a Causal mask can only be narrowed. Make it an array first: `written_out(QPos, KPos)`."
+            "combine_masks_or: a Causal mask cannot be combined by or. Convert it to an array first: "
+            "`written_out(QPos, KPos)`."
         )
     return _combined(logical_or, mask1, mask2)
 

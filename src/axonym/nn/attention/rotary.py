@@ -1,12 +1,11 @@
-"""Rotary position embeddings: pairs of features turned by an angle that grows with the position.
+"""Rotary position embeddings: pairs of features are rotated by an angle that grows with the position.
 
-Feature pair `i` at position `p` is turned by `p * frequency[i]`, so that the product of a query and a key depends on
-how far apart they are, not on where they are. Which features make a pair is a convention. By default it is that of
-published checkpoints in the format of Hugging Face, feature `i` with feature `i + size / 2`; `interleaved=True` pairs
-neighbours, as in the original paper.
+Feature pair `i` at position `p` is rotated by `p * frequency[i]`, so the product of a query and a key depends on their
+distance, not on their positions. By default, feature `i` is paired with feature `i + size / 2`, as in published
+checkpoints in the format of Hugging Face; `interleaved=True` pairs neighbours, as in the original paper.
 
-How frequencies follow from the size of a head is a configuration: `Rotary` itself, or one of its kinds that stretch a
-model to longer texts than it was trained on.
+The frequencies are given by a configuration: `Rotary`, or a subclass that extends a model to longer contexts than it
+was trained on.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from ...ops.creation import arange
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Rotary embeddings as they were first published.
+    """Rotary embeddings as first published.
 
     Arguments:
         theta: the base: frequencies fall from 1 to about `1 / theta`.
-        partial_rotary_factor: the fraction of a head that is turned; the rest, its end, stays as it is.
-        interleaved: make pairs of neighbouring features.
+        partial_rotary_factor: the fraction of a head that is rotated; the rest, at its end, is unchanged.
+        interleaved: whether to pair neighbouring features.
 
     >>> from axonym.nn.attention import Rotary
     >>> Rotary().frequencies(4)
@@ -49,10 +48,10 @@ class Rotary:
     rope_type: ClassVar[str] = "default"
 
     def frequencies(self, size: int) -> np.ndarray:
-        """The angle by which each pair of features is turned from one position to the next.
+        """Return the angle by which each pair of features is rotated per position.
 
         Arguments:
-            size: how many features are turned.
+            size: the number of features that are rotated.
 
         >>> from axonym.nn.attention import LinearRotary
         >>> LinearRotary(factor=2.0).frequencies(4)
@@ -62,7 +61,7 @@ class Rotary:
 
     @property
     def magnitude(self) -> float:
-        """What queries and keys are multiplied by besides being turned.
+        """Return the factor of queries and keys, besides their rotation.
 
         >>> from axonym.nn.attention import YarnRotary
         >>> round(YarnRotary(factor=4.0).magnitude, 4)
@@ -75,7 +74,7 @@ class Rotary:
         """Read the `rope_parameters` or `rope_scaling` of a model configuration in the format of Hugging Face.
 
         Arguments:
-            config: the entry, or None for plain rotary embeddings. What it says and is not known here is an error.
+            config: the entry, or None for plain rotary embeddings. Unknown keys are an error.
             theta: the base, which older configurations have outside of that entry, as `rope_theta`.
             **options: further fields, such as `interleaved`.
 
@@ -89,7 +88,7 @@ class Rotary:
         if kind not in KINDS:
             listed = ", ".join(KINDS)
             raise ValueError(
-                f"Rotary.from_config: the kinds {listed} are known, got {kind!r}.{_errors.suggestion(str(kind), KINDS)}"
+                f"Rotary.from_config: unknown kind {kind!r}, not one of {listed}.{_errors.suggestion(str(kind), KINDS)}"
             )
         if "rope_theta" in given:
             given["theta"] = given.pop("rope_theta")
@@ -106,7 +105,7 @@ class Rotary:
         return KINDS[kind](**{name: value for name, value in given.items() if value is not None})
 
     def to_config(self) -> dict[str, Any]:
-        """The configuration as `from_config` and other libraries read it.
+        """Return the configuration in the form that `from_config` and other libraries read.
 
         >>> from axonym.nn.attention import Rotary
         >>> Rotary(theta=5e5).to_config()
@@ -129,9 +128,9 @@ class LinearRotary(Rotary):
 
     Arguments:
         theta: the base.
-        partial_rotary_factor: the fraction of a head that is turned.
-        interleaved: make pairs of neighbouring features.
-        factor: what positions are divided by.
+        partial_rotary_factor: the fraction of a head that is rotated.
+        interleaved: whether to pair neighbouring features.
+        factor: the number that positions are divided by.
 
     >>> from axonym.nn.attention import LinearRotary
     >>> LinearRotary(factor=4.0).frequencies(2)
@@ -150,17 +149,17 @@ class LinearRotary(Rotary):
 class Llama3Rotary(Rotary):
     """Rotary embeddings as in Llama 3.1: low frequencies are divided by a factor, high ones kept.
 
-    A frequency that turns fewer than `low_freq_factor` times over the context of training is low, one that turns more
-    than `high_freq_factor` times is high. In between, the two are mixed.
+    A frequency with fewer than `low_freq_factor` rotations over the training context is low, one with more than
+    `high_freq_factor` rotations is high. In between, both are interpolated.
 
     Arguments:
         theta: the base.
-        partial_rotary_factor: the fraction of a head that is turned.
-        interleaved: make pairs of neighbouring features.
-        factor: what low frequencies are divided by.
-        low_freq_factor: up to how many turns a frequency is low.
-        high_freq_factor: from how many turns on it is high.
-        original_max_position_embeddings: the context of training, in positions.
+        partial_rotary_factor: the fraction of a head that is rotated.
+        interleaved: whether to pair neighbouring features.
+        factor: the number that low frequencies are divided by.
+        low_freq_factor: the number of rotations below which a frequency is low.
+        high_freq_factor: the number of rotations above which a frequency is high.
+        original_max_position_embeddings: the length of the training context.
 
     >>> from axonym.nn.attention import Llama3Rotary, Rotary
     >>> Rotary().frequencies(4), Llama3Rotary(factor=8.0, original_max_position_embeddings=256).frequencies(4)
@@ -185,21 +184,21 @@ class Llama3Rotary(Rotary):
 class YarnRotary(Rotary):
     """Rotary embeddings as in YaRN: low frequencies are divided by a factor, and scores are sharpened.
 
-    Frequencies of more than `beta_fast` turns over the context of training are kept, those of fewer than `beta_slow`
-    are divided. In between, the two are mixed.
+    Frequencies with more than `beta_fast` rotations over the training context are kept, those with fewer than
+    `beta_slow` are divided. In between, both are interpolated.
 
     Arguments:
         theta: the base.
-        partial_rotary_factor: the fraction of a head that is turned.
-        interleaved: make pairs of neighbouring features.
-        factor: what low frequencies are divided by.
-        original_max_position_embeddings: the context of training, in positions.
-        beta_fast: from how many turns on a frequency is kept.
-        beta_slow: up to how many turns it is divided.
-        attention_factor: what queries and keys are multiplied by; by default it follows from the factor.
-        mscale: with `mscale_all_dim`, another way to say that: how it grows with the factor.
-        mscale_all_dim: what `mscale` is relative to.
-        truncate: let the ramp begin and end at whole pairs.
+        partial_rotary_factor: the fraction of a head that is rotated.
+        interleaved: whether to pair neighbouring features.
+        factor: the number that low frequencies are divided by.
+        original_max_position_embeddings: the length of the training context.
+        beta_fast: the number of rotations above which a frequency is kept.
+        beta_slow: the number of rotations below which a frequency is divided.
+        attention_factor: the factor of queries and keys; by default computed from `factor`.
+        mscale: with `mscale_all_dim`, another way to give `attention_factor`: the growth with `factor`.
+        mscale_all_dim: the growth that `mscale` is relative to.
+        truncate: whether the interpolation begins and ends at whole pairs.
 
     >>> from axonym.nn.attention import YarnRotary
     >>> YarnRotary(factor=4.0, original_max_position_embeddings=64).frequencies(4)
@@ -219,18 +218,18 @@ class YarnRotary(Rotary):
 
     def frequencies(self, size: int) -> np.ndarray:
         plain = super().frequencies(size)
-        low, high = (self._pair_that_turns(turns, size) for turns in (self.beta_fast, self.beta_slow))
+        low, high = (self._pair_with_rotations(count, size) for count in (self.beta_fast, self.beta_slow))
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, size - 1)
-        width = high - low or 0.001  # a step, where the ramp has no width
+        width = high - low or 0.001  # a step if low and high are equal
         divided = np.clip((np.arange(size // 2) - low) / width, 0, 1)
         return plain * (1 - divided + divided / self.factor)
 
-    def _pair_that_turns(self, turns: float, size: int) -> float:
-        """The number, with a fraction, of the pair that turns that often over the context of training."""
+    def _pair_with_rotations(self, count: float, size: int) -> float:
+        """Return the index, with a fraction, of the pair with that many rotations over the training context."""
         return (
-            size * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+            size * math.log(self.original_max_position_embeddings / (count * 2 * math.pi)) / (2 * math.log(self.theta))
         )
 
     @property
@@ -248,7 +247,7 @@ class YarnRotary(Rotary):
 KINDS: Mapping[str, type[Rotary]] = types.MappingProxyType(
     {kind.rope_type: kind for kind in (Rotary, LinearRotary, Llama3Rotary, YarnRotary)}
 )
-"""The kinds of configuration, by the names they have in model configurations."""
+"""The classes of configurations, by their names in model configurations."""
 
 
 def apply_rotary(
@@ -257,16 +256,16 @@ def apply_rotary(
     positions: NamedArray | AxisSelector,
     config: Rotary = Rotary(),
 ) -> NamedArray:
-    """Turn the features of queries or keys by their positions.
+    """Rotate the features of queries or keys by their positions.
 
     Angles and products are computed in float32 at least; the result has the dtype of `x`.
 
     Arguments:
         x: queries or keys.
         HeadDim: the axis of features.
-        positions: the position of each query or key, along axes of `x`. An axis alone stands for positions counted
-            from 0 along it.
-        config: how fast features turn.
+        positions: the position of each query or key, along axes of `x`. An axis stands for positions from 0 along that
+            axis.
+        config: the frequencies.
 
     >>> from axonym.nn.attention import apply_rotary
     >>> x = axn.named([[1.0, 0.0], [1.0, 0.0]], ("pos", "head_size"))
@@ -292,8 +291,8 @@ def _rotary_kernel(names: Names, position_names: Names, HeadDim: AxisSelector, c
         size = int(x.shape[where] * config.partial_rotary_factor)
         if size % 2:
             raise ValueError(
-                f"{what}: features are turned in pairs, but of axis {features!r} {size} features are to be turned, an "
-                f"odd number: {_errors.describe_axes(names, x.shape)}, partial_rotary_factor="
+                f"{what}: features are rotated in pairs, but {size} features of axis {features!r} are to be rotated, "
+                f"an odd number: {_errors.describe_axes(names, x.shape)}, partial_rotary_factor="
                 f"{config.partial_rotary_factor}."
             )
         dtype = jnp.promote_types(x.dtype, jnp.float32)
@@ -303,14 +302,14 @@ def _rotary_kernel(names: Names, position_names: Names, HeadDim: AxisSelector, c
         cos, sin = jnp.cos(angles) * config.magnitude, jnp.sin(angles) * config.magnitude
         rest = x.shape[where] - size
         turned, *kept = jax.lax.split(x, (size, rest), axis=where) if rest else [x]
-        turned = _turn(turned.astype(dtype), cos, sin, where, config.interleaved).astype(x.dtype)
+        turned = _rotate(turned.astype(dtype), cos, sin, where, config.interleaved).astype(x.dtype)
         return jax.lax.concatenate([turned, *kept], where) if rest else turned
 
     return _kernels.make_kernel(what, positional, (names, position_names), names, selection=HeadDim)
 
 
-def _turn(x: jax.Array, cos: jax.Array, sin: jax.Array, axis: int, interleaved: bool) -> jax.Array:
-    """Pairs of features turned: those half the axis apart, or neighbours."""
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, axis: int, interleaved: bool) -> jax.Array:
+    """Rotate pairs of features: those half the axis apart, or neighbours."""
     half = x.shape[axis] // 2
     if interleaved:
         pairs = jnp.reshape(x, (*x.shape[:axis], half, 2, *x.shape[axis + 1 :]))
