@@ -293,11 +293,11 @@ def _resized(x: NamedArray, old: Axis, new: Axis, key: jax.Array | None) -> Name
 # --- static and dynamic parts ---
 
 
-def hashable_partition(pytree: Any, filter_spec: Any) -> tuple[Any, Any]:
+def hashable_partition(tree: Any, filter_spec: Any) -> tuple[Any, Any]:
     """Partition a tree as `equinox.partition` does, into dynamic leaves and a hashable static part.
 
     Arguments:
-        pytree: a tree.
+        tree: a tree.
         filter_spec: the dynamic leaves: a function of a leaf, or a tree prefix of booleans.
 
     >>> import equinox as eqx
@@ -307,7 +307,7 @@ def hashable_partition(pytree: Any, filter_spec: Any) -> tuple[Any, Any]:
     >>> hash(static) == hash(static)
     True
     """
-    dynamic, static = eqx.partition(pytree, filter_spec)
+    dynamic, static = eqx.partition(tree, filter_spec)
     found, treedef = jax.tree.flatten_with_path(static)
     wrong = [f"{_path(path)} ({type(x).__name__})" for path, x in found if not _hashable(x)]
     if wrong:
