@@ -117,7 +117,7 @@ def test_groups_are_of_consecutive_heads() -> None:
     query = draw(Batch, Pos, axn.Axis("q_heads", 6), Size)
     grouped = group_heads(query, "q_heads", Heads, "group")
     assert_named(grouped, axn.named(query.array.reshape(2, 4, 2, 3, 8), (Batch, Pos, Heads, Group, Size)))
-    with pytest.raises(ValueError, match="6 heads of axis 'q_heads' do not make 4 equal groups"):
+    with pytest.raises(ValueError, match="6 heads of axis 'q_heads' cannot be split into 4 equal groups"):
         group_heads(query, "q_heads", axn.Axis("heads", 4))
     with pytest.raises(ValueError, match="'group' has conflicting sizes: 2 in the argument, 3 in the result"):
         group_heads(query, "q_heads", Heads, axn.Axis("group", 2))
@@ -238,7 +238,7 @@ def test_alibi_is_a_matter_of_distance() -> None:
         (lambda: dot_product_attention(KPos, Size, Q, K, V, Causal("time")), "no axis 'time' in"),
         (
             lambda: dot_product_attention(("key_pos", "heads"), Size, Q["heads", 0], K, V, Causal("pos")),
-            r"a Causal mask is along one axis of key positions, got \(key_pos, heads\)",
+            r"a Causal mask needs one axis of key positions, got \(key_pos, heads\)",
         ),
     ],
 )

@@ -1,20 +1,20 @@
-"""Scaled dot-product attention by name.
+"""Scaled dot-product attention by axis names.
 
-An axis is told from its name alone:
+The role of an axis follows from its name:
 
 | an axis of                             | is                                                                     |
 |----------------------------------------|------------------------------------------------------------------------|
 | `Key`                                  | summed over in the product of query and key: the size of a head        |
 | `KPos`                                 | attended to: the positions of keys and values                          |
 | query, key and value                   | a batch axis: examples, heads                                          |
-| query alone                            | the query's own: its positions, the heads that share a key             |
-| value alone                            | the value's own                                                        |
+| query alone                            | kept in the result: positions, the heads that share a key              |
+| value alone                            | kept in the result                                                     |
 
-So grouped-query attention needs no repeated keys. The query has both axes, that of key-value heads and that of the
-heads in a group (see `group_heads`); the key and the value have only the former. Keys and values without any axis of
-heads are shared by all heads of the query.
+So grouped-query attention needs no repeated keys. The query has an axis of key-value heads and an axis of the heads in
+a group (see `group_heads`); the key and the value have only the former. Keys and values without an axis of heads are
+shared by all heads of the query.
 
-A query that may attend to nothing gets the mean of all values, as with `jax.nn.dot_product_attention`: never NaN.
+A query that can attend to nothing gets the mean of all values, as in `jax.nn.dot_product_attention`, never NaN.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def dot_product_attention(
     prng: Any = None,
     implementation: Implementation | None = None,
 ) -> NamedArray:
-    """Values averaged by how well their keys match a query: scaled dot-product attention.
+    """Compute scaled dot-product attention: for each query, the mean of values weighted by how well their keys match.
 
     The result has the layout of the query.
 
@@ -70,16 +70,16 @@ def dot_product_attention(
         mask: true where attention is allowed; an array with any axes of the scores, or `Causal`.
         bias: added to the scores before they are masked.
         attention_dtype: the dtype of scores and softmax; that of query and key by default. With float32, half-precision
-            queries and keys are multiplied as they are and summed up in float32.
-        precision: of the products, as in `jax.lax.dot_general`.
-        dropout: how likely a weight is dropped in training.
-        scaling_factor: what scores are multiplied by; one over the square root of the size of `Key` by default.
-        inference: True turns dropout off.
+            queries and keys are multiplied without a cast, and accumulated in float32.
+        precision: the precision of the products, as in `jax.lax.dot_general`.
+        dropout: the probability that a weight is dropped in training.
+        scaling_factor: the factor of the scores; one over the square root of the size of `Key` by default.
+        inference: whether to turn dropout off.
         prng: a random key for dropout.
-        implementation: None computes by named operations, on any mesh and differentiable any number of times. "cudnn"
-            and "splash" are kernels for GPUs and TPUs that never have all scores in memory; "fused" is that of the
-            platform, and "xla" where it has none. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`. All of
-            these have their softmax in float32. What one of them cannot do is an error.
+        implementation: None computes with named operations, on any mesh and differentiable any number of times. "cudnn"
+            and "splash" are kernels for GPUs and TPUs that never store all scores; "fused" is the kernel of the
+            platform, or "xla" if there is none. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`. All
+            kernels compute the softmax in float32. Arguments that a kernel does not support are an error.
 
     >>> from axonym.nn.attention import Causal, dot_product_attention
     >>> q = axn.ones({"pos": 2, "heads": 2, "head_size": 4})
@@ -97,7 +97,7 @@ def dot_product_attention(
         return fused_attention(
             implementation, positions, features, query, key, value, mask, bias, scaling_factor, refused
         )
-    key, value = (_whole_where_taken(x, positions, query) for x in (key, value))
+    key, value = (_gather_shared_positions(x, positions, query) for x in (key, value))
     weights = _weights(what, query, key, features, positions, mask, bias, attention_dtype, precision, scaling_factor)
     if dropping:
         if prng is None:
@@ -121,9 +121,9 @@ def dot_product_attention_weights(
     precision: Any = None,
     scaling_factor: float | None = None,
 ) -> NamedArray:
-    """The weights of attention: for each query, how much of each value it takes.
+    """Compute the attention weights: for each query, the weight of each value.
 
-    They have the layout of the query, with `KPos` at the end. Note the order of the arguments, which is not that of
+    The result has the layout of the query, with `KPos` at the end. The order of the arguments differs from that of
     `dot_product_attention`.
 
     Arguments:
@@ -134,8 +134,8 @@ def dot_product_attention_weights(
         mask: true where attention is allowed; an array with any axes of the scores, or `Causal`.
         bias: added to the scores before they are masked.
         attention_dtype: the dtype of scores and softmax; that of query and key by default.
-        precision: of the product, as in `jax.lax.dot_general`.
-        scaling_factor: what scores are multiplied by; one over the square root of the size of `Key` by default.
+        precision: the precision of the product, as in `jax.lax.dot_general`.
+        scaling_factor: the factor of the scores; one over the square root of the size of `Key` by default.
 
     >>> from axonym.nn.attention import dot_product_attention_weights
     >>> q, k = axn.ones({"pos": 1, "head_size": 4}), axn.ones({"key_pos": 2, "head_size": 4})
@@ -144,7 +144,7 @@ def dot_product_attention_weights(
     """
     what = "dot_product_attention_weights"
     features, positions = _checked_axes(what, Key, KPos, query, key)
-    key = _whole_where_taken(key, positions, query)
+    key = _gather_shared_positions(key, positions, query)
     weights = _weights(what, query, key, features, positions, mask, bias, attention_dtype, precision, scaling_factor)
     kept = tuple(n for n in query.names if n != features)
     own = tuple(n for n in key.names if n not in (*kept, *positions, features))
@@ -157,15 +157,15 @@ def group_heads(
     KVHeads: Axis,
     HeadsPerGroup: AxisSelector = "heads_per_group",
 ) -> NamedArray:
-    """The query with its heads in groups, one for each head of keys and values.
+    """Split the heads of a query into groups, one for each head of keys and values.
 
-    Consecutive heads form a group, as in published checkpoints. Undo it with `flatten_axes`.
+    Consecutive heads form a group, as in published checkpoints. `flatten_axes` is the inverse.
 
     Arguments:
         query: the queries, with one axis of heads.
-        Heads: that axis.
+        Heads: the axis of heads.
         KVHeads: the axis of heads that key and value have.
-        HeadsPerGroup: what the axis of heads in a group is called.
+        HeadsPerGroup: the axis of heads in a group, or its name.
 
     >>> from axonym.nn.attention import group_heads
     >>> q = axn.ones({"pos": 3, "heads": 8, "head_size": 4})
@@ -175,8 +175,8 @@ def group_heads(
     heads = require_named("group_heads", query).resolve_axis(Heads)
     if KVHeads.size == 0 or heads.size % KVHeads.size:
         raise ValueError(
-            f"group_heads: {heads.size} heads of axis {heads.name!r} do not make {KVHeads.size} equal groups, one for "
-            f"each of {KVHeads}."
+            f"group_heads: the {heads.size} heads of axis {heads.name!r} cannot be split into {KVHeads.size} equal "
+            f"groups, one for each of {KVHeads}."
         )
     group = Axis(name_of(HeadsPerGroup), heads.size // KVHeads.size)
     if isinstance(HeadsPerGroup, Axis) and HeadsPerGroup is not group:
@@ -200,7 +200,7 @@ def _weights(
     precision: Any,
     scaling_factor: float | None,
 ) -> NamedArray:
-    """The weights, in the layout of the product of query and key: batch axes, the query's own, the key's own."""
+    """Compute the weights, with the batch axes first, then the other axes of the query, then those of the key."""
     dtype = jnp.result_type(query.dtype, key.dtype)
     wide = dtype if attention_dtype is None else dtype_key(attention_dtype)
     if jnp.promote_types(dtype, wide) != wide:
@@ -214,26 +214,26 @@ def _weights(
         scores = scores + bias
     mask = as_truth_values(what, mask)
     if mask is not None:
-        allowed = _written_out(what, mask, query, key, KPos)
+        allowed = _mask_array(what, mask, query, key, KPos)
         require_subset(what, "mask", allowed.names, scores.names)
-        # A finite number, so that a row of nothing else has a softmax, and a gradient.
+        # A finite number, so that softmax and its gradient are finite for a query that can attend to nothing.
         scores = where(allowed, scores, float(jnp.finfo(scores.dtype).min))
     return astype(softmax(scores, KPos), dtype)
 
 
-def _written_out(what: str, mask: NamedArray | Causal, query: NamedArray, key: NamedArray, KPos: Names) -> NamedArray:
-    """The mask as an array."""
+def _mask_array(what: str, mask: NamedArray | Causal, query: NamedArray, key: NamedArray, KPos: Names) -> NamedArray:
+    """Return the mask as an array."""
     if isinstance(mask, Causal):
         if len(KPos) != 1:
             raise ValueError(
-                f"{what}: a Causal mask is along one axis of key positions, got {_errors.describe_axes(KPos)}."
+                f"{what}: a Causal mask needs one axis of key positions, got {_errors.describe_axes(KPos)}."
             )
         return mask.written_out(query.resolve_axis(mask.QPos), key.resolve_axis(KPos[0]))
     return mask
 
 
 def _checked_axes(what: str, Key: AxisSelector, KPos: AxisSelection, *arrays: NamedArray) -> tuple[str, Names]:
-    """The names of `Key` and `KPos`, once every array has the axes it needs and no others that would be mistaken."""
+    """Return the names of `Key` and `KPos`; raise an error if an array lacks them or the query has `KPos`."""
     query, *others = [require_named(what, x) for x in arrays]
     labelled = dict(zip(("key", "value"), others, strict=False))
     positions = tuple(name_of(s) for s in selectors(KPos))
@@ -246,22 +246,22 @@ def _checked_axes(what: str, Key: AxisSelector, KPos: AxisSelection, *arrays: Na
         n = taken[0]
         raise ValueError(
             f"{what}: {_errors.describe_axes(taken)} of KPos is an axis of the query, too: "
-            f"{_errors.describe_shape(query.shape)}. What is attended to needs a name of its own. For self-attention, "
+            f"{_errors.describe_shape(query.shape)}. The positions of keys need another name. For self-attention, "
             f"rename the axis of key and value, as in `key.rename({{{n!r}: 'key_{n}'}})`."
         )
     return name_of(Key), positions
 
 
 def _look_up(what: str, x: NamedArray, selection: AxisSelection) -> None:
-    """Raises where an array lacks axes, or has them in other sizes."""
+    """Raise an error if an array lacks axes, or has them with other sizes."""
     resolve(x.names, jnp.shape(x.array), selection, what)
 
 
-def _whole_where_taken(x: NamedArray, KPos: Names, query: NamedArray) -> NamedArray:
-    """Keys or values, gathered along positions that are split over a mesh axis that splits the query.
+def _gather_shared_positions(x: NamedArray, KPos: Names, query: NamedArray) -> NamedArray:
+    """All-gather keys or values along positions, over the mesh axes that the query is sharded over.
 
-    Where the positions of queries and of keys are split over one mesh axis, scores cannot be split over it twice. It is
-    the query that says how the result is split. On Auto mesh axes, the partitioner finds out itself.
+    If the positions of queries and keys are sharded over one mesh axis, the scores cannot be sharded over this axis
+    twice. The sharding of the result follows that of the query. On Auto mesh axes, the partitioner decides.
     """
     if _mesh_axes.explicit_mesh((x.array, query.array)) is None:
         return x
