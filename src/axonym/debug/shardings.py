@@ -175,11 +175,11 @@ def _draw_leaf(leaf: Leaf, sharding: Sharding | None) -> list[str]:
 def _describe_axes(names: Sequence[str] | None, shape: Sequence[int], sharding: Sharding) -> list[str]:
     """Describe each sharded axis in a line."""
     lines = []
-    for i, parts in _sharded_axes(shape, sharding).items():
-        how = f"in {len(parts)} shards"
+    for i, ranges in _sharded_axes(shape, sharding).items():
+        how = f"in {len(ranges)} shards"
         if isinstance(sharding, NamedSharding):
             how = "over " + ", ".join(f"{a}={sharding.mesh.shape[a]}" for a in mesh_axes(sharding.spec[i]))
-        sizes = " or ".join(str(n) for n in sorted({stop - start for start, stop in parts}, reverse=True))
+        sizes = " or ".join(str(n) for n in sorted({stop - start for start, stop in ranges}, reverse=True))
         lines.append(f"  {_label(i, names, shape)}={shape[i]} {how}, {sizes} on each")
     return lines
 

@@ -66,7 +66,7 @@ def unstack(what: str, layers: Axis, args: tuple[Any, ...], kwargs: Mapping[str,
     parts = []
     for leaf in leaves:
         x = _as_stacked(layers, leaf)
-        parts.append([leaf] * layers.size if x is None else [_like(leaf, part) for part in _parts(layers, x)])
+        parts.append([leaf] * layers.size if x is None else [_as_leaf(leaf, part) for part in _slices(layers, x)])
     return [jax.tree.unflatten(structure, [of_leaf[i] for of_leaf in parts]) for i in range(layers.size)]
 
 
@@ -92,7 +92,7 @@ def take_layer(what: str, layers: Axis, tree: Any, i: Any) -> Any:
         x = _as_stacked(layers, leaf)
         if x is None:
             return leaf
-        return _like(leaf, index(x, {layers.name: i}) if isinstance(x.array, jax.Array) else _parts(layers, x)[i])
+        return _as_leaf(leaf, index(x, {layers.name: i}) if isinstance(x.array, jax.Array) else _slices(layers, x)[i])
 
     return jax.tree.map(of_leaf, tree, is_leaf=is_named_array)
 
@@ -112,7 +112,7 @@ def _dimensions(count: int) -> tuple[str, ...]:
     return tuple(f"dimension {i}" for i in range(count))
 
 
-def _like(leaf: Any, part: NamedArray) -> Any:
+def _as_leaf(leaf: Any, part: NamedArray) -> Any:
     return part if isinstance(leaf, NamedArray) else part.array
 
 
@@ -123,7 +123,7 @@ def _size(layers: Axis, leaf: Any) -> int | None:
     return None if x is None or shape is None else shape[x.names.index(layers.name)]
 
 
-def _parts(layers: Axis, x: NamedArray) -> Sequence[NamedArray]:
+def _slices(layers: Axis, x: NamedArray) -> Sequence[NamedArray]:
     array: Any = x.array
     if isinstance(array, jax.Array):
         return unbind(x, layers.name)

@@ -134,8 +134,8 @@ def _read_by_device(leaf: Leaf, x: LazyArray, sharding: NamedSharding) -> jax.Ar
     for device, index in sharding.addressable_devices_indices_map(x.shape).items():
         bounds = tuple(s.indices(size)[:2] for s, size in zip(index or (), x.shape, strict=True))
         users.setdefault(bounds, []).append(device)
-    parts = []
+    shards = []
     for bounds, devices in users.items():
-        part: np.ndarray = x.read(tuple(slice(*b) for b in bounds))
-        parts += [jax.device_put(part, device) for device in devices]
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+        values: np.ndarray = x.read(tuple(slice(*b) for b in bounds))
+        shards += [jax.device_put(values, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
