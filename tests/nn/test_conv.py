@@ -205,7 +205,7 @@ def test_refusals_of_init() -> None:
         (ValueError, "`stride` must be at least 1, got 0 for 'height'", {"stride": 0}),
         (ValueError, r"`dilation` is given for \(width\), but the axes are \(height\)", {"dilation": {"width": 2}}),
         (ValueError, "`padding` must be 'SAME', 'VALID' or numbers of elements, got 'full'", {"padding": "full"}),
-        (TypeError, "the `padding` of an axis is an integer or a pair", {"padding": ((1, 2, 3),)}),
+        (TypeError, "the `padding` of an axis must be an integer or a pair", {"padding": ((1, 2, 3),)}),
         (TypeError, "`kernel_size` must be an integer or one for each axis, got 1.5", {"kernel_size": 1.5}),
     ):
         given: dict[str, Any] = {"Spatial": "height", "In": In, "Out": Out, "kernel_size": 3, "key": KEY} | arguments

@@ -194,9 +194,9 @@ def test_refusals() -> None:
     layer = make()
     with pytest.raises(ValueError, match=r"MoELinear: no axis 'embed' in \(rows=32, embde=8\). Did you mean 'embde'"):
         layer(X.rename({"embed": "embde"}), SIZES)
-    with pytest.raises(ValueError, match=r"the input has \(batch, rows\). Flatten it to one first"):
+    with pytest.raises(ValueError, match=r"but has \(batch, rows\). Merge them"):
         layer(axn.stack("batch", [X, X]), SIZES)
-    with pytest.raises(ValueError, match=r"the input has \(\)"):
+    with pytest.raises(ValueError, match=r"but has \(\)"):
         layer(X["rows", 0], SIZES)
     with pytest.raises(ValueError, match="axis 'embed' has conflicting sizes: 4 in the argument, 8 in the layer"):
         layer(X["embed", axn.ds(0, 4)], SIZES)
