@@ -16,6 +16,7 @@ from axonym.scalax.sharding import (
     FSDPShardingRule,
     MeshShardingHelper,
     TreePathShardingRule,
+    get_global_annotation_shardings,
     get_global_mesh,
     get_global_mesh_helper,
     sharding_annotations,
@@ -278,10 +279,21 @@ def test_inside_traced_functions(helper):
         gradient = jax.jit(jax.grad(lambda x: inner(x)))(jnp.ones(8))
         np.testing.assert_array_equal(gradient, 2 * np.ones(8))
         np.testing.assert_array_equal(jax.grad(inner)(jnp.ones(8)), 2 * np.ones(8))
-    with pytest.raises(
-        ValueError, match=r"meant for mesh \(data=4, model=2\) of .* axes. Put that mesh in force outside"
-    ):
-        jax.jit(lambda x: inner(x))(jnp.ones(8))
+
+
+def test_inside_traced_functions_without_a_mesh(helper):
+    """What is traced around it learns of the mesh, where JAX lets it."""
+    inner = helper.sjit(lambda tree: {"y": tree["x"] * 2}, (P("data"),), {"y": P("model")})
+    tree = {"x": jnp.arange(8.0)}
+    found = jax.eval_shape(inner, tree)["y"]
+    assert found.shape == (8,) and found.dtype == jnp.float32
+    if helper.mesh.axis_types[0] == AxisType.Explicit:
+        with pytest.raises(ValueError, match="set_mesh"):
+            jax.jit(lambda x: inner(x))(tree)
+        return
+    assert lies(jax.jit(lambda x: inner(x))(tree)["y"], P("model"))
+    gradient = jax.grad(lambda tree: inner(tree)["y"].sum())(tree)["x"]
+    np.testing.assert_array_equal(gradient, np.full(8, 2.0))
 
 
 def test_methods():
@@ -413,3 +425,44 @@ def test_the_types_of_the_mesh_around(helper):
         pytest.raises(ValueError, match=r"called in a traced function under mesh .* axes, but it is meant for"),
     ):
         jax.jit(lambda x: inner(x))(jnp.ones(8))
+
+
+# --- what else code written for scalax may do ---
+
+
+def test_the_global_helper_inside(helper):
+    seen = []
+
+    def f(x):
+        seen.append((get_global_mesh_helper(), get_global_mesh(), get_global_annotation_shardings()))
+        return x
+
+    helper.sjit(f, annotation_shardings={"hidden": P("data")})(jnp.ones(2))
+    assert seen == [(helper, helper.mesh, {"hidden": P("data")})]
+    assert MeshShardingHelper.get_global_mesh_helper() is None and get_global_annotation_shardings() is None
+
+
+def test_the_context(helper):
+    assert (helper.axis_dims, helper.axis_names) == ((4, -1), ("data", "model"))
+    with helper.get_context(annotation_shardings={"hidden": P("model")}) as entered:
+        assert entered is helper is get_global_mesh_helper()
+        assert MeshShardingHelper.get_global_annotation_shardings() == {"hidden": P("model")}
+        assert lies(MeshShardingHelper.with_sharding_annotation(jnp.ones(8), "hidden"), P("model"))
+        assert lies(MeshShardingHelper.with_sharding_constraint(jnp.ones(8), P("data")), P("data"))
+    x = jnp.ones(8)
+    assert with_sharding_constraint(x, P("data")) is x  # without a mesh it is nothing, and says nothing
+
+
+@pytest.mark.parametrize("of", [tuple, list])
+def test_lists_of_placements(helper, of):
+    f = helper.sjit(lambda a, b: of([a, b]), in_shardings=[P("data"), None], out_shardings=[P("data"), P("model")])
+    a, b = f(jnp.ones(8), jnp.ones(8))
+    assert lies(a, P("data")) and lies(b, P("model"))
+
+
+def test_applying_functions_to_a_tree(helper):
+    tree = {"w": np.arange(8.0), "b": {"x": np.ones((2, 8))}}
+    place, fetch = helper.make_shard_and_gather_fns(tree, sharding_rule=ANY_FSDP)
+    placed = helper.apply_shard_and_gather_fns(place, tree)
+    assert lies(placed["w"], P("data")) and lies(placed["b"]["x"], P(None, "data"))
+    np.testing.assert_array_equal(MeshShardingHelper.apply_shard_and_gather_fns(fetch, placed)["w"], tree["w"])

@@ -49,8 +49,12 @@ def check(rank: int, explicit: bool) -> None:
     check_shards(by_name.array, rows(0, 16), (4, FEATURES))
 
     # The mesh axis that lies within a process: each has loaded all of the batch.
-    within = helper.local_data_to_global_array(rows(0, 16), mesh_axis_subset=["model"])
+    within = axn.sharding.from_process_local_data(rows(0, 16), mesh_axes="model", mesh=helper.mesh)
     check_shards(within, rows(0, 16), (8, FEATURES))
+    # With scalax, processes never load the same.
+    appended = helper.local_data_to_global_array(local, mesh_axis_subset=["model"])
+    check_shards(appended["x"], rows(0, 16), (8, FEATURES))
+    check_shards(appended["named"].array, rows(0, 16), (8, FEATURES))
 
     try:
         helper.local_data_to_global_array({"a": [rows(0, 6)]})

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _context, _errors
 from ..sharding._bound import BoundMethod
@@ -19,6 +19,7 @@ from ..sharding.shard import call_on_mesh, shard_arguments, shard_quietly
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class ShardedJit(Generic[P, R]):
@@ -57,7 +58,10 @@ class ShardedJit(Generic[P, R]):
         def placed(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = arguments(args, kwargs)
             result = fun(*args, **kwargs)
-            return result if out_shardings is None else shard_quietly(result, out_shardings, "sjit (results)")
+            if out_shardings is None:
+                return result
+            out = tuple(out_shardings) if type(out_shardings) is list and type(result) is tuple else out_shardings
+            return shard_quietly(result, out, "sjit (results)")
 
         self._placements = [p for p in (in_shardings, args_sharding_constraint) if p is not None]
         self._placed = arguments if self._placements else None
@@ -65,6 +69,9 @@ class ShardedJit(Generic[P, R]):
         functools.update_wrapper(self, fun, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._mesh is not None and _traced_without_mesh():
+            with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+                return self(*_on_devices(args, self._mesh), **_on_devices(kwargs, self._mesh))
         with self._in_force():
             return call_on_mesh(self._call, args, kwargs, self._placed, self._placements)
 
@@ -150,6 +157,31 @@ def sjit(
         jit_arguments=jit_arguments,
     )
     return make if fun is None else make(fun)
+
+
+def _traced_without_mesh() -> bool:
+    try:
+        jax.sharding.get_mesh()
+    except ValueError:  # a function is being traced
+        return jax.sharding.get_abstract_mesh().empty
+    return False
+
+
+def _on_devices(arguments: T, mesh: Mesh) -> T:
+    """Arguments that have the program around them run on the devices of a mesh, which nothing else tells it of.
+
+    Where axes are Explicit JAX refuses to run it, and only its types can be asked for.
+    """
+    if AxisType.Explicit in mesh.axis_types:
+        return arguments
+
+    def hold(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        spec = PartitionSpec(*(PartitionSpec.UNCONSTRAINED,) * x.ndim)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(hold, arguments)
 
 
 def mesh_in_force(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -13,7 +14,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as PartitionSpec
 
+from .. import _context
 from ..array import NamedArray, wrap
+from ..sharding import rules
 from ..sharding.annotations import (
     sharding_annotations as sharding_annotations,
     with_sharding_annotation as with_sharding_annotation,
@@ -21,18 +24,102 @@ from ..sharding.annotations import (
 from ..sharding.loading import from_process_local_data
 from ..sharding.mapping import Entered
 from ..sharding.meshes import AnyMesh, full_sizes, required_mesh, with_devices
-from ..sharding.placement import Leaf, Placement, resolve
-from ..sharding.rules import (
-    FSDPShardingRule as FSDPShardingRule,
-    MappingShardingRule as MappingShardingRule,
-    PolicyShardingRule as PolicyShardingRule,
-    ShardingRule as ShardingRule,
-    TreePathShardingRule as TreePathShardingRule,
-)
+from ..sharding.placement import Leaf, Placement, described, leaves_of, listed, resolve
 from ..sharding.shard import shard, shard_quietly, to_host, unshard
 from ._sjit import ShardedJit as ShardedJit, mesh_in_force, sjit as sjit
 
 T = TypeVar("T")
+
+# --- rules ---
+
+
+class ShardingRule(rules.ShardingRule):
+    """A rule that is applied to a tree. Rules of your own define `apply`, or `place` for one leaf at a time.
+
+    >>> from axonym.scalax.sharding import MeshShardingHelper, ShardingRule
+    >>> class Rows(ShardingRule):
+    ...     def apply(self, pytree):
+    ...         return jax.tree.map(lambda x: jax.P("data"), pytree)
+    >>> MeshShardingHelper([2], ["data"]).match_sharding_rule(Rows(), jnp.ones(2)).spec
+    P('data',)
+    """
+
+    def apply(self, pytree: Any) -> Any:
+        """The partition spec of every leaf, as the rule says it, in the structure of the tree.
+
+        Arguments:
+            pytree: any tree; its arrays may be abstract.
+
+        >>> from axonym.scalax.sharding import TreePathShardingRule
+        >>> TreePathShardingRule((".*", jax.P("data"))).apply({"w": jnp.ones((2, 2)), "step": jnp.ones(())})
+        {'step': P(), 'w': P('data',)}
+        """
+        leaves, structure = leaves_of(pytree)
+        specs, problems = [], []
+        for leaf in leaves:
+            specs.append(None if leaf.shape is None else self.answer(leaf, None))
+            if leaf.shape is not None and specs[-1] is None and (refusal := self.refusal(leaf)):
+                problems.append(f"{leaf.path} {described(leaf)}: {refusal}.")
+        if problems:
+            raise ValueError(listed(f"{self!r}.apply", problems, None))
+        return jax.tree.unflatten(structure, specs)
+
+    def for_tree(self, tree: Any) -> Placement:
+        return self if type(self).apply is ShardingRule.apply else self.apply(tree)
+
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+        if type(self).apply is ShardingRule.apply:
+            raise TypeError(f"{type(self).__name__}: a rule of your own defines `apply`, or `place`.")
+        return self.apply({leaf.path: leaf.value})[leaf.path]  # another rule asks, one leaf at a time
+
+
+class FSDPShardingRule(rules.FSDPShardingRule, ShardingRule):
+    """`axonym.sharding.FSDPShardingRule`, which can be applied to a tree.
+
+    >>> from axonym.scalax.sharding import FSDPShardingRule
+    >>> FSDPShardingRule("data", min_fsdp_size=16).apply({"w": jnp.ones((6, 16)), "b": jnp.ones(8)})
+    {'b': P(), 'w': P(None, 'data')}
+    """
+
+
+class TreePathShardingRule(rules.TreePathShardingRule, ShardingRule):
+    """`axonym.sharding.TreePathShardingRule`, which leaves arrays of one element whole whatever pattern matches them.
+
+    >>> from axonym.scalax.sharding import TreePathShardingRule
+    >>> TreePathShardingRule((".*", jax.P("data"))).apply({"w": jnp.ones(2), "scale": jnp.ones(1)})
+    {'scale': P(), 'w': P('data',)}
+    """
+
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+        return PartitionSpec() if math.prod(leaf.shape or ()) == 1 else super().place(leaf, mesh)
+
+
+class PolicyShardingRule(rules.PolicyShardingRule, ShardingRule):
+    """`axonym.sharding.PolicyShardingRule`, which can be applied to a tree.
+
+    >>> from axonym.scalax.sharding import PolicyShardingRule
+    >>> PolicyShardingRule(lambda path, x: jax.P(path)).apply({"data": jnp.ones(2)})
+    {'data': P('data',)}
+    """
+
+
+# --- the mesh ---
+
+
+def with_sharding_constraint(pytree: T, sharding_rule: Placement) -> T:
+    """Place a tree here; without a mesh, leave it where it is.
+
+    Arguments:
+        pytree: a tree of arrays.
+        sharding_rule: a rule or any other placement, or a tree prefix of placements.
+
+    >>> from axonym.scalax.sharding import MeshShardingHelper, with_sharding_constraint
+    >>> with MeshShardingHelper([2], ["data"]):
+    ...     with_sharding_constraint(jnp.ones(2), jax.P("data")).sharding.spec
+    P('data',)
+    """
+    return shard_quietly(pytree, sharding_rule, "with_sharding_constraint")
+
 
 _HELPERS: contextvars.ContextVar[tuple[MeshShardingHelper, ...]] = contextvars.ContextVar("helpers", default=())
 
@@ -72,21 +159,68 @@ class MeshShardingHelper:
             shape, devices=jax.devices()[: int(np.prod(shape))], allow_split_physical_axes=mesh_axis_splitting
         )
         kind = AxisType.Explicit if explicit else AxisType.Auto
+        self.axis_dims = tuple(axis_dims)
+        self.axis_names = tuple(axis_names)
         self.mesh = Mesh(devices, tuple(axis_names), axis_types=(kind,) * len(shape))
         self._entered = Entered()
 
     # --- the mesh in force ---
 
     def __enter__(self) -> MeshShardingHelper:
-        stack = contextlib.ExitStack()
-        stack.enter_context(mesh_in_force(self.mesh))
-        token = _HELPERS.set((*_HELPERS.get(), self))
-        stack.callback(_HELPERS.reset, token)
-        self._entered.blocks.append(stack)
+        block = self.get_context()
+        block.__enter__()
+        self._entered.blocks.append(block)
         return self
 
     def __exit__(self, *raised: Any) -> None:
         self._entered.blocks.pop().__exit__(*raised)
+
+    @contextlib.contextmanager
+    def get_context(self, annotation_shardings: Mapping[str, Placement] | None = None) -> Iterator[MeshShardingHelper]:
+        """Make the mesh of this helper active inside a with-block, and what is said of annotated values.
+
+        Arguments:
+            annotation_shardings: where annotated values go: see `with_sharding_annotation`.
+
+        >>> from axonym.scalax.sharding import MeshShardingHelper, get_global_mesh, with_sharding_annotation
+        >>> helper = MeshShardingHelper([2], ["data"])
+        >>> with helper.get_context(annotation_shardings={"hidden": jax.P("data")}):
+        ...     with_sharding_annotation(jnp.ones(2), "hidden").sharding.spec, get_global_mesh() is helper.mesh
+        (P('data',), True)
+        """
+        said = contextlib.nullcontext() if annotation_shardings is None else sharding_annotations(annotation_shardings)
+        with mesh_in_force(self.mesh), said, self._global():
+            yield self
+
+    @contextlib.contextmanager
+    def _global(self) -> Iterator[None]:
+        """Have `get_global_mesh_helper` give this helper."""
+        token = _HELPERS.set((*_HELPERS.get(), self))
+        try:
+            yield
+        finally:
+            _HELPERS.reset(token)
+
+    @staticmethod
+    def get_global_mesh_helper() -> MeshShardingHelper | None:
+        """The innermost helper that is active, or None: see `get_global_mesh_helper`.
+
+        >>> from axonym.scalax.sharding import MeshShardingHelper
+        >>> with MeshShardingHelper([2], ["data"]) as helper:
+        ...     MeshShardingHelper.get_global_mesh_helper() is helper
+        True
+        """
+        return get_global_mesh_helper()
+
+    @staticmethod
+    def get_global_annotation_shardings() -> dict[str, Placement] | None:
+        """Where annotated values go here: see `get_global_annotation_shardings`.
+
+        >>> from axonym.scalax.sharding import MeshShardingHelper
+        >>> MeshShardingHelper.get_global_annotation_shardings() is None
+        True
+        """
+        return get_global_annotation_shardings()
 
     @staticmethod
     def get_global_mesh() -> Mesh | None:
@@ -129,7 +263,16 @@ class MeshShardingHelper:
         >>> helper.sjit(lambda x: x * 2, in_shardings=(jax.P("data"),))(jnp.ones(2)).shape
         (2,)
         """
-        make = functools.partial(
+
+        def make(fun: Callable[..., Any]) -> Any:
+            @functools.wraps(fun)
+            def inside(*args: Any, **kwargs: Any) -> Any:
+                with self._global():
+                    return fun(*args, **kwargs)
+
+            return compiled(inside)
+
+        compiled = functools.partial(
             ShardedJit,
             mesh=self.mesh,
             in_shardings=in_shardings,
@@ -157,12 +300,15 @@ class MeshShardingHelper:
         """
         return match_sharding_rule(sharding_rules, pytree, self.mesh)
 
-    def make_shard_and_gather_fns(self, pytree: Any, sharding_rules: Placement) -> tuple[Any, Any]:
+    with_sharding_constraint = staticmethod(with_sharding_constraint)
+    with_sharding_annotation = staticmethod(with_sharding_annotation)
+
+    def make_shard_and_gather_fns(self, pytree: Any, sharding_rule: Placement) -> tuple[Any, Any]:
         """For every leaf a function that places such a leaf, and one that fetches it whole to the host.
 
         Arguments:
             pytree: any tree; its arrays may be abstract.
-            sharding_rules: where the leaves go.
+            sharding_rule: where the leaves go.
 
         >>> from axonym.scalax.sharding import MeshShardingHelper
         >>> helper = MeshShardingHelper([2], ["data"])
@@ -170,7 +316,7 @@ class MeshShardingHelper:
         >>> type(fetch["w"](place["w"](np.ones(2)))).__name__
         'ndarray'
         """
-        leaves, structure = resolve(pytree, sharding_rules, self.mesh, "make_shard_and_gather_fns")
+        leaves, structure = resolve(pytree, sharding_rule, self.mesh, "make_shard_and_gather_fns")
 
         def placer(leaf: Leaf) -> Callable[[Any], Any]:
             if leaf.shape is None:
@@ -179,6 +325,22 @@ class MeshShardingHelper:
             return lambda x: shard(x, sharding)
 
         return structure.unflatten(map(placer, leaves)), structure.unflatten(to_host for _ in leaves)
+
+    @staticmethod
+    def apply_shard_and_gather_fns(fns: Any, pytree: Any) -> Any:
+        """Apply the functions that `make_shard_and_gather_fns` made, each to its leaf.
+
+        Arguments:
+            fns: a tree of functions.
+            pytree: a tree of the same structure.
+
+        >>> from axonym.scalax.sharding import MeshShardingHelper
+        >>> helper = MeshShardingHelper([2], ["data"])
+        >>> place, fetch = helper.make_shard_and_gather_fns({"w": jnp.ones(2)}, jax.P("data"))
+        >>> helper.apply_shard_and_gather_fns(place, {"w": np.ones(2)})["w"].sharding.spec
+        P('data',)
+        """
+        return jax.tree.map(lambda f, x: f(x), fns, pytree)
 
     def make_replicated_args(self, *args: Any) -> Any:
         """Put the whole of every array of the arguments on every device; one argument is returned by itself.
@@ -197,7 +359,7 @@ class MeshShardingHelper:
     def local_data_to_global_array(
         self, pytree: Any, batch_axis: Any = 0, mesh_axis_subset: Sequence[str] | None = None
     ) -> Any:
-        """Global arrays of which each process has loaded a part.
+        """Global arrays of which each process has loaded a part: the parts of all processes, one after the other.
 
         Arguments:
             pytree: a tree of the arrays of this process, of the same shapes in every process.
@@ -210,7 +372,26 @@ class MeshShardingHelper:
         >>> helper.local_data_to_global_array(np.ones((4, 3))).sharding.spec
         P(('data', 'model'), None)
         """
-        return from_process_local_data(pytree, batch_axis, mesh_axis_subset, self.mesh)
+        if mesh_axis_subset is None or self._tells_processes_apart(mesh_axis_subset):
+            return from_process_local_data(pytree, batch_axis, mesh_axis_subset, self.mesh)
+        loaded, structure = leaves_of(from_process_local_data(pytree, batch_axis, None, self.mesh))
+        subset = mesh_axis_subset if isinstance(mesh_axis_subset, str) else tuple(mesh_axis_subset)
+
+        def over_subset(leaf: Leaf) -> Any:
+            array = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
+            spec = PartitionSpec(*(None if entry is None else subset for entry in array.sharding.spec))
+            return shard(leaf.value, NamedSharding(self.mesh, spec))
+
+        return structure.unflatten(map(over_subset, loaded))
+
+    def _tells_processes_apart(self, mesh_axes: str | Sequence[str]) -> bool:
+        """Whether no two processes have devices for the same shard of an axis that these mesh axes shard."""
+        names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
+        kept = [self.mesh.axis_names.index(a) for a in names if a in self.mesh.shape]
+        owners: dict[tuple[int, ...], set[int]] = {}
+        for index, device in np.ndenumerate(self.mesh.devices):
+            owners.setdefault(tuple([index[i] for i in kept]), set()).add(device.process_index)
+        return all(len(processes) == 1 for processes in owners.values())
 
     def __repr__(self) -> str:
         return f"MeshShardingHelper({', '.join(f'{n}={s}' for n, s in self.mesh.shape.items())})"
@@ -238,6 +419,19 @@ def get_global_mesh() -> Mesh | None:
     return None if helper is None else helper.mesh
 
 
+def get_global_annotation_shardings() -> dict[str, Placement] | None:
+    """Where annotated values go here, by name; None where nothing is said of any.
+
+    >>> from axonym.scalax.sharding import MeshShardingHelper, get_global_annotation_shardings
+    >>> with MeshShardingHelper([2], ["data"]).get_context(annotation_shardings={"hidden": jax.P("data")}):
+    ...     get_global_annotation_shardings()
+    {'hidden': P('data',)}
+    """
+    settings = _context.settings_in_force()
+    annotations = {} if settings is None else settings.annotations
+    return {name: kept.placement for name, kept in annotations.items()} or None
+
+
 def match_sharding_rule(sharding_rules: Placement, pytree: Any, mesh: AnyMesh | None = None) -> Any:
     """The sharding that a placement gives every leaf, in the structure of the tree. What it does not place is whole.
 
@@ -261,18 +455,3 @@ def match_sharding_rule(sharding_rules: Placement, pytree: Any, mesh: AnyMesh | 
         return wrap(found, leaf.names) if isinstance(leaf.value, NamedArray) and leaf.names is not None else found
 
     return jax.tree.unflatten(structure, [sharding(leaf) for leaf in leaves])
-
-
-def with_sharding_constraint(pytree: T, sharding_rule: Placement) -> T:
-    """Place a tree here; without a mesh, leave it where it is.
-
-    Arguments:
-        pytree: a tree of arrays.
-        sharding_rule: a rule or any other placement, or a tree prefix of placements.
-
-    >>> from axonym.scalax.sharding import MeshShardingHelper, with_sharding_constraint
-    >>> with MeshShardingHelper([2], ["data"]):
-    ...     with_sharding_constraint(jnp.ones(2), jax.P("data")).sharding.spec
-    P('data',)
-    """
-    return shard_quietly(pytree, sharding_rule, "with_sharding_constraint")

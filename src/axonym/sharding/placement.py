@@ -81,6 +81,14 @@ class Rule(abc.ABC):
             mesh: the mesh, where it is known.
         """
 
+    def for_tree(self, tree: Any) -> Placement:
+        """The placement for a tree as a whole: the rule itself, or a tree prefix of others.
+
+        Arguments:
+            tree: the part of a tree that the rule stands for.
+        """
+        return self
+
     def refusal(self, leaf: Leaf) -> str | None:
         """Why the leaf is passed on, if it is wrong to leave it where it is."""
         return None
@@ -219,12 +227,15 @@ def is_placement(x: Any) -> bool:
 def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> list[tuple[Placement, int]]:
     """The placement of each leaf, and how deep in the tree it stands."""
     if is_placement(placement):
+        placement = _for_tree(placement, tree)
+    if is_placement(placement):
         return [(_unwrapped(placement), 0)] * structure.num_leaves
     try:
+        placement = checked_prefix(placement, what)
+        if any(isinstance(_unwrapped(p), Rule) for p in jax.tree.leaves(placement, is_leaf=is_placement)):
+            placement = checked_prefix(jax.tree.map(_for_tree, placement, tree, is_leaf=is_placement), what)
         # A placement is wrapped so that one that is itself a tree (a mapping) counts as a leaf.
-        wrapped = jax.tree.map_with_path(
-            lambda path, p: _At(_unwrapped(p), len(path)), checked_prefix(placement, what), is_leaf=is_placement
-        )
+        wrapped = jax.tree.map_with_path(lambda path, p: _At(_unwrapped(p), len(path)), placement, is_leaf=is_placement)
         spread = jax.tree.broadcast(wrapped, jax.tree.unflatten(structure, range(structure.num_leaves)))
     except ValueError as e:
         raise ValueError(f"{what}: the placement is not a prefix of the tree it places. {e}") from None
@@ -262,6 +273,12 @@ class _At:
 
 def _unwrapped(placement: Placement) -> Placement:
     return placement.placement if isinstance(placement, Single) else placement
+
+
+def _for_tree(placement: Placement, tree: Any) -> Placement:
+    rule = _unwrapped(placement)
+    found = rule.for_tree(tree) if isinstance(rule, Rule) else rule
+    return placement if found is rule else found
 
 
 def shardings_in(placement: Placement) -> list[NamedSharding]:

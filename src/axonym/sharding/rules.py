@@ -198,7 +198,7 @@ class FSDPShardingRule(ShardingRule):
         if math.prod(shape) < self.min_fsdp_size:
             return PartitionSpec()
         divisors = [1 if mesh is None else _parts(mesh, self.fsdp_axis_name), self.fsdp_axis_size or 1]
-        possible = [i for i, size in enumerate(shape) if size and not any(size % d for d in divisors)]
+        possible = [i for i, size in enumerate(shape) if size > 1 and not any(size % d for d in divisors)]
         if not possible:
             return PartitionSpec()
         # `size & -size` is the largest power of two that divides a size.
