@@ -28,6 +28,7 @@ from . import (
     specialized_fns as specialized_fns,
     state as state,
     state_dict as state_dict,
+    testing as testing,
     tree as tree,
     tree_util as tree_util,
     types as types,

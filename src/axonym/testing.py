@@ -1,0 +1,266 @@
+"""Check that a function computes the same on every mesh and under every mapping.
+
+How a program is distributed must not change what it computes. Most functions keep that promise by themselves; those
+with per-device code, with partitioning of their own or with assumptions about shards can break it, and then they do it
+silently. `check_shard_invariance` runs a function under many placements and compares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from .sharding.mapping import axis_mapping
+from .sharding.placement import leaves_of
+from .sharding.shard import shard
+
+__all__ = ["check_shard_invariance"]
+
+
+def check_shard_invariance(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh_axes: Sequence[str] = ("data", "model"),
+    draws: int = 50,
+    seed: int = 0,
+    rtol: float | None = None,
+    gradients: bool = True,
+) -> int:
+    """Check that a function gives the same values and gradients on every mesh and under every mapping.
+
+    The function is compiled and run on one device, and then under meshes and mappings drawn at random: meshes of
+    different sizes with Auto and Explicit axes, and mappings of the axes of the arguments. What it returns is compared
+    each time, values, dtypes and axes, and so are the gradients with respect to all floating-point arguments. Random
+    draws are compared like everything else: pass the key as an argument. The first difference is made as small as it
+    goes, the fewest entries in the mapping and the fewest devices, and raised as an AssertionError that shows the
+    mesh and the mapping as code.
+
+    A placement that the function refuses, such as a mapping that does not fit it, is passed over. It is an error if
+    every placement is refused.
+
+    Arguments:
+        fn: the function. It may use `axonym.shard_map`, which then runs under the drawn mapping.
+        *args: its arguments; named arrays among them provide the axes that are mapped.
+        mesh_axes: the names of the mesh axes. Name those that the function itself speaks of.
+        draws: how many placements to draw.
+        seed: which ones; the same seed draws the same placements.
+        rtol: how much floating-point values may differ, relative to the largest value of the array. By default a
+            tolerance for the dtype that allows for another order of summation.
+        gradients: whether to compare gradients too.
+
+    Returns:
+        Under how many placements the function was compared.
+
+    >>> x = axn.random.normal(jax.random.key(0), {"batch": 8, "embed": 4})
+    >>> axn.testing.check_shard_invariance(lambda x: axn.nn.softmax(x, "embed"), x, draws=3) > 0
+    True
+    """
+    draw = _Draw(args, seed)
+    if not draw.sizes:
+        raise ValueError("check_shard_invariance: no argument has named axes, so there is nothing to map.")
+    check = _Check(fn, args, gradients, rtol)
+    expected = _on_one_device(check, draw, dict.fromkeys(mesh_axes, 1), draws)
+    compared, refusals = 0, []
+    for placement in draw.placements(_meshes(mesh_axes), draws):
+        try:
+            difference = check.difference(expected, placement)
+        except (TypeError, ValueError, NotImplementedError) as refusal:
+            refusals.append(f"{placement}: {str(refusal).splitlines()[0]}")
+            continue
+        compared += 1
+        if difference is not None:
+            placement, difference = _smallest(check, expected, placement, difference)
+            raise AssertionError(
+                f"check_shard_invariance: {getattr(fn, '__name__', fn)} depends on how it is distributed. Under\n"
+                f"    {placement}\n{difference}"
+            )
+    if not compared:
+        raise ValueError(f"check_shard_invariance: every placement was refused, the first:\n    {refusals[0]}")
+    return compared
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placement:
+    """A mesh and a mapping."""
+
+    mesh: Mapping[str, int]
+    explicit: bool
+    mapping: Mapping[str, str | None]
+
+    def __str__(self) -> str:
+        explicit = ", explicit=True" if self.explicit else ""
+        mapping = {n: a for n, a in self.mapping.items() if a is not None}
+        return f"jax.set_mesh(axn.make_mesh({dict(self.mesh)}{explicit})), axn.axis_mapping({mapping})"
+
+    def make_mesh(self) -> Mesh:
+        count = math.prod(self.mesh.values())
+        kind = AxisType.Explicit if self.explicit else AxisType.Auto
+        devices = np.array(jax.devices()[:count]).reshape(tuple(self.mesh.values()))
+        return Mesh(devices, tuple(self.mesh), axis_types=(kind,) * len(self.mesh))
+
+    def smaller(self) -> Iterator[_Placement]:
+        """Give the placements that say less: without one entry, on fewer devices, on Auto axes."""
+        used = [n for n, a in self.mapping.items() if a is not None]
+        for name in used:
+            yield dataclasses.replace(self, mapping={**self.mapping, name: None})
+        for axis, size in self.mesh.items():
+            for fewer in range(1, size):
+                if size % fewer == 0:
+                    yield dataclasses.replace(self, mesh={**self.mesh, axis: fewer})
+        if self.explicit:
+            yield dataclasses.replace(self, explicit=False)
+
+
+def _on_one_device(check: _Check, draw: _Draw, mesh: Mapping[str, int], draws: int) -> Any:
+    """Return what the function gives on one device, under the first mapping that it takes: there all are the same."""
+    first = None
+    for placement in (_Placement(mesh, False, dict.fromkeys(draw.sizes)), *draw.placements([mesh], draws)):
+        try:
+            return check.run(placement)
+        except (TypeError, ValueError, NotImplementedError) as refusal:
+            first = first or refusal
+    assert first is not None
+    raise first
+
+
+def _meshes(axes: Sequence[str]) -> list[dict[str, int]]:
+    shapes = _shapes(jax.device_count(), len(axes))
+    return [dict(zip(axes, shape, strict=True)) for shape in shapes if math.prod(shape) > 1]
+
+
+class _Draw:
+    """Placements for given arguments, drawn at random."""
+
+    def __init__(self, args: Any, seed: int):
+        self._rng = random.Random(seed)
+        arrays = [leaf for leaf in leaves_of(args)[0] if leaf.names]
+        self.sizes = {n: s for leaf in arrays for n, s in zip(leaf.names or (), leaf.shape or (), strict=True)}
+        self._together = {
+            n: {m for leaf in arrays if n in (leaf.names or ()) for m in leaf.names or ()} for n in self.sizes
+        }
+
+    def placements(self, meshes: Sequence[Mapping[str, int]], draws: int) -> Iterator[_Placement]:
+        """Draw placements whose mesh axes divide the axes mapped to them, and that use each once in an array."""
+        for _ in range(draws):
+            mesh = self._rng.choice(meshes)
+            useful = {a: parts for a, parts in mesh.items() if parts > 1} or mesh
+            mapping: dict[str, str | None] = {}
+            for name in self._rng.sample(list(self.sizes), len(self.sizes)):
+                taken = {mapping.get(other) for other in self._together[name]}
+                fitting = [a for a, parts in useful.items() if self.sizes[name] % parts == 0 and a not in taken]
+                mapping[name] = self._rng.choice([None, *fitting])
+            yield _Placement(mesh, self._rng.random() < 0.5, mapping)
+
+
+def _shapes(devices: int, rank: int) -> list[tuple[int, ...]]:
+    """List the shapes of meshes whose number of devices divides the number there is."""
+    if rank == 0:
+        return [()]
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    return [(n, *rest) for n in divisors for rest in _shapes(devices // n, rank - 1)]
+
+
+class _Check:
+    """A function, what it is called with, and how its results are compared."""
+
+    def __init__(self, fn: Callable[..., Any], args: Sequence[Any], gradients: bool, rtol: float | None):
+        self._fn, self._args, self._rtol = fn, args, rtol
+        leaves, self._structure = jax.tree.flatten(args)
+        self._is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
+        self._static = [None if is_array else x for x, is_array in zip(leaves, self._is_array, strict=True)]
+        self._differentiated = [
+            gradients and is_array and jnp.issubdtype(x.dtype, jnp.inexact)
+            for x, is_array in zip(leaves, self._is_array, strict=True)
+        ]
+
+    def run(self, placement: _Placement) -> Any:
+        """Return the results and the gradients under a placement, on the host."""
+        with jax.set_mesh(placement.make_mesh()), axis_mapping(placement.mapping):
+            placed = jax.tree.leaves(shard(self._args))
+            arrays = [x for x, is_array in zip(placed, self._is_array, strict=True) if is_array]
+            results = jax.block_until_ready(jax.jit(self._results_and_gradients)(arrays))
+            return jax.tree.map(np.asarray, results)
+
+    def difference(self, expected: Any, placement: _Placement) -> str | None:
+        """Return in words how the results under a placement differ from those expected; None where they agree."""
+        found = self.run(placement)
+        for what, before, after in zip(("the result", "the gradient"), expected, found, strict=True):
+            if jax.tree.structure(before) != jax.tree.structure(after):
+                return f"{what} is another tree: {jax.tree.structure(after)} instead of {jax.tree.structure(before)}"
+            for (path, a), b in zip(jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True):
+                if words := self._words(a, b):
+                    return f"{what}{jax.tree_util.keystr(path)} {words}"
+        return None
+
+    def _results_and_gradients(self, arrays: Sequence[Any]) -> Any:
+        given = iter(arrays)
+        leaves = [next(given) if is_array else x for x, is_array in zip(self._static, self._is_array, strict=True)]
+        inexact = [x for x, chosen in zip(leaves, self._differentiated, strict=True) if chosen]
+
+        def call(inexact: Sequence[Any]) -> Any:
+            replaced = iter(inexact)
+            filled = [next(replaced) if c else x for x, c in zip(leaves, self._differentiated, strict=True)]
+            return self._fn(*jax.tree.unflatten(self._structure, filled))
+
+        def total(inexact: Sequence[Any]) -> tuple[jax.Array, Any]:
+            results = call(inexact)
+            raw = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
+            return sum([_weighted(x) for x in raw if jnp.issubdtype(x.dtype, jnp.inexact)], jnp.float32(0)), results
+
+        if not inexact:
+            return _arrays_of(call(())), ()
+        gradients, results = jax.grad(total, has_aux=True)(inexact)
+        return _arrays_of(results), gradients
+
+    def _words(self, a: np.ndarray, b: np.ndarray) -> str | None:
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return f"is {b.dtype}{list(b.shape)} instead of {a.dtype}{list(a.shape)}"
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) or not jnp.issubdtype(a.dtype, jnp.inexact):
+            return None if np.array_equal(a, b) else "has other values"
+        wide = np.complex128 if jnp.issubdtype(a.dtype, jnp.complexfloating) else np.float64
+        a, b, epsilon = a.astype(wide), b.astype(wide), float(jnp.finfo(a.dtype).eps)
+        rtol = 64 * epsilon**0.9 if self._rtol is None else self._rtol
+        scale = float(np.max(np.abs(a[np.isfinite(a)]), initial=0.0))
+        if np.allclose(a, b, rtol=rtol, atol=rtol * scale, equal_nan=True):
+            return None
+        with np.errstate(invalid="ignore"):
+            most = np.nanmax(np.abs(a - b)) if np.isfinite(a - b).any() else np.nan
+        return f"differs by up to {most:.3g}, with values up to {scale:.3g}"
+
+
+def _weighted(x: jax.Array) -> jax.Array:
+    """Sum up an array with a weight of its own for each element, so that no error cancels out in the gradients."""
+    weights = jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+    x = jnp.real(x) + jnp.imag(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
+    return jnp.sum(x.astype(jnp.float32) * weights)
+
+
+def _arrays_of(results: Any) -> Any:
+    """Return results with nothing but arrays: random keys as their data, and everything that is static left out."""
+
+    def data(x: Any) -> Any:
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.key_data(x)
+        return x if isinstance(x, (jax.Array, np.ndarray, bool, int, float, complex)) else None
+
+    return jax.tree.map(data, results)
+
+
+def _smallest(check: _Check, expected: Any, placement: _Placement, difference: str) -> tuple[_Placement, str]:
+    """Return the smallest placement under which the results still differ, and how they differ there."""
+    for smaller in placement.smaller():
+        try:
+            found = check.difference(expected, smaller)
+        except (TypeError, ValueError, NotImplementedError):
+            continue
+        if found is not None:
+            return _smallest(check, expected, smaller, found)
+    return placement, difference

@@ -1,0 +1,1 @@
+"""Random programs of named operations, compared with NumPy, with positional JAX, and under every way to run them."""

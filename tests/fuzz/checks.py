@@ -1,0 +1,172 @@
+"""What must hold of every program, and the search for one of which it does not."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import axonym as axn
+from axonym.testing import check_shard_invariance
+from tests.fuzz.programs import Program, draw_program
+
+Check = Callable[[Program, int], None]
+
+
+def differs(found: Any, expected: Any, *, weak: bool = True, exact: bool = False) -> str | None:
+    """Return in words how two positional arrays differ; None where they agree."""
+    found, expected = jnp.asarray(found), jnp.asarray(expected)
+    if found.dtype != expected.dtype or (weak and found.weak_type != expected.weak_type):
+        return f"dtype {found.dtype} weak={found.weak_type} for {expected.dtype} weak={expected.weak_type}"
+    if found.shape != expected.shape:
+        return f"shape {found.shape} for {expected.shape}"
+    a, b = np.asarray(found), np.asarray(expected)
+    if exact or not jnp.issubdtype(expected.dtype, jnp.inexact):
+        return None if np.array_equal(a, b, equal_nan=exact) else f"values {a.tolist()} for {b.tolist()}"
+    wide = np.complex128 if jnp.issubdtype(expected.dtype, jnp.complexfloating) else np.float64
+    rtol = 64 * float(jnp.finfo(expected.dtype).eps) ** 0.9
+    a, b = a.astype(wide), b.astype(wide)
+    scale = float(np.max(np.abs(b[np.isfinite(b)]), initial=0.0))
+    if np.allclose(a, b, rtol=rtol, atol=rtol * max(scale, 1e-3), equal_nan=True):
+        return None
+    return f"values {a.tolist()} for {b.tolist()}"
+
+
+def expect(what: str, found: Any, expected: Any, **options: Any) -> None:
+    words = differs(found, expected, **options)
+    assert words is None, f"{what}: {words}"
+
+
+def check_steps(program: Program, seed: int) -> None:
+    """Every step, eager, against the positional function in `jax.numpy` and in NumPy."""
+    values = list(program.inputs)
+    named = program.named_inputs()
+    for step in program.steps:
+        expected = step.by_position(jnp, values)
+        scope = {"axn": axn, **{f"v{i}": x for i, x in enumerate(named)}}
+        found = eval(step.code(), scope)
+        assert isinstance(found, axn.NamedArray), f"{step.code()} is a {type(found).__name__}"
+        assert set(found.names) == set(expected.names), f"{step.code()}: axes {found.names} for {expected.names}"
+        expect(step.code(), found.rearrange(expected.names).array, expected.array)
+        _check_numpy(step, values, expected.array)
+        values.append(expected)
+        named.append(found)
+
+
+def _check_numpy(step: Any, values: Any, expected: Any) -> None:
+    low = any(values[i].array.dtype in (jnp.bfloat16, np.float16) for i in step.operands)
+    if low or step.kind in ("astype",):
+        return
+    host = [type(v)(np.asarray(v.array), v.names) for v in values]
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            array = step.by_position(np, host).array
+        except (TypeError, ValueError, AttributeError):  # NumPy has no such operation for these dtypes or sizes
+            return
+    expect(f"NumPy, {step.code()}", jnp.asarray(np.asarray(array).astype(expected.dtype)), expected, weak=False)
+
+
+def check_jit(program: Program, seed: int) -> None:
+    """The whole program in jit and in named_jit, against the eager one."""
+    function, inputs = program.function(), program.named_inputs()
+    expected = function(*inputs)
+    for what, compiled in (("jit", jax.jit(function)), ("named_jit", axn.named_jit(function))):
+        found = compiled(*inputs)
+        assert found.names == expected.names, f"{what}: axes {found.names} for {expected.names}"
+        expect(what, found.array, expected.array)
+
+
+def check_gradient(program: Program, seed: int) -> None:
+    """The gradient against that of the program in positional JAX."""
+    function, inputs = program.function(), program.named_inputs()
+    inexact = [i for i, v in enumerate(program.inputs) if jnp.issubdtype(v.array.dtype, jnp.floating)]
+    result = function(*inputs)
+    if not inexact or not jnp.issubdtype(result.dtype, jnp.floating):
+        return
+
+    def named(arrays: Any) -> Any:
+        filled = list(inputs)
+        for i, x in zip(inexact, arrays, strict=True):
+            filled[i] = axn.named(x, program.inputs[i].names)
+        return jnp.sum(function(*filled).array.astype(jnp.float32))
+
+    def positional(arrays: Any) -> Any:
+        filled = [v.array for v in program.inputs]
+        for i, x in zip(inexact, arrays, strict=True):
+            filled[i] = x
+        return jnp.sum(program.positional(filled).astype(jnp.float32))
+
+    at = [program.inputs[i].array for i in inexact]
+    for i, a, b in zip(inexact, jax.jit(jax.grad(named))(at), jax.jit(jax.grad(positional))(at), strict=True):
+        expect(f"gradient of v{i}", a, b)
+
+
+def check_transforms(program: Program, seed: int) -> None:
+    """The program under vmap, in a scan and inside shard_map, on inputs that have one axis more."""
+    function, inputs = program.function(), program.named_inputs()
+    expected = function(*inputs)
+    lane = axn.Axis("lane", 8)
+    stacked = [axn.broadcast_axis(x, lane) for x in inputs]
+    mesh = axn.make_mesh({"data": 4, "model": 2})
+    with jax.set_mesh(mesh), axn.axis_mapping({"lane": "data"}):
+        ways = {
+            "vmap": axn.vmap(function, "lane")(*stacked),
+            "map": axn.map(lambda xs: function(*xs), "lane")(stacked),
+            "shard_map": jax.jit(axn.shard_map(axn.vmap(function, "lane")))(*stacked),
+        }
+    for what, found in ways.items():
+        assert set(found.names) == {"lane", *expected.names}, f"{what}: axes {found.names} for lane, {expected.names}"
+        ordered = found.rearrange(("lane", *expected.names)).array
+        expect(what, ordered, jnp.broadcast_to(expected.array, ordered.shape), weak=False)
+
+
+def check_placements(program: Program, seed: int) -> None:
+    """Values and gradients on meshes and under mappings drawn at random."""
+    function, inputs = program.function(), program.named_inputs()
+    try:
+        check_shard_invariance(function, *inputs, draws=2, seed=seed)
+    except ValueError as refusal:
+        if "every placement was refused" not in str(refusal):
+            raise
+
+
+CHECKS: tuple[Check, ...] = (check_steps, check_jit, check_gradient, check_transforms, check_placements)
+
+
+def failure(program: Program, seed: int) -> tuple[Check, str] | None:
+    """Return the first check that a program fails, and how."""
+    for check in CHECKS:
+        if (words := _fails(check, program, seed)) is not None:
+            return check, words
+    return None
+
+
+def _fails(check: Check, program: Program, seed: int) -> str | None:
+    try:
+        check(program, seed)
+    except Exception as problem:  # whatever it is, a program that positional JAX computes should not raise it
+        return f"{type(problem).__name__}: {problem}"
+    return None
+
+
+def report(program: Program, seed: int, check: Check, words: str) -> str:
+    """Return the shortest program that fails the same check, as code."""
+    for last in range(len(program.steps)):
+        shorter = program.up_to(last)
+        if (found := _fails(check, shorter, seed)) is not None:
+            program, words = shorter, found
+            break
+    return f"{check.__name__}, seed {seed}: {words}\n\nimport numpy as np\n\nimport axonym as axn\n\n{program.code()}\n"
+
+
+def try_seed(seed: int) -> str | None:
+    """Return what is wrong with the program of a seed, as text; None if nothing is."""
+    program = draw_program(random.Random(seed))
+    found = failure(program, seed)
+    return None if found is None else report(program, seed, *found)

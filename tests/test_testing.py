@@ -1,0 +1,104 @@
+"""`axonym.testing`: what depends on how it is distributed is found, and what does not is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import axonym as axn
+from axonym.testing import check_shard_invariance
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+X = axn.random.normal(jax.random.key(0), {"batch": 8, "embed": 16})
+W = axn.random.normal(jax.random.key(1), {"embed": 16, "mlp": 8})
+
+
+def test_plain_functions_pass_on_every_placement() -> None:
+    def layer(x: axn.NamedArray, w: axn.NamedArray) -> Any:
+        hidden = axn.nn.softmax(axn.dot(x, w, axis="embed"), "mlp")
+        return {"hidden": hidden, "top": axn.argmax(hidden, "mlp"), "count": 3}
+
+    assert check_shard_invariance(layer, X, W, draws=8) == 8
+
+
+def test_missing_psum_is_found_and_made_small() -> None:
+    def forgetful(x: axn.NamedArray, w: axn.NamedArray) -> Any:
+        return axn.shard_map(lambda x, w: axn.dot(x, w, axis="embed"), check_vma=False)(x, w)
+
+    with pytest.raises(AssertionError) as raised:
+        check_shard_invariance(forgetful, X, W)
+    message = str(raised.value)
+    assert "forgetful depends on how it is distributed" in message and "the result.array differs" in message
+    mesh = "axn.make_mesh({'data': 2, 'model': 1})", "axn.make_mesh({'data': 1, 'model': 2})"
+    assert any(m in message for m in mesh)
+    assert "{'embed': 'data'}" in message or "{'embed': 'model'}" in message
+
+
+def test_psum_in_place_passes() -> None:
+    def summed(x: axn.NamedArray, w: axn.NamedArray) -> Any:
+        return axn.shard_map(lambda x, w: axn.psum(axn.dot(x, w, axis="embed"), "embed"))(x, w)
+
+    assert 0 < check_shard_invariance(summed, X, W, draws=20) < 20, "mappings that leave embed alone are refused"
+
+
+def test_wrong_gradients_are_found() -> None:
+    @jax.custom_vjp
+    def double(x: jax.Array) -> jax.Array:
+        return 2 * x
+
+    def backward(_: None, g: jax.Array) -> tuple[jax.Array]:
+        return (g * (2 + jax.sharding.get_abstract_mesh().size - 1),)
+
+    double.defvjp(lambda x: (double(x), None), backward)
+
+    def doubled(x: axn.NamedArray) -> axn.NamedArray:
+        return axn.named(double(x.array), x.axes)
+
+    with pytest.raises(AssertionError, match=r"the gradient.* differs"):
+        check_shard_invariance(doubled, X)
+    assert check_shard_invariance(doubled, X, gradients=False, draws=4) == 4
+
+
+def test_random_draws_that_depend_on_the_device_are_found() -> None:
+    def local_noise(x: axn.NamedArray, key: jax.Array) -> Any:
+        def noisy(x: axn.NamedArray) -> Any:
+            return x + axn.named(jax.random.normal(key, x.array.shape), x.names)
+
+        return axn.shard_map(noisy)(x)
+
+    with pytest.raises(AssertionError, match="depends on how it is distributed"):
+        check_shard_invariance(local_noise, X, jax.random.key(3))
+
+    def noise(x: axn.NamedArray, key: jax.Array) -> Any:
+        return x + axn.random.normal(key, x.axes)
+
+    assert check_shard_invariance(noise, X, jax.random.key(3), draws=6) == 6
+
+
+def test_the_same_seed_draws_the_same_placements() -> None:
+    seen: list[Any] = []
+
+    def watch(x: axn.NamedArray) -> Any:
+        seen.append((jax.sharding.get_abstract_mesh().shape_tuple, str(axn.current_mapping())))
+        return x
+
+    for _ in range(2):
+        check_shard_invariance(watch, X, draws=5, gradients=False, seed=4)
+    assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="no argument has named axes"):
+        check_shard_invariance(jnp.sum, jnp.ones(4))
+
+    def only_one_device(x: axn.NamedArray) -> Any:
+        if jax.sharding.get_abstract_mesh().size > 1:
+            raise ValueError("one device only")
+        return x
+
+    with pytest.raises(ValueError, match=r"every placement was refused, the first:\n.*one device only"):
+        check_shard_invariance(only_one_device, X, draws=3)
