@@ -4,8 +4,9 @@ The devices must be asked for before JAX starts its backend, so this module does
 need several devices take a mesh fixture; they never skip.
 """
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -27,6 +28,63 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # The first example of a property compiles, so its time says nothing. CI draws the same examples every time.
 hypothesis.settings.register_profile("axonym", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("axonym")
+
+
+# --- collection ---
+
+# What takes long: training, processes of their own, properties drawn many times. None of it is quick.
+SLOW = (
+    "tests/examples/",
+    "tests/interop/test_models.py",
+    "tests/nn/test_moe.py::test_gmm",
+    "tests/nn/test_attention_fused.py::test_splash",
+    "tests/sharding/test_fsdp.py::test_a_step_gives_the_result_of_one_device_and_moves_little",
+    "tests/sharding/test_processes.py",
+    "tests/test_docstrings.py::test_examples_run",
+    "tests/test_properties.py",
+    "tests/test_repository.py::test_example_runs",
+    "tests/test_repository.py::test_page_runs",
+    "tests/ops/test_indexing_properties.py",
+    "tests/ops/test_shaping_properties.py",
+)
+QUICK_FUNCTIONS = 3
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses among what is marked
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks a sample of every area as `quick`: the first case of the first three test functions of each module.
+
+    Modules begin with what everything else there stands on. What is slow does not count. A test may also be marked
+    `quick` where it is defined, as one call of every operation is.
+    """
+    functions: dict[object, set[str]] = {}
+    for item in items:
+        if item.nodeid.startswith(SLOW):
+            continue
+        seen = functions.setdefault(item.path, set())
+        function = item.nodeid.partition("[")[0]
+        if function not in seen and len(seen) < QUICK_FUNCTIONS:
+            seen.add(function)
+            item.add_marker("quick")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules draw arrays when they are imported, and for that too, compiling quickly is what counts."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        return (yield)
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays until the end, so the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+# --- fixtures ---
 
 
 @pytest.fixture(scope="session", autouse=True)

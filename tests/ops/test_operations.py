@@ -329,10 +329,13 @@ FIRST = {case.name: case for case in reversed(CASES)}
 def _marks(case: Case, mode: str) -> tuple[pytest.MarkDecorator, ...]:
     """On one device, what transformations make of a kernel is up to names and to the kernel, not to the version of JAX.
 
-    With every version, operations are called eagerly, and on meshes also in jit and in gradients.
+    With every version, operations are called eagerly, and on meshes also in jit and in gradients. The eager call is the
+    quick one.
     """
     one_device = ("layout", "jit", "grad", "vmap")
-    return (pytest.mark.further,) if case is not FIRST[case.name] or mode in one_device else ()
+    if case is not FIRST[case.name] or mode in one_device:
+        return (pytest.mark.further,)
+    return (pytest.mark.quick,) if mode == "eager" else ()
 
 
 @pytest.fixture
