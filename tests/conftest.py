@@ -4,7 +4,6 @@ The devices must be asked for before JAX starts its backend, so this module does
 need several devices take a mesh fixture; they never skip.
 """
 
-import gc
 import os
 from collections.abc import Generator, Iterator
 
@@ -35,6 +34,7 @@ hypothesis.settings.load_profile("axonym")
 # What takes long: training, processes of their own, properties drawn many times. None of it is quick.
 SLOW = (
     "tests/examples/",
+    "tests/fuzz/",
     "tests/interop/test_models.py",
     "tests/nn/test_moe.py::test_gmm",
     "tests/nn/test_attention_fused.py::test_splash",
@@ -47,12 +47,12 @@ SLOW = (
     "tests/ops/test_indexing_properties.py",
     "tests/ops/test_shaping_properties.py",
 )
-QUICK_FUNCTIONS = 3
+QUICK_FUNCTIONS = 2
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses among what is marked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks a sample of every area as `quick`: the first case of the first three test functions of each module.
+    """Marks a sample of every area as `quick`: the first case of the first two test functions of each module.
 
     Modules begin with what everything else there stands on. What is slow does not count. A test may also be marked
     `quick` where it is defined, as one call of every operation is.
@@ -76,12 +76,6 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         jax.config.update("jax_disable_most_optimizations", False)
-
-
-def pytest_collection_finish() -> None:
-    """What is there now stays until the end, so the garbage collector need not look at it again and again."""
-    gc.collect()
-    gc.freeze()
 
 
 # --- fixtures ---
