@@ -1,8 +1,8 @@
-"""A product with another matrix for each group of rows, by name, also where rows or groups are split over devices.
+"""Grouped matrix multiplication: the product of each group of rows with the group's own matrix, also when sharded.
 
-The partitioner knows little of such a product: it would gather the rows, or the matrices. But which rows of which group
-a device has follows from the sizes of the groups. So each device multiplies those rows that it has with those matrices
-that it has, and where the matrices are split over devices, the partial results are added up.
+The partitioner would all-gather the rows or the matrices. But the group sizes determine which rows of which group a
+device holds. So each device multiplies its shard of the rows by its shard of the matrices inside `jax.shard_map`, and
+if the groups are sharded, partial results are summed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Axes = tuple[str, ...]
 
 
 class Grouped(NamedTuple):
-    """A grouped product: which axis is what, and where it is, in the rows and in the matrices."""
+    """A grouped product: the axes of the rows and of the matrices, and the role of each."""
 
     names: Names
     weight_names: Names
     rows: str
     groups: str
     summed: tuple[str, str]
-    """What is summed over, as it is called in the rows and in the matrices."""
+    """The names of the summed axis in the rows and in the matrices."""
     out: str
     use_gmm: bool
 
@@ -38,7 +38,7 @@ class Grouped(NamedTuple):
         return tuple(self.out if n == self.summed[0] else n for n in self.names)
 
     def multiply(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-        """The product on arrays as they are, all groups in a row from the first row on."""
+        """Multiply local arrays, of which the first group starts at the first row."""
         dtype = jnp.result_type(x, weight)
         x, weight = x.astype(dtype), weight.astype(dtype)
         row, summed = self.names.index(self.rows), self.names.index(self.summed[0])
@@ -63,7 +63,7 @@ class Grouped(NamedTuple):
         explicit = tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit)
         if not explicit:
             return self.multiply(x, weight, sizes)
-        # JAX does not say how the result lies on an Explicit mesh, even if nothing is split.
+        # On an Explicit mesh, JAX does not infer the sharding of the result, even if all operands are replicated.
         unsplit = NamedSharding(mesh, PartitionSpec(None, None))
         multiply: Any = jax.sharding.auto_axes(self.multiply, axes=explicit, out_sharding=unsplit)
         return multiply(x, weight, sizes)
@@ -100,7 +100,7 @@ def _split(product: Grouped, x: jax.Array, weight: jax.Array, mesh: AbstractMesh
         return None
     shared, rows_of_result = _last_common(rows, groups), rows
     if set(rows[: len(rows) - len(shared)]) & set(groups):
-        # Rows that are gathered over these would not be neighbours, so they are not split over them to begin with.
+        # Rows that are all-gathered over these mesh axes would not be contiguous, so they are not sharded over them.
         rows, shared = tuple(a for a in rows if a not in groups), ()
         in_rows = {**in_rows, product.rows: rows}
     summed, weight_summed = in_rows[product.summed[0]], in_weight[product.summed[1]]
@@ -117,21 +117,20 @@ def _split(product: Grouped, x: jax.Array, weight: jax.Array, mesh: AbstractMesh
 
 
 class _Split(NamedTuple):
-    """How a grouped product is split over devices."""
+    """The sharding of a grouped product: the mesh axes that each of its axes is sharded over."""
 
     product: Grouped
     rows: Axes
-    """The mesh axes that the rows are split over."""
     groups: Axes
     shared: Axes
-    """The last of those of the rows, if the groups are split over them, too."""
+    """The last mesh axes of the rows, if the groups are sharded over these too."""
     summed: Axes
-    """Those over which what is summed over is split in both operands."""
+    """The mesh axes that the summed axis is sharded over in both operands."""
     out: Axes
     of_rows: PartitionSpec
     of_weight: PartitionSpec
     wanted: PartitionSpec
-    """Where the result is to lie: its rows as those of the operand."""
+    """The final sharding of the result, with its rows sharded like those of the operand."""
 
     @property
     def of_result(self) -> PartitionSpec:
@@ -139,7 +138,7 @@ class _Split(NamedTuple):
         return _mesh_axes.spec_of(placed[n] for n in self.product.out_names)
 
     def local(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-        """What one device does."""
+        """Multiply the local shards, inside `shard_map`."""
         product = self.product
         row = product.names.index(product.rows)
         keep = {product.rows: self.rows, product.summed[0]: self.summed}
@@ -153,7 +152,7 @@ class _Split(NamedTuple):
         if self.shared:
             x = jax.lax.all_gather(x, self.shared, axis=row, tiled=True)
         sizes, first = self._own_sizes(sizes, x.shape[row], weight.shape[product.weight_names.index(product.groups)])
-        if not self.groups:  # then the groups that this device has are all that there is
+        if not self.groups:  # this device holds all groups
             y = product.multiply(x, weight, sizes)
         else:
             y = product.multiply(jnp.roll(x, -first, row), weight, sizes)
@@ -165,20 +164,20 @@ class _Split(NamedTuple):
         return jax.lax.psum(y, added) if added else y
 
     def _own_sizes(self, sizes: jax.Array, rows: int, groups: int) -> tuple[jax.Array, jax.Array]:
-        """How many of the rows that this device has belong to each group that it has; and the first such row."""
+        """Return the number of local rows of each local group, and the first of these rows."""
         ends = jnp.cumsum(sizes, dtype=sizes.dtype)
         ends = jnp.stack([ends - sizes, ends])
         if self.groups:
             ends = jax.lax.dynamic_slice_in_dim(ends, jax.lax.axis_index(self.groups) * groups, groups, axis=1)
-        whole = self.rows[: len(self.rows) - len(self.shared)]
-        if whole:
-            ends = ends - (jax.lax.axis_index(whole) * rows).astype(ends.dtype)
+        outer = self.rows[: len(self.rows) - len(self.shared)]
+        if outer:
+            ends = ends - (jax.lax.axis_index(outer) * rows).astype(ends.dtype)
         starts, ends = jnp.clip(ends, 0, rows)
         return ends - starts, starts[0]
 
 
 def _lies(product: Grouped, x: jax.Array, weight: jax.Array) -> tuple[dict[str, Axes], dict[str, Axes]]:
-    """The mesh axes that each axis of the rows, and of the matrices, is split over."""
+    """Return the mesh axes that each axis of the rows, and of the matrices, is sharded over."""
     each = (product.names, x), (product.weight_names, weight)
     if _mesh_axes.explicit_mesh((x, weight)) is not None:
         found = [dict(zip(names, map(mesh_axes, _mesh_axes.entries_of(a)), strict=True)) for names, a in each]
@@ -190,7 +189,7 @@ def _lies(product: Grouped, x: jax.Array, weight: jax.Array) -> tuple[dict[str, 
 
 
 def _gathered(x: jax.Array, names: Names, spec: PartitionSpec, keep: dict[str, Axes]) -> jax.Array:
-    """The local part of an array, with those axes made whole that are not to stay as they are split."""
+    """All-gather the axes of a local shard whose sharding is not to be kept."""
     for axis, (name, entry) in enumerate(zip(names, spec, strict=True)):
         if mesh_axes(entry) != keep[name]:
             x = jax.lax.all_gather(x, mesh_axes(entry), axis=axis, tiled=True)
@@ -198,7 +197,7 @@ def _gathered(x: jax.Array, names: Names, spec: PartitionSpec, keep: dict[str, A
 
 
 def _last_common(first: Axes, second: Axes) -> Axes:
-    """The last axes of the first, as far as the second has them."""
+    """Return the longest suffix of the first axes that the second contains."""
     count = 0
     while count < len(first) and first[-1 - count] in second:
         count += 1
@@ -227,23 +226,23 @@ _TILE = 128
 def megablox(
     x: jax.Array, weight: jax.Array, sizes: jax.Array, *, transposed: bool, interpret: bool = False
 ) -> jax.Array:
-    """The product by the Pallas kernel for TPU.
+    """Multiply with the Pallas kernel for TPU.
 
     Arguments:
         x: the rows, rows first.
         weight: the matrices, groups first.
-        sizes: how many rows each group has.
-        transposed: what is summed over is the last axis of the matrices.
-        interpret: simulate the kernel, on any device.
+        sizes: the number of rows of each group.
+        transposed: whether the summed axis is the last axis of the matrices.
+        interpret: whether to simulate the kernel, on any device.
     """
     if not interpret and jax.default_backend() != "tpu":
         raise ValueError(
-            "MoELinear: `use_gmm` asks for the Pallas kernel megablox, which runs on TPU only; JAX runs on "
-            f"{jax.default_backend()} here. Leave `use_gmm` off: `jax.lax.ragged_dot` does the same everywhere."
+            "MoELinear: `use_gmm` selects the Pallas kernel megablox, which runs on TPU only; JAX runs on "
+            f"{jax.default_backend()} here. Without `use_gmm`, `jax.lax.ragged_dot` computes the same everywhere."
         )
     from jax.experimental.pallas.ops.tpu.megablox import gmm  # importing Pallas takes long
 
-    # It takes whole tiles of rows, and leaves undefined what it does not compute, in gradients too.
+    # The kernel takes whole tiles of rows, and leaves rows after the last group undefined, in gradients too.
     inside = jax.lax.broadcasted_iota(sizes.dtype, (x.shape[0], 1), 0) < jnp.sum(sizes)
     rows = jax.lax.pad(jnp.where(inside, x, 0), jnp.zeros((), x.dtype), [(0, -x.shape[0] % _TILE, 0), (0, 0, 0)])
     y = gmm(rows, weight, sizes, x.dtype, (_TILE,) * 3, transpose_rhs=transposed, interpret=interpret)
