@@ -9,7 +9,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import axonym as axn
-from axonym.custom_partitioning import partitioned
+from axonym._mesh_axes import mesh_axes
+from axonym.custom_partitioning import Rule, partitioned
 from axonym.manual import collectives
 from tests.custom_partitioning.operations import (
     Batch,
@@ -352,3 +353,108 @@ def test_same_program_is_compiled_once(auto_mesh):
     count = len(traced)
     op(LOGITS)
     assert len(traced) == count
+
+
+# --- mesh axes, and shardings of one's own ---
+
+
+def test_the_index_of_a_mesh_axis(mesh, both_split):
+    """Also of one that does not shard the operands."""
+
+    @partitioned
+    def tagged(x):
+        return x * 0
+
+    @tagged.per_shard
+    def _(x):
+        return x * 0 + 10.0 * jax.lax.axis_index("data") + jax.lax.axis_index("model")
+
+    expected = 10.0 * (np.arange(8) // 2)[:, None] + (np.arange(16) // 8)[None, :]
+    x = axn.shard(LOGITS)
+    for call in (tagged, jax.jit(tagged)):
+        check(call(x).array, expected.astype(np.float32))
+
+    @partitioned
+    def where(x):
+        return x * 0
+
+    @where.per_shard
+    def _(x):
+        return x * 0 + axn.axis_index(axn.MeshAxis("data"))
+
+    check(jax.jit(where)(x).array, np.broadcast_to((np.arange(8.0, dtype=np.float32) // 2)[:, None], (8, 16)))
+
+
+def counting(infer: Any) -> tuple[Any, list[Any]]:
+    """An operation that is sharded as a function says, and what one device got."""
+    seen: list[Any] = []
+
+    @partitioned(reduced="vocab")
+    def total(x, y):
+        return axn.sum(x * y, "vocab")
+
+    @total.per_shard
+    def _(x, y):
+        seen.append((x.shape, y.shape))
+        return axn.psum(axn.sum(x * y, "vocab"), "vocab")
+
+    total.infer_sharding(infer)
+    return total, seen
+
+
+@pytest.mark.parametrize(
+    ("said", "local"),
+    [
+        ({}, ({"batch": 8, "vocab": 16}, {"vocab": 16})),
+        ({"vocab": "model"}, ({"batch": 8, "vocab": 8}, {"vocab": 8})),
+        ({"vocab": ("data", "model"), "batch": None}, ({"batch": 8, "vocab": 2}, {"vocab": 2})),
+        ({"batch": ("model",), "vocab": ("data",)}, ({"batch": 4, "vocab": 4}, {"vocab": 4})),
+    ],
+)
+def test_a_sharding_of_ones_own(mesh, both_split, said, local):
+    given = []
+
+    def infer(derived, operands, sizes):
+        given.append((derived, [tuple(spec) for spec in operands], sizes))
+        return said
+
+    total, seen = counting(infer)
+    y = draw(Vocab, seed=1)
+    x = axn.shard(LOGITS)
+    expected = LOGITS.array @ y.array
+    for call in (jax.jit(total), total):
+        check(call(x, axn.shard(y)).array, expected)
+        assert seen[-1] == local
+    derived, operands, sizes = given[-1]
+    assert derived == {"batch": ("data",), "vocab": ("model",)} and sizes == {"data": 4, "model": 2}
+    assert [tuple(mesh_axes(e) for e in spec) for spec in operands] == [
+        (("data",), ("model",)),
+        (("model",),),
+    ]
+    gradient = jax.jit(jax.grad(lambda x: scalar_loss(total(x, y))))(x)
+    check(gradient.array, 2 * np.asarray(expected)[:, None] * np.asarray(y.array)[None, :])
+
+
+def test_a_sharding_of_ones_own_under_vmap(mesh, both_split):
+    total, _ = counting(lambda derived, operands, sizes: {"vocab": "model"} if len(operands[0]) == 2 else {})
+    xs = axn.named(np.random.default_rng(2).normal(size=(3, 8, 16)).astype(np.float32), ("draw", "batch", "vocab"))
+    y = draw(Vocab, seed=1)
+    found = jax.jit(lambda xs: axn.vmap(lambda x: total(x, y), "draw")(xs))(axn.shard(xs))
+    check(found.array, np.asarray(xs.array) @ np.asarray(y.array))
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"vocb": "model"}, "there is no axis 'vocb'. Did you mean 'vocab'"),
+        ({"vocab": "modle"}, "mesh axis 'modle', which the mesh does not have. Did you mean 'model'"),
+        ({"vocab": "model", "batch": "model"}, "mesh axis 'model' can shard one axis"),
+        ({"odd": "data"}, "axis 'odd' of size 6 cannot be sharded over"),
+        ({"k": "data"}, "axis 'k' must be replicated"),
+    ],
+)
+def test_what_is_wrong_with_a_sharding(said, message):
+    batch, vocab, odd, k = (("batch",), ("vocab",), ("odd",), ("k",))
+    rule = Rule(((batch, vocab, odd),), ((batch, k),), {"batch": 8, "vocab": 16, "odd": 6, "k": 4}, whole={"k"})
+    with pytest.raises(ValueError, match=f"op, inferred sharding: .*{message}"):
+        rule.inferred("op", {"data": 4, "model": 2}, lambda *_: said, {}, [(None, None, None)])

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ from .._mesh_axes import mesh_axes
 from ..manual._axis_environment import in_force
 from ..sharding.meshes import AnyMesh
 from ..sharding.shard import shard
-from .rule import WHOLE, Rule, Splits
+from .rule import WHOLE, Infer, Rule, Splits
 
 Arrays = tuple[Any, ...]
 
@@ -47,6 +47,8 @@ class Operation:
     """What the operation means, on whole arrays."""
     part: Callable[..., Arrays]
     """What one device does. It takes the shapes of its results first, then its parts of the operands."""
+    infer: Infer | None = None
+    """How it is sharded, where that does not follow from the rule."""
 
     def on_whole(self, *arrays: Any) -> Arrays:
         """The operation where nothing is split, or where what is split is not its business."""
@@ -81,7 +83,17 @@ class Operation:
             one = functools.partial(self.part, [s[1:] for s in shapes])
             return jax.vmap(one, in_axes=in_axes, axis_size=shapes[0][0] if shapes else size)(*arrays)
 
-        return Operation(self.what, self.rule.batched(name, size, batched), whole, part)
+        infer = self.infer
+
+        def infer_rest(derived: Splits, operands: Sequence[Any], mesh: Mapping[str, int]) -> Mapping[str, Any]:
+            assert infer is not None
+            rest = {factor: axes for factor, axes in derived.items() if factor != name}
+            said = infer(rest, tuple([s[1:] if b else s for s, b in zip(operands, batched, strict=True)]), mesh)
+            taken = {a for entry in said.values() for a in mesh_axes(entry)}
+            return {name: tuple([a for a in derived.get(name, ()) if a not in taken]), **said}
+
+        rule = self.rule.batched(name, size, batched)
+        return Operation(self.what, rule, whole, part, None if infer is None else infer_rest)
 
 
 def by_partitioner(operation: Operation, known: AnyMesh | None, *arrays: Any) -> Arrays:
@@ -105,8 +117,10 @@ def by_partitioner(operation: Operation, known: AnyMesh | None, *arrays: Any) ->
             mesh.shape,
             [(terms[i], _entries(everything[i], mesh)) for i in (*order, *range(len(order), len(terms)))],
         )
+        of_operands = [_entries(x, mesh) for x in operands]
+        splits = rule.inferred(operation.what, mesh.shape, operation.infer, splits, of_operands)
         placed = [NamedSharding(mesh, rule.spec(term, splits)) for term in terms]
-        here = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Manual,) * len(mesh.axis_names))
+        here = all_manual(mesh)
         on_part = operation.on_part(here, splits)
 
         def part(*xs: Any) -> Arrays:
@@ -155,6 +169,11 @@ def by_hand(operation: Operation, mesh: AnyMesh, splits: Splits, *arrays: Any) -
         # Inside another one that runs eagerly, JAX fails on what is the same on all devices of the outer mesh axes.
         mapped = jax.jit(mapped, inline=INLINE)
     return tuple(mapped(*arrays))
+
+
+def all_manual(mesh: AnyMesh) -> AbstractMesh:
+    """The mesh as the function for one device sees it."""
+    return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Manual,) * len(mesh.axis_names))
 
 
 def _one_value(x: Any, but_for: set[str]) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, overload
 
 import jax
@@ -34,9 +34,9 @@ from ..array import NamedArray, is_named_array, wrap
 from ..axis import Names
 from ..manual._axis_environment import Part, in_force, interned
 from ..sharding.meshes import AnyMesh, current_mesh
-from ._lowerings import Arrays, Operation, by_hand, by_partitioner, explicit_entries
+from ._lowerings import Arrays, Operation, all_manual, by_hand, by_partitioner, explicit_entries
 from ._terms import Described, by_names, by_string, parse, words
-from .rule import Dimension, Rule, Splits, make_rule
+from .rule import Dimension, Infer, Rule, Splits, make_rule
 
 
 @overload
@@ -154,6 +154,7 @@ class Partitioned:
         self._sizes = sizes
         self._fn = fn
         self._part = fn
+        self._infer: Infer | None = None
         self._plan = functools.lru_cache(maxsize=512)(self._new_plan)  # goes when the operation goes
 
     def per_shard(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,6 +174,33 @@ class Partitioned:
         NamedArray(int32[], 6)
         """
         self._part = _checked(fn)
+        self._plan.cache_clear()
+        return fn
+
+    def infer_sharding(self, fn: Infer) -> Infer:
+        """Say how the operation is sharded, where that does not follow from the rule.
+
+        Without it, the axes of the operation are sharded as those of its operands are, and where they disagree, as
+        those of the largest. What the function returns is done instead: operands are resharded to it, and the results
+        have it.
+
+        Arguments:
+            fn: the function. It takes the mesh axes of each axis as they are derived, the partition specs of the
+                operands, and the sizes of the mesh axes. It returns the mesh axis, or several, of each axis that is
+                sharded.
+
+        >>> from axonym.custom_partitioning import partitioned
+        >>> @partitioned(reduced="x")
+        ... def total(x):
+        ...     return axn.psum(axn.sum(x, "x"), "x")
+        >>> @total.infer_sharding
+        ... def over_all(derived, operands, mesh):
+        ...     return {"x": tuple(mesh)}
+        >>> with axn.set_mesh(axn.make_mesh({"data": 2, "model": 2})):
+        ...     jax.jit(total)(axn.shard(axn.arange(axn.Axis("x", 4)), {"x": "data"}))
+        NamedArray(int32[], 6)
+        """
+        self._infer = _checked(fn)
         self._plan.cache_clear()
         return fn
 
@@ -252,11 +280,13 @@ class Partitioned:
         results.dtypes = [x.dtype for x in shapes]
         described = [Described(o.names, o.shape) for o in operands]
         found = [Described(n, tuple(x.shape)) for n, x in zip(results.names, shapes, strict=True)]
-        operation = Operation(what, self._rule(described, found), whole, part)
+        operation = Operation(what, self._rule(described, found), whole, part, self._infer)
         if self._part is not self._fn:
             # What is wrong with it is better said now than by the compiler.
-            on_part = operation.on_part(AbstractMesh((), ()), {})
-            _traced(f"{what}, per shard", on_part, abstract, ())
+            around = current_mesh()
+            mesh = _NO_MESH if around is None else all_manual(around)
+            with suppress(NameError):  # it asks for the axis of a mesh that is not active yet
+                _traced(f"{what}, per shard", operation.on_part(mesh, {}), abstract, (), mesh)
         return _Plan(operation, results, jax.jit(functools.partial(_left_to_partitioner, operation), inline=INLINE))
 
     def _known_words(self, operands: Sequence[_Operand]) -> list[str]:
@@ -304,8 +334,13 @@ class _Plan:
         return jax.tree.unflatten(self.results.structure, leaves)
 
 
-def _traced(what: str, fn: Callable[..., Any], abstract: Sequence[Any], known: Sequence[str]) -> Sequence[Any]:
-    """The types of what a function returns for whole arrays, with no mesh around it."""
+_NO_MESH = AbstractMesh((), ())
+
+
+def _traced(
+    what: str, fn: Callable[..., Any], abstract: Sequence[Any], known: Sequence[str], mesh: AbstractMesh = _NO_MESH
+) -> Sequence[Any]:
+    """The types of what a function returns for whole arrays."""
     view = interned(frozenset(Part(w, 1, 1, ()) for w in known), checked=False, however=True)
 
     def in_view(*arrays: Any) -> Any:
@@ -314,7 +349,7 @@ def _traced(what: str, fn: Callable[..., Any], abstract: Sequence[Any], known: S
         with in_force(view):
             return fn(*arrays)
 
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+    with jax.sharding.use_abstract_mesh(mesh):
         program = jax.make_jaxpr(in_view)(*abstract)
     if any(isinstance(c, Tracer) for c in program.consts):
         raise ValueError(
@@ -396,7 +431,7 @@ def _splits(operation: Operation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     auto = {a for a, t in types.items() if t == AxisType.Auto}
     mapping = _context.mapping_in_force()
-    if mapping is None and any(mesh.shape[a] > 1 for a in auto):
+    if mapping is None and operation.infer is None and any(mesh.shape[a] > 1 for a in auto):
         over = ", ".join(f"{a}={mesh.shape[a]}" for a in mesh.axis_names if a in auto)
         reason = (
             "the operation is differentiated"
@@ -408,7 +443,7 @@ def _splits(operation: Operation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]
             "partitioner, and no mapping is in force. Put one in force with `axonym.axis_mapping`; an axis that goes "
             "to None is whole."
         )
-    rule, found = operation.rule, []
+    rule, found = operation.rule, {}
     for i in sorted(range(len(arrays)), key=lambda i: -np.prod(jnp.shape(arrays[i]), dtype=float)):
         entries = []
         for dimension, entry in zip(rule.operands[i], known[i], strict=True):
@@ -417,8 +452,10 @@ def _splits(operation: Operation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]
                 name = _axis_of(rule, dimension)
                 raise ValueError(_errors.unknown_mesh_axis(operation.what, name, unknown[0], mesh))
             entries.append((*mesh_axes(entry), *(a for a in wanted if a in auto)))
-        found.append((rule.operands[i], entries))
-    return rule.splits(mesh.shape, found)
+        found[i] = entries
+    derived = rule.splits(mesh.shape, [(rule.operands[i], entries) for i, entries in found.items()])
+    of_operands = [entries for _, entries in sorted(found.items())]
+    return rule.inferred(operation.what, mesh.shape, operation.infer, derived, of_operands)
 
 
 def _axis_of(rule: Rule, dimension: Dimension) -> str:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
@@ -31,6 +31,10 @@ Splits = Mapping[str, Axes]
 """The mesh axes that split each factor; a factor that is whole is left out."""
 
 WHOLE: Splits = MappingProxyType({})
+
+Infer = Callable[[Splits, tuple[PartitionSpec, ...], Mapping[str, int]], Mapping[str, Entry]]
+"""From the derived mesh axes of each axis, the partition specs of the operands, and the sizes of mesh axes, to the mesh
+axes of each axis."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +164,55 @@ class Rule:
                     if minor in chosen and not self._used_up(major, chosen, mesh):
                         return self._in_one_piece({f: a for f, a in chosen.items() if f != minor}, mesh)
         return chosen
+
+    def inferred(
+        self,
+        what: str,
+        mesh: Mapping[str, int],
+        infer: Infer | None,
+        derived: Splits,
+        operands: Sequence[Sequence[Entry]],
+    ) -> Splits:
+        """How the operation is sharded if its author has a say; what cannot be is an error.
+
+        Arguments:
+            what: the operation, for messages.
+            mesh: the sizes of mesh axes.
+            infer: what the author says.
+            derived: how it is sharded otherwise.
+            operands: how the operands are, by the entries of partition specs.
+
+        >>> from axonym.custom_partitioning import Rule
+
+        >>> rule = Rule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 3})
+        >>> rule.inferred("op", {"data": 2}, lambda derived, operands, mesh: {"row": "data"}, {}, [(None, None)])
+        {'row': ('data',)}
+        """
+        if infer is None:
+            return derived
+        said = infer(dict(derived), tuple([PartitionSpec(*entries) for entries in operands]), dict(mesh))
+        chosen = {factor: mesh_axes(entry) for factor, entry in said.items() if mesh_axes(entry)}
+        what = f"{what}, inferred sharding"
+        taken = [a for axes in chosen.values() for a in axes]
+        for factor, axes in chosen.items():
+            if factor not in self.sizes:
+                raise ValueError(f"{what}: there is no axis {factor!r}.{_errors.suggestion(factor, self.sizes)}")
+            if unknown := [a for a in axes if a not in mesh]:
+                raise ValueError(
+                    f"{what}: axis {factor!r} goes to mesh axis {unknown[0]!r}, which the mesh does not have."
+                    + _errors.suggestion(unknown[0], mesh)
+                )
+            if twice := [a for a in axes if taken.count(a) > 1]:
+                raise ValueError(f"{what}: mesh axis {twice[0]!r} can shard one axis, and is to shard several.")
+            if factor in self.whole:
+                raise ValueError(
+                    f"{what}: axis {factor!r} must be replicated. One that only operands have can be sharded if it is "
+                    "listed in `reduced`."
+                )
+            if not self._divides(factor, axes, mesh):
+                over = _errors.describe_shape({a: mesh[a] for a in axes})
+                raise ValueError(f"{what}: axis {factor!r} of size {self.sizes[factor]} cannot be sharded over {over}.")
+        return self._in_one_piece(chosen, mesh)
 
     def spec(self, term: Term, splits: Splits) -> PartitionSpec:
         """The partition spec of an operand or result.

@@ -113,7 +113,9 @@ pmin = _reduction(
 )
 
 
-def all_gather(x: NamedArray, axis: AxisSelector, over: Words | None = None, *, invariant: bool = False) -> NamedArray:
+def all_gather(
+    x: NamedArray, axis: AxisSelector, over: Words | None = None, *, invariant: bool = False, tiled: bool = True
+) -> NamedArray:
     """The array with the parts of an axis put together, so that every device has the whole of it.
 
     Arguments:
@@ -122,6 +124,7 @@ def all_gather(x: NamedArray, axis: AxisSelector, over: Words | None = None, *, 
         over: the mesh axes that it is split over, where neither the arguments nor the mapping tell.
         invariant: have JAX know that the result is the same on all devices, so that it can be returned whole. It then
             counts as one value for differentiation, rather than as one for each device.
+        tiled: put shards together along `axis`. Otherwise `axis` is a new one in front, with an entry for each device.
 
     >>> whole = axn.shard_map(lambda x: axn.all_gather(x, "batch", invariant=True), mapping={"batch": "data"})
     >>> with axn.set_mesh(axn.make_mesh({"data": 2})):
@@ -129,18 +132,17 @@ def all_gather(x: NamedArray, axis: AxisSelector, over: Words | None = None, *, 
     NamedArray(int32[batch=4], [0 1 2 3])
     """
     what = "all_gather"
+    if not tiled:
+        return _gathered_along_new_axis(what, x, axis, over, invariant)
     position, name, axes = _axis_and_devices(what, x, axis, over)
     if not axes:
         return x
-    view, axes = view_in_force(), put_together(what, x, name, axes, over is not None)
+    axes = put_together(what, x, name, axes, over is not None)
     require_varying(what, x, axes, f"axis {name!r} would be repeated.")
-    # A function that is to work however its axes are split may ask for it where JAX does not keep track; then, every
-    # value counts as one for each device.
-    to = "invarying" if invariant and (view.checked or not view.however) else "varying"
-    return wrap(jax.lax.all_gather(x.array, axes, axis=position, tiled=True, to=to), x.names)
+    return wrap(jax.lax.all_gather(x.array, axes, axis=position, tiled=True, to=_varies(invariant)), x.names)
 
 
-def psum_scatter(x: NamedArray, axis: AxisSelector, over: Words | None = None) -> NamedArray:
+def psum_scatter(x: NamedArray, axis: AxisSelector, over: Words | None = None, *, tiled: bool = True) -> NamedArray:
     """The sum over devices, of which each keeps its part of an axis: `psum`, at half the traffic, where that is enough.
 
     It is what differentiation makes of `all_gather`.
@@ -149,6 +151,8 @@ def psum_scatter(x: NamedArray, axis: AxisSelector, over: Words | None = None) -
         x: a named array.
         axis: the logical axis of the result that is split.
         over: the logical axis or mesh axis to sum over, or several; by default, what `axis` is to be split over.
+        tiled: each device keeps a shard of `axis`. Otherwise the axis has an entry for each device, which keeps its own
+            one, without the axis.
 
     >>> mesh, mapping = axn.make_mesh({"data": 2}), {"batch": "data"}
     >>> scattered = axn.shard_map(
@@ -160,15 +164,20 @@ def psum_scatter(x: NamedArray, axis: AxisSelector, over: Words | None = None) -
     """
     what = "psum_scatter"
     position, name, axes = _axis_and_devices(what, x, axis, over)
+    if not tiled:
+        _check_one_each(what, x, position, axes)
     if not axes:
-        return x
+        return x if tiled else _without(x, name)
     axes = taken_apart(what, x, name, axes)
     _check_divides(what, x, position, axes)
     require_varying(what, x, axes, _ADDED.format(count=count(axes)))
-    return wrap(jax.lax.psum_scatter(x.array, axes, scatter_dimension=position, tiled=True), x.names)
+    names = x.names if tiled else _other_names(x, name)
+    return wrap(jax.lax.psum_scatter(x.array, axes, scatter_dimension=position, tiled=tiled), names)
 
 
-def all_to_all(x: NamedArray, split: AxisSelector, gather: AxisSelector, over: Words | None = None) -> NamedArray:
+def all_to_all(
+    x: NamedArray, split: AxisSelector, gather: AxisSelector, over: Words | None = None, *, tiled: bool = True
+) -> NamedArray:
     """The array with one axis split and the parts of another put together: each device sends each other one a part.
 
     Arguments:
@@ -176,6 +185,8 @@ def all_to_all(x: NamedArray, split: AxisSelector, gather: AxisSelector, over: W
         split: the logical axis to split.
         gather: the logical axis to make whole. If it is `split`, the parts of the array are transposed over devices.
         over: the mesh axes to exchange over; by default those that `gather` is split over, or `split` is to be.
+        tiled: put shards together along `gather`. Otherwise `split` has an entry for each device, of which it keeps its
+            own, and `gather` is a new axis in its place, with an entry from each device.
 
     >>> mesh, mapping = axn.make_mesh({"seq": 2}), {"pos": "seq"}
     >>> by_heads = axn.shard_map(
@@ -186,6 +197,8 @@ def all_to_all(x: NamedArray, split: AxisSelector, gather: AxisSelector, over: W
     ({'pos': 6, 'heads': 4}, P(None, 'seq'))
     """
     what = "all_to_all"
+    if not tiled:
+        return _exchanged_entries(what, x, split, gather, over)
     if over is None:
         over = _exchanged_over(what, require_named(what, x), name_of(split), name_of(gather))
     split_position, _, axes = _axis_and_devices(what, x, split, over)
@@ -340,6 +353,70 @@ def axis_offset(axis: AxisSelector, x: NamedArray | None = None) -> Any:
     if not ways and not (known and not declared(name)):
         ways = [axes_meant(what, axis)]
     return jax.lax.axis_index(ways[0]) * local if ways and ways[0] else np.int32(0)
+
+
+# --- without tiling ---
+
+
+def _gathered_along_new_axis(
+    what: str, x: NamedArray, axis: AxisSelector, over: Words | None, invariant: bool
+) -> NamedArray:
+    name, axes = _new_axis(what, x, require_named(what, x).names, axis, over)
+    if not axes:
+        return wrap(x.array[None], (name, *x.names))
+    require_varying(what, x, axes, f"axis {name!r} would repeat it.")
+    return wrap(jax.lax.all_gather(x.array, axes, axis=0, to=_varies(invariant)), (name, *x.names))
+
+
+def _exchanged_entries(
+    what: str, x: NamedArray, split: AxisSelector, gather: AxisSelector, over: Words | None
+) -> NamedArray:
+    others = [n for n in require_named(what, x).names if n != name_of(split)]
+    name, axes = _new_axis(what, x, others, gather, split if over is None else over)
+    position, _, _ = _axis_and_devices(what, x, split, split if over is None else over)
+    _check_one_each(what, x, position, axes)
+    names = (*x.names[:position], name, *x.names[position + 1 :])
+    if not axes:
+        return wrap(x.array, names)
+    require_varying(what, x, axes, f"axis {name!r} would repeat it.")
+    return wrap(jax.lax.all_to_all(x.array, axes, position, position, tiled=False), names)
+
+
+def _new_axis(
+    what: str, x: NamedArray, others: Sequence[str], axis: AxisSelector, over: Words | None
+) -> tuple[str, Axes]:
+    """The name of an axis that an array gets, with an entry for each device, and the mesh axes of these devices."""
+    name = name_of(axis)
+    if name in others:
+        raise ValueError(f"{what}: without tiling, {name!r} is a new axis, but {x} has it already.")
+    axes = axes_meant(what, axis if over is None else over)
+    if isinstance(axis, Axis) and axis.size != count(axes):
+        places = [("the devices", count(axes)), ("the argument", axis.size)]
+        raise ValueError(_errors.size_mismatch(what, name, places))
+    return name, axes
+
+
+def _check_one_each(what: str, x: NamedArray, position: int, axes: Axes) -> None:
+    if x.array.shape[position] != count(axes):
+        raise ValueError(
+            f"{what}: without tiling, axis {x.names[position]!r} of {x} has one entry for each device, and "
+            f"{describe_axes(axes) if axes else 'there'} has {count(axes)}."
+        )
+
+
+def _other_names(x: NamedArray, name: str) -> tuple[str, ...]:
+    return tuple(n for n in x.names if n != name)
+
+
+def _without(x: NamedArray, name: str) -> NamedArray:
+    return wrap(jnp.squeeze(x.array, x.names.index(name)), _other_names(x, name))
+
+
+def _varies(invariant: bool) -> str:
+    # A function that is to work however its axes are split may ask for it where JAX does not keep track; then, every
+    # value counts as one for each device.
+    view = view_in_force()
+    return "invarying" if invariant and (view.checked or not view.however) else "varying"
 
 
 # --- what they share ---
