@@ -54,7 +54,7 @@ def main() -> None:
         print(f"{name:<11} {x.shape!s:<13} {x.sharding.spec!s:<26} {x.addressable_shards[0].data.shape}")
 
     # A rule can be asked before anything is made, here about abstract parameters.
-    shardings = axn.partitioning.infer_resource_partitions(jax.eval_shape(init, jax.random.key(0)), PARAMETERS)
+    shardings = axn.sharding.infer_resource_partitions(jax.eval_shape(init, jax.random.key(0)), PARAMETERS)
     print("\nthe rule says of the table:", shardings["table"].spec)
 
 

@@ -69,7 +69,7 @@ def product_ring(x, w):
     for step in range(devices):
         following = axn.shift(x, "batch") if step < devices - 1 else x
         came_from = (own - step) % devices
-        found = axn.updated_slice(found, {"batch": came_from * rows}, axn.dot(x, w, axis="embed"))
+        found = found.at["batch", axn.ds(came_from * rows, rows)].set(axn.dot(x, w, axis="embed"))
         x = following
     return found
 

@@ -86,7 +86,7 @@ class Prepared:
 
     def batch(self, texts: data.Texts, first: int) -> axn.NamedArray:
         """A batch of texts from the `first` on, each device with its part."""
-        at_work = axn.partitioning.sharding_for_axis((self.Batch, self.Pos), self.strategy.at_work, self.mesh)
+        at_work = axn.sharding.sharding_for_axis((self.Batch, self.Pos), self.strategy.at_work, self.mesh)
         return texts.batch(first, self.Batch, self.Pos, at_work)
 
 

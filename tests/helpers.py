@@ -45,9 +45,10 @@ def public_name(name: str) -> Any:
 
 
 @functools.cache
-def modules() -> list[ModuleType]:
-    """The package and every module in it."""
-    return [axn, *(importlib.import_module(m.name) for m in pkgutil.walk_packages(axn.__path__, "axonym."))]
+def modules(native: bool = False) -> list[ModuleType]:
+    """The package and every module in it; `native`: without those that have the names of Haliax."""
+    names = [m.name for m in pkgutil.walk_packages(axn.__path__, "axonym.")]
+    return [axn, *(importlib.import_module(n) for n in names if not (native and n.startswith("axonym.haliax")))]
 
 
 @functools.cache

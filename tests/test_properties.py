@@ -125,9 +125,9 @@ def test_the_algebra_of_axes_is_that_of_sets(data: st.DataObject, names: tuple[s
     assert set(rest) == set(first) - set(second)
     assert both + rest == tuple(sorted(both + rest, key=lambda a: (a not in second, first.index(a))))
     assert union[: len(first)] == first
-    assert axn.concat_axes(rest, second) == rest + second
-    assert axn.selects_axis(union, first) and axn.selects_axis(first, both)
-    assert axn.axis_size(first) == np.prod([SIZES[n] for n in names], dtype=int)
+    assert axn.axis.concat_axes(rest, second) == rest + second
+    assert axn.axis.selects_axis(union, first) and axn.axis.selects_axis(first, both)
+    assert axn.axis.axis_size(first) == np.prod([SIZES[n] for n in names], dtype=int)
 
 
 @given(data=st.data(), names=orders)

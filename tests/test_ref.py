@@ -125,7 +125,7 @@ VIEWS: list[tuple[Callable[[axn.NamedRef], axn.NamedRef], list[int]]] = [
     (lambda r: r.slice({"x": slice(-20, None, -1)}), []),
     (lambda r: r.slice({"x": axn.ds(2, 3)}), [2, 3, 4]),
     (lambda r: r.slice({"x": axn.ds(jnp.int32(2), 3)}), [2, 3, 4]),
-    (lambda r: r.slice({"x": axn.dblock(1, axn.axis_size(axn.Axis("x", 4)))}), [4, 5, 6, 7]),
+    (lambda r: r.slice({"x": axn.ds.block(1, axn.axis.axis_size(axn.Axis("x", 4)))}), [4, 5, 6, 7]),
     (lambda r: r.slice({"x": slice(1, 8, 2)}).slice({"x": slice(1, 4, 2)}), [3, 7]),
     (lambda r: r.slice({"x": slice(1, 8, 2)}).slice({"x": -1}), [7]),
     (lambda r: r.slice({"x": slice(None, None, -1)}).slice({"x": slice(1, 3)}), [6, 5]),

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import Mesh
 
 import axonym as axn
-from axonym import NamedArray, tree, tree_util
+from axonym import NamedArray, tree
 from axonym.sharding.shard import shard
 from axonym.transforms.vmap import vmap
 from tests.helpers import assert_named
@@ -80,16 +80,6 @@ def test_paths() -> None:
     found, structure = tree.flatten_with_path(model)
     assert [jax.tree_util.keystr(p) for p, _ in found] == paths and structure == tree.structure(model)
     assert tree.map_with_path(lambda p, x: jax.tree_util.keystr(p), model)["b"] == "['b']"
-
-
-def test_the_old_names() -> None:
-    assert tree_util.tree_map is tree.map
-    assert tree_util.tree_flatten is tree.flatten
-    assert tree_util.tree_unflatten is tree.unflatten
-    assert tree_util.tree_leaves is tree.leaves
-    assert tree_util.tree_structure is tree.structure
-    assert tree_util.scan_aware_tree_map is tree.scan_aware_map
-    assert tree_util.resize_axis is tree.resize_axis
 
 
 # --- stacked layers ---

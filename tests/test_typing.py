@@ -15,7 +15,6 @@ from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import PyTree, TypeCheckError, jaxtyped
 
 import axonym as axn
-import axonym.haxtyping
 from axonym import Axis, NamedArray
 from axonym.typing import (
     Bool,
@@ -351,8 +350,3 @@ def test_trees() -> None:
     assert is_a(tree, PyTree[Named["batch embed"]])
     assert is_a(tree, PyTree[Float[NamedArray, "batch ..."]])
     assert not is_a({"w": X, "b": X["batch", 0]}, PyTree[Named["batch embed"]])
-
-
-def test_the_old_import_path() -> None:
-    assert axonym.haxtyping.Named is Named is NamedArray
-    assert axonym.haxtyping.f32 is f32

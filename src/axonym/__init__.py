@@ -10,32 +10,21 @@ NamedArray(float32[mlp=4], [3. 3. 3. 3.])
 """
 
 from . import (
-    core as core,
     custom_partitioning as custom_partitioning,
     debug as debug,
     fft as fft,
-    haxtyping as haxtyping,
-    hof as hof,
-    jax_utils as jax_utils,
     linalg as linalg,
     nn as nn,
-    partitioning as partitioning,
     poly as poly,
     precision as precision,
     quantization as quantization,
     random as random,
     sharding as sharding,
-    specialized_fns as specialized_fns,
     state as state,
-    state_dict as state_dict,
     testing as testing,
     tree as tree,
-    tree_util as tree_util,
-    types as types,
     typing as typing,
-    util as util,
     vocabulary as vocabulary,
-    wrap as wrap,
 )
 from ._methods import attach as _attach
 
@@ -43,27 +32,12 @@ from ._methods import attach as _attach
 from ._module_field import field as field
 from .array import (
     NamedArray as NamedArray,
-    NamedOrNumeric as NamedOrNumeric,
-    are_shape_checks_enabled as are_shape_checks_enabled,
-    enable_shape_checks as enable_shape_checks,
     is_named_array as is_named_array,
     named as named,
-    ndim as ndim,
 )
 from .axis import (
     Axis as Axis,
-    AxisSelection as AxisSelection,
-    AxisSelector as AxisSelector,
-    AxisSpec as AxisSpec,
-    axis_name as axis_name,
-    axis_size as axis_size,
-    concat_axes as concat_axes,
-    concat_axis_specs as concat_axis_specs,
-    eliminate_axes as eliminate_axes,
     make_axes as make_axes,
-    replace_axis as replace_axis,
-    resolve_axis as resolve_axis,
-    selects_axis as selects_axis,
 )
 
 # Per-device code by name
@@ -135,9 +109,7 @@ from .ops.diagonals import (
 
 # Parts of arrays
 from .ops.dynamic_slice import (
-    dblock as dblock,
     ds as ds,
-    dslice as dslice,
 )
 from .ops.einsum import (
     einsum as einsum,
@@ -146,7 +118,6 @@ from .ops.einsum import (
 # Elementwise operations
 from .ops.elementwise import (
     abs as abs,
-    absolute as absolute,
     add as add,
     angle as angle,
     arccos as arccos,
@@ -156,26 +127,19 @@ from .ops.elementwise import (
     arctan as arctan,
     arctan2 as arctan2,
     arctanh as arctanh,
-    around as around,
     astype as astype,
     bitwise_and as bitwise_and,
     bitwise_count as bitwise_count,
-    bitwise_invert as bitwise_invert,
-    bitwise_left_shift as bitwise_left_shift,
-    bitwise_not as bitwise_not,
     bitwise_or as bitwise_or,
-    bitwise_right_shift as bitwise_right_shift,
     bitwise_xor as bitwise_xor,
     cbrt as cbrt,
     ceil as ceil,
     conj as conj,
-    conjugate as conjugate,
     copy as copy,
     copysign as copysign,
     cos as cos,
     cosh as cosh,
     deg2rad as deg2rad,
-    degrees as degrees,
     divide as divide,
     divmod as divmod,
     equal as equal,
@@ -183,7 +147,6 @@ from .ops.elementwise import (
     exp2 as exp2,
     expm1 as expm1,
     fabs as fabs,
-    fix as fix,
     float_power as float_power,
     floor as floor,
     floor_divide as floor_divide,
@@ -233,10 +196,8 @@ from .ops.elementwise import (
     positive as positive,
     power as power,
     rad2deg as rad2deg,
-    radians as radians,
     real as real,
     reciprocal as reciprocal,
-    remainder as remainder,
     right_shift as right_shift,
     rint as rint,
     round as round,
@@ -251,7 +212,6 @@ from .ops.elementwise import (
     subtract as subtract,
     tan as tan,
     tanh as tanh,
-    true_divide as true_divide,
     trunc as trunc,
 )
 from .ops.indexing import (
@@ -274,11 +234,7 @@ from .ops.rearranging import (
 
 # Reductions
 from .ops.reductions import (
-    ReductionFunction as ReductionFunction,
-    SimpleReductionFunction as SimpleReductionFunction,
     all as all,
-    amax as amax,
-    amin as amin,
     any as any,
     argmax as argmax,
     argmin as argmin,
@@ -301,7 +257,6 @@ from .ops.reductions import (
     nansum as nansum,
     nanvar as nanvar,
     prod as prod,
-    product as product,
     ptp as ptp,
     std as std,
     sum as sum,
@@ -326,16 +281,11 @@ from .ops.sets import (
     histogram as histogram,
     packbits as packbits,
     unique as unique,
-    unique_all as unique_all,
-    unique_counts as unique_counts,
-    unique_inverse as unique_inverse,
-    unique_values as unique_values,
     unpackbits as unpackbits,
 )
 from .ops.shaping import (
     flatten as flatten,
     flatten_axes as flatten_axes,
-    ravel as ravel,
     rename as rename,
     split as split,
     unbind as unbind,
@@ -353,7 +303,6 @@ from .ops.signal import (
 )
 from .ops.slicing import (
     slice as slice,
-    updated_slice as updated_slice,
 )
 
 # Sorting and sets
@@ -392,18 +341,15 @@ from .ref import (
 )
 from .sharding.fsdp import fsdp as fsdp
 from .sharding.jit import named_jit as named_jit
-from .sharding.lint import Finding as Finding, Report as Report, lint_mapping as lint_mapping
+from .sharding.lint import lint_mapping as lint_mapping
 from .sharding.mapping import (
     ResourceAxis as ResourceAxis,
-    ResourceMapping as ResourceMapping,
     axis_mapping as axis_mapping,
     current_mapping as current_mapping,
 )
 from .sharding.meshes import current_mesh as current_mesh, make_mesh as make_mesh, set_mesh as set_mesh
 from .sharding.shard import (
-    auto_sharded as auto_sharded,
     shard as shard,
-    shard_with_axis_mapping as shard_with_axis_mapping,
     to_host as to_host,
     unshard as unshard,
 )
@@ -420,11 +366,8 @@ from .transforms.scan import fold as fold, map as map, scan as scan
 from .transforms.vmap import vmap as vmap
 
 # Annotations
-from .types import Scalar as Scalar
 from .typing import (
     Named as Named,
-    NamedArrayAxes as NamedArrayAxes,
-    NamedArrayAxesSpec as NamedArrayAxesSpec,
 )
 
 __version__ = "0.1.0"

@@ -82,7 +82,6 @@ class Methods:
     flatten_axes = shaping.flatten_axes
     unflatten_axis = shaping.unflatten_axis
     flatten = shaping.flatten
-    ravel = shaping.ravel
     split = shaping.split
     unbind = shaping.unbind
     roll = joining.roll
@@ -91,7 +90,6 @@ class Methods:
     __getitem__ = indexing.index
     at: _Property[updating.Indexer] = property(updating.Indexer)  # pyright: ignore[reportAssignmentType]
     slice = slicing.slice
-    updated_slice = slicing.updated_slice
     take = indexing.take
 
     # --- reductions ---
@@ -105,7 +103,6 @@ class Methods:
     mean = reductions.mean
     min = reductions.min
     prod = reductions.prod
-    product = reductions.product
     ptp = reductions.ptp
     std = reductions.std
     sum = reductions.sum
@@ -116,7 +113,6 @@ class Methods:
     astype = elementwise.astype
     clip = selection.clip
     conj = elementwise.conj
-    conjugate = elementwise.conjugate
     copy = elementwise.copy
     dot = contraction.dot
     round = elementwise.round
@@ -132,8 +128,8 @@ class Methods:
     __rsub__ = _reflected(elementwise.subtract)
     __mul__ = _operator(elementwise.multiply)
     __rmul__ = _reflected(elementwise.multiply)
-    __truediv__ = _operator(elementwise.true_divide)
-    __rtruediv__ = _reflected(elementwise.true_divide)
+    __truediv__ = _operator(elementwise.divide)
+    __rtruediv__ = _reflected(elementwise.divide)
     __floordiv__ = _operator(elementwise.floor_divide)
     __rfloordiv__ = _reflected(elementwise.floor_divide)
     __mod__ = _operator(elementwise.mod)

@@ -30,7 +30,7 @@ def field(
     >>> import equinox as eqx
     >>> class Table(eqx.Module):
     ...     weight: jax.Array = axn.field(axis_names=("vocab", "embed"))
-    >>> axn.partitioning.pspec_for(Table(jnp.ones((4, 2))), {"vocab": "model"}).weight
+    >>> axn.sharding.pspec_for(Table(jnp.ones((4, 2))), {"vocab": "model"}).weight
     P('model', None)
     """
     if axis_names is not None and static:

@@ -10,7 +10,6 @@ operators are listed in `axonym._methods`: a method *is* the function of the sam
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import math
@@ -305,7 +304,7 @@ class NamedArray(Methods):
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if method == "__call__" and len(inputs) == 2 and inputs[1] is self and np.ndim(inputs[0]) == 0:
             # `np.float32(2) * x` reaches us like this; there is no telling it from `np.multiply(np.float32(2), x)`.
-            operation = getattr(sys.modules["axonym"], ufunc.__name__, None)
+            operation = getattr(sys.modules["axonym"], {"remainder": "mod"}.get(ufunc.__name__, ufunc.__name__), None)
             if operation is not None:
                 return operation(*inputs)
         raise TypeError(_use_instead(f"numpy.{ufunc.__name__}", ufunc.__name__))
@@ -359,49 +358,21 @@ def is_named_array(leaf: Any) -> bool:
     return isinstance(leaf, NamedArray)
 
 
-def ndim(a: NamedOrNumeric) -> int:
-    """How many axes something has.
+def is_jax_array_like(x: Any) -> bool:
+    """Whether something has a shape and a dtype: raw, NumPy, named and abstract arrays do.
 
-    Arguments:
-        a: a named array, a raw array or a number.
-
-    >>> axn.ndim(axn.ones({"x": 2, "y": 3})), axn.ndim(1.0)
-    (2, 0)
+    >>> from axonym.array import is_jax_array_like
+    >>> is_jax_array_like(np.ones(2)), is_jax_array_like(3.0)
+    (True, False)
     """
-    return a.ndim if isinstance(a, NamedArray) else jnp.ndim(a)
+    array = x.array if isinstance(x, NamedArray) else x  # which can be a placeholder
+    return hasattr(array, "shape") and hasattr(array, "dtype")
 
 
 # --- checks ---
 
-_SHAPE_CHECKS = contextvars.ContextVar("axonym_shape_checks", default=True)
-
-
-@contextlib.contextmanager
-def enable_shape_checks(enabled: bool) -> Iterator[None]:
-    """Whether `NamedArray(array, axes)` compares the axes with the array, inside a with-block.
-
-    Pytrees are rebuilt without checks anyway; this is for code that builds named arrays around placeholders by hand.
-
-    Arguments:
-        enabled: False turns the comparison off.
-
-    >>> with axn.enable_shape_checks(False):
-    ...     x = axn.NamedArray(None, axn.Axis("x", 2))
-    """
-    token = _SHAPE_CHECKS.set(enabled)
-    try:
-        yield
-    finally:
-        _SHAPE_CHECKS.reset(token)
-
-
-def are_shape_checks_enabled() -> bool:
-    """Whether `NamedArray(array, axes)` compares the axes with the array.
-
-    >>> axn.are_shape_checks_enabled()
-    True
-    """
-    return _SHAPE_CHECKS.get()
+shape_checks = contextvars.ContextVar("axonym_shape_checks", default=True)
+"""Whether `NamedArray(array, axes)` compares the axes with the array; code that fills placeholders in turns it off."""
 
 
 def _checked(array: Any, axes: AxisSelection) -> tuple[Any, Names]:
@@ -409,7 +380,7 @@ def _checked(array: Any, axes: AxisSelection) -> tuple[Any, Names]:
     names = tuple(sys.intern(name_of(s)) for s in found)
     if len(set(names)) != len(names):
         raise ValueError(_errors.duplicate_names("NamedArray", names))
-    if not _SHAPE_CHECKS.get():
+    if not shape_checks.get():
         return array, names
     if isinstance(array, NamedArray):
         raise TypeError(f"NamedArray: the array already has names, {array}. Use `rename` to change them.")

@@ -43,7 +43,6 @@ __all__ = [
     "axis_size",
     "axis_spec_to_shape_dict",
     "concat_axes",
-    "concat_axis_specs",
     "eliminate_axes",
     "intersect_axes",
     "is_axis_compatible",
@@ -216,7 +215,7 @@ def axis_name(ax: Sequence[AxisSelector] | PartialShapeDict) -> tuple[str, ...]:
 def axis_name(ax: AxisSelection) -> str | tuple[str, ...]:
     """The name of an axis, or the names of several.
 
-    >>> axn.axis_name(axn.Axis("batch", 8)), axn.axis_name(["batch", axn.Axis("embed", 4)])
+    >>> axn.axis.axis_name(axn.Axis("batch", 8)), axn.axis.axis_name(["batch", axn.Axis("embed", 4)])
     ('batch', ('batch', 'embed'))
     """
     if isinstance(ax, (Axis, str)):
@@ -227,7 +226,7 @@ def axis_name(ax: AxisSelection) -> str | tuple[str, ...]:
 def axis_size(ax: AxisSpec) -> int:
     """How many elements an array with these axes has: the product of the sizes.
 
-    >>> axn.axis_size(axn.make_axes(batch=8, embed=4))
+    >>> axn.axis.axis_size(axn.make_axes(batch=8, embed=4))
     32
     """
     return math.prod(a.size for a in axes_of_spec(ax, "axis_size"))
@@ -245,7 +244,7 @@ def axis_spec_to_shape_dict(axis_spec: AxisSelection) -> dict[str, int | None]:
 def concat_axes(a1: AxisSelection, a2: AxisSelection) -> Any:
     """The axes of `a1`, then those of `a2`; an axis in both is an error.
 
-    >>> axn.concat_axes(axn.Axis("batch", 8), axn.Axis("embed", 4))
+    >>> axn.axis.concat_axes(axn.Axis("batch", 8), axn.Axis("embed", 4))
     (Axis(name='batch', size=8), Axis(name='embed', size=4))
     """
     both = selectors(a1) + selectors(a2)
@@ -253,16 +252,6 @@ def concat_axes(a1: AxisSelection, a2: AxisSelection) -> Any:
     if len(set(names)) != len(names):
         raise ValueError(_errors.duplicate_names("concat_axes", names))
     return _like(a1, both)
-
-
-def concat_axis_specs(a1: AxisSpec, a2: AxisSpec) -> Any:
-    """`concat_axes` for axes whose sizes are known.
-
-    >>> axn.concat_axis_specs({"batch": 8}, {"embed": 4})
-    {'batch': 8, 'embed': 4}
-    """
-    axes_of_spec(a1, "concat_axis_specs"), axes_of_spec(a2, "concat_axis_specs")
-    return concat_axes(a1, a2)
 
 
 def union_axes(a1: AxisSelection, a2: AxisSelection) -> Any:
@@ -316,7 +305,7 @@ def without_axes(axis_spec: AxisSelection, to_remove: AxisSelection, allow_misma
 def eliminate_axes(axis_spec: AxisSelection, to_remove: AxisSelection) -> Any:
     """The axes that are not in `to_remove`, all of which must be there.
 
-    >>> axn.eliminate_axes(axn.make_axes(batch=8, pos=3), "pos")
+    >>> axn.axis.eliminate_axes(axn.make_axes(batch=8, pos=3), "pos")
     (Axis(name='batch', size=8),)
     """
     known = _by_name(axis_spec)
@@ -330,7 +319,7 @@ def replace_axis(axis_spec: AxisSelection, old: AxisSelector, new: AxisSelection
     """The axes with `new`, one or several, in the place of `old`.
 
     >>> Batch, Embed = axn.make_axes(batch=8, embed=4)
-    >>> axn.replace_axis((Batch, Embed), "embed", axn.make_axes(heads=2, size=2))
+    >>> axn.axis.replace_axis((Batch, Embed), "embed", axn.make_axes(heads=2, size=2))
     (Axis(name='batch', size=8), Axis(name='heads', size=2), Axis(name='size', size=2))
     """
     known = _by_name(axis_spec)
@@ -353,7 +342,7 @@ def resolve_axis(axis_spec: AxisSelection, axis_selection: PartialShapeDict) -> 
 def resolve_axis(axis_spec: AxisSelection, axis_selection: AxisSelection) -> Any:
     """The selected axes, with the sizes they have in `axis_spec`.
 
-    >>> axn.resolve_axis(axn.make_axes(batch=8, pos=3), "pos")
+    >>> axn.axis.resolve_axis(axn.make_axes(batch=8, pos=3), "pos")
     Axis(name='pos', size=3)
     """
     known = _by_name(axis_spec)
@@ -370,8 +359,10 @@ def resolve_axis(axis_spec: AxisSelection, axis_selection: AxisSelection) -> Any
 def selects_axis(selector: AxisSelection, selected: AxisSelection) -> bool:
     """Whether `selector` picks every axis of `selected`: the names are there, and known sizes agree.
 
-    >>> axn.selects_axis(("batch", "pos"), axn.Axis("pos", 3)), axn.selects_axis(axn.Axis("pos", 4), axn.Axis("pos", 3))
-    (True, False)
+    >>> axn.axis.selects_axis(("batch", "pos"), axn.Axis("pos", 3))
+    True
+    >>> axn.axis.selects_axis(axn.Axis("pos", 4), axn.Axis("pos", 3))
+    False
     """
     known = _by_name(selector)
     return all(n in known and not _conflict(known[n], s) for n, s in _by_name(selected).items())

@@ -32,7 +32,7 @@ from .axis import Axis, AxisSelector, Names
 from .ops._index_plan import Item, SliceSpec, make_plan
 from .ops._operands import require_named
 from .ops.broadcasting import broadcast_to
-from .ops.dynamic_slice import dslice
+from .ops.dynamic_slice import ds
 from .ops.slicing import updated_slice
 
 __all__ = ["NamedRef", "freeze", "get", "new_ref", "swap"]
@@ -251,17 +251,17 @@ def _axis_index(name: str, start: Any, entry: _Entry) -> Any:
     if isinstance(start, int):
         stop = start + size * step
         return slice(start, stop if stop >= 0 else None, step)
-    return dslice(start, size) if step == 1 else wrap(start + step * jnp.arange(size, dtype=np.int32), (name,))
+    return ds(start, size) if step == 1 else wrap(start + step * jnp.arange(size, dtype=np.int32), (name,))
 
 
 def _is_ref_index(index: Any) -> bool:
     """Return whether JAX accepts this index of a reference."""
-    return index.step > 0 if isinstance(index, slice) else not isinstance(index, (dslice, NamedArray))
+    return index.step > 0 if isinstance(index, slice) else not isinstance(index, (ds, NamedArray))
 
 
 def _replaced(array: NamedArray, index: dict[str, Any], value: NamedArray) -> NamedArray:
     """Return the array with the elements at an index replaced."""
-    if all(isinstance(i, dslice) for i in index.values()):
+    if all(isinstance(i, ds) for i in index.values()):
         return updated_slice(array, {n: i.start for n, i in index.items()}, value)
     return array.at[index].set(value)
 

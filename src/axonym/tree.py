@@ -7,7 +7,7 @@ functions here are for code that needs the names: to them, a named array is a le
 >>> model = {"w": axn.ones({"embed": 2}), "b": jnp.zeros(3)}
 >>> jax.tree.map(jnp.shape, model)["w"].array
 (2,)
->>> axn.tree.map(axn.ndim, model)
+>>> axn.tree.map(lambda x: x.ndim, model)
 {'b': 1, 'w': 1}
 """
 

@@ -75,7 +75,7 @@ def test_options() -> None:
 def test_glu(explicit_mesh: Mesh) -> None:
     x = axn.named(VALUES, ("batch", "embed"))
     for axis in ("embed", axn.Axis("batch", 2)):
-        position = x.names.index(axn.axis_name(axis))
+        position = x.names.index(axn.axis.axis_name(axis))
         expected = jax.nn.glu(VALUES, position)
         assert_named(activations.glu(x, axis), axn.named(expected, x.names), rtol=1e-6)
     with jax.set_mesh(explicit_mesh):

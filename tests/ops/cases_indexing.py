@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import axonym as axn
+from axonym.ops.slicing import updated_slice
 from tests.ops.case import Case, Operand, f, of
 
 BPE = ("batch", "pos", "embed")
@@ -106,7 +107,7 @@ LOOKUPS = [
         (X, POSITION),
         lambda x, i: (
             x["pos", axn.ds(1, 2)],
-            x["pos", axn.ds(i, 2), "embed", axn.dblock(i, 4)],
+            x["pos", axn.ds(i, 2), "embed", axn.ds.block(i, 4)],
             x["batch", axn.ds(i.array, axn.Axis("window", 4)), "pos", 0, "embed", ::2],
             x["embed", axn.ds(i - 3, 2)],
         ),
@@ -260,10 +261,10 @@ LOOKUPS = [
         **LIGHT,
     ),
     _case(
-        "dblock",
+        "index",
         "",
         (X, POSITION),
-        lambda x, i: (x["embed", axn.dblock(i.array, 4)], x["pos", axn.ds.block(3, 1)]),
+        lambda x, i: (x["embed", axn.ds.block(i.array, 4)], x["pos", axn.ds.block(3, 1)]),
         lambda x, i: (jax.lax.dynamic_slice(x, (0, 0, 4 * i), (8, 4, 4)), x[:, 3:]),
         (BPE, BPE),
         **LIGHT,
@@ -305,13 +306,13 @@ LOOKUPS = [
         grad=False,
     ),
     _case(
-        "updated_slice",
+        "ops.slicing.updated_slice",
         "",
         (X, f("embed", "pos"), POSITION),
         lambda x, y, i: (
-            axn.updated_slice(x, {"pos": 1, "batch": i}, y["pos", 0:2]),
-            x.updated_slice({"embed": i + 2}, y["embed", 0:3, "pos", 0]),
-            axn.updated_slice(x, {}, y),
+            updated_slice(x, {"pos": 1, "batch": i}, y["pos", 0:2]),
+            updated_slice(x, {"embed": i + 2}, y["embed", 0:3, "pos", 0]),
+            updated_slice(x, {}, y),
         ),
         lambda x, y, i: (
             jax.lax.dynamic_update_slice(jnp.asarray(x), y.T[None, 0:2], (i, 1, 0)),
@@ -323,10 +324,10 @@ LOOKUPS = [
         (BPE,) * 3,
     ),
     _case(
-        "updated_slice",
+        "ops.slicing.updated_slice",
         "of each element",
         (X, f("batch", "pos", "embed"), of("index", "batch")),
-        lambda x, y, i: axn.updated_slice(x, {"pos": i}, y["pos", 0:2]),
+        lambda x, y, i: updated_slice(x, {"pos": i}, y["pos", 0:2]),
         lambda x, y, i: _with_windows(x, i, y[:, 0:2]),
         BPE,
         vmap=False,

@@ -184,14 +184,6 @@ SHAPING = [
         layout=False,
     ),
     Case(
-        "ravel",
-        (f("batch", "embed"),),
-        lambda x: axn.ravel(x, "flat"),
-        lambda x: x.reshape(64),
-        names=("flat",),
-        layout=False,
-    ),
-    Case(
         "unflatten_axis",
         (f("pos", "batch", "embed"),),
         lambda x: axn.unflatten_axis(x, "batch", ("batch", Axis("inner", 2))),

@@ -152,19 +152,20 @@ def _unique(x: np.ndarray, size: int, fill: int | None = None, axis: int | None 
     ]
 
 
-def _unique_case(name: str, picked: tuple[int, ...], *names: tuple[str, ...], **options: Any) -> Case:
+def _unique_case(picked: tuple[int, ...], *names: tuple[str, ...], **options: Any) -> Case:
     def reference(x: np.ndarray) -> Any:
         found = [_unique(x, 16)[i] for i in picked]
         return found[0] if len(found) == 1 else tuple(found)
 
     return Case(
-        name,
+        "unique",
         (INT,),
-        lambda x: public_name(name)(x, VALUES, **options),
+        lambda x: axn.unique(x, VALUES, **options),
         reference,
         grad=False,
         layout=False,
         names=names[0] if len(names) == 1 else names,
+        label=" ".join(options),
     )
 
 
@@ -176,11 +177,12 @@ def _histogram(x: np.ndarray, bins: Any, **options: Any) -> tuple[np.ndarray, np
 BIN, EDGE = axn.Axis("bin", 4), np.array([-2.0, -0.5, 0.0, 3.0], np.float32)
 
 SETS = [
-    _unique_case("unique", (0,), ("value",)),
-    _unique_case("unique_values", (0,), ("value",)),
-    _unique_case("unique_counts", (0, 3), ("value",), ("value",)),
-    _unique_case("unique_inverse", (0, 2), ("value",), BP),
-    _unique_case("unique_all", (0, 1, 2, 3), ("value",), ("value",), BP, ("value",)),
+    _unique_case((0,), ("value",)),
+    _unique_case((0, 3), ("value",), ("value",), return_counts=True),
+    _unique_case((0, 2), ("value",), BP, return_inverse=True),
+    _unique_case(
+        (0, 1, 2, 3), ("value",), ("value",), BP, ("value",), return_index=True, return_inverse=True, return_counts=True
+    ),
     Case(
         "unique",
         (of("index", "heads", "batch", "pos"),),

@@ -18,6 +18,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
+from axonym.ops.slicing import updated_slice
 from tests.helpers import assert_named, spec
 
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = .*?\s([a-z][a-z0-9-]*)\(", re.MULTILINE)
@@ -103,7 +104,7 @@ PROGRAMS = {
     ),
     "cache update": (
         (X, _array("batch", "embed", "pos", pos=1), POSITION),
-        lambda x, new, i: axn.updated_slice(x, {"pos": i}, new),
+        lambda x, new, i: updated_slice(x, {"pos": i}, new),
         lambda x, new, i: jax.lax.dynamic_update_slice_in_dim(x, jnp.swapaxes(new, 1, 2), i, 1),
     ),
     "update": ((X, POSITION), lambda x, i: x.at["pos", i].set(0.0), lambda x, i: x.at[:, i].set(0.0)),

@@ -14,6 +14,7 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 
 import axonym as axn
+from axonym.ops.slicing import updated_slice
 
 SIZES = {"a": 2, "b": 3, "c": 4, "d": 2, "e": 3}
 NAMES = tuple(SIZES)
@@ -162,7 +163,7 @@ def test_slices_with_a_start_and_a_length(names: tuple[str, ...], data: st.DataO
     expected = np.array(x.array)
     expected[block] *= 2
     shuffled = (2 * part).rearrange(data.draw(st.permutations(names)))
-    np.testing.assert_array_equal(axn.updated_slice(x, starts, shuffled).array, expected)
+    np.testing.assert_array_equal(updated_slice(x, starts, shuffled).array, expected)
 
 
 # --- contractions ---

@@ -276,7 +276,7 @@ def test_flatten_axes_of_none_one_and_the_name_of_an_old_one(x):
         (lambda x: axn.flatten_axes(x, ("a", "b"), "c"), "flatten_axes: 'c' would name more than one axis"),
         (lambda x: axn.flatten_axes(x, {"a": 3}, "n"), "flatten_axes: axis 'a' has conflicting sizes"),
         (lambda x: axn.flatten(x, Axis("n", 5)), "flatten: axis 'n' has conflicting sizes: 5 in the argument, 24"),
-        (lambda x: axn.ravel(x, Axis("n", 5)), "ravel: axis 'n' has conflicting sizes: 5 in the argument, 24"),
+        (lambda x: axn.flatten(x, Axis("n", 5)), "flatten: axis 'n' has conflicting sizes: 5 in the argument, 24"),
         (lambda x: axn.unflatten_axis(x, "d", Axis("e", 2)), r"unflatten_axis: no axis 'd' in \(a=2, b=3, c=4\)"),
         (lambda x: axn.unflatten_axis(x, "c", ("i", "j")), "the sizes of 'i' and 'j' are not known"),
         (
@@ -323,7 +323,7 @@ def test_raw_arrays_are_refused():
     calls = [
         lambda x: axn.rename(x, {"a": "b"}),
         lambda x: axn.flatten(x, "n"),
-        lambda x: axn.ravel(x, "n"),
+        lambda x: axn.flatten(x, "n"),
         lambda x: axn.unflatten_axis(x, "a", Axis("b", 2)),
         lambda x: axn.unbind(x, "a"),
         lambda x: axn.split(x, "a", Axis("b", 2)),

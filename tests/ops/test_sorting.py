@@ -36,7 +36,7 @@ ROW = axn.arange(X)
         (lambda: axn.lexsort((ROW, A), "w"), ValueError, r"^lexsort: no axis 'w' in \(x=4, y=3\)"),
         (lambda: axn.lexsort((ROW, axn.ones(Y)), "x"), ValueError, r"^lexsort: cannot broadcast \(x\) and \(y\)"),
         (lambda: untyped.unique(A, "u"), ValueError, r"^unique needs axes with sizes, got only the name 'u'"),
-        (lambda: axn.unique_all(A, Y, axis="x"), ValueError, r"^unique_all: 'y' would name more than one axis"),
+        (lambda: axn.unique(A, Y, axis="x"), ValueError, r"^unique: 'y' would name more than one axis"),
         (lambda: axn.unique(A, U, axis="w"), ValueError, r"^unique: no axis 'w'"),
         (lambda: axn.unique(A, U, fill_value=ROW), ValueError, r"^unique: `fill_value` must be a scalar, .*x=4"),
         (lambda: axn.bincount(ROW * 1.0, U), TypeError, r"^bincount: expected integers, got float32"),

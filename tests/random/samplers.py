@@ -93,7 +93,7 @@ def sample(name: str, key: Any, *values: Any) -> axn.NamedArray:
     return getattr(random, name)(key, AXES, *((float,) if name == "uniform" else ()), *values)
 
 
-def noise(key: Any, shape: axn.AxisSpec, scale: Any, shift: float = 0.0) -> axn.NamedArray:
+def noise(key: Any, shape: axn.typing.AxisSpec, scale: Any, shift: float = 0.0) -> axn.NamedArray:
     """A sampler of the kind that users write."""
     return scale * random.normal(key, shape) + shift
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 @pytest.mark.parametrize("axis", [None, "pos"])
 def test_blocks(axis: Any) -> None:
-    along = Batch if axis is None else axn.resolve_axis(AXES, axis)
+    along = Batch if axis is None else axn.axis.resolve_axis(AXES, axis)
     scale = axn.arange((Embed, Batch)) * 1.0
     drawn = random.generate_sharded(noise, axis)(KEY, AXES, scale, shift=2.0)
     assert drawn.axes == AXES
@@ -50,9 +50,9 @@ def test_blocks_are_drawn_where_they_lie(mesh: Mesh) -> None:
     """Also with such keys, with which the sampler itself draws the whole on every device."""
     key = jax.random.key(3, impl="rbg")
     with jax.set_mesh(mesh), axn.axis_mapping({"embed": "model"}):
-        assert largest_buffer(lambda key: random.normal(key, LARGE), key) >= axn.axis_size(LARGE)
+        assert largest_buffer(lambda key: random.normal(key, LARGE), key) >= axn.axis.axis_size(LARGE)
         sampler = random.generate_sharded(random.normal, "embed")
-        assert largest_buffer(lambda key: sampler(key, LARGE), key) <= axn.axis_size(LARGE) // 2
+        assert largest_buffer(lambda key: sampler(key, LARGE), key) <= axn.axis.axis_size(LARGE) // 2
 
 
 def test_gradients_through_blocks(mesh: Mesh) -> None:

@@ -147,9 +147,9 @@ def test_no_device_draws_the_whole(name: str, mesh: Mesh) -> None:
     fn, numbers = DRAWS[name]
     with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):
         largest = largest_buffer(fn, KEY, axn.shard(axn.ones(LARGE[::-1])))
-    assert largest <= numbers * axn.axis_size(LARGE) // 4, f"{largest} elements of {axn.axis_size(LARGE)}"
+    assert largest <= numbers * axn.axis.axis_size(LARGE) // 4, f"{largest} elements of {axn.axis.axis_size(LARGE)}"
 
 
 def test_without_a_mapping_each_device_draws_the_whole(mesh: Mesh) -> None:
     with jax.set_mesh(mesh):
-        assert largest_buffer(lambda key: random.normal(key, LARGE), KEY) >= axn.axis_size(LARGE)
+        assert largest_buffer(lambda key: random.normal(key, LARGE), KEY) >= axn.axis.axis_size(LARGE)

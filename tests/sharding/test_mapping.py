@@ -14,14 +14,13 @@ import pytest
 
 import axonym as axn
 from axonym import _context
-from axonym.partitioning import current_thread_local_mapping
 from axonym.scalax.sharding import MeshShardingHelper
 from tests.helpers import spec
 
 
 def test_nothing_is_in_force_at_first() -> None:
     assert axn.current_mapping() is None
-    assert current_thread_local_mapping() is None
+    assert axn.current_mapping() is None
 
 
 def test_nesting_and_merging() -> None:

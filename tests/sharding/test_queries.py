@@ -11,57 +11,56 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import axonym as axn
-from axonym import partitioning
 
 MAPPING = {"batch": ("data", "model"), "embed": "model", "pos": None}
 
 
 def test_physical_axis_name() -> None:
-    assert partitioning.physical_axis_name("embed", MAPPING) == "model"
-    assert partitioning.physical_axis_name(axn.Axis("batch", 3), MAPPING) == ("data", "model")
-    assert partitioning.physical_axis_name("pos", MAPPING) is None
-    assert partitioning.physical_axis_name("embed") is None
+    assert axn.sharding.physical_axis_name("embed", MAPPING) == "model"
+    assert axn.sharding.physical_axis_name(axn.Axis("batch", 3), MAPPING) == ("data", "model")
+    assert axn.sharding.physical_axis_name("pos", MAPPING) is None
+    assert axn.sharding.physical_axis_name("embed") is None
     with axn.axis_mapping(MAPPING):
-        assert partitioning.physical_axis_name("embed") == "model"
+        assert axn.sharding.physical_axis_name("embed") == "model"
 
 
 def test_physical_axis_size(auto_mesh) -> None:
-    assert partitioning.physical_axis_size("batch", MAPPING, auto_mesh) == 8
-    assert partitioning.physical_axis_size("pos", MAPPING, auto_mesh) is None
+    assert axn.sharding.physical_axis_size("batch", MAPPING, auto_mesh) == 8
+    assert axn.sharding.physical_axis_size("pos", MAPPING, auto_mesh) is None
     with jax.set_mesh(auto_mesh), axn.axis_mapping(MAPPING):
-        assert partitioning.physical_axis_size("embed") == 2
+        assert axn.sharding.physical_axis_size("embed") == 2
     with pytest.raises(ValueError, match="no mesh is in force"):
-        partitioning.physical_axis_size("batch", MAPPING)
+        axn.sharding.physical_axis_size("batch", MAPPING)
     with pytest.raises(ValueError, match=r"mesh axis 'modl', which mesh .* does not have. Did you mean 'model'"):
-        partitioning.physical_axis_size("embed", {"embed": "modl"}, auto_mesh)
+        axn.sharding.physical_axis_size("embed", {"embed": "modl"}, auto_mesh)
 
 
 def test_specs_and_shardings(auto_mesh) -> None:
-    assert partitioning.pspec_for_axis(("batch", "pos", "embed"), {"batch": "data", "embed": "model"}) == P(
+    assert axn.sharding.pspec_for_axis(("batch", "pos", "embed"), {"batch": "data", "embed": "model"}) == P(
         "data", None, "model"
     )
-    assert partitioning.pspec_for_axis("embed", MAPPING) == P("model")
-    sharding = partitioning.sharding_for_axis(axn.make_axes(batch=8, pos=3), MAPPING, auto_mesh)
+    assert axn.sharding.pspec_for_axis("embed", MAPPING) == P("model")
+    sharding = axn.sharding.sharding_for_axis(axn.make_axes(batch=8, pos=3), MAPPING, auto_mesh)
     assert sharding == NamedSharding(auto_mesh, P(("data", "model"), None))
     with pytest.raises(ValueError, match="axis 'embed' of size 3 cannot be split over model=2"):
-        partitioning.sharding_for_axis(axn.Axis("embed", 3), MAPPING, auto_mesh)
+        axn.sharding.sharding_for_axis(axn.Axis("embed", 3), MAPPING, auto_mesh)
 
 
 def test_whole_trees(auto_mesh) -> None:
     placed = jax.device_put(jnp.ones(8), NamedSharding(auto_mesh, P("data")))
     tree = {"w": axn.ones({"embed": 4}), "raw": placed, "text": "x"}
-    assert partitioning.pspec_for(tree, MAPPING) == {"w": P("model"), "raw": P("data"), "text": None}
-    assert partitioning.pspec_for(tree, MAPPING, preserve_existing_shardings=False)["raw"] is None
-    shardings = partitioning.infer_resource_partitions(tree, MAPPING, mesh=auto_mesh)
+    assert axn.sharding.pspec_for(tree, MAPPING) == {"w": P("model"), "raw": P("data"), "text": None}
+    assert axn.sharding.pspec_for(tree, MAPPING, preserve_existing_shardings=False)["raw"] is None
+    shardings = axn.sharding.infer_resource_partitions(tree, MAPPING, mesh=auto_mesh)
     assert shardings["w"] == NamedSharding(auto_mesh, P("model")) and shardings["raw"].spec == P("data")
 
 
 def test_round_axis(auto_mesh) -> None:
     with jax.set_mesh(auto_mesh), axn.axis_mapping(MAPPING):
-        assert partitioning.round_axis_for_partitioning(axn.Axis("batch", 9)) == axn.Axis("batch", 16)
-        assert partitioning.round_axis_for_partitioning(axn.Axis("batch", 16)) == axn.Axis("batch", 16)
-        assert partitioning.round_axis_for_partitioning(axn.Axis("pos", 9)) == axn.Axis("pos", 9)
-    assert partitioning.round_axis_for_partitioning(axn.Axis("other", 9)) == axn.Axis("other", 9)
+        assert axn.sharding.round_axis_for_partitioning(axn.Axis("batch", 9)) == axn.Axis("batch", 16)
+        assert axn.sharding.round_axis_for_partitioning(axn.Axis("batch", 16)) == axn.Axis("batch", 16)
+        assert axn.sharding.round_axis_for_partitioning(axn.Axis("pos", 9)) == axn.Axis("pos", 9)
+    assert axn.sharding.round_axis_for_partitioning(axn.Axis("other", 9)) == axn.Axis("other", 9)
 
 
 def test_lint(auto_mesh) -> None:
@@ -110,4 +109,4 @@ def test_lint_sees_what_shard_would_refuse_or_leave_whole(auto_mesh) -> None:
 @pytest.mark.parametrize("axes", [("a", "b"), (axn.Axis("a", 8), axn.Axis("b", 8))])
 def test_one_array_uses_a_mesh_axis_once(axes, auto_mesh) -> None:
     with pytest.raises(ValueError, match="'a' and 'b' both go to mesh axis 'data'"):
-        partitioning.sharding_for_axis(axes, {"a": "data", "b": "data"}, auto_mesh)
+        axn.sharding.sharding_for_axis(axes, {"a": "data", "b": "data"}, auto_mesh)

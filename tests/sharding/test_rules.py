@@ -44,7 +44,7 @@ def specs(tree: Any) -> Any:
 
 
 def shardings(rule: Any, tree: Any, mesh: Any = None) -> Any:
-    return axn.partitioning.infer_resource_partitions(tree, rule, mesh=mesh)
+    return axn.sharding.infer_resource_partitions(tree, rule, mesh=mesh)
 
 
 def spec_of(rule: Any, *shape: int, mesh: Any) -> tuple[Any, ...]:
@@ -321,8 +321,8 @@ SAME = {
 
 WAYS = {
     "shard": lambda p: axn.shard(TREE, p),
-    "infer": lambda p: axn.shard(TREE, axn.partitioning.infer_resource_partitions(TREE, p)),
-    "pspec_for": lambda p: axn.shard(TREE, axn.partitioning.pspec_for(TREE, p)),
+    "infer": lambda p: axn.shard(TREE, axn.sharding.infer_resource_partitions(TREE, p)),
+    "pspec_for": lambda p: axn.shard(TREE, axn.sharding.pspec_for(TREE, p)),
     "named_jit arguments": lambda p: axn.named_jit(lambda t: t, in_axis_resources=(p,))(TREE),
     "named_jit results": lambda p: axn.named_jit(lambda t: t, out_axis_resources=p)(TREE),
 }
@@ -358,9 +358,9 @@ def test_fsdp_takes_a_rule(mesh):
 
 def test_pspec_for_sees_the_mesh_in_force(mesh):
     with axn.set_mesh(mesh):
-        assert axn.partitioning.pspec_for(abstract(6, 4), ANY_FSDP) == P(None, "data")
-    assert axn.partitioning.pspec_for(abstract(6, 4), ANY_FSDP) == P(None, "data")
-    assert axn.partitioning.pspec_for(abstract(6, 1), ANY_FSDP) == P("data", None)  # no mesh is known to refuse it
+        assert axn.sharding.pspec_for(abstract(6, 4), ANY_FSDP) == P(None, "data")
+    assert axn.sharding.pspec_for(abstract(6, 4), ANY_FSDP) == P(None, "data")
+    assert axn.sharding.pspec_for(abstract(6, 1), ANY_FSDP) == P("data", None)  # no mesh is known to refuse it
 
 
 def test_what_is_not_a_placement(mesh):
@@ -408,7 +408,7 @@ def test_an_answer_that_is_no_placement(mesh, answer):
 def test_shardings_have_devices(mesh):
     with axn.set_mesh(mesh):
         found = shardings({"w": P("data")}, {"w": jnp.ones(8)})
-        inferred = axn.partitioning.infer_resource_partitions({"w": axn.ones({"batch": 8})}, {"batch": "data"})
+        inferred = axn.sharding.infer_resource_partitions({"w": axn.ones({"batch": 8})}, {"batch": "data"})
     for sharding in (found["w"], inferred["w"]):
         assert jax.device_put(np.ones(8), sharding).sharding.spec == P("data")
 

@@ -120,11 +120,8 @@ def test_nothing_in_force_warns_and_changes_nothing(x, auto_mesh) -> None:
         assert axn.shard(x) is x
     with pytest.warns(UserWarning, match="no mesh is in force"):
         assert axn.shard(x, MAPPING) is x
-    assert axn.auto_sharded(x) is x
-    with axn.axis_mapping(MAPPING):
-        assert axn.auto_sharded(x) is x
-        with jax.set_mesh(auto_mesh):
-            assert spec(axn.auto_sharded(x)) == ("data", "model")
+    with axn.axis_mapping(MAPPING), jax.set_mesh(auto_mesh):
+        assert spec(axn.shard(x)) == ("data", "model")
 
 
 class Layer(eqx.Module):

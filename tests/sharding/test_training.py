@@ -29,7 +29,7 @@ def data(i: int) -> tuple[axn.NamedArray, axn.NamedArray]:
 
 
 def loss(params: Any, x: axn.NamedArray, y: axn.NamedArray) -> Any:
-    h = axn.tanh(axn.auto_sharded(axn.dot(x, params["up"], axis=In)) + params["bias"])
+    h = axn.tanh(axn.shard(axn.dot(x, params["up"], axis=In)) + params["bias"])
     return axn.mean((axn.dot(h, params["down"], axis=Hidden) - y) ** 2).scalar()
 
 

@@ -108,7 +108,7 @@ def test_gradients_do_not_depend_on_the_policy(unroll: int | bool) -> None:
     def raw(c: jax.Array, x: jax.Array) -> jax.Array:
         return jax.lax.scan(lambda c, x: (jax.numpy.tanh(jax.numpy.cos(jax.numpy.sin(c * x))) + c, None), c, x)[0].sum()
 
-    xs = XS["step", axn.dslice(0, 4)]
+    xs = XS["step", axn.ds(0, 4)]
     expected = jax.jit(jax.value_and_grad(raw, argnums=(0, 1)))(START.array, xs.array)
     several = {str(p): lambda c, x, p=p: fold(body, "step", remat=p, unroll=unroll)(c, x).sum().array for p in POLICIES}
 

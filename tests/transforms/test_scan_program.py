@@ -76,7 +76,7 @@ def test_a_changed_mapping_is_seen() -> None:
     mappings = []
 
     def body(c: Any, x: Any) -> Any:
-        mappings.append(axn.partitioning.current_thread_local_mapping())
+        mappings.append(axn.current_mapping())
         return c
 
     for mapping in ({}, {"batch": "model"}, {}):

@@ -333,7 +333,7 @@ def test_placing_inside_speaks_for_the_mapped_axis_too(auto_mesh: Mesh) -> None:
 
 
 def test_the_mapping_is_not_baked_in(auto_mesh: Mesh) -> None:
-    mapped = jax.jit(vmap(lambda x: axn.auto_sharded(x * 2), Batch))
+    mapped = jax.jit(vmap(lambda x: axn.shard(x * 2), Batch))
     with jax.set_mesh(auto_mesh):
         for batch in ("data", "model", "data"):
             with axn.axis_mapping({"batch": batch}):

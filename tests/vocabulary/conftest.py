@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 import axonym as axn
 
-MAPPINGS: list[axn.ResourceMapping] = [
+MAPPINGS: list[axn.sharding.ResourceMapping] = [
     {"batch": "data"},
     {"vocab": "model"},
     {"batch": "data", "vocab": "model"},
@@ -27,6 +27,6 @@ def mesh(request: pytest.FixtureRequest, auto_mesh: Mesh, explicit_mesh: Mesh) -
 
 
 @pytest.fixture(params=MAPPINGS, ids=lambda m: "+".join(n for n, a in m.items() if a) or "neither")
-def mapping(request: pytest.FixtureRequest) -> Iterator[axn.ResourceMapping]:
+def mapping(request: pytest.FixtureRequest) -> Iterator[axn.sharding.ResourceMapping]:
     with axn.axis_mapping(request.param):
         yield request.param

@@ -1,6 +1,5 @@
 """Show the shardings of a tree's arrays, and find common mistakes in models."""
 
-from ..util import is_jax_or_hax_array_like as is_jax_or_hax_array_like
 from .problems import (
     IdentityMap as IdentityMap,
     ModuleProblems as ModuleProblems,

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels, random
-from ..array import NamedArray, wrap
+from .._named_scope import named_call
+from ..array import NamedArray, is_jax_array_like, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
-from ..jax_utils import is_jax_array_like, named_call
 from ..ops._operands import distinct, private, require_named
 from ..ops.joining import flip
 from ..ops.rearranging import rearrange

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from .. import _kernels
+from .._named_scope import named_call
 from ..array import NamedArray, NamedOrNumeric, wrap
 from ..axis import AxisSelection, Names
-from ..jax_utils import named_call
 from ..ops._operands import require_named, scalar
 from ..ops.creation import zeros_like
 from ..ops.selection import where

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, random
+from .._named_scope import named_call
 from ..array import NamedArray
 from ..axis import Axis, AxisSpec, Names, axes_of_spec
-from ..jax_utils import named_call
 from ..ops._operands import require_named
 from ..ops.contraction import dot
 from ..ops.creation import zeros
@@ -281,6 +281,3 @@ def check_input(
 def _describe(spec: AxisSpec) -> str:
     axes = axes_of_spec(spec)
     return _errors.describe_axes([a.name for a in axes], [a.size for a in axes])
-
-
-from .moe import MoELinear as MoELinear  # noqa: E402  # which is built on what is above

@@ -10,8 +10,9 @@ from typing import Any
 
 from ..array import NamedArray, NamedOrNumeric
 from ..axis import AxisSelection, AxisSelector
-from ..ops.reductions import ReductionFunction, mean
+from ..ops.reductions import mean
 from ..ops.selection import where as choose
+from ..typing.arguments import ReductionFunction
 from ..vocabulary.losses import named_cross_entropy
 from .activations import log_sigmoid
 

@@ -8,9 +8,9 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from .._named_scope import named_call
 from ..array import NamedArray
 from ..axis import Axis, AxisSpec
-from ..jax_utils import named_call
 from ..tree import maybe_rng_split
 from .activations import relu
 from .linear import Linear

@@ -19,7 +19,7 @@ from jax.core import Tracer
 from .. import _errors, _kernels
 from ..array import NamedArray
 from ..axis import Axis, Names, name_of
-from .dynamic_slice import dslice
+from .dynamic_slice import ds
 
 NamedIndex: TypeAlias = Any
 """What may stand for one axis: see `axonym.ops.indexing`."""
@@ -109,7 +109,7 @@ def make_plan(
                 add(name, "slice", (start, stop, step))
             else:
                 add(name, "dynamic slice", max(stop - start, 0), np.int32(start))
-        elif isinstance(index, dslice) or _is_pallas_slice(index):
+        elif isinstance(index, ds) or _is_pallas_slice(index):
             _add_dynamic_slice(add, name, index, size, for_update)
         elif isinstance(index, (int, np.integer)) and not isinstance(index, (bool, np.bool_)):
             position = _checked_position(name, int(index), size)

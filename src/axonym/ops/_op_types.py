@@ -55,25 +55,6 @@ class Binary(Protocol):
     def __call__(self, a: Any, b: Any, /) -> Any: ...
 
 
-class _BoundReduction(Protocol):
-    def __call__(self, axis: AxisSelection | None = None, *, where: NamedArray | None = None) -> NamedArray: ...
-
-
-class Reduction(Protocol):
-    """`f(array, axis)`: the axes are reduced away; all of them by default.
-
-    >>> reduction: axn.ReductionFunction = axn.mean
-    """
-
-    @overload
-    def __call__(
-        self, array: NamedArray, axis: AxisSelection | None = None, *, where: NamedArray | None = None
-    ) -> NamedArray: ...
-    @overload
-    def __call__(self, array: Any, axis: AxisSelection | None = None, *, where: NamedArray | None = None) -> Any: ...
-    def __get__(self, instance: Any, owner: Any = None) -> _BoundReduction: ...
-
-
 class _BoundTypedReduction(Protocol):
     def __call__(
         self, axis: AxisSelection | None = None, *, where: NamedArray | None = None, dtype: Any = None
@@ -134,20 +115,6 @@ class SpreadReduction(Protocol):
         dtype: Any = None,
     ) -> Any: ...
     def __get__(self, instance: Any, owner: Any = None) -> _BoundSpreadReduction: ...
-
-
-class _BoundArgReduction(Protocol):
-    def __call__(self, axis: AxisSelector | None = None) -> NamedArray: ...
-
-
-class ArgReduction(Protocol):
-    """The index of an element along an axis, or in the flattened array.
-
-    >>> search: axn.SimpleReductionFunction = axn.argmax
-    """
-
-    def __call__(self, array: NamedArray, axis: AxisSelector | None = None) -> NamedArray: ...
-    def __get__(self, instance: Any, owner: Any = None) -> _BoundArgReduction: ...
 
 
 class _BoundCumulative(Protocol):

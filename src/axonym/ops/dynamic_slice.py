@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, Self
 
 from ..axis import Axis
 
 
-class dslice:
+class ds:
     """A slice whose start may be traced, of a size that is known.
 
     Arguments:
@@ -16,7 +16,7 @@ class dslice:
         length: how many, or an axis whose size says so.
 
     >>> x = axn.arange(axn.Axis("x", 8))
-    >>> jax.jit(lambda i: x["x", axn.dslice(i, 3)])(2)
+    >>> jax.jit(lambda i: x["x", axn.ds(i, 3)])(2)
     NamedArray(int32[x=3], [2 3 4])
     """
 
@@ -36,30 +36,18 @@ class dslice:
         """
         return slice(self.start, self.start + self.size)
 
-    @staticmethod
-    def block(idx: Any, size: int) -> dslice:
+    @classmethod
+    def block(cls, idx: Any, size: int) -> Self:
         """The `idx`-th block of `size` elements.
 
-        >>> axn.ds.block(1, 4)
-        ds(4, 4)
+        Arguments:
+            idx: which block; may be traced.
+            size: elements in a block.
+
+        >>> axn.arange(axn.Axis("x", 8))["x", axn.ds.block(1, 4)]
+        NamedArray(int32[x=4], [4 5 6 7])
         """
-        return dslice(idx * size, size)
+        return cls(idx * size, size)
 
     def __repr__(self) -> str:
-        return f"ds({self.start}, {self.size})"
-
-
-ds = dslice
-
-
-def dblock(idx: Any, size: int) -> dslice:
-    """The slice that holds block `idx` of `size` elements.
-
-    Arguments:
-        idx: which block; may be traced.
-        size: elements in a block.
-
-    >>> axn.arange(axn.Axis("x", 8))["x", axn.dblock(1, 4)]
-    NamedArray(int32[x=4], [4 5 6 7])
-    """
-    return dslice.block(idx, size)
+        return f"{type(self).__name__}({self.start}, {self.size})"

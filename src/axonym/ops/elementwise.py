@@ -96,7 +96,6 @@ def _binary(name: str, fn: Callable[..., Any], summary: str, a: str, b: str, sho
 
 # fmt: off
 abs = _unary("abs", jnp.abs, "The absolute value of each element.", "[-1., 2.]", "float32[x=2], [1. 2.]")
-absolute = _unary("absolute", jnp.absolute, "The absolute value of each element.", "[-1., 2.]", "float32[x=2], [1. 2.]")
 angle = _unary("angle", jnp.angle, "The angle of each complex element, in radians.", "[1j, 1.]", "float32[x=2], [1.5708 0. ]")
 arccos = _unary("arccos", jnp.arccos, "The inverse cosine of each element.", "[1., 0.]", "float32[x=2], [0. 1.5708]")
 arccosh = _unary("arccosh", jnp.arccosh, "The inverse hyperbolic cosine of each element.", "[1., 2.]", "float32[x=2], [0. 1.317]")
@@ -105,22 +104,17 @@ arcsinh = _unary("arcsinh", jnp.arcsinh, "The inverse hyperbolic sine of each el
 arctan = _unary("arctan", jnp.arctan, "The inverse tangent of each element.", "[0., 1.]", "float32[x=2], [0. 0.7854]")
 arctanh = _unary("arctanh", jnp.arctanh, "The inverse hyperbolic tangent of each element.", "[0., 0.5]", "float32[x=2], [0. 0.5493]")
 bitwise_count = _unary("bitwise_count", jnp.bitwise_count, "The number of bits set in each element.", "[3, 8]", "uint8[x=2], [2 1]")
-bitwise_invert = _unary("bitwise_invert", jnp.bitwise_invert, "Each bit of each element flipped.", "[0, 1]", "int32[x=2], [-1 -2]")
-bitwise_not = _unary("bitwise_not", jnp.bitwise_not, "Each bit of each element flipped.", "[0, 1]", "int32[x=2], [-1 -2]")
 cbrt = _unary("cbrt", jnp.cbrt, "The cube root of each element.", "[1., 8.]", "float32[x=2], [1. 2.]")
 ceil = _unary("ceil", jnp.ceil, "Each element rounded up.", "[0.5, -0.5]", "float32[x=2], [ 1. -0.]")
 conj = _unary("conj", jnp.conj, "The complex conjugate of each element.", "[1j, 1.]", "complex64[x=2], [0.-1.j 1.-0.j]")
-conjugate = _unary("conjugate", jnp.conjugate, "The complex conjugate of each element.", "[1j, 1.]", "complex64[x=2], [0.-1.j 1.-0.j]")
 copy = _unary("copy", jnp.copy, "A copy of the array.", "[1., 2.]", "float32[x=2], [1. 2.]")
 cos = _unary("cos", jnp.cos, "The cosine of each element.", "[0., 1.]", "float32[x=2], [1. 0.5403]")
 cosh = _unary("cosh", jnp.cosh, "The hyperbolic cosine of each element.", "[0., 1.]", "float32[x=2], [1. 1.5431]")
 deg2rad = _unary("deg2rad", jnp.deg2rad, "Degrees to radians.", "[0., 180.]", "float32[x=2], [0. 3.1416]")
-degrees = _unary("degrees", jnp.degrees, "Radians to degrees.", "[0., 1.]", "float32[x=2], [ 0. 57.2958]")
 exp = _unary("exp", jnp.exp, "The exponential of each element.", "[0., 1.]", "float32[x=2], [1. 2.7183]")
 exp2 = _unary("exp2", jnp.exp2, "Two to the power of each element.", "[1., 3.]", "float32[x=2], [2. 8.]")
 expm1 = _unary("expm1", jnp.expm1, "The exponential of each element, less one, exact near zero.", "[0., 1.]", "float32[x=2], [0. 1.7183]")
 fabs = _unary("fabs", jnp.fabs, "The absolute value of each element, as a float.", "[-1, 2]", "float32[x=2], [1. 2.]")
-fix = _unary("fix", jnp.trunc, "Each element rounded towards zero.", "[1.5, -1.5]", "float32[x=2], [ 1. -1.]")
 floor = _unary("floor", jnp.floor, "Each element rounded down.", "[0.5, -0.5]", "float32[x=2], [ 0. -1.]")
 i0 = _unary("i0", jnp.i0, "The modified Bessel function of the first kind, order zero.", "[0., 1.]", "float32[x=2], [1. 1.2661]")
 imag = _unary("imag", jnp.imag, "The imaginary part of each element.", "[2j, 1.]", "float32[x=2], [2. 0.]", constant=True)
@@ -140,7 +134,6 @@ logical_not = _unary("logical_not", jnp.logical_not, "Whether each element is fa
 negative = _unary("negative", jnp.negative, "Each element negated.", "[1., -2.]", "float32[x=2], [-1. 2.]")
 positive = _unary("positive", jnp.positive, "Each element as it is.", "[1., -2.]", "float32[x=2], [ 1. -2.]")
 rad2deg = _unary("rad2deg", jnp.rad2deg, "Radians to degrees.", "[0., 1.]", "float32[x=2], [ 0. 57.2958]")
-radians = _unary("radians", jnp.radians, "Degrees to radians.", "[0., 180.]", "float32[x=2], [0. 3.1416]")
 real = _unary("real", jnp.real, "The real part of each element.", "[2j, 1.]", "float32[x=2], [0. 1.]")
 reciprocal = _unary("reciprocal", jnp.reciprocal, "One over each element.", "[2., 4.]", "float32[x=2], [0.5 0.25]")
 rint = _unary("rint", jnp.rint, "Each element rounded to the nearest integer, halves to even.", "[0.5, 1.5]", "float32[x=2], [0. 2.]")
@@ -161,9 +154,7 @@ trunc = _unary("trunc", jnp.trunc, "Each element rounded towards zero.", "[1.5, 
 add = _binary("add", jnp.add, "The sum of the operands.", "[1, 2]", "3", "int32[x=2], [4 5]")
 arctan2 = _binary("arctan2", jnp.arctan2, "The angle of the point (b, a), in radians.", "[0., 1.]", "1.", "float32[x=2], [0. 0.7854]")
 bitwise_and = _binary("bitwise_and", jnp.bitwise_and, "The bits set in both operands.", "[1, 3]", "2", "int32[x=2], [0 2]")
-bitwise_left_shift = _binary("bitwise_left_shift", jnp.bitwise_left_shift, "The bits of `a` moved up by `b` places.", "[1, 2]", "1", "int32[x=2], [2 4]")
 bitwise_or = _binary("bitwise_or", jnp.bitwise_or, "The bits set in either operand.", "[1, 3]", "2", "int32[x=2], [3 3]")
-bitwise_right_shift = _binary("bitwise_right_shift", jnp.bitwise_right_shift, "The bits of `a` moved down by `b` places.", "[2, 4]", "1", "int32[x=2], [1 2]")
 bitwise_xor = _binary("bitwise_xor", jnp.bitwise_xor, "The bits set in exactly one operand.", "[1, 3]", "2", "int32[x=2], [3 1]")
 copysign = _binary("copysign", jnp.copysign, "The size of `a` with the sign of `b`.", "[1., 2.]", "-1.", "float32[x=2], [-1. -2.]")
 divide = _binary("divide", jnp.divide, "The quotient of the operands.", "[1., 2.]", "2.", "float32[x=2], [0.5 1. ]")
@@ -194,10 +185,8 @@ mod = _binary("mod", jnp.mod, "The remainder with the sign of `b`.", "[3, -3]", 
 multiply = _binary("multiply", jnp.multiply, "The product of the operands.", "[1, 2]", "3", "int32[x=2], [3 6]")
 nextafter = _binary("nextafter", jnp.nextafter, "The next number after `a` towards `b`.", "[0.5]", "0.5", "float32[x=1], [0.5]")
 not_equal = _binary("not_equal", jnp.not_equal, "Where the operands differ.", "[1, 2]", "2", "bool[x=2], [ True False]")
-remainder = _binary("remainder", jnp.remainder, "The remainder with the sign of `b`.", "[3, -3]", "2", "int32[x=2], [1 1]")
 right_shift = _binary("right_shift", jnp.right_shift, "The bits of `a` moved down by `b` places.", "[2, 4]", "1", "int32[x=2], [1 2]")
 subtract = _binary("subtract", jnp.subtract, "The difference of the operands.", "[1, 2]", "3", "int32[x=2], [-2 -1]")
-true_divide = _binary("true_divide", jnp.true_divide, "The quotient of the operands.", "[1., 2.]", "2.", "float32[x=2], [0.5 1. ]")
 # fmt: on
 
 
@@ -227,15 +216,6 @@ def round(a: Any, decimals: int = 0) -> Any:
 @_kernels.cached
 def _round_kernel(names: Names, decimals: int) -> _kernels.Kernel:
     return _kernels.make_kernel("round", lambda x: jnp.round(x, decimals), (names,), names, native=True)
-
-
-def around(a: Any, decimals: int = 0) -> Any:
-    """`round` under its longer name.
-
-    >>> axn.around(axn.named([0.4, 0.6], "x"))
-    NamedArray(float32[x=2], [0. 1.])
-    """
-    return round(a, decimals)
 
 
 @overload

@@ -7,7 +7,7 @@ by name to the array. A cumulative operation runs along one axis and keeps it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,9 @@ import numpy as np
 from .. import _errors, _kernels
 from ..array import NamedArray, wrap
 from ..axis import AxisSelector, Names
-from ._op_types import ArgReduction, Cumulative, Reduction, SpreadReduction, TypedReduction, map_tree, publish
+from ..typing.arguments import ReductionFunction, SimpleReductionFunction
+from ._op_types import Cumulative, SpreadReduction, TypedReduction, map_tree, publish
 from ._operands import dtype_key, require_named
-
-ReductionFunction: TypeAlias = Reduction
-"""What a loss takes to reduce itself: `axonym.mean`, `axonym.sum`, ..."""
-SimpleReductionFunction: TypeAlias = ArgReduction
-"""A reduction along one axis, such as `axonym.argmax`."""
 
 
 @_kernels.cached
@@ -84,7 +80,9 @@ _ARGUMENTS = """
         where: which elements take part, by name."""
 
 
-def _plain(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True) -> Reduction:
+def _plain(
+    name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True
+) -> ReductionFunction:
     def op(array, axis=None, *, where=None):
         return _reduce(fn, name, array, axis, where, native)
 
@@ -176,8 +174,6 @@ all = _plain("all", jnp.all, "Whether every element is true.", "[[True, False], 
 any = _plain("any", jnp.any, "Whether an element is true.", "[[True, False], [False, False]]", "bool[x=2], [ True False]")
 max = _plain("max", _max, "The largest element.", "[[1, 2], [3, 4]]", "int32[x=2], [2 4]")
 min = _plain("min", _min, "The smallest element.", "[[1, 2], [3, 4]]", "int32[x=2], [1 3]")
-amax = _plain("amax", _max, "The largest element.", "[[1, 2], [3, 4]]", "int32[x=2], [2 4]")
-amin = _plain("amin", _min, "The smallest element.", "[[1, 2], [3, 4]]", "int32[x=2], [1 3]")
 ptp = _plain("ptp", _ptp, "The range: the largest element less the smallest.", "[[1, 3], [3, 9]]", "int32[x=2], [2 6]")
 nanmax = _plain("nanmax", _nanmax, "The largest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 4.]")
 nanmin = _plain("nanmin", _nanmin, "The smallest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.]")
@@ -188,7 +184,6 @@ nanprod = _typed("nanprod", jnp.nanprod, "The product of the elements that are n
 nansum = _typed("nansum", jnp.nansum, "The sum of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 7.]")
 # The gradient of a product reshapes, which on Explicit axes needs help.
 prod = _typed("prod", jnp.prod, "The product.", "[[1, 2], [3, 4]]", "int32[x=2], [ 2 12]", native=False)
-product = _typed("product", jnp.prod, "The product.", "[[1, 2], [3, 4]]", "int32[x=2], [ 2 12]", native=False)
 sum = _typed("sum", jnp.sum, "The sum.", "[[1, 2], [3, 4]]", "int32[x=2], [3 7]")
 
 nanstd = _spread("nanstd", jnp.nanstd, "The standard deviation of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
@@ -213,7 +208,7 @@ def _arg_kernel(fn: Callable[..., Any], name: str, names: Names, axis: Any) -> _
     return _kernels.make_kernel(name, lambda x: fn(x, axis=position), (names,), out_names, native=True, selection=axis)
 
 
-def _arg(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> ArgReduction:
+def _arg(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> SimpleReductionFunction:
     def op(array, axis=None):
         kernel = _arg_kernel(fn, name, require_named(name, array).names, _kernels.one_selector(name, axis))
         return wrap(kernel.call(array.array), kernel.names)

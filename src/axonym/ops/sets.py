@@ -43,98 +43,23 @@ def unique(
     >>> axn.unique(axn.named([3, 1, 3], "x"), axn.Axis("value", 3), fill_value=-1)
     NamedArray(int32[value=3], [ 1 3 -1])
     """
-    return _unique("unique", array, Unique, axis, fill_value, return_index, return_inverse, return_counts)
-
-
-def unique_values(
-    array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
-) -> NamedArray:
-    """The distinct values of an array, in order.
-
-    Arguments:
-        array: a named array.
-        Unique: the axis of the values, as for `unique`.
-        axis: the axis whose slices are compared as a whole.
-        fill_value: what stands where there are fewer values than places.
-
-    >>> axn.unique_values(axn.named([3, 1, 3], "x"), axn.Axis("value", 2))
-    NamedArray(int32[value=2], [1 3])
-    """
-    return _unique("unique_values", array, Unique, axis, fill_value, False, False, False)
-
-
-def unique_counts(
-    array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
-) -> tuple[NamedArray, NamedArray]:
-    """The distinct values of an array, and how often each is found.
-
-    Arguments:
-        array: a named array.
-        Unique: the axis of the values, as for `unique`.
-        axis: the axis whose slices are compared as a whole.
-        fill_value: what stands where there are fewer values than places.
-
-    >>> axn.unique_counts(axn.named([3, 1, 3], "x"), axn.Axis("value", 2))
-    (NamedArray(int32[value=2], [1 3]), NamedArray(int32[value=2], [1 2]))
-    """
-    return _unique("unique_counts", array, Unique, axis, fill_value, False, False, True)
-
-
-def unique_inverse(
-    array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
-) -> tuple[NamedArray, NamedArray]:
-    """The distinct values of an array, and where the value of each element is among them.
-
-    Arguments:
-        array: a named array.
-        Unique: the axis of the values, as for `unique`.
-        axis: the axis whose slices are compared as a whole.
-        fill_value: what stands where there are fewer values than places.
-
-    >>> axn.unique_inverse(axn.named([3, 1, 3], "x"), axn.Axis("value", 2))
-    (NamedArray(int32[value=2], [1 3]), NamedArray(int32[x=3], [1 0 1]))
-    """
-    return _unique("unique_inverse", array, Unique, axis, fill_value, False, True, False)
-
-
-def unique_all(
-    array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
-) -> tuple[NamedArray, NamedArray, NamedArray, NamedArray]:
-    """The distinct values of an array, where each is found first, where each element is among them, and how often.
-
-    Arguments:
-        array: a named array.
-        Unique: the axis of the values, as for `unique`.
-        axis: the axis whose slices are compared as a whole.
-        fill_value: what stands where there are fewer values than places.
-
-    >>> values, index, inverse, counts = axn.unique_all(axn.named([3, 1, 3], "x"), axn.Axis("value", 2))
-    >>> index, inverse, counts
-    (NamedArray(int32[value=2], [1 0]), NamedArray(int32[x=3], [1 0 1]), NamedArray(int32[value=2], [1 2]))
-    """
-    return _unique("unique_all", array, Unique, axis, fill_value, True, True, True)
-
-
-def _unique(
-    what: str, array: Any, Unique: Any, axis: Any, fill_value: Any, index: bool, inverse: bool, counts: bool
-) -> Any:
-    require_named(what, array)
-    returned = (bool(index), bool(inverse), bool(counts))
-    fill = () if fill_value is None else (scalar(what, "fill_value", fill_value),)
-    kernel = _unique_kernel(what, array.names, one_axis(what, "Unique", Unique), axis, returned, len(fill))
+    require_named("unique", array)
+    returned = (bool(return_index), bool(return_inverse), bool(return_counts))
+    fill = () if fill_value is None else (scalar("unique", "fill_value", fill_value),)
+    kernel = _unique_kernel(array.names, one_axis("unique", "Unique", Unique), axis, returned, len(fill))
     return wrap_result(kernel.call(array.array, *fill), kernel.names)
 
 
 @_kernels.cached
 def _unique_kernel(
-    what: str, names: Names, Unique: Axis, axis: AxisSelector | None, returned: tuple[bool, bool, bool], fills: int
+    names: Names, Unique: Axis, axis: AxisSelector | None, returned: tuple[bool, bool, bool], fills: int
 ) -> _kernels.Kernel:
     each = (Unique.name,)
     if axis is None:
         position, values, slices = None, each, names
     else:
-        along = _kernels.select_one(what, names, axis)
-        position, values, slices = names.index(along), replaced(what, names, along, (Unique,)), (along,)
+        along = _kernels.select_one("unique", names, axis)
+        position, values, slices = names.index(along), replaced("unique", names, along, (Unique,)), (along,)
     index, inverse, counts = returned
     out_names = (values, *[n for n, wanted in ((each, index), (slices, inverse), (each, counts)) if wanted])
 
@@ -142,7 +67,7 @@ def _unique_kernel(
         return jnp.unique(x, index, inverse, counts, position, size=Unique.size, fill_value=fill)
 
     in_names = (names, *[()] * fills)
-    return _kernels.make_kernel(what, positional, in_names, out_names if any(returned) else values, selection=axis)
+    return _kernels.make_kernel("unique", positional, in_names, out_names if any(returned) else values, selection=axis)
 
 
 # --- counting ---

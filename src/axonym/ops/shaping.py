@@ -94,20 +94,6 @@ def flatten(array: NamedArray, new_axis_name: AxisSelector) -> NamedArray:
     return wrap(kernel.call(array.array), kernel.names)
 
 
-def ravel(array: NamedArray, new_axis_name: AxisSelector) -> NamedArray:
-    """All axes merged into one, in their order: `flatten` under NumPy's name.
-
-    Arguments:
-        array: a named array.
-        new_axis_name: the axis they become.
-
-    >>> axn.ravel(axn.named([[1, 2], [3, 4]], ("x", "y")), "flat")
-    NamedArray(int32[flat=4], [1 2 3 4])
-    """
-    kernel = _flatten_kernel("ravel", require_named("ravel", array).names, None, new_axis_name)
-    return wrap(kernel.call(array.array), kernel.names)
-
-
 def unflatten_axis(array: NamedArray, axis: AxisSelector, new_axes: AxisSelection) -> NamedArray:
     """One axis split into several, which take its place.
 

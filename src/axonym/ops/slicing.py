@@ -17,7 +17,7 @@ from .. import _errors, _kernels
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelector, Names, name_of
 from ._operands import distinct, private, require_named
-from .dynamic_slice import dslice
+from .dynamic_slice import ds
 from .indexing import index
 
 
@@ -59,7 +59,7 @@ def slice(
             f"slice of {array}: each axis needs a start and a size; got starts for {sorted(starts)} and sizes for "
             f"{sorted(n for n, v in lengths.items() if v is not None)}."
         )
-    result = index(array, {n: dslice(s, lengths[n]) for n, s in starts.items()})
+    result = index(array, {n: ds(s, lengths[n]) for n, s in starts.items()})
     renames = {n: v.name for n, v in lengths.items() if isinstance(v, Axis) and v.name != n}
     if not renames:
         return result

@@ -4,8 +4,28 @@ from .annotations import (
     sharding_annotations as sharding_annotations,
     with_sharding_annotation as with_sharding_annotation,
 )
+from .fsdp import fsdp as fsdp
+from .jit import named_jit as named_jit
+from .lint import Finding as Finding, Report as Report, lint_mapping as lint_mapping
 from .loading import from_process_local_data as from_process_local_data
+from .mapping import (
+    PhysicalAxisSpec as PhysicalAxisSpec,
+    ResourceAxis as ResourceAxis,
+    ResourceMapping as ResourceMapping,
+    axis_mapping as axis_mapping,
+    current_mapping as current_mapping,
+)
+from .meshes import current_mesh as current_mesh, make_mesh as make_mesh, set_mesh as set_mesh
 from .placement import Leaf as Leaf
+from .queries import (
+    infer_resource_partitions as infer_resource_partitions,
+    physical_axis_name as physical_axis_name,
+    physical_axis_size as physical_axis_size,
+    pspec_for as pspec_for,
+    pspec_for_axis as pspec_for_axis,
+    round_axis_for_partitioning as round_axis_for_partitioning,
+    sharding_for_axis as sharding_for_axis,
+)
 from .rules import (
     FSDPShardingRule as FSDPShardingRule,
     MappingShardingRule as MappingShardingRule,
@@ -13,3 +33,4 @@ from .rules import (
     ShardingRule as ShardingRule,
     TreePathShardingRule as TreePathShardingRule,
 )
+from .shard import shard as shard, to_host as to_host, unshard as unshard

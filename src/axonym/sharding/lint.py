@@ -20,7 +20,7 @@ Kind = Literal["unused", "problem", "replicated"]
 class Finding:
     """One thing that is, or may be, wrong with a mapping.
 
-    >>> axn.Finding("unused", "embd", "axis 'embd' ...").kind
+    >>> axn.sharding.Finding("unused", "embd", "axis 'embd' ...").kind
     'unused'
     """
 

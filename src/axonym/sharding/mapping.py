@@ -153,12 +153,3 @@ def current_mapping() -> dict[str, Entry] | None:
     """
     mapping = _context.mapping_in_force()
     return None if mapping is None else dict(mapping)
-
-
-def current_thread_local_mapping() -> dict[str, Entry] | None:
-    """`current_mapping` under the name that existing code knows.
-
-    >>> axn.partitioning.current_thread_local_mapping() is None
-    True
-    """
-    return current_mapping()

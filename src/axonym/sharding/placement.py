@@ -359,7 +359,7 @@ def check_mesh_axes(what: str, mapping: Mapping[str, Entry], mesh: AnyMesh) -> N
 
 
 _WAY_OUT = (
-    "Make it one (axonym.partitioning.round_axis_for_partitioning gives {size}), or map it elsewhere.",
+    "Make it one (axonym.sharding.round_axis_for_partitioning gives {size}), or map it elsewhere.",
     "Make it one ({size} is), or place it otherwise; a rule can be `.lenient()`.",
 )
 """What to do about a size: of named arrays, and of raw ones."""

@@ -24,7 +24,7 @@ def physical_axis_name(axis: AxisSelector, mapping: ResourceMapping | None = Non
         axis: a logical axis.
         mapping: the mapping; that in force by default.
 
-    >>> axn.partitioning.physical_axis_name("batch", {"batch": "data"})
+    >>> axn.sharding.physical_axis_name("batch", {"batch": "data"})
     'data'
     """
     return mapping_of(mapping).get(name_of(axis))
@@ -40,7 +40,7 @@ def physical_axis_size(
         mapping: the mapping; that in force by default.
         mesh: the mesh; that in force by default.
 
-    >>> axn.partitioning.physical_axis_size("batch", {"batch": "data"}, axn.make_mesh({"data": 2}))
+    >>> axn.sharding.physical_axis_size("batch", {"batch": "data"}, axn.make_mesh({"data": 2}))
     2
     """
     entry = mapping_of(mapping).get(name_of(axis))
@@ -58,7 +58,7 @@ def pspec_for_axis(axis: AxisSelection, mapping: ResourceMapping | None = None) 
         axis: the axes, in order.
         mapping: the mapping; that in force by default.
 
-    >>> axn.partitioning.pspec_for_axis(("batch", "embed"), {"batch": "data"})
+    >>> axn.sharding.pspec_for_axis(("batch", "embed"), {"batch": "data"})
     P('data', None)
     """
     known = mapping_of(mapping)
@@ -76,7 +76,7 @@ def sharding_for_axis(
         mesh: the mesh; that in force by default.
 
     >>> mesh = axn.make_mesh({"data": 2})
-    >>> axn.partitioning.sharding_for_axis(("batch", "embed"), {"batch": "data"}, mesh).spec
+    >>> axn.sharding.sharding_for_axis(("batch", "embed"), {"batch": "data"}, mesh).spec
     P('data', None)
     """
     mesh = required_mesh("sharding_for_axis", mesh)
@@ -105,7 +105,7 @@ def pspec_for(tree: Any, placement: Placement = None, preserve_existing_sharding
         placement: where its leaves go; the mapping in force by default.
         preserve_existing_shardings: raw arrays without names keep the spec they have; otherwise they get none.
 
-    >>> axn.partitioning.pspec_for({"w": axn.ones({"embed": 2})}, {"embed": "model"})
+    >>> axn.sharding.pspec_for({"w": axn.ones({"embed": 2})}, {"embed": "model"})
     {'w': P('model',)}
     """
     leaves, structure = resolve(tree, placement, None, "pspec_for")
@@ -129,7 +129,7 @@ def infer_resource_partitions(
 
     >>> mesh = axn.make_mesh({"model": 2})
     >>> tree = {"w": axn.ones({"embed": 2})}
-    >>> axn.partitioning.infer_resource_partitions(tree, {"embed": "model"}, mesh=mesh)["w"].spec
+    >>> axn.sharding.infer_resource_partitions(tree, {"embed": "model"}, mesh=mesh)["w"].spec
     P('model',)
     """
     mesh = with_devices(required_mesh("infer_resource_partitions", mesh))
@@ -159,7 +159,7 @@ def round_axis_for_partitioning(
         mesh: the mesh; that in force by default.
 
     >>> mesh = axn.make_mesh({"data": 2})
-    >>> axn.partitioning.round_axis_for_partitioning(axn.Axis("vocab", 7), {"vocab": "data"}, mesh)
+    >>> axn.sharding.round_axis_for_partitioning(axn.Axis("vocab", 7), {"vocab": "data"}, mesh)
     Axis(name='vocab', size=8)
     """
     if mapping_of(mapping).get(axis.name) is None:

@@ -46,35 +46,6 @@ def shard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -> 
     return _shard(tree, placement, mesh, "shard", warn=True)
 
 
-def auto_sharded(tree: T, mesh: AnyMesh | None = None) -> T:
-    """`shard` by the mapping in force; without one, or without a mesh, the tree as it is.
-
-    Arguments:
-        tree: the tree to place.
-        mesh: the mesh; that in force by default.
-
-    >>> axn.auto_sharded(axn.ones({"batch": 2}))
-    NamedArray(float32[batch=2], [1. 1.])
-    """
-    return _shard(tree, None, mesh, "auto_sharded", warn=False)
-
-
-def shard_with_axis_mapping(tree: T, mapping: Placement = None, mesh: AnyMesh | None = None) -> T:
-    """`shard` under the name that older code knows.
-
-    Arguments:
-        tree: the tree to place.
-        mapping: where the leaves go.
-        mesh: the mesh; that in force by default.
-
-    >>> mesh = axn.make_mesh({"data": -1})
-    >>> x = axn.shard_with_axis_mapping(axn.ones({"batch": 16}), {"batch": "data"}, mesh)
-    >>> x.array.sharding.spec
-    P('data',)
-    """
-    return _shard(tree, mapping, mesh, "shard_with_axis_mapping", warn=True)
-
-
 def unshard(tree: T, mesh: AnyMesh | None = None) -> T:
     """Put the whole of every array on every device of the mesh.
 
@@ -118,9 +89,9 @@ def to_host(tree: T) -> T:
     return jax.tree.map(fetch, tree)
 
 
-def shard_quietly(tree: T, placement: Placement, what: str) -> T:
+def shard_quietly(tree: T, placement: Placement, what: str, mesh: AnyMesh | None = None) -> T:
     """`shard` for other parts of the library: without a mapping or a mesh, the tree as it is."""
-    return _shard(tree, placement, None, what, warn=False)
+    return _shard(tree, placement, mesh, what, warn=False)
 
 
 def shard_arguments(

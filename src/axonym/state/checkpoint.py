@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ..array import NamedArray, wrap
-from ..jax_utils import is_jax_array_like
+from ..array import NamedArray, is_jax_array_like, wrap
 from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
 from ..sharding.placement import Leaf, Placement, leaves_of, listed

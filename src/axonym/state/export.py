@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 
-from ..jax_utils import is_jax_array_like
+from ..array import is_jax_array_like
 from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Placement
 from ..sharding.shard import to_host

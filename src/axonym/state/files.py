@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..jax_utils import sync_global_devices
 from ..sharding.shard import to_host
 from .naming import StateDict, is_number
 
@@ -89,7 +88,9 @@ def save_state_dict(
     encoded += b" " * (-len(encoded) % 8)
     _write(Path(path), [len(encoded).to_bytes(8, "little"), encoded], (to_host(entries[key]) for key in keys))
     if jax.process_count() > 1:
-        sync_global_devices(f"save_state_dict {path}")
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(f"save_state_dict {path}")
 
 
 def _write(path: Path, head: Iterable[bytes], arrays: Iterable[np.ndarray]) -> None:

@@ -20,8 +20,7 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh
 
 from .. import _context
-from ..array import NamedArray, wrap
-from ..jax_utils import is_jax_array_like
+from ..array import NamedArray, is_jax_array_like, wrap
 
 Index = tuple[slice, ...]
 

@@ -9,9 +9,8 @@ import jax
 import numpy as np
 
 from .. import tree as named_trees
-from ..array import NamedArray, wrap
+from ..array import NamedArray, is_jax_array_like, wrap
 from ..axis import Axis
-from ..jax_utils import is_jax_array_like
 from ..ops.indexing import index
 from ..sharding.shard import to_host
 from .naming import StateDict, children, is_number, layers_at, with_prefix, without

@@ -36,6 +36,15 @@ Inside a function decorated with `jaxtyped`, an axis that annotations name must 
 alike. The axes that dots stand for can have any size.
 """
 
+from ..array import NamedOrNumeric as NamedOrNumeric
+from ..axis import (
+    AxisSelection as AxisSelection,
+    AxisSelector as AxisSelector,
+    AxisSpec as AxisSpec,
+    PartialAxisSpec as PartialAxisSpec,
+    PartialShapeDict as PartialShapeDict,
+    ShapeDict as ShapeDict,
+)
 from .annotations import (
     Bool as Bool,
     Complex as Complex,
@@ -64,6 +73,16 @@ from .annotations import (
     u16 as u16,
     u32 as u32,
     u64 as u64,
+)
+from .arguments import (
+    FilterSpec as FilterSpec,
+    FilterTree as FilterTree,
+    GatherScatterModeStr as GatherScatterModeStr,
+    IntScalar as IntScalar,
+    PrecisionLike as PrecisionLike,
+    ReductionFunction as ReductionFunction,
+    Scalar as Scalar,
+    SimpleReductionFunction as SimpleReductionFunction,
 )
 from .matching import (
     NamedArrayAxes as NamedArrayAxes,

@@ -17,7 +17,7 @@ from ...ops._operands import one_axis, require_named
 from ...ops.creation import arange, zeros
 from ...ops.elementwise import astype
 from ...ops.slicing import updated_slice
-from ...sharding.shard import auto_sharded
+from ...sharding.shard import shard_quietly
 
 
 class KVCache(eqx.Module):
@@ -200,7 +200,7 @@ class KVCache(eqx.Module):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _empty(axes: tuple[Axis, ...], dtype: Any) -> NamedArray:
     """Make zeros with the sharding of the active mapping, in jit so that they are not first made on one device."""
-    return auto_sharded(zeros(axes, dtype))
+    return shard_quietly(zeros(axes, dtype), None, "KVCache.init")
 
 
 def _known_to_exceed(lengths: Any, room: int) -> bool:

@@ -12,8 +12,9 @@ import pytest
 from jax.experimental import multihost_utils, pallas
 
 import axonym as axn
-from axonym import jax_utils, specialized_fns, tree, util
-from axonym.jax_utils import Static
+from axonym import tree
+from axonym.haliax import jax_utils, specialized_fns, util
+from axonym.haliax.jax_utils import Static
 
 X = axn.ones({"batch": 2, "embed": 3})
 

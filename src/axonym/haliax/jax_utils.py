@@ -8,18 +8,19 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from equinox import filter_checkpoint as filter_checkpoint
 from jax.experimental import multihost_utils
 
-from .array import NamedArray
-from .axis import Axis
-from .sharding.shard import in_trace
-from .transforms.checkpointing import tree_checkpoint_name as tree_checkpoint_name
-from .tree import maybe_rng_split as maybe_rng_split
+from .._named_scope import named_call as named_call
+from ..array import NamedArray, is_jax_array_like as is_jax_array_like
+from ..axis import Axis
+from ..sharding.shard import in_trace
+from ..transforms.checkpointing import tree_checkpoint_name as tree_checkpoint_name
+from ..tree import maybe_rng_split as maybe_rng_split
 
 __all__ = [
     "F",
@@ -54,9 +55,10 @@ class Static:
     Arguments:
         value: the value.
 
-    >>> jax.tree.leaves([axn.jax_utils.Static("mean"), 3])
+    >>> import axonym.haliax as hax
+    >>> jax.tree.leaves([hax.jax_utils.Static("mean"), 3])
     [3]
-    >>> jax.jit(lambda how, x: getattr(jnp, how.value)(x))(axn.jax_utils.Static("mean"), jnp.ones(2))
+    >>> jax.jit(lambda how, x: getattr(jnp, how.value)(x))(hax.jax_utils.Static("mean"), jnp.ones(2))
     Array(1., dtype=float32)
     """
 
@@ -71,7 +73,8 @@ def broadcast_prefix(prefix_tree: Any, full_tree: Any, is_leaf: Callable[[Any], 
         full_tree: the tree; its leaves do not matter.
         is_leaf: what else counts as a leaf of the prefix.
 
-    >>> axn.jax_utils.broadcast_prefix((1, 2), ("a", {"b": "c"}))
+    >>> import axonym.haliax as hax
+    >>> hax.jax_utils.broadcast_prefix((1, 2), ("a", {"b": "c"}))
     (1, {'b': 2})
     """
     return jax.tree.broadcast(prefix_tree, full_tree, is_leaf=is_leaf)
@@ -87,7 +90,8 @@ def broadcast_one_to_all(in_tree: Any, is_source: bool | None = None) -> Any:
         in_tree: a tree of arrays, of the same shapes in every process.
         is_source: whether this process is the one; by default the first is.
 
-    >>> axn.jax_utils.broadcast_one_to_all({"step": np.ones(2)})
+    >>> import axonym.haliax as hax
+    >>> hax.jax_utils.broadcast_one_to_all({"step": np.ones(2)})
     {'step': array([1., 1.])}
     """
     return multihost_utils.broadcast_one_to_all(in_tree, is_source)
@@ -100,7 +104,8 @@ def assert_equal(in_tree: Any, fail_message: str = "") -> None:
         in_tree: a tree of arrays.
         fail_message: what the error starts with if they have not.
 
-    >>> axn.jax_utils.assert_equal({"step": np.ones(2)}, "The processes disagree")
+    >>> import axonym.haliax as hax
+    >>> hax.jax_utils.assert_equal({"step": np.ones(2)}, "The processes disagree")
     """
     if _equal(in_tree):
         return
@@ -128,47 +133,13 @@ def sync_global_devices(name: str) -> None:
     Arguments:
         name: what they wait for; all must give the same.
 
-    >>> axn.jax_utils.sync_global_devices("checkpoint written")
+    >>> import axonym.haliax as hax
+    >>> hax.jax_utils.sync_global_devices("checkpoint written")
     """
     multihost_utils.sync_global_devices(name)
 
 
 # --- functions ---
-
-
-@overload
-def named_call(f: F, name: str | None = None) -> F: ...
-@overload
-def named_call(f: None = None, name: str | None = None) -> Callable[[F], F]: ...
-def named_call(f: Any = None, name: str | None = None) -> Any:
-    """Decorate a function so that profiles and compiled programs show what it does under its name.
-
-    Arguments:
-        f: the function or method.
-        name: the name; by default that of the function, for a method with that of its class in front, and for
-            `__call__` only that of the class.
-
-    >>> @axn.jax_utils.named_call(name="squares")
-    ... def f(x):
-    ...     return x * x
-    >>> "squares" in str(jax.jit(f).lower(2.0).as_text(debug_info=True))
-    True
-    """
-    if f is None:
-        return functools.partial(named_call, name=name)
-    scope = name or _scope_of(f)
-
-    @functools.wraps(f)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(scope):
-            return f(*args, **kwargs)
-
-    return called
-
-
-def _scope_of(f: Any) -> str:
-    qualified = getattr(f, "__qualname__", type(f).__name__)
-    return qualified.rpartition("<locals>.")[2].removesuffix(".__call__")
 
 
 def multilevel_scan(
@@ -195,7 +166,8 @@ def multilevel_scan(
         reverse: go from the last element to the first.
         unroll: how many steps of the inner scans are unrolled.
 
-    >>> axn.jax_utils.multilevel_scan(lambda c, x: (c + x, c), 0.0, jnp.arange(4.0), outer_size=2, length=4)
+    >>> import axonym.haliax as hax
+    >>> hax.jax_utils.multilevel_scan(lambda c, x: (c + x, c), 0.0, jnp.arange(4.0), outer_size=2, length=4)
     (Array(6., dtype=float32), Array([0., 0., 1., 3.], dtype=float32, weak_type=True))
     """
     if length % outer_size:
@@ -225,7 +197,8 @@ def shaped_rng_split(key: jax.Array, split_shape: int | Axis | Sequence[int | Ax
         key: a random key.
         split_shape: the shape. Where it holds one key, that is the key itself.
 
-    >>> axn.jax_utils.shaped_rng_split(jax.random.key(0), (2, 3)).shape
+    >>> import axonym.haliax as hax
+    >>> hax.jax_utils.shaped_rng_split(jax.random.key(0), (2, 3)).shape
     (2, 3)
     """
     shape = to_jax_shape(split_shape)
@@ -240,7 +213,8 @@ def to_jax_shape(shape: int | Axis | Sequence[int | Axis]) -> tuple[int, ...]:
     Arguments:
         shape: an axis, a size, or a sequence of them.
 
-    >>> axn.jax_utils.to_jax_shape((axn.Axis("batch", 8), 3))
+    >>> import axonym.haliax as hax
+    >>> hax.jax_utils.to_jax_shape((axn.Axis("batch", 8), 3))
     (8, 3)
     """
     items = shape if isinstance(shape, Sequence) else (shape,)
@@ -250,20 +224,11 @@ def to_jax_shape(shape: int | Axis | Sequence[int | Axis]) -> tuple[int, ...]:
 # --- questions ---
 
 
-def is_jax_array_like(x: Any) -> bool:
-    """Whether something has a shape and a dtype: raw, NumPy, named and abstract arrays do.
-
-    >>> axn.jax_utils.is_jax_array_like(np.ones(2)), axn.jax_utils.is_jax_array_like(3.0)
-    (True, False)
-    """
-    array = x.array if isinstance(x, NamedArray) else x  # which can be a placeholder
-    return hasattr(array, "shape") and hasattr(array, "dtype")
-
-
 def is_scalarish(x: Any) -> bool:
     """Whether something is a number or an array without axes.
 
-    >>> axn.jax_utils.is_scalarish(3), axn.jax_utils.is_scalarish(axn.ones({"x": 2}))
+    >>> import axonym.haliax as hax
+    >>> hax.jax_utils.is_scalarish(3), hax.jax_utils.is_scalarish(axn.ones({"x": 2}))
     (True, False)
     """
     return isinstance(x, (bool, int, float, complex)) or getattr(x, "ndim", None) == 0
@@ -276,7 +241,8 @@ def ensure_scalar(x: Any, *, name: str = "value") -> Any:
         x: a named array or anything else.
         name: what the error calls it, if it has axes.
 
-    >>> axn.jax_utils.ensure_scalar(axn.sum(axn.ones({"x": 2})))
+    >>> import axonym.haliax as hax
+    >>> hax.jax_utils.ensure_scalar(axn.sum(axn.ones({"x": 2})))
     Array(2., dtype=float32)
     """
     if not isinstance(x, NamedArray):
@@ -289,9 +255,10 @@ def ensure_scalar(x: Any, *, name: str = "value") -> Any:
 def is_in_jit() -> bool:
     """Whether a program is being traced by `jax.jit`, or by what builds on it.
 
-    >>> axn.jax_utils.is_in_jit()
+    >>> import axonym.haliax as hax
+    >>> hax.jax_utils.is_in_jit()
     False
-    >>> jax.jit(lambda x: x + axn.jax_utils.is_in_jit())(0)
+    >>> jax.jit(lambda x: x + hax.jax_utils.is_in_jit())(0)
     Array(1, dtype=int32, weak_type=True)
     """
     return in_trace()
@@ -300,7 +267,8 @@ def is_in_jit() -> bool:
 def is_on_mac_metal() -> bool:
     """Whether JAX runs on the GPU of a Mac.
 
-    >>> axn.jax_utils.is_on_mac_metal()
+    >>> import axonym.haliax as hax
+    >>> hax.jax_utils.is_on_mac_metal()
     False
     """
     return jax.default_backend().lower() == "metal"
@@ -309,7 +277,8 @@ def is_on_mac_metal() -> bool:
 def is_pallas_dslice(x: object) -> bool:
     """Whether something is a slice as Pallas writes it, `pl.ds(start, size)`.
 
-    >>> axn.jax_utils.is_pallas_dslice(slice(0, 3))
+    >>> import axonym.haliax as hax
+    >>> hax.jax_utils.is_pallas_dslice(slice(0, 3))
     False
     """
     pallas = sys.modules.get("jax.experimental.pallas")  # importing it takes long; without it there is no such slice

@@ -1,4 +1,4 @@
-"""Code written for Haliax imports after a change of `haliax` to `axonym`: what it imports is there, by module."""
+"""What code written for Haliax imports is there once `haliax` is changed to `axonym.haliax`, by module."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import axonym as axn
+import axonym.haliax as hax
 
 # What Haliax 1.4 offers in each module: what its `__all__` has or it defines itself, and the types of arguments that
 # code imports from it. Left out are:
@@ -19,10 +19,10 @@ import axonym as axn
 #   `safe_update_wrapper`, `IdentityMap`, and the classes `NamedArrayMeta`, `DTypeCategory` and `WrappedCallable`;
 # - the functions of `wrap`, by which Haliax makes operations of positional functions: `lift` does that here;
 # - `nn.linear.gmm_sharded`, a Pallas kernel for raw arrays: `MoELinear` has it with `use_gmm=True`;
-# - `poly.vander`, which is `axonym.vander`, and the constants `DEFAULT_WIDTH_NAME` and `DEFAULT_PADDING`;
+# - `poly.vander`, which is `hax.vander`, and the constants `DEFAULT_WIDTH_NAME` and `DEFAULT_PADDING`;
 # - everything in `haliax._src`.
 PATHS: dict[str, str] = {
-    "axonym": """
+    "axonym.haliax": """
         abs absolute add all allclose amax amin angle any arange arccos arccosh arcsin arcsinh arctan arctan2 arctanh
         are_shape_checks_enabled argmax argmin argsort around array_equal array_equiv auto_sharded Axis axis
         axis_mapping axis_name axis_size AxisSelection AxisSelector AxisSpec bincount bitwise_and bitwise_count
@@ -46,134 +46,134 @@ PATHS: dict[str, str] = {
         unique_all unique_counts unique_inverse unique_values unpackbits updated_slice util vander var vmap where wrap
         zeros zeros_like
     """,
-    "axonym.axis": """
+    "axonym.haliax.axis": """
         Axis axis_name axis_size axis_spec_to_shape_dict AxisSelection AxisSelector AxisSpec concat_axes dblock ds
         dslice eliminate_axes intersect_axes is_axis_compatible make_axes PartialAxisSpec PartialShapeDict
         rearrange_for_partial_order replace_axis resolve_axis selects_axis ShapeDict union_axes unsize_axes
         without_axes
     """,
-    "axonym.core": """
+    "axonym.haliax.core": """
         are_shape_checks_enabled Axis axis_name axis_spec_to_shape_dict AxisSelection AxisSelector AxisSpec
         broadcast_arrays broadcast_axis broadcast_to dslice eliminate_axes enable_shape_checks flatten
         flatten_all_axes_but flatten_axes GatherScatterModeStr index IntScalar named NamedArray NamedArrayAxes
         NamedArrayAxesSpec NamedOrNumeric PartialShapeDict PrecisionLike ravel rename roll Scalar selects_axis
         ShapeDict slice split take unbind unflatten_axis updated_slice
     """,
-    "axonym.debug": """
+    "axonym.haliax.debug": """
         describe_array diagnose_common_issues ModuleProblems visualize_named_sharding visualize_shardings
     """,
-    "axonym.fft.fft": """
+    "axonym.haliax.fft.fft": """
         fft fftfreq fftshift hfft ifft ifftshift ihfft irfft rfft rfftfreq
     """,
-    "axonym.field": """
+    "axonym.haliax.field": """
         field
     """,
-    "axonym.haxtyping": """
+    "axonym.haliax.haxtyping": """
         bf16 bool_ Complex complex128 complex64 f16 f32 f64 Float i16 i32 i64 i8 Int Named NamedArrayAxes
         NamedArrayAxesSpec u16 u32 u64 u8 UInt
     """,
-    "axonym.hof": """
+    "axonym.haliax.hof": """
         fold map scan vmap
     """,
-    "axonym.jax_utils": """
+    "axonym.haliax.jax_utils": """
         assert_equal broadcast_one_to_all broadcast_prefix ensure_scalar filter_checkpoint is_in_jit is_jax_array_like
         is_on_mac_metal is_pallas_dslice is_scalarish maybe_rng_split multilevel_scan named_call shaped_rng_split
         Static sync_global_devices to_jax_shape tree_checkpoint_name
     """,
-    "axonym.nn": """
+    "axonym.haliax.nn": """
         binary_cross_entropy_loss BlockSeq celu Conv ConvTranspose cross_entropy_loss
         cross_entropy_loss_and_log_normalizers Dropout dropout elu Embedding gelu glu hard_sigmoid hard_silu hard_swish
         hard_tanh LayerNorm leaky_relu Linear log_sigmoid log_softmax logsumexp max_pool mean_pool min_pool MLP
         MoELinear one_hot quick_gelu reduce_loss relu relu6 relu_squared RmsNorm ScanCheckpointPolicy selu sigmoid silu
         soft_sign softmax softplus Stacked standardize swish
     """,
-    "axonym.nn.activations": """
+    "axonym.haliax.nn.activations": """
         celu elu gelu glu hard_sigmoid hard_silu hard_swish hard_tanh leaky_relu log_sigmoid quick_gelu relu relu6
         relu_squared selu sigmoid silu soft_sign softplus swish
     """,
-    "axonym.nn.attention": """
+    "axonym.haliax.nn.attention": """
         alibi_attention_bias causal_mask combine_masks_and combine_masks_or dot_product_attention
         dot_product_attention_weights dropout_mask forgetful_causal_mask mask_to_bias prefix_lm_mask
     """,
-    "axonym.nn.conv": """
+    "axonym.haliax.nn.conv": """
         Conv ConvTranspose
     """,
-    "axonym.nn.dropout": """
+    "axonym.haliax.nn.dropout": """
         Dropout dropout
     """,
-    "axonym.nn.embedding": """
+    "axonym.haliax.nn.embedding": """
         Embedding
     """,
-    "axonym.nn.linear": """
+    "axonym.haliax.nn.linear": """
         Linear MoELinear
     """,
-    "axonym.nn.loss": """
+    "axonym.haliax.nn.loss": """
         binary_cross_entropy_loss cross_entropy_loss cross_entropy_loss_and_log_normalizers maybe_reduce_loss
         reduce_loss UNSPECIFIED Unspecified
     """,
-    "axonym.nn.mlp": """
+    "axonym.haliax.nn.mlp": """
         MLP
     """,
-    "axonym.nn.mup": """
+    "axonym.haliax.nn.mup": """
         AbstractEmbeddingReparam AbstractLinearReparam AbstractReparam EmbeddingMup EmbeddingStandardParam
         HiddenLinearMup InputLinearMup LinearStandardParam OutputLinearMup ReparamEnabled
     """,
-    "axonym.nn.normalization": """
+    "axonym.haliax.nn.normalization": """
         LayerNorm LayerNormBase log_softmax logsumexp RmsNorm softmax standardize
     """,
-    "axonym.nn.pool": """
+    "axonym.haliax.nn.pool": """
         max_pool mean_pool min_pool pool
     """,
-    "axonym.nn.scan": """
+    "axonym.haliax.nn.scan": """
         BlockFoldable BlockSeq FoldFunction ModuleInit ScanCheckpointPolicy ScanFunction Stacked tree_checkpoint_name
         VmapFunction
     """,
-    "axonym.ops": """
+    "axonym.haliax.ops": """
         allclose array_equal array_equiv bincount clip isclose nonzero packbits pad pad_left searchsorted trace tril
         triu unique unique_all unique_counts unique_inverse unique_values unpackbits where
     """,
-    "axonym.partitioning": """
+    "axonym.haliax.partitioning": """
         auto_sharded axis_mapping current_thread_local_mapping fsdp infer_resource_partitions named_jit
         physical_axis_name physical_axis_size PhysicalAxisSpec pspec_for pspec_for_axis ResourceAxis ResourceMapping
         round_axis_for_partitioning set_mesh shard shard_with_axis_mapping sharding_for_axis
     """,
-    "axonym.poly.poly": """
+    "axonym.haliax.poly.poly": """
         DEFAULT_POLY_AXIS_NAME poly polyadd polyder polydiv polyfit polyint polymul polysub polyval roots trim_zeros
     """,
-    "axonym.quantization": """
+    "axonym.haliax.quantization": """
         apply_updates DefaultDotGeneralOp dot_general_with_precision DotGeneralOp Fp8DotGeneralOp in_qdq
         Int8DotGeneralOp out_qdq OverwriteWithGradient partition_for_grad_overwrite QuantizationConfig
         quantize_linear_layers
     """,
-    "axonym.random": """
+    "axonym.haliax.random": """
         ball bernoulli beta categorical cauchy choice exponential gamma gumbel laplace loggamma logistic normal pareto
         permutation poisson rademacher randint t truncated_normal uniform weibull_min
     """,
-    "axonym.ref": """
+    "axonym.haliax.ref": """
         freeze get NamedRef new_ref swap
     """,
-    "axonym.specialized_fns": """
+    "axonym.haliax.specialized_fns": """
         top_k
     """,
-    "axonym.state_dict": """
+    "axonym.haliax.state_dict": """
         flatten_modules_for_export from_state_dict from_torch_compatible_state_dict load_state_dict
         ModuleWithStateDictSerialization save_state_dict StateDict to_numpy_state_dict to_state_dict
         to_torch_compatible_state_dict unflatten_modules_from_export with_prefix
     """,
-    "axonym.tree": """
+    "axonym.haliax.tree": """
         flatten leaves map scan_aware_map structure unflatten
     """,
-    "axonym.tree_util": """
+    "axonym.haliax.tree_util": """
         hashable_combine hashable_partition maybe_rng_split resize_axis scan_aware_tree_map tree_flatten tree_leaves
         tree_map tree_structure tree_unflatten
     """,
-    "axonym.types": """
+    "axonym.haliax.types": """
         DType DTypeLike FilterSpec FilterTree GatherScatterModeStr IntScalar Precision PrecisionLike Scalar
     """,
-    "axonym.util": """
+    "axonym.haliax.util": """
         ensure_tuple is_jax_or_hax_array_like is_named_array StringHolderEnum UNSPECIFIED Unspecified
     """,
-    "axonym.wrap": """
+    "axonym.haliax.wrap": """
         ReductionFunction SimpleReductionFunction
     """,
 }
@@ -193,16 +193,16 @@ def test_what_code_imports_is_there(module: str) -> None:
 
 def test_modules_are_attributes() -> None:
     """Of the package, before anything else imports them."""
-    code = f"import types, axonym as hax; print(all(type(getattr(hax, n)) is type(types) for n in {MODULES.split()}))"
+    code = "import types, axonym.haliax as hax\n"
+    code += f"print(all(type(getattr(hax, n)) is type(types) for n in {MODULES.split()}))"
     shown = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert shown == "True\n"
 
 
 def test_unknown_names_stay_unknown() -> None:
-    """Also where names are looked up late."""
-    assert axn.axis.ds is axn.ds  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(AttributeError, match=r"module 'axonym\.axis' has no attribute 'slices'"):
-        axn.axis.slices  # pyright: ignore[reportAttributeAccessIssue]
+    assert hax.axis.ds is hax.ds
+    with pytest.raises(AttributeError, match=r"module 'axonym\.haliax\.axis' has no attribute 'slices'"):
+        hax.axis.slices  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize(
@@ -211,16 +211,16 @@ def test_unknown_names_stay_unknown() -> None:
         (("b", "d"), "a", "", "bcd"),
         (("c", "a"), "", "", "abcd"),
         (("b",), "c", "e", "abed"),
-        ((axn.Axis("a", 2), "b"), "d", "e", "abce"),
+        ((hax.Axis("a", 2), "b"), "d", "e", "abce"),
     ],
 )
 @pytest.mark.parametrize("front", [False, True])
 def test_flatten_all_axes_but(merged: Any, lost: str, won: str, expected: str, front: bool) -> None:
     """What comes back has the order of the original, and new axes where the lost ones were."""
-    x = axn.arange({"a": 2, "b": 3, "c": 4, "d": 5})
-    flat, restore = axn.core.flatten_all_axes_but(x, "rows", merged, reorder_to_front=front)
-    assert set(flat.names) == {"rows", *x.names} - set(axn.axis_name(merged))
+    x = hax.arange({"a": 2, "b": 3, "c": 4, "d": 5})
+    flat, restore = hax.core.flatten_all_axes_but(x, "rows", merged, reorder_to_front=front)
+    assert set(flat.names) == {"rows", *x.names} - set(hax.axis_name(merged))
     assert flat.names[0] == "rows" or not front
-    found = restore(axn.sum(flat, tuple(lost)).broadcast_axis(dict.fromkeys(won, 6)))
+    found = restore(hax.sum(flat, tuple(lost)).broadcast_axis(dict.fromkeys(won, 6)))
     assert found.names == tuple(expected)
-    assert axn.array_equal(found, axn.sum(x, tuple(lost)).broadcast_axis(dict.fromkeys(won, 6)))
+    assert hax.array_equal(found, hax.sum(x, tuple(lost)).broadcast_axis(dict.fromkeys(won, 6)))

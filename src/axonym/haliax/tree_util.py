@@ -1,7 +1,7 @@
-"""`axonym.tree` under the names that existing code knows its functions by."""
+"""Trees whose leaves are named arrays."""
 
-from . import tree
-from .tree import (
+from .. import tree
+from ..tree import (
     hashable_combine as hashable_combine,
     hashable_partition as hashable_partition,
     maybe_rng_split as maybe_rng_split,

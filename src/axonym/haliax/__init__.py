@@ -1,0 +1,151 @@
+"""Haliax's names, paths and defaults: code written for Haliax runs with `import axonym.haliax as hax`.
+
+What is not defined here is the library's own. New code is better written with `import axonym as axn`, which has one
+name for each thing; both work on the same arrays, so a program can use both. Importing this package gives named arrays
+the methods `conjugate`, `product`, `ravel` and `updated_slice`, which only Haliax has.
+
+>>> import axonym.haliax as hax
+>>> Batch, Embed = hax.make_axes(batch=2, embed=3)
+>>> hax.absolute(hax.named(-jnp.ones((2, 3)), (Batch, Embed))).product("embed")
+NamedArray(float32[batch=2], [1. 1.])
+"""
+
+# ruff: noqa: I001
+# fmt: off
+import sys as _sys
+
+from .. import (
+    abs as abs, add as add, all as all, allclose as allclose, angle as angle, any as any, arange as arange,
+    arccos as arccos, arccosh as arccosh, arcsin as arcsin, arcsinh as arcsinh, arctan as arctan,
+    arctan2 as arctan2, arctanh as arctanh, argmax as argmax, argmin as argmin, argsort as argsort,
+    array_equal as array_equal, array_equiv as array_equiv, Axis as Axis, axis_mapping as axis_mapping,
+    bincount as bincount, bitwise_and as bitwise_and, bitwise_count as bitwise_count, bitwise_or as bitwise_or,
+    bitwise_xor as bitwise_xor, broadcast_arrays as broadcast_arrays, broadcast_axis as broadcast_axis,
+    broadcast_to as broadcast_to, cbrt as cbrt, ceil as ceil, clip as clip, concatenate as concatenate,
+    conj as conj, copy as copy, cos as cos, cosh as cosh, cumprod as cumprod, cumsum as cumsum, deg2rad as deg2rad,
+    divide as divide, divmod as divmod, dot as dot, ds as ds, einsum as einsum, equal as equal, exp as exp,
+    exp2 as exp2, expm1 as expm1, fabs as fabs, field as field, flatten as flatten, flatten_axes as flatten_axes,
+    float_power as float_power, floor as floor, floor_divide as floor_divide, fmax as fmax, fmin as fmin,
+    fmod as fmod, fold as fold, freeze as freeze, frexp as frexp, fsdp as fsdp, full as full,
+    full_like as full_like, geomspace as geomspace, get as get, greater as greater, greater_equal as greater_equal,
+    hypot as hypot, i0 as i0, imag as imag, index as index, invert as invert, is_named_array as is_named_array,
+    isclose as isclose, iscomplex as iscomplex, isfinite as isfinite, isinf as isinf, isnan as isnan,
+    isneginf as isneginf, isposinf as isposinf, isreal as isreal, left_shift as left_shift, less as less,
+    less_equal as less_equal, linspace as linspace, log as log, log10 as log10, log1p as log1p, log2 as log2,
+    logaddexp as logaddexp, logaddexp2 as logaddexp2, logical_and as logical_and, logical_not as logical_not,
+    logical_or as logical_or, logical_xor as logical_xor, logspace as logspace, make_axes as make_axes, map as map,
+    max as max, maximum as maximum, mean as mean, min as min, minimum as minimum, mod as mod, multiply as multiply,
+    Named as Named, named as named, named_jit as named_jit, NamedArray as NamedArray, NamedRef as NamedRef,
+    nanargmax as nanargmax, nanargmin as nanargmin, nancumprod as nancumprod, nancumsum as nancumsum,
+    nanmax as nanmax, nanmean as nanmean, nanmin as nanmin, nanprod as nanprod, nanstd as nanstd, nansum as nansum,
+    nanvar as nanvar, negative as negative, new_ref as new_ref, nextafter as nextafter, nonzero as nonzero,
+    not_equal as not_equal, ones as ones, ones_like as ones_like, packbits as packbits, pad as pad,
+    pad_left as pad_left, positive as positive, power as power, prod as prod, ptp as ptp,
+    quantization as quantization, rad2deg as rad2deg, random as random, real as real, rearrange as rearrange,
+    reciprocal as reciprocal, rename as rename, repeat as repeat, right_shift as right_shift, rint as rint,
+    roll as roll, round as round, rsqrt as rsqrt, scan as scan, ScanCheckpointPolicy as ScanCheckpointPolicy,
+    searchsorted as searchsorted, set_mesh as set_mesh, shard as shard, sign as sign, signbit as signbit,
+    sin as sin, sinc as sinc, sinh as sinh, slice as slice, sort as sort, split as split, sqrt as sqrt,
+    square as square, stack as stack, std as std, subtract as subtract, sum as sum, swap as swap, take as take,
+    tan as tan, tanh as tanh, tile as tile, top_k as top_k, trace as trace, tree as tree,
+    tree_checkpoint_name as tree_checkpoint_name, tril as tril, triu as triu, trunc as trunc, unbind as unbind,
+    unflatten_axis as unflatten_axis, unique as unique, unpackbits as unpackbits, vander as vander, var as var,
+    vmap as vmap, where as where, zeros as zeros, zeros_like as zeros_like,
+)
+
+from ..axis import (
+    axis_name as axis_name, axis_size as axis_size, concat_axes as concat_axes, eliminate_axes as eliminate_axes,
+    replace_axis as replace_axis, resolve_axis as resolve_axis, selects_axis as selects_axis,
+)
+
+from ..fft import (
+    fft as fft, fftfreq as fftfreq, fftshift as fftshift, hfft as hfft, ifft as ifft, ifftshift as ifftshift,
+    ihfft as ihfft, irfft as irfft, rfft as rfft, rfftfreq as rfftfreq,
+)
+
+from ..poly import (
+    poly as poly, polyadd as polyadd, polyder as polyder, polydiv as polydiv, polyfit as polyfit,
+    polyint as polyint, polymul as polymul, polysub as polysub, polyval as polyval, roots as roots,
+    trim_zeros as trim_zeros,
+)
+
+from ..typing import (
+    AxisSelection as AxisSelection, AxisSelector as AxisSelector, AxisSpec as AxisSpec,
+    NamedArrayAxes as NamedArrayAxes, NamedArrayAxesSpec as NamedArrayAxesSpec, NamedOrNumeric as NamedOrNumeric,
+    ReductionFunction as ReductionFunction, Scalar as Scalar, SimpleReductionFunction as SimpleReductionFunction,
+)
+from .. import nn as _nn, ref as ref, state as _state
+from .. import fft as _fft, poly as _poly, _module_field, typing as _typing
+from ..array import NamedArray as _NamedArray
+from . import (
+    axis as axis, core as core, debug as debug, hof as hof, jax_utils as jax_utils, nn as nn, ops as ops,
+    partitioning as partitioning, tree_util as tree_util, types as types, util as util,
+)
+from .axis import concat_axis_specs as concat_axis_specs, dblock as dblock, dslice as dslice
+from .core import (
+    are_shape_checks_enabled as are_shape_checks_enabled, enable_shape_checks as enable_shape_checks, ndim as ndim,
+    updated_slice as updated_slice,
+)
+from .ops import (
+    unique_all as unique_all, unique_counts as unique_counts, unique_inverse as unique_inverse,
+    unique_values as unique_values,
+)
+from .partitioning import auto_sharded as auto_sharded, shard_with_axis_mapping as shard_with_axis_mapping
+# fmt: on
+
+# --- operations under their other names ---
+
+absolute = abs
+amax = max
+amin = min
+around = round
+bitwise_invert = bitwise_not = invert
+bitwise_left_shift = left_shift
+bitwise_right_shift = right_shift
+conjugate = conj
+degrees = rad2deg
+fix = trunc
+product = prod
+radians = deg2rad
+ravel = flatten
+remainder = mod
+true_divide = divide
+
+_NamedArray.conjugate = conjugate  # pyright: ignore[reportAttributeAccessIssue]
+_NamedArray.product = product  # pyright: ignore[reportAttributeAccessIssue]
+_NamedArray.ravel = ravel  # pyright: ignore[reportAttributeAccessIssue]
+_NamedArray.updated_slice = updated_slice  # pyright: ignore[reportAttributeAccessIssue]
+
+# --- modules that serve as they are ---
+
+haxtyping = wrap = _typing
+specialized_fns = core
+state_dict = _state
+
+# So that `from axonym.haliax.nn.attention import causal_mask` works as well as `hax.nn.attention.causal_mask`.
+for _path, _module in {
+    "fft": _fft,
+    "fft.fft": _fft,
+    "field": _module_field,
+    "haxtyping": _typing,
+    "nn.activations": _nn.activations,
+    "nn.attention": _nn.attention,
+    "nn.conv": _nn.conv,
+    "nn.dropout": _sys.modules["axonym.nn.dropout"],  # the attribute is the function of that name
+    "nn.embedding": _nn.embedding,
+    "nn.loss": _nn.loss,
+    "nn.mup": _nn.mup,
+    "nn.normalization": _nn.normalization,
+    "nn.pool": _nn.pool,
+    "nn.scan": _nn.scan,
+    "poly": _poly,
+    "poly.poly": _poly,
+    "quantization": quantization,
+    "random": random,
+    "ref": ref,
+    "specialized_fns": specialized_fns,
+    "state_dict": state_dict,
+    "tree": tree,
+    "wrap": wrap,
+}.items():
+    _sys.modules[f"{__name__}.{_path}"] = _module

@@ -1,0 +1,50 @@
+"""Axes, and slices of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import ds as ds
+from ..axis import *  # noqa: F403
+from ..axis import axes_of_spec, concat_axes
+from ..typing import AxisSpec
+
+
+class dslice(ds):
+    """A slice whose start may be traced, of a size that is known.
+
+    Arguments:
+        start: the first index.
+        length: how many, or an axis whose size says so.
+
+    >>> import axonym.haliax as hax
+    >>> hax.arange(hax.Axis("x", 8))["x", hax.dslice(2, 3)]
+    NamedArray(int32[x=3], [2 3 4])
+    """
+
+    __slots__ = ()
+
+
+def dblock(idx: Any, size: int) -> dslice:
+    """The slice that holds block `idx` of `size` elements.
+
+    Arguments:
+        idx: which block; may be traced.
+        size: elements in a block.
+
+    >>> import axonym.haliax as hax
+    >>> hax.arange(hax.Axis("x", 8))["x", hax.dblock(1, 4)]
+    NamedArray(int32[x=4], [4 5 6 7])
+    """
+    return dslice.block(idx, size)
+
+
+def concat_axis_specs(a1: AxisSpec, a2: AxisSpec) -> Any:
+    """`concat_axes` for axes whose sizes are known.
+
+    >>> import axonym.haliax as hax
+    >>> hax.concat_axis_specs({"batch": 8}, {"embed": 4})
+    {'batch': 8, 'embed': 4}
+    """
+    axes_of_spec(a1, "concat_axis_specs"), axes_of_spec(a2, "concat_axis_specs")
+    return concat_axes(a1, a2)

@@ -1,0 +1,3 @@
+"""Functions over an axis."""
+
+from .. import ScanCheckpointPolicy as ScanCheckpointPolicy, fold as fold, map as map, scan as scan, vmap as vmap

@@ -1,0 +1,65 @@
+"""Comparing, choosing, padding, diagonals and sets."""
+
+# ruff: noqa: I001
+# fmt: off
+from typing import Any
+
+from .. import (
+    Axis, NamedArray, allclose as allclose, array_equal as array_equal, array_equiv as array_equiv,
+    bincount as bincount, clip as clip, isclose as isclose, nonzero as nonzero, packbits as packbits, pad as pad,
+    pad_left as pad_left, searchsorted as searchsorted, trace as trace, tril as tril, triu as triu, unique as unique,
+    unpackbits as unpackbits, where as where,
+)
+from ..typing import AxisSelector
+# fmt: on
+
+
+def unique_values(
+    array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
+) -> NamedArray:
+    """`unique` of the values alone.
+
+    >>> import axonym.haliax as hax
+    >>> hax.unique_values(hax.named([3, 1, 3], "x"), hax.Axis("value", 2))
+    NamedArray(int32[value=2], [1 3])
+    """
+    return unique(array, Unique, axis=axis, fill_value=fill_value)
+
+
+def unique_counts(
+    array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
+) -> tuple[NamedArray, NamedArray]:
+    """`unique` of the values, and how often each is found.
+
+    >>> import axonym.haliax as hax
+    >>> hax.unique_counts(hax.named([3, 1, 3], "x"), hax.Axis("value", 2))
+    (NamedArray(int32[value=2], [1 3]), NamedArray(int32[value=2], [1 2]))
+    """
+    return unique(array, Unique, axis=axis, fill_value=fill_value, return_counts=True)
+
+
+def unique_inverse(
+    array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
+) -> tuple[NamedArray, NamedArray]:
+    """`unique` of the values, and where the value of each element is among them.
+
+    >>> import axonym.haliax as hax
+    >>> hax.unique_inverse(hax.named([3, 1, 3], "x"), hax.Axis("value", 2))
+    (NamedArray(int32[value=2], [1 3]), NamedArray(int32[x=3], [1 0 1]))
+    """
+    return unique(array, Unique, axis=axis, fill_value=fill_value, return_inverse=True)
+
+
+def unique_all(
+    array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
+) -> tuple[NamedArray, NamedArray, NamedArray, NamedArray]:
+    """`unique` of the values, where each is found first, where each element is among them, and how often.
+
+    >>> import axonym.haliax as hax
+    >>> values, index, inverse, counts = hax.unique_all(hax.named([3, 1, 3], "x"), hax.Axis("value", 2))
+    >>> index, inverse, counts
+    (NamedArray(int32[value=2], [1 0]), NamedArray(int32[x=3], [1 0 1]), NamedArray(int32[value=2], [1 2]))
+    """
+    return unique(
+        array, Unique, axis=axis, fill_value=fill_value, return_index=True, return_inverse=True, return_counts=True
+    )
