@@ -75,8 +75,9 @@ def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArra
             for each element of an axis. Axes that are not named start at 0.
         update: what to put there: its sizes are those of the slice. An axis of `start` that it lacks is one long.
 
+    >>> from axonym.ops.slicing import updated_slice
     >>> x = axn.zeros({"x": 4})
-    >>> axn.updated_slice(x, {"x": 1}, axn.ones({"x": 2}))
+    >>> updated_slice(x, {"x": 1}, axn.ones({"x": 2}))
     NamedArray(float32[x=4], [0. 1. 1. 0.])
     """
     require_named("updated_slice", update)
