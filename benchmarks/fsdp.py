@@ -1,8 +1,8 @@
-"""What an `fsdp` step moves, against the same step written by hand and the least that is possible.
+"""What an `fsdp` step moves, against the same step in plain JAX and the least that is possible.
 
-The step takes the value and gradient of a transformer and updates its parameters. By hand it is one `shard_map` over
-the whole step: parameters are gathered with `lax.all_gather` where they are used, whose transpose scatters the
-gradients, and what tensor parallelism splits is summed with `lax.psum`.
+The step takes the value and gradient of a transformer and updates its parameters. In plain JAX the step is one
+`jax.shard_map`: parameters are all-gathered with `lax.all_gather` where they are used, whose transpose reduce-scatters
+the gradients, and the sums of tensor parallelism are `lax.psum`s.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def named_step(params: Any, tokens: Any, targets: Any) -> Any:
     return loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
 
-# --- the same by hand ---
+# --- the same in plain JAX ---
 
 
 def _gather(w: jax.Array, axis: int, others: tuple[str, ...]) -> jax.Array:
@@ -56,16 +56,16 @@ def _gather(w: jax.Array, axis: int, others: tuple[str, ...]) -> jax.Array:
 
 
 def _hand_loss(params: Any, tokens: jax.Array, targets: jax.Array, *, sizes: dict[str, int]) -> jax.Array:
-    """The transformer on the part of the batch, the heads and the hidden units that one device has."""
+    """Apply the transformer to the shard of the batch, the heads and the hidden features of one device."""
     replicas = ("replica",) if "replica" in sizes else ()
     tensor = "model" in sizes
     batch_axes = (*replicas, "data")
     gather = functools.partial(_gather, others=replicas)
 
-    def enter(x):  # a whole activation goes into a product that is split over heads or hidden units
+    def enter(x):  # a replicated activation goes into a contraction sharded over heads or hidden features
         return jax.lax.pcast(x, ("model",), to="varying") if tensor else x
 
-    def leave(x):  # and each device has part of the sum
+    def leave(x):  # and each device has one term of the sum
         return jax.lax.psum(x, "model") if tensor else x
 
     def norm(x, scale):
@@ -91,7 +91,7 @@ def _hand_loss(params: Any, tokens: jax.Array, targets: jax.Array, *, sizes: dic
 
 
 def hand_step(sizes: dict[str, int]) -> Any:
-    """The step as one `shard_map`, and where its parameters lie."""
+    """Make the step as one `jax.shard_map`, and the specs of its parameters."""
     model = "model" if "model" in sizes else None
     rest = {
         "qkv": P("data", None, model),
@@ -127,10 +127,10 @@ def rows() -> list[Row]:
         tuple(axn.named(x, (models.Batch.resize(BATCH), models.Pos)) for x in batch),
     )
     found = []
-    for name, (sizes, at_rest, at_work) in LAYOUTS.items():
+    for name, (sizes, storage, compute) in LAYOUTS.items():
         for explicit in (False, True):
             with jax.set_mesh(axn.make_mesh(sizes, explicit=explicit)):
-                ours = bytes_moved(axn.fsdp(named_step, at_rest, at_work).lower(named, *named_batch).compile())
+                ours = bytes_moved(axn.fsdp(named_step, storage, compute).lower(named, *named_batch).compile())
             with jax.set_mesh(axn.make_mesh(sizes)):
                 theirs = bytes_moved(hand_step(sizes).lower(params, *batch).compile())
             found.append(

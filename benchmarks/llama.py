@@ -1,4 +1,4 @@
-"""A step of training Llama: the model of `examples/models/llama.py`, against the same written by hand."""
+"""A step of training Llama: the model of `examples/models/llama.py`, against the same in plain JAX."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def named_step(model: llama.Llama, tokens: axn.NamedArray) -> tuple[jax.Array, l
     return value, jax.tree.map(lambda p, g: p - LEARNING_RATE * g, model, gradients)
 
 
-# --- by hand ---
+# --- in plain JAX ---
 
 
 def raw_params(model: llama.Llama) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def attention(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """The right logit is found without looking it up, so that tokens could be split, and targets need not be tokens."""
+    """Find the right logit without a look-up, so that tokens could be sharded, and targets need not be tokens."""
     largest = jax.lax.stop_gradient(jnp.max(logits, -1, keepdims=True))
     logits = logits - jnp.where(jnp.isfinite(largest), largest, 0)
     right = targets[..., None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)

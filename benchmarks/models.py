@@ -1,4 +1,4 @@
-"""One transformer, written twice: with names and by hand. Both do the same arithmetic in the same layout.
+"""One transformer, written twice: with names and in plain JAX. Both do the same arithmetic in the same layout.
 
 Queries, keys and values are one product, as large models have it: what is split over several devices is then summed
 once in the backward pass, not three times.
@@ -89,7 +89,7 @@ def named_loss(params: dict[str, Any], tokens: axn.NamedArray, targets: axn.Name
     return axn.mean(normalizer - logits["vocab", targets]).scalar()
 
 
-# --- by hand ---
+# --- in plain JAX ---
 
 
 def raw_norm(x: jax.Array, scale: jax.Array) -> jax.Array:

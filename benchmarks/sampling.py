@@ -1,4 +1,4 @@
-"""What operations over a split vocabulary move between devices, read in their compiled programs, against its logits.
+"""What operations over a sharded vocabulary move between devices, read in their compiled programs, against its logits.
 
 Bytes are those that collectives deliver to each device; the search for the least likely token of a top-p, the only loop
 in which something moves, counts as often as it runs. What they are compared with is a program that gathers the logits.
@@ -32,7 +32,7 @@ def delivered(fn: Callable[..., Any], *args: Any) -> int:
 
 
 def rows() -> list[Row]:
-    """Candidates, tokens and losses of a batch, its logits split over all devices by vocabulary."""
+    """Candidates, tokens and losses of a batch, its logits sharded over all devices by vocabulary."""
     mesh = axn.make_mesh({"model": DEVICES})
     sharding = jax.NamedSharding(mesh, jax.P(None, "model"))
 
@@ -59,7 +59,7 @@ def rows() -> list[Row]:
             K * candidate,
         ),
         (
-            "sample, top_p of the whole vocabulary",
+            "sample, top_p of the full vocabulary",
             lambda x, k: sample(k, x, "vocab", top_p=0.9),
             (key,),
             candidate + (1 + 3 * (STEPS + 1)) * NUMBER,

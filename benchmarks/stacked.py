@@ -1,4 +1,4 @@
-"""What `axonym.nn.Stacked` adds to a scan over stacked parameters that is written by hand."""
+"""What `axonym.nn.Stacked` adds to a scan over stacked parameters in plain JAX."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .harness import Row, timed_row
 from .program import instructions
 
 Layers = axn.Axis("layers", 12)
-AT_REST, AT_WORK = {"embed": "data"}, {"batch": "data"}
+STORAGE, COMPUTE = {"embed": "data"}, {"batch": "data"}
 BATCH = 8
 
 
@@ -102,7 +102,7 @@ def _fsdp_rows(block: Block) -> list[Row]:
     found = []
     for explicit in (False, True):
         with jax.set_mesh(axn.make_mesh({"data": 8}, explicit=explicit)):
-            step = axn.fsdp(jax.value_and_grad(_named_loss), AT_REST, AT_WORK)
+            step = axn.fsdp(jax.value_and_grad(_named_loss), STORAGE, COMPUTE)
             inside, outside = bytes_moved_in_loops(step.lower(Stacked(block, Layers), x).compile())
         what = f"fsdp, {'Explicit' if explicit else 'Auto'}"
         found.append(_against(f"{what}: gathered in a turn, against one layer", _gathered(inside), layer))

@@ -101,7 +101,7 @@ def _folded(remat: bool) -> Callable[..., Any]:
 
 
 def _scanned(block: Callable[..., Any], remat: bool) -> Callable[..., Any]:
-    """The same with `jax.lax.scan`. Named arrays are renamed by hand: the scan leaves them one name too many."""
+    """The same with `jax.lax.scan`. Named arrays are renamed in the body: the scan leaves them one name too many."""
     body = jax.checkpoint(block, prevent_cse=False) if remat else block
 
     def sliced(layer: Any) -> Any:

@@ -1,7 +1,7 @@
 """Operations that bring their own partitioning: a scalar operand, one beside an array, and where a device is.
 
-Each runs on four simulated devices, on Auto and Explicit mesh axes, with rows split, columns split, both, and neither,
-and is compared with what NumPy makes of whole arrays: `python examples/custom_partitioning.py`.
+Each runs on four simulated devices, on Auto and Explicit mesh axes, with rows sharded, columns sharded, both, and
+neither, and is compared with NumPy: `python examples/custom_partitioning.py`.
 """
 
 import jax
@@ -18,12 +18,12 @@ Batch, Vocab = axn.make_axes(batch=4, vocab=8)
 MAPPINGS = [{"batch": "rows", "vocab": "cols"}, {"batch": "rows"}, {"vocab": "cols"}, {"batch": None}]
 
 
-# --- a scalar: every device has it, and it says nothing about how the result is split ---
+# --- a scalar, which is replicated, and does not affect the sharding of the result ---
 
 
 @partitioned
 def scaled(x, factor):
-    """One function is right for the whole and for a part."""
+    """One function serves for full arrays and for shards."""
     return x * factor
 
 
@@ -34,11 +34,11 @@ def scaled_total(x, factor):
 
 @partitioned("b v, -> b", reduced="v")
 def scaled_total_of_raw(x, factor):
-    """The same for arrays without names, with the rule as a string: a scalar is the blank behind the comma."""
+    """Do the same for raw arrays, with the rule as a string: a scalar is the blank after the comma."""
     return axn.psum(jnp.sum(x, -1), "v") * factor
 
 
-# --- a scalar beside an array: of what has axes, a device has its part ---
+# --- a scalar and a second array, of which a device has its shard ---
 
 
 @partitioned
@@ -47,7 +47,7 @@ def rescaled(x, by_example, factor):
     return x * by_example * factor
 
 
-# --- where a device is: 0, 100 or 200, by its place along the axes that are split ---
+# --- the index of a device: adds 0, 100 or 200, by its index along the sharded axes ---
 
 
 @partitioned
@@ -56,8 +56,8 @@ def with_place(x):
 
 
 def print_places(found, values, mapping):
-    """What each device added, and which part it has."""
-    rows, columns = (n if mapping.get(n) else f"{n} (whole)" for n in ("batch", "vocab"))
+    """Print what each device added, and its shard."""
+    rows, columns = (n if mapping.get(n) else f"{n} (full)" for n in ("batch", "vocab"))
     print(f"      device  {rows:14}  {columns:14}  adds")
     for part in sorted(found.array.addressable_shards, key=lambda part: part.device.id):
         batch, vocab = (f"{s.start or 0} to {(s.stop or size) - 1}" for s, size in zip(part.index, (4, 8), strict=True))
@@ -66,9 +66,9 @@ def print_places(found, values, mapping):
 
 
 def verify(what, found, expected):
-    """Block, compare, and say how the result is split."""
+    """Block, compare, and print the sharding of the result."""
     np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-6)
-    print(f"   {what} is as on whole arrays, split {found.sharding.spec}")
+    print(f"   {what} is as on one device, sharded {found.sharding.spec}")
 
 
 def main():
@@ -97,7 +97,7 @@ def main():
                 starts = (np.arange(a.size) // (a.size // 2) * bool(mapping.get(a.name)) for a in (Batch, Vocab))
                 verify("with_place", found.array, values + 100 * np.add.outer(*starts))
                 print_places(found, values, mapping)
-                # None of these needs more than its part, but for the total, which is summed over devices.
+                # Only the totals need communication.
                 program = jax.jit(rescaled).lower(x, by, 2.0).compile().as_text()
                 assert "all-gather" not in program and "all-reduce" not in program
 

@@ -1,9 +1,9 @@
 """Train a convolutional network to read digits: `python examples/image_classifier.py`.
 
-The images are the 1797 handwritten digits that come with scikit-learn, of 8 times 8 pixels. The network says nothing of
-devices. How they share the work is a mapping from its axes to those of a mesh. With `--mapping data`, each device has
-images of its own. With `--mapping height`, two devices share an image: one has the upper half, one the lower, and the
-compiler exchanges the rows at the border. Without an accelerator, there are eight simulated devices.
+The images are the 1797 handwritten digits that come with scikit-learn, of 8 times 8 pixels. The network does not
+mention devices: a mapping from its axes to those of a mesh says how it is distributed. With `--mapping data`, each
+device has its own images. With `--mapping height`, two devices share an image: one has the upper half, one the lower,
+and the compiler exchanges the rows at the border. Without an accelerator, there are eight simulated devices.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def show(image: np.ndarray) -> str:
 
 
 def make_step(optimizer: optax.GradientTransformation) -> Callable[..., tuple[jax.Array, Classifier, Any]]:
-    """A step of training: from a batch to the loss, the new model, and the new state of the optimiser."""
+    """A step of training: from a batch to the loss, the new model, and the new state of the optimizer."""
 
     def step(model: Classifier, state: Any, images: axn.NamedArray, labels: axn.NamedArray, key: jax.Array) -> Any:
         def loss(model: Classifier) -> jax.Array:
@@ -135,8 +135,8 @@ def main() -> None:
 
     mapping = MAPPINGS[args.mapping]
     mesh = axn.make_mesh({"data": -1, "rows": 2 if jax.device_count() % 2 == 0 else 1})
-    # Images and labels are placed by the mapping. What is learnt is whole on every device: the kernel of a convolution
-    # has axes of the same names as an image, and is too small to be split.
+    # The mapping shards images and labels. Parameters are replicated: the weight of a convolution has axes of the same
+    # names as an image, and is too small to shard.
     placements = {"images": mapping, "labels": mapping}
     train = axn.named_jit(make_step(optimizer), in_axis_resources=placements, out_axis_resources=PartitionSpec())
     predict = axn.named_jit(read)

@@ -49,7 +49,7 @@ def logits(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
 
 
 def attention(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """Causal attention. Only the axis of the heads would ever be split."""
+    """Compute causal attention. Only the heads are ever sharded."""
     q, k, v = (
         with_sharding_annotation((x @ weights[name]).reshape(*x.shape[:2], HEADS, EMBED // HEADS), "heads")
         for name in ("q", "k", "v")
@@ -72,13 +72,13 @@ def loss(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
 
 
 def start(key: jax.Array) -> tuple[dict[str, Any], Any]:
-    """Parameters, and the state of the optimiser."""
+    """Parameters, and the state of the optimizer."""
     params = init(key)
     return params, OPTIMIZER.init(params)
 
 
 def step(params: dict[str, Any], state: Any, tokens: jax.Array) -> tuple[jax.Array, dict[str, Any], Any]:
-    """One step of training: the loss, new parameters, and a new state of the optimiser."""
+    """One step of training: the loss, new parameters, and a new state of the optimizer."""
     value, gradients = jax.value_and_grad(loss)(params, tokens)
     updates, state = OPTIMIZER.update(gradients, state, params)
     return value, optax.apply_updates(params, updates), state

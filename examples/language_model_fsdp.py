@@ -1,7 +1,7 @@
 """A language model under fully sharded data parallelism, by a rule: `python examples/language_model_fsdp.py`.
 
-The batch is split over all devices. So is every large array of the parameters and of the optimiser: each device keeps
-an eighth of them, and the compiler gathers a weight where it is used.
+The batch is sharded over all devices, and so is every large array of the parameters and of the optimizer state. The
+compiler all-gathers a weight where it is used.
 """
 
 import jax
@@ -18,10 +18,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 def main() -> None:
     jax.set_mesh(axn.make_mesh({"data": -1}))
-    # Whichever axis of an array can be split; arrays of fewer than 1024 elements stay whole on every device.
+    # One dimension of each array is sharded; arrays of fewer than 1024 elements stay replicated.
     rule = FSDPShardingRule("data", min_fsdp_size=1024)
 
-    # The rule serves for the state of the optimiser too. Compiled with it, `start` makes every array in parts.
+    # The rule also places the optimizer state. Each device makes its own shards.
     params, state = axn.named_jit(start, out_axis_resources=rule)(jax.random.key(0))
 
     train = axn.named_jit(
@@ -32,19 +32,19 @@ def main() -> None:
         donate_args=(True, True, False),
     )
     for i, tokens in enumerate(batches()):
-        # On several hosts each would load a part of the batch, and pass it here in the same way.
+        # On several hosts, each process would load a piece of the batch, and pass it here in the same way.
         batch = axn.sharding.from_process_local_data(tokens)
         value, params, state = jax.block_until_ready(train(params, state, batch))
         report(i, value)
 
-    print("\nwhere parameters lie, and what one device holds of them:")
+    print("\nparameters, their partition specs, and their shards:")
     for path, x in jax.tree.leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         print(f"{name:<18} {x.shape!s:<13} {x.sharding.spec!s:<22} {x.addressable_shards[0].data.shape}")
 
     leaves = jax.tree.leaves((params, state))
     held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
-    print(f"\none device holds {held / sum(x.nbytes for x in leaves):.1%} of parameters and optimiser")
+    print(f"\none device holds {held / sum(x.nbytes for x in leaves):.1%} of parameters and optimizer state")
 
 
 if __name__ == "__main__":

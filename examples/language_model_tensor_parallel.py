@@ -1,7 +1,7 @@
 """A language model under FSDP with tensor parallelism, by rules: `python examples/language_model_tensor_parallel.py`.
 
-The devices are a grid. Its rows, "data", split the batch, and the parameters where they rest. Its columns, "model",
-split the heads of the attention and the hidden units: what one device computes of a layer, no other in its row does.
+The batch, and the parameters in storage, are sharded over the mesh axis "data". The heads of the attention and the
+hidden features are sharded over "model", so the devices along it compute different heads and features of a layer.
 """
 
 import jax
@@ -15,16 +15,16 @@ from axonym.sharding import FSDPShardingRule, TreePathShardingRule
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
-# What the paths say of tensor parallelism, and a rule without paths for the rest: look-up table, output, and optimiser
-# state that mirrors them. Norms are small, and stay whole. The first axis of what `layers` holds counts the layers.
+# Paths decide for tensor parallelism, and a rule by size for other parameters: the look-up table and the output. Norms
+# are small, and stay replicated. The optimizer state has the same paths. The first dimension of `layers` counts layers.
 PARAMETERS = TreePathShardingRule(
     (r"attn/[qkv]$|mlp/up$", P(None, "data", "model")),
     (r"attn/o$|mlp/down$", P(None, "model", "data")),
     (r".*", FSDPShardingRule("data", min_fsdp_size=1024)),
 )
 
-# Where the values lie that the model gives a name: the residual stream is split over the batch alone, the inside of a
-# layer over the model axis too.
+# Placements of the activations that the model names: the residual stream is sharded over the batch alone, heads and
+# hidden features over the model axis too.
 ACTIVATIONS = {
     "residual": P("data"),
     "heads": P("data", None, "model"),
@@ -48,7 +48,7 @@ def main() -> None:
         value, params, state = jax.block_until_ready(train(params, state, batch))
         report(i, value)
 
-    print("\nwhere the layers lie, and what one device holds of them:")
+    print("\nparameters of the layers, their partition specs, and their shards:")
     for path, x in jax.tree.leaves_with_path(params["layers"]):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         print(f"{name:<11} {x.shape!s:<13} {x.sharding.spec!s:<26} {x.addressable_shards[0].data.shape}")

@@ -1,7 +1,7 @@
-"""Train a mixture of experts, whose experts are split over devices: `python examples/mixture_of_experts.py`.
+"""Train a mixture of experts, whose experts are sharded over devices: `python examples/mixture_of_experts.py`.
 
 Tokens lie in a few clusters, and each cluster has a linear function of its own. The task is to learn them all. A router
-sends each token to the experts that it scores highest, so that an expert can specialise. A dense layer that does as
+sends each token to the experts that it scores highest, so that an expert can specialize. A dense layer that does as
 much work for each token has to serve all clusters at once, and learns more slowly.
 
 The same model is trained under two mappings. In the first, each device has its own tokens and all experts. In the
@@ -114,7 +114,7 @@ class Task:
 
 
 def train(model: Any, steps: int, every: int) -> list[float]:
-    """Train a model under the mapping in force, and print how it goes. Returns the loss of each step."""
+    """Train a model under the active mapping, and print how it goes. Returns the loss of each step."""
     optimizer = optax.adam(3e-3)
 
     @axn.named_jit
@@ -128,7 +128,7 @@ def train(model: Any, steps: int, every: int) -> list[float]:
         updates, state = optimizer.update(gradients, state, model)
         return error, load, optax.apply_updates(model, updates), state
 
-    # The model and what the optimiser keeps of it go where the mapping says, and each step leaves them there.
+    # The model and what the optimizer keeps of it go where the mapping says, and each step leaves them there.
     model, state = axn.shard((model, optimizer.init(model)))
     task, losses = Task(seed=0), []
     for i in range(steps):
@@ -145,7 +145,7 @@ def train(model: Any, steps: int, every: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a mixture of experts, split over devices by a mapping.")
+    parser = argparse.ArgumentParser(description="Train a mixture of experts, distributed by a mapping.")
     parser.add_argument("--mappings", nargs="+", choices=MAPPINGS, default=list(MAPPINGS), help="by default all")
     parser.add_argument("--steps", type=int, default=400, help="steps of training (default: 400)")
     parser.add_argument("--every", type=int, default=100, help="how often to print the loss (default: 100)")

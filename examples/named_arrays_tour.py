@@ -4,7 +4,7 @@
 # This is a notebook in the form of a program. Run it as it stands, `python examples/named_arrays_tour.py`, or open it
 # cell by cell: VS Code shows a button above each `# %%`, and Jupytext opens it in Jupyter.
 #
-# It starts where arrays get names and ends where they are split over eight devices. `tour.py` is the short form.
+# It starts where arrays get names and ends where they are sharded over eight devices. `tour.py` is the short form.
 
 # %%
 import jax
@@ -184,8 +184,8 @@ for what, mistake in mistakes.items():
 # %% [markdown]
 # ## On many devices
 #
-# A mesh is a grid of devices with named axes. A mapping says which axes of arrays are split over which of them.
-# Functions stay as they are: they never said anything of devices.
+# A mesh is a grid of devices with named axes. A mapping says which axes of arrays are sharded over which mesh axes.
+# Functions do not change, since they do not mention devices.
 
 # %%
 Batch = axn.Axis("batch", 16)

@@ -1,11 +1,10 @@
-"""A Pallas kernel that stays distributed: the compiler cannot look into it, so its rule is all that it knows.
+"""A Pallas kernel on sharded arrays: a partitioning rule says what the compiler cannot see in the kernel.
 
-The kernel normalises rows: the root of the mean square of each is made 1, and columns are scaled. It works on blocks of
-rows, so rows may be split among devices, and what there is of a row must be whole: that is what the names of its axes
-say. A second operation is for columns that are split as well. It has a kernel for each of two steps, with a sum over
+The kernel normalizes rows, and scales columns. It works on blocks of rows, so rows may be sharded, and `embed` may not:
+the names of its axes say so. A second operation also allows sharded columns. It has two kernels, with a sum over
 devices between them.
 
-Both run on four simulated devices, interpreted on a CPU, and are compared with the formula on whole arrays:
+Both run on four simulated devices, interpreted on a CPU, and are compared with the formula in NumPy:
 `python examples/pallas_kernel.py`.
 """
 
@@ -48,22 +47,22 @@ def in_blocks(kernel, columns, *operands):
     return call(*operands)
 
 
-# --- rows may be split ---
+# --- rows may be sharded ---
 
 
-def normalise_kernel(x_ref, scale_ref, out_ref):
+def normalize_kernel(x_ref, scale_ref, out_ref):
     x = x_ref[...]
     out_ref[...] = x * jax.lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True)) * scale_ref[...]
 
 
 @partitioned(whole="embed")
-def normalise(x, scale):
-    """`embed` is among the axes of the result, so it would be passed through. But a kernel needs whole rows."""
+def normalize(x, scale):
+    """`embed` is in the result, so it would be passed through, but the kernel needs full rows."""
     x, row = x.rearrange(("row", "embed")), scale.array[None, :]
-    return axn.named(in_blocks(normalise_kernel, x.axis_size("embed"), x.array, row), x.names)
+    return axn.named(in_blocks(normalize_kernel, x.axis_size("embed"), x.array, row), x.names)
 
 
-# --- both may be split: each device sums its part of the squares ---
+# --- both may be sharded: each device sums the squares of its shard ---
 
 
 def squares_kernel(x_ref, out_ref):
@@ -75,8 +74,8 @@ def rescale_kernel(size, x_ref, squares_ref, scale_ref, out_ref):
 
 
 @partitioned
-def normalise_split(x, scale, *, size):
-    """Right for the whole and for a part: a sum over the devices that share a row is nothing where one has it."""
+def normalize_split(x, scale, *, size):
+    """Serve for full arrays and for shards: `psum` over an axis that is replicated returns its argument."""
     x, row = x.rearrange(("row", "embed")), scale.array[None, :]
     squares = axn.psum(in_blocks(squares_kernel, 1, x.array), "embed")
     kernel = functools.partial(rescale_kernel, size)
@@ -88,8 +87,8 @@ def main():
     values, scales = rng.normal(size=(8, 16)).astype(np.float32), rng.normal(size=16).astype(np.float32)
     whole, whole_scale = axn.named(values, (Row, Embed)), axn.named(scales, Embed)
     expected = values / np.sqrt(np.mean(values**2, axis=1, keepdims=True)) * scales
-    print(f"normalise: {normalise.explain(whole, whole_scale)}")
-    print(f"normalise_split: {normalise_split.explain(whole, whole_scale, size=Embed.size)}")
+    print(f"normalize: {normalize.explain(whole, whole_scale)}")
+    print(f"normalize_split: {normalize_split.explain(whole, whole_scale, size=Embed.size)}")
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind, kind))
         for mapping in MAPPINGS:
@@ -97,16 +96,16 @@ def main():
             with jax.set_mesh(mesh), axn.axis_mapping(mapping):
                 x, scale = axn.shard(whole), axn.shard(whole_scale)
                 for name, fn in (
-                    ("normalise", normalise),
-                    ("normalise_split", functools.partial(normalise_split, size=Embed.size)),
+                    ("normalize", normalize),
+                    ("normalize_split", functools.partial(normalize_split, size=Embed.size)),
                 ):
                     found = jax.block_until_ready(jax.jit(fn)(x, scale)).array
                     np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-5, atol=1e-6)
                     program = jax.jit(fn).lower(x, scale).compile().as_text()
                     moves = [kind for kind in ("all-gather", "all-reduce") if f" {kind}(" in program]
-                    print(f"   {name}: split {found.sharding.spec}, moves by {' and '.join(moves) or 'nothing'}")
-                    # Columns that are split are gathered by the one, and by the other only sums of squares are added.
-                    needed = {"normalise": ["all-gather"], "normalise_split": ["all-reduce"]}[name]
+                    print(f"   {name}: sharded {found.sharding.spec}, moves by {' and '.join(moves) or 'nothing'}")
+                    # The first all-gathers sharded columns; the second only adds sums of squares.
+                    needed = {"normalize": ["all-gather"], "normalize_split": ["all-reduce"]}[name]
                     assert moves == (needed if mapping.get("embed") else [])
 
 

@@ -1,4 +1,4 @@
-"""Models as programs for one device of many: products, FSDP and tensor parallelism by hand, sequences, experts, stages.
+"""Models as per-device code: contractions, FSDP and tensor parallelism, sequences, experts, pipeline stages.
 
 Each program is the function that one device runs, with `axonym.shard_map` around it. It is compared with the same
 formula on one device, and the collectives of the compiled program are counted: `python examples/per_device.py`.
@@ -24,7 +24,7 @@ Layer, Micro, Row = axn.make_axes(layer=8, micro=4, row=2)
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function for one device, what it is to be equal to, and how it communicates."""
+    """A per-device function, its reference on one device, and its collectives."""
 
     fn: Callable[..., Any]
     reference: Callable[..., Any]
@@ -41,7 +41,7 @@ def draw(seed: int, *axes: axn.Axis) -> axn.NamedArray:
     return axn.named(values.astype(np.float32), axes)
 
 
-# --- a product whose summed axis is split ---
+# --- contractions over a sharded axis ---
 
 
 def product(x, w):
@@ -49,20 +49,20 @@ def product(x, w):
 
 
 def product_all_reduce(x, w):
-    """Each device sums over its part of `embed`; the sum over devices completes it, on every device."""
+    """Sum over the shard of `embed`, then over devices; every device gets the result."""
     return axn.psum(axn.dot(x, w, axis="embed"), "embed")
 
 
 def product_reduce_scatter(x, w):
-    """The same, but every device keeps the rows that it will work on: half the traffic."""
+    """Do the same, but leave each device its shard of the rows: half the traffic."""
     return axn.psum_scatter(axn.dot(x, w, axis="embed"), "batch", over="embed")
 
 
 def product_ring(x, w):
-    """Rows are split, and so are the columns of `w`: every device multiplies all rows with its own columns.
+    """Multiply all rows by the columns of this device; rows and columns of `w` are both sharded.
 
-    Gathering the rows first would leave the device idle meanwhile. Here they come by, one part after the other: each
-    part is sent on before it is multiplied, and no sending waits for a product.
+    An all-gather of the rows would leave devices idle. In this ring, each shard is sent on before it is multiplied, so
+    no transfer waits for a product.
     """
     devices, own, rows = axis_size("batch"), axn.axis_index("batch"), x.axis_size("batch")
     found = axn.zeros((Batch, w.resolve_axis("mlp")))
@@ -82,7 +82,7 @@ def mlp(params, x):
 
 
 def mlp_tensor_parallel(params, x):
-    """Hidden units are split: the first product is complete on every device, the second one a part of a sum."""
+    """Shard the hidden features: the first contraction needs no communication, the second is summed over devices."""
     return axn.psum(mlp(params, x), "mlp")
 
 
@@ -93,15 +93,15 @@ def train(params, x):
 
 
 def train_fully_sharded(params, x):
-    """The same with examples and parameters split over one mesh axis.
+    """Do the same with examples and parameters sharded over one mesh axis.
 
-    A parameter is gathered where it is used. Differentiation turns that into the reduce-scatter that sums its gradient
-    over the examples of all devices, and leaves each device with its part.
+    A parameter is all-gathered where it is used. The gradient of the all-gather is a reduce-scatter, which sums over
+    the examples of all devices, and leaves each device its shard.
     """
 
     def loss(params):
-        whole = {name: axn.all_gather(p, "embed") for name, p in params.items()}
-        return axn.pmean(axn.mean((mlp(whole, x) - x) ** 2), "batch").scalar()
+        gathered = {name: axn.all_gather(p, "embed") for name, p in params.items()}
+        return axn.pmean(axn.mean((mlp(gathered, x) - x) ** 2), "batch").scalar()
 
     value, grads = jax.value_and_grad(loss)(params)
     return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
@@ -111,7 +111,7 @@ def train_fully_sharded(params, x):
 
 
 def attention(q, k, v):
-    """Causal attention. Keys and values have positions of their own, `key_pos`."""
+    """Compute causal attention. The positions of keys and values are `key_pos`."""
     scores = axn.dot(q, k, axis="size") / Size.size**0.5
     scores = axn.where(_is_past(q, k, 0, 0), scores, -1e9)
     weights = axn.exp(scores - axn.max(scores, "key_pos"))
@@ -119,15 +119,15 @@ def attention(q, k, v):
 
 
 def _is_past(q, k, q_start, k_start):
-    """Where a key is not after the query, for parts of the sequence that start somewhere."""
+    """Mask the keys that are not after the query, for shards of the sequence that start at these positions."""
     both = (q.resolve_axis("pos"), k.resolve_axis("key_pos"))
     return (axn.arange(both[0]) + q_start).broadcast_axis(both[1]) >= axn.arange(both[1]) + k_start
 
 
 def attention_ring(q, k, v):
-    """The sequence is split. Queries stay; keys and values go around the ring, and no device ever has all of them.
+    """Attend over a sharded sequence: keys and values go around a ring, and no device ever has all of them.
 
-    What was summed so far is scaled down whenever a larger score turns up.
+    Earlier sums are scaled down whenever a larger score turns up.
     """
     devices, own, length = axis_size("pos"), axn.axis_index("pos"), k.axis_size("key_pos")
     largest, total, mixed = axn.max(q, "size") * 0 - 1e9, axn.max(q, "size") * 0, q * 0
@@ -145,7 +145,7 @@ def attention_ring(q, k, v):
 
 
 def attention_all_to_all(q, k, v):
-    """The sequence is split, but attention needs all of it for one head only: for a while, heads are split instead."""
+    """Attend over a sharded sequence: an all-to-all shards the heads instead, since each head needs all positions."""
     q = axn.all_to_all(q, split="heads", gather="pos")
     k, v = (axn.all_to_all(x, split="heads", gather="key_pos") for x in (k, v))
     return axn.all_to_all(attention(q, k, v), split="pos", gather="heads")
@@ -155,7 +155,7 @@ def attention_all_to_all(q, k, v):
 
 
 def experts(params, x):
-    """Each token goes to the expert that its router likes best, here by computing all of them."""
+    """Apply to each token the expert with the highest score, by computing all experts."""
     best, gate = _route(params, x)
     y = axn.dot(axn.tanh(axn.dot(x, params["up"], axis="embed")), params["down"], axis="mlp")
     return axn.dot(y, best, axis="expert") * gate
@@ -169,10 +169,10 @@ def _route(params, x):
 
 
 def experts_parallel(params, x):
-    """Tokens and experts are split over one mesh axis. Tokens travel to their expert and back.
+    """Shard tokens and experts over one mesh axis. Tokens travel to their expert and back.
 
-    Every device has a slot for each of its tokens at each expert, so that none is dropped. With fewer, what finds no
-    slot would have a row of zeros in `sent`.
+    Every device has a slot for each of its tokens at each expert, so that no token is dropped. With fewer slots, a
+    token without a slot would have a row of zeros in `sent`.
     """
     Slot = axn.Axis("slot", x.axis_size("token"))
     best, gate = _route(params, x)
@@ -188,7 +188,7 @@ def experts_parallel(params, x):
 
 
 def layers(w, x):
-    """A stack of layers, one after the other."""
+    """Apply a stack of layers, one after the other."""
 
     def layer(x, row):
         return axn.tanh(axn.dot(x, axn.named(row, ("embed", "out")), axis="embed")).rename({"out": "embed"}), None
@@ -197,19 +197,19 @@ def layers(w, x):
 
 
 def layers_pipelined(w, x):
-    """Layers are split into stages. Parts of the batch move on from stage to stage, each stage working on another one.
+    """Shard the layers into stages. Microbatches move from stage to stage, and each stage works on another one.
 
-    It takes as many steps as there are parts, and then one less than there are stages for the last part to come out.
+    This takes one step for each microbatch, and one less than the number of stages for the last microbatch to finish.
     """
-    stages, stage, parts = axis_size("layer"), axn.axis_index("layer"), x.axis_size("micro")
+    stages, stage, count = axis_size("layer"), axn.axis_index("layer"), x.axis_size("micro")
 
     def step(state, i):
-        arriving = x["micro", jax.numpy.minimum(i, parts - 1)]
+        arriving = x["micro", jax.numpy.minimum(i, count - 1)]
         state = layers(w, axn.where(stage == 0, arriving, state))
         return axn.shift(state, "layer", wrap=False), axn.where(stage == stages - 1, state, 0.0)
 
     start = axn.pvary(axn.zeros_like(x["micro", 0]), "layer")
-    _, left = jax.lax.scan(step, start, jax.numpy.arange(parts + stages - 1))
+    _, left = jax.lax.scan(step, start, jax.numpy.arange(count + stages - 1))
     left = axn.named(left.array[stages - 1 :], x.axes)  # only the last stage has something that is not zero
     return axn.psum(left, "layer")
 
@@ -254,7 +254,7 @@ PROGRAMS = [
         _operands,
         {"model": 8},
         {"reduce-scatter": 1},
-        # The rows came in whole, so no argument tells how they are split now.
+        # The rows are replicated in the arguments, so no argument says how the result is sharded.
         {"mapping": {"embed": "model"}, "out_specs": {"batch": "model"}},
     ),
     Program(
@@ -324,7 +324,7 @@ _COLLECTIVE = re.compile(
 
 
 def run(program: Program) -> tuple[float, Counter[str]]:
-    """How far the program is from its reference, and its collectives."""
+    """Run a program; return its distance from the reference, and its collectives."""
     arguments = program.arguments()
     with jax.set_mesh(axn.make_mesh(program.mesh)):
         compiled = jax.jit(axn.shard_map(program.fn, **program.options)).lower(*arguments).compile()

@@ -111,8 +111,8 @@ def sharded() -> None:
     w_out = axn.named(jax.random.normal(k3, (32, 16)), (Mlp, Embed))
     expected = layer(x, w_in, w_out)
 
-    # A mapping says which axes are split over which mesh axes. The layer does not change, whatever the mapping and
-    # whether the mesh has Auto or Explicit axes.
+    # A mapping says which axes are sharded over which mesh axes. The layer is the same under every mapping, on Auto and
+    # Explicit mesh axes.
     for explicit in (False, True):
         mesh = axn.make_mesh({"data": 4, "model": 2}, explicit=explicit)
         for mapping in ({"batch": "data"}, {"batch": "data", "mlp": "model"}):
@@ -121,7 +121,7 @@ def sharded() -> None:
             np.testing.assert_allclose(y.array, expected.array, rtol=1e-4, atol=1e-4)
             print(f"{'Explicit' if explicit else 'Auto':<11}", mapping, y.array.sharding.spec)
 
-    # Fully sharded: parameters rest in parts, and are gathered where they are used.
+    # FSDP: parameters are stored sharded, and all-gathered where they are used.
     step = axn.fsdp(layer, {"embed": "data"}, {"batch": "data"})
     with jax.set_mesh(axn.make_mesh({"data": 8})):
         y = jax.block_until_ready(step(x, w_in, w_out))

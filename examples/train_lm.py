@@ -1,7 +1,7 @@
 """Train a language model on text, on one device or many: `python examples/train_lm.py`.
 
 By default a small Llama learns from the source text of Python's standard library, on eight simulated devices, in about
-two minutes. On GPUs, TPUs and several hosts the script is the same: `--mapping` says how devices share the work, and
+two minutes. On GPUs, TPUs and several hosts the script is the same: `--mapping` says how the model is distributed, and
 `--help` shows all that can be set. The model is written in names, in `models/llama.py`; what this script is made of is
 in `training/`.
 """
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 1
     except KeyboardInterrupt:
-        print("train_lm.py: Stopped at once; what was saved before is whole.", file=sys.stderr)
+        print("train_lm.py: Stopped at once; what was saved before is complete.", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -85,9 +85,9 @@ class Prepared:
             raise Problem(f"--export needs the name of a file, and {config.export} is a folder.")
 
     def batch(self, texts: data.Texts, first: int) -> axn.NamedArray:
-        """A batch of texts from the `first` on, each device with its part."""
-        at_work = axn.sharding.sharding_for_axis((self.Batch, self.Pos), self.strategy.at_work, self.mesh)
-        return texts.batch(first, self.Batch, self.Pos, at_work)
+        """Make a batch of texts from the `first` on, each device its own shard."""
+        compute = axn.partitioning.sharding_for_axis((self.Batch, self.Pos), self.strategy.compute, self.mesh)
+        return texts.batch(first, self.Batch, self.Pos, compute)
 
 
 class Training:
@@ -119,14 +119,14 @@ class Training:
         return 0
 
     def begin(self) -> None:
-        """Make the state, or take it from the latest checkpoint; both on the devices where it rests."""
+        """Make the state, or restore it from the latest checkpoint, with its storage sharding."""
         saved, abstract = self.files.checkpoints, self.functions.abstract
         saved.remove_unfinished()
         saved.check_room(abstract)
         self.state: steps.State
         fingerprint = self.prepared.corpus.fingerprint
         if self.config.resume and (latest := saved.latest()) is not None:
-            self.state, self.step, self.seen = saved.restore(latest, abstract, self.prepared.strategy.at_rest)
+            self.state, self.step, self.seen = saved.restore(latest, abstract, self.prepared.strategy.storage)
             self.saved = self.step
             if self.files.fingerprint() != fingerprint:
                 warn("The text is another one than when the run was started, so it will not go on as it would have.")
@@ -150,7 +150,7 @@ class Training:
         say("\n".join(table.table(self.state.model, self.state.optimizer)))
         tokens = prepared.batch(self.texts, self.seen)
         picture = pictures.placement_as_text(self.state.model, tokens)
-        say(f"\nWhere the batch lies, and a parameter of each kind:\n{picture}")
+        say(f"\nThe shards of the batch, and of one parameter for each sharding:\n{picture}")
         self.try_to(
             "draw the placement", pictures.save_placement, self.files.placement_picture, self.state.model, tokens
         )

@@ -1,7 +1,7 @@
 """Train the models of this folder under each mapping: `python examples/models/train.py`.
 
-The models are trained on eight simulated devices. How these share the work is not said in the models, and makes no
-difference to what they learn: the losses that are printed agree.
+The models are trained on eight simulated devices. The models do not say how they are distributed, and learn the same
+under every mapping: the printed losses agree.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def train(name: str, strategy: str, steps: int) -> list[float]:
         model = MODELS[name](key)
         return model, OPTIMIZER.init(model)
 
-    # All is made where it rests, so no device ever has more than its part of it.
+    # Each device makes its own shards, so none ever holds more.
     model, state = mappings.distributed_init(start, strategy)(jax.random.key(0))
     compiled = mappings.distributed_step(step, strategy)
     losses = []
@@ -77,7 +77,7 @@ def train(name: str, strategy: str, steps: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=list(MODELS), help=f"any of {', '.join(MODELS)}")
-    parser.add_argument("--strategies", nargs="*", default=list(mappings.AT_WORK), help="by default all")
+    parser.add_argument("--strategies", nargs="*", default=list(mappings.COMPUTE), help="by default all")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", 8)

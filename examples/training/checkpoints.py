@@ -1,8 +1,8 @@
 """Checkpoints of a run, and the model as a file.
 
-A checkpoint has all that a run needs to go on as if nothing had happened: parameters, what the optimiser keeps, the key
+A checkpoint has all that a run needs to go on as if nothing had happened: parameters, what the optimizer keeps, the key
 of the random numbers, the step, and how much of the text was seen. It appears when it is complete, so whenever the
-process ends, the one before it is whole.
+process ends, the one before it is complete.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
         return path
 
-    def restore(self, path: Path, abstract: T, at_rest: Mapping[str, Any]) -> tuple[T, int, int]:
-        """A state on the mesh in force, the step, and how much of the text was seen."""
+    def restore(self, path: Path, abstract: T, storage: Mapping[str, Any]) -> tuple[T, int, int]:
+        """A state on the active mesh, the step, and how much of the text was seen."""
         template = {"state": abstract, "step": 0, "seen": 0}
-        # Named arrays go where the mapping says; what has no names, such as the key, is whole on every device.
-        placement = MappingShardingRule(at_rest) | jax.P()
+        # The mapping shards named arrays; arrays without names, such as the key, are replicated.
+        placement = MappingShardingRule(storage) | jax.P()
         try:
             with _quiet():
                 found = files.restore_checkpoint(path, template, placement)

@@ -25,11 +25,11 @@ def make_writer(reports: settings.Reports, policy: Policy, strategy: Strategy, m
     """A function from a model, a key and the number of the step to texts."""
     # Devices that have texts of their own write as many each; those that are too many are not shown.
     Batch = Axis("batch", reports.samples)
-    # A token has no positions to be split among devices.
+    # A single token has no positions to shard.
     writing = Strategy(
-        strategy.name, strategy.mesh, _without(strategy.at_work, "pos"), _without(strategy.at_rest, "pos")
+        strategy.name, strategy.mesh, _without(strategy.compute, "pos"), _without(strategy.storage, "pos")
     )
-    Batch = axn.sharding.round_axis_for_partitioning(Batch, writing.at_work, mesh)
+    Batch = axn.partitioning.round_axis_for_partitioning(Batch, writing.compute, mesh)
     prompt = data.encode(reports.prompt)
     prompts = axn.named(np.tile(prompt, (Batch.size, 1)), (Batch, Axis("pos", prompt.size)))
 
@@ -53,7 +53,7 @@ def generate(
 ) -> NamedArray:
     """As many tokens after each prompt, drawn from what the model says comes next.
 
-    What is drawn does not depend on how axes are split: no device ever has the whole vocabulary, if that is split.
+    The tokens do not depend on the sharding, and a sharded vocabulary is never all-gathered.
     """
     Batch, New = prompts.resolve_axis("batch"), Axis("new", count)
     KPos = Axis("key_pos", prompts.axis_size("pos") + count)

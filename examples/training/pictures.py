@@ -73,7 +73,7 @@ def _columns(curve: Curve) -> tuple[list[int], list[float]]:
 
 
 def placement_as_text(model: Any, tokens: NamedArray) -> str:
-    """Pictures of how the batch lies on devices, and one parameter of each kind of placement."""
+    """Draw the shards of the batch, and of one parameter for each sharding."""
     kinds: dict[Any, tuple[str, NamedArray]] = {}
     for path, x in table.named_leaves(model):
         kinds.setdefault(frozenset(table.split_axes(x).items()), (path, x))

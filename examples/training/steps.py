@@ -87,12 +87,12 @@ def make_functions(
         metrics = {"loss": value, "gradient_norm": optax.tree.norm(gradients)}
         return State(optax.apply_updates(state.model, updates), kept, state.key), metrics  # pyright: ignore[reportArgumentType]
 
-    # All is made where it rests, so no device ever has more than its part. This runs once, so it need not be fast; on a
+    # Each device makes its own shards, so none ever holds more. This runs once, so it need not be fast; on a
     # CPU, most of the time would go into compiling how random numbers are drawn.
     on_cpu = jax.default_backend() == "cpu"
     quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True} if on_cpu else None
     return Functions(
-        start=axn.named_jit(start, strategy.at_rest, compiler_options=quick),
+        start=axn.named_jit(start, strategy.storage, compiler_options=quick),
         train=distributed(train, strategy, donate_args=(True, False)),
         evaluate=distributed(functools.partial(loss, policy=policy), strategy),
         abstract=jax.eval_shape(start, jax.random.key(0)),
@@ -101,9 +101,9 @@ def make_functions(
 
 def distributed(fn: Callable[..., Any], strategy: Strategy, **options: Any) -> Callable[..., Any]:
     """A function of parameters and batches, compiled under a strategy."""
-    if strategy.at_rest == strategy.at_work:
-        return axn.named_jit(fn, strategy.at_work, in_axis_resources=strategy.at_work, **options)
-    return axn.fsdp(fn, strategy.at_rest, strategy.at_work, **options)
+    if strategy.storage == strategy.compute:
+        return axn.named_jit(fn, strategy.compute, in_axis_resources=strategy.compute, **options)
+    return axn.fsdp(fn, strategy.storage, strategy.compute, **options)
 
 
 def loss(model: llama.Llama, tokens: NamedArray, policy: Policy) -> jax.Array:

@@ -1,7 +1,7 @@
-"""How devices share the work: a mesh, and mappings from the axes of the model to those of the mesh.
+"""Strategies: a mesh, and mappings from the axes of the model to the axes of the mesh.
 
-There are two mappings. One is in force while a step computes; the other says where parameters rest between steps, with
-their gradients and what the optimiser keeps of them. Where both are the same, parameters stay where they are used.
+The compute mapping is active while a step runs. The storage mapping places parameters, gradients and optimizer state
+between steps. If the two differ, a step is compiled by `axn.fsdp`.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ class Strategy:
 
     name: str
     mesh: Mesh
-    at_work: ResourceMapping
-    at_rest: ResourceMapping
+    compute: ResourceMapping
+    storage: ResourceMapping
 
 
-# Axes of which a device computes its part without the others: heads of attention, hidden features, tokens to predict.
+# Axes along which devices compute independently: heads of attention, hidden features, tokens to predict.
 TENSOR = dict.fromkeys(("kv_heads", "mlp", "vocab"), "model")
 
 BUILT_IN: dict[str, tuple[ResourceMapping, ResourceMapping]] = {
     # Each device has its own texts, and all parameters.
     "data": ({"batch": "data"}, {"batch": "data"}),
-    # The same, but each device keeps only a part of every parameter, and gathers one where it is used.
+    # The same, but parameters are stored sharded, and all-gathered where they are used.
     "fsdp": ({"batch": "data"}, {"embed": "data"}),
-    # Devices of a row of the mesh share texts, and each has its own part of what the parameters compute.
+    # Tensor parallelism: the devices along `model` share texts, and each computes with its own shard of the parameters.
     "tensor": ({"batch": "data"} | TENSOR, {"batch": "data"} | TENSOR),
-    # That, and parameters are split over the rows as well while they rest.
+    # The same, but parameters are stored sharded over `data` too.
     "fsdp+tensor": ({"batch": "data"} | TENSOR, {"embed": "data"} | TENSOR),
-    # Each device has its own stretch of every text; the keys and values it attends to come from the others.
+    # Each device has its own stretch of every text, and gets the keys and values of the others.
     "sequence": ({"pos": "data"}, {"pos": "data"}),
 }
 
@@ -58,10 +58,10 @@ _FLAGS = {"pos": "length", "batch": "batch"}
 def choose(mapping: str, mesh: str, kv_heads: int, devices: int) -> Strategy:
     """The strategy of a name, or of a file; `mesh` is what the command line says about it."""
     if mapping in BUILT_IN:
-        at_work, at_rest = BUILT_IN[mapping]
-        split = math.gcd(devices, kv_heads if mapping == "tensor" else 2) if "model" in at_work.values() else 1
-        sizes = {"data": -1} | ({"model": split} if "model" in at_work.values() else {})
-        found = Strategy(mapping, sizes, at_work, at_rest)
+        compute, storage = BUILT_IN[mapping]
+        split = math.gcd(devices, kv_heads if mapping == "tensor" else 2) if "model" in compute.values() else 1
+        sizes = {"data": -1} | ({"model": split} if "model" in compute.values() else {})
+        found = Strategy(mapping, sizes, compute, storage)
     elif Path(mapping).suffix in (".json", ".toml"):
         found = _read(Path(mapping))
     else:
@@ -73,8 +73,8 @@ def choose(mapping: str, mesh: str, kv_heads: int, devices: int) -> Strategy:
 
 def describe(strategy: Strategy, mesh: jax.sharding.Mesh) -> str:
     """A strategy in words."""
-    text = f"{strategy.name} on the mesh {_sizes(mesh.shape)}: {_mapped(strategy.at_work)}"
-    return text if strategy.at_rest == strategy.at_work else f"{text}; parameters rest with {_mapped(strategy.at_rest)}"
+    text = f"{strategy.name} on the mesh {_sizes(mesh.shape)}: {_mapped(strategy.compute)}"
+    return text if strategy.storage == strategy.compute else f"{text}; parameters stored by {_mapped(strategy.storage)}"
 
 
 def make_mesh(strategy: Strategy) -> jax.sharding.Mesh:
@@ -96,18 +96,18 @@ def check(strategy: Strategy, mesh: jax.sharding.Mesh, model: Any, tokens: Named
     known = {"model": model, "tokens": tokens}
     is_named = axn.is_named_array
     sizes = {n: s for x in jax.tree.leaves(known, is_leaf=is_named) if is_named(x) for n, s in x.shape.items()}
-    for mapping in (strategy.at_work, strategy.at_rest):
+    for mapping in (strategy.compute, strategy.storage):
         for axis, entry in mapping.items():
             over = [entry] if isinstance(entry, str) else list(entry or ())
             if unknown := [a for a in over if a not in mesh.shape]:
                 raise Problem(
-                    f"Mapping {strategy.name!r} splits axis {axis!r} over mesh axis {unknown[0]!r}, but the mesh has "
+                    f"Mapping {strategy.name!r} shards axis {axis!r} over mesh axis {unknown[0]!r}, but the mesh has "
                     f"{_sizes(mesh.shape)}."
                 )
             parts = math.prod(mesh.shape[a] for a in over)
             if axis in sizes and sizes[axis] % parts:
                 raise Problem(
-                    f"Mapping {strategy.name!r} does not fit the mesh: {axis}={sizes[axis]} cannot be split over "
+                    f"Mapping {strategy.name!r} does not fit the mesh: {axis}={sizes[axis]} cannot be sharded over "
                     f"{_sizes({a: mesh.shape[a] for a in over})}, since it is not a multiple of {parts}; change "
                     f"{flag(_FLAGS.get(axis, axis))}, --mesh or --mapping."
                 )

@@ -1,4 +1,4 @@
-"""The table of parameters: what axes each has, over which mesh axes they are split, and what a device holds."""
+"""The table of parameters: the axes of each, the mesh axes that they are sharded over, and the bytes of a shard."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUMBERS = 2
 def table(model: Any, optimizer: Any) -> list[str]:
     """The lines of the table. What it says is read from the arrays, not from the mapping that placed them."""
     rows = [_row(path, x) for path, x in named_leaves(model)]
-    parts = {"all parameters": model, "state of the optimiser": optimizer}
+    parts = {"all parameters": model, "state of the optimizer": optimizer}
     totals = [(name, "", *map(readable, bytes_of(tree))) for name, tree in parts.items()]
     widths = [max(len(row[i]) for row in (_HEAD, *rows, *totals)) for i in range(len(_HEAD))]
     rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
@@ -35,7 +35,7 @@ def named_leaves(tree: Any) -> list[tuple[str, NamedArray]]:
 
 
 def split_axes(x: NamedArray) -> dict[str, tuple[str, ...]]:
-    """The axes that are split, and the mesh axes over which they are."""
+    """Find the sharded axes, and the mesh axes that they are sharded over."""
     sharding = x.array.sharding
     if not isinstance(sharding, NamedSharding):
         return {}

@@ -255,18 +255,18 @@ WRONG: dict[str, tuple[str, str]] = {
     "a mapping that is none": ("--mapping tensors", "There is no mapping 'tensors'; choose one of data, fsdp, tensor,"),
     "sizes": (
         "--mapping tensor --mesh data=2,model=4",
-        "kv_heads=2 cannot be split over model=4, .* change --kv-heads",
+        "kv_heads=2 cannot be sharded over model=4, .* change --kv-heads",
     ),
-    "batch": ("--batch 9", "batch=9 cannot be split over data=4, .* change --batch, --mesh or --mapping"),
-    "length": ("--mapping sequence --length 12", "pos=12 cannot be split over data=8, .* change --length"),
-    "a mesh axis": ("--mesh rows=8", "splits axis 'batch' over mesh axis 'data', but the mesh has rows=8"),
+    "batch": ("--batch 9", "batch=9 cannot be sharded over data=4, .* change --batch, --mesh or --mapping"),
+    "length": ("--mapping sequence --length 12", "pos=12 cannot be sharded over data=8, .* change --length"),
+    "a mesh axis": ("--mesh rows=8", "shards axis 'batch' over mesh axis 'data', but the mesh has rows=8"),
     "too many devices": ("--mesh data=16,model=1", "needs 16 devices; there are 8"),
     "too few devices": ("--mesh data=2,model=2", "has 4 of the 8 devices"),
     "a mesh without sizes": ("--mesh 8", "--mesh gives each mesh axis a size, such as data=4,model=2, got '8'"),
     "no such file": ("--mapping nowhere.json", "cannot be read from nowhere.json: no such file or directory"),
     "a mesh axis in a file": (
         "--mapping axes.json",
-        "splits axis 'batch' over mesh axis 'rows', but the mesh has data",
+        "shards axis 'batch' over mesh axis 'rows', but the mesh has data",
     ),
     "an axis in a file": (
         "--mapping names.toml",

@@ -18,7 +18,7 @@ import pytest
 import axonym as axn
 from axonym.state import from_torch_compatible_state_dict, to_torch_compatible_state_dict
 from examples.models import gpt2, llama
-from examples.models.mappings import AT_REST, AT_WORK, distributed_step
+from examples.models.mappings import COMPUTE, STORAGE, distributed_step
 from tests.helpers import spec
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -139,7 +139,7 @@ def on_one_device(request: pytest.FixtureRequest) -> tuple[Any, list[float]]:
     return request.param, losses
 
 
-@pytest.mark.parametrize("strategy", AT_WORK)
+@pytest.mark.parametrize("strategy", COMPUTE)
 def test_learns_the_same_on_auto_axes(strategy: str, on_one_device: Any, auto_mesh: Any) -> None:
     kind, losses = on_one_device
     check(strategy, kind, losses, auto_mesh)
@@ -151,11 +151,11 @@ def test_learns_the_same_on_explicit_axes(on_one_device: Any, explicit_mesh: Any
 
 
 def check(strategy: str, kind: Any, expected: list[float], mesh: Any) -> None:
-    at_rest, compiled = AT_REST[strategy], distributed_step(step, strategy)
+    storage, compiled = STORAGE[strategy], distributed_step(step, strategy)
     with jax.set_mesh(mesh):
-        with axn.axis_mapping(at_rest):
-            model = axn.shard(initial(kind))
+        with axn.axis_mapping(storage):
+            model = axn.auto_sharded(initial(kind))
         losses, model = trained(compiled, model)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     for x in axn.tree.leaves(model):
-        assert spec(x) == tuple(at_rest.get(name) for name in x.names), x
+        assert spec(x) == tuple(storage.get(name) for name in x.names), x

@@ -102,8 +102,8 @@ def test_functions_and_what_they_close_over_can_be_collected() -> None:
 
 # --- on meshes ---
 
-AT_REST = {"embed": "data", "mlp": "model"}
-AT_WORK = {"batch": "data", "mlp": "model"}
+STORAGE = {"embed": "data", "mlp": "model"}
+COMPUTE = {"batch": "data", "mlp": "model"}
 ONE_LAYER = 2 * 16 * (24 // 2) * 4
 """The bytes of the two weights of a layer that every device has of them when they are gathered."""
 
@@ -115,7 +115,7 @@ def step(layers: Any, x: Any) -> Any:
 
 def test_fsdp_gathers_one_layer_at_a_time(mesh: Mesh) -> None:
     with jax.set_mesh(mesh):
-        sharded = axn.fsdp(step, AT_REST, AT_WORK)
+        sharded = axn.fsdp(step, STORAGE, COMPUTE)
         inside, outside = bytes_moved_in_loops(sharded.lower(make(Stacked), X).compile())
     assert inside["all-gather"].bytes == ONE_LAYER and inside["all-gather"].count == 2
     assert inside["reduce-scatter"].bytes == ONE_LAYER // 4 and inside["reduce-scatter"].count == 2
@@ -125,7 +125,7 @@ def test_fsdp_gathers_one_layer_at_a_time(mesh: Mesh) -> None:
 def test_checkpointed_layers_are_gathered_again(explicit_mesh: Mesh) -> None:
     """In the loop of the backward pass, rather than keeping what was gathered."""
     with jax.set_mesh(explicit_mesh):
-        sharded = axn.fsdp(step, AT_REST, AT_WORK)
+        sharded = axn.fsdp(step, STORAGE, COMPUTE)
         inside, outside = bytes_moved_in_loops(sharded.lower(make(Stacked, True), X).compile())
     assert inside["all-gather"].bytes == 2 * ONE_LAYER and not outside["all-gather"].count
 
@@ -133,7 +133,7 @@ def test_checkpointed_layers_are_gathered_again(explicit_mesh: Mesh) -> None:
 def test_named_jit_gathers_one_layer_at_a_time(mesh: Mesh) -> None:
     fold = lambda layers, x: layers.fold(x)
     with jax.set_mesh(mesh):
-        sharded = axn.named_jit(fold, AT_WORK, in_axis_resources=(AT_REST, AT_WORK), out_axis_resources=AT_WORK)
+        sharded = axn.named_jit(fold, COMPUTE, in_axis_resources=(STORAGE, COMPUTE), out_axis_resources=COMPUTE)
         inside, outside = bytes_moved_in_loops(sharded.lower(make(Stacked, True), X).compile())
     assert inside["all-gather"].bytes == ONE_LAYER and not outside["all-gather"].count
 
@@ -144,7 +144,7 @@ class TestResults:
 
     def test_layers_are_made_where_they_belong(self, mesh: Mesh) -> None:
         with jax.set_mesh(mesh):
-            made = axn.named_jit(Stacked.init(Layers, Layer), out_axis_resources=AT_REST)(key=KEY)
+            made = axn.named_jit(Stacked.init(Layers, Layer), out_axis_resources=STORAGE)(key=KEY)
             jax.block_until_ready(made.stacked.up)
         assert spec(made.stacked.up) == (None, "data", "model") and spec(made.get_layer(1).up) == ("data", "model")
 
@@ -152,7 +152,7 @@ class TestResults:
         layers = make(Stacked, True)
         expected = eqx.filter_jit(step)(layers, X)
         with jax.set_mesh(mesh):
-            loss, updated = jax.block_until_ready(axn.fsdp(step, AT_REST, AT_WORK)(layers, X))
+            loss, updated = jax.block_until_ready(axn.fsdp(step, STORAGE, COMPUTE)(layers, X))
         np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
         for a, b in zip(raw_parts(updated.stacked), raw_parts(expected[1].stacked), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)

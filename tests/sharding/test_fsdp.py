@@ -59,20 +59,20 @@ def expected(params) -> Any:
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_gives_the_result_of_one_device_and_moves_little(params, expected, layout: str, explicit: bool) -> None:
-    sizes, at_rest, at_work = LAYOUTS[layout]
+    sizes, storage, compute = LAYOUTS[layout]
     with jax.set_mesh(axn.make_mesh(sizes, explicit=explicit)):
-        sharded = axn.fsdp(step, at_rest, at_work)
+        sharded = axn.fsdp(step, storage, compute)
         loss, updated = jax.block_until_ready(sharded(params, *batch()))
         moved = bytes_moved(sharded.lower(params, *batch()).compile())
     np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
     for a, b in zip(jax.tree.leaves(updated), jax.tree.leaves(expected[1]), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5)
-    assert spec(updated["layers"][1]["up"]) == ("data", at_rest.get("mlp"))
+    assert spec(updated["layers"][1]["up"]) == ("data", storage.get("mlp"))
     assert spec(updated["layers"][1]["scale1"]) == ("data",)
     assert spec(updated["embed"])[1] == "data"
 
     gathered = [p for layer in params["layers"] for p in layer.values()] + [params["out"]]
-    local = sum(p.nbytes // sizes.get("model", 1) if _has_model(p, at_rest) else p.nbytes for p in gathered)
+    local = sum(p.nbytes // sizes.get("model", 1) if _has_model(p, storage) else p.nbytes for p in gathered)
     # A look-up in the split table sends around the tokens, and then each device the rows of its part of the batch, once
     # and once more backwards. That is less than the table.
     tokens = BATCH // sizes.get("replica", 1) * models.POS * 4
@@ -86,8 +86,8 @@ def test_a_step_gives_the_result_of_one_device_and_moves_little(params, expected
         assert moved["all-reduce"].bytes <= 64, "nothing but the loss is all-reduced"
 
 
-def _has_model(p: axn.NamedArray, at_rest: dict[str, Any]) -> bool:
-    return any(at_rest.get(n) == "model" for n in p.names)
+def _has_model(p: axn.NamedArray, storage: dict[str, Any]) -> bool:
+    return any(storage.get(n) == "model" for n in p.names)
 
 
 def test_parameters_may_arrive_anyhow(params, mesh) -> None:
@@ -158,11 +158,11 @@ def test_a_misspelt_mapping_is_seen(mesh) -> None:
         with pytest.warns(UserWarning, match=r"'embd' of its mapping names no axis .* Did you mean 'embed'\?"):
             axn.fsdp(lambda w, x: w, {"embd": "data", "mlp": None}, {"batch": "data"})(w, x)
         axn.fsdp(lambda w, x: w, {"embed": "data", "vocab": "model"}, {"batch": "data"})(w, x)  # another model's too
-        for at_rest, at_work in (({"embed": "dta"}, {"batch": "data"}), ({"embed": "data"}, {"head": "dta"})):
+        for storage, compute in (({"embed": "dta"}, {"batch": "data"}), ({"embed": "data"}, {"head": "dta"})):
             with pytest.raises(
                 ValueError, match=r"mesh axis 'dta', which mesh \(.*\) does not have. Did you mean 'data'"
             ):
-                axn.fsdp(lambda w: w.sum().scalar(), at_rest, at_work)(axn.ones({"other": 8}))
+                axn.fsdp(lambda w: w.sum().scalar(), storage, compute)(axn.ones({"other": 8}))
 
 
 def test_forms_of_the_call() -> None:

@@ -63,16 +63,16 @@ STRATEGIES = {
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_mesh_axis(strategy: str, devices: int, explicit: bool, expected) -> None:
-    at_rest, at_work = STRATEGIES[strategy]
+    storage, compute = STRATEGIES[strategy]
     mesh = axn.make_mesh({"data": devices}, explicit=explicit, devices=jax.devices()[:devices])
-    fn = axn.named_jit(step, at_work) if at_rest is None else axn.fsdp(step, at_rest, at_work)
+    fn = axn.named_jit(step, compute) if storage is None else axn.fsdp(step, storage, compute)
     with jax.set_mesh(mesh):
         np.testing.assert_allclose(curve(fn), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
-    ("at_rest", "at_work"),
+    ("storage", "compute"),
     [
         (None, {"batch": "data", "hidden": "model"}),
         ({"features": "data", "targets": "data", "hidden": "model"}, {"batch": "data", "hidden": "model"}),
@@ -81,7 +81,7 @@ def test_one_mesh_axis(strategy: str, devices: int, explicit: bool, expected) ->
     ],
     ids=["data and tensor", "fsdp and tensor", "fsdp over both", "fsdp over one of the batch's"],
 )
-def test_two_mesh_axes(at_rest: Any, at_work: Any, explicit: bool, expected) -> None:
-    fn = axn.named_jit(step, at_work) if at_rest is None else axn.fsdp(step, at_rest, at_work)
+def test_two_mesh_axes(storage: Any, compute: Any, explicit: bool, expected) -> None:
+    fn = axn.named_jit(step, compute) if storage is None else axn.fsdp(step, storage, compute)
     with jax.set_mesh(axn.make_mesh({"data": 4, "model": 2}, explicit=explicit)):
         np.testing.assert_allclose(curve(fn), expected, rtol=1e-5)
