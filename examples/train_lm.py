@@ -86,7 +86,7 @@ class Prepared:
 
     def batch(self, texts: data.Texts, first: int) -> axn.NamedArray:
         """Make a batch of texts from the `first` on, each device its own shard."""
-        compute = axn.partitioning.sharding_for_axis((self.Batch, self.Pos), self.strategy.compute, self.mesh)
+        compute = axn.sharding.sharding_for_axis((self.Batch, self.Pos), self.strategy.compute, self.mesh)
         return texts.batch(first, self.Batch, self.Pos, compute)
 
 

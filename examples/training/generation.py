@@ -29,7 +29,7 @@ def make_writer(reports: settings.Reports, policy: Policy, strategy: Strategy, m
     writing = Strategy(
         strategy.name, strategy.mesh, _without(strategy.compute, "pos"), _without(strategy.storage, "pos")
     )
-    Batch = axn.partitioning.round_axis_for_partitioning(Batch, writing.compute, mesh)
+    Batch = axn.sharding.round_axis_for_partitioning(Batch, writing.compute, mesh)
     prompt = data.encode(reports.prompt)
     prompts = axn.named(np.tile(prompt, (Batch.size, 1)), (Batch, Axis("pos", prompt.size)))
 

@@ -154,7 +154,7 @@ def check(strategy: str, kind: Any, expected: list[float], mesh: Any) -> None:
     storage, compiled = STORAGE[strategy], distributed_step(step, strategy)
     with jax.set_mesh(mesh):
         with axn.axis_mapping(storage):
-            model = axn.auto_sharded(initial(kind))
+            model = axn.shard(initial(kind))
         losses, model = trained(compiled, model)
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     for x in axn.tree.leaves(model):
