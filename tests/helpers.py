@@ -40,6 +40,9 @@ def public_name(name: str) -> Any:
     """What a dotted name such as 'linalg.inv' stands for in axonym."""
     found: Any = axn
     for part in name.split("."):
+        if not hasattr(found, part) and inspect.ismodule(found):
+            with contextlib.suppress(ImportError):  # a module that nothing has imported yet
+                importlib.import_module(f"{found.__name__}.{part}")
         found = getattr(found, part)
     return found
 
