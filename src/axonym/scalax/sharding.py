@@ -378,7 +378,7 @@ class MeshShardingHelper:
         subset = mesh_axis_subset if isinstance(mesh_axis_subset, str) else tuple(mesh_axis_subset)
 
         def over_subset(leaf: Leaf) -> Any:
-            array = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
+            array: Any = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
             spec = PartitionSpec(*(None if entry is None else subset for entry in array.sharding.spec))
             return shard(leaf.value, NamedSharding(self.mesh, spec))
 
@@ -428,7 +428,7 @@ def get_global_annotation_shardings() -> dict[str, Placement] | None:
     {'hidden': P('data',)}
     """
     settings = _context.settings_in_force()
-    annotations = {} if settings is None else settings.annotations
+    annotations: Mapping[str, Any] = {} if settings is None else settings.annotations
     return {name: kept.placement for name, kept in annotations.items()} or None
 
 
