@@ -207,11 +207,11 @@ def test_ensure_tuple() -> None:
 
 
 def test_enumerations_of_strings() -> None:
-    class Names(util.StringHolderEnum):
+    class Names(metaclass=util.StringHolderEnum):
         DATA = "data"
         MODEL = "model"
 
-    assert [str(n) for n in Names] == ["data", "model"]
+    assert [str(n) for n in Names] == ["data", "model"]  # pyright: ignore[reportGeneralTypeIssues]
     assert jax.sharding.PartitionSpec(Names.DATA) == jax.sharding.PartitionSpec("data")
 
 

@@ -17,7 +17,7 @@ import sys as _sys
 from .. import (
     abs as abs, add as add, all as all, allclose as allclose, angle as angle, any as any, arange as arange,
     arccos as arccos, arccosh as arccosh, arcsin as arcsin, arcsinh as arcsinh, arctan as arctan,
-    arctan2 as arctan2, arctanh as arctanh, argmax as argmax, argmin as argmin, argsort as argsort,
+    arctan2 as arctan2, arctanh as arctanh, argmax as argmax, argmin as argmin,
     array_equal as array_equal, array_equiv as array_equiv, Axis as Axis, axis_mapping as axis_mapping,
     bincount as bincount, bitwise_and as bitwise_and, bitwise_count as bitwise_count, bitwise_or as bitwise_or,
     bitwise_xor as bitwise_xor, broadcast_arrays as broadcast_arrays, broadcast_axis as broadcast_axis,
@@ -26,7 +26,7 @@ from .. import (
     divide as divide, divmod as divmod, dot as dot, ds as ds, einsum as einsum, equal as equal, exp as exp,
     exp2 as exp2, expm1 as expm1, fabs as fabs, field as field, flatten as flatten, flatten_axes as flatten_axes,
     float_power as float_power, floor as floor, floor_divide as floor_divide, fmax as fmax, fmin as fmin,
-    fmod as fmod, fold as fold, freeze as freeze, frexp as frexp, fsdp as fsdp, full as full,
+    fmod as fmod, fold as fold, freeze as freeze, frexp as frexp, full as full,
     full_like as full_like, geomspace as geomspace, get as get, greater as greater, greater_equal as greater_equal,
     hypot as hypot, i0 as i0, imag as imag, index as index, invert as invert, is_named_array as is_named_array,
     isclose as isclose, iscomplex as iscomplex, isfinite as isfinite, isinf as isinf, isnan as isnan,
@@ -41,10 +41,10 @@ from .. import (
     nanvar as nanvar, negative as negative, new_ref as new_ref, nextafter as nextafter, nonzero as nonzero,
     not_equal as not_equal, ones as ones, ones_like as ones_like, packbits as packbits, pad as pad,
     pad_left as pad_left, positive as positive, power as power, prod as prod, ptp as ptp,
-    quantization as quantization, rad2deg as rad2deg, random as random, real as real, rearrange as rearrange,
+    quantization as quantization, rad2deg as rad2deg, real as real, rearrange as rearrange,
     reciprocal as reciprocal, rename as rename, repeat as repeat, right_shift as right_shift, rint as rint,
     roll as roll, round as round, rsqrt as rsqrt, scan as scan, ScanCheckpointPolicy as ScanCheckpointPolicy,
-    searchsorted as searchsorted, set_mesh as set_mesh, shard as shard, sign as sign, signbit as signbit,
+    searchsorted as searchsorted, set_mesh as set_mesh, sign as sign, signbit as signbit,
     sin as sin, sinc as sinc, sinh as sinh, slice as slice, sort as sort, split as split, sqrt as sqrt,
     square as square, stack as stack, std as std, subtract as subtract, sum as sum, swap as swap, take as take,
     tan as tan, tanh as tanh, tile as tile, top_k as top_k, trace as trace, tree as tree,
@@ -79,7 +79,7 @@ from .. import fft as _fft, poly as _poly, _module_field, typing as _typing
 from ..array import NamedArray as _NamedArray
 from . import (
     axis as axis, core as core, debug as debug, hof as hof, jax_utils as jax_utils, nn as nn, ops as ops,
-    partitioning as partitioning, tree_util as tree_util, types as types, util as util,
+    partitioning as partitioning, random as random, tree_util as tree_util, types as types, util as util,
 )
 from .axis import concat_axis_specs as concat_axis_specs, dblock as dblock, dslice as dslice
 from .core import (
@@ -87,10 +87,12 @@ from .core import (
     updated_slice as updated_slice,
 )
 from .ops import (
-    unique_all as unique_all, unique_counts as unique_counts, unique_inverse as unique_inverse,
+    argsort as argsort, unique_all as unique_all, unique_counts as unique_counts, unique_inverse as unique_inverse,
     unique_values as unique_values,
 )
-from .partitioning import auto_sharded as auto_sharded, shard_with_axis_mapping as shard_with_axis_mapping
+from .partitioning import (
+    auto_sharded as auto_sharded, fsdp as fsdp, shard as shard, shard_with_axis_mapping as shard_with_axis_mapping,
+)
 # fmt: on
 
 # --- operations under their other names ---
@@ -141,7 +143,6 @@ for _path, _module in {
     "poly": _poly,
     "poly.poly": _poly,
     "quantization": quantization,
-    "random": random,
     "ref": ref,
     "specialized_fns": specialized_fns,
     "state_dict": state_dict,

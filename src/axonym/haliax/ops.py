@@ -4,14 +4,26 @@
 # fmt: off
 from typing import Any
 
+import jax.numpy as jnp
+
 from .. import (
-    Axis, NamedArray, allclose as allclose, array_equal as array_equal, array_equiv as array_equiv,
+    Axis, NamedArray, allclose as allclose, argsort as _argsort, array_equal as array_equal, array_equiv as array_equiv,
     bincount as bincount, clip as clip, isclose as isclose, nonzero as nonzero, packbits as packbits, pad as pad,
     pad_left as pad_left, searchsorted as searchsorted, trace as trace, tril as tril, triu as triu, unique as unique,
     unpackbits as unpackbits, where as where,
 )
 from ..typing import AxisSelector
 # fmt: on
+
+
+def argsort(a: NamedArray, axis: AxisSelector | None, *, stable: bool = False) -> Any:
+    """Sort positions along an axis; without an axis, those of all elements, as a raw array.
+
+    >>> import axonym.haliax as hax
+    >>> hax.argsort(hax.named([[3, 1], [2, 0]], ("x", "y")), None)
+    Array([3, 1, 2, 0], dtype=int32)
+    """
+    return jnp.argsort(a.array, axis=None, stable=stable) if axis is None else _argsort(a, axis, stable=stable)
 
 
 def unique_values(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any, Self, TypeVar
 
 from ..array import is_jax_array_like as is_jax_array_like, is_named_array as is_named_array
 from ..nn.loss import UNSPECIFIED as UNSPECIFIED, Unspecified as Unspecified
@@ -14,15 +13,25 @@ __all__ = ["StringHolderEnum", "ensure_tuple", "is_jax_or_hax_array_like", "is_n
 _T = TypeVar("_T")
 
 
-class StringHolderEnum(enum.StrEnum):
-    """An enumeration whose members are strings, and can be used wherever a string can.
+class StringHolderEnum(type):
+    """Makes a class of string constants: iterating over the class gives them, and each is a plain string.
 
     >>> import axonym.haliax as hax
-    >>> class Mesh(hax.util.StringHolderEnum):
+    >>> class Mesh(metaclass=hax.util.StringHolderEnum):
     ...     DATA = "data"
-    >>> Mesh.DATA == "data", {"data": 4}[Mesh.DATA]
-    (True, 4)
+    >>> list(Mesh), Mesh.DATA, "data" in Mesh
+    (['data'], 'data', True)
     """
+
+    members: list[Any]
+
+    def __new__(cls, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> Self:
+        made = super().__new__(cls, name, bases, members)
+        made.members = [v for k, v in members.items() if not k.startswith("__") and not callable(v)]
+        return made
+
+    def __iter__(cls) -> Iterator[Any]:
+        return iter(cls.members)
 
 
 def ensure_tuple(x: Sequence[_T] | _T) -> tuple[_T, ...]:

@@ -1,0 +1,36 @@
+"""Random numbers."""
+
+from typing import Any
+
+import jax
+
+from ..array import NamedArray
+from ..axis import axes_of_spec
+from ..random import *  # noqa: F403
+from ..typing import AxisSelector, AxisSpec
+from .partitioning import auto_sharded
+
+
+def categorical(key: Any, logits: NamedArray, axis: AxisSelector, shape: AxisSpec | None = None) -> NamedArray:
+    """Draw positions along an axis, with the values that Haliax draws from the same key.
+
+    `axonym.random.categorical` draws others: it samples a sharded axis without gathering it.
+
+    Arguments:
+        key: a random key.
+        logits: unnormalised log-probabilities.
+        axis: the axis of the categories.
+        shape: the axes of the result; by default those of the logits without `axis`.
+
+    >>> import axonym.haliax as hax
+    >>> logits = hax.named([[0.0, -9.0], [-9.0, 0.0]], ("batch", "vocab"))
+    >>> hax.random.categorical(jax.random.key(0), logits, "vocab")
+    NamedArray(int32[batch=2], [0 1])
+    """
+    along = logits.resolve_axis(axis)
+    axes = tuple(a for a in logits.axes if a != along) if shape is None else axes_of_spec(shape, "categorical")
+    if along.name in [a.name for a in axes]:
+        raise ValueError(f"categorical: axis {along.name!r} is drawn from, so it cannot be one of the result {axes}.")
+    full = logits.broadcast_axis(axes).rearrange((*axes, along))
+    drawn = jax.random.categorical(key, full.array, axis=-1, shape=tuple(a.size for a in axes))
+    return auto_sharded(NamedArray(drawn, axes))
