@@ -18,6 +18,7 @@ from .. import _context
 from ..array import NamedArray, wrap
 from ..sharding import rules
 from ..sharding.annotations import (
+    Kept,
     sharding_annotations as sharding_annotations,
     with_sharding_annotation as with_sharding_annotation,
 )
@@ -428,8 +429,8 @@ def get_global_annotation_shardings() -> dict[str, Placement] | None:
     {'hidden': P('data',)}
     """
     settings = _context.settings_in_force()
-    annotations: Mapping[str, Any] = {} if settings is None else settings.annotations
-    return {name: kept.placement for name, kept in annotations.items()} or None
+    annotations = {} if settings is None else settings.annotations
+    return {name: kept.placement for name, kept in annotations.items() if isinstance(kept, Kept)} or None
 
 
 def match_sharding_rule(sharding_rules: Placement, pytree: Any, mesh: AnyMesh | None = None) -> Any:
