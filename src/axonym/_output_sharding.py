@@ -23,9 +23,19 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from . import _context, _errors
+from . import _errors
 from ._context import Entry
-from ._mesh_axes import entries_of, entry_of, explicit_mesh, mesh_axes, parts, spec_of
+from ._mesh_axes import (
+    active_mapping,
+    axes_of_type,
+    entries_of,
+    entry_of,
+    explicit_mesh,
+    mapped_on,
+    mesh_axes,
+    shard_count,
+    spec_of,
+)
 from .axis import Names
 
 Heirs = Mapping[str, Names]
@@ -52,7 +62,7 @@ def place(
         heirs: where the placement of an operand's axis goes, if not to the output axis of the same name.
     """
     sizes = dict(zip(out_names, out_shape, strict=True))
-    mapping = _explicit_part(what, _context.mapping_in_force() or {}, sizes, mesh)
+    mapping = {n: mapped_on(what, n, mesh, AxisType.Explicit) for n in sizes if n in active_mapping()}
     wanted: dict[str, list[Entry]] = {}
     for names, entries in operands:
         for name, entry in _asked(dict(zip(names, entries, strict=True)), sizes, mesh, heirs).items():
@@ -66,29 +76,13 @@ def place(
             raise ValueError(_disagreement(what, name, choices, mesh))
         if len(choices) == 1:
             # A resized axis that its mesh axes do not divide any more comes out whole.
-            chosen[name] = mesh_axes(choices[0]) if sizes[name] % parts(mesh, choices[0]) == 0 else ()
+            chosen[name] = mesh_axes(choices[0]) if sizes[name] % shard_count(mesh, choices[0]) == 0 else ()
         else:
             chosen[name] = mapping.get(name, ()) if choices or name not in seen else ()
-            if sizes[name] % parts(mesh, chosen[name]):
+            if sizes[name] % shard_count(mesh, chosen[name]):
                 raise ValueError(_indivisible(what, name, sizes[name], chosen[name], mesh))
     _settle_collisions(what, chosen, mapping, mesh)
     return spec_of(chosen.values())
-
-
-def _explicit_part(
-    what: str, mapping: Mapping[str, Entry], sizes: Mapping[str, int], mesh: AbstractMesh
-) -> dict[str, tuple[str, ...]]:
-    """What a mapping says about the axes of an output, as far as Explicit mesh axes go."""
-    explicit = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
-    found = {}
-    for name in sizes:
-        if name in mapping:
-            axes = mesh_axes(mapping[name])
-            for axis in axes:
-                if axis not in mesh.shape:
-                    raise ValueError(_errors.unknown_mesh_axis(what, name, axis, mesh))
-            found[name] = tuple(a for a in axes if a in explicit)
-    return found
 
 
 def _settle_collisions(
@@ -116,7 +110,7 @@ def _asked(
     for name, candidates in heirs.items():
         left = [n for n in candidates if n in sizes]
         for axis in mesh_axes(placed.get(name)):
-            while left and sizes[left[0]] % parts(mesh, (*inherited.get(left[0], ()), axis)):
+            while left and sizes[left[0]] % shard_count(mesh, (*inherited.get(left[0], ()), axis)):
                 left.pop(0)
             if left:
                 inherited[left[0]] = (*inherited.get(left[0], ()), axis)
@@ -157,10 +151,9 @@ def run(
     if native and not several and _agree(out_names, specs[0], operands):
         return fn(*arrays)
     shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
-    explicit = tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit)
     placed = jax.sharding.auto_axes(
         lambda *xs: tuple(fn(*xs)) if several else fn(*xs),
-        axes=explicit,
+        axes=axes_of_type(mesh, AxisType.Explicit),
         out_sharding=shardings if several else shardings[0],
     )
     return placed(*arrays)

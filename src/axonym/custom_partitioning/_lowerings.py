@@ -25,13 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._jax_versions import INLINE, varying_axes
-from .._mesh_axes import mesh_axes
+from .._jax_versions import varying_axes
+from .._mesh_axes import axes_of_type, restricted
+from .._per_device import run_per_device
 from ..manual._axis_environment import in_force
 from ..sharding.meshes import AnyMesh
-from ..sharding.shard import shard
 from .rule import WHOLE, Infer, Rule, Splits
 
 Arrays = tuple[Any, ...]
@@ -152,23 +152,17 @@ def by_hand(operation: Operation, mesh: AnyMesh, splits: Splits, *arrays: Any) -
         arrays: the operands.
     """
     rule = operation.rule
-    around = set(getattr(mesh, "manual_axes", ()))
-    specs = tuple(rule.spec(term, splits) for term in rule.operands)
     checked = any(varying_axes(x) for x in arrays)
-    if AxisType.Explicit in mesh.axis_types:
-        arrays = tuple(shard(list(arrays), list(specs), mesh))
-    mapped = jax.shard_map(
-        operation.on_part(mesh, splits, checked),
-        mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
-        in_specs=specs,
-        out_specs=tuple(rule.spec(term, splits) for term in rule.results),
-        axis_names=set(mesh.axis_names) - around if around else set(),
-        check_vma=checked,
+    return tuple(
+        run_per_device(
+            operation.on_part(mesh, splits, checked),
+            arrays,
+            [rule.spec(term, splits) for term in rule.operands],
+            tuple(rule.spec(term, splits) for term in rule.results),
+            mesh,
+            check_vma=checked,
+        )
     )
-    if around:
-        # Inside another one that runs eagerly, JAX fails on what is the same on all devices of the outer mesh axes.
-        mapped = jax.jit(mapped, inline=INLINE)
-    return tuple(mapped(*arrays))
 
 
 def all_manual(mesh: AnyMesh) -> AbstractMesh:
@@ -212,9 +206,7 @@ def _entries(x: Any, mesh: Mesh) -> tuple[Any, ...]:
     return tuple(entries)
 
 
-def explicit_entries(x: Any) -> tuple[Any, ...]:
-    """How an array is split over Explicit mesh axes, one entry for each dimension."""
-    kind = jax.typeof(x).sharding
-    explicit = {a for a, t in zip(kind.mesh.axis_names, kind.mesh.axis_types, strict=True) if t == AxisType.Explicit}
-    found = [tuple(a for a in mesh_axes(entry) if a in explicit) for entry in kind.spec]
-    return tuple(axes or None for axes in found)
+def explicit_entries(x: Any) -> PartitionSpec:
+    """How an array is sharded over Explicit mesh axes, one entry for each dimension."""
+    sharding = jax.typeof(x).sharding
+    return restricted(sharding.spec, axes_of_type(sharding.mesh, AxisType.Explicit))

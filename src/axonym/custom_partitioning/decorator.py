@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from .. import _context, _errors
 from .._jax_versions import INLINE
 from .._kernels import transpose_to
-from .._mesh_axes import explicit_mesh, mesh_axes
+from .._mesh_axes import axes_of_type, explicit_mesh, mapped_on, mesh_axes
 from .._static import Static
 from ..array import NamedArray, is_named_array, wrap
 from ..axis import Names
@@ -426,16 +426,15 @@ def _left_to_partitioner(operation: Operation, *arrays: Any) -> Arrays:
     return call(*arrays)
 
 
-def _splits(operation: Operation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]], arrays: Sequence[Any]) -> Splits:
+def _splits(operation: Operation, mesh: AnyMesh, known: Sequence[Sequence[Any]], arrays: Sequence[Any]) -> Splits:
     """How an operation is split where that must be known: as types say, and for Auto mesh axes as the mapping says."""
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    auto = {a for a, t in types.items() if t == AxisType.Auto}
-    mapping = _context.mapping_in_force()
-    if mapping is None and operation.infer is None and any(mesh.shape[a] > 1 for a in auto):
-        over = ", ".join(f"{a}={mesh.shape[a]}" for a in mesh.axis_names if a in auto)
+    auto = axes_of_type(mesh, AxisType.Auto)
+    unmapped = _context.mapping_in_force() is None
+    if unmapped and operation.infer is None and any(mesh.shape[a] > 1 for a in auto):
+        over = ", ".join(f"{a}={mesh.shape[a]}" for a in auto)
         reason = (
             "the operation is differentiated"
-            if len(auto) == len(types)
+            if len(auto) == len(mesh.axis_names)
             else "other mesh axes are Explicit, or handled by hand"
         )
         raise ValueError(
@@ -447,11 +446,8 @@ def _splits(operation: Operation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]
     for i in sorted(range(len(arrays)), key=lambda i: -np.prod(jnp.shape(arrays[i]), dtype=float)):
         entries = []
         for dimension, entry in zip(rule.operands[i], known[i], strict=True):
-            wanted = mesh_axes((mapping or {}).get(_axis_of(rule, dimension)))
-            if unknown := [a for a in wanted if a not in types]:
-                name = _axis_of(rule, dimension)
-                raise ValueError(_errors.unknown_mesh_axis(operation.what, name, unknown[0], mesh))
-            entries.append((*mesh_axes(entry), *(a for a in wanted if a in auto)))
+            mapped = mapped_on(operation.what, _axis_of(rule, dimension), mesh, AxisType.Auto)
+            entries.append((*mesh_axes(entry), *mapped))
         found[i] = entries
     derived = rule.splits(mesh.shape, [(rule.operands[i], entries) for i, entries in found.items()])
     of_operands = [entries for _, entries in sorted(found.items())]

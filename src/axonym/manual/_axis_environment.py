@@ -11,21 +11,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh
 
-from .. import _context, _errors
+from .. import _errors
 from .._jax_versions import varying_axes
-from .._mesh_axes import mesh_axes
+from .._mesh_axes import Axes, active_mapping, mapped_axes, mesh_axes, shard_count
 from ..array import NamedArray
 from ..axis import Axis
 from ..sharding.mapping import ResourceAxis
-
-Axes = tuple[str, ...]
 
 
 class MeshAxis(str):
@@ -145,7 +142,7 @@ def declared(name: str) -> list[Axes]:
 def _mapped(name: str) -> Axes:
     """The mesh axes handled by hand that an axis is mapped to."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    return tuple(a for a in mesh_axes((_context.mapping_in_force() or {}).get(name)) if a in manual)
+    return tuple(a for a in mapped_axes(name) if a in manual)
 
 
 def of_size_one() -> set[str]:
@@ -185,7 +182,7 @@ def axes_that_split(what: str, name: str) -> Axes | None:
 
 def split_here() -> dict[str, Axes]:
     """The logical axes that are split, with the mesh axes that split them."""
-    view, mapping = view_in_force(), _context.mapping_in_force() or {}
+    view, mapping = view_in_force(), active_mapping()
     found = {p.name: p.axes for p in view.parts if p.axes}
     return found | {n: mesh_axes(e) for n, e in mapping.items() if e is not None and n not in found}
 
@@ -230,7 +227,7 @@ def _one_part(name: str) -> bool:
 
 
 def _logical_names() -> set[str]:
-    return {p.name for p in view_in_force().parts} | set(_context.mapping_in_force() or {})
+    return {p.name for p in view_in_force().parts} | set(active_mapping())
 
 
 def _split_over(what: str, name: str) -> Axes:
@@ -242,7 +239,7 @@ def _split_over(what: str, name: str) -> Axes:
             f"{what}: the arguments split axis {name!r} in several ways, over {ways}. Say which one is meant by its "
             "mesh axis."
         )
-    return splits[0] if splits else mesh_axes((_context.mapping_in_force() or {}).get(name))
+    return splits[0] if splits else mapped_axes(name)
 
 
 def _manual(what: str, words: Words, axes: Axes) -> Axes:
@@ -290,8 +287,7 @@ def _listed(names: Iterable[str]) -> str:
 
 def count(axes: Axes) -> int:
     """Over how many devices some mesh axes go."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[a] for a in axes)
+    return shard_count(jax.sharding.get_abstract_mesh(), axes)
 
 
 def require_varying(what: str, x: Any, axes: Axes, consequence: str) -> None:

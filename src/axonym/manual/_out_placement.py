@@ -19,10 +19,10 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from .. import _context, _errors
+from .. import _context, _errors, _mesh_axes
 from .._context import Entry
 from .._jax_versions import varying_axes
-from .._mesh_axes import entry_of, mesh_axes, spec_of
+from .._mesh_axes import active_mapping, axes_in, entry_of, mapped_axes, mesh_axes
 from ..array import NamedArray, wrap
 from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Leaf, Placement, Rule, check_entries, is_placement, resolve
@@ -33,7 +33,7 @@ def restricted(spec: PartitionSpec, manual: Collection[str]) -> PartitionSpec:
     """The part of a spec that speaks of some mesh axes."""
     if PartitionSpec.UNCONSTRAINED in tuple(spec):
         raise ValueError(f"shard_map: {spec} leaves a dimension to the partitioner, but it is split by hand here.")
-    return spec_of(tuple(a for a in mesh_axes(entry) if a in manual) for entry in spec)
+    return _mesh_axes.restricted(spec, manual)
 
 
 def place_results(
@@ -49,7 +49,7 @@ def place_results(
         what: the operation, for messages.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    mapping = _context.mapping_in_force() or {}
+    mapping = active_mapping()
     with _context.in_force(None):  # so that what has no placement of its own is left without a spec
         leaves, structure = resolve(result, placement, mesh, what)
         by_position = _by_position(result, placement, mesh, what)
@@ -104,7 +104,7 @@ def _by_name(leaf: Leaf, view: View, mapping: Mapping[str, Entry]) -> tuple[Part
                 f"{_described(leaf)}: by the arguments, axis {name!r} of size {size} could be {listed}. Say which with "
                 "`out_specs`."
             )
-        axes = ways[0] if ways else mesh_axes(mapping.get(name))
+        axes = ways[0] if ways else mapped_axes(name, mapping)
         # Sizes do not tell what a mesh axis of size one splits; where two axes could be it, neither matters.
         axes = tuple(a for a in axes if a not in taken or a not in of_size_one())
         taken.update(axes)
@@ -131,7 +131,7 @@ def _held_to(
         return leaf.value, []
     value = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
     varies = varying_axes(value) & set(manual)
-    used = {a for entry in spec for a in mesh_axes(entry)}
+    used = set(axes_in(spec))
     problems = []
     if lost := sorted(varies - used - of_size_one()):
         problems.append(

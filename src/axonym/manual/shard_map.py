@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from .. import _context, _errors
-from .._jax_versions import INLINE
-from .._mesh_axes import mesh_axes
+from .._mesh_axes import axes_in, mesh_axes, shard_count
 from .._parameter_names import parameter_names
+from .._per_device import run_per_device
 from ..array import NamedArray, wrap
 from ..sharding.mapping import ResourceMapping, axis_mapping
 from ..sharding.meshes import AnyMesh, as_seen_here, current_mesh
 from ..sharding.placement import Leaf, Placement, is_placement, resolve
-from ..sharding.shard import shard
 from ._axis_environment import Part, View, describe_axes, in_force, interned, layouts, split_here, view_in_force
 from ._out_placement import place_results, restricted
 
@@ -167,20 +165,10 @@ class _Call:
             return _arrays(found)
 
         body.__name__ = body.__qualname__ = self._name
-        mapped = jax.shard_map(
-            body,
-            # Made afresh on each call, since JAX keeps the mesh that it finds in force on the first.
-            mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
-            in_specs=tuple(leaf.spec for leaf in leaves if leaf.spec is not None),
-            out_specs=out_specs,
-            # What all of them are, JAX knows: a `vmap` over an axis that is split over an Explicit one takes that.
-            axis_names=set() if manual == set(mesh.axis_names) else set(manual),
-            check_vma=self._check_vma,
+        in_specs = [leaf.spec for leaf in leaves if leaf.spec is not None]
+        whole = run_per_device(
+            body, _arrays(leaves), in_specs, out_specs, mesh, axis_names=manual, check_vma=self._check_vma
         )
-        if getattr(mesh, "manual_axes", ()):
-            # Inside another one that runs eagerly, JAX fails on what is the same on all devices of the outer mesh axes.
-            mapped = jax.jit(mapped, inline=INLINE)
-        whole = mapped(*_laid_out(leaves, mesh, manual))
         found, out_structure = results
         return jax.tree.unflatten(out_structure, _with_arrays(found, whole))
 
@@ -292,26 +280,11 @@ def _view_of(leaves: Sequence[Leaf], mesh: AnyMesh, checked: bool) -> View:
         if leaf.spec is not None:
             for name, size, entry in zip(leaf.names or (), leaf.shape or (), leaf.spec, strict=False):
                 axes = mesh_axes(entry)
-                local = size // math.prod(mesh.shape[a] for a in axes)
+                local = size // shard_count(mesh, axes)
                 of_parts = [Part(name, f.size, local, f.now + axes) for f in layouts(name, size) if f.now]
                 parts.update(of_parts or [Part(name, size, local, axes)])
     names = {p.name for p in parts}
     return interned(frozenset(parts.union(p for p in around.parts if p.name not in names)), checked)
-
-
-def _laid_out(leaves: Sequence[Leaf], mesh: AnyMesh, manual: frozenset[str]) -> list[Any]:
-    """The arrays of the arguments. On Explicit mesh axes, they must lie by their specs before they come apart."""
-    arrays = _arrays(leaves)
-    explicit = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit}
-    if not explicit & manual:
-        return arrays
-    specs = []
-    for x, leaf in zip(arrays, (leaf for leaf in leaves if leaf.spec is not None), strict=True):
-        has = jax.typeof(x).sharding.spec
-        # What is left to the partitioner stays as it is.
-        kept = [tuple(a for a in mesh_axes(entry) if a in explicit - manual) for entry in has]
-        specs.append(PartitionSpec(*((*mesh_axes(e), *k) or None for e, k in zip(leaf.spec or (), kept, strict=True))))
-    return shard(arrays, specs, mesh)
 
 
 def _check_not_split(leaf: Leaf, manual: Collection[str], what: str) -> None:
@@ -322,7 +295,7 @@ def _check_not_split(leaf: Leaf, manual: Collection[str], what: str) -> None:
     # On Auto mesh axes the type does not tell, but an array that is there does.
     if isinstance(leaf.value, jax.Array) and not isinstance(leaf.value, Tracer):
         spec = getattr(leaf.value.sharding, "spec", spec)
-    if any(a in manual for entry in spec for a in mesh_axes(entry)):
+    if any(a in manual for a in axes_in(spec)):
         raise ValueError(
             f"{what}: {leaf.path} {leaf.shape} is a raw array that is split, {spec}. Say with `in_specs` how it comes "
             f"apart: that, or PartitionSpec() for the whole of it on every device."

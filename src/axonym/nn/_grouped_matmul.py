@@ -7,18 +7,29 @@ if the groups are sharded, partial results are summed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from .. import _context, _kernels, _mesh_axes
-from .._mesh_axes import mesh_axes
+from .. import _kernels
+from .._mesh_axes import (
+    Axes,
+    axes_in,
+    axes_of_type,
+    entries_of,
+    explicit_mesh,
+    fits,
+    mapped_axes,
+    mesh_around,
+    mesh_axes,
+    reshard,
+    spec_of,
+    storage_mapping,
+)
+from .._per_device import run_per_device, varying_over
 from ..axis import Names
-
-Axes = tuple[str, ...]
 
 
 class Grouped(NamedTuple):
@@ -59,8 +70,8 @@ class Grouped(NamedTuple):
 
     def whole(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
         """The product of operands that are handed to the partitioner, or not split."""
-        mesh = _mesh_axes.explicit_mesh((x, weight, sizes)) or jax.sharding.get_abstract_mesh()
-        explicit = tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit)
+        mesh = mesh_around((x, weight, sizes))
+        explicit = axes_of_type(mesh, AxisType.Explicit)
         if not explicit:
             return self.multiply(x, weight, sizes)
         # On an Explicit mesh, JAX does not infer the sharding of the result, even if all operands are replicated.
@@ -70,27 +81,22 @@ class Grouped(NamedTuple):
 
     def by_device(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array | None:
         """The product device by device; None where neither rows nor groups are split, or not so that this works."""
-        mesh = _mesh_axes.explicit_mesh((x, weight, sizes)) or jax.sharding.get_abstract_mesh()
+        mesh = mesh_around((x, weight, sizes))
         if mesh.empty or AxisType.Manual in mesh.axis_types:
             return None
         split = _split(self, x, weight, mesh)
         if split is None:
             return None
-        operands = [x, weight, sizes]
-        specs = (split.of_rows, split.of_weight, PartitionSpec(None))
-        if AxisType.Explicit in mesh.axis_types:
-            operands = [_reshard(a, spec, mesh) for a, spec in zip(operands, specs, strict=True)]
-        around = jax.sharding.get_abstract_mesh()
-        fn = jax.shard_map(
+        y = run_per_device(
             split.local,
-            mesh=mesh if around.empty else None,
-            in_specs=specs,
-            out_specs=split.of_result,
+            (x, weight, sizes),
+            (split.of_rows, split.of_weight, PartitionSpec(None)),
+            split.of_result,
+            mesh,
             check_vma=not self.use_gmm,  # the kernel does not tell over what its result varies
         )
-        y = fn(*operands)
         # On Auto mesh axes, where the result goes is up to what uses it.
-        return _reshard(y, split.wanted, mesh) if AxisType.Explicit in mesh.axis_types else y
+        return reshard(y, split.wanted, mesh)
 
 
 def _split(product: Grouped, x: jax.Array, weight: jax.Array, mesh: AbstractMesh) -> _Split | None:
@@ -107,12 +113,12 @@ def _split(product: Grouped, x: jax.Array, weight: jax.Array, mesh: AbstractMesh
     summed = summed if summed == weight_summed else ()
     out = in_weight[product.out]
     out = () if {*out} & {*rows, *summed} else out
-    of_rows = _mesh_axes.spec_of(in_rows[n] for n in product.names)
-    of_weight = _mesh_axes.spec_of(in_weight[n] for n in product.weight_names)
-    if not (_fits(of_rows, x.shape, mesh) and _fits(of_weight, weight.shape, mesh)):
+    of_rows = spec_of(in_rows[n] for n in product.names)
+    of_weight = spec_of(in_weight[n] for n in product.weight_names)
+    if not (fits(of_rows, x.shape, mesh) and fits(of_weight, weight.shape, mesh)):
         return None
     wanted = {product.rows: rows_of_result, product.out: out}
-    placed = _mesh_axes.spec_of(wanted[n] for n in product.out_names)
+    placed = spec_of(wanted[n] for n in product.out_names)
     return _Split(product, rows, groups, shared, summed, out, of_rows, of_weight, placed)
 
 
@@ -135,7 +141,7 @@ class _Split(NamedTuple):
     @property
     def of_result(self) -> PartitionSpec:
         placed = {self.product.rows: self.rows, self.product.out: self.out}
-        return _mesh_axes.spec_of(placed[n] for n in self.product.out_names)
+        return spec_of(placed[n] for n in self.product.out_names)
 
     def local(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
         """Multiply the local shards, inside `shard_map`."""
@@ -145,8 +151,7 @@ class _Split(NamedTuple):
         x = _gathered(x, product.names, self.of_rows, keep)
         # It varies over all that the rows vary over before it is gathered, so that its gradient is split before it is
         # summed over the rest.
-        others = tuple(a for a in self.rows if a not in _axes_in(self.of_weight))
-        weight = jax.lax.pcast(weight, others, to="varying") if others else weight
+        weight = varying_over(weight, [a for a in self.rows if a not in axes_in(self.of_weight)])
         keep = {product.groups: self.groups, product.summed[1]: self.summed, product.out: self.out}
         weight = _gathered(weight, product.weight_names, self.of_weight, keep)
         if self.shared:
@@ -179,13 +184,12 @@ class _Split(NamedTuple):
 def _lies(product: Grouped, x: jax.Array, weight: jax.Array) -> tuple[dict[str, Axes], dict[str, Axes]]:
     """Return the mesh axes that each axis of the rows, and of the matrices, is sharded over."""
     each = (product.names, x), (product.weight_names, weight)
-    if _mesh_axes.explicit_mesh((x, weight)) is not None:
-        found = [dict(zip(names, map(mesh_axes, _mesh_axes.entries_of(a)), strict=True)) for names, a in each]
+    if explicit_mesh((x, weight)) is not None:
+        found = [dict(zip(names, map(mesh_axes, entries_of(a)), strict=True)) for names, a in each]
         return found[0], found[1]
-    settings = _context.settings_in_force()
-    mapping, parameters = ({}, {}) if settings is None else (settings.mapping, settings.parameters or {})
-    in_rows = {n: mesh_axes(mapping.get(n)) for n in product.names}
-    return in_rows, {n: mesh_axes(parameters.get(n, mapping.get(n))) for n in product.weight_names}
+    storage = storage_mapping()
+    in_weight = {n: mesh_axes(storage[n]) if n in storage else mapped_axes(n) for n in product.weight_names}
+    return {n: mapped_axes(n) for n in product.names}, in_weight
 
 
 def _gathered(x: jax.Array, names: Names, spec: PartitionSpec, keep: dict[str, Axes]) -> jax.Array:
@@ -202,20 +206,6 @@ def _last_common(first: Axes, second: Axes) -> Axes:
     while count < len(first) and first[-1 - count] in second:
         count += 1
     return first[len(first) - count :]
-
-
-def _axes_in(spec: PartitionSpec) -> set[str]:
-    return {a for entry in spec for a in mesh_axes(entry)}
-
-
-def _fits(spec: PartitionSpec, shape: Sequence[int], mesh: AbstractMesh) -> bool:
-    used = [a for entry in spec for a in mesh_axes(entry)]
-    known = all(a in mesh.shape for a in used) and len(set(used)) == len(used)
-    return known and all(size % _mesh_axes.parts(mesh, entry) == 0 for size, entry in zip(shape, spec, strict=True))
-
-
-def _reshard(x: jax.Array, spec: PartitionSpec, mesh: AbstractMesh) -> jax.Array:
-    return x if jax.typeof(x).sharding.spec == spec else jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
 # --- Pallas ---

@@ -12,9 +12,11 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
-from .. import _kernels, _mesh_axes, _output_sharding
+from .. import _kernels, _output_sharding
+from .._mesh_axes import entries_of, explicit_mesh, reshard
+from .._per_device import run_per_device
 from ..axis import AxisSelection, Names
 
 
@@ -41,13 +43,13 @@ def make_along_kernel(
     """
 
     def positional(*arrays):
-        mesh = _mesh_axes.explicit_mesh(arrays)
+        mesh = explicit_mesh(arrays)
         if mesh is None:
             return fn(*arrays)
         if any(t != AxisType.Explicit for t in mesh.axis_types):
             # JAX cannot differentiate a `shard_map` over some of the mesh axes only.
             return _output_sharding.run(what, fn, in_names, out_names, arrays, heirs=heirs)
-        operands = [(names, _mesh_axes.entries_of(x)) for names, x in zip(in_names, arrays, strict=True)]
+        operands = [(names, entries_of(x)) for names, x in zip(in_names, arrays, strict=True)]
         shapes = jax.eval_shape(fn, *(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in arrays))
         several = isinstance(shapes, tuple)
         each = tuple(zip(out_names, shapes, strict=True)) if several else ((out_names, shapes),)
@@ -60,14 +62,8 @@ def make_along_kernel(
 
         in_specs = tuple(local(names) for names in in_names)
         out_specs = tuple(local(names) for names, _ in placed)
-        parts = (_placed(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, in_specs, strict=True))
-        sharded = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs if several else out_specs[0])
-        found = sharded(*parts)
-        wanted = [NamedSharding(mesh, spec) for _, spec in placed]
-        return tuple(map(_placed, found, wanted)) if several else _placed(found, wanted[0])
+        found = run_per_device(fn, arrays, in_specs, out_specs if several else out_specs[0], mesh)
+        results = [reshard(y, spec, mesh) for y, (_, spec) in zip(found if several else [found], placed, strict=True)]
+        return tuple(results) if several else results[0]
 
     return _kernels.make_kernel(what, positional, in_names, out_names, mesh_aware=True, selection=selection)
-
-
-def _placed(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    return x if jax.typeof(x).sharding.spec == sharding.spec else jax.sharding.reshard(x, sharding)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
-from .. import _fsdp_ops, _kernels, _mesh_axes, _output_sharding
+from .. import _fsdp_ops, _kernels, _output_sharding
+from .._mesh_axes import entries_of, explicit_mesh
 from ..axis import Axis, Names
 
 DotGeneral = Callable[..., jax.Array]
@@ -50,7 +51,7 @@ def contract_with(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGener
     """A contraction with another `dot_general`. It may carry arrays of its own, so nothing about it is cached."""
     _kernels.check_operands(plan.what, plan.in_names, arrays)
     _kernels.check_selection(plan.what, plan.in_names, arrays, plan.sized)
-    if _mesh_axes.explicit_mesh(arrays) is None:
+    if explicit_mesh(arrays) is None:
         return contract(plan, arrays, dot_general)
     # The partitioner takes the function, so the arrays in it have to be operands like the others.
     parts, tree = jax.tree.flatten(dot_general)
@@ -124,7 +125,7 @@ def _multiply(
     pair = _Pair(plan, left.names, right.names, batch, summed, names, layout, dot_general)
     arrays = (left.array, right.array)
     product = _fsdp_ops.gathered(pair.multiply, (left.names, right.names), layout, *arrays, summed=summed)
-    return _Term(layout, pair.multiply(*arrays, mesh=_mesh_axes.explicit_mesh(arrays)) if product is None else product)
+    return _Term(layout, pair.multiply(*arrays, mesh=explicit_mesh(arrays)) if product is None else product)
 
 
 class _Pair(NamedTuple):
@@ -158,7 +159,7 @@ class _Pair(NamedTuple):
         if mesh is not None and self.dot_general is jax.lax.dot_general:
             # Where a summed axis is split, JAX asks how the result should be: as its axes are in the operands.
             sizes = dict(zip((*self.left, *self.right), (*left.shape, *right.shape), strict=True))
-            operands = [(self.left, _mesh_axes.entries_of(left)), (self.right, _mesh_axes.entries_of(right))]
+            operands = [(self.left, entries_of(left)), (self.right, entries_of(right))]
             spec = _output_sharding.place(self.plan.what, self.names, [sizes[n] for n in self.names], operands, mesh)
             options["out_sharding"] = NamedSharding(mesh, spec)
         product = self.dot_general(left, right, dimensions, **options)

@@ -17,11 +17,11 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
 
-from .. import _errors, _kernels, _mesh_axes, _output_sharding
+from .. import _errors, _kernels, _output_sharding
 from .._jax_versions import INLINE
-from .._mesh_axes import spec_of
+from .._mesh_axes import axes_of_type, entries_of, explicit_mesh, restricted
 from ..array import NamedArray, NamedOrNumeric, resolve as resolve_axes, wrap
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec
 from ..ops._operands import distinct, dtype_key, one_axis, operand
@@ -201,25 +201,19 @@ def run_placed(
     out: tuple[Axis, ...],
 ) -> jax.Array:
     """Call `fn(key, *arrays)` so that its result is made where the mapping in force puts it."""
-    mesh = _mesh_axes.explicit_mesh(arrays)
-    if mesh is None:
-        mesh = current_mesh()
+    mesh = explicit_mesh(arrays) or current_mesh()
     if mesh is None:
         return fn(key, *arrays)
     names, sizes = tuple(a.name for a in out), tuple(a.size for a in out)
     # Before anything is drawn, so that what is wrong with the mapping is said by name.
     leaves, _ = resolve(wrap(jax.ShapeDtypeStruct(sizes, jnp.bool_), names), None, mesh, what)
-    explicit = tuple(a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit)
+    explicit = axes_of_type(mesh, AxisType.Explicit)
     placed: Any = fn
     if explicit:
-        operands = [(n, _mesh_axes.entries_of(x)) for n, x in zip(in_names, arrays, strict=True)]
+        operands = [(n, entries_of(x)) for n, x in zip(in_names, arrays, strict=True)]
         spec = leaves[0].spec
-        spec = _output_sharding.place(what, names, sizes, operands, mesh) if spec is None else _part(spec, explicit)
+        if spec is None:
+            spec = _output_sharding.place(what, names, sizes, operands, mesh)
+        spec = restricted(spec, explicit)
         placed = jax.sharding.auto_axes(fn, axes=explicit, out_sharding=NamedSharding(mesh, spec))
     return shard_quietly(wrap(placed(key, *arrays), names), None, what).array
-
-
-def _part(spec: PartitionSpec, mesh_axes: Sequence[str]) -> PartitionSpec:
-    """What a spec says about some of the mesh axes."""
-    entries = [tuple(a for a in _mesh_axes.mesh_axes(entry) if a in mesh_axes) for entry in spec]
-    return spec_of(entries)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from .. import _context, _errors
-from .._mesh_axes import mesh_axes
+from .. import _errors
+from .._mesh_axes import mapped_on
+from .._per_device import run_per_device
 from ..array import NamedArray, is_named_array, resolve, wrap
 from ..axis import Axis, AxisSelector
 from ..ops._operands import one_axis, private
@@ -133,16 +134,19 @@ def _generate(
 
     def draw(key: Any, *arrays: Any) -> jax.Array:
         keys = jax.random.split(key, along.size)
-        split = _splitting_axes(along)
-        if not split:
+        mesh = current_mesh()
+        over = () if mesh is None else mapped_on(what, along.name, mesh, AxisType.Auto, AxisType.Explicit)
+        if mesh is None or not over:
             return blocks(keys, *arrays)
-        return jax.shard_map(
+        return run_per_device(
             blocks,
-            in_specs=tuple(PartitionSpec() if i is None else PartitionSpec(*(None,) * i, split) for i in in_axes),
-            out_specs=PartitionSpec(*(None,) * position, split),
-            axis_names=set(split),
+            (keys, *arrays),
+            [PartitionSpec() if i is None else PartitionSpec(*(None,) * i, over) for i in in_axes],
+            PartitionSpec(*(None,) * position, over),
+            mesh,
+            axis_names=over,
             check_vma=False,  # `fn` is any function: its loops need not say that what they carry varies
-        )(keys, *arrays)
+        )
 
     of_block = _axes_of_block(block, key, arguments)
     out = new_axes(what, (*of_block[:position], along, *of_block[position:]))
@@ -158,16 +162,6 @@ def _axes_of_block(block: Callable[..., NamedArray], key: Any, arguments: _Argum
     ]
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # where a block lies does not matter here
         return jax.eval_shape(block, jax.ShapeDtypeStruct(key.shape, key.dtype), *shapes).axes
-
-
-def _splitting_axes(along: Axis) -> tuple[str, ...]:
-    """The mesh axes over which the mapping in force splits an axis, those left out that are handled by hand."""
-    mesh = current_mesh()
-    entry = (_context.mapping_in_force() or {}).get(along.name)
-    if mesh is None:
-        return ()
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return tuple(a for a in mesh_axes(entry) if types[a] != AxisType.Manual)
 
 
 def _for_each(

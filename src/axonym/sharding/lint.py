@@ -7,7 +7,7 @@ import math
 from typing import Any, Literal
 
 from .. import _errors
-from .._mesh_axes import mesh_axes
+from .._mesh_axes import axes_in, mesh_axes, shard_count
 from ..array import NamedArray
 from .mapping import ResourceMapping
 from .meshes import AnyMesh, current_mesh
@@ -97,7 +97,7 @@ def lint_mapping(
         findings += [Finding("problem", leaf.path, p) for p in problems]
         if mesh is None or problems or _bytes(leaf) < large or _devices(mesh) == 1:
             continue
-        if math.prod(mesh.shape[a] for entry in spec or () for a in mesh_axes(entry)) == 1:
+        if shard_count(mesh, axes_in(spec or ())) == 1:
             findings.append(Finding("replicated", leaf.path, _replicated(leaf, _devices(mesh))))
     return Report(tuple(findings), len(leaves))
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-AnyMesh: TypeAlias = Mesh | AbstractMesh
+from .._mesh_axes import AnyMesh as AnyMesh
 
 
 def current_mesh() -> AnyMesh | None:

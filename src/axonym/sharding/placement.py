@@ -17,7 +17,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -28,11 +27,20 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _context, _errors
 from .._context import Entry
-from .._mesh_axes import mesh_axes, spec_of
+from .._mesh_axes import (
+    AnyMesh,
+    active_mapping,
+    axes_of_type,
+    entries_by_name,
+    mapped_axes,
+    mesh_axes,
+    restricted,
+    shard_count,
+)
 from ..array import NamedArray, is_named_array
 from ..axis import Names, name_of
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
-from .meshes import AnyMesh, as_seen_here, current_mesh
+from .meshes import as_seen_here, current_mesh
 
 Placement: TypeAlias = Any
 """A resource mapping, a partition spec, a sharding, a rule, None, or a tree prefix of these."""
@@ -198,7 +206,7 @@ class ByRole(Rule):
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Mapping[str, Entry]:
         """The mapping that places a leaf."""
         at_rest, at_work = (
-            {n: mesh_axes(mapping.get(n)) for n in leaf.names or ()} for mapping in (self.parameters, self.rest)
+            {n: mapped_axes(n, mapping) for n in leaf.names or ()} for mapping in (self.parameters, self.rest)
         )
         own = {a for n, axes in at_rest.items() if n in self.parameters and axes != at_work[n] for a in axes}
         batch = {a for n, axes in at_work.items() if n not in self.parameters or axes == at_rest[n] for a in axes}
@@ -341,7 +349,7 @@ def entries_of(leaf: Leaf, placement: Placement) -> tuple[Entry, ...] | None:
         raise TypeError(f"A placement is a NamedSharding, not a {type(placement).__name__}: names need a mesh.")
     if placement is None or leaf.names is None:
         return None
-    return tuple(placement.get(n) for n in leaf.names)
+    return entries_by_name(leaf.names, placement)
 
 
 def check_entries(leaf: Leaf, entries: Sequence[Entry], mesh: AnyMesh | None) -> list[str]:
@@ -392,23 +400,20 @@ def _checked(
                 + _errors.suggestion(axis, mesh.axis_names)
             )
         if not unknown and axes:
-            manual = set(getattr(mesh, "manual_axes", ()))
-            parts = math.prod(mesh.shape[a] for a in axes if a not in manual)
-            if size % parts:
+            shards = shard_count(mesh, tuple(a for a in axes if a not in getattr(mesh, "manual_axes", ())))
+            if size % shards:
                 over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
                 problems.append(
-                    f"{array}: {name} of size {size} cannot be split over {over}: {size} is not a multiple of {parts}. "
-                    + _WAY_OUT[names is None].format(size=-(-size // parts) * parts)
+                    f"{array}: {name} of size {size} cannot be split over {over}: {size} is not a multiple of "
+                    f"{shards}. " + _WAY_OUT[names is None].format(size=-(-size // shards) * shards)
                 )
     return PartitionSpec(*entries), tuple(problems)
 
 
 def drop_manual(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
-    """The spec without the mesh axes that the surrounding code handles by hand, as inside `shard_map`."""
-    manual = {a for a, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Manual}
-    if not manual:
-        return spec
-    return spec_of(tuple(a for a in mesh_axes(entry) if a not in manual) for entry in spec)
+    """The spec without the mesh axes that are manual here, as inside `shard_map`."""
+    left = axes_of_type(mesh, AxisType.Auto, AxisType.Explicit)
+    return spec if len(left) == len(mesh.axis_names) else restricted(spec, left)
 
 
 # --- words ---
@@ -468,5 +473,5 @@ def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], what: str) -> 
 def mapping_of(placement: ResourceMapping | None) -> Mapping[str, Entry]:
     """A mapping given by hand, or the one in force."""
     if placement is None:
-        return _context.mapping_in_force() or {}
+        return active_mapping()
     return normalize_mapping(placement)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._mesh_axes import mesh_axes
+from .._mesh_axes import entries_by_name, mesh_axes, shard_count
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
 from .mapping import PhysicalAxisSpec, ResourceMapping
@@ -48,7 +47,7 @@ def physical_axis_size(
         return None
     mesh = required_mesh("physical_axis_size", mesh)
     check_mesh_axes("physical_axis_size", {name_of(axis): entry}, mesh)
-    return math.prod(mesh.shape[a] for a in mesh_axes(entry))
+    return shard_count(mesh, entry)
 
 
 def pspec_for_axis(axis: AxisSelection, mapping: ResourceMapping | None = None) -> PartitionSpec:
@@ -61,8 +60,7 @@ def pspec_for_axis(axis: AxisSelection, mapping: ResourceMapping | None = None) 
     >>> axn.sharding.pspec_for_axis(("batch", "embed"), {"batch": "data"})
     P('data', None)
     """
-    known = mapping_of(mapping)
-    return PartitionSpec(*(known.get(name_of(s)) for s in selectors(axis)))
+    return PartitionSpec(*entries_by_name(map(name_of, selectors(axis)), mapping_of(mapping)))
 
 
 def sharding_for_axis(
@@ -164,5 +162,5 @@ def round_axis_for_partitioning(
     """
     if mapping_of(mapping).get(axis.name) is None:
         return axis
-    parts = physical_axis_size(axis, mapping, mesh) or 1
-    return axis.resize(-(-axis.size // parts) * parts)
+    shards = physical_axis_size(axis, mapping, mesh) or 1
+    return axis.resize(-(-axis.size // shards) * shards)

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _errors
 from .._context import Entry
-from .._mesh_axes import mesh_axes
+from .._mesh_axes import mesh_axes, shard_count
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from .meshes import AnyMesh
 from .placement import Leaf, Placement, Rule, entries_of, is_placement
@@ -197,7 +197,7 @@ class FSDPShardingRule(ShardingRule):
             )
         if math.prod(shape) < self.min_fsdp_size:
             return PartitionSpec()
-        divisors = [1 if mesh is None else _parts(mesh, self.fsdp_axis_name), self.fsdp_axis_size or 1]
+        divisors = [1 if mesh is None else shard_count(mesh, self.fsdp_axis_name), self.fsdp_axis_size or 1]
         possible = [i for i, size in enumerate(shape) if size > 1 and not any(size % d for d in divisors)]
         if not possible:
             return PartitionSpec()
@@ -321,12 +321,8 @@ def _as_rule(placement: Placement) -> Placement:
     return MappingShardingRule(placement) if isinstance(placement, Mapping) else placement
 
 
-def _parts(mesh: AnyMesh, entry: Entry) -> int:
-    return math.prod(mesh.shape[a] for a in mesh_axes(entry))
-
-
 def _if_divided(mesh: AnyMesh, entry: Any, size: int) -> Any:
     """An entry of a spec, or None if its mesh axes do not divide the size. Unknown mesh axes are left to be found."""
     if entry is PartitionSpec.UNCONSTRAINED or any(a not in mesh.shape for a in mesh_axes(entry)):
         return entry
-    return entry if size % _parts(mesh, entry) == 0 else None
+    return entry if size % shard_count(mesh, entry) == 0 else None

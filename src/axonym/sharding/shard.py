@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .. import _context, _errors
 from .._jax_versions import INLINE, is_about_devices
-from .._mesh_axes import mesh_axes
+from .._mesh_axes import mesh_axes, types_of
 from .._parameter_names import by_parameter, parameter_names
 from ..array import NamedArray, wrap
 from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
@@ -263,7 +263,7 @@ def in_trace() -> bool:
 def _constrain(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
     by_hand = mesh != jax.sharding.get_abstract_mesh()
     spec = drop_manual(spec, mesh)
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    types = types_of(mesh)
     kinds = set(types.values())
     if AxisType.Explicit in kinds:
         spec = _closed(spec, jax.typeof(x).sharding)

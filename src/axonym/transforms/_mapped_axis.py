@@ -8,16 +8,15 @@ name is put there.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 
-from .. import _context, _errors
-from .._mesh_axes import entries_of, mesh_axes
+from .. import _errors
+from .._mesh_axes import entries_of, mapped_axes, mesh_axes, reshard, shard_count, types_of
 from ..array import NamedArray, is_named_array, wrap
 from ..axis import Axis, AxisSelector, Names, name_of
 from ..sharding.meshes import current_mesh
@@ -79,16 +78,14 @@ def spmd_axes(name: str, size: int) -> tuple[str, ...] | None:
 
 def mapped_to(name: str, size: int, kind: AxisType) -> tuple[str, ...]:
     """The mesh axes of a type to which the mapping in force sends an axis; none if it sends it to others as well."""
-    mapping = _context.mapping_in_force()
-    wanted = mesh_axes(mapping.get(name)) if mapping else ()
+    wanted = mapped_axes(name)
     mesh = current_mesh() if wanted else None
     if mesh is None:
         return ()
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    types = types_of(mesh)
     found = tuple(a for a in wanted if types.get(a) == kind)
     others = any(types.get(a) not in (None, kind, AxisType.Manual) for a in wanted)
-    divisible = size % math.prod(mesh.shape[a] for a in found) == 0
-    return found if divisible and not others else ()
+    return found if size % shard_count(mesh, found) == 0 and not others else ()
 
 
 def check_placed_elsewhere(what: str, sizes: Mapping[str, int], before: Sequence[Any], after: Sequence[Any]) -> None:
@@ -140,4 +137,4 @@ def whole_along(x: jax.Array, position: int) -> jax.Array:
     if entries[position] is None:
         return x
     entries[position] = None
-    return jax.sharding.reshard(x, PartitionSpec(*entries))
+    return reshard(x, entries, jax.typeof(x).sharding.mesh)

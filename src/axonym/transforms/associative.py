@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from .. import _errors, _mesh_axes
+from .. import _errors
 from .._jax_versions import INLINE
+from .._mesh_axes import entries_of, reshard
 from ..axis import Axis, AxisSelector
 from . import _mapped_axis
 from ._compiled import Functions, Getter, Held
@@ -88,15 +88,10 @@ def _build(functions: Getter, plan: _Plan, form: Form) -> Callable[..., Any]:
 
         results = jax.lax.associative_scan(combine, xs, plan.reverse, position)
         results = [jnp.moveaxis(y, position, p) for y, p in zip(results, plan.positions, strict=True)]
-        return [_placed_like(y, x) for y, x in zip(results, arrays, strict=True)]
+        return [reshard(y, entries_of(x), jax.typeof(x).sharding.mesh) for y, x in zip(results, arrays, strict=True)]
 
     run.__name__ = run.__qualname__ = "associative_scan"
     return jax.jit(run, inline=INLINE)
-
-
-def _placed_like(y: jax.Array, x: jax.Array) -> jax.Array:
-    entries = _mesh_axes.entries_of(x)
-    return y if _mesh_axes.entries_of(y) == entries else jax.sharding.reshard(y, PartitionSpec(*entries))
 
 
 def _array_paths(form: Form) -> list[str]:

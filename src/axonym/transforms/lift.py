@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from .. import _errors, _kernels
+from .._mesh_axes import mesh_around
 from ..array import NamedArray, wrap, wrap_result
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of
 from ..ops._operands import check_new_axis, private
@@ -142,7 +143,7 @@ def lift(
         try:
             return wrap_result(kernel.call(*held, *given.operands), kernel.names)
         except Exception as e:
-            explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+            explicit = AxisType.Explicit in mesh_around().axis_types
             if explicit and not str(e).startswith(what) and _closes_over_arrays(fn):
                 e.add_note(_CLOSES_OVER_ARRAYS.format(what=what))
             raise

@@ -18,8 +18,9 @@ from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .. import _errors, _mesh_axes, _output_sharding
+from .. import _errors, _output_sharding
 from .._jax_versions import INLINE
+from .._mesh_axes import entries_of, explicit_mesh, reshard
 from ..array import wrap
 from ..axis import Axis, AxisSelector, Names
 from . import _mapped_axis
@@ -291,14 +292,14 @@ def _split_again(
     what: str, name: str, y: jax.Array, names: Names | None, scanned: Sequence[tuple[jax.Array, int]]
 ) -> jax.Array:
     """An output placed along the axis as what was scanned."""
-    mesh = _mesh_axes.explicit_mesh([y, *(x for x, _ in scanned)])
+    mesh = explicit_mesh([y, *(x for x, _ in scanned)])
     if mesh is None:
         return y
     rest = names[1:] if names is not None else tuple(f"dimension {i}" for i in range(1, y.ndim))
-    entries = _mesh_axes.entries_of(y)
-    operands = [((name,), (_mesh_axes.entries_of(x)[p],)) for x, p in scanned]
+    entries = entries_of(y)
+    operands = [((name,), (entries_of(x)[p],)) for x, p in scanned]
     spec = _output_sharding.place(what, (name, *rest), y.shape, [*operands, (rest, entries[1:])], mesh)
-    return y if tuple(spec) == entries else jax.sharding.reshard(y, spec)
+    return reshard(y, spec, mesh)
 
 
 # --- words ---

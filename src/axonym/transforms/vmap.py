@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from .. import _errors, _mesh_axes, _output_sharding
-from .._mesh_axes import entry_of, mesh_axes
+from .. import _errors, _output_sharding
+from .._mesh_axes import axes_in, entries_of, explicit_mesh, reshard, restricted
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelection, Names, name_of, selectors
 from . import _mapped_axis
@@ -190,10 +189,10 @@ def _placed_alike(names: Names, sizes: Mapping[str, int], operands: Sequence[_Op
     JAX wants an axis that is mapped over to lie on the same mesh axes everywhere, and nothing else to lie on them.
     """
     arrays = [operand.array for operand in operands]
-    mesh = _mesh_axes.explicit_mesh(arrays)
+    mesh = explicit_mesh(arrays)
     if mesh is None:
         return arrays
-    entries = [_mesh_axes.entries_of(x) for x in arrays]
+    entries = [entries_of(x) for x in arrays]
     placed = []
     for operand, found in zip(operands, entries, strict=True):
         its_own = {n: found[d] for n, d in zip(names, operand.dims, strict=True) if d is not None}
@@ -201,15 +200,13 @@ def _placed_alike(names: Names, sizes: Mapping[str, int], operands: Sequence[_Op
     present = tuple(n for n in names if any(n in found for found, _ in placed))
     spec = _output_sharding.place("vmap", present, [sizes[n] for n in present], placed, mesh)
     chosen = dict(zip(present, spec, strict=True))
-    taken = {axis for entry in spec for axis in mesh_axes(entry)}
+    left = set(mesh.axis_names).difference(axes_in(spec))
     for i, (operand, found) in enumerate(zip(operands, entries, strict=True)):
-        left = (tuple(a for a in mesh_axes(entry) if a not in taken) for entry in found)
-        wanted = [entry_of(axes) for axes in left]
+        wanted = list(restricted(found, left))
         for name, dim in zip(names, operand.dims, strict=True):
             if dim is not None:
                 wanted[dim] = chosen[name]
-        if tuple(wanted) != found:
-            arrays[i] = jax.sharding.reshard(arrays[i], NamedSharding(mesh, PartitionSpec(*wanted)))
+        arrays[i] = reshard(arrays[i], wanted, mesh)
     return arrays
 
 

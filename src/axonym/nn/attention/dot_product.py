@@ -23,9 +23,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from ... import _errors, _kernels, _mesh_axes
+from ... import _errors, _kernels
+from ..._mesh_axes import axes_in, entries_of, entry_of, explicit_mesh, mesh_axes, reshard
 from ...array import NamedArray, resolve, wrap
 from ...axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 from ...ops._operands import dtype_key, require_named, require_subset
@@ -263,7 +263,7 @@ def _gather_shared_positions(x: NamedArray, KPos: Names, query: NamedArray) -> N
     If the positions of queries and keys are sharded over one mesh axis, the scores cannot be sharded over this axis
     twice. The sharding of the result follows that of the query. On Auto mesh axes, the partitioner decides.
     """
-    if _mesh_axes.explicit_mesh((x.array, query.array)) is None:
+    if explicit_mesh((x.array, query.array)) is None:
         return x
     kernel = _gather_kernel(x.names, query.names, KPos)
     return wrap(kernel.call(x.array, query.array), kernel.names)
@@ -272,12 +272,10 @@ def _gather_shared_positions(x: NamedArray, KPos: Names, query: NamedArray) -> N
 @_kernels.cached
 def _gather_kernel(names: Names, query_names: Names, KPos: Names) -> _kernels.Kernel:
     def positional(x: jax.Array, query: jax.Array) -> jax.Array:
-        taken = {a for entry in _mesh_axes.entries_of(query) for a in _mesh_axes.mesh_axes(entry)}
-        entries = dict(zip(names, _mesh_axes.entries_of(x), strict=True))
+        taken = axes_in(entries_of(query))
+        entries = dict(zip(names, entries_of(x), strict=True))
         for n in KPos:
-            left = tuple(a for a in _mesh_axes.mesh_axes(entries[n]) if a not in taken)
-            entries[n] = left if left else None
-        spec = PartitionSpec(*entries.values())
-        return x if spec == PartitionSpec(*_mesh_axes.entries_of(x)) else jax.sharding.reshard(x, spec)
+            entries[n] = entry_of([a for a in mesh_axes(entries[n]) if a not in taken])
+        return reshard(x, entries.values(), jax.typeof(x).sharding.mesh)
 
     return _kernels.make_kernel("attention", positional, (names, query_names), names, mesh_aware=True)

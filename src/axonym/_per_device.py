@@ -1,0 +1,72 @@
+"""Running an operation device by device: one way into `jax.shard_map` for all that the partitioner does less well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+from ._jax_versions import INLINE
+from ._mesh_axes import AnyMesh, Axes, axes_of_type, entries_of, mesh_axes, reshard, spec_of
+
+
+def run_per_device(
+    fn: Callable[..., Any],
+    arrays: Sequence[Any],
+    in_specs: Sequence[PartitionSpec],
+    out_specs: Any,
+    mesh: AnyMesh,
+    *,
+    axis_names: Collection[str] = (),
+    check_vma: bool = True,
+) -> Any:
+    """Call a function on the shards that each device has, under `jit`, eagerly, and inside of another `shard_map`.
+
+    Arguments:
+        fn: the function for one device, of shards.
+        arrays: the operands. On Explicit mesh axes they are resharded to `in_specs` first, as JAX asks for.
+        in_specs: how each operand is sharded; `axonym._mesh_axes.fits` tells whether it can be.
+        out_specs: how the results are sharded, in their structure. Looked at after `fn` has run.
+        mesh: the mesh.
+        axis_names: the mesh axes that are manual in `fn`; by default all that are not manual already.
+        check_vma: whether JAX keeps track of the mesh axes that values vary over.
+    """
+    around = set(getattr(mesh, "manual_axes", ()))
+    manual = set(axis_names) or set(mesh.axis_names) - around
+    mapped = jax.shard_map(
+        fn,
+        # Made afresh on each call, since JAX keeps the mesh that is active on the first.
+        mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
+        in_specs=tuple(in_specs),
+        out_specs=out_specs,
+        # An empty set are all of them. A `vmap` over an axis that is sharded over an Explicit one takes only that.
+        axis_names=set() if manual == set(mesh.axis_names) else manual,
+        check_vma=check_vma,
+    )
+    if around:
+        # Inside another one that runs eagerly, JAX fails on what is the same on all devices of the outer mesh axes.
+        mapped = jax.jit(mapped, inline=INLINE)
+    return mapped(*lay_out(arrays, in_specs, mesh, manual))
+
+
+def lay_out(
+    arrays: Sequence[Any], specs: Sequence[PartitionSpec], mesh: AnyMesh, manual: Collection[str]
+) -> Sequence[Any]:
+    """The operands sharded by their specs over the Explicit mesh axes that become manual, and over others as before."""
+    explicit = set(axes_of_type(mesh, AxisType.Explicit))
+    if not explicit.intersection(manual):
+        return arrays
+    laid_out = []
+    for x, spec in zip(arrays, specs, strict=True):
+        kept = [[a for a in mesh_axes(e) if a in explicit.difference(manual)] for e in entries_of(x)]
+        own = [mesh_axes(e) for e in (*spec, *(None,) * (len(kept) - len(spec)))]
+        laid_out.append(reshard(x, spec_of((*o, *k) for o, k in zip(own, kept, strict=True)), mesh))
+    return laid_out
+
+
+def varying_over(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """The array as one that is device-varying over some mesh axes, over which it is not."""
+    over: Axes = tuple(axes)
+    return jax.lax.pcast(x, over, to="varying") if over else x
