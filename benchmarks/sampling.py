@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 
 import axonym as axn
-from axonym.vocabulary import argmax, cross_entropy, sample, top_k
+from axonym import argmax, top_k
+from axonym.nn import cross_entropy_loss
+from axonym.vocabulary import sample
 from axonym.vocabulary.sampling import STEPS
 
 from .communication import bytes_moved_in_loops
@@ -44,7 +46,7 @@ def rows() -> list[Row]:
     targets, key = array(jnp.int32, whole, batch=BATCH), jax.random.key(0)
 
     def loss(x: axn.NamedArray, targets: axn.NamedArray) -> jax.Array:
-        return axn.sum(cross_entropy(x, "vocab", targets)).scalar()
+        return cross_entropy_loss(x, "vocab", targets, axn.sum).scalar()
 
     # A candidate is a value and a place. Top-p takes the largest logit, and three sums for all and in each step.
     candidate = 2 * NUMBER * DEVICES
@@ -64,8 +66,8 @@ def rows() -> list[Row]:
             (key,),
             candidate + (1 + 3 * (STEPS + 1)) * NUMBER,
         ),
-        ("cross_entropy", lambda x, t: cross_entropy(x, "vocab", t), (targets,), 3 * NUMBER),
-        ("cross_entropy and its gradient", jax.value_and_grad(loss), (targets,), 3 * NUMBER),
+        ("cross_entropy_loss", lambda x, t: cross_entropy_loss(x, "vocab", t, None), (targets,), 3 * NUMBER),
+        ("cross_entropy_loss and its gradient", jax.value_and_grad(loss), (targets,), 3 * NUMBER),
     ]
     with jax.set_mesh(mesh):
         gathered = delivered(lambda x: jax.lax.with_sharding_constraint(x.array, whole), logits)

@@ -60,7 +60,7 @@ class Mixture(eqx.Module):
     def __call__(self, x: axn.NamedArray) -> tuple[axn.NamedArray, axn.NamedArray, axn.NamedArray]:
         """The output, the tokens that each expert got, and a penalty for an uneven load."""
         scores = nn.softmax(self.router(x), Experts)
-        weights, chosen = axn.vocabulary.top_k(scores, Experts, CHOICES, "choice")
+        weights, chosen = axn.top_k(scores, Experts, CHOICES, "choice")
         weights = weights / weights.sum("choice")
 
         # An expert handles neighbouring rows, so each pair of a token and a choice becomes a row, sorted by expert.

@@ -312,7 +312,6 @@ from .ops.sorting import (
     lexsort as lexsort,
     partition as partition,
     sort as sort,
-    top_k as top_k,
 )
 
 # Statistics
@@ -369,6 +368,9 @@ from .transforms.vmap import vmap as vmap
 from .typing import (
     Named as Named,
 )
+
+# The largest of an axis
+from .vocabulary.selecting import top_k as top_k
 
 __version__ = "0.1.0"
 

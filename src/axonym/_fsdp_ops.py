@@ -130,11 +130,17 @@ def looked_up(
             return trade(fn(table, indices))
         size = table.shape[names.index(indexed)]
         last = size * jax.lax.axis_size(over) - 1
-        # As JAX has it: negative indices count from the end, and beyond the first and the last there is nothing else.
-        indices = jnp.clip(jnp.where(indices < 0, indices + last + 1, indices), 0, last).astype(jnp.int32)
-        indices = indices - size * jax.lax.axis_index(over)
+        # As JAX has it: negative indices count from the end, and beyond the first and the last there is nothing else,
+        # though only the value of these is found there, and no gradient goes back to them.
+        indices = (
+            indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)
+        )  # which may not count far enough
+        indices = jnp.where(indices < 0, indices + (last + 1), indices)
+        exists = _kernels.align((indices >= 0) & (indices <= last), index_names, out_names)
+        indices = jnp.clip(indices, 0, last).astype(jnp.int32) - size * jax.lax.axis_index(over)
         is_here = _kernels.align((indices >= 0) & (indices < size), index_names, out_names)
-        return jax.lax.psum(trade(jnp.where(is_here, fn(table, indices), jnp.zeros((), table.dtype))), over)
+        found = jnp.where(is_here, fn(table, indices), jnp.zeros((), table.dtype))
+        return jax.lax.psum(trade(jnp.where(exists, found, jax.lax.stop_gradient(found))), over)
 
     def trade(found):
         return jax.lax.all_to_all(found, extra, split_axis=row, concat_axis=column, tiled=True)

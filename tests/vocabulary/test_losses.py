@@ -1,6 +1,8 @@
-"""`cross_entropy`: values and derivatives on every mesh, and what moves."""
+"""`cross_entropy_loss` over a sharded vocabulary: values and derivatives on every mesh, and what moves."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +10,13 @@ import numpy as np
 import pytest
 
 import axonym as axn
-from axonym.vocabulary import cross_entropy, cross_entropy_and_log_normalizers
 from tests.vocabulary.helpers import LOGITS, Batch, Vocab, draw, moved, run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
+cross_entropy = functools.partial(
+    axn.nn.cross_entropy_loss, reduction=None, out_of_range=float("nan"), dtype=jnp.float32
+)
 BOTH = {"batch": "data", "vocab": "model"}
 TARGETS = axn.named(np.array([0, 63, 31, 32, 7, 8, 9, 40]), Batch)
 ONE_HOT = np.eye(64)[TARGETS.array]
@@ -50,7 +54,7 @@ def check(found, expected):
 
 def test_values_and_gradients(mesh, mapping):
     def loss(x, targets):
-        losses, normalizers = cross_entropy_and_log_normalizers(x, "vocab", targets)
+        losses, normalizers = axn.nn.cross_entropy_loss_and_log_normalizers(x, "vocab", targets)
         return axn.sum(losses * losses).scalar(), (losses, normalizers)
 
     found = run(jax.grad(loss, has_aux=True), *axn.shard((LOGITS, TARGETS)))
@@ -160,7 +164,7 @@ def test_layout_is_kept():
 
 
 def test_refusals():
-    with pytest.raises(TypeError, match=r"vocabulary.cross_entropy: targets without axis 'vocab' are positions"):
+    with pytest.raises(TypeError, match=r"cross_entropy_loss: targets without axis 'vocab' are positions"):
         cross_entropy(LOGITS, "vocab", axn.named(np.ones(8, np.float32), Batch))
     with pytest.raises(ValueError, match=r"`targets` has axes \(pos\) that the array \(batch, vocab\) lacks"):
         cross_entropy(LOGITS, "vocab", axn.named([0], "pos"))

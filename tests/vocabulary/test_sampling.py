@@ -199,6 +199,16 @@ def test_ties_and_numbers_that_are_none(options):
     assert tokens.tolist() == list(expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"top_k": 2}], ids=str)
+def test_a_nan_shows_whatever_its_sign(mesh, options):
+    """inf - inf has its sign bit set, and XLA's top-k ranks that last."""
+    raw = np.array([[0.0, 1.0, -np.nan, 2.0], [0.0, np.nan, -np.nan, 3.0]], np.float32)
+    assert np.signbit(raw[:, 2]).all()
+    with axn.axis_mapping({"vocab": "model"}):
+        x = axn.shard(axn.named(raw, ("batch", "vocab")))
+        assert run(lambda x: sample(KEY, x, "vocab", **options), x).tolist() == [2, 1]
+
+
 def test_keys_of_all_kinds():
     tokens = sample(KEY, LOGITS, "vocab").tolist()
     for key in (jax.random.PRNGKey(7), axn.named(KEY, ())):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import axonym as axn
-from axonym.vocabulary import argmax, top_k
+from axonym import argmax, top_k
 from tests.vocabulary.helpers import LOGITS, Batch, Vocab, moved, run
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -104,7 +104,7 @@ def test_numbers_that_are_none():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match=r"vocabulary.top_k: k=65, but axis 'vocab' has 64 elements"):
+    with pytest.raises(ValueError, match=r"^top_k: k=65, but axis 'vocab' has 64 elements"):
         top_k(LOGITS, "vocab", 65)
     with pytest.raises(ValueError, match=r"max_k=-1, but axis 'vocab' has 64"):
         top_k(LOGITS, "vocab", 3, max_k=-1)
@@ -118,3 +118,65 @@ def test_refusals():
         top_k(LOGITS, "vocb", 3)
     with pytest.raises(ValueError, match="axis 'rank' has conflicting sizes: 4 in the argument, 3 in the result"):
         top_k(LOGITS, "vocab", 3, axn.Axis("rank", 4))
+
+
+# --- wherever it is called ---
+
+
+def test_raw_arrays(mesh):
+    """By position; they lie as they did."""
+    raw = jax.device_put(LOGITS.array, jax.NamedSharding(mesh, jax.P("data", "model")))
+    for x, axis, back in ((raw, 1, lambda y: y), (raw, -1, lambda y: y), (raw.T, 0, jnp.transpose)):
+        found = run(lambda x, axis=axis: top_k(x, axis, 3), x)
+        for a, b in zip(map(back, found), expected(LOGITS, 3), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert moved(lambda x: top_k(x, 1, 3), raw) == {"all-gather": 2 * 4 * 2 * 2 * 3}
+    few = run(lambda x, k: top_k(x, 1, k, max_k=4, replacement=0.0), raw, COUNTS.array)
+    wanted = top_k(LOGITS, "vocab", COUNTS, max_k=4, replacement=0.0)
+    for a, b in zip(few, wanted, strict=True):
+        np.testing.assert_array_equal(a, b.array)
+    gradient = run(jax.grad(lambda x: jnp.sum(top_k(x, 1, 3)[0] ** 2)), raw)
+    np.testing.assert_allclose(gradient, np.where(gradient != 0, 2 * LOGITS.array, 0))
+    assert np.count_nonzero(gradient) == 3 * 8
+    with pytest.raises(TypeError, match="has no axis names, so the axis is given by its position"):
+        top_k(raw, "vocab", 3)
+    with pytest.raises(ValueError, match=r"no axis 2 in an array of shape \(8, 64\)"):
+        top_k(raw, 2, 3)
+
+
+def test_gradient_without_a_mapping(mesh):
+    """There is none to say how operands are sharded, so the partitioner has the say."""
+    x = axn.shard(LOGITS, BOTH)
+    total = lambda x, counts: axn.sum(top_k(x, "vocab", counts, max_k=4, replacement=0.0)[0] ** 2).scalar()
+    gradient = run(jax.grad(total), x, COUNTS)
+    largest = np.argsort(np.argsort(-LOGITS.array, axis=1), axis=1) < np.asarray(COUNTS.array)[:, None]
+    np.testing.assert_allclose(gradient.array, np.where(largest, 2 * LOGITS.array, 0))
+
+
+@pytest.mark.parametrize("mapping", [BOTH, None], ids=["mapping", "none"])
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_inside_a_shard_map_over_some_mesh_axes(kind, mapping, auto_mesh, explicit_mesh):
+    mesh = {"auto": auto_mesh, "explicit": explicit_mesh}[kind]
+    specs = {"in_specs": jax.P("data"), "axis_names": {"data"}}
+
+    def squares(x):
+        x = axn.named(x, ("batch", "vocab"))
+        with axn.axis_mapping(mapping or {}):
+            return top_k(x, "vocab", 3)[0].array ** 2
+
+    with jax.set_mesh(mesh):
+        raw = jax.device_put(LOGITS.array, jax.P("data", "model"))
+        values = run(jax.shard_map(squares, out_specs=jax.P("data"), **specs), raw)
+        np.testing.assert_allclose(values, expected(LOGITS, 3)[0] ** 2)
+        gradient = run(jax.shard_map(jax.grad(lambda x: squares(x).sum()), out_specs=jax.P("data"), **specs), raw)
+        assert np.count_nonzero(gradient) == 3 * 8
+        np.testing.assert_allclose(gradient, np.where(gradient != 0, 2 * LOGITS.array, 0))
+
+
+def test_a_program_for_one_device_is_that_of_lax():
+    def compiled(fn):
+        return fn.lower(jax.ShapeDtypeStruct((8, 64), jnp.float32)).compile().as_text().partition("\n")[2]
+
+    ours = jax.jit(lambda x: tuple(y.array for y in top_k(axn.named(x, (Batch, Vocab)), "vocab", 3)))
+    count = lambda text: sorted(line.split(" = ")[1].split("(")[0] for line in text.splitlines() if " = " in line)
+    assert count(compiled(ours)) == count(compiled(jax.jit(lambda x: tuple(jax.lax.top_k(x, 3)))))

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .._jax_versions import varying_axes
 from .._mesh_axes import axes_of_type, restricted
@@ -206,7 +206,7 @@ def _entries(x: Any, mesh: Mesh) -> tuple[Any, ...]:
     return tuple(entries)
 
 
-def explicit_entries(x: Any) -> PartitionSpec:
+def explicit_entries(x: Any) -> tuple[Any, ...]:
     """How an array is sharded over Explicit mesh axes, one entry for each dimension."""
     sharding = jax.typeof(x).sharding
-    return restricted(sharding.spec, axes_of_type(sharding.mesh, AxisType.Explicit))
+    return tuple(restricted(sharding.spec, axes_of_type(sharding.mesh, AxisType.Explicit)))

@@ -426,7 +426,7 @@ def _left_to_partitioner(operation: Operation, *arrays: Any) -> Arrays:
     return call(*arrays)
 
 
-def _splits(operation: Operation, mesh: AnyMesh, known: Sequence[Sequence[Any]], arrays: Sequence[Any]) -> Splits:
+def _splits(operation: Operation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]], arrays: Sequence[Any]) -> Splits:
     """How an operation is split where that must be known: as types say, and for Auto mesh axes as the mapping says."""
     auto = axes_of_type(mesh, AxisType.Auto)
     unmapped = _context.mapping_in_force() is None

@@ -70,10 +70,11 @@ def _known_kernel(names: Names, id_names: Names, size: int) -> _kernels.Kernel:
     """Replace the embeddings of tokens outside the vocabulary by NaN, since indexing would clamp them to others."""
 
     def positional(found, ids):
-        if ids.dtype.itemsize < 4 or jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
-            ids = ids.astype(jnp.int32)  # a small or unsigned dtype may not have the bounds
+        signed = not jnp.issubdtype(ids.dtype, jnp.unsignedinteger)
+        if ids.dtype.itemsize < 4:
+            ids = ids.astype(jnp.int32)  # a small dtype may not have the bounds
         ids = _kernels.align(ids, id_names, names)
-        return jnp.where((ids >= -size) & (ids < size), found, jnp.nan)
+        return jnp.where((ids >= -size) & (ids < size) if signed else ids < size, found, jnp.nan)
 
     return _kernels.make_kernel("Embedding.embed", positional, (names, id_names), names, native=True)
 

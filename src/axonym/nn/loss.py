@@ -6,14 +6,19 @@ losses to include. With `reduction=None`, losses are not reduced, and those that
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from ..array import NamedArray, NamedOrNumeric
-from ..axis import AxisSelection, AxisSelector
+import jax
+import jax.numpy as jnp
+
+from .. import _errors, _kernels
+from ..array import NamedArray, NamedOrNumeric, wrap_result
+from ..axis import AxisSelection, AxisSelector, Names
+from ..ops._operands import dtype_key, require_named, require_subset
 from ..ops.reductions import mean
 from ..ops.selection import where as choose
 from ..typing.arguments import ReductionFunction
-from ..vocabulary.losses import named_cross_entropy
 from .activations import log_sigmoid
 
 __all__ = [
@@ -48,31 +53,41 @@ def cross_entropy_loss(
     reduction: ReductionFunction | Unspecified | None = UNSPECIFIED,
     where: NamedOrNumeric | None = None,
     reduction_axis: AxisSelection | None = None,
+    *,
+    out_of_range: float = 0.0,
+    dtype: Any = None,
 ) -> NamedArray:
     """Compute the cross-entropy of labels: minus the logarithm of the probability that the logits give them.
 
-    The axis of the labels can be sharded: each device then computes with its own shard, and only sums are communicated.
-    The loss is computed in float32 at least; the result has the dtype of the logits.
+    The axis of the labels can be sharded: each device then computes with its own shard, and three numbers for each
+    example are communicated, and for the gradient none more, or one where targets are probabilities. The loss is
+    computed in float32 at least. An example whose logits are all -inf gives NaN.
 
     Arguments:
         logits: a named array with the axis `Label`.
         Label: the axis of the labels.
-        targets: the right labels, integers; labels that are out of range have a loss of zero. Or the probability of
-            each label, with the axis `Label`.
+        targets: the right labels, integers. Or the probability of each label, with the axis `Label`.
         reduction: the function that reduces the losses; `axonym.mean` by default, None for no reduction.
         where: the losses to include, by name.
         reduction_axis: the axes to reduce; all by default.
+        out_of_range: the loss of a target that is no position along `Label`; NaN makes one show.
+        dtype: the dtype of the losses; that of the logits by default.
 
     >>> logits = axn.named([[0., 0.], [0., 1.]], ("batch", "label"))
     >>> axn.nn.cross_entropy_loss(logits, "label", axn.named([0, 1], "batch"), reduction=None)
     NamedArray(float32[batch=2], [0.6931 0.3133])
     """
-    loss, _ = named_cross_entropy("cross_entropy_loss", logits, Label, targets, others_are_free=True, keep_dtype=True)
+    loss, _ = _cross_entropy("cross_entropy_loss", logits, Label, targets, out_of_range, dtype)
     return reduce_loss(loss, reduction, reduction_axis, where)
 
 
 def cross_entropy_loss_and_log_normalizers(
-    pred_y: NamedArray, Label: AxisSelector, target_y: NamedArray
+    pred_y: NamedArray,
+    Label: AxisSelector,
+    target_y: NamedArray,
+    *,
+    out_of_range: float = 0.0,
+    dtype: Any = None,
 ) -> tuple[NamedArray, NamedArray]:
     """Compute the losses of `cross_entropy_loss` without reduction, and the logsumexp of the logits.
 
@@ -80,13 +95,25 @@ def cross_entropy_loss_and_log_normalizers(
         pred_y: the logits, a named array with the axis `Label`.
         Label: the axis of the labels.
         target_y: the right labels, or the probability of each label, with the axis `Label`.
+        out_of_range: the loss of a target that is no position along `Label`; NaN makes one show.
+        dtype: the dtype of the results; that of the logits by default.
 
     >>> logits = axn.named([[0., 0.], [0., 9.]], ("batch", "label"))
     >>> axn.nn.cross_entropy_loss_and_log_normalizers(logits, "label", axn.named([0, 0], "batch"))
     (NamedArray(float32[batch=2], [0.6931 9.0001]), NamedArray(float32[batch=2], [0.6931 9.0001]))
     """
-    what = "cross_entropy_loss_and_log_normalizers"
-    return named_cross_entropy(what, pred_y, Label, target_y, others_are_free=True, keep_dtype=True)
+    return _cross_entropy("cross_entropy_loss_and_log_normalizers", pred_y, Label, target_y, out_of_range, dtype)
+
+
+def _cross_entropy(
+    what: str, logits: NamedArray, axis: AxisSelector, targets: NamedArray, out_of_range: float, dtype: Any
+) -> tuple[NamedArray, NamedArray]:
+    require_named(what, logits), require_named(what, targets)
+    # A cache finds NaN again by its identity only, so it goes by a name.
+    other = None if out_of_range != out_of_range else float(out_of_range)
+    axis = _kernels.one_selector(what, axis)
+    kernel = _cross_entropy_kernel(what, logits.names, targets.names, axis, other, dtype_key(dtype))
+    return wrap_result(kernel.call(logits.array, targets.array), kernel.names)
 
 
 def binary_cross_entropy_loss(
@@ -160,3 +187,75 @@ def maybe_reduce_loss(
     NamedArray(float32[], 2.)
     """
     return reduce_loss(arr, reduction, reduction_axis, where)
+
+
+# --- cross-entropy ---
+
+
+@_kernels.cached
+def _cross_entropy_kernel(
+    what: str, names: Names, target_names: Names, axis: AxisSelector, out_of_range: float | None, dtype: Any
+) -> _kernels.Kernel:
+    chosen = _kernels.select_one(what, names, axis)
+    position = names.index(chosen)
+    rest = tuple(n for n in names if n != chosen)
+    require_subset(what, "targets", target_names, names, " Give the logits these axes with `broadcast_axis`.")
+
+    def positional(logits, targets):
+        if not jnp.issubdtype(logits.dtype, jnp.floating):
+            described = _errors.describe_axes(names, logits.shape)
+            raise TypeError(f"{what}: logits are floating point numbers, got {logits.dtype} {described}.")
+        x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        largest, remainder = _log_normalizer(position, x)
+        if chosen in target_names:
+            loss = of_probabilities(x - largest, remainder, _kernels.align(targets, target_names, names))
+        else:
+            loss = of_positions(x, largest, remainder, targets)
+        results = jax.lax.squeeze(loss, (position,)), jax.lax.squeeze(largest + remainder, (position,))
+        return tuple(r.astype(logits.dtype if dtype is None else dtype) for r in results)
+
+    def of_probabilities(x, remainder, targets):
+        # An alternative that is impossible and should be is as it should be.
+        x = jnp.where((targets == 0) & (x == -jnp.inf), 0, x)
+        return jnp.sum(targets * (remainder - x), position, keepdims=True)
+
+    def of_positions(x, largest, remainder, targets):
+        if not jnp.issubdtype(targets.dtype, jnp.integer):
+            described = _errors.describe_axes(target_names, targets.shape)
+            raise TypeError(
+                f"{what}: targets without axis {chosen!r} are positions along it, so they are integers, got "
+                f"{targets.dtype} {described}. Probabilities have that axis."
+            )
+        if targets.dtype.itemsize < 4:  # which may not count far enough
+            targets = targets.astype(jnp.int32)
+        targets = _kernels.align(targets, target_names, names)
+        # Comparing every position with the right one, rather than looking that up, needs no more memory, since it
+        # becomes part of the sum; and where the axis is sharded, each device does it alone, in the gradient too.
+        right = targets == jax.lax.broadcasted_iota(targets.dtype, x.shape, position)
+        found = jnp.sum(jnp.where(right, x, 0), position, keepdims=True)
+        is_position = (targets >= 0) & (targets < x.shape[position])
+        return jnp.where(is_position, remainder - (found - largest), jnp.nan if out_of_range is None else out_of_range)
+
+    return _kernels.make_kernel(what, positional, (names, target_names), (rest, rest), selection=axis)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _log_normalizer(position: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The logarithm of the sum of exponentials along an axis, which stays with size one, in two parts.
+
+    They are the largest logit, and the remainder. Added, that would lose digits; apart, the loss of a good prediction
+    is exact however large the logits are.
+    """
+    largest = jnp.max(x, position, keepdims=True)
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    return largest, jnp.log(jnp.sum(jnp.exp(x - largest), position, keepdims=True))
+
+
+@_log_normalizer.defjvp
+def _(position: int, primals: Any, tangents: Any) -> tuple[Any, Any]:
+    (x,), (t,) = primals, tangents
+    # How the sum is cut in two does not change it, so all of its derivative is counted as that of the remainder. The
+    # exponentials are those of the sum itself, so the compiler has them already.
+    largest, remainder = _log_normalizer(position, x)
+    change = jnp.sum(jnp.exp(x - largest) * t, position, keepdims=True) * jnp.exp(-remainder)
+    return (largest, remainder), (jnp.zeros_like(largest), change)

@@ -9,13 +9,12 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from .. import _kernels
-from ..array import NamedArray, wrap, wrap_result
+from ..array import NamedArray, wrap
 from ..axis import AxisSelector, Names
-from ._operands import check_new_axis, only_axis, replaced, require_named
+from ._operands import only_axis, require_named
 
 
 @_kernels.cached
@@ -99,43 +98,6 @@ def argpartition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> N
     NamedArray(int32[], 1)
     """
     return _along(jnp.argpartition, "argpartition", a, axis, kth=operator.index(kth))
-
-
-def top_k(
-    arr: NamedArray, axis: AxisSelector, k: int, new_axis: AxisSelector | None = None
-) -> tuple[NamedArray, NamedArray]:
-    """The largest elements along an axis, the largest first, and their positions.
-
-    XLA may gather the other axes for it if they are split, such as a batch. `axonym.vocabulary.top_k` leaves every axis
-    where it is.
-
-    Arguments:
-        arr: a named array.
-        axis: the axis to search.
-        k: how many to find.
-        new_axis: what the axis is called afterwards; its old name by default.
-
-    >>> axn.top_k(axn.named([3, 1, 2], "token"), "token", 2, "beam")
-    (NamedArray(int32[beam=2], [3 2]), NamedArray(int32[beam=2], [0 2]))
-    """
-    require_named("top_k", arr)
-    kernel = _top_k_kernel(arr.names, _kernels.one_selector("top_k", axis), operator.index(k), new_axis)
-    return wrap_result(kernel.call(arr.array), kernel.names)
-
-
-@_kernels.cached
-def _top_k_kernel(names: Names, axis: AxisSelector, k: int, new_axis: AxisSelector | None) -> _kernels.Kernel:
-    along = _kernels.select_one("top_k", names, axis)
-    position, new = names.index(along), along if new_axis is None else new_axis
-    out_names = replaced("top_k", names, along, (new,))
-    check_new_axis("top_k", new, k)
-
-    def positional(x):
-        if not 0 <= k <= x.shape[position]:
-            raise ValueError(f"top_k: cannot find {k} elements along axis {along!r} of size {x.shape[position]}.")
-        return jax.lax.top_k(x, k, axis=position)
-
-    return _kernels.make_kernel("top_k", positional, (names,), (out_names, out_names), selection=axis)
 
 
 def lexsort(keys: Sequence[NamedArray], axis: AxisSelector | None = None) -> NamedArray:

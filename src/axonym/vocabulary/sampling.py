@@ -26,11 +26,10 @@ from .. import _kernels
 from ..array import NamedArray, NamedOrNumeric, resolve, wrap
 from ..axis import AxisSelector, Names
 from ..custom_partitioning.decorator import Partitioned, partitioned
-from ..manual.collectives import axis_offset, axis_size, pmax, psum
+from ..manual.collectives import all_gather, axis_offset, axis_size, pmax, psum
 from ..ops._operands import one_axis, operand, require_named, require_subset
 from ..random._draw import Key, one_key
-from ._candidates import best, first_largest
-from .selecting import number_of_candidates
+from .selecting import best, number_of_candidates
 
 _WHAT = "vocabulary.sample"
 
@@ -162,7 +161,9 @@ def _operation(axis: str) -> Partitioned:
             positions = jnp.arange(logits.axis_size(axis)) + axis_offset(axis, logits)
             places = wrap(positions, (axis,))
         else:  # from here on, every device does the same
-            logits, places = best(logits, axis, count)
+            # XLA ranks a NaN with its sign bit set last, and inf - inf is one.
+            known = jnp.where(jnp.isnan(logits.array), jnp.nan, logits.array)
+            logits, places = best(wrap(known, logits.names), axis, count)
 
         def aligned(x: NamedArray) -> jax.Array:
             return _kernels.align(x.array, x.names, logits.names)
@@ -182,11 +183,29 @@ def _operation(axis: str) -> Partitioned:
         noise = _noise(words, aligned(examples), aligned(places))
         scores = jnp.where(weights >= least, x + given["temperature"] * noise, -jnp.inf)
         if count is None:
-            return first_largest(wrap(scores, logits.names), axis)
+            return _first_largest(wrap(scores, logits.names), axis)
         drawn = jnp.argmax(scores, -1, keepdims=True)
         return wrap(jnp.take_along_axis(aligned(places), drawn, axis=-1)[..., 0], logits.names[:-1])
 
     return partitioned(reduced=axis)(sample)
+
+
+def _first_largest(x: NamedArray, axis: str) -> NamedArray:
+    """Where the largest element along an axis is; the first of equal ones, and the first NaN if there is one.
+
+    Arguments:
+        x: the shard that a device has.
+        axis: the axis.
+    """
+    position = x.names.index(axis)
+    rest = tuple(n for n in x.names if n != axis)
+    place = jnp.argmax(x.array, position, keepdims=True)
+    if axis_size(axis) > 1:
+        value = all_gather(wrap(jnp.take_along_axis(x.array, place, axis=position), x.names), axis)
+        places = all_gather(wrap(place + axis_offset(axis, x), x.names), axis)
+        winner = jnp.argmax(value.array, position, keepdims=True)
+        place = jnp.take_along_axis(places.array, winner, axis=position)
+    return wrap(jnp.squeeze(place, position).astype(jnp.int32), rest)
 
 
 def _weights(x: jax.Array, temperature: jax.Array, split: str | None) -> jax.Array:

@@ -1,75 +1,121 @@
-"""The largest elements along an axis that is split."""
+"""The largest elements along an axis, also where it is sharded."""
 
 from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
-from .. import _kernels
+from .. import _kernels, _output_sharding
+from .._mesh_axes import active_mapping, axes_of_type
 from ..array import NamedArray, NamedOrNumeric, resolve, wrap, wrap_result
 from ..axis import Axis, AxisSelector, Names, name_of
 from ..custom_partitioning.decorator import Partitioned, partitioned
-from ..ops._operands import check_new_axis, one_axis, operand, replaced, require_named, require_subset
-from ._candidates import best
+from ..manual.collectives import all_gather, axis_offset, axis_size
+from ..ops._operands import check_new_axis, one_axis, operand, replaced, require_subset
+from ..sharding.meshes import current_mesh
+
+_WHAT = "top_k"
 
 
+@overload
 def top_k(
-    logits: NamedArray,
-    Vocab: AxisSelector,
+    arr: NamedArray,
+    axis: AxisSelector,
     k: int | NamedOrNumeric,
     new_axis: AxisSelector | None = None,
     *,
     max_k: int | None = None,
     replacement: NamedOrNumeric | None = None,
-) -> tuple[NamedArray, NamedArray]:
-    """The largest elements along an axis, the largest first, and their positions; the axis may be split.
+) -> tuple[NamedArray, NamedArray]: ...
+@overload
+def top_k(
+    arr: jax.Array, axis: int, k: Any, *, max_k: int | None = None, replacement: Any = None
+) -> tuple[jax.Array, jax.Array]: ...
+def top_k(
+    arr: Any,
+    axis: Any,
+    k: Any,
+    new_axis: AxisSelector | None = None,
+    *,
+    max_k: int | None = None,
+    replacement: Any = None,
+) -> Any:
+    """Find the largest elements along an axis, the largest first, and their positions.
 
-    Each device finds `k` candidates in its part of the axis, and only these, with their positions, move. Equal elements
-    come in the order in which they stand. NaN is larger than everything, if its sign bit is not set.
+    The axis may be sharded: each device finds `k` candidates in its shard, and only these, with their positions, move.
+    Other axes stay where they are. Equal elements come in the order in which they stand. NaN is larger than everything,
+    if its sign bit is not set.
 
     With `max_k`, `k` need not be known when the program is compiled, and each example can have one of its own. The
     result then has `max_k` elements, of which those beyond `k` have `replacement` for a value. Their positions are
     those of the elements that come next, so they can be looked up.
 
     Arguments:
-        logits: a named array.
-        Vocab: the axis to search.
-        k: how many to find; with `max_k`, also a named array or a traced number.
+        arr: a named array, or a raw array.
+        axis: the axis to search; its position in a raw array.
+        k: how many to find; with `max_k`, also an array or a traced number.
         new_axis: what the axis is called afterwards; its old name by default.
         max_k: how many to find at most.
         replacement: the value of what is beyond `k`; by default the lowest of the dtype, which is -inf for floats.
 
-    >>> logits = axn.named([[3.0, 1.0, 2.0], [1.0, 5.0, 4.0]], ("batch", "vocab"))
-    >>> values, places = axn.vocabulary.top_k(logits, "vocab", axn.named([2, 1], "batch"), max_k=2, replacement=0.0)
+    >>> axn.top_k(axn.named([3, 1, 2], "token"), "token", 2, "beam")
+    (NamedArray(int32[beam=2], [3 2]), NamedArray(int32[beam=2], [0 2]))
+    >>> x = axn.named([[3.0, 1.0, 2.0], [1.0, 5.0, 4.0]], ("batch", "vocab"))
+    >>> values, places = axn.top_k(x, "vocab", axn.named([2, 1], "batch"), max_k=2, replacement=0.0)
     >>> print(values.array, places.array)
     [[3. 2.]
      [5. 0.]] [[0 2]
      [1 2]]
     """
-    what = "vocabulary.top_k"
-    require_named(what, logits)
-    axis = one_axis(what, "Vocab", resolve(logits.names, jnp.shape(logits.array), Vocab, what))
-    count = number_of_candidates(what, "k", k, max_k, axis)
-    new = axis.name if new_axis is None else new_axis
-    check_new_axis(what, new, count)
+    if not isinstance(arr, NamedArray):
+        return _of_raw(arr, axis, k, new_axis, max_k, replacement)
+    along = one_axis(_WHAT, "axis", resolve(arr.names, jnp.shape(arr.array), axis, _WHAT))
+    count = number_of_candidates(_WHAT, "k", k, max_k, along)
+    new = along.name if new_axis is None else new_axis
+    check_new_axis(_WHAT, new, count)
     if max_k is None:
         if replacement is not None:
-            raise TypeError(f"{what}: `replacement` stands for what is beyond `k`, so it needs `max_k`.")
-        kernel = _top_k_kernel(what, logits.names, axis.name, count, name_of(new))
-        return wrap_result(kernel.call(logits.array), kernel.names)
+            raise TypeError(f"{_WHAT}: `replacement` stands for what is beyond `k`, so it needs `max_k`.")
+        kernel = _top_k_kernel(arr.names, along.name, count, name_of(new))
+        return wrap_result(kernel.call(arr.array), kernel.names)
     if replacement is None:
-        replacement = _lowest(logits.dtype)
+        replacement = _lowest(arr.dtype)
     (k_array, k_names), (r_array, r_names) = operand(k), operand(replacement)
-    batch = tuple(n for n in logits.names if n != axis.name)
+    batch = tuple(n for n in arr.names if n != along.name)
     for argument, names in (("k", k_names), ("replacement", r_names)):
-        require_subset(what, argument, names, batch, " There is one for all examples, or one for each.")
-    kernel = _top_k_kernel(what, logits.names, axis.name, count, name_of(new), k_names, r_names)
-    return wrap_result(kernel.call(logits.array, k_array, r_array), kernel.names)
+        require_subset(_WHAT, argument, names, batch, " There is one for all examples, or one for each.")
+    kernel = _top_k_kernel(arr.names, along.name, count, name_of(new), k_names, r_names)
+    return wrap_result(kernel.call(arr.array, k_array, r_array), kernel.names)
+
+
+def _of_raw(
+    arr: Any, axis: Any, k: Any, new_axis: Any, max_k: int | None, replacement: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The same of a raw array, whose axes are named by their positions."""
+    x = jnp.asarray(arr)
+    if isinstance(axis, (str, Axis)) or new_axis is not None:
+        raise TypeError(
+            f"{_WHAT}: {type(arr).__name__} has no axis names, so the axis is given by its position, and cannot be "
+            "renamed. Name its axes with axonym.named(array, axes)."
+        )
+    names = tuple(f"dimension {i}" for i in range(x.ndim))
+    if not -x.ndim <= (position := operator.index(axis)) < x.ndim:
+        raise ValueError(f"{_WHAT}: no axis {axis} in an array of shape {x.shape}.")
+    batch = tuple(n for n in names if n != names[position])
+
+    def named(limit: Any) -> Any:
+        return limit if np.ndim(limit) == 0 else NamedArray(jnp.asarray(limit), batch)
+
+    given = None if replacement is None else named(replacement)
+    values, places = top_k(wrap(x, names), names[position], named(k), max_k=max_k, replacement=given)
+    return values.array, places.array
 
 
 def number_of_candidates(what: str, argument: str, k: Any, max_k: int | None, axis: Axis) -> int:
@@ -100,35 +146,97 @@ def _lowest(dtype: Any) -> Any:
 
 
 @_kernels.cached
-def _top_k_kernel(
-    what: str, names: Names, axis: str, k: int, new: str, k_names: Names | None = None, r_names: Names = ()
-) -> _kernels.Kernel:
-    out_names = replaced(what, names, axis, (new,))
+def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names) -> _kernels.Kernel:
+    out_names = replaced(_WHAT, names, axis, (new,))
+    in_names, position = (names, *limit_names), names.index(axis)
+    found_names = replaced(_WHAT, names, axis, (f"{axis} found",))  # one axis in operands, and another in results
 
     def positional(x, *limits):
-        if k_names is None:
-            found = _operation(axis)(wrap(x, names), k=k)
-        else:
+        if limits:
             limit, replacement = limits
-            replacement = jnp.asarray(replacement, x.dtype)
-            found = _operation(axis)(wrap(x, names), wrap(limit, k_names), wrap(replacement, r_names), k=k)
-        return tuple(y.array for y in found)
+            limits = limit, jnp.asarray(replacement, x.dtype)
+        mesh = current_mesh()
+        if mesh is None:
+            return candidates(x, *limits)
+        # Where JAX has no way to run it, or its derivative, device by device, the partitioner has the say.
+        auto = [a for a in axes_of_type(mesh, AxisType.Auto) if mesh.shape[a] > 1]
+        open_ = bool(auto) and not active_mapping()
+        manual = axes_of_type(mesh, AxisType.Manual)
+        if open_ and (manual or axes_of_type(mesh, AxisType.Explicit)):
+            return _output_sharding.run(_WHAT, whole, in_names, (found_names,) * 2, (x, *limits))
+        if not open_ and len(manual) in (0, len(mesh.axis_names)):
+            return candidates(x, *limits)
+        values, places = candidates(*map(jax.lax.stop_gradient, (x, *limits)))
+        return differentiable(values, places, x, *limits), places
 
-    in_names = (names,) if k_names is None else (names, k_names, r_names)
-    return _kernels.make_kernel(what, positional, in_names, (out_names, out_names), mesh_aware=True)
+    def candidates(*arrays):
+        operands = (wrap(a, n) for a, n in zip(arrays, in_names, strict=True))
+        return tuple(found.array for found in _operation(axis)(*operands, k=k))
+
+    def whole(x, *limits):
+        values, places = jax.lax.top_k(x, k, axis=position)
+        return _limited(values, found_names, position, limits, limit_names), places
+
+    def at(places, x, *limits):
+        return _limited(jnp.take_along_axis(x, places, position), found_names, position, limits, limit_names)
+
+    @jax.custom_jvp
+    def differentiable(values, places, *arrays):
+        return values
+
+    @differentiable.defjvp
+    def _(arrays, tangents):
+        values, places, given = arrays[0], arrays[1], arrays[2:]
+
+        def values_at(*given):
+            return _output_sharding.run(_WHAT, at, (found_names, *in_names), found_names, (places, *given))
+
+        return values, jax.jvp(values_at, given, tangents[2:])[1]
+
+    return _kernels.make_kernel(_WHAT, positional, in_names, (out_names,) * 2, mesh_aware=True)
 
 
 @functools.lru_cache(maxsize=256)
 def _operation(axis: str) -> Partitioned:
     """The operation for an axis of this name."""
-    found = f"{axis} found"  # one axis in operands, and another in results
+    found = f"{axis} found"
 
-    def top_k(logits: NamedArray, *limits: NamedArray, k: int) -> tuple[NamedArray, NamedArray]:
-        values, places = best(logits, axis, k)
-        if limits:
-            limit, replacement = (_kernels.align(x.array, x.names, values.names) for x in limits)
-            rank = jax.lax.broadcasted_iota(jnp.int32, values.array.shape, values.names.index(axis))
-            values = wrap(jnp.where(rank < limit, values.array, replacement), values.names)
-        return values.rename({axis: found}), places.rename({axis: found})
+    def top_k(arr: NamedArray, *limits: NamedArray, k: int) -> tuple[NamedArray, NamedArray]:
+        values, places = best(arr, axis, k)
+        names, position = values.names, values.names.index(axis)
+        limited = _limited(values.array, names, position, [x.array for x in limits], [x.names for x in limits])
+        return wrap(limited, names).rename({axis: found}), places.rename({axis: found})
 
     return partitioned(reduced=axis)(top_k)
+
+
+def _limited(
+    values: jax.Array, names: Names, position: int, limits: Sequence[jax.Array], limit_names: Sequence[Names]
+) -> jax.Array:
+    """The values found, with the replacement for what is beyond `k` where that is an operand."""
+    if not limits:
+        return values
+    limit, replacement = (_kernels.align(x, n, names) for x, n in zip(limits, limit_names, strict=True))
+    return jnp.where(jax.lax.broadcasted_iota(jnp.int32, values.shape, position) < limit, values, replacement)
+
+
+def best(x: NamedArray, axis: str, k: int) -> tuple[NamedArray, NamedArray]:
+    """What one device does: the largest elements along an axis, the largest first, and where they are in all of it.
+
+    Of equal elements the first comes first. A device has no more candidates than its shard has elements.
+
+    Arguments:
+        x: the shard.
+        axis: the axis.
+        k: how many to find; all devices together have that many.
+    """
+    position = x.names.index(axis)
+    values, places = jax.lax.top_k(x.array, min(k, x.axis_size(axis)), axis=position)
+    places = places + axis_offset(axis, x)
+    if axis_size(axis) > 1:
+        # Shards are put together in order, so equal candidates stay in order, too.
+        values = all_gather(wrap(values, x.names), axis).array
+        places = all_gather(wrap(places, x.names), axis).array
+        values, among = jax.lax.top_k(values, k, axis=position)
+        places = jnp.take_along_axis(places, among, axis=position)
+    return wrap(values, x.names), wrap(places, x.names)
