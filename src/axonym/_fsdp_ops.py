@@ -132,9 +132,8 @@ def looked_up(
         last = size * jax.lax.axis_size(over) - 1
         # As JAX has it: negative indices count from the end, and beyond the first and the last there is nothing else,
         # though only the value of these is found there, and no gradient goes back to them.
-        indices = (
-            indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)
-        )  # which may not count far enough
+        if indices.dtype.itemsize < 4:  # which may not count far enough
+            indices = indices.astype(jnp.int32)
         indices = jnp.where(indices < 0, indices + (last + 1), indices)
         exists = _kernels.align((indices >= 0) & (indices <= last), index_names, out_names)
         indices = jnp.clip(indices, 0, last).astype(jnp.int32) - size * jax.lax.axis_index(over)
