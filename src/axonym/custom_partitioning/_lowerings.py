@@ -28,7 +28,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .._jax_versions import varying_axes
-from .._mesh_axes import axes_of_type, restricted
+from .._mesh_axes import axes_in, axes_of_type, restricted
 from .._per_device import run_per_device
 from ..manual._axis_environment import in_force
 from ..sharding.meshes import AnyMesh
@@ -89,7 +89,7 @@ class Operation:
             assert infer is not None
             rest = {factor: axes for factor, axes in derived.items() if factor != name}
             said = infer(rest, tuple([s[1:] if b else s for s, b in zip(operands, batched, strict=True)]), mesh)
-            taken = {a for entry in said.values() for a in mesh_axes(entry)}
+            taken = axes_in(said.values())
             return {name: tuple([a for a in derived.get(name, ()) if a not in taken]), **said}
 
         rule = self.rule.batched(name, size, batched)
