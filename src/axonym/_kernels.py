@@ -114,7 +114,7 @@ def make_kernel(
     selection: AxisSelection | None = None,
     by_hand: Callable[..., Any] | None = None,
     keep_unused: bool = True,
-    heirs: _output_sharding.Heirs = MappingProxyType({}),
+    successors: _output_sharding.Successors = MappingProxyType({}),
 ) -> Kernel:
     """A kernel for one operation on operands of the given names.
 
@@ -123,7 +123,7 @@ def make_kernel(
         fn: the positional function.
         in_names: the axes of each operand; `()` for a scalar.
         out_names: the axes of the result, or a tuple of them where `fn` returns a tuple.
-        native: see `axonym._output_sharding.run`.
+        native: see `axonym._output_sharding.call_with_output_sharding`.
         mesh_aware: `fn` says itself how its result lies on Explicit mesh axes.
         same_sizes: an axis must have one size in all operands.
         selection: the axes the user selected; the sizes it carries are checked.
@@ -131,7 +131,7 @@ def make_kernel(
             them is a parameter at rest, and gives None where none is: see `axonym._fsdp_ops`.
         keep_unused: an operand whose values do not matter still says where the result lies: iscomplex of floats,
             zeros_like, ... From jax 0.12 on this keeps alive the arrays that `fn` closes over.
-        heirs: for axes that are split, merged or renamed, the output axes that can take over their placement.
+        successors: for axes that are split, merged or renamed, the output axes that can take over their placement.
     """
     sized = [s for s in selectors(selection) if isinstance(s, Axis)]
 
@@ -142,7 +142,9 @@ def make_kernel(
             return fn(*arrays)
         if by_hand is not None and (result := by_hand(*arrays)) is not None:
             return result
-        return _output_sharding.run(what, fn, in_names, out_names, arrays, native=native, heirs=heirs)
+        return _output_sharding.call_with_output_sharding(
+            what, fn, in_names, out_names, arrays, native=native, successors=successors
+        )
 
     kernel.__name__ = kernel.__qualname__ = what
     return Kernel(jax.jit(kernel, inline=INLINE, keep_unused=keep_unused), out_names)

@@ -1,16 +1,16 @@
-"""What an operation does on Explicit mesh axes.
+"""The output sharding of an operation on Explicit mesh axes, inferred by name.
 
 JAX types the arrays of an Explicit mesh with their sharding and refuses every operation whose output sharding it
-cannot infer. Names can: an output axis keeps the placement that axis has in the operands; where operands disagree, or
-an axis is new, the mapping in force decides. `run` applies that rule to any positional function: it calls it directly
-where JAX needs no help, and otherwise hands the function to the partitioner, with the output sharding worked out by
-name.
+cannot infer. Names can: an output axis keeps the sharding that axis has in the operands; where operands disagree, or
+an axis is new, the active mapping decides. `infer_output_spec` works that out, and `call_with_output_sharding` applies
+it to any positional function: it calls it directly where JAX needs no help, and otherwise hands the function to the
+partitioner, with the output sharding.
 
 An axis that is split, merged or renamed has other names in the output. The operation then says which of them are its
-*heirs*, and its mesh axes go to them, major to minor. That keeps every shard where it is whenever shards stay
+*successors*, and its mesh axes go to them, major to minor. That keeps every shard where it is whenever shards stay
 contiguous: `batch` split into `(step, row)` gives its mesh axes to `step`, and what `step` cannot take to `row`.
 
-An axis whose new size its mesh axes do not divide (a slice of a sharded axis, say) comes out whole: JAX has no
+An axis whose new size its mesh axes do not divide (a slice of a sharded axis, say) comes out replicated: JAX has no
 type for an uneven shard.
 """
 
@@ -38,18 +38,18 @@ from ._mesh_axes import (
 )
 from .axis import Names
 
-Heirs = Mapping[str, Names]
+Successors = Mapping[str, Names]
 """The output axes that take over the placement of an operand's axis, major to minor. Where several axes are merged into
 one, the mapping lists them in the order in which they are merged."""
 
 
-def place(
+def infer_output_spec(
     what: str,
     out_names: Names,
     out_shape: Sequence[int],
     operands: Sequence[tuple[Names, Sequence[Entry]]],
     mesh: Any,
-    heirs: Heirs = MappingProxyType({}),
+    successors: Successors = MappingProxyType({}),
 ) -> PartitionSpec:
     """The partition spec of an output: each axis keeps the placement it has in the operands.
 
@@ -59,13 +59,13 @@ def place(
         out_shape: their sizes.
         operands: names and spec entries of each operand.
         mesh: the mesh they live on.
-        heirs: where the placement of an operand's axis goes, if not to the output axis of the same name.
+        successors: where the placement of an operand's axis goes, if not to the output axis of the same name.
     """
     sizes = dict(zip(out_names, out_shape, strict=True))
     mapping = {n: mapped_on(what, n, mesh, AxisType.Explicit) for n in sizes if n in active_mapping()}
     wanted: dict[str, list[Entry]] = {}
     for names, entries in operands:
-        for name, entry in _asked(dict(zip(names, entries, strict=True)), sizes, mesh, heirs).items():
+        for name, entry in _asked(dict(zip(names, entries, strict=True)), sizes, mesh, successors).items():
             if entry not in wanted.setdefault(name, []):
                 wanted[name].append(entry)
     seen = {n for names, _ in operands for n in names}
@@ -102,12 +102,12 @@ def _settle_collisions(
 
 
 def _asked(
-    placed: Mapping[str, Entry], sizes: Mapping[str, int], mesh: AbstractMesh, heirs: Heirs
+    placed: Mapping[str, Entry], sizes: Mapping[str, int], mesh: AbstractMesh, successors: Successors
 ) -> Mapping[str, Entry]:
     """The placement one operand asks for each output axis that it says something about."""
-    asked = {n: entry for n, entry in placed.items() if entry is not None and n not in heirs}
+    asked = {n: entry for n, entry in placed.items() if entry is not None and n not in successors}
     inherited: dict[str, tuple[str, ...]] = {}
-    for name, candidates in heirs.items():
+    for name, candidates in successors.items():
         left = [n for n in candidates if n in sizes]
         for axis in mesh_axes(placed.get(name)):
             while left and sizes[left[0]] % shard_count(mesh, (*inherited.get(left[0], ()), axis)):
@@ -117,7 +117,7 @@ def _asked(
     return asked | {n: entry_of(axes) for n, axes in inherited.items()}
 
 
-def run(
+def call_with_output_sharding(
     what: str,
     fn: Callable[..., Any],
     in_names: Sequence[Names],
@@ -125,7 +125,7 @@ def run(
     arrays: Sequence[Any],
     *,
     native: bool = False,
-    heirs: Heirs = MappingProxyType({}),
+    successors: Successors = MappingProxyType({}),
 ) -> Any:
     """Call a positional function so that it works on any mesh.
 
@@ -136,7 +136,7 @@ def run(
         out_names: the axes of the output, or of each output.
         arrays: the operands, traced.
         native: JAX works out the output sharding of `fn` itself when the operands agree.
-        heirs: see `place`.
+        successors: see `infer_output_spec`.
     """
     mesh = explicit_mesh(arrays)
     if mesh is None:
@@ -147,7 +147,7 @@ def run(
         shapes = jax.eval_shape(fn, *abstract)
     several = isinstance(shapes, (tuple, list))
     each = tuple(zip(out_names, shapes, strict=True)) if several else ((out_names, shapes),)
-    specs = tuple(place(what, names, s.shape, operands, mesh, heirs) for names, s in each)  # pyright: ignore[reportArgumentType]
+    specs = tuple(infer_output_spec(what, names, s.shape, operands, mesh, successors) for names, s in each)  # pyright: ignore[reportArgumentType]
     if native and not several and _agree(out_names, specs[0], operands):
         return fn(*arrays)
     shardings = tuple(NamedSharding(mesh, spec) for spec in specs)

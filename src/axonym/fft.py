@@ -118,8 +118,8 @@ def _transform_kernel(
         same = all(length is None for length in lengths)
         return several(x, s=None if same else full, axes=positions, norm=norm)
 
-    heirs = {old: (new,) for old, new in renamed.items()}
-    return make_along_kernel(what, positional, (names,), out_names, chosen, selection=asked, heirs=heirs)
+    successors = {old: (new,) for old, new in renamed.items()}
+    return make_along_kernel(what, positional, (names,), out_names, chosen, selection=asked, successors=successors)
 
 
 def _transform(

@@ -28,7 +28,7 @@ def make_along_kernel(
     along: Collection[str],
     *,
     selection: AxisSelection | None = None,
-    heirs: _output_sharding.Heirs = MappingProxyType({}),
+    successors: _output_sharding.Successors = MappingProxyType({}),
 ) -> _kernels.Kernel:
     """A kernel for an operation along some axes, which does the same for each element of the others.
 
@@ -39,7 +39,7 @@ def make_along_kernel(
         out_names: the axes of the result, or a tuple of them where `fn` returns a tuple.
         along: the axes of the operands it runs along. All others are batch axes, and each result has them all.
         selection: the axes the user selected; the sizes it carries are checked.
-        heirs: see `axonym._output_sharding.place`.
+        successors: see `axonym._output_sharding.infer_output_spec`.
     """
 
     def positional(*arrays):
@@ -48,12 +48,17 @@ def make_along_kernel(
             return fn(*arrays)
         if any(t != AxisType.Explicit for t in mesh.axis_types):
             # JAX cannot differentiate a `shard_map` over some of the mesh axes only.
-            return _output_sharding.run(what, fn, in_names, out_names, arrays, heirs=heirs)
+            return _output_sharding.call_with_output_sharding(
+                what, fn, in_names, out_names, arrays, successors=successors
+            )
         operands = [(names, entries_of(x)) for names, x in zip(in_names, arrays, strict=True)]
         shapes = jax.eval_shape(fn, *(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in arrays))
         several = isinstance(shapes, tuple)
         each = tuple(zip(out_names, shapes, strict=True)) if several else ((out_names, shapes),)
-        placed = [(names, _output_sharding.place(what, names, s.shape, operands, mesh, heirs)) for names, s in each]
+        placed = [
+            (names, _output_sharding.infer_output_spec(what, names, s.shape, operands, mesh, successors))
+            for names, s in each
+        ]
         batch = {n for names in in_names for n in names if n not in along}
         where = {n: entry for names, spec in placed for n, entry in zip(names, spec, strict=True) if n in batch}
 

@@ -64,7 +64,9 @@ def contract_with(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGener
 
     operands = [*arrays, *(parts[i] for i in held)]
     try:
-        return _output_sharding.run(plan.what, positional, [*plan.in_names, *held_names], plan.out_names, operands)
+        return _output_sharding.call_with_output_sharding(
+            plan.what, positional, [*plan.in_names, *held_names], plan.out_names, operands
+        )
     except Exception as e:
         if not held:
             e.add_note(_CLOSED_OVER.format(what=plan.what))
@@ -160,7 +162,9 @@ class _Pair(NamedTuple):
             # Where a summed axis is split, JAX asks how the result should be: as its axes are in the operands.
             sizes = dict(zip((*self.left, *self.right), (*left.shape, *right.shape), strict=True))
             operands = [(self.left, entries_of(left)), (self.right, entries_of(right))]
-            spec = _output_sharding.place(self.plan.what, self.names, [sizes[n] for n in self.names], operands, mesh)
+            spec = _output_sharding.infer_output_spec(
+                self.plan.what, self.names, [sizes[n] for n in self.names], operands, mesh
+            )
             options["out_sharding"] = NamedSharding(mesh, spec)
         product = self.dot_general(left, right, dimensions, **options)
         return _kernels.transpose_to(product, self.names, self.layout)

@@ -221,8 +221,8 @@ def _pad_left_kernel(names: Names, axis: AxisSelector, new_axis: Axis) -> _kerne
             )
         return jnp.pad(x, [(missing if i == where else 0, 0) for i in range(x.ndim)], constant_values=value)
 
-    heirs = {old: (new_axis.name,)}
-    return _kernels.make_kernel("pad_left", positional, (names, ()), out_names, selection=axis, heirs=heirs)
+    successors = {old: (new_axis.name,)}
+    return _kernels.make_kernel("pad_left", positional, (names, ()), out_names, selection=axis, successors=successors)
 
 
 def repeat(a: NamedArray, repeats: Any, axis: AxisSelector, total_repeat_length: int | None = None) -> NamedArray:

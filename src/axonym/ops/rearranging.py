@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import jax
 
 from .. import _errors, _kernels, _parsing
-from .._output_sharding import Heirs
+from .._output_sharding import Successors
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelector, Names, name_of, rearrange_for_partial_order, selectors
 from ._operands import require_named
@@ -136,11 +136,11 @@ def _expression_kernel(
     names, out_names = tuple(a.name for a in axes), tuple(after)
     reshaped = split or merged
     return _kernels.make_kernel(
-        "rearrange", positional, (names,), out_names, native=not reshaped, heirs=_heirs(before, after)
+        "rearrange", positional, (names,), out_names, native=not reshaped, successors=_successors(before, after)
     )
 
 
-def _heirs(before: Sequence[_Factor], after: Mapping[str, Sequence[_Factor]]) -> Heirs:
+def _successors(before: Sequence[_Factor], after: Mapping[str, Sequence[_Factor]]) -> Successors:
     """Each axis hands its placement to the axes its factors are in, the major factor first."""
     flat = [f for merged in after.values() for f in merged]
     place = {f: name for name, merged in after.items() for f in merged}

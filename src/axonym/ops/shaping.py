@@ -173,8 +173,8 @@ def _flatten_kernel(what: str, names: Names, old_axes: Any, new_axis: AxisSelect
             return x
         return jax.lax.reshape(x, (*x.shape[:where], size, *x.shape[where + len(old) :]))
 
-    heirs = dict.fromkeys(old, (new,))
-    return _kernels.make_kernel(what, positional, (names,), out_names, selection=old_axes, heirs=heirs)
+    successors = dict.fromkeys(old, (new,))
+    return _kernels.make_kernel(what, positional, (names,), out_names, selection=old_axes, successors=successors)
 
 
 def _flatten_spec(spec: AxisSpec, old_axes: AxisSelection, new_axis: AxisSelector) -> Any:
@@ -215,8 +215,8 @@ def _unflatten_kernel(names: Names, axis: AxisSelector, new_axes: Any) -> _kerne
         sizes = [rest if isinstance(s, str) else s.size for s in new]
         return jax.lax.reshape(x, (*x.shape[:where], *sizes, *x.shape[where + 1 :]))
 
-    heirs = {old: tuple(name_of(s) for s in new)}
-    return _kernels.make_kernel(what, positional, (names,), out_names, selection=axis, heirs=heirs)
+    successors = {old: tuple(name_of(s) for s in new)}
+    return _kernels.make_kernel(what, positional, (names,), out_names, selection=axis, successors=successors)
 
 
 @_kernels.cached
@@ -247,5 +247,5 @@ def _split_kernel(names: Names, axis: AxisSelector, new_axes: tuple[Axis, ...]) 
             )
         return tuple(jax.lax.split(x, sizes, axis=where))
 
-    heirs = {old: tuple(dict.fromkeys(a.name for a in new_axes))}
-    return _kernels.make_kernel("split", positional, (names,), out_names, selection=axis, heirs=heirs)
+    successors = {old: tuple(dict.fromkeys(a.name for a in new_axes))}
+    return _kernels.make_kernel("split", positional, (names,), out_names, selection=axis, successors=successors)

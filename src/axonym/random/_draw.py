@@ -213,7 +213,7 @@ def run_placed(
         operands = [(n, entries_of(x)) for n, x in zip(in_names, arrays, strict=True)]
         spec = leaves[0].spec
         if spec is None:
-            spec = _output_sharding.place(what, names, sizes, operands, mesh)
+            spec = _output_sharding.infer_output_spec(what, names, sizes, operands, mesh)
         spec = restricted(spec, explicit)
         placed = jax.sharding.auto_axes(fn, axes=explicit, out_sharding=NamedSharding(mesh, spec))
     return shard_quietly(wrap(placed(key, *arrays), names), None, what).array

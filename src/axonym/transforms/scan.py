@@ -298,7 +298,7 @@ def _split_again(
     rest = names[1:] if names is not None else tuple(f"dimension {i}" for i in range(1, y.ndim))
     entries = entries_of(y)
     operands = [((name,), (entries_of(x)[p],)) for x, p in scanned]
-    spec = _output_sharding.place(what, (name, *rest), y.shape, [*operands, (rest, entries[1:])], mesh)
+    spec = _output_sharding.infer_output_spec(what, (name, *rest), y.shape, [*operands, (rest, entries[1:])], mesh)
     return reshard(y, spec, mesh)
 
 

@@ -198,7 +198,7 @@ def _placed_alike(names: Names, sizes: Mapping[str, int], operands: Sequence[_Op
         its_own = {n: found[d] for n, d in zip(names, operand.dims, strict=True) if d is not None}
         placed.append((tuple(its_own), tuple(its_own.values())))
     present = tuple(n for n in names if any(n in found for found, _ in placed))
-    spec = _output_sharding.place("vmap", present, [sizes[n] for n in present], placed, mesh)
+    spec = _output_sharding.infer_output_spec("vmap", present, [sizes[n] for n in present], placed, mesh)
     chosen = dict(zip(present, spec, strict=True))
     left = set(mesh.axis_names).difference(axes_in(spec))
     for i, (operand, found) in enumerate(zip(operands, entries, strict=True)):

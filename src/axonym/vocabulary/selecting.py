@@ -163,7 +163,7 @@ def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names
         open_ = bool(auto) and not active_mapping()
         manual = axes_of_type(mesh, AxisType.Manual)
         if open_ and (manual or axes_of_type(mesh, AxisType.Explicit)):
-            return _output_sharding.run(_WHAT, whole, in_names, (found_names,) * 2, (x, *limits))
+            return _output_sharding.call_with_output_sharding(_WHAT, whole, in_names, (found_names,) * 2, (x, *limits))
         if not open_ and len(manual) in (0, len(mesh.axis_names)):
             return candidates(x, *limits)
         values, places = candidates(*map(jax.lax.stop_gradient, (x, *limits)))
@@ -189,7 +189,9 @@ def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names
         values, places, given = arrays[0], arrays[1], arrays[2:]
 
         def values_at(*given):
-            return _output_sharding.run(_WHAT, at, (found_names, *in_names), found_names, (places, *given))
+            return _output_sharding.call_with_output_sharding(
+                _WHAT, at, (found_names, *in_names), found_names, (places, *given)
+            )
 
         return values, jax.jvp(values_at, given, tangents[2:])[1]
 
