@@ -2,6 +2,8 @@
 
 An annotation is made once for each `NamedArrayAxes`, and checks it in `__instancecheck__`. Inside a function decorated
 with jaxtyping's `jaxtyped`, it also checks that axes have the sizes they had before in the same call.
+
+Jaxtyping is imported where it is needed: every program imports this file, and few use annotations.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from types import EllipsisType
 from typing import TYPE_CHECKING, Any, TypeAlias, Union, get_args, get_origin
 
 import jax
-import jaxtyping
 
 from ..array import NamedArray
 from ..axis import Axis, Names
@@ -74,6 +75,8 @@ def _first_conflict(x: NamedArray, asked: NamedArrayAxes) -> Axis:
 @functools.lru_cache(maxsize=4096)
 def _positional(asked: NamedArrayAxes, names: Names) -> Any:
     """Return jaxtyping's annotation for a raw array with these axes, with the names that are asked for."""
+    import jaxtyping
+
     known = [n if n in asked.names and n.isidentifier() else "_" for n in names]
     return jaxtyping.Shaped[Any, " ".join(known)]
 
@@ -126,9 +129,16 @@ def annotate(cls: type, spec: NamedArrayAxesSpec) -> Any:
 class _Typed:
     """A dtype annotation such as `Float` or `f32`, which is subscripted with an array type and axes."""
 
-    def __init__(self, name: str, dtype: Any):
-        self.name, self.dtype = name, dtype
-        SHORT[dtype] = name
+    def __init__(self, name: str, full_name: str | None = None):
+        self.name, self.full_name = name, full_name or name
+        SHORT[self.full_name] = name
+
+    @property
+    def dtype(self) -> Any:
+        """Jaxtyping's word for it."""
+        import jaxtyping
+
+        return getattr(jaxtyping, self.full_name)
 
     def __getitem__(self, item: Any) -> Any:
         array_type, *spec = item if isinstance(item, tuple) else (item,)
@@ -175,29 +185,29 @@ if TYPE_CHECKING:
         Annotated as u64,
     )
 else:
-    Bool = _Typed("Bool", jaxtyping.Bool)
-    Complex = _Typed("Complex", jaxtyping.Complex)
-    Float = _Typed("Float", jaxtyping.Float)
-    Inexact = _Typed("Inexact", jaxtyping.Inexact)
-    Int = _Typed("Int", jaxtyping.Int)
-    Integer = _Typed("Integer", jaxtyping.Integer)
-    Key = _Typed("Key", jaxtyping.Key)
-    Num = _Typed("Num", jaxtyping.Num)
-    Real = _Typed("Real", jaxtyping.Real)
-    Shaped = _Typed("Shaped", jaxtyping.Shaped)
-    UInt = _Typed("UInt", jaxtyping.UInt)
-    bf16 = _Typed("bf16", jaxtyping.BFloat16)
+    Bool = _Typed("Bool")
+    Complex = _Typed("Complex")
+    Float = _Typed("Float")
+    Inexact = _Typed("Inexact")
+    Int = _Typed("Int")
+    Integer = _Typed("Integer")
+    Key = _Typed("Key")
+    Num = _Typed("Num")
+    Real = _Typed("Real")
+    Shaped = _Typed("Shaped")
+    UInt = _Typed("UInt")
+    bf16 = _Typed("bf16", "BFloat16")
     bool_ = Bool
-    complex64 = _Typed("complex64", jaxtyping.Complex64)
-    complex128 = _Typed("complex128", jaxtyping.Complex128)
-    f16 = _Typed("f16", jaxtyping.Float16)
-    f32 = _Typed("f32", jaxtyping.Float32)
-    f64 = _Typed("f64", jaxtyping.Float64)
-    i8 = _Typed("i8", jaxtyping.Int8)
-    i16 = _Typed("i16", jaxtyping.Int16)
-    i32 = _Typed("i32", jaxtyping.Int32)
-    i64 = _Typed("i64", jaxtyping.Int64)
-    u8 = _Typed("u8", jaxtyping.UInt8)
-    u16 = _Typed("u16", jaxtyping.UInt16)
-    u32 = _Typed("u32", jaxtyping.UInt32)
-    u64 = _Typed("u64", jaxtyping.UInt64)
+    complex64 = _Typed("complex64", "Complex64")
+    complex128 = _Typed("complex128", "Complex128")
+    f16 = _Typed("f16", "Float16")
+    f32 = _Typed("f32", "Float32")
+    f64 = _Typed("f64", "Float64")
+    i8 = _Typed("i8", "Int8")
+    i16 = _Typed("i16", "Int16")
+    i32 = _Typed("i32", "Int32")
+    i64 = _Typed("i64", "Int64")
+    u8 = _Typed("u8", "UInt8")
+    u16 = _Typed("u16", "UInt16")
+    u32 = _Typed("u32", "UInt32")
+    u64 = _Typed("u64", "UInt64")

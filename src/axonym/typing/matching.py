@@ -10,21 +10,23 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence, Set
 from types import EllipsisType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import jax.numpy as jnp
-import jaxtyping
 
 from .. import _errors, _parsing
 from ..array import NamedArray
 from ..axis import Axis, AxisSelector, Names, PartialShapeDict, name_of, selectors
 
+if TYPE_CHECKING:
+    import jaxtyping
+
 __all__ = ["NamedArrayAxes", "NamedArrayAxesSpec", "check_axes", "matches_axes"]
 
 _Array = TypeVar("_Array", bound=NamedArray)
 
-SHORT: dict[Any, str] = {}
-"""The names of jaxtyping's dtype classes in annotations, where they are not their own names."""
+SHORT: dict[str, str] = {}
+"""The names in annotations of jaxtyping's dtype classes, by their own names."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +142,8 @@ def _read_text(what: str, text: str) -> NamedArrayAxes:
 @functools.lru_cache(maxsize=256)
 def _dtype_class(dtype: Any) -> type[jaxtyping.AbstractDtype]:
     """Return a class of dtypes that contains just this dtype; return classes of dtypes unchanged."""
+    import jaxtyping
+
     if isinstance(dtype, type) and issubclass(dtype, jaxtyping.AbstractDtype):
         return dtype
     name = jnp.dtype(dtype).type.__name__
@@ -158,7 +162,7 @@ class _Written(NamedTuple):
 
 def _write(asked: NamedArrayAxes) -> _Written:
     opening, closing = ("", "") if asked.ordered else ("{", "}")
-    text = "Named" if asked.dtype is None else f"{SHORT.get(asked.dtype, asked.dtype.__name__)}[NamedArray, "
+    text = "Named" if asked.dtype is None else f"{SHORT.get(asked.dtype.__name__, asked.dtype.__name__)}[NamedArray, "
     text += ('["' if asked.dtype is None else '"') + opening
     spans = {}
     for i, item in enumerate((*asked.before, *((...,) if asked.subset else ()), *asked.after)):

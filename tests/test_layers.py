@@ -1,0 +1,91 @@
+"""Imports point down: from each room of the package to those on the lines below it, and never round in a circle.
+
+Imports inside functions count. Those under `TYPE_CHECKING` do not: `NamedArray` and its methods know each other's types.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import axonym as axn
+
+ROOT = Path(axn.__file__).parent
+
+# From the top down; a room is a module of the package, or a folder. Rooms on one line know nothing of each other.
+LAYERS = """
+scalax
+__init__
+debug precision
+util
+quantization
+nn
+state state_dict vocabulary
+jax_utils hof tree_util custom_partitioning random
+_methods core fft haxtyping linalg manual partitioning poly ref specialized_fns transforms tree wrap
+ops
+_fsdp_ops sharding
+_kernels _static typing
+_output_sharding array
+_mesh_axes _parsing axis
+_context _errors _jax_versions _module_field _parameter_names types
+"""
+
+MODULES = {
+    ".".join(("axonym", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
+
+
+def imports(module: str) -> Iterator[str]:
+    """The modules of the package that a module imports, in functions too."""
+    path = MODULES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            waiting += node.orelse
+            continue
+        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names if a.name in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                found = f"{source}.{alias.name}"
+                if found in MODULES or source in MODULES:
+                    yield found if found in MODULES else source
+
+
+def room(module: str) -> str:
+    return (module.split(".") + ["__init__"])[1]
+
+
+GRAPH = {module: set(imports(module)) for module in MODULES}
+
+
+def test_no_circles() -> None:
+    """On an error, its second argument is the circle."""
+    TopologicalSorter(GRAPH).prepare()
+
+
+def test_layers() -> None:
+    height = {name: -i for i, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}
+    assert height.keys() == {room(module) for module in MODULES}, "a room came or went: say where it stands in LAYERS"
+    up = [
+        f"{module} imports {target}"
+        for module, targets in GRAPH.items()
+        for target in sorted(targets)
+        if room(module) != room(target) and height[room(module)] <= height[room(target)]
+    ]
+    assert not up, "imports that do not point down:\n" + "\n".join(up)
+
+
+def test_nothing_reaches_up_at_run_time() -> None:
+    """A module that is looked up while the program runs is an import that no reader sees."""
+    reaching = [m for m, path in MODULES.items() if 'sys.modules["axonym' in path.read_text()]
+    assert not reaching
