@@ -23,8 +23,8 @@ util
 quantization
 nn
 state state_dict vocabulary
-jax_utils hof tree_util custom_partitioning random
-_methods core fft haxtyping linalg manual partitioning poly ref specialized_fns transforms tree wrap
+jax_utils hof tree_util custom_partitioning random _methods
+core fft haxtyping linalg manual partitioning poly ref specialized_fns transforms tree wrap
 ops
 _fsdp_ops sharding
 _kernels _static typing

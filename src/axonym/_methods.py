@@ -6,10 +6,13 @@ is said. Type checkers see `NamedArray` derive from `Methods`; on import, `attac
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .array import NamedArray, NamedOrNumeric
@@ -180,6 +183,28 @@ class Methods:
     def __invert__(self: Any) -> NamedArray:
         return elementwise.invert(self)
 
+    # --- positional functions are not for named arrays ---
+
+    def __jax_array__(self: Any) -> Any:
+        name = _calling_function("jax")
+        if name is None:  # an operator of a JAX array: hand ourselves back, and Python tries our reflected operator
+            return self
+        raise TypeError(_use_instead(f"JAX's {name}", name))
+
+    def __array__(self: Any, dtype: Any = None, copy: Any = None) -> Any:
+        raise TypeError(_use_instead("A NumPy conversion", None))
+
+    def __array_function__(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        raise TypeError(_use_instead(f"numpy.{func.__name__}", func.__name__))
+
+    def __array_ufunc__(self: Any, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if method == "__call__" and len(inputs) == 2 and inputs[1] is self and np.ndim(inputs[0]) == 0:
+            # `np.float32(2) * x` reaches us like this; there is no telling it from `np.multiply(np.float32(2), x)`.
+            operation = getattr(elementwise, {"remainder": "mod"}.get(ufunc.__name__, ufunc.__name__), None)
+            if operation is not None:
+                return operation(*inputs)
+        raise TypeError(_use_instead(f"numpy.{ufunc.__name__}", ufunc.__name__))
+
 
 def attach() -> None:
     """Put the methods on `NamedArray`. Called once, on import of the package."""
@@ -187,3 +212,37 @@ def attach() -> None:
         if name not in vars(object) or name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"):
             if name not in ("__slots__", "__module__", "__dict__", "__weakref__", "__firstlineno__"):
                 setattr(NamedArray, name, method)
+
+
+# --- what to use instead of a positional function ---
+
+
+def _calling_function(package: str) -> str | None:
+    """The public positional function through which user code reached us, if it did."""
+    found = None
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in (package, "contextlib", "functools"):
+            break
+        name = frame.f_code.co_name
+        if any(hasattr(module, name) for module in (jnp, jnp.linalg, jnp.fft, jax.nn, jax.lax)):
+            found = name
+        frame = frame.f_back
+    return found
+
+
+def _use_instead(called: str, name: str | None) -> str:
+    found = _named_function(name) if name else None
+    way_out = f"use `{found}`" if found else "use the function of the same name in axonym"
+    return f"{called} works by position and does not take a NamedArray: {way_out}, or pass the raw array, `x.array`."
+
+
+def _named_function(name: str) -> str | None:
+    """The path by which users know the function of that name, if there is one."""
+    from . import fft, linalg, ops, poly  # only those whose program is about to stop need all of them
+
+    files = [module for file, module in vars(ops).items() if isinstance(module, ModuleType) and file[0] != "_"]
+    for module in (*files, linalg, fft, poly):
+        if getattr(getattr(module, name, None), "__module__", None) == module.__name__:
+            return f"axonym.{name}" if module in files else f"{module.__name__}.{name}"
+    return None

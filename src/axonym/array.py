@@ -287,28 +287,6 @@ class NamedArray(Methods):
             subtree_renderer=subtree_renderer,
         )
 
-    # --- positional functions are not for named arrays ---
-
-    def __jax_array__(self) -> Any:
-        name = _calling_function("jax")
-        if name is None:  # an operator of a JAX array: hand ourselves back, and Python tries our reflected operator
-            return self
-        raise TypeError(_use_instead(f"JAX's {name}", name))
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        raise TypeError(_use_instead("A NumPy conversion", None))
-
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        raise TypeError(_use_instead(f"numpy.{func.__name__}", func.__name__))
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if method == "__call__" and len(inputs) == 2 and inputs[1] is self and np.ndim(inputs[0]) == 0:
-            # `np.float32(2) * x` reaches us like this; there is no telling it from `np.multiply(np.float32(2), x)`.
-            operation = getattr(sys.modules["axonym"], {"remainder": "mod"}.get(ufunc.__name__, ufunc.__name__), None)
-            if operation is not None:
-                return operation(*inputs)
-        raise TypeError(_use_instead(f"numpy.{ufunc.__name__}", ufunc.__name__))
-
 
 register_dataclass(NamedArray, data_fields=["array"], meta_fields=["names"])
 
@@ -442,28 +420,3 @@ def _small_values(array: Any) -> str | None:
         return None
     text = np.array2string(np.asarray(array), precision=4, separator=" ", max_line_width=10_000)
     return " ".join(text.split())
-
-
-# --- what to use instead of a positional function ---
-
-
-def _calling_function(package: str) -> str | None:
-    """The public positional function through which user code reached us, if it did."""
-    found = None
-    frame = sys._getframe(2)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in (package, "contextlib", "functools"):
-            break
-        name = frame.f_code.co_name
-        if any(hasattr(module, name) for module in (jnp, jnp.linalg, jnp.fft, jax.nn, jax.lax)):
-            found = name
-        frame = frame.f_back
-    return found
-
-
-def _use_instead(called: str, name: str | None) -> str:
-    axonym = sys.modules["axonym"]
-    homes = {"axonym": axonym, "axonym.linalg": axonym.linalg, "axonym.fft": axonym.fft, "axonym.poly": axonym.poly}
-    ours = (f"{path}.{name}" for path, home in homes.items() if name and callable(getattr(home, name, None)))
-    way_out = f"use `{found}`" if (found := next(ours, None)) else "use the function of the same name in axonym"
-    return f"{called} works by position and does not take a NamedArray: {way_out}, or pass the raw array, `x.array`."
