@@ -54,7 +54,6 @@ def modules(native: bool = False) -> list[ModuleType]:
     return [axn, *(importlib.import_module(n) for n in names if not (native and n.startswith("axonym.haliax")))]
 
 
-@functools.cache
 def exports(module: ModuleType) -> dict[str, Any]:
     """What a module offers to users: its `__all__`, or else what it imports by the form `x as x`."""
     names = getattr(module, "__all__", None)

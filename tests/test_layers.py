@@ -1,6 +1,7 @@
 """Imports point down: from each room of the package to those on the lines below it, and never round in a circle.
 
-Imports inside functions count. Those under `TYPE_CHECKING` do not: `NamedArray` and its methods know each other's types.
+Imports inside functions count. Those under `TYPE_CHECKING` do not: `NamedArray` and its methods know each other's
+types.
 """
 
 from __future__ import annotations
@@ -16,21 +17,20 @@ ROOT = Path(axn.__file__).parent
 
 # From the top down; a room is a module of the package, or a folder. Rooms on one line know nothing of each other.
 LAYERS = """
-scalax
+haliax scalax
 __init__
-debug precision
-util
+_on_first_use debug precision testing
 quantization
 nn
-state state_dict vocabulary
-jax_utils hof tree_util custom_partitioning random _methods
-core fft haxtyping linalg manual partitioning poly ref specialized_fns transforms tree wrap
+state vocabulary
+_methods custom_partitioning random
+fft linalg manual poly ref transforms tree
 ops
 _fsdp_ops sharding
 _kernels _static typing
-_output_sharding array
-_mesh_axes _parsing axis
-_context _errors _jax_versions _module_field _parameter_names types
+_output_sharding _per_device array
+_lazy _mesh_axes _parsing axis
+_context _errors _jax_versions _module_field _named_scope _parameter_names
 """
 
 MODULES = {
@@ -46,7 +46,7 @@ def imports(module: str) -> Iterator[str]:
     waiting: list[ast.AST] = [ast.parse(path.read_text())]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             waiting += node.orelse
             continue
         waiting += ast.iter_child_nodes(node)
@@ -87,5 +87,5 @@ def test_layers() -> None:
 
 def test_nothing_reaches_up_at_run_time() -> None:
     """A module that is looked up while the program runs is an import that no reader sees."""
-    reaching = [m for m, path in MODULES.items() if 'sys.modules["axonym' in path.read_text()]
-    assert not reaching
+    reaching = {m for m, path in MODULES.items() if 'sys.modules["axonym' in path.read_text()}
+    assert {room(m) for m in reaching} <= {"haliax"}  # which stands on top, and reaches down

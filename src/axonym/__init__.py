@@ -9,27 +9,10 @@ of axes never matters to what a program means.
 NamedArray(float32[mlp=4], [3. 3. 3. 3.])
 """
 
-from . import (
-    custom_partitioning as custom_partitioning,
-    debug as debug,
-    fft as fft,
-    linalg as linalg,
-    nn as nn,
-    poly as poly,
-    precision as precision,
-    quantization as quantization,
-    random as random,
-    sharding as sharding,
-    state as state,
-    testing as testing,
-    tree as tree,
-    typing as typing,
-    vocabulary as vocabulary,
-)
-from ._methods import attach as _attach
+import typing as _typing
 
-# Distributing by name
-from ._module_field import field as field
+from . import _lazy
+from ._methods import attach as _attach
 from .array import (
     NamedArray as NamedArray,
     is_named_array as is_named_array,
@@ -39,26 +22,6 @@ from .axis import (
     Axis as Axis,
     make_axes as make_axes,
 )
-
-# Per-device code by name
-# Operations that bring their own partitioning
-from .custom_partitioning.decorator import partitioned as partitioned
-from .manual.collectives import (
-    MeshAxis as MeshAxis,
-    all_gather as all_gather,
-    all_to_all as all_to_all,
-    axis_index as axis_index,
-    axis_offset as axis_offset,
-    pmax as pmax,
-    pmean as pmean,
-    pmin as pmin,
-    ppermute as ppermute,
-    psum as psum,
-    psum_scatter as psum_scatter,
-    pvary as pvary,
-    shift as shift,
-)
-from .manual.shard_map import shard_map as shard_map
 
 # Axes and layout
 from .ops.broadcasting import (
@@ -330,48 +293,39 @@ from .ops.statistics import (
     trapezoid as trapezoid,
 )
 
-# Mutable references
-from .ref import (
-    NamedRef as NamedRef,
-    freeze as freeze,
-    get as get,
-    new_ref as new_ref,
-    swap as swap,
-)
-from .sharding.fsdp import fsdp as fsdp
-from .sharding.jit import named_jit as named_jit
-from .sharding.lint import lint_mapping as lint_mapping
-from .sharding.mapping import (
-    ResourceAxis as ResourceAxis,
-    axis_mapping as axis_mapping,
-    current_mapping as current_mapping,
-)
-from .sharding.meshes import current_mesh as current_mesh, make_mesh as make_mesh, set_mesh as set_mesh
-from .sharding.shard import (
-    shard as shard,
-    to_host as to_host,
-    unshard as unshard,
-)
-
-# Transforms
-from .transforms.associative import associative_scan as associative_scan
-from .transforms.checkpointing import (
-    ScanCheckpointPolicy as ScanCheckpointPolicy,
-    tree_checkpoint_name as tree_checkpoint_name,
-)
-from .transforms.control import cond as cond, switch as switch, while_loop as while_loop
-from .transforms.lift import lift as lift
-from .transforms.scan import fold as fold, map as map, scan as scan
-from .transforms.vmap import vmap as vmap
-
 # Annotations
 from .typing import (
     Named as Named,
 )
 
-# The largest of an axis
-from .vocabulary.selecting import top_k as top_k
-
 __version__ = "0.1.0"
 
 _attach()
+
+if _typing.TYPE_CHECKING:
+    from . import (
+        array as array,
+        axis as axis,
+        custom_partitioning as custom_partitioning,
+        debug as debug,
+        fft as fft,
+        linalg as linalg,
+        manual as manual,
+        nn as nn,
+        ops as ops,
+        poly as poly,
+        precision as precision,
+        quantization as quantization,
+        random as random,
+        ref as ref,
+        sharding as sharding,
+        state as state,
+        testing as testing,
+        transforms as transforms,
+        tree as tree,
+        typing as typing,
+        vocabulary as vocabulary,
+    )
+    from ._on_first_use import *  # noqa: F403
+else:  # so that type checkers refuse a name that does not exist
+    __getattr__, __dir__ = _lazy.loaders(globals(), "_on_first_use", apart=("haliax", "scalax"))

@@ -200,7 +200,8 @@ class Methods:
     def __array_ufunc__(self: Any, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if method == "__call__" and len(inputs) == 2 and inputs[1] is self and np.ndim(inputs[0]) == 0:
             # `np.float32(2) * x` reaches us like this; there is no telling it from `np.multiply(np.float32(2), x)`.
-            operation = getattr(elementwise, {"remainder": "mod"}.get(ufunc.__name__, ufunc.__name__), None)
+            name: str = ufunc.__name__
+            operation = getattr(elementwise, {"remainder": "mod"}.get(name, name), None)
             if operation is not None:
                 return operation(*inputs)
         raise TypeError(_use_instead(f"numpy.{ufunc.__name__}", ufunc.__name__))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import equinox as eqx
-
 __all__ = ["field"]
 
 
@@ -39,4 +37,6 @@ def field(
         metadata = {**(metadata or {}), "axis_names": tuple(axis_names)}
     if converter is not None:
         kwargs["converter"] = converter
+    import equinox as eqx  # takes long, and a program with modules of its own has it
+
     return eqx.field(static=static, metadata=metadata, **kwargs)

@@ -18,7 +18,6 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 
@@ -307,6 +306,8 @@ def hashable_partition(tree: Any, filter_spec: Any) -> tuple[Any, Any]:
     >>> hash(static) == hash(static)
     True
     """
+    import equinox as eqx
+
     dynamic, static = eqx.partition(tree, filter_spec)
     found, treedef = jax.tree.flatten_with_path(static)
     wrong = [f"{_path(path)} ({type(x).__name__})" for path, x in found if not _hashable(x)]
@@ -339,6 +340,8 @@ def hashable_combine(dynamic: Any, static: Any) -> Any:
     >>> axn.tree.hashable_combine(*parts)
     {'n': 3, 'w': NamedArray(float32[in=2], [1. 1.])}
     """
+    import equinox as eqx
+
     found, treedef = static
     return eqx.combine(dynamic, jax.tree.unflatten(treedef, found))
 

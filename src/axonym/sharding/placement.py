@@ -20,7 +20,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -169,7 +168,7 @@ def _field_names(path: Sequence[Any], tree: Any) -> Names | None:
     parent = tree
     for key in path[:last]:
         parent = _child(parent, key)
-    if not isinstance(parent, eqx.Module):
+    if not dataclasses.is_dataclass(parent):  # as Equinox modules are
         return None
     for field in dataclasses.fields(parent):
         if field.name == path[last].name:

@@ -7,7 +7,6 @@ from typing import Any, Literal, Protocol, TypeAlias, overload
 
 import jax
 from jax.lax import Precision
-from jaxtyping import PyTree
 
 from ..array import NamedArray
 from ..axis import AxisSelection, AxisSelector
@@ -27,7 +26,7 @@ GatherScatterModeStr: TypeAlias = Literal["promise_in_bounds", "clip", "drop", "
 FilterSpec: TypeAlias = bool | Callable[[Any], bool]
 """Which leaves of a tree are meant: all, none, or those for which a function returns True."""
 
-FilterTree: TypeAlias = FilterSpec | PyTree[FilterSpec]
+FilterTree: TypeAlias = Any
 """A filter for a whole tree, or a tree prefix of filters."""
 
 

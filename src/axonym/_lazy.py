@@ -1,0 +1,55 @@
+"""Load submodules and public names of the package when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from . import _errors
+
+# Threads that import a package and a module in it at once can wait for each other, which Python ends with an error.
+# Nothing below the package reaches up to it, so a thread that holds this lock waits for none that wants it.
+_ONE_AT_A_TIME = threading.RLock()
+
+
+def loaders(
+    namespace: dict[str, Any], late: str, apart: tuple[str, ...]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Make the `__getattr__` and the `__dir__` of a package some of whose public names come from a module loaded late.
+
+    Arguments:
+        namespace: the globals of the package.
+        late: the module with the names.
+        apart: submodules that exist only where they are imported by their path.
+    """
+    package = namespace["__name__"]
+
+    def submodules() -> set[str]:
+        return {m.name for m in pkgutil.iter_modules(namespace["__path__"]) if m.name[0] != "_"}.difference(apart)
+
+    def names() -> set[str]:
+        """Load the names, which are then found without coming here, and list all that are no modules."""
+        with _ONE_AT_A_TIME:
+            for name, value in vars(importlib.import_module(f"{package}.{late}")).items():
+                if not name.startswith("_"):
+                    namespace.setdefault(name, value)
+        return {n for n, value in namespace.items() if n[0] != "_" and not isinstance(value, ModuleType)}
+
+    def getattribute(name: str) -> Any:
+        if name == "__all__":  # for `from axonym import *`
+            return sorted(names())
+        if name.startswith("_"):  # Python and notebooks ask every module for such names, which should load nothing
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if name in submodules():
+            with _ONE_AT_A_TIME:
+                return importlib.import_module(f"{package}.{name}")
+        if name in names():
+            return namespace[name]
+        hint = _errors.suggestion(name, names() | submodules())
+        raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}")
+
+    return getattribute, lambda: sorted({*namespace, *names(), *submodules()})

@@ -1,0 +1,65 @@
+"""Public names whose modules load when one of them is first used; `axonym` has them all.
+
+What is imported here needs more than named arrays and operations on them. Submodules such as `axonym.nn` are not here:
+each of them loads by itself.
+"""
+
+# Distributing by name
+from ._module_field import field as field
+
+# Per-device code by name
+# Operations that bring their own partitioning
+from .custom_partitioning.decorator import partitioned as partitioned
+from .manual.collectives import (
+    MeshAxis as MeshAxis,
+    all_gather as all_gather,
+    all_to_all as all_to_all,
+    axis_index as axis_index,
+    axis_offset as axis_offset,
+    pmax as pmax,
+    pmean as pmean,
+    pmin as pmin,
+    ppermute as ppermute,
+    psum as psum,
+    psum_scatter as psum_scatter,
+    pvary as pvary,
+    shift as shift,
+)
+from .manual.shard_map import shard_map as shard_map
+
+# Mutable references
+from .ref import (
+    NamedRef as NamedRef,
+    freeze as freeze,
+    get as get,
+    new_ref as new_ref,
+    swap as swap,
+)
+from .sharding.fsdp import fsdp as fsdp
+from .sharding.jit import named_jit as named_jit
+from .sharding.lint import lint_mapping as lint_mapping
+from .sharding.mapping import (
+    ResourceAxis as ResourceAxis,
+    axis_mapping as axis_mapping,
+    current_mapping as current_mapping,
+)
+from .sharding.meshes import current_mesh as current_mesh, make_mesh as make_mesh, set_mesh as set_mesh
+from .sharding.shard import (
+    shard as shard,
+    to_host as to_host,
+    unshard as unshard,
+)
+
+# Transforms
+from .transforms.associative import associative_scan as associative_scan
+from .transforms.checkpointing import (
+    ScanCheckpointPolicy as ScanCheckpointPolicy,
+    tree_checkpoint_name as tree_checkpoint_name,
+)
+from .transforms.control import cond as cond, switch as switch, while_loop as while_loop
+from .transforms.lift import lift as lift
+from .transforms.scan import fold as fold, map as map, scan as scan
+from .transforms.vmap import vmap as vmap
+
+# The largest of an axis
+from .vocabulary.selecting import top_k as top_k
