@@ -90,7 +90,7 @@ def test_size_zero_is_a_size() -> None:
 @pytest.mark.parametrize(
     ("name", "size", "error", "message"),
     [
-        ("a", -1, ValueError, "Axis 'a': a size is not negative, got -1."),
+        ("a", -1, ValueError, "Axis 'a': a size cannot be negative, got -1."),
         ("a", 2.0, TypeError, "Axis 'a': a size is an integer, got float."),
         ("a", None, TypeError, "Axis 'a': a size is an integer, got NoneType."),
         (3, 2, TypeError, "Axis: a name is a string, got 3 of type int."),
@@ -297,7 +297,7 @@ ERRORS: list[tuple[Callable[..., Any], tuple[Any, ...], type[Exception], str]] =
     (unsize_axes, ((A, B), "zz"), ValueError, "unsize_axes: no axis 'zz' in (a=2, b=3)."),
     (rearrange_for_partial_order, (("zz", ...), (A, B)), ValueError, "rearrange: no axis 'zz' in (a=2, b=3)."),
     (rearrange_for_partial_order, (("a", "a", ...), (A, B)), ValueError, "'a' would name more than one axis"),
-    (rearrange_for_partial_order, (("b",), (A, B, C)), ValueError, "'a', 'c' of (a=2, b=3, c=4) have no place"),
+    (rearrange_for_partial_order, (("b",), (A, B, C)), ValueError, "'a', 'c' of (a=2, b=3, c=4) are missing"),
     (rearrange_for_partial_order, ((A9, ...), (A, B)), ValueError, "axis 'a' has conflicting sizes: 2 in the first, 9"),
 ]
 
@@ -313,5 +313,5 @@ def test_algebra_errors(
 def test_make_axes() -> None:
     assert axn.make_axes() == ()
     assert axn.make_axes(x=1, y=2) == (Axis("x", 1), Axis("y", 2))
-    with pytest.raises(ValueError, match="Axis 'x': a size is not negative, got -2"):
+    with pytest.raises(ValueError, match="Axis 'x': a size cannot be negative, got -2"):
         axn.make_axes(x=-2)

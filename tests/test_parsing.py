@@ -60,7 +60,7 @@ def test_terms_without_an_arrow():
         ["a", "b"],
         ["c", "..."],
     ]
-    with pytest.raises(ValueError, match="`->` has no place here"):
+    with pytest.raises(ValueError, match="`->` is not allowed here"):
         parse_terms("op", "a -> b", comma="terms")
 
 
@@ -86,15 +86,15 @@ def test_terms_without_an_arrow():
         ("a -> ... b ...", "           ^^^", "a second `...`"),
         ("a () -> a", "  ^^", "this group is empty"),
         ("a (n:) -> a", "  ^^^^", "this group is empty"),
-        ("a b a -> b", "    ^", "'a' stands here a second time"),
-        ("a (b a) -> b", "     ^", "'a' stands here a second time"),
-        ("{a a} -> b", "   ^", "'a' stands here a second time"),
-        ("a b -> b b", "         ^", "'b' stands here a second time"),
-        ("(n: a) (n: b) -> a", "        ^", "'n' stands here a second time"),
+        ("a b a -> b", "    ^", "'a' occurs a second time here"),
+        ("a (b a) -> b", "     ^", "'a' occurs a second time here"),
+        ("{a a} -> b", "   ^", "'a' occurs a second time here"),
+        ("a b -> b b", "         ^", "'b' occurs a second time here"),
+        ("(n: a) (n: b) -> a", "        ^", "'n' occurs a second time here"),
         ("((a b) c) -> a", " ^^^^^", "groups do not nest"),
         ("(a ...) -> a", "   ^^^", "cannot be part of one"),
-        ("a: b -> c", " ^", "':' has no place here"),
-        ("(a b: c) -> c", "    ^", "':' has no place here"),
+        ("a: b -> c", " ^", "':' is not allowed here"),
+        ("(a b: c) -> c", "    ^", "':' is not allowed here"),
         ("(a,, b) -> c", "   ^", "expected an axis before this comma"),
         ("{a, b,} -> c", "     ^", "expected an axis after this comma"),
     ],

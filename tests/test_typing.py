@@ -255,7 +255,7 @@ def test_no_named_array() -> None:
         ),
         (lambda: Named["batch ... embed ..."], ValueError, r"a second `...`.*\n.*\n                    \^\^\^$"),
         (lambda: Named["{batch"], ValueError, r"this brace is not closed.\n    {batch\n    \^$"),
-        (lambda: Named["batch batch"], ValueError, r"'batch' stands here a second time"),
+        (lambda: Named["batch batch"], ValueError, r"'batch' occurs a second time here"),
         (lambda: Named["batch 4"], ValueError, r"unexpected '4'.*\n    batch 4\n          \^$"),
         (lambda: Named["batch", "batch"], ValueError, "'batch' would name more than one axis"),
         (lambda: Named[..., "batch", ...], ValueError, r"a second `\.\.\.`"),

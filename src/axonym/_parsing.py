@@ -162,7 +162,7 @@ def parse_terms(what: str, text: str, *, comma: CommaSeparates, sizes: bool = Fa
     tokens = _tokenize(what, text)
     for token in tokens:
         if token.kind == "->":
-            fail(what, text, token, "`->` has no place here.")
+            fail(what, text, token, "`->` is not allowed here.")
     return _Parser(what, text, tokens, comma, sizes).side()
 
 
@@ -298,7 +298,7 @@ class _Parser:
             case "{":
                 self.fail(token, "expected braces around the term as a whole.")
             case _:
-                self.fail(token, f"{token.kind!r} has no place here; a group with a name is written `(name: a b)`.")
+                self.fail(token, f"{token.kind!r} is not allowed here; a group with a name is written `(name: a b)`.")
 
     def name(self, token: _Token) -> Name:
         if token.size is not None and not self.sizes:
@@ -335,7 +335,7 @@ class _Parser:
         seen: set[str] = set()
         for name in names:
             if name.name in seen:
-                self.fail(name, f"{name.name!r} stands here a second time.")
+                self.fail(name, f"{name.name!r} occurs a second time here.")
             seen.add(name.name)
 
 

@@ -121,7 +121,7 @@ def _intern(cls: type[Axis], name: str, size: Any) -> Axis:
         except TypeError:
             raise TypeError(f"Axis {name!r}: a size is an integer, got {type(size).__name__}.") from None
         if size < 0:
-            raise ValueError(f"Axis {name!r}: a size is not negative, got {size}.")
+            raise ValueError(f"Axis {name!r}: a size cannot be negative, got {size}.")
     axis = object.__new__(cls)
     object.__setattr__(axis, "name", name)
     object.__setattr__(axis, "size", size)
@@ -419,7 +419,7 @@ def rearrange_for_partial_order(
     rest = [n for n in known if n not in named]
     if rest and ... not in partial_order:
         listed = ", ".join(repr(n) for n in rest)
-        raise ValueError(f"rearrange: {listed} of {_described(axes)} have no place; name them, or add `...`.")
+        raise ValueError(f"rearrange: {listed} of {_described(axes)} are missing; name them, or add `...`.")
     order: list[str] = []
     where = list(known)
     for i, s in enumerate(partial_order):

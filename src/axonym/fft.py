@@ -159,7 +159,7 @@ fft = _transform(
     jnp.fft.fft,
     jnp.fft.fftn,
     False,
-    "The discrete Fourier transform.",
+    "Compute the discrete Fourier transform.",
     'axn.named([1., 2.], "t"), "t"',
     "complex64[t=2], [ 3.+0.j -1.+0.j]",
 )
@@ -168,7 +168,7 @@ ifft = _transform(
     jnp.fft.ifft,
     jnp.fft.ifftn,
     False,
-    "The inverse of `fft`.",
+    "Compute the inverse of `fft`.",
     'axn.named([3., -1.], "t"), "t"',
     "complex64[t=2], [1.+0.j 2.+0.j]",
 )
@@ -177,7 +177,7 @@ rfft = _transform(
     jnp.fft.rfft,
     jnp.fft.rfftn,
     False,
-    "The discrete Fourier transform of real values, without its redundant half.",
+    "Compute the discrete Fourier transform of real values, without its redundant half.",
     'axn.named([1., 2., 0., 2.], "t"), {"t": "freq"}',
     "complex64[freq=3], [ 5.+0.j 1.+0.j -3.+0.j]",
 )
@@ -186,7 +186,7 @@ irfft = _transform(
     jnp.fft.irfft,
     jnp.fft.irfftn,
     True,
-    "The inverse of `rfft`; an odd length has to be asked for.",
+    "Compute the inverse of `rfft`; an odd length has to be asked for.",
     'axn.named([5., 1., -3.], "t"), axn.Axis("t", 4)',
     "float32[t=4], [1. 2. 0. 2.]",
 )
@@ -195,7 +195,7 @@ hfft = _transform(
     jnp.fft.hfft,
     None,
     True,
-    "The discrete Fourier transform of values that are conjugate-symmetric, so that it is real.",
+    "Compute the discrete Fourier transform of values that are conjugate-symmetric, so that it is real.",
     'axn.named([1., 2., 0.], "t"), "t"',
     "float32[t=4], [ 5. 1. -3. 1.]",
 )
@@ -204,7 +204,7 @@ ihfft = _transform(
     jnp.fft.ihfft,
     None,
     False,
-    "The inverse of `hfft`.",
+    "Compute the inverse of `hfft`.",
     'axn.named([5., 1., -3., 1.], "t"), "t"',
     "complex64[t=3], [1.+0.j 2.+0.j 0.+0.j]",
 )
@@ -246,14 +246,14 @@ def _shift(name: str, fn: Callable[..., Any], summary: str, example: str, shown:
 fftshift = _shift(
     "fftshift",
     jnp.fft.fftshift,
-    "The order of frequencies changed so that zero stands in the middle.",
+    "Reorder frequencies so that zero is in the middle.",
     "[0, 1, -2, -1]",
     "int32[freq=4], [-2 -1 0 1]",
 )
 ifftshift = _shift(
     "ifftshift",
     jnp.fft.ifftshift,
-    "The inverse of `fftshift`.",
+    "Undo `fftshift`.",
     "[-2, -1, 0, 1]",
     "int32[freq=4], [ 0 1 -2 -1]",
 )

@@ -166,7 +166,7 @@ inv: _MatrixFunction = _matrix_function(
     "inv",
     jnp.linalg.inv,
     _INVERSE,
-    "The inverse of square matrices, with the axes (col, row).",
+    "Compute the inverse of square matrices, with the axes (col, row).",
     "[[2., 0.], [1., 1.]]",
     "NamedArray(float32[j=2, i=2], [[ 0.5 0. ] [-0.5 1. ]])",
 )
@@ -174,7 +174,7 @@ cholesky: _MatrixFunction = _matrix_function(
     "cholesky",
     jnp.linalg.cholesky,
     _MATRIX,
-    "The lower triangular Cholesky factor of symmetric (or Hermitian) positive definite matrices, with their axes.",
+    "Compute the lower triangular Cholesky factor of Hermitian positive definite matrices, with the same axes.",
     "[[4., 2.], [2., 5.]]",
     "NamedArray(float32[i=2, j=2], [[2. 0.] [1. 2.]])",
 )
@@ -182,7 +182,7 @@ expm: _MatrixFunction = _matrix_function(
     "expm",
     jax.scipy.linalg.expm,
     _MATRIX._replace(transposes=True),
-    "The exponential of square matrices, row and col standing for the same thing.",
+    "Compute the exponential of square matrices, whose rows and columns mean the same.",
     "[[0., 1.], [0., 0.]]",
     "NamedArray(float32[i=2, j=2], [[1. 1.] [0. 1.]])",
 )
@@ -190,7 +190,7 @@ det: _MatrixFunction = _matrix_function(
     "det",
     jnp.linalg.det,
     _SCALAR._replace(square=True),
-    "The determinant of square matrices.",
+    "Compute the determinant of square matrices.",
     "[[1., 2.], [3., 4.]]",
     "NamedArray(float32[], -2.)",
 )
@@ -198,7 +198,7 @@ slogdet: _MatrixFunction2 = _matrix_function(
     "slogdet",
     jnp.linalg.slogdet,
     _Form(((), ()), square=True, transposes=True),
-    "The sign of the determinant of square matrices, and the logarithm of its absolute value.",
+    "Compute the sign of the determinant of square matrices, and the logarithm of its absolute value.",
     "[[-1., 0.], [0., 1.]]",
     "(NamedArray(float32[], -1.), NamedArray(float32[], 0.))",
 )
@@ -224,7 +224,7 @@ def _pinv(x: jax.Array, rtol: float | None) -> jax.Array:
 
 
 def matrix_power(a: NamedArray, axes: MatrixAxes, n: int) -> NamedArray:
-    """A square matrix multiplied with itself, row and col standing for the same thing.
+    """A square matrix multiplied with itself, whose rows and columns mean the same.
 
     Arguments:
         a: a named array.
@@ -367,7 +367,7 @@ eigh: _EigenVectors = _eigen(
     "eigh",
     jnp.linalg.eigh,
     True,
-    "The eigenvalues of symmetric (or Hermitian) matrices, ascending, and the eigenvectors with the axes (row, new).",
+    "Compute the ascending eigenvalues of Hermitian matrices, and the eigenvectors with the axes (row, new).",
     "[[3., 0.], [0., 2.]]",
     "(NamedArray(float32[k=2], [2. 3.]), NamedArray(float32[i=2, k=2], [[0. 1.] [1. 0.]]))",
 )
@@ -375,7 +375,7 @@ eigvalsh: _EigenValues = _eigen(
     "eigvalsh",
     jnp.linalg.eigvalsh,
     False,
-    "The eigenvalues of symmetric (or Hermitian) matrices, ascending.",
+    "Compute the ascending eigenvalues of Hermitian matrices.",
     "[[3., 0.], [0., 2.]]",
     "NamedArray(float32[k=2], [2. 3.])",
 )
@@ -383,7 +383,7 @@ eig: _EigenVectors = _eigen(
     "eig",
     jnp.linalg.eig,
     True,
-    "The eigenvalues of square matrices, and the eigenvectors with the axes (row, new); both are complex.",
+    "Compute the eigenvalues of square matrices, and the eigenvectors with the axes (row, new); both are complex.",
     "[[3., 0.], [0., 2.]]",
     "(NamedArray(complex64[k=2], [3.+0.j 2.+0.j]), NamedArray(complex64[i=2, k=2], [[1.+0.j 0.+0.j] [0.+0.j 1.+0.j]]))",
 )
@@ -391,7 +391,7 @@ eigvals: _EigenValues = _eigen(
     "eigvals",
     jnp.linalg.eigvals,
     False,
-    "The eigenvalues of square matrices, which are complex.",
+    "Compute the eigenvalues of square matrices, which are complex.",
     "[[3., 0.], [0., 2.]]",
     "NamedArray(complex64[k=2], [3.+0.j 2.+0.j])",
 )

@@ -90,9 +90,11 @@ def _arithmetic(name: str, fn: Callable[..., Any], summary: str, shown: str) -> 
     return publish(op, name, __name__, doc)
 
 
-polyadd = _arithmetic("polyadd", jnp.polyadd, "The sum of two polynomials.", "float32[x=3], [1. 3. 2.]")
-polysub = _arithmetic("polysub", jnp.polysub, "The difference of two polynomials.", "float32[x=3], [1. 1. 4.]")
-polymul = _arithmetic("polymul", jnp.polymul, "The product of two polynomials.", "float32[x=4], [ 1. 1. 1. -3.]")
+polyadd = _arithmetic("polyadd", jnp.polyadd, "Compute the sum of two polynomials.", "float32[x=3], [1. 3. 2.]")
+polysub = _arithmetic("polysub", jnp.polysub, "Compute the difference of two polynomials.", "float32[x=3], [1. 1. 4.]")
+polymul = _arithmetic(
+    "polymul", jnp.polymul, "Compute the product of two polynomials.", "float32[x=4], [ 1. 1. 1. -3.]"
+)
 
 
 def polydiv(p1: PolynomialLike, p2: PolynomialLike) -> tuple[NamedArray, NamedArray]:
@@ -155,7 +157,7 @@ def _polyint_with_constants(p: jax.Array, k: jax.Array, m: int) -> jax.Array:
 def _count(what: str, m: Any) -> int:
     count = operator.index(m)
     if count < 0:
-        raise ValueError(f"{what}: the number of times is not negative, got {count}.")
+        raise ValueError(f"{what}: the number of times cannot be negative, got {count}.")
     return count
 
 

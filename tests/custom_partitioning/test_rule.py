@@ -243,7 +243,7 @@ def test_splits_can_be_carried_out(shape, data):
     [
         ("b v > b", {}, r"The arrow is written `->`"),
         ("{b v} -> b", {}, r"without braces"),
-        ("b v -> b v v", {}, r"'v' stands here a second time"),
+        ("b v -> b v v", {}, r"'v' occurs a second time here"),
         ("b v -> b", {"vv": 2}, r"'vv' is not among the axes of the rule, 'b', 'v'\. Did you mean 'v'\?"),
     ],
 )

@@ -101,8 +101,8 @@ def test_minus_zero_replaces_nan() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: axn.repeat(X, [2, -1, 2], "a"), ValueError, r"^repeat: `repeats` is not negative, got -1"),
-        (lambda: axn.repeat(X, jnp.array([2, -1, 2]), "a", 3), ValueError, r"^repeat: `repeats` is not negative"),
+        (lambda: axn.repeat(X, [2, -1, 2], "a"), ValueError, r"^repeat: `repeats` cannot be negative, got -1"),
+        (lambda: axn.repeat(X, jnp.array([2, -1, 2]), "a", 3), ValueError, r"^repeat: `repeats` cannot be negative"),
         (
             lambda: axn.lexsort((X, X), axn.Axis("a", 5)),
             ValueError,

@@ -26,7 +26,7 @@ DOTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: axn.dot(X, W),
         TypeError,
-        "dot of (batch=2, embed=3) and (embed=3, mlp=4): say which axes to sum over, `axis=...`; None stands for all",
+        "dot of (batch=2, embed=3) and (embed=3, mlp=4): say which axes to sum over, `axis=...`; None means all",
     ),
     (lambda: axn.dot(axis="embed"), TypeError, "dot: expected at least one NamedArray."),
     (
@@ -101,17 +101,17 @@ EQUATIONS = [
     ("b e -> (b e)", 1, {}, "einsum: axes are not split or merged here", (7, 12)),
     ("b e -> {b}", 1, {}, "einsum: the output has an order, so its axes are written without braces.", (7, 10)),
     ("b e -> b, e", 1, {}, "einsum: there is one result.", (10, 11)),
-    ("b e -> b b", 1, {}, "einsum: 'b' stands here a second time.", (9, 10)),
-    ("b b -> b", 1, {}, "einsum: 'b' stands here a second time.", (2, 3)),
+    ("b e -> b b", 1, {}, "einsum: 'b' occurs a second time here.", (9, 10)),
+    ("b b -> b", 1, {}, "einsum: 'b' occurs a second time here.", (2, 3)),
     ("... b ... -> b", 1, {}, "einsum: a second `...`; one takes all the axes that are not named.", (6, 9)),
     (
         "{batch}, {embed} -> batch",
         2,
         {},
-        "einsum: one term in braces speaks for all arrays; no other can stand",
+        "einsum: one term in braces is for all arrays; there can be no other",
         (0, 7),
     ),
-    ("b e, {embed} -> b", 2, {}, "einsum: one term in braces speaks for all arrays", (5, 12)),
+    ("b e, {embed} -> b", 2, {}, "einsum: one term in braces is for all arrays", (5, 12)),
     (
         "{embd} ->",
         2,

@@ -118,7 +118,7 @@ def test_traced_bounds() -> None:
 
 
 def test_length_of_a_dynamic_slice() -> None:
-    with pytest.raises(ValueError, match=r"ds: a length is not negative, got -1\."):
+    with pytest.raises(ValueError, match=r"ds: a length cannot be negative, got -1\."):
         axn.ds(0, -1)
     with pytest.raises(TypeError, match="interpreted as an integer"):
         axn.ds(0, 1.5)  # pyright: ignore[reportArgumentType]

@@ -131,7 +131,7 @@ def test_fit_with_covariance(cov: bool | str) -> None:
         ),
         (lambda: poly.polyval(axn.sum(E), 1.0), ValueError, r"^polyval: a polynomial has one axis"),
         (lambda: poly.poly(M), ValueError, r"^poly: the roots lie along one axis, .*axonym\.linalg\.eigvals"),
-        (lambda: poly.polyder(E, -1), ValueError, r"^polyder: the number of times is not negative, got -1"),
+        (lambda: poly.polyder(E, -1), ValueError, r"^polyder: the number of times cannot be negative, got -1"),
         (lambda: untyped.polyint(E, 1.5), TypeError, r"cannot be interpreted as an integer"),
         (
             lambda: poly.polyint(E, 3, [1, 2]),

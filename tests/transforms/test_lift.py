@@ -330,7 +330,7 @@ def same(x: Any) -> Any:
         ),
         (lambda: lift(jnp.add, ", ->")(draw(Row), draw(Time)), r"cannot broadcast \(row\) and \(time\).*outer product"),
         (lambda: lift(same, "row -> batch")(A), r"'batch' would name more than one axis in \(batch, col, batch\)"),
-        (lambda: lift(same, "row -> a a")(A), r"'a' stands here a second time"),
+        (lambda: lift(same, "row -> a a")(A), r"'a' occurs a second time here"),
         (lambda: lift(same, in_axes=(("a", "a"),), out_axes="a"), r"'a' would name more than one axis"),
         (lambda: lift(lambda x: x[1:], "row -> row")(A), r"'row' has size 3 in result 0, but 4 elsewhere.*`n -> m`"),
         (

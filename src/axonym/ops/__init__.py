@@ -1,1 +1,1 @@
-"""The operations, a file for each family."""
+"""Operations on named arrays, one file for each family."""

@@ -1,8 +1,8 @@
 """Operations that run along some axes and treat the others as batches: transforms, decompositions, convolutions.
 
-The partitioner knows little about them: it gathers batches that could stay where they are, and is not to be relied on
-for axes that such an operation runs along. By name it is clear what to do on Explicit mesh axes: the axes the operation
-runs along are made whole, each device computes the part of the batch that it has, and the result is placed as always.
+The partitioner knows little about them: it gathers batches that could stay sharded, and is unreliable for axes that
+such an operation runs along. The names say what to do on Explicit mesh axes: the axes that the operation runs along are
+replicated, each device computes its shard of the batch, and the result is sharded as for every operation.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ def make_along_kernel(
     selection: AxisSelection | None = None,
     successors: _output_sharding.Successors = MappingProxyType({}),
 ) -> _kernels.Kernel:
-    """A kernel for an operation along some axes, which does the same for each element of the others.
+    """Make a kernel for an operation along some axes, which does the same for each element of the others.
 
     Arguments:
         what: the operation as users know it.
-        fn: the positional function. It is called with part of the batch, so it takes sizes from its operands.
+        fn: the positional function. It is called with a shard of the batch, so it takes sizes from its operands.
         in_names: the axes of each operand.
         out_names: the axes of the result, or a tuple of them where `fn` returns a tuple.
-        along: the axes of the operands it runs along. All others are batch axes, and each result has them all.
-        selection: the axes the user selected; the sizes it carries are checked.
+        along: the axes of the operands that the operation runs along. All others are batch axes, which
+            every result has.
+        selection: the axes that the user selected, whose sizes, if given, are checked.
         successors: see `axonym._output_sharding.infer_output_spec`.
     """
 

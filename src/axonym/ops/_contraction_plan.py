@@ -1,4 +1,4 @@
-"""The engine under `dot` and `einsum`: a contraction of any number of operands, by name."""
+"""Contract any number of operands by name, for `dot` and `einsum`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ DotGeneral = Callable[..., jax.Array]
 
 
 class Plan(NamedTuple):
-    """What to contract, as static data: axes that are not in `out_names` are summed over.
+    """A contraction as static data: axes that are not in `out_names` are summed over.
 
-    `sized` are the axes that the user gave with a size, which is to be checked.
+    `sized` are the axes that the user gave with a size, to be checked.
     """
 
     what: str
@@ -37,7 +37,7 @@ class _Term(NamedTuple):
 
 
 def make_contraction_kernel(plan: Plan) -> _kernels.Kernel:
-    """A kernel for a contraction with `jax.lax.dot_general`."""
+    """Make a kernel for a contraction with `jax.lax.dot_general`."""
 
     def positional(*arrays):
         return contract(plan, arrays, jax.lax.dot_general)
@@ -48,12 +48,12 @@ def make_contraction_kernel(plan: Plan) -> _kernels.Kernel:
 
 
 def contract_with(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGeneral) -> jax.Array:
-    """A contraction with another `dot_general`. It may carry arrays of its own, so nothing about it is cached."""
+    """Contract with another `dot_general`. It may hold arrays, so nothing about it is cached."""
     _kernels.check_operands(plan.what, plan.in_names, arrays)
     _kernels.check_selection(plan.what, plan.in_names, arrays, plan.sized)
     if explicit_mesh(arrays) is None:
         return contract(plan, arrays, dot_general)
-    # The partitioner takes the function, so the arrays in it have to be operands like the others.
+    # The function is handed to the partitioner, so the arrays that it holds have to be operands like the others.
     parts, tree = jax.tree.flatten(dot_general)
     held = [i for i, part in enumerate(parts) if isinstance(part, jax.Array)]
     held_names = [tuple(f"axis {d} of array {i} of dot_general" for d in range(parts[i].ndim)) for i in held]
@@ -87,7 +87,7 @@ def contract(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGeneral) -
         left, right = terms[first], terms[second]
         terms = [t for i, t in enumerate(terms) if i not in (first, second)]
         needed = set(plan.out_names).union(*(t.names for t in terms))
-        # The last product should come out in the layout of the result; those before it in any.
+        # Only the last product must have the layout of the result.
         terms.append(_multiply(plan, left, right, needed, None if terms else plan.out_names, dot_general))
     (last,) = terms
     last = _sum_out(plan, last, set(plan.out_names))
@@ -97,11 +97,11 @@ def contract(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGeneral) -
 
 
 def _order(plan: Plan, terms: Sequence[_Term]) -> list[tuple[int, int]]:
-    """Which two operands to multiply at each step; each product goes to the end of the list."""
+    """Return which two operands to multiply at each step; each product is appended to the list."""
     if len(terms) <= 2:
         return [(0, 1)] * (len(terms) - 1)
     letters = {n: chr(ord("a") + i) for i, n in enumerate(dict.fromkeys(n for t in terms for n in t.names))}
-    if len(letters) > 26:  # einsum_path has no more letters of one case; the order only affects speed
+    if len(letters) > 26:  # einsum_path has no more letters; the order only affects speed
         return [(0, 1)] + [(0, len(terms) - k - 1) for k in range(1, len(terms) - 1)]
     spelled = ["".join(letters[n] for n in names) for names in (*(t.names for t in terms), plan.out_names)]
     equation = f"{','.join(spelled[:-1])}->{spelled[-1]}"
@@ -113,7 +113,7 @@ def _order(plan: Plan, terms: Sequence[_Term]) -> list[tuple[int, int]]:
 def _multiply(
     plan: Plan, left: _Term, right: _Term, needed: set[str], target: Names | None, dot_general: DotGeneral
 ) -> _Term:
-    """The product of two terms, summed over what nothing else needs; in the layout `target` if there is one."""
+    """Multiply two terms and sum over axes that nothing else needs; `target` is the layout of the result, if given."""
     left = _sum_out(plan, left, needed.union(right.names))
     right = _sum_out(plan, right, needed.union(left.names))
     shared = [n for n in left.names if n in right.names]
@@ -121,7 +121,7 @@ def _multiply(
     summed = tuple(n for n in shared if n not in needed)
     names = (*batch, *_free(left, shared), *_free(right, shared))
     swapped = (*batch, *_free(right, shared), *_free(left, shared))
-    if target == swapped != names:  # the other order gives the layout that is wanted, and saves a transpose
+    if target == swapped != names:  # the other order gives the target layout, and saves a transpose
         left, right, names = right, left, swapped
     layout = names if target is None else target
     pair = _Pair(plan, left.names, right.names, batch, summed, names, layout, dot_general)
@@ -131,7 +131,7 @@ def _multiply(
 
 
 class _Pair(NamedTuple):
-    """A product of two operands, worked out by name."""
+    """The product of two operands, planned by name."""
 
     plan: Plan
     left: Names
@@ -139,13 +139,13 @@ class _Pair(NamedTuple):
     batch: Names
     summed: Names
     names: Names
-    """What `dot_general` gives."""
+    """The layout that `dot_general` returns."""
     layout: Names
-    """What is wanted."""
+    """The layout of the result."""
     dot_general: DotGeneral
 
     def multiply(self, left: jax.Array, right: jax.Array, mesh: AbstractMesh | None = None) -> jax.Array:
-        """Multiply two arrays; `mesh` is that of the operands if it has Explicit axes."""
+        """Multiply two arrays; `mesh` is the mesh of the operands if it has Explicit axes."""
         wanted = self.plan.preferred_element_type
         if not self.summed and mesh is None:
             left, right = (_kernels.align(x, n, self.layout) for x, n in ((left, self.left), (right, self.right)))
@@ -159,7 +159,8 @@ class _Pair(NamedTuple):
         )
         options: dict[str, Any] = {"precision": self.plan.precision, "preferred_element_type": wanted}
         if mesh is not None and self.dot_general is jax.lax.dot_general:
-            # Where a summed axis is split, JAX asks how the result should be: as its axes are in the operands.
+            # If a summed axis is sharded, JAX asks for the sharding of the result: every axis keeps that of the
+            # operands.
             sizes = dict(zip((*self.left, *self.right), (*left.shape, *right.shape), strict=True))
             operands = [(self.left, entries_of(left)), (self.right, entries_of(right))]
             spec = _output_sharding.infer_output_spec(
@@ -171,11 +172,11 @@ class _Pair(NamedTuple):
 
 
 def _sum_out(plan: Plan, term: _Term, needed: set[str]) -> _Term:
-    """Sum over the axes that nothing else needs."""
+    """Sum over the axes of one operand that nothing else needs."""
     gone = tuple(n for n in term.names if n not in needed)
     if not gone:
         return term
-    # In the dtype of a product, so that it makes no difference which operands have the axis.
+    # Sum in the dtype of a product, so that it makes no difference which operands have the axis.
     array = jnp.sum(
         term.array, axis=_positions(term.names, gone), dtype=plan.preferred_element_type or term.array.dtype
     )

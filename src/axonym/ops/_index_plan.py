@@ -1,4 +1,4 @@
-"""From an index as users write it to what is done with the array.
+"""Turn an index as users write it into operations on the array.
 
 `make_plan` checks an index against an array and splits it into static items, which are part of a kernel's key, and
 operands. `IndexLayout` works out from the items and the names alone how index arrays meet the array.
@@ -22,12 +22,12 @@ from ..axis import Axis, Names, name_of
 from .dynamic_slice import ds
 
 NamedIndex: TypeAlias = Any
-"""What may stand for one axis: see `axonym.ops.indexing`."""
+"""The index of one axis: see `axonym.ops.indexing`."""
 SliceSpec: TypeAlias = Mapping[Any, NamedIndex] | tuple[Any, ...] | EllipsisType
 
 
 class Item(NamedTuple):
-    """What is taken of one axis. Everything here is static: the items of an index are part of the kernel's key.
+    """The index of one axis. Everything here is static: the items of an index are part of the kernel's key.
 
     | kind            | static                   | operand         |
     |-----------------|--------------------------|-----------------|
@@ -44,14 +44,14 @@ class Item(NamedTuple):
 
     @property
     def operand_names(self) -> Names | None:
-        """The names of the operand, or None where there is no operand."""
+        """Return the names of the operand, or None if there is no operand."""
         if self.kind == "gather":
             return self.static
         return () if self.kind.startswith("dynamic") else None
 
 
 def _as_mapping(x: NamedArray, key: Any) -> list[tuple[str, Any]]:
-    """The index as pairs of axis name and what to take, every name known and named once."""
+    """Return the index as pairs of axis name and index; every name must be known and occur once."""
     if key is Ellipsis or (isinstance(key, tuple) and not key):
         return []
     if isinstance(key, Mapping):
@@ -82,12 +82,12 @@ def _as_mapping(x: NamedArray, key: Any) -> list[tuple[str, Any]]:
 def make_plan(
     x: NamedArray, key: Any, *, for_update: bool = False, in_range: bool = True
 ) -> tuple[tuple[Item, ...], list[Any]]:
-    """The items of an index, and the operands they need.
+    """Return the items of an index, and the operands that they need.
 
     Outside a trace, positions go in as operands, so that walking along an axis compiles once. In a trace they are
-    static, so that the program says all there is to know. For an update, or a look-up with a say in what happens out
-    of range, dynamic slices become index arrays, since cutting out a block would move one that is out of range. Index
-    arrays that are known, as NumPy arrays and lists are, must be in range unless `in_range` is false.
+    static, so that the compiler knows them. For an update, or a look-up with a mode for indices out of range, dynamic
+    slices become index arrays, because cutting out a block would move one that is out of range. Index arrays with known
+    values, such as NumPy arrays and lists, must be in range unless `in_range` is false.
     """
     shape = jnp.shape(x.array)
     if len(shape) != len(x.names):
@@ -177,7 +177,7 @@ def _checked_position(name: str, index: int, size: int) -> int:
 
 
 def _index_array(name: str, index: Any, size: int) -> tuple[Any, Names]:
-    """An index that is an array, and its names; a raw 1-D array or a list keeps the axis it indexes."""
+    """Return an index that is an array, and its names; a raw 1-D array or a list keeps the axis that it indexes."""
     if isinstance(index, NamedArray):
         array, names = index.array, index.names
         if jnp.ndim(array) != len(names):
@@ -199,7 +199,7 @@ def _index_array(name: str, index: Any, size: int) -> tuple[Any, Names]:
         return _positions_of_mask(name, array, names, size), names
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"Indexing: axis {name!r} needs integers, got an array of {array.dtype}.")
-    if array.dtype.itemsize < 4:  # JAX works out positions in the dtype of the index, which may not hold the size
+    if array.dtype.itemsize < 4:  # JAX computes positions in this dtype, and the size may not fit
         array = array.astype(np.int32)
     return array, names
 
@@ -234,11 +234,11 @@ def _positions_of_mask(name: str, mask: Any, names: Names, size: int) -> Any:
 
 
 class IndexLayout:
-    """How an index meets an array, worked out from names alone.
+    """How an index applies to an array, worked out from names alone.
 
     The axes of index arrays are either shared with the array (batch dimensions, mapped over with `vmap`) or new (they
-    take the place of the first axis indexed by one). Inside the `vmap`, plain NumPy indexing does the work. Dynamic
-    slices have no place here: they are cut out before, or have become index arrays.
+    take the place of the first axis indexed by one). Inside the `vmap`, plain NumPy indexing does the work. There are
+    no dynamic slices here: they were cut out before, or became index arrays.
     """
 
     def __init__(self, names: Names, items: Sequence[Item]):
@@ -246,7 +246,7 @@ class IndexLayout:
         self.items = {i.name: i for i in items}
         self.operands = tuple(i.operand_names for i in items if i.operand_names is not None)
         index_names = list(dict.fromkeys(n for layout in self.operands for n in layout))
-        # The elements of a slice along an axis that an index array has too are matched with those of the array.
+        # If an index array has an axis that is sliced, its elements along the axis are matched with those of the slice.
         indexed = [i.name for i in items if i.kind != "slice" or i.name in index_names]
         self.shared = tuple(n for n in names if n in index_names and n not in indexed)
         self.new = tuple(n for n in index_names if n not in self.shared)
@@ -259,17 +259,17 @@ class IndexLayout:
         self.inner_names = tuple(inner)
         """The array without the shared axes, which is what NumPy indexing sees."""
         self.inner_result = (*rest[:at], *self.new, *rest[at:])
-        """What NumPy indexing gives: new axes where the indexed ones stood if those are adjacent, else in front."""
+        """The layout of NumPy indexing: new axes replace the indexed ones if these are adjacent, else come first."""
 
         first = next((n for n in names if n in self.items and self.items[n].kind == "gather"), None)
         out: list[str] = []
         for n in names:
             out += self.new if n == first else () if n in indexed else (n,)
         self.out_names = tuple(out)
-        """The layout of the result: that of the array, with the new axes where the first gathered one stood."""
+        """The layout of the result: that of the array, with the new axes in place of the first gathered one."""
 
     def get(self, a: jax.Array, operands: Sequence[jax.Array], keywords: Mapping[str, Any]) -> jax.Array:
-        """The selected elements, in the layout `out_names`."""
+        """Return the selected elements, in the layout `out_names`."""
         self._check(a, operands)
 
         def lookup(a, *operands):
@@ -288,7 +288,7 @@ class IndexLayout:
         operands: Sequence[jax.Array],
         keywords: Mapping[str, Any],
     ) -> jax.Array:
-        """The array with the selected elements changed by the method `how` of `a.at[...]`."""
+        """Return the array with the selected elements changed by the method `how` of `a.at[...]`."""
         selected = self._check(a, operands)
         for n, size in zip(value_names, value.shape, strict=True):
             if selected[n] != size:
@@ -306,7 +306,7 @@ class IndexLayout:
         return self._mapped(change, (self.names, order, *self.operands), self.names)(a, value, *operands)
 
     def _index(self, operands: Sequence[jax.Array]) -> tuple[Any, ...]:
-        """The NumPy index inside the maps. Index arrays broadcast by name, to the new axes."""
+        """Return the NumPy index inside the maps. Index arrays broadcast by name to the new axes."""
         remaining = iter(operands)
         index: dict[str, Any] = {}
         for item in self.items.values():
@@ -327,7 +327,7 @@ class IndexLayout:
         return tuple(index.get(n, slice(None)) for n in self.inner_names)
 
     def _mapped(self, fn: Callable[..., Any], layouts: Sequence[Names], out: Names | None = None) -> Callable[..., Any]:
-        """`fn` mapped over the shared axes, the first one outermost; `out` says where they stand in the result."""
+        """Map `fn` over the shared axes, the first one outermost; `out` has their positions in the result."""
         for depth in reversed(range(len(self.shared))):
             name, outer = self.shared[depth], self.shared[:depth]
             in_axes = tuple(_position(layout, name, outer) for layout in layouts)
@@ -335,7 +335,7 @@ class IndexLayout:
         return fn
 
     def _check(self, a: jax.Array, operands: Sequence[jax.Array]) -> dict[str, int]:
-        """The sizes of the selected part. An axis has one size in the array and in all index arrays."""
+        """Return the sizes of the selected part. An axis must have one size in the array and in all index arrays."""
         seen: dict[str, tuple[str, int]] = {}
         for n, size in zip(self.names, a.shape, strict=True):
             item = self.items.get(n)
@@ -352,6 +352,6 @@ class IndexLayout:
 
 
 def _position(layout: Names, name: str, taken: Names) -> int | None:
-    """Where an axis stands once the maps around it have taken theirs; None where the operand lacks it."""
+    """Return the position of an axis inside the outer maps, which took their axes; None if the operand lacks it."""
     left = [n for n in layout if n not in taken]
     return left.index(name) if name in left else None

@@ -1,4 +1,4 @@
-"""What the families of operations share: identity, signatures, and trees.
+"""Shared parts of the families of operations: identity, signatures, and trees.
 
 An operation that is one of a family (elementwise, reductions, ...) is made by a factory from one row of a table. It is
 a plain function all the same: `publish` gives it its name, module and docstring, and the protocols below tell a type
@@ -33,7 +33,7 @@ def map_tree(op: Callable[..., Any], tree: Any) -> Any:
 
 
 def is_tree(x: Any) -> bool:
-    """Whether an operand is a container of arrays rather than an array or a number."""
+    """Return whether an operand is a container of arrays rather than an array or a number."""
     return not (isinstance(x, NamedArray) or jax.tree_util.all_leaves([x]))
 
 

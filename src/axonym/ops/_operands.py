@@ -1,4 +1,4 @@
-"""What operations make of their arguments before a kernel sees them."""
+"""Check and convert the arguments of operations before a kernel gets them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
 
 
 def require_named(what: str, array: Any) -> NamedArray:
-    """The argument, which must be a named array."""
+    """Return the argument, which must be a named array."""
     if not isinstance(array, NamedArray):
         raise TypeError(
             f"{what}: expected a NamedArray, got {type(array).__name__}. Name its axes with axonym.named(array, axes)."
@@ -24,14 +24,14 @@ def require_named(what: str, array: Any) -> NamedArray:
 
 
 def operand(x: Any) -> tuple[Any, Names]:
-    """What a kernel takes for an argument, and its names; anything that is not a named array has none."""
+    """Return an argument as kernels take it, and its names; an argument that is not a named array has none."""
     if isinstance(x, NamedArray):
         return x.array, x.names
     return np.asarray(x) if isinstance(x, (list, tuple)) else x, ()
 
 
 def scalar(what: str, argument: str, x: Any) -> Any:
-    """An argument that must be a single value: a number, or an array without axes."""
+    """Return an argument that must be a single value: a number, or an array without axes."""
     if isinstance(x, (int, float, complex)):
         return x
     x, names = operand(x)
@@ -52,9 +52,9 @@ def static_number(what: str, argument: str, x: Any) -> Any:
 
 
 def vectors(what: str, **arguments: Any) -> tuple[list[Any], Names]:
-    """Arguments along one axis of which the result keeps nothing; so they may also be raw arrays.
+    """Return arguments with one axis that the result does not keep, so that they may be raw arrays.
 
-    The name of the axis is made one that no other operand has: whatever it is called, it is not shared.
+    The axis gets a name that no other operand has, so that it is never matched.
     """
     arrays, found, sizes = [], {}, {}
     for argument, x in arguments.items():
@@ -75,12 +75,12 @@ def vectors(what: str, **arguments: Any) -> tuple[list[Any], Names]:
 
 
 def private(argument: str, names: Names) -> Names:
-    """Names for the axes of an operand that must not be matched with those of the others."""
+    """Return names for the axes of an operand that must not be matched with those of the others."""
     return tuple(f"{n} of {argument}" for n in names)
 
 
 def one_axis(what: str, argument: str, axis: AxisSpec) -> Axis:
-    """An argument that must be one axis with its size."""
+    """Return an argument that must be one axis with its size."""
     if isinstance(axis, Axis):
         return axis
     if not isinstance(axis, (str, Sequence, dict)):
@@ -93,26 +93,26 @@ def one_axis(what: str, argument: str, axis: AxisSpec) -> Axis:
 
 
 def check_new_axis(what: str, axis: AxisSelector, size: Any) -> None:
-    """An axis that an operation makes must have the size the operation gives it, where it was named with one."""
+    """Check the size of the axis that an operation makes, if the user gave one."""
     if isinstance(axis, Axis) and axis.size != size:
         places = [("the argument", axis.size), ("the result", size)]
         raise ValueError(_errors.size_mismatch(what, axis.name, places))
 
 
 def replaced(what: str, names: Names, old: str, new: Sequence[AxisSelector]) -> Names:
-    """The names with new ones in the place of an old one."""
+    """Return the names, with new ones in place of an old one."""
     return distinct(what, tuple(m for n in names for m in ([name_of(s) for s in new] if n == old else [n])))
 
 
 def distinct(what: str, names: Names) -> Names:
-    """The names, none of which may stand twice."""
+    """Return the names, which must all be different."""
     if len(set(names)) != len(names):
         raise ValueError(_errors.duplicate_names(what, names))
     return names
 
 
 def require_subset(what: str, argument: str, inner: Names, outer: Names, way_out: str = "") -> None:
-    """An operand may only have axes that the array has."""
+    """Check that an operand has no axes that the array lacks."""
     extra = [n for n in inner if n not in outer]
     if extra:
         raise ValueError(
@@ -122,7 +122,7 @@ def require_subset(what: str, argument: str, inner: Names, outer: Names, way_out
 
 
 def only_axis(what: str, array: NamedArray, axis: AxisSelector | None) -> AxisSelector:
-    """The axis, which may be left out where there is only one."""
+    """Return the selected axis, which may be left out if the array has only one."""
     if axis is not None:
         return axis
     if len(array.names) != 1:
@@ -134,7 +134,7 @@ def only_axis(what: str, array: NamedArray, axis: AxisSelector | None) -> AxisSe
 
 
 def dtype_key(dtype: Any) -> Any:
-    """A dtype in a form that can be part of a cache key; Python's own types are those JAX takes them for."""
+    """Return a dtype in a form that can be part of a cache key; Python's types become JAX's default dtypes."""
     if dtype is None:
         return None
     if isinstance(dtype, type) and dtype in (bool, int, float, complex):

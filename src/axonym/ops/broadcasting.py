@@ -1,7 +1,7 @@
-"""Broadcasting by name: giving arrays axes they lack.
+"""Broadcast by name: give arrays axes that they lack.
 
-Elementwise operations do this themselves where one operand has all the axes. The functions here say it outright: to get
-a certain layout, or an outer product that is meant.
+Elementwise operations broadcast by themselves if one operand has all the axes. The functions here are for a certain
+layout, or an intended outer product.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ MaybeArray = TypeVar("MaybeArray", bound="NamedOrNumeric | None")
 def broadcast_to(
     a: NamedOrNumeric, axes: AxisSpec, ensure_order: bool = True, enforce_no_extra_axes: bool = True
 ) -> NamedArray:
-    """The array with all of the given axes, in their order.
+    """Broadcast an array to the given axes, in their order.
 
     Arguments:
         a: a named array or a scalar.
         axes: the axes of the result, with sizes.
-        ensure_order: False keeps the layout of the array, with the axes it lacks in front.
-        enforce_no_extra_axes: False lets the array keep axes that are not among `axes`. If it has any, it keeps its
-            layout too.
+        ensure_order: False keeps the layout of the array, with the axes that it lacks in front.
+        enforce_no_extra_axes: False lets the array keep axes that are not among `axes`. If it has any, it
+            keeps its layout too.
 
     >>> axn.broadcast_to(axn.named([1, 2], "x"), axn.make_axes(x=2, y=3))
     NamedArray(int32[x=2, y=3], [[1 1 1] [2 2 2]])
@@ -42,11 +42,11 @@ def broadcast_to(
 
 
 def broadcast_axis(a: NamedOrNumeric, axis: AxisSpec) -> NamedArray:
-    """The array with further axes in front of its own.
+    """Add axes to an array, in front of its own.
 
     Arguments:
         a: a named array or a scalar.
-        axis: one axis or several, with sizes. Those the array has already stay where they are.
+        axis: one axis or several, with sizes. Axes that the array has already keep their positions.
 
     >>> axn.broadcast_axis(axn.named([1, 2], "x"), axn.Axis("y", 3))
     NamedArray(int32[y=3, x=2], [[1 2] [1 2] [1 2]])
@@ -60,12 +60,12 @@ def broadcast_axis(a: NamedOrNumeric, axis: AxisSpec) -> NamedArray:
 def broadcast_arrays(
     *arrays: MaybeArray, require_subset: bool = True, ensure_order: bool = True
 ) -> tuple[MaybeArray, ...]:
-    """The arrays, each with the axes of all.
+    """Broadcast arrays to the axes of all of them.
 
     The layout is that of the first array with the most axes. Axes that it lacks come in front.
 
     Arguments:
-        *arrays: named arrays. Scalars and None are handed back as they are.
+        *arrays: named arrays. Scalars and None are returned unchanged.
         require_subset: one array must have all the axes; False also allows an outer product.
         ensure_order: False keeps the layout of each array, with the axes it lacks in front.
 
@@ -90,7 +90,7 @@ def broadcast_arrays(
 
 
 def meshgrid(*arrays: NamedArray) -> tuple[NamedArray, ...]:
-    """Coordinates of a grid: each array of one axis, broadcast to the axes of all in the order they are given.
+    """Make the coordinates of a grid: each array has one axis and is broadcast to those of all arrays, in order.
 
     Arguments:
         *arrays: named arrays of one axis each, with different names.
@@ -140,7 +140,7 @@ def _together_kernel(
 ) -> _kernels.Kernel:
     full = max(every, key=len)
     if require_subset:
-        _kernels.broadcast_names(what, every)  # raises where no array has all the axes
+        _kernels.broadcast_names(what, every)  # raises if no array has all the axes
     for names in every:
         full = (*(n for n in names if n not in full), *full)
     if ensure_order:
@@ -165,7 +165,7 @@ def _meshgrid_kernel(every: tuple[Names, ...]) -> _kernels.Kernel:
 def _make_together_kernel(
     what: str, every: Sequence[Names], positions: Sequence[int], out_names: tuple[Names, ...]
 ) -> _kernels.Kernel:
-    """A kernel that broadcasts several arrays at once, so that new axes are placed like those of the other arrays."""
+    """Make a kernel that broadcasts several arrays at once, so that new axes are sharded as in the other arrays."""
 
     def positional(*arrays):
         sizes: dict[str, int] = {}
@@ -180,7 +180,7 @@ def _make_together_kernel(
 
 
 def _broadcast(x: jax.Array, names: Names, out_names: Names, sizes: dict[str, Any]) -> jax.Array:
-    """`x` in the layout of `out_names`, repeated along the axes it lacks."""
+    """Return `x` in the layout of `out_names`, repeated along the axes that it lacks."""
     kept = tuple(n for n in out_names if n in names)
     x = _kernels.transpose_to(x, names, kept)
     if kept == out_names:

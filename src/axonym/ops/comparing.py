@@ -1,7 +1,7 @@
-"""Whether arrays are equal, exactly or nearly.
+"""Compare arrays, exactly or nearly.
 
-The order of axes never matters. Those that answer with one truth value return a Python bool, or inside a JAX
-transformation, where values are not known, a traced one.
+The order of axes never matters. Functions with a single truth value as the result return a Python bool, or a traced one
+inside a JAX transform.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ._operands import operand, require_named
 def isclose(
     a: NamedOrNumeric, b: NamedOrNumeric, rtol: Any = 1e-05, atol: Any = 1e-08, equal_nan: bool = False
 ) -> NamedArray:
-    """Where the operands are nearly equal: they differ by at most `atol + rtol * abs(b)`.
+    """Return whether the operands differ by at most `atol + rtol * abs(b)`, elementwise.
 
     Arguments:
         a: a named array or a scalar.
@@ -43,7 +43,7 @@ def isclose(
 def allclose(
     a: NamedOrNumeric, b: NamedOrNumeric, rtol: Any = 1e-05, atol: Any = 1e-08, equal_nan: bool = False
 ) -> bool:
-    """Whether the operands are nearly equal everywhere.
+    """Return whether the operands are nearly equal everywhere.
 
     Arguments:
         a: a named array or a scalar.
@@ -61,7 +61,7 @@ def allclose(
 
 
 def array_equal(a: NamedOrNumeric, b: NamedOrNumeric, equal_nan: bool = False) -> bool:
-    """Whether two arrays have the same axes, in any order, and the same elements.
+    """Return whether two arrays have the same axes, in any order, and the same elements.
 
     Arguments:
         a: a named array or a scalar.
@@ -78,7 +78,7 @@ def array_equal(a: NamedOrNumeric, b: NamedOrNumeric, equal_nan: bool = False) -
 
 
 def array_equiv(a: NamedOrNumeric, b: NamedOrNumeric) -> bool:
-    """Whether two arrays have the same elements once they are broadcast by name.
+    """Return whether two arrays have the same elements once they are broadcast by name.
 
     Arguments:
         a: a named array or a scalar.

@@ -1,8 +1,8 @@
 """Products of arrays, summed over some of their axes.
 
-`dot` names the axes to sum over; `einsum` (in `axonym.ops.einsum`) writes the whole contraction down. Both go straight
-to `jax.lax.dot_general`, two operands at a time, in the order that costs least where there are more. The result has the
-axes of the first operand in its order, then those that the others add, unless told otherwise.
+`dot` takes the axes to sum over; `einsum` (in `axonym.ops.einsum`) takes an equation. Both use `jax.lax.dot_general`,
+two operands at a time, in the order that costs least if there are more. By default the result has the axes of the first
+operand in order, then those that only the others have.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ def dot(
     out_axes: Sequence[AxisSelector | EllipsisType] | None = None,
     dot_general: DotGeneral = jax.lax.dot_general,
 ) -> NamedArray:
-    """The product of arrays, summed over some axes. Axes of one name are matched; the others are kept.
+    """Multiply arrays and sum over some axes. Axes of the same name are matched; all other axes are kept.
 
     Arguments:
         *arrays: named arrays.
         axis: the axes to sum over; None for all of them, `()` for none.
         precision: as in `jax.lax.dot_general`.
         preferred_element_type: the dtype to accumulate in and return.
-        out_axes: the order of the result's axes, `...` standing for those not named.
-        dot_general: what to use in place of `jax.lax.dot_general`. One that has arrays of its own is best a pytree
-            that holds them, such as `jax.tree_util.Partial(fn, array)`; on Explicit mesh axes it has to be.
+        out_axes: the order of the result's axes, with `...` for those not named.
+        dot_general: a replacement for `jax.lax.dot_general`. If it uses arrays of its own, make it a pytree that holds
+            them, such as `jax.tree_util.Partial(fn, array)`; on Explicit mesh axes it must be one.
 
     >>> x = axn.ones({"batch": 2, "embed": 3})
     >>> w = axn.ones({"embed": 3, "mlp": 4})
@@ -95,7 +95,7 @@ def _dot_plan(
 
 
 def _operands_and_axis(arrays: tuple[Any, ...], axis: Any) -> tuple[tuple[NamedArray, ...], Any]:
-    """Sort out the older way of giving the axes first, `dot("embed", x, w)`."""
+    """Return the operands and the axes, which may also come first: `dot("embed", x, w)`."""
     operands = [a for a in arrays if isinstance(a, NamedArray)]
     others = [a for a in arrays if not isinstance(a, NamedArray)]
     if others and axis is _REQUIRED and len(others) == 1 and isinstance(others[0], (str, Axis, tuple, list)):
@@ -105,7 +105,7 @@ def _operands_and_axis(arrays: tuple[Any, ...], axis: Any) -> tuple[tuple[NamedA
         raise TypeError(f"dot: expected NamedArrays, got {kinds}. Name raw arrays with axonym.named(array, axes).")
     if axis is _REQUIRED:
         listed = " and ".join(_errors.describe_axes(x.names, jnp.shape(x.array)) for x in operands)
-        raise TypeError(f"dot of {listed}: say which axes to sum over, `axis=...`; None stands for all of them.")
+        raise TypeError(f"dot of {listed}: say which axes to sum over, `axis=...`; None means all of them.")
     if not operands:
         raise TypeError("dot: expected at least one NamedArray.")
     return tuple(operands), axis

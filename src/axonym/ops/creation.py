@@ -1,4 +1,4 @@
-"""Making arrays from axes: filled, counted, spaced, and by the position of their elements.
+"""Make arrays from axes: filled, counted, spaced, and by the position of their elements.
 
 Nothing here has an operand of any size, so these call `jax.numpy` directly; what is made is placed as JAX places it.
 The `*_like` functions make an array with the axes, dtype and placement of another.
@@ -39,7 +39,7 @@ class Filled(Protocol):
 
 
 class FilledLike(Protocol):
-    """`f(a, dtype)`: one value everywhere, with the axes, dtype and placement of another array."""
+    """`f(a, dtype)`: one value everywhere, with the axes, dtype and sharding of another array."""
 
     def __call__(self, a: NamedArray, dtype: Any = None) -> NamedArray: ...
 
@@ -69,7 +69,7 @@ def _filled_like(name: str, fn: Callable[..., jax.Array], summary: str, shown: s
     doc = f"""{summary}
 
     Arguments:
-        a: the array whose axes, dtype and placement to take.
+        a: the array that has the axes, dtype and sharding of the result.
         dtype: another dtype.
 
     >>> axn.{name}(axn.named([1, 2], "x"))
@@ -84,14 +84,14 @@ def _check_rank(what: str, a: Any) -> None:
         raise ValueError(f"{what}: {_errors.wrong_rank(a.names, jnp.shape(a.array))}")
 
 
-zeros = _filled("zeros", jnp.zeros, "An array of zeros.", "[[0. 0.] [0. 0.]]")
-ones = _filled("ones", jnp.ones, "An array of ones.", "[[1. 1.] [1. 1.]]")
-zeros_like = _filled_like("zeros_like", jnp.zeros_like, "An array of zeros like another.", "[0 0]")
-ones_like = _filled_like("ones_like", jnp.ones_like, "An array of ones like another.", "[1 1]")
+zeros = _filled("zeros", jnp.zeros, "Make an array of zeros.", "[[0. 0.] [0. 0.]]")
+ones = _filled("ones", jnp.ones, "Make an array of ones.", "[[1. 1.] [1. 1.]]")
+zeros_like = _filled_like("zeros_like", jnp.zeros_like, "Make an array of zeros like another.", "[0 0]")
+ones_like = _filled_like("ones_like", jnp.ones_like, "Make an array of ones like another.", "[1 1]")
 
 
 def full(shape: AxisSpec, fill_value: Any, dtype: Any = None) -> NamedArray:
-    """An array with one value everywhere.
+    """Make an array with one value everywhere.
 
     Arguments:
         shape: the axes.
@@ -106,10 +106,10 @@ def full(shape: AxisSpec, fill_value: Any, dtype: Any = None) -> NamedArray:
 
 
 def full_like(a: NamedArray, fill_value: Any, dtype: Any = None) -> NamedArray:
-    """An array with one value everywhere, like another.
+    """Make an array with one value everywhere, like another.
 
     Arguments:
-        a: the array whose axes, dtype and placement to take.
+        a: the array that has the axes, dtype and sharding of the result.
         fill_value: the value, a scalar.
         dtype: another dtype.
 
@@ -124,7 +124,7 @@ def full_like(a: NamedArray, fill_value: Any, dtype: Any = None) -> NamedArray:
 
 
 def arange(axis: AxisSpec, *, start: Any = 0, step: Any = 1, dtype: Any = None) -> NamedArray:
-    """Numbers counted up from `start`, as many as the axis is long.
+    """Count up from `start`, with as many numbers as the axis is long.
 
     Arguments:
         axis: the axis to count along; several are counted through in order, the last one fastest.
@@ -149,7 +149,7 @@ def arange(axis: AxisSpec, *, start: Any = 0, step: Any = 1, dtype: Any = None) 
 def _arange_kernel(names: Names, sizes: tuple[int, ...], dtype: Any) -> _kernels.Kernel:
     def positional(start, step):
         natural = jnp.result_type(start, step)
-        # A short float cannot even hold the positions, so count in one that can.
+        # A short float cannot hold the positions, so count in one that can.
         exact = natural if dtype is None else jnp.promote_types(natural, dtype)
         if jnp.issubdtype(exact, jnp.floating):
             exact = jnp.promote_types(exact, jnp.float32)
@@ -161,7 +161,7 @@ def _arange_kernel(names: Names, sizes: tuple[int, ...], dtype: Any) -> _kernels
 
 
 _NUMPY_COUNT = 50
-"""How many points `linspace` and its kin make when they are given only a name, as NumPy's do."""
+"""The number of points of `linspace`, `geomspace` and `logspace` for an axis without a size, as in NumPy."""
 
 
 def _spaced(
@@ -180,10 +180,10 @@ def _spaced(
 
 
 def linspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True, dtype: Any = None) -> NamedArray:
-    """Evenly spaced numbers from `start` to `stop`.
+    """Make evenly spaced numbers from `start` to `stop`.
 
     Arguments:
-        axis: the axis along which the numbers lie; a bare name means 50 of them.
+        axis: the axis of the numbers; a name without a size means 50 of them.
         start: the first number.
         stop: the last number.
         endpoint: whether `stop` is one of the numbers.
@@ -196,10 +196,10 @@ def linspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True
 
 
 def geomspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True, dtype: Any = None) -> NamedArray:
-    """Numbers from `start` to `stop`, each the same multiple of the one before.
+    """Make numbers from `start` to `stop`, each the same multiple of the one before.
 
     Arguments:
-        axis: the axis along which the numbers lie; a bare name means 50 of them.
+        axis: the axis of the numbers; a name without a size means 50 of them.
         start: the first number.
         stop: the last number.
         endpoint: whether `stop` is one of the numbers.
@@ -214,14 +214,14 @@ def geomspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = Tru
 def logspace(
     axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True, base: Any = 10.0, dtype: Any = None
 ) -> NamedArray:
-    """Powers of `base`, the exponents evenly spaced from `start` to `stop`.
+    """Make powers of `base`, with exponents evenly spaced from `start` to `stop`.
 
     Arguments:
-        axis: the axis along which the numbers lie; a bare name means 50 of them.
+        axis: the axis of the numbers; a name without a size means 50 of them.
         start: the first exponent.
         stop: the last exponent.
         endpoint: whether the power `stop` is one of the numbers.
-        base: what is raised to the exponents.
+        base: the base of the powers.
         dtype: the dtype; a float by default.
 
     >>> axn.logspace(axn.Axis("x", 3), start=0, stop=2)
@@ -259,17 +259,17 @@ def _banded(name: str, fn: Callable[..., jax.Array], summary: str, shown: str) -
     return publish(op, name, __name__, doc)
 
 
-eye = _banded("eye", jnp.eye, "A matrix of zeros with ones on a diagonal.", "[[1. 0.] [0. 1.]]")
-tri = _banded("tri", jnp.tri, "A matrix with ones on and below a diagonal, and zeros above it.", "[[1. 0.] [1. 1.]]")
+eye = _banded("eye", jnp.eye, "Make a matrix of zeros with ones on a diagonal.", "[[1. 0.] [0. 1.]]")
+tri = _banded("tri", jnp.tri, "Make a matrix of zeros with ones on and below a diagonal.", "[[1. 0.] [1. 1.]]")
 
 
 def vander(x: NamedArray, degree: AxisSelector, *, increasing: bool = False) -> NamedArray:
-    """The powers of each element, along a new last axis.
+    """Compute the powers of each element, along a new last axis.
 
     Arguments:
         x: a named array.
-        degree: the new axis, as long as there are powers. A bare name means as many as `x`, which must then have
-            one axis, is long.
+        degree: the new axis, whose size is the number of powers. If it has no size, it gets that of `x`, which must
+            then have one axis.
         increasing: start with the power zero rather than end with it.
 
     >>> axn.vander(axn.named([2, 3], "x"), axn.Axis("degree", 3))

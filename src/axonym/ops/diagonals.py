@@ -1,7 +1,7 @@
-"""The diagonals of matrices, whose rows and columns are two named axes.
+"""Diagonals and triangles of matrices, whose rows and columns are two named axes.
 
-`axis1` names the rows and `axis2` the columns; every other axis is one along which there are several matrices. A
-diagonal is counted from the main one: positive offsets lie above it, negative ones below.
+`axis1` is the axis of the rows and `axis2` that of the columns; all others are batch axes. Offsets count from the main
+diagonal: positive ones are above it, negative ones below.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _matrix_axes(what: str, names: Names, axis1: AxisSelector, axis2: AxisSelect
 
 
 def _where(compare: Callable[..., Any], x: jax.Array, row: int, col: int, k: int) -> jax.Array:
-    """`x` where its row compares with its column, seen from diagonal `k`, and zero elsewhere."""
+    """Return `x` where the comparison of row + `k` with column holds, and zero elsewhere."""
     first, second = min(row, col), max(row, col)
     plane = (x.shape[first], x.shape[second])
     rows, cols = (jax.lax.broadcasted_iota(jnp.int32, plane, int(axis == second)) for axis in (row, col))
@@ -37,7 +37,7 @@ def _where(compare: Callable[..., Any], x: jax.Array, row: int, col: int, k: int
 
 
 def tril(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
-    """The lower triangle: zero above a diagonal.
+    """Return the lower triangle: zero above a diagonal.
 
     Arguments:
         array: a named array.
@@ -52,7 +52,7 @@ def tril(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0
 
 
 def triu(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
-    """The upper triangle: zero below a diagonal.
+    """Return the upper triangle: zero below a diagonal.
 
     Arguments:
         array: a named array.
@@ -88,7 +88,7 @@ def _triangle_kernel(
 def trace(
     array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, offset: int = 0, dtype: Any = None
 ) -> NamedArray:
-    """The sum of a diagonal.
+    """Sum a diagonal.
 
     Arguments:
         array: a named array.
@@ -120,13 +120,13 @@ def _trace_kernel(names: Names, axis1: AxisSelector, axis2: AxisSelector, offset
 def diagonal(
     array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, *, new_axis: AxisSelector, offset: int = 0
 ) -> NamedArray:
-    """The elements of a diagonal, along a new last axis.
+    """Return the elements of a diagonal, along a new last axis.
 
     Arguments:
         array: a named array.
         axis1: the axis of the rows.
         axis2: the axis of the columns.
-        new_axis: what the axis of the diagonal is called.
+        new_axis: the axis of the diagonal.
         offset: which diagonal.
 
     >>> axn.diagonal(axn.named([[1, 2], [3, 4]], ("row", "col")), "row", "col", new_axis="row")
@@ -157,13 +157,13 @@ def _diagonal_kernel(
 def diag(
     vector: NamedArray, Row: AxisSelector, Col: AxisSelector, *, axis: AxisSelector | None = None, k: int = 0
 ) -> NamedArray:
-    """A matrix of zeros with a vector on a diagonal.
+    """Make a matrix of zeros with a vector on a diagonal.
 
     Arguments:
         vector: a named array.
-        Row: the axis of the rows, which with the columns takes the place of the vector's axis. A size is checked.
+        Row: the axis of the rows. Rows and columns take the place of the vector's axis. A size is checked.
         Col: the axis of the columns.
-        axis: the axis along which the vector lies; only needed where there are several.
+        axis: the axis of the vector; only needed if there are several.
         k: which diagonal. The matrix is larger than the vector by its distance from the main one.
 
     >>> axn.diag(axn.named([1, 2], "x"), "row", "col")
@@ -184,7 +184,7 @@ def _diag_kernel(names: Names, axis: AxisSelector, Row: AxisSelector, Col: AxisS
         size = x.shape[row] + abs(k)
         check_new_axis("diag", Row, size)
         check_new_axis("diag", Col, size)
-        # Laid along the columns, each element stands in its column of every row; the mask leaves it on the diagonal.
+        # Along the columns, each element is in its column of every row; the mask leaves it on the diagonal only.
         widths = [(max(k, 0), max(-k, 0), 0) if i == row else (0, 0, 0) for i in range(x.ndim)]
         columns = jax.lax.expand_dims(jax.lax.pad(x, jnp.zeros((), x.dtype), widths), (row,))
         square = jnp.broadcast_to(columns, (*columns.shape[:row], size, *columns.shape[row + 1 :]))

@@ -1,4 +1,4 @@
-"""Dynamic slices: a start that may be traced, and a size that is known."""
+"""Dynamic slices: slices with a known size whose start may be traced."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ..axis import Axis
 
 
 class ds:
-    """A slice whose start may be traced, of a size that is known.
+    """A slice with a known size whose start may be traced.
 
     Arguments:
         start: the first index.
-        length: how many, or an axis whose size says so.
+        length: the number of elements, or an axis of that size.
 
     >>> x = axn.arange(axn.Axis("x", 8))
     >>> jax.jit(lambda i: x["x", axn.ds(i, 3)])(2)
@@ -26,10 +26,10 @@ class ds:
         self.start = start
         self.size = length.size if isinstance(length, Axis) else operator.index(length)
         if self.size < 0:
-            raise ValueError(f"ds: a length is not negative, got {self.size}.")
+            raise ValueError(f"ds: a length cannot be negative, got {self.size}.")
 
     def to_slice(self) -> slice:
-        """The same as a Python slice.
+        """Return the same slice as a Python slice.
 
         >>> axn.ds(2, 3).to_slice()
         slice(2, 5, None)
@@ -38,11 +38,11 @@ class ds:
 
     @classmethod
     def block(cls, idx: Any, size: int) -> Self:
-        """The `idx`-th block of `size` elements.
+        """Make the slice of the `idx`-th block of `size` elements.
 
         Arguments:
-            idx: which block; may be traced.
-            size: elements in a block.
+            idx: the index of the block; may be traced.
+            size: the number of elements in a block.
 
         >>> axn.arange(axn.Axis("x", 8))["x", axn.ds.block(1, 4)]
         NamedArray(int32[x=4], [4 5 6 7])

@@ -1,4 +1,4 @@
-"""`einsum`: a contraction written down as axes in and axes out."""
+"""`einsum`: contract arrays by an equation of input and output axes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def einsum(
     dot_general: DotGeneral = jax.lax.dot_general,
     **axis_aliases: AxisSelector,
 ) -> NamedArray:
-    """The product of arrays, summed over every axis that the output does not have.
+    """Multiply arrays and sum over every axis that the output does not have.
 
     The input is written in one of three ways:
 
-    - in order, a term for each array, `"batch h d, d -> batch h"`. The words are for the equation alone and need not be
-      the axes' names; one word must mean one name throughout;
-    - by name, in braces and once for all arrays, `"{h d} -> h"`. Axes not in the braces are kept: where `...` stands in
-      the output, or in front;
-    - not at all, `"-> batch h"`: everything else is summed over.
+    - in order, a term for each array, `"batch h d, d -> batch h"`. The words need not be the names of the axes, but one
+      word must mean one axis name throughout;
+    - by name, in braces and once for all arrays, `"{h d} -> h"`. Axes not in the braces are kept, in place of the `...`
+      in the output, or in front;
+    - not at all, `"-> batch h"`: all other axes are summed over.
 
     `...` stands for the axes that are not named, each matched by name; the output has them only if it has a `...`.
 
@@ -40,7 +40,7 @@ def einsum(
         *arrays: named arrays.
         precision: as in `jax.lax.dot_general`.
         preferred_element_type: the dtype to accumulate in and return.
-        dot_general: what to use in place of `jax.lax.dot_general`.
+        dot_general: a replacement for `jax.lax.dot_general`.
         **axis_aliases: the axis that a word of the equation stands for.
 
     >>> x, w = axn.ones({"batch": 2, "embed": 3}), axn.ones({"embed": 3, "mlp": 4})
@@ -87,7 +87,7 @@ def _einsum_plan(
     precision: Any,
     preferred_element_type: Any,
 ) -> Plan:
-    """The contraction an equation stands for."""
+    """Return the contraction that an equation describes."""
     expression = _parsing.parse("einsum", equation, comma="terms")
     _no_groups(expression)
     _aliases_are_used(expression, dict(aliases))
@@ -97,7 +97,7 @@ def _einsum_plan(
 
 
 class _Meaning:
-    """Which axis each word of an equation stands for."""
+    """The axis that each word of an equation means."""
 
     def __init__(self, expression: Expression, all_names: Sequence[Names], aliases: Mapping[str, str]):
         self.expression = expression
@@ -110,7 +110,7 @@ class _Meaning:
         in_braces = next((term for term in lhs if not term.ordered), None)
         if in_braces is not None:
             if len(lhs) > 1:
-                expression.fail(in_braces, "one term in braces speaks for all arrays; no other can stand beside it.")
+                expression.fail(in_braces, "one term in braces is for all arrays; there can be no other term.")
             self.rest = self._bind_by_name(in_braces)
             self.rest_is_kept = in_braces.dots is None
         elif len(lhs) == 1 and not lhs[0].elements:
@@ -119,7 +119,7 @@ class _Meaning:
             self.rest = self._bind_in_order()
 
     def output(self) -> Names:
-        """The axes of the result."""
+        """Return the axes of the result."""
         term, *more = self.expression.rhs
         if more:
             self.expression.fail(more[0], "there is one result.")
@@ -139,7 +139,7 @@ class _Meaning:
         return tuple(out)
 
     def _bind_by_name(self, term: Term) -> Names:
-        """Each word is an axis, or an alias of one. Returns the axes that no word names."""
+        """Bind each word to the axis of that name or alias. Return the axes that no word names."""
         for word in _words(term):
             name = self.aliases.get(word.name, word.name)
             if name not in self.union:
@@ -150,7 +150,7 @@ class _Meaning:
         return tuple(n for n in self.union if n not in self.axes.values())
 
     def _bind_in_order(self) -> Names:
-        """Each word is the axis at its place. Returns the axes that the ellipses stand for."""
+        """Bind each word to the axis at its position. Return the axes that the ellipses stand for."""
         lhs = self.expression.lhs
         if len(lhs) != len(self.all_names):
             self.expression.fail(
@@ -186,7 +186,7 @@ class _Meaning:
 
 
 class _Whole:
-    """Several terms, to point at."""
+    """Several terms as one span, for errors to point at."""
 
     def __init__(self, start: int, stop: int):
         self.start, self.stop = start, stop

@@ -49,7 +49,7 @@ def _binary_kernel(
 
 
 def _unary(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, constant: bool = False) -> Unary:
-    # `constant` are those that give a constant for some dtypes: it takes nothing of the operand's placement.
+    # `constant`: the result is a constant for some dtypes, so it does not get its sharding from the operand.
     def op(a: Any) -> Any:
         if isinstance(a, NamedArray):
             kernel = _unary_kernel(fn, name, a.names, 1, constant)
@@ -92,105 +92,105 @@ def _binary(name: str, fn: Callable[..., Any], summary: str, a: str, b: str, sho
     return publish(op, name, __name__, doc)
 
 
-# --- unary: name, positional function, summary, example, what it gives ---
+# --- unary: name, positional function, summary, example, its value ---
 
 # fmt: off
-abs = _unary("abs", jnp.abs, "The absolute value of each element.", "[-1., 2.]", "float32[x=2], [1. 2.]")
-angle = _unary("angle", jnp.angle, "The angle of each complex element, in radians.", "[1j, 1.]", "float32[x=2], [1.5708 0. ]")
-arccos = _unary("arccos", jnp.arccos, "The inverse cosine of each element.", "[1., 0.]", "float32[x=2], [0. 1.5708]")
-arccosh = _unary("arccosh", jnp.arccosh, "The inverse hyperbolic cosine of each element.", "[1., 2.]", "float32[x=2], [0. 1.317]")
-arcsin = _unary("arcsin", jnp.arcsin, "The inverse sine of each element.", "[0., 1.]", "float32[x=2], [0. 1.5708]")
-arcsinh = _unary("arcsinh", jnp.arcsinh, "The inverse hyperbolic sine of each element.", "[0., 1.]", "float32[x=2], [0. 0.8814]")
-arctan = _unary("arctan", jnp.arctan, "The inverse tangent of each element.", "[0., 1.]", "float32[x=2], [0. 0.7854]")
-arctanh = _unary("arctanh", jnp.arctanh, "The inverse hyperbolic tangent of each element.", "[0., 0.5]", "float32[x=2], [0. 0.5493]")
-bitwise_count = _unary("bitwise_count", jnp.bitwise_count, "The number of bits set in each element.", "[3, 8]", "uint8[x=2], [2 1]")
-cbrt = _unary("cbrt", jnp.cbrt, "The cube root of each element.", "[1., 8.]", "float32[x=2], [1. 2.]")
-ceil = _unary("ceil", jnp.ceil, "Each element rounded up.", "[0.5, -0.5]", "float32[x=2], [ 1. -0.]")
-conj = _unary("conj", jnp.conj, "The complex conjugate of each element.", "[1j, 1.]", "complex64[x=2], [0.-1.j 1.-0.j]")
-copy = _unary("copy", jnp.copy, "A copy of the array.", "[1., 2.]", "float32[x=2], [1. 2.]")
-cos = _unary("cos", jnp.cos, "The cosine of each element.", "[0., 1.]", "float32[x=2], [1. 0.5403]")
-cosh = _unary("cosh", jnp.cosh, "The hyperbolic cosine of each element.", "[0., 1.]", "float32[x=2], [1. 1.5431]")
-deg2rad = _unary("deg2rad", jnp.deg2rad, "Degrees to radians.", "[0., 180.]", "float32[x=2], [0. 3.1416]")
-exp = _unary("exp", jnp.exp, "The exponential of each element.", "[0., 1.]", "float32[x=2], [1. 2.7183]")
-exp2 = _unary("exp2", jnp.exp2, "Two to the power of each element.", "[1., 3.]", "float32[x=2], [2. 8.]")
-expm1 = _unary("expm1", jnp.expm1, "The exponential of each element, less one, exact near zero.", "[0., 1.]", "float32[x=2], [0. 1.7183]")
-fabs = _unary("fabs", jnp.fabs, "The absolute value of each element, as a float.", "[-1, 2]", "float32[x=2], [1. 2.]")
-floor = _unary("floor", jnp.floor, "Each element rounded down.", "[0.5, -0.5]", "float32[x=2], [ 0. -1.]")
-i0 = _unary("i0", jnp.i0, "The modified Bessel function of the first kind, order zero.", "[0., 1.]", "float32[x=2], [1. 1.2661]")
-imag = _unary("imag", jnp.imag, "The imaginary part of each element.", "[2j, 1.]", "float32[x=2], [2. 0.]", constant=True)
-invert = _unary("invert", jnp.invert, "Each bit of each element flipped.", "[0, 1]", "int32[x=2], [-1 -2]")
-iscomplex = _unary("iscomplex", jnp.iscomplex, "Which elements have an imaginary part.", "[2j, 1.]", "bool[x=2], [ True False]", constant=True)
-isfinite = _unary("isfinite", jnp.isfinite, "Which elements are neither infinite nor NaN.", "[1., jnp.inf]", "bool[x=2], [ True False]", constant=True)
-isinf = _unary("isinf", jnp.isinf, "Which elements are infinite.", "[1., jnp.inf]", "bool[x=2], [False True]", constant=True)
-isnan = _unary("isnan", jnp.isnan, "Which elements are NaN.", "[1., jnp.nan]", "bool[x=2], [False True]")
-isneginf = _unary("isneginf", jnp.isneginf, "Which elements are minus infinity.", "[1., -jnp.inf]", "bool[x=2], [False True]", constant=True)
-isposinf = _unary("isposinf", jnp.isposinf, "Which elements are plus infinity.", "[1., jnp.inf]", "bool[x=2], [False True]", constant=True)
-isreal = _unary("isreal", jnp.isreal, "Which elements have no imaginary part.", "[2j, 1.]", "bool[x=2], [False True]", constant=True)
-log = _unary("log", jnp.log, "The natural logarithm of each element.", "[1., 2.]", "float32[x=2], [0. 0.6931]")
-log10 = _unary("log10", jnp.log10, "The logarithm to base ten of each element.", "[1., 2.]", "float32[x=2], [0. 0.301]")
-log1p = _unary("log1p", jnp.log1p, "The logarithm of one plus each element, exact near zero.", "[0., 1.]", "float32[x=2], [0. 0.6931]")
-log2 = _unary("log2", jnp.log2, "The logarithm to base two of each element.", "[1., 8.]", "float32[x=2], [0. 3.]")
-logical_not = _unary("logical_not", jnp.logical_not, "Whether each element is false.", "[0, 2]", "bool[x=2], [ True False]")
-negative = _unary("negative", jnp.negative, "Each element negated.", "[1., -2.]", "float32[x=2], [-1. 2.]")
-positive = _unary("positive", jnp.positive, "Each element as it is.", "[1., -2.]", "float32[x=2], [ 1. -2.]")
-rad2deg = _unary("rad2deg", jnp.rad2deg, "Radians to degrees.", "[0., 1.]", "float32[x=2], [ 0. 57.2958]")
-real = _unary("real", jnp.real, "The real part of each element.", "[2j, 1.]", "float32[x=2], [0. 1.]")
-reciprocal = _unary("reciprocal", jnp.reciprocal, "One over each element.", "[2., 4.]", "float32[x=2], [0.5 0.25]")
-rint = _unary("rint", jnp.rint, "Each element rounded to the nearest integer, halves to even.", "[0.5, 1.5]", "float32[x=2], [0. 2.]")
-rsqrt = _unary("rsqrt", jax.lax.rsqrt, "One over the square root of each element.", "[1., 4.]", "float32[x=2], [1. 0.5]")
-sign = _unary("sign", jnp.sign, "The sign of each element.", "[-3., 2.]", "float32[x=2], [-1. 1.]")
-signbit = _unary("signbit", jnp.signbit, "Whether the sign bit of each element is set.", "[-3., 2.]", "bool[x=2], [ True False]", constant=True)
-sin = _unary("sin", jnp.sin, "The sine of each element.", "[0., 1.]", "float32[x=2], [0. 0.8415]")
-sinc = _unary("sinc", jnp.sinc, "The normalised sinc function, sin(pi x) / (pi x).", "[0., 0.5]", "float32[x=2], [1. 0.6366]")
-sinh = _unary("sinh", jnp.sinh, "The hyperbolic sine of each element.", "[0., 1.]", "float32[x=2], [0. 1.1752]")
-sqrt = _unary("sqrt", jnp.sqrt, "The square root of each element.", "[1., 4.]", "float32[x=2], [1. 2.]")
-square = _unary("square", jnp.square, "The square of each element.", "[1., -2.]", "float32[x=2], [1. 4.]")
-tan = _unary("tan", jnp.tan, "The tangent of each element.", "[0., 1.]", "float32[x=2], [0. 1.5574]")
-tanh = _unary("tanh", jnp.tanh, "The hyperbolic tangent of each element.", "[0., 1.]", "float32[x=2], [0. 0.7616]")
-trunc = _unary("trunc", jnp.trunc, "Each element rounded towards zero.", "[1.5, -1.5]", "float32[x=2], [ 1. -1.]")
+abs = _unary("abs", jnp.abs, "Compute the absolute value of each element.", "[-1., 2.]", "float32[x=2], [1. 2.]")
+angle = _unary("angle", jnp.angle, "Compute the angle of each complex element, in radians.", "[1j, 1.]", "float32[x=2], [1.5708 0. ]")
+arccos = _unary("arccos", jnp.arccos, "Compute the inverse cosine of each element.", "[1., 0.]", "float32[x=2], [0. 1.5708]")
+arccosh = _unary("arccosh", jnp.arccosh, "Compute the inverse hyperbolic cosine of each element.", "[1., 2.]", "float32[x=2], [0. 1.317]")
+arcsin = _unary("arcsin", jnp.arcsin, "Compute the inverse sine of each element.", "[0., 1.]", "float32[x=2], [0. 1.5708]")
+arcsinh = _unary("arcsinh", jnp.arcsinh, "Compute the inverse hyperbolic sine of each element.", "[0., 1.]", "float32[x=2], [0. 0.8814]")
+arctan = _unary("arctan", jnp.arctan, "Compute the inverse tangent of each element.", "[0., 1.]", "float32[x=2], [0. 0.7854]")
+arctanh = _unary("arctanh", jnp.arctanh, "Compute the inverse hyperbolic tangent of each element.", "[0., 0.5]", "float32[x=2], [0. 0.5493]")
+bitwise_count = _unary("bitwise_count", jnp.bitwise_count, "Compute the number of bits set in each element.", "[3, 8]", "uint8[x=2], [2 1]")
+cbrt = _unary("cbrt", jnp.cbrt, "Compute the cube root of each element.", "[1., 8.]", "float32[x=2], [1. 2.]")
+ceil = _unary("ceil", jnp.ceil, "Round each element up.", "[0.5, -0.5]", "float32[x=2], [ 1. -0.]")
+conj = _unary("conj", jnp.conj, "Compute the complex conjugate of each element.", "[1j, 1.]", "complex64[x=2], [0.-1.j 1.-0.j]")
+copy = _unary("copy", jnp.copy, "Copy the array.", "[1., 2.]", "float32[x=2], [1. 2.]")
+cos = _unary("cos", jnp.cos, "Compute the cosine of each element.", "[0., 1.]", "float32[x=2], [1. 0.5403]")
+cosh = _unary("cosh", jnp.cosh, "Compute the hyperbolic cosine of each element.", "[0., 1.]", "float32[x=2], [1. 1.5431]")
+deg2rad = _unary("deg2rad", jnp.deg2rad, "Convert degrees to radians.", "[0., 180.]", "float32[x=2], [0. 3.1416]")
+exp = _unary("exp", jnp.exp, "Compute the exponential of each element.", "[0., 1.]", "float32[x=2], [1. 2.7183]")
+exp2 = _unary("exp2", jnp.exp2, "Compute two to the power of each element.", "[1., 3.]", "float32[x=2], [2. 8.]")
+expm1 = _unary("expm1", jnp.expm1, "Compute the exponential of each element minus one, exact near zero.", "[0., 1.]", "float32[x=2], [0. 1.7183]")
+fabs = _unary("fabs", jnp.fabs, "Compute the absolute value of each element, as a float.", "[-1, 2]", "float32[x=2], [1. 2.]")
+floor = _unary("floor", jnp.floor, "Round each element down.", "[0.5, -0.5]", "float32[x=2], [ 0. -1.]")
+i0 = _unary("i0", jnp.i0, "Compute the modified Bessel function of the first kind, order zero.", "[0., 1.]", "float32[x=2], [1. 1.2661]")
+imag = _unary("imag", jnp.imag, "Return the imaginary part of each element.", "[2j, 1.]", "float32[x=2], [2. 0.]", constant=True)
+invert = _unary("invert", jnp.invert, "Flip each bit of each element.", "[0, 1]", "int32[x=2], [-1 -2]")
+iscomplex = _unary("iscomplex", jnp.iscomplex, "Return which elements have an imaginary part.", "[2j, 1.]", "bool[x=2], [ True False]", constant=True)
+isfinite = _unary("isfinite", jnp.isfinite, "Return which elements are neither infinite nor NaN.", "[1., jnp.inf]", "bool[x=2], [ True False]", constant=True)
+isinf = _unary("isinf", jnp.isinf, "Return which elements are infinite.", "[1., jnp.inf]", "bool[x=2], [False True]", constant=True)
+isnan = _unary("isnan", jnp.isnan, "Return which elements are NaN.", "[1., jnp.nan]", "bool[x=2], [False True]")
+isneginf = _unary("isneginf", jnp.isneginf, "Return which elements are minus infinity.", "[1., -jnp.inf]", "bool[x=2], [False True]", constant=True)
+isposinf = _unary("isposinf", jnp.isposinf, "Return which elements are plus infinity.", "[1., jnp.inf]", "bool[x=2], [False True]", constant=True)
+isreal = _unary("isreal", jnp.isreal, "Return which elements have no imaginary part.", "[2j, 1.]", "bool[x=2], [False True]", constant=True)
+log = _unary("log", jnp.log, "Compute the natural logarithm of each element.", "[1., 2.]", "float32[x=2], [0. 0.6931]")
+log10 = _unary("log10", jnp.log10, "Compute the logarithm to base ten of each element.", "[1., 2.]", "float32[x=2], [0. 0.301]")
+log1p = _unary("log1p", jnp.log1p, "Compute the logarithm of one plus each element, exact near zero.", "[0., 1.]", "float32[x=2], [0. 0.6931]")
+log2 = _unary("log2", jnp.log2, "Compute the logarithm to base two of each element.", "[1., 8.]", "float32[x=2], [0. 3.]")
+logical_not = _unary("logical_not", jnp.logical_not, "Return which elements are false.", "[0, 2]", "bool[x=2], [ True False]")
+negative = _unary("negative", jnp.negative, "Negate each element.", "[1., -2.]", "float32[x=2], [-1. 2.]")
+positive = _unary("positive", jnp.positive, "Return each element unchanged.", "[1., -2.]", "float32[x=2], [ 1. -2.]")
+rad2deg = _unary("rad2deg", jnp.rad2deg, "Convert radians to degrees.", "[0., 1.]", "float32[x=2], [ 0. 57.2958]")
+real = _unary("real", jnp.real, "Return the real part of each element.", "[2j, 1.]", "float32[x=2], [0. 1.]")
+reciprocal = _unary("reciprocal", jnp.reciprocal, "Compute one over each element.", "[2., 4.]", "float32[x=2], [0.5 0.25]")
+rint = _unary("rint", jnp.rint, "Round each element to the nearest integer, halves to even.", "[0.5, 1.5]", "float32[x=2], [0. 2.]")
+rsqrt = _unary("rsqrt", jax.lax.rsqrt, "Compute one over the square root of each element.", "[1., 4.]", "float32[x=2], [1. 0.5]")
+sign = _unary("sign", jnp.sign, "Compute the sign of each element.", "[-3., 2.]", "float32[x=2], [-1. 1.]")
+signbit = _unary("signbit", jnp.signbit, "Return which elements have their sign bit set.", "[-3., 2.]", "bool[x=2], [ True False]", constant=True)
+sin = _unary("sin", jnp.sin, "Compute the sine of each element.", "[0., 1.]", "float32[x=2], [0. 0.8415]")
+sinc = _unary("sinc", jnp.sinc, "Compute the normalised sinc function, sin(pi x) / (pi x).", "[0., 0.5]", "float32[x=2], [1. 0.6366]")
+sinh = _unary("sinh", jnp.sinh, "Compute the hyperbolic sine of each element.", "[0., 1.]", "float32[x=2], [0. 1.1752]")
+sqrt = _unary("sqrt", jnp.sqrt, "Compute the square root of each element.", "[1., 4.]", "float32[x=2], [1. 2.]")
+square = _unary("square", jnp.square, "Compute the square of each element.", "[1., -2.]", "float32[x=2], [1. 4.]")
+tan = _unary("tan", jnp.tan, "Compute the tangent of each element.", "[0., 1.]", "float32[x=2], [0. 1.5574]")
+tanh = _unary("tanh", jnp.tanh, "Compute the hyperbolic tangent of each element.", "[0., 1.]", "float32[x=2], [0. 0.7616]")
+trunc = _unary("trunc", jnp.trunc, "Round each element towards zero.", "[1.5, -1.5]", "float32[x=2], [ 1. -1.]")
 
-# --- binary: name, positional function, summary, two operands, what they give ---
+# --- binary: name, positional function, summary, two operands, their value ---
 
-add = _binary("add", jnp.add, "The sum of the operands.", "[1, 2]", "3", "int32[x=2], [4 5]")
-arctan2 = _binary("arctan2", jnp.arctan2, "The angle of the point (b, a), in radians.", "[0., 1.]", "1.", "float32[x=2], [0. 0.7854]")
-bitwise_and = _binary("bitwise_and", jnp.bitwise_and, "The bits set in both operands.", "[1, 3]", "2", "int32[x=2], [0 2]")
-bitwise_or = _binary("bitwise_or", jnp.bitwise_or, "The bits set in either operand.", "[1, 3]", "2", "int32[x=2], [3 3]")
-bitwise_xor = _binary("bitwise_xor", jnp.bitwise_xor, "The bits set in exactly one operand.", "[1, 3]", "2", "int32[x=2], [3 1]")
-copysign = _binary("copysign", jnp.copysign, "The size of `a` with the sign of `b`.", "[1., 2.]", "-1.", "float32[x=2], [-1. -2.]")
-divide = _binary("divide", jnp.divide, "The quotient of the operands.", "[1., 2.]", "2.", "float32[x=2], [0.5 1. ]")
-equal = _binary("equal", jnp.equal, "Where the operands are equal.", "[1, 2]", "2", "bool[x=2], [False True]")
-float_power = _binary("float_power", jnp.float_power, "`a` to the power of `b`, as a float.", "[1, 2]", "2", "float32[x=2], [1. 4.]")
-floor_divide = _binary("floor_divide", jnp.floor_divide, "The quotient rounded down.", "[3, 5]", "2", "int32[x=2], [1 2]")
-fmax = _binary("fmax", jnp.fmax, "The larger operand; a number rather than NaN.", "[1., jnp.nan]", "0.", "float32[x=2], [1. 0.]")
-fmin = _binary("fmin", jnp.fmin, "The smaller operand; a number rather than NaN.", "[1., jnp.nan]", "0.", "float32[x=2], [0. 0.]")
-fmod = _binary("fmod", jnp.fmod, "The remainder with the sign of `a`.", "[3, -3]", "2", "int32[x=2], [ 1 -1]")
-gcd = _binary("gcd", jnp.gcd, "The greatest common divisor.", "[4, 6]", "6", "int32[x=2], [2 6]")
-greater = _binary("greater", jnp.greater, "Where `a` is greater than `b`.", "[1, 2]", "1", "bool[x=2], [False True]")
-greater_equal = _binary("greater_equal", jnp.greater_equal, "Where `a` is at least `b`.", "[1, 2]", "2", "bool[x=2], [False True]")
-heaviside = _binary("heaviside", jnp.heaviside, "0 below zero, 1 above it, and `b` at zero.", "[-1., 0.]", "0.5", "float32[x=2], [0. 0.5]")
-hypot = _binary("hypot", jnp.hypot, "The length of the vector (a, b).", "[3., 0.]", "4.", "float32[x=2], [5. 4.]")
-lcm = _binary("lcm", jnp.lcm, "The least common multiple.", "[4, 6]", "6", "int32[x=2], [12 6]")
-ldexp = _binary("ldexp", jnp.ldexp, "`a` times two to the power of `b`.", "[1., 2.]", "3", "float32[x=2], [ 8. 16.]")
-left_shift = _binary("left_shift", jnp.left_shift, "The bits of `a` moved up by `b` places.", "[1, 2]", "1", "int32[x=2], [2 4]")
-less = _binary("less", jnp.less, "Where `a` is less than `b`.", "[1, 2]", "2", "bool[x=2], [ True False]")
-less_equal = _binary("less_equal", jnp.less_equal, "Where `a` is at most `b`.", "[1, 2]", "1", "bool[x=2], [ True False]")
-logaddexp = _binary("logaddexp", jnp.logaddexp, "The logarithm of the sum of the exponentials.", "[0., 1.]", "0.", "float32[x=2], [0.6931 1.3133]")
-logaddexp2 = _binary("logaddexp2", jnp.logaddexp2, "`logaddexp` to base two.", "[0., 1.]", "0.", "float32[x=2], [1. 1.585]")
-logical_and = _binary("logical_and", jnp.logical_and, "Where both operands are true.", "[True, False]", "True", "bool[x=2], [ True False]")
-logical_or = _binary("logical_or", jnp.logical_or, "Where either operand is true.", "[True, False]", "False", "bool[x=2], [ True False]")
-logical_xor = _binary("logical_xor", jnp.logical_xor, "Where exactly one operand is true.", "[True, False]", "True", "bool[x=2], [False True]")
-maximum = _binary("maximum", jnp.maximum, "The larger operand.", "[1, 3]", "2", "int32[x=2], [2 3]")
-minimum = _binary("minimum", jnp.minimum, "The smaller operand.", "[1, 3]", "2", "int32[x=2], [1 2]")
-mod = _binary("mod", jnp.mod, "The remainder with the sign of `b`.", "[3, -3]", "2", "int32[x=2], [1 1]")
-multiply = _binary("multiply", jnp.multiply, "The product of the operands.", "[1, 2]", "3", "int32[x=2], [3 6]")
-nextafter = _binary("nextafter", jnp.nextafter, "The next number after `a` towards `b`.", "[0.5]", "0.5", "float32[x=1], [0.5]")
-not_equal = _binary("not_equal", jnp.not_equal, "Where the operands differ.", "[1, 2]", "2", "bool[x=2], [ True False]")
-right_shift = _binary("right_shift", jnp.right_shift, "The bits of `a` moved down by `b` places.", "[2, 4]", "1", "int32[x=2], [1 2]")
-subtract = _binary("subtract", jnp.subtract, "The difference of the operands.", "[1, 2]", "3", "int32[x=2], [-2 -1]")
+add = _binary("add", jnp.add, "Compute the sum of the operands.", "[1, 2]", "3", "int32[x=2], [4 5]")
+arctan2 = _binary("arctan2", jnp.arctan2, "Compute the angle of the point (b, a), in radians.", "[0., 1.]", "1.", "float32[x=2], [0. 0.7854]")
+bitwise_and = _binary("bitwise_and", jnp.bitwise_and, "Compute the bitwise and: the bits set in both operands.", "[1, 3]", "2", "int32[x=2], [0 2]")
+bitwise_or = _binary("bitwise_or", jnp.bitwise_or, "Compute the bitwise or: the bits set in either operand.", "[1, 3]", "2", "int32[x=2], [3 3]")
+bitwise_xor = _binary("bitwise_xor", jnp.bitwise_xor, "Compute the bitwise exclusive or: the bits set in exactly one operand.", "[1, 3]", "2", "int32[x=2], [3 1]")
+copysign = _binary("copysign", jnp.copysign, "Return the absolute value of `a` with the sign of `b`.", "[1., 2.]", "-1.", "float32[x=2], [-1. -2.]")
+divide = _binary("divide", jnp.divide, "Compute the quotient of the operands.", "[1., 2.]", "2.", "float32[x=2], [0.5 1. ]")
+equal = _binary("equal", jnp.equal, "Return whether the operands are equal, elementwise.", "[1, 2]", "2", "bool[x=2], [False True]")
+float_power = _binary("float_power", jnp.float_power, "Raise `a` to the power of `b`, as a float.", "[1, 2]", "2", "float32[x=2], [1. 4.]")
+floor_divide = _binary("floor_divide", jnp.floor_divide, "Compute the quotient rounded down.", "[3, 5]", "2", "int32[x=2], [1 2]")
+fmax = _binary("fmax", jnp.fmax, "Return the larger operand; a number rather than NaN.", "[1., jnp.nan]", "0.", "float32[x=2], [1. 0.]")
+fmin = _binary("fmin", jnp.fmin, "Return the smaller operand; a number rather than NaN.", "[1., jnp.nan]", "0.", "float32[x=2], [0. 0.]")
+fmod = _binary("fmod", jnp.fmod, "Compute the remainder with the sign of `a`.", "[3, -3]", "2", "int32[x=2], [ 1 -1]")
+gcd = _binary("gcd", jnp.gcd, "Compute the greatest common divisor.", "[4, 6]", "6", "int32[x=2], [2 6]")
+greater = _binary("greater", jnp.greater, "Return whether `a` is greater than `b`, elementwise.", "[1, 2]", "1", "bool[x=2], [False True]")
+greater_equal = _binary("greater_equal", jnp.greater_equal, "Return whether `a` is at least `b`, elementwise.", "[1, 2]", "2", "bool[x=2], [False True]")
+heaviside = _binary("heaviside", jnp.heaviside, "Return 0 where `a` is negative, 1 where it is positive, and `b` where it is zero.", "[-1., 0.]", "0.5", "float32[x=2], [0. 0.5]")
+hypot = _binary("hypot", jnp.hypot, "Compute the length of the vector (a, b).", "[3., 0.]", "4.", "float32[x=2], [5. 4.]")
+lcm = _binary("lcm", jnp.lcm, "Compute the least common multiple.", "[4, 6]", "6", "int32[x=2], [12 6]")
+ldexp = _binary("ldexp", jnp.ldexp, "Compute `a` times two to the power of `b`.", "[1., 2.]", "3", "float32[x=2], [ 8. 16.]")
+left_shift = _binary("left_shift", jnp.left_shift, "Shift the bits of `a` up by `b` places.", "[1, 2]", "1", "int32[x=2], [2 4]")
+less = _binary("less", jnp.less, "Return whether `a` is less than `b`, elementwise.", "[1, 2]", "2", "bool[x=2], [ True False]")
+less_equal = _binary("less_equal", jnp.less_equal, "Return whether `a` is at most `b`, elementwise.", "[1, 2]", "1", "bool[x=2], [ True False]")
+logaddexp = _binary("logaddexp", jnp.logaddexp, "Compute the logarithm of the sum of the exponentials.", "[0., 1.]", "0.", "float32[x=2], [0.6931 1.3133]")
+logaddexp2 = _binary("logaddexp2", jnp.logaddexp2, "Compute the logarithm to base two of the sum of the powers of two.", "[0., 1.]", "0.", "float32[x=2], [1. 1.585]")
+logical_and = _binary("logical_and", jnp.logical_and, "Return whether both operands are true, elementwise.", "[True, False]", "True", "bool[x=2], [ True False]")
+logical_or = _binary("logical_or", jnp.logical_or, "Return whether either operand is true, elementwise.", "[True, False]", "False", "bool[x=2], [ True False]")
+logical_xor = _binary("logical_xor", jnp.logical_xor, "Return whether exactly one operand is true, elementwise.", "[True, False]", "True", "bool[x=2], [False True]")
+maximum = _binary("maximum", jnp.maximum, "Return the larger operand.", "[1, 3]", "2", "int32[x=2], [2 3]")
+minimum = _binary("minimum", jnp.minimum, "Return the smaller operand.", "[1, 3]", "2", "int32[x=2], [1 2]")
+mod = _binary("mod", jnp.mod, "Compute the remainder with the sign of `b`.", "[3, -3]", "2", "int32[x=2], [1 1]")
+multiply = _binary("multiply", jnp.multiply, "Compute the product of the operands.", "[1, 2]", "3", "int32[x=2], [3 6]")
+nextafter = _binary("nextafter", jnp.nextafter, "Return the next number after `a` towards `b`.", "[0.5]", "0.5", "float32[x=1], [0.5]")
+not_equal = _binary("not_equal", jnp.not_equal, "Return whether the operands differ, elementwise.", "[1, 2]", "2", "bool[x=2], [ True False]")
+right_shift = _binary("right_shift", jnp.right_shift, "Shift the bits of `a` down by `b` places.", "[2, 4]", "1", "int32[x=2], [1 2]")
+subtract = _binary("subtract", jnp.subtract, "Compute the difference of the operands.", "[1, 2]", "3", "int32[x=2], [-2 -1]")
 # fmt: on
 
 
-# --- those that fit neither factory ---
+# --- operations that fit neither factory ---
 
 
 @overload
@@ -198,7 +198,7 @@ def round(a: NamedArray, decimals: int = 0) -> NamedArray: ...
 @overload
 def round(a: Any, decimals: int = 0) -> Any: ...
 def round(a: Any, decimals: int = 0) -> Any:
-    """Each element rounded to a number of decimals, halves to even.
+    """Round each element to a number of decimals, halves to even.
 
     Arguments:
         a: a named array, a scalar, a raw array, or a tree of them.
@@ -225,7 +225,7 @@ def power(a: NamedOrNumeric, b: NamedArray) -> NamedArray: ...
 @overload
 def power(a: NamedOrNumeric, b: NamedOrNumeric) -> Any: ...
 def power(a: NamedOrNumeric, b: NamedOrNumeric) -> Any:
-    """`a` to the power of `b`, elementwise.
+    """Raise `a` to the power of `b`, elementwise.
 
     Arguments:
         a: a named array or a scalar.
@@ -252,7 +252,7 @@ def _integer_power_kernel(names: Names, exponent: int) -> _kernels.Kernel:
 
 
 def divmod(a: NamedOrNumeric, b: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
-    """The floored quotient and the remainder.
+    """Compute the floored quotient and the remainder.
 
     Arguments:
         a: a named array or a scalar.
@@ -265,7 +265,7 @@ def divmod(a: NamedOrNumeric, b: NamedOrNumeric) -> tuple[NamedArray, NamedArray
 
 
 def frexp(a: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
-    """Mantissa and exponent: `a` is the first times two to the power of the second.
+    """Split each element into mantissa and exponent: `a` is the first times two to the power of the second.
 
     Arguments:
         a: a named array or a scalar.
@@ -277,7 +277,7 @@ def frexp(a: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
 
 
 def modf(a: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
-    """The fractional and the whole part of each element.
+    """Split each element into its fractional and its integer part.
 
     Arguments:
         a: a named array or a scalar.
@@ -304,7 +304,7 @@ def nan_to_num(
 @overload
 def nan_to_num(a: Any, *, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Any: ...
 def nan_to_num(a: Any, *, nan: float = 0.0, posinf: float | None = None, neginf: float | None = None) -> Any:
-    """Each NaN and infinity replaced by a number.
+    """Replace each NaN and infinity by a number.
 
     Arguments:
         a: a named array, a scalar, a raw array, or a tree of them.
@@ -334,7 +334,7 @@ def _nan_to_num_kernel(names: Names, given: tuple[str, ...]) -> _kernels.Kernel:
 
 
 def astype(a: NamedArray, dtype: Any) -> NamedArray:
-    """The array in another dtype.
+    """Convert the array to another dtype.
 
     Arguments:
         a: a named array.

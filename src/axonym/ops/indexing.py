@@ -1,7 +1,7 @@
-"""Indexing by name: look-ups, slices, gathers and updates.
+"""Index arrays by name: look-ups, slices, gathers and updates.
 
-An index is a mapping from axes to what to take of them, written `x["batch", 0, "embed", 1:3]` or
-`x[{"batch": 0, "embed": slice(1, 3)}]`. Axes that are not named are taken whole. What may stand for an axis:
+An index is a mapping from axes to the index of each, written `x["batch", 0, "embed", 1:3]` or
+`x[{"batch": 0, "embed": slice(1, 3)}]`. Axes that are not named are kept. The index of an axis can be:
 
 | index                              | what becomes of the axis                                               |
 |------------------------------------|------------------------------------------------------------------------|
@@ -34,7 +34,7 @@ from ._operands import require_named
 
 
 def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
-    """Part of an array: `array[slices]`.
+    """Return a part of an array: `array[slices]`.
 
     Arguments:
         array: a named array.
@@ -56,7 +56,7 @@ def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
 
 
 def take(array: NamedArray, axis: AxisSelector, index: Any) -> NamedArray:
-    """The elements of one axis at some indices: `array[axis, index]`.
+    """Return the elements of one axis at some indices: `array[axis, index]`.
 
     Arguments:
         array: a named array.
@@ -71,7 +71,7 @@ def take(array: NamedArray, axis: AxisSelector, index: Any) -> NamedArray:
 
 @_kernels.cached
 def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, Any], ...]) -> _kernels.Kernel:
-    """The kernel of a look-up; with options, of one that leaves out-of-range indices to JAX's gather."""
+    """Return the kernel of a look-up; with options, JAX's gather treats indices that are out of range."""
     cut = tuple(i for i in items if i.kind == "slice" or not (options or i.kind == "gather"))
     gone = {i.name for i in cut if i.kind in ("at", "dynamic at")}
     layout = IndexLayout(tuple(n for n in names if n not in gone), [i for i in items if i not in cut])
@@ -90,12 +90,12 @@ def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, 
         by_hand = functools.partial(
             _fsdp_ops.looked_up, positional, (names, in_names[1]), layout.out_names, items[0].name
         )
-    # Sizes are compared once the slices are cut out, by the layout.
+    # The layout compares sizes after the slices are cut out.
     return _kernels.make_kernel("index", positional, in_names, layout.out_names, same_sizes=False, by_hand=by_hand)
 
 
 def mask_names(names: Names, replaced: Collection[str]) -> Names:
-    """The names, with those that an index replaces made unlike any other: they are not those of the index arrays."""
+    """Return the names, with unique ones for axes that an index replaces, so that no index array matches them."""
     return tuple(f"{n} (indexed)" if n in replaced else n for n in names)
 
 

@@ -1,4 +1,4 @@
-"""Putting arrays together, and making them longer: stack, concatenate, pad, repeat, tile; also roll and flip."""
+"""Join arrays and make them longer: stack, concatenate, pad, repeat, tile; also roll and flip."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ._operands import check_new_axis, distinct, operand, replaced, require_name
 
 
 def stack(axis: AxisSelector, arrays: Sequence[NamedOrNumeric]) -> NamedArray:
-    """The arrays one behind the other along a new axis, which comes first.
+    """Join arrays along a new axis, which comes first.
 
     Arguments:
         axis: the new axis. The size of an `Axis` must be the number of arrays.
@@ -36,7 +36,7 @@ def stack(axis: AxisSelector, arrays: Sequence[NamedOrNumeric]) -> NamedArray:
 
 
 def concatenate(axis: AxisSelector, arrays: Sequence[NamedArray]) -> NamedArray:
-    """The arrays one behind the other along an axis they all have.
+    """Join arrays along an axis that they all have.
 
     Arguments:
         axis: the axis along which they are joined. The size of an `Axis` must be that of the result.
@@ -64,7 +64,7 @@ def _operands(what: str, axis: AxisSelector, arrays: Sequence[Any]) -> tuple[lis
 
 
 def _same_axes(what: str, every: tuple[Names, ...]) -> Names:
-    """The axes of the first operand, which all must have."""
+    """Return the axes of the first operand, which all operands must have."""
     first = every[0]
     others = {i: names for i, names in enumerate(every) if set(names) != set(first)}
     if others:
@@ -121,14 +121,14 @@ def pad(
     constant_values: Any = 0,
     **kwargs: Any,
 ) -> NamedArray:
-    """The array with elements added before and after some of its axes.
+    """Add elements before and after some axes.
 
     Arguments:
         array: a named array.
-        pad_width: how many to add before and after each axis; one number does for both.
+        pad_width: how many elements to add before and after each axis; one number is for both.
         mode: one of the modes of `jax.numpy.pad`: "constant", "edge", "linear_ramp", "maximum", "mean", "median",
             "minimum", "reflect", "symmetric", "wrap" or "empty".
-        constant_values: what to add in mode "constant": a scalar, or one for before and one for after.
+        constant_values: the value to add in mode "constant": a scalar, or one for before and one for after.
         **kwargs: the further options of `jax.numpy.pad`, such as `stat_length`, `end_values` or `reflect_type`.
 
     >>> axn.pad(axn.named([1, 2], "x"), {"x": (1, 2)}, constant_values=7)
@@ -166,7 +166,8 @@ def _pad_widths(axis: AxisSelector, width: Any) -> tuple[int, int]:
         raise TypeError(f"pad: axis {name_of(axis)!r} takes two integers, before and after, got {width!r}.") from None
     if low < 0 or high < 0:
         raise ValueError(
-            f"pad: axis {name_of(axis)!r} cannot be padded by {(low, high)}: widths are not negative. Slice it instead."
+            f"pad: axis {name_of(axis)!r} cannot be padded by {(low, high)}: widths cannot "
+            "be negative. Slice the array instead."
         )
     return low, high
 
@@ -188,13 +189,13 @@ def _pad_kernel(
 
 
 def pad_left(array: NamedArray, axis: AxisSelector, new_axis: Axis, value: Any = 0) -> NamedArray:
-    """The array with elements added before one axis, up to the size of another, which takes its place.
+    """Add elements before one axis, up to the size of another axis, which replaces it.
 
     Arguments:
         array: a named array.
         axis: the axis to pad.
         new_axis: the axis it becomes.
-        value: what to add.
+        value: the value to add.
 
     >>> axn.pad_left(axn.named([1, 2], "x"), "x", axn.Axis("y", 4))
     NamedArray(int32[y=4], [0 0 1 2])
@@ -226,14 +227,14 @@ def _pad_left_kernel(names: Names, axis: AxisSelector, new_axis: Axis) -> _kerne
 
 
 def repeat(a: NamedArray, repeats: Any, axis: AxisSelector, total_repeat_length: int | None = None) -> NamedArray:
-    """Each element repeated along an axis.
+    """Repeat each element along an axis.
 
     Arguments:
         a: a named array.
         repeats: how often: an integer, or one for each index of the axis, as a sequence, an array or a named array.
         axis: the axis along which to repeat.
-        total_repeat_length: the size of the result. Needed in jit where `repeats` is an array; a result that is too
-            long is cut off, one that is too short ends in repetitions of the last element.
+        total_repeat_length: the size of the result. Needed in jit if `repeats` is an array; a result that is too long
+            is cut off, one that is too short ends in repetitions of the last element.
 
     >>> axn.repeat(axn.named([1, 2], "x"), 2, "x")
     NamedArray(int32[x=4], [1 1 2 2])
@@ -253,7 +254,7 @@ def repeat(a: NamedArray, repeats: Any, axis: AxisSelector, total_repeat_length:
         described = _errors.describe_axes(repeats_names, jnp.shape(raw))
         raise ValueError(f"repeat: `repeats` must be a scalar or have the one axis {name_of(axis)!r}, got {described}.")
     if not isinstance(raw, Tracer) and np.any(np.asarray(raw) < 0):
-        raise ValueError(f"repeat: `repeats` is not negative, got {np.min(np.asarray(raw))}.")
+        raise ValueError(f"repeat: `repeats` cannot be negative, got {np.min(np.asarray(raw))}.")
     if total_repeat_length is None:
         total_repeat_length = _total(raw, a, axis)
     kernel = _repeat_kernel(names, repeats_names, axis, total_repeat_length)
@@ -261,7 +262,7 @@ def repeat(a: NamedArray, repeats: Any, axis: AxisSelector, total_repeat_length:
 
 
 def _total(repeats: Any, a: NamedArray, axis: AxisSelector) -> int | None:
-    """How long the result is, where the values of `repeats` are known."""
+    """Return the size of the result, which depends on the values of `repeats`."""
     if isinstance(repeats, Tracer):
         raise ValueError(
             f"repeat: how long axis {name_of(axis)!r} becomes depends on the values of `repeats`, which are not known "
@@ -274,10 +275,10 @@ def _total(repeats: Any, a: NamedArray, axis: AxisSelector) -> int | None:
 
 @_kernels.cached
 def _repeat_kernel(names: Names, repeats: int | Names, axis: AxisSelector, total: int | None) -> _kernels.Kernel:
-    """How often is either known, or said by an operand with the given names."""
+    """Make a kernel; the repeats are known numbers, or an operand with the given names."""
     where = names.index(_kernels.select_one("repeat", names, axis))
     if isinstance(repeats, int) and repeats < 0:
-        raise ValueError(f"repeat: `repeats` is not negative, got {repeats}.")
+        raise ValueError(f"repeat: `repeats` cannot be negative, got {repeats}.")
 
     def positional(x, times: Any = repeats):
         return jnp.repeat(x, times, axis=where, total_repeat_length=total)
@@ -287,11 +288,11 @@ def _repeat_kernel(names: Names, repeats: int | Names, axis: AxisSelector, total
 
 
 def tile(a: NamedArray, reps: Mapping[AxisSelector, int]) -> NamedArray:
-    """The whole array repeated along some axes.
+    """Repeat the array along some axes.
 
     Arguments:
         a: a named array.
-        reps: how often along each axis. An axis that the array lacks is new, that long, and comes in front.
+        reps: the number of repetitions along each axis. An axis that the array lacks gets that size and comes in front.
 
     >>> axn.tile(axn.named([1, 2], "x"), {"x": 2})
     NamedArray(int32[x=4], [1 2 1 2])
@@ -313,7 +314,7 @@ def _tile_kernel(names: Names, reps: tuple[tuple[AxisSelector, int], ...]) -> _k
     negative = [n for n, k in times.items() if k < 0]
     if negative:
         listed = _errors.describe_axes(negative, [times[n] for n in negative])
-        raise ValueError(f"tile: how often an array is repeated is not negative, got {listed}.")
+        raise ValueError(f"tile: the number of repetitions cannot be negative, got {listed}.")
     new = tuple(n for n in times if n not in names)
     out_names = (*new, *names)
     every = [times.get(n, 1) for n in out_names]
@@ -329,11 +330,11 @@ def _tile_kernel(names: Names, reps: tuple[tuple[AxisSelector, int], ...]) -> _k
 
 
 def roll(array: NamedArray, shift: Any, axis: AxisSelection) -> NamedArray:
-    """The elements moved along an axis; those that leave at one end come in at the other.
+    """Move elements along an axis; those that leave at one end enter at the other.
 
     Arguments:
         array: a named array.
-        shift: by how many places: an integer, a scalar array, or one of them for each axis.
+        shift: the number of places: an integer, a scalar array, or one of them for each axis.
         axis: the axis, or several.
 
     >>> axn.roll(axn.named([1, 2, 3], "x"), 1, "x")
@@ -355,7 +356,7 @@ def roll(array: NamedArray, shift: Any, axis: AxisSelection) -> NamedArray:
 
 @_kernels.cached
 def _roll_kernel(names: Names, shifts: tuple[int, ...] | int, axis: Any) -> _kernels.Kernel:
-    """The shifts where they are known, else how many operands hold them."""
+    """Make a kernel for shifts that are known, or else for as many operands that hold them."""
     chosen = _kernels.select("roll", names, axis)
     count = shifts if isinstance(shifts, int) else len(shifts)
     if count not in (1, len(chosen)):
@@ -371,7 +372,7 @@ def _roll_kernel(names: Names, shifts: tuple[int, ...] | int, axis: Any) -> _ker
 
 
 def flip(array: NamedArray, axis: AxisSelection | None = None) -> NamedArray:
-    """The elements in reverse order.
+    """Reverse the order of elements.
 
     Arguments:
         array: a named array.

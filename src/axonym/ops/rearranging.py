@@ -1,7 +1,6 @@
-"""`rearrange`: the order of axes, and splitting and merging them, in one expression.
+"""`rearrange`: reorder, split and merge axes by one expression.
 
-An expression says what to do with the axes; what is done to the array is worked out from it once and is at most a
-reshape that splits, a transpose, and a reshape that merges.
+An expression is planned once. The plan is at most a reshape that splits, a transpose, and a reshape that merges.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from ._operands import require_named
 
 
 def rearrange(array: NamedArray, *args: Any, **kwargs: AxisSelector | int) -> NamedArray:
-    """The array with its axes in another order, split or merged.
+    """Reorder, split or merge the axes of an array.
 
-    Where only the order changes, give it: axes and names, with `...` for those that are not named. Otherwise give an
+    If only the order changes, give the axes in the new order, with `...` for those not named. Otherwise give an
     expression `lhs -> rhs`:
 
-    - `x y z -> z x y` names the axes by position, so any names will do; `{z x} -> ... z x` looks them up by name.
+    - `x y z -> z x y` refers to the axes by position, with any names; `{z x} -> ... z x` refers to them by name.
     - `...` stands for the axes that are not named.
     - `(a b)` on the left splits the axis at that place, `{(x: a b)}` the axis `x`; the first factor is the major one.
       Give all sizes but one by keyword.
@@ -37,7 +36,7 @@ def rearrange(array: NamedArray, *args: Any, **kwargs: AxisSelector | int) -> Na
     Arguments:
         array: a named array.
         *args: the expression, or the order: a sequence of axes or the axes one by one.
-        **kwargs: what names in the expression stand for: a size, the name of an axis, or an `Axis`.
+        **kwargs: the meaning of names in the expression: a size, the name of an axis, or an `Axis`.
 
     >>> x = axn.ones(axn.make_axes(batch=6, embed=4))
     >>> axn.rearrange(x, ("embed", ...)).shape
@@ -88,7 +87,7 @@ def _order_kernel(names: Names, order: tuple[AxisSelector | EllipsisType, ...]) 
 
 
 def _bindings(kwargs: Mapping[str, Any]) -> tuple[tuple[str, AxisSelector | int], ...]:
-    """What the names stand for, in a form that can be part of a cache key."""
+    """Return what the names stand for, in a form that can be part of a cache key."""
     found: list[tuple[str, AxisSelector | int]] = []
     for name, value in sorted(kwargs.items()):
         if not isinstance(value, (str, Axis)):
@@ -99,14 +98,14 @@ def _bindings(kwargs: Mapping[str, Any]) -> tuple[tuple[str, AxisSelector | int]
                     f"rearrange: {name!r} stands for a size, a name or an Axis, got {type(value).__name__}."
                 ) from None
             if value < 0:
-                raise ValueError(f"rearrange: {name!r} stands for a size of {value}; sizes are not negative.")
+                raise ValueError(f"rearrange: {name!r} stands for a size of {value}; sizes cannot be negative.")
         found.append((name, value))
     return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _Factor:
-    """A part of one axis of the array; a whole axis where it is not split. Compared by identity."""
+    """A factor of one axis of the array, or the axis itself if it is not split. Compared by identity."""
 
     name: str
     size: int
@@ -141,7 +140,7 @@ def _expression_kernel(
 
 
 def _successors(before: Sequence[_Factor], after: Mapping[str, Sequence[_Factor]]) -> Successors:
-    """Each axis hands its placement to the axes its factors are in, the major factor first."""
+    """Return, for each axis, the output axes that can take over its sharding, that of the major factor first."""
     flat = [f for merged in after.values() for f in merged]
     place = {f: name for name, merged in after.items() for f in merged}
     in_order_of_merging = dict.fromkeys(f.axis for f in flat)
@@ -181,19 +180,19 @@ class _Plan:
             raise ValueError(f"rearrange: {listed} names nothing in {self.expression.text!r}.{hints}")
 
     def alias(self, name: _parsing.Name) -> str | None:
-        """The name of the axis that a name in the expression stands for, if that is said."""
+        """Return the name of the axis that a name in the expression stands for, if it is given."""
         value = self.bindings.get(name.name)
         return name_of(value) if isinstance(value, (str, Axis)) else None
 
     def size(self, name: _parsing.Name) -> int | None:
-        """The size of what a name in the expression stands for, if that is said."""
+        """Return the size of what a name in the expression stands for, if it is given."""
         value = self.bindings.get(name.name)
         return value.size if isinstance(value, Axis) else value if isinstance(value, int) else None
 
     # --- the left-hand side ---
 
     def match_ordered(self, lhs: _parsing.Term) -> dict[Axis, _parsing.Element]:
-        """Which element stands at the place of which axis."""
+        """Match the elements with the axes by position."""
         before = list(lhs.elements)
         after: list[_parsing.Element] = []
         if lhs.dots is not None:
@@ -212,7 +211,7 @@ class _Plan:
         return {axis: element for element, axis in places}
 
     def check_place(self, element: _parsing.Element, axis: Axis) -> None:
-        """In an ordered left-hand side a name is free, unless it says which axis is meant."""
+        """Check that a name that is bound to an axis is at the position of that axis; other names are free."""
         name = element.name if isinstance(element, _parsing.Group) else element
         if not isinstance(name, _parsing.Name):
             return
@@ -223,12 +222,12 @@ class _Plan:
             shown = repr(name.name) if said == name.name else f"{name.name!r}, that is {said!r},"
             self.fail(
                 name,
-                f"{shown} stands at the place of {axis.name!r} in {self.described}. Put the left-hand side in braces "
+                f"{shown} is at the position of {axis.name!r} in {self.described}. Put the left-hand side in braces "
                 "to find axes by name.",
             )
 
     def match_unordered(self, lhs: _parsing.Term) -> dict[Axis, _parsing.Element]:
-        """Which element names which axis."""
+        """Match the elements with the axes by name."""
         known = {a.name: a for a in self.axes}
         found: dict[Axis, _parsing.Element] = {}
         for element in lhs.elements:
@@ -247,7 +246,7 @@ class _Plan:
         return found
 
     def split(self, axis: Axis, element: _parsing.Element | None) -> list[_Factor]:
-        """The factors of one axis, which the names in the expression then stand for."""
+        """Split one axis into factors, and record which name stands for which factor."""
         if isinstance(element, _parsing.Name):
             size = self.size(element)
             if size not in (None, axis.size):
@@ -301,7 +300,7 @@ class _Plan:
     def output(
         self, element: _parsing.Element, used: Mapping[str, _Factor], rest: Sequence[_Factor]
     ) -> list[tuple[str, list[_Factor]]]:
-        """The axes of the result that one element stands for."""
+        """Return the axes of the result that one element stands for."""
         if isinstance(element, _parsing.Dots):
             return [(f.name, [f]) for f in rest]
         if isinstance(element, _parsing.Name):
@@ -310,7 +309,7 @@ class _Plan:
             self.fail(element, "a merged axis needs a name: `(name: a b)`.")
         factors = [used[m.name] for m in element.members]
         size, merged = self.size(element.name), math.prod(f.size for f in factors)
-        # A name may stand for one of the factors as well as for the whole; its size is then that of the factor.
+        # A name may stand for a factor as well as for the merged axis; its size is then that of the factor.
         if size not in (None, merged) and element.name.name not in self.variables:
             self.fail(element, f"{element.name.name!r} is said to have size {size}, but its factors make {merged}.")
         return [(self.alias(element.name) or element.name.name, factors)]
@@ -318,7 +317,7 @@ class _Plan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _End:
-    """The place where something is missing."""
+    """The end of the text, for errors to point at."""
 
     start: int
 

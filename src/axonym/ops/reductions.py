@@ -1,7 +1,7 @@
 """Reductions: one row each.
 
-A reduction takes one, several or (by default) all axes away. `where` selects the elements that take part; it broadcasts
-by name to the array. A cumulative operation runs along one axis and keeps it.
+A reduction removes one, several or (by default) all axes. `where` selects the elements that take part; it broadcasts by
+name to the array. A cumulative operation runs along one axis and keeps it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _spread(
     def op(array, axis=None, *, where=None, ddof=0, dtype=None):
         return _reduce(fn, name, array, axis, where, native, (("ddof", ddof), *_dtype_option(dtype)))
 
-    extra = "\n        ddof: what to take from the count before dividing.\n        dtype: the dtype to compute in."
+    extra = "\n        ddof: what to subtract from the count before dividing.\n        dtype: the dtype to compute in."
     return publish(op, name, __name__, _doc(name, summary, extra, example, shown))
 
 
@@ -117,11 +117,11 @@ def _doc(name: str, summary: str, extra: str, example: str, shown: str) -> str:
     """
 
 
-# --- positional functions that JAX lacks, or whose masks it wants to be helped with ---
+# --- positional functions that JAX lacks, or whose masks need care ---
 
 
 def _start(dtype: Any, highest: bool) -> Any:
-    """What a minimum (`highest`) or a maximum over nothing is: the dtype's own extreme."""
+    """Return the minimum (`highest`) or maximum of no elements: an extreme of the dtype."""
     if dtype == np.bool_:
         return highest
     if jnp.issubdtype(dtype, jnp.integer):
@@ -157,7 +157,7 @@ def _without_nan(x: Any) -> bool:
 
 
 def _only(x: Any, where: Any) -> Any:
-    """What is masked out becomes NaN, so that a result is NaN when nothing else took part in it."""
+    """Replace elements that are masked out by NaN, so that a result is NaN if no others took part."""
     return x if where is None else jnp.where(where, x, jnp.nan)
 
 
@@ -170,28 +170,28 @@ def _count_nonzero(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
 
 
 # fmt: off
-all = _plain("all", jnp.all, "Whether every element is true.", "[[True, False], [True, True]]", "bool[x=2], [False True]")
-any = _plain("any", jnp.any, "Whether an element is true.", "[[True, False], [False, False]]", "bool[x=2], [ True False]")
-max = _plain("max", _max, "The largest element.", "[[1, 2], [3, 4]]", "int32[x=2], [2 4]")
-min = _plain("min", _min, "The smallest element.", "[[1, 2], [3, 4]]", "int32[x=2], [1 3]")
-ptp = _plain("ptp", _ptp, "The range: the largest element less the smallest.", "[[1, 3], [3, 9]]", "int32[x=2], [2 6]")
-nanmax = _plain("nanmax", _nanmax, "The largest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 4.]")
-nanmin = _plain("nanmin", _nanmin, "The smallest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.]")
+all = _plain("all", jnp.all, "Return whether every element is true.", "[[True, False], [True, True]]", "bool[x=2], [False True]")
+any = _plain("any", jnp.any, "Return whether any element is true.", "[[True, False], [False, False]]", "bool[x=2], [ True False]")
+max = _plain("max", _max, "Return the largest element.", "[[1, 2], [3, 4]]", "int32[x=2], [2 4]")
+min = _plain("min", _min, "Return the smallest element.", "[[1, 2], [3, 4]]", "int32[x=2], [1 3]")
+ptp = _plain("ptp", _ptp, "Compute the range: the largest element minus the smallest.", "[[1, 3], [3, 9]]", "int32[x=2], [2 6]")
+nanmax = _plain("nanmax", _nanmax, "Return the largest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 4.]")
+nanmin = _plain("nanmin", _nanmin, "Return the smallest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.]")
 
-mean = _typed("mean", jnp.mean, "The mean.", "[[1., 2.], [3., 4.]]", "float32[x=2], [1.5 3.5]")
-nanmean = _typed("nanmean", jnp.nanmean, "The mean of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.5]")
-nanprod = _typed("nanprod", jnp.nanprod, "The product of the elements that are not NaN.", "[[2., jnp.nan], [3., 4.]]", "float32[x=2], [ 2. 12.]", native=False)
-nansum = _typed("nansum", jnp.nansum, "The sum of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 7.]")
-# The gradient of a product reshapes, which on Explicit axes needs help.
-prod = _typed("prod", jnp.prod, "The product.", "[[1, 2], [3, 4]]", "int32[x=2], [ 2 12]", native=False)
-sum = _typed("sum", jnp.sum, "The sum.", "[[1, 2], [3, 4]]", "int32[x=2], [3 7]")
+mean = _typed("mean", jnp.mean, "Compute the mean.", "[[1., 2.], [3., 4.]]", "float32[x=2], [1.5 3.5]")
+nanmean = _typed("nanmean", jnp.nanmean, "Compute the mean of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.5]")
+nanprod = _typed("nanprod", jnp.nanprod, "Compute the product of the elements that are not NaN.", "[[2., jnp.nan], [3., 4.]]", "float32[x=2], [ 2. 12.]", native=False)
+nansum = _typed("nansum", jnp.nansum, "Compute the sum of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 7.]")
+# The gradient of a product reshapes, for which Explicit axes need an output sharding.
+prod = _typed("prod", jnp.prod, "Compute the product.", "[[1, 2], [3, 4]]", "int32[x=2], [ 2 12]", native=False)
+sum = _typed("sum", jnp.sum, "Compute the sum.", "[[1, 2], [3, 4]]", "int32[x=2], [3 7]")
 
-nanstd = _spread("nanstd", jnp.nanstd, "The standard deviation of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
-nanvar = _spread("nanvar", jnp.nanvar, "The variance of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
-std = _spread("std", jnp.std, "The standard deviation.", "[[1., 5.], [3., 5.]]", "float32[x=2], [2. 1.]")
-var = _spread("var", jnp.var, "The variance.", "[[1., 5.], [3., 5.]]", "float32[x=2], [4. 1.]")
-logsumexp = _plain("logsumexp", _logsumexp, "The logarithm of the sum of the exponentials, computed safely.", "[[0., 0.], [1., 1.]]", "float32[x=2], [0.6931 1.6931]")
-count_nonzero = _plain("count_nonzero", _count_nonzero, "How many elements are not zero.", "[[0, 2], [3, 4]]", "int32[x=2], [1 2]")
+nanstd = _spread("nanstd", jnp.nanstd, "Compute the standard deviation of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
+nanvar = _spread("nanvar", jnp.nanvar, "Compute the variance of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
+std = _spread("std", jnp.std, "Compute the standard deviation.", "[[1., 5.], [3., 5.]]", "float32[x=2], [2. 1.]")
+var = _spread("var", jnp.var, "Compute the variance.", "[[1., 5.], [3., 5.]]", "float32[x=2], [4. 1.]")
+logsumexp = _plain("logsumexp", _logsumexp, "Compute the logarithm of the sum of the exponentials, computed safely.", "[[0., 0.], [1., 1.]]", "float32[x=2], [0.6931 1.6931]")
+count_nonzero = _plain("count_nonzero", _count_nonzero, "Count the elements that are not zero.", "[[0, 2], [3, 4]]", "int32[x=2], [1 2]")
 # fmt: on
 
 
@@ -226,10 +226,10 @@ def _arg(name: str, fn: Callable[..., Any], summary: str, example: str, shown: s
 
 
 # fmt: off
-argmax = _arg("argmax", jnp.argmax, "The index of the largest element.", "[[1, 2], [4, 3]]", "int32[x=2], [1 0]")
-argmin = _arg("argmin", jnp.argmin, "The index of the smallest element.", "[[1, 2], [4, 3]]", "int32[x=2], [0 1]")
-nanargmax = _arg("nanargmax", jnp.nanargmax, "The index of the largest element that is not NaN.", "[[1., jnp.nan], [4., 3.]]", "int32[x=2], [0 0]")
-nanargmin = _arg("nanargmin", jnp.nanargmin, "The index of the smallest element that is not NaN.", "[[1., jnp.nan], [4., 3.]]", "int32[x=2], [0 1]")
+argmax = _arg("argmax", jnp.argmax, "Return the index of the largest element.", "[[1, 2], [4, 3]]", "int32[x=2], [1 0]")
+argmin = _arg("argmin", jnp.argmin, "Return the index of the smallest element.", "[[1, 2], [4, 3]]", "int32[x=2], [0 1]")
+nanargmax = _arg("nanargmax", jnp.nanargmax, "Return the index of the largest element that is not NaN.", "[[1., jnp.nan], [4., 3.]]", "int32[x=2], [0 0]")
+nanargmin = _arg("nanargmin", jnp.nanargmin, "Return the index of the smallest element that is not NaN.", "[[1., jnp.nan], [4., 3.]]", "int32[x=2], [0 1]")
 # fmt: on
 
 
@@ -264,8 +264,8 @@ def _cumulative(name: str, fn: Callable[..., Any], summary: str, example: str, s
 
 
 # fmt: off
-cumsum = _cumulative("cumsum", jnp.cumsum, "The running sum.", "[1, 2, 3]", "int32[x=3], [1 3 6]")
-cumprod = _cumulative("cumprod", jnp.cumprod, "The running product.", "[1, 2, 3]", "int32[x=3], [1 2 6]")
-nancumsum = _cumulative("nancumsum", jnp.nancumsum, "The running sum, a NaN counting as zero.", "[1., jnp.nan, 3.]", "float32[x=3], [1. 1. 4.]")
-nancumprod = _cumulative("nancumprod", jnp.nancumprod, "The running product, a NaN counting as one.", "[2., jnp.nan, 3.]", "float32[x=3], [2. 2. 6.]")
+cumsum = _cumulative("cumsum", jnp.cumsum, "Compute the running sum.", "[1, 2, 3]", "int32[x=3], [1 3 6]")
+cumprod = _cumulative("cumprod", jnp.cumprod, "Compute the running product.", "[1, 2, 3]", "int32[x=3], [1 2 6]")
+nancumsum = _cumulative("nancumsum", jnp.nancumsum, "Compute the running sum, with NaN as zero.", "[1., jnp.nan, 3.]", "float32[x=3], [1. 1. 4.]")
+nancumprod = _cumulative("nancumprod", jnp.nancumprod, "Compute the running product, with NaN as one.", "[2., jnp.nan, 3.]", "float32[x=3], [2. 2. 6.]")
 # fmt: on

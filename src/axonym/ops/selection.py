@@ -1,7 +1,7 @@
-"""Choosing elements: by a condition, by their position along an axis, and by where they lie among others.
+"""Choose elements by a condition, by position along an axis, and by comparison with other values.
 
-Operands are matched by name. What is only looked into (the values of `isin`, the sorted array of `searchsorted`, the
-points of `interp`) is not matched: its axes do not show in the result, so they may have any name and size.
+Operands are matched by name. Operands that are only searched (the values of `isin`, the sorted array of `searchsorted`,
+the points of `interp`) are not matched: the result does not have their axes, which may have any name and size.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ def where(
     condition: Any, x: Any = None, y: Any = None, fill_value: Any = None, new_axis: Axis | None = None
 ) -> Any: ...
 def where(condition: Any, x: Any = None, y: Any = None, fill_value: Any = None, new_axis: Axis | None = None) -> Any:
-    """Elements of `x` where the condition is true, of `y` where it is not.
+    """Return elements of `x` where the condition is true, and of `y` where it is not.
 
-    With the condition alone it is `nonzero`: the positions of the true elements along each axis.
+    With the condition alone, return the positions of the true elements along each axis, like `nonzero`.
 
     Arguments:
-        condition: a named array or a scalar. A Python bool chooses one operand for good, so that nothing of the other
-            is left in the program or its gradient.
+        condition: a named array or a scalar. A Python bool chooses one operand, so that the other is not part of the
+            program or its gradient.
         x: a named array or a scalar.
         y: a named array or a scalar. One of the three operands has all the axes of the others.
-        fill_value: for the condition alone: what stands where there are fewer true elements than places.
-        new_axis: for the condition alone: the axis along which the positions lie, as long as there may be.
+        fill_value: for the condition alone: the position that fills places without a true element.
+        new_axis: for the condition alone: the axis of the positions, whose size is the most that there can be.
 
     >>> axn.where(axn.named([True, False], "x"), axn.named([1, 2], "x"), 0)
     NamedArray(int32[x=2], [1 0])
@@ -94,7 +94,8 @@ def _chosen_kernel(first: bool, x_names: Names, y_names: Names) -> _kernels.Kern
         chosen = _kernels.align(x, x_names, names) if first else _kernels.align(y, y_names, names)
         kind = jax.eval_shape(jnp.where, True, x, y)
         if chosen.dtype != kind.dtype or chosen.weak_type != kind.weak_type:
-            # A weak type comes only from an operation on a weak type. This one leaves nothing of the other operand.
+            # A weak type comes only from an operation on a weak type. This operation leaves nothing of the other
+            # operand.
             other = jax.lax.full_like(y if first else x, 0, shape=())
             chosen = jnp.where(True, chosen, other) if kind.weak_type else chosen.astype(kind.dtype)
         return jnp.broadcast_to(chosen, shape)
@@ -103,12 +104,12 @@ def _chosen_kernel(first: bool, x_names: Names, y_names: Names) -> _kernels.Kern
 
 
 def nonzero(array: NamedArray, *, size: Axis, fill_value: Any = 0) -> tuple[NamedArray, ...]:
-    """The positions of the elements that are not zero: one array of indices for each axis.
+    """Return the positions of the elements that are not zero: one array of indices for each axis.
 
     Arguments:
         array: a named array.
-        size: the axis along which the positions lie. Positions that do not fit are left out.
-        fill_value: what stands where there are fewer positions than places: a number, or one for each axis.
+        size: the axis of the positions. Positions that do not fit are left out.
+        fill_value: the position that fills empty places: a number, or one for each axis.
 
     >>> axn.nonzero(axn.named([[0, 2], [3, 0]], ("x", "y")), size=axn.Axis("found", 3), fill_value=-1)
     (NamedArray(int32[found=3], [ 0 1 -1]), NamedArray(int32[found=3], [ 1 0 -1]))
@@ -136,7 +137,7 @@ def _positions_kernel(what: str, names: Names, size: Axis) -> _kernels.Kernel:
 
 
 def clip(array: NamedOrNumeric, a_min: NamedOrNumeric | None = None, a_max: NamedOrNumeric | None = None) -> NamedArray:
-    """Each element moved into a range.
+    """Clip each element to a range.
 
     Arguments:
         array: a named array or a scalar.
@@ -164,12 +165,12 @@ def _clip_above(x: jax.Array, upper: jax.Array | None = None) -> jax.Array:
 def select(
     conditions: Sequence[NamedOrNumeric], choices: Sequence[NamedOrNumeric], default: NamedOrNumeric = 0
 ) -> NamedArray:
-    """Each element from the choice that goes with the first condition true there.
+    """Take each element from the choice of the first condition that is true there.
 
     Arguments:
         conditions: named arrays or scalars.
-        choices: as many named arrays or scalars.
-        default: what stands where no condition is true. One of all the operands has the axes of all the others.
+        choices: as many named arrays or scalars, one for each condition.
+        default: the value where no condition is true. One of all the operands must have the axes of all others.
 
     >>> x = axn.arange(axn.Axis("x", 4))
     >>> axn.select([x < 1, x > 2], [-1, x * 10])
@@ -196,14 +197,14 @@ def _select(*operands: jax.Array) -> jax.Array:
 def take_along_axis(
     array: NamedArray, indices: NamedOrNumeric, axis: AxisSelector, *, mode: str | None = None
 ) -> NamedArray:
-    """The elements at the given positions along an axis, for each place along the others.
+    """Return the elements at the given positions along an axis, separately for each index of the other axes.
 
     Arguments:
         array: a named array.
-        indices: the positions. Where they have `axis`, the result has as many elements along it; where they lack it,
-            one is taken and the axis goes. Another axis they lack is one for which the positions are the same.
+        indices: the positions. If they have `axis`, the result has as many elements along it; if not, one element is
+            taken and the result lacks `axis`. Along any other axis that they lack, the positions are the same.
         axis: the axis along which to take.
-        mode: what becomes of positions out of range, as for `jax.numpy.take_along_axis`; NaN by default.
+        mode: what to do with positions out of range, as for `jax.numpy.take_along_axis`; NaN by default.
 
     >>> x = axn.named([[10, 30, 20], [60, 40, 50]], ("batch", "token"))
     >>> axn.take_along_axis(x, axn.named([1, 0], "batch"), "token")
@@ -221,7 +222,7 @@ def take_along_axis(
 def _take_along_kernel(names: Names, index_names: Names, axis: AxisSelector, mode: str | None) -> _kernels.Kernel:
     what = "take_along_axis"
     along = _kernels.select_one(what, names, axis)
-    way_out = f" Index it instead, as in array[{{{along!r}: indices}}]; there new axes are welcome."
+    way_out = f" Index it instead, as in array[{{{along!r}: indices}}]; which can also add axes."
     require_subset(what, "indices", index_names, names, way_out)
     position = names.index(along)
     kept = names if along in index_names else tuple(n for n in names if n != along)
@@ -236,7 +237,7 @@ def _take_along_kernel(names: Names, index_names: Names, axis: AxisSelector, mod
 
 
 def _apart(names: Names, along: str) -> Names:
-    """The names with that of one axis made its own: it has another size in the other operands."""
+    """Return the names with a unique one for one axis, which has another size in the other operands."""
     own = private("the array", (along,))[0]
     return tuple(own if n == along else n for n in names)
 
@@ -244,14 +245,14 @@ def _apart(names: Names, along: str) -> Names:
 def put_along_axis(
     array: NamedArray, indices: NamedOrNumeric, values: NamedOrNumeric, axis: AxisSelector, *, mode: str | None = None
 ) -> NamedArray:
-    """The array with other elements at the given positions along an axis, for each place along the others.
+    """Replace the elements at the given positions along an axis, separately for each index of the other axes.
 
     Arguments:
-        array: a named array; it is left as it is.
+        array: a named array, which is not changed.
         indices: the positions, as for `take_along_axis`.
-        values: what to put there, a scalar or by name.
+        values: the new elements, a scalar or a named array.
         axis: the axis along which to put.
-        mode: what becomes of positions out of range, as for `jax.numpy.put_along_axis`; they are dropped by default.
+        mode: what to do with positions out of range, as for `jax.numpy.put_along_axis`; they are dropped by default.
 
     >>> x = axn.named([[10, 30, 20], [60, 40, 50]], ("batch", "token"))
     >>> axn.put_along_axis(x, axn.named([1, 0], "batch"), 99, "token")
@@ -292,14 +293,14 @@ def _put_along_kernel(
     return _kernels.make_kernel(what, positional, in_names, names, same_sizes=False, selection=axis)
 
 
-# --- by where they lie among others ---
+# --- by comparison with other values ---
 
 
 @_kernels.cached
 def _lookup_kernel(
     fn: Callable[..., Any], name: str, all_names: tuple[Names, ...], options: tuple[tuple[str, Any], ...]
 ) -> _kernels.Kernel:
-    """The first operand is looked up elementwise in the others, whose axes the result does not have."""
+    """Make a kernel that looks the first operand up in the others, whose axes the result does not have."""
 
     def positional(*arrays):
         return fn(*arrays, **dict(options))
@@ -308,12 +309,12 @@ def _lookup_kernel(
 
 
 def isin(array: NamedOrNumeric, values: Any, *, invert: bool = False) -> NamedArray:
-    """Which elements are among some values.
+    """Return which elements are among some values.
 
     Arguments:
         array: a named array or a scalar.
         values: the values, of any shape; their axes are not matched with those of the array.
-        invert: tell which are not.
+        invert: return which are not.
 
     >>> axn.isin(axn.named([1, 2, 3], "x"), [3, 1])
     NamedArray(bool[x=3], [ True False True])
@@ -328,7 +329,7 @@ def isin(array: NamedOrNumeric, values: Any, *, invert: bool = False) -> NamedAr
 def searchsorted(
     a: NamedArray, v: NamedOrNumeric, *, side: str = "left", sorter: Any = None, method: str = "scan"
 ) -> NamedArray:
-    """Where elements would have to be put into a sorted array to keep it sorted.
+    """Return the positions in a sorted array at which elements can be inserted so that it stays sorted.
 
     Arguments:
         a: the sorted array; it has one axis.
@@ -352,7 +353,7 @@ def _searchsorted(v: jax.Array, a: jax.Array, sorter: jax.Array | None = None, *
 
 
 def digitize(x: NamedOrNumeric, bins: Any, *, right: bool = False) -> NamedArray:
-    """The bin each element lies in: how many edges are below it.
+    """Return the bin of each element: the number of edges below it.
 
     Arguments:
         x: a named array or a scalar.
@@ -371,14 +372,14 @@ def digitize(x: NamedOrNumeric, bins: Any, *, right: bool = False) -> NamedArray
 def interp(
     x: NamedOrNumeric, xp: Any, fp: Any, *, left: Any = None, right: Any = None, period: Any = None
 ) -> NamedArray:
-    """The values of a piecewise linear function, given at some points.
+    """Interpolate linearly between given points.
 
     Arguments:
-        x: where to evaluate it, a named array or a scalar.
-        xp: the points where it is given, rising; they have one axis.
-        fp: its values there, along the same axis.
-        left: its value below the first point; that at the first point by default. Or "extrapolate".
-        right: its value above the last point; that at the last point by default. Or "extrapolate".
+        x: where to evaluate the function, a named array or a scalar.
+        xp: the points where the function is given, rising; they have one axis.
+        fp: the values of the function there, along the same axis.
+        left: the value below the first point, by default that at the first point. Or "extrapolate".
+        right: the value above the last point, by default that at the last point. Or "extrapolate".
         period: the period of the function, if it has one.
 
     >>> axn.interp(axn.named([0.5, 2.], "x"), axn.named([0., 1.], "point"), axn.named([10., 20.], "point"))

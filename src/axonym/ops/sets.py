@@ -1,7 +1,7 @@
-"""Which values there are, how often, and how they are packed.
+"""Distinct values, counts, and packed bits.
 
-How many distinct values an array has is not known when a program is compiled. So the axis of the result is given with
-its size: what does not fit is left out, and what is missing is filled.
+The number of distinct values of an array is not known when a program is compiled. So the axis of the result is given
+with its size: values that do not fit are left out, and empty places are filled.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def unique(
     axis: AxisSelector | None = None,
     fill_value: Any = None,
 ) -> Any:
-    """The distinct values of an array, in order.
+    """Return the distinct values of an array, in order.
 
     Arguments:
         array: a named array.
-        Unique: the axis of the values, as long as there may be. Values that do not fit are left out.
-        return_index: also where each value is found first, along `axis` or in the flattened array.
-        return_inverse: also where the value of each element is among the distinct ones.
-        return_counts: also how often each value is found.
-        axis: the axis whose slices are compared as a whole; single elements are by default.
-        fill_value: what stands where there are fewer values than places; the smallest one by default.
+        Unique: the axis of the values. Values that do not fit are left out.
+        return_index: also return the first position of each value, along `axis` or in the flattened array.
+        return_inverse: also return, for each element, the position of its value among the distinct values.
+        return_counts: also return how often each value occurs.
+        axis: the axis whose slices are compared; by default single elements are compared.
+        fill_value: the value of empty places; by default the smallest value.
 
     >>> axn.unique(axn.named([3, 1, 3], "x"), axn.Axis("value", 3), fill_value=-1)
     NamedArray(int32[value=3], [ 1 3 -1])
@@ -74,13 +74,13 @@ def _unique_kernel(
 
 
 def bincount(x: NamedArray, Counts: Axis, *, weights: NamedOrNumeric | None = None, minlength: int = 0) -> NamedArray:
-    """How often each of the integers 0, 1, 2, ... is found, over all axes.
+    """Count how often each of the integers 0, 1, 2, ... occurs, over all axes.
 
     Arguments:
         x: a named array of integers. Those that are negative or beyond the axis of the counts are not counted.
         Counts: the axis of the counts.
-        weights: what each element counts, by name; one by default.
-        minlength: how long the axis must be at least.
+        weights: the weight of each element, by name; one by default.
+        minlength: the least size of `Counts`, which is checked.
 
     >>> axn.bincount(axn.named([0, 2, 2], "x"), axn.Axis("value", 4))
     NamedArray(int32[value=4], [1 0 2 0])
@@ -130,7 +130,7 @@ def _with_weights(names: Names, weight_names: Names | None) -> tuple[Names, ...]
 
 
 def _spread(weights: Any, weight_names: Names | None, names: Names, shape: tuple[int, ...]) -> jax.Array | None:
-    """The weights, of which there are one array or none, in the shape of what they weigh."""
+    """Broadcast the weights, one array or none, to the shape of the array that they weigh."""
     if weight_names is None:
         return None
     return jnp.broadcast_to(_kernels.align(weights[0], weight_names, names), shape)
@@ -144,14 +144,14 @@ def histogram(
     weights: NamedOrNumeric | None = None,
     density: bool = False,
 ) -> tuple[NamedArray, NamedArray]:
-    """How many elements lie in each of several bins, over all axes, and the edges of the bins.
+    """Count the elements in each bin, over all axes, and return the counts and the edges of the bins.
 
     Arguments:
         array: a named array.
         Bins: the axis of the counts, for bins of one width. Or the edges of the bins, rising, as a named array with one
             axis; the axis of the counts has the same name and is shorter by one.
         range: the lowest and the highest edge; the smallest and the largest element by default.
-        weights: what each element counts, by name; one by default.
+        weights: the weight of each element, by name; one by default.
         density: scale the counts so that the integral over the bins is one.
 
     >>> axn.histogram(axn.named([1., 2., 2., 5.], "x"), axn.Axis("bin", 2))
@@ -161,7 +161,7 @@ def histogram(
     weight, weight_names = _weights(weights)
     if isinstance(Bins, NamedArray):
         if range is not None:
-            raise ValueError("histogram: `range` is for bins of one width; the edges given already say where they lie.")
+            raise ValueError("histogram: `range` is for bins of one width; given edges already define the bins.")
         limits, own = vectors("histogram", Bins=Bins)
         bins = Bins.names[0]
     else:
@@ -177,7 +177,7 @@ def histogram(
 def _histogram_kernel(
     names: Names, bins: Axis | str, limits: int, own: Names, weight_names: Names | None, density: bool
 ) -> _kernels.Kernel:
-    """`bins` is an axis, with its two limits or without, or the name of the axis of the edges, which are the one limit.
+    """Make a kernel; `bins` is an axis, with two limits or none, or the name of the axis of the edges, the one limit.
 
     `own` are the axes of a limit.
     """
@@ -199,7 +199,7 @@ def _histogram_kernel(
 
 
 def packbits(a: NamedArray, axis: AxisSelector, *, bitorder: str = "big") -> NamedArray:
-    """Each eight elements along an axis, as the bits of one byte; zeros are added where eight do not divide it.
+    """Pack each eight elements along an axis as the bits of one byte, with zeros added at the end if needed.
 
     Arguments:
         a: a named array of integers or bools; an element that is not zero is a bit that is set.
@@ -215,12 +215,13 @@ def packbits(a: NamedArray, axis: AxisSelector, *, bitorder: str = "big") -> Nam
 
 
 def unpackbits(a: NamedArray, axis: AxisSelector, *, count: int | None = None, bitorder: str = "big") -> NamedArray:
-    """The bits of each byte, as eight elements along an axis.
+    """Unpack the bits of each byte to eight elements along an axis.
 
     Arguments:
         a: a named array of bytes, `uint8`.
         axis: the axis that grows.
-        count: how many elements to keep along the axis; all of them by default. Negative ones are left out at the end.
+        count: how many elements to keep along the axis; all by default. A negative number leaves out as many at the
+            end.
         bitorder: "big" if the first element is the highest bit, "little" if it is the lowest.
 
     >>> axn.unpackbits(axn.named(jnp.array([131], "uint8"), "bit"), "bit", count=7)

@@ -1,4 +1,4 @@
-"""Renaming, splitting and merging axes, and taking an array apart along one."""
+"""Rename, split and merge axes, and split an array along an axis."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ._operands import check_new_axis, distinct, replaced, require_named
 
 
 def rename(array: NamedArray, renames: Mapping[AxisSelector, AxisSelector]) -> NamedArray:
-    """The array with other names for some of its axes. Nothing is computed.
+    """Rename axes. Nothing is computed.
 
     Arguments:
         array: a named array.
@@ -61,12 +61,12 @@ def flatten_axes(array: NamedArray, old_axes: AxisSelection, new_axis: AxisSelec
 @overload
 def flatten_axes(array: AxisSpec, old_axes: AxisSelection, new_axis: AxisSelector) -> Any: ...
 def flatten_axes(array: Any, old_axes: AxisSelection, new_axis: AxisSelector) -> Any:
-    """Several axes merged into one.
+    """Merge several axes into one.
 
     Arguments:
         array: a named array, or only the axes of one.
         old_axes: the axes to merge, the major one first. None at all gives a new axis of size one, in front.
-        new_axis: the axis they become. It stands where the first of them stood.
+        new_axis: the axis they become, at the position of the first of them.
 
     >>> x = axn.named([[1, 2], [3, 4]], ("x", "y"))
     >>> axn.flatten_axes(x, ("x", "y"), "flat"), axn.flatten_axes(x, ("y", "x"), "flat")
@@ -81,7 +81,7 @@ def flatten_axes(array: Any, old_axes: AxisSelection, new_axis: AxisSelector) ->
 
 
 def flatten(array: NamedArray, new_axis_name: AxisSelector) -> NamedArray:
-    """All axes merged into one, in their order.
+    """Merge all axes into one, in their order.
 
     Arguments:
         array: a named array.
@@ -95,7 +95,7 @@ def flatten(array: NamedArray, new_axis_name: AxisSelector) -> NamedArray:
 
 
 def unflatten_axis(array: NamedArray, axis: AxisSelector, new_axes: AxisSelection) -> NamedArray:
-    """One axis split into several, which take its place.
+    """Split one axis into several, which take its place.
 
     Arguments:
         array: a named array.
@@ -114,11 +114,11 @@ def unflatten_axis(array: NamedArray, axis: AxisSelector, new_axes: AxisSelectio
 
 
 def unbind(array: NamedArray, axis: AxisSelector) -> list[NamedArray]:
-    """The slices along an axis, one for each index.
+    """Return the slices along an axis, one for each index.
 
     Arguments:
         array: a named array.
-        axis: the axis to take apart; the slices lack it.
+        axis: the axis to slice along, which the slices lack.
 
     >>> axn.unbind(axn.named([[1, 2], [3, 4]], ("x", "y")), "x")
     [NamedArray(int32[y=2], [1 2]), NamedArray(int32[y=2], [3 4])]
@@ -129,7 +129,7 @@ def unbind(array: NamedArray, axis: AxisSelector) -> list[NamedArray]:
 
 
 def split(a: NamedArray, axis: AxisSelector, new_axes: AxisSpec) -> list[NamedArray]:
-    """Consecutive parts of the array along an axis.
+    """Split the array into consecutive parts along an axis.
 
     Arguments:
         a: a named array.
@@ -152,7 +152,7 @@ def split(a: NamedArray, axis: AxisSelector, new_axes: AxisSpec) -> list[NamedAr
 
 
 def _flattened(what: str, names: Names, old: Names, new: str) -> tuple[Names, Names]:
-    """The axes in the order that brings `old` together, and those of the result."""
+    """Return the axes in an order in which `old` are adjacent, and the axes of the result."""
     where = min((names.index(n) for n in old), default=0)
     before, after = names[:where], tuple(n for n in names[where:] if n not in old)
     return (*before, *old, *after), distinct(what, (*before, new, *after))

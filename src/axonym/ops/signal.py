@@ -1,4 +1,4 @@
-"""Convolutions and products of whole arrays, by name."""
+"""Convolutions along an axis, and products of arrays, by name."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ._operands import operand, private, require_named, static_number
 
 
 def _union(a_names: Names, b_names: Names) -> Names:
-    """The axes of the first operand, then those that only the second has."""
+    """Return the axes of the first operand, then those that only the second has."""
     return a_names + tuple(n for n in b_names if n not in a_names)
 
 
 def _privately(argument: str, names: Names, chosen: Names) -> Names:
-    """The names of an operand, some of its axes not being matched with those of the others."""
+    """Return the names of an operand, with unique ones for the axes that must not be matched."""
     return tuple(private(argument, (n,))[0] if n in chosen else n for n in names)
 
 
@@ -46,7 +46,7 @@ def _convolution_kernel(
     out_names = _union(a_names, v_names)
 
     def batched(a, a_left, v, v_left, left):
-        """One `vmap` for each axis that is left, but for the one to convolve along."""
+        """Apply a `vmap` for each axis that is left except the one to convolve along."""
         if left == (chosen,):
             return fn(a, v, mode=mode, precision=precision)
         name = next(n for n in left if n != chosen)
@@ -71,7 +71,7 @@ def _convolution(name: str, fn: Callable[..., Any], summary: str, shown: str) ->
 
     doc = f"""{summary}
 
-    Axes that the operands share are matched; others are combined, each of one with each of the other. The result has
+    Axes that the operands share are matched; the operands broadcast along the others. The result has
     the axes of `a`, then those that only `v` has.
 
     Arguments:
@@ -91,13 +91,13 @@ def _convolution(name: str, fn: Callable[..., Any], summary: str, shown: str) ->
 convolve = _convolution(
     "convolve",
     jnp.convolve,
-    "The convolution of two arrays along an axis.",
+    "Compute the convolution of two arrays along an axis.",
     "float32[t=4], [ 1. 12. 23. 30.]",
 )
 correlate = _convolution(
     "correlate",
     jnp.correlate,
-    "The correlation of two arrays along an axis.",
+    "Compute the correlation of two arrays along an axis.",
     "float32[t=4], [10. 21. 32. 3.]",
 )
 
@@ -105,7 +105,7 @@ correlate = _convolution(
 def unwrap(
     array: NamedArray, axis: AxisSelector, *, discont: float | None = None, period: float | None = None
 ) -> NamedArray:
-    """Angles without jumps: wherever neighbours differ by more than half a period, whole periods are added.
+    """Remove jumps from angles: add periods where neighbours differ by more than half a period.
 
     Arguments:
         array: a named array.
@@ -135,7 +135,7 @@ def _unwrap_kernel(names: Names, axis: AxisSelector, discont: float | None, peri
 
 
 def cross(a: NamedArray, b: NamedArray, axis: AxisSelector) -> NamedArray:
-    """The cross product of vectors in three dimensions.
+    """Compute the cross product of vectors in three dimensions.
 
     Arguments:
         a: a named array.
@@ -167,11 +167,11 @@ def _cross_kernel(a_names: Names, b_names: Names, axis: AxisSelector) -> _kernel
     return _kernels.make_kernel("cross", positional, (a_names, b_names), names, selection=axis)
 
 
-# --- of whole arrays ---
+# --- products of arrays ---
 
 
 def outer(a: NamedOrNumeric, b: NamedOrNumeric) -> NamedArray:
-    """Each element of one array times each element of another.
+    """Multiply each element of one array by each element of another.
 
     Arguments:
         a: a named array or a scalar.
@@ -203,7 +203,7 @@ def _outer_kernel(a_names: Names, b_names: Names) -> _kernels.Kernel:
 
 
 def kron(a: NamedArray, b: NamedArray, axis: AxisSelection | None = None) -> NamedArray:
-    """The Kronecker product: each element of `a` is replaced by itself times `b`.
+    """Compute the Kronecker product: each element of `a` is replaced by itself times `b`.
 
     Along the chosen axes the sizes multiply. Other axes that the operands share are matched, and one that only `b` has
     comes after those of `a`.
@@ -226,7 +226,7 @@ def _kron_kernel(a_names: Names, b_names: Names, axis: Any) -> _kernels.Kernel:
     chosen = tuple(n for n in a_names if n in b_names) if axis is None else _kernels.select("kron", a_names, axis)
     _kernels.select("kron", b_names, chosen, operand=1)
     names = _union(a_names, b_names)
-    # Until the end a chosen axis is two: that of `a`, and within it that of `b`. Each operand lacks one of them.
+    # Until the end a chosen axis is two: that of `a`, and that of `b` as the minor one. Each operand lacks one of them.
     inner = [names.index(n) + 1 + k for k, n in enumerate(n for n in names if n in chosen)]
     matched = {n for n in a_names if n in b_names and n not in chosen}
 

@@ -1,4 +1,4 @@
-"""Slices by name with a start that may be traced: taking one out, and putting one in.
+"""Return and replace slices by name, with starts that may be traced.
 
 As in `jax.lax.dynamic_slice`, a start that is an array, traced or not, is moved so that the slice fits. A start that is
 a Python integer must fit.
@@ -29,14 +29,14 @@ def slice(
     start: Any = None,
     length: Any = None,
 ) -> NamedArray:
-    """A slice along one or several axes, whose start may be traced and whose size is known.
+    """Return a slice along one or several axes, with a known size and a start that may be traced.
 
     Arguments:
         array: a named array.
-        axis: the axis to slice, or a mapping from axes to where their slices start.
-        new_axis: the axis the slice gets, or a mapping from axes to the sizes or axes of their slices.
-        start: where the slice starts, 0 by default; or a mapping, in place of `axis`.
-        length: how long the slice is, or the axis it gets; or a mapping, in place of `new_axis`.
+        axis: the axis to slice, or a mapping from axes to the starts of their slices.
+        new_axis: the axis of the slice, or a mapping from axes to the sizes or axes of their slices.
+        start: the start of the slice, 0 by default; or a mapping, in place of `axis`.
+        length: the size of the slice, or its axis; or a mapping, in place of `new_axis`.
 
     >>> x = axn.arange(axn.Axis("x", 5))
     >>> axn.slice(x, "x", start=1, length=2)
@@ -67,13 +67,14 @@ def slice(
 
 
 def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArray) -> NamedArray:
-    """The array with a slice replaced.
+    """Replace a slice of the array.
 
     Arguments:
         array: a named array.
-        start: where the slice starts along each of its axes; may be traced, and may be a named array that says it
-            for each element of an axis. Axes that are not named start at 0.
-        update: what to put there: its sizes are those of the slice. An axis of `start` that it lacks is one long.
+        start: the start of the slice along each of its axes; may be traced, and may be a named array with a start for
+            each element of an axis. Axes that are not named start at 0.
+        update: the new slice, which gives the sizes. Along an axis that `start` names and the update lacks, the slice
+            has size one.
 
     >>> from axonym.ops.slicing import updated_slice
     >>> x = axn.zeros({"x": 4})
@@ -94,7 +95,7 @@ def _checked_start(array: NamedArray, update: NamedArray, name: str, start: Any)
         raise TypeError(f"updated_slice: the start along {name!r} is an integer, got {jnp.result_type(start)}.")
     if isinstance(start, (int, np.integer)) and array.has_axis(name):
         room = array.axis_size(name) - (update.axis_size(name) if update.has_axis(name) else 1)
-        if 0 <= room and not 0 <= start <= room:  # without room, the kernel says what does not fit
+        if 0 <= room and not 0 <= start <= room:  # if the update is too large, the kernel raises the error
             raise IndexError(
                 f"updated_slice: the start {start} is out of range for axis {name!r} of size {array.axis_size(name)}: "
                 f"it must lie in 0..{room}."
@@ -140,7 +141,7 @@ def _updated_slice_kernel(names: Names, update_names: Names, starts: tuple[tuple
             fn = jax.vmap(fn, in_axes=axes, out_axes=position)
         return fn(a, update, *values)
 
-    # The result is placed as the array is, whatever the update and the starts look like.
+    # The result has the sharding of the array, whatever the shardings of the update and the starts.
     in_names = [names, private("`update`", update_names), *(private(f"the start of {n}", s) for n, s in starts)]
     return _kernels.make_kernel(what, positional, in_names, names)
 
@@ -148,7 +149,7 @@ def _updated_slice_kernel(names: Names, update_names: Names, starts: tuple[tuple
 def _check_per_element(
     names: Names, a: jax.Array, starts: Sequence[tuple[str, Names]], values: Sequence[jax.Array], update: dict[str, int]
 ) -> None:
-    """Along an axis of a start, the array, the start and the update, if it has that axis, are of one size."""
+    """Check that an axis of a start has one size in the array, in the start and, if present, in the update."""
     known = dict(zip(names, a.shape, strict=True))
     for (moved, layout), value in zip(starts, values, strict=True):
         for n, size in zip(layout, value.shape, strict=True):

@@ -1,6 +1,6 @@
-"""Putting elements in order along one axis.
+"""Sort along one axis.
 
-Orders are those of NumPy: NaN comes last. What has only one axis need not name it.
+The order is that of NumPy: NaN comes last. The axis can be left out for arrays with only one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _along(fn: Callable[..., Any], name: str, a: NamedArray, axis: AxisSelector 
 
 
 def sort(a: NamedArray, axis: AxisSelector | None = None, *, descending: bool = False) -> NamedArray:
-    """The elements in order along an axis.
+    """Sort elements along an axis.
 
     Arguments:
         a: a named array.
@@ -58,7 +58,7 @@ def sort(a: NamedArray, axis: AxisSelector | None = None, *, descending: bool = 
 def argsort(
     a: NamedArray, axis: AxisSelector | None = None, *, stable: bool = False, descending: bool = False
 ) -> NamedArray:
-    """The positions along an axis of the elements in order.
+    """Return the positions along an axis of the sorted elements.
 
     Arguments:
         a: a named array.
@@ -73,11 +73,11 @@ def argsort(
 
 
 def partition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> NamedArray:
-    """The elements along an axis so that one stands where sorting would put it, those before it being no larger.
+    """Reorder elements so that the `kth` is the one that sorting would put there, and those before it are no larger.
 
     Arguments:
         a: a named array.
-        kth: the position of the element that is put in its place.
+        kth: the position whose element is as in the sorted array.
         axis: the axis to partition along.
 
     >>> axn.partition(axn.named([3, 1, 2], "x"), 0, "x")[{"x": 0}]
@@ -87,11 +87,11 @@ def partition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> Name
 
 
 def argpartition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> NamedArray:
-    """The positions along an axis of the elements that `partition` gives.
+    """Return the positions along an axis of the elements in the order of `partition`.
 
     Arguments:
         a: a named array.
-        kth: the position of the element that is put in its place.
+        kth: the position whose element is as in the sorted array.
         axis: the axis to partition along.
 
     >>> axn.argpartition(axn.named([3, 1, 2], "x"), 0, "x")[{"x": 0}]
@@ -101,7 +101,7 @@ def argpartition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> N
 
 
 def lexsort(keys: Sequence[NamedArray], axis: AxisSelector | None = None) -> NamedArray:
-    """The positions that put several keys in order along an axis: by the last key, ties by the one before, ...
+    """Return the positions that sort by several keys along an axis: by the last key, ties by the one before, ...
 
     Arguments:
         keys: named arrays; one of them has all the axes of the others.

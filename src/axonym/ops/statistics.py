@@ -1,6 +1,6 @@
-"""Statistics: order statistics, averages, how quantities vary together, and differences along an axis.
+"""Statistics: order statistics, averages, covariances, and differences along an axis.
 
-Reductions take one, several or (by default) all axes away, like those of `axonym.ops.reductions`.
+Reductions remove one, several or (by default) all axes, like those of `axonym.ops.reductions`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ._operands import check_new_axis, distinct, operand, require_named, require
 
 
 class Median(Protocol):
-    """`f(array, axis)`: the axes are reduced away; all of them by default."""
+    """`f(array, axis)`: reduces the axes, all of them by default."""
 
     def __call__(self, array: NamedArray, axis: AxisSelection | None = None) -> NamedArray: ...
 
 
 class Quantile(Protocol):
-    """`f(array, q, axis)`: the same, for one quantile or, along an axis of their own, several."""
+    """`f(array, q, axis)`: the same, for one quantile, or for several along an axis of their own."""
 
     def __call__(
         self, array: NamedArray, q: NamedOrNumeric, axis: AxisSelection | None = None, *, method: str = "linear"
@@ -37,7 +37,7 @@ class Quantile(Protocol):
 
 
 def _positions(names: Names, reduced: Names) -> Any:
-    """The axes to reduce as JAX is quickest to take them: one, or all of them, need no transpose."""
+    """Return the axes to reduce in JAX's fastest form: one axis, or all of them, need no transpose."""
     if len(reduced) == len(names):
         return None
     return names.index(reduced[0]) if len(reduced) == 1 else tuple(names.index(n) for n in reduced)
@@ -63,7 +63,7 @@ def _order_kernel(
     return _kernels.make_kernel(name, positional, (names, q_names), out_names, same_sizes=False, selection=axis)
 
 
-# What an operation looks at, in words, and an example of it.
+# The elements that an operation uses, in words, and an example.
 _EVERY = ("the elements", "[[1., 2., 9.], [3., 4., 5.]]")
 _NUMBERS = ("the elements that are not NaN", "[[1., 2., jnp.nan], [3., 4., 5.]]")
 
@@ -75,7 +75,7 @@ def _median(name: str, fn: Callable[..., Any], among: tuple[str, str], shown: st
         return wrap(kernel.call(array.array), kernel.names)
 
     elements, example = among
-    doc = f"""The median of {elements}.
+    doc = f"""Compute the median of {elements}.
 
     Arguments:
         array: a named array.
@@ -97,7 +97,7 @@ def _quantile(
         return wrap(kernel.call(array.array, q), kernel.names)
 
     (elements, example), (kind, whole) = among, share
-    doc = f"""The element below which a given {kind} of {elements} lies.
+    doc = f"""Return the element below which a given {kind} of {elements} lies.
 
     Arguments:
         array: a named array.
@@ -130,7 +130,7 @@ nanpercentile = _quantile("nanpercentile", jnp.nanpercentile, _NUMBERS, _PERCENT
 def average(
     array: NamedArray, axis: AxisSelection | None = None, *, weights: NamedOrNumeric | None = None
 ) -> NamedArray:
-    """The mean, in which each element may weigh differently.
+    """Compute the weighted mean.
 
     Arguments:
         array: a named array.
@@ -166,7 +166,7 @@ def _average_kernel(names: Names, axis: Any, weight_names: Names | None) -> _ker
     return _kernels.make_kernel("average", positional, (names, weight_names), kept, selection=axis)
 
 
-# --- how quantities vary together ---
+# --- covariances ---
 
 
 def cov(
@@ -177,15 +177,14 @@ def cov(
     new_axis: AxisSelector,
     ddof: int = 1,
 ) -> NamedArray:
-    """The covariance of each pair of variables.
+    """Compute the covariance of each pair of variables.
 
     Arguments:
         array: a named array.
         variables: the axis of the variables. It becomes two, the rows and the columns of the matrix.
-        observations: the axis of the observations, or several; they are reduced away. Along any other axis there is a
-            matrix for each place.
-        new_axis: what the columns of the matrix are called; its rows are called as the variables are.
-        ddof: what to take from the number of observations before dividing by it.
+        observations: the axis of the observations, or several, which the result lacks. All other axes are batch axes.
+        new_axis: the axis of the columns; the rows keep the axis of the variables.
+        ddof: the number to subtract from the number of observations before dividing by it.
 
     >>> x = axn.named([[1., 2., 3.], [6., 4., 2.]], ("feature", "batch"))
     >>> axn.cov(x, "feature", "batch", new_axis="feature2")
@@ -197,13 +196,13 @@ def cov(
 def corrcoef(
     array: NamedArray, variables: AxisSelector, observations: AxisSelection, *, new_axis: AxisSelector
 ) -> NamedArray:
-    """The correlation of each pair of variables, from -1 to 1.
+    """Compute the correlation of each pair of variables, from -1 to 1.
 
     Arguments:
         array: a named array.
         variables: the axis of the variables. It becomes two, the rows and the columns of the matrix.
-        observations: the axis of the observations, or several; they are reduced away.
-        new_axis: what the columns of the matrix are called; its rows are called as the variables are.
+        observations: the axis of the observations, or several, which the result lacks.
+        new_axis: the axis of the columns; the rows keep the axis of the variables.
 
     >>> x = axn.named([[1., 2., 3.], [6., 4., 2.]], ("feature", "batch"))
     >>> axn.corrcoef(x, "feature", "batch", new_axis="feature2")
@@ -224,13 +223,13 @@ def _covariance(
 def _covariance_kernel(
     what: str, names: Names, variables: AxisSelector, observations: Any, new_axis: AxisSelector, ddof: int | None
 ) -> _kernels.Kernel:
-    """`ddof` is None for a correlation, in which the number of observations cancels."""
+    """Make a kernel; `ddof` is None for a correlation, in which the number of observations cancels."""
     variable = _kernels.select_one(what, names, variables)
     observed = _kernels.select(what, names, observations)
     if variable in observed:
         raise ValueError(f"{what}: axis {variable!r} cannot be that of the variables and of the observations at once.")
     batch = tuple(n for n in names if n != variable and n not in observed)
-    # As the contraction gives them, and as they shall be: where the variables were, the matrix.
+    # The layout of the contraction, and that of the result: the matrix takes the place of the variables.
     made = (*batch, variable, name_of(new_axis))
     kept = tuple(n for n in names if n not in observed)
     out_names = distinct(what, tuple(m for n in kept for m in ((n, name_of(new_axis)) if n == variable else (n,))))
@@ -256,7 +255,7 @@ def _covariance_kernel(
 
 
 def _clipped(x: jax.Array) -> jax.Array:
-    """Rounding may carry a correlation beyond one."""
+    """Clip correlations to [-1, 1], which rounding may exceed."""
     if jnp.iscomplexobj(x):
         return jax.lax.complex(jnp.clip(x.real, -1, 1), jnp.clip(x.imag, -1, 1))
     return jnp.clip(x, -1, 1)
@@ -266,12 +265,12 @@ def _clipped(x: jax.Array) -> jax.Array:
 
 
 def diff(array: NamedArray, axis: AxisSelector, *, n: int = 1) -> NamedArray:
-    """The difference of each two neighbours along an axis, which becomes shorter by one.
+    """Compute the difference of each two neighbours along an axis, which becomes shorter by one.
 
     Arguments:
         array: a named array.
-        axis: the axis to go along.
-        n: how often to take the difference.
+        axis: the axis to run along.
+        n: how many times to take the difference.
 
     >>> axn.diff(axn.named([1, 3, 6], "x"), "x")
     NamedArray(int32[x=2], [2 3])
@@ -290,12 +289,12 @@ def _diff_kernel(names: Names, axis: AxisSelector, n: int) -> _kernels.Kernel:
 
 
 def gradient(array: NamedArray, axis: AxisSelector, *, spacing: NamedOrNumeric = 1.0) -> NamedArray:
-    """The slope along an axis, from the neighbours on both sides.
+    """Compute the slope along an axis, from the neighbours on both sides.
 
     Arguments:
         array: a named array.
-        axis: the axis to go along.
-        spacing: how far apart the elements lie; or where they lie, along `axis`.
+        axis: the axis to run along.
+        spacing: the distance of the elements, or their coordinates along `axis`.
 
     >>> axn.gradient(axn.named([0., 1., 4., 9.], "x"), "x")
     NamedArray(float32[x=4], [1. 2. 4. 5.])
@@ -327,13 +326,13 @@ def _gradient_kernel(names: Names, axis: AxisSelector, spacing_names: Names) -> 
 def trapezoid(
     array: NamedArray, axis: AxisSelector, *, x: NamedArray | None = None, dx: NamedOrNumeric = 1.0
 ) -> NamedArray:
-    """The integral along an axis, by the trapezoidal rule.
+    """Compute the integral along an axis, by the trapezoidal rule.
 
     Arguments:
         array: a named array.
         axis: the axis to integrate along.
-        x: where the elements lie, by name: it has `axis`, and may have other axes of the array.
-        dx: how far apart they lie, where `x` is not given.
+        x: the coordinates of the elements, by name: they have `axis`, and may have other axes of the array.
+        dx: the distance of the elements, if `x` is not given.
 
     >>> axn.trapezoid(axn.named([1., 2., 3.], "x"), "x", dx=0.5)
     NamedArray(float32[], 2.)
@@ -357,7 +356,7 @@ def _trapezoid_kernel(names: Names, axis: AxisSelector, x_names: Names | None) -
             raise ValueError(f"trapezoid: `x` must have axis {along!r}, got {_errors.describe_axes(x_names)}.")
 
     def positional(y, x):
-        # Integers are added and differenced as floats: small ones would overflow, unsigned ones have no negatives.
+        # Compute with floats: small integers would overflow, and unsigned ones have no negative differences.
         kind = jnp.result_type(y, x, 0.5)
         y, x = y.astype(kind), x.astype(kind)
         after = jax.lax.slice_in_dim(y, 1, None, axis=position)

@@ -1,4 +1,4 @@
-"""Functional updates by name: `x.at["batch", 0].set(y)` and its kin."""
+"""Functional updates by name, such as `x.at["batch", 0].set(y)`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _update(name: str, summary: str, example: str, shown: str) -> Update:
 
 
 class IndexedArray:
-    """Part of an array, to be read or changed: what `x.at[index]` gives.
+    """A part of an array to read or change: the result of `x.at[index]`.
 
     >>> axn.arange(axn.Axis("x", 3)).at["x", 0].get()
     NamedArray(int32[], 0)
@@ -65,14 +65,14 @@ class IndexedArray:
         self.index = index
 
     # fmt: off
-    set = _update("set", "The array with the selected elements replaced.", "[1, 2, 3]", "int32[x=3], [1 2 3]")
-    add = _update("add", "The array with a value added to the selected elements, as often as each is selected.", "[1, 2, 3]", "int32[x=3], [1 4 3]")
-    subtract = _update("subtract", "The array with a value taken from the selected elements.", "[1, 2, 3]", "int32[x=3], [1 0 3]")
-    multiply = _update("multiply", "The array with the selected elements multiplied.", "[1, 2, 3]", "int32[x=3], [1 4 3]")
-    divide = _update("divide", "The array with the selected elements divided.", "[1., 2., 3.]", "float32[x=3], [1. 1. 3.]")
-    power = _update("power", "The array with the selected elements raised to a power.", "[1, 2, 3]", "int32[x=3], [1 4 3]")
-    min = _update("min", "The array with the selected elements at most a value.", "[1, 5, 3]", "int32[x=3], [1 2 3]")
-    max = _update("max", "The array with the selected elements at least a value.", "[1, 0, 3]", "int32[x=3], [1 2 3]")
+    set = _update("set", "Replace the selected elements.", "[1, 2, 3]", "int32[x=3], [1 2 3]")
+    add = _update("add", "Add a value to the selected elements, as often as each is selected.", "[1, 2, 3]", "int32[x=3], [1 4 3]")
+    subtract = _update("subtract", "Subtract a value from the selected elements.", "[1, 2, 3]", "int32[x=3], [1 0 3]")
+    multiply = _update("multiply", "Multiply the selected elements by a value.", "[1, 2, 3]", "int32[x=3], [1 4 3]")
+    divide = _update("divide", "Divide the selected elements by a value.", "[1., 2., 3.]", "float32[x=3], [1. 1. 3.]")
+    power = _update("power", "Raise the selected elements to a power.", "[1, 2, 3]", "int32[x=3], [1 4 3]")
+    min = _update("min", "Return the array with the selected elements limited to at most a value.", "[1, 5, 3]", "int32[x=3], [1 2 3]")
+    max = _update("max", "Return the array with the selected elements limited to at least a value.", "[1, 0, 3]", "int32[x=3], [1 2 3]")
     # fmt: on
     mul = multiply
 
@@ -84,11 +84,11 @@ class IndexedArray:
         indices_are_sorted: bool = False,
         unique_indices: bool = False,
     ) -> NamedArray:
-        """The selected elements, with a say in what happens out of range.
+        """Return the selected elements, with a mode for indices out of range.
 
         Arguments:
             mode: 'fill', 'clip' or 'promise_in_bounds', as in `jax.numpy.ndarray.at`.
-            fill_value: what stands for elements out of range when the mode is 'fill'.
+            fill_value: the value of elements out of range in mode 'fill'.
             indices_are_sorted: the caller promises that the indices are in order.
             unique_indices: the caller promises that no element is selected twice.
 
@@ -105,7 +105,7 @@ class IndexedArray:
         return wrap(kernel.call(x.array, *operands), kernel.names)
 
     def apply(self, fn: Callable[[Any], Any]) -> NamedArray:
-        """The array with an elementwise function applied to the selected elements.
+        """Apply an elementwise function to the selected elements.
 
         Arguments:
             fn: a function of a raw array, such as `jnp.abs`.
@@ -118,7 +118,7 @@ class IndexedArray:
 
 
 class Indexer:
-    """What `x.at` is: index it to say which elements are meant.
+    """The type of `x.at`, which is indexed to select elements.
 
     >>> axn.zeros({"x": 2}).at["x", 0].set(1)
     NamedArray(float32[x=2], [1. 0.])
@@ -134,7 +134,7 @@ class Indexer:
 
 
 def _options(*, mode: Any, fill_value: Any = None, **promises: bool) -> tuple[tuple[str, Any], ...]:
-    if isinstance(fill_value, (jax.Array, np.ndarray)):  # an array is no cache key; its one element is
+    if isinstance(fill_value, (jax.Array, np.ndarray)):  # an array cannot be a cache key; its one element can
         fill_value = fill_value.item()
     given = {"mode": mode, "fill_value": fill_value, **{k: v or None for k, v in promises.items()}}
     return tuple((k, v) for k, v in given.items() if v is not None)
@@ -163,7 +163,7 @@ def _update_kernel(
     def positional(a, value, *operands):
         return layout.update(how, a, value, value_names, operands, dict(options))
 
-    # The result is placed as the array is, whatever the indices and the value look like. The layout compares sizes.
+    # The result has the sharding of the array, whatever those of the indices and the value. The layout compares sizes.
     others = [value_names, *layout.operands]
     in_names = [names, *(mask_names(n, n) for n in others)]
     return _kernels.make_kernel(what, positional, in_names, names, same_sizes=False)
