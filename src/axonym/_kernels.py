@@ -1,9 +1,9 @@
-"""From names to compiled code, once.
+"""Compile operations, once for each combination of names.
 
 Dispatching `jax.lax` primitives one by one from Python is slow, and so is working out by name how operands line up.
 Both happen once for each operation, operand names and static arguments: a *kernel* is one inlined `jax.jit` function
-over raw arrays, found again by one dictionary lookup. Inlining leaves no trace of it in a program that is being traced,
-so the compiled result is that of the hand-written positional code.
+over raw arrays, found again by one dictionary lookup. A kernel is inlined into a program that is being traced, so the
+compiled program is that of hand-written positional code.
 
 Names and axes are checked inside the kernel, that is once for each new shape. Shapes, dtypes, shardings and the mesh
 are part of jit's own cache key, so nothing decided there can go stale.
@@ -27,7 +27,7 @@ CACHE_SIZE = 8192
 
 
 class Kernel(NamedTuple):
-    """A compiled positional function, and the names of what it returns."""
+    """A compiled positional function, and the names of its result."""
 
     call: Callable[..., Any]
     names: Any
@@ -45,8 +45,8 @@ def cached(build: Callable[..., Kernel]) -> Callable[..., Kernel]:
     """Decorate a function that builds kernels from hashable static arguments, so that each is built once.
 
     The cache is bounded: the kernels unused for longest are dropped. It tells 1, 1.0 and True apart. A selection that
-    names unknown axes gives a kernel that says so when it is called, because only then are the sizes known that the
-    message should show.
+    names unknown axes gives a kernel that raises the error when it is called, because the message shows the sizes,
+    which are known only then.
     """
 
     @functools.lru_cache(maxsize=CACHE_SIZE, typed=True)
@@ -65,7 +65,7 @@ def _raise_unknown(what: str, missing: Sequence[str], names: Names, operand: int
 
 
 def select(what: str, names: Names, selection: AxisSelection | None, operand: int = 0) -> Names:
-    """The selected names, all of which must be there; None selects every axis."""
+    """Return the selected names, all of which must be there; None selects every axis."""
     if selection is None:
         return names
     chosen = tuple(name_of(s) for s in selectors(selection))
@@ -78,7 +78,7 @@ def select(what: str, names: Names, selection: AxisSelection | None, operand: in
 
 
 def select_one(what: str, names: Names, selector: AxisSelector, operand: int = 0) -> str:
-    """The one selected name."""
+    """Return the only selected name."""
     chosen = select(what, names, selector, operand)
     if len(chosen) != 1:
         raise ValueError(f"{what}: expected one axis, got {_errors.describe_axes(chosen)}.")
@@ -88,7 +88,7 @@ def select_one(what: str, names: Names, selector: AxisSelector, operand: int = 0
 def one_selector(what: str, axis: Any) -> Any:
     """Return the one axis that a user selected, in a form that can be part of a cache key."""
     if axis is None or isinstance(axis, (str, Axis)):
-        return axis  # None is refused where the axes of the array are known
+        return axis  # None is refused later, where the axes of the array are known
     chosen = selectors(axis)
     if len(chosen) != 1:
         raise ValueError(f"{what}: expected one axis, got {_errors.describe_axes(map(name_of, chosen))}.")
@@ -96,7 +96,7 @@ def one_selector(what: str, axis: Any) -> Any:
 
 
 def hashable(selection: AxisSelection | None) -> Any:
-    """A selection in a form that can be part of a cache key."""
+    """Return a selection in a form that can be part of a cache key."""
     if selection is None or isinstance(selection, (str, Axis, tuple)):
         return selection
     return selectors(selection)
@@ -116,7 +116,7 @@ def make_kernel(
     keep_unused: bool = True,
     successors: _output_sharding.Successors = MappingProxyType({}),
 ) -> Kernel:
-    """A kernel for one operation on operands of the given names.
+    """Make a kernel for one operation on operands of the given names.
 
     Arguments:
         what: the operation as users know it; it names the compiled function and starts every message.
@@ -124,14 +124,14 @@ def make_kernel(
         in_names: the axes of each operand; `()` for a scalar.
         out_names: the axes of the result, or a tuple of them where `fn` returns a tuple.
         native: see `axonym._output_sharding.call_with_output_sharding`.
-        mesh_aware: `fn` says itself how its result lies on Explicit mesh axes.
-        same_sizes: an axis must have one size in all operands.
-        selection: the axes the user selected; the sizes it carries are checked.
-        by_hand: a function of the operands that is tried first. It runs the operation device by device where one of
-            them is a parameter at rest, and gives None where none is: see `axonym._fsdp_ops`.
-        keep_unused: an operand whose values do not matter still says where the result lies: iscomplex of floats,
-            zeros_like, ... From jax 0.12 on this keeps alive the arrays that `fn` closes over.
-        successors: for axes that are split, merged or renamed, the output axes that can take over their placement.
+        mesh_aware: whether `fn` itself sets the sharding of its result on Explicit mesh axes.
+        same_sizes: whether an axis must have one size in all operands.
+        selection: the axes that the user selected, whose sizes, if given, are checked.
+        by_hand: a function of the operands that is tried first. If one of them is a parameter in its storage sharding,
+            it runs the operation per device; if not, it returns None: see `axonym._fsdp_ops`.
+        keep_unused: whether operands whose values are not used are kept, because the sharding of the result follows
+            from them: iscomplex of floats, ... From jax 0.12 on this keeps alive the arrays that `fn` closes over.
+        successors: for axes that are split, merged or renamed, the output axes that can take over their sharding.
     """
     sized = [s for s in selectors(selection) if isinstance(s, Axis)]
 
@@ -151,10 +151,10 @@ def make_kernel(
 
 
 def check_operands(what: str, in_names: Sequence[Names], arrays: Sequence[Any], same_sizes: bool = True) -> None:
-    """Every operand has as many axes as names, and an axis has one size throughout."""
+    """Check that every operand has as many axes as names, and that an axis has one size throughout."""
     seen: dict[str, tuple[int, int]] = {}
     for position, (names, x) in enumerate(zip(in_names, arrays, strict=True)):
-        shape = jnp.shape(x)  # under `jax.disable_jit`, a Python number stays one
+        shape = jnp.shape(x)  # under `jax.disable_jit`, a Python number is not converted to an array
         if len(names) != len(shape):
             if not names:
                 raise TypeError(
@@ -172,7 +172,7 @@ def check_operands(what: str, in_names: Sequence[Names], arrays: Sequence[Any], 
 
 
 def check_selection(what: str, in_names: Sequence[Names], arrays: Sequence[Any], sized: Sequence[Axis]) -> None:
-    """The axes that the user selected have the sizes they came with."""
+    """Check the sizes of axes that the user selected with a size."""
     for axis in sized:
         found = next(x.shape[n.index(axis.name)] for n, x in zip(in_names, arrays, strict=True) if axis.name in n)
         if found != axis.size:
@@ -181,7 +181,7 @@ def check_selection(what: str, in_names: Sequence[Names], arrays: Sequence[Any],
 
 
 def align(x: jax.Array, names: Names, out_names: Names) -> jax.Array:
-    """`x` with its axes in the order of `out_names`, and an axis of size one for each name it lacks."""
+    """Return `x` with its axes in the order of `out_names`, and an axis of size one for each name that it lacks."""
     order = tuple(names.index(n) for n in out_names if n in names)
     if order != tuple(range(len(names))):
         x = jax.lax.transpose(x, order)
@@ -191,12 +191,12 @@ def align(x: jax.Array, names: Names, out_names: Names) -> jax.Array:
 
 
 def transpose_to(x: jax.Array, names: Names, out_names: Names) -> jax.Array:
-    """`x` with its axes in another order; the same array where the order is already right."""
+    """Return `x` with its axes in another order; the same array if the order is right already."""
     return x if names == out_names else jax.lax.transpose(x, tuple(names.index(n) for n in out_names))
 
 
 def broadcast_names(what: str, all_names: Sequence[Names]) -> Names:
-    """The axes of the operand that has them all: the first such one, whose order the result keeps."""
+    """Return the axes of the first operand that has those of all operands."""
     union = set().union(*all_names)
     for names in all_names:
         if len(names) == len(union):

@@ -16,11 +16,11 @@ def field(
     metadata: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> Any:
-    """`equinox.field` for a raw array whose axes have names, so that `axonym.shard` can place it by a mapping.
+    """Make an `equinox.field` for a raw array with axis names, so that `axonym.shard` can shard it by a mapping.
 
     Arguments:
-        converter: applied to the value on construction.
-        static: the field is metadata, not a child of the tree.
+        converter: a function that is applied to the value on construction.
+        static: whether the field is metadata, not a child of the tree.
         axis_names: the name of each axis of the array, in order.
         metadata: more metadata for the field.
         **kwargs: more arguments of `dataclasses.field`.

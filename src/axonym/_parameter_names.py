@@ -1,4 +1,4 @@
-"""What the arguments of a call are called."""
+"""Find the names of the arguments of a call."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ T = TypeVar("T")
 
 
 def parameter_names(fn: Callable[..., Any], count: int, keywords: Collection[str] = ()) -> list[str]:
-    """The names of the first positional arguments: those of their parameters, and `rest[0]`, ... for `*rest`.
+    """Return the names of the first positional arguments: those of their parameters, and `rest[0]`, ... for `*rest`.
 
     Arguments:
         fn: the function that is called.
-        count: how many positional arguments it is called with.
-        keywords: the names of its keyword arguments, which the others must not be called too.
+        count: the number of positional arguments of the call.
+        keywords: the names of its keyword arguments, which positional arguments must not get.
     """
     names, rest = _positional(fn)
     names = names[:count]
@@ -25,10 +25,10 @@ def parameter_names(fn: Callable[..., Any], count: int, keywords: Collection[str
 
 
 def by_parameter(what: str, fn: Callable[..., Any], values: Sequence[T], static: Sequence[int] = ()) -> dict[str, T]:
-    """What is given for each positional parameter in order, by the name of the parameter.
+    """Return the values for the positional parameters, which are in order, by the name of the parameter.
 
     Arguments:
-        what: what is given, for messages.
+        what: the operation, for messages.
         fn: the function.
         values: one for each parameter that is not static, or one for each parameter.
         static: the positions of static parameters.
@@ -45,7 +45,7 @@ def by_parameter(what: str, fn: Callable[..., Any], values: Sequence[T], static:
 
 
 def _positional(fn: Callable[..., Any]) -> tuple[list[str], str | None]:
-    """The names of the positional parameters, and of the one that takes all others."""
+    """Return the names of the positional parameters, and of the parameter that takes all others."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # some builtins have no signature

@@ -1,4 +1,4 @@
-"""The little language of `rearrange` and `einsum`.
+"""Parse the expressions of `rearrange`, `einsum` and annotations.
 
 An *expression* is `lhs -> rhs`. Each side is a list of *terms*, and a term is a list of *elements*:
 
@@ -10,12 +10,12 @@ An *expression* is `lhs -> rhs`. Each side is a list of *terms*, and a term is a
 | group            | `(row col)`     | the factors of one axis                             |
 | named group      | `(pos: row col)`| the same, and the name of that axis                 |
 
-A term is ordered, `a b ...`, or unordered, `{a b ...}`. Elements are separated by spaces. What a comma separates
-depends on who reads: terms for `einsum`, where each operand has one, and elements for `rearrange`, where each side has
-one term. Inside braces and parentheses it always separates elements.
+A term is ordered, `a b ...`, or unordered, `{a b ...}`. Elements are separated by spaces. A comma separates terms in
+`einsum`, where each operand has one, and elements in `rearrange`, where each side has one term. Inside braces and
+parentheses it always separates elements.
 
-Parsing says nothing about arrays: it turns text into the small objects below, each of which knows where it stands in
-the text. `fail` raises an error that points there, and serves the later stages too.
+Parsing does not involve arrays: it turns text into the small objects below, each of which has its position in the text.
+`fail` raises an error that points there; the later stages use it too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CommaSeparates: TypeAlias = Literal["terms", "elements"]
 
 
 class Span(Protocol):
-    """Anything that knows where it stands in the text: from `start` up to `stop`."""
+    """Anything with a position in the text: from `start` up to `stop`."""
 
     @property
     def start(self) -> int: ...
@@ -42,7 +42,7 @@ class Span(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Name:
-    """An identifier, with a size behind it where the language has sizes."""
+    """An identifier, and its size if the language has sizes."""
 
     name: str
     start: int
@@ -60,7 +60,7 @@ class Dots:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Group:
-    """Factors in parentheses; `name` is what stands before the colon."""
+    """Factors in parentheses; `name` is the name before the colon."""
 
     name: Name | None
     members: tuple[Name, ...]
@@ -82,17 +82,17 @@ class Term:
 
     @property
     def dots(self) -> Dots | None:
-        """The ellipsis, if there is one."""
+        """Return the ellipsis, if there is one."""
         return next((e for e in self.elements if isinstance(e, Dots)), None)
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """The elements in parentheses."""
+        """Return the elements in parentheses."""
         return tuple(e for e in self.elements if isinstance(e, Group))
 
     @property
     def variables(self) -> tuple[Name, ...]:
-        """Every name in order, those inside groups included, those of groups not."""
+        """Return every name in order, with the names inside groups but not those of groups."""
         return tuple(_variables(self.elements))
 
 
@@ -266,7 +266,7 @@ class _Parser:
         return term
 
     def elements(self, closing: str | None) -> tuple[Element, ...]:
-        """The elements up to the closing sign or the end of the term, which are left for the caller."""
+        """Return the elements up to the closing sign or the end of the term, which are left for the caller."""
         found: list[Element] = []
         comma: _Token | None = None
         while not self.at_end and self.token.kind != closing:
@@ -302,7 +302,7 @@ class _Parser:
 
     def name(self, token: _Token) -> Name:
         if token.size is not None and not self.sizes:
-            self.fail(token, "an axis stands here without its size; sizes are given by keyword.")
+            self.fail(token, "axes have no sizes here; sizes are given by keyword.")
         return Name(token.text, token.start, token.stop, token.size)
 
     def group(self, opening: _Token) -> Group:
@@ -324,7 +324,7 @@ class _Parser:
         return whole
 
     def check(self, term: Term) -> None:
-        """No name stands twice in a term, and no more than one ellipsis."""
+        """Check that no name occurs twice in a term, and no more than one ellipsis."""
         dots = [e for e in term.elements if isinstance(e, Dots)]
         if len(dots) > 1:
             self.fail(dots[1], "a second `...`; one takes all the axes that are not named.")

@@ -1,8 +1,8 @@
 """The named array: a JAX array and the names of its axes.
 
-A `NamedArray` stores two things, the array and a tuple of names. Sizes are the array's own, so `axes` is derived. That
-is why an abstract array, a tracer, the local view inside `shard_map` or the slice a scan hands to its body need no
-special case. The names are static pytree metadata; the array is the only leaf.
+A `NamedArray` stores two things, the array and a tuple of names. Sizes are those of the array, so `axes` is derived. So
+an abstract array, a tracer, a shard inside `shard_map` or the slice that a scan passes to its body need no special
+case. The names are static pytree metadata; the array is the only leaf.
 
 The class holds what belongs to the storage. The operations live in `axonym.ops`, and those that are also methods or
 operators are listed in `axonym._methods`: a method *is* the function of the same name.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 else:
 
     class Methods:
-        """Stands in for `axonym._methods.Methods`, whose entries are put on `NamedArray` on import."""
+        """A stand-in for `axonym._methods.Methods`, whose entries are set on `NamedArray` on import."""
 
         __slots__ = ()
 
@@ -56,7 +56,7 @@ class NamedArray(Methods):
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # like a JAX array: equality is elementwise
 
     array: jax.Array
-    """The array, of any kind JAX accepts in its place."""
+    """The array, of any kind that JAX accepts."""
     names: Names
     """The name of each axis of the array."""
 
@@ -68,11 +68,11 @@ class NamedArray(Methods):
         self.array = array
         self.names = names
 
-    # --- what it is ---
+    # --- properties ---
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The axes, with the sizes the array has.
+        """Return the axes, with the sizes of the array.
 
         >>> axn.ones({"batch": 2}).axes
         (Axis(name='batch', size=2),)
@@ -81,7 +81,7 @@ class NamedArray(Methods):
 
     @property
     def shape(self) -> dict[str, int]:
-        """Sizes by name, in order.
+        """Return the sizes by name, in order.
 
         >>> axn.ones({"batch": 2, "embed": 3}).shape
         {'batch': 2, 'embed': 3}
@@ -90,7 +90,7 @@ class NamedArray(Methods):
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the array.
+        """Return the dtype of the array.
 
         >>> axn.ones({"batch": 2}).dtype
         dtype('float32')
@@ -99,7 +99,7 @@ class NamedArray(Methods):
 
     @property
     def ndim(self) -> int:
-        """How many axes there are.
+        """Return the number of axes.
 
         >>> axn.ones({"batch": 2, "embed": 3}).ndim
         2
@@ -108,7 +108,7 @@ class NamedArray(Methods):
 
     @property
     def size(self) -> int:
-        """How many elements there are.
+        """Return the number of elements.
 
         >>> axn.ones({"batch": 2, "embed": 3}).size
         6
@@ -117,7 +117,7 @@ class NamedArray(Methods):
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the elements take.
+        """Return the number of bytes of all elements.
 
         >>> axn.ones({"batch": 2, "embed": 3}).nbytes
         24
@@ -132,10 +132,10 @@ class NamedArray(Methods):
             )
         return jnp.shape(self.array)
 
-    # --- its axes ---
+    # --- axes ---
 
     def has_axis(self, axis: AxisSelection) -> bool:
-        """Whether it has the axis, or all of several.
+        """Return whether the array has an axis, or all of several.
 
         >>> axn.ones({"batch": 2}).has_axis("batch"), axn.ones({"batch": 2}).has_axis(("batch", "embed"))
         (True, False)
@@ -147,7 +147,7 @@ class NamedArray(Methods):
     @overload
     def axis_size(self, axis: AxisSelection) -> Any: ...
     def axis_size(self, axis: AxisSelection) -> Any:
-        """The size of an axis, or the sizes of several.
+        """Return the size of an axis, or the sizes of several.
 
         >>> axn.ones({"batch": 2, "embed": 3}).axis_size(("embed", "batch"))
         (3, 2)
@@ -160,7 +160,7 @@ class NamedArray(Methods):
     @overload
     def resolve_axis(self, axes: AxisSelection) -> Any: ...
     def resolve_axis(self, axes: AxisSelection) -> Any:
-        """The axis of that name with its size, or several of them.
+        """Return the axis of a name with its size, or several of them.
 
         >>> axn.ones({"batch": 2}).resolve_axis("batch")
         Axis(name='batch', size=2)
@@ -175,7 +175,7 @@ class NamedArray(Methods):
     @overload
     def axis_indices(self, axis: AxisSelection) -> Any: ...
     def axis_indices(self, axis: AxisSelection) -> Any:
-        """The position of an axis, or the positions of several; None for one that is not there.
+        """Return the position of an axis, or the positions of several; None for an axis that the array lacks.
 
         >>> axn.ones({"batch": 2, "embed": 3}).axis_indices(("embed", "heads"))
         (1, None)
@@ -183,10 +183,10 @@ class NamedArray(Methods):
         found = tuple(self.names.index(n) if (n := name_of(s)) in self.names else None for s in selectors(axis))
         return found[0] if isinstance(axis, (Axis, str)) else found
 
-    # --- its values on the host ---
+    # --- values on the host ---
 
     def scalar(self) -> Any:
-        """The raw array of a named array without axes.
+        """Return the raw array of a named array without axes.
 
         >>> axn.sum(axn.ones({"batch": 2})).scalar()
         Array(2., dtype=float32)
@@ -196,7 +196,7 @@ class NamedArray(Methods):
         return self.array
 
     def item(self) -> Any:
-        """The one element, as a Python number.
+        """Return the only element, as a Python number.
 
         >>> axn.sum(axn.ones({"batch": 2})).item()
         2.0
@@ -206,7 +206,7 @@ class NamedArray(Methods):
         return self.array.item()
 
     def tolist(self) -> Any:
-        """The elements as nested lists, in the order of the axes.
+        """Return the elements as nested lists, in the order of the axes.
 
         >>> axn.arange(axn.Axis("x", 3)).tolist()
         [0, 1, 2]
@@ -214,7 +214,7 @@ class NamedArray(Methods):
         return self.array.tolist()
 
     def tobytes(self, order: Any = "C") -> bytes:
-        """The elements as bytes.
+        """Return the elements as bytes.
 
         >>> len(axn.arange(axn.Axis("x", 3)).tobytes())
         12
@@ -263,7 +263,7 @@ class NamedArray(Methods):
     def __str__(self) -> str:
         array = self.array
         dtype = getattr(array, "dtype", None)
-        if dtype is None or isinstance(array, NamedArray):  # the latter is what `jax.jacrev` makes
+        if dtype is None or isinstance(array, NamedArray):  # `jax.jacrev` makes a `NamedArray` in a `NamedArray`
             return f"{type(array).__name__}{_errors.describe_axes(self.names)}"
         shape = jnp.shape(array)
         if len(shape) != len(self.names):
@@ -294,17 +294,17 @@ NamedOrNumeric: TypeAlias = "NamedArray | ArrayLike"
 
 
 def wrap(array: Any, names: Names) -> NamedArray:
-    """A named array without any check, for arrays whose names are known to be right."""
+    """Make a named array without any check, for names that are known to be right."""
     return NamedArray(array, (), names)  # by position: keywords would double the cost
 
 
 def _restore(array: Any, names: Names) -> NamedArray:
-    """An unpickled named array. Its names are interned again, so that they are compared by identity."""
+    """Make a named array while unpickling. Names are interned again, so that they are compared by identity."""
     return wrap(array, tuple(map(sys.intern, names)))
 
 
 def wrap_result(result: Any, names: Any) -> Any:
-    """What a kernel returned, with its names: a named array, or a tuple of them."""
+    """Name the result of a kernel: return a named array, or a tuple of them."""
     if isinstance(result, (tuple, list)):
         return tuple(wrap(r, n) for r, n in zip(result, names, strict=True))
     return wrap(result, names)
@@ -328,7 +328,7 @@ def named(a: Any, axis: AxisSelection) -> NamedArray:
 
 
 def is_named_array(leaf: Any) -> bool:
-    """Whether something is a named array; useful as `is_leaf`.
+    """Return whether something is a named array; useful as `is_leaf`.
 
     >>> axn.is_named_array(axn.ones({"x": 2})), axn.is_named_array(jnp.ones(2))
     (True, False)
@@ -337,7 +337,7 @@ def is_named_array(leaf: Any) -> bool:
 
 
 def is_jax_array_like(x: Any) -> bool:
-    """Whether something has a shape and a dtype: raw, NumPy, named and abstract arrays do.
+    """Return whether something has a shape and a dtype: raw, NumPy, named and abstract arrays do.
 
     >>> from axonym.array import is_jax_array_like
     >>> is_jax_array_like(np.ones(2)), is_jax_array_like(3.0)
@@ -392,7 +392,7 @@ def _axes(names: Names, shape: tuple[int, ...]) -> tuple[Axis, ...]:
 
 
 def resolve(names: Names, shape: tuple[int, ...], selection: AxisSelection, what: str) -> tuple[Axis, ...]:
-    """The selected axes of an array with these names and sizes; unknown names and other sizes are errors."""
+    """Return the selected axes of an array with these names and sizes; unknown names and other sizes are errors."""
     known = dict(zip(names, _axes(names, shape), strict=True))
     found = selectors(selection)
     missing = [n for s in found if (n := name_of(s)) not in known]

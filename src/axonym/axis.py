@@ -1,8 +1,8 @@
 """Axes and the algebra on them.
 
-An *axis* is a name and a size. Functions that only look an axis up take a *selector*: an `Axis` or its name. Where
-several are meant they take a *selection*: a selector, a sequence of them, or a mapping from names to sizes (or to
-`None` for an unknown size). Functions that create axes need a *spec*: the same, with every size known.
+An *axis* is a name and a size. Functions that look an axis up take a *selector*: an `Axis` or its name. Functions that
+look several up take a *selection*: a selector, a sequence of them, or a mapping from names to sizes (or to `None` for
+an unknown size). Functions that create axes need a *spec*: the same, with every size known.
 
 | word      | one                | several                                                     |
 |-----------|--------------------|-------------------------------------------------------------|
@@ -10,7 +10,7 @@ several are meant they take a *selection*: a selector, a sequence of them, or a 
 | selection | `Axis` or `str`    | sequence of selectors, or mapping `name -> size or None`    |
 | spec      | `Axis`             | sequence of `Axis`, or mapping `name -> size`               |
 
-The functions below keep the form they were given: a mapping in gives a mapping out, anything else gives a tuple.
+The functions below keep the form of their argument: they return a mapping for a mapping, and else a tuple.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ __all__ = [
 class Axis:
     """A named dimension of known size.
 
-    Axes are interned: two axes of the same name and size are the same object, so comparing and hashing them costs
-    nothing wherever they are used as static data.
+    Axes are interned: two axes of the same name and size are the same object, so that comparing and hashing them as
+    static data costs nothing.
 
     Arguments:
-        name: what the axis is called.
-        size: how long it is.
+        name: the name of the axis.
+        size: the number of elements along the axis.
 
     >>> Batch = axn.Axis("batch", 8)
     >>> Batch is axn.Axis("batch", 8)
@@ -86,7 +86,7 @@ class Axis:
         return found if found is not None else _intern(cls, name, size)
 
     def alias(self, new_name: str) -> Axis:
-        """The axis of the same size under another name.
+        """Return an axis of the same size with another name.
 
         >>> axn.Axis("pos", 3).alias("key_pos")
         Axis(name='key_pos', size=3)
@@ -94,7 +94,7 @@ class Axis:
         return Axis(new_name, self.size)
 
     def resize(self, size: int) -> Axis:
-        """The axis of the same name with another size.
+        """Return an axis of the same name with another size.
 
         >>> axn.Axis("pos", 3).resize(5)
         Axis(name='pos', size=5)
@@ -140,7 +140,7 @@ _Ax = TypeVar("_Ax", bound=AxisSelector)
 
 
 def selectors(selection: AxisSelection | None) -> tuple[AxisSelector, ...]:
-    """A selection of any form as a tuple of selectors."""
+    """Return a selection of any form as a tuple of selectors."""
     if isinstance(selection, (Axis, str)):
         return (selection,)
     if selection is None:
@@ -155,7 +155,7 @@ def selectors(selection: AxisSelection | None) -> tuple[AxisSelector, ...]:
 
 
 def axes_of_spec(spec: AxisSpec, what: str = "This") -> tuple[Axis, ...]:
-    """A spec of any form as a tuple of axes; an axis without a size is an error."""
+    """Return a spec of any form as a tuple of axes; an axis without a size is an error."""
     found = selectors(spec)
     unsized = [s for s in found if isinstance(s, str)]
     if unsized:
@@ -165,7 +165,7 @@ def axes_of_spec(spec: AxisSpec, what: str = "This") -> tuple[Axis, ...]:
 
 
 def name_of(selector: AxisSelector) -> str:
-    """The name a selector stands for."""
+    """Return the name of a selector."""
     if isinstance(selector, str):
         return selector
     if isinstance(selector, Axis):
@@ -174,7 +174,7 @@ def name_of(selector: AxisSelector) -> str:
 
 
 def _like(original: Any, found: Sequence[AxisSelector]) -> Any:
-    """`found` in the form of `original`: a mapping for a mapping, else a tuple."""
+    """Return `found` in the form of `original`: a mapping for a mapping, else a tuple."""
     if isinstance(original, Mapping):
         return {name_of(s): None if isinstance(s, str) else s.size for s in found}
     return tuple(found)
@@ -196,7 +196,7 @@ def _check_sizes(what: str, first: Mapping[str, AxisSelector], second: Mapping[s
 
 
 def make_axes(**sizes: int) -> tuple[Axis, ...]:
-    """Several axes at once, named by keyword.
+    """Make several axes, named by keyword.
 
     Arguments:
         **sizes: the size of each axis.
@@ -213,7 +213,7 @@ def axis_name(ax: AxisSelector) -> str: ...
 @overload
 def axis_name(ax: Sequence[AxisSelector] | PartialShapeDict) -> tuple[str, ...]: ...
 def axis_name(ax: AxisSelection) -> str | tuple[str, ...]:
-    """The name of an axis, or the names of several.
+    """Return the name of an axis, or the names of several.
 
     >>> axn.axis.axis_name(axn.Axis("batch", 8)), axn.axis.axis_name(["batch", axn.Axis("embed", 4)])
     ('batch', ('batch', 'embed'))
@@ -224,7 +224,7 @@ def axis_name(ax: AxisSelection) -> str | tuple[str, ...]:
 
 
 def axis_size(ax: AxisSpec) -> int:
-    """How many elements an array with these axes has: the product of the sizes.
+    """Return the number of elements of an array with these axes: the product of the sizes.
 
     >>> axn.axis.axis_size(axn.make_axes(batch=8, embed=4))
     32
@@ -233,7 +233,7 @@ def axis_size(ax: AxisSpec) -> int:
 
 
 def axis_spec_to_shape_dict(axis_spec: AxisSelection) -> dict[str, int | None]:
-    """Sizes by name; `None` where a selector is only a name.
+    """Return the sizes by name; `None` for a selector that is only a name.
 
     >>> axn.axis.axis_spec_to_shape_dict((axn.Axis("batch", 8), "embed"))
     {'batch': 8, 'embed': None}
@@ -242,7 +242,7 @@ def axis_spec_to_shape_dict(axis_spec: AxisSelection) -> dict[str, int | None]:
 
 
 def concat_axes(a1: AxisSelection, a2: AxisSelection) -> Any:
-    """The axes of `a1`, then those of `a2`; an axis in both is an error.
+    """Return the axes of `a1`, then those of `a2`; an axis in both is an error.
 
     >>> axn.axis.concat_axes(axn.Axis("batch", 8), axn.Axis("embed", 4))
     (Axis(name='batch', size=8), Axis(name='embed', size=4))
@@ -255,7 +255,7 @@ def concat_axes(a1: AxisSelection, a2: AxisSelection) -> Any:
 
 
 def union_axes(a1: AxisSelection, a2: AxisSelection) -> Any:
-    """The axes of `a1`, then those of `a2` that it lacks.
+    """Return the axes of `a1`, then those of `a2` that `a1` lacks.
 
     >>> axn.axis.union_axes(axn.make_axes(batch=8, pos=3), axn.make_axes(pos=3, embed=4))
     (Axis(name='batch', size=8), Axis(name='pos', size=3), Axis(name='embed', size=4))
@@ -266,7 +266,7 @@ def union_axes(a1: AxisSelection, a2: AxisSelection) -> Any:
 
 
 def intersect_axes(ax1: AxisSelection, ax2: AxisSelection) -> Any:
-    """The axes in both, in the order of `ax1`; a size known on either side is kept.
+    """Return the axes in both, in the order of `ax1`; a size known on either side is kept.
 
     >>> axn.axis.intersect_axes(axn.make_axes(batch=8, pos=3), "pos")
     (Axis(name='pos', size=3),)
@@ -277,7 +277,7 @@ def intersect_axes(ax1: AxisSelection, ax2: AxisSelection) -> Any:
 
 
 def overlapping_axes(ax1: AxisSelection, ax2: AxisSelection) -> Any:
-    """The axes in both: `intersect_axes` under the name some code knows.
+    """Return the axes in both, like `intersect_axes`.
 
     >>> axn.axis.overlapping_axes(("batch", "pos"), ("pos", "embed"))
     ('pos',)
@@ -286,7 +286,7 @@ def overlapping_axes(ax1: AxisSelection, ax2: AxisSelection) -> Any:
 
 
 def without_axes(axis_spec: AxisSelection, to_remove: AxisSelection, allow_mismatched_sizes: bool = False) -> Any:
-    """The axes that are not in `to_remove`; those it names needlessly are no error.
+    """Return the axes that are not in `to_remove`, which may have axes that are not there.
 
     Arguments:
         axis_spec: the axes to start from.
@@ -303,7 +303,7 @@ def without_axes(axis_spec: AxisSelection, to_remove: AxisSelection, allow_misma
 
 
 def eliminate_axes(axis_spec: AxisSelection, to_remove: AxisSelection) -> Any:
-    """The axes that are not in `to_remove`, all of which must be there.
+    """Return the axes that are not in `to_remove`, all of which must be there.
 
     >>> axn.axis.eliminate_axes(axn.make_axes(batch=8, pos=3), "pos")
     (Axis(name='batch', size=8),)
@@ -316,7 +316,7 @@ def eliminate_axes(axis_spec: AxisSelection, to_remove: AxisSelection) -> Any:
 
 
 def replace_axis(axis_spec: AxisSelection, old: AxisSelector, new: AxisSelection) -> Any:
-    """The axes with `new`, one or several, in the place of `old`.
+    """Replace the axis `old` by `new`, one or several.
 
     >>> Batch, Embed = axn.make_axes(batch=8, embed=4)
     >>> axn.axis.replace_axis((Batch, Embed), "embed", axn.make_axes(heads=2, size=2))
@@ -340,7 +340,7 @@ def resolve_axis(axis_spec: AxisSelection, axis_selection: Sequence[AxisSelector
 @overload
 def resolve_axis(axis_spec: AxisSelection, axis_selection: PartialShapeDict) -> dict[str, int]: ...
 def resolve_axis(axis_spec: AxisSelection, axis_selection: AxisSelection) -> Any:
-    """The selected axes, with the sizes they have in `axis_spec`.
+    """Return the selected axes, with their sizes in `axis_spec`.
 
     >>> axn.axis.resolve_axis(axn.make_axes(batch=8, pos=3), "pos")
     Axis(name='pos', size=3)
@@ -357,7 +357,7 @@ def resolve_axis(axis_spec: AxisSelection, axis_selection: AxisSelection) -> Any
 
 
 def selects_axis(selector: AxisSelection, selected: AxisSelection) -> bool:
-    """Whether `selector` picks every axis of `selected`: the names are there, and known sizes agree.
+    """Return whether `selector` has every axis of `selected`: the names are there, and known sizes agree.
 
     >>> axn.axis.selects_axis(("batch", "pos"), axn.Axis("pos", 3))
     True
@@ -369,7 +369,7 @@ def selects_axis(selector: AxisSelection, selected: AxisSelection) -> bool:
 
 
 def is_axis_compatible(ax1: AxisSelector, ax2: AxisSelector) -> bool:
-    """Whether two selectors can stand for one axis: the names are equal.
+    """Return whether two selectors can mean the same axis: the names are equal.
 
     >>> axn.axis.is_axis_compatible("pos", axn.Axis("pos", 3))
     True
@@ -378,7 +378,7 @@ def is_axis_compatible(ax1: AxisSelector, ax2: AxisSelector) -> bool:
 
 
 def unsize_axes(axis_spec: AxisSelection, to_unsize: AxisSelection | None = None) -> Any:
-    """The selection with the sizes forgotten: of every axis, or of those in `to_unsize`.
+    """Remove the sizes from a selection: of every axis, or of those in `to_unsize`.
 
     >>> axn.axis.unsize_axes(axn.make_axes(batch=8, pos=3), "pos")
     (Axis(name='batch', size=8), 'pos')
@@ -396,7 +396,7 @@ def unsize_axes(axis_spec: AxisSelection, to_unsize: AxisSelection | None = None
 def rearrange_for_partial_order(
     partial_order: Sequence[AxisSelector | EllipsisType], axes: Sequence[_Ax]
 ) -> tuple[_Ax, ...]:
-    """`axes` reordered so that those named in `partial_order` stand as it says.
+    """Reorder `axes` as `partial_order` says.
 
     Each `...` takes the axes that are not named: the first one takes all those before the name that follows it, the
     last one takes the rest. Without `...` every axis must be named.

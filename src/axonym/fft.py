@@ -2,7 +2,7 @@
 
 The `axis` argument of a transform says along which axes it runs, and may ask for a length and for another name:
 
-| axis                         | what is transformed                                           |
+| axis                         | transformed axis                                              |
 |------------------------------|---------------------------------------------------------------|
 | `None`                       | the last axis                                                 |
 | `"time"`                     | that axis                                                     |
@@ -42,11 +42,11 @@ class _Transform(NamedTuple):
 
     name: str
     one: Callable[..., Any]
-    """Along one axis."""
+    """The function along one axis."""
     several: Callable[..., Any] | None
-    """Along several axes at once, where that is defined."""
+    """The function along several axes at once, if there is one."""
     from_half: bool
-    """The input holds the terms that are not redundant, so by default the result has 2 (n - 1) elements."""
+    """Whether the input has only terms that are not redundant; the result then has 2 (n - 1) elements by default."""
 
 
 class _TransformFunction(Protocol):
@@ -56,7 +56,7 @@ class _TransformFunction(Protocol):
 
 
 def _requests(what: str, axis: TransformAxes | None) -> _Requests | None:
-    """Which axes to transform, and what is asked of each."""
+    """Return the axes to transform, and the new axis, name or length requested for each."""
     if axis is None:
         return None
     if not isinstance(axis, Mapping):
@@ -65,7 +65,7 @@ def _requests(what: str, axis: TransformAxes | None) -> _Requests | None:
 
 
 def _request(what: str, key: AxisSelector, wanted: Any) -> AxisSelector | int:
-    """What is asked of an axis: a new axis, a new name or a length."""
+    """Return the request for an axis: a new axis, a new name or a length."""
     if isinstance(wanted, (Axis, str)):
         return wanted
     try:
@@ -77,7 +77,7 @@ def _request(what: str, key: AxisSelector, wanted: Any) -> AxisSelector | int:
 
 
 def _length(request: AxisSelector | int | None) -> int | None:
-    """The length that is asked for, if one is."""
+    """Return the requested length, if any."""
     return request.size if isinstance(request, Axis) else None if isinstance(request, str) else request
 
 
@@ -152,7 +152,7 @@ def _transform(
     return publish(op, name, __name__, doc)
 
 
-# --- the transforms: name, functions along one and several axes, whether the input is half of the terms; words ---
+# --- the transforms: name, functions along one and several axes, whether the input is half of the terms, texts ---
 
 fft = _transform(
     "fft",
@@ -186,7 +186,7 @@ irfft = _transform(
     jnp.fft.irfft,
     jnp.fft.irfftn,
     True,
-    "Compute the inverse of `rfft`; an odd length has to be asked for.",
+    "Compute the inverse of `rfft`; an odd length must be requested.",
     'axn.named([5., 1., -3.], "t"), axn.Axis("t", 4)',
     "float32[t=4], [1. 2. 0. 2.]",
 )
@@ -263,7 +263,7 @@ ifftshift = _shift(
 
 
 def fftfreq(axis: Axis, d: float = 1.0) -> NamedArray:
-    """The frequencies of the terms that `fft` returns.
+    """Return the frequencies of the terms that `fft` returns.
 
     Arguments:
         axis: the axis that is transformed.
@@ -277,10 +277,10 @@ def fftfreq(axis: Axis, d: float = 1.0) -> NamedArray:
 
 
 def rfftfreq(axis: Axis, d: float = 1.0) -> NamedArray:
-    """The frequencies of the terms that `rfft` returns.
+    """Return the frequencies of the terms that `rfft` returns.
 
     Arguments:
-        axis: the axis that is transformed, with the size it has before.
+        axis: the axis that is transformed, with its size before the transform.
         d: the distance between samples.
 
     >>> axn.fft.rfftfreq(axn.Axis("t", 4))

@@ -1,12 +1,12 @@
-"""Linear algebra by name; public as `axonym.linalg`.
+"""Linear algebra by name.
 
-A matrix is a named array and a pair of its axes, `axes=(row, col)`; every other axis is a batch. It maps vectors along
-`col` to vectors along `row`, `dot(a, x, axis="col")`, and all results are named accordingly: the inverse, which maps
-back, has the axes (col, row), so that `dot(inv(a, axes), b, axis="row")` solves `a x = b`. Where a result has an axis
-that no operand has, such as that of eigenvalues, `new_axis` names it; an `Axis` is checked against the size it has.
+A matrix is a named array and a pair of its axes, `axes=(row, col)`; all others are batch axes. A matrix maps vectors
+along `col` to vectors along `row`, `dot(a, x, axis="col")`, and the axes of results follow from that: the inverse,
+which maps back, has the axes (col, row), so that `dot(inv(a, axes), b, axis="row")` solves `a x = b`. If a result has
+an axis that no operand has, such as that of eigenvalues, `new_axis` names it, and the size of an `Axis` is checked.
 
-The axes of a result stand where those of the matrix stood, and batch axes where they were. The axes of the matrix need
-not stand last or next to each other.
+The axes of a result take the positions of those of the matrix, and batch axes keep theirs. The axes of the matrix need
+not be last or adjacent.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from .ops._operands import check_new_axis, distinct, require_named
 MatrixAxes: TypeAlias = "tuple[AxisSelector, AxisSelector]"
 
 
-# --- how every operation on matrices is made ---
+# --- the factory of operations on matrices ---
 
 
 class _Form(NamedTuple):
-    """What a positional function on (..., row, col) does to the axes of its matrices."""
+    """The effect of a positional function on (..., row, col) on the axes of its matrices."""
 
     results: tuple[tuple[str, ...], ...]
     """The axes of each result, made of "row", "col" and "new", in the order the function returns them."""
     square: bool = False
     """Whether row and col must have one size."""
     way_out: str = ""
-    """What to use for a matrix that is not square."""
+    """Advice for a matrix that is not square."""
     transposes: bool = False
-    """The function of a transposed matrix is its transposed result, so that the matrix need not be turned."""
+    """Whether the result for a transposed matrix is the transposed result, so that no transpose is needed."""
     decomposes: bool = True
-    """It is computed by a decomposition, for which there are no half-precision routines."""
+    """Whether it is computed by a decomposition, for which there are no half-precision routines."""
 
 
 def _pair(what: str, axes: Any) -> tuple[AxisSelector, AxisSelector]:
-    """The two axes of a matrix."""
+    """Return the two axes of a matrix."""
     if isinstance(axes, (str, Axis)) or not isinstance(axes, Sequence) or len(axes) != 2:
         raise TypeError(f'{what}: the axes of a matrix are a pair, such as ("row", "col"); got {axes!r}.')
     return tuple(axes)
@@ -76,7 +76,7 @@ def _matrix_kernel(
     new_axis: AxisSelector | None = None,
     static: tuple[Any, ...] = (),
 ) -> _kernels.Kernel:
-    """Move the axes of the matrices last, call `fn`, and put those of its results where the matrices had theirs."""
+    """Move the axes of the matrices last, call `fn`, and move those of the results to where they were."""
     row, col = _kernels.select(what, names, axes)
     if form.transposes and names.index(row) > names.index(col):
         row, col = col, row
@@ -89,7 +89,7 @@ def _matrix_kernel(
     layouts: list[Names] = []
     for result in form.results:
         matrix = tuple(roles[r] for r in result)
-        # The first axis of a result stands where row stood, the last one where col did.
+        # The first axis of a result takes the position of row, the last one that of col.
         place = {row: matrix[:-1], col: matrix[-1:]}
         canonical.append((*batch, *matrix))
         layouts.append(distinct(what, tuple(m for n in names for m in place.get(n, (n,)))))
@@ -129,7 +129,7 @@ _MATRIX = _Form((("row", "col"),), square=True)
 _SCALAR = _Form(((),), transposes=True)
 
 
-# --- functions of a matrix: name, positional function, what it does to the axes, summary, example, its value ---
+# --- functions of a matrix: name, positional function, effect on the axes, summary, example, its value ---
 
 
 class _MatrixFunction(Protocol):
@@ -174,7 +174,7 @@ cholesky: _MatrixFunction = _matrix_function(
     "cholesky",
     jnp.linalg.cholesky,
     _MATRIX,
-    "Compute the lower triangular Cholesky factor of Hermitian positive definite matrices, with the same axes.",
+    "Compute the lower triangular Cholesky factor of symmetric or Hermitian positive definite matrices.",
     "[[4., 2.], [2., 5.]]",
     "NamedArray(float32[i=2, j=2], [[2. 0.] [1. 2.]])",
 )
@@ -205,7 +205,7 @@ slogdet: _MatrixFunction2 = _matrix_function(
 
 
 def pinv(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> NamedArray:
-    """The pseudo-inverse of matrices of any shape, with the axes (col, row).
+    """Compute the pseudo-inverse of matrices of any shape, with the axes (col, row).
 
     Arguments:
         a: a named array.
@@ -224,7 +224,7 @@ def _pinv(x: jax.Array, rtol: float | None) -> jax.Array:
 
 
 def matrix_power(a: NamedArray, axes: MatrixAxes, n: int) -> NamedArray:
-    """A square matrix multiplied with itself, whose rows and columns mean the same.
+    """Raise square matrices, whose rows and columns mean the same, to an integer power.
 
     Arguments:
         a: a named array.
@@ -241,7 +241,7 @@ def matrix_power(a: NamedArray, axes: MatrixAxes, n: int) -> NamedArray:
 
 
 def matrix_rank(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> NamedArray:
-    """The rank of matrices: how many singular values are not zero.
+    """Compute the rank of matrices: the number of singular values that are not zero.
 
     Arguments:
         a: a named array.
@@ -263,17 +263,17 @@ def _matrix_rank(x: jax.Array, rtol: float | None) -> jax.Array:
 
 
 def cond(a: NamedArray, axes: MatrixAxes, p: Any = None) -> NamedArray:
-    """The condition number of matrices.
+    """Compute the condition number of matrices.
 
     Arguments:
         a: a named array.
         axes: the axes of the matrices, (row, col).
-        p: the norm it is measured in, as for `norm`; by default the ratio of the extreme singular values.
+        p: the norm, as for `norm`; by default the condition number is the ratio of the extreme singular values.
 
     >>> axn.linalg.cond(axn.named([[4., 0.], [0., 2.]], ("i", "j")), ("i", "j"))
     NamedArray(float32[], 2.)
     """
-    # Of a transposed matrix the 1-norm is the infinity norm, so these must not be turned.
+    # The 1-norm of a transposed matrix is the infinity norm, so these matrices must not be transposed.
     form = _Form(((),), square=p not in (None, 2, -2), transposes=p in _SYMMETRIC_NORMS)
     return _apply(jnp.linalg.cond, "linalg.cond", form, a, axes, None, (p,))
 
@@ -289,12 +289,12 @@ def _number(x: Any) -> float | None:
 
 
 def qr(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedArray, NamedArray]:
-    """The reduced QR decomposition: Q with orthonormal columns (row, new), and the upper triangular R (new, col).
+    """Compute the reduced QR decomposition: orthonormal columns Q (row, new) and upper triangular R (new, col).
 
     Arguments:
         a: a named array.
         axes: the axes of the matrices, (row, col).
-        new_axis: names the axis of the columns of Q; as long as the shorter one of row and col.
+        new_axis: the axis of the columns of Q, whose size is the smaller one of row and col.
 
     >>> q, r = axn.linalg.qr(axn.ones({"i": 3, "j": 2}), ("i", "j"), "k")
     >>> q.shape, r.shape
@@ -304,15 +304,15 @@ def qr(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedAr
 
 
 def svd(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: bool = True) -> Any:
-    """The reduced singular value decomposition.
+    """Compute the reduced singular value decomposition.
 
-    It gives U with the axes (row, new), the singular values along new in descending order, and V, conjugated, with the
-    axes (new, col): the product of the three over `new_axis` is `a`.
+    Return U with the axes (row, new), the singular values along new in descending order, and the conjugate of V with
+    the axes (new, col): the product of the three over `new_axis` is `a`.
 
     Arguments:
         a: a named array.
         axes: the axes of the matrices, (row, col).
-        new_axis: names the axis of the singular values; as long as the shorter one of row and col.
+        new_axis: the axis of the singular values, whose size is the smaller one of row and col.
         compute_uv: False for the singular values alone.
 
     >>> a = axn.named([[0., 3., 0.], [2., 0., 0.]], ("i", "j"))
@@ -355,7 +355,7 @@ def _eigen(name: str, fn: Callable[..., Any], vectors: bool, summary: str, examp
     Arguments:
         a: a named array.
         axes: the axes of the matrices, (row, col).
-        new_axis: names the axis of the eigenvalues.
+        new_axis: the axis of the eigenvalues.
 
     >>> axn.linalg.{name}(axn.named({example}, ("i", "j")), ("i", "j"), "k")
     {shown}
@@ -367,7 +367,7 @@ eigh: _EigenVectors = _eigen(
     "eigh",
     jnp.linalg.eigh,
     True,
-    "Compute the ascending eigenvalues of Hermitian matrices, and the eigenvectors with the axes (row, new).",
+    "Compute the ascending eigenvalues of symmetric or Hermitian matrices, and the eigenvectors (row, new).",
     "[[3., 0.], [0., 2.]]",
     "(NamedArray(float32[k=2], [2. 3.]), NamedArray(float32[i=2, k=2], [[0. 1.] [1. 0.]]))",
 )
@@ -375,7 +375,7 @@ eigvalsh: _EigenValues = _eigen(
     "eigvalsh",
     jnp.linalg.eigvalsh,
     False,
-    "Compute the ascending eigenvalues of Hermitian matrices.",
+    "Compute the ascending eigenvalues of symmetric or Hermitian matrices.",
     "[[3., 0.], [0., 2.]]",
     "NamedArray(float32[k=2], [2. 3.])",
 )
@@ -383,7 +383,7 @@ eig: _EigenVectors = _eigen(
     "eig",
     jnp.linalg.eig,
     True,
-    "Compute the eigenvalues of square matrices, and the eigenvectors with the axes (row, new); both are complex.",
+    "Compute the eigenvalues of square matrices, and the eigenvectors (row, new); both are complex.",
     "[[3., 0.], [0., 2.]]",
     "(NamedArray(complex64[k=2], [3.+0.j 2.+0.j]), NamedArray(complex64[i=2, k=2], [[1.+0.j 0.+0.j] [0.+0.j 1.+0.j]]))",
 )
@@ -436,12 +436,12 @@ def _system_kernel(
 
 
 def solve(a: NamedArray, b: NamedArray, axes: MatrixAxes) -> NamedArray:
-    """The solution x of `a x = b`, that is of `dot(a, x, axis=col) = b`, for square matrices.
+    """Solve `a x = b`, that is `dot(a, x, axis=col) = b`, for square matrices.
 
     Arguments:
         a: a named array.
-        b: the right-hand side, with the axis row. Axes it shares with `a` are matched; others are further right-hand
-            sides. The result has its layout, with col in the place of row.
+        b: the right-hand side, with the axis row. Axes that it shares with `a` are matched; others are further
+            right-hand sides. The result has the layout of `b`, with col in place of row.
         axes: the axes of the matrices, (row, col).
 
     >>> a = axn.named([[2., 0.], [1., 1.]], ("i", "j"))
@@ -455,9 +455,9 @@ def solve(a: NamedArray, b: NamedArray, axes: MatrixAxes) -> NamedArray:
 
 
 def lstsq(a: NamedArray, b: NamedArray, axes: MatrixAxes, rcond: float | None = None) -> NamedArray:
-    """The least-squares solution x of `a x = b`, that is of `dot(a, x, axis=col) = b`, for matrices of any shape.
+    """Solve `a x = b`, that is `dot(a, x, axis=col) = b`, by least squares, for matrices of any shape.
 
-    Of several that are equally good it is the one with the smallest norm.
+    Of several equally good solutions, return the one with the smallest norm.
 
     Arguments:
         a: a named array.
@@ -509,11 +509,11 @@ def _norm_kernel(names: Names, axis: Any, ord: Any) -> _kernels.Kernel:
 
 
 def norm(a: NamedArray, axis: AxisSelection | None = None, ord: Any = None) -> NamedArray:
-    """The norm of vectors or matrices.
+    """Compute the norm of vectors or matrices.
 
     Arguments:
         a: a named array.
-        axis: one axis for vectors, a pair (row, col) for matrices; by default the whole array is one vector.
+        axis: one axis for vectors, a pair (row, col) for matrices; by default the array is one vector of all elements.
         ord: for vectors a number or `jnp.inf`, 2 by default. For matrices "fro" (the default), "nuc", 1, 2, `jnp.inf`
             or their negatives, as in NumPy.
 

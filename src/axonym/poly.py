@@ -1,9 +1,9 @@
 """Polynomials in one variable.
 
-A polynomial is a named array with one axis, that of its coefficients, the highest power first. What that axis is called
-in each operand is of no matter; the result has the name and, where it fits, the placement it has in the first operand
-that has a name. Raw arrays, lists and numbers are polynomials too: where no operand has a name, the axis of the result
-is called `DEFAULT_POLY_AXIS_NAME`.
+A polynomial is a named array with one axis, that of its coefficients, the highest power first. This axis can have
+another name in each operand; the result has the name and, if it fits, the sharding of the first operand with a name.
+Raw arrays, lists and numbers are polynomials too: if no operand has a name, the axis of the result is called
+`DEFAULT_POLY_AXIS_NAME`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .ops._op_types import publish
 from .ops._operands import distinct, private
 
 DEFAULT_POLY_AXIS_NAME = "degree"
-"""What the axis of coefficients is called where no operand has named axes."""
+"""The name of the axis of coefficients if no operand has named axes."""
 
 PolynomialLike: TypeAlias = "NamedOrNumeric | Sequence[Any]"
 
 
 def _coefficients(what: str, p: PolynomialLike) -> Any:
-    """The raw coefficients of a polynomial, in an array with one axis."""
+    """Return the raw coefficients of a polynomial, in an array with one axis."""
     if isinstance(p, NamedArray):
         if len(p.names) != 1:
             raise ValueError(
@@ -44,7 +44,7 @@ def _coefficients(what: str, p: PolynomialLike) -> Any:
 
 
 def _names(*operands: PolynomialLike) -> Names:
-    """The axis of the result: that of the first operand that has a name."""
+    """Return the axis of the result: that of the first operand with a name."""
     return next((p.names for p in operands if isinstance(p, NamedArray)), (DEFAULT_POLY_AXIS_NAME,))
 
 
@@ -62,7 +62,7 @@ def _poly_kernel(
 def _of_two(fn: Callable[..., Any], name: str, p1: PolynomialLike, p2: PolynomialLike, results: int) -> Any:
     """Apply a function of two polynomials."""
     names = _names(p1, p2)
-    # The axis of the result is that of the first named operand; the other one's is not matched with it.
+    # The axis of the result is that of the first named operand; that of the other operand is not matched.
     in_names = (names, private("p2", names)) if isinstance(p1, NamedArray) else (private("p1", names), names)
     kernel = _poly_kernel(fn, name, in_names, names if results == 1 else (names,) * results)
     return wrap_result(kernel.call(_coefficients(name, p1), _coefficients(name, p2)), kernel.names)
@@ -98,7 +98,7 @@ polymul = _arithmetic(
 
 
 def polydiv(p1: PolynomialLike, p2: PolynomialLike) -> tuple[NamedArray, NamedArray]:
-    """The quotient of two polynomials, and the remainder.
+    """Divide polynomials, and return the quotient and the remainder.
 
     The leading coefficient of `p2` must not be zero. The remainder has the size of `p1`, with zeros in front.
 
@@ -113,7 +113,7 @@ def polydiv(p1: PolynomialLike, p2: PolynomialLike) -> tuple[NamedArray, NamedAr
 
 
 def polyder(p: PolynomialLike, m: int = 1) -> NamedArray:
-    """The derivative of a polynomial.
+    """Compute the derivative of a polynomial.
 
     Arguments:
         p: a polynomial.
@@ -128,7 +128,7 @@ def polyder(p: PolynomialLike, m: int = 1) -> NamedArray:
 
 
 def polyint(p: PolynomialLike, m: int = 1, k: PolynomialLike | None = None) -> NamedArray:
-    """The integral of a polynomial.
+    """Compute the integral of a polynomial.
 
     Arguments:
         p: a polynomial.
@@ -165,12 +165,12 @@ def _count(what: str, m: Any) -> int:
 
 
 def polyval(p: PolynomialLike, x: NamedOrNumeric) -> Any:
-    """The value of a polynomial at each element of an array.
+    """Evaluate a polynomial at each element of an array.
 
     Arguments:
         p: a polynomial.
-        x: where to evaluate it: a named array, whose axes the result has, or a raw array or number, which gives a raw
-            array.
+        x: where to evaluate the polynomial: a named array, whose axes the result has, or a raw array or number, for
+            which the result is a raw array.
 
     >>> axn.poly.polyval(axn.named([1., 2., 3.], "x"), axn.named([0., 10.], "at"))
     NamedArray(float32[at=2], [ 3. 123.])
@@ -189,7 +189,7 @@ def _polyval_kernel(p_names: Names, x_names: Names) -> _kernels.Kernel:
 
 
 def poly(seq_of_zeros: PolynomialLike) -> NamedArray:
-    """The polynomial that has the given roots, and 1 for its leading coefficient.
+    """Return the polynomial that has the given roots and the leading coefficient 1.
 
     The characteristic polynomial of a matrix is that of its eigenvalues, `poly(linalg.eigvals(a, axes, new_axis))`.
 
@@ -213,12 +213,12 @@ def _poly(zeros: jax.Array) -> jax.Array:
 
 
 def roots(p: PolynomialLike, *, strip_zeros: bool = True) -> NamedArray:
-    """The roots of a polynomial.
+    """Compute the roots of a polynomial.
 
     Arguments:
         p: a polynomial.
-        strip_zeros: leave out leading coefficients that are zero, so that the polynomial has its true degree. How many
-            roots there are then depends on the values, so this cannot be traced. With False the leading coefficient
+        strip_zeros: leave out leading coefficients that are zero, so that the polynomial has its true degree. The
+            number of roots then depends on the values, so that this cannot be traced. If False, the leading coefficient
             must not be zero.
 
     >>> axn.poly.roots(axn.named([0., 1., -3., 2.], "x"))
@@ -232,16 +232,16 @@ def roots(p: PolynomialLike, *, strip_zeros: bool = True) -> NamedArray:
 
 
 def _roots(p: jax.Array, start: int, stop: int) -> jax.Array:
-    """The roots of the coefficients from `start` to `stop`, and a zero for each coefficient after that."""
+    """Return the roots of the coefficients from `start` to `stop`, and a zero for each coefficient after that."""
     found = jnp.roots(p[start:stop], strip_zeros=False)
     trailing = 0 if start == stop else p.shape[0] - stop
     return jnp.concatenate([found, jnp.zeros(trailing, found.dtype)])
 
 
 def trim_zeros(f: PolynomialLike, trim: str = "fb") -> NamedArray:
-    """The coefficients without the zeros in front or behind.
+    """Remove zeros in front of or behind the coefficients.
 
-    How many are left depends on the values, so this cannot be traced.
+    The number of coefficients left depends on the values, so that this cannot be traced.
 
     Arguments:
         f: a polynomial.
@@ -266,7 +266,7 @@ def _span(p: jax.Array, start: int, stop: int) -> jax.Array:
 
 
 def _nonzero_span(what: str, coefficients: Any, way_out: str) -> tuple[int, int]:
-    """From where to where the coefficients reach that are not zero; nowhere, (0, 0), where there are none."""
+    """Return the start and stop of the coefficients that are not zero; (0, 0) if there are none."""
     try:
         nonzero = np.flatnonzero(np.asarray(coefficients != 0))
     except jax.errors.TracerArrayConversionError:
@@ -289,20 +289,21 @@ def polyfit(
     w: PolynomialLike | None = None,
     cov: bool | str = False,
 ) -> Any:
-    """The polynomial that fits a set of points best, by least squares.
+    """Fit a polynomial to points by least squares.
 
     The coefficients take the place of the axis of the points; further axes of `y` are fitted one by one and stay.
 
     Arguments:
-        x: where the points lie, along one axis.
-        y: their values, along the same axis and any others.
+        x: the coordinates of the points, along one axis.
+        y: the values at the points, along the same axis and any
+            others.
         deg: the degree of the polynomial.
         rcond: singular values below this fraction of the largest count as zero.
-        full: return the residuals, rank, singular values and `rcond` as well. They are raw arrays, but for residuals
+        full: return the residuals, rank, singular values and `rcond` as well. They are raw arrays, except for residuals
             along further axes of `y`.
         w: the weight of each point.
-        cov: return the covariance of the coefficients as well, with a second axis of the same name and `_cov`;
-            "unscaled" leaves out the scale of the residuals. Without effect together with `full`.
+        cov: return the covariance of the coefficients as well, whose second axis has the same name with `_cov` added;
+            "unscaled" leaves out the scale of the residuals. Has no effect together with `full`.
 
     >>> x = axn.named([0., 1., 2., 3.], "x")
     >>> axn.round(axn.poly.polyfit(x, 2 * x + 1, 1), 3)
@@ -340,8 +341,8 @@ def _polyfit_kernel(
     covariance = tuple(m for n in y_names for m in ((point, f"{point}_cov") if n == point else (n,)))
     out_names: Any = y_names
     if full:
-        # Rank and `rcond` are scalars. There is a singular value for each coefficient; and where there are no other
-        # axes, one residual, in an array of shape (1,).
+        # Rank and `rcond` are scalars. There is a singular value for each coefficient, and without other axes one
+        # residual, in an array of shape (1,).
         out_names = (y_names, others or x_names, (), x_names, ())
     elif cov:
         out_names = (y_names, distinct("polyfit", covariance))
@@ -359,7 +360,7 @@ def _polyfit_kernel(
             residuals, *rest = rest
             return coefficients, residuals.reshape(sizes or (1,)), *rest
         if cov:
-            # The unscaled covariance is the same for each polynomial, and JAX gives it only once.
+            # The unscaled covariance is the same for each polynomial, and JAX returns it only once.
             each = jnp.broadcast_to(rest[0], (deg + 1, deg + 1, *y.shape[1:])).reshape(deg + 1, deg + 1, *sizes)
             return coefficients, _kernels.transpose_to(each, (point, f"{point}_cov", *others), covariance)
         return coefficients
@@ -368,5 +369,5 @@ def _polyfit_kernel(
 
 
 def _inexact(x: jax.Array) -> jax.Array:
-    """In a dtype that has a singular value decomposition."""
+    """Convert to a dtype that has a singular value decomposition."""
     return x.astype(jnp.promote_types(jnp.result_type(x, float), jnp.float32))

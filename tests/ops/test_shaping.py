@@ -393,7 +393,7 @@ def test_stack_of_scalars():
             r"must be a scalar or have the one axis 'c', got \(a=2\)",
         ),
         (lambda x, c: axn.repeat(c, [1, 2], "c"), "repeat: axis 'c' has conflicting sizes: 4 .* 2 "),
-        (lambda x, c: axn.tile(c, {"c": -1}), r"tile: .* not negative, got \(c=-1\)"),
+        (lambda x, c: axn.tile(c, {"c": -1}), r"tile: .* cannot be negative, got \(c=-1\)"),
         (lambda x, c: axn.tile(c, {"c": 2, Axis("c", 4): 3}), "tile: 'c' would name more than one axis"),
         (lambda x, c: axn.tile(c, {Axis("c", 5): 2}), "tile: axis 'c' has conflicting sizes"),
         (lambda x, c: axn.roll(c, 1, "d"), r"roll: no axis 'd' in \(c=4\)"),

@@ -1,8 +1,8 @@
 """Random numbers by name.
 
-Samplers take a key, the axes of the result, and parameters that broadcast by name. What they draw is what the function
-of the same name in `jax.random` draws for axes of these sizes: it does not depend on the mesh, on the mapping in force,
-or on jit. The result lies where the mapping in force puts it, and each device draws only its own part.
+Samplers take a key, the axes of the result, and parameters that broadcast by name. They draw the same values as the
+function of the same name in `jax.random` for these sizes. The values do not depend on the mesh, the active mapping or
+jit. The result is sharded by the active mapping, and each device draws only its own shard.
 
 >>> scale = axn.named([1.0, 10.0], "kind")
 >>> print(axn.random.rayleigh(jax.random.key(0), {"batch": 8, "kind": 2}, scale))

@@ -1,12 +1,12 @@
-"""What all samplers share: one key, parameters matched to the result by name, and where the result lies.
+"""Shared code of all samplers: check the key, match parameters by name, and shard the result.
 
-What is drawn depends on the key, the axes and the parameters, never on the mesh, the mapping or on jit: a sampler draws
-what the function of the same name in `jax.random` draws for the sizes of the axes, in their order.
+The values depend on the key, the axes and the parameters, never on the mesh, the mapping or jit: a sampler draws the
+same values as the function of the same name in `jax.random` for the sizes of the axes, in their order.
 
-The result is drawn where the mapping in force puts it: each device computes its own part. On Auto mesh axes a
-constraint on the result is all that takes. On Explicit ones JAX would draw the whole on every device and split it
-afterwards, so the function is handed to the partitioner together with the sharding of its result. Without a mapping it
-lies there as its parameters do.
+The result is sharded by the active mapping, and each device draws its own shard. On Auto mesh axes a constraint on the
+result is enough. On Explicit mesh axes JAX would draw all of it on every device and shard it afterwards, so the
+function is handed to the partitioner together with the sharding of its result. Without a mapping, the sharding there is
+inferred from the parameters.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Parameter: TypeAlias = NamedOrNumeric
 
 
 def one_key(what: str, key: Any) -> Any:
-    """The argument, which must be one random key."""
+    """Return the argument, which must be one random key."""
     if isinstance(key, NamedArray):
         if key.names:
             raise ValueError(
@@ -58,14 +58,14 @@ def one_key(what: str, key: Any) -> Any:
 
 
 def new_axes(what: str, shape: AxisSpec) -> tuple[Axis, ...]:
-    """The axes of the result, each of which has a name of its own."""
+    """Return the axes of the result, which must have different names."""
     axes = axes_of_spec(shape, what)
     distinct(what, tuple(a.name for a in axes))
     return axes
 
 
 def axis_of(what: str, argument: str, array: Any, axis: AxisSelector) -> Axis:
-    """The selected axis of an argument, which must be a named array."""
+    """Return the selected axis of an argument, which must be a named array."""
     if not isinstance(array, NamedArray):
         raise TypeError(
             f"{what}: `{argument}` must be a NamedArray, got {type(array).__name__}. Name its axes with "
@@ -75,7 +75,7 @@ def axis_of(what: str, argument: str, array: Any, axis: AxisSelector) -> Axis:
 
 
 def describe(axes: Sequence[Axis]) -> str:
-    """Axes with their sizes, for messages."""
+    """Describe axes with their sizes, for messages."""
     return _errors.describe_axes([a.name for a in axes], [a.size for a in axes])
 
 
@@ -90,14 +90,14 @@ def draw(
     further: Mapping[str, tuple[Axis, ...]] = MappingProxyType({}),
     **options: Any,
 ) -> NamedArray:
-    """Draw with a positional sampler, whose name is that of the operation.
+    """Draw with a positional sampler of the same name as the operation.
 
     Arguments:
         fn: called as `fn(key, **parameters, shape=sizes, **options)`.
         key: the random key.
         shape: the axes of the result, one draw for each position.
-        parameters: by the name of the argument, in the order of the arguments.
-        dtype: the dtype; None leaves it to `fn`.
+        parameters: the parameters by the name of the argument, in the order of the arguments.
+        dtype: the dtype; None for the default of `fn`.
         along: the axes of a single draw, which follow those of `shape` in the result.
         further: the axes that a parameter may have, after those of `shape`.
         **options: static arguments of `fn`.
@@ -142,7 +142,7 @@ def check_parameters(
     layouts: Sequence[tuple[str, Names, tuple[Axis, ...]]],
     arrays: Sequence[Any],
 ) -> None:
-    """The parameters have no axes that the result lacks, and the sizes agree."""
+    """Check that the parameters have no axes that the result lacks, and that the sizes agree."""
     problems = []
     for (label, names, more), x in zip(layouts, arrays, strict=True):
         allowed = {a.name: a.size for a in (*axes, *more)}
@@ -169,18 +169,18 @@ def check_parameters(
         raise ValueError(f"{what}: " + "\n  ".join(problems))
 
 
-# --- where the result lies ---
+# --- the sharding of the result ---
 
 
 def placed_kernel(
     what: str, fn: Callable[..., jax.Array], in_names: Sequence[Names], out: tuple[Axis, ...]
 ) -> _kernels.Kernel:
-    """A kernel for a positional function of a key and operands, whose result the mapping in force places.
+    """Make a kernel for a positional function of a key and operands, whose result is sharded by the active mapping.
 
     Arguments:
         what: the operation as users know it.
         fn: the positional function.
-        in_names: the axes of each operand, the key left out.
+        in_names: the axes of each operand, without the key.
         out: the axes of the result.
     """
     names = tuple(a.name for a in out)
@@ -200,12 +200,12 @@ def run_placed(
     arrays: Sequence[Any],
     out: tuple[Axis, ...],
 ) -> jax.Array:
-    """Call `fn(key, *arrays)` so that its result is made where the mapping in force puts it."""
+    """Call `fn(key, *arrays)` so that each device makes its shard of the result by the active mapping."""
     mesh = explicit_mesh(arrays) or current_mesh()
     if mesh is None:
         return fn(key, *arrays)
     names, sizes = tuple(a.name for a in out), tuple(a.size for a in out)
-    # Before anything is drawn, so that what is wrong with the mapping is said by name.
+    # Resolve the mapping before anything is drawn, so that its errors name the operation and the axes.
     leaves, _ = resolve(wrap(jax.ShapeDtypeStruct(sizes, jnp.bool_), names), None, mesh, what)
     explicit = axes_of_type(mesh, AxisType.Explicit)
     placed: Any = fn

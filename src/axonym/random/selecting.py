@@ -1,4 +1,4 @@
-"""Random selections: of categories, of parts of an array, of an order."""
+"""Draw categories, slices of an array, and permutations at random."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from ._draw import Key, axis_of, check_parameters, describe, new_axes, one_key, 
 def categorical(
     key: Key, logits: NamedArray, axis: AxisSelector, shape: AxisSpec | None = None, *, replace: bool = True
 ) -> NamedArray:
-    """Indices along an axis, each as likely as its logit says.
+    """Draw indices along an axis, with probabilities from logits.
 
-    What is drawn does not depend on the order of the axes of `logits`.
+    The values do not depend on the order of the axes of `logits`.
 
     Arguments:
         key: a random key.
         logits: the logarithms of the probabilities, up to a constant.
-        axis: the axis of `logits` along which the categories lie.
-        shape: the axes of the result: those of `logits` but for `axis`, in any order, and as many others as there are
-            to be draws from the same logits. By default there is one draw from each.
-        replace: whether the draws from the same logits may be equal.
+        axis: the axis of `logits` for the categories.
+        shape: the axes of the result: those of `logits` except `axis`, in any order, and others for several draws from
+            the same logits. By default there is one draw from each.
+        replace: whether several draws from the same logits may be equal.
 
     >>> logits = axn.log(axn.named([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]], ("batch", "vocab")))
     >>> x = axn.random.categorical(jax.random.key(0), logits, "vocab", {"batch": 2, "draw": 5})
@@ -80,17 +80,17 @@ def choice(
     replace: bool = True,
     p: NamedArray | None = None,
 ) -> NamedArray:
-    """Parts of an array, chosen at random along an axis.
+    """Choose slices of an array at random along an axis.
 
     Arguments:
         key: a random key.
         shape: the axes of the choices. `axis` may be one of them; other axes of `a` may not.
         a: the array to choose from.
         axis: the axis of `a` along which to choose.
-        replace: whether the same part may be chosen more than once.
-        p: how likely each part is, along `axis`. By default all are equally likely.
+        replace: whether the same slice may be chosen more than once.
+        p: the probability of each slice, along `axis`; equal by default.
 
-    The result has the axes of `shape`, then those of `a` but for `axis`.
+    The result has the axes of `shape`, then those of `a` except `axis`.
 
     >>> print(axn.random.choice(jax.random.key(0), {"draw": 5}, axn.ones({"batch": 8, "embed": 4}), "batch"))
     float32[draw=5, embed=4]
@@ -136,13 +136,14 @@ def _choice_kernel(
 
 
 def permutation(key: Key, x: NamedArray, axis: AxisSelector, independent: bool = False) -> NamedArray:
-    """An array in a random order along an axis.
+    """Permute an array at random along an axis.
 
     Arguments:
         key: a random key.
         x: the array.
         axis: the axis to permute.
-        independent: permute along each position of the other axes by itself, so that rows do not stay together.
+        independent: whether to permute independently for each index of the other axes, so that slices do not stay
+            together.
 
     >>> axn.random.permutation(jax.random.key(0), axn.arange(axn.Axis("x", 5)), "x").sum()
     NamedArray(int32[], 10)

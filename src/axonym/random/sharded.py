@@ -1,4 +1,4 @@
-"""Drawing block by block, so that each device draws only the blocks that it holds."""
+"""Draw block by block, so that each device draws only the blocks in its shard."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def generate_sharded(fn: F, axis: AxisSelector | None = None) -> F:
-    """A sampler that draws block by block along an axis, every device only the blocks that it holds.
+    """Make a sampler that draws block by block along an axis, where each device draws only the blocks in its shard.
 
-    Block `i` is drawn with the `i`-th of the keys that `jax.random.split` makes, one for each index of the axis. So
-    the values do not depend on the mesh or the mapping in force, but they are others than those of `fn` itself.
+    Block `i` is drawn with the `i`-th of the keys that `jax.random.split` makes, one for each index of the axis. So the
+    values do not depend on the mesh or the active mapping, but they differ from those of `fn` itself.
 
-    The samplers here need no help to draw each part where it goes. This is for your own functions, for keys of other
-    kinds than `threefry2x32`, and for what JAX cannot split along an axis, such as `gamma` along another axis than the
-    first.
+    The samplers here draw each shard on its device already. This function is for samplers of your own, for keys of
+    other kinds than `threefry2x32`, and for samplers that JAX cannot partition along an axis, such as `gamma` along any
+    axis but the first.
 
     Arguments:
         fn: a function like the samplers: it takes a key, a shape and anything else, and returns a named array with the
-            axes of the shape. It is given the shape without `axis`, and named arrays at one index of it. What was
-            compiled belongs to it, and is found again if it comes here again.
+            axes of the shape. It gets the shape without `axis`, and named arrays at one index of `axis`. Compiled code
+            is kept for each `fn`, so that wrapping the same function again does not compile again.
         axis: the axis along which to take blocks; the first one of the shape by default.
 
     >>> def noise(key, shape, scale):
@@ -65,7 +65,7 @@ def generate_sharded(fn: F, axis: AxisSelector | None = None) -> F:
 
 
 def _build(functions: Getter, what: str) -> Callable[..., NamedArray]:
-    """The sampler for one function, which is found again by the axes, and by all that is not an array."""
+    """Make the sampler for one function, which compiles once for each set of axes and static arguments."""
 
     @named_jit
     def generate(held: Held, key: Any, axes: tuple[Axis, ...], along: Axis, args: Any, kwargs: Any) -> NamedArray:
@@ -79,7 +79,7 @@ def _selected(what: str, axes: tuple[Axis, ...], axis: AxisSelector) -> Axis:
 
 
 class _Arguments:
-    """What the function holds, and takes after the shape: arrays, which are drawn with, and all else, which is not."""
+    """The values that the function closes over and its arguments after the shape: arrays, and static parts."""
 
     def __init__(self, what: str, tree: Any, along: Axis):
         self._along = along.name
@@ -93,14 +93,14 @@ class _Arguments:
             for i, (x, names) in enumerate(zip(self.arrays, self._names, strict=True))
         ]
         self.positions = [names.index(along.name) if along.name in names else None for names in self.names]
-        """Where each array has the axis of the blocks."""
+        """The position of the axis of the blocks in each array."""
         for x in arrays:
             if isinstance(x, NamedArray) and x.shape.get(along.name, along.size) != along.size:
                 places = [("the shape", along.size), (f"the argument {x}", x.shape[along.name])]
                 raise ValueError(_errors.size_mismatch(what, along.name, places))
 
     def of_one_block(self, arrays: Sequence[Any]) -> Any:
-        """The arguments again, with these arrays, which lack the axis of the blocks."""
+        """Return the arguments with these arrays, which lack the axis of the blocks."""
         found = iter(
             x if names is None else wrap(x, tuple(n for n in names if n != self._along))
             for x, names in zip(arrays, self._names, strict=True)
@@ -112,7 +112,7 @@ class _Arguments:
 def _generate(
     what: str, functions: Getter, key: Any, axes: tuple[Axis, ...], along: Axis, arguments: _Arguments
 ) -> NamedArray:
-    """Draw all blocks, and put them together where the axis stands in the shape."""
+    """Draw all blocks, and join them at the position of the axis in the shape."""
     rest = tuple(a for a in axes if a is not along)
     position = axes.index(along)
     in_axes = (0, *arguments.positions)
@@ -145,7 +145,7 @@ def _generate(
             PartitionSpec(*(None,) * position, over),
             mesh,
             axis_names=over,
-            check_vma=False,  # `fn` is any function: its loops need not say that what they carry varies
+            check_vma=False,  # the loops in `fn` need not mark their carries as device-varying
         )
 
     of_block = _axes_of_block(block, key, arguments)
@@ -155,19 +155,19 @@ def _generate(
 
 
 def _axes_of_block(block: Callable[..., NamedArray], key: Any, arguments: _Arguments) -> tuple[Axis, ...]:
-    """The axes of one block, found without drawing it."""
+    """Return the axes of one block, without drawing it."""
     shapes = [
         jax.ShapeDtypeStruct(x.shape if i is None else (*x.shape[:i], *x.shape[i + 1 :]), x.dtype)
         for x, i in zip(arguments.arrays, arguments.positions, strict=True)
     ]
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # where a block lies does not matter here
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # the sharding of a block does not matter here
         return jax.eval_shape(block, jax.ShapeDtypeStruct(key.shape, key.dtype), *shapes).axes
 
 
 def _for_each(
     fn: Callable[..., jax.Array], in_axes: Sequence[int | None], out_axis: int, keys_and_arrays: Sequence[Any]
 ) -> jax.Array:
-    """`fn` of each key. What `vmap` draws with keys of other kinds than threefry depends on how many there are."""
+    """Apply `fn` to each key. Except for threefry keys, the draws of `vmap` depend on the number of keys."""
     if jax.random.key_impl(keys_and_arrays[0]) == "threefry2x32":
         return jax.vmap(fn, in_axes=tuple(in_axes), out_axes=out_axis)(*keys_and_arrays)
     leading = [x if i is None else jnp.moveaxis(x, i, 0) for x, i in zip(keys_and_arrays, in_axes, strict=True)]

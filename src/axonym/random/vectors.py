@@ -1,4 +1,4 @@
-"""Distributions of which a draw is a vector, a point or a matrix: its axes follow those of the shape."""
+"""Distributions whose draws are vectors, points or matrices: their axes follow those of the shape."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ._draw import Key, Parameter, axis_of, draw, new_axes
 
 
 def ball(key: Key, shape: AxisSpec, D: Axis, p: Any = 2.0, dtype: Any = float) -> NamedArray:
-    """Points of the unit ball, each as likely as the others.
+    """Draw points uniformly from the unit ball.
 
     Arguments:
         key: a random key.
         shape: the axes of the result, without `D`.
-        D: the axis of the coordinates, which comes last in the result.
-        p: which norm of a point is at most one: 2 for the usual one. A scalar.
+        D: the axis of the coordinates, which is last in the result.
+        p: the norm of the ball, 2 for the Euclidean one. A scalar.
         dtype: the dtype of the result.
 
     >>> x = axn.random.ball(jax.random.key(0), {"batch": 8}, axn.Axis("space", 3))
@@ -36,13 +36,13 @@ def ball(key: Key, shape: AxisSpec, D: Axis, p: Any = 2.0, dtype: Any = float) -
 
 
 def dirichlet(key: Key, shape: AxisSpec, alpha: NamedArray, axis: AxisSelector, dtype: Any = float) -> NamedArray:
-    """Draws from the Dirichlet distribution: positive numbers that add up to one along an axis.
+    """Draw from the Dirichlet distribution: positive numbers that add up to one along an axis.
 
     Arguments:
         key: a random key.
         shape: the axes of the result, without `axis`.
         alpha: the concentration of each number, positive. It has `axis`, and no axes that the result lacks.
-        axis: the axis of `alpha` along which the numbers add up to one; it comes last in the result.
+        axis: the axis of `alpha` along which the numbers add up to one; last in the result.
         dtype: the dtype of the result.
 
     >>> alpha = axn.named([1.0, 2.0, 3.0], "kind")
@@ -56,14 +56,14 @@ def dirichlet(key: Key, shape: AxisSpec, alpha: NamedArray, axis: AxisSelector, 
 def multinomial(
     key: Key, shape: AxisSpec, n: Parameter, p: NamedArray, axis: AxisSelector, dtype: Any = float
 ) -> NamedArray:
-    """How often each of several outcomes occurs in a number of trials.
+    """Draw how often each of several outcomes occurs in a number of trials.
 
     Arguments:
         key: a random key.
         shape: the axes of the result, without `axis`.
-        n: how many trials there are.
-        p: how likely each outcome is. It has `axis`, and no axes that the result lacks.
-        axis: the axis of `p` along which the outcomes lie; it comes last in the result.
+        n: the number of trials.
+        p: the probability of each outcome. It has `axis`, and no axes that the result lacks.
+        axis: the axis of `p` for the outcomes; last in the result.
         dtype: the dtype of the result.
 
     >>> p = axn.named([0.2, 0.3, 0.5], "kind")
@@ -75,7 +75,7 @@ def multinomial(
 
 
 def _multinomial(key: Any, n: jax.Array, p: jax.Array, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
-    # What JAX takes for the shape differs between versions; without one it is that of `p`.
+    # The meaning of the shape differs between versions of JAX; without one it is that of `p`.
     return jax.random.multinomial(key, n, jnp.broadcast_to(p, (*shape, p.shape[-1])), dtype=dtype)
 
 
@@ -88,7 +88,7 @@ def multivariate_normal(
     dtype: Any = float,
     method: str = "cholesky",
 ) -> NamedArray:
-    """Draws from a normal distribution of vectors.
+    """Draw vectors from a normal distribution.
 
     Arguments:
         key: a random key.
@@ -96,9 +96,9 @@ def multivariate_normal(
         mean: the mean. It has `axis`, and no axes that the result lacks.
         cov: the covariances. It has `axis`, another axis of that size for the columns, and no others that the result
             lacks.
-        axis: the axis of the vectors; it comes last in the result.
+        axis: the axis of the vectors; last in the result.
         dtype: the dtype of the result.
-        method: how the covariances are taken apart: 'cholesky', 'eigh' or 'svd'.
+        method: how the covariances are decomposed: 'cholesky', 'eigh' or 'svd'.
 
     >>> mean, cov = axn.zeros({"space": 2}), axn.eye(axn.Axis("space", 2), axn.Axis("column", 2))
     >>> print(axn.random.multivariate_normal(jax.random.key(0), {"batch": 8}, mean, cov, "space"))
@@ -128,13 +128,13 @@ def multivariate_normal(
 
 
 def orthogonal(key: Key, shape: AxisSpec, Row: Axis, Col: Axis, dtype: Any = float) -> NamedArray:
-    """Matrices with orthogonal rows or columns of length one, each as likely as the others.
+    """Draw matrices uniformly from those with orthonormal rows or columns.
 
     Arguments:
         key: a random key.
         shape: the axes of the result, without `Row` and `Col`; `()` for one matrix.
         Row: the axis of the rows.
-        Col: the axis of the columns, which comes last in the result.
+        Col: the axis of the columns, which is last in the result.
         dtype: the dtype of the result.
 
     >>> Row, Col = axn.make_axes(row=3, col=2)
