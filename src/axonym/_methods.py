@@ -183,11 +183,11 @@ class Methods:
     def __invert__(self: Any) -> NamedArray:
         return elementwise.invert(self)
 
-    # --- positional functions are not for named arrays ---
+    # --- refusal of positional functions ---
 
     def __jax_array__(self: Any) -> Any:
         name = _calling_function("jax")
-        if name is None:  # an operator of a JAX array: hand ourselves back, and Python tries our reflected operator
+        if name is None:  # an operator of a JAX array: return the named array, and Python tries its reflected operator
             return self
         raise TypeError(_use_instead(f"JAX's {name}", name))
 
@@ -199,7 +199,7 @@ class Methods:
 
     def __array_ufunc__(self: Any, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if method == "__call__" and len(inputs) == 2 and inputs[1] is self and np.ndim(inputs[0]) == 0:
-            # `np.float32(2) * x` reaches us like this; there is no telling it from `np.multiply(np.float32(2), x)`.
+            # `np.float32(2) * x` is indistinguishable from `np.multiply(np.float32(2), x)` here.
             name: str = ufunc.__name__
             operation = getattr(elementwise, {"remainder": "mod"}.get(name, name), None)
             if operation is not None:
@@ -215,11 +215,11 @@ def attach() -> None:
                 setattr(NamedArray, name, method)
 
 
-# --- what to use instead of a positional function ---
+# --- suggestions instead of positional functions ---
 
 
 def _calling_function(package: str) -> str | None:
-    """The public positional function through which user code reached us, if it did."""
+    """Return the public positional function that user code called on a named array, if it did."""
     found = None
     frame = sys._getframe(2)
     while frame is not None:
