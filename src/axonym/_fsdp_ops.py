@@ -1,21 +1,21 @@
 """Operations on FSDP parameters: all-gathered where they are used, with gradients that are reduce-scattered at once.
 
-Fully sharded data parallelism shards a parameter over the mesh axis that also shards the batch. To use it, every device
-gathers it; its gradient is a sum over the batch, of which every device keeps its shard. That is one all-gather and one
-reduce-scatter, and no partitioner has to find it if the operation says so: `gathered` runs an operation device by
-device, gathers the parameter inside, and lets differentiation turn the all-gather into the reduce-scatter.
+Fully sharded data parallelism shards a parameter over the mesh axis that also shards the batch. Every use gathers it on
+all devices; its gradient is a sum over the batch, of which every device keeps its shard. That is one all-gather and one
+reduce-scatter. `gathered` does not rely on the partitioner to find them: it runs an operation per device, gathers the
+parameter inside, and differentiation turns the all-gather into the reduce-scatter.
 
-It must be the operation that is run device by device. If only the all-gather were, the gradient would arrive outside of
-it, already summed in full. And it must be over all mesh axes: with some of them left to the partitioner it moves more
-than it needs to.
+The operation itself must run per device. If only the all-gather did, the gradient would be summed over all devices
+before it is scattered. And all mesh axes must be manual: if some are left to the partitioner, it moves more than
+needed.
 
-Products and elementwise operations are run like this. A look-up in a table is run device by device too, by `looked_up`,
-but gathers no table: each device finds the columns that it has of the rows that all of them need, and then they trade
-columns for rows. Its gradient goes the same way back. If the rows of the table are sharded, too, over other mesh axes
-and alike in storage and in compute, each device finds those that it has, and what they found is added up.
+Products and elementwise operations run like this. A look-up in a table also runs per device, by `looked_up`, but does
+not gather the table: each device looks up its shard of the columns for the rows that all devices need, and an
+all-to-all exchanges columns for rows. The gradient takes the same way back. If the rows of the table are sharded over
+other mesh axes, alike in storage and compute, each device looks up the rows in its shard, and the results are added.
 
-A parameter is known by its names: an operand with an axis that the storage mapping shards and the active mapping does
-not, and none that shares its mesh axis with the batch of another operand.
+A parameter is recognised by its names: an operand with an axis that the storage mapping shards and the active mapping
+does not, and without an axis that is sharded over the same mesh axis as the batch of another operand.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def gathered(
     *arrays: jax.Array,
     summed: Names = (),
 ) -> jax.Array | None:
-    """Run an operation device by device, gathering the parameters among its operands; None where there are none.
+    """Run an operation per device, gathering the parameters among its operands; return None if there are none.
 
     Arguments:
-        fn: the operation on shards of the operands. Apart from `summed`, it must treat every index of an axis on its
-            own.
+        fn: the operation on shards of the operands. Apart from `summed`, it must treat every index of an axis
+            independently.
         in_names: the axes of the operands.
         out_names: the axes of the result.
         *arrays: the operands, traced.
@@ -89,7 +89,7 @@ def looked_up(
     table: jax.Array,
     indices: jax.Array,
 ) -> jax.Array | None:
-    """Look up rows of a table whose columns are stored sharded over the mesh axis of the batch; None for other tables.
+    """Look up rows of a table whose columns are stored sharded like the batch; return None for other tables.
 
     Arguments:
         fn: the look-up, on shards of the table and the indices.
@@ -130,9 +130,9 @@ def looked_up(
             return trade(fn(table, indices))
         size = table.shape[names.index(indexed)]
         last = size * jax.lax.axis_size(over) - 1
-        # As JAX has it: negative indices count from the end, and beyond the first and the last there is nothing else,
-        # though only the value of these is found there, and no gradient goes back to them.
-        if indices.dtype.itemsize < 4:  # which may not count far enough
+        # As in JAX, negative indices count from the end, and indices out of range have the value of the nearest row,
+        # but no gradient goes back to that row.
+        if indices.dtype.itemsize < 4:  # whose dtype may be too small for the size
             indices = indices.astype(jnp.int32)
         indices = jnp.where(indices < 0, indices + (last + 1), indices)
         exists = _kernels.align((indices >= 0) & (indices <= last), index_names, out_names)
@@ -148,29 +148,29 @@ def looked_up(
 
 
 def _applies(storage: Mapping[str, Entry], mesh: AbstractMesh) -> bool:
-    """Whether parameters are stored otherwise than they are used, on a mesh of which no axis is manual already."""
+    """Return whether there is a storage mapping, on a mesh without axes that are manual already."""
     return bool(storage) and not mesh.empty and AxisType.Manual not in mesh.axis_types
 
 
 def _possible(
     specs: Sequence[PartitionSpec], out_spec: PartitionSpec, arrays: Sequence[Any], mesh: AbstractMesh
 ) -> bool:
-    """Whether shards fit; where not, the ordinary way of doing the operation has the say."""
+    """Return whether the axes can be sharded; if not, the operation runs in the ordinary way."""
     used = axes_in(out_spec)
     return len(set(used)) == len(used) and all(fits(s, x.shape, mesh) for s, x in zip(specs, arrays, strict=True))
 
 
 def _varying_alike(x: jax.Array, own: PartitionSpec, specs: Sequence[PartitionSpec], mesh: AbstractMesh) -> jax.Array:
-    """The shard of a parameter, made device-varying over all that any operand varies over.
+    """Make the shard of a parameter device-varying over all mesh axes over which any operand varies.
 
-    That is before it is gathered, so that its gradient is scattered before it is summed over the rest of the mesh.
+    This happens before the all-gather, so that the gradient is scattered before it is summed over the rest of the mesh.
     """
     others = {a for spec in specs for a in axes_in(spec)}.difference(axes_in(own))
     return varying_over(x, [a for a in mesh.axis_names if a in others])
 
 
 def _stored(names: Names, compute: Mapping[str, Axes], storage: Mapping[str, Entry]) -> dict[str, Axes]:
-    """Where the axes of an array are stored if it is a parameter."""
+    """Return the storage sharding of the axes of an array, if it is a parameter."""
     return {n: mesh_axes(storage[n]) if n in storage else compute[n] for n in names}
 
 
@@ -181,7 +181,7 @@ def _is_parameter(
     own = {a for n in names for a in compute[n]}
     extra = {a for n in names for a in stored[i][n] if a not in compute[n]}
     others = {a for j, other in enumerate(in_names) if j != i for n in other for a in compute[n]}
-    # The storage sharding must refine the compute sharding: gathering is all that is done to a parameter.
+    # The storage sharding must refine the compute sharding, because parameters are only gathered.
     refines = all(stored[i][n][: len(compute[n])] == compute[n] for n in names)
     return bool(extra) and refines and not extra & own and extra <= others
 

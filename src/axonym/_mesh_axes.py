@@ -1,7 +1,7 @@
 """Mesh axes: of the entries of partition specs, of a mesh by their type, of arrays, and of names by the active mapping.
 
-Whoever asks where an axis goes, which of its mesh axes are Explicit, Auto or Manual, or how many shards that makes,
-asks here. So a missing key, a Manual mesh axis and an entry that is left open mean the same everywhere.
+All code that asks over which mesh axes a name is sharded, which of them are Explicit, Auto or Manual, or how many
+shards that makes, asks here. So a missing key, a Manual mesh axis and an unconstrained entry mean the same everywhere.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 
 def mesh_axes(entry: Entry) -> Axes:
-    """The mesh axes an entry of a partition spec names; one that is left open names none."""
+    """Return the mesh axes in an entry of a partition spec; an unconstrained entry has none."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def entry_of(axes: Sequence[str]) -> Entry:
-    """The entry of a partition spec that shards an axis over some mesh axes, as JAX writes it."""
+    """Return the entry of a partition spec that shards an axis over some mesh axes, in JAX's form."""
     return axes[0] if len(axes) == 1 else tuple(axes) or None
 
 
 def spec_of(axes: Iterable[Sequence[str]]) -> PartitionSpec:
-    """The partition spec that shards each axis over some mesh axes."""
+    """Return the partition spec that shards each axis over some mesh axes."""
     return PartitionSpec(*map(entry_of, axes))
 
 
 def axes_in(spec: Iterable[Entry]) -> Axes:
-    """The mesh axes that the entries of a spec name, each as often as they do."""
+    """Return the mesh axes in the entries of a spec, with repetitions."""
     return tuple(a for entry in spec for a in mesh_axes(entry))
 
 
 def restricted(spec: Iterable[Entry], kept: Collection[str]) -> PartitionSpec:
-    """The spec with some mesh axes only; entries that are left open stay so."""
+    """Return the spec with some mesh axes only; unconstrained entries stay so."""
     return PartitionSpec(
         *(e if e is PartitionSpec.UNCONSTRAINED else entry_of([a for a in mesh_axes(e) if a in kept]) for e in spec)
     )
@@ -56,22 +56,22 @@ def restricted(spec: Iterable[Entry], kept: Collection[str]) -> PartitionSpec:
 
 
 def types_of(mesh: AnyMesh) -> dict[str, AxisType]:
-    """The type of each mesh axis."""
+    """Return the type of each mesh axis."""
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
 def axes_of_type(mesh: AnyMesh, *types: AxisType) -> Axes:
-    """The mesh axes that have one of these types."""
+    """Return the mesh axes that have one of these types."""
     return tuple(a for a, t in types_of(mesh).items() if t in types)
 
 
 def shard_count(mesh: AnyMesh, entry: Entry) -> int:
-    """How many shards an entry makes of an axis."""
+    """Return the number of shards of an axis with an entry."""
     return math.prod(mesh.shape[a] for a in mesh_axes(entry))
 
 
 def fits(spec: Iterable[Entry], shape: Sequence[int], mesh: AnyMesh) -> bool:
-    """Whether an array can be sharded like this: mesh axes that are there, each used once, that divide the sizes."""
+    """Return whether a spec fits: the mesh has its mesh axes, each is used once, and they divide the sizes."""
     entries = tuple(spec)
     used = axes_in(entries)
     known = all(a in mesh.shape for a in used) and len(set(used)) == len(used) and len(entries) == len(shape)
@@ -82,7 +82,7 @@ def fits(spec: Iterable[Entry], shape: Sequence[int], mesh: AnyMesh) -> bool:
 
 
 def explicit_mesh(arrays: Sequence[Any]) -> AbstractMesh | None:
-    """The mesh of the operands if one of them is sharded over Explicit axes of it, else None."""
+    """Return the mesh of the operands if one of them is sharded over its Explicit axes, else None."""
     for x in arrays:
         sharding = jax.typeof(x).sharding
         if any(entry is not None for entry in sharding.spec) and AxisType.Explicit in sharding.mesh.axis_types:
@@ -91,17 +91,17 @@ def explicit_mesh(arrays: Sequence[Any]) -> AbstractMesh | None:
 
 
 def mesh_around(arrays: Sequence[Any] = ()) -> AbstractMesh:
-    """The mesh of operands on Explicit mesh axes, or else the active one, which is empty where there is none."""
+    """Return the mesh of operands on Explicit mesh axes, or else the active mesh, which is empty if there is none."""
     return explicit_mesh(arrays) or jax.sharding.get_abstract_mesh()
 
 
 def entries_of(x: Any) -> tuple[Entry, ...]:
-    """The entries of the partition spec of a traced array, one for each axis."""
+    """Return the entries of the partition spec of a traced array, one for each axis."""
     return tuple(jax.typeof(x).sharding.spec)
 
 
 def reshard(x: jax.Array, spec: Iterable[Entry], mesh: AnyMesh) -> jax.Array:
-    """The array sharded as a spec says, as far as Explicit mesh axes go; the same array where it is already."""
+    """Reshard an array over Explicit mesh axes as a spec says; return the same array if it has that sharding."""
     wanted = restricted(spec, axes_of_type(mesh, AxisType.Explicit))
     return x if entries_of(x) == tuple(wanted) else jax.sharding.reshard(x, NamedSharding(mesh, wanted))
 
@@ -110,29 +110,29 @@ def reshard(x: jax.Array, spec: Iterable[Entry], mesh: AnyMesh) -> jax.Array:
 
 
 def active_mapping() -> Mapping[str, Entry]:
-    """The active mapping; an empty one where there is none."""
+    """Return the active mapping; an empty one if there is none."""
     return _context.mapping_in_force() or {}
 
 
 def storage_mapping() -> Mapping[str, Entry]:
-    """Where the active settings keep the axes of parameters between their uses, if that is not where they are used."""
+    """Return the active mapping for the storage of parameters; an empty one if it is not set."""
     settings = _context.settings_in_force()
     return {} if settings is None else settings.parameters
 
 
 def entries_by_name(names: Iterable[str], mapping: Mapping[str, Entry] | None = None) -> tuple[Entry, ...]:
-    """What a mapping, the active one by default, says of some axes; it replicates those that it does not mention."""
+    """Return the entries of a mapping, the active one by default, for some axes; axes that it lacks are replicated."""
     known = active_mapping() if mapping is None else mapping
     return tuple(known.get(n) for n in names)
 
 
 def mapped_axes(name: str, mapping: Mapping[str, Entry] | None = None) -> Axes:
-    """The mesh axes that a mapping, the active one by default, sends an axis to."""
+    """Return the mesh axes over which a mapping, the active one by default, shards an axis."""
     return mesh_axes(entries_by_name((name,), mapping)[0])
 
 
 def mapped_on(what: str, name: str, mesh: AnyMesh, *types: AxisType) -> Axes:
-    """The mesh axes of some types that the active mapping sends an axis to; one that the mesh lacks is an error."""
+    """Return the mesh axes of some types over which the active mapping shards an axis; all must be in the mesh."""
     found, known = mapped_axes(name), types_of(mesh)
     if unknown := [a for a in found if a not in known]:
         raise ValueError(_errors.unknown_mesh_axis(what, name, unknown[0], mesh))

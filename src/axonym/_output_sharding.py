@@ -3,12 +3,12 @@
 JAX types the arrays of an Explicit mesh with their sharding and refuses every operation whose output sharding it
 cannot infer. Names can: an output axis keeps the sharding that axis has in the operands; where operands disagree, or
 an axis is new, the active mapping decides. `infer_output_spec` works that out, and `call_with_output_sharding` applies
-it to any positional function: it calls it directly where JAX needs no help, and otherwise hands the function to the
-partitioner, with the output sharding.
+it to any positional function: it calls the function directly if JAX can infer its output sharding, and otherwise hands
+it to the partitioner together with the output sharding.
 
 An axis that is split, merged or renamed has other names in the output. The operation then says which of them are its
-*successors*, and its mesh axes go to them, major to minor. That keeps every shard where it is whenever shards stay
-contiguous: `batch` split into `(step, row)` gives its mesh axes to `step`, and what `step` cannot take to `row`.
+*successors*, which take over its mesh axes, major to minor. So no data moves whenever shards stay contiguous: if
+`batch` is split into `(step, row)`, `step` takes over its mesh axes, and `row` takes those that do not divide `step`.
 
 An axis whose new size its mesh axes do not divide (a slice of a sharded axis, say) comes out replicated: JAX has no
 type for an uneven shard.
@@ -39,7 +39,7 @@ from ._mesh_axes import (
 from .axis import Names
 
 Successors = Mapping[str, Names]
-"""The output axes that take over the placement of an operand's axis, major to minor. Where several axes are merged into
+"""The output axes that take over the sharding of an operand's axis, major to minor. Where several axes are merged into
 one, the mapping lists them in the order in which they are merged."""
 
 
@@ -51,15 +51,15 @@ def infer_output_spec(
     mesh: Any,
     successors: Successors = MappingProxyType({}),
 ) -> PartitionSpec:
-    """The partition spec of an output: each axis keeps the placement it has in the operands.
+    """Infer the partition spec of an output: each axis keeps the sharding that it has in the operands.
 
     Arguments:
         what: the operation, for messages.
         out_names: the axes of the output.
         out_shape: their sizes.
         operands: names and spec entries of each operand.
-        mesh: the mesh they live on.
-        successors: where the placement of an operand's axis goes, if not to the output axis of the same name.
+        mesh: the mesh of the operands.
+        successors: the output axes that take over the sharding of an operand's axis, if not that of the same name.
     """
     sizes = dict(zip(out_names, out_shape, strict=True))
     mapping = {n: mapped_on(what, n, mesh, AxisType.Explicit) for n in sizes if n in active_mapping()}
@@ -75,7 +75,7 @@ def infer_output_spec(
         if len(choices) > 1 and name not in mapping:
             raise ValueError(_disagreement(what, name, choices, mesh))
         if len(choices) == 1:
-            # A resized axis that its mesh axes do not divide any more comes out whole.
+            # A resized axis that its mesh axes do not divide any more is replicated.
             chosen[name] = mesh_axes(choices[0]) if sizes[name] % shard_count(mesh, choices[0]) == 0 else ()
         else:
             chosen[name] = mapping.get(name, ()) if choices or name not in seen else ()
@@ -88,7 +88,7 @@ def infer_output_spec(
 def _settle_collisions(
     what: str, chosen: dict[str, tuple[str, ...]], mapping: Mapping[str, tuple[str, ...]], mesh: AbstractMesh
 ) -> None:
-    """Where two axes would use one mesh axis, the one that the mapping sends there has it."""
+    """Resolve collisions: of axes that share a mesh axis, only the one that the mapping shards over it keeps it."""
     for axis in mesh.axis_names:
         users = [n for n, axes in chosen.items() if axis in axes]
         if len(users) < 2:
@@ -104,7 +104,7 @@ def _settle_collisions(
 def _asked(
     placed: Mapping[str, Entry], sizes: Mapping[str, int], mesh: AbstractMesh, successors: Successors
 ) -> Mapping[str, Entry]:
-    """The placement one operand asks for each output axis that it says something about."""
+    """Return the sharding of each output axis that follows from one operand."""
     asked = {n: entry for n, entry in placed.items() if entry is not None and n not in successors}
     inherited: dict[str, tuple[str, ...]] = {}
     for name, candidates in successors.items():
@@ -135,7 +135,7 @@ def call_with_output_sharding(
         in_names: the axes of each operand.
         out_names: the axes of the output, or of each output.
         arrays: the operands, traced.
-        native: JAX works out the output sharding of `fn` itself when the operands agree.
+        native: whether JAX infers the output sharding of `fn` itself if the operands agree.
         successors: see `infer_output_spec`.
     """
     mesh = explicit_mesh(arrays)
@@ -143,7 +143,7 @@ def call_with_output_sharding(
         return fn(*arrays)
     operands = [(names, entries_of(x)) for names, x in zip(in_names, arrays, strict=True)]
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in arrays]
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # else what `fn` makes itself would lie on the mesh
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # otherwise arrays that `fn` makes would be on the mesh
         shapes = jax.eval_shape(fn, *abstract)
     several = isinstance(shapes, (tuple, list))
     each = tuple(zip(out_names, shapes, strict=True)) if several else ((out_names, shapes),)
@@ -160,7 +160,7 @@ def call_with_output_sharding(
 
 
 def _agree(out_names: Any, spec: PartitionSpec, operands: Sequence[tuple[Names, Sequence[Entry]]]) -> bool:
-    """Whether each operand already lies as the output will, and no axis that is new in it is split."""
+    """Return whether each operand is sharded like the output, and no new axis of the output is sharded."""
     want = dict(zip(out_names, spec, strict=True))
     pairs = [(n, e) for names, entries in operands for n, e in zip(names, entries, strict=True)]
     new = want.keys() - {n for n, _ in pairs}

@@ -1,4 +1,4 @@
-"""Running an operation device by device: one way into `jax.shard_map` for all that the partitioner does less well."""
+"""Run operations per device by `jax.shard_map`, where the partitioner does less well."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ def run_per_device(
     axis_names: Collection[str] = (),
     check_vma: bool = True,
 ) -> Any:
-    """Call a function on the shards that each device has, under `jit`, eagerly, and inside of another `shard_map`.
+    """Call a function on the shards of each device, under `jit`, eagerly, and inside another `shard_map`.
 
     Arguments:
         fn: the function for one device, of shards.
         arrays: the operands. On Explicit mesh axes they are resharded to `in_specs` first, as JAX asks for.
-        in_specs: how each operand is sharded; `axonym._mesh_axes.fits` tells whether it can be.
-        out_specs: how the results are sharded, in their structure. Looked at after `fn` has run.
+        in_specs: the sharding of each operand; `axonym._mesh_axes.fits` tells whether it is possible.
+        out_specs: the shardings of the results, in their structure. Read after `fn` has run.
         mesh: the mesh.
         axis_names: the mesh axes that are manual in `fn`; by default all that are not manual already.
-        check_vma: whether JAX keeps track of the mesh axes that values vary over.
+        check_vma: whether JAX keeps track of which values are device-varying.
     """
     around = set(getattr(mesh, "manual_axes", ()))
     manual = set(axis_names) or set(mesh.axis_names) - around
     mapped = jax.shard_map(
         fn,
-        # Made afresh on each call, since JAX keeps the mesh that is active on the first.
+        # Made anew on each call, because JAX keeps the mesh that is active on the first call.
         mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
         in_specs=tuple(in_specs),
         out_specs=out_specs,
-        # An empty set are all of them. A `vmap` over an axis that is sharded over an Explicit one takes only that.
+        # The empty set means all mesh axes. A `vmap` over an axis that is sharded over an Explicit mesh axis allows
+        # only that.
         axis_names=set() if manual == set(mesh.axis_names) else manual,
         check_vma=check_vma,
     )
     if around:
-        # Inside another one that runs eagerly, JAX fails on what is the same on all devices of the outer mesh axes.
+        # Inside another `shard_map` that runs eagerly, JAX fails on values that are invariant over the outer mesh axes.
         mapped = jax.jit(mapped, inline=INLINE)
     return mapped(*lay_out(arrays, in_specs, mesh, manual))
 
@@ -54,7 +55,7 @@ def run_per_device(
 def lay_out(
     arrays: Sequence[Any], specs: Sequence[PartitionSpec], mesh: AnyMesh, manual: Collection[str]
 ) -> Sequence[Any]:
-    """The operands sharded by their specs over the Explicit mesh axes that become manual, and over others as before."""
+    """Reshard the operands by their specs over the Explicit mesh axes that become manual, and keep other shardings."""
     explicit = set(axes_of_type(mesh, AxisType.Explicit))
     if not explicit.intersection(manual):
         return arrays
@@ -67,6 +68,6 @@ def lay_out(
 
 
 def varying_over(x: jax.Array, axes: Iterable[str]) -> jax.Array:
-    """The array as one that is device-varying over some mesh axes, over which it is not."""
+    """Make an array device-varying over some mesh axes, over which it is invariant."""
     over: Axes = tuple(axes)
     return jax.lax.pcast(x, over, to="varying") if over else x

@@ -1,6 +1,6 @@
-"""Drawing from logits over a vocabulary, which may be sharded and which no device gathers.
+"""Draw from logits over a vocabulary that can be sharded, without gathering it.
 
-What is drawn does not depend on how axes are sharded.
+The draws do not depend on the sharding of any axis.
 """
 
 from .sampling import sample as sample

@@ -1,15 +1,14 @@
-"""Drawing tokens: temperature, top-k, top-p and min-p, over a vocabulary that may be split.
+"""Draw tokens with temperature, top-k, top-p and min-p, over a vocabulary that can be sharded.
 
 A token is the largest of its logit and noise, by the Gumbel-max trick: noise of the right kind, added to the logits,
 makes the position of the largest one a draw from the softmax. Noise is a function of the key, the number of the example
-and the number of the token. So each device makes the noise of its own part, it is the same however axes are split, and
-a filter that leaves a token in does not change whether it is drawn among those left.
+and the number of the token. So each device makes the noise of its own shard, the noise does not depend on the sharding,
+and a filter that keeps a token does not change whether it is drawn among those that are kept.
 
 Filters need to know how likely a token is compared to the likeliest one, which takes one number for each example, the
-largest logit. For top-p the sum over more likely tokens is needed, too. Instead of sorting, the least likely token that
-is kept is searched for by bisection, in which devices tell each other how much is above a threshold. These sums are
-made of integers. Those of floating point numbers would depend on which device adds up what; as it is, the only rounding
-is that of single elements.
+largest logit. For top-p the sum over more likely tokens is needed, too. Instead of sorting, bisection finds the least
+likely token that is kept: devices sum the probability above a threshold. The sums are of integers. Sums of floating
+point numbers would depend on which device adds which; so only single elements are rounded.
 """
 
 from __future__ import annotations
@@ -45,35 +44,34 @@ def sample(
     min_p: NamedOrNumeric | None = None,
     max_k: int | None = None,
 ) -> NamedArray:
-    """A position along an axis for each example, each as likely as its logit says; the axis may be split.
+    """Draw a position along an axis for each example from logits; the axis can be sharded.
 
-    What is drawn depends on key, logits and parameters, and not on how axes are split or in which order they are. Each
-    parameter is one number for all examples, or a named array with one for each. They act in this order:
+    The draws depend on key, logits and parameters, and not on the sharding or order of axes. Each parameter is one
+    number for all examples, or a named array with one for each. They act in this order:
 
-    1. `temperature` divides the logits. Where it is 0, the largest one is taken.
+    1. `temperature` divides the logits. If it is 0, the largest one is taken.
     2. `top_k` keeps the `k` largest; of equal ones the first.
-    3. `top_p` keeps the largest of these, as few as make up that share of the probability of all these. What is as
-       likely as the least likely of them is kept as well.
-    4. `min_p` keeps what is at least that many times as likely as the likeliest.
+    3. `top_p` keeps the largest of these, as few as make up that share of the probability of all these. Elements as
+       likely as the least likely of them are kept as well.
+    4. `min_p` keeps elements that are at least that many times as likely as the likeliest.
+    The likeliest is always kept. An example without a finite logit gives the first of the largest; one with a
+    NaN gives the position of the first NaN.
 
-    The likeliest is always kept. An example without a finite logit gives the first of the largest; one with a NaN gives
-    the place of the first NaN.
+    With `top_k`, each device finds candidates in its shard of the axis, and only these move between devices. Without
+    it, a few numbers for each example move, and for `top_p` three in each of thirty steps.
 
-    With `top_k`, each device finds candidates in its part of the axis, and only these move. Without it, a few numbers
-    for each example do, and for `top_p` three in each of thirty steps.
-
-    Inside a `shard_map` a device draws for the examples that it has, as if there were no others. Give each a key of its
-    own there, by `jax.random.fold_in(key, axonym.axis_index("batch"))`.
+    Inside a `shard_map` a device draws for its own examples, as if there were no others. Give each device its own key
+    there, by `jax.random.fold_in(key, axonym.axis_index("batch"))`.
 
     Arguments:
         key: a random key.
         logits: the logarithms of the probabilities, up to a constant.
-        Vocab: the axis of `logits` along which the positions lie.
-        temperature: how even the choice is.
-        top_k: among how many to choose.
-        top_p: among which share of the probability to choose, up to 1.
-        min_p: how likely a choice must be, compared to the likeliest.
-        max_k: how large `top_k` is at most, where it is an array.
+        Vocab: the axis of `logits` to draw positions of.
+        temperature: the divisor of the logits: the higher, the more even the choice.
+        top_k: the number of elements to choose from.
+        top_p: the share of the probability to choose from, up to 1.
+        min_p: the least probability of a choice, relative to the likeliest.
+        max_k: the upper bound of `top_k`, if it is an array.
 
     >>> logits = axn.named([[0.0, 3.0, 2.0], [5.0, 0.0, 4.9]], ("batch", "vocab"))
     >>> axn.vocabulary.sample(jax.random.key(0), logits, "vocab", temperature=axn.named([0.0, 1.0], "batch"), top_k=1)
@@ -113,7 +111,7 @@ def sample(
 
 
 def _check(argument: str, x: Any, least: float, most: float) -> None:
-    """A parameter that is a number lies where it can; the values of an array are not looked at."""
+    """Check that a parameter that is a number is in its range; the values of an array are not checked."""
     if isinstance(x, (int, float)) and not least <= x <= most:
         upper = "" if most == math.inf else f" and at most {most}"
         raise ValueError(f"{_WHAT}: `{argument}` must be at least {least}{upper}, got {x}.")
@@ -124,7 +122,7 @@ def _sample_kernel(
     names: Names, axis: str, layouts: tuple[tuple[str, Names], ...], count: int | None
 ) -> _kernels.Kernel:
     batch = tuple(n for n in names if n != axis)
-    in_order = tuple(sorted(batch))  # so that the order of axes does not matter to what is drawn
+    in_order = tuple(sorted(batch))  # so that the draws do not depend on the order of axes
 
     def positional(logits, key, *parameters):
         logits = jax.lax.stop_gradient(logits)
@@ -135,7 +133,7 @@ def _sample_kernel(
             argument: wrap(jnp.asarray(x, None if argument == "top_k" else jnp.float32), own)
             for (argument, own), x in zip(layouts, parameters, strict=True)
         }
-        # A key of this kind is two words, and what is drawn with many at once is what is drawn with each alone.
+        # A key of this kind is two words, and drawing with many keys at once is the same as with each alone.
         threefry = jax.random.key_impl(key) == "threefry2x32"
         words = jax.random.key_data(key) if threefry else jax.random.bits(key, (2,), jnp.uint32)
         return _operation(axis)(wrap(logits, names), words, wrap(examples, in_order), given, count=count).array
@@ -146,7 +144,7 @@ def _sample_kernel(
 
 @functools.lru_cache(maxsize=256)
 def _operation(axis: str) -> Partitioned:
-    """The operation for an axis of this name."""
+    """Make the operation for an axis of this name."""
 
     def sample(
         logits: NamedArray,
@@ -191,10 +189,10 @@ def _operation(axis: str) -> Partitioned:
 
 
 def _first_largest(x: NamedArray, axis: str) -> NamedArray:
-    """Where the largest element along an axis is; the first of equal ones, and the first NaN if there is one.
+    """Return the position of the largest element along an axis: the first of equal ones, and the first NaN if any.
 
     Arguments:
-        x: the shard that a device has.
+        x: the shard of the device.
         axis: the axis.
     """
     position = x.names.index(axis)
@@ -209,18 +207,18 @@ def _first_largest(x: NamedArray, axis: str) -> NamedArray:
 
 
 def _weights(x: jax.Array, temperature: jax.Array, split: str | None) -> jax.Array:
-    """How likely things are compared to the likeliest, which has 1."""
+    """Return the probabilities relative to the likeliest, which has 1."""
     highest = jnp.max(x, -1, keepdims=True)
     gap = (highest if split is None else pmax(highest, split)) - x
-    # The likeliest are left out of the division, so that they have 1 also where the temperature is 0.
+    # The likeliest are left out of the division, so that they have 1 also if the temperature is 0.
     return jnp.where(gap > 0, jnp.exp(-gap / temperature), 1).astype(jnp.float32)
 
 
 def _noise(words: jax.Array, examples: jax.Array, places: jax.Array) -> jax.Array:
-    """The noise of each place of each example, by the Gumbel distribution.
+    """Make Gumbel noise for each position of each example.
 
-    What counts is its upper end, and it has to be fine there: of a large vocabulary, many tokens have much noise, and
-    if two had the same, it would always be the first that is drawn. So it is made of 64 random bits.
+    The upper end of the noise matters, and must be fine: in a large vocabulary, many tokens have large noise, and of
+    two with the same noise the first would always be drawn. So it is made of 64 random bits.
     """
     key = jax.random.wrap_key_data(words, impl="threefry2x32")
 
@@ -238,13 +236,13 @@ def _noise(words: jax.Array, examples: jax.Array, places: jax.Array) -> jax.Arra
 
 _ONE = int(np.float32(1).view(np.int32))
 STEPS = _ONE.bit_length()
-"""In how many steps the least likely token is found: a step for each bit of a weight."""
+"""The number of steps of the bisection: one for each bit of a weight."""
 _DIGITS = 3
 
 
 def _least_kept(weights: jax.Array, share: jax.Array, split: str | None) -> jax.Array:
-    """The largest weight such that those that are not smaller make up a share of all."""
-    # Numbers that are not negative are in the order of their bits, so it is found by halving an interval of integers.
+    """Return the largest weight such that those that are not smaller make up a share of all."""
+    # Numbers that are not negative have the order of their bits, so that bisection of integers finds the weight.
     bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
     count = weights.shape[-1] * (1 if split is None else axis_size(split))
     width = min(12, 31 - count.bit_length())  # of a digit, so that the sum of all fits into 31 bits
@@ -263,14 +261,14 @@ def _least_kept(weights: jax.Array, share: jax.Array, split: str | None) -> jax.
         enough = sum_from(middle) >= wanted
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
-    low = (wanted * 0).astype(jnp.int32)  # a carry has to vary over devices from the start if it does in the end
+    low = (wanted * 0).astype(jnp.int32)  # a carry must be device-varying from the start if it is in the end
     low, _ = jax.lax.fori_loop(0, STEPS, narrow, (low, low + (_ONE + 1)))
-    # What is too small to count is kept, too, if everything is.
+    # Weights too small to count are kept, too, if everything is.
     return jnp.where(share >= 1, 0, jax.lax.bitcast_convert_type(low, jnp.float32))
 
 
 def _digits(x: jax.Array, width: int) -> list[jax.Array]:
-    """Numbers from 0 to 1 as integers: the digits after the point, each of so many bits. What is left is dropped."""
+    """Return numbers from 0 to 1 as integers: the digits after the point, each of so many bits; the rest is dropped."""
     digits = []
     for _ in range(_DIGITS):
         x = x * 2**width

@@ -1,4 +1,4 @@
-"""The largest elements along an axis, also where it is sharded."""
+"""Find the largest elements along an axis that can be sharded."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ def top_k(
     """Find the largest elements along an axis, the largest first, and their positions.
 
     The axis may be sharded: each device finds `k` candidates in its shard, and only these, with their positions, move.
-    Other axes stay where they are. Equal elements come in the order in which they stand. NaN is larger than everything,
+    Other axes keep their sharding. Equal elements come in the order of their positions. NaN is larger than all numbers
     if its sign bit is not set.
 
     With `max_k`, `k` need not be known when the program is compiled, and each example can have one of its own. The
-    result then has `max_k` elements, of which those beyond `k` have `replacement` for a value. Their positions are
-    those of the elements that come next, so they can be looked up.
+    result then has `max_k` elements, and those beyond `k` have the value `replacement`. Their positions are those of
+    the next elements, so that they are valid.
 
     Arguments:
         arr: a named array, or a raw array.
         axis: the axis to search; its position in a raw array.
-        k: how many to find; with `max_k`, also an array or a traced number.
-        new_axis: what the axis is called afterwards; its old name by default.
-        max_k: how many to find at most.
-        replacement: the value of what is beyond `k`; by default the lowest of the dtype, which is -inf for floats.
+        k: how many elements to find; with `max_k`, also an array or a traced number.
+        new_axis: the axis in the result; by default it keeps its name.
+        max_k: the upper bound of `k`.
+        replacement: the value of elements beyond `k`; by default the lowest of the dtype, which is -inf for floats.
 
     >>> axn.top_k(axn.named([3, 1, 2], "token"), "token", 2, "beam")
     (NamedArray(int32[beam=2], [3 2]), NamedArray(int32[beam=2], [0 2]))
@@ -98,7 +98,7 @@ def top_k(
 def _of_raw(
     arr: Any, axis: Any, k: Any, new_axis: Any, max_k: int | None, replacement: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The same of a raw array, whose axes are named by their positions."""
+    """Find the largest elements of a raw array, whose axes are named by their positions."""
     x = jnp.asarray(arr)
     if isinstance(axis, (str, Axis)) or new_axis is not None:
         raise TypeError(
@@ -119,13 +119,13 @@ def _of_raw(
 
 
 def number_of_candidates(what: str, argument: str, k: Any, max_k: int | None, axis: Axis) -> int:
-    """How many elements of an axis are asked for, at most, as it has to be known when a program is compiled.
+    """Return the largest number of elements that can be asked for, which must be known when a program is compiled.
 
     Arguments:
         what: the operation, for messages.
-        argument: what `k` is called.
-        k: how many, or an array that says it.
-        max_k: how many at most.
+        argument: the name of `k`.
+        k: the number of elements, or an array of numbers.
+        max_k: the upper bound.
         axis: the axis.
     """
     count, asked = max_k, f"max_k={max_k}"
@@ -149,7 +149,7 @@ def _lowest(dtype: Any) -> Any:
 def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names) -> _kernels.Kernel:
     out_names = replaced(_WHAT, names, axis, (new,))
     in_names, position = (names, *limit_names), names.index(axis)
-    found_names = replaced(_WHAT, names, axis, (f"{axis} found",))  # one axis in operands, and another in results
+    found_names = replaced(_WHAT, names, axis, (f"{axis} found",))  # it is one axis in operands, and another in results
 
     def positional(x, *limits):
         if limits:
@@ -158,7 +158,7 @@ def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names
         mesh = current_mesh()
         if mesh is None:
             return candidates(x, *limits)
-        # Where JAX has no way to run it, or its derivative, device by device, the partitioner has the say.
+        # If JAX cannot run the operation or its derivative per device, the partitioner does.
         auto = [a for a in axes_of_type(mesh, AxisType.Auto) if mesh.shape[a] > 1]
         open_ = bool(auto) and not active_mapping()
         manual = axes_of_type(mesh, AxisType.Manual)
@@ -200,7 +200,7 @@ def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names
 
 @functools.lru_cache(maxsize=256)
 def _operation(axis: str) -> Partitioned:
-    """The operation for an axis of this name."""
+    """Make the operation for an axis of this name."""
     found = f"{axis} found"
 
     def top_k(arr: NamedArray, *limits: NamedArray, k: int) -> tuple[NamedArray, NamedArray]:
@@ -215,7 +215,7 @@ def _operation(axis: str) -> Partitioned:
 def _limited(
     values: jax.Array, names: Names, position: int, limits: Sequence[jax.Array], limit_names: Sequence[Names]
 ) -> jax.Array:
-    """The values found, with the replacement for what is beyond `k` where that is an operand."""
+    """Replace the values beyond `k`, if `k` is an operand."""
     if not limits:
         return values
     limit, replacement = (_kernels.align(x, n, names) for x, n in zip(limits, limit_names, strict=True))
@@ -223,20 +223,20 @@ def _limited(
 
 
 def best(x: NamedArray, axis: str, k: int) -> tuple[NamedArray, NamedArray]:
-    """What one device does: the largest elements along an axis, the largest first, and where they are in all of it.
+    """Find the largest elements along an axis on one device, the largest first, and their positions in the axis.
 
-    Of equal elements the first comes first. A device has no more candidates than its shard has elements.
+    Equal elements keep their order. A device has no more candidates than its shard has elements.
 
     Arguments:
         x: the shard.
         axis: the axis.
-        k: how many to find; all devices together have that many.
+        k: how many elements to find; all devices together have that many.
     """
     position = x.names.index(axis)
     values, places = jax.lax.top_k(x.array, min(k, x.axis_size(axis)), axis=position)
     places = places + axis_offset(axis, x)
     if axis_size(axis) > 1:
-        # Shards are put together in order, so equal candidates stay in order, too.
+        # Shards are gathered in order, so that equal candidates stay in order.
         values = all_gather(wrap(values, x.names), axis).array
         places = all_gather(wrap(places, x.names), axis).array
         values, among = jax.lax.top_k(values, k, axis=position)
