@@ -84,7 +84,7 @@ def test_lint(auto_mesh) -> None:
         "axis 'mlpp' is in the mapping but not in the tree. Did you mean 'mlp'?",
         "axis 'embed' of size 3 cannot be split over model=2",
         "axis 'batch' and axis 'embed' both go to mesh axis 'model'",
-        "big (vocab=4096, hidden=128), 2.0 MiB, stays whole on each of 8 devices",
+        "big (vocab=4096, hidden=128), 2.0 MiB, is replicated on 8 devices",
     ):
         assert part in text
     fine = axn.lint_mapping({"embed": "model"}, {"w": axn.ones({"embed": 4})}, auto_mesh)
@@ -104,6 +104,38 @@ def test_lint_sees_what_shard_would_refuse_or_leave_whole(auto_mesh) -> None:
     assert [f.kind for f in whole] == ["replicated"]
     misspelt = axn.lint_mapping({"vocb": "modl"}, axn.zeros({"vocab": 8}), auto_mesh)
     assert [f.kind for f in misspelt] == ["unused", "problem"] and "Did you mean 'model'" in str(misspelt)
+
+
+def test_lint_of_rules_and_other_placements(auto_mesh) -> None:
+    from axonym.sharding import FSDPShardingRule, MappingShardingRule, TreePathShardingRule
+
+    large = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+    model = {"attn": {"q": large}, "norm": jnp.ones(3), "table": axn.named(large, ("vocab", "embed"))}
+
+    def found(placement, mesh=auto_mesh):
+        return {(f.kind, f.where) for f in axn.lint_mapping(placement, model, mesh)}
+
+    paths = TreePathShardingRule(("atn/q", P("model")), ("norm", P("data")), ("table", {"vocb": "data"}), (".*", P()))
+    assert found(paths) == {
+        ("unused", "atn/q"),
+        ("unused", "vocb"),
+        ("problem", "norm"),
+        ("replicated", "attn/q"),
+        ("replicated", "table"),
+    }
+    assert found(paths.lenient()) == found(paths) - {("problem", "norm")}
+    assert found(TreePathShardingRule(("attn", P("data")))) == {("problem", "norm"), ("problem", "table")}
+    assert found(FSDPShardingRule("data")) == {("replicated", "attn/q"), ("replicated", "table")}  # fewer elements
+    assert found(FSDPShardingRule("data", min_fsdp_size=8).exclude("nrom|attn")) == {("problem", "attn/q")}
+    assert found(FSDPShardingRule("data", min_fsdp_size=8).exclude("nrom")) == {("unused", "nrom")}
+    both = MappingShardingRule({"vocba": "data"}) | FSDPShardingRule("data", min_fsdp_size=8)
+    assert found(both) == {("unused", "vocba")}
+    assert found(FSDPShardingRule("dat")) == {("problem", "the placement")}
+    assert found(P("data", "model")) == {("problem", "norm")}
+    prefix = {"attn": P("data"), "norm": None, "table": {"embed": "model", "mlp": "model"}}
+    assert found(prefix) == {("unused", "mlp")}
+    assert found({**prefix, "table": jax.NamedSharding(auto_mesh, P())}, None) == {("replicated", "table")}
+    assert found({"attn": P("data")}) == {("problem", "the placement")}
 
 
 @pytest.mark.parametrize("axes", [("a", "b"), (axn.Axis("a", 8), axn.Axis("b", 8))])

@@ -177,6 +177,24 @@ def test_abstract_arrays_get_their_sharding(x, auto_mesh) -> None:
     assert placed.array.sharding.spec == P("data", "model")
 
 
+def test_unshard_what_a_placement_shards(x, mesh) -> None:
+    """Eagerly and in jit, the axes that the placement shards are replicated, and the others stay where they are."""
+    raw = jnp.ones((8, 4))
+    rule = axn.sharding.TreePathShardingRule(("x", {"batch": "data"}), ("raw", P(None, "model")))
+    with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):  # which is not looked at
+        tree = {"x": axn.shard(x), "raw": axn.shard(raw, P("data", "model")), "n": 3}
+        for undo in (axn.unshard, jax.jit(axn.unshard, static_argnums=1)):
+            found = jax.block_until_ready(undo(tree, rule))
+            assert spec(found["x"]) == (None, "model") and spec(found["raw"])[0] == "data"
+            assert spec(found["raw"]) in {("data",), ("data", None)}
+            assert spec(undo(tree["x"], P("data"))) == (None, "model")
+        assert spec(axn.unshard(tree, {"x": {"embed": "model"}, "raw": P("data"), "n": None})["raw"]) == (None, "model")
+        abstract = axn.unshard(axn.shard(jax.eval_shape(lambda: x), MAPPING), {"batch": "data"})
+        assert abstract.array.sharding.spec == P(None, "model")
+    with pytest.raises(ValueError, match=r"unshard .* goes to mesh axis 'dat'"):
+        axn.unshard(x, {"batch": "dat"}, mesh)
+
+
 def test_unshard_and_to_host(x, mesh) -> None:
     with jax.set_mesh(mesh):
         y = axn.shard(x, MAPPING)

@@ -354,7 +354,7 @@ class MeshShardingHelper:
         >>> helper.make_replicated_args(jnp.ones(2)).sharding.is_fully_replicated
         True
         """
-        placed = tuple(unshard(x, self.mesh) for x in args)
+        placed = tuple(unshard(x, mesh=self.mesh) for x in args)
         return placed[0] if len(placed) == 1 else placed
 
     def local_data_to_global_array(

@@ -1,17 +1,18 @@
-"""Checking a whole mapping against a whole model, before anything runs."""
+"""Checking a whole placement against a whole model, before anything runs."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from .. import _errors
-from .._mesh_axes import axes_in, mesh_axes, shard_count
+from .._mesh_axes import active_mapping, axes_in, mapped_axes, shard_count
 from ..array import NamedArray
-from .mapping import ResourceMapping
+from .mapping import normalize_mapping
 from .meshes import AnyMesh, current_mesh
-from .placement import Leaf, leaves_of, mapping_of, spec_of_leaf
+from .placement import Leaf, Placement, examine, is_placement, leaves_of, unused_in
 
 Kind = Literal["unused", "problem", "replicated"]
 
@@ -25,10 +26,10 @@ class Finding:
     """
 
     kind: Kind
-    """'unused': a key that names no axis of the tree; 'problem': what `shard` would refuse; 'replicated': a large array
-    that is whole on every device."""
+    """'unused': a key that names no axis of the tree, or a pattern found in no path; 'problem': what `shard` would
+    refuse; 'replicated': a large array that is replicated."""
     where: str
-    """The key of the mapping, or the path in the tree."""
+    """The key, the pattern, or the path in the tree."""
     message: str
 
 
@@ -60,46 +61,59 @@ class Report:
 
 
 def lint_mapping(
-    mapping: ResourceMapping | None,
+    mapping: Placement,
     tree: Any,
     mesh: AnyMesh | None = None,
     *,
     large: int = 1 << 20,
 ) -> Report:
-    """Everything that is wrong or doubtful about a mapping for a model on a mesh.
+    """Find everything that is wrong or doubtful about a mapping, or another placement, for a model on a mesh.
 
     Arguments:
-        mapping: the mapping; None for that in force.
+        mapping: a resource mapping, a rule, a `PartitionSpec`, a sharding, or a tree prefix of these. None for the
+            active mapping.
         tree: a model; its arrays may be abstract, as `jax.eval_shape` gives them.
-        mesh: the mesh; that in force by default.
-        large: arrays of at least so many bytes that stay whole on every device are reported.
+        mesh: the mesh; the active one by default.
+        large: arrays of at least so many bytes that are replicated are reported.
 
     >>> mesh = axn.make_mesh({"data": 2})
     >>> print(axn.lint_mapping({"embd": "data"}, {"w": axn.ones({"embed": 4})}, mesh))
     1 arrays, 1 findings:
       unused: axis 'embd' is in the mapping but not in the tree. Did you mean 'embed'?
+    >>> rule = axn.sharding.TreePathShardingRule(("norms", jax.P()), (".*", jax.P("data")))
+    >>> print(axn.lint_mapping(rule, {"norm": jnp.ones(4)}, mesh))
+    1 arrays, 1 findings:
+      unused: pattern 'norms' is found in no path of the tree. Did you mean 'norm'?
     """
-    entries = mapping_of(mapping)
     mesh = mesh if mesh is not None else current_mesh()
-    leaves = [leaf for leaf in leaves_of(tree)[0] if leaf.shape is not None]
-    known = {n for leaf in leaves for n in leaf.names or ()}
+    arrays = [leaf for leaf in leaves_of(tree)[0] if leaf.shape is not None]
+    try:
+        examined = examine(tree, mapping, mesh, "lint_mapping")
+    except ValueError as problem:  # it cannot be asked leaf by leaf
+        return Report((Finding("problem", "the placement", str(problem)),), len(arrays))
+    active = active_mapping()
+    placements: dict[int, tuple[Placement, list[Leaf]]] = {id(mapping): (mapping, [])} if is_placement(mapping) else {}
+    for placement, leaf in examined.given:
+        _, its_leaves = placements.setdefault(id(placement), (placement, []))
+        its_leaves += [leaf] if leaf.shape is not None else []
     findings = []
-    for name in [n for n in entries if n not in known]:
-        hint = _errors.suggestion(name, known)
-        findings.append(Finding("unused", name, f"axis {name!r} is in the mapping but not in the tree.{hint}"))
-        if mesh is not None:
-            unknown = [a for a in mesh_axes(entries[name]) if a not in mesh.shape]
-            texts = [_errors.unknown_mesh_axis("lint_mapping", name, a, mesh) for a in unknown]
-            findings += [Finding("problem", name, text) for text in texts]
-    for leaf in leaves:
-        problems: list[str] = []
-        spec = spec_of_leaf(leaf, entries, mesh, problems)
-        findings += [Finding("problem", leaf.path, p) for p in problems]
-        if mesh is None or problems or _bytes(leaf) < large or _devices(mesh) == 1:
+    for placement, its_leaves in placements.values():
+        placement = active if placement is None else placement
+        for name, message in unused_in(placement, its_leaves):
+            findings.append(Finding("unused", name, message))
+            if mesh is not None and isinstance(placement, Mapping):
+                unknown = [a for a in mapped_axes(name, normalize_mapping(placement)) if a not in mesh.shape]
+                texts = [_errors.unknown_mesh_axis("lint_mapping", name, a, mesh) for a in unknown]
+                findings += [Finding("problem", name, text) for text in texts]
+    findings += [Finding("problem", path, problem) for path, problem in examined.problems]
+    wrong = {path for path, _ in examined.problems}
+    for leaf in examined.leaves:
+        its_mesh = leaf.mesh or mesh
+        if leaf.shape is None or its_mesh is None or leaf.path in wrong or _bytes(leaf) < large:
             continue
-        if shard_count(mesh, axes_in(spec or ())) == 1:
-            findings.append(Finding("replicated", leaf.path, _replicated(leaf, _devices(mesh))))
-    return Report(tuple(findings), len(leaves))
+        if (devices := math.prod(its_mesh.shape.values())) > 1 and shard_count(its_mesh, axes_in(leaf.spec or ())) == 1:
+            findings.append(Finding("replicated", leaf.path, _replicated(leaf, devices)))
+    return Report(tuple(findings), len(arrays))
 
 
 def _bytes(leaf: Leaf) -> int:
@@ -107,10 +121,6 @@ def _bytes(leaf: Leaf) -> int:
     return math.prod(leaf.shape or ()) * array.dtype.itemsize
 
 
-def _devices(mesh: AnyMesh) -> int:
-    return math.prod(mesh.shape.values())
-
-
 def _replicated(leaf: Leaf, devices: int) -> str:
     axes = _errors.describe_axes(leaf.names, leaf.shape) if leaf.names else str(leaf.shape)
-    return f"{leaf.path} {axes}, {_bytes(leaf) / 2**20:.1f} MiB, stays whole on each of {devices} devices."
+    return f"{leaf.path} {axes}, {_bytes(leaf) / 2**20:.1f} MiB, is replicated on {devices} devices."

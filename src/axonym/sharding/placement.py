@@ -100,6 +100,14 @@ class Rule(abc.ABC):
         """Why the leaf is passed on, if it is wrong to leave it where it is."""
         return None
 
+    def unused(self, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
+        """What in the rule applies to no leaf, each as what it is called and a message; for `lint_mapping`.
+
+        Arguments:
+            leaves: the leaves that the rule looks at.
+        """
+        return []
+
     def answer(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
         """What the rule, and those that it hands the leaf to, say in the end."""
         answer = self.place(leaf, mesh)
@@ -115,30 +123,54 @@ def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
         mesh: the mesh to check against; None checks only what needs no mesh, and rules see the mesh in force.
         what: the operation, for messages.
     """
+    examined = examine(tree, placement, mesh, what)
+    _warn_if_unused(examined.given, what)
+    if examined.problems:
+        raise ValueError(listed(what, [problem for _, problem in examined.problems], mesh))
+    _warn_if_unused(examined.answers, what)
+    return examined.leaves, examined.structure
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Examined:
+    """What `examine` finds."""
+
+    leaves: list[Leaf]
+    structure: Any
+    given: list[tuple[Placement, Leaf]]
+    """The placement of each leaf, which may be a rule, with the leaf as the rule sees it."""
+    answers: list[tuple[Placement, Leaf]]
+    """What rules answer, apart from those of the library that answer with mappings for other leaves too."""
+    problems: list[tuple[str, str]]
+    """Paths and messages."""
+
+
+def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) -> Examined:
+    """Resolve a placement, and return what is wrong with it beside the leaves; the arguments are those of `resolve`."""
     leaves, structure = leaves_of(tree)
     placements = _broadcast(placement, tree, structure, what)
-    _warn_if_unused([(p, leaf) for (p, _), leaf in zip(placements, leaves, strict=True)], what)
-    answers: list[tuple[Placement, Leaf]] = []
     # Each mapping is made ready once, however many leaves it places.
     ready = {
         id(p): normalize_mapping(p, what) for p in {id(p): p for p, _ in placements}.values() if isinstance(p, Mapping)
     }
-    in_force = _context.mapping_in_force()
+    active = _context.mapping_in_force()
     rules_see = current_mesh() if mesh is None else mesh
-    placed, problems = [], []
+    examined = Examined([], structure, [], [], [])
     for leaf, (given, depth) in zip(leaves, placements, strict=True):
-        given = in_force if given is None else ready.get(id(given), given)
+        problems: list[str] = []
+        seen = dataclasses.replace(leaf, keys=leaf.keys[depth:]) if depth and isinstance(given, Rule) else leaf
+        examined.given.append((given, seen))
+        given = active if given is None else ready.get(id(given), given)
         if isinstance(given, Rule):
-            own = isinstance(given, (ByRole, ByWork))  # they answer with mappings that are meant for other leaves too
-            given = _answer(given, leaf, depth, rules_see, what, problems)
-            answers += [] if own else [(given, leaf)]
+            own = isinstance(given, (ByRole, ByWork))
+            given = _answer(given, leaf, seen, rules_see, what, problems)
+            if not own:
+                examined.answers.append((given, leaf))
         own_mesh = _mesh_of(given, what) if isinstance(given, NamedSharding) else None
         spec = spec_of_leaf(leaf, given, mesh if own_mesh is None else own_mesh, problems)
-        placed.append(Leaf(leaf.keys, leaf.value, leaf.names, leaf.shape, spec, own_mesh))
-    if problems:
-        raise ValueError(listed(what, problems, mesh))
-    _warn_if_unused(answers, what)
-    return placed, structure
+        examined.leaves.append(Leaf(leaf.keys, leaf.value, leaf.names, leaf.shape, spec, own_mesh))
+        examined.problems.extend((leaf.path, problem) for problem in problems)
+    return examined
 
 
 # --- leaves ---
@@ -305,14 +337,13 @@ def _mesh_of(sharding: NamedSharding, what: str) -> AnyMesh:
     return as_seen_here(mesh)
 
 
-def _answer(rule: Rule, leaf: Leaf, depth: int, mesh: AnyMesh | None, what: str, problems: list[str]) -> Placement:
+def _answer(rule: Rule, leaf: Leaf, seen: Leaf, mesh: AnyMesh | None, what: str, problems: list[str]) -> Placement:
     """What a rule says of a leaf; None leaves it where it is.
 
     The rule sees the path from where it stands, so that it says the same of a model wherever that is in a tree.
     """
     if leaf.shape is None:
         return None
-    seen = dataclasses.replace(leaf, keys=leaf.keys[depth:]) if depth else leaf
     answer = rule.answer(seen, mesh)
     if not is_placement(answer):
         raise TypeError(
@@ -448,6 +479,25 @@ def listed(what: str, problems: Sequence[str], mesh: AnyMesh | None) -> str:
         return f"{what}{where}: {problems[0]}"
     lines = "".join(f"\n  {p}" for p in dict.fromkeys(problems))
     return f"{what}{where}, {len(problems)} problems:{lines}"
+
+
+def unused_in(placement: Placement, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
+    """What in a placement applies to none of its leaves, each as what it is called and a message.
+
+    Arguments:
+        placement: a placement that is not a prefix.
+        leaves: the arrays that it places.
+    """
+    if isinstance(placement, Rule):
+        return placement.unused(leaves)
+    if not isinstance(placement, Mapping):
+        return []
+    known = {n for leaf in leaves for n in leaf.names or ()}
+    return [
+        (name, f"axis {name!r} is in the mapping but not in the tree.{_errors.suggestion(name, known)}")
+        for name in normalize_mapping(placement)
+        if name not in known
+    ]
 
 
 def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], what: str) -> None:

@@ -20,7 +20,7 @@ from .._context import Entry
 from .._mesh_axes import mesh_axes, shard_count
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from .meshes import AnyMesh
-from .placement import Leaf, Placement, Rule, entries_of, is_placement
+from .placement import Leaf, Placement, Rule, entries_of, is_placement, unused_in
 
 __all__ = [
     "FSDPShardingRule",
@@ -106,6 +106,9 @@ class _FirstOf(ShardingRule):
         found = [p.refusal(leaf) for p in self.placements if isinstance(p, Rule)]
         return "; ".join(r for r in found if r) or None
 
+    def unused(self, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
+        return [found for placement in self.placements for found in unused_in(placement, leaves)]
+
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.placements))
 
@@ -124,6 +127,10 @@ class _Excluding(ShardingRule):
         if self.pattern.search(leaf.path):
             return f"{self.pattern.pattern!r} excludes it from {self.rule!r}"
         return self.rule.refusal(leaf)
+
+    def unused(self, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
+        left = [leaf for leaf in leaves if not self.pattern.search(leaf.path)]
+        return [*_found_nowhere(self.pattern, leaves), *self.rule.unused(left)]
 
     def __repr__(self) -> str:
         return f"{self.rule!r}.exclude({self.pattern.pattern!r})"
@@ -150,6 +157,9 @@ class _Lenient(ShardingRule):
 
     def refusal(self, leaf: Leaf) -> str | None:
         return self.rule.refusal(leaf)
+
+    def unused(self, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
+        return self.rule.unused(leaves)
 
     def __repr__(self) -> str:
         return f"{self.rule!r}.lenient()"
@@ -255,6 +265,13 @@ class TreePathShardingRule(ShardingRule):
         listed = " and ".join(map(repr, near)) if near else "there are none"
         return f"no pattern of TreePathShardingRule is found in its path; the nearest of {len(patterns)}: {listed}"
 
+    def unused(self, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
+        found = []
+        for pattern, placement in self.rules:
+            found += _found_nowhere(pattern, leaves)
+            found += unused_in(placement, [leaf for leaf in leaves if pattern.search(leaf.path)])
+        return found
+
     def __repr__(self) -> str:
         return f"TreePathShardingRule({len(self.rules)} patterns)"
 
@@ -312,6 +329,9 @@ class MappingShardingRule(ShardingRule):
     def refusal(self, leaf: Leaf) -> str:
         return "it has no named axes that a resource mapping could place"
 
+    def unused(self, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
+        return unused_in(self.mapping, leaves)
+
     def __repr__(self) -> str:
         return f"MappingShardingRule({self.mapping})"
 
@@ -319,6 +339,14 @@ class MappingShardingRule(ShardingRule):
 def _as_rule(placement: Placement) -> Placement:
     """A mapping as a rule, since by itself it would not pass on what has no names."""
     return MappingShardingRule(placement) if isinstance(placement, Mapping) else placement
+
+
+def _found_nowhere(pattern: re.Pattern[str], leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
+    """What there is to say of a pattern that is found in no path."""
+    if any(pattern.search(leaf.path) for leaf in leaves):
+        return []
+    hint = _errors.suggestion(pattern.pattern, [leaf.path for leaf in leaves])
+    return [(pattern.pattern, f"pattern {pattern.pattern!r} is found in no path of the tree.{hint}")]
 
 
 def _if_divided(mesh: AnyMesh, entry: Any, size: int) -> Any:

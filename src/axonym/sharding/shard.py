@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -46,19 +47,28 @@ def shard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -> 
     return _shard(tree, placement, mesh, "shard", warn=True)
 
 
-def unshard(tree: T, mesh: AnyMesh | None = None) -> T:
-    """Put the whole of every array on every device of the mesh.
+def unshard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -> T:
+    """Replicate every array of a tree, or only the axes that a placement shards.
+
+    With a placement, this undoes `shard`: each axis that the placement shards becomes replicated, and all others keep
+    the sharding they have. So what was sharded for storage alone can be gathered, and stay sharded otherwise.
 
     Arguments:
         tree: the tree to replicate.
-        mesh: the mesh; that in force by default.
+        placement: what to undo: a resource mapping, a rule, or any other placement. By default, everything; the active
+            mapping is not looked at.
+        mesh: the mesh; the active one by default.
 
-    >>> mesh = axn.make_mesh({"data": -1})
-    >>> x = axn.shard(axn.ones({"batch": 16}), {"batch": "data"}, mesh)
-    >>> axn.unshard(x, mesh).array.sharding.is_fully_replicated
-    True
+    >>> mesh = axn.make_mesh({"fsdp": 2, "model": 2})
+    >>> x = axn.shard(axn.ones({"embed": 16, "mlp": 4}), {"embed": "fsdp", "mlp": "model"}, mesh)
+    >>> axn.unshard(x, mesh=mesh).array.sharding.spec
+    P(None, None)
+    >>> axn.unshard(x, {"embed": "fsdp"}, mesh).array.sharding.spec
+    P(None, 'model')
     """
-    return _shard(tree, PartitionSpec(), mesh, "unshard", warn=True)
+    if placement is None:
+        return _shard(tree, PartitionSpec(), mesh, "unshard", warn=True)
+    return _shard(tree, placement, mesh, "unshard", warn=True, undo=True)
 
 
 def to_host(tree: T) -> T:
@@ -189,7 +199,7 @@ def _devices_for(placement: Placement) -> Mesh | None:
     return next((m for m in meshes if isinstance(m, Mesh)), None)
 
 
-def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn: bool) -> T:
+def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn: bool, undo: bool = False) -> T:
     if placement is None and _context.mapping_in_force() is None:
         if warn:
             _errors.warn(
@@ -208,7 +218,16 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
             _errors.warn(f"{what}: no mesh is in force, so nothing was placed. Use jax.set_mesh, or pass a mesh.")
         return tree
     leaves, structure = resolve(tree, placement, mesh, what)
+    if undo:
+        leaves = [dataclasses.replace(leaf, spec=_undone(leaf.spec)) for leaf in leaves]
     return jax.tree.unflatten(structure, [_put(leaf, leaf.mesh or mesh, what) for leaf in leaves])
+
+
+def _undone(spec: PartitionSpec | None) -> PartitionSpec | None:
+    """The spec that replicates the axes that a spec shards, and leaves the others open."""
+    if spec is None:
+        return None
+    return PartitionSpec(*(None if mesh_axes(entry) else PartitionSpec.UNCONSTRAINED for entry in spec))
 
 
 def _put(leaf: Leaf, mesh: AnyMesh | None, what: str) -> Any:
@@ -221,6 +240,7 @@ def _put(leaf: Leaf, mesh: AnyMesh | None, what: str) -> Any:
 
 def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
+        spec = _closed(spec, x.sharding)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec), weak_type=x.weak_type)
     if isinstance(x, Tracer):
         return _constrain(x, spec, mesh, what)
