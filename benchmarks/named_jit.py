@@ -29,7 +29,7 @@ def rows() -> list[Row]:
         raw = [jnp.full((8, 4), i, jnp.float32) for i in range(count)]
         named = [axn.named(x, ("row", "col")) for x in raw]
         ours, theirs = axn.named_jit(_add_one), jax.jit(_add_one)
-        limit = 1.6 if count == 1 else 1.5
+        limit = 1.35 if count == 1 else 1.5
         found.append(_row(f"{count} leaves, no mesh", ours, named, theirs, raw, limit, repeats))
 
         static = axn.named_jit(_add_one_with)
@@ -39,7 +39,7 @@ def rows() -> list[Row]:
                 f"{count} leaves and a function",
                 lambda static=static, named=named: jax.block_until_ready(static(named, jnp.tanh)),
                 lambda theirs=theirs, raw=raw: jax.block_until_ready(theirs(raw)),
-                3.0,
+                1.7,
                 repeats=repeats,
             )
         )

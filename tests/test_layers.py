@@ -27,7 +27,8 @@ _methods custom_partitioning random
 fft linalg manual poly ref transforms tree
 ops
 _fsdp_ops sharding
-_kernels _static typing
+_function_cache
+_kernels _tree_spec typing
 _output_sharding _per_device array
 _lazy _mesh_axes _parsing axis
 _context _errors _jax_versions _module_field _named_scope _parameter_names

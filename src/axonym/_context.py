@@ -1,11 +1,11 @@
-"""What is in force: one value that is part of every jit cache key.
+"""The active settings: one value that is part of every jit cache key.
 
-A mapping in force must never be baked into a compiled function that outlives it. JAX has a place for such things: a
+An active mapping must never be baked into a compiled function that outlives it. JAX has a place for such things: a
 *user context*, whose value is part of the key under which `jax.jit` and all that builds on it keep what they traced and
 compiled. So a changed mapping retraces, and one that returns finds what it compiled before.
 
 JAX compares the value by hash and equality on every call. Settings are therefore interned: equal ones are one object.
-Nothing in force is `None`, the value every thread starts with.
+No settings are `None`, the value every thread starts with.
 """
 
 from __future__ import annotations
@@ -24,22 +24,20 @@ Entry = str | tuple[str, ...] | None
 
 
 class Settings:
-    """Everything that can be in force, as one immutable value. Made by `intern_settings`."""
+    """The mappings and annotations that are active, as one immutable value. Made by `intern_settings`."""
 
-    __slots__ = ("__weakref__", "annotations", "mapping", "parameters")
+    __slots__ = ("__weakref__", "annotations", "mapping", "storage")
 
-    def __init__(
-        self, mapping: Mapping[str, Entry], parameters: Mapping[str, Entry], annotations: Mapping[str, Hashable]
-    ):
+    def __init__(self, mapping: Mapping[str, Entry], storage: Mapping[str, Entry], annotations: Mapping[str, Hashable]):
         self.mapping = MappingProxyType(dict(mapping))
         """Where the axes of arrays go."""
-        self.parameters = MappingProxyType(dict(parameters))
-        """Where the axes of parameters rest between their uses, if not there: see `axonym.fsdp`."""
+        self.storage = MappingProxyType(dict(storage))
+        """Where the axes of parameters go between their uses, if not there: see `axonym.fsdp`."""
         self.annotations = MappingProxyType(dict(annotations))
         """What the names of annotations stand for: see `axonym.sharding.with_sharding_annotation`."""
 
     def __repr__(self) -> str:
-        rest = f", parameters={dict(self.parameters)}" if self.parameters else ""
+        rest = f", storage={dict(self.storage)}" if self.storage else ""
         rest += f", annotations={dict(self.annotations)}" if self.annotations else ""
         return f"Settings({dict(self.mapping)}{rest})"
 
@@ -48,16 +46,16 @@ _INTERNED: weakref.WeakValueDictionary[Any, Settings] = weakref.WeakValueDiction
 _INTERNING = threading.Lock()
 
 # Made once, on import: JAX asks that contexts are not made while it is in use.
-_IN_FORCE = jax.make_user_context(None)
+ACTIVE = jax.make_user_context(None)
 
 
 def intern_settings(
     mapping: Mapping[str, Entry] | None = None,
-    parameters: Mapping[str, Entry] | None = None,
+    storage: Mapping[str, Entry] | None = None,
     annotations: Mapping[str, Hashable] | None = None,
 ) -> Settings | None:
     """The one object for these settings; None where they say nothing."""
-    given = mapping or {}, parameters or {}, annotations or {}
+    given = mapping or {}, storage or {}, annotations or {}
     if not any(given):
         return None
     key = tuple(frozenset(part.items()) for part in given)
@@ -67,21 +65,26 @@ def intern_settings(
 
 def changed(outer: Settings | None, **parts: Mapping[str, Any]) -> Settings | None:
     """Settings like others, with some parts replaced."""
-    kept = {} if outer is None else {n: getattr(outer, n) for n in ("mapping", "parameters", "annotations")}
+    kept = {} if outer is None else {n: getattr(outer, n) for n in ("mapping", "storage", "annotations")}
     return intern_settings(**{**kept, **parts})
 
 
-def settings_in_force() -> Settings | None:
-    """All that is in force, or None."""
-    return _IN_FORCE.value
+def active_settings() -> Settings | None:
+    """All active settings, or None."""
+    return ACTIVE.value
 
 
-def mapping_in_force() -> Mapping[str, Entry] | None:
-    """The mapping in force, or None; one without entries is none."""
-    settings = _IN_FORCE.value
+def active_mapping() -> Mapping[str, Entry] | None:
+    """The active mapping, or None; one without entries is none."""
+    settings = ACTIVE.value
     return None if settings is None else settings.mapping or None
 
 
-def in_force(settings: Settings | None) -> contextlib.AbstractContextManager[None]:
-    """Put settings in force."""
-    return _IN_FORCE(settings)
+def activate(settings: Settings | None) -> contextlib.AbstractContextManager[None]:
+    """Make settings active in a with-block."""
+    return ACTIVE(settings)
+
+
+settings_in_force = active_settings  # until all callers have moved
+mapping_in_force = active_mapping
+in_force = activate

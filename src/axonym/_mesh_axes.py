@@ -111,13 +111,13 @@ def reshard(x: jax.Array, spec: Iterable[Entry], mesh: AnyMesh) -> jax.Array:
 
 def active_mapping() -> Mapping[str, Entry]:
     """Return the active mapping; an empty one if there is none."""
-    return _context.mapping_in_force() or {}
+    return _context.active_mapping() or {}
 
 
 def storage_mapping() -> Mapping[str, Entry]:
     """Return the active mapping for the storage of parameters; an empty one if it is not set."""
-    settings = _context.settings_in_force()
-    return {} if settings is None else settings.parameters
+    settings = _context.active_settings()
+    return {} if settings is None else settings.storage
 
 
 def entries_by_name(names: Iterable[str], mapping: Mapping[str, Entry] | None = None) -> tuple[Entry, ...]:

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from . import _errors
+from . import _errors, _tree_spec
 from .array import NamedArray, is_named_array, resolve, wrap
 from .axis import Axis, AxisSelector, name_of
 from .ops.broadcasting import broadcast_axis
@@ -309,11 +309,11 @@ def hashable_partition(tree: Any, filter_spec: Any) -> tuple[Any, Any]:
     import equinox as eqx
 
     dynamic, static = eqx.partition(tree, filter_spec)
-    found, treedef = jax.tree.flatten_with_path(static)
-    wrong = [f"{_path(path)} ({type(x).__name__})" for path, x in found if not _hashable(x)]
+    _, spec = _tree_spec.flatten(static, (), named=False)
+    wrong = [f"{_path(path)} ({type(x).__name__})" for path, x in jax.tree.leaves_with_path(static) if not _hashable(x)]
     if wrong:
         raise TypeError(f"hashable_partition: {', '.join(wrong)} cannot be hashed, so it cannot be static.")
-    return dynamic, (tuple(x for _, x in found), treedef)
+    return dynamic, spec
 
 
 def _path(path: Any) -> str:
@@ -342,8 +342,7 @@ def hashable_combine(dynamic: Any, static: Any) -> Any:
     """
     import equinox as eqx
 
-    found, treedef = static
-    return eqx.combine(dynamic, jax.tree.unflatten(treedef, found))
+    return eqx.combine(dynamic, static.unflatten())
 
 
 # --- keys ---

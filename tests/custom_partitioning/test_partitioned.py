@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import axonym as axn
 from axonym._mesh_axes import mesh_axes
-from axonym.custom_partitioning import Rule, partitioned
+from axonym.custom_partitioning import PartitioningRule, partitioned
 from axonym.manual import collectives
 from tests.custom_partitioning.operations import (
     Batch,
@@ -455,6 +455,8 @@ def test_a_sharding_of_ones_own_under_vmap(mesh, both_split):
 )
 def test_what_is_wrong_with_a_sharding(said, message):
     batch, vocab, odd, k = (("batch",), ("vocab",), ("odd",), ("k",))
-    rule = Rule(((batch, vocab, odd),), ((batch, k),), {"batch": 8, "vocab": 16, "odd": 6, "k": 4}, whole={"k"})
+    rule = PartitioningRule(
+        ((batch, vocab, odd),), ((batch, k),), {"batch": 8, "vocab": 16, "odd": 6, "k": 4}, whole={"k"}
+    )
     with pytest.raises(ValueError, match=f"op, inferred sharding: .*{message}"):
         rule.inferred("op", {"data": 4, "model": 2}, lambda *_: said, {}, [(None, None, None)])

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import axonym as axn
-from axonym.custom_partitioning import Rule, partitioned
+from axonym.custom_partitioning import PartitioningRule, partitioned
 
 Batch, Vocab, K = axn.make_axes(batch=4, vocab=6, k=2)
 
@@ -18,7 +18,7 @@ def term(text: str):
     return tuple((name,) for name in text.split())
 
 
-def check(rule: Rule, operands, results, sizes, *, reduced="", whole="", permuted=""):
+def check(rule: PartitioningRule, operands, results, sizes, *, reduced="", whole="", permuted=""):
     assert rule.operands == tuple(map(term, operands))
     assert rule.results == tuple(map(term, results))
     assert dict(rule.sizes) == sizes
@@ -117,7 +117,7 @@ def test_printed():
 
 
 def test_for_shardy():
-    rule = Rule((term("a b"), ()), (term("a c"),), {"a": 2, "b": 3, "c": 4}, whole={"c"})
+    rule = PartitioningRule((term("a b"), ()), (term("a c"),), {"a": 2, "b": 3, "c": 4}, whole={"c"})
     shardy = rule.for_shardy()
     assert shardy.operand_mappings == (("f0", "f1"), ())
     assert shardy.result_mappings == (("f0", "f2"),)
@@ -126,7 +126,7 @@ def test_for_shardy():
 
 
 def test_for_shardy_of_compound_axes():
-    rule = Rule(((("a", "b"),),), ((("a",),),), {"a": 2, "b": 3})
+    rule = PartitioningRule(((("a", "b"),),), ((("a",),),), {"a": 2, "b": 3})
     assert rule.for_shardy().operand_mappings == ((("f0", "f1"),),)
     assert rule.for_shardy().factor_sizes == {"f1": 3}
 
@@ -147,17 +147,17 @@ MESH = {"data": 4, "model": 2}
     ],
 )
 def test_splits(spec, splits):
-    rule = Rule((term("a b"),), (term("a"),), {"a": 8, "b": 6})
+    rule = PartitioningRule((term("a b"),), (term("a"),), {"a": 8, "b": 6})
     assert rule.splits(MESH, [(rule.operands[0], spec)]) == splits
 
 
 def test_what_must_be_whole_is_not_split():
-    rule = Rule((term("a b"),), (term("a"),), {"a": 8, "b": 6}, whole={"b"})
+    rule = PartitioningRule((term("a b"),), (term("a"),), {"a": 8, "b": 6}, whole={"b"})
     assert rule.splits(MESH, [(rule.operands[0], ("data", "model"))]) == {"a": ("data",)}
 
 
 def test_a_mesh_axis_splits_one_factor_and_the_first_array_has_the_say():
-    rule = Rule((term("a b"), term("b c")), (term("a c"),), {"a": 8, "b": 8, "c": 8})
+    rule = PartitioningRule((term("a b"), term("b c")), (term("a c"),), {"a": 8, "b": 8, "c": 8})
     found = [(rule.operands[0], ("data", None)), (rule.operands[1], ("model", "data"))]
     splits = rule.splits(MESH, found)
     assert splits == {"a": ("data",), "b": ("model",)}
@@ -170,14 +170,14 @@ def test_a_mesh_axis_splits_one_factor_and_the_first_array_has_the_say():
 
 def test_a_minor_factor_is_split_when_the_major_one_is_used_up():
     both = (("a", "b"),)
-    rule = Rule((both,), (both,), {"a": 4, "b": 6})
+    rule = PartitioningRule((both,), (both,), {"a": 4, "b": 6})
     assert rule.splits(MESH, [(both, (("data", "model"),))]) == {"a": ("data",), "b": ("model",)}
     assert rule.splits({"data": 2, "model": 2}, [(both, (("data", "model"),))]) == {"a": ("data", "model")}
     assert rule.splits({"data": 2, "model": 3}, [(both, (("data", "model"),))]) == {"a": ("data",)}
 
 
 def test_a_minor_factor_is_not_split_elsewhere_if_that_leaves_holes():
-    rule = Rule((term("b"), (("a", "b"),)), (term("b"),), {"a": 4, "b": 6})
+    rule = PartitioningRule((term("b"), (("a", "b"),)), (term("b"),), {"a": 4, "b": 6})
     assert rule.splits(MESH, [(rule.operands[0], ("model",))]) == {}
 
 
@@ -200,7 +200,7 @@ def test_derived_rules_are_those_written_by_hand(operands, results, data):
     reduced = data.draw(st.sets(st.sampled_from(sorted(into - out)))) if into - out else set()
     fn = lambda *xs: tuple(zeros(r) for r in results)
     derived = partitioned(reduced=sorted(reduced))(fn).explain(*map(zeros, operands))
-    by_hand = Rule(
+    by_hand = PartitioningRule(
         tuple(tuple((n,) for n in o) for o in operands),
         tuple(tuple((n,) for n in r) for r in results),
         {n: SIZES[n] for n in into | out},
@@ -225,7 +225,7 @@ def test_splits_can_be_carried_out(shape, data):
     drawn = data.draw(st.lists(entries, min_size=len(shape), max_size=len(shape)))
     whole = data.draw(st.sets(st.sampled_from(shape)))
     own = tuple((n,) for n in shape)
-    rule = Rule((own,), (own,), {n: SIZES[n] for n in shape}, whole=whole)
+    rule = PartitioningRule((own,), (own,), {n: SIZES[n] for n in shape}, whole=whole)
     splits = rule.splits(MESH, [(own, drawn)])
     used = list(itertools.chain.from_iterable(splits.values()))
     assert len(used) == len(set(used))

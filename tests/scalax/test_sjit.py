@@ -251,7 +251,7 @@ def test_a_rule_is_the_same_as_itself(mesh):
 
 def test_a_misspelt_annotation(mesh):
     with axn.set_mesh(mesh), sharding_annotations({"hiddn": P("data")}):
-        with pytest.warns(UserWarning, match="no annotation 'hidden' is in force. Did you mean 'hiddn'"):
+        with pytest.warns(UserWarning, match="no annotation 'hidden' is active. Did you mean 'hiddn'"):
             hidden(jnp.ones(8))
 
 

@@ -216,7 +216,7 @@ def test_donation_by_parameter(auto_mesh) -> None:
 
     with jax.set_mesh(auto_mesh):
         for options in ({"donate_args": (True,)}, {"donate_kwargs": {"a": True}}, {"donate_args": (True, None)}):
-            compiled = axn.named_jit(fn, {"batch": "data"}, **options)
+            compiled = axn.named_jit(fn, {"batch": "data"}, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
             for call in (lambda f, a, b: f(a, b), lambda f, a, b: f(a, b=b), lambda f, a, b: f(b=b, a=a)):
                 a, b = fresh(), fresh()
                 call(compiled, a, b)
@@ -278,11 +278,11 @@ def test_a_compiled_method_as_an_argument_is_told_by_its_object() -> None:
 def test_arguments_of_jit_pass_through(x) -> None:
     assert axn.named_jit(lambda a: a, keep_unused=True).lower(x) is not None
     with pytest.raises(TypeError, match="use `in_axis_resources`"):
-        axn.named_jit(lambda a: a, in_shardings=None)
+        axn.named_jit(lambda a: a, in_shardings=None)  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match="use `donate_args`"):
-        axn.named_jit(lambda a: a, donate_argnums=0)
-    with pytest.raises(TypeError, match="`axis_resources` is put in force"):
-        axn.named_jit(lambda a: a, P("data"))
+        axn.named_jit(lambda a: a, donate_argnums=0)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match="`axis_resources` is made active"):
+        axn.named_jit(lambda a: a, P("data"))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def test_errors_inside_are_the_users_own() -> None:

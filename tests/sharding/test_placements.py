@@ -89,7 +89,7 @@ def test_a_compiled_method_can_be_lowered():
 @pytest.mark.parametrize("argument", ["static_argnums", "static_argnames"])
 def test_static_arguments_need_not_be_said(argument):
     with pytest.raises(TypeError, match=f"`{argument}` is not needed"):
-        axn.named_jit(lambda x, mode: x, **{argument: "mode"})
+        axn.named_jit(lambda x, mode: x, **{argument: "mode"})  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def test_zeros_of_both_signs_are_different_constants():
@@ -104,14 +104,14 @@ def test_a_mapping_inside_fsdp_leaves_parameters_where_they_rest(merge):
 
     def step(w, x):
         with axn.axis_mapping({"batch": "data"}, merge=merge):
-            seen.append(_context.settings_in_force())
+            seen.append(_context.active_settings())
             return axn.dot(x, w, axis="embed")
 
     with axn.set_mesh(axn.make_mesh({"data": 8})):
         axn.fsdp(step, {"embed": "data"}, {"batch": "data"})(
             axn.ones({"embed": 8, "mlp": 2}), axn.ones({"batch": 8, "embed": 8})
         )
-    assert seen[0] is not None and dict(seen[0].parameters) == {"embed": "data"}
+    assert seen[0] is not None and dict(seen[0].storage) == {"embed": "data"}
 
 
 def test_fsdp_with_a_parameter_mapping_that_extends_the_compute_mapping(mesh):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import weakref
@@ -16,8 +17,8 @@ import pytest
 from jax.sharding import Mesh
 
 import axonym as axn
-from axonym import random
-from axonym.transforms import _compiled
+from axonym import _function_cache, random
+from axonym.custom_partitioning import partitioned
 from axonym.transforms.associative import associative_scan
 from axonym.transforms.control import cond, while_loop
 from axonym.transforms.lift import lift
@@ -233,7 +234,7 @@ def test_leaves_are_not_kept() -> None:
     references = use()
     gc.collect()
     assert [r() for r in references] == [None, None]
-    assert not _compiled._KNOWN[body]
+    assert not _function_cache._CACHES[body]
 
 
 @pytest.mark.parametrize("holder", [functools.partial, jax.tree_util.Partial, lambda fn, w: Project(w, fn)])
@@ -250,3 +251,60 @@ def test_what_holds_them_is_not_kept(holder: Callable[..., Any]) -> None:
     references = use()
     gc.collect()
     assert [r() for r in references] == [None, None]
+
+
+class Holder(eqx.Module):
+    """A tree with a static field, which JAX compares by `==`."""
+
+    rate: axn.NamedArray
+    static: Any = eqx.field(static=True)
+
+
+class Body(Holder):
+    """A function with a static field."""
+
+    def __call__(self, x: Any) -> Any:
+        return _number(x, self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    value: Any
+
+
+def _number(x: Any, holder: Any) -> Any:
+    """A result that tells which program was run."""
+    value = holder.static if isinstance(holder, Holder) else holder
+    return x * 0.0 + [repr(v) for values in ALIKE.values() for v in values].index(repr(value))
+
+
+ALIKE: dict[str, tuple[Any, ...]] = {
+    "numbers": (1, 1.0, True, 1 + 0j),
+    "signs": (0.0, -0.0, 0, False),
+    "tuples": ((1, 2), (1.0, 2), (True, 2)),
+    "sets": (frozenset({1}), frozenset({1.0}), frozenset({True})),
+    "dataclasses": (Config(1), Config(1.0), Config((True,)), Config((1,))),
+}
+PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "static field of an argument": lambda v: map(_number, Time)(XS, Holder(ONES, v)),
+    "leaf of the function": lambda v: map(lambda x, v: _number(x, Config(v).value), Time)(XS, v),
+    "static field of the function": lambda v: map(Body(ONES, v), Time)(XS),
+    "branch": lambda v: cond(True, _number, _number, ONES, Holder(ONES, v)),
+    "lift": lambda v: lift(_number, "embed -> embed")(ONES, Holder(ONES, v)),
+    "partitioned": lambda v: PARTITIONED(ONES, holder=v),
+    "hashable_partition": lambda v: STATIC(*axn.tree.hashable_partition(Holder(ONES, v), eqx.is_array)),
+    "named_jit": lambda v: NAMED_JIT(ONES, v, jnp.tanh),
+    "named_jit, in a static field": lambda v: BY_FIELD(ONES, Holder(ONES, v)),
+    "named_jit, in a static field, with a function": lambda v: NAMED_JIT(ONES, Holder(ONES, v), jnp.tanh),
+}
+PARTITIONED = partitioned(_number)
+STATIC = jax.jit(lambda *parts: _number(ONES, axn.tree.hashable_combine(*parts)), static_argnums=1)
+NAMED_JIT = axn.named_jit(lambda x, holder, _: _number(x, holder))
+BY_FIELD = axn.named_jit(_number)
+
+
+@pytest.mark.parametrize("run", PROGRAMS.values(), ids=PROGRAMS)
+def test_static_values_are_told_apart_by_type_and_sign(run: Callable[[Any], Any]) -> None:
+    values = [v for alike in ALIKE.values() for v in alike]
+    for _ in range(2):
+        assert [int(axn.max(run(v)).array) for v in values] == list(range(len(values)))

@@ -32,7 +32,7 @@ from .._mesh_axes import axes_in, axes_of_type, restricted
 from .._per_device import run_per_device
 from ..manual._axis_environment import in_force
 from ..sharding.meshes import AnyMesh
-from .rule import WHOLE, Infer, Rule, Splits
+from .rule import WHOLE, Infer, PartitioningRule, Splits
 
 Arrays = tuple[Any, ...]
 
@@ -42,7 +42,7 @@ class Operation:
     """A rule, and functions of arrays that keep it."""
 
     what: str
-    rule: Rule
+    rule: PartitioningRule
     whole: Callable[..., Arrays]
     """What the operation means, on whole arrays."""
     part: Callable[..., Arrays]

@@ -26,17 +26,18 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from .. import _context, _errors
+from .._function_cache import FunctionCache
 from .._jax_versions import INLINE
 from .._kernels import transpose_to
 from .._mesh_axes import axes_of_type, explicit_mesh, mapped_on, mesh_axes
-from .._static import Static
-from ..array import NamedArray, is_named_array, wrap
+from .._tree_spec import StaticLeaf, TreeSpec, flatten
+from ..array import NamedArray, wrap
 from ..axis import Names
 from ..manual._axis_environment import Part, in_force, interned
 from ..sharding.meshes import AnyMesh, current_mesh
 from ._lowerings import Arrays, Operation, all_manual, by_hand, by_partitioner, explicit_entries
 from ._terms import Described, by_names, by_string, parse, words
-from .rule import Dimension, Infer, Rule, Splits, make_rule
+from .rule import Dimension, Infer, PartitioningRule, Splits, make_rule
 
 
 @overload
@@ -155,7 +156,7 @@ class Partitioned:
         self._fn = fn
         self._part = fn
         self._infer: Infer | None = None
-        self._plan = functools.lru_cache(maxsize=512)(self._new_plan)  # goes when the operation goes
+        self._plans = FunctionCache()  # goes when the operation goes
 
     def per_shard(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Say what one device does, on its parts of the operands.
@@ -174,7 +175,7 @@ class Partitioned:
         NamedArray(int32[], 6)
         """
         self._part = _checked(fn)
-        self._plan.cache_clear()
+        self._plans.clear()
         return fn
 
     def infer_sharding(self, fn: Infer) -> Infer:
@@ -201,10 +202,10 @@ class Partitioned:
         NamedArray(int32[], 6)
         """
         self._infer = _checked(fn)
-        self._plan.cache_clear()
+        self._plans.clear()
         return fn
 
-    def explain(self, *args: Any, **options: Any) -> Rule:
+    def explain(self, *args: Any, **options: Any) -> PartitioningRule:
         """The rule that holds for these operands; printed, it reads like the string of a rule.
 
         Arguments:
@@ -223,63 +224,62 @@ class Partitioned:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         plan, arrays = self._planned(args, options)
-        return plan.put_together(_carry_out(plan, arrays))
+        return plan.results.spec.unflatten(_carry_out(plan, arrays))
 
-    def _planned(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[_Plan, list[Any]]:
-        leaves, structure = jax.tree.flatten(args, is_leaf=is_named_array)
-        arrays = [x.array if isinstance(x, NamedArray) else x for x in leaves]
-        for i, (leaf, array) in enumerate(zip(leaves, arrays, strict=True)):
-            if not isinstance(array, _ARRAYS):
+    def _planned(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[_PlannedOperation, list[Any]]:
+        try:
+            arrays, spec = flatten(args, _ARRAYS)
+        except ValueError as e:
+            raise ValueError(f"{self._what}: {e}") from None
+        for i, slot in enumerate(spec.slots):
+            if isinstance(slot, StaticLeaf):
+                value = slot.value.array if isinstance(slot.value, NamedArray) else slot.value
                 raise TypeError(
-                    f"{self._what}: operand {i} should be an array or a number, got {type(array).__name__}. What is to "
+                    f"{self._what}: operand {i} should be an array or a number, got {type(value).__name__}. What is to "
                     "be handed on as it is goes by keyword."
                 )
-            if isinstance(leaf, NamedArray) and len(leaf.names) != len(jnp.shape(array)):
-                raise ValueError(f"{self._what}: operand {i}: {_errors.wrong_rank(leaf.names, jnp.shape(array))}")
         arrays = _of_own_dtype(arrays)
-        operands = [
-            _Operand(x.names if isinstance(x, NamedArray) else None, tuple(a.shape), a.dtype)
-            for x, a in zip(leaves, arrays, strict=True)
-        ]
-        static = tuple((k, Static(x, f"{self._what}: `{k}` is handed on as it is; it")) for k, x in options.items())
-        return self._plan(structure, tuple(operands), static), arrays
+        abstract = tuple([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
+        handed_on = tuple(
+            [(k, StaticLeaf(x).checked(f"{self._what}: `{k}` is handed on as it is; it")) for k, x in options.items()]
+        )
+        key = spec, abstract, handed_on
+        return self._plans.find(key, (), lambda: self._plan(*key)), arrays
 
-    def _new_plan(
-        self, structure: Any, operands: tuple[_Operand, ...], static: tuple[tuple[str, Static], ...]
-    ) -> _Plan:
-        what, options = self._what, {k: s.value for k, s in static}
+    def _plan(
+        self, spec: TreeSpec, abstract: Sequence[jax.ShapeDtypeStruct], handed_on: tuple[tuple[str, StaticLeaf], ...]
+    ) -> _PlannedOperation:
+        what, options = self._what, {k: leaf.value for k, leaf in handed_on}
         results = _Results()
 
-        def call(fn: Callable[..., Any], arrays: Sequence[Any]) -> tuple[list[Any], Any]:
-            leaves = [a if o.names is None else wrap(a, o.names) for a, o in zip(arrays, operands, strict=True)]
-            with _context.in_force(None):  # the rule says how axes are split
-                return jax.tree.flatten(fn(*jax.tree.unflatten(structure, leaves), **options), is_leaf=is_named_array)
+        def call(fn: Callable[..., Any], arrays: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
+            with _context.activate(None):  # the rule says how axes are split
+                return flatten(fn(*spec.unflatten(arrays), **options), _ARRAYS)
 
         def whole(*arrays: Any) -> Arrays:
-            leaves, out_structure = call(self._fn, arrays)
-            results.structure = out_structure
-            results.names = [x.names if isinstance(x, NamedArray) else None for x in leaves]
-            return tuple(jnp.asarray(x.array if isinstance(x, NamedArray) else x) for x in leaves)
+            found, results.spec = call(self._fn, arrays)
+            for leaf in results.spec.static_leaves:
+                raise TypeError(f"{what}: results are arrays or numbers, got {type(leaf.value).__name__}.")
+            return tuple(map(jnp.asarray, found))
 
         def part(shapes: Sequence[tuple[int, ...]], *arrays: Any) -> Arrays:
-            leaves, out_structure = call(self._part, arrays)
-            if out_structure != results.structure:
+            found, out = call(self._part, arrays)
+            if out.structure != results.spec.structure:
                 raise ValueError(
-                    f"{what}, per shard: the result is {out_structure}, where that of the whole-array function is "
-                    f"{results.structure}."
+                    f"{what}, per shard: the result is {out.structure}, where that of the whole-array function is "
+                    f"{results.spec.structure}."
                 )
+            expected = zip(found, out.names, results.spec.names, shapes, results.dtypes, strict=True)
             return tuple(
-                _as_expected(f"{what}, per shard, result {i}", x, names, shape, dtype)
-                for i, (x, names, shape, dtype) in enumerate(
-                    zip(leaves, results.names, shapes, results.dtypes, strict=True)
-                )
+                _as_expected(f"{what}, per shard, result {i}", x if n is None else wrap(x, n), names, shape, dtype)
+                for i, (x, n, names, shape, dtype) in enumerate(expected)
             )
 
-        abstract = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in operands]
-        shapes = _traced(what, whole, abstract, self._known_words(operands))
+        known = [n for names in spec.names for n in names or ()]
+        shapes = _traced(what, whole, abstract, known + (words(self._expression) if self._expression else []))
         results.dtypes = [x.dtype for x in shapes]
-        described = [Described(o.names, o.shape) for o in operands]
-        found = [Described(n, tuple(x.shape)) for n, x in zip(results.names, shapes, strict=True)]
+        described = [Described(n, x.shape) for n, x in zip(spec.names, abstract, strict=True)]
+        found = [Described(n, tuple(x.shape)) for n, x in zip(results.spec.names, shapes, strict=True)]
         operation = Operation(what, self._rule(described, found), whole, part, self._infer)
         if self._part is not self._fn:
             # What is wrong with it is better said now than by the compiler.
@@ -287,13 +287,10 @@ class Partitioned:
             mesh = _NO_MESH if around is None else all_manual(around)
             with suppress(NameError):  # it asks for the axis of a mesh that is not active yet
                 _traced(f"{what}, per shard", operation.on_part(mesh, {}), abstract, (), mesh)
-        return _Plan(operation, results, jax.jit(functools.partial(_left_to_partitioner, operation), inline=INLINE))
+        by_partitioner = jax.jit(functools.partial(_left_to_partitioner, operation), inline=INLINE)
+        return _PlannedOperation(operation, results, by_partitioner)
 
-    def _known_words(self, operands: Sequence[_Operand]) -> list[str]:
-        """What collectives can be asked for while there is no rule yet."""
-        return [n for o in operands for n in o.names or ()] + (words(self._expression) if self._expression else [])
-
-    def _rule(self, operands: Sequence[Described], results: Sequence[Described]) -> Rule:
+    def _rule(self, operands: Sequence[Described], results: Sequence[Described]) -> PartitioningRule:
         if self._expression is None:
             terms = by_names(self._what, operands, results)
         else:
@@ -305,33 +302,20 @@ class Partitioned:
 # --- what is known of a call ---
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Operand:
-    names: Names | None
-    shape: tuple[int, ...]
-    dtype: Any
-
-
-@dataclasses.dataclass
 class _Results:
     """What the function of whole arrays returned when it was traced."""
 
-    structure: Any = None
-    names: list[Names | None] = dataclasses.field(default_factory=list)
-    dtypes: list[Any] = dataclasses.field(default_factory=list)
+    spec: TreeSpec
+    dtypes: list[Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _PlannedOperation:
     """An operation for operands of certain names, shapes and types."""
 
     operation: Operation
     results: _Results
     by_partitioner: Callable[..., Arrays]
-
-    def put_together(self, arrays: Arrays) -> Any:
-        leaves = [a if n is None else wrap(a, n) for a, n in zip(arrays, self.results.names, strict=True)]
-        return jax.tree.unflatten(self.results.structure, leaves)
 
 
 _NO_MESH = AbstractMesh((), ())
@@ -362,7 +346,7 @@ def _traced(
 # --- how it is carried out ---
 
 
-def _carry_out(plan: _Plan, arrays: Sequence[Any]) -> Arrays:
+def _carry_out(plan: _PlannedOperation, arrays: Sequence[Any]) -> Arrays:
     operation = plan.operation
     around = jax.sharding.get_abstract_mesh()
     if around.manual_axes and set(around.manual_axes) == set(around.axis_names):
@@ -404,7 +388,7 @@ def _mesh_of_types(arrays: Sequence[Any]) -> AnyMesh | None:
 
 
 def _left_to_partitioner(operation: Operation, *arrays: Any) -> Arrays:
-    settings, mesh = _context.settings_in_force(), current_mesh()
+    settings, mesh = _context.active_settings(), current_mesh()
     call = jax.custom_jvp(functools.partial(by_partitioner, operation, mesh))
 
     @functools.partial(call.defjvp, symbolic_zeros=True)
@@ -417,7 +401,7 @@ def _left_to_partitioner(operation: Operation, *arrays: Any) -> Arrays:
                 given[i] = x
             if mesh is None:  # there is none, or it is known to the compiler alone
                 return operation.on_whole(*given)
-            with _context.in_force(settings):
+            with _context.activate(settings):
                 splits = _splits(operation, mesh, [(None,) * jnp.ndim(x) for x in given], given)
             return by_hand(operation, mesh, splits, *given)
 
@@ -429,7 +413,7 @@ def _left_to_partitioner(operation: Operation, *arrays: Any) -> Arrays:
 def _splits(operation: Operation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]], arrays: Sequence[Any]) -> Splits:
     """How an operation is split where that must be known: as types say, and for Auto mesh axes as the mapping says."""
     auto = axes_of_type(mesh, AxisType.Auto)
-    unmapped = _context.mapping_in_force() is None
+    unmapped = _context.active_mapping() is None
     if unmapped and operation.infer is None and any(mesh.shape[a] > 1 for a in auto):
         over = ", ".join(f"{a}={mesh.shape[a]}" for a in auto)
         reason = (
@@ -454,7 +438,7 @@ def _splits(operation: Operation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]
     return rule.inferred(operation.what, mesh.shape, operation.infer, derived, of_operands)
 
 
-def _axis_of(rule: Rule, dimension: Dimension) -> str:
+def _axis_of(rule: PartitioningRule, dimension: Dimension) -> str:
     """The axis that a dimension is."""
     return next((n for n, factors in rule.groups.items() if factors == dimension), dimension[0])
 

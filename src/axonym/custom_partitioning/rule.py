@@ -2,8 +2,8 @@
 
 A *factor* is what can be split: an axis, or a part of one in a compound axis `(row col)`. The rule has the factors of
 each dimension of each operand and result, and what is particular about some of them. It is what Shardy, XLA's
-partitioner, calls a sharding rule, and `Rule.for_shardy` makes one. Where it is not Shardy that decides, `Rule.splits`
-reads off from the operands how an operation is split.
+partitioner, calls a sharding rule, and `PartitioningRule.for_shardy` makes one. Where it is not Shardy that decides,
+`PartitioningRule.splits` reads off from the operands how an operation is split.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ axes of each axis."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class PartitioningRule:
     """How the axes of an operation's operands and results may be split.
 
-    >>> from axonym.custom_partitioning import Rule
+    >>> from axonym.custom_partitioning import PartitioningRule
 
     >>> batch, vocab, k = ("batch",), ("vocab",), ("k",)
-    >>> print(Rule(((batch, vocab), ()), ((batch, k),), {"batch": 8, "vocab": 6, "k": 2}, whole={"k"}))
+    >>> print(PartitioningRule(((batch, vocab), ()), ((batch, k),), {"batch": 8, "vocab": 6, "k": 2}, whole={"k"}))
     batch vocab, -> batch k
     passed through: batch=8
     reduced: vocab=6
@@ -86,9 +86,9 @@ class Rule:
     def for_shardy(self) -> SdyShardingRule:
         """The rule as Shardy takes it. Its factors are numbered, since names can be anything.
 
-        >>> from axonym.custom_partitioning import Rule
+        >>> from axonym.custom_partitioning import PartitioningRule
 
-        >>> rule = Rule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 2})
+        >>> rule = PartitioningRule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 2})
         >>> print(rule.for_shardy())
         SdyShardingRule((('f0', 'f1'),), (('f0',),), {} reduction_factors=('f1',))
         """
@@ -120,9 +120,9 @@ class Rule:
             mesh: the sizes of mesh axes.
             found: terms, with the entries of partition specs.
 
-        >>> from axonym.custom_partitioning import Rule
+        >>> from axonym.custom_partitioning import PartitioningRule
 
-        >>> rule = Rule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 3})
+        >>> rule = PartitioningRule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 3})
         >>> rule.splits({"data": 2, "model": 2}, [(rule.operands[0], ("data", "model"))])
         {'row': ('data',)}
         """
@@ -182,9 +182,9 @@ class Rule:
             derived: how it is sharded otherwise.
             operands: how the operands are, by the entries of partition specs.
 
-        >>> from axonym.custom_partitioning import Rule
+        >>> from axonym.custom_partitioning import PartitioningRule
 
-        >>> rule = Rule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 3})
+        >>> rule = PartitioningRule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 3})
         >>> rule.inferred("op", {"data": 2}, lambda derived, operands, mesh: {"row": "data"}, {}, [(None, None)])
         {'row': ('data',)}
         """
@@ -217,9 +217,9 @@ class Rule:
     def spec(self, term: Term, splits: Splits) -> PartitionSpec:
         """The partition spec of an operand or result.
 
-        >>> from axonym.custom_partitioning import Rule
+        >>> from axonym.custom_partitioning import PartitioningRule
 
-        >>> rule = Rule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 2})
+        >>> rule = PartitioningRule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 2})
         >>> rule.spec(rule.operands[0], {"col": ("data",)})
         P(None, 'data')
         """
@@ -229,9 +229,9 @@ class Rule:
     def local_shape(self, term: Term, splits: Splits, mesh: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of the part of an operand or result that one device has.
 
-        >>> from axonym.custom_partitioning import Rule
+        >>> from axonym.custom_partitioning import PartitioningRule
 
-        >>> rule = Rule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 2})
+        >>> rule = PartitioningRule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 2})
         >>> rule.local_shape(rule.operands[0], {"row": ("data",)}, {"data": 2})
         (2, 2)
         """
@@ -243,9 +243,9 @@ class Rule:
     def view(self, splits: Splits, mesh: Mapping[str, int], checked: bool = False) -> View:
         """What collectives need to know, so that they can be asked for by factor.
 
-        >>> from axonym.custom_partitioning import Rule
+        >>> from axonym.custom_partitioning import PartitioningRule
 
-        >>> rule = Rule(((("row",),),), ((),), {"row": 4})
+        >>> rule = PartitioningRule(((("row",),),), ((),), {"row": 4})
         >>> rule.view({"row": ("data",)}, {"data": 2}).splits("row")
         [('data',)]
         """
@@ -256,12 +256,12 @@ class Rule:
             parts.append(Part(name, size, size // math.prod(mesh[a] for a in axes), axes))
         return interned(frozenset(parts), checked, however=True)
 
-    def batched(self, name: str, size: int, batched: Sequence[bool]) -> Rule:
+    def batched(self, name: str, size: int, batched: Sequence[bool]) -> PartitioningRule:
         """The rule with one more dimension in front of some operands and of all results.
 
-        >>> from axonym.custom_partitioning import Rule
+        >>> from axonym.custom_partitioning import PartitioningRule
 
-        >>> rule = Rule(((("row",),), ()), ((("row",),),), {"row": 4})
+        >>> rule = PartitioningRule(((("row",),), ()), ((("row",),),), {"row": 4})
         >>> print(rule.batched("draw", 2, [True, False]))
         draw row, -> draw row
         passed through: draw=2, row=4
@@ -282,7 +282,7 @@ def make_rule(
     whole: Sequence[str],
     permuted: Sequence[str],
     groups: Mapping[str, Dimension],
-) -> Rule:
+) -> PartitioningRule:
     """The rule for these terms. What nothing is said about has to be whole, unless it is passed through.
 
     Arguments:
@@ -313,7 +313,9 @@ def make_rule(
         )
     must = set(whole) | ((into ^ out) - set(reduced) - set(permuted))
     ordered = {f: sizes[f] for f in known}
-    return Rule(tuple(operands), tuple(results), ordered, frozenset(must), frozenset(permuted), dict(groups))
+    return PartitioningRule(
+        tuple(operands), tuple(results), ordered, frozenset(must), frozenset(permuted), dict(groups)
+    )
 
 
 def _factors(terms: Sequence[Term]) -> list[str]:

@@ -50,7 +50,7 @@ def place_results(
     """
     mesh = jax.sharding.get_abstract_mesh()
     mapping = active_mapping()
-    with _context.in_force(None):  # so that what has no placement of its own is left without a spec
+    with _context.activate(None):  # so that what has no placement of its own is left without a spec
         leaves, structure = resolve(result, placement, mesh, what)
         by_position = _by_position(result, placement, mesh, what)
     placed, problems = [], []

@@ -24,7 +24,8 @@ from .. import _context, _errors
 from .._mesh_axes import axes_in, mesh_axes, shard_count
 from .._parameter_names import parameter_names
 from .._per_device import run_per_device
-from ..array import NamedArray, wrap
+from .._tree_spec import StaticLeaf, TreeSpec
+from ..array import NamedArray
 from ..sharding.mapping import ResourceMapping, axis_mapping
 from ..sharding.meshes import AnyMesh, as_seen_here, current_mesh
 from ..sharding.placement import Leaf, Placement, is_placement, resolve
@@ -146,12 +147,13 @@ class _Call:
         arguments = dict(zip(labels, (*args, *kwargs.values()), strict=True))
         leaves, structure = self._split(arguments, labels[: len(args)], mesh, manual)
         view = _view_of(leaves, mesh, self._check_vma)
+        arrays, spec = _flattened(leaves, structure)
         # Both are filled by the body; JAX looks at the specs after that.
         out_specs: list[PartitionSpec] = []
-        results: list[Any] = []
+        results: list[TreeSpec] = []
 
         def body(*parts):
-            given = jax.tree.unflatten(structure, _with_arrays(leaves, parts))
+            given = spec.unflatten(parts)
             positional = [given[label] for label in labels[: len(args)]]
             with in_force(view):
                 try:
@@ -160,17 +162,15 @@ class _Call:
                     _explain(error, self._what)
                     raise
                 found, out_structure = place_results(result, self._out, view, manual, f"{self._what}, results")
-            results[:] = [dataclasses.replace(leaf, value=_without_array(leaf)) for leaf in found], out_structure
+            outputs, out_spec = _flattened(found, out_structure)
+            results[:] = [out_spec]
             out_specs[:] = [leaf.spec for leaf in found if leaf.spec is not None]
-            return _arrays(found)
+            return outputs
 
         body.__name__ = body.__qualname__ = self._name
         in_specs = [leaf.spec for leaf in leaves if leaf.spec is not None]
-        whole = run_per_device(
-            body, _arrays(leaves), in_specs, out_specs, mesh, axis_names=manual, check_vma=self._check_vma
-        )
-        found, out_structure = results
-        return jax.tree.unflatten(out_structure, _with_arrays(found, whole))
+        outputs = run_per_device(body, arrays, in_specs, out_specs, mesh, axis_names=manual, check_vma=self._check_vma)
+        return results[0].unflatten(outputs)
 
     def _mesh_here(self) -> AnyMesh:
         around = jax.sharding.get_abstract_mesh()
@@ -213,7 +213,7 @@ class _Call:
         """The leaves of the arguments, each array with the spec by which it comes apart."""
         what = f"{self._what}, arguments"
         leaves, structure = resolve(arguments, self._placement(arguments, positional), mesh, what)
-        if self._in is None and _context.mapping_in_force() is None and any(leaf.names for leaf in leaves):
+        if self._in is None and _context.active_mapping() is None and any(leaf.names for leaf in leaves):
             raise ValueError(
                 f"{self._what}: nothing says how the arguments are split: no mapping is in force. Pass `mapping` or "
                 "`in_specs`, or use axonym.axis_mapping."
@@ -251,25 +251,15 @@ class _Call:
 # --- leaves and arrays ---
 
 
-def _arrays(leaves: Sequence[Leaf]) -> list[Any]:
-    return [x.value.array if isinstance(x.value, NamedArray) else x.value for x in leaves if x.spec is not None]
-
-
-def _without_array(leaf: Leaf) -> Any:
-    if leaf.spec is None:
-        return leaf.value
-    return wrap(None, leaf.value.names) if isinstance(leaf.value, NamedArray) else None
-
-
-def _with_arrays(leaves: Sequence[Leaf], arrays: Sequence[Any]) -> list[Any]:
-    """The values of the leaves, with other arrays."""
-    left = iter(arrays)
-    values = []
+def _flattened(leaves: Sequence[Leaf], structure: Any) -> tuple[list[Any], TreeSpec]:
+    """The raw arrays of the leaves that have a spec, and the rest of their tree."""
+    arrays, slots = [], []
     for leaf in leaves:
-        value = leaf.value if leaf.spec is None else next(left)
-        named = leaf.spec is not None and isinstance(leaf.value, NamedArray)
-        values.append(wrap(value, leaf.value.names) if named else value)
-    return values
+        named = isinstance(leaf.value, NamedArray)
+        if leaf.spec is not None:
+            arrays.append(leaf.value.array if named else leaf.value)
+        slots.append(StaticLeaf(leaf.value) if leaf.spec is None else leaf.value.names if named else None)
+    return arrays, TreeSpec(structure, slots)
 
 
 def _view_of(leaves: Sequence[Leaf], mesh: AnyMesh, checked: bool) -> View:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors
+from .._tree_spec import check_rank
 from ..array import NamedArray, is_named_array, wrap
 from ..axis import Axis
 from ..ops.indexing import index
@@ -100,7 +101,7 @@ def take_layer(what: str, layers: Axis, tree: Any, i: Any) -> Any:
 def _as_stacked(layers: Axis, leaf: Any) -> NamedArray | None:
     """Return a leaf that has a layer axis as a named array, or None if every layer gets the same leaf."""
     if isinstance(leaf, NamedArray):
-        _mapped_axis.check_rank(leaf)
+        check_rank(leaf)
         return leaf if layers.name in leaf.names else None
     if (_mapped_axis.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and leaf.ndim:
         return wrap(leaf, (layers.name, *_dimensions(leaf.ndim - 1)))

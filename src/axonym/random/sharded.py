@@ -8,18 +8,18 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from .. import _errors
+from .._function_cache import FunctionCache, Functions, HeldArrays, WithArrays
 from .._mesh_axes import mapped_on
 from .._per_device import run_per_device
-from ..array import NamedArray, is_named_array, resolve, wrap
+from .._tree_spec import flatten
+from ..array import NamedArray, resolve, wrap
 from ..axis import Axis, AxisSelector
 from ..ops._operands import one_axis, private
 from ..sharding.jit import named_jit
 from ..sharding.meshes import current_mesh
-from ..transforms._compiled import Functions, Getter, Held, Kept
 from ._draw import describe, new_axes, one_key, run_placed
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -49,7 +49,7 @@ def generate_sharded(fn: F, axis: AxisSelector | None = None) -> F:
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     what = f"random.generate_sharded({name})"
-    functions_of = Functions(fn, own=Kept()).now
+    functions_of = Functions(fn, own=FunctionCache()).now
 
     @functools.wraps(fn)
     def sampler(key, shape, *args, **kwargs):
@@ -64,11 +64,11 @@ def generate_sharded(fn: F, axis: AxisSelector | None = None) -> F:
     return sampler  # pyright: ignore[reportReturnType]  # it takes what `fn` takes
 
 
-def _build(functions: Getter, what: str) -> Callable[..., NamedArray]:
+def _build(functions: WithArrays, what: str) -> Callable[..., NamedArray]:
     """Make the sampler for one function, which compiles once for each set of axes and static arguments."""
 
     @named_jit
-    def generate(held: Held, key: Any, axes: tuple[Axis, ...], along: Axis, args: Any, kwargs: Any) -> NamedArray:
+    def generate(held: HeldArrays, key: Any, axes: tuple[Axis, ...], along: Axis, args: Any, kwargs: Any) -> NamedArray:
         return _generate(what, functions, key, axes, along, _Arguments(what, (held, args, kwargs), along))
 
     return generate
@@ -82,35 +82,25 @@ class _Arguments:
     """The values that the function closes over and its arguments after the shape: arrays, and static parts."""
 
     def __init__(self, what: str, tree: Any, along: Axis):
-        self._along = along.name
-        self._leaves, self._structure = jax.tree.flatten(tree, is_leaf=is_named_array)
-        self._is_array = [isinstance(x, (NamedArray, jax.Array, np.ndarray)) for x in self._leaves]
-        arrays = [x for x, is_array in zip(self._leaves, self._is_array, strict=True) if is_array]
-        self.arrays = [x.array if isinstance(x, NamedArray) else x for x in arrays]
-        self._names = [x.names if isinstance(x, NamedArray) else None for x in arrays]
+        self.arrays, spec = flatten(tree)
         self.names = [
             private(f"argument {i}", tuple(map(str, range(jnp.ndim(x))))) if names is None else names
-            for i, (x, names) in enumerate(zip(self.arrays, self._names, strict=True))
+            for i, (x, names) in enumerate(zip(self.arrays, spec.names, strict=True))
         ]
         self.positions = [names.index(along.name) if along.name in names else None for names in self.names]
-        """The position of the axis of the blocks in each array."""
-        for x in arrays:
-            if isinstance(x, NamedArray) and x.shape.get(along.name, along.size) != along.size:
-                places = [("the shape", along.size), (f"the argument {x}", x.shape[along.name])]
+        """Where each array has the axis of the blocks."""
+        for x, names, position in zip(self.arrays, self.names, self.positions, strict=True):
+            if position is not None and x.shape[position] != along.size:
+                places = [("the shape", along.size), (f"the argument {wrap(x, names)}", x.shape[position])]
                 raise ValueError(_errors.size_mismatch(what, along.name, places))
-
-    def of_one_block(self, arrays: Sequence[Any]) -> Any:
-        """Return the arguments with these arrays, which lack the axis of the blocks."""
-        found = iter(
-            x if names is None else wrap(x, tuple(n for n in names if n != self._along))
-            for x, names in zip(arrays, self._names, strict=True)
+        self.of_one_block = spec.with_names(
+            None if names is None else tuple(n for n in names if n != along.name) for names in spec.names
         )
-        leaves = [next(found) if is_array else x for x, is_array in zip(self._leaves, self._is_array, strict=True)]
-        return jax.tree.unflatten(self._structure, leaves)
+        """The arguments of one block, whose arrays lack the axis of the blocks."""
 
 
 def _generate(
-    what: str, functions: Getter, key: Any, axes: tuple[Axis, ...], along: Axis, arguments: _Arguments
+    what: str, functions: WithArrays, key: Any, axes: tuple[Axis, ...], along: Axis, arguments: _Arguments
 ) -> NamedArray:
     """Draw all blocks, and join them at the position of the axis in the shape."""
     rest = tuple(a for a in axes if a is not along)
@@ -118,7 +108,7 @@ def _generate(
     in_axes = (0, *arguments.positions)
 
     def block(key: Any, *arrays: Any) -> NamedArray:
-        held, args, kwargs = arguments.of_one_block(arrays)
+        held, args, kwargs = arguments.of_one_block.unflatten(arrays)
         (fn,) = functions(held)
         result = fn(key, rest, *args, **kwargs)
         if not isinstance(result, NamedArray) or set(rest) - set(result.axes):

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .. import _context, _errors
-from ..sharding._bound import BoundMethod
-from ..sharding.annotations import kept_annotations
+from .. import _errors
+from ..sharding._compiled_function import CompiledFunction
+from ..sharding.annotations import hashable_annotations
 from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Placement
-from ..sharding.shard import call_on_mesh, shard_arguments, shard_quietly
+from ..sharding.shard import shard_quietly
 
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
 
-class ShardedJit(Generic[P, R]):
+class ShardedJit(CompiledFunction[P, R]):
     """A function compiled by `sjit`.
 
     Placements are applied inside the compiled function. They are worked out when it is traced, that is once for each
@@ -44,71 +44,30 @@ class ShardedJit(Generic[P, R]):
         annotation_shardings: Mapping[str, Placement] | None,
         jit_arguments: Mapping[str, Any],
     ):
-        static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums or ())
         self._mesh = mesh
-        self._annotations = kept_annotations(annotation_shardings)
 
-        def arguments(args: Any, kwargs: Any) -> Any:
-            for placement, which in ((in_shardings, "in_shardings"), (args_sharding_constraint, "constraint")):
-                if placement is not None:
-                    args, kwargs = shard_arguments(fun, args, kwargs, placement, f"sjit ({which})", static)
-            return args, kwargs
-
-        @functools.wraps(fun)
-        def placed(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = arguments(args, kwargs)
-            result = fun(*args, **kwargs)
-            if out_shardings is None:
-                return result
+        def results(arguments: Any, result: Any) -> Any:
             out = tuple(out_shardings) if type(out_shardings) is list and type(result) is tuple else out_shardings
             return shard_quietly(result, out, "sjit (results)")
 
-        self._placements = [p for p in (in_shardings, args_sharding_constraint) if p is not None]
-        self._placed = arguments if self._placements else None
-        self._jitted = jax.jit(placed, static_argnums=static or None, **jit_arguments)
-        functools.update_wrapper(self, fun, updated=())
+        annotations = hashable_annotations(annotation_shardings)
+        super().__init__(
+            "sjit",
+            fun,
+            active={} if annotations is None else {"annotations": annotations},
+            arguments=[("in_shardings", in_shardings), ("constraint", args_sharding_constraint)],
+            results=None if out_shardings is None else results,
+            static_argnums=static_argnums,
+            static_leaves=False,
+            around=None if mesh is None else functools.partial(mesh_in_force, mesh),
+            jit_options=jit_arguments,
+        )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._mesh is not None and _traced_without_mesh():
             with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
                 return self(*_on_devices(args, self._mesh), **_on_devices(kwargs, self._mesh))
-        with self._in_force():
-            return call_on_mesh(self._call, args, kwargs, self._placed, self._placements)
-
-    def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
-        """Lower the function for these arguments, which may be abstract: see `jax.jit(f).lower`.
-
-        >>> from axonym.scalax.sharding import sjit
-        >>> sjit(lambda x: x * 2).lower(jnp.ones(2)).compile() is not None
-        True
-        """
-        with self._in_force():
-            return self._jitted.lower(*args, **kwargs)
-
-    def trace(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """Trace the function for these arguments, which may be abstract: see `jax.jit(f).trace`.
-
-        >>> from axonym.scalax.sharding import sjit
-        >>> sjit(lambda x: x * 2).trace(jnp.ones(2)).jaxpr is not None
-        True
-        """
-        with self._in_force():
-            return self._jitted.trace(*args, **kwargs)
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else BoundMethod(self, instance)
-
-    def _call(self, args: Any, kwargs: Any) -> Any:
-        return self._jitted(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def _in_force(self) -> Iterator[None]:
-        mesh = contextlib.nullcontext() if self._mesh is None else mesh_in_force(self._mesh)
-        settings = outer = _context.settings_in_force()
-        if self._annotations is not None:
-            settings = _context.changed(outer, annotations=self._annotations)
-        with mesh, contextlib.nullcontext() if settings is outer else _context.in_force(settings):
-            yield
+        return super().__call__(*args, **kwargs)
 
 
 @overload

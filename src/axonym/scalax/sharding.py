@@ -18,12 +18,12 @@ from .. import _context
 from ..array import NamedArray, wrap
 from ..sharding import rules
 from ..sharding.annotations import (
-    Kept,
+    HashablePlacement,
     sharding_annotations as sharding_annotations,
     with_sharding_annotation as with_sharding_annotation,
 )
 from ..sharding.loading import from_process_local_data
-from ..sharding.mapping import Entered
+from ..sharding.mapping import EnteredBlocks
 from ..sharding.meshes import AnyMesh, full_sizes, required_mesh, with_devices
 from ..sharding.placement import Leaf, Placement, described, leaves_of, listed, resolve
 from ..sharding.shard import shard, shard_quietly, to_host, unshard
@@ -163,7 +163,7 @@ class MeshShardingHelper:
         self.axis_dims = tuple(axis_dims)
         self.axis_names = tuple(axis_names)
         self.mesh = Mesh(devices, tuple(axis_names), axis_types=(kind,) * len(shape))
-        self._entered = Entered()
+        self._entered = EnteredBlocks()
 
     # --- the mesh in force ---
 
@@ -428,9 +428,9 @@ def get_global_annotation_shardings() -> dict[str, Placement] | None:
     ...     get_global_annotation_shardings()
     {'hidden': P('data',)}
     """
-    settings = _context.settings_in_force()
+    settings = _context.active_settings()
     annotations = {} if settings is None else settings.annotations
-    return {name: kept.placement for name, kept in annotations.items() if isinstance(kept, Kept)} or None
+    return {name: kept.placement for name, kept in annotations.items() if isinstance(kept, HashablePlacement)} or None
 
 
 def match_sharding_rule(sharding_rules: Placement, pytree: Any, mesh: AnyMesh | None = None) -> Any:

@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 import jax
 
 from .. import _context, _errors
-from .mapping import Putting, normalize_mapping
+from .mapping import ActiveSettings, normalize_mapping
 from .placement import Placement, is_placement
 from .shard import shard_quietly
 
 T = TypeVar("T")
 
 
-class Kept:
+class HashablePlacement:
     """A placement as a value that can be hashed, so that it can be part of jit's cache key."""
 
     __slots__ = ("_key", "placement")
@@ -29,7 +29,7 @@ class Kept:
         return hash(self._key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Kept) and self._key == other._key
+        return isinstance(other, HashablePlacement) and self._key == other._key
 
     def __repr__(self) -> str:
         return repr(self.placement)
@@ -39,12 +39,12 @@ def _hashable(placement: Placement) -> Any:
     return frozenset(normalize_mapping(placement).items()) if isinstance(placement, Mapping) else placement
 
 
-def kept_annotations(annotations: Mapping[str, Placement] | None) -> dict[str, Kept] | None:
-    """The placements of annotations in the form in which they are put in force."""
-    return None if annotations is None else {name: Kept(p) for name, p in annotations.items()}
+def hashable_annotations(annotations: Mapping[str, Placement] | None) -> dict[str, HashablePlacement] | None:
+    """The placements of annotations in the form in which they become active."""
+    return None if annotations is None else {name: HashablePlacement(p) for name, p in annotations.items()}
 
 
-def sharding_annotations(annotations: Mapping[str, Placement], *, merge: bool = False) -> Putting:
+def sharding_annotations(annotations: Mapping[str, Placement], *, merge: bool = False) -> ActiveSettings:
     """Say where annotated values go, inside a with-block or as a decorator.
 
     Arguments:
@@ -56,13 +56,13 @@ def sharding_annotations(annotations: Mapping[str, Placement], *, merge: bool = 
     ...     axn.sharding.with_sharding_annotation(jnp.ones(2), "hidden").sharding.spec
     P('data',)
     """
-    new = kept_annotations(annotations) or {}
+    new = hashable_annotations(annotations) or {}
 
     def settings(outer: _context.Settings | None) -> _context.Settings | None:
         kept = outer.annotations if merge and outer is not None else {}
         return _context.changed(outer, annotations={**kept, **new})
 
-    return Putting("sharding_annotations", settings)
+    return ActiveSettings("sharding_annotations", settings)
 
 
 def with_sharding_annotation(pytree: T, sharding_name: str) -> T:
@@ -77,11 +77,11 @@ def with_sharding_annotation(pytree: T, sharding_name: str) -> T:
     >>> axn.sharding.with_sharding_annotation(jnp.ones(2), "hidden").shape
     (2,)
     """
-    settings = _context.settings_in_force()
+    settings = _context.active_settings()
     annotations = {} if settings is None else settings.annotations
     kept = annotations.get(sharding_name)
-    if isinstance(kept, Kept):
+    if isinstance(kept, HashablePlacement):
         return shard_quietly(pytree, kept.placement, f"with_sharding_annotation {sharding_name!r}")
     if hint := _errors.suggestion(sharding_name, annotations):
-        _errors.warn(f"with_sharding_annotation: no annotation {sharding_name!r} is in force.{hint}")
+        _errors.warn(f"with_sharding_annotation: no annotation {sharding_name!r} is active.{hint}")
     return pytree

@@ -1,37 +1,72 @@
-"""`fsdp`: parameters rest split, and are gathered where they are used."""
+"""`fsdp`: parameters are stored sharded, and gathered where they are used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
-from .. import _context
-from .jit import named_jit
-from .mapping import is_resource_mapping, normalize_mapping
-from .placement import ByRole, ByWork, Rule
+from ._compiled_function import CompiledFunction, JitOptions
+from .jit import compiled_by_name
+from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
+from .placement import ComputeMappingOrStorageRule, Placement, Rule, StorageOrComputeMapping
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class FsdpOptions(JitOptions, total=False):
+    """The arguments of `fsdp` besides the function, by keyword."""
+
+    parameter_mapping: ResourceMapping | Rule
+    compute_mapping: ResourceMapping
+    donate_args: object
+    donate_kwargs: Mapping[str, object] | None
+    annotation_shardings: Mapping[str, Placement] | None
+
 
 _USAGE = "use fsdp(fn, parameter_mapping, compute_mapping), or @fsdp(parameter_mapping, compute_mapping)"
 
 
-def fsdp(*args: Any, parameter_mapping: Any = None, compute_mapping: Any = None, **options: Any) -> Any:
-    """Compile a step for fully sharded data parallelism: `named_jit` with one mapping at rest and another at work.
+@overload
+def fsdp(
+    fn: Callable[P, R],
+    storage: ResourceMapping | Rule | None = None,
+    compute: ResourceMapping | None = None,
+    /,
+    **options: Unpack[FsdpOptions],
+) -> CompiledFunction[P, R]: ...
+@overload
+def fsdp(
+    storage: ResourceMapping | Rule | None = None,
+    compute: ResourceMapping | None = None,
+    /,
+    **options: Unpack[FsdpOptions],
+) -> Callable[[Callable[P, R]], CompiledFunction[P, R]]: ...
+def fsdp(
+    *args: Any,
+    parameter_mapping: ResourceMapping | Rule | None = None,
+    compute_mapping: ResourceMapping | None = None,
+    **options: Any,
+) -> Any:
+    """Compile a step for fully sharded data parallelism: `named_jit` with a storage and a compute mapping.
 
-    Between uses, parameters lie as `parameter_mapping` says; so do their gradients and what the optimiser keeps. In
-    the step `compute_mapping` is in force. An operation between a parameter and something split over the batch gathers
-    the parameter, and leaves a gradient that is split already: one all-gather for each use and one reduce-scatter, on
+    Between uses, parameters are sharded by `parameter_mapping`; so are their gradients and what the optimiser keeps. In
+    the step `compute_mapping` is active. An operation between a parameter and something sharded along the batch gathers
+    the parameter, and leaves a gradient that is sharded already: one all-gather for each use and one reduce-scatter, on
     any mesh. To gather again in the backward pass rather than keep what was gathered, use `jax.checkpoint`.
 
-    Arguments and results that have an axis of `parameter_mapping` count as parameters, unless `compute_mapping` splits
+    Arguments and results that have an axis of `parameter_mapping` count as parameters, unless `compute_mapping` shards
     another of their axes over the same mesh axis, as it does with batches. The others are placed by `compute_mapping`.
     All may come from the host, or from any other placement.
 
-    Parameters without names rest by a rule (see `axonym.sharding.FSDPShardingRule`), which then places all that
-    `compute_mapping` does not split. What is gathered where is then up to the compiler.
+    Parameters without names are stored by a rule (see `axonym.sharding.FSDPShardingRule`), which then places all that
+    `compute_mapping` does not shard. What is gathered where is then up to the compiler.
 
     Arguments:
         *args: the function (left out in a decorator), then the two mappings if they are not given by keyword.
-        parameter_mapping: where parameters rest, such as `{"embed": "data"}`, or a rule.
-        compute_mapping: the mapping in force inside, such as `{"batch": "data"}`.
+        parameter_mapping: the storage mapping, such as `{"embed": "data"}`, or a rule.
+        compute_mapping: the mapping that is active inside, such as `{"batch": "data"}`.
         **options: more arguments of `named_jit`.
 
     >>> step = axn.fsdp(lambda w, x: axn.dot(x, w, axis="embed"), {"embed": "data"}, {"batch": "data"})
@@ -59,15 +94,13 @@ def fsdp(*args: Any, parameter_mapping: Any = None, compute_mapping: Any = None,
         if not is_resource_mapping(mapping) and not (mapping is parameter_mapping and isinstance(mapping, Rule)):
             raise TypeError(f"fsdp: `{name}` is a resource mapping, got {type(mapping).__name__}; {_USAGE}.")
     compute = normalize_mapping(compute_mapping, "fsdp")
+    active: dict[str, Mapping[str, Any]] = {"mapping": compute}
     if isinstance(parameter_mapping, Rule):
-        placement, settings = ByWork(parameter_mapping, compute), _context.intern_settings(compute)
+        placement = ComputeMappingOrStorageRule(parameter_mapping, compute)
     else:
-        parameters = normalize_mapping(parameter_mapping, "fsdp")
-        placement, settings = ByRole(parameters, compute), _context.intern_settings(compute, parameters)
-    return named_jit(
-        fn,
-        settings or {},
-        in_axis_resources=placement,
-        out_axis_resources=placement,
-        **options,
+        active["storage"] = normalize_mapping(parameter_mapping, "fsdp")
+        placement = StorageOrComputeMapping(active["storage"], compute)
+    make = functools.partial(
+        compiled_by_name, active=active, in_axis_resources=placement, out_axis_resources=placement, **options
     )
+    return make if fn is None else make(fn)

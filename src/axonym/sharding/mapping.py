@@ -78,10 +78,10 @@ def is_resource_mapping(placement: Any) -> bool:
 
 def axis_mapping(
     mapping: ResourceMapping | None = None, *, merge: bool = False, **entries: str | Sequence[str] | None
-) -> Putting:
-    """Put a resource mapping in force, inside a with-block or as a decorator.
+) -> ActiveSettings:
+    """Make a resource mapping active, inside a with-block or as a decorator.
 
-    The mapping in force is part of jit's cache key: functions compiled under another one are compiled again, and found
+    The active mapping is part of jit's cache key: functions compiled under another one are compiled again, and found
     again when it returns. A new thread starts with no mapping, as it does with JAX's mesh.
 
     Arguments:
@@ -97,32 +97,32 @@ def axis_mapping(
     new = normalize_mapping({} if mapping is None else mapping) | normalize_mapping(entries)
 
     def settings(outer: _context.Settings | None) -> _context.Settings | None:
-        # Where parameters rest does not change with what is in force while they are used.
+        # How parameters are stored does not change with the mapping that is active while they are used.
         return _context.changed(outer, mapping={**outer.mapping, **new} if merge and outer is not None else new)
 
-    return Putting("axis_mapping", settings)
+    return ActiveSettings("axis_mapping", settings)
 
 
-class Entered(threading.local):
+class EnteredBlocks(threading.local):
     """The with-blocks of one object that this thread is in: others may use the object at the same time."""
 
     def __init__(self):
         self.blocks: list[contextlib.AbstractContextManager[Any]] = []
 
 
-class Putting:
-    """What `axis_mapping` and its like return: settings to be put in force by a with-block or around a function."""
+class ActiveSettings:
+    """Makes settings active, in a with-block or around a function: what `axis_mapping` and its like return."""
 
     def __init__(self, what: str, settings: Callable[[_context.Settings | None], _context.Settings | None]):
         self._what = what
         self._settings = settings
-        self._entered = Entered()
+        self._entered = EnteredBlocks()
 
-    def _in_force(self) -> contextlib.AbstractContextManager[None]:
-        return _context.in_force(self._settings(_context.settings_in_force()))
+    def _active(self) -> contextlib.AbstractContextManager[None]:
+        return _context.activate(self._settings(_context.active_settings()))
 
     def __enter__(self) -> None:
-        block = self._in_force()
+        block = self._active()
         block.__enter__()
         self._entered.blocks.append(block)
 
@@ -138,18 +138,18 @@ class Putting:
 
         @functools.wraps(fn)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-            with self._in_force():
+            with self._active():
                 return fn(*args, **kwargs)
 
         return wrapper
 
 
 def current_mapping() -> dict[str, Entry] | None:
-    """The resource mapping in force, or None.
+    """The active resource mapping, or None.
 
     >>> with axn.axis_mapping({"batch": ["replica", "data"]}):
     ...     axn.current_mapping()
     {'batch': ('replica', 'data')}
     """
-    mapping = _context.mapping_in_force()
+    mapping = _context.active_mapping()
     return None if mapping is None else dict(mapping)

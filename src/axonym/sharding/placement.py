@@ -153,7 +153,7 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
     ready = {
         id(p): normalize_mapping(p, what) for p in {id(p): p for p, _ in placements}.values() if isinstance(p, Mapping)
     }
-    active = _context.mapping_in_force()
+    active = _context.active_mapping()
     rules_see = current_mesh() if mesh is None else mesh
     examined = Examined([], structure, [], [], [])
     for leaf, (given, depth) in zip(leaves, placements, strict=True):
@@ -162,7 +162,7 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
         examined.given.append((given, seen))
         given = active if given is None else ready.get(id(given), given)
         if isinstance(given, Rule):
-            own = isinstance(given, (ByRole, ByWork))
+            own = isinstance(given, (StorageOrComputeMapping, ComputeMappingOrStorageRule))
             given = _answer(given, leaf, seen, rules_see, what, problems)
             if not own:
                 examined.answers.append((given, leaf))
@@ -224,43 +224,47 @@ def _child(parent: Any, key: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class ByRole(Rule):
-    """Two mappings, one for parameters and one for everything else.
+class StorageOrComputeMapping(Rule):
+    """The storage mapping for parameters, and the compute mapping for everything else.
 
-    A parameter has an axis that the first mapping splits in a way of its own, and none that the second one splits over
-    the same mesh axis: that would be a batch of something.
+    A parameter has an axis that the storage mapping shards in a way of its own, and none that the compute mapping
+    shards over the same mesh axis: that would be a batch of something.
     """
 
-    parameters: Mapping[str, Entry]
-    rest: Mapping[str, Entry]
+    storage: Mapping[str, Entry]
+    compute: Mapping[str, Entry]
 
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Mapping[str, Entry]:
         """The mapping that places a leaf."""
-        at_rest, at_work = (
-            {n: mapped_axes(n, mapping) for n in leaf.names or ()} for mapping in (self.parameters, self.rest)
+        storage, compute = (
+            {n: mapped_axes(n, mapping) for n in leaf.names or ()} for mapping in (self.storage, self.compute)
         )
-        own = {a for n, axes in at_rest.items() if n in self.parameters and axes != at_work[n] for a in axes}
-        batch = {a for n, axes in at_work.items() if n not in self.parameters or axes == at_rest[n] for a in axes}
-        return self.parameters if own and not own & batch else self.rest
+        own = {a for n, axes in storage.items() if n in self.storage and axes != compute[n] for a in axes}
+        batch = {a for n, axes in compute.items() if n not in self.storage or axes == storage[n] for a in axes}
+        return self.storage if own and not own & batch else self.compute
 
 
 @dataclasses.dataclass(frozen=True)
-class ByWork(Rule):
-    """A mapping for what it splits, such as batches, and a rule for everything else, which are the parameters."""
+class ComputeMappingOrStorageRule(Rule):
+    """The compute mapping for what it shards, such as batches, and a rule for everything else, the parameters."""
 
-    parameters: Rule
-    work: Mapping[str, Entry]
+    storage: Rule
+    compute: Mapping[str, Entry]
 
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
-        return self.work if any(self.work.get(n) for n in leaf.names or ()) else self.parameters
+        return self.compute if any(self.compute.get(n) for n in leaf.names or ()) else self.storage
 
     def refusal(self, leaf: Leaf) -> str | None:
-        return self.parameters.refusal(leaf)  # the mapping passes nothing on
+        return self.storage.refusal(leaf)  # the mapping passes nothing on
 
 
 def is_placement(x: Any) -> bool:
     """Whether something is a placement by itself, rather than a tree prefix of placements."""
-    return x is None or isinstance(x, (Rule, Single, PartitionSpec, jax.sharding.Sharding)) or is_resource_mapping(x)
+    return (
+        x is None
+        or isinstance(x, (Rule, PlacementLeaf, PartitionSpec, jax.sharding.Sharding))
+        or is_resource_mapping(x)
+    )
 
 
 def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> list[tuple[Placement, int]]:
@@ -274,11 +278,13 @@ def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> li
         if any(isinstance(_unwrapped(p), Rule) for p in jax.tree.leaves(placement, is_leaf=is_placement)):
             placement = checked_prefix(jax.tree.map(_for_tree, placement, tree, is_leaf=is_placement), what)
         # A placement is wrapped so that one that is itself a tree (a mapping) counts as a leaf.
-        wrapped = jax.tree.map_with_path(lambda path, p: _At(_unwrapped(p), len(path)), placement, is_leaf=is_placement)
+        wrapped = jax.tree.map_with_path(
+            lambda path, p: _PlacementAtDepth(_unwrapped(p), len(path)), placement, is_leaf=is_placement
+        )
         spread = jax.tree.broadcast(wrapped, jax.tree.unflatten(structure, range(structure.num_leaves)))
     except ValueError as e:
         raise ValueError(f"{what}: the placement is not a prefix of the tree it places. {e}") from None
-    return [(w.placement, w.depth) for w in jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, _At))]
+    return [(w.placement, w.depth) for w in jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, _PlacementAtDepth))]
 
 
 def checked_prefix(placement: Placement, what: str) -> Placement:
@@ -296,14 +302,14 @@ def checked_prefix(placement: Placement, what: str) -> Placement:
 
 
 @dataclasses.dataclass(frozen=True)
-class Single:
+class PlacementLeaf:
     """A placement that stands for itself in a prefix, where a dictionary with it could be read as a mapping."""
 
     placement: Placement
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _At:
+class _PlacementAtDepth:
     """A placement, and how deep in the tree it stands."""
 
     placement: Placement
@@ -311,7 +317,7 @@ class _At:
 
 
 def _unwrapped(placement: Placement) -> Placement:
-    return placement.placement if isinstance(placement, Single) else placement
+    return placement.placement if isinstance(placement, PlacementLeaf) else placement
 
 
 def _for_tree(placement: Placement, tree: Any) -> Placement:

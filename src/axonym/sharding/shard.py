@@ -19,7 +19,7 @@ from .._mesh_axes import mesh_axes, types_of
 from .._parameter_names import by_parameter, parameter_names
 from ..array import NamedArray, wrap
 from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
-from .placement import Leaf, Placement, Single, drop_manual, is_placement, resolve, shardings_in
+from .placement import Leaf, Placement, PlacementLeaf, drop_manual, is_placement, resolve, shardings_in
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def shard_arguments(
         raise TypeError(
             f"{what}: expected a placement, or a tuple or dictionary with one for each argument, got {placement!r}."
         )
-    prefix = {name: Single(p) if is_placement(p) else p for name, p in chosen.items()}
+    prefix = {name: PlacementLeaf(p) if is_placement(p) else p for name, p in chosen.items()}
     placed = values | shard_quietly({name: values[name] for name in prefix}, prefix, what)
     return tuple([placed[name] for name in names]), {name: placed[name] for name in kwargs}
 
@@ -200,7 +200,7 @@ def _devices_for(placement: Placement) -> Mesh | None:
 
 
 def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn: bool, undo: bool = False) -> T:
-    if placement is None and _context.mapping_in_force() is None:
+    if placement is None and _context.active_mapping() is None:
         if warn:
             _errors.warn(
                 f"{what}: no mapping is in force, so nothing was placed. Use axonym.axis_mapping, or pass a placement."

@@ -224,7 +224,7 @@ def call_lazily(fn: Callable[..., Any], *trees: Any) -> Any:
         return [r for r in results if is_jax_array_like(r)]
 
     # The shardings are applied later, when the arrays are read.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), _context.in_force(None):
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), _context.activate(None):
         program = jax.make_jaxpr(of_arrays)(*map(abstract, arrays))
         outputs = iter(_evaluate_jaxpr(program.jaxpr, program.consts, arrays))
     others, result_structure = returned

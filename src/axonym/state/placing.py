@@ -66,7 +66,7 @@ def shardings_of(
         mesh = required_mesh(what, mesh)
     mesh = current_mesh() if mesh is None else mesh
     mesh = None if mesh is None else with_devices(mesh)
-    if placement is None and (mesh is None or _context.mapping_in_force() is None):
+    if placement is None and (mesh is None or _context.active_mapping() is None):
         leaves, structure = leaves_of(tree)
     else:
         leaves, structure = resolve(tree, placement, mesh, what)

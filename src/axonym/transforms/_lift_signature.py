@@ -12,9 +12,9 @@ import numpy as np
 
 from .. import _errors, _parsing
 from .._parameter_names import parameter_names
+from .._tree_spec import TreeSpec, flatten
 from ..array import NamedArray
 from ..axis import Axis, Names, name_of, selectors
-from ._forms import Form, split
 
 ARRAYS = (NamedArray, jax.Array, np.ndarray)
 """The types of what has axes."""
@@ -91,12 +91,12 @@ class Signature:
                 )
         if not handed_on and not call.kwargs:
             return Arguments(operands, tuple(names), [], _NOTHING)
-        arrays, form = split((handed_on, dict(call.kwargs)), numbers=False)
+        arrays, static = flatten((handed_on, dict(call.kwargs)))
         try:
-            hash(form)
+            hash(static)
         except TypeError:
             raise TypeError(self._unhashable(what, call)) from None
-        return Arguments(operands, tuple(names), arrays, form)
+        return Arguments(operands, tuple(names), arrays, static)
 
     def _unhashable(self, what: str, call: Call) -> str:
         handed_on = {
@@ -128,7 +128,7 @@ class Arguments(NamedTuple):
     """The axes of each operand."""
     handed_on: list[Any]
     """The arrays in the arguments that are handed on: in a module, say."""
-    form: Form
+    static: TreeSpec
     """All else of these."""
 
 
@@ -145,7 +145,7 @@ class Call(NamedTuple):
         return f"argument {i}" if name.startswith("args[") else f"argument {i}, `{name}`,"
 
 
-_, _NOTHING = split(([], {}), numbers=False)
+_, _NOTHING = flatten(([], {}))
 
 
 def make_signature(what: str, spec: str | None, in_axes: Any, out_axes: Any) -> Signature:

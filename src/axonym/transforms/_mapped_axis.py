@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType
 
 from .. import _errors
 from .._mesh_axes import entries_of, mapped_axes, mesh_axes, reshard, shard_count, types_of
+from .._tree_spec import ARRAYS
 from ..array import NamedArray, is_named_array, wrap
 from ..axis import Axis, AxisSelector, Names, name_of
 from ..sharding.meshes import current_mesh
@@ -29,7 +29,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 def is_array(x: Any) -> bool:
     """Whether something is a raw array, which has axes to map over, rather than a number or anything else."""
-    return isinstance(x, (jax.Array, np.ndarray))
+    return isinstance(x, ARRAYS)
 
 
 def without(names: Names, *removed: str) -> Names:
@@ -53,12 +53,6 @@ def one_name(what: str, axis: AxisSelector) -> str:
     if not isinstance(axis, (str, Axis)):
         raise TypeError(f"{what}: expected one axis, an Axis or a name, got {axis!r}.")
     return name_of(axis)
-
-
-def check_rank(x: NamedArray) -> None:
-    """Names and array agree on the number of axes; where they do not, a positional transform was at work."""
-    if is_array(x.array) and x.array.ndim != len(x.names):
-        raise ValueError(_errors.wrong_rank(x.names, x.array.shape))
 
 
 def argument_paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

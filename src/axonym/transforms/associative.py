@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors
+from .._function_cache import Functions, HeldArrays, WithArrays
 from .._jax_versions import INLINE
 from .._mesh_axes import entries_of, reshard
+from .._tree_spec import StaticLeaf, TreeSpec, flatten
 from ..axis import Axis, AxisSelector
 from . import _mapped_axis
-from ._compiled import Functions, Getter, Held
-from ._forms import Constant, Form, Words, conform, split
+from ._carry import Words, conform
 
 T = TypeVar("T")
 
@@ -44,47 +45,47 @@ def associative_scan(fn: Callable[[T, T], T], elems: T, axis: AxisSelector, *, r
     >>> axn.associative_scan(axn.maximum, axn.named([1, 3, 2, 5], "x"), "x")
     NamedArray(int32[x=4], [1 3 3 5])
     """
-    arrays, form = split(elems, numbers=False)
+    arrays, spec = flatten(elems)
     name = _mapped_axis.one_name("associative_scan", axis)
     missing = [
-        i for i, names in enumerate(form.names) if (name not in names if names is not None else not arrays[i].ndim)
+        i for i, names in enumerate(spec.names) if (name not in names if names is not None else not arrays[i].ndim)
     ]
     if missing or not arrays:
-        raise ValueError(_without_axis(name, form, missing))
-    positions = tuple(0 if names is None else names.index(name) for names in form.names)
+        raise ValueError(_without_axis(name, spec, missing))
+    positions = tuple(0 if names is None else names.index(name) for names in spec.names)
     sizes = [x.shape[p] for x, p in zip(arrays, positions, strict=True)]
     given = [("the axis given", axis.size)] if isinstance(axis, Axis) else []
     if any(s != sizes[0] for s in [*sizes, *(size for _, size in given)]):
-        places = [*zip(_array_paths(form), sizes, strict=True), *given]
+        places = [*zip(_array_paths(spec), sizes, strict=True), *given]
         raise ValueError(_errors.size_mismatch("associative_scan", name, places))
     functions = Functions(fn)
-    run = functions.compiled(_build, _Plan(name, positions, reverse), form)
-    return form.join(run(functions.arrays, arrays))
+    run = functions.compiled(_build, _AssociativePlan(name, positions, reverse), spec)
+    return spec.unflatten(run(functions.arrays, arrays))
 
 
-class _Plan(NamedTuple):
+class _AssociativePlan(NamedTuple):
     name: str
     positions: tuple[int, ...]
     reverse: bool
 
 
-def _build(functions: Getter, plan: _Plan, form: Form) -> Callable[..., Any]:
-    def run(held: Held, arrays: list[Any]) -> list[Any]:
+def _build(functions: WithArrays, plan: _AssociativePlan, spec: TreeSpec) -> Callable[..., Any]:
+    def run(held: HeldArrays, arrays: list[Any]) -> list[Any]:
         (fn,) = functions(held)
         # JAX takes all arrays along one position. Where theirs differ, the axis goes to the front.
         together = len(set(plan.positions)) == 1
         position = plan.positions[0] if together else 0
-        inner = form
+        inner = spec
         if not together:
             inner = inner.with_names(
-                n if n is None else (plan.name, *_mapped_axis.without(n, plan.name)) for n in form.names
+                n if n is None else (plan.name, *_mapped_axis.without(n, plan.name)) for n in spec.names
             )
         xs = [_mapped_axis.whole_along(x, p) for x, p in zip(arrays, plan.positions, strict=True)]
         xs = [jnp.moveaxis(x, p, position) for x, p in zip(xs, plan.positions, strict=True)]
 
         def combine(a: list[Any], b: list[Any]) -> list[Any]:
             types = [jax.typeof(x) for x in a]
-            return conform("associative_scan", _RESULT, inner, types, fn(inner.join(a), inner.join(b)))
+            return conform("associative_scan", _RESULT, inner, types, fn(inner.unflatten(a), inner.unflatten(b)))
 
         results = jax.lax.associative_scan(combine, xs, plan.reverse, position)
         results = [jnp.moveaxis(y, position, p) for y, p in zip(results, plan.positions, strict=True)]
@@ -94,14 +95,14 @@ def _build(functions: Getter, plan: _Plan, form: Form) -> Callable[..., Any]:
     return jax.jit(run, inline=INLINE)
 
 
-def _array_paths(form: Form) -> list[str]:
-    return [f"elems{p}" for p, slot in zip(form.paths(), form.slots, strict=True) if not isinstance(slot, Constant)]
+def _array_paths(spec: TreeSpec) -> list[str]:
+    return [f"elems{p}" for p, slot in zip(spec.paths(), spec.slots, strict=True) if not isinstance(slot, StaticLeaf)]
 
 
-def _without_axis(name: str, form: Form, missing: list[int]) -> str:
-    if not form.names:
+def _without_axis(name: str, spec: TreeSpec, missing: list[int]) -> str:
+    if not spec.names:
         return "associative_scan: there is no array to scan."
-    paths, names = _array_paths(form), form.names
+    paths, names = _array_paths(spec), spec.names
     listed = ", ".join(f"{paths[i]} {_errors.describe_axes(names[i] or ())}" for i in missing)
     known = [n for i in missing for n in names[i] or ()]
     return f"associative_scan: no axis {name!r} in {listed}.{_errors.suggestion(name, known)}"

@@ -22,8 +22,8 @@ import jax
 import jax.ad_checkpoint
 import numpy as np
 
+from .._tree_spec import FlatTree, flatten
 from ._checkpoint_names import record, recorded, warn_of_unknown
-from ._forms import Packed, split
 
 T = TypeVar("T")
 
@@ -114,15 +114,15 @@ class ScanCheckpointPolicy:
         policy = self._kept(moved)
 
         def step(*args: Any, **kwargs: Any) -> T:
-            arrays, form = split((args, kwargs), numbers=False)
+            arrays, spec = flatten((args, kwargs))
 
-            def of_arrays(arrays: list[Any]) -> Packed:
-                (carry, *inputs), options = form.join(arrays)
+            def of_arrays(arrays: list[Any]) -> FlatTree:
+                (carry, *inputs), options = spec.unflatten(arrays)
                 if moves_carry:
                     carry = tree_checkpoint_name(carry, carry_name)
                 if moves_inputs:
                     inputs, options = tree_checkpoint_name((inputs, options), input_name)
-                return Packed(*split(callable(carry, *inputs, **options), numbers=False))
+                return FlatTree(*flatten(callable(carry, *inputs, **options)))
 
             return jax.checkpoint(of_arrays, policy=policy, prevent_cse=self.prevent_cse)(arrays).tree()
 

@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._function_cache import Functions, HeldArrays, WithArrays
 from .._jax_versions import INLINE
+from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, TreeSpec, flatten
 from ..array import NamedArray
-from ._compiled import Functions, Getter, Held
-from ._forms import CARRY, Form, Packed, Words, conform, split
+from ._carry import CARRY, Words, conform
 
 
 def while_loop(cond_fn: Callable[[Any], Any], body_fn: Callable[[Any], Any], init: Any) -> Any:
@@ -32,21 +33,21 @@ def while_loop(cond_fn: Callable[[Any], Any], body_fn: Callable[[Any], Any], ini
     >>> axn.while_loop(lambda x: x.sum() < 100, lambda x: 2 * x, axn.ones({"x": 3}))
     NamedArray(float32[x=3], [64. 64. 64.])
     """
-    arrays, form = split(init, numbers=True)
+    arrays, spec = flatten(init, ARRAYS_AND_NUMBERS)
     functions = Functions(body_fn, cond_fn)
-    return form.join(functions.compiled(_build_while, None, form)(functions.arrays, arrays))
+    return spec.unflatten(functions.compiled(_build_while, None, spec)(functions.arrays, arrays))
 
 
-def _build_while(functions: Getter, _: None, form: Form) -> Callable[..., Any]:
-    def run(held: Held, arrays: list[Any]) -> list[Any]:
+def _build_while(functions: WithArrays, _: None, spec: TreeSpec) -> Callable[..., Any]:
+    def run(held: HeldArrays, arrays: list[Any]) -> list[Any]:
         body_fn, cond_fn = functions(held)
 
         def going(carry: list[Any]) -> Any:
-            return _scalar("while_loop", "the condition", cond_fn(form.join(carry)))
+            return _scalar("while_loop", "the condition", cond_fn(spec.unflatten(carry)))
 
         def body(carry: list[Any]) -> list[Any]:
             return conform(
-                "while_loop", CARRY, form, [jax.typeof(c) for c in carry], body_fn(form.join(carry)), promoted=True
+                "while_loop", CARRY, spec, [jax.typeof(c) for c in carry], body_fn(spec.unflatten(carry)), promoted=True
             )
 
         return jax.lax.while_loop(going, body, arrays)
@@ -93,27 +94,27 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
 
 
 def _choose(what: str, which: Any, branches: Sequence[Callable[..., Any]], operands: tuple[Any, ...]) -> Any:
-    arrays, form = split(operands, numbers=True)
+    arrays, spec = flatten(operands, ARRAYS_AND_NUMBERS)
     functions = Functions(*branches)
-    return functions.compiled(_build_choice, what, form)(functions.arrays, which, arrays).tree()
+    return functions.compiled(_build_choice, what, spec)(functions.arrays, which, arrays).tree()
 
 
-def _build_choice(functions: Getter, what: str, form: Form) -> Callable[..., Any]:
-    def run(held: Held, which: Any, arrays: list[Any]) -> Packed:
+def _build_choice(functions: WithArrays, what: str, spec: TreeSpec) -> Callable[..., Any]:
+    def run(held: HeldArrays, which: Any, arrays: list[Any]) -> FlatTree:
         branches = functions(held)
         names = (
             ("the true branch", "the false branch") if what == "cond" else [f"branch {i}" for i in range(len(branches))]
         )
-        agreed: list[tuple[str, Form, list[Any]]] = []  # what the branch that is traced first returns
+        agreed: list[tuple[str, TreeSpec, list[Any]]] = []  # what the branch that is traced first returns
 
         def positional(name: str, branch: Callable[..., Any]) -> Callable[[list[Any]], list[Any]]:
             def call(arrays: list[Any]) -> list[Any]:
-                result = branch(*form.join(arrays))
+                result = branch(*spec.unflatten(arrays))
                 if not agreed:
-                    outputs, out_form = split(result, numbers=True)
-                    agreed.append((name, out_form, [jax.typeof(x) for x in outputs]))
+                    outputs, out_spec = flatten(result, ARRAYS_AND_NUMBERS)
+                    agreed.append((name, out_spec, [jax.typeof(x) for x in outputs]))
                     return outputs
-                first, out_form, types = agreed[0]
+                first, out_spec, types = agreed[0]
                 words = Words(
                     "result",
                     f"of {first} is",
@@ -122,7 +123,7 @@ def _build_choice(functions: Getter, what: str, form: Form) -> Callable[..., Any
                     f"is in {name} only",
                     "Place both alike, for example with `axonym.shard(..., {before})`.",
                 )
-                return conform(what, words, out_form, types, result)
+                return conform(what, words, out_spec, types, result)
 
             return call
 
@@ -131,7 +132,7 @@ def _build_choice(functions: Getter, what: str, form: Form) -> Callable[..., Any
             outputs = jax.lax.cond(which, *calls, arrays)
         else:
             outputs = jax.lax.switch(which, calls, arrays)
-        return Packed(outputs, agreed[0][1].lent(form))
+        return FlatTree(outputs, agreed[0][1].weak(spec))
 
     run.__name__ = run.__qualname__ = what
     return jax.jit(run, inline=INLINE)

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from .. import _errors, _kernels
+from .._function_cache import FunctionCache, Functions, WithArrays
 from .._mesh_axes import mesh_around
+from .._tree_spec import TreeSpec
 from ..array import NamedArray, wrap, wrap_result
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of
 from ..ops._operands import check_new_axis, private
 from . import _mapped_axis
-from ._compiled import Functions, Getter, Kept
-from ._forms import Form
 from ._lift_signature import NUMERIC, Call, Signature, check_aliases, make_signature
 
 
@@ -129,7 +129,7 @@ def lift(
     signature = make_signature(what, spec, in_axes, out_axes)
     check_aliases(what, signature, axes)
     known = {**dict(signature.axes), **axes}
-    functions_of = Functions(fn, own=Kept()).now
+    functions_of = Functions(fn, own=FunctionCache()).now
 
     def lifted(*args: Any, **kwargs: Any) -> Any:
         here = {word: kwargs.pop(word) for word in signature.words if word in kwargs}
@@ -138,8 +138,8 @@ def lift(
         functions = functions_of()
         held = [*functions.arrays, *given.handed_on]
         aliases = tuple({**known, **here}.items())
-        plan = _Plan(what, signature, len(functions.arrays), tuple(map(jnp.ndim, held)), given.names, aliases)
-        kernel = functions.compiled(_build, plan, given.form)
+        plan = _LiftPlan(what, signature, len(functions.arrays), tuple(map(jnp.ndim, held)), given.names, aliases)
+        kernel = functions.compiled(_build, plan, given.static)
         try:
             return wrap_result(kernel.call(*held, *given.operands), kernel.names)
         except Exception as e:
@@ -180,8 +180,8 @@ def _closes_over_arrays(fn: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Plan:
-    """Everything static that a kernel depends on, besides the form of the arguments that are handed on."""
+class _LiftPlan:
+    """Everything static that a kernel depends on, besides the spec of the arguments that are handed on."""
 
     what: str
     signature: Signature
@@ -194,7 +194,7 @@ class _Plan:
     aliases: tuple[tuple[str, AxisSelector], ...]
 
 
-def _build(functions: Getter, plan: _Plan, handed_on: Form) -> _kernels.Kernel:
+def _build(functions: WithArrays, plan: _LiftPlan, handed_on: TreeSpec) -> _kernels.Kernel:
     """A kernel for the arrays that are not mapped over, and for operands of the given names."""
     what, signature, in_names, aliases = plan.what, plan.signature, plan.in_names, plan.aliases
     count = len(plan.ranks)
@@ -217,7 +217,7 @@ def _build(functions: Getter, plan: _Plan, handed_on: Form) -> _kernels.Kernel:
             _kernels.transpose_to(x, _mapped_axis.without(names, *mapped), needed)
             for x, names, needed in zip(arrays, in_names, own, strict=True)
         ]
-        args, kwargs = signature.put_together(operands, handed_on.join(held[plan.of_function :]))
+        args, kwargs = signature.put_together(operands, handed_on.unflatten(held[plan.of_function :]))
         try:
             results = fn(*args, **kwargs)
         except Exception as e:

@@ -19,13 +19,14 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _output_sharding
+from .._function_cache import Functions, HeldArrays, WithArrays
 from .._jax_versions import INLINE
 from .._mesh_axes import entries_of, explicit_mesh, reshard
+from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, StaticLeaf, TreeSpec, flatten
 from ..array import wrap
 from ..axis import Axis, AxisSelector, Names
 from . import _mapped_axis
-from ._compiled import Functions, Getter, Held
-from ._forms import CARRY, Constant, Form, Packed, conform, split
+from ._carry import CARRY, conform
 from .checkpointing import ScanCheckpointPolicy, ScanCheckpointSpec, checkpointed_scan, policy_of
 
 P = ParamSpec("P")
@@ -52,7 +53,7 @@ def scan(
     what is not an array, are the same in every step. What the body returns besides the carry gets the axis in front.
 
     The carry keeps its axes, sizes, dtypes and placement from step to step; only the order of axes may change, since it
-    is layout. As with `jax.lax.scan`, a body is not traced again for arguments of the same form, so it must not depend
+    is layout. As with `jax.lax.scan`, a body is not traced again for arguments of the same spec, so it must not depend
     on anything that changes between calls. It may be a module, a method of one, or a `functools.partial`: the arrays
     that these hold can change.
 
@@ -160,8 +161,11 @@ class _Loop:
     policy: ScanCheckpointPolicy
     reverse: bool
     unroll: int | bool
+    key: StaticLeaf = dataclasses.field(init=False)
+    """Tells True from 1, which mean different things where they are numbers of steps or groups."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "key", StaticLeaf((self.policy, self.unroll)))
         if not isinstance(self.unroll, int) or (self.unroll is not False and self.unroll < 1):
             raise ValueError(f"{self.what}: `unroll` is a number of steps, at least 1, or True; got {self.unroll}.")
 
@@ -185,7 +189,7 @@ def _shown(result: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Plan:
+class _LoopPlan:
     """What a compiled loop depends on besides the forms of its carry and of its arguments."""
 
     loop: _Loop
@@ -204,22 +208,21 @@ def _run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, Any]:
-    carry, carry_form = split(init, numbers=True)
-    arrays, form = split((args, kwargs), numbers=False)
+    carry, carry_spec = flatten(init, ARRAYS_AND_NUMBERS)
+    arrays, spec = flatten((args, kwargs))
     choose = None if is_scanned is True else is_scanned if callable(is_scanned) else lambda _: False
-    positions = tuple(_position(loop.name, x, names, choose) for x, names in zip(arrays, form.names, strict=True))
+    positions = tuple(_position(loop.name, x, names, choose) for x, names in zip(arrays, spec.names, strict=True))
     sizes = [x.shape[p] for x, p in zip(arrays, positions, strict=True) if p is not None]
     if isinstance(axis, Axis):
         sizes.append(axis.size)
     if not sizes:
-        raise ValueError(_no_size(loop, form))
+        raise ValueError(_no_size(loop, spec))
     if any(s != sizes[0] for s in sizes):
-        raise ValueError(_sizes_differ(loop, axis, form, arrays, positions))
-    # As a number: True equals 1, and the two mean different things.
+        raise ValueError(_sizes_differ(loop, axis, spec, arrays, positions))
     unroll = max(1, sizes[0] if loop.unroll is True else loop.unroll)
-    run = functions.compiled(_build, _Plan(loop, sizes[0], unroll, positions), carry_form, form)
+    run = functions.compiled(_build, _LoopPlan(loop, sizes[0], unroll, positions), carry_spec, spec)
     carry, outputs = run(functions.arrays, carry, arrays)
-    return carry_form.join(carry), outputs.tree()
+    return carry_spec.unflatten(carry), outputs.tree()
 
 
 def _position(name: str, x: Any, names: Names | None, choose: Callable[[Any], bool] | None) -> int | None:
@@ -237,7 +240,7 @@ def _position(name: str, x: Any, names: Names | None, choose: Callable[[Any], bo
 # --- the compiled loop ---
 
 
-def _build(functions: Getter, plan: _Plan, carry_form: Form, arguments: Form) -> Callable[..., Any]:
+def _build(functions: WithArrays, plan: _LoopPlan, carry_spec: TreeSpec, arguments: TreeSpec) -> Callable[..., Any]:
     """The loop as one jitted function, from raw arrays to raw arrays."""
     loop, name = plan.loop, plan.loop.name
     in_step = arguments.with_names(
@@ -245,21 +248,21 @@ def _build(functions: Getter, plan: _Plan, carry_form: Form, arguments: Form) ->
         for names, p in zip(arguments.names, plan.positions, strict=True)
     )
 
-    def run(held: Held, carry: list[Any], arrays: list[Any]) -> tuple[list[Any], Packed]:
+    def run(held: HeldArrays, carry: list[Any], arrays: list[Any]) -> tuple[list[Any], FlatTree]:
         (fn,) = functions(held)
         scanned = [(i, p) for i, p in enumerate(plan.positions) if p is not None]
         xs = [jnp.moveaxis(_mapped_axis.whole_along(arrays[i], p), p, 0) for i, p in scanned]
-        returned: list[Form] = []
+        returned: list[TreeSpec] = []
 
         def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
             of_step = list(arrays)
             for (i, _), x in zip(scanned, slices, strict=True):
                 of_step[i] = x
-            args, kwargs = in_step.join(of_step)
-            new, output = loop.step(fn, carry_form.join(carry), args, kwargs)
-            outputs, form = split(output, numbers=True)
-            returned[:] = [form.lent(carry_form, arguments)]  # a step can be traced again, with stronger types
-            return conform(loop.what, CARRY, carry_form, [jax.typeof(c) for c in carry], new, promoted=True), outputs
+            args, kwargs = in_step.unflatten(of_step)
+            new, output = loop.step(fn, carry_spec.unflatten(carry), args, kwargs)
+            outputs, spec = flatten(output, ARRAYS_AND_NUMBERS)
+            returned[:] = [spec.weak(carry_spec, arguments)]  # a step can be traced again, with stronger types
+            return conform(loop.what, CARRY, carry_spec, [jax.typeof(c) for c in carry], new, promoted=True), outputs
 
         final, ys = checkpointed_scan(
             loop.policy,
@@ -271,20 +274,20 @@ def _build(functions: Getter, plan: _Plan, carry_form: Form, arguments: Form) ->
             reverse=loop.reverse,
             unroll=plan.unroll,
         )
-        (form,) = returned
-        stacked = form.with_names(_stacked(loop.what, name, form))
+        (spec,) = returned
+        stacked = spec.with_names(_stacked(loop.what, name, spec))
         sources = [(arrays[i], p) for i, p in scanned]
         ys = [_split_again(loop.what, name, y, n, sources) for y, n in zip(ys, stacked.names, strict=True)]
-        return final, Packed(ys, stacked)
+        return final, FlatTree(ys, stacked)
 
     run.__name__ = run.__qualname__ = loop.what
     return jax.jit(run, inline=INLINE)
 
 
-def _stacked(what: str, name: str, form: Form) -> list[Names | None]:
+def _stacked(what: str, name: str, spec: TreeSpec) -> list[Names | None]:
     """The names of the outputs with the axis in front."""
     return [
-        None if names is None else _mapped_axis.stacked(what, wrap(None, names), name).names for names in form.names
+        None if names is None else _mapped_axis.stacked(what, wrap(None, names), name).names for names in spec.names
     ]
 
 
@@ -306,9 +309,9 @@ def _split_again(
 
 
 def _sizes_differ(
-    loop: _Loop, axis: AxisSelector, form: Form, arrays: Sequence[Any], positions: Sequence[int | None]
+    loop: _Loop, axis: AxisSelector, spec: TreeSpec, arrays: Sequence[Any], positions: Sequence[int | None]
 ) -> str:
-    found = zip(_paths(form, arrays), arrays, form.names, positions, strict=True)
+    found = zip(_paths(spec, arrays), arrays, spec.names, positions, strict=True)
     scanned = [(path, x.shape[p], names) for path, x, names, p in found if p is not None]
     places = [(path, size) for path, size, _ in scanned]
     places += [("the axis given", axis.size)] if isinstance(axis, Axis) else []
@@ -323,9 +326,9 @@ def _sizes_differ(
     )
 
 
-def _no_size(loop: _Loop, form: Form) -> str:
+def _no_size(loop: _Loop, spec: TreeSpec) -> str:
     name = loop.name
-    known = list(dict.fromkeys(n for names in form.names for n in names or ()))
+    known = list(dict.fromkeys(n for names in spec.names for n in names or ()))
     hint = "" if name in known else _errors.suggestion(name, known)
     return (
         f"{loop.what}: nothing that is scanned has axis {name!r}; the arguments have {_errors.describe_axes(known)}."
@@ -333,7 +336,7 @@ def _no_size(loop: _Loop, form: Form) -> str:
     )
 
 
-def _paths(form: Form, arrays: Sequence[Any]) -> list[str]:
+def _paths(spec: TreeSpec, arrays: Sequence[Any]) -> list[str]:
     """Where each array of the arguments stands."""
-    paths = _mapped_axis.argument_paths(*form.join(arrays))
-    return [path for path, slot in zip(paths, form.slots, strict=True) if not isinstance(slot, Constant)]
+    paths = _mapped_axis.argument_paths(*spec.unflatten(arrays))
+    return [path for path, slot in zip(paths, spec.slots, strict=True) if not isinstance(slot, StaticLeaf)]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
 
 from .. import _errors, _output_sharding
 from .._mesh_axes import axes_in, entries_of, explicit_mesh, reshard, restricted
+from .._tree_spec import Slot, StaticLeaf, TreeSpec, check_rank, flatten
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelection, Names, name_of, selectors
 from . import _mapped_axis
@@ -71,21 +72,18 @@ def vmap(
         leaves, structure = _mapped_axis.flatten((args, kwargs))
         operands, leaves = _operands(names, leaves, raw_axes.of_leaves(args, kwargs, len(leaves)), args, kwargs)
         sizes = _sizes(names, given, operands, args, kwargs)
-        returned: list[Any] = []
+        returned: list[TreeSpec] = []
 
         def one(arrays: Sequence[Any]) -> list[Any]:
             inner = list(leaves)
             for operand, x in zip(operands, arrays, strict=True):
                 inner[operand.leaf] = x if operand.inner_names is None else wrap(x, operand.inner_names)
             one_args, one_kwargs = jax.tree.unflatten(structure, inner)
-            results, result_structure = _mapped_axis.flatten(fn(*one_args, **one_kwargs))  # pyright: ignore[reportCallIssue]
-            for result in results:
-                if isinstance(result, NamedArray):
-                    _mapped_axis.check_rank(result)
-            _mapped_axis.check_placed_elsewhere("vmap", sizes, inner, results)
-            # Without the arrays, which belong to the trace.
-            returned[:] = [_emptied(r) for r in results], result_structure
-            return [array for r in results if (array := _array_in(r)) is not None]
+            result = fn(*one_args, **one_kwargs)  # pyright: ignore[reportCallIssue]
+            outputs, spec = flatten(result)
+            _mapped_axis.check_placed_elsewhere("vmap", sizes, inner, _mapped_axis.flatten(result)[0])
+            returned[:] = [TreeSpec(spec.structure, [_with_axes(slot, names) for slot in spec.slots])]
+            return outputs
 
         for level in reversed(range(len(names))):
             positions = [operand.position(level) for operand in operands]
@@ -93,9 +91,8 @@ def vmap(
             spmd = _mapped_axis.spmd_axes(names[level], size)
             one = jax.vmap(one, in_axes=(positions,), axis_size=size, spmd_axis_name=spmd)
         with _mapped_axis.collisions_named("vmap", names):
-            stacked = iter(one(_placed_alike(names, sizes, operands)))
-        results, result_structure = returned
-        return jax.tree.unflatten(result_structure, [_restored(r, names, stacked) for r in results])
+            stacked = one(_placed_alike(names, sizes, operands))
+        return returned[0].unflatten(stacked)
 
     return functools.update_wrapper(mapped, fn, updated=())
 
@@ -128,7 +125,7 @@ def _operands(
     operands, others = [], list(leaves)
     for i, (leaf, raw) in enumerate(zip(leaves, raw_axes, strict=True)):
         if isinstance(leaf, NamedArray):
-            _mapped_axis.check_rank(leaf)
+            check_rank(leaf)
             left_alone = raw.of_argument and raw.where is None
             mapped = () if left_alone else names
             inner = _mapped_axis.without(leaf.names, *mapped)
@@ -279,29 +276,13 @@ def _spread(path: str, spec: Any, argument: Any) -> list[_RawAxis]:
 # --- what comes out ---
 
 
-def _array_in(result: Any) -> Any:
-    """The array in a leaf of the result, or None."""
-    array = result.array if isinstance(result, NamedArray) else result
-    return array if _mapped_axis.is_array(array) else None
-
-
-_EMPTY = object()
-"""Stands where a result has an array."""
-
-
-def _emptied(result: Any) -> Any:
-    """A leaf of the result without its array."""
-    if _array_in(result) is None:
-        return result
-    return wrap(_EMPTY, result.names) if isinstance(result, NamedArray) else _EMPTY
-
-
-def _restored(result: Any, names: Names, stacked: Iterator[Any]) -> Any:
-    """An emptied leaf of the result with its next stacked array, and with the axes among its names."""
-    if not isinstance(result, NamedArray):
-        return next(stacked) if result is _EMPTY else result
-    array = next(stacked) if result.array is _EMPTY else result.array
-    return _mapped_axis.stacked("vmap", wrap(array, result.names), *names)
+def _with_axes(slot: Slot, names: Names) -> Slot:
+    """What is known of a leaf of the result, with the axes among its names."""
+    if isinstance(slot, tuple):
+        return _mapped_axis.stacked("vmap", wrap(None, slot), *names).names
+    if isinstance(slot, StaticLeaf) and isinstance(slot.value, NamedArray):  # a placeholder for an array
+        return StaticLeaf(_mapped_axis.stacked("vmap", slot.value, *names))
+    return slot
 
 
 # --- words ---

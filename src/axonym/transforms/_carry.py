@@ -1,172 +1,27 @@
-"""Trees as a list of raw arrays and a *form*, for what JAX traces.
+"""Comparing a tree with what it must be like: a carry with what went in, a branch with the other.
 
 `jax.lax.scan` and its kin take trees of arrays only, and say by position what is wrong with them. So the transforms
-hand them lists of raw arrays and keep the rest, which is static, as a form: the structure, the names of the axes, and
-the leaves that are not arrays. Forms can be hashed, so what was compiled for one is found again; and two of them can be
-compared leaf by leaf, so what is wrong can be said by path and name.
+hand them lists of raw arrays, and compare the specs leaf by leaf: what is wrong is said by path and name.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import _kernels
 from .._mesh_axes import entry_of, mesh_axes
-from .._static import Static
-from ..array import NamedArray, wrap
+from .._tree_spec import ARRAYS_AND_NUMBERS, Slot, StaticLeaf, TreeSpec, flatten
 from ..axis import Names
-from . import _mapped_axis
-
-_NUMBERS = (bool, int, float, complex, np.generic)
-
-
-class Lent:
-    """A leaf that is static and known by its identity, such as a function. It is not kept alive.
-
-    So a form can be part of a key: what is kept under it does not outlive what it was made for.
-    """
-
-    __slots__ = ("_hash", "_reference")
-
-    def __init__(self, value: Any):
-        self._reference = weakref.ref(value)
-        self._hash = hash(self._reference)
-
-    @property
-    def value(self) -> Any:
-        """The leaf. Whoever lent it holds it while it is in use."""
-        value = self._reference()
-        assert value is not None, "the caller holds its arguments while they are used"
-        return value
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Lent) and self._reference == other._reference
-
-
-def by_identity(value: Any) -> bool:
-    """Whether something is equal to itself alone, and need not be kept alive to be known again."""
-    return type(value).__eq__ is object.__eq__ and type(value).__weakrefoffset__ != 0
-
-
-Constant: TypeAlias = Static | Lent
-"""A leaf that is not an array."""
-Slot: TypeAlias = Names | Constant | None
-"""What a form knows of a leaf: the names of a named array, None for a raw array, or the leaf itself if it is static."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Form:
-    """What a tree is, apart from its arrays."""
-
-    structure: Any
-    slots: tuple[Slot, ...]
-
-    @property
-    def names(self) -> list[Names | None]:
-        """The names of each array; None for a raw one."""
-        return [slot for slot in self.slots if not isinstance(slot, Constant)]
-
-    @property
-    def constants(self) -> list[Constant]:
-        """The leaves that are not arrays."""
-        return [slot for slot in self.slots if isinstance(slot, Constant)]
-
-    def with_names(self, names: Iterable[Names | None]) -> Form:
-        """The same form with other axes."""
-        new = iter(names)
-        return Form(self.structure, tuple(s if isinstance(s, Constant) else next(new) for s in self.slots))
-
-    def lent(self, *lenders: Form) -> Form:
-        """The same form, which keeps alive no leaf that can be known by its identity.
-
-        Arguments:
-            *lenders: only leaves that these forms have lent already are lent; the others are kept.
-        """
-        if not lenders and not any(isinstance(s, Static) for s in self.slots):
-            return self
-        known = {id(c.value) for lender in lenders for c in lender.constants if isinstance(c, Lent)}
-        return Form(self.structure, tuple(_lent(s) if not lenders or _is_known(s, known) else s for s in self.slots))
-
-    def join(self, arrays: Iterable[Any]) -> Any:
-        """The tree with these arrays."""
-        left = iter(arrays)
-        return jax.tree.unflatten(self.structure, [_leaf(slot, left) for slot in self.slots])
-
-    def paths(self) -> list[str]:
-        """Where each leaf stands, as in `['h'].weight`. Slow: for messages."""
-        numbered = jax.tree.unflatten(self.structure, range(len(self.slots)))
-        return [jax.tree_util.keystr(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(numbered)[0]]
-
-
-def _lent(slot: Slot) -> Slot:
-    return Lent(slot.value) if isinstance(slot, Static) and by_identity(slot.value) else slot
-
-
-def _is_known(slot: Slot, known: set[int]) -> bool:
-    return isinstance(slot, Static) and id(slot.value) in known
-
-
-def _leaf(slot: Slot, left: Iterator[Any]) -> Any:
-    if isinstance(slot, Constant):
-        return slot.value
-    return next(left) if slot is None else wrap(next(left), slot)
-
-
-def split(tree: Any, *, numbers: bool) -> tuple[list[Any], Form]:
-    """The raw arrays of a tree, and its form.
-
-    Arguments:
-        tree: the tree.
-        numbers: Python's numbers count as arrays.
-    """
-    leaves, structure = _mapped_axis.flatten(tree)
-    arrays: list[Any] = []
-    slots: list[Slot] = []
-    for leaf in leaves:
-        if isinstance(leaf, NamedArray) and _mapped_axis.is_array(leaf.array):
-            _mapped_axis.check_rank(leaf)
-            arrays.append(leaf.array)
-            slots.append(leaf.names)
-        elif _mapped_axis.is_array(leaf) or (numbers and isinstance(leaf, _NUMBERS)):
-            arrays.append(leaf)
-            slots.append(None)
-        else:
-            slots.append(Static(leaf))
-    return arrays, Form(structure, tuple(slots))
-
-
-@jax.tree_util.register_pytree_node_class
-class Packed:
-    """Arrays and their form as one tree, for what a compiled function returns."""
-
-    def __init__(self, arrays: list[Any], form: Form):
-        self.arrays, self.form = arrays, form
-
-    def tree_flatten(self) -> tuple[list[Any], Form]:
-        return self.arrays, self.form
-
-    @classmethod
-    def tree_unflatten(cls, form: Form, arrays: Iterable[Any]) -> Packed:
-        return cls(list(arrays), form)
-
-    def tree(self) -> Any:
-        """The tree they make up."""
-        return self.form.join(self.arrays)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Words:
-    """How to speak of a tree that must have the form of another."""
+    """How to speak of a tree that must have the spec of another."""
 
     tree: str
     """What both are, as in "carry"."""
@@ -193,9 +48,9 @@ CARRY = Words(
 
 
 def conform(
-    what: str, words: Words, form: Form, types: Sequence[Any], tree: Any, *, promoted: bool = False
+    what: str, words: Words, spec: TreeSpec, types: Sequence[Any], tree: Any, *, promoted: bool = False
 ) -> list[Any]:
-    """The arrays of a tree that must have a given form, in the layout of that form.
+    """The arrays of a tree that must have a given spec, in its layout.
 
     The order of axes is only layout, so it is made to agree. All else must: what does not is one error that lists every
     leaf, what it was and what it became.
@@ -203,20 +58,20 @@ def conform(
     Arguments:
         what: the operation, for messages.
         words: how to speak of the tree.
-        form: the form it must have.
+        spec: the spec it must have.
         types: the types its arrays must have.
         tree: the tree.
         promoted: JAX gives a weak type among `types`, that of a Python number, the dtype it meets here.
     """
-    arrays, found = split(tree, numbers=True)
-    if found.structure != form.structure:
-        raise TypeError(_other_structure(what, words, form, found))
+    arrays, found = flatten(tree, ARRAYS_AND_NUMBERS)
+    if found.structure != spec.structure:
+        raise TypeError(_other_structure(what, words, spec, found))
     expected, given = iter(types), iter(arrays)
     result, problems = [], []
-    for i, (slot, new) in enumerate(zip(form.slots, found.slots, strict=True)):
-        if isinstance(slot, Constant) or isinstance(new, Constant):
-            before = slot if isinstance(slot, Constant) else next(expected)
-            after = new if isinstance(new, Constant) else next(given)
+    for i, (slot, new) in enumerate(zip(spec.slots, found.slots, strict=True)):
+        if isinstance(slot, StaticLeaf) or isinstance(new, StaticLeaf):
+            before = slot if isinstance(slot, StaticLeaf) else next(expected)
+            after = new if isinstance(new, StaticLeaf) else next(given)
             if not _same(before, after):
                 problems.append((i, f"{_kind(slot, before)} and {words.after} {_kind(new, after)}", _STATIC))
             continue
@@ -230,14 +85,14 @@ def conform(
             problems.append((i, shown, remedy))
         result.append(after)
     if problems:
-        paths = form.paths()
+        paths = spec.paths()
         raise TypeError(_listed(what, words, [(paths[i], shown, remedy) for i, shown, remedy in problems]))
     return result
 
 
 def _same(before: Any, after: Any) -> bool:
     """Whether two leaves are the same constant."""
-    if not isinstance(before, Constant) or not isinstance(after, Constant):
+    if not isinstance(before, StaticLeaf) or not isinstance(after, StaticLeaf):
         return False
     return before.value is after.value or before == after
 
@@ -325,7 +180,7 @@ def _described(names: Names | None, aval: Any) -> str:
 
 
 def _kind(slot: Slot, leaf: Any) -> str:
-    if isinstance(slot, Constant):
+    if isinstance(slot, StaticLeaf):
         value = slot.value
         if value is None or isinstance(value, (bool, int, float, complex, str)):
             return repr(value)
@@ -338,13 +193,13 @@ def _listed(what: str, words: Words, problems: Sequence[tuple[str, str, str]]) -
     return f"{what}: {lines[0]}" if len(lines) == 1 else f"{what}:" + "".join(f"\n  {line}" for line in lines)
 
 
-def _other_structure(what: str, words: Words, form: Form, found: Form) -> str:
-    before, after = form.paths(), found.paths()
+def _other_structure(what: str, words: Words, spec: TreeSpec, found: TreeSpec) -> str:
+    before, after = spec.paths(), found.paths()
     gone = [p for p in before if p not in after]
     new = [p for p in after if p not in before]
     start = f"{what}: the {words.tree} must keep one structure"
     if not gone and not new:
-        was, became = _where_they_differ(form.structure, found.structure)
+        was, became = _where_they_differ(spec.structure, found.structure)
         return f"{start}, but a part of it {words.before} {was} and {words.after} {became}."
     parts = [f"{_paths(words, gone)} {words.only_before}"] if gone else []
     parts += [f"{_paths(words, new)} {words.only_after}"] if new else []

@@ -1,0 +1,321 @@
+"""Taking a tree apart into arrays and a `TreeSpec`, which is everything else, and putting it together again.
+
+What JAX traces takes arrays only; the rest is static, part of the program. A `TreeSpec` is that rest: the structure,
+the names of the axes, and the leaves that are not arrays. It can be hashed, so a program is found again by its specs.
+
+Static values are compared by type and sign, too: 1, 1.0 and True are three programs, and 0.0 and -0.0 are two, although
+Python calls them equal. This holds inside tuples and dataclasses, and for static fields of modules, which are part of
+the structure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import types
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from . import _errors
+from .array import NamedArray, is_named_array, wrap
+from .axis import Names
+
+ARRAYS: tuple[type, ...] = (jax.Array, np.ndarray)
+"""The types of raw arrays, which have axes."""
+NUMBERS: tuple[type, ...] = (bool, int, float, complex, np.generic)
+"""The types of numbers, which may count as arrays."""
+ARRAYS_AND_NUMBERS = ARRAYS + NUMBERS
+
+
+class StaticLeaf:
+    """A leaf that is not an array, compared by value, type and sign."""
+
+    __slots__ = ("_hash", "_key", "value")
+
+    def __init__(self, value: Any):
+        self.value = value
+        self._key: Any = None
+        self._hash: int | None = None
+
+    def checked(self, what: str) -> StaticLeaf:
+        """The same leaf, which must be hashable; `what` says at the start of the message what it is."""
+        try:
+            hash(self)
+        except TypeError:
+            raise TypeError(
+                f"{what} is part of the program, so it must be hashable, which this {type(self.value).__name__} is "
+                "not. Numbers that change go into arrays; a list can be a tuple."
+            ) from None
+        return self
+
+    def _typed(self) -> Any:
+        if self._key is None:
+            self._key = _typed(self.value)
+        return self._key
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash(self._typed())
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StaticLeaf) or isinstance(other, WeakLeaf):
+            return False
+        return self.value is other.value or bool(self._typed() == other._typed())
+
+    def __repr__(self) -> str:
+        return f"StaticLeaf({self.value!r})"
+
+
+class WeakLeaf(StaticLeaf):
+    """A leaf that is known by its identity, such as a function, and is not kept alive.
+
+    So it can be part of a key, and what is kept under the key does not outlive the leaf.
+    """
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, value: Any):
+        self._reference = weakref.ref(value)
+        self._hash = hash(self._reference)
+
+    @property
+    def value(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The leaf. Who calls with it holds it while it is in use."""
+        value = self._reference()
+        assert value is not None, "the caller holds its arguments while they are used"
+        return value
+
+    def __hash__(self) -> int:
+        return self._hash  # pyright: ignore[reportReturnType]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WeakLeaf) and self._reference == other._reference
+
+
+def is_known_by_identity(value: Any) -> bool:
+    """Whether something is equal to itself alone, and need not be kept alive to be known again."""
+    return type(value).__eq__ is object.__eq__ and type(value).__weakrefoffset__ != 0
+
+
+Slot: TypeAlias = Names | StaticLeaf | None
+"""What a spec knows of a leaf: the names of a named array, None for a raw array, or the leaf itself if it is static."""
+
+
+class TreeSpec:
+    """A tree without its arrays."""
+
+    __slots__ = ("_hash", "_node_data", "_static_fields", "slots", "structure")
+
+    def __init__(self, structure: Any, slots: Iterable[Slot]):
+        self.structure = structure
+        self.slots = tuple(slots)
+        self._static_fields: tuple[Any, ...] | None = None
+        self._node_data: list[Any] | None = None
+        self._hash: int | None = None
+
+    @property
+    def static_fields(self) -> tuple[Any, ...]:
+        """The static values in the structure that Python may find equal to others; none for most trees."""
+        if self._static_fields is None:
+            self._static_fields = _static_fields(self.structure)
+        return self._static_fields
+
+    @property
+    def node_data(self) -> list[Any]:
+        """What the nodes of the structure keep besides their children, as far as it cannot change."""
+        if self._node_data is None:
+            self._node_data = [_CHANGES if _is_mutable(data) else data for data in _node_data(self.structure)]
+        return self._node_data
+
+    @property
+    def names(self) -> list[Names | None]:
+        """The names of each array; None for a raw one."""
+        return [slot for slot in self.slots if not isinstance(slot, StaticLeaf)]
+
+    @property
+    def static_leaves(self) -> list[StaticLeaf]:
+        """The leaves that are not arrays."""
+        return [slot for slot in self.slots if isinstance(slot, StaticLeaf)]
+
+    def with_names(self, names: Iterable[Names | None]) -> TreeSpec:
+        """The same spec with other axes."""
+        new = iter(names)
+        return TreeSpec(self.structure, [s if isinstance(s, StaticLeaf) else next(new) for s in self.slots])
+
+    def weak(self, *lenders: TreeSpec) -> TreeSpec:
+        """The same spec, which keeps no leaf alive that is known by its identity.
+
+        Arguments:
+            *lenders: only leaves that are weak in these specs become weak; the others are kept alive.
+        """
+        if all(not isinstance(s, StaticLeaf) or isinstance(s, WeakLeaf) for s in self.slots):
+            return self
+        known = {id(leaf.value) for spec in lenders for leaf in spec.static_leaves if isinstance(leaf, WeakLeaf)}
+        return TreeSpec(
+            self.structure,
+            [
+                WeakLeaf(s.value)
+                if isinstance(s, StaticLeaf)
+                and not isinstance(s, WeakLeaf)
+                and (id(s.value) in known if lenders else is_known_by_identity(s.value))
+                else s
+                for s in self.slots
+            ],
+        )
+
+    def unflatten(self, arrays: Iterable[Any] = ()) -> Any:
+        """The tree with these arrays."""
+        left = iter(arrays)
+        return jax.tree.unflatten(self.structure, [_leaf(slot, left) for slot in self.slots])
+
+    def paths(self) -> list[str]:
+        """Where each leaf stands, as in `['h'].weight`. Slow: for messages."""
+        numbered = jax.tree.unflatten(self.structure, range(len(self.slots)))
+        return [jax.tree_util.keystr(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(numbered)[0]]
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash((self.structure, self.slots, self.static_fields))
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, TreeSpec)
+            and self.slots == other.slots
+            and self.structure == other.structure
+            and self.static_fields == other.static_fields
+        )
+
+    def __repr__(self) -> str:
+        return f"TreeSpec({self.structure}, {self.slots})"
+
+
+class FlatTree:
+    """Arrays and their spec as one tree, for what a compiled function returns."""
+
+    __slots__ = ("arrays", "spec")
+
+    def __init__(self, arrays: list[Any], spec: TreeSpec):
+        self.arrays = arrays
+        self.spec = spec
+
+    def tree(self) -> Any:
+        """The tree they make up."""
+        return self.spec.unflatten(self.arrays)
+
+
+jax.tree_util.register_dataclass(FlatTree, data_fields=["arrays"], meta_fields=["spec"])
+
+
+def flatten(tree: Any, arrays: tuple[type, ...] = ARRAYS, *, named: bool = True) -> tuple[list[Any], TreeSpec]:
+    """The raw arrays of a tree, and its spec.
+
+    Arguments:
+        tree: the tree.
+        arrays: the types that count as raw arrays, alone or in a named array. All other leaves are static.
+        named: the names of named arrays are slots of the spec, rather than part of its structure.
+    """
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_named_array if named else None)
+    found: list[Any] = []
+    slots: list[Slot] = []
+    for leaf in leaves:
+        if isinstance(leaf, arrays):
+            found.append(leaf)
+            slots.append(None)
+        elif isinstance(leaf, NamedArray) and isinstance(leaf.array, arrays):
+            if getattr(leaf.array, "ndim", 0) != len(leaf.names):
+                raise ValueError(_errors.wrong_rank(leaf.names, np.shape(leaf.array)))
+            found.append(leaf.array)
+            slots.append(leaf.names)
+        else:
+            slots.append(StaticLeaf(leaf))
+    return found, TreeSpec(structure, slots)
+
+
+def same_static_fields(structure: Any, spec: TreeSpec) -> bool:
+    """Whether a structure that JAX finds equal to that of a spec is the same by type and sign."""
+    if not spec.static_fields:
+        return True
+    same = all(map(_same_objects, _node_data(structure), spec.node_data))
+    return same or _static_fields(structure) == spec.static_fields
+
+
+def check_rank(x: NamedArray) -> None:
+    """Names and array agree on the number of axes; where they do not, a positional transform was at work."""
+    if isinstance(x.array, ARRAYS) and x.array.ndim != len(x.names):
+        raise ValueError(_errors.wrong_rank(x.names, x.array.shape))
+
+
+def _leaf(slot: Slot, left: Iterator[Any]) -> Any:
+    if isinstance(slot, StaticLeaf):
+        return slot.value
+    return next(left) if slot is None else wrap(next(left), slot)
+
+
+# --- values by type and sign ---
+
+_PLAIN = {type(None), str, types.FunctionType, types.BuiltinFunctionType}
+"""The types of values that need no look, since what equals them is the same."""
+
+
+def _static_fields(structure: Any) -> tuple[Any, ...]:
+    """What the nodes keep besides their children, as far as Python may find it equal to something else."""
+    return tuple([_typed(data, mutable=True) for data in _node_data(structure) if not _is_plain(data)])
+
+
+def _node_data(structure: Any) -> list[Any]:
+    """What the nodes of a structure keep besides their children. The keys of a dictionary become a tuple."""
+    found: list[Any] = []
+
+    def keep(_: Any, data: Any) -> None:
+        found.append(tuple(data) if type(data) is list else data)
+
+    structure.walk(keep, id, range(structure.num_leaves))
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    return all(map(_is_plain, value)) if kind is tuple else kind in _PLAIN or kind.__eq__ is object.__eq__
+
+
+def _is_mutable(value: Any) -> bool:
+    return any(map(_is_mutable, value)) if type(value) is tuple else isinstance(value, (list, dict, set))
+
+
+_CHANGES = object()
+
+
+def _same_objects(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(operator.is_, a, b)))
+
+
+def _typed(value: Any, *, mutable: bool = False) -> Any:
+    """A value as one that equals others of the same type and sign only.
+
+    Arguments:
+        value: the value. What cannot be hashed stays so.
+        mutable: lists and dictionaries are compared by what they hold now.
+    """
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, (float, complex, np.inexact)):
+        return kind, repr(value)  # tells 0.0 from -0.0, and finds NaN again
+    if isinstance(value, tuple) or (mutable and kind is list):
+        return kind, tuple([_typed(v, mutable=mutable) for v in value])
+    if mutable and kind is dict:
+        return kind, tuple([(_typed(k), _typed(v, mutable=True)) for k, v in value.items()])
+    if isinstance(value, frozenset):
+        return kind, frozenset(map(_typed, value))
+    if isinstance(value, NamedArray):  # a placeholder, such as None, for an array
+        return kind, value.names, value.array
+    if dataclasses.is_dataclass(value) and kind.__eq__ is not object.__eq__:
+        fields = [f.name for f in dataclasses.fields(value) if f.compare]
+        return kind, value, tuple([_typed(getattr(value, name), mutable=mutable) for name in fields])
+    return kind, value

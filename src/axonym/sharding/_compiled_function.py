@@ -1,0 +1,441 @@
+"""The compiled function behind `named_jit`, `fsdp` and `sjit`.
+
+There are two ways to call into `jax.jit`. As long as every leaf of the arguments is an array, they go in as they are,
+and there is one Python frame above `jax.jit`. When there was something else, or something is donated, the arguments are
+flattened, and for each structure it is decided once which leaves are donated, which are kept and which are static.
+`jax.jit` then gets the arrays alone, and the static leaves are part of the function that it compiles.
+
+Placements are applied inside the compiled function: arguments on the host arrive sharded, those placed otherwise are
+moved. Only where some lie on other devices than the mesh's, they are moved before, when `jax.jit` has refused them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypedDict, TypeVar, overload
+
+import jax
+import numpy as np
+
+from .. import _context, _errors
+from .._function_cache import FunctionCache
+from .._jax_versions import is_about_devices
+from .._parameter_names import parameter_names
+from .._tree_spec import FlatTree, StaticLeaf, TreeSpec, flatten, same_static_fields
+from .meshes import current_mesh
+from .placement import Placement, check_mesh_axes
+from .shard import call_on_mesh, shard_arguments
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+S = TypeVar("S")
+
+
+class JitOptions(TypedDict, total=False):
+    """The arguments of `jax.jit` that are handed on to it as they are."""
+
+    keep_unused: bool
+    device: object
+    backend: str | None
+    inline: bool
+    compiler_options: dict[str, object] | None
+
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+"""What goes into a compiled function as an array, where what is not an array is static."""
+
+
+class CompiledFunction(Generic[P, R]):
+    """A function compiled by `named_jit`, `fsdp` or `sjit`: called like the function, and like `jax.jit` of it.
+
+    >>> type(axn.named_jit(lambda x: x * 2)).__name__
+    'CompiledFunction'
+    """
+
+    __name__: str
+
+    def __init__(
+        self,
+        what: str,
+        fn: Callable[P, R],
+        *,
+        active: Mapping[str, Mapping[str, Any]],
+        arguments: Sequence[tuple[str, Placement]] = (),
+        results: Callable[[Any, Any], Any] | None = None,
+        donate: tuple[Any, Any] = (None, None),
+        static_argnums: int | Sequence[int] | None = None,
+        static_leaves: bool = True,
+        around: Callable[[], contextlib.AbstractContextManager[Any]] | None = None,
+        jit_options: Mapping[str, Any] | None = None,
+    ):
+        """Arguments:
+        what: what made it, for messages.
+        fn: the function.
+        active: the parts of the settings that are active inside, whatever they are around the call.
+        arguments: placements of the arguments, which are applied in turn, each with a word for messages.
+        results: what becomes of the arguments and the results in the end: it returns the results in their places.
+        donate: which positional and keyword arguments may be overwritten: tree prefixes of booleans or functions.
+        static_argnums: as in `jax.jit`; only without `static_leaves`.
+        static_leaves: leaves of the arguments and results that are not arrays are static.
+        around: what is entered around each call, such as a mesh.
+        jit_options: more arguments of `jax.jit`.
+        """
+        self._what = what
+        self._fn: Callable[..., Any] = fn
+        self._active = active
+        self._settings = _context.changed(None, **active)
+        self._arguments = [(label, placement) for label, placement in arguments if placement is not None]
+        self._results = results
+        self._donate = donate
+        self._static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums or ())
+        self._static_leaves = static_leaves
+        self._around = around
+        self._options = dict(jit_options or {})
+        self._programs = FunctionCache()
+        self._latest: dict[Any, _Program] = {}
+        """By structure of the arguments, the program that was called last."""
+        # As long as there was nothing but arrays, and nothing is donated, arguments are not looked at.
+        self._unseen = donate == (None, None)
+        self._direct = around is None
+        self._always_direct = self._direct and not active
+        self._donates_by_leaf = any(map(callable, jax.tree.leaves(donate, is_leaf=callable)))
+        static = {"static_argnums": self._static_argnums} if self._static_argnums else {}
+        self._jitted = jax.jit(self._make_jitted(), **static, **self._options)
+        functools.update_wrapper(self, fn, updated=())
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        # Where nothing is to be entered around the call, this is the only frame above `jax.jit`.
+        if self._always_direct or (self._direct and _context.ACTIVE.value is None):
+            try:
+                result: Any = self._jitted(*args, **kwargs) if self._unseen else self._call_flat(args, kwargs)
+            except Exception as error:
+                if not self._may_go_otherwise(error, args, kwargs):
+                    raise
+            else:
+                return result.tree() if type(result) is FlatTree else result
+        with self._surroundings():
+            place = self._placed if self._arguments else None
+            return call_on_mesh(self._call, args, kwargs, place, [p for _, p in self._arguments])
+
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
+        """Lower the function for these arguments, which may be abstract: see `jax.jit(f).lower`.
+
+        What is compiled from it is called like the function; arguments that are not arrays must be the same ones.
+
+        >>> compiled = axn.named_jit(lambda x, n: x * n).lower(axn.ones({"x": 2}), 3).compile()
+        >>> compiled(axn.ones({"x": 2}), 3)
+        NamedArray(float32[x=2], [3. 3.])
+        """
+        return self._stage("lower", args, kwargs)
+
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
+        """Trace the function for these arguments, which may be abstract: see `jax.jit(f).trace`.
+
+        >>> axn.named_jit(lambda x: x * 2).trace(axn.ones({"x": 2})).jaxpr is not None
+        True
+        """
+        return self._stage("trace", args, kwargs)
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+    @overload
+    def __get__(
+        self: CompiledFunction[Concatenate[S, Q], R], instance: S, owner: type | None = None
+    ) -> BoundCompiledFunction[Q, R]: ...
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else BoundCompiledFunction(self, instance)
+
+    def __repr__(self) -> str:
+        return f"{self._what}({getattr(self._fn, '__qualname__', self._fn)!s})"
+
+    # --- what is active ---
+
+    @contextlib.contextmanager
+    def _surroundings(self):
+        """Make active around the call what its program is found again by.
+
+        The settings of the function itself are made active inside of it, so the program does not depend on others that
+        are active around the call. Those that it does not replace stay.
+        """
+        outer = _context.active_settings()
+        settings = _context.changed(outer, **self._active)
+        wanted = None if settings is self._settings else settings
+        with (
+            contextlib.nullcontext() if self._around is None else self._around(),
+            contextlib.nullcontext() if wanted is outer else _context.activate(wanted),
+        ):
+            yield
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        """The body that is traced."""
+        outer = _context.active_settings()
+        settings = _context.changed(outer, **self._active) if self._active else outer
+        with contextlib.nullcontext() if settings is outer else _context.activate(settings):
+            self._check_mesh_axes(settings)
+            args, kwargs = self._placed(args, kwargs)
+            result = self._fn(*args, **kwargs)
+            return result if self._results is None else self._results((args, kwargs), result)
+
+    def _check_mesh_axes(self, settings: _context.Settings | None) -> None:
+        """What is active inside fits the mesh, also where none of the arguments and results says so."""
+        mesh = None if settings is None else current_mesh()
+        if settings is not None and mesh is not None:
+            for mapping in (settings.mapping, settings.storage):
+                check_mesh_axes(self._what, mapping, mesh)
+
+    def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        for label, placement in self._arguments:
+            args, kwargs = shard_arguments(
+                self._fn, args, kwargs, placement, f"{self._what} ({label})", self._static_argnums
+            )
+        return args, kwargs
+
+    # --- arguments as they are ---
+
+    def _make_jitted(self) -> Callable[..., Any]:
+        @functools.wraps(self._fn, updated=())
+        def jitted(*args, **kwargs):
+            if not self._static_leaves:
+                return self._run(args, kwargs)
+            if self._unseen:
+                leaves, structure = jax.tree.flatten((args, kwargs))
+                if not all(map(_is_surely_array, leaves)) or TreeSpec(structure, ()).static_fields:
+                    raise _LooksAlikeError
+            return _flat(self._run(args, kwargs))
+
+        return jitted
+
+    def _may_go_otherwise(self, error: Exception, args: Any, kwargs: Any) -> bool:
+        """Whether a call that failed may succeed with arguments that are flattened, or moved to other devices."""
+        if self._unseen and self._static_leaves:
+            leaves = jax.tree.leaves((args, kwargs))
+            self._unseen = not isinstance(error, _LooksAlikeError) and all([isinstance(x, _ARRAYS) for x in leaves])
+            if not self._unseen:
+                return True
+        return isinstance(error, ValueError) and is_about_devices(error)
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
+        if self._unseen:
+            try:
+                result = self._jitted(*args, **kwargs)
+            except Exception as error:
+                if not self._may_go_otherwise(error, args, kwargs) or self._unseen:
+                    raise
+            else:
+                return _tree(result)
+        return _tree(self._call_flat(args, kwargs))
+
+    # --- arguments by structure ---
+
+    def _call_flat(self, args: Any, kwargs: Any) -> Any:
+        leaves, structure = jax.tree_util.tree_flatten((args, kwargs))
+        program = self._latest.get(structure)
+        if program is None or not program.takes(leaves, structure):
+            program = self._find_program(args, kwargs, leaves, structure)
+        return program.jitted(*args, **kwargs) if program.whole else program.jitted(*program.picked(leaves))
+
+    def _find_program(self, args: Any, kwargs: Any, leaves: list[Any], structure: Any) -> _Program:
+        """The program for the leaves of a call, which is then the latest for their structure."""
+        donates = self._donates(args, kwargs, len(leaves))
+        slots = [None if isinstance(leaf, _ARRAYS) else _checked(StaticLeaf(leaf)) for leaf in leaves]
+        spec = TreeSpec(structure, slots)
+        donated = tuple([d for d, slot in zip(donates, slots, strict=True) if slot is None])
+        program = self._programs.find((spec, donated), (), lambda: self._make_program(spec, donated, leaves))
+        if not self._donates_by_leaf:
+            if len(self._latest) >= 256:
+                self._latest.clear()
+            self._latest[structure] = program.for_types(leaves)
+        return program
+
+    def _make_program(self, spec: TreeSpec, donated: tuple[bool, ...], leaves: list[Any]) -> _Program:
+        if self._donate == (None, None) and not spec.static_leaves and not spec.static_fields:
+            if not self._unseen or all(map(_is_surely_array, leaves)):
+                return _Program(spec, donated, self._jitted, whole=True)
+
+        def split(kept_arrays, donated_arrays=()):
+            sources = {True: iter(donated_arrays), False: iter(kept_arrays)}
+            return _flat(self._run(*spec.unflatten(next(sources[d]) for d in donated)))
+
+        split.__name__ = split.__qualname__ = getattr(self._fn, "__name__", "function")
+        return _Program(spec, donated, jax.jit(split, donate_argnums=1, **self._options), whole=False)
+
+    def _stage(self, stage: str, args: Any, kwargs: Any) -> Any:
+        with self._surroundings():
+            if not self._static_leaves:
+                return getattr(self._jitted, stage)(*args, **kwargs)
+            leaves, structure = jax.tree.flatten((args, kwargs))
+            program = self._find_program(args, kwargs, leaves, structure)
+            if program.whole:
+                made = getattr(program.jitted, stage)(*args, **kwargs)
+                return Stage(made, None) if isinstance(made.out_info, FlatTree) else made
+            return Stage(getattr(program.jitted, stage)(*program.picked(leaves)), program)
+
+    def _donates(self, args: Any, kwargs: Any, count: int) -> Sequence[bool]:
+        """Whether each leaf of the arguments may be overwritten."""
+        for_args, for_kwargs = self._donate
+        if for_args is None and not for_kwargs:
+            return (False,) * count
+        if for_args is None or isinstance(for_args, bool) or callable(for_args):
+            for_args = (for_args or False,) * len(args)
+        if not kwargs and not for_kwargs and len(for_args) <= len(args):
+            prefix: Any = ((*for_args, *(False,) * (len(args) - len(for_args))), {})
+        else:
+            names = parameter_names(self._fn, len(args), kwargs)
+            wanted = dict(zip(parameter_names(self._fn, len(for_args)), for_args, strict=True)) | (for_kwargs or {})
+            known = [*names, *kwargs]
+            if unknown := [name for name in wanted if name not in known]:
+                hints = "".join(_errors.suggestion(name, known) for name in unknown)
+                raise ValueError(
+                    f"{self._what}: {', '.join(map(repr, unknown))} is to be donated, but is not an argument of the "
+                    f"call, which has {', '.join(known)}.{hints}"
+                )
+            prefix = tuple([wanted.get(n, False) for n in names]), {n: wanted.get(n, False) for n in kwargs}
+        spread = jax.tree.broadcast(prefix, (args, kwargs), is_leaf=callable)
+        return [
+            bool(d(leaf)) if callable(d) else d
+            for d, leaf in zip(jax.tree.leaves(spread), jax.tree.leaves((args, kwargs)), strict=True)
+        ]
+
+
+class _Program:
+    """What is compiled for arguments of one spec, and what is known of the leaves that it was called with last."""
+
+    def __init__(self, spec: TreeSpec, donated: tuple[bool, ...], jitted: Any, *, whole: bool):
+        self.spec = spec
+        self.jitted = jitted
+        self.whole = whole
+        """Whether it takes the arguments as they are, rather than the arrays, those that are donated apart."""
+        self._donated = donated
+        self._donates = any(donated)
+        self._static = [(i, s.value) for i, s in reversed([*enumerate(spec.slots)]) if isinstance(s, StaticLeaf)]
+        self._types: list[type] = []
+
+    def for_types(self, leaves: list[Any]) -> _Program:
+        """The same program, which was called with these leaves last."""
+        self._types = list(map(type, leaves))
+        return self
+
+    def takes(self, leaves: list[Any], structure: Any) -> bool:
+        """Whether it is surely the one for these leaves: the static ones are the same objects, the others arrays."""
+        for i, value in self._static:
+            if leaves[i] is not value:
+                return False
+        return list(map(type, leaves)) == self._types and same_static_fields(structure, self.spec)
+
+    def picked(self, leaves: list[Any]) -> tuple[list[Any], ...]:
+        """The arrays among the leaves, which go out of the list: those that are kept, and those that are donated."""
+        for i, _ in self._static:
+            del leaves[i]
+        return self.apart(leaves)
+
+    def apart(self, arrays: list[Any]) -> tuple[list[Any], ...]:
+        """The arrays that are kept, and those that are donated."""
+        if not self._donates:
+            return (arrays,)
+        both = list(zip(arrays, self._donated, strict=True))
+        return [x for x, d in both if not d], [x for x, d in both if d]
+
+
+def _is_surely_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, and one that `jax.jit` tells from a Python number."""
+    if not isinstance(leaf, _ARRAYS):
+        return False
+    return leaf.ndim > 0 or not (leaf.dtype == bool or getattr(leaf, "weak_type", False))
+
+
+class _LooksAlikeError(Exception):
+    """Raised when a call is traced whose arguments `jax.jit` would not tell from others, which are another program."""
+
+
+def _checked(leaf: StaticLeaf) -> StaticLeaf:
+    return leaf.checked("named_jit: an argument or result that is not an array")
+
+
+def _flat(result: Any) -> Any:
+    """A result as a compiled function can return it: arrays alone, or arrays and a spec with the static leaves."""
+    arrays, spec = flatten(result, _ARRAYS, named=False)
+    return FlatTree(arrays, spec) if list(map(_checked, spec.static_leaves)) else result
+
+
+# --- methods ---
+
+
+class BoundCompiledFunction(Generic[P, R]):
+    """A compiled method of one object.
+
+    It is a tree with the object in it, so that as an argument it is told by its arrays rather than by its identity.
+    """
+
+    __name__: str
+
+    def __init__(self, function: CompiledFunction[..., R], instance: Any):
+        functools.update_wrapper(self, function, updated=())
+        self.__func__ = function
+        self.__self__ = instance
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
+        """See `CompiledFunction.lower`."""
+        return self.__func__.lower(self.__self__, *args, **kwargs)
+
+    def trace(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Traced:
+        """See `CompiledFunction.trace`."""
+        return self.__func__.trace(self.__self__, *args, **kwargs)
+
+
+jax.tree_util.register_pytree_with_keys(
+    BoundCompiledFunction,
+    lambda method: (((jax.tree_util.GetAttrKey("__self__"), method.__self__),), method.__func__),
+    lambda function, children: BoundCompiledFunction(function, *children),
+)
+
+
+# --- ahead of time ---
+
+
+class Stage:
+    """One of `jax.stages` of a function with static leaves or donated arguments, to be called like the function.
+
+    What it does not define itself, it has from the stage of JAX.
+    """
+
+    def __init__(self, stage: Any, program: _Program | None):
+        self._stage = stage
+        self._program = program
+        """How the arguments are flattened; None if they go in as they are."""
+
+    @property
+    def out_info(self) -> Any:
+        """What the function returns, with abstract arrays."""
+        return _tree(self._stage.out_info)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Stage:
+        """See `jax.stages.Traced.lower`."""
+        return Stage(self._stage.lower(*args, **kwargs), self._program)
+
+    def compile(self, *args: Any, **kwargs: Any) -> Stage:
+        """See `jax.stages.Lowered.compile`."""
+        return Stage(self._stage.compile(*args, **kwargs), self._program)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._program is None:
+            return _tree(self._stage(*args, **kwargs))
+        arrays, spec = flatten((args, kwargs), _ARRAYS, named=False)
+        if spec != self._program.spec:
+            raise TypeError(
+                "named_jit: a compiled program is for arguments of the structure for which it was lowered, and for the "
+                "same values of those that are not arrays; these arguments are others."
+            )
+        return _tree(self._stage(*self._program.apart(arrays)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
+
+
+def _tree(result: Any) -> Any:
+    return result.tree() if type(result) is FlatTree else result
