@@ -67,7 +67,7 @@ class Classifier(eqx.Module):
 
     def pooled(self, x: axn.NamedArray) -> axn.NamedArray:
         """The image at half the size."""
-        return nn.max_pool({"height": 2, "width": 2}, x, stride=2)
+        return nn.max_pool(x, {"height": 2, "width": 2}, stride=2)
 
 
 def digits() -> tuple[np.ndarray, np.ndarray]:

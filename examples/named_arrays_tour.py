@@ -110,7 +110,7 @@ print(x.rearrange(("embed", ...)))
 print(axn.rearrange(x, "batch pos (heads size) -> batch heads pos size", heads=2))
 print(axn.rearrange(x, "{batch pos} -> (tokens: batch pos) ..."))
 first, second = axn.split(x, "pos", (Pos.resize(2), Pos.resize(1)))
-print(first, second, axn.concatenate("pos", [second, first]))
+print(first, second, axn.concatenate([second, first], "pos"))
 
 # %% [markdown]
 # ## Functions of named arrays

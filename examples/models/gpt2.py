@@ -86,7 +86,7 @@ class Attention(eqx.Module):
         q, k, v = self.c_attn(x).unbind("qkv")
         # Every position attends to every other, so what is attended to needs a name of its own.
         k, v = k.rename({"pos": "key_pos"}), v.rename({"pos": "key_pos"})
-        return self.c_proj(dot_product_attention("key_pos", "head_size", q, k, v, mask=Causal("pos")))
+        return self.c_proj(dot_product_attention(q, k, v, "key_pos", "head_size", mask=Causal("pos")))
 
 
 class Mlp(eqx.Module):

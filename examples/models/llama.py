@@ -94,7 +94,7 @@ class Attention(eqx.Module):
 
     def __call__(self, x: NamedArray) -> NamedArray:
         q, k, v = self._projected(x, "pos")
-        attended = dot_product_attention("key_pos", "head_size", q, k, v, mask=Causal("pos"))
+        attended = dot_product_attention(q, k, v, "key_pos", "head_size", mask=Causal("pos"))
         return self.o_proj(attended)
 
     def extend(self, x: NamedArray, cache: KVCache) -> tuple[NamedArray, KVCache]:
@@ -103,7 +103,7 @@ class Attention(eqx.Module):
         q, k, v = self._projected(x, positions)
         cache = cache.update(k, v)
         mask = cache.mask(positions)
-        attended = dot_product_attention("key_pos", "head_size", q, cache.keys, cache.values, mask=mask)
+        attended = dot_product_attention(q, cache.keys, cache.values, "key_pos", "head_size", mask=mask)
         return self.o_proj(attended), cache
 
     def _projected(self, x: NamedArray, positions: str | NamedArray) -> tuple[NamedArray, NamedArray, NamedArray]:

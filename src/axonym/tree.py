@@ -286,7 +286,7 @@ def _resized(x: NamedArray, old: Axis, new: Axis, key: jax.Array | None) -> Name
         shape = tuple(a.size for a in filled.axes)
         noise = wrap(jax.random.truncated_normal(key, -2, 2, shape, x.dtype), filled.names)
         filled = filled + noise * (std(x, old) / _STD_OF_TRUNCATED)
-    return concatenate(old.name, [x, filled])
+    return concatenate([x, filled], old.name)
 
 
 # --- static and dynamic parts ---

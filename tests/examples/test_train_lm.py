@@ -353,7 +353,7 @@ def test_cache_gives_what_the_whole_text_gives() -> None:
         logits, cache = extend(model, tokens["pos", start : start + 3], cache)
         found.append(logits)
     expected = jax.jit(llama.Llama.__call__)(model, tokens)
-    np.testing.assert_allclose(axn.concatenate("pos", found).array, expected.array, atol=1e-5)
+    np.testing.assert_allclose(axn.concatenate(found, "pos").array, expected.array, atol=1e-5)
 
 
 def test_text_is_safe_to_print() -> None:

@@ -36,7 +36,7 @@ def draw(*axes: axn.Axis) -> axn.NamedArray:
 
 @jax.jit
 def attend(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None) -> axn.NamedArray:
-    return dot_product_attention("key_pos", "head_size", q, k, v, mask, bias)
+    return dot_product_attention(q, k, v, "key_pos", "head_size", mask, bias)
 
 
 Q, K, V = draw(Batch, Pos, Heads, Size), draw(Batch, KPos, Heads, Size), draw(Heads, KPos, Batch, Size)
@@ -157,7 +157,7 @@ def test_a_query_without_keys_gets_the_mean(dtype: Any, implementation: Any) -> 
     nothing = axn.zeros((Batch, KPos), dtype=bool)
 
     def attend(q: Any) -> Any:
-        return dot_product_attention(KPos, Size, q, k, v, nothing, implementation=implementation)
+        return dot_product_attention(q, k, v, KPos, Size, nothing, implementation=implementation)
 
     wanted = np.asarray(v.array, np.float32).mean(1)[:, None].transpose(2, 1, 0, 3).repeat(4, 1)
     np.testing.assert_allclose(jax.jit(attend)(q).array.astype(jnp.float32), wanted, rtol=0.02, atol=0.02)
@@ -165,7 +165,7 @@ def test_a_query_without_keys_gets_the_mean(dtype: Any, implementation: Any) -> 
 
 
 def test_precision_is_handed_on() -> None:
-    program = jax.jit(lambda *x: dot_product_attention(KPos, Size, *x, precision="highest")).lower(Q, K, V).as_text()
+    program = jax.jit(lambda *x: dot_product_attention(*x, KPos, Size, precision="highest")).lower(Q, K, V).as_text()
     assert program.count("precision = [HIGHEST, HIGHEST]") == 2
 
 
@@ -180,11 +180,11 @@ def test_dropout() -> None:
     assert np.std(found.array[:, 0]) > 0
     for dropout, inference in ((0.25, True), (0.0, False)):
         program = jax.make_jaxpr(
-            lambda *x, d=dropout, i=inference: dot_product_attention(KPos, Size, *x, dropout=d, inference=i)
+            lambda *x, d=dropout, i=inference: dot_product_attention(*x, KPos, Size, dropout=d, inference=i)
         )(Q, K, V)
         assert "random" not in str(program)
     with pytest.raises(ValueError, match=r"dropout of 0\.25 needs a random key: pass `prng`, or `inference=True`"):
-        dot_product_attention(KPos, Size, Q, K, V, dropout=0.25)
+        dot_product_attention(Q, K, V, KPos, Size, dropout=0.25)
 
 
 def test_dropout_mask() -> None:
@@ -218,26 +218,26 @@ def test_alibi_is_a_matter_of_distance() -> None:
     ("call", "message"),
     [
         (
-            lambda: dot_product_attention("pos", Size, Q, Q, Q),
+            lambda: dot_product_attention(Q, Q, Q, "pos", Size),
             r"\(pos\) of KPos is an axis of the query, too: \(batch=2, pos=4, .* `key.rename\({'pos': 'key_pos'}\)`",
         ),
-        (lambda: dot_product_attention("keypos", Size, Q, K, V), "key: no axis 'keypos' in .* Did you mean 'key_pos'"),
-        (lambda: dot_product_attention(KPos, "size", Q, K, V), "query: no axis 'size' in .*heads=2, head_size=8"),
-        (lambda: dot_product_attention(KPos.resize(7), Size, Q, K, V), "'key_pos' has conflicting sizes: 5 in the arr"),
-        (lambda: dot_product_attention(KPos, Size, Q, K, V["key_pos", 0]), "value: no axis 'key_pos' in"),
-        (lambda: dot_product_attention(KPos, Size, Q.array, K, V), "expected a NamedArray, got "),  # pyright: ignore[reportArgumentType]
+        (lambda: dot_product_attention(Q, K, V, "keypos", Size), "key: no axis 'keypos' in .* Did you mean 'key_pos'"),
+        (lambda: dot_product_attention(Q, K, V, KPos, "size"), "query: no axis 'size' in .*heads=2, head_size=8"),
+        (lambda: dot_product_attention(Q, K, V, KPos.resize(7), Size), "'key_pos' has conflicting sizes: 5 in the arr"),
+        (lambda: dot_product_attention(Q, K, V["key_pos", 0], KPos, Size), "value: no axis 'key_pos' in"),
+        (lambda: dot_product_attention(Q.array, K, V, KPos, Size), "expected a NamedArray, got "),  # pyright: ignore[reportArgumentType]
         (
-            lambda: dot_product_attention(KPos, Size, Q, K, V, Causal("pos", None, draw(Pos, KPos))),
+            lambda: dot_product_attention(Q, K, V, KPos, Size, Causal("pos", None, draw(Pos, KPos))),
             r"a mask must be boolean, true where attention is allowed, got float32\[pos=4, key_pos=5\]. .* pass `bias`",
         ),
         (
-            lambda: dot_product_attention(KPos, Size, Q, K, V, axn.ones((axn.Axis("head", 2), KPos), dtype=bool)),
+            lambda: dot_product_attention(Q, K, V, KPos, Size, axn.ones((axn.Axis("head", 2), KPos), dtype=bool)),
             r"`mask` has axes \(head\) that the array \(batch, heads, pos, key_pos\) lacks",
         ),
-        (lambda: dot_product_attention(KPos, Size, Q, K, V, None, draw(Group)), r"`bias` has axes \(group\)"),
-        (lambda: dot_product_attention(KPos, Size, Q, K, V, Causal("time")), "no axis 'time' in"),
+        (lambda: dot_product_attention(Q, K, V, KPos, Size, None, draw(Group)), r"`bias` has axes \(group\)"),
+        (lambda: dot_product_attention(Q, K, V, KPos, Size, Causal("time")), "no axis 'time' in"),
         (
-            lambda: dot_product_attention(("key_pos", "heads"), Size, Q["heads", 0], K, V, Causal("pos")),
+            lambda: dot_product_attention(Q["heads", 0], K, V, ("key_pos", "heads"), Size, Causal("pos")),
             r"a Causal mask needs one axis of key positions, got \(key_pos, heads\)",
         ),
     ],

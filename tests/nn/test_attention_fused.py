@@ -32,7 +32,7 @@ def draw(*axes: axn.Axis) -> axn.NamedArray:
 
 @functools.partial(jax.jit, static_argnames=("implementation", "precision", "attention_dtype", "dropout"))
 def attend(q: Any, k: Any, v: Any, mask: Any = None, bias: Any = None, **options: Any) -> axn.NamedArray:
-    return dot_product_attention("key_pos", "head_size", q, k, v, mask, bias, **options)
+    return dot_product_attention(q, k, v, "key_pos", "head_size", mask, bias, **options)
 
 
 Q, K, V = draw(Batch, Pos, Heads, Size), draw(Batch, KPos, Heads, Size), draw(Heads, Size, KPos, Batch)

@@ -29,7 +29,7 @@ Q, K, V = draw(Batch, Pos, Heads, Group, Size), draw(Batch, KPos, Heads, Size), 
 
 
 def attend(q: axn.NamedArray, k: axn.NamedArray, v: axn.NamedArray) -> axn.NamedArray:
-    return dot_product_attention("key_pos", "head_size", q, k, v, Causal("pos"))
+    return dot_product_attention(q, k, v, "key_pos", "head_size", Causal("pos"))
 
 
 def loss(q: axn.NamedArray, k: axn.NamedArray, v: axn.NamedArray) -> Any:

@@ -27,7 +27,7 @@ MASK = causal_mask(Pos, KPos)
 
 
 def attend(query: Any, key: Any, value: Any, mask: Any) -> axn.NamedArray:
-    return dot_product_attention("key_pos", "head_size", query, key, value, mask)
+    return dot_product_attention(query, key, value, "key_pos", "head_size", mask)
 
 
 def attend_by_hand(query: Any, key: Any, value: Any, mask: Any) -> Any:

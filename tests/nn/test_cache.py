@@ -39,7 +39,7 @@ def whole(mask: Any) -> axn.NamedArray:
 
     def attend(q: axn.NamedArray, k: axn.NamedArray, v: axn.NamedArray) -> axn.NamedArray:
         q, k = (apply_rotary(x, Size, Pos) for x in (q, k))
-        return dot_product_attention(KPos, Size, q, as_keys(k), as_keys(v), mask)
+        return dot_product_attention(q, as_keys(k), as_keys(v), KPos, Size, mask)
 
     return jax.jit(attend)(Q, K, V)
 
@@ -55,7 +55,7 @@ def attend(cache: KVCache, q: axn.NamedArray, k: axn.NamedArray, v: axn.NamedArr
     q, k = (apply_rotary(x, Size, positions) for x in (q, k))
     cache = cache.update(as_keys(k), as_keys(v), count)
     mask = cache.mask(positions)
-    return cache, dot_product_attention("key_pos", "head_size", q, cache.keys, cache.values, mask)
+    return cache, dot_product_attention(q, cache.keys, cache.values, "key_pos", "head_size", mask)
 
 
 @pytest.fixture(scope="module")

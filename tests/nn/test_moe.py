@@ -83,8 +83,8 @@ def test_one_axis_in_and_out() -> None:
 def test_mapped_over() -> None:
     """Inputs, sizes and layers along further axes go through `vmap`."""
     Batch = axn.Axis("batch", 2)
-    x = axn.stack(Batch, [X, X * 2])
-    sizes = axn.stack(Batch, [SIZES, axn.named([8, 8, 8, 8], "experts")])
+    x = axn.stack([X, X * 2], Batch)
+    sizes = axn.stack([SIZES, axn.named([8, 8, 8, 8], "experts")], Batch)
     layers = axn.vmap(lambda key: MoELinear.init(Experts, In, Out, key=key), Batch)(jax.random.split(KEY, 2))
     result = axn.vmap(lambda layer, x, sizes: layer(x, sizes), Batch)(layers, x, sizes)
     for i in range(2):
@@ -195,7 +195,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"MoELinear: no axis 'embed' in \(rows=32, embde=8\). Did you mean 'embde'"):
         layer(X.rename({"embed": "embde"}), SIZES)
     with pytest.raises(ValueError, match=r"but has \(batch, rows\). Merge them"):
-        layer(axn.stack("batch", [X, X]), SIZES)
+        layer(axn.stack([X, X], "batch"), SIZES)
     with pytest.raises(ValueError, match=r"but has \(\)"):
         layer(X["rows", 0], SIZES)
     with pytest.raises(ValueError, match="axis 'embed' has conflicting sizes: 4 in the argument, 8 in the layer"):

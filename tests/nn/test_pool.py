@@ -60,32 +60,32 @@ CASES: list[tuple[dict[str, Any], Any, Any, bool]] = [
 
 @pytest.mark.parametrize(("arguments", "stride", "pads", "ceil"), CASES)
 def test_pools(arguments: dict[str, Any], stride: Any, pads: Any, ceil: bool) -> None:
-    assert_named(max_pool(WINDOW, X, **arguments), pooled(np.nanmax, stride, pads, ceil), rtol=1e-6)
-    assert_named(min_pool(WINDOW, X, **arguments), pooled(np.nanmin, stride, pads, ceil), rtol=1e-6)
-    assert_named(mean_pool(WINDOW, X, **arguments), pooled(np.nanmean, stride, pads, ceil), rtol=1e-5, atol=1e-6)
-    counted = mean_pool(WINDOW, X, count_include_pad=True, **arguments)
+    assert_named(max_pool(X, WINDOW, **arguments), pooled(np.nanmax, stride, pads, ceil), rtol=1e-6)
+    assert_named(min_pool(X, WINDOW, **arguments), pooled(np.nanmin, stride, pads, ceil), rtol=1e-6)
+    assert_named(mean_pool(X, WINDOW, **arguments), pooled(np.nanmean, stride, pads, ceil), rtol=1e-5, atol=1e-6)
+    counted = mean_pool(X, WINDOW, count_include_pad=True, **arguments)
     assert_named(counted, pooled(lambda w: w.sum() / 6, stride, pads, ceil, 0.0), rtol=1e-5, atol=1e-6)
     # Where it starts from counts for a sum: once in each window, and once for each element of padding.
-    total = pool(WINDOW, X, 2.0, lambda a, b: a + b, **arguments)
+    total = pool(X, WINDOW, 2.0, lambda a, b: a + b, **arguments)
     assert_named(total, pooled(lambda w: w.sum() + 2, stride, pads, ceil, 2.0), rtol=1e-5, atol=1e-5)
 
 
 def test_a_last_window_starts_inside() -> None:
     """One that would hold only padding is left out, and where windows fit exactly there is none more."""
     x = axn.arange(axn.Axis("x", 7)) * 1.0
-    assert max_pool({"x": 2}, x, use_ceil=True).shape == {"x": 6}
-    result = mean_pool({"x": 2}, x, stride=2, padding=1, use_ceil=True)
+    assert max_pool(x, {"x": 2}, use_ceil=True).shape == {"x": 6}
+    result = mean_pool(x, {"x": 2}, stride=2, padding=1, use_ceil=True)
     np.testing.assert_allclose(result.array, [0.0, 1.5, 3.5, 5.5])
 
 
 def test_dtypes() -> None:
     x = axn.arange(axn.Axis("x", 4))
-    assert_named(max_pool({"x": 2}, x - 9), axn.named(jnp.array([-8, -7, -6]), "x"))
-    assert_named(min_pool({"x": 2}, x.astype(jnp.uint8)), axn.named(jnp.array([0, 1, 2], jnp.uint8), "x"))
-    assert_named(max_pool({"x": 2}, x > 1, padding=1), axn.named(jnp.array([0, 0, 1, 1, 1], bool), "x"))
-    assert_named(mean_pool({"x": 2}, x), axn.named(jnp.array([0.5, 1.5, 2.5]), "x"))
+    assert_named(max_pool(x - 9, {"x": 2}), axn.named(jnp.array([-8, -7, -6]), "x"))
+    assert_named(min_pool(x.astype(jnp.uint8), {"x": 2}), axn.named(jnp.array([0, 1, 2], jnp.uint8), "x"))
+    assert_named(max_pool(x > 1, {"x": 2}, padding=1), axn.named(jnp.array([0, 0, 1, 1, 1], bool), "x"))
+    assert_named(mean_pool(x, {"x": 2}), axn.named(jnp.array([0.5, 1.5, 2.5]), "x"))
     many = axn.ones({"x": 1000}, jnp.bfloat16) * 1.0078125  # summed up in bfloat16, this would stop growing
-    assert_named(mean_pool({"x": 1000}, many), axn.named(jnp.array([1.0078125], jnp.bfloat16), "x"))
+    assert_named(mean_pool(many, {"x": 1000}), axn.named(jnp.array([1.0078125], jnp.bfloat16), "x"))
 
 
 def test_gradients() -> None:
@@ -99,7 +99,7 @@ def test_gradients() -> None:
     np.testing.assert_allclose(gradient(lambda x: mean_pool(inputs=x, **window)) * 3, [1, 1, 11, 10, 10], rtol=1e-6)
     product = gradient(lambda x: pool(inputs=x, init=1.0, reduce_fn=jax.lax.mul, **window))
     np.testing.assert_allclose(product, [4, 12, 3 + 50, 200, 40])
-    slope = jax.grad(lambda x, init: axn.sum(pool({"x": 3}, x, init, jnp.add, padding=1)).scalar(), 1)(x, 0.0)
+    slope = jax.grad(lambda x, init: axn.sum(pool(x, {"x": 3}, init, jnp.add, padding=1)).scalar(), 1)(x, 0.0)
     assert slope == 5 + 2
 
 
@@ -110,9 +110,9 @@ def test_on_meshes(mesh: Mesh) -> None:
     def all_of_them(x: axn.NamedArray) -> list[axn.NamedArray]:
         arguments: dict[str, Any] = {"stride": 2, "padding": "SAME"}
         return [
-            max_pool({"height": 3}, x, **arguments),
-            mean_pool({"height": 3}, x, **arguments),
-            pool({"height": 3}, x, 0.0, jax.lax.add, **arguments),
+            max_pool(x, {"height": 3}, **arguments),
+            mean_pool(x, {"height": 3}, **arguments),
+            pool(x, {"height": 3}, 0.0, jax.lax.add, **arguments),
         ]
 
     expected = all_of_them(x)
@@ -130,16 +130,16 @@ def test_on_meshes(mesh: Mesh) -> None:
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"max_pool: no axis 'hight' in \(height=7, .* Did you mean 'height'"):
-        max_pool({"hight": 2}, X)
+        max_pool(X, {"hight": 2})
     with pytest.raises(ValueError, match="needs axes with sizes, got only the name 'height'"):
-        max_pool("height", X)  # pyright: ignore[reportArgumentType]
+        max_pool(X, "height")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="it spans 9 elements of axis 'height', which has 7, and 1 of padding"):
-        mean_pool({"height": 9}, X, padding=((1, 0),))
+        mean_pool(X, {"height": 9}, padding=((1, 0),))
     with pytest.raises(ValueError, match="this padding, a window contains nothing else: 2 for a window of 2 along"):
-        min_pool({"height": 2}, X, padding=2)
+        min_pool(X, {"height": 2}, padding=2)
     with pytest.raises(ValueError, match=r"`stride` has 1 entries for the axes \(width, height\)"):
-        max_pool(WINDOW, X, stride=(1,))
+        max_pool(X, WINDOW, stride=(1,))
     with pytest.raises(ValueError, match="'height' would name more than one axis"):
-        max_pool((axn.Axis("height", 2), axn.Axis("height", 3)), X)
+        max_pool(X, (axn.Axis("height", 2), axn.Axis("height", 3)))
     with pytest.raises(TypeError, match="pool: expected a NamedArray"):
-        pool({"x": 2}, jnp.ones(3), 0.0, jax.lax.add)  # pyright: ignore[reportArgumentType]
+        pool(jnp.ones(3), {"x": 2}, 0.0, jax.lax.add)  # pyright: ignore[reportArgumentType]

@@ -195,7 +195,7 @@ def test_layers_that_return_pairs(kind: Any) -> None:
 
 
 def test_vmap_applies_each_layer_on_its_own() -> None:
-    expected = axn.stack(Layers, [layer(X, float(i)) for i, layer in enumerate(make(BlockSeq).blocks)])
+    expected = axn.stack([layer(X, float(i)) for i, layer in enumerate(make(BlockSeq).blocks)], Layers)
     shift = axn.named(np.arange(4.0, dtype=np.float32), Layers)
     for kind in (Stacked, BlockSeq):
         assert_named(make(kind).vmap(X, shift), expected, rtol=1e-5, atol=1e-6)

@@ -218,14 +218,14 @@ JOINING = [
     Case(
         "stack",
         (f("batch", "embed"), f("embed", "batch")),
-        lambda x, y: axn.stack("pair", [x, y]),
+        lambda x, y: axn.stack([x, y], "pair"),
         lambda x, y: np.stack([x, y.T]),
         names=("pair", "batch", "embed"),
     ),
     Case(
         "concatenate",
         (f("batch", "embed"), f("embed", "batch")),
-        lambda x, y: axn.concatenate("batch", [x, y]),
+        lambda x, y: axn.concatenate([x, y], "batch"),
         lambda x, y: np.concatenate([x, y.T]),
         names=("batch", "embed"),
     ),

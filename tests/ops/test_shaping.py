@@ -357,7 +357,7 @@ def test_a_rank_that_names_do_not_fit_is_reported():
 
 
 def test_stack_of_scalars():
-    result = axn.stack(Axis("s", 3), [1.0, axn.named(2.0, ()), np.float32(3)])
+    result = axn.stack([1.0, axn.named(2.0, ()), np.float32(3)], Axis("s", 3))
     assert result.axes == (Axis("s", 3),)
     np.testing.assert_array_equal(result.array, [1, 2, 3])
 
@@ -365,17 +365,17 @@ def test_stack_of_scalars():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x, c: axn.stack("s", [x, c]), r"stack: .* Array 0 has \(a, b, c\), but array 1 has \(c\)"),
-        (lambda x, c: axn.stack("a", [x, x]), "stack: 'a' would name more than one axis"),
-        (lambda x, c: axn.stack(Axis("s", 3), [x, x]), "axis 's' has conflicting sizes: 3 in the argument, 2 in the"),
-        (lambda x, c: axn.stack("s", []), "stack: expected at least one array"),
-        (lambda x, c: axn.stack("s", [c, axn.ones({"c": 5})]), "stack: axis 'c' has conflicting sizes"),
-        (lambda x, c: axn.concatenate("c", [x, c]), r"concatenate: .* Array 0 has \(a, b, c\), but array 1 has \(c\)"),
-        (lambda x, c: axn.concatenate("a", [x, c]), r"concatenate: no axis 'a' in \(c=4\)"),
-        (lambda x, c: axn.concatenate(Axis("c", 9), [c, c]), "'c' has conflicting sizes: 9 in the argument, 8 in the"),
-        (lambda x, c: axn.concatenate("a", []), "concatenate: expected at least one array"),
+        (lambda x, c: axn.stack([x, c], "s"), r"stack: .* Array 0 has \(a, b, c\), but array 1 has \(c\)"),
+        (lambda x, c: axn.stack([x, x], "a"), "stack: 'a' would name more than one axis"),
+        (lambda x, c: axn.stack([x, x], Axis("s", 3)), "axis 's' has conflicting sizes: 3 in the argument, 2 in the"),
+        (lambda x, c: axn.stack([], "s"), "stack: expected at least one array"),
+        (lambda x, c: axn.stack([c, axn.ones({"c": 5})], "s"), "stack: axis 'c' has conflicting sizes"),
+        (lambda x, c: axn.concatenate([x, c], "c"), r"concatenate: .* Array 0 has \(a, b, c\), but array 1 has \(c\)"),
+        (lambda x, c: axn.concatenate([x, c], "a"), r"concatenate: no axis 'a' in \(c=4\)"),
+        (lambda x, c: axn.concatenate([c, c], Axis("c", 9)), "'c' has conflicting sizes: 9 in the argument, 8 in the"),
+        (lambda x, c: axn.concatenate([], "a"), "concatenate: expected at least one array"),
         (
-            lambda x, c: axn.concatenate("a", [x, axn.ones({"a": 9, "b": 3, "c": 5})]),
+            lambda x, c: axn.concatenate([x, axn.ones({"a": 9, "b": 3, "c": 5})], "a"),
             "concatenate: axis 'c' has conflicting sizes: 4 in array 0, 5 in array 1",
         ),
         (lambda x, c: axn.pad(c, {"d": (1, 1)}), r"pad: no axis 'd' in \(c=4\)"),
@@ -409,10 +409,10 @@ def test_joining_refuses(x, call, message):
 
 def test_joining_refuses_other_types(x):
     for join in (axn.stack, axn.concatenate):
-        with pytest.raises(TypeError, match=r"the axis comes first, .* and then the arrays; got list"):
-            join([axn.ones({"x": 2})], "x")  # pyright: ignore[reportArgumentType]
+        with pytest.raises(TypeError, match=r"the arrays come first, and then the axis, as in .*; got str and list"):
+            join("x", [axn.ones({"x": 2})])  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="stack: expected a sequence of arrays, got NamedArray"):
-        axn.stack("s", x)
+        axn.stack(x, "s")
     with pytest.raises(TypeError, match="pad: axis 'a' takes two integers, before and after, got"):
         axn.pad(x, {"a": 1.5})  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"pad: axis 'a' takes two integers.*got \(1, 2, 3\)"):
@@ -510,7 +510,7 @@ BOTH = P("data", "model")
         # What keeps its name keeps its placement, and what is new is whole.
         (BOTH, lambda x: axn.rearrange(x, ("y", "x")), P("model", "data"), False),
         (BOTH, lambda x: axn.broadcast_axis(x, Axis("z", 4)), P(None, "data", "model"), False),
-        (BOTH, lambda x: axn.stack("z", [x, x]), P(None, "data", "model"), False),
+        (BOTH, lambda x: axn.stack([x, x], "z"), P(None, "data", "model"), False),
         (BOTH, lambda x: axn.tile(x, {"z": 2}), P(None, "data", "model"), False),
         (BOTH, lambda x: axn.repeat(x, 2, "x"), BOTH, False),
     ],

@@ -201,8 +201,8 @@ def test_taking_apart_and_putting_together(data):
     lengths = np.diff([0, *cuts, axis.size])
     parts = axn.split(x, axis, [axis.resize(int(n)) for n in lengths])
     assert [p.axis_size(axis.name) for p in parts] == list(lengths)
-    _assert_is(axn.concatenate(axis, parts), np.asarray(x.array), x.names)
-    stacked = axn.stack(axis, axn.unbind(x, axis))
+    _assert_is(axn.concatenate(parts, axis), np.asarray(x.array), x.names)
+    stacked = axn.stack(axn.unbind(x, axis), axis)
     order = (axis.name, *(n for n in x.names if n != axis.name))
     _assert_is(stacked, _values(x, order), order)
 
@@ -214,8 +214,8 @@ def test_layouts_of_the_operands_do_not_matter(data):
     axis = data.draw(st.sampled_from(x.axes))
     y = axn.rearrange(x, tuple(data.draw(st.permutations(x.names))))
     twice = np.concatenate([x.array, x.array], axis=x.names.index(axis.name))
-    _assert_is(axn.concatenate(axis.name, [x, y]), twice, x.names)
-    _assert_is(axn.stack("new", [x, y]), np.stack([x.array, x.array]), ("new", *x.names))
+    _assert_is(axn.concatenate([x, y], axis.name), twice, x.names)
+    _assert_is(axn.stack([x, y], "new"), np.stack([x.array, x.array]), ("new", *x.names))
     _assert_is(axn.tile(x, {axis: 2}), twice, x.names)
     for call in (
         lambda z: axn.roll(z, 3, axis),

@@ -139,7 +139,7 @@ class Fused(ModuleWithStateDictSerialization):
     both: axn.NamedArray | None = None
 
     def flatten_for_export(self) -> Fused:
-        return Fused(None, None, nn.relu(axn.concatenate("out", [self.q, self.k])) * 2)  # pyright: ignore[reportArgumentType]
+        return Fused(None, None, nn.relu(axn.concatenate([self.q, self.k], "out")) * 2)  # pyright: ignore[reportArgumentType]
 
     def unflatten_from_export(self, template: Any) -> Fused:
         assert self.both is not None

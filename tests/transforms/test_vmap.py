@@ -95,7 +95,7 @@ def test_is_a_stack_of_calls(x_order: list[str], y_order: list[str], data: st.Da
 
     size = {"batch": 8, "pos": 4, "heads": 2}[name]
     elements = [fn(*(a[{name: i}] if name in a.names else a for a in (x, y))) for i in range(size)]
-    expected = axn.stack(axn.Axis(name, size), elements)
+    expected = axn.stack(elements, axn.Axis(name, size))
     assert_named(vmap(fn, name)(x, y).rearrange(expected.axes), expected, rtol=1e-6, atol=1e-6)
 
 
@@ -259,10 +259,10 @@ def test_an_ensemble_is_its_members() -> None:
     ensemble = make_ensemble()
     members = [Linear.init((Embed, Mlp), key=k) for k in jax.random.split(jax.random.key(0), 3)]
     assert (ensemble.activation, ensemble.name) == (axn.tanh, "linear")
-    assert_named(ensemble.weight, axn.stack(Layers, [m.weight for m in members]))
+    assert_named(ensemble.weight, axn.stack([m.weight for m in members], Layers))
     np.testing.assert_array_equal(ensemble.scale, jnp.stack([m.scale for m in members]))
     found = vmap(Linear.__call__, Layers)(ensemble, X)
-    assert_named(found, axn.stack(Layers, [m(X) for m in members]), rtol=1e-6, atol=1e-6)
+    assert_named(found, axn.stack([m(X) for m in members], Layers), rtol=1e-6, atol=1e-6)
 
 
 def test_an_ensemble_in_two_axes() -> None:

@@ -169,14 +169,14 @@ def stack_results(what: str, layers: Axis, results: Sequence[Any], *, numbers: b
 
 def _stack_leaves(what: str, layers: Axis, leaves: Sequence[Any], numbers: bool) -> Any:
     if all(isinstance(x, NamedArray) and _mapped_axis.is_array(x.array) for x in leaves):
-        return stack(layers, leaves)
+        return stack(leaves, layers)
     if all(
         _mapped_axis.is_array(x) or (numbers and isinstance(x, (bool, int, float, complex, np.generic))) for x in leaves
     ):
         ranks = {jnp.ndim(x) for x in leaves}
         if len(ranks) == 1:
             names = _dimensions(ranks.pop())
-            return stack(layers, [wrap(x, names) for x in map(jnp.asarray, leaves)]).array
+            return stack([wrap(x, names) for x in map(jnp.asarray, leaves)], layers).array
     elif not any(isinstance(x, NamedArray) or _mapped_axis.is_array(x) for x in leaves):
         if all(type(x) is type(leaves[0]) and x == leaves[0] for x in leaves):
             return leaves[0]

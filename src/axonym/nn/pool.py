@@ -30,8 +30,8 @@ Stride: TypeAlias = PerAxis | None
 class _Pool(Protocol):
     def __call__(
         self,
-        Window: AxisSpec,
         inputs: NamedArray,
+        Window: AxisSpec,
         stride: Stride = None,
         padding: PaddingSpec = "VALID",
         use_ceil: bool = False,
@@ -40,26 +40,26 @@ class _Pool(Protocol):
 
 def _extreme_pool(name: str, summary: str, shown: str) -> _Pool:
     def op(
-        Window: AxisSpec,
         inputs: NamedArray,
+        Window: AxisSpec,
         stride: Stride = None,
         padding: PaddingSpec = "VALID",
         use_ceil: bool = False,
     ) -> NamedArray:
-        return _pool(name, Window, inputs, stride, padding, use_ceil, name)
+        return _pool(name, inputs, Window, stride, padding, use_ceil, name)
 
     doc = f"""{summary}
 
     Arguments:
+        inputs: a named array with the axes of the window; other axes are kept.
         Window: the window, as axes with its sizes.
-        inputs: a named array with these axes; other axes are kept.
         stride: the step between windows: an integer, one for each axis in the order of the window, or a mapping by
             name; 1 by default.
         padding: "VALID" for none; "SAME" for so much that a window starts at every stride; or numbers of elements
             before and after: an integer, or for each axis an integer or a pair. Padding is never the result.
         use_ceil: whether to include a last window that extends beyond the end.
 
-    >>> axn.nn.{name}(axn.Axis("x", 2), axn.named([3., 1., 4., 1., 5.], "x"), stride=2, use_ceil=True)
+    >>> axn.nn.{name}(axn.named([3., 1., 4., 1., 5.], "x"), axn.Axis("x", 2), stride=2, use_ceil=True)
     NamedArray({shown})
     """
     return publish(op, name, __name__, doc)
@@ -70,8 +70,8 @@ min_pool = _extreme_pool("min_pool", "Return the smallest value of each window."
 
 
 def mean_pool(
-    Window: AxisSpec,
     inputs: NamedArray,
+    Window: AxisSpec,
     stride: Stride = None,
     padding: PaddingSpec = "VALID",
     *,
@@ -81,24 +81,24 @@ def mean_pool(
     """Compute the mean of each window.
 
     Arguments:
+        inputs: a named array with the axes of the window; other axes are kept.
         Window: the window, as axes with its sizes.
-        inputs: a named array with these axes; other axes are kept.
         stride: the step between windows; as in `max_pool`.
         padding: the padding of the input; as in `max_pool`.
         use_ceil: whether to include a last window that extends beyond the end.
         count_include_pad: whether to divide by the size of the window everywhere, as if the padding were zeros, instead
             of by the number of input elements in the window.
 
-    >>> axn.nn.mean_pool(axn.Axis("x", 2), axn.named([3., 1., 4., 1., 5.], "x"), stride=2, padding=((0, 1),))
+    >>> axn.nn.mean_pool(axn.named([3., 1., 4., 1., 5.], "x"), axn.Axis("x", 2), stride=2, padding=((0, 1),))
     NamedArray(float32[x=3], [2.  2.5 5. ])
     """
     kind = _WITH_PADDING if count_include_pad else "mean_pool"
-    return _pool("mean_pool", Window, inputs, stride, padding, use_ceil, kind)
+    return _pool("mean_pool", inputs, Window, stride, padding, use_ceil, kind)
 
 
 def pool(
-    Window: AxisSpec,
     inputs: NamedArray,
+    Window: AxisSpec,
     init: Any,
     reduce_fn: Callable[[Any, Any], Any],
     stride: Stride = None,
@@ -108,8 +108,8 @@ def pool(
     """Reduce each window with any function.
 
     Arguments:
+        inputs: a named array with the axes of the window; other axes are kept.
         Window: the window, as axes with its sizes.
-        inputs: a named array with these axes; other axes are kept.
         init: a number: the initial value of each window's reduction, and the value of padding.
         reduce_fn: a function that combines two raw arrays elementwise. It must be associative and commutative, and
             differentiable if the result is differentiated.
@@ -117,16 +117,16 @@ def pool(
         padding: the padding of the input; as in `max_pool`.
         use_ceil: whether to include a last window that extends beyond the end.
 
-    >>> axn.nn.pool.pool(axn.Axis("x", 2), axn.named([3., 1., 4., 1., 5.], "x"), 0.0, jax.lax.add)
+    >>> axn.nn.pool.pool(axn.named([3., 1., 4., 1., 5.], "x"), axn.Axis("x", 2), 0.0, jax.lax.add)
     NamedArray(float32[x=4], [4. 5. 5. 6.])
     """
-    return _pool("pool", Window, inputs, stride, padding, use_ceil, reduce_fn, scalar("pool", "init", init))
+    return _pool("pool", inputs, Window, stride, padding, use_ceil, reduce_fn, scalar("pool", "init", init))
 
 
 def _pool(
     what: str,
-    Window: AxisSpec,
     inputs: NamedArray,
+    Window: AxisSpec,
     stride: Stride,
     padding: PaddingSpec,
     use_ceil: bool,

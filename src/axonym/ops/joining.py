@@ -20,40 +20,41 @@ from ._operands import check_new_axis, distinct, operand, replaced, require_name
 # --- several arrays into one ---
 
 
-def stack(axis: AxisSelector, arrays: Sequence[NamedOrNumeric]) -> NamedArray:
+def stack(arrays: Sequence[NamedOrNumeric], axis: AxisSelector) -> NamedArray:
     """Join arrays along a new axis, which comes first.
 
     Arguments:
-        axis: the new axis. The size of an `Axis` must be the number of arrays.
         arrays: named arrays with the same axes, or scalars. The result has the layout of the first.
+        axis: the new axis. The size of an `Axis` must be the number of arrays.
 
-    >>> axn.stack("x", [axn.named([1, 2], "y"), axn.named([3, 4], "y")])
+    >>> axn.stack([axn.named([1, 2], "y"), axn.named([3, 4], "y")], "x")
     NamedArray(int32[x=2, y=2], [[1 2] [3 4]])
     """
-    raw, names = _operands("stack", axis, arrays)
+    raw, names = _operands("stack", arrays, axis)
     kernel = _stack_kernel(names, axis)
     return wrap(kernel.call(*raw), kernel.names)
 
 
-def concatenate(axis: AxisSelector, arrays: Sequence[NamedArray]) -> NamedArray:
+def concatenate(arrays: Sequence[NamedArray], axis: AxisSelector) -> NamedArray:
     """Join arrays along an axis that they all have.
 
     Arguments:
-        axis: the axis along which they are joined. The size of an `Axis` must be that of the result.
         arrays: named arrays with the same axes. The result has the layout of the first.
+        axis: the axis along which they are joined. The size of an `Axis` must be that of the result.
 
-    >>> axn.concatenate("x", [axn.named([1, 2], "x"), axn.named([3], "x")])
+    >>> axn.concatenate([axn.named([1, 2], "x"), axn.named([3], "x")], "x")
     NamedArray(int32[x=3], [1 2 3])
     """
-    raw, names = _operands("concatenate", axis, arrays)
+    raw, names = _operands("concatenate", arrays, axis)
     kernel = _concatenate_kernel(names, axis)
     return wrap(kernel.call(*raw), kernel.names)
 
 
-def _operands(what: str, axis: AxisSelector, arrays: Sequence[Any]) -> tuple[list[Any], tuple[Names, ...]]:
-    if not isinstance(axis, (str, Axis)):
+def _operands(what: str, arrays: Sequence[Any], axis: AxisSelector) -> tuple[list[Any], tuple[Names, ...]]:
+    if isinstance(arrays, (str, Axis)) or not isinstance(axis, (str, Axis)):
         raise TypeError(
-            f"{what}: the axis comes first, an Axis or its name, and then the arrays; got {type(axis).__name__}."
+            f"{what}: the arrays come first, and then the axis, as in axonym.{what}([x, y], 'batch'); got "
+            f"{type(arrays).__name__} and {type(axis).__name__}."
         )
     if isinstance(arrays, (NamedArray, Mapping)):
         raise TypeError(f"{what}: expected a sequence of arrays, got {type(arrays).__name__}.")

@@ -44,7 +44,7 @@ class KVCache(eqx.Module):
     >>> positions = cache.positions(Pos)
     >>> cache = cache.update(k, v)
     >>> mask = cache.mask(positions)
-    >>> dot_product_attention(KPos, Size, q, cache.keys, cache.values, mask).shape
+    >>> dot_product_attention(q, cache.keys, cache.values, KPos, Size, mask).shape
     {'batch': 2, 'pos': 1, 'kv_heads': 2, 'head_size': 8}
     >>> cache.lengths
     NamedArray(int32[batch=2], [1 1])

@@ -40,11 +40,11 @@ from .masks import Causal, Mask, as_truth_values
 
 
 def dot_product_attention(
-    KPos: AxisSelection,
-    Key: AxisSelector,
     query: NamedArray,
     key: NamedArray,
     value: NamedArray,
+    KPos: AxisSelection,
+    Key: AxisSelector,
     mask: Mask = None,
     bias: NamedArray | None = None,
     attention_dtype: Any = None,
@@ -61,12 +61,12 @@ def dot_product_attention(
     The result has the layout of the query.
 
     Arguments:
-        KPos: the axis of key positions, or several. The query must not have it: for self-attention, rename the axis of
-            key and value.
-        Key: the axis of features that query and key are multiplied along.
         query: the queries.
         key: the keys.
         value: the values.
+        KPos: the axis of key positions, or several. The query must not have it: for self-attention, rename the axis of
+            key and value.
+        Key: the axis of features that query and key are multiplied along.
         mask: true where attention is allowed; an array with any axes of the scores, or `Causal`.
         bias: added to the scores before they are masked.
         attention_dtype: the dtype of scores and softmax; that of query and key by default. With float32, half-precision
@@ -85,7 +85,7 @@ def dot_product_attention(
     >>> q = axn.ones({"pos": 2, "heads": 2, "head_size": 4})
     >>> k = q.rename({"pos": "key_pos"})
     >>> v = axn.arange(axn.Axis("key_pos", 2), dtype=float).broadcast_axis(axn.Axis("heads", 2))
-    >>> dot_product_attention("key_pos", "head_size", q, k, v, mask=Causal("pos"))
+    >>> dot_product_attention(q, k, v, "key_pos", "head_size", mask=Causal("pos"))
     NamedArray(float32[pos=2, heads=2], [[0. 0. ] [0.5 0.5]])
     """
     what = "dot_product_attention"
@@ -111,10 +111,10 @@ def dot_product_attention(
 
 
 def dot_product_attention_weights(
-    Key: AxisSelector,
-    KPos: AxisSelection,
     query: NamedArray,
     key: NamedArray,
+    KPos: AxisSelection,
+    Key: AxisSelector,
     mask: Mask = None,
     bias: NamedArray | None = None,
     attention_dtype: Any = None,
@@ -123,14 +123,13 @@ def dot_product_attention_weights(
 ) -> NamedArray:
     """Compute the attention weights: for each query, the weight of each value.
 
-    The result has the layout of the query, with `KPos` at the end. The order of the arguments differs from that of
-    `dot_product_attention`.
+    The result has the layout of the query, with `KPos` at the end.
 
     Arguments:
-        Key: the axis of features that query and key are multiplied along.
-        KPos: the axis of key positions, or several. The query must not have it.
         query: the queries.
         key: the keys.
+        KPos: the axis of key positions, or several. The query must not have it.
+        Key: the axis of features that query and key are multiplied along.
         mask: true where attention is allowed; an array with any axes of the scores, or `Causal`.
         bias: added to the scores before they are masked.
         attention_dtype: the dtype of scores and softmax; that of query and key by default.
@@ -139,7 +138,7 @@ def dot_product_attention_weights(
 
     >>> from axonym.nn.attention import dot_product_attention_weights
     >>> q, k = axn.ones({"pos": 1, "head_size": 4}), axn.ones({"key_pos": 2, "head_size": 4})
-    >>> dot_product_attention_weights("head_size", "key_pos", q, k)
+    >>> dot_product_attention_weights(q, k, "key_pos", "head_size")
     NamedArray(float32[pos=1, key_pos=2], [[0.5 0.5]])
     """
     what = "dot_product_attention_weights"
