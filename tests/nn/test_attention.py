@@ -88,7 +88,7 @@ def test_values(query: axn.NamedArray, mask: Any, bias: Any, by_position: dict[s
 
 
 def test_weights_have_the_layout_of_the_query() -> None:
-    weigh = functools.partial(dot_product_attention_weights, Size, KPos, scaling_factor=2.0)
+    weigh = functools.partial(dot_product_attention_weights, KPos=KPos, Key=Size, scaling_factor=2.0)
     found = jax.jit(weigh)(GROUPED, K, Causal("pos"))
     k, v = raw(K, V)
     _, weights = written_out(np.asarray(GROUPED.array) * 2.0 * np.sqrt(8), k, v, CAUSAL)
@@ -101,7 +101,7 @@ def test_keys_of_two_axes_and_values_with_their_own_axis() -> None:
     q, k, v = draw(Pos, Size), draw(Row, Size, Col), draw(Col, Out, Row)
     weights = softmax(np.asarray(q.array) @ np.asarray(k.array).swapaxes(1, 2).reshape(6, 8).T / np.sqrt(8))
     wanted = weights @ np.asarray(v.array).transpose(2, 0, 1).reshape(6, 5)
-    found = jax.jit(functools.partial(dot_product_attention, (Row, Col), Size))(q, k, v)
+    found = jax.jit(functools.partial(dot_product_attention, KPos=(Row, Col), Key=Size))(q, k, v)
     assert_named(found, axn.named(jnp.asarray(wanted), (Pos, Out)), **CLOSE)
 
 
@@ -131,7 +131,7 @@ def test_scores_can_be_wider_than_queries() -> None:
     q, k = (axn.named(x.array.astype(jnp.bfloat16), x.names) for x in (Q, K))
 
     def weights(**options: Any) -> Any:
-        weigh = functools.partial(dot_product_attention_weights, Size, KPos, scaling_factor=8.0, **options)
+        weigh = functools.partial(dot_product_attention_weights, KPos=KPos, Key=Size, scaling_factor=8.0, **options)
         program = jax.jit(weigh).lower(q, k)
         found = program.compile()(q, k).array
         assert found.dtype == jnp.bfloat16
@@ -145,7 +145,7 @@ def test_scores_can_be_wider_than_queries() -> None:
 
 
 def test_scores_can_be_narrower_than_queries() -> None:
-    weigh = functools.partial(dot_product_attention_weights, Size, KPos, attention_dtype=jnp.float16)
+    weigh = functools.partial(dot_product_attention_weights, KPos=KPos, Key=Size, attention_dtype=jnp.float16)
     found = np.asarray(jax.jit(weigh)(Q, K).array)
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, found.astype(np.float16))
@@ -175,7 +175,7 @@ def test_precision_is_handed_on() -> None:
 def test_dropout() -> None:
     key, long = jax.random.key(0), axn.Axis("key_pos", 2000)
     q, v = (axn.named(np.ones((a.size, 8), np.float32), (a, Size)) for a in (Pos, long))
-    found = jax.jit(functools.partial(dot_product_attention, long, Size, dropout=0.25, prng=key))(q, v, v)
+    found = jax.jit(functools.partial(dot_product_attention, KPos=long, Key=Size, dropout=0.25, prng=key))(q, v, v)
     np.testing.assert_allclose(found.array, 1.0, atol=0.1)  # as many as are dropped, the others make up for
     assert np.std(found.array[:, 0]) > 0
     for dropout, inference in ((0.25, True), (0.0, False)):

@@ -64,7 +64,7 @@ def test_several_batch_axes_no_batch_axis_several_key_axes() -> None:
     assert_named(attend(q, k, v, None, bias, implementation="xla"), attend(q, k, v, None, bias), **CLOSE)
     q, k, v = draw(Pos, Size), draw(KPos, More, Size), draw(More, KPos, axn.Axis("value_size", 8))
     found, wanted = (
-        jax.jit(functools.partial(dot_product_attention, (KPos, More), Size, implementation=how))(
+        jax.jit(functools.partial(dot_product_attention, KPos=(KPos, More), Key=Size, implementation=how))(
             q, k, v, scaling_factor=jnp.float32(0.3)
         )
         for how in ("xla", None)

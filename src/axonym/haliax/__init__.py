@@ -21,7 +21,7 @@ from .. import (
     array_equal as array_equal, array_equiv as array_equiv, Axis as Axis, axis_mapping as axis_mapping,
     bincount as bincount, bitwise_and as bitwise_and, bitwise_count as bitwise_count, bitwise_or as bitwise_or,
     bitwise_xor as bitwise_xor, broadcast_arrays as broadcast_arrays, broadcast_axis as broadcast_axis,
-    broadcast_to as broadcast_to, cbrt as cbrt, ceil as ceil, clip as clip, concatenate as concatenate,
+    broadcast_to as broadcast_to, cbrt as cbrt, ceil as ceil, clip as clip,
     conj as conj, copy as copy, cos as cos, cosh as cosh, cumprod as cumprod, cumsum as cumsum, deg2rad as deg2rad,
     divide as divide, divmod as divmod, dot as dot, ds as ds, einsum as einsum, equal as equal, exp as exp,
     exp2 as exp2, expm1 as expm1, fabs as fabs, field as field, flatten as flatten, flatten_axes as flatten_axes,
@@ -46,7 +46,7 @@ from .. import (
     roll as roll, round as round, rsqrt as rsqrt, scan as scan, ScanCheckpointPolicy as ScanCheckpointPolicy,
     searchsorted as searchsorted, set_mesh as set_mesh, sign as sign, signbit as signbit,
     sin as sin, sinc as sinc, sinh as sinh, slice as slice, sort as sort, split as split, sqrt as sqrt,
-    square as square, stack as stack, std as std, subtract as subtract, sum as sum, swap as swap, take as take,
+    square as square, std as std, subtract as subtract, sum as sum, swap as swap, take as take,
     tan as tan, tanh as tanh, tile as tile, top_k as top_k, trace as trace, tree as tree,
     tree_checkpoint_name as tree_checkpoint_name, tril as tril, triu as triu, trunc as trunc, unbind as unbind,
     unflatten_axis as unflatten_axis, unique as unique, unpackbits as unpackbits, vander as vander, var as var,
@@ -87,8 +87,8 @@ from .core import (
     updated_slice as updated_slice,
 )
 from .ops import (
-    argsort as argsort, unique_all as unique_all, unique_counts as unique_counts, unique_inverse as unique_inverse,
-    unique_values as unique_values,
+    argsort as argsort, concatenate as concatenate, stack as stack, unique_all as unique_all,
+    unique_counts as unique_counts, unique_inverse as unique_inverse, unique_values as unique_values,
 )
 from .partitioning import (
     auto_sharded as auto_sharded, fsdp as fsdp, shard as shard, shard_with_axis_mapping as shard_with_axis_mapping,
@@ -131,14 +131,12 @@ for _path, _module in {
     "field": _module_field,
     "haxtyping": _typing,
     "nn.activations": _nn.activations,
-    "nn.attention": _nn.attention,
     "nn.conv": _nn.conv,
     "nn.dropout": _sys.modules["axonym.nn.dropout"],  # the attribute is the function of that name
     "nn.embedding": _nn.embedding,
     "nn.loss": _nn.loss,
     "nn.mup": _nn.mup,
     "nn.normalization": _nn.normalization,
-    "nn.pool": _nn.pool,
     "nn.scan": _nn.scan,
     "poly": _poly,
     "poly.poly": _poly,

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 
 from .. import (
     Axis, NamedArray, allclose as allclose, argsort as _argsort, array_equal as array_equal, array_equiv as array_equiv,
-    bincount as bincount, clip as clip, isclose as isclose, nonzero as nonzero, packbits as packbits, pad as pad,
-    pad_left as pad_left, searchsorted as searchsorted, trace as trace, tril as tril, triu as triu, unique as unique,
-    unpackbits as unpackbits, where as where,
+    bincount as bincount, clip as clip, concatenate as _concatenate, isclose as isclose, nonzero as nonzero,
+    packbits as packbits, pad as pad, pad_left as pad_left, searchsorted as searchsorted, stack as _stack,
+    trace as trace, tril as tril, triu as triu, unique as unique, unpackbits as unpackbits, where as where,
 )
 from ..typing import AxisSelector
+from ._signatures import with_parameters
 # fmt: on
 
 
@@ -75,3 +76,7 @@ def unique_all(
     return unique(
         array, Unique, axis=axis, fill_value=fill_value, return_index=True, return_inverse=True, return_counts=True
     )
+
+
+concatenate = with_parameters(_concatenate, "axis")
+stack = with_parameters(_stack, "axis")

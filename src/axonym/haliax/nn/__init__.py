@@ -9,15 +9,16 @@ from ...nn import (
     dropout as dropout, elu as elu, Embedding as Embedding, gelu as gelu, glu as glu, hard_sigmoid as hard_sigmoid,
     hard_silu as hard_silu, hard_swish as hard_swish, hard_tanh as hard_tanh, LayerNorm as LayerNorm,
     leaky_relu as leaky_relu, Linear as Linear, log_sigmoid as log_sigmoid, log_softmax as log_softmax,
-    logsumexp as logsumexp, max_pool as max_pool, mean_pool as mean_pool, min_pool as min_pool, MLP as MLP,
+    logsumexp as logsumexp, MLP as MLP,
     MoELinear as MoELinear, one_hot as one_hot, quick_gelu as quick_gelu, reduce_loss as reduce_loss, relu as relu,
     relu6 as relu6, relu_squared as relu_squared, RmsNorm as RmsNorm, ScanCheckpointPolicy as ScanCheckpointPolicy,
     selu as selu, sigmoid as sigmoid, silu as silu, soft_sign as soft_sign, softmax as softmax,
     softplus as softplus, squareplus as squareplus, Stacked as Stacked, standardize as standardize, swish as swish,
 )
 from ...nn import (
-    activations as activations, attention as attention, conv as conv, embedding as embedding, loss as loss, mup as mup,
-    normalization as normalization, pool as pool, scan as scan,
+    activations as activations, conv as conv, embedding as embedding, loss as loss, mup as mup,
+    normalization as normalization, scan as scan,
 )
-from . import linear as linear, mlp as mlp
+from . import attention as attention, linear as linear, mlp as mlp, pool as pool
+from .pool import max_pool as max_pool, mean_pool as mean_pool, min_pool as min_pool
 # fmt: on

@@ -1,0 +1,32 @@
+"""Functions of the library under Haliax's parameters."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def with_parameters(fn: Callable[..., Any], *first: str, **names: str) -> Callable[..., Any]:
+    """Return a function that takes the same arguments in another order, or under other names.
+
+    Arguments:
+        fn: the function.
+        *first: its parameters that come first, in order; the others follow as they are.
+        **names: what its parameters are called instead.
+    """
+    signature = inspect.signature(fn)
+    order = [*first, *(name for name in signature.parameters if name not in first)]
+    signature = signature.replace(
+        parameters=[signature.parameters[name].replace(name=names.get(name, name)) for name in order]
+    )
+    own = {new: name for name, new in names.items()}
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        return fn(**{own.get(name, name): value for name, value in given.items()})
+
+    call.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]  # which `inspect` asks for
+    return call
