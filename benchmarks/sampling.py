@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import axonym as axn
 from axonym import argmax, top_k
 from axonym.nn import cross_entropy_loss
-from axonym.vocabulary import sample
-from axonym.vocabulary.sampling import STEPS
+from axonym.random import categorical
+from axonym.random.sampling import STEPS
 
 from .communication import bytes_moved_in_loops
 from .harness import Row
@@ -53,16 +53,16 @@ def rows() -> list[Row]:
     cases: list[tuple[str, Callable[..., Any], tuple[Any, ...], int]] = [
         (f"top_k, k={K}", lambda x: top_k(x, "vocab", K), (), K * candidate),
         ("argmax", lambda x: argmax(x, "vocab"), (), candidate),
-        ("sample", lambda x, k: sample(k, x, "vocab", temperature=0.7), (key,), candidate),
+        ("categorical", lambda x, k: categorical(k, x, "vocab", temperature=0.7), (key,), candidate),
         (
-            f"sample, top_k={K}, top_p, min_p",
-            lambda x, k: sample(k, x, "vocab", top_k=K, top_p=0.9, min_p=0.01),
+            f"categorical, top_k={K}, top_p, min_p",
+            lambda x, k: categorical(k, x, "vocab", top_k=K, top_p=0.9, min_p=0.01),
             (key,),
             K * candidate,
         ),
         (
-            "sample, top_p of the full vocabulary",
-            lambda x, k: sample(k, x, "vocab", top_p=0.9),
+            "categorical, top_p of the full vocabulary",
+            lambda x, k: categorical(k, x, "vocab", top_p=0.9),
             (key,),
             candidate + (1 + 3 * (STEPS + 1)) * NUMBER,
         ),

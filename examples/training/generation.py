@@ -12,7 +12,7 @@ from models.llama import Llama
 import axonym as axn
 from axonym import Axis, NamedArray
 from axonym.precision import Policy
-from axonym.vocabulary import sample
+from axonym.random import categorical
 
 from . import config as settings, data
 from .steps import distributed
@@ -61,7 +61,7 @@ def generate(
     def draw(logits: NamedArray, i: Any) -> NamedArray:
         last = logits["pos", -1].astype("float32")
         some = min(top_k, last.axis_size("vocab"))
-        return sample(jax.random.fold_in(key, i), last, "vocab", temperature=temperature, top_k=some)
+        return categorical(jax.random.fold_in(key, i), last, "vocab", temperature=temperature, top_k=some)
 
     def step(carry: tuple[NamedArray, Any], i: NamedArray) -> tuple[tuple[NamedArray, Any], NamedArray]:
         token, cache = carry

@@ -324,7 +324,6 @@ if _typing.TYPE_CHECKING:
         transforms as transforms,
         tree as tree,
         typing as typing,
-        vocabulary as vocabulary,
     )
     from ._on_first_use import *  # noqa: F403
 else:  # so that type checkers refuse a name that does not exist

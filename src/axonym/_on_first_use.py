@@ -7,6 +7,9 @@ each of them loads by itself.
 # Distributing by name
 from ._module_field import field as field
 
+# The largest of an axis
+from .custom_partitioning._top_k import top_k as top_k
+
 # Per-device code by name
 # Operations that bring their own partitioning
 from .custom_partitioning.decorator import partitioned as partitioned
@@ -60,6 +63,3 @@ from .transforms.control import cond as cond, switch as switch, while_loop as wh
 from .transforms.lift import lift as lift
 from .transforms.scan import fold as fold, map as map, scan as scan
 from .transforms.vmap import vmap as vmap
-
-# The largest of an axis
-from .vocabulary.selecting import top_k as top_k

@@ -104,24 +104,59 @@ def test_orthogonal() -> None:
 def test_categorical() -> None:
     Vocab = axn.Axis("vocab", 16)
     logits = random.normal(KEY, (Vocab, Batch))
-    by_position = logits.array.T
     assert jax.eval_shape(lambda key: random.categorical(key, logits, "vocab"), KEY).axes == (Batch,)
     shape = {"draw": 5, "batch": 8}
-    wanted = jax.random.categorical(KEY, by_position, shape=(5, 8))
-    assert_same(random.categorical(KEY, logits, Vocab, shape), wanted)
-    assert_same(random.categorical(KEY, logits.rearrange((Batch, Vocab)), "vocab", shape), wanted)
+    drawn = random.categorical(KEY, logits, Vocab, shape)
+    assert drawn.shape == shape
+    assert_same(random.categorical(KEY, logits.rearrange((Batch, Vocab)), "vocab", shape), drawn.array)
     other = random.categorical(KEY, logits, "vocab", {"batch": 8, "draw": 5})
     assert other.shape == {"batch": 8, "draw": 5}
-    spread = jnp.broadcast_to(by_position[:, None], (8, 5, 16))
-    assert_same(other, jax.random.categorical(KEY, spread))
+    assert_same(other.rearrange(("draw", "batch")), drawn.array)
+    spread = logits.broadcast_axis(axn.Axis("draw", 5))
+    assert_same(random.categorical(KEY, spread, "vocab").rearrange(("draw", "batch")), drawn.array)
+    some = random.categorical(KEY, logits, "vocab", shape, top_k=3, temperature=axn.named([0.0] * 4 + [1.0], "draw"))
+    assert (some["draw", :4] == axn.argmax(logits, "vocab")).all().item()
+    assert (some.array[4] == random.categorical(KEY, logits, "vocab", shape, top_k=3).array[4]).all()
 
 
-def test_categorical_without_replacement() -> None:
+def test_categorical_by_frequency() -> None:
+    """Draws from the same logits are independent, with the probabilities of the softmax."""
+    p = jnp.array([0.1, 0.4, 0.05, 0.3, 0.15])
+    drawn = random.categorical(KEY, axn.named(jnp.log(p), "vocab"), "vocab", {"draw": 4000, "pair": 2}).array
+    found = jnp.bincount(drawn[:, 0] * 5 + drawn[:, 1], length=25).reshape(5, 5) / 4000
+    np.testing.assert_allclose(found, jnp.outer(p, p), atol=0.02)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 6}, {"top_p": 1.0}], ids=str)
+def test_categorical_without_replacement(options: dict[str, Any], mesh: Mesh) -> None:
     logits = random.normal(KEY, {"vocab": 6, "batch": 2})
-    drawn = random.categorical(KEY, logits, "vocab", {"batch": 2, "draw": 6}, replace=False)
-    wanted = jax.random.categorical(KEY, logits.array.T, shape=(6, 2), replace=False)
-    assert_same(drawn.rearrange(("draw", "batch")), wanted)
+    shape = {"batch": 2, "draw": 6}
+    drawn = random.categorical(KEY, logits, "vocab", shape, replace=False, **options)
     assert np.sort(np.asarray(drawn.array), axis=1).tolist() == [list(range(6))] * 2
+    assert_same(drawn["draw", 0], random.categorical(KEY, logits, "vocab", **options).array)
+    assert_same(
+        drawn["draw", :2], random.categorical(KEY, logits, "vocab", drawn["draw", :2].shape, replace=False).array
+    )
+    one = random.categorical(KEY, logits, "vocab", replace=False, **options)
+    assert_same(one, drawn["draw", 0].array)
+    turned = random.categorical(KEY, logits, "vocab", {"a": 2, "batch": 2, "b": 3}, replace=False, **options)
+    assert_same(turned.rearrange(("batch", "a", "b")), drawn.array.reshape(2, 2, 3))
+    with jax.set_mesh(mesh), axn.axis_mapping({"vocab": "model", "draw": None}):
+        found = jax.jit(lambda x: random.categorical(KEY, x, "vocab", shape, replace=False, **options))
+        assert_same(jax.block_until_ready(found(axn.shard(logits))), drawn.array)
+
+
+def test_categorical_without_replacement_by_frequency() -> None:
+    """The first of the draws has the probabilities of the softmax, the second those of what is left, and so on."""
+    p = np.array([0.5, 0.3, 0.2])
+    logits = axn.named(jnp.log(p), "vocab").broadcast_axis(axn.Axis("case", 4000))
+    drawn = random.categorical(KEY, logits, "vocab", {"case": 4000, "draw": 2}, replace=False).array
+    for i in range(3):
+        for j in {0, 1, 2} - {i}:
+            share = ((drawn[:, 0] == i) & (drawn[:, 1] == j)).mean()
+            np.testing.assert_allclose(share, p[i] * p[j] / (1 - p[i]), atol=0.03)
+    kept = random.categorical(KEY, logits, "vocab", {"case": 4000, "draw": 2}, replace=False, min_p=0.5).array
+    assert (kept < 2).all()
 
 
 @pytest.mark.parametrize("replace", [True, False])

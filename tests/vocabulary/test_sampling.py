@@ -1,4 +1,4 @@
-"""`sample`: the same tokens on every mesh, the right ones on one device, and what moves."""
+"""`categorical`: the same tokens on every mesh, the right ones on one device, and what moves."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import axonym as axn
-from axonym.vocabulary import sample
-from axonym.vocabulary.sampling import STEPS
+from axonym.random import categorical
+from axonym.random.sampling import STEPS
 from benchmarks.communication import bytes_moved
 from tests.vocabulary.helpers import LOGITS, Batch, run
 
@@ -35,7 +35,7 @@ VARIANTS = {
 
 def compiled(options, x):
     """The program, and the tokens that it draws."""
-    program = jax.jit(lambda x: sample(KEY, x, "vocab", **options)).lower(x).compile()
+    program = jax.jit(lambda x: categorical(KEY, x, "vocab", **options)).lower(x).compile()
     return program, np.asarray(jax.block_until_ready(program(x)).array).tolist()
 
 
@@ -77,19 +77,19 @@ def test_same_tokens_however_axes_are_split_and_few_numbers_move(
 
 def test_eager_tokens_and_where_they_lie(mesh, expected):
     with axn.axis_mapping(BOTH):
-        tokens = jax.block_until_ready(sample(KEY, axn.shard(LOGITS), "vocab", **VARIANTS["plain"]))
+        tokens = jax.block_until_ready(categorical(KEY, axn.shard(LOGITS), "vocab", **VARIANTS["plain"]))
     assert tokens.array.tolist() == expected["plain"]
     assert tokens.array.sharding.is_equivalent_to(jax.NamedSharding(mesh, jax.P("data")), 1)
 
 
 def test_inside_other_transformations(auto_mesh):
     def of_temperatures(x):
-        draw = jax.vmap(lambda t: sample(KEY, x, "vocab", top_k=4, temperature=t).array)
+        draw = jax.vmap(lambda t: categorical(KEY, x, "vocab", top_k=4, temperature=t).array)
         return jax.lax.scan(lambda t, _: (t + 1, draw(t)), jnp.array([0.0, 1.0]), length=2)[1]
 
     with jax.set_mesh(auto_mesh), axn.axis_mapping(BOTH):
         found = run(of_temperatures, axn.shard(LOGITS))
-    one = sample(KEY, LOGITS, "vocab", top_k=4).tolist()
+    one = categorical(KEY, LOGITS, "vocab", top_k=4).tolist()
     assert found[0].tolist() == [LOGITS.array.argmax(1).tolist(), one] and found[1, 0].tolist() == one
 
 
@@ -97,7 +97,7 @@ def test_gradients_do_not_go_through(auto_mesh):
     """So no mapping has to be in force."""
     x = axn.shard(LOGITS, BOTH, auto_mesh)
     with jax.set_mesh(auto_mesh):
-        gradient = run(jax.grad(lambda x: axn.sum(x["vocab", sample(KEY, x, "vocab", top_k=3)]).scalar()), x)
+        gradient = run(jax.grad(lambda x: axn.sum(x["vocab", categorical(KEY, x, "vocab", top_k=3)]).scalar()), x)
     assert gradient.array.sum() == 8
 
 
@@ -113,7 +113,7 @@ def check_frequencies(wanted, **parameters):
     named: dict[str, Any] = {
         what: axn.named(np.array(x), "case") if isinstance(x, list) else x for what, x in parameters.items()
     }
-    tokens = run(lambda x: sample(KEY, x, "vocab", **named), logits).rearrange(("case", "draw")).array
+    tokens = run(lambda x: categorical(KEY, x, "vocab", **named), logits).rearrange(("case", "draw")).array
     for drawn, (temperature, *kept) in zip(tokens, wanted, strict=True):
         expected = np.where(np.isin(np.arange(5), kept), PROBABILITIES ** (1 / temperature), 0)
         found = np.bincount(drawn, minlength=5) / Draw.size
@@ -145,7 +145,7 @@ def test_shares_are_those_of_sorting():
     x = np.random.default_rng(1).normal(size=(32, 20)).astype(np.float32) * 3
     shares = np.random.default_rng(2).uniform(size=32).astype(np.float32)
     logits = axn.broadcast_axis(axn.named(x, ("batch", "vocab")), axn.Axis("draw", 100))
-    tokens = run(lambda x: sample(KEY, x, "vocab", top_p=axn.named(shares, "batch")), logits)
+    tokens = run(lambda x: categorical(KEY, x, "vocab", top_p=axn.named(shares, "batch")), logits)
     probabilities = np.exp(x) / np.exp(x).sum(1, keepdims=True)
     counts = (np.cumsum(np.sort(probabilities, axis=1)[:, ::-1], axis=1) < shares[:, None]).sum(1) + 1
     for row in range(32):
@@ -158,8 +158,13 @@ def test_shares_are_those_of_sorting():
 
 def test_filters_do_not_change_what_is_drawn_among_what_they_leave():
     def several(x):
-        few = sample(KEY, x, "vocab", top_k=4)
-        return sample(KEY, x, "vocab"), few, sample(KEY, x, "vocab", top_k=64), sample(KEY, x, "vocab", top_p=1.0)
+        few = categorical(KEY, x, "vocab", top_k=4)
+        return (
+            categorical(KEY, x, "vocab"),
+            few,
+            categorical(KEY, x, "vocab", top_k=64),
+            categorical(KEY, x, "vocab", top_p=1.0),
+        )
 
     plain, few, *unfiltered = (x.array for x in run(several, LOGITS))
     for tokens in unfiltered:
@@ -169,15 +174,15 @@ def test_filters_do_not_change_what_is_drawn_among_what_they_leave():
 
 
 def test_one_parameter_for_each_example_is_one_after_the_other(expected):
-    fn = jax.jit(lambda x, given: sample(KEY, x, "vocab", **given))
+    fn = jax.jit(lambda x, given: categorical(KEY, x, "vocab", **given))
     for i in range(8):
         assert fn(LOGITS, {what: x.array[i] for what, x in PER_EXAMPLE.items()}).array[i] == expected["everything"][i]
 
 
 def test_order_of_axes_does_not_matter():
     x = LOGITS.unflatten_axis("batch", axn.make_axes(a=2, b=4))
-    tokens = sample(KEY, x, "vocab", top_k=2)
-    turned = sample(KEY, x.rearrange(("vocab", "b", "a")), "vocab", top_k=2)
+    tokens = categorical(KEY, x, "vocab", top_k=2)
+    turned = categorical(KEY, x.rearrange(("vocab", "b", "a")), "vocab", top_k=2)
     assert tokens.names == ("a", "b") and turned.names == ("b", "a")
     assert tokens.array.tolist() == turned.array.T.tolist()
 
@@ -195,7 +200,7 @@ def test_ties_and_numbers_that_are_none(options):
     ]
     temperature, x, expected = zip(*rows, strict=True)
     x = axn.named(np.array(x, np.float32), ("batch", "vocab"))
-    tokens = sample(KEY, x, "vocab", temperature=axn.named(np.array(temperature), "batch"), **options)
+    tokens = categorical(KEY, x, "vocab", temperature=axn.named(np.array(temperature), "batch"), **options)
     assert tokens.tolist() == list(expected)
 
 
@@ -206,34 +211,34 @@ def test_a_nan_shows_whatever_its_sign(mesh, options):
     assert np.signbit(raw[:, 2]).all()
     with axn.axis_mapping({"vocab": "model"}):
         x = axn.shard(axn.named(raw, ("batch", "vocab")))
-        assert run(lambda x: sample(KEY, x, "vocab", **options), x).tolist() == [2, 1]
+        assert run(lambda x: categorical(KEY, x, "vocab", **options), x).tolist() == [2, 1]
 
 
 def test_keys_of_all_kinds():
-    tokens = sample(KEY, LOGITS, "vocab").tolist()
+    tokens = categorical(KEY, LOGITS, "vocab").tolist()
     for key in (jax.random.PRNGKey(7), axn.named(KEY, ())):
-        assert sample(key, LOGITS, "vocab").tolist() == tokens
-    other = sample(jax.random.key(7, impl="rbg"), LOGITS["batch", 0].astype(jnp.bfloat16), "vocab")
+        assert categorical(key, LOGITS, "vocab").tolist() == tokens
+    other = categorical(jax.random.key(7, impl="rbg"), LOGITS["batch", 0].astype(jnp.bfloat16), "vocab")
     assert other.shape == {} and 0 <= other.item() < 64
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match=r"vocabulary.sample: `temperature` must be at least 0, got -1"):
-        sample(KEY, LOGITS, "vocab", temperature=-1)
+    with pytest.raises(ValueError, match=r"random.categorical: `temperature` must be at least 0, got -1"):
+        categorical(KEY, LOGITS, "vocab", temperature=-1)
     with pytest.raises(ValueError, match=r"`top_p` must be at least 0 and at most 1, got 1\.5"):
-        sample(KEY, LOGITS, "vocab", top_p=1.5)
+        categorical(KEY, LOGITS, "vocab", top_p=1.5)
     with pytest.raises(ValueError, match=r"`min_p` has axes \(pos\) that the array \(batch\) lacks"):
-        sample(KEY, LOGITS, "vocab", min_p=axn.named([0.1], "pos"))
+        categorical(KEY, LOGITS, "vocab", min_p=axn.named([0.1], "pos"))
     with pytest.raises(ValueError, match="top_k=65, but axis 'vocab' has 64 elements"):
-        sample(KEY, LOGITS, "vocab", top_k=65)
+        categorical(KEY, LOGITS, "vocab", top_k=65)
     with pytest.raises(ValueError, match="there must be at least one element to choose from"):
-        sample(KEY, LOGITS, "vocab", top_k=0)
+        categorical(KEY, LOGITS, "vocab", top_k=0)
     with pytest.raises(TypeError, match="`top_k` is an array"):
-        sample(KEY, LOGITS, "vocab", top_k=COUNTS)
+        categorical(KEY, LOGITS, "vocab", top_k=COUNTS)
     with pytest.raises(TypeError, match="`max_k` is the most that `top_k` can be"):
-        sample(KEY, LOGITS, "vocab", max_k=3)
+        categorical(KEY, LOGITS, "vocab", max_k=3)
     with pytest.raises(TypeError, match="logits are floating point numbers"):
-        sample(KEY, axn.arange(axn.Axis("vocab", 3)), "vocab")
+        categorical(KEY, axn.arange(axn.Axis("vocab", 3)), "vocab")
     with pytest.raises(ValueError, match="expected one random key"):
-        sample(jax.random.split(KEY, 2), LOGITS, "vocab")
+        categorical(jax.random.split(KEY, 2), LOGITS, "vocab")
     assert STEPS == 30  # as the documentation says

@@ -1,8 +1,9 @@
 """Random numbers by name.
 
 Samplers take a key, the axes of the result, and parameters that broadcast by name. They draw the same values as the
-function of the same name in `jax.random` for these sizes. The values do not depend on the mesh, the active mapping or
-jit. The result is sharded by the active mapping, and each device draws only its own shard.
+function of the same name in `jax.random` for these sizes, except for `categorical`, which never all-gathers its logits.
+The values do not depend on the mesh, the active mapping or jit. The result is sharded by the active mapping, and each
+device draws only its own shard.
 
 >>> scale = axn.named([1.0, 10.0], "kind")
 >>> print(axn.random.rayleigh(jax.random.key(0), {"batch": 8, "kind": 2}, scale))
@@ -41,8 +42,10 @@ from .distributions import (
     wald as wald,
     weibull_min as weibull_min,
 )
-from .selecting import (
+from .sampling import (
     categorical as categorical,
+)
+from .selecting import (
     choice as choice,
     permutation as permutation,
 )

@@ -23,7 +23,7 @@ from .. import _errors, _kernels, _output_sharding
 from .._jax_versions import INLINE
 from .._mesh_axes import axes_of_type, entries_of, explicit_mesh, restricted
 from ..array import NamedArray, NamedOrNumeric, resolve as resolve_axes, wrap
-from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec
+from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, axis_size
 from ..ops._operands import distinct, dtype_key, one_axis, operand
 from ..sharding.meshes import current_mesh
 from ..sharding.placement import resolve
@@ -134,6 +134,15 @@ def _draw_kernel(
         return fn(key, **aligned, shape=sizes, **dict(options))
 
     return placed_kernel(what, positional, [names for _, names, _ in layouts], new_axes(what, (*axes, *along)))
+
+
+def check_enough(what: str, draws: Sequence[Axis], along: Axis) -> None:
+    """Check that there are not more draws without replacement than there is to draw from."""
+    if axis_size(draws) > along.size:
+        raise ValueError(
+            f"{what}: there are more draws {describe(draws)} than axis {along} has positions. Draw fewer, or with "
+            "replace=True."
+        )
 
 
 def check_parameters(

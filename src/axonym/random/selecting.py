@@ -1,75 +1,15 @@
-"""Draw categories, slices of an array, and permutations at random."""
+"""Draw slices of an array, and permutations at random."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
 from ..array import NamedArray, wrap
-from ..axis import Axis, AxisSelector, AxisSpec, Names, axis_size
-from ..ops._operands import distinct, require_named
-from ._draw import Key, axis_of, check_parameters, describe, new_axes, one_key, placed_kernel
-
-
-def categorical(
-    key: Key, logits: NamedArray, axis: AxisSelector, shape: AxisSpec | None = None, *, replace: bool = True
-) -> NamedArray:
-    """Draw indices along an axis, with probabilities from logits.
-
-    The values do not depend on the order of the axes of `logits`.
-
-    Arguments:
-        key: a random key.
-        logits: the logarithms of the probabilities, up to a constant.
-        axis: the axis of `logits` for the categories.
-        shape: the axes of the result: those of `logits` except `axis`, in any order, and others for several draws from
-            the same logits. By default there is one draw from each.
-        replace: whether several draws from the same logits may be equal.
-
-    >>> logits = axn.log(axn.named([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]], ("batch", "vocab")))
-    >>> x = axn.random.categorical(jax.random.key(0), logits, "vocab", {"batch": 2, "draw": 5})
-    >>> x["batch", 1]
-    NamedArray(int32[draw=5], [2 2 2 2 2])
-    """
-    what = "random.categorical"
-    key = one_key(what, key)
-    categories = axis_of(what, "logits", logits, axis)
-    axes = tuple(a for a in logits.axes if a is not categories) if shape is None else new_axes(what, shape)
-    missing = [n for n in logits.names if n != categories.name and n not in {a.name for a in axes}]
-    if missing:
-        raise ValueError(
-            f"{what}: the shape {describe(axes)} lacks {_errors.describe_axes(missing)} of the logits "
-            f"{describe(logits.axes)}. Add it, or reduce it away first."
-        )
-    distinct(what, tuple(a.name for a in (*axes, categories)))
-    if not replace:
-        _check_enough(what, tuple(a for a in axes if a.name not in logits.names), categories)
-    kernel = _categorical_kernel(what, logits.names, categories, axes, bool(replace))
-    return wrap(kernel.call(key, logits.array), kernel.names)
-
-
-@_kernels.cached
-def _categorical_kernel(
-    what: str, names: Names, categories: Axis, axes: tuple[Axis, ...], replace: bool
-) -> _kernels.Kernel:
-    sizes = {a.name: a.size for a in axes}
-    batch = tuple(n for n in sizes if n in names)
-    draws = tuple(n for n in sizes if n not in names)
-
-    def positional(key, logits):
-        check_parameters(what, axes, [("logits", names, (categories,))], [logits])
-        if replace:
-            aligned = _kernels.align(logits, names, (*sizes, categories.name))
-            return jax.random.categorical(key, aligned, axis=-1, shape=tuple(sizes.values()))
-        aligned = _kernels.align(logits, names, (*batch, categories.name))
-        shape = tuple(sizes[n] for n in (*draws, *batch))
-        found = jax.random.categorical(key, aligned, axis=-1, shape=shape, replace=False)
-        return _kernels.transpose_to(found, (*draws, *batch), tuple(sizes))
-
-    return placed_kernel(what, positional, (names,), axes)
+from ..axis import Axis, AxisSelector, AxisSpec, Names
+from ..ops._operands import require_named
+from ._draw import Key, axis_of, check_enough, new_axes, one_key, placed_kernel
 
 
 def choice(
@@ -100,7 +40,7 @@ def choice(
     along = axis_of(what, "a", a, axis)
     axes = new_axes(what, shape)
     if not replace:
-        _check_enough(what, axes, along)
+        check_enough(what, axes, along)
     if p is None:
         kernel = _choice_kernel(what, a.axes, along, axes, bool(replace), None)
         return wrap(kernel.call(key, a.array), kernel.names)
@@ -163,11 +103,3 @@ def _permutation_kernel(what: str, axes: tuple[Axis, ...], along: Axis, independ
         return jax.random.permutation(key, x, axis=position, independent=independent)
 
     return placed_kernel(what, positional, (tuple(a.name for a in axes),), axes)
-
-
-def _check_enough(what: str, draws: Sequence[Axis], along: Axis) -> None:
-    if axis_size(draws) > along.size:
-        raise ValueError(
-            f"{what}: there are more draws {describe(draws)} than axis {along} has positions. Draw fewer, or with "
-            "replace=True."
-        )

@@ -16,10 +16,10 @@ from .. import _kernels, _output_sharding
 from .._mesh_axes import active_mapping, axes_of_type
 from ..array import NamedArray, NamedOrNumeric, resolve, wrap, wrap_result
 from ..axis import Axis, AxisSelector, Names, name_of
-from ..custom_partitioning.decorator import Partitioned, partitioned
 from ..manual.collectives import all_gather, axis_offset, axis_size
 from ..ops._operands import check_new_axis, one_axis, operand, replaced, require_subset
 from ..sharding.meshes import current_mesh
+from .decorator import Partitioned, partitioned
 
 _WHAT = "top_k"
 

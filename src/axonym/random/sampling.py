@@ -21,33 +21,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _kernels
-from ..array import NamedArray, NamedOrNumeric, resolve, wrap
-from ..axis import AxisSelector, Names
+from .. import _errors, _kernels
+from ..array import NamedArray, NamedOrNumeric, wrap
+from ..axis import Axis, AxisSelector, AxisSpec, Names
+from ..custom_partitioning._top_k import best, number_of_candidates
 from ..custom_partitioning.decorator import Partitioned, partitioned
 from ..manual.collectives import all_gather, axis_offset, axis_size, pmax, psum
-from ..ops._operands import one_axis, operand, require_named, require_subset
-from ..random._draw import Key, one_key
-from .selecting import best, number_of_candidates
+from ..ops._operands import distinct, operand, require_subset
+from ..sharding.shard import shard_quietly
+from ._draw import Key, axis_of, check_enough, check_parameters, describe, new_axes, one_key
 
-_WHAT = "vocabulary.sample"
+_WHAT = "random.categorical"
 
 
-def sample(
+def categorical(
     key: Key,
     logits: NamedArray,
-    Vocab: AxisSelector,
+    axis: AxisSelector,
+    shape: AxisSpec | None = None,
     *,
+    replace: bool = True,
     temperature: NamedOrNumeric = 1.0,
     top_k: int | NamedOrNumeric | None = None,
     top_p: NamedOrNumeric | None = None,
     min_p: NamedOrNumeric | None = None,
     max_k: int | None = None,
 ) -> NamedArray:
-    """Draw a position along an axis for each example from logits; the axis can be sharded.
+    """Draw indices along an axis, with probabilities from logits; the axis can be sharded.
 
-    The draws depend on key, logits and parameters, and not on the sharding or order of axes. Each parameter is one
-    number for all examples, or a named array with one for each. They act in this order:
+    The draws depend on key, logits and parameters, and not on the sharding or order of axes. They are others than those
+    of `jax.random.categorical`. Each parameter is one number for all draws, or a named array with axes of the result.
+    They act in this order:
 
     1. `temperature` divides the logits. If it is 0, the largest one is taken.
     2. `top_k` keeps the `k` largest; of equal ones the first.
@@ -66,7 +70,11 @@ def sample(
     Arguments:
         key: a random key.
         logits: the logarithms of the probabilities, up to a constant.
-        Vocab: the axis of `logits` to draw positions of.
+        axis: the axis of `logits` for the categories.
+        shape: the axes of the result: those of `logits` except `axis`, in any order, and others for several draws from
+            the same logits. By default there is one draw from each.
+        replace: whether several draws from the same logits may be equal. If not, the categories that the filters leave
+            are drawn before the others.
         temperature: the divisor of the logits: the higher, the more even the choice.
         top_k: the number of elements to choose from.
         top_p: the share of the probability to choose from, up to 1.
@@ -74,22 +82,37 @@ def sample(
         max_k: the upper bound of `top_k`, if it is an array.
 
     >>> logits = axn.named([[0.0, 3.0, 2.0], [5.0, 0.0, 4.9]], ("batch", "vocab"))
-    >>> axn.vocabulary.sample(jax.random.key(0), logits, "vocab", temperature=axn.named([0.0, 1.0], "batch"), top_k=1)
+    >>> axn.random.categorical(jax.random.key(0), logits, "vocab", temperature=axn.named([0.0, 1.0], "batch"), top_k=1)
     NamedArray(int32[batch=2], [1 0])
+    >>> x = axn.random.categorical(jax.random.key(0), logits, "vocab", {"batch": 2, "draw": 5}, min_p=0.95)
+    >>> x["batch", 0]
+    NamedArray(int32[draw=5], [1 1 1 1 1])
     """
-    require_named(_WHAT, logits)
-    axis = one_axis(_WHAT, "Vocab", resolve(logits.names, jnp.shape(logits.array), Vocab, _WHAT))
+    one = one_key(_WHAT, key)
+    categories = axis_of(_WHAT, "logits", logits, axis)
+    batch = tuple(a for a in logits.axes if a is not categories)
+    axes = batch if shape is None else new_axes(_WHAT, shape)
+    if missing := [a.name for a in batch if a.name not in {b.name for b in axes}]:
+        raise ValueError(
+            f"{_WHAT}: the shape {describe(axes)} lacks {_errors.describe_axes(missing)} of the logits "
+            f"{describe(logits.axes)}. Add it, or reduce it away first."
+        )
+    distinct(_WHAT, tuple(a.name for a in (*axes, categories)))
+    check_parameters(_WHAT, axes, [("logits", logits.names, (categories,))], [logits.array])
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         raise TypeError(f"{_WHAT}: logits are floating point numbers, got {logits}.")
-    if axis.size == 0:
-        raise ValueError(f"{_WHAT}: axis {axis.name!r} has no elements to choose from.")
+    if categories.size == 0:
+        raise ValueError(f"{_WHAT}: axis {categories.name!r} has no elements to choose from.")
     count = None
     if top_k is not None:
-        count = number_of_candidates(_WHAT, "top_k", top_k, max_k, axis)
+        count = number_of_candidates(_WHAT, "top_k", top_k, max_k, categories)
         if count == 0:
             raise ValueError(f"{_WHAT}: there must be at least one element to choose from, so `top_k` cannot be 0.")
     elif max_k is not None:
         raise TypeError(f"{_WHAT}: `max_k` is the most that `top_k` can be, so it needs `top_k`.")
+    if not replace:
+        left = categories if count is None else categories.resize(count)
+        check_enough(_WHAT, tuple(a for a in axes if a.name not in logits.names), left)
     _check("temperature", temperature, 0, math.inf)
     parameters: dict[str, Any] = {"temperature": temperature}
     if max_k is not None:
@@ -99,47 +122,65 @@ def sample(
             _check(argument, x, 0, 1)
             parameters[argument] = x
     operands = {argument: operand(x) for argument, x in parameters.items()}
-    batch = tuple(n for n in logits.names if n != axis.name)
+    may_have = tuple(a.name for a in (axes if replace else batch))
     for argument, (_, names) in operands.items():
-        require_subset(_WHAT, argument, names, batch, " There is one for all examples, or one for each.")
+        require_subset(_WHAT, argument, names, may_have, " There is one for all examples, or one for each.")
     layouts = tuple((argument, names) for argument, (_, names) in operands.items())
-    kernel = _sample_kernel(logits.names, axis.name, layouts, count)
-    one = one_key(_WHAT, key)
+    draws = tuple(a for a in axes if a.name not in logits.names)
+    out = tuple(a.name for a in axes)
+    kernel = _categorical_kernel(logits.names, categories.name, out, draws, bool(replace), layouts, count)
     if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
         one = jax.random.wrap_key_data(one)
     return wrap(kernel.call(logits.array, one, *(x for x, _ in operands.values())), kernel.names)
 
 
 def _check(argument: str, x: Any, least: float, most: float) -> None:
-    """Check that a parameter that is a number is in its range; the values of an array are not checked."""
+    """Check that a parameter that is a number is in its range; the values of an array are not looked at."""
     if isinstance(x, (int, float)) and not least <= x <= most:
         upper = "" if most == math.inf else f" and at most {most}"
         raise ValueError(f"{_WHAT}: `{argument}` must be at least {least}{upper}, got {x}.")
 
 
 @_kernels.cached
-def _sample_kernel(
-    names: Names, axis: str, layouts: tuple[tuple[str, Names], ...], count: int | None
+def _categorical_kernel(
+    names: Names,
+    axis: str,
+    out: Names,
+    draws: tuple[Axis, ...],
+    replace: bool,
+    layouts: tuple[tuple[str, Names], ...],
+    count: int | None,
 ) -> _kernels.Kernel:
-    batch = tuple(n for n in names if n != axis)
-    in_order = tuple(sorted(batch))  # so that the draws do not depend on the order of axes
+    # Sorted, so that the order of axes does not matter to what is drawn.
+    in_order = tuple(sorted(n for n in out if replace or n in names))
+    chosen = None if replace else math.prod(a.size for a in draws)
 
     def positional(logits, key, *parameters):
         logits = jax.lax.stop_gradient(logits)
-        sizes = dict(zip(names, logits.shape, strict=True))
+        sizes = dict(zip(names, logits.shape, strict=True)) | {a.name: a.size for a in draws}
         shape = [sizes[n] for n in in_order]
-        examples = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
+        examples = wrap(jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape), in_order)
         given = {
             argument: wrap(jnp.asarray(x, None if argument == "top_k" else jnp.float32), own)
             for (argument, own), x in zip(layouts, parameters, strict=True)
         }
-        # A key of this kind is two words, and drawing with many keys at once is the same as with each alone.
+        # A key of this kind is two words, and what is drawn with many at once is what is drawn with each alone.
         threefry = jax.random.key_impl(key) == "threefry2x32"
         words = jax.random.key_data(key) if threefry else jax.random.bits(key, (2,), jnp.uint32)
-        return _operation(axis)(wrap(logits, names), words, wrap(examples, in_order), given, count=count).array
+        if draws:  # the logits say nothing of these axes, and each device is to draw its own shard
+            examples = shard_quietly(examples, None, _WHAT)
+        drawn = _operation(axis)(wrap(logits, names), words, examples, given, count=count, chosen=chosen)
+        if chosen is not None:
+            drawn = drawn.unflatten_axis(_drawn(axis), draws) if draws else drawn[_drawn(axis), 0]
+        return shard_quietly(drawn.rearrange(out), None, _WHAT).array
 
     in_names = (names, (), *(own for _, own in layouts))
-    return _kernels.make_kernel(_WHAT, positional, in_names, batch, mesh_aware=True)
+    return _kernels.make_kernel(_WHAT, positional, in_names, out, mesh_aware=True)
+
+
+def _drawn(axis: str) -> str:
+    """The name of the axis of draws without replacement, before it has the axes that the user asks for."""
+    return f"{axis} drawn"
 
 
 @functools.lru_cache(maxsize=256)
@@ -153,8 +194,10 @@ def _operation(axis: str) -> Partitioned:
         parameters: dict[str, NamedArray],
         *,
         count: int | None,
+        chosen: int | None,
     ) -> NamedArray:
         logits = logits.rearrange((..., axis))
+        names = (*(n for n in examples.names if n not in logits.names), *logits.names)
         if count is None:
             positions = jnp.arange(logits.axis_size(axis)) + axis_offset(axis, logits)
             places = wrap(positions, (axis,))
@@ -164,10 +207,10 @@ def _operation(axis: str) -> Partitioned:
             logits, places = best(wrap(known, logits.names), axis, count)
 
         def aligned(x: NamedArray) -> jax.Array:
-            return _kernels.align(x.array, x.names, logits.names)
+            return _kernels.align(x.array, x.names, names)
 
         split = axis if count is None else None
-        x = logits.array.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        x = aligned(logits).astype(jnp.promote_types(logits.dtype, jnp.float32))
         given = {argument: aligned(p) for argument, p in parameters.items()}
         weights = _weights(x, given["temperature"], split)
         if "top_k" in given:
@@ -180,10 +223,15 @@ def _operation(axis: str) -> Partitioned:
             least = jnp.maximum(least, jnp.minimum(given["min_p"], 1))
         noise = _noise(words, aligned(examples), aligned(places))
         scores = jnp.where(weights >= least, x + given["temperature"] * noise, -jnp.inf)
+        if chosen is not None and count is None:
+            return best(wrap(scores, names), axis, chosen)[1].rename({axis: _drawn(axis)})
         if count is None:
-            return _first_largest(wrap(scores, logits.names), axis)
+            return _first_largest(wrap(scores, names), axis)
+        if chosen is not None:
+            found = jnp.take_along_axis(aligned(places), jax.lax.top_k(scores, chosen)[1], axis=-1)
+            return wrap(found, (*names[:-1], _drawn(axis)))
         drawn = jnp.argmax(scores, -1, keepdims=True)
-        return wrap(jnp.take_along_axis(aligned(places), drawn, axis=-1)[..., 0], logits.names[:-1])
+        return wrap(jnp.take_along_axis(aligned(places), drawn, axis=-1)[..., 0], names[:-1])
 
     return partitioned(reduced=axis)(sample)
 
