@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from .._mesh_axes import AnyMesh as AnyMesh
+from .._mesh_axes import AnyMesh
 
 
 def current_mesh() -> AnyMesh | None:
