@@ -1,1 +1,1 @@
-"""Programs written for one device of many: `shard_map` by name, and collectives that speak the model's language."""
+"""Per-device programs: `shard_map` by name, and collectives over logical axes."""

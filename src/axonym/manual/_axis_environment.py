@@ -1,9 +1,9 @@
-"""What is known inside `shard_map`: how axes were split on the way in, and which mesh axes a word means.
+"""The axes known inside `shard_map`: how arguments are sharded, and which mesh axes a name means.
 
-The names and local sizes of arrays are their own. What they do not tell is kept in a *view*, put in force while the
-body is traced: which sizes the axes of the arguments had outside, and over which mesh axes they were split. With the
-mapping in force it says what a collective over a logical axis communicates over. A view is part of jit's cache key, as
-the mapping is, so what is traced under one view is not used under another.
+An array inside has its names and local sizes. The rest is in a *view*, which is active while the body is traced: the
+sizes that the axes of the arguments have outside, and the mesh axes that they are sharded over. Together with the
+active mapping it says over which mesh axes a collective over a logical axis communicates. A view is part of jit's cache
+key, as the mapping is, so a program traced under one view is not used under another.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ..sharding.mapping import ResourceAxis
 
 
 class MeshAxis(str):
-    """The name of a mesh axis, said to be one.
+    """The name of a mesh axis, marked as one.
 
-    A collective takes a plain string for whichever it is, a logical axis or a mesh axis, and refuses it where it could
-    be either. There, this says that the mesh axis is meant; an `Axis` says that the logical one is.
+    A collective takes a plain string for a logical axis or a mesh axis, and refuses one that could be either. Then a
+    `MeshAxis` says that the mesh axis is meant, and an `Axis` that the logical axis is.
 
     Arguments:
         name: the name of the mesh axis.
@@ -50,44 +50,44 @@ Words: TypeAlias = Word | Sequence[Word]
 
 
 class Part(NamedTuple):
-    """How an axis of an argument came in."""
+    """An axis of an argument and its sharding."""
 
     name: str
     size: int
-    """Outside, where it is whole."""
+    """The size outside of the `shard_map`."""
     local: int
     axes: Axes
-    """The mesh axes that split it; none where it is whole inside, too."""
+    """The manual mesh axes that it is sharded over; none if it is replicated."""
 
 
 class Layout(NamedTuple):
-    """How an axis of an array may be split, judged by its size."""
+    """A possible sharding of an axis of an array, found from its size."""
 
     size: int
-    """Outside, where it is whole."""
+    """The size outside of the `shard_map`."""
     now: Axes
-    """The mesh axes that split it, the major one first; none where it is whole."""
+    """The mesh axes that it is sharded over, the major one first; none if it is replicated."""
     at_most: Axes
-    """Those that split it where nothing of it is gathered: `now` and minor ones."""
+    """The mesh axes that it was sharded over before any all-gather: `now`, then minor ones."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class View:
-    """What the arguments of a `shard_map` told."""
+    """The shardings of the arguments of a `shard_map`."""
 
     parts: tuple[Part, ...] = ()
     checked: bool = False
-    """Whether JAX keeps track of the mesh axes that values vary over."""
+    """Whether JAX keeps track of which values are device-varying."""
     however: bool = False
-    """Whether the body has to work however its axes are split. A collective over one that is whole then does nothing,
-    and a word is a logical axis first, since the mesh is not the body's to know."""
+    """Whether the body must work for any sharding of its axes. A collective over a replicated axis then does nothing, and
+    a name means a logical axis first, because the body does not know the mesh."""
 
     def of(self, name: str) -> list[Part]:
-        """The ways in which an axis came in."""
+        """Return the shardings of the arguments that have an axis."""
         return [p for p in self.parts if p.name == name]
 
     def splits(self, name: str) -> list[Axes]:
-        """The ways in which an axis was split."""
+        """Return the different mesh axes that an axis of the arguments is sharded over."""
         return list(dict.fromkeys(p.axes for p in self.of(name) if p.axes))
 
 
@@ -97,35 +97,35 @@ _NOWHERE = View()
 
 
 def view_in_force() -> View:
-    """The view of the `shard_map` around; an empty one outside of any."""
+    """Return the view of the surrounding `shard_map`; an empty one outside of any."""
     return _IN_FORCE.value or _NOWHERE
 
 
 def in_force(view: View) -> contextlib.AbstractContextManager[None]:
-    """Put a view in force."""
+    """Activate a view."""
     return _IN_FORCE(view)
 
 
 @functools.lru_cache(maxsize=1024)
 def interned(parts: frozenset[Part], checked: bool, however: bool = False) -> View:
-    """The one object for these parts, as long as it is in use: JAX compares what is in force on every call."""
+    """Return the same object for equal arguments while it is in use, because JAX compares the view on every call."""
     return View(tuple(sorted(parts)), checked, however)
 
 
-# --- how an axis is split ---
+# --- the sharding of an axis ---
 
 
 def layouts(name: str, size: int) -> list[Layout]:
-    """The ways in which an axis that has this size may be split: as it came in, or gathered over minor mesh axes.
+    """Return the possible shardings of an axis with this size: as in the arguments, or gathered over minor mesh axes.
 
-    An axis that the arguments have and do not split may have been split since, as the mapping says.
+    An axis that is replicated in the arguments may be sharded since, as the mapping says.
     """
     view = view_in_force()
     by_mapping = () if view.splits(name) else _mapped(name)
     found = []
     for part in view.of(name):
         axes = part.axes or by_mapping
-        # Sizes do not tell what a mesh axis of size one splits: what came in like this still is like this.
+        # Sizes do not show shardings over mesh axes of size one: assume that these are as in the arguments.
         starts = [part.axes] if part.axes and part.local == size else [axes[:i] for i in range(len(axes) + 1)]
         now = next((start for start in starts if part.size == size * count(start)), None)
         if now is not None:
@@ -134,32 +134,32 @@ def layouts(name: str, size: int) -> list[Layout]:
 
 
 def declared(name: str) -> list[Axes]:
-    """What splits an axis, whatever its size: the arguments, or the mapping where they do not split it."""
+    """Return the mesh axes of an axis of any size: as in the arguments, or as mapped if it is replicated there."""
     splits = view_in_force().splits(name)
     return splits or [axes for axes in [_mapped(name)] if axes]
 
 
 def _mapped(name: str) -> Axes:
-    """The mesh axes handled by hand that an axis is mapped to."""
+    """Return the manual mesh axes over which the mapping shards an axis."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(a for a in mapped_axes(name) if a in manual)
 
 
 def of_size_one() -> set[str]:
-    """The mesh axes along which there is one device."""
+    """Return the mesh axes of size one."""
     return {a for a, size in jax.sharding.get_abstract_mesh().shape.items() if size == 1}
 
 
 def without_trivial(axes: Axes) -> Axes:
-    """The mesh axes along which there are several devices."""
+    """Return the mesh axes among these that have several devices."""
     return tuple(a for a in axes if a not in of_size_one())
 
 
-# --- which mesh axes a word means ---
+# --- from names to mesh axes ---
 
 
 def axes_meant(what: str, words: Words) -> Axes:
-    """The mesh axes to communicate over.
+    """Return the mesh axes to communicate over.
 
     Arguments:
         what: the operation, for messages.
@@ -170,9 +170,9 @@ def axes_meant(what: str, words: Words) -> Axes:
 
 
 def axes_that_split(what: str, name: str) -> Axes | None:
-    """The mesh axes that split a logical axis; None where neither the arguments nor the mapping split it.
+    """Return the mesh axes that a logical axis is sharded over; None if neither arguments nor mapping shard it.
 
-    Where an axis that is whole is one part, there are none.
+    If the body must work for any sharding, a replicated axis has none.
     """
     found = _split_over(what, name)
     if not found and _one_part(name):
@@ -181,7 +181,7 @@ def axes_that_split(what: str, name: str) -> Axes | None:
 
 
 def split_here() -> dict[str, Axes]:
-    """The logical axes that are split, with the mesh axes that split them."""
+    """Return the logical axes that are sharded, with their mesh axes."""
     view, mapping = view_in_force(), active_mapping()
     found = {p.name: p.axes for p in view.parts if p.axes}
     return found | {n: mesh_axes(e) for n, e in mapping.items() if e is not None and n not in found}
@@ -221,7 +221,7 @@ def _meaning(what: str, word: Any) -> Axes:
 
 
 def _one_part(name: str) -> bool:
-    """Whether an axis is known and may be whole, so that it has one part at least."""
+    """Return whether an axis is known and may be replicated, because the body must work for any sharding."""
     view = view_in_force()
     return view.however and bool(view.of(name))
 
@@ -231,7 +231,7 @@ def _logical_names() -> set[str]:
 
 
 def _split_over(what: str, name: str) -> Axes:
-    """What splits a logical axis: how the arguments were split has the say, and where they were not, the mapping."""
+    """Return the mesh axes of a logical axis: those of the arguments, or of the mapping if it is replicated there."""
     splits = view_in_force().splits(name)
     if len(splits) > 1:
         ways = " and ".join(_listed(s) for s in splits)
@@ -243,7 +243,7 @@ def _split_over(what: str, name: str) -> Axes:
 
 
 def _manual(what: str, words: Words, axes: Axes) -> Axes:
-    """The mesh axes among some that are handled by hand here; none of them is an error."""
+    """Return the mesh axes that are manual here, among some; it is an error if there are none."""
     if not axes and view_in_force().however:
         return axes
     mesh = jax.sharding.get_abstract_mesh()
@@ -282,22 +282,22 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(repr(str(n)) for n in names)
 
 
-# --- what an array varies over ---
+# --- device-varying arrays ---
 
 
 def count(axes: Axes) -> int:
-    """Over how many devices some mesh axes go."""
+    """Return the number of devices along some mesh axes."""
     return shard_count(jax.sharding.get_abstract_mesh(), axes)
 
 
 def require_varying(what: str, x: Any, axes: Axes, consequence: str) -> None:
-    """A collective of something that is the same on all devices is a mistake.
+    """Raise an error for a collective of a value that is invariant over its mesh axes, which is a mistake.
 
     Arguments:
         what: the operation, for messages.
         x: a named or raw array, or a number.
-        axes: the mesh axes that the collective goes over.
-        consequence: what would come of it.
+        axes: the mesh axes of the collective.
+        consequence: its wrong effect, for the message.
     """
     if not view_in_force().checked:
         return
@@ -310,7 +310,7 @@ def require_varying(what: str, x: Any, axes: Axes, consequence: str) -> None:
 
 
 def describe(x: Any) -> str:
-    """An operand in a message: its axes and local sizes."""
+    """Describe an operand in a message: its axes and local sizes."""
     if isinstance(x, NamedArray):
         return f"the array {x}"
     aval = jax.typeof(x)
@@ -318,7 +318,7 @@ def describe(x: Any) -> str:
 
 
 def describe_axes(axes: Iterable[str]) -> str:
-    """Mesh axes in a message, with the logical axes that they split."""
+    """Describe mesh axes in a message, with the logical axes that are sharded over them."""
     splits = split_here()
     described = []
     for axis in axes:

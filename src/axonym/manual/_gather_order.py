@@ -1,8 +1,8 @@
-"""In which order mesh axes split an axis, and so which of them it can be gathered or split over next.
+"""The order of the mesh axes that an axis is sharded over, which decides over which it can be gathered or sharded next.
 
-An axis that is split over several mesh axes is split over the first, the major one, and its parts over the next. Parts
-that differ in the last, the minor one, are next to each other; others are not. So parts are put together from the minor
-mesh axis on, and split from the major one on. Any other order would leave an axis with its places mixed up.
+An axis is sharded over the first of its mesh axes, the major one, and each shard over the next. Shards that differ in
+the last mesh axis, the minor one, are adjacent; others are not. So an axis is gathered from the minor mesh axis on, and
+sharded from the major one on. Any other order would permute the elements of the axis.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from ._axis_environment import Axes, count, declared, describe_axes, layouts, wi
 
 
 def put_together(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) -> Axes:
-    """The mesh axes to gather an axis over, in the order in which they split it.
+    """Return the mesh axes to gather an axis over, major first.
 
     Arguments:
         what: the operation, for messages.
         x: the array.
         name: its axis.
         axes: the mesh axes asked for.
-        chosen: whether they were asked for, rather than all that may split the axis.
+        chosen: whether the user asked for these, rather than for all that the axis may be sharded over.
     """
     found = layouts(name, x.axis_size(name))
     split = [f for f in found if without_trivial(f.now)]
@@ -43,7 +43,7 @@ def put_together(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) 
     wanted = set(without_trivial(axes))
     for f in split:
         if not wanted & set(f.at_most):
-            return axes  # it is split in another way, as only its author knows
+            return axes  # it is sharded in another way, which only its author knows
         minor = without_trivial(f.now)[-len(wanted) :]
         if set(minor) == wanted:
             return minor
@@ -61,7 +61,7 @@ def put_together(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) 
 
 
 def taken_apart(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
-    """The mesh axes to split an axis over, in the order in which they are to split it.
+    """Return the mesh axes to shard an axis over, major first.
 
     Arguments:
         what: the operation, for messages.
@@ -95,7 +95,7 @@ def taken_apart(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
 
 
 def _all_or_none(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
-    """Where the size of an axis does not tell how much of it is split, all that splits it goes together."""
+    """Require all mesh axes of an axis at once, if its size does not show over which it is sharded."""
     wanted = set(without_trivial(axes))
     ways = [without_trivial(way) for way in declared(name)]
     for way in ways:

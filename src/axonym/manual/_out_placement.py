@@ -1,14 +1,14 @@
-"""How the results of a `shard_map` are put together again: by name, as the arguments came apart.
+"""The shardings of the results of a `shard_map`, found by name from those of the arguments.
 
 For each axis of a result, in this order:
 
-1. an axis that has the size it has outside is whole;
-2. an axis that has the size of a part of it in the arguments is split as it is there, or over the first of these mesh
-   axes, where it has the size that gathering over the others gives it;
-3. any other axis, one that is new or was resized, is split as the mapping says.
+1. an axis that has the size that it has outside is replicated;
+2. an axis that has the size of its shards in the arguments is sharded as there; with the size after gathering over
+minor mesh axes, it is sharded over the remaining ones; 3. any other axis, which is new or was resized, is sharded as
+the mapping says.
 
-What JAX knows about a result decides whether that can be right. A result that varies over a mesh axis must be split
-over it, since there is no one value otherwise; one that does not vary over it would be copies of one part.
+The type of a result decides whether that can be right. A result that is device-varying over a mesh axis must be sharded
+over it, because it has no single value; a result that is invariant over it would be copies of one shard.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ._axis_environment import Axes, View, count, describe_axes, layouts, of_siz
 
 
 def restricted(spec: PartitionSpec, manual: Collection[str]) -> PartitionSpec:
-    """The part of a spec that speaks of some mesh axes."""
+    """Return a spec restricted to some mesh axes."""
     if PartitionSpec.UNCONSTRAINED in tuple(spec):
         raise ValueError(f"shard_map: {spec} leaves a dimension to the partitioner, but it is split by hand here.")
     return _mesh_axes.restricted(spec, manual)
@@ -39,18 +39,18 @@ def restricted(spec: PartitionSpec, manual: Collection[str]) -> PartitionSpec:
 def place_results(
     result: Any, placement: Placement, view: View, manual: Collection[str], what: str
 ) -> tuple[list[Leaf], Any]:
-    """The leaves of a result as a device has it, each with its spec, and the structure to put them together again.
+    """Return the leaves of a result on one device, each with its spec, and the structure of the tree.
 
     Arguments:
         result: what the body returned.
-        placement: where the user said that it goes; None leaves that to the names.
-        view: how the arguments came in.
-        manual: the mesh axes that the body handles by hand.
+        placement: the placement from the user; None to use the names.
+        view: the shardings of the arguments.
+        manual: the mesh axes that are manual in the body.
         what: the operation, for messages.
     """
     mesh = jax.sharding.get_abstract_mesh()
     mapping = active_mapping()
-    with _context.activate(None):  # so that what has no placement of its own is left without a spec
+    with _context.activate(None):  # so that a leaf without a placement has no spec
         leaves, structure = resolve(result, placement, mesh, what)
         by_position = _by_position(result, placement, mesh, what)
     placed, problems = [], []
@@ -79,7 +79,7 @@ class _Unplaced(Rule):
 
 
 def _by_position(result: Any, placement: Placement, mesh: AnyMesh, what: str) -> list[bool]:
-    """Whether a leaf has a spec of its own. A mapping speaks of an axis wherever it may be, so of whole ones, too."""
+    """Return whether a leaf has a spec of its own; a mapping is none, as it applies to replicated axes, too."""
 
     def of_its_own(p: Placement) -> Placement:
         return p if isinstance(p, (PartitionSpec, jax.sharding.Sharding)) else _Unplaced()
@@ -89,7 +89,7 @@ def _by_position(result: Any, placement: Placement, mesh: AnyMesh, what: str) ->
 
 
 def _by_name(leaf: Leaf, view: View, mapping: Mapping[str, Entry]) -> tuple[PartitionSpec, list[str]]:
-    """The spec of a result by the names of its axes."""
+    """Return the spec of a result by the names of its axes."""
     assert leaf.shape is not None
     if leaf.names is None:
         return PartitionSpec(*(None,) * len(leaf.shape)), []
@@ -105,7 +105,7 @@ def _by_name(leaf: Leaf, view: View, mapping: Mapping[str, Entry]) -> tuple[Part
                 "`out_specs`."
             )
         axes = ways[0] if ways else mapped_axes(name, mapping)
-        # Sizes do not tell what a mesh axis of size one splits; where two axes could be it, neither matters.
+        # Sizes do not show shardings over mesh axes of size one; if two axes could have them, either is right.
         axes = tuple(a for a in axes if a not in taken or a not in of_size_one())
         taken.update(axes)
         entries.append(entry_of(axes))
@@ -113,12 +113,12 @@ def _by_name(leaf: Leaf, view: View, mapping: Mapping[str, Entry]) -> tuple[Part
 
 
 def _ways(view: View, name: str, size: int) -> list[Axes]:
-    """The ways in which an axis that has this size may be split."""
+    """Return the possible shardings of an axis with this size."""
     found = []
     for _, now, at_most in layouts(name, size):
         found.append(now)
         if not view.checked and 1 < count(now) < count(at_most):
-            found.append(at_most)  # resized, or gathered over some mesh axes: only what it varies over would tell
+            found.append(at_most)  # resized, or gathered over some mesh axes: only its type would tell
     ways = list(dict.fromkeys(found))
     return ways if len(ways) < 2 else [w for w in ways if not w or set(w) - of_size_one()]
 
@@ -126,7 +126,7 @@ def _ways(view: View, name: str, size: int) -> list[Axes]:
 def _held_to(
     leaf: Leaf, spec: PartitionSpec, view: View, manual: Collection[str], given: bool
 ) -> tuple[Any, list[str]]:
-    """A result that varies over the mesh axes of its spec and no others, or what is wrong with it."""
+    """Make a result device-varying over the mesh axes of its spec, or return what is wrong with it."""
     if not view.checked:
         return leaf.value, []
     value = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
@@ -149,7 +149,7 @@ def _held_to(
     alone = sorted((varies - used) & of_size_one())
     if problems or not alone:
         return leaf.value, problems
-    # On one device, a program for several returns what it returns on several.
+    # On one device, a program for several devices returns the same as on several.
     value = jax.lax.psum(value, tuple(alone))
     return wrap(value, leaf.value.names) if isinstance(leaf.value, NamedArray) else value, []
 

@@ -1,21 +1,21 @@
 """Collectives by name, for use inside `shard_map`.
 
-What a collective communicates over is given by a logical axis, through the arguments of the `shard_map` and the mapping
-in force, or by a mesh axis. What it does to an array is said by the array's own axes, whose sizes change accordingly:
+A collective communicates over a mesh axis, or over the mesh axes of a logical axis, which follow from the arguments of
+the `shard_map` and the active mapping. It changes the sizes of the axes of an array:
 
-| collective                      | what it does                                                 | size of the axis    |
-|---------------------------------|--------------------------------------------------------------|---------------------|
-| `psum`, `pmean`, `pmax`, `pmin` | combines the values of all devices, element by element       |                     |
-| `all_gather(x, axis)`           | puts the parts of an axis together                           | multiplied          |
-| `psum_scatter(x, axis, over)`   | sums over all devices, of which each keeps a part of an axis | divided             |
-| `all_to_all(x, split, gather)`  | splits one axis and puts the parts of another together       | divided, multiplied |
-| `ppermute`, `shift`             | sends the whole array to another device, or around a ring    |                     |
-| `axis_index`, `axis_size`       | which device this is, and of how many                        |                     |
-| `axis_offset`                   | where the part that this device has of an axis starts        |                     |
-| `pvary`                         | lets a value that is the same everywhere differ from here on |                     |
+| collective                      | what it does                                               | size of the axis    |
+|---------------------------------|------------------------------------------------------------|---------------------|
+| `psum`, `pmean`, `pmax`, `pmin` | reduces over devices, element by element                   |                     |
+| `all_gather(x, axis)`           | gathers the shards of an axis                              | multiplied          |
+| `psum_scatter(x, axis, over)`   | sums over devices; each keeps a shard of an axis           | divided             |
+| `all_to_all(x, split, gather)`  | shards one axis and gathers another                        | divided, multiplied |
+| `ppermute`, `shift`             | sends the array to another device, or around a ring        |                     |
+| `axis_index`, `axis_size`       | the index of the device, and the number of devices         |                     |
+| `axis_offset`                   | the index at which the shard of this device starts         |                     |
+| `pvary`                         | makes a value device-varying                               |                     |
 
-With `check_vma`, JAX keeps track of which mesh axes a value *varies* over, that is, may differ along. Gathering or
-reducing something over an axis along which it does not vary is a mistake, and an error.
+With `check_vma`, JAX keeps track of the mesh axes over which a value is *device-varying*. Gathering or reducing a value
+over a mesh axis over which it is invariant is a mistake, and an error.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ def _reduction(
 
     doc = f"""{summary}
 
-    The result is the same on all of them. It has the axes that `x` has: to reduce a logical axis away, reduce the part
-    of it that each device has first, as with `axonym.sum(x, axis)`.
+    The result is the same on all of them and has the axes of `x`. To reduce a logical axis, first reduce the shard of
+    each device, as with `axonym.sum(x, axis)`.
 
     Arguments:
         x: a named array, a raw array, or a tree of them.
-        axis: the logical axis or mesh axis to go over, or several.
+        axis: the logical axis or mesh axis to reduce over, or several.
 
     >>> mesh, x = axn.make_mesh({{"data": 2}}), axn.named([1.0, 5.0, 2.0, 4.0], "batch")
     >>> step = axn.shard_map(lambda x: {example}, mesh=mesh, mapping={{"batch": "data"}})
@@ -93,38 +93,47 @@ _ADDED = (
     "differentiation already.)"
 )
 
-psum = _reduction(
-    "psum", jax.lax.psum, "The sum over devices.", _ADDED, 'axn.psum(axn.sum(x, "batch"), "batch")', "12."
-)
+psum = _reduction("psum", jax.lax.psum, "Sum over devices.", _ADDED, 'axn.psum(axn.sum(x, "batch"), "batch")', "12.")
 pmean = _reduction(
     "pmean",
     jax.lax.pmean,
-    "The mean over devices.",
+    "Average over devices.",
     "it is the mean already. (The gradient with respect to what is the same on all devices is summed by "
     "differentiation already; to average it, take the gradient of a loss that is averaged.)",
     'axn.pmean(axn.mean(x, "batch"), "batch")',
     "3.",
 )
 pmax = _reduction(
-    "pmax", jax.lax.pmax, "The largest value over devices.", _NO_NEED, 'axn.pmax(axn.max(x, "batch"), "batch")', "5."
+    "pmax",
+    jax.lax.pmax,
+    "Take the largest value over devices.",
+    _NO_NEED,
+    'axn.pmax(axn.max(x, "batch"), "batch")',
+    "5.",
 )
 pmin = _reduction(
-    "pmin", jax.lax.pmin, "The smallest value over devices.", _NO_NEED, 'axn.pmin(axn.min(x, "batch"), "batch")', "1."
+    "pmin",
+    jax.lax.pmin,
+    "Take the smallest value over devices.",
+    _NO_NEED,
+    'axn.pmin(axn.min(x, "batch"), "batch")',
+    "1.",
 )
 
 
 def all_gather(
     x: NamedArray, axis: AxisSelector, over: Words | None = None, *, invariant: bool = False, tiled: bool = True
 ) -> NamedArray:
-    """The array with the parts of an axis put together, so that every device has the whole of it.
+    """All-gather an axis, so that it is replicated.
 
     Arguments:
         x: a named array.
-        axis: the logical axis to make whole.
-        over: the mesh axes that it is split over, where neither the arguments nor the mapping tell.
-        invariant: have JAX know that the result is the same on all devices, so that it can be returned whole. It then
-            counts as one value for differentiation, rather than as one for each device.
-        tiled: put shards together along `axis`. Otherwise `axis` is a new one in front, with an entry for each device.
+        axis: the logical axis to gather.
+        over: the mesh axes that it is sharded over, if neither the arguments nor the mapping tell.
+        invariant: whether the type of the result is invariant, so that it can be returned replicated. For
+            differentiation it is then one value, rather than one for each device.
+        tiled: whether to concatenate shards along `axis`. If not, `axis` is a new axis in front, with an entry for each
+            device.
 
     >>> whole = axn.shard_map(lambda x: axn.all_gather(x, "batch", invariant=True), mapping={"batch": "data"})
     >>> with axn.set_mesh(axn.make_mesh({"data": 2})):
@@ -143,16 +152,16 @@ def all_gather(
 
 
 def psum_scatter(x: NamedArray, axis: AxisSelector, over: Words | None = None, *, tiled: bool = True) -> NamedArray:
-    """The sum over devices, of which each keeps its part of an axis: `psum`, at half the traffic, where that is enough.
+    """Reduce-scatter: sum over devices, where each keeps its shard of an axis, at half the traffic of `psum`.
 
-    It is what differentiation makes of `all_gather`.
+    This is the transpose of `all_gather`.
 
     Arguments:
         x: a named array.
-        axis: the logical axis of the result that is split.
-        over: the logical axis or mesh axis to sum over, or several; by default, what `axis` is to be split over.
-        tiled: each device keeps a shard of `axis`. Otherwise the axis has an entry for each device, which keeps its own
-            one, without the axis.
+        axis: the logical axis of the result that is sharded.
+        over: the logical axis or mesh axis to sum over, or several; by default those that `axis` is mapped to.
+        tiled: whether each device keeps a shard of `axis`. If not, `axis` has an entry for each device, and each device
+            keeps its own entry, without the axis.
 
     >>> mesh, mapping = axn.make_mesh({"data": 2}), {"batch": "data"}
     >>> scattered = axn.shard_map(
@@ -178,15 +187,16 @@ def psum_scatter(x: NamedArray, axis: AxisSelector, over: Words | None = None, *
 def all_to_all(
     x: NamedArray, split: AxisSelector, gather: AxisSelector, over: Words | None = None, *, tiled: bool = True
 ) -> NamedArray:
-    """The array with one axis split and the parts of another put together: each device sends each other one a part.
+    """Shard one axis and gather another: each device sends a block to every other device.
 
     Arguments:
         x: a named array.
-        split: the logical axis to split.
-        gather: the logical axis to make whole. If it is `split`, the parts of the array are transposed over devices.
-        over: the mesh axes to exchange over; by default those that `gather` is split over, or `split` is to be.
-        tiled: put shards together along `gather`. Otherwise `split` has an entry for each device, of which it keeps its
-            own, and `gather` is a new axis in its place, with an entry from each device.
+        split: the logical axis to shard.
+        gather: the logical axis to gather. If it is `split`, blocks are transposed
+            over devices.
+        over: the mesh axes to exchange over; by default those that `gather` is sharded over, or `split` is to be.
+        tiled: whether to concatenate blocks along `gather`. If not, `split` has an entry for each device, and `gather`
+            is a new axis in its place, with an entry from each device.
 
     >>> mesh, mapping = axn.make_mesh({"seq": 2}), {"pos": "seq"}
     >>> by_heads = axn.shard_map(
@@ -214,12 +224,12 @@ def all_to_all(
 
 
 def ppermute(x: T, axis: Words, perm: Sequence[tuple[int, int]]) -> T:
-    """What another device has: each pair says from which device to which. A device that gets nothing gets zeros.
+    """Send values between devices: each pair is a source and a destination. A device that is no destination gets zeros.
 
     Arguments:
         x: a named array, a raw array, or a tree of them.
         axis: the logical axis or mesh axis along which devices are counted.
-        perm: pairs of a source and a destination, none of which stands twice.
+        perm: pairs of a source and a destination; each device is at most once a source and once a destination.
 
     >>> swap = axn.shard_map(lambda x: axn.ppermute(x, "batch", [(0, 1), (1, 0)]), mapping={"batch": "data"})
     >>> with axn.set_mesh(axn.make_mesh({"data": 2})):
@@ -238,19 +248,19 @@ def ppermute(x: T, axis: Words, perm: Sequence[tuple[int, int]]) -> T:
     for role, ends in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
         if twice := sorted({i for i in ends if ends.count(i) > 1}):
             raise ValueError(f"ppermute: device {_listed(twice)} is the {role} of more than one pair.")
-    if not axes:  # one device, which keeps what it has or gets nothing
+    if not axes:  # one device, which keeps its value or gets zeros
         return x if pairs else map_tree(lambda leaf: _map_array(jnp.zeros_like, leaf), x)
     return map_tree(lambda leaf: _map_array(lambda a: jax.lax.ppermute(a, axes, pairs), leaf), x)
 
 
 def shift(x: T, axis: Words, offset: int = 1, *, wrap: bool = True) -> T:
-    """What the device `offset` places before has: everything moves on along a ring.
+    """Shift values along a ring of devices: each device gets the value of the device `offset` places before.
 
     Arguments:
         x: a named array, a raw array, or a tree of them.
-        axis: the logical axis or mesh axis that is the ring.
-        offset: by how many places to move on; negative to move back.
-        wrap: close the ring. Otherwise what leaves at one end is lost, and zeros enter at the other.
+        axis: the logical axis or mesh axis that forms the ring.
+        offset: the number of places to move; negative to move back.
+        wrap: whether to close the ring. If not, values that leave at one end are lost, and zeros enter at the other.
 
     >>> on = axn.shard_map(lambda x: axn.shift(x, "batch"), mapping={"batch": "data"})
     >>> with axn.set_mesh(axn.make_mesh({"data": 2})):
@@ -265,14 +275,14 @@ def shift(x: T, axis: Words, offset: int = 1, *, wrap: bool = True) -> T:
 
 
 def pvary(x: T, axis: Words) -> T:
-    """The same value, which from here on may differ from device to device.
+    """Make a value device-varying, without changing it.
 
-    Needed where JAX wants to know in advance: a carry of a scan that starts the same everywhere and does not stay so.
-    To differentiation, it is a copy for each device, whose gradients are summed.
+    Needed if JAX must know in advance, as for a carry of a scan that is the same on all devices only at the start. For
+    differentiation, this makes a copy for each device, and the gradients of the copies are summed.
 
     Arguments:
         x: a named array, a raw array, or a tree of them.
-        axis: the logical axis or mesh axis along which it may differ, or several.
+        axis: the logical axis or mesh axis along which the value may differ, or several.
 
     >>> copies = axn.shard_map(lambda x: axn.pvary(axn.zeros({"batch": 1}), "batch"), mapping={"batch": "data"})
     >>> with axn.set_mesh(axn.make_mesh({"data": 2})):
@@ -289,7 +299,7 @@ def pvary(x: T, axis: Words) -> T:
 
 
 def axis_index(axis: Words) -> jax.Array:
-    """Which device this is along an axis, counted from 0.
+    """Return the index of this device along an axis, counted from 0.
 
     Arguments:
         axis: a logical axis or mesh axis; several are counted as one, the last one fastest.
@@ -304,7 +314,7 @@ def axis_index(axis: Words) -> jax.Array:
 
 
 def axis_size(axis: Words) -> int:
-    """Over how many devices an axis goes.
+    """Return the number of devices along an axis.
 
     Arguments:
         axis: a logical axis or mesh axis, or several.
@@ -319,11 +329,11 @@ def axis_size(axis: Words) -> int:
 
 
 def axis_offset(axis: AxisSelector, x: NamedArray | None = None) -> Any:
-    """Where the part that this device has of an axis starts in the whole of it: 0 for an axis that is whole.
+    """Return the index at which the shard of this device starts in an axis: 0 for a replicated axis.
 
     Arguments:
         axis: a logical axis.
-        x: an array that has it; needed where the arguments of the `shard_map` do not tell the size of a part.
+        x: an array with the axis; needed if the arguments of the `shard_map` do not tell the size of a shard.
 
     >>> def positions(x):
     ...     return axn.arange(x.resolve_axis("pos")) + axn.axis_offset("pos")
@@ -385,7 +395,7 @@ def _exchanged_entries(
 def _new_axis(
     what: str, x: NamedArray, others: Sequence[str], axis: AxisSelector, over: Words | None
 ) -> tuple[str, Axes]:
-    """The name of an axis that an array gets, with an entry for each device, and the mesh axes of these devices."""
+    """Return the name of a new axis with an entry for each device, and the mesh axes of these devices."""
     name = name_of(axis)
     if name in others:
         raise ValueError(f"{what}: without tiling, {name!r} is a new axis, but {x} has it already.")
@@ -413,13 +423,13 @@ def _without(x: NamedArray, name: str) -> NamedArray:
 
 
 def _varies(invariant: bool) -> str:
-    # A function that is to work however its axes are split may ask for it where JAX does not keep track; then, every
-    # value counts as one for each device.
+    # A function that works for any sharding may ask for this without `check_vma`; then every value counts as one for
+    # each device.
     view = view_in_force()
     return "invarying" if invariant and (view.checked or not view.however) else "varying"
 
 
-# --- what they share ---
+# --- shared checks ---
 
 
 def _map_array(fn: Callable[[Any], Any], leaf: Any) -> Any:
@@ -427,7 +437,7 @@ def _map_array(fn: Callable[[Any], Any], leaf: Any) -> Any:
 
 
 def _axis_and_devices(what: str, x: Any, axis: AxisSelector, over: Words | None) -> tuple[int, str, Axes]:
-    """The position and name of an axis of an array, and the mesh axes to communicate over."""
+    """Return the position and name of an axis of an array, and the mesh axes to communicate over."""
     x, name = require_named(what, x), name_of(axis)
     sizes = x.shape
     if name not in sizes:
@@ -448,9 +458,9 @@ def _axis_and_devices(what: str, x: Any, axis: AxisSelector, over: Words | None)
 
 
 def _exchanged_over(what: str, x: NamedArray, split: str, gather: str) -> Words | None:
-    """The mesh axes of an `all_to_all`, by what splits its axes."""
+    """Return the mesh axes of an `all_to_all`, from the shardings of its axes."""
     of_gather, of_split = axes_that_split(what, gather), axes_that_split(what, split)
-    # What came in split is split like this now, or over the first of these mesh axes.
+    # An axis that is sharded in the arguments is still sharded so, or over the first of these mesh axes.
     now = {f.now for f in layouts(gather, x.shape.get(gather, 0))} - {()} if view_in_force().splits(gather) else set()
     if len(now) == 1:
         (of_gather,) = now
@@ -472,7 +482,7 @@ def _check_divides(what: str, x: NamedArray, position: int, axes: Axes) -> None:
 
 
 def _in_both_orders(what: str, x: NamedArray, split: str, gather: str, axes: Axes) -> Axes:
-    """The order of mesh axes that is right for both the axis to split and the one to gather."""
+    """Return the order of mesh axes that is right for both the axis to shard and the axis to gather."""
     gathered = put_together(what, x, gather, taken_apart(what, x, split, axes), chosen=True)
     if taken_apart(what, x, split, gathered) != gathered:
         raise ValueError(

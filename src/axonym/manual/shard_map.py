@@ -1,11 +1,11 @@
-"""`shard_map`: a function is run device by device, each on its part of every argument, split by name.
+"""`shard_map`: run a function per device, on shards of arguments that are sharded by name.
 
-This is `jax.shard_map`, and the program is the same. What names add: arguments come apart and results are put together
-by the mapping, not by position; named arrays have their local sizes inside; collectives speak of logical axes (see
-`axonym.manual.collectives`); and what is wrong is said before JAX finds it, in the words of the model.
+This is `jax.shard_map`, and the program is the same. Names add this: arguments and results are sharded by the mapping,
+not by position; named arrays have their local sizes inside; collectives take logical axes (see
+`axonym.manual.collectives`); and errors come before those of JAX, and name the axes of the model.
 
-JAX asks for the partition specs of results before it runs the body, and their names are only known after. It reads the
-specs when the body has run, though. So it is given a list that the body fills, and the body is traced once.
+JAX takes the partition specs of results before it runs the body, and the names of results are known only afterwards.
+But JAX reads the specs after the body has run. So it gets a list that the body fills, and the body is traced once.
 """
 
 from __future__ import annotations
@@ -68,25 +68,24 @@ def shard_map(
     axis_names: str | Iterable[str] | None = None,
     check_vma: bool = True,
 ) -> Any:
-    """Run a function device by device, each on its part of the arguments, with mesh axes handled by hand.
+    """Run a function per device, on the shards of its arguments, with manual mesh axes.
 
-    Arguments come apart by name. Inside, a named array has the sizes of its part. Results are put together as the
-    arguments came apart: an axis is split as it is in the arguments; one that they do not have, as the mapping says;
-    and one that has been gathered is whole. What is not an array goes through as it is.
+    Arguments are sharded by name. Inside, a named array has the sizes of its shard. Results are sharded like the
+    arguments: an axis is sharded as in the arguments, or as the mapping says if they lack it; and an axis that has been
+    gathered is replicated. Leaves that are not arrays are passed through.
 
-    Mesh and mapping are those in force at each call. The mapping is in force inside as well, so collectives can be
-    asked for by logical axis.
+    Mesh and mapping are those that are active at each call. The mapping is active inside as well, so that collectives
+    can take logical axes.
 
     Arguments:
         fn: the function for one device. Without it, `shard_map` is a decorator.
-        mesh: the mesh; that in force by default.
-        mapping: the mapping; that in force by default.
-        in_specs: where arguments go, where it is not the mapping that says it: a placement for all of them, a tuple
-            with one for each positional argument, or a dictionary by parameter. Raw arrays need a `PartitionSpec` to be
-            split.
-        out_specs: where results go, where it is not their names that say it: a placement, or a tree prefix of them.
-        axis_names: the mesh axes to handle by hand; all by default. The others are left to the partitioner.
-        check_vma: keep track of which values differ between devices, and hold results to it.
+        mesh: the mesh; by default the active one.
+        mapping: the mapping; by default the active one.
+        in_specs: the placement of the arguments, if not the mapping: a placement for all of them, a tuple with one for
+            each positional argument, or a dictionary by parameter. Raw arrays need a `PartitionSpec` to be sharded.
+        out_specs: the placement of the results, if not by their names: a placement, or a tree prefix of them.
+        axis_names: the mesh axes that are manual; all by default. The others are left to the partitioner.
+        check_vma: whether JAX keeps track of which values are device-varying, and checks the results.
 
     >>> @axn.shard_map(mesh=axn.make_mesh({"data": -1}), mapping={"batch": "data"})
     ... def total(x):
@@ -120,7 +119,7 @@ def shard_map(
 
 
 class _Call:
-    """What a `shard_map` does when it is called, with the mapping in force."""
+    """One call of a `shard_map`, while its mapping is active."""
 
     def __init__(
         self,
@@ -210,7 +209,7 @@ class _Call:
     def _split(
         self, arguments: dict[str, Any], positional: Sequence[str], mesh: AnyMesh, manual: frozenset[str]
     ) -> tuple[list[Leaf], Any]:
-        """The leaves of the arguments, each array with the spec by which it comes apart."""
+        """Return the leaves of the arguments, each array with its spec."""
         what = f"{self._what}, arguments"
         leaves, structure = resolve(arguments, self._placement(arguments, positional), mesh, what)
         if self._in is None and _context.active_mapping() is None and any(leaf.names for leaf in leaves):
@@ -231,7 +230,7 @@ class _Call:
         return found, structure
 
     def _placement(self, arguments: Mapping[str, Any], positional: Sequence[str]) -> Placement:
-        """`in_specs` as a placement of all arguments by label."""
+        """Return `in_specs` as a placement of all arguments by label."""
         if is_placement(self._in):
             return self._in
         if isinstance(self._in, Mapping):
@@ -252,7 +251,7 @@ class _Call:
 
 
 def _flattened(leaves: Sequence[Leaf], structure: Any) -> tuple[list[Any], TreeSpec]:
-    """The raw arrays of the leaves that have a spec, and the rest of their tree."""
+    """Return the raw arrays of the leaves that have a spec, and the rest of their tree."""
     arrays, slots = [], []
     for leaf in leaves:
         named = isinstance(leaf.value, NamedArray)
@@ -263,7 +262,7 @@ def _flattened(leaves: Sequence[Leaf], structure: Any) -> tuple[list[Any], TreeS
 
 
 def _view_of(leaves: Sequence[Leaf], mesh: AnyMesh, checked: bool) -> View:
-    """What the arguments tell. Parts of a `shard_map` around are split further; what else it knows stays known."""
+    """Return the view of the arguments, with that of a surrounding `shard_map`, whose shards are sharded further."""
     around = view_in_force()
     parts = set()
     for leaf in leaves:
@@ -278,11 +277,11 @@ def _view_of(leaves: Sequence[Leaf], mesh: AnyMesh, checked: bool) -> View:
 
 
 def _check_not_split(leaf: Leaf, manual: Collection[str], what: str) -> None:
-    """A raw array of which nothing says how it is split is whole on every device."""
+    """Check that a raw array without a spec, which is taken as replicated, is not sharded."""
     if isinstance(leaf.value, NamedArray):
         return
     spec = jax.typeof(leaf.value).sharding.spec
-    # On Auto mesh axes the type does not tell, but an array that is there does.
+    # On Auto mesh axes the type does not show the sharding, but a concrete array does.
     if isinstance(leaf.value, jax.Array) and not isinstance(leaf.value, Tracer):
         spec = getattr(leaf.value.sharding, "spec", spec)
     if any(a in manual for a in axes_in(spec)):
@@ -292,7 +291,7 @@ def _check_not_split(leaf: Leaf, manual: Collection[str], what: str) -> None:
         )
 
 
-# --- words ---
+# --- messages ---
 
 
 def _described(mesh: AnyMesh) -> str:
@@ -301,7 +300,7 @@ def _described(mesh: AnyMesh) -> str:
 
 
 def _explain(error: Exception, what: str) -> None:
-    """Say in names what JAX says about varying axes."""
+    """Explain by name what JAX says about device-varying values."""
     text = str(error)
     if "varying" not in text or getattr(error, "__notes__", None):
         return
