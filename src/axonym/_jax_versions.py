@@ -30,7 +30,7 @@ def is_about_devices(error: ValueError) -> bool:
 def set_apart(x: jax.Array) -> jax.Array:
     """An array that is to be padded with something else than zeros.
 
-    Before jax 0.12, XLA pads an array that is split over devices only once for all operations that pad it alike, also
+    Before jax 0.12, XLA pads an array that is sharded over devices only once for all operations that pad it alike, also
     where each pads it with another value.
     """
     return x if jax.__version_info__ >= (0, 12) else jax.lax.optimization_barrier(x)

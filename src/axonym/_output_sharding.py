@@ -169,8 +169,8 @@ def _agree(out_names: Any, spec: PartitionSpec, operands: Sequence[tuple[Names, 
 
 def _disagreement(what: str, name: str, choices: Sequence[Entry], mesh: AbstractMesh) -> str:
     return (
-        f"{what}: the operands split axis {name!r} over different mesh axes of "
-        f"{_errors.describe_shape(mesh.shape)}, so it is open how the result is split. Say so with "
+        f"{what}: the operands shard axis {name!r} over different mesh axes of "
+        f"{_errors.describe_shape(mesh.shape)}, so the sharding of the result is ambiguous. Set it with "
         + " or ".join(f"`axonym.axis_mapping({{{name!r}: {c!r}}}, merge=True)`" for c in choices)
         + ", or place the operands alike first with `axonym.shard`."
     )
@@ -180,7 +180,7 @@ def _collision(what: str, axis: str, users: Sequence[str], mesh: AbstractMesh, b
     listed = " and ".join(repr(n) for n in users)
     wanted = None if both_mapped else axis
     return (
-        f"{what}: axes {listed} of the result would both be split over mesh axis {axis!r} of "
+        f"{what}: axes {listed} of the result would both be sharded over mesh axis {axis!r} of "
         f"{_errors.describe_shape(mesh.shape)}. Say which one is{' not' if both_mapped else ''} with "
         + " or ".join(f"`axonym.axis_mapping({{{n!r}: {wanted!r}}}, merge=True)`" for n in users)
         + ", or place an operand differently first with `axonym.shard`."
@@ -190,6 +190,6 @@ def _collision(what: str, axis: str, users: Sequence[str], mesh: AbstractMesh, b
 def _indivisible(what: str, name: str, size: int, axes: Sequence[str], mesh: AbstractMesh) -> str:
     over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
     return (
-        f"{what}: the mapping in force splits axis {name!r} over mesh axes {over}, which do not divide its size "
+        f"{what}: the active mapping shards axis {name!r} over mesh axes {over}, which do not divide its size "
         f"{size}. Resize the axis, or map it to None."
     )

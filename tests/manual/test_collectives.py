@@ -215,7 +215,7 @@ def test_a_word_for_two_things_is_refused(auto_mesh: Mesh) -> None:
         with pytest.raises(ValueError) as caught:
             run(total("data"), x, mapping=mapping)
         assert str(caught.value) == (
-            "psum: 'data' could be the logical axis, which is split over 'model', or the mesh axis. Say which: "
+            "psum: 'data' could be the logical axis, which is sharded over 'model', or the mesh axis. Say which: "
             "`axonym.MeshAxis('data')` is the mesh axis, and an Axis, as `x.resolve_axis('data')` gives, the logical "
             "one."
         )
@@ -234,7 +234,7 @@ def test_an_axis_that_is_split_in_two_ways(auto_mesh: Mesh) -> None:
     split = ({"embed": "data"}, {"embed": "model"})
     with jax.set_mesh(auto_mesh):
         with pytest.raises(
-            ValueError, match="the arguments split axis 'embed' in several ways, over 'data' and 'model'"
+            ValueError, match="the arguments shard axis 'embed' in several ways, over 'data' and 'model'"
         ):
             run(lambda a, b: axn.all_gather(a, "embed"), a, b, in_specs=split)
         gathered = lambda a, b: axn.all_gather(a, "embed", over="data", invariant=True)
@@ -251,7 +251,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "an axis that is not split": (lambda x: axn.psum(x, "embed"), "psum: 'embed' is neither a mesh axis nor"),
     "psum of what does not vary": (
         lambda x: axn.psum(axn.psum(axn.sum(x, "batch"), "batch"), "batch"),
-        r"psum: the array float32\[pos=3, embed=4\] is the same on all 4 devices of mesh axis 'data' \(which splits "
+        r"psum: the array float32\[pos=3, embed=4\] is the same on all 4 devices of mesh axis 'data' \(which shards "
         r"'batch'\): the sum would be 4 times it",
     ),
     "pmean of a gradient": (
@@ -264,11 +264,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "psum of a number": (lambda x: axn.psum(1.0, "batch"), "psum: the value is the same on all 4 devices.*axis_size"),
     "gather what is whole": (
         lambda x: axn.all_gather(x, "embed", over="data"),
-        r"all_gather: axis 'embed' of float32\[batch=2, pos=3, embed=4\] is whole already: 4 is its size outside",
+        r"all_gather: axis 'embed' of float32\[batch=2, pos=3, embed=4\] is replicated already: 4 is its size outside",
     ),
     "gather twice": (
         lambda x: axn.all_gather(axn.all_gather(x, "batch"), "batch"),
-        "all_gather: axis 'batch' of .* is whole already: 8 is its size outside",
+        "all_gather: axis 'batch' of .* is replicated already: 8 is its size outside",
     ),
     "gather what does not vary": (
         lambda x: axn.all_gather(axn.ones({"new": 2}), "new", over="data"),
@@ -276,7 +276,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "gather over nothing": (
         lambda x: axn.all_gather(x, "embed"),
-        "all_gather: nothing splits axis 'embed' of .* here: neither the arguments nor the mapping",
+        "all_gather: nothing shards axis 'embed' of .* here: neither the arguments nor the mapping",
     ),
     "gather an axis that is not there": (
         lambda x: axn.all_gather(x, "bach"),
@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "gather a raw array": (lambda x: axn.all_gather(x.array, "batch"), "all_gather: expected a NamedArray"),
     "scatter what does not divide": (
         lambda x: axn.psum_scatter(x, "pos", over="batch"),
-        r"psum_scatter: axis 'pos' of .* cannot be split over mesh axis 'data' \(which splits 'batch'\): 3 is not a "
+        r"psum_scatter: axis 'pos' of .* cannot be sharded over mesh axis 'data' \(which shards 'batch'\): 3 is not a "
         "multiple of 4",
     ),
     "scatter what does not vary": (
@@ -298,11 +298,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "all_to_all of what does not divide": (
         lambda x: axn.all_to_all(x, split="pos", gather="batch", over="batch"),
-        "all_to_all: axis 'pos' of .* cannot be split over mesh axis 'data'",
+        "all_to_all: axis 'pos' of .* cannot be sharded over mesh axis 'data'",
     ),
     "ppermute to nowhere": (
         lambda x: axn.ppermute(x, "batch", [(0, 4)]),
-        r"ppermute: \(0, 4\) names a device outside of 0..3: mesh axis 'data' \(which splits 'batch'\) has 4",
+        r"ppermute: \(0, 4\) names a device outside of 0..3: mesh axis 'data' \(which shards 'batch'\) has 4",
     ),
     "ppermute twice": (
         lambda x: axn.ppermute(x, "batch", [(0, 1), (2, 1)]),
@@ -321,11 +321,11 @@ def test_refuses(auto_mesh: Mesh, x, case: str) -> None:
 def test_what_is_split_is_not_split_again(auto_mesh: Mesh) -> None:
     with jax.set_mesh(auto_mesh):
         with pytest.raises(
-            ValueError, match=r"axis 'batch' of .* is split over mesh axis 'data' .* already: 4 of 16. Each"
+            ValueError, match=r"axis 'batch' of .* is sharded over mesh axis 'data' .* already: 4 of 16. Each"
         ):
             run(lambda x: axn.psum_scatter(x, "batch"), axn.ones({"batch": 16}))
         with pytest.raises(
-            ValueError, match=r"all_to_all: axis 'batch' of .* is split over mesh axis 'data' .* already"
+            ValueError, match=r"all_to_all: axis 'batch' of .* is sharded over mesh axis 'data' .* already"
         ):
             run(lambda x: axn.all_to_all(x, "batch", "pos", over="data"), axn.ones({"batch": 16, "pos": 2}))
 

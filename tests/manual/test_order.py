@@ -1,4 +1,4 @@
-"""Axes that are split over several mesh axes: over which of them they can be gathered and split, and in which order."""
+"""Axes that are sharded over several mesh axes: over which of them they can be gathered and split, and in which order."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def test_gathers_in_a_nested_one(mesh: Mesh, x) -> None:
 def test_gathers_unchecked(auto_mesh: Mesh, x) -> None:
     """Nothing tells a part that was gathered from one that was resized."""
     with jax.set_mesh(auto_mesh):
-        with pytest.raises(ValueError, match=r"could be split over 'data' or split over 'data' and 'model'. Say which"):
+        with pytest.raises(
+            ValueError, match=r"could be sharded over 'data' or sharded over 'data' and 'model'. Say which"
+        ):
             run(lambda x: gather(x, "model"), x, check_vma=False)
         found = run(lambda x: gather(x, "model"), x, check_vma=False, out_specs={"batch": "data"})
     np.testing.assert_array_equal(found.array, X)
@@ -138,12 +140,12 @@ def test_what_is_scattered_as_the_mapping_says_has_its_offset(auto_mesh: Mesh, x
     np.testing.assert_array_equal(found.array, np.arange(8))
 
 
-ORDER = r"is split over 'data' and 'model', in this order.* Gather over 'model' first, or over all of these at once"
+ORDER = r"is sharded over 'data' and 'model', in this order.* Gather over 'model' first, or over all of these at once"
 REFUSED: dict[str, tuple[Any, str]] = {
     "gathered over the major one": (lambda x: gather(x, "data"), f"all_gather: axis 'batch' of .* {ORDER}"),
     "gathered over the minor one twice": (
         lambda x: gather(gather(x, "model", invariant=False), "model"),
-        r"axis 'batch' of .*\[batch=2, embed=8\] is split over 'data' here, and not over 'model'",
+        r"axis 'batch' of .*\[batch=2, embed=8\] is sharded over 'data' here, and not over 'model'",
     ),
     "gathered, and not one value": (
         lambda x: gather(x, "model", invariant=False),
@@ -151,7 +153,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "of no known size": (
         lambda x: gather(x.broadcast_axis(axn.Axis("other", 3)).flatten_axes(("other", "batch"), "batch"), "model"),
-        "the size of .* does not tell how much of it is split",
+        "the size of .* does not tell how it is sharded",
     ),
     "exchanged over the major one": (
         lambda x: axn.all_to_all(x, "embed", "batch", over="data"),
@@ -159,15 +161,15 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "exchanged though whole": (
         lambda x: axn.all_to_all(gather(x, invariant=False), "embed", "batch"),
-        "all_to_all: axis 'batch' of .* is whole already",
+        "all_to_all: axis 'batch' of .* is replicated already",
     ),
-    "split over the minor one": (
+    "sharded over the minor one": (
         lambda x: axn.psum_scatter(gather(x, invariant=False), "batch", over="model"),
-        "psum_scatter: axis 'batch' of .* is to be split over 'data' and 'model', in this order. Split it over 'data'",
+        "psum_scatter: axis 'batch' of .* is to be sharded over 'data' and 'model', in this order. Shard it over 'data'",
     ),
-    "split over what splits it": (
+    "sharded over what splits it": (
         lambda x: axn.psum_scatter(gather(x, "model", invariant=False), "batch", over="data"),
-        "is split over mesh axis 'data' .* already: 2 of 8",
+        "is sharded over mesh axis 'data' .* already: 2 of 8",
     ),
 }
 
@@ -191,10 +193,10 @@ def test_sizes_that_could_be_either(auto_mesh: Mesh) -> None:
     large, small = axn.arange(axn.Axis("batch", 16)), axn.arange(axn.Axis("batch", 8))
     both = lambda over: lambda large, small: axn.all_gather(large, "batch", over=over, invariant=True)
     with jax.set_mesh(auto_mesh):
-        with pytest.raises(ValueError, match=r"may be split over .* or over .*Say which with `over`"):
+        with pytest.raises(ValueError, match=r"may be sharded over .* or over .*Say which with `over`"):
             jax.jit(axn.shard_map(both(None), mapping=MAPPING))(large, small)
         found = jax.jit(axn.shard_map(both(BOTH), mapping=MAPPING))(large, small)
         np.testing.assert_array_equal(found.array, large.array)
         offset = lambda large, small: large * 0 + axn.axis_offset("batch", large)
-        with pytest.raises(ValueError, match=r"axis_offset: by its size, axis 'batch' .* may be split over"):
+        with pytest.raises(ValueError, match=r"axis_offset: by its size, axis 'batch' .* may be sharded over"):
             jax.jit(axn.shard_map(offset, mapping=MAPPING))(large, small)

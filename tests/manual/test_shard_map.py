@@ -145,7 +145,7 @@ def test_a_mesh_can_be_passed(auto_mesh: Mesh, explicit_mesh: Mesh, x, w) -> Non
     with jax.set_mesh(auto_mesh):
         assert spec(mapped(product, mesh=auto_mesh)(x, w)) == ("data", "model")
         with pytest.raises(
-            ValueError, match=r"the mesh passed is \(data=2\) of Auto axes, but the one in force is \(data=4"
+            ValueError, match=r"the mesh passed is \(data=2\) of Auto axes, but the active one is \(data=4"
         ):
             mapped(product, mesh=other)(x, w)
         with pytest.raises(ValueError, match=r"the mesh passed is \(data=4, model=2\) of Explicit axes, but"):
@@ -275,7 +275,7 @@ def test_how_results_are_put_together(auto_mesh: Mesh, x) -> None:
 
 
 def test_a_result_lies_as_the_argument_whose_size_it_has(auto_mesh: Mesh, x) -> None:
-    """With parameters split over the axis that splits the batch, `embed` is split in one argument, whole in another."""
+    """With parameters sharded over the axis that splits the batch, `embed` is split in one argument, whole in another."""
     w = axn.ones(axn.make_axes(embed=4, mlp=6))
     step = axn.shard_map(
         lambda w, x: (w * 2, axn.dot(x, axn.all_gather(w, "embed"), axis="mlp")),
@@ -368,9 +368,9 @@ def test_nested(mesh: Mesh, x, w) -> None:
         for found in (jax.jit(outer)(x, w), outer(x, w)):
             assert spec(found) == ("data",)
             np.testing.assert_allclose(found.array, (x.array @ w.array).sum(1), rtol=1e-6)
-        with pytest.raises(ValueError, match="mesh axis 'model' of `axis_names` is handled by hand already"):
+        with pytest.raises(ValueError, match="mesh axis 'model' of `axis_names` is manual already"):
             mapped(inner)(x, w)
-        with pytest.raises(ValueError, match="handles all mesh axes by hand already"):
+        with pytest.raises(ValueError, match="makes all mesh axes manual already"):
             mapped(lambda x, w: axn.shard_map(product)(x, w))(x, w)
 
 
@@ -457,10 +457,10 @@ def test_the_program_is_that_of_the_positional_one(auto_mesh: Mesh, x, w) -> Non
 
 
 def test_arguments_that_do_not_fit(auto_mesh: Mesh, explicit_mesh: Mesh, x, w) -> None:
-    with pytest.raises(ValueError, match="shard_map of 'product': no mesh is in force"):
+    with pytest.raises(ValueError, match="shard_map of 'product': no mesh is active"):
         mapped(product)(x, w)
     with jax.set_mesh(auto_mesh):
-        with pytest.raises(ValueError, match="nothing says how the arguments are split: no mapping is in force"):
+        with pytest.raises(ValueError, match="nothing says how the arguments are sharded: no mapping is active"):
             axn.shard_map(product)(x, w)
         with pytest.raises(
             ValueError, match=r"shard_map of 'product', arguments.*x \(batch=6.*of size 6 cannot be split"
@@ -485,7 +485,7 @@ def test_raw_arrays_that_are_split_need_a_spec(mesh: Mesh) -> None:
     double = lambda raw: raw * 2
     with jax.set_mesh(mesh):
         raw = jax.device_put(np.arange(8.0), NamedSharding(mesh, P("data")))
-        with pytest.raises(ValueError, match=r"raw \(8,\) is a raw array that is split, P.*'data'"):
+        with pytest.raises(ValueError, match=r"raw \(8,\) is a raw array that is sharded, P.*'data'"):
             axn.shard_map(double, mapping=MAPPING)(raw)
         split = axn.shard_map(double, mapping=MAPPING, in_specs=P("data"), out_specs=P("data"))(raw)
         whole = axn.shard_map(double, mapping=MAPPING, in_specs=P())(raw)
@@ -506,7 +506,7 @@ def test_the_backward_pass_of_a_custom_vjp_speaks_of_mesh_axes(auto_mesh: Mesh, 
     with jax.set_mesh(auto_mesh):
         np.testing.assert_array_equal(make("data")(x).array, np.full((8, 4), 4.0))
         with pytest.raises(
-            ValueError, match=r"No mapping is in force\. If this is the backward pass of a `jax.custom_vjp`"
+            ValueError, match=r"No mapping is active\. If this is the backward pass of a `jax.custom_vjp`"
         ):
             make("batch")(x)
         with axn.axis_mapping(MAPPING):
@@ -523,12 +523,14 @@ def test_results_that_cannot_be_put_together(auto_mesh: Mesh, x, w) -> None:
             mapped(step)(x, w)
         text = str(caught.value)
         assert text.startswith("shard_map of 'step', results: ")
-        assert "result 'loss' (embed=4) varies over mesh axis 'data' (which splits 'batch')" in text
+        assert "result 'loss' (embed=4) varies over mesh axis 'data' (which shards 'batch')" in text
         assert "result 'constant' (batch=2) is the same on all devices of mesh axis 'data'" in text
         assert "'ok'" not in text
         with pytest.raises(ValueError, match=r"the result of shape \(2, 4\) varies over mesh axis 'data'"):
             mapped(lambda x: x.array)(x)
-        with pytest.raises(ValueError, match=r"by the arguments, axis 'embed' of size 4 could be whole or split over"):
+        with pytest.raises(
+            ValueError, match=r"by the arguments, axis 'embed' of size 4 could be replicated or sharded over"
+        ):
             mapped(lambda x, y: y, in_specs=({}, {"embed": "model"}))(x, axn.ones({"embed": 8}))
         with pytest.raises(ValueError, match="both go to mesh axis 'data'"):
             axn.shard_map(
@@ -552,6 +554,6 @@ def test_what_jax_says_about_scans_is_said_in_names(auto_mesh: Mesh, x) -> None:
         with pytest.raises(TypeError) as caught:
             mapped(wrong)(x)
         note = caught.value.__notes__[0]
-        assert "shard_map of 'wrong': this is about mesh axis 'data' (which splits 'batch')" in note
+        assert "shard_map of 'wrong': this is about mesh axis 'data' (which shards 'batch')" in note
         assert "`axonym.pvary(x, 'batch')`" in note
         np.testing.assert_allclose(mapped(right)(x).array, x.array.sum(0))

@@ -173,7 +173,7 @@ def test_on_meshes(kind: Any, mesh: Mesh) -> None:
 
     gradients = jax.grad(loss)(layer, x)
     with jax.set_mesh(mesh):
-        assert_named(layer(x), expected, rtol=1e-4, atol=1e-5)  # split over nothing
+        assert_named(layer(x), expected, rtol=1e-4, atol=1e-5)  # sharded over nothing
     with jax.set_mesh(mesh), axn.axis_mapping(mapping):
         placed, x = axn.shard((layer, x), mapping)
         for call in (lambda layer, x: layer(x), axn.named_jit(lambda layer, x: layer(x))):

@@ -1,4 +1,4 @@
-"""`MLP` against the positional form, and split over a mesh."""
+"""`MLP` against the positional form, and sharded over a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`MoELinear` against a loop over rows, with rows and experts split over devices in every way."""
+"""`MoELinear` against a loop over rows, with rows and experts sharded over devices in every way."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_mapped_over() -> None:
         assert_named(result["batch", i], layer(x["batch", i], sizes["batch", i]), rtol=1e-4, atol=1e-5)
 
 
-# Where rows and weights lie, what the result is split over, and which collectives that takes in the forward pass.
+# Where rows and weights lie, what the result is sharded over, and which collectives that takes in the forward pass.
 SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, set[str]]] = {
     "rows": ({"rows": "data"}, {}, "data", set()),
     "experts": ({}, {"experts": "model"}, None, {"all-reduce"}),

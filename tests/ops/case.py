@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 SIZES = {"batch": 8, "pos": 4, "embed": 8, "heads": 2, "row": 4, "col": 4, "x": 8, "y": 4, "xyz": 3}
-"""The size of every axis the cases use; each is divisible by the mesh axis it is split over."""
+"""The size of every axis the cases use; each is divisible by the mesh axis it is sharded over."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -258,5 +258,5 @@ def test_what_is_open_is_refused_on_explicit_axes(explicit_mesh: Mesh) -> None:
     with jax.set_mesh(explicit_mesh):
         with pytest.raises(ValueError, match=r"dot: .*'batch' and .*'pos' .*'data'"):
             axn.dot(place(explicit_mesh, x, batch="data"), place(explicit_mesh, y, pos="data"), axis=())
-        with pytest.raises(ValueError, match=r"dot: the operands split axis 'batch'"):
+        with pytest.raises(ValueError, match=r"dot: the operands shard axis 'batch'"):
             axn.dot(place(explicit_mesh, x, batch="data"), place(explicit_mesh, x, batch="model"), axis=())

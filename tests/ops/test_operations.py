@@ -212,7 +212,7 @@ def _check_vmap(case: Case) -> None:
 
 # --- the modes on a mesh ---
 
-# The axes that are split over each mesh axis, in order of preference. A case has one axis on each mesh axis, so the
+# The axes that are sharded over each mesh axis, in order of preference. A case has one axis on each mesh axis, so the
 # operands agree, and no operand has two axes on one mesh axis.
 SPLIT = {"data": ("batch", "row", "x", "pos"), "model": ("embed", "col", "y", "heads", "pos")}
 

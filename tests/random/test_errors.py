@@ -104,7 +104,7 @@ def test_wrong_mappings(mesh: Mesh) -> None:
     with jax.set_mesh(mesh), axn.axis_mapping({"pos": "model", "batch": "modle"}):
         with pytest.raises(ValueError, match=r"random.normal on mesh .* 2 problems:") as error:
             random.normal(KEY, AXES)
-    assert "axis 'pos' of size 3 cannot be split over model=2" in str(error.value)
+    assert "axis 'pos' of size 3 cannot be sharded over model=2" in str(error.value)
     assert "Did you mean 'model'?" in str(error.value)
 
 

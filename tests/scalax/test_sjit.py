@@ -397,7 +397,7 @@ def test_local_data(helper):
     with pytest.raises(ValueError) as raised:
         helper.local_data_to_global_array({"a": [np.ones((6, 2))], "step": 3})
     assert "2 problems" in str(raised.value) and "step () has no axis 0" in str(raised.value)
-    assert "a/0 (6, 2): 6 along axis 0 cannot be split over data=4 x model=2" in str(raised.value)
+    assert "a/0 (6, 2): 6 along axis 0 cannot be sharded over data=4 x model=2" in str(raised.value)
     with pytest.raises(ValueError, match=r"mesh \(data=4, model=2\) has no axis 'dat'. Did you mean 'data'"):
         helper.local_data_to_global_array(batch, 0, ["dat"])
 

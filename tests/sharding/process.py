@@ -59,10 +59,10 @@ def check(rank: int, explicit: bool) -> None:
     try:
         helper.local_data_to_global_array({"a": [rows(0, 6)]})
     except ValueError as error:
-        assert "a/0 (6, 3): 6 along axis 0 cannot be split over data=4 x model=2" in str(error), error
+        assert "a/0 (6, 3): 6 along axis 0 cannot be sharded over data=4 x model=2" in str(error), error
         assert "hold 4 parts" in str(error), error
     else:
-        raise AssertionError("six rows were split over four devices")
+        raise AssertionError("six rows were sharded over four devices")
 
     # What is loaded is computed with, and comes back whole.
     total = helper.sjit(lambda batch: {"sum": batch["x"].sum(0)}, in_shardings=(P("data"),), out_shardings=P())(loaded)

@@ -243,7 +243,10 @@ def test_gathering_inside_a_scan_and_under_rematerialisation(mesh) -> None:
 def test_what_cannot_be_split_evenly_is_left_to_the_ordinary_way(auto_mesh) -> None:
     """Inside, an axis that does not divide is computed with as it is; the placement of the argument is the error."""
     fn = axn.fsdp(lambda w, x: axn.dot(x, w, axis="embed"), {"embed": "data"}, {"batch": "data"})
-    with jax.set_mesh(auto_mesh), pytest.raises(ValueError, match="axis 'embed' of size 6 cannot be split over data=4"):
+    with (
+        jax.set_mesh(auto_mesh),
+        pytest.raises(ValueError, match="axis 'embed' of size 6 cannot be sharded over data=4"),
+    ):
         fn(axn.ones(axn.make_axes(embed=6, mlp=4)), axn.ones(axn.make_axes(batch=8, embed=6)))
 
 

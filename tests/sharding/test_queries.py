@@ -29,7 +29,7 @@ def test_physical_axis_size(auto_mesh) -> None:
     assert axn.sharding.physical_axis_size("pos", MAPPING, auto_mesh) is None
     with jax.set_mesh(auto_mesh), axn.axis_mapping(MAPPING):
         assert axn.sharding.physical_axis_size("embed") == 2
-    with pytest.raises(ValueError, match="no mesh is in force"):
+    with pytest.raises(ValueError, match="no mesh is active"):
         axn.sharding.physical_axis_size("batch", MAPPING)
     with pytest.raises(ValueError, match=r"mesh axis 'modl', which mesh .* does not have. Did you mean 'model'"):
         axn.sharding.physical_axis_size("embed", {"embed": "modl"}, auto_mesh)
@@ -42,7 +42,7 @@ def test_specs_and_shardings(auto_mesh) -> None:
     assert axn.sharding.pspec_for_axis("embed", MAPPING) == P("model")
     sharding = axn.sharding.sharding_for_axis(axn.make_axes(batch=8, pos=3), MAPPING, auto_mesh)
     assert sharding == NamedSharding(auto_mesh, P(("data", "model"), None))
-    with pytest.raises(ValueError, match="axis 'embed' of size 3 cannot be split over model=2"):
+    with pytest.raises(ValueError, match="axis 'embed' of size 3 cannot be sharded over model=2"):
         axn.sharding.sharding_for_axis(axn.Axis("embed", 3), MAPPING, auto_mesh)
 
 
@@ -82,7 +82,7 @@ def test_lint(auto_mesh) -> None:
     for part in (
         "3 arrays, 4 findings",
         "axis 'mlpp' is in the mapping but not in the tree. Did you mean 'mlp'?",
-        "axis 'embed' of size 3 cannot be split over model=2",
+        "axis 'embed' of size 3 cannot be sharded over model=2",
         "axis 'batch' and axis 'embed' both go to mesh axis 'model'",
         "big (vocab=4096, hidden=128), 2.0 MiB, is replicated on 8 devices",
     ):

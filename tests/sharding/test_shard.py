@@ -85,7 +85,7 @@ def test_mesh_by_hand(x, mesh) -> None:
     assert spec(axn.shard(x, MAPPING, mesh)) == ("data", "model")
     inside = jax.jit(lambda a: axn.shard(a, MAPPING, mesh))
     if AxisType.Explicit in mesh.axis_types:
-        with pytest.raises(ValueError, match="cannot be passed by hand inside jit"):
+        with pytest.raises(ValueError, match="cannot be passed inside jit"):
             inside(x)
     else:
         assert spec(inside(x)) == ("data", "model")
@@ -116,9 +116,9 @@ def test_several_mesh_axes_for_one_axis(x, mesh) -> None:
 
 
 def test_nothing_in_force_warns_and_changes_nothing(x, auto_mesh) -> None:
-    with pytest.warns(UserWarning, match="no mapping is in force"):
+    with pytest.warns(UserWarning, match="no mapping is active"):
         assert axn.shard(x) is x
-    with pytest.warns(UserWarning, match="no mesh is in force"):
+    with pytest.warns(UserWarning, match="no mesh is active"):
         assert axn.shard(x, MAPPING) is x
     with axn.axis_mapping(MAPPING), jax.set_mesh(auto_mesh):
         assert spec(axn.shard(x)) == ("data", "model")
@@ -245,7 +245,7 @@ ERRORS = {
         [
             "2 problems",
             "layers/0/w (batch=6, embed=4)",
-            "axis 'batch' of size 6 cannot be split over data=4",
+            "axis 'batch' of size 6 cannot be sharded over data=4",
             "gives 8",
             "b (batch=7)",
         ],
@@ -294,7 +294,7 @@ def test_warnings_point_at_the_users_line(auto_mesh) -> None:
             with pytest.warns(UserWarning, match="axis of the (tree|arguments)") as caught:
                 call()
             assert [(w.filename, w.lineno) for w in caught] == [(__file__, call.__code__.co_firstlineno)]
-    with pytest.warns(UserWarning, match="no mapping is in force") as caught:
+    with pytest.warns(UserWarning, match="no mapping is active") as caught:
         axn.shard(x)
     assert [w.filename for w in caught] == [__file__]
 

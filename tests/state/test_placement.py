@@ -90,9 +90,9 @@ def test_placements_by_hand(file: Path, mesh: Mesh) -> None:
     assert model.layers.stacked.attend.weight.array.sharding.spec == P(None, None, "model", None)
     assert all(x.most == x.size // 2 for key, x in entries.items() if "attend" in key or "project" in key)
     assert_same_tree(model, Model.init())
-    with pytest.raises(ValueError, match="from_state_dict: no mesh is in force"):
+    with pytest.raises(ValueError, match="from_state_dict: no mesh is active"):
         from_state_dict(abstract.embed, {"weight": np.zeros((8, 2, 6))}, placement={"vocab": "data"})
-    with pytest.raises(ValueError, match=r"weight .*axis 'size' of size 6 cannot be split over data=4"):
+    with pytest.raises(ValueError, match=r"weight .*axis 'size' of size 6 cannot be sharded over data=4"):
         from_state_dict(abstract.embed, {"weight": np.zeros((8, 2, 6))}, placement={"size": "data"}, mesh=mesh)
 
 

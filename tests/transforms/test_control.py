@@ -31,7 +31,7 @@ def turned(x: axn.NamedArray) -> axn.NamedArray:
 
 
 def on_mesh(mesh: Mesh, fn: Callable[..., Any], *args: axn.NamedArray) -> tuple[Any, ...]:
-    """The result with every argument split over the mesh, which must be split as the first argument is."""
+    """The result with every argument sharded over the mesh, which must be split as the first argument is."""
     with jax.set_mesh(mesh):
         result = jax.block_until_ready(jax.jit(fn)(*(axn.shard(a, PLACED) for a in args)))
     leaf = jax.tree.leaves(result)[-1]
@@ -210,7 +210,7 @@ def test_placements_that_differ(explicit_mesh: Mesh) -> None:
         x = axn.shard(X, PLACED)
         with pytest.raises(TypeError, match=r"carry goes in as .*col=8\] and comes out as .*col=8 over 'data'\]"):
             while_loop(lambda c: c.sum() < 9, lambda c: c + x, X)
-        with pytest.raises(TypeError, match=r"'row' is whole where it was split over 'model'.*\{'row': 'model', "):
+        with pytest.raises(TypeError, match=r"'row' is whole where it was sharded over 'model'.*\{'row': 'model', "):
             cond(True, lambda: x, lambda: X)
 
 

@@ -110,13 +110,13 @@ def test_a_carry_that_moves_says_which_leaf_and_why(explicit_mesh: Mesh) -> None
         xs = axn.shard(XS, PLACED)
         message = (
             r"carry\['h'\] goes in as float32\[batch=4, embed=6\] and comes out as float32\[batch=4 over 'model', "
-            r"embed=6\]\. Here 'batch' is split over 'model' where it was whole, .*"
+            r"embed=6\]\. Here 'batch' is sharded over 'model' where it was whole, .*"
             r"`axonym.shard\(..., \{'batch': 'model', 'embed': None\}\)`"
         )
         with pytest.raises(TypeError, match=message):
             fold(lambda c, x: {"h": c["h"] + x}, "time")({"h": START}, xs)
         with pytest.raises(
-            TypeError, match=r"raw float32\[4 over 'model', 6\]\. Here dimension 0 is split over 'model'"
+            TypeError, match=r"raw float32\[4 over 'model', 6\]\. Here dimension 0 is sharded over 'model'"
         ):
             fold(lambda c, x: c + x.array, "time")(START.array, xs)
         kept = fold(lambda c, x: axn.shard(c + x, {"batch": None, "embed": None}), "time")(START, xs)

@@ -372,7 +372,7 @@ def test_arguments_are_brought_into_line(explicit_mesh: Mesh) -> None:
 
 
 def test_in_a_step_with_split_parameters(mesh: Mesh) -> None:
-    """The weights rest split over the mesh axis that the examples use."""
+    """The weights rest sharded over the mesh axis that the examples use."""
 
     def loss(w: axn.NamedArray, x: axn.NamedArray) -> jax.Array:
         return axn.sum(vmap(project, Batch)(x, w, BIAS)).scalar()
@@ -387,7 +387,7 @@ def test_in_a_step_with_split_parameters(mesh: Mesh) -> None:
 def test_arguments_that_disagree(explicit_mesh: Mesh) -> None:
     with jax.set_mesh(explicit_mesh):
         x, y = axn.shard(X, {"batch": "data"}), axn.shard(X, {"batch": "model"})
-        with pytest.raises(ValueError, match=r"vmap: the operands split axis 'batch' over different mesh axes"):
+        with pytest.raises(ValueError, match=r"vmap: the operands shard axis 'batch' over different mesh axes"):
             vmap(lambda x, y: x * y, Batch)(x, y)
         with axn.axis_mapping({"batch": "model"}):
             assert spec(vmap(lambda x, y: x * y, Batch)(x, y)) == ("model", None, None)

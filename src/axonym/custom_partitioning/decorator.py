@@ -422,7 +422,7 @@ def _splits(operation: Operation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]
             else "other mesh axes are Explicit, or handled by hand"
         )
         raise ValueError(
-            f"{operation.what}: how are operands split over mesh axes ({over})? As {reason}, this is not left to the "
+            f"{operation.what}: how are operands sharded over mesh axes ({over})? As {reason}, this is not left to the "
             "partitioner, and no mapping is in force. Put one in force with `axonym.axis_mapping`; an axis that goes "
             "to None is whole."
         )
@@ -476,7 +476,7 @@ def _as_expected(what: str, x: Any, names: Names | None, shape: tuple[int, ...],
         raise ValueError(f"{what}: expected {expected}, got {_described(x)}.")
     array = jnp.asarray(x) if names is None else transpose_to(jnp.asarray(x.array), x.names, names)
     if jnp.shape(array) != shape:
-        hint = " A part has the size that its axis has in the operands, divided by the devices that it is split over."
+        hint = " A part has the size that its axis has in the operands, divided by the devices that it is sharded over."
         raise ValueError(f"{what}: expected {expected}, got {_described(x)}.{hint}")
     if array.dtype != dtype:
         if not jax.typeof(array).weak_type:

@@ -79,8 +79,8 @@ class View:
     checked: bool = False
     """Whether JAX keeps track of which values are device-varying."""
     however: bool = False
-    """Whether the body must work for any sharding of its axes. A collective over a replicated axis then does nothing, and
-    a name means a logical axis first, because the body does not know the mesh."""
+    """Whether the body must work for any sharding of its axes. A collective over a replicated axis then does nothing,
+    and a name means a logical axis first, because the body does not know the mesh."""
 
     def of(self, name: str) -> list[Part]:
         """Return the shardings of the arguments that have an axis."""
@@ -202,7 +202,7 @@ def _meaning(what: str, word: Any) -> Axes:
         return logical
     is_mesh_axis = isinstance(word, str) and name in mesh.shape
     if is_mesh_axis and name in _logical_names() and logical != (name,):
-        means = f"split over {_listed(logical)}" if logical else "not split"
+        means = f"sharded over {_listed(logical)}" if logical else "replicated"
         raise ValueError(
             f"{what}: {name!r} could be the logical axis, which is {means}, or the mesh axis. Say which: "
             f"`axonym.MeshAxis({name!r})` is the mesh axis, and an Axis, as `x.resolve_axis({name!r})` gives, the "
@@ -215,7 +215,7 @@ def _meaning(what: str, word: Any) -> Axes:
     if not view.however:
         _require_inside(what, mesh)
     raise ValueError(
-        f"{what}: {name!r} is neither a mesh axis nor an axis that is split here.{_known(mesh)}"
+        f"{what}: {name!r} is neither a mesh axis nor an axis that is sharded here.{_known(mesh)}"
         + _errors.suggestion(name, (*split_here(), *(p.name for p in view.parts), *mesh.shape))
     )
 
@@ -236,7 +236,7 @@ def _split_over(what: str, name: str) -> Axes:
     if len(splits) > 1:
         ways = " and ".join(_listed(s) for s in splits)
         raise ValueError(
-            f"{what}: the arguments split axis {name!r} in several ways, over {ways}. Say which one is meant by its "
+            f"{what}: the arguments shard axis {name!r} in several ways, over {ways}. Say which one is meant by its "
             "mesh axis."
         )
     return splits[0] if splits else mapped_axes(name)
@@ -263,18 +263,18 @@ def _manual(what: str, words: Words, axes: Axes) -> Axes:
 def _require_inside(what: str, mesh: AbstractMesh) -> None:
     if not mesh.manual_axes:
         raise ValueError(
-            f"{what}: collectives work inside `axonym.shard_map`, where mesh axes are handled by hand; here none is."
+            f"{what}: collectives work inside `axonym.shard_map`, where mesh axes are manual; here none is."
         )
 
 
 def _known(mesh: AbstractMesh) -> str:
     split = ", ".join(f"{n} over {' and '.join(axes)}" for n, axes in split_here().items())
-    text = f" The mesh is {_errors.describe_shape(mesh.shape)}; split are {split or 'no axes'}."
+    text = f" The mesh is {_errors.describe_shape(mesh.shape)}; sharded are {split or 'no axes'}."
     if split or not mesh.manual_axes:
         return text
     return (
-        f"{text} No mapping is in force. If this is the backward pass of a `jax.custom_vjp`, which runs when the "
-        "function around it is done, use mesh axes, or put the mapping in force around the gradient."
+        f"{text} No mapping is active. If this is the backward pass of a `jax.custom_vjp`, which runs when the "
+        "function around it is done, use mesh axes, or activate the mapping around the gradient."
     )
 
 
@@ -323,5 +323,5 @@ def describe_axes(axes: Iterable[str]) -> str:
     described = []
     for axis in axes:
         logical = [repr(n) for n, found in splits.items() if axis in found]
-        described.append(f"mesh axis {axis!r}" + (f" (which splits {', '.join(logical)})" if logical else ""))
+        described.append(f"mesh axis {axis!r}" + (f" (which shards {', '.join(logical)})" if logical else ""))
     return " and ".join(described)

@@ -29,14 +29,14 @@ def put_together(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) 
         return axes
     if found and not split:
         raise ValueError(
-            f"{what}: axis {name!r} of {x} is whole already: {x.axis_size(name)} is its size outside. Gathering it "
+            f"{what}: axis {name!r} of {x} is replicated already: {x.axis_size(name)} is its size outside. Gathering it "
             f"over {describe_axes(axes)} would repeat it {count(axes)} times."
         )
     if not chosen and split:
         ways = list(dict.fromkeys(without_trivial(f.now) for f in split))
         if len(ways) > 1:
             raise ValueError(
-                f"{what}: by its size, axis {name!r} of {x} may be split over {' or over '.join(map(_listed, ways))}. "
+                f"{what}: by its size, axis {name!r} of {x} may be sharded over {' or over '.join(map(_listed, ways))}. "
                 "Say which with `over`."
             )
         return tuple(a for a in ways[0] if a in axes)
@@ -50,10 +50,10 @@ def put_together(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) 
     if split:
         now = without_trivial(split[0].now)
         if gone := [a for a in axes if a in wanted - set(now)]:
-            why = f"is split over {_listed(now)} here, and not over {_listed(gone)}"
+            why = f"is sharded over {_listed(now)} here, and not over {_listed(gone)}"
         else:
             why = (
-                f"is split over {_listed(now)}, in this order, and parts are put together from the minor mesh axis on. "
+                f"is sharded over {_listed(now)}, in this order, and shards are gathered from the minor mesh axis on. "
                 f"Gather over {now[-1]!r} first, or over all of these at once"
             )
         raise ValueError(f"{what}: axis {name!r} of {x} {why}.")
@@ -84,12 +84,12 @@ def taken_apart(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
     f = found[0]
     if wanted & set(f.now):
         raise ValueError(
-            f"{what}: axis {name!r} of {x} is split over {describe_axes(f.now)} already: {x.axis_size(name)} of "
-            f"{f.size}. Each device has another part of it."
+            f"{what}: axis {name!r} of {x} is sharded over {describe_axes(f.now)} already: {x.axis_size(name)} of "
+            f"{f.size}. Each device has another shard of it."
         )
     left = without_trivial(f.at_most[len(f.now) :])
     raise ValueError(
-        f"{what}: axis {name!r} of {x} is to be split over {_listed(left)}, in this order. Split it over {left[0]!r} "
+        f"{what}: axis {name!r} of {x} is to be sharded over {_listed(left)}, in this order. Shard it over {left[0]!r} "
         "first, or over all of these at once; if it is another axis, rename it."
     )
 
@@ -106,8 +106,8 @@ def _all_or_none(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
     if not ways:
         return axes
     raise ValueError(
-        f"{what}: axis {name!r} is split over {_listed(ways[0])}, in this order, and the size of {x} does not tell how "
-        "much of it is split here. Go over all of these at once; if it is another axis, rename it."
+        f"{what}: axis {name!r} is sharded over {_listed(ways[0])}, in this order, and the size of {x} does not tell "
+        "how it is sharded here. Go over all of these at once; if it is another axis, rename it."
     )
 
 

@@ -32,7 +32,7 @@ from ._axis_environment import Axes, View, count, describe_axes, layouts, of_siz
 def restricted(spec: PartitionSpec, manual: Collection[str]) -> PartitionSpec:
     """Return a spec restricted to some mesh axes."""
     if PartitionSpec.UNCONSTRAINED in tuple(spec):
-        raise ValueError(f"shard_map: {spec} leaves a dimension to the partitioner, but it is split by hand here.")
+        raise ValueError(f"shard_map: {spec} leaves a dimension to the partitioner, but it is manual here.")
     return _mesh_axes.restricted(spec, manual)
 
 
@@ -99,7 +99,7 @@ def _by_name(leaf: Leaf, view: View, mapping: Mapping[str, Entry]) -> tuple[Part
     for name, size in zip(leaf.names, leaf.shape, strict=True):
         ways = _ways(view, name, size)
         if len(ways) > 1:
-            listed = " or ".join(f"split over {' and '.join(map(repr, w))}" if w else "whole" for w in ways)
+            listed = " or ".join(f"sharded over {' and '.join(map(repr, w))}" if w else "replicated" for w in ways)
             problems.append(
                 f"{_described(leaf)}: by the arguments, axis {name!r} of size {size} could be {listed}. Say which with "
                 "`out_specs`."
@@ -135,16 +135,16 @@ def _held_to(
     problems = []
     if lost := sorted(varies - used - of_size_one()):
         problems.append(
-            f"{_described(leaf)} varies over {describe_axes(lost)}, but no axis of it is split over that, so there is "
+            f"{_described(leaf)} varies over {describe_axes(lost)}, but no axis of it is sharded over that, so there is "
             f"no one value to return. Reduce it with `axonym.psum` or `axonym.pmean`, gather it with "
-            "`axonym.all_gather(..., invariant=True)`, or say which axis is split: by the mapping, or by `out_specs`."
+            "`axonym.all_gather(..., invariant=True)`, or say which axis is sharded: by the mapping, or by `out_specs`."
         )
     if not given and (copied := sorted(used - varies - of_size_one())):
         names = [n for n, entry in zip(leaf.names or (), spec, strict=True) if set(mesh_axes(entry)) & set(copied)]
         problems.append(
-            f"{_described(leaf)} is the same on all devices of {describe_axes(copied)}, so splitting axis "
-            f"{', '.join(map(repr, names))} over that would make copies of one part. If they are meant, use "
-            "`axonym.pvary`; if the axis is whole, rename it, or say so with a PartitionSpec in `out_specs`."
+            f"{_described(leaf)} is the same on all devices of {describe_axes(copied)}, so sharding axis "
+            f"{', '.join(map(repr, names))} over that would make copies of one shard. If they are meant, use "
+            "`axonym.pvary`; if the axis is replicated, rename it, or say so with a PartitionSpec in `out_specs`."
         )
     alone = sorted((varies - used) & of_size_one())
     if problems or not alone:

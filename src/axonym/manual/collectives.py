@@ -358,7 +358,7 @@ def axis_offset(axis: AxisSelector, x: NamedArray | None = None) -> Any:
     local = require_named(what, x).axis_size(name)
     ways = list(dict.fromkeys(without_trivial(f.now) for f in layouts(name, local)))
     if len(ways) > 1:
-        listed = " or ".join(f"split over {describe_axes(w)}" if w else "whole" for w in ways)
+        listed = " or ".join(f"sharded over {describe_axes(w)}" if w else "replicated" for w in ways)
         raise ValueError(f"{what}: by its size, axis {name!r} of {x} may be {listed}. Rename one of the axes.")
     if not ways and not (known and not declared(name)):
         ways = [axes_meant(what, axis)]
@@ -448,7 +448,7 @@ def _axis_and_devices(what: str, x: Any, axis: AxisSelector, over: Words | None)
         axes = axes_that_split(what, name)
         if axes is None:
             raise ValueError(
-                f"{what}: nothing splits axis {name!r} of {x} here: neither the arguments nor the mapping. Say with "
+                f"{what}: nothing shards axis {name!r} of {x} here: neither the arguments nor the mapping. Say with "
                 "`over` which mesh axis is meant."
             )
     if isinstance(axis, Axis) and axis.size not in (sizes[name], *(p.size for p in view_in_force().of(name))):
@@ -476,7 +476,7 @@ def _check_divides(what: str, x: NamedArray, position: int, axes: Axes) -> None:
     size, parts = x.array.shape[position], count(axes)
     if size % parts:
         raise ValueError(
-            f"{what}: axis {x.names[position]!r} of {x} cannot be split over {describe_axes(axes)}: {size} is not a "
+            f"{what}: axis {x.names[position]!r} of {x} cannot be sharded over {describe_axes(axes)}: {size} is not a "
             f"multiple of {parts}."
         )
 
@@ -486,7 +486,7 @@ def _in_both_orders(what: str, x: NamedArray, split: str, gather: str, axes: Axe
     gathered = put_together(what, x, gather, taken_apart(what, x, split, axes), chosen=True)
     if taken_apart(what, x, split, gathered) != gathered:
         raise ValueError(
-            f"{what}: {describe_axes(gathered)}: axes {split!r} and {gather!r} are split over these in different "
+            f"{what}: {describe_axes(gathered)}: axes {split!r} and {gather!r} are sharded over these in different "
             "orders. Use one order for both, or exchange over one mesh axis at a time."
         )
     return gathered

@@ -175,11 +175,11 @@ class _Call:
         around = jax.sharding.get_abstract_mesh()
         mesh = current_mesh() if self._mesh is None else as_seen_here(self._mesh)
         if mesh is None:
-            raise ValueError(f"{self._what}: no mesh is in force. Use jax.set_mesh, or pass a mesh.")
+            raise ValueError(f"{self._what}: no mesh is active. Use jax.set_mesh, or pass a mesh.")
         if not around.empty and (around.shape, around.axis_types) != (mesh.shape, mesh.axis_types):
             raise ValueError(
-                f"{self._what}: the mesh passed is {_described(mesh)}, but the one in force is {_described(around)}. "
-                "Leave it out, or put that mesh in force."
+                f"{self._what}: the mesh passed is {_described(mesh)}, but the active one is {_described(around)}. "
+                "Leave it out, or activate that mesh."
             )
         return mesh
 
@@ -195,13 +195,13 @@ class _Call:
         already = set(getattr(mesh, "manual_axes", ()))
         if taken := sorted(self._axis_names & already):
             raise ValueError(
-                f"{self._what}: mesh axis {', '.join(map(repr, taken))} of `axis_names` is handled by hand already, by "
+                f"{self._what}: mesh axis {', '.join(map(repr, taken))} of `axis_names` is manual already, by "
                 "the shard_map around."
             )
         manual = self._axis_names or frozenset(mesh.axis_names) - already
         if not manual:
             raise ValueError(
-                f"{self._what}: the shard_map around handles all mesh axes by hand already. Give it the `axis_names` "
+                f"{self._what}: the shard_map around makes all mesh axes manual already. Give it the `axis_names` "
                 "that are its own."
             )
         return manual
@@ -214,7 +214,7 @@ class _Call:
         leaves, structure = resolve(arguments, self._placement(arguments, positional), mesh, what)
         if self._in is None and _context.active_mapping() is None and any(leaf.names for leaf in leaves):
             raise ValueError(
-                f"{self._what}: nothing says how the arguments are split: no mapping is in force. Pass `mapping` or "
+                f"{self._what}: nothing says how the arguments are sharded: no mapping is active. Pass `mapping` or "
                 "`in_specs`, or use axonym.axis_mapping."
             )
         found = []
@@ -286,8 +286,8 @@ def _check_not_split(leaf: Leaf, manual: Collection[str], what: str) -> None:
         spec = getattr(leaf.value.sharding, "spec", spec)
     if any(a in manual for a in axes_in(spec)):
         raise ValueError(
-            f"{what}: {leaf.path} {leaf.shape} is a raw array that is split, {spec}. Say with `in_specs` how it comes "
-            f"apart: that, or PartitionSpec() for the whole of it on every device."
+            f"{what}: {leaf.path} {leaf.shape} is a raw array that is sharded, {spec}. Set its sharding with "
+            f"`in_specs`: that, or PartitionSpec() if it is replicated."
         )
 
 

@@ -366,7 +366,7 @@ class MeshShardingHelper:
             pytree: a tree of the arrays of this process, of the same shapes in every process.
             batch_axis: the axis along which the parts follow one another: a position, or the name of an axis where the
                 arrays are named.
-            mesh_axis_subset: the mesh axes that the axis is split over; all of them by default.
+            mesh_axis_subset: the mesh axes that the axis is sharded over; all of them by default.
 
         >>> from axonym.scalax.sharding import MeshShardingHelper
         >>> helper = MeshShardingHelper([2, 1], ["data", "model"])

@@ -57,7 +57,7 @@ def from_process_local_data(
         elif x.shape[position] % shards:
             sizes = " x ".join(f"{a}={found.shape[a]}" for a in over)
             problems.append(
-                f"{leaf.path} {shape}: {x.shape[position]} along axis {axis!r} cannot be split over {sizes}: "
+                f"{leaf.path} {shape}: {x.shape[position]} along axis {axis!r} cannot be sharded over {sizes}: "
                 f"the devices of this process hold {shards} parts."
             )
         else:

@@ -62,7 +62,7 @@ def _normalize_entry(entry: Any, name: str, what: str) -> Entry:
     if isinstance(entry, Sequence) and all(isinstance(e, str) for e in entry):
         axes = tuple(str(e) for e in entry)
         if len(set(axes)) != len(axes):
-            raise ValueError(f"{what}: axis {name!r} is split over one mesh axis twice, {axes}.")
+            raise ValueError(f"{what}: axis {name!r} is sharded over one mesh axis twice, {axes}.")
         return entry_of(axes)
     raise TypeError(f"{what}: axis {name!r} goes to a mesh axis, several, or None; got {entry!r}.")
 

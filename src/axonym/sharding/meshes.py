@@ -45,7 +45,7 @@ def required_mesh(what: str, mesh: AnyMesh | None) -> AnyMesh:
     """A mesh passed by hand, or the one in force; there must be one."""
     mesh = mesh if mesh is not None else current_mesh()
     if mesh is None:
-        raise ValueError(f"{what}: no mesh is in force. Use jax.set_mesh, or pass a mesh.")
+        raise ValueError(f"{what}: no mesh is active. Use jax.set_mesh, or pass a mesh.")
     return mesh
 
 

@@ -440,7 +440,7 @@ def _checked(
             if size % shards:
                 over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
                 problems.append(
-                    f"{array}: {name} of size {size} cannot be split over {over}: {size} is not a multiple of "
+                    f"{array}: {name} of size {size} cannot be sharded over {over}: {size} is not a multiple of "
                     f"{shards}. " + _WAY_OUT[names is None].format(size=-(-size // shards) * shards)
                 )
     return PartitionSpec(*entries), tuple(problems)

@@ -184,7 +184,7 @@ class FSDPShardingRule(ShardingRule):
         min_fsdp_size: int = 1048576,
     ):
         """Arguments:
-        fsdp_axis_name: the mesh axis, or several, to split over.
+        fsdp_axis_name: the mesh axis, or several, to sharded over.
         fsdp_axis_size: what must divide the axis, besides the mesh.
         min_fsdp_size: the least number of elements for an array to be split.
         """

@@ -203,7 +203,7 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
     if placement is None and _context.active_mapping() is None:
         if warn:
             _errors.warn(
-                f"{what}: no mapping is in force, so nothing was placed. Use axonym.axis_mapping, or pass a placement."
+                f"{what}: no mapping is active, so nothing was placed. Use axonym.axis_mapping, or pass a placement."
             )
         return tree
     if mesh is not None:
@@ -215,7 +215,7 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
         mesh = current_mesh()
     if mesh is None and not shardings_in(placement):
         if warn:
-            _errors.warn(f"{what}: no mesh is in force, so nothing was placed. Use jax.set_mesh, or pass a mesh.")
+            _errors.warn(f"{what}: no mesh is active, so nothing was placed. Use jax.set_mesh, or pass a mesh.")
         return tree
     leaves, structure = resolve(tree, placement, mesh, what)
     if undo:
@@ -298,8 +298,8 @@ def _constrain(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
     if by_hand and AxisType.Explicit in kinds and jax.sharding.get_abstract_mesh().empty:
         if jax.typeof(x).sharding.mesh.empty:
             raise ValueError(
-                f"{what}: a mesh with Explicit axes cannot be passed by hand inside jit, since the arrays traced there "
-                "do not live on it. Put it in force outside: `with jax.set_mesh(mesh): ...`."
+                f"{what}: a mesh with Explicit axes cannot be passed inside jit, since the arrays traced there "
+                "are not on it. Activate it outside: `with jax.set_mesh(mesh): ...`."
             )
     return _constraint(spec, mesh if by_hand else None, tuple(types.items()))(x)
 
@@ -324,7 +324,7 @@ def _constraint(
             axes = tuple(a for a in mesh_axes(entry) if kind[a] == wanted)
             if axes and len(axes) != len(mesh_axes(entry)):
                 raise ValueError(
-                    f"shard: {entry} splits one axis over mesh axes of different types, {dict(types)}; JAX has no way "
+                    f"shard: {entry} shards one axis over mesh axes of different types, {dict(types)}; JAX has no way "
                     "to say that. Use mesh axes of one type for it."
                 )
             mixed = otherwise if entry is not None else None

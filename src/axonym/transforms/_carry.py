@@ -143,7 +143,7 @@ def _moved(names: Names | None, before: Any, after: Any) -> str:
 
 
 def _over(axes: tuple[str, ...]) -> str:
-    return f"split over {' and '.join(map(repr, axes))}" if axes else "whole"
+    return f"sharded over {' and '.join(map(repr, axes))}" if axes else "whole"
 
 
 def _placement(names: Names | None, aval: Any) -> str:

@@ -126,7 +126,7 @@ def collision(what: str, names: Names) -> str:
 
 
 def whole_along(x: jax.Array, position: int) -> jax.Array:
-    """The array gathered along one axis, where it is split over Explicit mesh axes."""
+    """The array gathered along one axis, where it is sharded over Explicit mesh axes."""
     entries = list(entries_of(x))
     if entries[position] is None:
         return x

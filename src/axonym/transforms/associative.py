@@ -33,7 +33,7 @@ def associative_scan(fn: Callable[[T, T], T], elems: T, axis: AxisSelector, *, r
     """Combine the elements along an axis, keeping every intermediate result: `jax.lax.associative_scan` by name.
 
     The function is called on many pairs of elements at once: the axis stays in what it sees, with varying sizes. It may
-    return its result in any order of axes. Where the axis is split over Explicit mesh axes it is gathered first, and
+    return its result in any order of axes. Where the axis is sharded over Explicit mesh axes it is gathered first, and
     the result is split again.
 
     Arguments:

@@ -3,7 +3,7 @@
 Each is `jax.lax.scan` over the slices of the arguments that have the axis. The body sees the arguments without it; the
 carry goes from step to step; what the body returns besides is stacked along the axis.
 
-On Explicit mesh axes a loop visits every slice on every device, so an argument that is split over the looped axis is
+On Explicit mesh axes a loop visits every slice on every device, so an argument that is sharded over the looped axis is
 gathered along it first. What is stacked is split again as the arguments were: an output axis keeps the placement that
 it has in the operands. On Auto mesh axes both are the partitioner's business.
 """
