@@ -222,7 +222,7 @@ def test_a_word_for_two_things_is_refused(auto_mesh: Mesh) -> None:
         for word in (axn.MeshAxis("data"), axn.ResourceAxis.DATA, axn.Axis("data", 8)):
             np.testing.assert_array_equal(run(total(word), x, mapping=mapping).array, 32)
         with pytest.raises(
-            ValueError, match=r"'model' could be the logical axis, which is not split, or the mesh axis"
+            ValueError, match=r"'model' could be the logical axis, which is replicated, or the mesh axis"
         ):
             run(lambda x: axn.psum(x, "model"), axn.ones({"model": 4, "batch": 8}))
         same = run(lambda x: axn.psum(axn.sum(x, "data"), "data"), axn.ones({"data": 8}), mapping={"data": "data"})

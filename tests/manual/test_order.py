@@ -1,4 +1,4 @@
-"""Axes that are sharded over several mesh axes: over which of them they can be gathered and split, and in which order."""
+"""Axes that are sharded over several mesh axes: over which they can be gathered and sharded, and in which order."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     ),
     "sharded over the minor one": (
         lambda x: axn.psum_scatter(gather(x, invariant=False), "batch", over="model"),
-        "psum_scatter: axis 'batch' of .* is to be sharded over 'data' and 'model', in this order. Shard it over 'data'",
+        "psum_scatter: axis 'batch' of .* is to be sharded over 'data' and 'model', in this order. Shard it over",
     ),
     "sharded over what splits it": (
         lambda x: axn.psum_scatter(gather(x, "model", invariant=False), "batch", over="data"),

@@ -275,7 +275,7 @@ def test_how_results_are_put_together(auto_mesh: Mesh, x) -> None:
 
 
 def test_a_result_lies_as_the_argument_whose_size_it_has(auto_mesh: Mesh, x) -> None:
-    """With parameters sharded over the axis that splits the batch, `embed` is split in one argument, whole in another."""
+    """With parameters sharded like the batch, `embed` is sharded in one argument, replicated in another."""
     w = axn.ones(axn.make_axes(embed=4, mlp=6))
     step = axn.shard_map(
         lambda w, x: (w * 2, axn.dot(x, axn.all_gather(w, "embed"), axis="mlp")),

@@ -29,15 +29,15 @@ def put_together(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) 
         return axes
     if found and not split:
         raise ValueError(
-            f"{what}: axis {name!r} of {x} is replicated already: {x.axis_size(name)} is its size outside. Gathering it "
-            f"over {describe_axes(axes)} would repeat it {count(axes)} times."
+            f"{what}: axis {name!r} of {x} is replicated already: {x.axis_size(name)} is its size outside. Gathering "
+            f"it over {describe_axes(axes)} would repeat it {count(axes)} times."
         )
     if not chosen and split:
         ways = list(dict.fromkeys(without_trivial(f.now) for f in split))
         if len(ways) > 1:
             raise ValueError(
-                f"{what}: by its size, axis {name!r} of {x} may be sharded over {' or over '.join(map(_listed, ways))}. "
-                "Say which with `over`."
+                f"{what}: by its size, axis {name!r} of {x} may be sharded over {' or over '.join(map(_listed, ways))}."
+                " Say which with `over`."
             )
         return tuple(a for a in ways[0] if a in axes)
     wanted = set(without_trivial(axes))

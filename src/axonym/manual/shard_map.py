@@ -196,12 +196,12 @@ class _Call:
         if taken := sorted(self._axis_names & already):
             raise ValueError(
                 f"{self._what}: mesh axis {', '.join(map(repr, taken))} of `axis_names` is manual already, by "
-                "the shard_map around."
+                "the surrounding shard_map."
             )
         manual = self._axis_names or frozenset(mesh.axis_names) - already
         if not manual:
             raise ValueError(
-                f"{self._what}: the shard_map around makes all mesh axes manual already. Give it the `axis_names` "
+                f"{self._what}: the surrounding shard_map makes all mesh axes manual already. Give it the `axis_names` "
                 "that are its own."
             )
         return manual
