@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 Entry = str | tuple[str, ...] | None
-"""Where an axis goes: a mesh axis, several, or None for nowhere."""
+"""The mesh axis that an axis is sharded over, or several; None if it is replicated."""
 
 
 class Settings:
@@ -30,11 +30,11 @@ class Settings:
 
     def __init__(self, mapping: Mapping[str, Entry], storage: Mapping[str, Entry], annotations: Mapping[str, Hashable]):
         self.mapping = MappingProxyType(dict(mapping))
-        """Where the axes of arrays go."""
+        """The active mapping."""
         self.storage = MappingProxyType(dict(storage))
-        """Where the axes of parameters go between their uses, if not there: see `axonym.fsdp`."""
+        """The storage mapping of parameters: see `axonym.fsdp`."""
         self.annotations = MappingProxyType(dict(annotations))
-        """What the names of annotations stand for: see `axonym.sharding.with_sharding_annotation`."""
+        """The placements of annotations by name: see `axonym.sharding.with_sharding_annotation`."""
 
     def __repr__(self) -> str:
         rest = f", storage={dict(self.storage)}" if self.storage else ""
@@ -54,7 +54,7 @@ def intern_settings(
     storage: Mapping[str, Entry] | None = None,
     annotations: Mapping[str, Hashable] | None = None,
 ) -> Settings | None:
-    """The one object for these settings; None where they say nothing."""
+    """Return the same object for equal settings; None if they are empty."""
     given = mapping or {}, storage or {}, annotations or {}
     if not any(given):
         return None
@@ -64,24 +64,24 @@ def intern_settings(
 
 
 def changed(outer: Settings | None, **parts: Mapping[str, Any]) -> Settings | None:
-    """Settings like others, with some parts replaced."""
+    """Return settings with some parts replaced."""
     kept = {} if outer is None else {n: getattr(outer, n) for n in ("mapping", "storage", "annotations")}
     return intern_settings(**{**kept, **parts})
 
 
 def active_settings() -> Settings | None:
-    """All active settings, or None."""
+    """Return all active settings, or None."""
     return ACTIVE.value
 
 
 def active_mapping() -> Mapping[str, Entry] | None:
-    """The active mapping, or None; one without entries is none."""
+    """Return the active mapping, or None if it has no entries."""
     settings = ACTIVE.value
     return None if settings is None else settings.mapping or None
 
 
 def activate(settings: Settings | None) -> contextlib.AbstractContextManager[None]:
-    """Make settings active in a with-block."""
+    """Activate settings in a with-block."""
     return ACTIVE(settings)
 
 

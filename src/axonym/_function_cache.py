@@ -1,11 +1,11 @@
-"""Finding again what was compiled for a user's function.
+"""Keep compiled code for each user function.
 
-JAX knows a traced loop by the function object that is its body. A transform that wraps the user's function in a new one
-on every call would trace and, outside of jit, compile every time. So what was made for a function is kept for as long
-as that lives, and used again when everything else that is static is equal too.
+JAX identifies a traced loop by the function object of its body. A transform that wraps the user's function in a new one
+on every call would trace and, outside of jit, compile every time. So the compiled code of a function is kept as long as
+the function lives, and used again if everything else that is static is equal.
 
-A function can hold arrays: those of a module whose method it is, or of a `functools.partial`. They are operands of what
-is compiled, so that another module of the same spec finds it too, and so that they may be traced, or lie on a mesh.
+A function can hold arrays: those of a module whose method it is, or of a `functools.partial`. They are operands of the
+compiled code, so that another module of the same spec uses it too, and so that they may be traced, or sharded.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ WithArrays: TypeAlias = Callable[[HeldArrays], tuple[Callable[..., Any], ...]]
 """From these arrays, which may be traced, to the functions."""
 
 _LIMIT = 256
-"""How much is kept for one function; then the oldest goes. Only a static leaf that keeps changing gets there."""
+"""The number of entries for one function, then the oldest is dropped. Reached only if static leaves keep changing."""
 
 
 class FunctionCache(dict[Any, Any]):
-    """What was made for one function, by everything static that it depends on."""
+    """The values for one function, by everything static that they depend on."""
 
     __slots__ = ("__weakref__",)
 
     def find(self, key: Any, specs: Iterable[TreeSpec], make: Callable[[], R]) -> R:
-        """What was made for a key before, or is made now.
+        """Return the value for a key, and make it first if there is none.
 
         Arguments:
-            key: everything static that the result depends on. Where it has no hash, nothing is kept.
-            specs: the specs in the key. What was made goes when one of their weak leaves goes.
-            make: makes it.
+            key: everything static that the value depends on. If it has no hash, nothing is kept.
+            specs: the specs in the key. The value is dropped with any of their weak leaves.
+            make: a function that makes the value.
         """
         try:
             found = self.get(key)
@@ -58,7 +58,7 @@ class FunctionCache(dict[Any, Any]):
         return found[0]
 
     def _forgotten_with(self, key: Any, specs: Iterable[TreeSpec]) -> list[weakref.ref[Any]]:
-        """References that take out what is kept under a key when one of the weak leaves is gone."""
+        """Return references that drop the value for a key with any of the weak leaves."""
         known = weakref.ref(self)
 
         def forget(_: Any) -> None:
@@ -72,14 +72,14 @@ class FunctionCache(dict[Any, Any]):
 _CACHES: weakref.WeakKeyDictionary[Any, FunctionCache] = weakref.WeakKeyDictionary()
 
 _PLAIN = {types.FunctionType, type(jax.jit(lambda: None))}
-"""The types of functions that hold nothing that could be seen from outside. The common case, and soon done."""
+"""The types of functions without arrays that are visible from outside. The common case, handled fast."""
 
 
 class Functions:
     """The functions of a transform, apart from the arrays that they hold."""
 
     def __init__(self, *functions: Callable[..., Any], own: FunctionCache | None = None):
-        """`own` is for what is made for functions that cannot be known again. By default nothing is kept for them."""
+        """`own` is the cache for functions that cannot be recognised again. By default nothing is kept for them."""
         self._functions = functions  # the leaves of the spec are weak
         self._plain = all(type(f) in _PLAIN for f in functions)
         self.arrays: HeldArrays = []
@@ -92,15 +92,16 @@ class Functions:
         self._cache, self._key = self._where_kept()
 
     def now(self) -> Functions:
-        """The same functions with the arrays that they hold now."""
+        """Return the same functions with the arrays that they hold now."""
         return self if self._plain else Functions(*self._functions, own=self._own)
 
     def compiled(self, build: Callable[..., R], plan: Any, *specs: TreeSpec) -> R:
-        """What `build` made of these functions before, or makes of them now.
+        """Return the result of `build` for these functions, from the cache if possible.
 
         Arguments:
-            build: called as `build(functions, plan, *specs)`. What it makes keeps neither the functions nor the arrays.
-            plan: everything static that the result depends on. Where it has no hash, nothing is kept.
+            build: called as `build(functions, plan, *specs)`. Its result keeps neither the functions nor the arrays
+                alive.
+            plan: everything static that the result depends on. If it has no hash, nothing is kept.
             *specs: more of that, the specs of the caller's arguments. They come weak: their leaves are not kept alive.
         """
         weak = tuple([spec.weak() for spec in specs])
@@ -108,12 +109,12 @@ class Functions:
         return self._cache.find(key, (self._spec, *weak), lambda: build(self._with_arrays(), plan, *weak))
 
     def _where_kept(self) -> tuple[FunctionCache, TreeSpec | None]:
-        """Where to keep what is made for the functions, and under what besides the plan."""
+        """Return the cache for the functions, and the key besides the plan."""
         if self._plain:
             return _CACHES.setdefault(self._functions[0], FunctionCache()), self._spec
-        # A method of an object that can change is not the same function later on. JAX sees it that way, too.
+        # As in JAX, a method of an object that can change is not the same function later on.
         if not any(isinstance(s, StaticLeaf) and isinstance(s.value, types.MethodType) for s in self._spec.slots):
-            with contextlib.suppress(TypeError):  # where there is no hash
+            with contextlib.suppress(TypeError):  # if there is no hash
                 hash(self._spec)
                 return _CACHES.setdefault(_anchor(self._functions[0]), FunctionCache()), self._spec
         return FunctionCache() if self._own is None else self._own, None
@@ -124,7 +125,7 @@ class Functions:
 
 
 def _anchor(function: Any) -> Any:
-    """What lives as long as what was made for a function can be of use."""
+    """Return an object that lives as long as the values for a function can be of use."""
     if isinstance(function, functools.partial):
         return _anchor(function.func)
     if isinstance(function, types.MethodType):
@@ -138,7 +139,7 @@ def _anchor(function: Any) -> Any:
 
 @jax.tree_util.register_pytree_node_class
 class _OpenedFunction:
-    """A callable that JAX takes for a leaf, as a tree of what it is made of."""
+    """A callable that is a leaf for JAX, as a tree of its parts."""
 
     def __init__(self, make: Callable[..., Any], parts: Any):
         self.make, self.parts = make, parts
@@ -152,7 +153,7 @@ class _OpenedFunction:
 
 
 def _opened(tree: Any) -> Any:
-    """A tree with its partial functions, and with the methods of what is a tree itself, opened."""
+    """Return a tree with its partial functions, and the methods of trees, opened."""
 
     def is_made(x: Any) -> bool:
         return isinstance(x, functools.partial) or is_named_array(x)
@@ -168,12 +169,12 @@ def _opened(tree: Any) -> Any:
 
 
 def _is_immutable(x: Any) -> bool:
-    """Whether something has no state of its own: a tree, or a value with a hash."""
+    """Return whether something has no state of its own: a tree, or a value with a hash."""
     return not jax.tree_util.treedef_is_leaf(jax.tree.structure(x)) or type(x).__eq__ is not object.__eq__
 
 
 def _closed(tree: Any) -> Any:
-    """The tree that was opened."""
+    """Return the tree that was opened."""
 
     def close(x: Any) -> Any:
         if not isinstance(x, _OpenedFunction):

@@ -1,4 +1,4 @@
-"""Taking a tree apart into arrays and a `TreeSpec`, which is everything else, and putting it together again.
+"""Flatten a tree into arrays and a `TreeSpec`, which is everything else, and unflatten it.
 
 What JAX traces takes arrays only; the rest is static, part of the program. A `TreeSpec` is that rest: the structure,
 the names of the axes, and the leaves that are not arrays. It can be hashed, so a program is found again by its specs.
@@ -42,7 +42,7 @@ class StaticLeaf:
         self._hash: int | None = None
 
     def checked(self, what: str) -> StaticLeaf:
-        """The same leaf, which must be hashable; `what` says at the start of the message what it is."""
+        """Return the same leaf, which must be hashable; the message starts with `what`."""
         try:
             hash(self)
         except TypeError:
@@ -72,9 +72,9 @@ class StaticLeaf:
 
 
 class WeakLeaf(StaticLeaf):
-    """A leaf that is known by its identity, such as a function, and is not kept alive.
+    """A leaf that is compared by identity, such as a function, and is not kept alive.
 
-    So it can be part of a key, and what is kept under the key does not outlive the leaf.
+    So it can be part of a key, and the value for the key does not outlive the leaf.
     """
 
     __slots__ = ("_reference",)
@@ -85,7 +85,7 @@ class WeakLeaf(StaticLeaf):
 
     @property
     def value(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The leaf. Who calls with it holds it while it is in use."""
+        """Return the leaf, which its caller keeps alive while it is in use."""
         value = self._reference()
         assert value is not None, "the caller holds its arguments while they are used"
         return value
@@ -98,12 +98,12 @@ class WeakLeaf(StaticLeaf):
 
 
 def is_known_by_identity(value: Any) -> bool:
-    """Whether something is equal to itself alone, and need not be kept alive to be known again."""
+    """Return whether something is equal to itself only, so that it need not be kept alive."""
     return type(value).__eq__ is object.__eq__ and type(value).__weakrefoffset__ != 0
 
 
 Slot: TypeAlias = Names | StaticLeaf | None
-"""What a spec knows of a leaf: the names of a named array, None for a raw array, or the leaf itself if it is static."""
+"""A leaf in a spec: the names of a named array, None for a raw array, or the leaf itself if it is static."""
 
 
 class TreeSpec:
@@ -120,35 +120,35 @@ class TreeSpec:
 
     @property
     def static_fields(self) -> tuple[Any, ...]:
-        """The static values in the structure that Python may find equal to others; none for most trees."""
+        """Return the static values in the structure that Python may find equal to others; none for most trees."""
         if self._static_fields is None:
             self._static_fields = _static_fields(self.structure)
         return self._static_fields
 
     @property
     def node_data(self) -> list[Any]:
-        """What the nodes of the structure keep besides their children, as far as it cannot change."""
+        """Return the immutable data of the nodes of the structure, besides their children."""
         if self._node_data is None:
             self._node_data = [_CHANGES if _is_mutable(data) else data for data in _node_data(self.structure)]
         return self._node_data
 
     @property
     def names(self) -> list[Names | None]:
-        """The names of each array; None for a raw one."""
+        """Return the names of each array; None for a raw one."""
         return [slot for slot in self.slots if not isinstance(slot, StaticLeaf)]
 
     @property
     def static_leaves(self) -> list[StaticLeaf]:
-        """The leaves that are not arrays."""
+        """Return the leaves that are not arrays."""
         return [slot for slot in self.slots if isinstance(slot, StaticLeaf)]
 
     def with_names(self, names: Iterable[Names | None]) -> TreeSpec:
-        """The same spec with other axes."""
+        """Return the same spec with other axes."""
         new = iter(names)
         return TreeSpec(self.structure, [s if isinstance(s, StaticLeaf) else next(new) for s in self.slots])
 
     def weak(self, *lenders: TreeSpec) -> TreeSpec:
-        """The same spec, which keeps no leaf alive that is known by its identity.
+        """Return the same spec, without keeping leaves alive that are compared by identity.
 
         Arguments:
             *lenders: only leaves that are weak in these specs become weak; the others are kept alive.
@@ -169,12 +169,12 @@ class TreeSpec:
         )
 
     def unflatten(self, arrays: Iterable[Any] = ()) -> Any:
-        """The tree with these arrays."""
+        """Return the tree with these arrays."""
         left = iter(arrays)
         return jax.tree.unflatten(self.structure, [_leaf(slot, left) for slot in self.slots])
 
     def paths(self) -> list[str]:
-        """Where each leaf stands, as in `['h'].weight`. Slow: for messages."""
+        """Return the path of each leaf, as in `['h'].weight`. Slow: for messages."""
         numbered = jax.tree.unflatten(self.structure, range(len(self.slots)))
         return [jax.tree_util.keystr(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(numbered)[0]]
 
@@ -205,7 +205,7 @@ class FlatTree:
         self.spec = spec
 
     def tree(self) -> Any:
-        """The tree they make up."""
+        """Return the tree."""
         return self.spec.unflatten(self.arrays)
 
 
@@ -213,7 +213,7 @@ jax.tree_util.register_dataclass(FlatTree, data_fields=["arrays"], meta_fields=[
 
 
 def flatten(tree: Any, arrays: tuple[type, ...] = ARRAYS, *, named: bool = True) -> tuple[list[Any], TreeSpec]:
-    """The raw arrays of a tree, and its spec.
+    """Return the raw arrays of a tree, and its spec.
 
     Arguments:
         tree: the tree.
@@ -238,7 +238,7 @@ def flatten(tree: Any, arrays: tuple[type, ...] = ARRAYS, *, named: bool = True)
 
 
 def same_static_fields(structure: Any, spec: TreeSpec) -> bool:
-    """Whether a structure that JAX finds equal to that of a spec is the same by type and sign."""
+    """Return whether a structure that JAX finds equal to that of a spec is the same by type and sign."""
     if not spec.static_fields:
         return True
     same = all(map(_same_objects, _node_data(structure), spec.node_data))
@@ -246,7 +246,7 @@ def same_static_fields(structure: Any, spec: TreeSpec) -> bool:
 
 
 def check_rank(x: NamedArray) -> None:
-    """Names and array agree on the number of axes; where they do not, a positional transform was at work."""
+    """Check that an array has as many axes as names; if not, a positional transform was applied."""
     if isinstance(x.array, ARRAYS) and x.array.ndim != len(x.names):
         raise ValueError(_errors.wrong_rank(x.names, x.array.shape))
 
@@ -260,16 +260,16 @@ def _leaf(slot: Slot, left: Iterator[Any]) -> Any:
 # --- values by type and sign ---
 
 _PLAIN = {type(None), str, types.FunctionType, types.BuiltinFunctionType}
-"""The types of values that need no look, since what equals them is the same."""
+"""The types of values that are the same if they are equal."""
 
 
 def _static_fields(structure: Any) -> tuple[Any, ...]:
-    """What the nodes keep besides their children, as far as Python may find it equal to something else."""
+    """Return the data of the nodes that Python may find equal to something else."""
     return tuple([_typed(data, mutable=True) for data in _node_data(structure) if not _is_plain(data)])
 
 
 def _node_data(structure: Any) -> list[Any]:
-    """What the nodes of a structure keep besides their children. The keys of a dictionary become a tuple."""
+    """Return the data of the nodes of a structure. The keys of a dictionary become a tuple."""
     found: list[Any] = []
 
     def keep(_: Any, data: Any) -> None:
@@ -296,11 +296,11 @@ def _same_objects(a: Any, b: Any) -> bool:
 
 
 def _typed(value: Any, *, mutable: bool = False) -> Any:
-    """A value as one that equals others of the same type and sign only.
+    """Convert a value to one that equals others of the same type and sign only.
 
     Arguments:
-        value: the value. What cannot be hashed stays so.
-        mutable: lists and dictionaries are compared by what they hold now.
+        value: the value. One that cannot be hashed stays so.
+        mutable: whether lists and dictionaries are compared by their present elements.
     """
     kind = type(value)
     if kind in _PLAIN:

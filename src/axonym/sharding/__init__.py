@@ -1,4 +1,4 @@
-"""Where the arrays of a tree go: mappings, meshes, placements, rules, and what is compiled with them."""
+"""Shard the arrays of trees: mappings, meshes, placements, rules, and compiled functions that apply them."""
 
 from .annotations import (
     sharding_annotations as sharding_annotations,

@@ -6,7 +6,7 @@ flattened, and for each structure it is decided once which leaves are donated, w
 `jax.jit` then gets the arrays alone, and the static leaves are part of the function that it compiles.
 
 Placements are applied inside the compiled function: arguments on the host arrive sharded, those placed otherwise are
-moved. Only where some lie on other devices than the mesh's, they are moved before, when `jax.jit` has refused them.
+moved. Only arguments on devices outside of the mesh are moved before the call, after `jax.jit` has refused them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ S = TypeVar("S")
 
 
 class JitOptions(TypedDict, total=False):
-    """The arguments of `jax.jit` that are handed on to it as they are."""
+    """The arguments of `jax.jit` that are passed on to it."""
 
     keep_unused: bool
     device: object
@@ -45,7 +45,7 @@ class JitOptions(TypedDict, total=False):
 
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-"""What goes into a compiled function as an array, where what is not an array is static."""
+"""The types of arrays of a compiled function whose other leaves are static."""
 
 
 class CompiledFunction(Generic[P, R]):
@@ -123,7 +123,7 @@ class CompiledFunction(Generic[P, R]):
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
         """Lower the function for these arguments, which may be abstract: see `jax.jit(f).lower`.
 
-        What is compiled from it is called like the function; arguments that are not arrays must be the same ones.
+        The compiled program is called like the function; arguments that are not arrays must be the same ones.
 
         >>> compiled = axn.named_jit(lambda x, n: x * n).lower(axn.ones({"x": 2}), 3).compile()
         >>> compiled(axn.ones({"x": 2}), 3)
@@ -151,11 +151,11 @@ class CompiledFunction(Generic[P, R]):
     def __repr__(self) -> str:
         return f"{self._what}({getattr(self._fn, '__qualname__', self._fn)!s})"
 
-    # --- what is active ---
+    # --- active settings ---
 
     @contextlib.contextmanager
     def _surroundings(self):
-        """Make active around the call what its program is found again by.
+        """Activate, around the call, the settings that its program depends on.
 
         The settings of the function itself are made active inside of it, so the program does not depend on others that
         are active around the call. Those that it does not replace stay.
@@ -170,7 +170,7 @@ class CompiledFunction(Generic[P, R]):
             yield
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        """The body that is traced."""
+        """Run the function, while it is traced."""
         outer = _context.active_settings()
         settings = _context.changed(outer, **self._active) if self._active else outer
         with contextlib.nullcontext() if settings is outer else _context.activate(settings):
@@ -180,7 +180,7 @@ class CompiledFunction(Generic[P, R]):
             return result if self._results is None else self._results((args, kwargs), result)
 
     def _check_mesh_axes(self, settings: _context.Settings | None) -> None:
-        """What is active inside fits the mesh, also where none of the arguments and results says so."""
+        """Check that the mesh has all mesh axes of the settings that are active inside."""
         mesh = None if settings is None else current_mesh()
         if settings is not None and mesh is not None:
             for mapping in (settings.mapping, settings.storage):
@@ -209,7 +209,7 @@ class CompiledFunction(Generic[P, R]):
         return jitted
 
     def _may_go_otherwise(self, error: Exception, args: Any, kwargs: Any) -> bool:
-        """Whether a call that failed may succeed with arguments that are flattened, or moved to other devices."""
+        """Return whether a call that failed may succeed with flattened arguments, or on other devices."""
         if self._unseen and self._static_leaves:
             leaves = jax.tree.leaves((args, kwargs))
             self._unseen = not isinstance(error, _LooksAlikeError) and all([isinstance(x, _ARRAYS) for x in leaves])
@@ -238,7 +238,7 @@ class CompiledFunction(Generic[P, R]):
         return program.jitted(*args, **kwargs) if program.whole else program.jitted(*program.picked(leaves))
 
     def _find_program(self, args: Any, kwargs: Any, leaves: list[Any], structure: Any) -> _Program:
-        """The program for the leaves of a call, which is then the latest for their structure."""
+        """Return the program for the leaves of a call, which is then the latest for their structure."""
         donates = self._donates(args, kwargs, len(leaves))
         slots = [None if isinstance(leaf, _ARRAYS) else _checked(StaticLeaf(leaf)) for leaf in leaves]
         spec = TreeSpec(structure, slots)
@@ -274,7 +274,7 @@ class CompiledFunction(Generic[P, R]):
             return Stage(getattr(program.jitted, stage)(*program.picked(leaves)), program)
 
     def _donates(self, args: Any, kwargs: Any, count: int) -> Sequence[bool]:
-        """Whether each leaf of the arguments may be overwritten."""
+        """Return whether each leaf of the arguments may be overwritten."""
         for_args, for_kwargs = self._donate
         if for_args is None and not for_kwargs:
             return (False,) * count
@@ -301,7 +301,7 @@ class CompiledFunction(Generic[P, R]):
 
 
 class _Program:
-    """What is compiled for arguments of one spec, and what is known of the leaves that it was called with last."""
+    """The compiled code for arguments of one spec, and the leaves that it was called with last."""
 
     def __init__(self, spec: TreeSpec, donated: tuple[bool, ...], jitted: Any, *, whole: bool):
         self.spec = spec
@@ -314,25 +314,25 @@ class _Program:
         self._types: list[type] = []
 
     def for_types(self, leaves: list[Any]) -> _Program:
-        """The same program, which was called with these leaves last."""
+        """Return the same program, which was called with these leaves last."""
         self._types = list(map(type, leaves))
         return self
 
     def takes(self, leaves: list[Any], structure: Any) -> bool:
-        """Whether it is surely the one for these leaves: the static ones are the same objects, the others arrays."""
+        """Return whether it is surely the program for these leaves: the same static objects, all others arrays."""
         for i, value in self._static:
             if leaves[i] is not value:
                 return False
         return list(map(type, leaves)) == self._types and same_static_fields(structure, self.spec)
 
     def picked(self, leaves: list[Any]) -> tuple[list[Any], ...]:
-        """The arrays among the leaves, which go out of the list: those that are kept, and those that are donated."""
+        """Take the arrays out of the list of leaves, and return those that are kept and those that are donated."""
         for i, _ in self._static:
             del leaves[i]
         return self.apart(leaves)
 
     def apart(self, arrays: list[Any]) -> tuple[list[Any], ...]:
-        """The arrays that are kept, and those that are donated."""
+        """Return the arrays that are kept, and those that are donated."""
         if not self._donates:
             return (arrays,)
         both = list(zip(arrays, self._donated, strict=True))
@@ -340,7 +340,7 @@ class _Program:
 
 
 def _is_surely_array(leaf: Any) -> bool:
-    """Whether a leaf is an array, and one that `jax.jit` tells from a Python number."""
+    """Return whether a leaf is an array, and one that `jax.jit` tells from a Python number."""
     if not isinstance(leaf, _ARRAYS):
         return False
     return leaf.ndim > 0 or not (leaf.dtype == bool or getattr(leaf, "weak_type", False))
@@ -355,7 +355,7 @@ def _checked(leaf: StaticLeaf) -> StaticLeaf:
 
 
 def _flat(result: Any) -> Any:
-    """A result as a compiled function can return it: arrays alone, or arrays and a spec with the static leaves."""
+    """Return a result in the form of compiled functions: arrays alone, or arrays and a spec with the static leaves."""
     arrays, spec = flatten(result, _ARRAYS, named=False)
     return FlatTree(arrays, spec) if list(map(_checked, spec.static_leaves)) else result
 
@@ -401,7 +401,7 @@ jax.tree_util.register_pytree_with_keys(
 class Stage:
     """One of `jax.stages` of a function with static leaves or donated arguments, to be called like the function.
 
-    What it does not define itself, it has from the stage of JAX.
+    All other attributes are those of the stage of JAX.
     """
 
     def __init__(self, stage: Any, program: _Program | None):
@@ -411,7 +411,7 @@ class Stage:
 
     @property
     def out_info(self) -> Any:
-        """What the function returns, with abstract arrays."""
+        """Return the result of the function with abstract arrays."""
         return _tree(self._stage.out_info)
 
     def lower(self, *args: Any, **kwargs: Any) -> Stage:

@@ -1,4 +1,4 @@
-"""Places in a program that have a name, and are placed from outside."""
+"""Annotations: named values in a program, whose placement is set from outside."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class HashablePlacement:
-    """A placement as a value that can be hashed, so that it can be part of jit's cache key."""
+    """A placement that can be hashed, so that it can be part of jit's cache key."""
 
     __slots__ = ("_key", "placement")
 
@@ -40,16 +40,16 @@ def _hashable(placement: Placement) -> Any:
 
 
 def hashable_annotations(annotations: Mapping[str, Placement] | None) -> dict[str, HashablePlacement] | None:
-    """The placements of annotations in the form in which they become active."""
+    """Return the placements of annotations in a form that can be hashed."""
     return None if annotations is None else {name: HashablePlacement(p) for name, p in annotations.items()}
 
 
 def sharding_annotations(annotations: Mapping[str, Placement], *, merge: bool = False) -> ActiveSettings:
-    """Say where annotated values go, inside a with-block or as a decorator.
+    """Set the placements of annotated values, in a with-block or as a decorator.
 
     Arguments:
         annotations: from the names of annotations to placements.
-        merge: keep what is said around it of names that this does not mention.
+        merge: whether to keep the placements that are active around it for other names.
 
     >>> mesh = axn.make_mesh({"data": 2})
     >>> with axn.set_mesh(mesh), axn.sharding.sharding_annotations({"hidden": jax.P("data")}):
@@ -66,9 +66,9 @@ def sharding_annotations(annotations: Mapping[str, Placement], *, merge: bool = 
 
 
 def with_sharding_annotation(pytree: T, sharding_name: str) -> T:
-    """Name a value, for the innermost `named_jit` or `sharding_annotations` around it to place.
+    """Annotate a value with a name, so that the innermost `named_jit` or `sharding_annotations` places it.
 
-    Where none of them knows the name the value stays as it is.
+    If none of them has the name, the value stays as it is.
 
     Arguments:
         pytree: a tree of arrays.

@@ -61,7 +61,7 @@ def fsdp(
     All may come from the host, or from any other placement.
 
     Parameters without names are stored by a rule (see `axonym.sharding.FSDPShardingRule`), which then places all that
-    `compute_mapping` does not shard. What is gathered where is then up to the compiler.
+    `compute_mapping` does not shard. The compiler then decides what is gathered where.
 
     Arguments:
         *args: the function (left out in a decorator), then the two mappings if they are not given by keyword.

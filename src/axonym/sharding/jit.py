@@ -1,4 +1,4 @@
-"""`named_jit`: `jax.jit` that places arguments and results by name."""
+"""`named_jit`: `jax.jit` that shards arguments and results by name."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ def named_jit(
     annotation_shardings: Mapping[str, Placement] | None = None,
     **jit_options: Unpack[JitOptions],
 ) -> CompiledFunction[P, R] | Callable[[Callable[P, R]], CompiledFunction[P, R]]:
-    """Compile a function, with a mapping active inside it and its arguments and results placed by name.
+    """Compile a function, with a mapping active inside it and its arguments and results sharded by name.
 
-    Arguments can be anything: what is not an array (strings, functions, Python numbers, fields of models) is static,
-    and a call with another value compiles again. The same holds for results.
+    Arguments can be anything: leaves that are not arrays (strings, functions, Python numbers, fields of models) are
+    static, and a call with another value compiles again. The same holds for results.
 
     Arguments:
         fn: the function, method or class to compile. Without it, `named_jit` is a decorator.
         axis_resources: the mapping that is active inside. By default that around the call.
-        in_axis_resources: where the arguments go: a placement for all of them, a tuple with one for each positional
-            parameter, or a dictionary with some by parameter. By default they stay where they are.
-        out_axis_resources: where the results go. By default where `axis_resources` says.
+        in_axis_resources: the placement of the arguments: one for all of them, a tuple with one for each positional
+            parameter, or a dictionary with some by parameter. By default they keep their sharding.
+        out_axis_resources: the placement of the results; `axis_resources` by default.
         donate_args: which positional arguments may be overwritten: a tree prefix of booleans for each.
         donate_kwargs: which keyword arguments may be: a dictionary of such prefixes.
-        annotation_shardings: where annotated values go: see `axonym.sharding.with_sharding_annotation`.
+        annotation_shardings: the placements of annotated values: see `axonym.sharding.with_sharding_annotation`.
         **jit_options: more arguments of `jax.jit`.
 
     >>> mesh = axn.make_mesh({"data": -1})
@@ -107,16 +107,16 @@ def compiled_by_name(
     annotation_shardings: Mapping[str, Placement] | None = None,
     **jit_options: Unpack[JitOptions],
 ) -> CompiledFunction[P, R]:
-    """A function compiled by `named_jit`, or with `fsdp` with two mappings.
+    """Compile a function for `named_jit`, or for `fsdp` with two mappings.
 
     Arguments:
         fn: the function.
         active: what is active inside: see `CompiledFunction`.
-        in_axis_resources: where the arguments go: see `named_jit`, as for all that follow.
-        out_axis_resources: where the results go.
+        in_axis_resources: the placement of the arguments: see `named_jit`, as for all that follow.
+        out_axis_resources: the placement of the results.
         donate_args: which positional arguments may be overwritten.
         donate_kwargs: which keyword arguments may be.
-        annotation_shardings: where annotated values go.
+        annotation_shardings: the placements of annotated values.
         **jit_options: more arguments of `jax.jit`.
     """
     for reserved in ("in_shardings", "out_shardings", "donate_argnums", "donate_argnames"):
@@ -145,11 +145,11 @@ def compiled_by_name(
 
 
 def _warn_if_misspelt(fn: Callable[..., Any], active: Mapping[str, Mapping[str, Any]], seen: Any) -> None:
-    """Warn of mappings that apply to nothing that goes in or comes out.
+    """Warn of mappings that apply to no argument and no result.
 
-    A compute mapping may well be meant for axes that exist only inside, so it must have a name that is near one
-    outside. A storage mapping is about what goes in, and each of its keys may be misspelt; but it may be shared by
-    several models, so a key must be very near.
+    A compute mapping can be for axes that exist only inside, so it is reported only if it has a name that is near one
+    outside. A storage mapping is for arguments, and each of its keys may be misspelt; but several models may share it,
+    so a key is reported only if it is very near.
     """
     compute, storage = active.get("mapping", {}), active.get("storage", {})
     known = {n for leaf in leaves_of(seen)[0] for n in leaf.names or ()}
@@ -165,7 +165,7 @@ def _warn_if_misspelt(fn: Callable[..., Any], active: Mapping[str, Mapping[str, 
 
 
 def _checked_donation(argument: str, donate: Any) -> Any:
-    """Tree prefixes that say which arguments may be overwritten, None being no."""
+    """Return the tree prefixes that say which arguments may be overwritten, with False for None."""
 
     def checked(may: Any) -> Any:
         if may is None or isinstance(may, bool) or callable(may):

@@ -1,4 +1,4 @@
-"""Checking a whole placement against a whole model, before anything runs."""
+"""Check a placement against a model, before anything runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Kind = Literal["unused", "problem", "replicated"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that is, or may be, wrong with a mapping.
+    """A fault, or possible fault, of a mapping.
 
     >>> axn.sharding.Finding("unused", "embd", "axis 'embd' ...").kind
     'unused'
@@ -35,7 +35,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `lint_mapping` found; it reads well when printed, and is true when there is something in it.
+    """The findings of `lint_mapping`, as a text when printed; true if there are any.
 
     >>> bool(axn.lint_mapping({"x": None}, axn.ones({"x": 2}), axn.make_mesh({"data": 2})))
     False

@@ -1,4 +1,4 @@
-"""Global arrays from what each process has loaded."""
+"""Make global arrays from the data that each process has loaded."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .placement import Leaf, leaves_of, listed
 def from_process_local_data(
     tree: Any, axis: AxisSelector | int = 0, mesh_axes: str | Sequence[str] | None = None, mesh: Mesh | None = None
 ) -> Any:
-    """Make global arrays of which each process has loaded a part.
+    """Make global arrays from the part that each process has loaded.
 
-    It is the same code with one process and with many. Processes between which only other mesh axes lie must have
+    The code is the same with one process and with many. Processes that differ only along other mesh axes must have
     loaded the same part.
 
     Arguments:
         tree: a tree of the arrays of this process, of the same shapes in every process.
-        axis: the axis along which the parts follow one another: a position, or an axis where the arrays are named.
+        axis: the axis along which the parts are concatenated: a position, or an axis if the arrays are named.
         mesh_axes: the mesh axes that the axis is sharded over; all of them by default.
         mesh: the mesh; the active one by default.
 
@@ -70,14 +70,14 @@ def from_process_local_data(
 
 
 def _shards_here(mesh: Mesh, mesh_axes: Sequence[str]) -> int:
-    """How many of the shards that these mesh axes make of an axis lie on devices of this process."""
+    """Return how many of the shards of an axis over these mesh axes are on devices of this process."""
     here = [i for i, d in np.ndenumerate(mesh.devices) if d.process_index == jax.process_index()]
     dimensions = [mesh.axis_names.index(a) for a in mesh_axes]
     return len({tuple([i[d] for d in dimensions]) for i in here})
 
 
 def _position(leaf: Leaf, ndim: int, axis: Any) -> int | None:
-    """Where the axis stands in a leaf; None if it is not there."""
+    """Return the position of the axis in a leaf; None if it is not there."""
     if isinstance(axis, int):
         return axis % ndim if -ndim <= axis < ndim else None
     return leaf.names.index(name_of(axis)) if leaf.names and name_of(axis) in leaf.names else None

@@ -1,4 +1,4 @@
-"""Resource mappings: which mesh axes split which logical axes."""
+"""Resource mappings from logical axes to the mesh axes that they are sharded over."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 ResourceMapping: TypeAlias = Mapping[Any, str | Sequence[str] | None]
-"""From a logical axis to the mesh axis that splits it, to several of them, or to None: explicitly not split."""
+"""From a logical axis to the mesh axis that it is sharded over, to several, or to None: explicitly replicated."""
 
 PhysicalAxisSpec: TypeAlias = str | Sequence[str]
-"""One mesh axis, or several that split an axis together."""
+"""One mesh axis, or several that an axis is sharded over."""
 
 
 class ResourceAxis(enum.StrEnum):
@@ -38,7 +38,7 @@ class ResourceAxis(enum.StrEnum):
 
 
 def normalize_mapping(mapping: Any, what: str = "axis_mapping") -> dict[str, Entry]:
-    """A resource mapping with plain strings and tuples; anything else in it is an error."""
+    """Return a resource mapping with plain strings and tuples; anything else in it is an error."""
     if not isinstance(mapping, Mapping):
         raise TypeError(
             f"{what}: expected a resource mapping such as {{'batch': 'data'}}, got {type(mapping).__name__}."
@@ -68,7 +68,7 @@ def _normalize_entry(entry: Any, name: str, what: str) -> Entry:
 
 
 def is_resource_mapping(placement: Any) -> bool:
-    """Whether a placement is a resource mapping, rather than a dictionary of placements."""
+    """Return whether a placement is a resource mapping, rather than a dictionary of placements."""
     return isinstance(placement, Mapping) and all(
         isinstance(k, (str, Axis))
         and (v is None or isinstance(v, str) or (isinstance(v, (tuple, list)) and all(isinstance(e, str) for e in v)))
@@ -79,14 +79,14 @@ def is_resource_mapping(placement: Any) -> bool:
 def axis_mapping(
     mapping: ResourceMapping | None = None, *, merge: bool = False, **entries: str | Sequence[str] | None
 ) -> ActiveSettings:
-    """Make a resource mapping active, inside a with-block or as a decorator.
+    """Activate a resource mapping, in a with-block or as a decorator.
 
-    The active mapping is part of jit's cache key: functions compiled under another one are compiled again, and found
-    again when it returns. A new thread starts with no mapping, as it does with JAX's mesh.
+    The active mapping is part of jit's cache key: a function is compiled again for another mapping, and not again when
+    a mapping returns. A new thread starts with no mapping, as it does with JAX's mesh.
 
     Arguments:
-        mapping: from axes to mesh axes. None for an axis says that it is not split. An empty one is none at all.
-        merge: keep the entries of the mapping around it for axes that this one does not mention.
+        mapping: from axes to mesh axes. None for an axis means replicated. An empty mapping is the same as none.
+        merge: whether to keep the entries of the mapping around it for axes that this one lacks.
         **entries: more entries, by keyword.
 
     >>> with axn.axis_mapping({"batch": "data"}):
@@ -111,7 +111,7 @@ class EnteredBlocks(threading.local):
 
 
 class ActiveSettings:
-    """Makes settings active, in a with-block or around a function: what `axis_mapping` and its like return."""
+    """Active settings as a with-block or a decorator: the result of `axis_mapping` and similar functions."""
 
     def __init__(self, what: str, settings: Callable[[_context.Settings | None], _context.Settings | None]):
         self._what = what
@@ -145,7 +145,7 @@ class ActiveSettings:
 
 
 def current_mapping() -> dict[str, Entry] | None:
-    """The active resource mapping, or None.
+    """Return the active resource mapping, or None.
 
     >>> with axn.axis_mapping({"batch": ["replica", "data"]}):
     ...     axn.current_mapping()

@@ -1,4 +1,4 @@
-"""Finding and making meshes."""
+"""Find and make meshes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .._mesh_axes import AnyMesh
 
 
 def current_mesh() -> AnyMesh | None:
-    """The mesh in force, or None: that of `jax.set_mesh`, or else of an older `with mesh:`.
+    """Return the active mesh, or None: that of `jax.set_mesh`, or else of an older `with mesh:`.
 
-    Inside a traced function the mesh has no devices; its axes, sizes and types are what names need.
+    Inside a traced function the mesh has no devices; names need only its axes, sizes and types.
 
     >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> with jax.set_mesh(mesh):
@@ -31,7 +31,7 @@ def current_mesh() -> AnyMesh | None:
 
 
 def _older_mesh() -> AnyMesh | None:
-    """The mesh of `with mesh:`. JAX tells it only by what it makes of a constraint without a mesh."""
+    """Return the mesh of `with mesh:`, which JAX shows only in a constraint without a mesh."""
     try:
         with jax.ensure_compile_time_eval():
             probe = jax.lax.with_sharding_constraint(np.float32(0), PartitionSpec())
@@ -42,7 +42,7 @@ def _older_mesh() -> AnyMesh | None:
 
 
 def required_mesh(what: str, mesh: AnyMesh | None) -> AnyMesh:
-    """A mesh passed by hand, or the one in force; there must be one."""
+    """Return the mesh argument, or else the active mesh, which must exist."""
     mesh = mesh if mesh is not None else current_mesh()
     if mesh is None:
         raise ValueError(f"{what}: no mesh is active. Use jax.set_mesh, or pass a mesh.")
@@ -50,7 +50,7 @@ def required_mesh(what: str, mesh: AnyMesh | None) -> AnyMesh:
 
 
 def with_devices(mesh: AnyMesh) -> AnyMesh:
-    """The mesh in force with its devices, where they can be known: not in a traced function."""
+    """Return the active mesh with its devices, if they can be known: not in a traced function."""
     if not isinstance(mesh, AbstractMesh):
         return mesh
     try:
@@ -64,14 +64,14 @@ def with_devices(mesh: AnyMesh) -> AnyMesh:
 
 
 def as_seen_here(mesh: AnyMesh) -> AnyMesh:
-    """A mesh as the code around sees it: inside `shard_map`, some or all of its axes are handled by hand."""
+    """Return a mesh as the code around sees it: inside `shard_map`, some or all of its axes are manual."""
     around = jax.sharding.get_abstract_mesh()
     return around if AxisType.Manual in around.axis_types and around.shape == mesh.shape else mesh
 
 
 @contextlib.contextmanager
 def set_mesh(mesh: AnyMesh) -> Iterator[AnyMesh]:
-    """Put a mesh in force inside a with-block: `jax.set_mesh`, also for a mesh without devices.
+    """Activate a mesh in a with-block: `jax.set_mesh`, also for a mesh without devices.
 
     Arguments:
         mesh: the mesh.
@@ -93,12 +93,12 @@ def make_mesh(
     explicit: bool = False,
     devices: Any = None,
 ) -> Mesh:
-    """A mesh over the devices of this process group.
+    """Make a mesh over the devices of all processes.
 
     Arguments:
-        sizes: sizes by mesh axis, in order. One of them can be -1: what the others leave of the devices.
-        names: the mesh axes, where `sizes` is only a sequence.
-        explicit: make the axes Explicit, so that shardings are part of types; they are Auto by default.
+        sizes: sizes by mesh axis, in order. One of them can be -1, for as many devices as the others leave.
+        names: the mesh axes, if `sizes` is only a sequence.
+        explicit: whether the axes are Explicit, so that shardings are part of types; they are Auto by default.
         devices: the devices to use; all of them by default.
 
     >>> axn.make_mesh({"data": -1, "model": 2}).shape["model"]
@@ -111,7 +111,7 @@ def make_mesh(
 
 
 def full_sizes(sizes: Mapping[str, int], available: int, what: str) -> dict[str, int]:
-    """The sizes of mesh axes, with the one that is -1 made what the others leave of the devices."""
+    """Return the sizes of mesh axes, where -1 becomes as many devices as the others leave."""
     unknown = [n for n, s in sizes.items() if s == -1]
     known = int(np.prod([s for s in sizes.values() if s != -1], dtype=int))
     if len(unknown) > 1:

@@ -1,15 +1,14 @@
-"""From a placement and a tree to a partition spec for every leaf. There is no other way to compute a spec.
+"""Resolve a placement for a tree to a partition spec for every leaf. There is no other way to compute a spec.
 
-A *placement* says where the leaves of a tree go. It is one of
+A *placement* says how the leaves of a tree are sharded. It is one of
 
 - a resource mapping: named arrays by their names, and raw arrays in Equinox modules by `field(axis_names=...)`;
-- a `PartitionSpec` or a `NamedSharding`: every array below it, by position;
-- a rule, which looks at each leaf and says which of the above it gets: see `axonym.sharding.ShardingRule`;
-- None: the mapping in force;
+- a `PartitionSpec` or a `NamedSharding`, for every array below it, by position;
+- a rule, which decides for each leaf which of the above it gets: see `axonym.sharding.ShardingRule`;
+- None: the active mapping;
 - a tree prefix of these, so that parts of a tree are placed in different ways.
 
-`resolve` works the specs out and checks all of them before anything moves: what it finds wrong is one error that lists
-every offender by its path in the tree.
+`resolve` computes and checks all specs before anything moves: its error lists every wrong leaf by its path in the tree.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ Placement: TypeAlias = Any
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf of a tree, a named array counting as one, and where it goes.
+    """One leaf of a tree, where a named array is one, and its sharding.
 
     >>> leaf = axn.sharding.Leaf((jax.tree_util.DictKey("w"),), axn.ones({"embed": 2}), ("embed",), (2,))
     >>> leaf.path, leaf.names
@@ -55,20 +54,20 @@ class Leaf:
     """
 
     keys: tuple[Any, ...]
-    """Where it stands in the tree."""
+    """The path in the tree."""
     value: Any
     names: Names | None
-    """The names of its axes, if it has names."""
+    """The names of the axes, if there are any."""
     shape: tuple[int, ...] | None
-    """None for what is not an array."""
+    """The shape; None for a leaf that is not an array."""
     spec: PartitionSpec | None = None
-    """Where it goes; None leaves it where it is."""
+    """The partition spec; None keeps the present sharding."""
     mesh: AnyMesh | None = None
-    """The mesh on which it goes there, where the placement is a sharding and so has one of its own."""
+    """The mesh of the sharding, if the placement is a sharding."""
 
     @property
     def path(self) -> str:
-        """Where it stands in readable form, as in `layers/0/weight`.
+        """Return the path in readable form, as in `layers/0/weight`.
 
         >>> axn.sharding.Leaf((jax.tree_util.SequenceKey(0),), 1, None, None).path
         '0'
@@ -77,50 +76,51 @@ class Leaf:
 
 
 class Rule(abc.ABC):
-    """What a placement is that looks at each leaf."""
+    """The interface of a placement that decides for each leaf."""
 
     @abc.abstractmethod
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
-        """A placement for the leaf, which may be another rule; None passes the leaf on.
+        """Return a placement for the leaf, which may be another rule; None passes the leaf on.
 
         Arguments:
             leaf: its path, its value (abstract in a traced function), its shape, and its names if it has names.
-            mesh: the mesh, where it is known.
+            mesh: the mesh, if it is known.
         """
 
     def for_tree(self, tree: Any) -> Placement:
-        """The placement for a tree as a whole: the rule itself, or a tree prefix of others.
+        """Return the placement for a tree: the rule itself, or a tree prefix of others.
 
         Arguments:
-            tree: the part of a tree that the rule stands for.
+            tree: the part of a tree that the rule is for.
         """
         return self
 
     def refusal(self, leaf: Leaf) -> str | None:
-        """Why the leaf is passed on, if it is wrong to leave it where it is."""
+        """Return why the leaf is passed on, if that is an error."""
         return None
 
     def unused(self, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
-        """What in the rule applies to no leaf, each as what it is called and a message; for `lint_mapping`.
+        """Return the parts of the rule that apply to no leaf, each as its name and a message; for `lint_mapping`.
 
         Arguments:
-            leaves: the leaves that the rule looks at.
+            leaves: the leaves that the rule is asked about.
         """
         return []
 
     def answer(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
-        """What the rule, and those that it hands the leaf to, say in the end."""
+        """Return the final answer for the leaf, of the rule and those that it hands the leaf to."""
         answer = self.place(leaf, mesh)
         return answer.answer(leaf, mesh) if isinstance(answer, Rule) else answer
 
 
 def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) -> tuple[list[Leaf], Any]:
-    """The leaves of a tree, each with its partition spec, and the structure to put them together again.
+    """Return the leaves of a tree, each with its partition spec, and the structure of the tree.
 
     Arguments:
         tree: any tree; its arrays may be abstract or traced.
-        placement: where the leaves go.
-        mesh: the mesh to check against; None checks only what needs no mesh, and rules see the mesh in force.
+        placement: the placement of the leaves.
+        mesh: the mesh to check against; without one, only checks without a mesh are made, and rules see the active
+            mesh.
         what: the operation, for messages.
     """
     examined = examine(tree, placement, mesh, what)
@@ -133,7 +133,7 @@ def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examined:
-    """What `examine` finds."""
+    """The result of `examine`."""
 
     leaves: list[Leaf]
     structure: Any
@@ -146,10 +146,10 @@ class Examined:
 
 
 def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) -> Examined:
-    """Resolve a placement, and return what is wrong with it beside the leaves; the arguments are those of `resolve`."""
+    """Resolve a placement, and return its errors beside the leaves; the arguments are those of `resolve`."""
     leaves, structure = leaves_of(tree)
     placements = _broadcast(placement, tree, structure, what)
-    # Each mapping is made ready once, however many leaves it places.
+    # Each mapping is normalised once for all leaves.
     ready = {
         id(p): normalize_mapping(p, what) for p in {id(p): p for p, _ in placements}.values() if isinstance(p, Mapping)
     }
@@ -177,7 +177,7 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
 
 
 def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
-    """The leaves of a tree with their paths and names, and its structure."""
+    """Return the leaves of a tree with their paths and names, and its structure."""
     found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named_array)
     return [_leaf(path, value, tree) for path, value in found], structure
 
@@ -193,7 +193,7 @@ def _leaf(path: Sequence[Any], value: Any, tree: Any) -> Leaf:
 
 
 def _field_names(path: Sequence[Any], tree: Any) -> Names | None:
-    """The names that a field of an Equinox module gives its raw array, or each array of its list or dictionary."""
+    """Return the names that a field of an Equinox module has for its raw array, list or dictionary of arrays."""
     last = max((i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)), default=None)
     if last is None:
         return None
@@ -235,7 +235,7 @@ class StorageOrComputeMapping(Rule):
     compute: Mapping[str, Entry]
 
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Mapping[str, Entry]:
-        """The mapping that places a leaf."""
+        """Return the mapping that applies to a leaf."""
         storage, compute = (
             {n: mapped_axes(n, mapping) for n in leaf.names or ()} for mapping in (self.storage, self.compute)
         )
@@ -259,7 +259,7 @@ class ComputeMappingOrStorageRule(Rule):
 
 
 def is_placement(x: Any) -> bool:
-    """Whether something is a placement by itself, rather than a tree prefix of placements."""
+    """Return whether something is a placement by itself, rather than a tree prefix of placements."""
     return (
         x is None
         or isinstance(x, (Rule, PlacementLeaf, PartitionSpec, jax.sharding.Sharding))
@@ -268,7 +268,7 @@ def is_placement(x: Any) -> bool:
 
 
 def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> list[tuple[Placement, int]]:
-    """The placement of each leaf, and how deep in the tree it stands."""
+    """Return the placement of each leaf, and its depth in the tree."""
     if is_placement(placement):
         placement = _for_tree(placement, tree)
     if is_placement(placement):
@@ -288,7 +288,7 @@ def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> li
 
 
 def checked_prefix(placement: Placement, what: str) -> Placement:
-    """A tree prefix of placements. The sharding that `match_sharding_rule` gives a named array is taken out of it."""
+    """Check a tree prefix of placements, and unwrap the shardings that `match_sharding_rule` gives named arrays."""
 
     def checked(p: Any) -> Placement:
         p = p.array if is_named_array(p) else p
@@ -303,14 +303,14 @@ def checked_prefix(placement: Placement, what: str) -> Placement:
 
 @dataclasses.dataclass(frozen=True)
 class PlacementLeaf:
-    """A placement that stands for itself in a prefix, where a dictionary with it could be read as a mapping."""
+    """A placement in a prefix, wrapped because a dictionary with it could be read as a mapping."""
 
     placement: Placement
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _PlacementAtDepth:
-    """A placement, and how deep in the tree it stands."""
+    """A placement, and its depth in the tree."""
 
     placement: Placement
     depth: int
@@ -327,7 +327,7 @@ def _for_tree(placement: Placement, tree: Any) -> Placement:
 
 
 def shardings_in(placement: Placement) -> list[NamedSharding]:
-    """The shardings of a placement, each of which brings its own mesh."""
+    """Return the shardings of a placement, each of which has its own mesh."""
     found = map(_unwrapped, jax.tree.leaves(placement, is_leaf=is_placement))
     return [p for p in found if isinstance(p, NamedSharding)]
 
@@ -344,9 +344,10 @@ def _mesh_of(sharding: NamedSharding, what: str) -> AnyMesh:
 
 
 def _answer(rule: Rule, leaf: Leaf, seen: Leaf, mesh: AnyMesh | None, what: str, problems: list[str]) -> Placement:
-    """What a rule says of a leaf; None leaves it where it is.
+    """Return the answer of a rule for a leaf; None keeps its sharding.
 
-    The rule sees the path from where it stands, so that it says the same of a model wherever that is in a tree.
+    The rule sees the path from its own position, so that its answer for a model does not depend on where that is in a
+    tree.
     """
     if leaf.shape is None:
         return None
@@ -362,7 +363,7 @@ def _answer(rule: Rule, leaf: Leaf, seen: Leaf, mesh: AnyMesh | None, what: str,
 
 
 def spec_of_leaf(leaf: Leaf, placement: Any, mesh: AnyMesh | None, problems: list[str]) -> PartitionSpec | None:
-    """The spec of one leaf by a placement that is not a rule; what is wrong with it is added to the problems."""
+    """Return the spec of one leaf by a placement that is not a rule, and add its errors to the problems."""
     if leaf.shape is None or (entries := entries_of(leaf, placement)) is None:
         return None
     names = leaf.names if isinstance(placement, Mapping) or isinstance(leaf.value, NamedArray) else None
@@ -376,7 +377,7 @@ def spec_of_leaf(leaf: Leaf, placement: Any, mesh: AnyMesh | None, problems: lis
 
 
 def entries_of(leaf: Leaf, placement: Placement) -> tuple[Entry, ...] | None:
-    """What a placement that is not a rule says of the axes of a leaf, or None where it says nothing."""
+    """Return the entries for the axes of a leaf of a placement that is not a rule, or None if it has none."""
     if isinstance(placement, PartitionSpec):
         return tuple(placement)
     if isinstance(placement, NamedSharding):
@@ -389,13 +390,13 @@ def entries_of(leaf: Leaf, placement: Placement) -> tuple[Entry, ...] | None:
 
 
 def check_entries(leaf: Leaf, entries: Sequence[Entry], mesh: AnyMesh | None) -> list[str]:
-    """What is wrong with the entries of a spec: mesh axes that are not there or taken twice, sizes not divisible."""
+    """Return the errors of the entries of a spec: mesh axes that are missing or used twice, sizes not divisible."""
     assert leaf.shape is not None
     return [f"{leaf.path} {p}" for p in _checked(leaf.names, leaf.shape, tuple(entries), mesh)[1]]
 
 
 def check_mesh_axes(what: str, mapping: Mapping[str, Entry], mesh: AnyMesh) -> None:
-    """A mapping names only mesh axes that are there, also for axes that no array has."""
+    """Check that the mesh has all mesh axes of a mapping, also for axes that no array has."""
     for name, entry in mapping.items():
         for mesh_axis in mesh_axes(entry):
             if mesh_axis not in mesh.shape:
@@ -406,14 +407,14 @@ _WAY_OUT = (
     "Make it one (axonym.sharding.round_axis_for_partitioning gives {size}), or map it elsewhere.",
     "Make it one ({size} is), or place it otherwise; a rule can be `.lenient()`.",
 )
-"""What to do about a size: of named arrays, and of raw ones."""
+"""Advice about a size: of named arrays, and of raw ones."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _checked(
     names: Names | None, shape: tuple[int, ...], entries: tuple[Entry, ...], mesh: AnyMesh | None
 ) -> tuple[PartitionSpec, tuple[str, ...]]:
-    """The spec of these entries, and what is wrong with it. Most leaves of a model are like others, so it is kept."""
+    """Return the spec of these entries, and its errors. It is cached, as most leaves of a model are like others."""
     problems = []
     taken: dict[str, str] = {}
     array = _described(names, shape)
@@ -447,16 +448,16 @@ def _checked(
 
 
 def drop_manual(spec: PartitionSpec, mesh: AnyMesh) -> PartitionSpec:
-    """The spec without the mesh axes that are manual here, as inside `shard_map`."""
+    """Return the spec without the mesh axes that are manual here, as inside `shard_map`."""
     left = axes_of_type(mesh, AxisType.Auto, AxisType.Explicit)
     return spec if len(left) == len(mesh.axis_names) else restricted(spec, left)
 
 
-# --- words ---
+# --- messages ---
 
 
 def described(leaf: Leaf) -> str:
-    """The axes of an array, or its shape where they have no names."""
+    """Describe the axes of an array, or its shape if they have no names."""
     assert leaf.shape is not None
     return _described(leaf.names, leaf.shape)
 
@@ -479,7 +480,7 @@ def _wrong_rank(leaf: Leaf, entries: Sequence[Entry]) -> str:
 
 
 def listed(what: str, problems: Sequence[str], mesh: AnyMesh | None) -> str:
-    """One message of all problems."""
+    """Return one message of all problems."""
     where = "" if mesh is None else f" on mesh {_errors.describe_shape(mesh.shape)}"
     if len(problems) == 1:
         return f"{what}{where}: {problems[0]}"
@@ -488,7 +489,7 @@ def listed(what: str, problems: Sequence[str], mesh: AnyMesh | None) -> str:
 
 
 def unused_in(placement: Placement, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
-    """What in a placement applies to none of its leaves, each as what it is called and a message.
+    """Return the parts of a placement that apply to none of its leaves, each as its name and a message.
 
     Arguments:
         placement: a placement that is not a prefix.
@@ -507,7 +508,7 @@ def unused_in(placement: Placement, leaves: Sequence[Leaf]) -> list[tuple[str, s
 
 
 def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], what: str) -> None:
-    """A mapping given by hand of which nothing applies is a mistake that would otherwise go unseen."""
+    """Warn of a mapping argument that applies to no axis, which would otherwise go unnoticed."""
     placed: dict[frozenset[str], tuple[Mapping[Any, Any], list[Leaf]]] = {}
     for given, leaf in placements:
         if isinstance(given, Mapping) and leaf.shape is not None:
@@ -526,7 +527,7 @@ def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], what: str) -> 
 
 
 def mapping_of(placement: ResourceMapping | None) -> Mapping[str, Entry]:
-    """A mapping given by hand, or the one in force."""
+    """Return the mapping argument, or else the active mapping."""
     if placement is None:
         return active_mapping()
     return normalize_mapping(placement)

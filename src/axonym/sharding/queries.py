@@ -1,4 +1,4 @@
-"""Questions about a mapping: where does an axis go, and what would a placement make of a tree?"""
+"""Answer questions about a mapping: how an axis is sharded, and which shardings a placement gives a tree."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .placement import Leaf, Placement, check_mesh_axes, mapping_of, resolve
 
 
 def physical_axis_name(axis: AxisSelector, mapping: ResourceMapping | None = None) -> PhysicalAxisSpec | None:
-    """The mesh axis, or mesh axes, that an axis goes to; None where it is not split.
+    """Return the mesh axis, or mesh axes, that an axis is sharded over; None if it is replicated.
 
     Arguments:
         axis: a logical axis.
-        mapping: the mapping; that in force by default.
+        mapping: the mapping; by default the active one.
 
     >>> axn.sharding.physical_axis_name("batch", {"batch": "data"})
     'data'
@@ -32,12 +32,12 @@ def physical_axis_name(axis: AxisSelector, mapping: ResourceMapping | None = Non
 def physical_axis_size(
     axis: AxisSelector, mapping: ResourceMapping | None = None, mesh: AnyMesh | None = None
 ) -> int | None:
-    """Into how many parts an axis is split; None where the mapping does not split it.
+    """Return the number of shards of an axis; None if the mapping replicates it.
 
     Arguments:
         axis: a logical axis.
-        mapping: the mapping; that in force by default.
-        mesh: the mesh; that in force by default.
+        mapping: the mapping; by default the active one.
+        mesh: the mesh; by default the active one.
 
     >>> axn.sharding.physical_axis_size("batch", {"batch": "data"}, axn.make_mesh({"data": 2}))
     2
@@ -51,11 +51,11 @@ def physical_axis_size(
 
 
 def pspec_for_axis(axis: AxisSelection, mapping: ResourceMapping | None = None) -> PartitionSpec:
-    """The partition spec of an array with these axes.
+    """Return the partition spec of an array with these axes.
 
     Arguments:
         axis: the axes, in order.
-        mapping: the mapping; that in force by default.
+        mapping: the mapping; by default the active one.
 
     >>> axn.sharding.pspec_for_axis(("batch", "embed"), {"batch": "data"})
     P('data', None)
@@ -66,12 +66,12 @@ def pspec_for_axis(axis: AxisSelection, mapping: ResourceMapping | None = None) 
 def sharding_for_axis(
     axis: AxisSelection, mapping: ResourceMapping | None = None, mesh: AnyMesh | None = None
 ) -> NamedSharding:
-    """The sharding of an array with these axes. Sizes are checked where they are known.
+    """Return the sharding of an array with these axes. Sizes are checked if they are known.
 
     Arguments:
         axis: the axes, in order.
-        mapping: the mapping; that in force by default.
-        mesh: the mesh; that in force by default.
+        mapping: the mapping; by default the active one.
+        mesh: the mesh; by default the active one.
 
     >>> mesh = axn.make_mesh({"data": 2})
     >>> axn.sharding.sharding_for_axis(("batch", "embed"), {"batch": "data"}, mesh).spec
@@ -96,11 +96,11 @@ def sharding_for_axis(
 
 
 def pspec_for(tree: Any, placement: Placement = None, preserve_existing_shardings: bool = True) -> Any:
-    """The partition spec that every leaf would get, in the structure of the tree; None for what is not placed.
+    """Return the partition spec that every leaf would get, as a tree; None for leaves that are not placed.
 
     Arguments:
         tree: any tree.
-        placement: where its leaves go; the mapping in force by default.
+        placement: the placement of the leaves; by default the active mapping.
         preserve_existing_shardings: raw arrays without names keep the spec they have; otherwise they get none.
 
     >>> axn.sharding.pspec_for({"w": axn.ones({"embed": 2})}, {"embed": "model"})
@@ -117,13 +117,13 @@ def infer_resource_partitions(
     preserve_existing_shardings: bool = True,
     mesh: AnyMesh | None = None,
 ) -> Any:
-    """The sharding that every leaf would get, in the structure of the tree; None for what is not placed.
+    """Return the sharding that every leaf would get, as a tree; None for leaves that are not placed.
 
     Arguments:
         tree: any tree.
-        resource_mapping: where its leaves go; the mapping in force by default.
+        resource_mapping: the placement of the leaves; by default the active mapping.
         preserve_existing_shardings: raw arrays without names keep the sharding they have.
-        mesh: the mesh; that in force by default.
+        mesh: the mesh; by default the active one.
 
     >>> mesh = axn.make_mesh({"model": 2})
     >>> tree = {"w": axn.ones({"embed": 2})}
@@ -149,12 +149,12 @@ def _existing(leaf: Leaf) -> PartitionSpec | None:
 def round_axis_for_partitioning(
     axis: Axis, mapping: ResourceMapping | None = None, mesh: AnyMesh | None = None
 ) -> Axis:
-    """The axis, made as much larger as it takes for its mesh axes to divide it.
+    """Enlarge an axis until its mesh axes divide the size.
 
     Arguments:
         axis: a logical axis.
-        mapping: the mapping; that in force by default.
-        mesh: the mesh; that in force by default.
+        mapping: the mapping; by default the active one.
+        mesh: the mesh; by default the active one.
 
     >>> mesh = axn.make_mesh({"data": 2})
     >>> axn.sharding.round_axis_for_partitioning(axn.Axis("vocab", 7), {"vocab": "data"}, mesh)

@@ -1,8 +1,8 @@
-"""Rules: placements that are worked out leaf by leaf, from paths, shapes and names.
+"""Rules: placements that are decided for each leaf, from paths, shapes and names.
 
 A rule answers for one leaf at a time: with a partition spec, a resource mapping, a sharding or another rule; or with
 None, by which it passes the leaf on. Rules compose: `first | second` asks the second about what the first passes on,
-`rule.exclude(pattern)` passes on more. A rule stands wherever a placement does.
+`rule.exclude(pattern)` passes on more. A rule can be used wherever a placement can.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class ShardingRule(Rule):
-    """A placement that is worked out leaf by leaf. Rules of your own derive from it and define `place`.
+    """A placement that is decided for each leaf. Your own rules derive from it and define `place`.
 
     >>> class OnlyMatrices(axn.sharding.ShardingRule):
     ...     def place(self, leaf, mesh):
@@ -44,7 +44,7 @@ class ShardingRule(Rule):
     """
 
     def _key(self) -> Any:
-        """What a rule is made of. Equal rules are one to the caches; rules of your own are equal to themselves only."""
+        """Return the parts of a rule. Equal rules share cache entries; your own rules are equal to themselves only."""
         return id(self)
 
     def __eq__(self, other: object) -> bool:
@@ -54,14 +54,14 @@ class ShardingRule(Rule):
         return hash((type(self), self._key()))
 
     def __or__(self, other: Placement) -> ShardingRule:
-        """The other placement for what this rule passes on."""
+        """Use another placement for leaves that this rule passes on."""
         return _FirstOf(self, other) if is_placement(other) and other is not None else NotImplemented
 
     def __ror__(self, other: Placement) -> ShardingRule:
         return _FirstOf(other, self) if is_placement(other) and other is not None else NotImplemented
 
     def exclude(self, pattern: str) -> ShardingRule:
-        """This rule, which passes on the leaves in whose path the pattern is found.
+        """Return this rule, except that it passes on leaves whose path contains the pattern.
 
         Arguments:
             pattern: a regular expression.
@@ -73,7 +73,7 @@ class ShardingRule(Rule):
         return _Excluding(self, pattern)
 
     def lenient(self) -> ShardingRule:
-        """This rule, which leaves an axis whole where its mesh axes do not divide it; otherwise that is an error.
+        """Return this rule, except that an axis that its mesh axes do not divide is replicated, not an error.
 
         >>> rule = axn.sharding.TreePathShardingRule((".*", jax.P("data"))).lenient()
         >>> axn.shard(jnp.ones(3), rule, axn.make_mesh({"data": 2})).sharding.spec
@@ -83,10 +83,10 @@ class ShardingRule(Rule):
 
 
 class _FirstOf(ShardingRule):
-    """What the first of some placements says that does not pass the leaf on."""
+    """The answer of the first of some placements that does not pass the leaf on."""
 
     def __init__(self, *placements: Placement):
-        # A mapping by itself would not pass on what has no names.
+        # A mapping by itself would not pass on leaves without names.
         self.placements = [_as_rule(p) for p in placements]
 
     def _key(self) -> Any:
@@ -166,11 +166,11 @@ class _Lenient(ShardingRule):
 
 
 class FSDPShardingRule(ShardingRule):
-    """Split one axis of every large array, whichever can be.
+    """Shard one axis of every large array.
 
-    It is the axis whose size has the largest power of two as a divisor, or with `fsdp_axis_size` the largest axis that
-    this number divides; the first such axis if there are several. An axis that the mesh does not divide is never
-    chosen. Arrays that are small, or have no axis to choose, stay whole.
+    The rule chooses the axis whose size has the largest power of two as a divisor, or with `fsdp_axis_size` the largest
+    axis that this number divides; the first such axis if there are several. An axis that the mesh does not divide is
+    never chosen. Arrays that are small, or have no axis to choose, are replicated.
 
     >>> rule = axn.sharding.FSDPShardingRule("data", min_fsdp_size=16)
     >>> axn.shard({"w": jnp.ones((6, 16)), "b": jnp.ones(8)}, rule, axn.make_mesh({"data": 2}))["w"].sharding.spec
@@ -184,9 +184,9 @@ class FSDPShardingRule(ShardingRule):
         min_fsdp_size: int = 1048576,
     ):
         """Arguments:
-        fsdp_axis_name: the mesh axis, or several, to sharded over.
-        fsdp_axis_size: what must divide the axis, besides the mesh.
-        min_fsdp_size: the least number of elements for an array to be split.
+        fsdp_axis_name: the mesh axis, or several, to shard over.
+        fsdp_axis_size: a number that must divide the axis, besides the mesh.
+        min_fsdp_size: the least number of elements of an array that is sharded.
         """
         if fsdp_axis_size is not None and fsdp_axis_size < 1:
             raise ValueError(f"FSDPShardingRule: `fsdp_axis_size` is a size, got {fsdp_axis_size}.")
@@ -221,7 +221,7 @@ class FSDPShardingRule(ShardingRule):
 
 
 class TreePathShardingRule(ShardingRule):
-    """Place each leaf by the first of some patterns that is found in its path.
+    """Shard each leaf by the first of some patterns that is found in its path.
 
     Paths read like `layers/0/attn/q`. Patterns are regular expressions, searched for anywhere in the path.
 
@@ -233,7 +233,7 @@ class TreePathShardingRule(ShardingRule):
     def __init__(self, *rules: tuple[str, Placement], strict: bool = True):
         """Arguments:
         *rules: pairs of a pattern and a placement: a partition spec, a resource mapping, a sharding, another rule.
-        strict: an array with axes that no pattern matches is an error; otherwise it stays whole.
+        strict: whether an array with axes that no pattern matches is an error; if not, it is replicated.
         """
         for rule in rules:
             if not isinstance(rule, Sequence) or len(rule) != 2 or not isinstance(rule[0], (str, re.Pattern)):
@@ -250,7 +250,7 @@ class TreePathShardingRule(ShardingRule):
 
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
         found = self._first(leaf)
-        # What has no axes, such as the count of an optimiser, is whole anyway.
+        # Arrays without axes, such as the count of an optimiser, are replicated in any case.
         whole = found is None and (not self.strict or leaf.shape == ())
         return PartitionSpec() if whole else found
 
@@ -277,7 +277,7 @@ class TreePathShardingRule(ShardingRule):
 
 
 class PolicyShardingRule(ShardingRule):
-    """Place each leaf as a function says.
+    """Shard each leaf as a function says.
 
     >>> rule = axn.sharding.PolicyShardingRule(lambda path, x: jax.P("data") if x.ndim == 1 else jax.P())
     >>> axn.shard({"w": jnp.ones((2, 2)), "b": jnp.ones(2)}, rule, axn.make_mesh({"data": 2}))["b"].sharding.spec
@@ -286,8 +286,8 @@ class PolicyShardingRule(ShardingRule):
 
     def __init__(self, policy: Callable[[str, Any], Placement]):
         """Arguments:
-        policy: takes the path of a leaf, such as `layers/0/attn/q`, and the leaf, which is a named array if it has
-            names. It returns a placement for it, or None to pass it on.
+        policy: a function of the path of a leaf, such as `layers/0/attn/q`, and the leaf, which is a named array if it
+            has names. It returns a placement for the leaf, or None to pass it on.
         """
         self.policy = policy
 
@@ -305,7 +305,7 @@ class PolicyShardingRule(ShardingRule):
 
 
 class MappingShardingRule(ShardingRule):
-    """A resource mapping as a rule: it places what has names and passes on what has none.
+    """A resource mapping as a rule: it places leaves with names and passes on leaves without.
 
     >>> rule = axn.sharding.MappingShardingRule({"batch": "data"}) | axn.sharding.FSDPShardingRule("data")
     >>> axn.shard(axn.ones({"batch": 4}), rule, axn.make_mesh({"data": 2})).array.sharding.spec
@@ -337,12 +337,12 @@ class MappingShardingRule(ShardingRule):
 
 
 def _as_rule(placement: Placement) -> Placement:
-    """A mapping as a rule, since by itself it would not pass on what has no names."""
+    """Convert a mapping to a rule, because a mapping would not pass on leaves without names."""
     return MappingShardingRule(placement) if isinstance(placement, Mapping) else placement
 
 
 def _found_nowhere(pattern: re.Pattern[str], leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
-    """What there is to say of a pattern that is found in no path."""
+    """Return the message about a pattern that is found in no path."""
     if any(pattern.search(leaf.path) for leaf in leaves):
         return []
     hint = _errors.suggestion(pattern.pattern, [leaf.path for leaf in leaves])
@@ -350,7 +350,7 @@ def _found_nowhere(pattern: re.Pattern[str], leaves: Sequence[Leaf]) -> list[tup
 
 
 def _if_divided(mesh: AnyMesh, entry: Any, size: int) -> Any:
-    """An entry of a spec, or None if its mesh axes do not divide the size. Unknown mesh axes are left to be found."""
+    """Return an entry of a spec, or None if its mesh axes do not divide the size. Unknown mesh axes are kept."""
     if entry is PartitionSpec.UNCONSTRAINED or any(a not in mesh.shape for a in mesh_axes(entry)):
         return entry
     return entry if size % shard_count(mesh, entry) == 0 else None

@@ -1,4 +1,4 @@
-"""`shard`: one function that puts a tree where its placement says, outside and inside jit."""
+"""`shard`: shard a tree by a placement, outside and inside jit."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ T = TypeVar("T")
 
 
 def shard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -> T:
-    """Put every array of a tree where the placement says.
+    """Shard every array of a tree by a placement.
 
-    Outside jit this moves data, and does nothing where the data is there already. Inside jit it constrains what the
-    partitioner does (Auto mesh axes) or reshards (Explicit ones). Inside `shard_map`, the mesh axes that are handled by
-    hand there are left alone. Abstract arrays get their sharding; what is not an array is returned as it is.
+    Outside jit this moves data, unless the array has the sharding already. Inside jit it constrains the partitioner
+    (Auto mesh axes) or reshards (Explicit ones). Inside `shard_map`, manual mesh axes are ignored. Abstract arrays get
+    their sharding; leaves that are not arrays are returned as they are.
 
     Arguments:
         tree: named arrays, raw arrays, models, optimiser states, ...
-        placement: a resource mapping, a `PartitionSpec`, a `NamedSharding`, or a tree prefix of these. The mapping in
-            force by default.
-        mesh: the mesh; that in force by default.
+        placement: a resource mapping, a `PartitionSpec`, a `NamedSharding`, or a tree prefix of these. By default the
+            active mapping.
+        mesh: the mesh; by default the active one.
 
     >>> mesh = axn.make_mesh({"data": -1})
     >>> with axn.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):
@@ -72,9 +72,9 @@ def unshard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -
 
 
 def to_host(tree: T) -> T:
-    """The tree with every array in host memory, as NumPy arrays.
+    """Copy every array of a tree to host memory, as NumPy arrays.
 
-    Arrays that live on several hosts are gathered first, so every host must call this.
+    Arrays on several hosts are gathered first, so every host must call this.
 
     Arguments:
         tree: the tree to copy.
@@ -100,7 +100,7 @@ def to_host(tree: T) -> T:
 
 
 def shard_quietly(tree: T, placement: Placement, what: str, mesh: AnyMesh | None = None) -> T:
-    """`shard` for other parts of the library: without a mapping or a mesh, the tree as it is."""
+    """Shard a tree, for other modules of the library; without a mapping or a mesh, return the tree as it is."""
     return _shard(tree, placement, mesh, what, warn=False)
 
 
@@ -112,16 +112,16 @@ def shard_arguments(
     what: str,
     static: Sequence[int] = (),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call in their places. Errors call them by the names of the parameters.
+    """Shard the arguments of a call. Errors name the parameters.
 
     Arguments:
         fn: the function that is called.
         args: its positional arguments.
         kwargs: its keyword arguments.
         placement: one placement for all arguments, a tuple with one for each positional parameter, or a dictionary of
-            some by parameter. The arguments that it leaves out stay where they are.
+            some by parameter. Arguments that it leaves out keep their sharding.
         what: the operation, for messages.
-        static: the positions of static arguments, which are left alone.
+        static: the positions of static arguments, which are not changed.
     """
     names = parameter_names(fn, len(args), kwargs)
     fixed = {i if i >= 0 else i + len(args) for i in static}
@@ -164,17 +164,16 @@ def call_on_mesh(
     place: Callable[[Any, Any], Arguments] | None,
     placement: Placement,
 ) -> R:
-    """Call a jitted function, whose arguments are placed inside of it, wherever they lie.
+    """Call a jitted function, whose arguments are sharded inside it, with arguments on any devices.
 
-    `jax.jit` refuses arguments that lie on other devices than those of the mesh. Then they are moved, and it is called
-    again.
+    `jax.jit` refuses arguments on other devices than those of the mesh. Then they are moved, and it is called again.
 
     Arguments:
         call: calls the function.
         args: the positional arguments.
         kwargs: the keyword arguments.
-        place: puts the arguments in their places, as the function does it inside. None if they stay where they are.
-        placement: where that is, which may bring its own mesh.
+        place: shards the arguments as the function does inside. None if they keep their sharding.
+        placement: that placement, which may have its own mesh.
     """
     try:
         return call(args, kwargs)
@@ -187,13 +186,13 @@ def call_on_mesh(
         elsewhere = isinstance(x, jax.Array) and (isinstance(x, Tracer) or x.sharding.device_set != devices)
         return jax.device_put(x, NamedSharding(mesh, PartitionSpec())) if elsewhere else x
 
-    # Where a tracer of an eager transformation lies is not known, and it cannot be constrained on other devices.
+    # The devices of a tracer of an eager transform are not known, and it cannot be constrained on other devices.
     arguments = jax.tree.map(lambda x: moved(x) if isinstance(x, Tracer) else x, (args, kwargs))
     return call(*jax.tree.map(moved, place(*arguments)))
 
 
 def _devices_for(placement: Placement) -> Mesh | None:
-    """The mesh that a placement is for, if its devices are known."""
+    """Return the mesh that a placement is for, if its devices are known."""
     around = current_mesh()
     meshes = [*(s.mesh for s in shardings_in(placement)), None if around is None else with_devices(around)]
     return next((m for m in meshes if isinstance(m, Mesh)), None)
@@ -224,7 +223,7 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
 
 
 def _undone(spec: PartitionSpec | None) -> PartitionSpec | None:
-    """The spec that replicates the axes that a spec shards, and leaves the others open."""
+    """Return the spec that replicates the axes that a spec shards, and leaves the others unconstrained."""
     if spec is None:
         return None
     return PartitionSpec(*(None if mesh_axes(entry) else PartitionSpec.UNCONSTRAINED for entry in spec))
@@ -251,12 +250,12 @@ def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
         return _constrain(x, spec, mesh, what)
     spec = _closed(spec, has)
     if isinstance(mesh, AbstractMesh):
-        return jax.device_put(x, spec)  # the mesh in force, whose devices JAX knows
+        return jax.device_put(x, spec)  # the active mesh, whose devices JAX knows
     return jax.device_put(x, NamedSharding(mesh, spec))
 
 
 def _closed(spec: PartitionSpec, has: Any) -> PartitionSpec:
-    """The spec with the entries that it leaves open as the array has them now."""
+    """Return the spec with its unconstrained entries replaced by the present ones of the array."""
     if PartitionSpec.UNCONSTRAINED not in spec:
         return spec
     own = tuple(has.spec) if isinstance(has, NamedSharding) else ()
@@ -266,7 +265,7 @@ def _closed(spec: PartitionSpec, has: Any) -> PartitionSpec:
 
 @functools.lru_cache(maxsize=4096)
 def _is(sharding: NamedSharding, spec: PartitionSpec, mesh: AnyMesh, ndim: int) -> bool:
-    """Whether a sharding is the one wanted. Comparing is far cheaper than asking JAX to move nothing."""
+    """Return whether an array has a sharding already. Comparing is far cheaper than asking JAX to move nothing."""
     same_mesh = (sharding.mesh.abstract_mesh if isinstance(mesh, AbstractMesh) else sharding.mesh) == mesh
     return same_mesh and _same_spec(sharding.spec, spec, ndim)
 
@@ -276,7 +275,7 @@ def _same_spec(a: PartitionSpec, b: PartitionSpec, ndim: int) -> bool:
 
 
 def in_trace() -> bool:
-    """Whether a program is being traced, so that even constants end up in it."""
+    """Return whether a program is being traced, so that even constants become part of it."""
     return isinstance(jax.lax.full((), 0), Tracer)
 
 
@@ -308,7 +307,7 @@ def _constrain(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
 def _constraint(
     spec: PartitionSpec, mesh: AnyMesh | None, types: tuple[tuple[str, AxisType], ...]
 ) -> Callable[[Any], jax.Array]:
-    """A jitted function that holds an array to a spec.
+    """Make a jitted function that constrains an array to a spec.
 
     It is jitted so that it works on tracers of eager transformations too, where JAX has no rule of its own that keeps
     the axes of a spec apart from those that `vmap` adds.
