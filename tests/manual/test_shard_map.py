@@ -463,7 +463,7 @@ def test_arguments_that_do_not_fit(auto_mesh: Mesh, explicit_mesh: Mesh, x, w) -
         with pytest.raises(ValueError, match="nothing says how the arguments are sharded: no mapping is active"):
             axn.shard_map(product)(x, w)
         with pytest.raises(
-            ValueError, match=r"shard_map of 'product', arguments.*x \(batch=6.*of size 6 cannot be split"
+            ValueError, match=r"shard_map of 'product', arguments.*x \(batch=6.*of size 6 cannot be sharded"
         ):
             axn.shard_map(product, mapping=MAPPING)(x["batch", 0:6], w)
         with pytest.raises(ValueError, match=r"`axis_names` has 'dta', which mesh.*Did you mean 'data'"):

@@ -97,7 +97,7 @@ def test_older_mesh_context(x, auto_mesh) -> None:
         with auto_mesh:
             assert spec(axn.shard(x, MAPPING)) == ("data", "model")
             assert spec(jax.jit(lambda a: axn.shard(a, MAPPING))(x)) == ("data", "model")
-            with pytest.raises(ValueError, match="size 3 cannot be split"):
+            with pytest.raises(ValueError, match="size 3 cannot be sharded"):
                 jax.jit(lambda: axn.shard(axn.ones({"batch": 3}), MAPPING))()
 
 

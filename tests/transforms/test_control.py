@@ -210,7 +210,9 @@ def test_placements_that_differ(explicit_mesh: Mesh) -> None:
         x = axn.shard(X, PLACED)
         with pytest.raises(TypeError, match=r"carry goes in as .*col=8\] and comes out as .*col=8 over 'data'\]"):
             while_loop(lambda c: c.sum() < 9, lambda c: c + x, X)
-        with pytest.raises(TypeError, match=r"'row' is whole where it was sharded over 'model'.*\{'row': 'model', "):
+        with pytest.raises(
+            TypeError, match=r"'row' is replicated where it was sharded over 'model'.*\{'row': 'model', "
+        ):
             cond(True, lambda: x, lambda: X)
 
 

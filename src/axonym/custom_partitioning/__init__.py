@@ -1,4 +1,4 @@
-"""Operations that bring their own partitioning: one rule by axis names, and a function for the part of one device."""
+"""Operations with their own partitioning: a rule by axis names, and a function for the shards of one device."""
 
 from .decorator import Partitioned as Partitioned, partitioned as partitioned
 from .rule import PartitioningRule as PartitioningRule

@@ -1,4 +1,4 @@
-"""Comparing a tree with what it must be like: a carry with what went in, a branch with the other.
+"""Compare a tree with a required spec: a carry with the initial one, a branch with the other.
 
 `jax.lax.scan` and its kin take trees of arrays only, and say by position what is wrong with them. So the transforms
 hand them lists of raw arrays, and compare the specs leaf by leaf: what is wrong is said by path and name.
@@ -21,7 +21,7 @@ from ..axis import Names
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Words:
-    """How to speak of a tree that must have the spec of another."""
+    """Texts for messages about a tree that must have the spec of another."""
 
     tree: str
     """What both are, as in "carry"."""
@@ -50,7 +50,7 @@ CARRY = Words(
 def conform(
     what: str, words: Words, spec: TreeSpec, types: Sequence[Any], tree: Any, *, promoted: bool = False
 ) -> list[Any]:
-    """The arrays of a tree that must have a given spec, in its layout.
+    """Return the arrays of a tree that must have a given spec, in its layout.
 
     The order of axes is only layout, so it is made to agree. All else must: what does not is one error that lists every
     leaf, what it was and what it became.
@@ -91,7 +91,7 @@ def conform(
 
 
 def _same(before: Any, after: Any) -> bool:
-    """Whether two leaves are the same constant."""
+    """Return whether two leaves are the same constant."""
     if not isinstance(before, StaticLeaf) or not isinstance(after, StaticLeaf):
         return False
     return before.value is after.value or before == after
@@ -100,7 +100,7 @@ def _same(before: Any, after: Any) -> bool:
 def _difference(
     words: Words, slot: Names | None, before: Any, new: Names | None, after: Any, promoted: bool
 ) -> str | None:
-    """What to do about two arrays of different types; None where they agree."""
+    """Return advice about two arrays of different types; None if they agree."""
     if (slot or new) and slot != new:
         return _AXES
     if before.shape != after.shape:
@@ -117,12 +117,12 @@ def _difference(
 
 
 def _varying(aval: Any) -> frozenset[str]:
-    """The mesh axes along which an array inside `shard_map` differs from device to device."""
+    """Return the mesh axes over which an array inside `shard_map` is device-varying."""
     return aval.manual_axis_type.varying
 
 
 def _as_varying(x: Any, other: Any) -> Any:
-    """An array as one that may differ along the mesh axes along which another does. Being equal is a case of that."""
+    """Make an array device-varying over the mesh axes over which another is."""
     axes = sorted(_varying(other) - _varying(jax.typeof(x)))
     return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
 
@@ -133,7 +133,7 @@ _STATIC = "What is not an array cannot change."
 
 
 def _moved(names: Names | None, before: Any, after: Any) -> str:
-    """Why a placement is another one: the axes that are not where they were."""
+    """Return why a sharding differs: the axes that are sharded otherwise."""
     moves = []
     for i, (was, now) in enumerate(zip(_entries(before), _entries(after), strict=True)):
         if was != now:
@@ -143,11 +143,11 @@ def _moved(names: Names | None, before: Any, after: Any) -> str:
 
 
 def _over(axes: tuple[str, ...]) -> str:
-    return f"sharded over {' and '.join(map(repr, axes))}" if axes else "whole"
+    return f"sharded over {' and '.join(map(repr, axes))}" if axes else "replicated"
 
 
 def _placement(names: Names | None, aval: Any) -> str:
-    """The placement of an array as users write it."""
+    """Return the sharding of an array as users write it."""
     entries = [entry_of(axes) for axes in _entries(aval)]
     if not names:
         return str(jax.sharding.PartitionSpec(*entries))
@@ -155,14 +155,14 @@ def _placement(names: Names | None, aval: Any) -> str:
 
 
 def _yields(weak: Any, other: Any) -> bool:
-    """Whether the weak type of a Python number becomes that of another."""
+    """Return whether the weak type of a Python number becomes that of another."""
     kinds = (jnp.bool_, bool), (jnp.integer, int), (jnp.floating, float), (jnp.complexfloating, complex)
     number = next((number for kind, number in kinds if jnp.issubdtype(weak.dtype, kind)), None)
     return weak.weak_type and number is not None and jnp.result_type(number, other.dtype) == other.dtype
 
 
 def _entries(aval: Any) -> tuple[tuple[str, ...], ...]:
-    """The Explicit mesh axes over which each axis of an array is split."""
+    """Return the Explicit mesh axes that each axis of an array is sharded over."""
     spec = tuple(aval.sharding.spec)
     return tuple(mesh_axes(spec[i]) if i < len(spec) else () for i in range(len(aval.shape)))
 
@@ -207,7 +207,7 @@ def _other_structure(what: str, words: Words, spec: TreeSpec, found: TreeSpec) -
 
 
 def _where_they_differ(a: Any, b: Any) -> tuple[Any, Any]:
-    """The smallest parts in which two structures differ."""
+    """Return the smallest parts in which two structures differ."""
     while True:
         pairs = list(zip(a.children(), b.children(), strict=False))
         differing = [(x, y) for x, y in pairs if x != y]

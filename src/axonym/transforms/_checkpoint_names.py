@@ -1,4 +1,4 @@
-"""Whether the names in a checkpoint policy are given to anything.
+"""Check that the names in a checkpoint policy are given to arrays.
 
 JAX ignores a name that it does not meet, and so a misspelt one: nothing is saved, and nothing is said.
 """
@@ -18,7 +18,7 @@ _GIVEN: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("names 
 
 
 def record(name: str) -> None:
-    """Note that a name was given to an array."""
+    """Record that a name was given to an array."""
     given = _GIVEN.get()
     if given is not None:
         given.add(name)
@@ -26,7 +26,7 @@ def record(name: str) -> None:
 
 @contextlib.contextmanager
 def recorded() -> Iterator[set[str]]:
-    """The names that are given to arrays inside a with-block, as far as it is traced anew."""
+    """Collect the names given to arrays in a with-block, as far as it is traced anew."""
     given, outer = set[str](), _GIVEN.get()
     token = _GIVEN.set(given)
     try:
@@ -40,7 +40,7 @@ def recorded() -> Iterator[set[str]]:
 def warn_of_unknown(
     label: str, wanted: Sequence[str], recorded: set[str], body: Callable[..., Any], *args: Any
 ) -> None:
-    """Warn of names of a policy that a body gives to nothing.
+    """Warn of names of a policy that a body gives to no array.
 
     A policy can serve several bodies, each of which has some of its names. So a name that is not met is passed over if
     another one of the policy is, unless it is close to one that the policy does not have.
@@ -67,7 +67,7 @@ def warn_of_unknown(
 
 
 def _names_in(jaxpr: Any) -> Iterator[str]:
-    """The names given to arrays in a traced program, and in those that it calls."""
+    """Return the names given to arrays in a traced program, and in those that it calls."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "name":
             yield equation.params["name"]

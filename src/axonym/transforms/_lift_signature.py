@@ -1,4 +1,4 @@
-"""What a lifted function takes: the axes of its operands in words, and the arguments that are only handed on."""
+"""The signature of a lifted function: the axes of its operands, and the arguments that are passed on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..array import NamedArray
 from ..axis import Axis, Names, name_of, selectors
 
 ARRAYS = (NamedArray, jax.Array, np.ndarray)
-"""The types of what has axes."""
+"""The types of arrays with axes."""
 NUMERIC = (jax.Array, np.ndarray, np.generic, int, float, complex)
 """The types of raw arrays and numbers."""
 
@@ -27,34 +27,34 @@ class Signature:
     """The axes of a positional function, in words."""
 
     inputs: tuple[Names | None, ...]
-    """Of each operand; None for an argument that is handed on."""
+    """The axes of each operand; None for an argument that is passed on."""
     outputs: tuple[Names, ...]
     axes: tuple[tuple[str, Axis], ...]
     """The axes that were given with their sizes."""
 
     @functools.cached_property
     def words(self) -> Names:
-        """All words, once each."""
+        """Return all words, once each."""
         return tuple(dict.fromkeys(w for term in (*self.inputs, *self.outputs) for w in term or ()))
 
     @property
     def several(self) -> bool:
-        """Whether the function returns a tuple rather than the one result."""
+        """Return whether the function returns a tuple rather than one result."""
         return len(self.outputs) > 1
 
     @property
     def terms(self) -> tuple[Names, ...]:
-        """The words of each operand."""
+        """Return the words of each operand."""
         return tuple(term for term in self.inputs if term is not None)
 
     @property
     def text(self) -> str:
-        """The axes as a spec."""
+        """Return the axes as a spec."""
         inputs = ("_" if term is None else " ".join(term) for term in self.inputs)
         return f"{', '.join(inputs)} -> {', '.join(' '.join(term) for term in self.outputs)}"
 
     def sorted_out(self, what: str, call: Call) -> Arguments:
-        """What a call hands to the function, with its arrays apart."""
+        """Return the arguments of a call, with the arrays separated."""
         by_keyword = [f"`{k}`" for k, x in call.kwargs.items() if isinstance(x, ARRAYS)]
         if by_keyword:
             raise TypeError(
@@ -113,7 +113,7 @@ class Signature:
         return f"{what}: {', '.join(handed_on)} must be hashable, since what is handed on is part of the program."
 
     def put_together(self, operands: Sequence[Any], handed_on: Any) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments again, by position and by keyword."""
+        """Return the arguments, by position and by keyword."""
         positional, by_keyword = handed_on
         arrays, rest = iter(operands), iter(positional)
         first = [next(rest) if term is None else next(arrays) for term in self.inputs]
@@ -121,7 +121,7 @@ class Signature:
 
 
 class Arguments(NamedTuple):
-    """What a lifted function is given, with the arrays apart."""
+    """The arguments of a lifted function, with the arrays separated."""
 
     operands: list[Any]
     names: tuple[Names, ...]
@@ -140,7 +140,7 @@ class Call(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def argument(self, i: int) -> str:
-        """What an argument is called, for messages."""
+        """Return the name of an argument, for messages."""
         name = parameter_names(self.fn, i + 1)[i]
         return f"argument {i}" if name.startswith("args[") else f"argument {i}, `{name}`,"
 
@@ -149,7 +149,7 @@ _, _NOTHING = flatten(([], {}))
 
 
 def make_signature(what: str, spec: str | None, in_axes: Any, out_axes: Any) -> Signature:
-    """The signature that a spec stands for, or the axes in its place."""
+    """Make the signature of a spec, or of the axes in its place."""
     if spec is not None:
         if in_axes is not None or out_axes is not None:
             raise TypeError(f"{what}: the axes are given by a spec or by in_axes and out_axes, not both.")
@@ -173,7 +173,7 @@ def make_signature(what: str, spec: str | None, in_axes: Any, out_axes: Any) -> 
 
 
 def _is_several(out_axes: Any) -> bool:
-    """Whether these are selections, one for each result, rather than the selection of the only one."""
+    """Return whether these are selections, one for each result, rather than the selection of a single result."""
     return not isinstance(out_axes, (str, Axis, Mapping)) and any(not isinstance(a, (str, Axis)) for a in out_axes)
 
 
@@ -189,7 +189,7 @@ def _words(expression: _parsing.Expression, term: _parsing.Term) -> Names:
 
 
 def check_aliases(what: str, signature: Signature, axes: Mapping[str, Any]) -> None:
-    """What is said by keyword of axes is said of words of the spec, and names axes."""
+    """Check that keywords for axes are words of the spec, and that their values name axes."""
     for word, axis in axes.items():
         if word not in signature.words:
             known = ", ".join(map(repr, signature.words)) or "none"

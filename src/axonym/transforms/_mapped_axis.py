@@ -1,4 +1,4 @@
-"""Taking a named axis out of the leaves of a tree, and giving it back.
+"""Remove a named axis from the leaves of a tree, and add it again.
 
 A transform over a named axis hands JAX the arrays and the position at which each of them is sliced. The body sees
 arrays without the axis, so its name is taken out of theirs first. What comes back has the axis in front, and so its
@@ -23,22 +23,22 @@ from ..sharding.meshes import current_mesh
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves of a tree, a named array counting as one, and its structure."""
+    """Return the leaves of a tree, where a named array is one, and its structure."""
     return jax.tree.flatten(tree, is_leaf=is_named_array)
 
 
 def is_array(x: Any) -> bool:
-    """Whether something is a raw array, which has axes to map over, rather than a number or anything else."""
+    """Return whether something is a raw array, which has axes to map over, rather than a number or anything else."""
     return isinstance(x, ARRAYS)
 
 
 def without(names: Names, *removed: str) -> Names:
-    """The names that are left when some are taken out."""
+    """Return the names without some."""
     return tuple(n for n in names if n not in removed)
 
 
 def stacked(what: str, x: NamedArray, *names: str) -> NamedArray:
-    """The array with names put in front of those it has, for what comes out of a transform, or is about to."""
+    """Return the array with names added in front, for results of a transform."""
     twice = [n for n in names if n in x.names]
     if twice:
         raise ValueError(
@@ -49,20 +49,20 @@ def stacked(what: str, x: NamedArray, *names: str) -> NamedArray:
 
 
 def one_name(what: str, axis: AxisSelector) -> str:
-    """The name of the one axis that is looped over."""
+    """Return the name of the only axis that is looped over."""
     if not isinstance(axis, (str, Axis)):
         raise TypeError(f"{what}: expected one axis, an Axis or a name, got {axis!r}.")
     return name_of(axis)
 
 
 def argument_paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Where each leaf of the arguments of a call stands, as in `args[0].weight`. Slow: for messages."""
+    """Return the path of each leaf of the arguments of a call, as in `args[0].weight`. Slow: for messages."""
     found, _ = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_named_array)
     return [("args", "kwargs")[keys[0].idx] + jax.tree_util.keystr(keys[1:]) for keys, _ in found]
 
 
 def spmd_axes(name: str, size: int) -> tuple[str, ...] | None:
-    """The Auto mesh axes to which the mapping in force sends an axis, for `jax.vmap(spmd_axis_name=...)`.
+    """Return the Auto mesh axes that the active mapping shards an axis over, for `jax.vmap(spmd_axis_name=...)`.
 
     Inside of `jax.vmap`, a constraint or a `shard_map` knows nothing of the axis that is mapped over, and leaves it to
     the partitioner, or gathers it. Told where it lies, they keep it there. On Explicit mesh axes JAX knows by itself.
@@ -71,7 +71,7 @@ def spmd_axes(name: str, size: int) -> tuple[str, ...] | None:
 
 
 def mapped_to(name: str, size: int, kind: AxisType) -> tuple[str, ...]:
-    """The mesh axes of a type to which the mapping in force sends an axis; none if it sends it to others as well."""
+    """Return the mesh axes of a type that the active mapping shards an axis over; none if there are others, too."""
     wanted = mapped_axes(name)
     mesh = current_mesh() if wanted else None
     if mesh is None:
@@ -83,7 +83,7 @@ def mapped_to(name: str, size: int, kind: AxisType) -> tuple[str, ...]:
 
 
 def check_placed_elsewhere(what: str, sizes: Mapping[str, int], before: Sequence[Any], after: Sequence[Any]) -> None:
-    """A function that is mapped over axes places no axis on the Explicit mesh axes to which the mapping sends these.
+    """Check that a mapped function shards no axis over the Explicit mesh axes of the axes that it is mapped over.
 
     On Auto mesh axes JAX says so. What lies there to begin with stays.
 
@@ -99,7 +99,7 @@ def check_placed_elsewhere(what: str, sizes: Mapping[str, int], before: Sequence
 
 
 def _placed(leaves: Sequence[Any]) -> set[tuple[str, str]]:
-    """Each axis of a named array with each mesh axis over which it is split."""
+    """Return each axis of a named array with each mesh axis that it is sharded over."""
     arrays = [x for x in leaves if isinstance(x, NamedArray) and is_array(x.array)]
     pairs = [pair for x in arrays for pair in zip(x.names, entries_of(x.array), strict=True)]
     return {(name, axis) for name, entry in pairs for axis in mesh_axes(entry)}
@@ -107,7 +107,7 @@ def _placed(leaves: Sequence[Any]) -> set[tuple[str, str]]:
 
 @contextlib.contextmanager
 def collisions_named(what: str, names: Names) -> Iterator[None]:
-    """Says by name what JAX says of a function under `vmap` that uses a mesh axis that is taken."""
+    """Explain by name the error of JAX for a function under `vmap` that uses a mesh axis that is taken."""
     try:
         yield
     except Exception as e:
@@ -117,7 +117,7 @@ def collisions_named(what: str, names: Names) -> Iterator[None]:
 
 
 def collision(what: str, names: Names) -> str:
-    """The message for a function that places an axis where one lies over which it is mapped."""
+    """Return the message for a function that shards an axis like one that it is mapped over."""
     noun = "axis" if len(names) == 1 else "one of the axes"
     return (
         f"{what}: the function places an axis of an array on a mesh axis that {noun} {', '.join(map(repr, names))}, "
@@ -126,7 +126,7 @@ def collision(what: str, names: Names) -> str:
 
 
 def whole_along(x: jax.Array, position: int) -> jax.Array:
-    """The array gathered along one axis, where it is sharded over Explicit mesh axes."""
+    """Gather an array along one axis, if it is sharded over Explicit mesh axes."""
     entries = list(entries_of(x))
     if entries[position] is None:
         return x

@@ -33,8 +33,8 @@ def associative_scan(fn: Callable[[T, T], T], elems: T, axis: AxisSelector, *, r
     """Combine the elements along an axis, keeping every intermediate result: `jax.lax.associative_scan` by name.
 
     The function is called on many pairs of elements at once: the axis stays in what it sees, with varying sizes. It may
-    return its result in any order of axes. Where the axis is sharded over Explicit mesh axes it is gathered first, and
-    the result is split again.
+    return its result in any order of axes. If the axis is sharded over Explicit mesh axes, it is gathered first,
+    and the result is sharded again.
 
     Arguments:
         fn: an associative function of two trees like `elems`.

@@ -1,4 +1,4 @@
-"""What a scan keeps for its backward pass, and what it computes again.
+"""Policies for what a scan keeps for its backward pass, and what it computes again.
 
 The backward pass of a step needs its carry, its inputs and whatever the step computed on the way, its *internals*. A
 scan that keeps them all needs memory for every step. A policy says what is kept instead:
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class ScanCheckpointPolicy:
-    """What a scan saves for its backward pass; all else is computed again there.
+    """The values that a scan saves for its backward pass; all others are computed again there.
 
     Arguments:
         save_carries: keep the carry of every step: True, or "offload" to the host. With False none is kept, and the
@@ -75,7 +75,7 @@ class ScanCheckpointPolicy:
 
     @staticmethod
     def from_bool_or_str(remat_policy: bool | str) -> ScanCheckpointPolicy:
-        """The policy that a short word stands for.
+        """Return the policy of a short word.
 
         Arguments:
             remat_policy: one of
@@ -94,7 +94,7 @@ class ScanCheckpointPolicy:
         raise ValueError(f"ScanCheckpointPolicy: expected one of {', '.join(map(repr, _WORDS))}, got {remat_policy!r}.")
 
     def checkpoint(self, carry_name: str, input_name: str, callable: Callable[..., T]) -> Callable[..., T]:
-        """A step that keeps for its backward pass what the policy says.
+        """Return a step that keeps for its backward pass what the policy says.
 
         It does not do what concerns all steps together: nested scans, and not keeping the carries.
 
@@ -130,7 +130,7 @@ class ScanCheckpointPolicy:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """The names of internals that it speaks of."""
+        """Return the names of internals in the policy."""
         saved = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
         return () if self.disable else (*saved, *self.offload_block_internals)
 
@@ -140,7 +140,7 @@ class ScanCheckpointPolicy:
         return self.disable or (self.save_block_internals is True and nothing_moves)
 
     def _kept(self, moved: Sequence[str]) -> Callable[..., Any] | None:
-        """The policy of `jax.checkpoint` that keeps the internals, and moves to the host what has these names too."""
+        """Return the policy of `jax.checkpoint` that keeps the internals, and moves these names to the host."""
         policies = jax.checkpoint_policies
         moved = (*moved, *self.offload_block_internals)
         saved = () if isinstance(self.save_block_internals, bool) else self.save_block_internals
@@ -162,7 +162,7 @@ class ScanCheckpointPolicy:
         return all_but_moved
 
     def _groups(self, length: int) -> int | None:
-        """Into how many groups nested scans cut the steps; None for not at all."""
+        """Return the number of groups of steps of nested scans; None without them."""
         if self.disable or self.nested is False:
             return None
         divisors = [d for d in range(2, length) if length % d == 0]
@@ -209,11 +209,11 @@ _WORDS: dict[bool | str, ScanCheckpointPolicy] = {
 ScanCheckpointSpec: TypeAlias = (
     bool | Literal["offload", "recompute", "full", "save_all", "nested"] | ScanCheckpointPolicy
 )
-"""What says what a scan keeps: a policy, or a word for one."""
+"""A policy, or a word for one."""
 
 
 def policy_of(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
-    """The policy that a spec stands for."""
+    """Return the policy of a spec."""
     return spec if isinstance(spec, ScanCheckpointPolicy) else ScanCheckpointPolicy.from_bool_or_str(spec)
 
 
@@ -247,7 +247,7 @@ def checkpointed_scan(
     reverse: bool,
     unroll: int,
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` that keeps for its backward pass what the policy says.
+    """Run `jax.lax.scan` with a checkpoint policy.
 
     Arguments:
         policy: what to keep.
@@ -295,7 +295,7 @@ def checkpointed_steps(
     carry: Any,
     inputs: Sequence[Any],
 ) -> tuple[Any, list[Any]]:
-    """The steps one after the other, without a loop, for inputs that are no slices of one tree.
+    """Run the steps one after the other, without a loop, for inputs that are not slices of one tree.
 
     Arguments:
         policy: what to keep for the backward pass.
@@ -331,7 +331,7 @@ def checkpointed_steps(
 
 
 def _nested(policy: ScanCheckpointPolicy, *, prevent_cse: bool) -> tuple[ScanCheckpointPolicy, ScanCheckpointPolicy]:
-    """The policies of the groups and of the steps within one, where steps are cut into groups."""
+    """Return the policies of the groups and of the steps in a group, if steps are grouped."""
     # What lives from the forward to the backward pass is what the groups keep, so that is what moves to the host.
     of_groups = ScanCheckpointPolicy(policy.save_carries, policy.save_inputs, prevent_cse=policy.prevent_cse)
     of_steps = dataclasses.replace(policy, save_carries=True, save_inputs=False, prevent_cse=prevent_cse)

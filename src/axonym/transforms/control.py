@@ -139,7 +139,7 @@ def _build_choice(functions: WithArrays, what: str, spec: TreeSpec) -> Callable[
 
 
 def _scalar(what: str, which: str, x: Any) -> Any:
-    """The raw array of what must be a scalar."""
+    """Return the raw array of an argument that must be a scalar."""
     if isinstance(x, NamedArray):
         if x.names:
             raise TypeError(f"{what}: {which} must be a scalar, got {x}. Reduce it with `axonym.all` or `axonym.any`.")

@@ -1,4 +1,4 @@
-"""`lift`: a function of positions becomes a function of names.
+"""`lift`: make a named function of a positional one.
 
 A positional function knows how many axes its arrays have and which is which. Lifting says once, in order, what those
 axes are called. All other axes that named arrays bring along are matched by name and mapped over.
@@ -29,7 +29,7 @@ from ._lift_signature import NUMERIC, Call, Signature, check_aliases, make_signa
 
 
 class _Decorator(Protocol):
-    """What a type checker sees of `lift("i j -> i")`."""
+    """The type of `lift("i j -> i")` for type checkers."""
 
     @overload
     def __call__(self, fn: Callable[..., jax.Array], /) -> Callable[..., NamedArray]: ...
@@ -152,7 +152,7 @@ def lift(
 
 
 def _name(fn: Callable[..., Any]) -> str:
-    """What a function is called in messages."""
+    """Return the name of a function for messages."""
     if isinstance(fn, functools.partial):
         return _name(fn.func)
     return getattr(fn, "__name__", type(fn).__name__)
@@ -165,7 +165,7 @@ _CLOSES_OVER_ARRAYS = (
 
 
 def _closes_over_arrays(fn: Any) -> bool:
-    """Whether a function uses arrays of the code around it, or of an object that JAX cannot look into."""
+    """Return whether a function uses arrays of the code around it, or of an object that JAX cannot look into."""
     if isinstance(fn, functools.partial):
         return _closes_over_arrays(fn.func)
     function = inspect.unwrap(fn)
@@ -186,16 +186,16 @@ class _LiftPlan:
     what: str
     signature: Signature
     of_function: int
-    """How many arrays the function holds."""
+    """The number of arrays that the function holds."""
     ranks: tuple[int, ...]
-    """How many axes each of them has, and each array in the arguments that are handed on."""
+    """The number of axes of each of them, and of each array in the arguments that are passed on."""
     in_names: tuple[Names, ...]
     """The axes of each operand."""
     aliases: tuple[tuple[str, AxisSelector], ...]
 
 
 def _build(functions: WithArrays, plan: _LiftPlan, handed_on: TreeSpec) -> _kernels.Kernel:
-    """A kernel for the arrays that are not mapped over, and for operands of the given names."""
+    """Make a kernel for the arrays that are not mapped over, and for operands of the given names."""
     what, signature, in_names, aliases = plan.what, plan.signature, plan.in_names, plan.aliases
     count = len(plan.ranks)
     axes = {word: word for word in signature.words} | dict(aliases)
@@ -211,7 +211,7 @@ def _build(functions: WithArrays, plan: _LiftPlan, handed_on: TreeSpec) -> _kern
     out_names = tuple(_out_names(what, layout, mapped, names) for names in out_own)
 
     def one(sizes, held, *arrays):
-        """The function, on arrays without the axes that are mapped over."""
+        """Call the function on arrays without the axes that are mapped over."""
         (fn,) = functions(held[: plan.of_function])
         operands = [
             _kernels.transpose_to(x, _mapped_axis.without(names, *mapped), needed)
@@ -259,7 +259,7 @@ def _build(functions: WithArrays, plan: _LiftPlan, handed_on: TreeSpec) -> _kern
 
 
 def _seen(what: str, own: Sequence[Names], operands: Sequence[Any], mapped: Names) -> str:
-    """What the function was called with."""
+    """Describe the arguments of the function."""
     types = [jax.typeof(x) for x in operands]
     listed = ", ".join(f"{t.dtype}{_errors.describe_axes(n, t.shape)}" for n, t in zip(own, types, strict=True))
     over = f", mapped over {_errors.describe_axes(mapped)}" if mapped else ""
@@ -275,12 +275,12 @@ def _names(axes: Mapping[str, AxisSelector], words: Names) -> Names:
 
 
 def _position(names: Names, name: str, outer: Names) -> int | None:
-    """Where an axis is once those further out are taken away."""
+    """Return the position of an axis without those further out."""
     return _mapped_axis.without(names, *outer).index(name) if name in names else None
 
 
 def _layout(what: str, in_names: tuple[Names, ...], rest: Sequence[Names], takes_axes: bool) -> Names:
-    """The axes whose order the results keep: those of the first operand that has all that are mapped over."""
+    """Return the axes whose order the results keep: those of the first operand that has all mapped axes."""
     every = set().union(*rest)
     for names, mapped in zip(in_names, rest, strict=True):
         if len(mapped) == len(every):
@@ -291,7 +291,7 @@ def _layout(what: str, in_names: tuple[Names, ...], rest: Sequence[Names], takes
 
 
 def _out_names(what: str, layout: Names, mapped: Names, own: Names) -> Names:
-    """The axes of a result: those of the layout that it has, and its own in the place of the first that is gone."""
+    """Return the axes of a result: those of the layout that it has, and its own in place of the first that is gone."""
     twice = [n for n in own if n in mapped or own.count(n) > 1]
     if twice:
         raise ValueError(_errors.duplicate_names(what, (*mapped, *own)))
@@ -307,7 +307,7 @@ def _out_names(what: str, layout: Names, mapped: Names, own: Names) -> Names:
 def _check_one_meaning(
     what: str, signature: Signature, axes: Mapping[str, AxisSelector], rest: Sequence[Names], own: set[str]
 ) -> None:
-    """One axis has one word, and is either the function's or mapped over."""
+    """Check that an axis has one word, and is either an axis of the function or mapped over."""
     word_of: dict[str, str] = {}
     for word in dict.fromkeys(w for term in signature.terms for w in term):
         name = name_of(axes[word])
@@ -326,7 +326,7 @@ def _check_one_meaning(
 def _checked_results(
     what: str, signature: Signature, axes: Mapping[str, AxisSelector], operands: Sequence[Any], results: Any
 ) -> list[Any]:
-    """What the function returned, as arrays with the axes that the spec says."""
+    """Check that the results of the function are arrays with the axes of the spec."""
     if isinstance(results, (tuple, list)) != signature.several:
         raise TypeError(f"{what}: the function returned {_described(results)}, {_wanted(signature)}.")
     found = list(results) if signature.several else [results]

@@ -4,8 +4,8 @@ Each is `jax.lax.scan` over the slices of the arguments that have the axis. The 
 carry goes from step to step; what the body returns besides is stacked along the axis.
 
 On Explicit mesh axes a loop visits every slice on every device, so an argument that is sharded over the looped axis is
-gathered along it first. What is stacked is split again as the arguments were: an output axis keeps the placement that
-it has in the operands. On Auto mesh axes both are the partitioner's business.
+gathered along it first. The stacked outputs are sharded again as the arguments were: an output axis keeps the sharding
+that it has in the operands. On Auto mesh axes both are left to the partitioner.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ R = TypeVar("R")
 Carry = TypeVar("Carry")
 
 ScannedSpec: TypeAlias = bool | Callable[[Any], bool]
-"""Which of the arrays that could be scanned are: all, none, or those for which a function says so."""
+"""The arrays to scan, of those that could be: all, none, or those for which a function says so."""
 
 
 def scan(
@@ -52,7 +52,7 @@ def scan(
     the others are the same in every step. Raw arrays have no names to go by: their first axis is scanned. Scalars, and
     what is not an array, are the same in every step. What the body returns besides the carry gets the axis in front.
 
-    The carry keeps its axes, sizes, dtypes and placement from step to step; only the order of axes may change, since it
+    The carry keeps its axes, sizes, dtypes and sharding from step to step; only the order of axes may change, since it
     is layout. As with `jax.lax.scan`, a body is not traced again for arguments of the same spec, so it must not depend
     on anything that changes between calls. It may be a module, a method of one, or a `functools.partial`: the arrays
     that these hold can change.
@@ -153,7 +153,7 @@ def map(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Loop:
-    """What is known of a loop before it has arguments."""
+    """The part of a loop that is known before it has arguments."""
 
     what: str
     name: str
@@ -170,7 +170,7 @@ class _Loop:
             raise ValueError(f"{self.what}: `unroll` is a number of steps, at least 1, or True; got {self.unroll}.")
 
     def step(self, fn: Callable[..., Any], carry: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The next carry, and an output."""
+        """Return the next carry, and an output."""
         if self.what == "map":
             return None, fn(*args, **kwargs)
         result = fn(carry, *args, **kwargs)
@@ -190,13 +190,13 @@ def _shown(result: Any) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LoopPlan:
-    """What a compiled loop depends on besides the forms of its carry and of its arguments."""
+    """The static options of a compiled loop, besides the specs of its carry and its arguments."""
 
     loop: _Loop
     length: int
     unroll: int
     positions: tuple[int | None, ...]
-    """For each array of the arguments, where the axis stands; None if the array is the same in every step."""
+    """The position of the axis in each array of the arguments; None if the array is the same in every step."""
 
 
 def _run(
@@ -241,7 +241,7 @@ def _position(name: str, x: Any, names: Names | None, choose: Callable[[Any], bo
 
 
 def _build(functions: WithArrays, plan: _LoopPlan, carry_spec: TreeSpec, arguments: TreeSpec) -> Callable[..., Any]:
-    """The loop as one jitted function, from raw arrays to raw arrays."""
+    """Make the loop as one jitted function, from raw arrays to raw arrays."""
     loop, name = plan.loop, plan.loop.name
     in_step = arguments.with_names(
         names if names is None or p is None else _mapped_axis.without(names, name)
@@ -285,7 +285,7 @@ def _build(functions: WithArrays, plan: _LoopPlan, carry_spec: TreeSpec, argumen
 
 
 def _stacked(what: str, name: str, spec: TreeSpec) -> list[Names | None]:
-    """The names of the outputs with the axis in front."""
+    """Return the names of the outputs with the axis in front."""
     return [
         None if names is None else _mapped_axis.stacked(what, wrap(None, names), name).names for names in spec.names
     ]
@@ -294,7 +294,7 @@ def _stacked(what: str, name: str, spec: TreeSpec) -> list[Names | None]:
 def _split_again(
     what: str, name: str, y: jax.Array, names: Names | None, scanned: Sequence[tuple[jax.Array, int]]
 ) -> jax.Array:
-    """An output placed along the axis as what was scanned."""
+    """Shard an output along the axis like the scanned arrays."""
     mesh = explicit_mesh([y, *(x for x, _ in scanned)])
     if mesh is None:
         return y
@@ -305,7 +305,7 @@ def _split_again(
     return reshard(y, spec, mesh)
 
 
-# --- words ---
+# --- messages ---
 
 
 def _sizes_differ(
@@ -337,6 +337,6 @@ def _no_size(loop: _Loop, spec: TreeSpec) -> str:
 
 
 def _paths(spec: TreeSpec, arrays: Sequence[Any]) -> list[str]:
-    """Where each array of the arguments stands."""
+    """Return the path of each array of the arguments."""
     paths = _mapped_axis.argument_paths(*spec.unflatten(arrays))
     return [path for path, slot in zip(paths, spec.slots, strict=True) if not isinstance(slot, StaticLeaf)]

@@ -1,4 +1,4 @@
-"""`vmap`: a function of one element, mapped over named axes."""
+"""`vmap`: map a function of one element over named axes."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ def vmap(
     to go by and are mapped over their first axis, unless told otherwise. What is not an array, in the arguments or in
     what the function returns, is passed on as it is: a number that it returns stays that number, where `map` stacks it.
 
-    An axis that the mapping in force sends to mesh axes stays there throughout. On Explicit mesh axes, arguments that
-    are placed differently along the axis are brought into line first, and those that are not mapped are gathered over
-    the mesh axes that it uses.
+    An axis that the active mapping shards stays sharded throughout. On Explicit mesh axes, arguments that are sharded
+    differently along the axis are resharded first, and those that are not mapped are gathered over its mesh axes.
 
     Arguments:
         fn: the function. Its arguments and its result may be any trees.
@@ -105,12 +104,12 @@ class _Operand:
     """An array among the arguments."""
 
     leaf: int
-    """Which leaf of the arguments it is."""
+    """The index of the leaf in the arguments."""
     array: Any
     inner_names: Names | None
-    """The names it has in the function, if it has names."""
+    """The names in the function, if there are any."""
     dims: tuple[int | None, ...]
-    """Where it has each of the axes that are mapped over."""
+    """The position of each of the axes that are mapped over."""
 
     def position(self, level: int) -> int | None:
         """Where it has an axis once those further out are taken away."""
