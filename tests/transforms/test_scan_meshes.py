@@ -110,7 +110,7 @@ def test_a_carry_that_moves_says_which_leaf_and_why(explicit_mesh: Mesh) -> None
         xs = axn.shard(XS, PLACED)
         message = (
             r"carry\['h'\] goes in as float32\[batch=4, embed=6\] and comes out as float32\[batch=4 over 'model', "
-            r"embed=6\]\. Here 'batch' is sharded over 'model' where it was whole, .*"
+            r"embed=6\]\. Here 'batch' is sharded over 'model' where it was replicated, .*"
             r"`axonym.shard\(..., \{'batch': 'model', 'embed': None\}\)`"
         )
         with pytest.raises(TypeError, match=message):
