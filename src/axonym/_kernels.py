@@ -112,7 +112,7 @@ def make_kernel(
     mesh_aware: bool = False,
     same_sizes: bool = True,
     selection: AxisSelection | None = None,
-    by_hand: Callable[..., Any] | None = None,
+    per_device: Callable[..., Any] | None = None,
     keep_unused: bool = True,
     successors: _output_sharding.Successors = MappingProxyType({}),
 ) -> Kernel:
@@ -127,8 +127,8 @@ def make_kernel(
         mesh_aware: whether `fn` itself sets the sharding of its result on Explicit mesh axes.
         same_sizes: whether an axis must have one size in all operands.
         selection: the axes that the user selected, whose sizes, if given, are checked.
-        by_hand: a function of the operands that is tried first. If one of them is a parameter in its storage sharding,
-            it runs the operation per device; if not, it returns None: see `axonym._fsdp_ops`.
+        per_device: a function of the operands that is tried first. If one of them is a parameter in its storage
+            sharding, it runs the operation per device; if not, it returns None: see `axonym._fsdp_ops`.
         keep_unused: whether operands whose values are not used are kept, because the sharding of the result follows
             from them: iscomplex of floats, ... From jax 0.12 on this keeps alive the arrays that `fn` closes over.
         successors: for axes that are split, merged or renamed, the output axes that can take over their sharding.
@@ -140,7 +140,7 @@ def make_kernel(
         check_selection(what, in_names, arrays, sized)
         if mesh_aware:
             return fn(*arrays)
-        if by_hand is not None and (result := by_hand(*arrays)) is not None:
+        if per_device is not None and (result := per_device(*arrays)) is not None:
             return result
         return _output_sharding.call_with_output_sharding(
             what, fn, in_names, out_names, arrays, native=native, successors=successors

@@ -5,7 +5,7 @@ is decided when the program is compiled, and the function for one device is trac
 here: the mesh with all axes handled by hand. JAX gives custom partitioning no rule for `vmap` and none for
 differentiation. The first is one more axis of the rule; the second is left to the other way.
 
-`by_hand` is a `jax.shard_map`. How operands are split must be known when the program is traced.
+`per_device` is a `jax.shard_map`. How operands are split must be known when the program is traced.
 
 In both, JAX does not keep track of what varies over mesh axes: a partitioner has no such notion, and a function should
 not be right in one way and wrong in the other. Gradients then count a value that is the same on several devices once
@@ -30,7 +30,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from .._jax_versions import varying_axes
 from .._mesh_axes import axes_in, axes_of_type, restricted
 from .._per_device import run_per_device
-from ..manual._axis_environment import in_force
+from ..manual._axis_environment import activate
 from ..sharding.meshes import AnyMesh
 from .rule import WHOLE, Infer, PartitioningRule, Splits
 
@@ -52,16 +52,16 @@ class Operation:
 
     def on_whole(self, *arrays: Any) -> Arrays:
         """The operation where nothing is split, or where what is split is not its business."""
-        with in_force(self.rule.view(WHOLE, {})):
+        with activate(self.rule.environment(WHOLE, {})):
             return self.whole(*arrays)
 
     def on_part(self, mesh: AnyMesh, splits: Splits, checked: bool = False) -> Callable[..., Arrays]:
         """The function for one device."""
         shapes = [self.rule.local_shape(term, splits, mesh.shape) for term in self.rule.results]
-        view = self.rule.view(splits, mesh.shape, checked)
+        environment = self.rule.environment(splits, mesh.shape, checked)
 
         def part(*arrays: Any) -> Arrays:
-            with in_force(view):
+            with activate(environment):
                 results = self.part(shapes, *arrays)
             if not checked:
                 return results
@@ -142,7 +142,7 @@ def by_partitioner(operation: Operation, known: AnyMesh | None, *arrays: Any) ->
     return tuple(mappable(*arrays))
 
 
-def by_hand(operation: Operation, mesh: AnyMesh, splits: Splits, *arrays: Any) -> Arrays:
+def per_device(operation: Operation, mesh: AnyMesh, splits: Splits, *arrays: Any) -> Arrays:
     """Carry an operation out on the parts that this way of splitting makes.
 
     Arguments:

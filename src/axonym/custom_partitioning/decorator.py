@@ -33,9 +33,9 @@ from .._mesh_axes import axes_of_type, explicit_mesh, mapped_on, mesh_axes
 from .._tree_spec import StaticLeaf, TreeSpec, flatten
 from ..array import NamedArray, wrap
 from ..axis import Names
-from ..manual._axis_environment import Part, in_force, interned
+from ..manual._axis_environment import ArgumentAxis, activate, interned
 from ..sharding.meshes import AnyMesh, current_mesh
-from ._lowerings import Arrays, Operation, all_manual, by_hand, by_partitioner, explicit_entries
+from ._lowerings import Arrays, Operation, all_manual, by_partitioner, explicit_entries, per_device
 from ._terms import Described, by_names, by_string, parse, words
 from .rule import Dimension, Infer, PartitioningRule, Splits, make_rule
 
@@ -325,16 +325,16 @@ def _traced(
     what: str, fn: Callable[..., Any], abstract: Sequence[Any], known: Sequence[str], mesh: AbstractMesh = _NO_MESH
 ) -> Sequence[Any]:
     """The types of what a function returns for whole arrays."""
-    view = interned(frozenset(Part(w, 1, 1, ()) for w in known), checked=False, however=True)
+    environment = interned(frozenset(ArgumentAxis(w, 1, 1, ()) for w in known), checked=False, any_sharding=True)
 
-    def in_view(*arrays: Any) -> Any:
+    def in_environment(*arrays: Any) -> Any:
         if not known:
             return fn(*arrays)
-        with in_force(view):
+        with activate(environment):
             return fn(*arrays)
 
     with jax.sharding.use_abstract_mesh(mesh):
-        program = jax.make_jaxpr(in_view)(*abstract)
+        program = jax.make_jaxpr(in_environment)(*abstract)
     if any(isinstance(c, Tracer) for c in program.consts):
         raise ValueError(
             f"{what}: the function uses an array of the traced function around it. Nothing says how that is split: "
@@ -356,12 +356,12 @@ def _carry_out(plan: _PlannedOperation, arrays: Sequence[Any]) -> Arrays:
         return plan.by_partitioner(*arrays)
     splits = _splits(operation, mesh, [explicit_entries(x) for x in arrays], arrays)
     if around.manual_axes:
-        return _not_differentiated(operation, functools.partial(by_hand, operation, mesh, splits))(*arrays)
+        return _not_differentiated(operation, functools.partial(per_device, operation, mesh, splits))(*arrays)
     # In a traced function, the types of operands can speak of a mesh that is not in force.
     with (
         jax.sharding.use_abstract_mesh(mesh) if mesh is not around and isinstance(mesh, AbstractMesh) else nullcontext()
     ):
-        return by_hand(operation, mesh, splits, *arrays)
+        return per_device(operation, mesh, splits, *arrays)
 
 
 def _not_differentiated(operation: Operation, fn: Callable[..., Arrays]) -> Callable[..., Arrays]:
@@ -403,7 +403,7 @@ def _left_to_partitioner(operation: Operation, *arrays: Any) -> Arrays:
                 return operation.on_whole(*given)
             with _context.activate(settings):
                 splits = _splits(operation, mesh, [(None,) * jnp.ndim(x) for x in given], given)
-            return by_hand(operation, mesh, splits, *given)
+            return per_device(operation, mesh, splits, *given)
 
         return jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))
 

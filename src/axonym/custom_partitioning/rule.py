@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from .. import _errors
 from .._context import Entry
 from .._mesh_axes import mesh_axes, spec_of
-from ..manual._axis_environment import Axes, Part, View, interned
+from ..manual._axis_environment import ArgumentAxis, Axes, AxisEnvironment, interned
 
 Dimension = tuple[str, ...]
 """The factors of a dimension, major to minor."""
@@ -240,21 +240,21 @@ class PartitioningRule:
             for dimension in term
         )
 
-    def view(self, splits: Splits, mesh: Mapping[str, int], checked: bool = False) -> View:
+    def environment(self, splits: Splits, mesh: Mapping[str, int], checked: bool = False) -> AxisEnvironment:
         """What collectives need to know, so that they can be asked for by factor.
 
         >>> from axonym.custom_partitioning import PartitioningRule
 
         >>> rule = PartitioningRule(((("row",),),), ((),), {"row": 4})
-        >>> rule.view({"row": ("data",)}, {"data": 2}).splits("row")
+        >>> rule.environment({"row": ("data",)}, {"data": 2}).sharded_over("row")
         [('data',)]
         """
         parts = []
         for name, dimension in {**{f: (f,) for f in self.sizes}, **self.groups}.items():
             axes = tuple(a for f in dimension for a in splits.get(f, ()))
             size = math.prod(self.sizes[f] for f in dimension)
-            parts.append(Part(name, size, size // math.prod(mesh[a] for a in axes), axes))
-        return interned(frozenset(parts), checked, however=True)
+            parts.append(ArgumentAxis(name, size, size // math.prod(mesh[a] for a in axes), axes))
+        return interned(frozenset(parts), checked, any_sharding=True)
 
     def batched(self, name: str, size: int, batched: Sequence[bool]) -> PartitioningRule:
         """The rule with one more dimension in front of some operands and of all results.

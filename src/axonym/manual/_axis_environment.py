@@ -1,9 +1,9 @@
 """The axes known inside `shard_map`: how arguments are sharded, and which mesh axes a name means.
 
-An array inside has its names and local sizes. The rest is in a *view*, which is active while the body is traced: the
-sizes that the axes of the arguments have outside, and the mesh axes that they are sharded over. Together with the
-active mapping it says over which mesh axes a collective over a logical axis communicates. A view is part of jit's cache
-key, as the mapping is, so a program traced under one view is not used under another.
+An array inside has its names and local sizes. The rest is in an *axis environment*, which is active while the body is
+traced: the sizes that the axes of the arguments have outside, and the mesh axes that they are sharded over. Together
+with the active mapping it says over which mesh axes a collective over a logical axis communicates. It is part of jit's
+cache key, as the mapping is, so a program traced under one environment is not used under another.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Word: TypeAlias = str | Axis
 Words: TypeAlias = Word | Sequence[Word]
 
 
-class Part(NamedTuple):
+class ArgumentAxis(NamedTuple):
     """An axis of an argument and its sharding."""
 
     name: str
@@ -72,44 +72,44 @@ class Layout(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class View:
+class AxisEnvironment:
     """The shardings of the arguments of a `shard_map`."""
 
-    parts: tuple[Part, ...] = ()
+    argument_axes: tuple[ArgumentAxis, ...] = ()
     checked: bool = False
     """Whether JAX keeps track of which values are device-varying."""
-    however: bool = False
+    any_sharding: bool = False
     """Whether the body must work for any sharding of its axes. A collective over a replicated axis then does nothing,
     and a name means a logical axis first, because the body does not know the mesh."""
 
-    def of(self, name: str) -> list[Part]:
+    def found(self, name: str) -> list[ArgumentAxis]:
         """Return the shardings of the arguments that have an axis."""
-        return [p for p in self.parts if p.name == name]
+        return [p for p in self.argument_axes if p.name == name]
 
-    def splits(self, name: str) -> list[Axes]:
+    def sharded_over(self, name: str) -> list[Axes]:
         """Return the different mesh axes that an axis of the arguments is sharded over."""
-        return list(dict.fromkeys(p.axes for p in self.of(name) if p.axes))
+        return list(dict.fromkeys(p.axes for p in self.found(name) if p.axes))
 
 
 # Made once, on import: JAX asks that contexts are not made while it is in use.
-_IN_FORCE = jax.make_user_context(None)
-_NOWHERE = View()
+_ACTIVE = jax.make_user_context(None)
+_NOWHERE = AxisEnvironment()
 
 
-def view_in_force() -> View:
-    """Return the view of the surrounding `shard_map`; an empty one outside of any."""
-    return _IN_FORCE.value or _NOWHERE
+def active_environment() -> AxisEnvironment:
+    """Return the environment of the surrounding `shard_map`; an empty one outside of any."""
+    return _ACTIVE.value or _NOWHERE
 
 
-def in_force(view: View) -> contextlib.AbstractContextManager[None]:
-    """Activate a view."""
-    return _IN_FORCE(view)
+def activate(environment: AxisEnvironment) -> contextlib.AbstractContextManager[None]:
+    """Activate an environment."""
+    return _ACTIVE(environment)
 
 
 @functools.lru_cache(maxsize=1024)
-def interned(parts: frozenset[Part], checked: bool, however: bool = False) -> View:
-    """Return the same object for equal arguments while it is in use, because JAX compares the view on every call."""
-    return View(tuple(sorted(parts)), checked, however)
+def interned(argument_axes: frozenset[ArgumentAxis], checked: bool, any_sharding: bool = False) -> AxisEnvironment:
+    """Return the same object for equal arguments while it is in use: JAX compares the environment on every call."""
+    return AxisEnvironment(tuple(sorted(argument_axes)), checked, any_sharding)
 
 
 # --- the sharding of an axis ---
@@ -120,10 +120,10 @@ def layouts(name: str, size: int) -> list[Layout]:
 
     An axis that is replicated in the arguments may be sharded since, as the mapping says.
     """
-    view = view_in_force()
-    by_mapping = () if view.splits(name) else _mapped(name)
+    environment = active_environment()
+    by_mapping = () if environment.sharded_over(name) else _mapped(name)
     found = []
-    for part in view.of(name):
+    for part in environment.found(name):
         axes = part.axes or by_mapping
         # Sizes do not show shardings over mesh axes of size one: assume that these are as in the arguments.
         starts = [part.axes] if part.axes and part.local == size else [axes[:i] for i in range(len(axes) + 1)]
@@ -135,7 +135,7 @@ def layouts(name: str, size: int) -> list[Layout]:
 
 def declared(name: str) -> list[Axes]:
     """Return the mesh axes of an axis of any size: as in the arguments, or as mapped if it is replicated there."""
-    splits = view_in_force().splits(name)
+    splits = active_environment().sharded_over(name)
     return splits or [axes for axes in [_mapped(name)] if axes]
 
 
@@ -182,8 +182,8 @@ def axes_that_split(what: str, name: str) -> Axes | None:
 
 def split_here() -> dict[str, Axes]:
     """Return the logical axes that are sharded, with their mesh axes."""
-    view, mapping = view_in_force(), active_mapping()
-    found = {p.name: p.axes for p in view.parts if p.axes}
+    environment, mapping = active_environment(), active_mapping()
+    found = {p.name: p.axes for p in environment.argument_axes if p.axes}
     return found | {n: mesh_axes(e) for n, e in mapping.items() if e is not None and n not in found}
 
 
@@ -197,7 +197,7 @@ def _meaning(what: str, word: Any) -> Axes:
     if not isinstance(word, (str, Axis)):
         raise TypeError(f"{what}: an axis is given by an Axis, a name or a MeshAxis, got {type(word).__name__}.")
     name = word if isinstance(word, str) else word.name
-    view, logical = view_in_force(), _split_over(what, name)
+    environment, logical = active_environment(), _split_over(what, name)
     if _one_part(name):
         return logical
     is_mesh_axis = isinstance(word, str) and name in mesh.shape
@@ -212,27 +212,27 @@ def _meaning(what: str, word: Any) -> Axes:
         return logical
     if is_mesh_axis:
         return (name,)
-    if not view.however:
+    if not environment.any_sharding:
         _require_inside(what, mesh)
     raise ValueError(
         f"{what}: {name!r} is neither a mesh axis nor an axis that is sharded here.{_known(mesh)}"
-        + _errors.suggestion(name, (*split_here(), *(p.name for p in view.parts), *mesh.shape))
+        + _errors.suggestion(name, (*split_here(), *(p.name for p in environment.argument_axes), *mesh.shape))
     )
 
 
 def _one_part(name: str) -> bool:
     """Return whether an axis is known and may be replicated, because the body must work for any sharding."""
-    view = view_in_force()
-    return view.however and bool(view.of(name))
+    environment = active_environment()
+    return environment.any_sharding and bool(environment.found(name))
 
 
 def _logical_names() -> set[str]:
-    return {p.name for p in view_in_force().parts} | set(active_mapping())
+    return {p.name for p in active_environment().argument_axes} | set(active_mapping())
 
 
 def _split_over(what: str, name: str) -> Axes:
     """Return the mesh axes of a logical axis: those of the arguments, or of the mapping if it is replicated there."""
-    splits = view_in_force().splits(name)
+    splits = active_environment().sharded_over(name)
     if len(splits) > 1:
         ways = " and ".join(_listed(s) for s in splits)
         raise ValueError(
@@ -244,7 +244,7 @@ def _split_over(what: str, name: str) -> Axes:
 
 def _manual(what: str, words: Words, axes: Axes) -> Axes:
     """Return the mesh axes that are manual here, among some; it is an error if there are none."""
-    if not axes and view_in_force().however:
+    if not axes and active_environment().any_sharding:
         return axes
     mesh = jax.sharding.get_abstract_mesh()
     _require_inside(what, mesh)
@@ -299,7 +299,7 @@ def require_varying(what: str, x: Any, axes: Axes, consequence: str) -> None:
         axes: the mesh axes of the collective.
         consequence: its wrong effect, for the message.
     """
-    if not view_in_force().checked:
+    if not active_environment().checked:
         return
     constant = [a for a in axes if a not in varying_axes(x.array if isinstance(x, NamedArray) else x)]
     if constant:

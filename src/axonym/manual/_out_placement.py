@@ -26,7 +26,7 @@ from .._mesh_axes import active_mapping, axes_in, entry_of, mapped_axes, mesh_ax
 from ..array import NamedArray, wrap
 from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Leaf, Placement, Rule, check_entries, is_placement, resolve
-from ._axis_environment import Axes, View, count, describe_axes, layouts, of_size_one
+from ._axis_environment import Axes, AxisEnvironment, count, describe_axes, layouts, of_size_one
 
 
 def restricted(spec: PartitionSpec, manual: Collection[str]) -> PartitionSpec:
@@ -37,14 +37,14 @@ def restricted(spec: PartitionSpec, manual: Collection[str]) -> PartitionSpec:
 
 
 def place_results(
-    result: Any, placement: Placement, view: View, manual: Collection[str], what: str
+    result: Any, placement: Placement, environment: AxisEnvironment, manual: Collection[str], what: str
 ) -> tuple[list[Leaf], Any]:
     """Return the leaves of a result on one device, each with its spec, and the structure of the tree.
 
     Arguments:
         result: what the body returned.
         placement: the placement from the user; None to use the names.
-        view: the shardings of the arguments.
+        environment: the shardings of the arguments.
         manual: the mesh axes that are manual in the body.
         what: the operation, for messages.
     """
@@ -58,12 +58,12 @@ def place_results(
         if leaf.shape is None:
             placed.append(leaf)
             continue
-        spec, found = (leaf.spec, []) if leaf.spec is not None else _by_name(leaf, view, mapping)
+        spec, found = (leaf.spec, []) if leaf.spec is not None else _by_name(leaf, environment, mapping)
         spec = restricted(spec, manual)
         value = leaf.value
         if not found:
             found = check_entries(leaf, tuple(spec), mesh)
-            value, wrong = _held_to(leaf, spec, view, manual, given)
+            value, wrong = _held_to(leaf, spec, environment, manual, given)
             found += wrong
         problems += found
         placed.append(Leaf(leaf.keys, value, leaf.names, leaf.shape, spec))
@@ -88,7 +88,7 @@ def _by_position(result: Any, placement: Placement, mesh: AnyMesh, what: str) ->
     return [leaf.spec is not None for leaf in leaves]
 
 
-def _by_name(leaf: Leaf, view: View, mapping: Mapping[str, Entry]) -> tuple[PartitionSpec, list[str]]:
+def _by_name(leaf: Leaf, environment: AxisEnvironment, mapping: Mapping[str, Entry]) -> tuple[PartitionSpec, list[str]]:
     """Return the spec of a result by the names of its axes."""
     assert leaf.shape is not None
     if leaf.names is None:
@@ -97,7 +97,7 @@ def _by_name(leaf: Leaf, view: View, mapping: Mapping[str, Entry]) -> tuple[Part
         return PartitionSpec(), [f"{_path(leaf)}: {_errors.wrong_rank(leaf.names, leaf.shape)}"]
     entries, problems, taken = [], [], set()
     for name, size in zip(leaf.names, leaf.shape, strict=True):
-        ways = _ways(view, name, size)
+        ways = _ways(environment, name, size)
         if len(ways) > 1:
             listed = " or ".join(f"sharded over {' and '.join(map(repr, w))}" if w else "replicated" for w in ways)
             problems.append(
@@ -112,22 +112,22 @@ def _by_name(leaf: Leaf, view: View, mapping: Mapping[str, Entry]) -> tuple[Part
     return PartitionSpec(*entries), problems
 
 
-def _ways(view: View, name: str, size: int) -> list[Axes]:
+def _ways(environment: AxisEnvironment, name: str, size: int) -> list[Axes]:
     """Return the possible shardings of an axis with this size."""
     found = []
     for _, now, at_most in layouts(name, size):
         found.append(now)
-        if not view.checked and 1 < count(now) < count(at_most):
+        if not environment.checked and 1 < count(now) < count(at_most):
             found.append(at_most)  # resized, or gathered over some mesh axes: only its type would tell
     ways = list(dict.fromkeys(found))
     return ways if len(ways) < 2 else [w for w in ways if not w or set(w) - of_size_one()]
 
 
 def _held_to(
-    leaf: Leaf, spec: PartitionSpec, view: View, manual: Collection[str], given: bool
+    leaf: Leaf, spec: PartitionSpec, environment: AxisEnvironment, manual: Collection[str], given: bool
 ) -> tuple[Any, list[str]]:
     """Make a result device-varying over the mesh axes of its spec, or return what is wrong with it."""
-    if not view.checked:
+    if not environment.checked:
         return leaf.value, []
     value = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
     varies = varying_axes(value) & set(manual)

@@ -37,6 +37,7 @@ from ._axis_environment import (
     Axes,
     MeshAxis as MeshAxis,
     Words,
+    active_environment,
     axes_meant,
     axes_that_split,
     count,
@@ -44,7 +45,6 @@ from ._axis_environment import (
     describe_axes,
     layouts,
     require_varying,
-    view_in_force,
     without_trivial,
 )
 from ._gather_order import put_together, taken_apart
@@ -293,7 +293,7 @@ def pvary(x: T, axis: Words) -> T:
 
     def vary(array):
         new = tuple(a for a in axes if a not in varying_axes(array))
-        return jax.lax.pcast(array, new, to="varying") if new and view_in_force().checked else array
+        return jax.lax.pcast(array, new, to="varying") if new and active_environment().checked else array
 
     return map_tree(lambda leaf: _map_array(vary, leaf), x)
 
@@ -342,7 +342,7 @@ def axis_offset(axis: AxisSelector, x: NamedArray | None = None) -> Any:
     NamedArray(int32[pos=6], [0 1 2 3 4 5])
     """
     what, name = "axis_offset", name_of(axis)
-    known = view_in_force().of(name)
+    known = active_environment().found(name)
     if x is None:
         if known and not any(p.axes for p in known):
             return np.int32(0)
@@ -425,8 +425,8 @@ def _without(x: NamedArray, name: str) -> NamedArray:
 def _varies(invariant: bool) -> str:
     # A function that works for any sharding may ask for this without `check_vma`; then every value counts as one for
     # each device.
-    view = view_in_force()
-    return "invarying" if invariant and (view.checked or not view.however) else "varying"
+    environment = active_environment()
+    return "invarying" if invariant and (environment.checked or not environment.any_sharding) else "varying"
 
 
 # --- shared checks ---
@@ -451,7 +451,7 @@ def _axis_and_devices(what: str, x: Any, axis: AxisSelector, over: Words | None)
                 f"{what}: nothing shards axis {name!r} of {x} here: neither the arguments nor the mapping. Say with "
                 "`over` which mesh axis is meant."
             )
-    if isinstance(axis, Axis) and axis.size not in (sizes[name], *(p.size for p in view_in_force().of(name))):
+    if isinstance(axis, Axis) and axis.size not in (sizes[name], *(p.size for p in active_environment().found(name))):
         places = [("the array", sizes[name]), ("the argument", axis.size)]
         raise ValueError(_errors.size_mismatch(what, name, places))
     return x.names.index(name), name, axes
@@ -461,7 +461,11 @@ def _exchanged_over(what: str, x: NamedArray, split: str, gather: str) -> Words 
     """Return the mesh axes of an `all_to_all`, from the shardings of its axes."""
     of_gather, of_split = axes_that_split(what, gather), axes_that_split(what, split)
     # An axis that is sharded in the arguments is still sharded so, or over the first of these mesh axes.
-    now = {f.now for f in layouts(gather, x.shape.get(gather, 0))} - {()} if view_in_force().splits(gather) else set()
+    now = (
+        {f.now for f in layouts(gather, x.shape.get(gather, 0))} - {()}
+        if active_environment().sharded_over(gather)
+        else set()
+    )
     if len(now) == 1:
         (of_gather,) = now
     if of_gather and of_split and of_gather != of_split and not now:

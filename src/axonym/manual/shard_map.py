@@ -29,7 +29,16 @@ from ..array import NamedArray
 from ..sharding.mapping import ResourceMapping, axis_mapping
 from ..sharding.meshes import AnyMesh, as_seen_here, current_mesh
 from ..sharding.placement import Leaf, Placement, is_placement, resolve
-from ._axis_environment import Part, View, describe_axes, in_force, interned, layouts, split_here, view_in_force
+from ._axis_environment import (
+    ArgumentAxis,
+    AxisEnvironment,
+    activate,
+    active_environment,
+    describe_axes,
+    interned,
+    layouts,
+    split_here,
+)
 from ._out_placement import place_results, restricted
 
 P = ParamSpec("P")
@@ -105,8 +114,8 @@ def shard_map(
         )
     if not callable(fn):
         raise TypeError(f"shard_map: expected a function, got {type(fn).__name__}.")
-    by_hand = frozenset([axis_names] if isinstance(axis_names, str) else axis_names or ())
-    call = _Call(fn, mesh, in_specs, out_specs, by_hand, check_vma)
+    manual = frozenset([axis_names] if isinstance(axis_names, str) else axis_names or ())
+    call = _Call(fn, mesh, in_specs, out_specs, manual, check_vma)
 
     @functools.wraps(fn)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -145,7 +154,7 @@ class _Call:
         labels = [*parameter_names(self._fn, len(args), kwargs), *kwargs]
         arguments = dict(zip(labels, (*args, *kwargs.values()), strict=True))
         leaves, structure = self._split(arguments, labels[: len(args)], mesh, manual)
-        view = _view_of(leaves, mesh, self._check_vma)
+        environment = _environment_of(leaves, mesh, self._check_vma)
         arrays, spec = _flattened(leaves, structure)
         # Both are filled by the body; JAX looks at the specs after that.
         out_specs: list[PartitionSpec] = []
@@ -154,13 +163,13 @@ class _Call:
         def body(*parts):
             given = spec.unflatten(parts)
             positional = [given[label] for label in labels[: len(args)]]
-            with in_force(view):
+            with activate(environment):
                 try:
                     result = self._fn(*positional, **{name: given[name] for name in kwargs})
                 except (TypeError, ValueError) as error:
                     _explain(error, self._what)
                     raise
-                found, out_structure = place_results(result, self._out, view, manual, f"{self._what}, results")
+                found, out_structure = place_results(result, self._out, environment, manual, f"{self._what}, results")
             outputs, out_spec = _flattened(found, out_structure)
             results[:] = [out_spec]
             out_specs[:] = [leaf.spec for leaf in found if leaf.spec is not None]
@@ -261,19 +270,19 @@ def _flattened(leaves: Sequence[Leaf], structure: Any) -> tuple[list[Any], TreeS
     return arrays, TreeSpec(structure, slots)
 
 
-def _view_of(leaves: Sequence[Leaf], mesh: AnyMesh, checked: bool) -> View:
-    """Return the view of the arguments, with that of a surrounding `shard_map`, whose shards are sharded further."""
-    around = view_in_force()
+def _environment_of(leaves: Sequence[Leaf], mesh: AnyMesh, checked: bool) -> AxisEnvironment:
+    """Return the environment of the arguments, and of a surrounding `shard_map`, whose shards are sharded further."""
+    around = active_environment()
     parts = set()
     for leaf in leaves:
         if leaf.spec is not None:
             for name, size, entry in zip(leaf.names or (), leaf.shape or (), leaf.spec, strict=False):
                 axes = mesh_axes(entry)
                 local = size // shard_count(mesh, axes)
-                of_parts = [Part(name, f.size, local, f.now + axes) for f in layouts(name, size) if f.now]
-                parts.update(of_parts or [Part(name, size, local, axes)])
+                of_parts = [ArgumentAxis(name, f.size, local, f.now + axes) for f in layouts(name, size) if f.now]
+                parts.update(of_parts or [ArgumentAxis(name, size, local, axes)])
     names = {p.name for p in parts}
-    return interned(frozenset(parts.union(p for p in around.parts if p.name not in names)), checked)
+    return interned(frozenset(parts.union(p for p in around.argument_axes if p.name not in names)), checked)
 
 
 def _check_not_split(leaf: Leaf, manual: Collection[str], what: str) -> None:

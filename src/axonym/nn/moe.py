@@ -156,7 +156,7 @@ def _grouped_kernel(
         _check(what, product, x, weight, sizes)
         return product.whole(x, weight, sizes)
 
-    def by_hand(x, weight, sizes):
+    def per_device(x, weight, sizes):
         _check(what, product, x, weight, sizes)
         return product.by_device(x, weight, sizes)
 
@@ -167,7 +167,7 @@ def _grouped_kernel(
         tuple(n if n == Out.name else private("the weight", (n,))[0] for n in weight_names),
         private("group_sizes", size_names),
     )
-    return _kernels.make_kernel(what, positional, in_names, product.out_names, by_hand=by_hand)
+    return _kernels.make_kernel(what, positional, in_names, product.out_names, per_device=per_device)
 
 
 def _check(what: str, product: Grouped, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> None:

@@ -44,8 +44,8 @@ def _binary_kernel(
     in_names = (a_names, b_names)
     if outputs > 1:
         return _kernels.make_kernel(name, positional, in_names, (names,) * outputs)
-    by_hand = functools.partial(_fsdp_ops.gathered, positional, in_names, names)
-    return _kernels.make_kernel(name, positional, in_names, names, native=True, by_hand=by_hand)
+    per_device = functools.partial(_fsdp_ops.gathered, positional, in_names, names)
+    return _kernels.make_kernel(name, positional, in_names, names, native=True, per_device=per_device)
 
 
 def _unary(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, constant: bool = False) -> Unary:

@@ -85,13 +85,15 @@ def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, 
 
     replaced = {i.name for i in items if i.kind not in ("slice", "dynamic slice")}
     in_names = [mask_names(names, replaced), *(i.operand_names for i in items if i.operand_names is not None)]
-    by_hand = None
+    per_device = None
     if [i.kind for i in items] == ["gather"] and not layout.shared and not options:
-        by_hand = functools.partial(
+        per_device = functools.partial(
             _fsdp_ops.looked_up, positional, (names, in_names[1]), layout.out_names, items[0].name
         )
     # The layout compares sizes after the slices are cut out.
-    return _kernels.make_kernel("index", positional, in_names, layout.out_names, same_sizes=False, by_hand=by_hand)
+    return _kernels.make_kernel(
+        "index", positional, in_names, layout.out_names, same_sizes=False, per_device=per_device
+    )
 
 
 def mask_names(names: Names, replaced: Collection[str]) -> Names:

@@ -149,8 +149,8 @@ def mesh_in_force(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if jax.sharding.get_mesh() == mesh else jax.set_mesh(mesh)
     except ValueError:  # a function is being traced
         around = jax.sharding.get_abstract_mesh()
-    by_hand = AxisType.Manual in around.axis_types
-    if around.shape == mesh.shape and (by_hand or around.axis_types == mesh.axis_types):
+    is_manual = AxisType.Manual in around.axis_types
+    if around.shape == mesh.shape and (is_manual or around.axis_types == mesh.axis_types):
         return contextlib.nullcontext()
     raise ValueError(
         f"sjit: called in a traced function under mesh {_described(around)}, but it is meant for mesh "

@@ -280,7 +280,7 @@ def in_trace() -> bool:
 
 
 def _constrain(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
-    by_hand = mesh != jax.sharding.get_abstract_mesh()
+    passed = mesh != jax.sharding.get_abstract_mesh()
     spec = drop_manual(spec, mesh)
     types = types_of(mesh)
     kinds = set(types.values())
@@ -294,13 +294,13 @@ def _constrain(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
                 f"{what}: the mesh {types} mixes Manual, Explicit and Auto axes here, where JAX versions disagree "
                 "about what a constraint means. Make the axes that are not Manual of one type."
             )
-    if by_hand and AxisType.Explicit in kinds and jax.sharding.get_abstract_mesh().empty:
+    if passed and AxisType.Explicit in kinds and jax.sharding.get_abstract_mesh().empty:
         if jax.typeof(x).sharding.mesh.empty:
             raise ValueError(
                 f"{what}: a mesh with Explicit axes cannot be passed inside jit, since the arrays traced there "
                 "are not on it. Activate it outside: `with jax.set_mesh(mesh): ...`."
             )
-    return _constraint(spec, mesh if by_hand else None, tuple(types.items()))(x)
+    return _constraint(spec, mesh if passed else None, tuple(types.items()))(x)
 
 
 @functools.lru_cache(maxsize=4096)
