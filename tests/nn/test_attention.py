@@ -89,7 +89,7 @@ def test_values(query: axn.NamedArray, mask: Any, bias: Any, by_position: dict[s
 
 def test_weights_have_the_layout_of_the_query() -> None:
     weigh = functools.partial(dot_product_attention_weights, KPos=KPos, Key=Size, scaling_factor=2.0)
-    found = jax.jit(weigh)(GROUPED, K, Causal("pos"))
+    found = jax.jit(weigh)(GROUPED, K, mask=Causal("pos"))
     k, v = raw(K, V)
     _, weights = written_out(np.asarray(GROUPED.array) * 2.0 * np.sqrt(8), k, v, CAUSAL)
     wanted = axn.named(jnp.asarray(weights.transpose(0, 3, 1, 2, 4)), (Batch, Pos, Heads, Group, KPos))
