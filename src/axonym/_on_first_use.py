@@ -59,7 +59,7 @@ from .transforms.checkpointing import (
     ScanCheckpointPolicy as ScanCheckpointPolicy,
     tree_checkpoint_name as tree_checkpoint_name,
 )
-from .transforms.control import cond as cond, switch as switch, while_loop as while_loop
+from .transforms.control import cond as cond, fori_loop as fori_loop, switch as switch, while_loop as while_loop
 from .transforms.lift import lift as lift
 from .transforms.scan import fold as fold, map as map, scan as scan
 from .transforms.vmap import vmap as vmap

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import axonym as axn
 from axonym.transforms.associative import associative_scan
-from axonym.transforms.control import cond, switch, while_loop
+from axonym.transforms.control import cond, fori_loop, switch, while_loop
 from axonym.transforms.vmap import vmap
 from tests.helpers import assert_named, compilations
 
@@ -208,12 +208,38 @@ def test_refusals(call: Callable[[], Any], error: type[Exception], message: str)
 def test_placements_that_differ(explicit_mesh: Mesh) -> None:
     with jax.set_mesh(explicit_mesh):
         x = axn.shard(X, PLACED)
-        with pytest.raises(TypeError, match=r"carry goes in as .*col=8\] and comes out as .*col=8 over 'data'\]"):
-            while_loop(lambda c: c.sum() < 9, lambda c: c + x, X)
         with pytest.raises(
             TypeError, match=r"'row' is replicated where it was sharded over 'model'.*\{'row': 'model', "
         ):
             cond(True, lambda: x, lambda: X)
+
+
+def test_a_carry_starts_sharded_as_it_will_be(explicit_mesh: Mesh) -> None:
+    with jax.set_mesh(explicit_mesh):
+        x = axn.shard(X, PLACED)
+        found = while_loop(lambda c: c.sum() < 9, lambda c: c + x, axn.zeros_like(X))
+        assert found.array.sharding.spec == x.array.sharding.spec
+        counted = fori_loop(0, 3, lambda i, c: c + i * x, axn.zeros(X.axes))
+        assert counted.array.sharding.spec == x.array.sharding.spec
+        assert_named(jax.block_until_ready(counted), 3.0 * X)
+        with pytest.raises(
+            TypeError, match=r"while_loop: the placement of the carry never settles\. .* carry goes in as"
+        ):
+            while_loop(
+                lambda c: c.sum() < 9,
+                lambda c: x if jax.typeof(c.array).sharding.spec == jax.P(None, None) else axn.shard(X, {"row": None}),
+                axn.zeros(X.axes),
+            )
+
+
+def test_fori_loop_is_that_of_jax() -> None:
+    assert_named(fori_loop(1, 4, lambda i, c: turned(c) * i, X), 6.0 * X)
+    slope = jax.grad(lambda x: fori_loop(0, 3, lambda i, c: c * x, axn.named(1.0, ())).scalar())(2.0)
+    assert slope == 12.0
+    traced = jax.jit(lambda n: fori_loop(0, n, lambda i, c: c + i, axn.named(0, ())))(4)
+    assert traced.scalar() == 6
+    with pytest.raises(TypeError, match="fori_loop: `upper` must be a scalar"):
+        fori_loop(0, X, lambda i, c: c, X)
 
 
 def test_a_second_call_compiles_nothing() -> None:

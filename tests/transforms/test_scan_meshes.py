@@ -105,22 +105,34 @@ def test_a_mesh_axis_cannot_be_used_twice(explicit_mesh: Mesh) -> None:
     assert spec(found) == (None, "data", None)
 
 
-def test_a_carry_that_moves_says_which_leaf_and_why(explicit_mesh: Mesh) -> None:
+def test_a_replicated_carry_starts_sharded_as_it_comes_out(explicit_mesh: Mesh) -> None:
+    """The everyday carry, made by `zeros`; the program is that of the right start: no more collectives."""
     with jax.set_mesh(explicit_mesh):
         xs = axn.shard(XS, PLACED)
-        message = (
-            r"carry\['h'\] goes in as float32\[batch=4, embed=6\] and comes out as float32\[batch=4 over 'model', "
-            r"embed=6\]\. Here 'batch' is sharded over 'model' where it was replicated, .*"
-            r"`axonym.shard\(..., \{'batch': 'model', 'embed': None\}\)`"
-        )
-        with pytest.raises(TypeError, match=message):
-            fold(lambda c, x: {"h": c["h"] + x}, "time")({"h": START}, xs)
-        with pytest.raises(
-            TypeError, match=r"raw float32\[4 over 'model', 6\]\. Here dimension 0 is sharded over 'model'"
-        ):
-            fold(lambda c, x: c + x.array, "time")(START.array, xs)
+
+        def summed(start: Any) -> Any:
+            return fold(lambda c, x: {"h": c["h"] + x}, "time")({"h": start}, xs)
+
+        found = jax.jit(summed)(START)
+        placed = axn.shard(START, {"batch": "model"})
+        assert found["h"].array.sharding.spec == summed(placed)["h"].array.sharding.spec == jax.P("model", None)
+        assert_named(jax.block_until_ready(found["h"]), START + XS.sum("time"), rtol=1e-5, atol=1e-6)
+        programs = [jax.jit(summed).lower(x).compile().as_text() for x in (START, placed)]
+        kinds = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+        assert [sum(p.count(f" {kind}(") for kind in kinds) for p in programs] == [0, 0]
+        raw = fold(lambda c, x: c + x.array, "time")(START.array, xs)
+        assert raw.sharding.spec == jax.P("model", None)
+        slopes = jax.jit(jax.grad(lambda s: axn.sum(summed(s)["h"]).scalar()))(START)
+        np.testing.assert_array_equal(slopes.array, 1.0)
         kept = fold(lambda c, x: axn.shard(c + x, {"batch": None, "embed": None}), "time")(START, xs)
     assert_named(jax.block_until_ready(kept), START + XS.sum("time"), rtol=1e-5, atol=1e-6)
+
+
+def test_a_carry_that_is_replicated_again_is_refused_by_leaf(explicit_mesh: Mesh) -> None:
+    with jax.set_mesh(explicit_mesh):
+        xs, start = axn.shard(XS, PLACED), axn.shard(START, {"batch": "model"})
+        with pytest.raises(TypeError, match=r"carry\['h'\] goes in as float32\[batch=4 over 'model', .* comes out as"):
+            fold(lambda c, x: {"h": axn.shard(c["h"] + x, {"batch": None})}, "time")({"h": start}, xs)
 
 
 def test_inside_shard_map(mesh: Mesh) -> None:

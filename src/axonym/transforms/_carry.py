@@ -7,16 +7,19 @@ hand them lists of raw arrays, and compare the specs leaf by leaf: what is wrong
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from .. import _kernels
-from .._mesh_axes import entry_of, mesh_axes
+from .._context import Entry
+from .._mesh_axes import entry_of, mesh_around, mesh_axes, reshard
 from .._tree_spec import ARRAYS_AND_NUMBERS, Slot, StaticLeaf, TreeSpec, flatten
 from ..axis import Names
+
+R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,8 +50,46 @@ CARRY = Words(
 )
 
 
+class BecomesSharded(Exception):
+    """Raised while a loop is traced whose carry comes out sharded over more mesh axes than it went in with."""
+
+    def __init__(self, specs: Sequence[Sequence[Entry]]):
+        super().__init__(specs)
+        self.specs = specs
+
+
+def settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) -> R:
+    """Trace a loop with a carry that starts out sharded as it will be.
+
+    On Explicit mesh axes the sharding is part of the type, so a carry made by `zeros`, which is replicated, has another
+    type after the first step. Sharding a replicated array costs no communication. Every attempt shards at least one
+    axis more, so there are few; an axis that a step replicates again is refused.
+
+    Arguments:
+        run: traces the loop, with a body that calls `conform` with `settles`.
+        what: the operation, for messages.
+        carry: the initial carry.
+    """
+    start = list(carry)
+    attempted = False
+    while True:
+        try:
+            return run(start)
+        except BecomesSharded as became:
+            mesh = mesh_around(start)
+            start = [reshard(jnp.asarray(x), spec, mesh) for x, spec in zip(start, became.specs, strict=True)]
+            attempted = True
+        except TypeError as refusal:
+            if not attempted:
+                raise
+            raise TypeError(
+                f"{what}: the placement of the carry never settles. It comes out sharded over more mesh axes than it "
+                f"goes in with, and when it starts like that, {refusal}"
+            ) from None
+
+
 def conform(
-    what: str, words: Words, spec: TreeSpec, types: Sequence[Any], tree: Any, *, promoted: bool = False
+    what: str, words: Words, spec: TreeSpec, types: Sequence[Any], tree: Any, *, settles: bool = False
 ) -> list[Any]:
     """Return the arrays of a tree that must have a given spec, in its layout.
 
@@ -61,13 +102,14 @@ def conform(
         spec: the spec it must have.
         types: the types its arrays must have.
         tree: the tree.
-        promoted: JAX gives a weak type among `types`, that of a Python number, the dtype it meets here.
+        settles: the tree is the carry of a loop. JAX gives a weak type among `types`, that of a Python number, the
+            dtype it meets here, and `settled` starts the loop with the sharding it meets here.
     """
     arrays, found = flatten(tree, ARRAYS_AND_NUMBERS)
     if found.structure != spec.structure:
         raise TypeError(_other_structure(what, words, spec, found))
     expected, given = iter(types), iter(arrays)
-    result, problems = [], []
+    result, problems, moved = [], [], False
     for i, (slot, new) in enumerate(zip(spec.slots, found.slots, strict=True)):
         if isinstance(slot, StaticLeaf) or isinstance(new, StaticLeaf):
             before = slot if isinstance(slot, StaticLeaf) else next(expected)
@@ -79,15 +121,25 @@ def conform(
         if slot and new and set(slot) == set(new):
             after, new = _kernels.transpose_to(after, new, slot), slot
         after = _as_varying(after, before)
-        remedy = _difference(words, slot, before, new, jax.typeof(after), promoted)
-        if remedy:
+        remedy = _difference(words, slot, before, new, jax.typeof(after), settles)
+        if remedy and settles and _becomes_sharded(slot, before, new, jax.typeof(after)):
+            moved = True
+        elif remedy:
             shown = f"{_described(slot, before)} and {words.after} {_described(new, jax.typeof(after))}"
             problems.append((i, shown, remedy))
         result.append(after)
     if problems:
         paths = spec.paths()
         raise TypeError(_listed(what, words, [(paths[i], shown, remedy) for i, shown, remedy in problems]))
+    if moved:
+        raise BecomesSharded([tuple(jax.typeof(x).sharding.spec) for x in result])
     return result
+
+
+def _becomes_sharded(slot: Names | None, before: Any, new: Names | None, after: Any) -> bool:
+    """Return whether two arrays differ only in that axes replicated before are sharded after."""
+    same = slot == new and before.shape == after.shape and (before.dtype == after.dtype or _yields(before, after))
+    return same and all(now[: len(was)] == was for was, now in zip(_entries(before), _entries(after), strict=True))
 
 
 def _same(before: Any, after: Any) -> bool:

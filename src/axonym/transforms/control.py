@@ -1,4 +1,4 @@
-"""`while_loop`, `cond` and `switch` on trees of named arrays.
+"""`while_loop`, `fori_loop`, `cond` and `switch` on trees of named arrays.
 
 JAX's own take named arrays too, since they are trees. These add what names are good for: an axis order that differs
 between two steps, or two branches, is brought into line, since order is only layout, and what really differs is said
@@ -17,13 +17,14 @@ from .._function_cache import Functions, HeldArrays, WithArrays
 from .._jax_versions import INLINE
 from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, TreeSpec, flatten
 from ..array import NamedArray
-from ._carry import CARRY, Words, conform
+from ._carry import CARRY, Words, conform, settled
 
 
 def while_loop(cond_fn: Callable[[Any], Any], body_fn: Callable[[Any], Any], init: Any) -> Any:
     """Repeat a function for as long as a condition holds: `jax.lax.while_loop` by name.
 
-    The carry keeps its axes, sizes, dtypes and placement; only the order of axes may change.
+    The carry keeps its axes, sizes and dtypes; only the order of axes may change. A carry that is replicated at first
+    and comes out sharded starts sharded.
 
     Arguments:
         cond_fn: from a carry to whether to go on.
@@ -46,13 +47,49 @@ def _build_while(functions: WithArrays, _: None, spec: TreeSpec) -> Callable[...
             return _scalar("while_loop", "the condition", cond_fn(spec.unflatten(carry)))
 
         def body(carry: list[Any]) -> list[Any]:
-            return conform(
-                "while_loop", CARRY, spec, [jax.typeof(c) for c in carry], body_fn(spec.unflatten(carry)), promoted=True
-            )
+            types = [jax.typeof(c) for c in carry]
+            return conform("while_loop", CARRY, spec, types, body_fn(spec.unflatten(carry)), settles=True)
 
-        return jax.lax.while_loop(going, body, arrays)
+        return settled(lambda start: jax.lax.while_loop(going, body, start), "while_loop", arrays)
 
     run.__name__ = run.__qualname__ = "while_loop"
+    return jax.jit(run, inline=INLINE)
+
+
+def fori_loop(lower: Any, upper: Any, body_fn: Callable[[Any, Any], Any], init: Any) -> Any:
+    """Repeat a function for a counter from `lower` up to, but not including, `upper`: `jax.lax.fori_loop` by name.
+
+    The carry keeps its axes, sizes and dtypes; only the order of axes may change. Where both bounds are numbers, the
+    loop can be differentiated.
+
+    Arguments:
+        lower: the first value of the counter.
+        upper: the value at which to stop.
+        body_fn: from the counter and a carry to the next carry.
+        init: the first carry.
+
+    >>> axn.fori_loop(0, 3, lambda i, x: x + i, axn.ones({"x": 2}))
+    NamedArray(float32[x=2], [4. 4.])
+    """
+    arrays, spec = flatten(init, ARRAYS_AND_NUMBERS)
+    bounds = _scalar("fori_loop", "`lower`", lower), _scalar("fori_loop", "`upper`", upper)
+    static = bounds if all(isinstance(bound, int) for bound in bounds) else None
+    functions = Functions(body_fn)
+    return spec.unflatten(functions.compiled(_build_fori, static, spec)(functions.arrays, bounds, arrays))
+
+
+def _build_fori(functions: WithArrays, static: tuple[int, int] | None, spec: TreeSpec) -> Callable[..., Any]:
+    def run(held: HeldArrays, bounds: tuple[Any, Any], arrays: list[Any]) -> list[Any]:
+        (body_fn,) = functions(held)
+
+        def body(i: Any, carry: list[Any]) -> list[Any]:
+            types = [jax.typeof(c) for c in carry]
+            return conform("fori_loop", CARRY, spec, types, body_fn(i, spec.unflatten(carry)), settles=True)
+
+        lower, upper = bounds if static is None else static
+        return settled(lambda start: jax.lax.fori_loop(lower, upper, body, start), "fori_loop", arrays)
+
+    run.__name__ = run.__qualname__ = "fori_loop"
     return jax.jit(run, inline=INLINE)
 
 

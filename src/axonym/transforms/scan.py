@@ -26,7 +26,7 @@ from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, StaticLeaf, TreeSpec, fla
 from ..array import wrap
 from ..axis import Axis, AxisSelector, Names
 from . import _mapped_axis
-from ._carry import CARRY, conform
+from ._carry import CARRY, conform, settled
 from .checkpointing import ScanCheckpointPolicy, ScanCheckpointSpec, checkpointed_scan, policy_of
 
 P = ParamSpec("P")
@@ -262,18 +262,21 @@ def _build(functions: WithArrays, plan: _LoopPlan, carry_spec: TreeSpec, argumen
             new, output = loop.step(fn, carry_spec.unflatten(carry), args, kwargs)
             outputs, spec = flatten(output, ARRAYS_AND_NUMBERS)
             returned[:] = [spec.weak(carry_spec, arguments)]  # a step can be traced again, with stronger types
-            return conform(loop.what, CARRY, carry_spec, [jax.typeof(c) for c in carry], new, promoted=True), outputs
+            return conform(loop.what, CARRY, carry_spec, [jax.typeof(c) for c in carry], new, settles=True), outputs
 
-        final, ys = checkpointed_scan(
-            loop.policy,
-            f"{loop.what}({name})",
-            step,
-            carry,
-            xs,
-            length=plan.length,
-            reverse=loop.reverse,
-            unroll=plan.unroll,
-        )
+        def looped(carry: list[Any]) -> Any:
+            return checkpointed_scan(
+                loop.policy,
+                f"{loop.what}({name})",
+                step,
+                carry,
+                xs,
+                length=plan.length,
+                reverse=loop.reverse,
+                unroll=plan.unroll,
+            )
+
+        final, ys = settled(looped, loop.what, carry)
         (spec,) = returned
         stacked = spec.with_names(_stacked(loop.what, name, spec))
         sources = [(arrays[i], p) for i, p in scanned]
