@@ -217,7 +217,7 @@ def test_placements_that_differ(explicit_mesh: Mesh) -> None:
 def test_a_carry_starts_sharded_as_it_will_be(explicit_mesh: Mesh) -> None:
     with jax.set_mesh(explicit_mesh):
         x = axn.shard(X, PLACED)
-        found = while_loop(lambda c: c.sum() < 9, lambda c: c + x, axn.zeros_like(X))
+        found = while_loop(lambda c: c.sum() < 9, lambda c: c + axn.abs(x), axn.zeros_like(X))
         assert found.array.sharding.spec == x.array.sharding.spec
         counted = fori_loop(0, 3, lambda i, c: c + i * x, axn.zeros(X.axes))
         assert counted.array.sharding.spec == x.array.sharding.spec
