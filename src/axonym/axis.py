@@ -398,8 +398,9 @@ def rearrange_for_partial_order(
 ) -> tuple[_Ax, ...]:
     """Reorder `axes` as `partial_order` says.
 
-    Each `...` takes the axes that are not named: the first one takes all those before the name that follows it, the
-    last one takes the rest. Without `...` every axis must be named.
+    The axes that are not named take the place of `...`, in their order. Where there are several, a named axis among
+    them ends the run: those after it take the place of the next free `...` that follows it. Without `...` every axis
+    must be named.
 
     Arguments:
         partial_order: axes and ellipses.
@@ -420,19 +421,15 @@ def rearrange_for_partial_order(
     if rest and ... not in partial_order:
         listed = ", ".join(repr(n) for n in rest)
         raise ValueError(f"rearrange: {listed} of {_described(axes)} are missing; name them, or add `...`.")
-    order: list[str] = []
-    where = list(known)
-    for i, s in enumerate(partial_order):
-        if not isinstance(s, EllipsisType):
-            order.append(name_of(s))
-            continue
-        later = partial_order[i + 1 :]
-        last = ... not in later
-        following = next((where.index(name_of(t)) for t in later if not isinstance(t, EllipsisType)), len(where))
-        taken = [n for n in rest if last or where.index(n) < following]
-        order += taken
-        rest = [n for n in rest if n not in taken]
-    return tuple(known[n] for n in order)
+    order = [[] if isinstance(s, EllipsisType) else [name_of(s)] for s in partial_order]
+    place = next((i for i, s in enumerate(partial_order) if s is ...), 0)
+    for n in known:
+        if n in rest:
+            order[place].append(n)
+        else:
+            after = max(order.index([n]) + 1, place)
+            place = next((i for i in range(after, len(order)) if not order[i]), place)
+    return tuple(known[n] for names in order for n in names)
 
 
 def _described(selection: AxisSelection) -> str:

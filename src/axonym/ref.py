@@ -190,7 +190,7 @@ class NamedRef:
     def _narrowed(self, index: SliceSpec) -> NamedRef | None:
         """Return the view that an index selects, or None if the index contains index arrays."""
         shown = wrap(jax.ShapeDtypeStruct(tuple(a.size for a in self.axes), self.dtype), self.names)
-        items, operands = make_plan(shown, index)
+        items, operands = make_plan(shown, index, for_view=True)
         if any(item.kind == "gather" for item in items):
             return None
         by_name = {item.name: item for item in items}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
+import axonym as axn
 import axonym.haliax as hax
 from tests.helpers import spec
 
@@ -60,3 +64,220 @@ def test_what_does_not_exist_raises() -> None:
     for module in (hax, hax.nn, hax.partitioning):
         with pytest.raises(AttributeError, match="no attribute 'nosuch'"):
             module.nosuch  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# --- slices that do not fit ---
+
+READS: list[tuple[Any, int, list[int]]] = [
+    (3, 3, [3, 0, 0]),
+    (-1, 2, [3, 0]),
+    (-3, 2, [1, 2]),
+    (-6, 4, [0, 0, 0, 1]),
+    (0, 6, [0, 1, 2, 3, 0, 0]),
+    (9, 2, [0, 0]),
+    (1, 2, [1, 2]),
+]
+
+
+@pytest.mark.parametrize("start, length, expected", READS)
+def test_zeros_are_read_outside_of_an_axis(start: int, length: int, expected: list[int]) -> None:
+    x = hax.arange(hax.Axis("a", 4))
+    assert x["a", hax.dslice(start, length)].tolist() == expected
+    assert x["a", hax.ds(jnp.array(start), length)].tolist() == expected
+    assert hax.named_jit(lambda i: x["a", hax.dslice(i, length)])(start).tolist() == expected
+    assert jax.jit(lambda i: hax.index(x, {"a": hax.dslice(i, length)}))(start).tolist() == expected
+
+
+def test_slices_that_do_not_fit_beside_other_indices() -> None:
+    x = hax.named(jnp.arange(12.0).reshape(4, 3), ("a", "b"))
+    outside = hax.dslice(3, 2)
+    assert x["a", outside, "b", hax.dslice(2, 2)].rearrange(("b", "a")).tolist() == [[11, 0], [0, 0]]
+    assert x["a", outside, "b", 1].tolist() == [10, 0]
+    assert x["a", outside, "b", 1:].rearrange(("a", "b")).tolist() == [[10, 11], [0, 0]]
+    assert x["a", outside, "b", hax.named([0, 1], "c")].rearrange(("c", "a")).tolist() == [[9, 0], [10, 0]]
+    assert x["a", hax.dslice(2, 3), "b", hax.named([0, 1, 2], "a")].tolist() == [6, 10, 0]
+    gradient = jax.grad(lambda v: (hax.named(v, "a")["a", hax.dslice(3, 3)] * 2).sum().scalar())(jnp.arange(4.0))
+    assert gradient.tolist() == [0, 0, 0, 2]
+
+
+def test_updates_that_do_not_fit() -> None:
+    x = hax.arange(hax.Axis("a", 4))
+    assert x.at["a", hax.dslice(3, 3)].get().tolist() == [3, 3, 3]
+    assert x.at["a", hax.dslice(0, 6)].get().tolist() == [0, 1, 2, 3, 3, 3]
+    assert x.at["a", hax.dslice(3, 3)].get(mode="fill", fill_value=-7).tolist() == [3, -7, -7]
+    assert x.at["a", hax.dslice(3, 3)].set(9).tolist() == [0, 1, 2, 9]
+    assert x.at["a", hax.dslice(-1, 2)].add(9).tolist() == [9, 1, 2, 12]
+    assert x.at["a", hax.dslice(2, 3)].set(hax.named([7, 8, 9], "a")).tolist() == [0, 1, 7, 8]
+
+
+def test_slice_moves_what_does_not_fit() -> None:
+    x = hax.arange(hax.Axis("a", 4))
+    assert hax.slice(x, "a", start=3, length=3).tolist() == [1, 2, 3]
+    assert [hax.slice(x, "a", start=s, length=2).tolist() for s in (-1, -3, -9)] == [[2, 3], [1, 2], [0, 1]]
+    assert hax.slice(x, {"a": -1}, {"a": hax.Axis("b", 2)}).axes == (hax.Axis("b", 2),)
+
+
+def test_updated_slice_moves_what_does_not_fit() -> None:
+    x, two = hax.arange(hax.Axis("a", 4)), hax.full(hax.Axis("a", 2), 9)
+    for start, expected in ((-1, [0, 1, 9, 9]), (-3, [0, 9, 9, 3]), (-9, [9, 9, 2, 3]), (jnp.array(3), [0, 1, 9, 9])):
+        assert hax.updated_slice(x, {"a": start}, two).tolist() == expected
+        assert x.updated_slice({"a": start}, two).tolist() == expected  # pyright: ignore[reportAttributeAccessIssue]
+    assert hax.updated_slice(x, {"a": 4}, hax.named(9, ())).tolist() == [0, 1, 2, 9]
+    with pytest.raises(ValueError, match="2 elements from 3 on do not fit axis 'a' of size 4"):
+        hax.updated_slice(x, {"a": 3}, two)
+
+
+def test_native_slices_and_references_stay_strict() -> None:
+    x = hax.arange(hax.Axis("a", 4))
+    for index in (axn.ds(3, 3), axn.ds(-1, 2)):
+        with pytest.raises(IndexError, match="out of range"):
+            x["a", index]
+    with pytest.raises(IndexError, match="out of range"):
+        hax.new_ref(x)["a", hax.dslice(3, 3)]
+    ref = hax.new_ref(x)
+    ref["a", hax.dslice(jnp.array(1), 2)] = 7
+    assert hax.freeze(ref).tolist() == [0, 7, 7, 3]
+
+
+# --- placement ---
+
+
+def trees(mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    sharded = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data")))
+    return {
+        "raw": jnp.ones((8, 4)),
+        "scalar": jnp.ones(()),
+        "number": 2.5,
+        "numpy": np.ones(2),
+        "text": "x",
+        "sharded": sharded,
+        "named": hax.ones({"a": 8, "b": 4}),
+        "named sharded": hax.named(sharded, ("a", "b")),
+    }
+
+
+REPLICATED = {"raw": P(None), "scalar": P(), "number": P(), "numpy": P(None), "text": None}
+
+
+def test_pspec_for(auto_mesh: jax.sharding.Mesh) -> None:
+    mapping = {"a": "data", "b": "model"}
+    kept = {"sharded": None, "named": None, "named sharded": None}
+    assert hax.partitioning.pspec_for(trees(auto_mesh), mapping) == {**REPLICATED, **kept}
+    by_mapping = {"sharded": P(None), "named": P("data", "model"), "named sharded": P("data", "model")}
+    found = hax.partitioning.pspec_for(trees(auto_mesh), mapping, preserve_existing_shardings=False)
+    assert found == {**REPLICATED, **by_mapping}
+    seen = []
+    jax.jit(lambda x: seen.append(hax.partitioning.pspec_for((x, hax.named(x, ("a", "b"))), mapping)))(jnp.ones((8, 4)))
+    assert seen == [(P(None), P("data", "model"))]
+    with pytest.raises(ValueError, match="no mapping is active"):
+        hax.partitioning.pspec_for(jnp.ones(2))
+
+
+def test_infer_resource_partitions(auto_mesh: jax.sharding.Mesh) -> None:
+    tree, mapping = trees(auto_mesh), {"a": "data", "b": "model"}
+    replicated = {k: None if s is None else NamedSharding(auto_mesh, s) for k, s in REPLICATED.items()}
+    with jax.set_mesh(auto_mesh):
+        kept = {"sharded": tree["sharded"].sharding, "named sharded": tree["sharded"].sharding}
+        kept["named"] = tree["named"].array.sharding
+        assert hax.partitioning.infer_resource_partitions(tree, mapping) == {**replicated, **kept}
+        placed = {k: NamedSharding(auto_mesh, P("data", "model")) for k in ("named", "named sharded")}
+        placed["sharded"] = NamedSharding(auto_mesh, P(None))
+        found = hax.partitioning.infer_resource_partitions(tree, mapping, preserve_existing_shardings=False)
+        assert found == {**replicated, **placed}
+    with pytest.raises(ValueError, match="mesh"):
+        hax.partitioning.infer_resource_partitions(tree, mapping)
+
+
+def test_keywords_of_named_jit(auto_mesh: jax.sharding.Mesh) -> None:
+    x = hax.ones({"a": 8, "b": 4})
+
+    def double(x: hax.NamedArray) -> hax.NamedArray:
+        return x * 2
+
+    with jax.set_mesh(auto_mesh):
+        a, b = {"a": "data"}, {"b": "model"}
+        assert spec(hax.named_jit(double, axis_resources=a)(x)) == ("data",)
+        assert spec(hax.named_jit(double, axis_resources=a, in_axis_resources=b, out_axis_resources=b)(x)) == (
+            None,
+            "model",
+        )
+        assert spec(hax.named_jit(axis_resources=a)(double)(x)) == ("data",)
+        given = x.copy()
+        hax.named_jit(double, donate_args=(True,))(given)
+        assert given.array.is_deleted()
+        given = x.copy()
+        hax.named_jit(double, donate_kwargs={"x": True})(x=given)
+        assert given.array.is_deleted()
+
+
+# --- functions over an axis ---
+
+
+def test_a_policy_is_kept_as_given() -> None:
+    policy = hax.ScanCheckpointPolicy(save_carries=False, save_block_internals=True)
+    assert policy.save_carries is False and policy.save_block_internals is True
+    assert hax.nn.ScanCheckpointPolicy is hax.nn.scan.ScanCheckpointPolicy is hax.ScanCheckpointPolicy
+    assert isinstance(hax.ScanCheckpointPolicy.from_bool_or_str("offload"), hax.ScanCheckpointPolicy)
+    hax.ScanCheckpointPolicy(simple=True, save_carries=False), hax.ScanCheckpointPolicy(nested=1)
+    xs = hax.arange(hax.Axis("a", 4), dtype=jnp.float32) + 1
+
+    def last(scale: float, **options: Any) -> jax.Array:
+        return hax.fold(lambda c, x: c * hax.sin(x * scale), "a", **options)(hax.named(1.0, ()), xs).scalar()
+
+    np.testing.assert_allclose(jax.grad(last)(0.5), jax.grad(lambda s: last(s, remat=policy))(0.5), rtol=1e-6)
+
+
+def test_raw_carries_and_raw_arrays_beside_named_ones() -> None:
+    A = hax.Axis("a", 4)
+    x, raw = hax.arange(A), jnp.ones((4, 2))
+    carry, ys = hax.scan(lambda c, x: (c + 1, x * c), A)(jnp.zeros(()), x)
+    assert isinstance(carry, jax.Array) and carry == 4 and ys.tolist() == [0, 1, 4, 9]
+    carry, ys = hax.scan(lambda c, x, r: (c + x, r.sum() + c), A)(hax.zeros(()), x, raw)
+    assert carry.tolist() == 6 and ys.tolist() == [2, 2, 3, 5]
+    carry, ys = hax.scan(lambda c, r: (c + r.sum(), r * 2), A)(0.0, raw)
+    assert carry == 8 and ys.shape == (4, 2)
+    assert hax.fold(lambda c, x, r: c + r, A)(jnp.zeros(2), x, raw).tolist() == [4, 4]
+    assert hax.map(lambda r: r * 2, A)(raw).tolist() == [[2, 2]] * 4
+
+
+# --- orders, expressions, layers ---
+
+
+@pytest.mark.parametrize(
+    "order, expected",
+    [
+        (("d", ..., "b", ...), "dabc"),
+        ((..., "b", ...), "abcd"),
+        ((..., "d", ..., "a", ...), "dabc"),
+        (("b", ..., ...), "bacd"),
+        ((..., ..., "b"), "acdb"),
+        (("b", ..., "d", ...), "badc"),
+    ],
+)
+def test_orders_with_two_ellipses(order: Any, expected: str) -> None:
+    x = hax.ones({"a": 2, "b": 3, "c": 4, "d": 5})
+    assert "".join(hax.rearrange(x, order).names) == expected
+    assert "".join(x.rearrange(order).names) == expected
+    assert "".join(hax.dot(x, hax.ones({"e": 1}), axis="e", out_axes=order).names) == expected
+
+
+def test_sizes_that_an_expression_does_not_use() -> None:
+    x = hax.ones({"a": 4, "b": 3})
+    assert hax.rearrange(x, "a b -> b a", q=3).names == ("b", "a")
+    assert hax.rearrange(x, "(i j) b -> i (m: j b)", i=2, q=3, m=6).shape == {"i": 2, "m": 6}
+    with pytest.raises(TypeError, match="'q' is given by keyword"):  # Haliax refuses this, too
+        hax.einsum("{a b} -> a", x, q="c")
+
+
+def test_logsumexp() -> None:
+    x = hax.ones({"a": 4, "b": 3})
+    np.testing.assert_allclose(hax.nn.logsumexp(x).array, 3.4849067, rtol=1e-6)
+    np.testing.assert_allclose(hax.nn.logsumexp(x, "a").array, [2.3862944] * 3, rtol=1e-6)
+
+
+def test_use_gmm_without_a_tpu() -> None:
+    E, I, O = hax.make_axes(e=2, i=4, o=3)  # noqa: E741
+    layer = hax.nn.MoELinear.init(E, I, O, key=jax.random.key(0), use_gmm=True)
+    assert layer.use_gmm and isinstance(layer, axn.nn.MoELinear)
+    out = layer(hax.ones({"t": 4, "i": 4}), hax.named([2, 2], "e"))
+    np.testing.assert_allclose(out.sum().array, 5.94592, rtol=1e-5)

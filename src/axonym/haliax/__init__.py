@@ -4,6 +4,10 @@ What is not defined here is the library's own. New code is better written with `
 name for each thing; both work on the same arrays, so a program can use both. Importing this package gives named arrays
 the methods `conjugate`, `product`, `ravel` and `updated_slice`, which only Haliax has.
 
+Modules that are the same here and in the library, such as `hax.nn.conv`, are entered under both names when this package
+is imported. A type checker finds their contents as attributes, `hax.nn.conv.Conv`, not as imports from
+`axonym.haliax.nn.conv`.
+
 >>> import axonym.haliax as hax
 >>> Batch, Embed = hax.make_axes(batch=2, embed=3)
 >>> hax.absolute(hax.named(-jnp.ones((2, 3)), (Batch, Embed))).product("embed")
@@ -23,7 +27,7 @@ from .. import (
     bitwise_xor as bitwise_xor, broadcast_arrays as broadcast_arrays, broadcast_axis as broadcast_axis,
     broadcast_to as broadcast_to, cbrt as cbrt, ceil as ceil, clip as clip,
     conj as conj, copy as copy, cos as cos, cosh as cosh, cumprod as cumprod, cumsum as cumsum, deg2rad as deg2rad,
-    divide as divide, divmod as divmod, dot as dot, ds as ds, einsum as einsum, equal as equal, exp as exp,
+    divide as divide, divmod as divmod, dot as dot, einsum as einsum, equal as equal, exp as exp,
     exp2 as exp2, expm1 as expm1, fabs as fabs, field as field, flatten as flatten, flatten_axes as flatten_axes,
     float_power as float_power, floor as floor, floor_divide as floor_divide, fmax as fmax, fmin as fmin,
     fmod as fmod, fold as fold, freeze as freeze, frexp as frexp, full as full,
@@ -41,11 +45,11 @@ from .. import (
     nanvar as nanvar, negative as negative, new_ref as new_ref, nextafter as nextafter, nonzero as nonzero,
     not_equal as not_equal, ones as ones, ones_like as ones_like, packbits as packbits, pad as pad,
     pad_left as pad_left, positive as positive, power as power, prod as prod, ptp as ptp,
-    quantization as quantization, rad2deg as rad2deg, real as real, rearrange as rearrange,
+    quantization as quantization, rad2deg as rad2deg, real as real,
     reciprocal as reciprocal, rename as rename, repeat as repeat, right_shift as right_shift, rint as rint,
-    roll as roll, round as round, rsqrt as rsqrt, scan as scan, ScanCheckpointPolicy as ScanCheckpointPolicy,
+    roll as roll, round as round, rsqrt as rsqrt, scan as scan,
     searchsorted as searchsorted, set_mesh as set_mesh, sign as sign, signbit as signbit,
-    sin as sin, sinc as sinc, sinh as sinh, slice as slice, sort as sort, split as split, sqrt as sqrt,
+    sin as sin, sinc as sinc, sinh as sinh, sort as sort, split as split, sqrt as sqrt,
     square as square, std as std, subtract as subtract, sum as sum, swap as swap, take as take,
     tan as tan, tanh as tanh, tile as tile, top_k as top_k, trace as trace, tree as tree,
     tree_checkpoint_name as tree_checkpoint_name, tril as tril, triu as triu, trunc as trunc, unbind as unbind,
@@ -81,11 +85,12 @@ from . import (
     axis as axis, core as core, debug as debug, hof as hof, jax_utils as jax_utils, nn as nn, ops as ops,
     partitioning as partitioning, random as random, tree_util as tree_util, types as types, util as util,
 )
-from .axis import concat_axis_specs as concat_axis_specs, dblock as dblock, dslice as dslice
+from .axis import concat_axis_specs as concat_axis_specs, dblock as dblock, ds as ds, dslice as dslice
 from .core import (
     are_shape_checks_enabled as are_shape_checks_enabled, enable_shape_checks as enable_shape_checks, ndim as ndim,
-    updated_slice as updated_slice,
+    rearrange as rearrange, slice as slice, updated_slice as updated_slice,
 )
+from .hof import ScanCheckpointPolicy as ScanCheckpointPolicy
 from .ops import (
     argsort as argsort, concatenate as concatenate, stack as stack, unique_all as unique_all,
     unique_counts as unique_counts, unique_inverse as unique_inverse, unique_values as unique_values,
@@ -137,7 +142,6 @@ for _path, _module in {
     "nn.loss": _nn.loss,
     "nn.mup": _nn.mup,
     "nn.normalization": _nn.normalization,
-    "nn.scan": _nn.scan,
     "poly": _poly,
     "poly.poly": _poly,
     "quantization": quantization,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import ds as ds
+from .. import ds as _ds
 from ..axis import *  # noqa: F403
 from ..axis import axes_of_spec, concat_axes
 from ..typing import AxisSpec
 
 
-class dslice(ds):
-    """A slice whose start may be traced, of a size that is known.
+class dslice(_ds):
+    """A slice whose start may be traced, of a size that is known, and which need not lie inside its axis.
+
+    Reading gives zeros for elements outside, and writing leaves them out. Negative positions count from the end.
 
     Arguments:
         start: the first index.
@@ -20,9 +22,15 @@ class dslice(ds):
     >>> import axonym.haliax as hax
     >>> hax.arange(hax.Axis("x", 8))["x", hax.dslice(2, 3)]
     NamedArray(int32[x=3], [2 3 4])
+    >>> hax.arange(hax.Axis("x", 8))["x", hax.dslice(7, 3)]
+    NamedArray(int32[x=3], [7 0 0])
     """
 
     __slots__ = ()
+    must_fit = False
+
+
+ds = dslice
 
 
 def dblock(idx: Any, size: int) -> dslice:

@@ -3,14 +3,16 @@
 # ruff: noqa: I001
 # fmt: off
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from .. import (
     Axis as Axis, NamedArray as NamedArray, broadcast_arrays as broadcast_arrays, broadcast_axis as broadcast_axis,
     broadcast_to as broadcast_to, flatten as flatten, flatten_axes as flatten_axes, index as index,
-    is_named_array as is_named_array, named as named, rename as rename, roll as roll, slice as slice, split as split,
+    is_named_array as is_named_array, named as named, rename as rename, roll as roll, slice as _slice, split as split,
     take as take, top_k as top_k, unbind as unbind, unflatten_axis as unflatten_axis,
 )
 from ..array import shape_checks
@@ -18,15 +20,16 @@ from ..axis import (
     axis_name as axis_name, axis_spec_to_shape_dict as axis_spec_to_shape_dict, eliminate_axes as eliminate_axes,
     rearrange_for_partial_order, selects_axis as selects_axis,
 )
-from ..ops.rearranging import rearrange
-from ..ops.slicing import updated_slice as updated_slice
+from .._parsing import parse
+from ..ops.rearranging import rearrange as _rearrange
+from ..ops.slicing import updated_slice as _updated_slice
 from ..typing import (
     AxisSelection as AxisSelection, AxisSelector as AxisSelector, AxisSpec as AxisSpec,
     GatherScatterModeStr as GatherScatterModeStr, IntScalar as IntScalar, NamedArrayAxes as NamedArrayAxes,
     NamedArrayAxesSpec as NamedArrayAxesSpec, NamedOrNumeric as NamedOrNumeric, PartialShapeDict as PartialShapeDict,
     PrecisionLike as PrecisionLike, Scalar as Scalar, ShapeDict as ShapeDict,
 )
-from .axis import dslice as dslice
+from .axis import axis_name as _name, dslice as dslice
 # fmt: on
 
 ravel = flatten
@@ -73,6 +76,62 @@ def ndim(a: NamedOrNumeric) -> int:
     (2, 0)
     """
     return a.ndim if isinstance(a, NamedArray) else jnp.ndim(a)
+
+
+def rearrange(array: NamedArray, *args: Any, **kwargs: Any) -> NamedArray:
+    """`axonym.rearrange`; an expression need not have all the names that keywords give.
+
+    >>> import axonym.haliax as hax
+    >>> hax.rearrange(hax.ones({"x": 2, "y": 3}), "x y -> y x", z=4).shape
+    {'y': 3, 'x': 2}
+    """
+    if kwargs and len(args) == 1 and isinstance(args[0], str):
+        expression = parse("rearrange", args[0], comma="elements")
+        terms = (*expression.lhs, *expression.rhs)
+        used = {v.name for t in terms for v in t.variables}
+        used |= {g.name.name for t in terms for g in t.groups if g.name is not None}
+        kwargs = {k: v for k, v in kwargs.items() if k in used}
+    return _rearrange(array, *args, **kwargs)
+
+
+def slice(array: NamedArray, axis: Any = None, new_axis: Any = None, *, start: Any = None, length: Any = None) -> Any:
+    """`axonym.slice`; a slice that does not fit is moved until it does.
+
+    >>> import axonym.haliax as hax
+    >>> hax.slice(hax.arange(hax.Axis("x", 4)), "x", start=3, length=2)
+    NamedArray(int32[x=2], [2 3])
+    """
+    if isinstance(axis, Mapping):
+        return _slice(array, {k: _movable(v) for k, v in axis.items()}, new_axis, start=start, length=length)
+    start = {k: _movable(v) for k, v in start.items()} if isinstance(start, Mapping) else _movable(start)
+    return _slice(array, axis, new_axis, start=start, length=length)
+
+
+def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArray) -> NamedArray:
+    """Replace a slice. A negative start, and any that is traced, is moved until the slice fits.
+
+    Arguments:
+        array: a named array.
+        start: where the slice starts along each of its axes. Axes that are not named start at 0.
+        update: what to put there: its sizes are those of the slice. An axis of `start` that it lacks is one long.
+
+    >>> import axonym.haliax as hax
+    >>> hax.updated_slice(hax.zeros({"x": 4}), {"x": -1}, hax.ones({"x": 2}))
+    NamedArray(float32[x=4], [0. 0. 1. 1.])
+    """
+    for axis, first in start.items():
+        if isinstance(first, int) and update.has_axis(_name(axis)) and array.has_axis(_name(axis)):
+            size, room = update.axis_size(_name(axis)), array.axis_size(_name(axis))
+            if first + size > room:
+                raise ValueError(
+                    f"updated_slice: {size} elements from {first} on do not fit axis {_name(axis)!r} of size {room}."
+                )
+    return _updated_slice(array, {k: _movable(v) for k, v in start.items()}, update)
+
+
+def _movable(start: Any) -> Any:
+    """Turn a known position into an array: those are moved, where integers are checked."""
+    return np.asarray(start, np.int32) if isinstance(start, (int, np.integer)) else start
 
 
 def flatten_all_axes_but(

@@ -1,3 +1,33 @@
 """Functions over an axis."""
 
-from .. import ScanCheckpointPolicy as ScanCheckpointPolicy, fold as fold, map as map, scan as scan, vmap as vmap
+from __future__ import annotations
+
+import dataclasses
+
+from .. import ScanCheckpointPolicy as _ScanCheckpointPolicy, fold as fold, map as map, scan as scan, vmap as vmap
+
+
+class ScanCheckpointPolicy(_ScanCheckpointPolicy):
+    """What a scan saves for its backward pass; fields are taken as given, also where they contradict each other.
+
+    >>> import axonym.haliax as hax
+    >>> hax.ScanCheckpointPolicy(save_carries=False, save_block_internals=True).save_carries
+    False
+    """
+
+    def __post_init__(self) -> None:
+        # The checks of the fields are left out; sequences become tuples, which can be part of a cache key.
+        for field in ("save_block_internals", "offload_block_internals"):
+            if not isinstance(given := getattr(self, field), (bool, str)):
+                object.__setattr__(self, field, tuple(given))
+
+    @staticmethod
+    def from_bool_or_str(remat_policy: bool | str) -> ScanCheckpointPolicy:
+        """Return the policy that a short word stands for.
+
+        >>> import axonym.haliax as hax
+        >>> hax.ScanCheckpointPolicy.from_bool_or_str("nested").nested
+        True
+        """
+        policy = _ScanCheckpointPolicy.from_bool_or_str(remat_policy)
+        return ScanCheckpointPolicy(**{f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)})

@@ -6,16 +6,21 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
 from .. import sharding as _sharding
 from ..sharding import (
     PhysicalAxisSpec as PhysicalAxisSpec, ResourceAxis as ResourceAxis, ResourceMapping as ResourceMapping,
     axis_mapping as axis_mapping, current_mapping, current_mesh,
-    infer_resource_partitions as infer_resource_partitions, named_jit as named_jit,
-    physical_axis_name as physical_axis_name, physical_axis_size as physical_axis_size, pspec_for as pspec_for,
+    named_jit as named_jit,
+    physical_axis_name as physical_axis_name, physical_axis_size as physical_axis_size,
     pspec_for_axis as pspec_for_axis, round_axis_for_partitioning as round_axis_for_partitioning, set_mesh as set_mesh,
     sharding_for_axis as sharding_for_axis,
 )
-from ..sharding.meshes import AnyMesh
+from ..array import NamedArray
+from ..sharding.meshes import AnyMesh, required_mesh, with_devices
 from ..sharding.shard import shard_quietly
 # fmt: on
 
@@ -63,6 +68,97 @@ def fsdp(*args: Any, fn: Callable[..., Any] | None = None, **kwargs: Any) -> Any
     P('data',)
     """
     return _sharding.fsdp(*args, **kwargs) if fn is None else _sharding.fsdp(fn, *args, **kwargs)
+
+
+def pspec_for(
+    tree: Any, resource_mapping: ResourceMapping | None = None, preserve_existing_shardings: bool = True
+) -> Any:
+    """Give the partition spec of every array, in the structure of the tree; raw arrays are replicated.
+
+    Arguments:
+        tree: any tree.
+        resource_mapping: the mapping; the active one by default.
+        preserve_existing_shardings: give None for named arrays outside of jit, and for raw ones with a `NamedSharding`:
+            they keep theirs.
+
+    >>> import axonym.haliax as hax
+    >>> tree = {"raw": jnp.ones(2), "w": hax.ones({"embed": 2})}
+    >>> hax.partitioning.pspec_for(tree, {"embed": "model"}, preserve_existing_shardings=False)
+    {'raw': P(None,), 'w': P('model',)}
+    """
+    mapping = _required_mapping("pspec_for", resource_mapping)
+
+    def ask(left: list[Any]) -> list[Any]:
+        return _sharding.pspec_for(left, mapping, False)
+
+    return _of_leaves(tree, ask, lambda kept: None, lambda spec: spec, preserve_existing_shardings)
+
+
+def infer_resource_partitions(
+    tree: Any,
+    resource_mapping: ResourceMapping | None = None,
+    preserve_existing_shardings: bool = True,
+    mesh: AnyMesh | None = None,
+) -> Any:
+    """Give the sharding of every array, in the structure of the tree; raw arrays are replicated.
+
+    Arguments:
+        tree: any tree.
+        resource_mapping: the mapping; the active one by default.
+        preserve_existing_shardings: give named arrays outside of jit, and raw ones with a `NamedSharding`, their own.
+        mesh: the mesh; the active one by default.
+
+    >>> import axonym.haliax as hax
+    >>> tree = {"raw": jnp.ones(2), "w": hax.ones({"embed": 2})}
+    >>> mesh = axn.make_mesh({"data": 1})
+    >>> hax.partitioning.infer_resource_partitions(tree, {"embed": "data"}, False, mesh)["w"].spec
+    P('data',)
+    """
+    mapping = _required_mapping("infer_resource_partitions", resource_mapping)
+    mesh = with_devices(required_mesh("infer_resource_partitions", mesh))
+
+    def ask(left: list[Any]) -> list[Any]:
+        return _sharding.infer_resource_partitions(left, mapping, False, mesh)
+
+    def replicated(spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(mesh, spec)
+
+    return _of_leaves(tree, ask, lambda kept: kept, replicated, preserve_existing_shardings)
+
+
+def _required_mapping(what: str, mapping: ResourceMapping | None) -> ResourceMapping:
+    mapping = current_mapping() if mapping is None else mapping
+    if mapping is None:
+        raise ValueError(f"{what}: no mapping is active. Use `axis_mapping`, or pass one.")
+    return mapping
+
+
+def _of_leaves(
+    tree: Any,
+    ask: Callable[[list[Any]], list[Any]],
+    of_kept: Callable[[Any], Any],
+    of_raw: Callable[[PartitionSpec], Any],
+    preserve: bool,
+) -> Any:
+    """What `ask` says of named arrays, `of_kept` of shardings that are preserved, and `of_raw` of all else."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, NamedArray))
+    kept = [_existing(leaf) if preserve else None for leaf in leaves]
+    asked = ask([x if isinstance(x, NamedArray) and k is None else None for x, k in zip(leaves, kept, strict=True)])
+
+    def result(leaf: Any, kept: Any, answer: Any) -> Any:
+        if kept is not None:
+            return of_kept(kept)
+        if isinstance(leaf, NamedArray) or (not hasattr(leaf, "shape") and not isinstance(leaf, (int, float, complex))):
+            return answer
+        return of_raw(PartitionSpec(None) if jnp.ndim(leaf) else PartitionSpec())
+
+    return jax.tree.unflatten(structure, [result(*of_leaf) for of_leaf in zip(leaves, kept, asked, strict=True)])
+
+
+def _existing(leaf: Any) -> Any:
+    array = leaf.array if isinstance(leaf, NamedArray) else leaf
+    sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+    return sharding if isinstance(leaf, NamedArray) or isinstance(sharding, NamedSharding) else None
 
 
 def auto_sharded(x: T, mesh: AnyMesh | None = None) -> T:

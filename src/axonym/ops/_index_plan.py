@@ -41,6 +41,8 @@ class Item(NamedTuple):
     name: str
     kind: str
     static: Any = None
+    padded: bool = False
+    """Whether elements outside of the axis are read as zeros."""
 
     @property
     def operand_names(self) -> Names | None:
@@ -80,14 +82,15 @@ def _as_mapping(x: NamedArray, key: Any) -> list[tuple[str, Any]]:
 
 
 def make_plan(
-    x: NamedArray, key: Any, *, for_update: bool = False, in_range: bool = True
+    x: NamedArray, key: Any, *, for_update: bool = False, in_range: bool = True, for_view: bool = False
 ) -> tuple[tuple[Item, ...], list[Any]]:
     """Return the items of an index, and the operands that they need.
 
     Outside a trace, positions go in as operands, so that walking along an axis compiles once. In a trace they are
     static, so that the compiler knows them. For an update, or a look-up with a mode for indices out of range, dynamic
     slices become index arrays, because cutting out a block would move one that is out of range. Index arrays with known
-    values, such as NumPy arrays and lists, must be in range unless `in_range` is false.
+    values, such as NumPy arrays and lists, must be in range unless `in_range` is false. For a view, every dynamic
+    slice must fit, even one that need not fit elsewhere.
     """
     shape = jnp.shape(x.array)
     if len(shape) != len(x.names):
@@ -96,8 +99,8 @@ def make_plan(
     items: list[Item] = []
     operands: list[Any] = []
 
-    def add(name: str, kind: str, static: Any = None, operand: Any = None) -> None:
-        items.append(Item(name, kind, static))
+    def add(name: str, kind: str, static: Any = None, operand: Any = None, padded: bool = False) -> None:
+        items.append(Item(name, kind, static, padded))
         if operand is not None:
             operands.append(operand)
 
@@ -110,7 +113,8 @@ def make_plan(
             else:
                 add(name, "dynamic slice", max(stop - start, 0), np.int32(start))
         elif isinstance(index, ds) or _is_pallas_slice(index):
-            _add_dynamic_slice(add, name, index, size, for_update)
+            must_fit = for_view or getattr(index, "must_fit", True)
+            _add_dynamic_slice(add, name, index, size, for_update, must_fit)
         elif isinstance(index, (int, np.integer)) and not isinstance(index, (bool, np.bool_)):
             position = _checked_position(name, int(index), size)
             if traced:
@@ -139,29 +143,33 @@ def _slice_bounds(name: str, index: slice, size: int) -> tuple[int, int, int]:
     return bounds if range(*bounds) else (0, 0, 1)
 
 
-def _add_dynamic_slice(add: Callable[..., None], name: str, index: Any, size: int, for_update: bool) -> None:
+def _add_dynamic_slice(
+    add: Callable[..., None], name: str, index: Any, size: int, for_update: bool, must_fit: bool
+) -> None:
     if getattr(index, "stride", 1) not in (None, 1):
         raise ValueError(f"Indexing: axis {name!r}: a dynamic slice has no stride, got {index.stride}.")
-    if index.size > size:
+    if must_fit and index.size > size:
         raise IndexError(f"Indexing: a slice of {index.size} elements does not fit axis {name!r} of size {size}.")
     start = index.start
+    padded = not must_fit
     if isinstance(start, (int, np.integer)):
-        if not 0 <= start <= size - index.size:
+        fits = 0 <= start <= size - index.size
+        if must_fit and not fits:
             raise IndexError(
                 f"Indexing: {index!r} is out of range for axis {name!r} of size {size}: the start must lie in "
                 f"0..{size - index.size}."
             )
-        start, names = np.int32(start), ()
+        start, names, padded = np.int32(start), (), not fits
     else:
         start, names = _index_array(name, start, size)
-    if not names and not for_update:
+    if not names and not for_update and not padded:
         add(name, "dynamic slice", index.size, start)
         return
     if name in names:
         raise ValueError(f"Indexing: the start of the slice of axis {name!r} has that axis itself.")
     offsets = jnp.arange(index.size, dtype=jnp.int32)
     array = jnp.expand_dims(start, -1) + offsets.reshape((1,) * len(names) + (-1,))
-    add(name, "gather", (*names, name), array)
+    add(name, "gather", (*names, name), array, padded)
 
 
 def _is_pallas_slice(index: Any) -> bool:

@@ -135,6 +135,7 @@ def _ordered(kept: Names, out_axes: tuple[Any, ...]) -> Names:
     if left_out and ... not in wanted:
         listed = ", ".join(repr(n) for n in left_out)
         raise ValueError(f"dot: out_axes leaves out {listed} of the result; name every axis, or add `...`.")
-    if len({*wanted}) < len(wanted):
+    named = [n for n in wanted if isinstance(n, str)]
+    if len({*named}) < len(named):
         raise ValueError(f"dot: out_axes names an axis twice: {_errors.describe_axes(map(str, wanted))}.")
     return rearrange_for_partial_order(wanted, kept)

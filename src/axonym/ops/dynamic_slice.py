@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from ..axis import Axis
 
@@ -21,6 +21,9 @@ class ds:
     """
 
     __slots__ = ("size", "start")
+
+    must_fit: ClassVar[bool] = True
+    """Whether a slice that does not fit its axis is an error. If not, zeros are read outside, and nothing is written."""
 
     def __init__(self, start: Any, length: int | Axis):
         self.start = start

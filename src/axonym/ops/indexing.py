@@ -32,6 +32,9 @@ from ..axis import AxisSelector, Names
 from ._index_plan import IndexLayout, Item, SliceSpec, make_plan
 from ._operands import require_named
 
+_BLOCKS = ("slice", "dynamic slice")
+_ZEROS_OUTSIDE = (("fill_value", 0), ("mode", "fill"))
+
 
 def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
     """Return a part of an array: `array[slices]`.
@@ -51,7 +54,7 @@ def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
     items, operands = make_plan(require_named("index", array), slices)
     if not items:
         return array
-    kernel = get_kernel(array.names, items, ())
+    kernel = get_kernel(array.names, items, _ZEROS_OUTSIDE if any([i.padded for i in items]) else ())
     return wrap(kernel.call(array.array, *operands), kernel.names)
 
 
@@ -72,7 +75,7 @@ def take(array: NamedArray, axis: AxisSelector, index: Any) -> NamedArray:
 @_kernels.cached
 def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, Any], ...]) -> _kernels.Kernel:
     """Return the kernel of a look-up; with options, JAX's gather treats indices that are out of range."""
-    cut = tuple(i for i in items if i.kind == "slice" or not (options or i.kind == "gather"))
+    cut = tuple(i for i in items if i.kind in _BLOCKS or not (options or i.kind == "gather"))
     gone = {i.name for i in cut if i.kind in ("at", "dynamic at")}
     layout = IndexLayout(tuple(n for n in names if n not in gone), [i for i in items if i not in cut])
 

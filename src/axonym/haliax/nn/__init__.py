@@ -10,15 +10,17 @@ from ...nn import (
     hard_silu as hard_silu, hard_swish as hard_swish, hard_tanh as hard_tanh, LayerNorm as LayerNorm,
     leaky_relu as leaky_relu, Linear as Linear, log_sigmoid as log_sigmoid, log_softmax as log_softmax,
     logsumexp as logsumexp, MLP as MLP,
-    MoELinear as MoELinear, one_hot as one_hot, quick_gelu as quick_gelu, reduce_loss as reduce_loss, relu as relu,
-    relu6 as relu6, relu_squared as relu_squared, RmsNorm as RmsNorm, ScanCheckpointPolicy as ScanCheckpointPolicy,
+    one_hot as one_hot, quick_gelu as quick_gelu, reduce_loss as reduce_loss, relu as relu,
+    relu6 as relu6, relu_squared as relu_squared, RmsNorm as RmsNorm,
     selu as selu, sigmoid as sigmoid, silu as silu, soft_sign as soft_sign, softmax as softmax,
     softplus as softplus, squareplus as squareplus, Stacked as Stacked, standardize as standardize, swish as swish,
 )
 from ...nn import (
     activations as activations, conv as conv, embedding as embedding, loss as loss, mup as mup,
-    normalization as normalization, scan as scan,
+    normalization as normalization,
 )
-from . import attention as attention, linear as linear, mlp as mlp, pool as pool
+from ..hof import ScanCheckpointPolicy as ScanCheckpointPolicy
+from . import attention as attention, linear as linear, mlp as mlp, pool as pool, scan as scan
+from .linear import MoELinear as MoELinear
 from .pool import max_pool as max_pool, mean_pool as mean_pool, min_pool as min_pool
 # fmt: on

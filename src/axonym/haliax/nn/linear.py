@@ -1,4 +1,35 @@
 """Linear layers."""
 
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from ...array import NamedArray
 from ...nn.linear import Linear as Linear
-from ...nn.moe import MoELinear as MoELinear
+from ...nn.moe import MoELinear as _MoELinear
+
+
+class MoELinear(_MoELinear):
+    """A linear layer for each expert; with `use_gmm`, what is not a TPU uses `jax.lax.ragged_dot`.
+
+    >>> import axonym.haliax as hax
+    >>> Experts, Embed, Mlp = hax.make_axes(experts=2, embed=3, mlp=4)
+    >>> layer = hax.nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0), use_gmm=True)
+    >>> print(layer(hax.ones({"tokens": 8, "embed": 3}), hax.named([5, 3], Experts)))
+    float32[tokens=8, mlp=4]
+    """
+
+    @staticmethod
+    @functools.wraps(_MoELinear.init)
+    def init(*args: Any, **kwargs: Any) -> MoELinear:
+        made = _MoELinear.init(*args, **kwargs)
+        return MoELinear(**{f.name: getattr(made, f.name) for f in dataclasses.fields(made)})
+
+    def __call__(self, inputs: NamedArray, group_sizes: Any, *, key: Any = None) -> NamedArray:
+        use_gmm = self.use_gmm and jax.default_backend() == "tpu"
+        layer = _MoELinear(self.weight, self.bias, self.Experts, self.In, self.Out, use_gmm)
+        return layer(inputs, group_sizes, key=key)
