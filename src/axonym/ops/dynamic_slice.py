@@ -23,7 +23,7 @@ class ds:
     __slots__ = ("size", "start")
 
     must_fit: ClassVar[bool] = True
-    """Whether a slice that does not fit its axis is an error. If not, zeros are read outside, and nothing is written."""
+    """Whether a slice that does not fit its axis is an error. If not, zeros are read outside and nothing is written."""
 
     def __init__(self, start: Any, length: int | Axis):
         self.start = start
