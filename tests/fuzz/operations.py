@@ -200,8 +200,8 @@ def _draw_dot(rng: random.Random, values: Sequence[Value]) -> Any:
     def suits(a: Value, b: Value) -> bool:
         shared = [n for n in a.names if n in b.names]
         sizes = {n: v.size(n) for v in (a, b) for n in v.names}
-        return (
-            bool(shared)
+        return bool(
+            shared
             and all(a.size(n) == b.size(n) for n in shared)
             and np.prod(list(sizes.values())) <= 4096
             and a.array.dtype == b.array.dtype
@@ -319,7 +319,7 @@ def _small_float(x: Value) -> bool:
     return is_float(x) and x.array.size > 0
 
 
-_PAIR = {"axes": some_axes}
+_PAIR: Any = {"axes": some_axes}
 
 OPERATIONS: dict[str, Operation] = {
     **{

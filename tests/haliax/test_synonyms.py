@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -49,7 +51,7 @@ def test_synonyms(name: str, native: str) -> None:
 
 
 def test_methods() -> None:
-    x = axn.named([[1, 2], [3, 4]], ("batch", "pos"))
+    x: Any = axn.named([[1, 2], [3, 4]], ("batch", "pos"))  # the methods are there once the package is imported
     assert x.product("pos").tolist() == [2, 12]
     assert x.ravel("all").tolist() == x.conjugate().ravel("all").tolist() == [1, 2, 3, 4]
     assert x.updated_slice({"pos": 1}, axn.zeros({"batch": 2}, dtype=int)).tolist() == [[1, 0], [3, 0]]

@@ -165,7 +165,9 @@ def test_a_query_without_keys_gets_the_mean(dtype: Any, implementation: Any) -> 
 
 
 def test_precision_is_handed_on() -> None:
-    program = jax.jit(lambda *x: dot_product_attention(*x, KPos, Size, precision="highest")).lower(Q, K, V).as_text()
+    program = (
+        jax.jit(lambda *x: dot_product_attention(*x, KPos=KPos, Key=Size, precision="highest")).lower(Q, K, V).as_text()
+    )
     assert program.count("precision = [HIGHEST, HIGHEST]") == 2
 
 
@@ -180,7 +182,7 @@ def test_dropout() -> None:
     assert np.std(found.array[:, 0]) > 0
     for dropout, inference in ((0.25, True), (0.0, False)):
         program = jax.make_jaxpr(
-            lambda *x, d=dropout, i=inference: dot_product_attention(*x, KPos, Size, dropout=d, inference=i)
+            lambda *x, d=dropout, i=inference: dot_product_attention(*x, KPos=KPos, Key=Size, dropout=d, inference=i)
         )(Q, K, V)
         assert "random" not in str(program)
     with pytest.raises(ValueError, match=r"dropout of 0\.25 needs a random key: pass `prng`, or `inference=True`"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ def test_the_global_source_of_keys(monkeypatch):
 
 @pytest.mark.parametrize("short", ["bf16", "fp16", "fp32", "fp64"])
 def test_types_by_name(short):
-    long = {"bf16": "bfloat16"}.get(short, short.replace("fp", "float"))
+    long: Any = {"bf16": "bfloat16"}.get(short, short.replace("fp", "float"))
     assert utils.get_float_dtype_by_name(short) is utils.get_float_dtype_by_name(long) is getattr(jnp, long)
 
 

@@ -117,7 +117,7 @@ def test_a_replicated_carry_starts_sharded_as_it_comes_out(explicit_mesh: Mesh) 
         placed = axn.shard(START, {"batch": "model"})
         assert found["h"].array.sharding.spec == summed(placed)["h"].array.sharding.spec == jax.P("model", None)
         assert_named(jax.block_until_ready(found["h"]), START + XS.sum("time"), rtol=1e-5, atol=1e-6)
-        programs = [jax.jit(summed).lower(x).compile().as_text() for x in (START, placed)]
+        programs = [str(jax.jit(summed).lower(x).compile().as_text()) for x in (START, placed)]
         kinds = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
         assert [sum(p.count(f" {kind}(") for kind in kinds) for p in programs] == [0, 0]
         raw = fold(lambda c, x: c + x.array, "time")(START.array, xs)

@@ -23,10 +23,9 @@ def with_parameters(fn: Callable[..., Any], *first: str, **names: str) -> Callab
     )
     own = {new: name for name, new in names.items()}
 
-    @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         return fn(**{own.get(name, name): value for name, value in given.items()})
 
     call.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]  # which `inspect` asks for
-    return call
+    return functools.update_wrapper(call, fn)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import sharding as _sharding
@@ -157,7 +158,7 @@ def _of_leaves(
 
 def _existing(leaf: Any) -> Any:
     array = leaf.array if isinstance(leaf, NamedArray) else leaf
-    sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+    sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
     return sharding if isinstance(leaf, NamedArray) or isinstance(sharding, NamedSharding) else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from ..array import is_jax_array_like as is_jax_array_like, is_named_array as is_named_array
 from ..nn.loss import UNSPECIFIED as UNSPECIFIED, Unspecified as Unspecified
@@ -25,7 +25,7 @@ class StringHolderEnum(type):
 
     members: list[Any]
 
-    def __new__(cls, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> Self:
+    def __new__(cls, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> StringHolderEnum:
         made = super().__new__(cls, name, bases, members)
         made.members = [v for k, v in members.items() if not k.startswith("__") and not callable(v)]
         return made

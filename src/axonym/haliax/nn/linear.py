@@ -25,7 +25,7 @@ class MoELinear(_MoELinear):
 
     @staticmethod
     @functools.wraps(_MoELinear.init)
-    def init(*args: Any, **kwargs: Any) -> MoELinear:
+    def init(*args: Any, **kwargs: Any) -> MoELinear:  # pyright: ignore[reportIncompatibleMethodOverride]
         made = _MoELinear.init(*args, **kwargs)
         return MoELinear(**{f.name: getattr(made, f.name) for f in dataclasses.fields(made)})
 
