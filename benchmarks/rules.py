@@ -22,7 +22,7 @@ def _add_one(leaves):
 
 
 def rows() -> list[Row]:
-    """With annotations, which are put in force too, and without."""
+    """With annotations, which are made active too, and without."""
     mesh = axn.make_mesh({"data": 8})
     lies = NamedSharding(mesh, P("data"))
     rule = TreePathShardingRule((".*", P("data")))

@@ -83,8 +83,3 @@ def active_mapping() -> Mapping[str, Entry] | None:
 def activate(settings: Settings | None) -> contextlib.AbstractContextManager[None]:
     """Activate settings in a with-block."""
     return ACTIVE(settings)
-
-
-settings_in_force = active_settings  # until all callers have moved
-mapping_in_force = active_mapping
-in_force = activate

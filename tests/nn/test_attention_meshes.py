@@ -56,7 +56,7 @@ SPLITS = {
 @pytest.mark.parametrize("in_force", [False, True])
 @pytest.mark.parametrize("split", SPLITS)
 def test_split_attention(split: str, in_force: bool, mesh: Mesh, expected: Any) -> None:
-    """Without a mapping in force, too: the query says how the result is split."""
+    """Without an active mapping, too: the query says how the result is split."""
     mapping, moved = SPLITS[split]
     with jax.set_mesh(mesh), axn.axis_mapping(mapping if in_force else {}):
         operands = axn.shard((Q, K, V), mapping)

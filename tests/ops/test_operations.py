@@ -252,7 +252,7 @@ def _assert_kept(case: Case, result: Any, mesh: Mesh, what: str) -> None:
 
 
 def _on_mesh(case: Case, mesh: Mesh) -> Iterator[tuple[str, Any]]:
-    """What the call gives with the mesh set: eagerly, and in jit with the mapping in force too.
+    """What the call gives with the mesh set: eagerly, and in jit with the active mapping too.
 
     Each result is waited for: see `conftest`.
     """

@@ -1,4 +1,4 @@
-"""The mapping in force: nesting, merging, caches, threads."""
+"""The active mapping: nesting, merging, caches, threads."""
 
 from __future__ import annotations
 

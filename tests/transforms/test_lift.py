@@ -274,7 +274,7 @@ def test_a_new_axis_goes_where_the_mapping_says(explicit_mesh: Mesh) -> None:
 
 
 def test_a_function_that_places_things(auto_mesh: Mesh) -> None:
-    """By position it knows nothing of the axes that are mapped over; the mapping in force does."""
+    """By position it knows nothing of the axes that are mapped over; the active mapping does."""
 
     def fn(x: Any) -> Any:
         return jax.lax.with_sharding_constraint(x * 2, P("model"))

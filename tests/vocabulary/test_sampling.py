@@ -94,7 +94,7 @@ def test_inside_other_transformations(auto_mesh):
 
 
 def test_gradients_do_not_go_through(auto_mesh):
-    """So no mapping has to be in force."""
+    """So no mapping has to be active."""
     x = axn.shard(LOGITS, BOTH, auto_mesh)
     with jax.set_mesh(auto_mesh):
         gradient = run(jax.grad(lambda x: axn.sum(x["vocab", categorical(KEY, x, "vocab", top_k=3)]).scalar()), x)

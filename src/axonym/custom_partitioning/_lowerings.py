@@ -2,7 +2,7 @@
 
 `by_partitioner` leaves it to XLA's partitioner how operands are split, with `jax.experimental.custom_partitioning`. It
 is decided when the program is compiled, and the function for one device is traced then, in surroundings that are made
-here: the mesh with all axes handled by hand. JAX gives custom partitioning no rule for `vmap` and none for
+here: the mesh with all axes manual. JAX gives custom partitioning no rule for `vmap` and none for
 differentiation. The first is one more axis of the rule; the second is left to the other way.
 
 `per_device` is a `jax.shard_map`. How operands are split must be known when the program is traced.
@@ -44,9 +44,9 @@ class Operation:
     what: str
     rule: PartitioningRule
     whole: Callable[..., Arrays]
-    """What the operation means, on whole arrays."""
+    """The operation on unsharded arrays, which says what it means."""
     part: Callable[..., Arrays]
-    """What one device does. It takes the shapes of its results first, then its parts of the operands."""
+    """The operation of one device. It takes the shapes of its results first, then its shards of the operands."""
     infer: Infer | None = None
     """How it is sharded, where that does not follow from the rule."""
 
@@ -101,7 +101,7 @@ def by_partitioner(operation: Operation, known: AnyMesh | None, *arrays: Any) ->
 
     Arguments:
         operation: the operation.
-        known: the mesh in force, if there is one.
+        known: the active mesh, if there is one.
         arrays: its operands.
     """
     rule = operation.rule
@@ -147,7 +147,7 @@ def per_device(operation: Operation, mesh: AnyMesh, splits: Splits, *arrays: Any
 
     Arguments:
         operation: the operation.
-        mesh: the mesh; axes of it that are handled by hand already are left alone.
+        mesh: the mesh; axes of it that are manual already are left alone.
         splits: how factors are split.
         arrays: the operands.
     """
@@ -181,15 +181,15 @@ def _one_value(x: Any, but_for: set[str]) -> Any:
 
 
 def _with_devices(what: str, mesh: AnyMesh | None, arrays: Sequence[Any]) -> Mesh:
-    """The mesh in force, with devices. The partitioner forgets it where no argument of the program lies on it."""
+    """The active mesh, with devices. The partitioner forgets it where no argument of the program lies on it."""
     if mesh is None:
-        raise ValueError(f"{what}: the partitioner does not know of a mesh. Put one in force with `jax.set_mesh`.")
+        raise ValueError(f"{what}: the partitioner does not know of a mesh. Activate one with `jax.set_mesh`.")
     devices = list(arrays[0].sharding.devices_indices_map(arrays[0].shape))
     return Mesh(np.array(devices).reshape(tuple(mesh.shape.values())), mesh.axis_names)
 
 
 def _entries(x: Any, mesh: Mesh) -> tuple[Any, ...]:
-    """How the partitioner splits an array, one entry for each dimension."""
+    """Return how the partitioner shards an array, one entry for each dimension."""
     if isinstance(x.sharding, NamedSharding):
         return (*x.sharding.spec, *(None,) * (len(x.shape) - len(x.sharding.spec)))
     # It only tells which device has what: a mesh axis splits a dimension if a step along it is one in the dimension.
@@ -207,6 +207,6 @@ def _entries(x: Any, mesh: Mesh) -> tuple[Any, ...]:
 
 
 def explicit_entries(x: Any) -> tuple[Any, ...]:
-    """How an array is sharded over Explicit mesh axes, one entry for each dimension."""
+    """Return how an array is sharded over Explicit mesh axes, one entry for each dimension."""
     sharding = jax.typeof(x).sharding
     return tuple(restricted(sharding.spec, axes_of_type(sharding.mesh, AxisType.Explicit)))

@@ -2,10 +2,10 @@
 
 | where                                          | how it is carried out                                             |
 |------------------------------------------------|-------------------------------------------------------------------|
-| Auto mesh axes, also under `vmap` and `scan`   | by the partitioner, which decides how operands are split          |
-| the same, differentiated                       | by hand, split as the mapping in force says                       |
-| Explicit mesh axes                             | by hand, split as the types of the operands say                   |
-| inside `shard_map` over some mesh axes         | by hand over the others, split as types and mapping say           |
+| Auto mesh axes, also under `vmap` and `scan`   | by the partitioner, which decides how operands are sharded        |
+| the same, differentiated                       | device by device, sharded as the active mapping says              |
+| Explicit mesh axes                             | device by device, sharded as the types of the operands say        |
+| inside `shard_map` over some mesh axes         | device by device over the others, by types and mapping            |
 | inside `shard_map` over all mesh axes          | the whole-array function, on what is the whole array there        |
 | one device                                     | the whole-array function                                          |
 """
@@ -357,7 +357,7 @@ def _carry_out(plan: _PlannedOperation, arrays: Sequence[Any]) -> Arrays:
     splits = _splits(operation, mesh, [explicit_entries(x) for x in arrays], arrays)
     if around.manual_axes:
         return _not_differentiated(operation, functools.partial(per_device, operation, mesh, splits))(*arrays)
-    # In a traced function, the types of operands can speak of a mesh that is not in force.
+    # In a traced function, the types of operands can speak of a mesh that is not active.
     with (
         jax.sharding.use_abstract_mesh(mesh) if mesh is not around and isinstance(mesh, AbstractMesh) else nullcontext()
     ):
@@ -411,7 +411,7 @@ def _left_to_partitioner(operation: Operation, *arrays: Any) -> Arrays:
 
 
 def _splits(operation: Operation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]], arrays: Sequence[Any]) -> Splits:
-    """How an operation is split where that must be known: as types say, and for Auto mesh axes as the mapping says."""
+    """Return how an operation is sharded where that must be known: by types, and on Auto mesh axes by the mapping."""
     auto = axes_of_type(mesh, AxisType.Auto)
     unmapped = _context.active_mapping() is None
     if unmapped and operation.infer is None and any(mesh.shape[a] > 1 for a in auto):
@@ -419,12 +419,12 @@ def _splits(operation: Operation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]
         reason = (
             "the operation is differentiated"
             if len(auto) == len(mesh.axis_names)
-            else "other mesh axes are Explicit, or handled by hand"
+            else "other mesh axes are Explicit, or manual"
         )
         raise ValueError(
             f"{operation.what}: how are operands sharded over mesh axes ({over})? As {reason}, this is not left to the "
-            "partitioner, and no mapping is in force. Put one in force with `axonym.axis_mapping`; an axis that goes "
-            "to None is whole."
+            "partitioner, and no mapping is active. Activate one with `axonym.axis_mapping`; an axis that goes to "
+            "None is replicated."
         )
     rule, found = operation.rule, {}
     for i in sorted(range(len(arrays)), key=lambda i: -np.prod(jnp.shape(arrays[i]), dtype=float)):

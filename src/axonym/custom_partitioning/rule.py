@@ -39,7 +39,7 @@ axes of each axis."""
 
 @dataclasses.dataclass(frozen=True)
 class PartitioningRule:
-    """How the axes of an operation's operands and results may be split.
+    """The rule that says how the axes of an operation's operands and results may be sharded.
 
     >>> from axonym.custom_partitioning import PartitioningRule
 
@@ -111,7 +111,7 @@ class PartitioningRule:
         )
 
     def splits(self, mesh: Mapping[str, int], found: Sequence[tuple[Term, Sequence[Entry]]]) -> Splits:
-        """How the operation is split, by how arrays of these terms are.
+        """Return how the operation is sharded, given how arrays of these terms are.
 
         A mesh axis splits one factor, and each factor is split in one way. Where arrays disagree, the first one has
         the say. What has to be whole is, and what its mesh axes do not divide.
@@ -150,7 +150,7 @@ class PartitioningRule:
         return self.sizes[factor] % math.prod(mesh[a] for a in axes) == 0
 
     def _used_up(self, factor: str, chosen: Splits, mesh: Mapping[str, int]) -> bool:
-        """Whether a factor is split into single elements, so that the next one of its dimension can be split."""
+        """Return whether a factor is sharded into single elements, so that the next one of its dimension can be."""
         return math.prod(mesh[a] for a in chosen.get(factor, ())) == self.sizes[factor]
 
     def _in_one_piece(self, chosen: dict[str, Axes], mesh: Mapping[str, int]) -> Splits:
@@ -173,7 +173,7 @@ class PartitioningRule:
         derived: Splits,
         operands: Sequence[Sequence[Entry]],
     ) -> Splits:
-        """How the operation is sharded if its author has a say; what cannot be is an error.
+        """Return how the operation is sharded where its author says so; what cannot be is an error.
 
         Arguments:
             what: the operation, for messages.
@@ -241,7 +241,7 @@ class PartitioningRule:
         )
 
     def environment(self, splits: Splits, mesh: Mapping[str, int], checked: bool = False) -> AxisEnvironment:
-        """What collectives need to know, so that they can be asked for by factor.
+        """Return what collectives need to know, so that they can be asked for by factor.
 
         >>> from axonym.custom_partitioning import PartitioningRule
 

@@ -87,13 +87,13 @@ def sjit(
     annotation_shardings: Mapping[str, Placement] | None = None,
     **jit_arguments: Any,
 ) -> Any:
-    """Compile a function on the mesh in force; arguments, results and annotated values are placed by rules.
+    """Compile a function on the active mesh; arguments, results and annotated values are placed by rules.
 
     Arguments:
         fun: the function. Without it, `sjit` is a decorator.
         in_shardings: where the arguments go: a tuple with a placement for each positional parameter that is not static,
             a dictionary with some by parameter, or one placement for all arguments. By default they stay where they
-            are; None for one of them leaves it to the mapping in force.
+            are; None for one of them leaves it to the active mapping.
         out_shardings: where the results go: a placement or a tree prefix of placements. None leaves it to the compiler.
         static_argnums: the positional arguments that are part of the program.
         args_sharding_constraint: where the arguments are moved when the function begins, in the form of `in_shardings`.
@@ -144,7 +144,7 @@ def _on_devices(arguments: T, mesh: Mesh) -> T:
 
 
 def mesh_in_force(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
-    """Put a mesh in force. In a traced function it must be in force already: JAX cannot change it there."""
+    """Activate a mesh. In a traced function it must be active already: JAX cannot change it there."""
     try:
         return contextlib.nullcontext() if jax.sharding.get_mesh() == mesh else jax.set_mesh(mesh)
     except ValueError:  # a function is being traced
@@ -154,7 +154,7 @@ def mesh_in_force(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     raise ValueError(
         f"sjit: called in a traced function under mesh {_described(around)}, but it is meant for mesh "
-        f"{_described(mesh)}. Put that mesh in force outside: `with jax.set_mesh(mesh): ...`."
+        f"{_described(mesh)}. Activate that mesh outside: `with jax.set_mesh(mesh): ...`."
     )
 
 

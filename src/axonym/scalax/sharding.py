@@ -126,7 +126,7 @@ _HELPERS: contextvars.ContextVar[tuple[MeshShardingHelper, ...]] = contextvars.C
 
 
 class MeshShardingHelper:
-    """A mesh with `sjit` and the other ways to place trees on it. `with helper:` puts its mesh in force.
+    """A mesh with `sjit` and the other ways to place trees on it. `with helper:` makes its mesh active.
 
     >>> from axonym.scalax.sharding import MeshShardingHelper
     >>> helper = MeshShardingHelper([-1, 2], ["data", "model"])
@@ -165,7 +165,7 @@ class MeshShardingHelper:
         self.mesh = Mesh(devices, tuple(axis_names), axis_types=(kind,) * len(shape))
         self._entered = EnteredBlocks()
 
-    # --- the mesh in force ---
+    # --- the active mesh ---
 
     def __enter__(self) -> MeshShardingHelper:
         block = self.get_context()
@@ -439,7 +439,7 @@ def match_sharding_rule(sharding_rules: Placement, pytree: Any, mesh: AnyMesh | 
     Arguments:
         sharding_rules: a rule, or any other placement, or a tree prefix of placements.
         pytree: any tree; its arrays may be abstract. What is not an array gets None.
-        mesh: the mesh; that in force by default.
+        mesh: the mesh; the active one by default.
 
     >>> from axonym.scalax.sharding import match_sharding_rule
     >>> mesh = axn.make_mesh({"data": 2})

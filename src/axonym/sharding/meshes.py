@@ -54,13 +54,13 @@ def with_devices(mesh: AnyMesh) -> AnyMesh:
     if not isinstance(mesh, AbstractMesh):
         return mesh
     try:
-        in_force = jax.sharding.get_mesh()
+        active = jax.sharding.get_mesh()
     except ValueError:  # a function is being traced, or transformed eagerly
         probe = jax.device_put(np.float32(0), PartitionSpec())
         if isinstance(probe, Tracer):
             return mesh
-        in_force = probe.sharding.mesh
-    return in_force if in_force.abstract_mesh == mesh else mesh
+        active = probe.sharding.mesh
+    return active if active.abstract_mesh == mesh else mesh
 
 
 def as_seen_here(mesh: AnyMesh) -> AnyMesh:
