@@ -142,7 +142,7 @@ def call_with_output_sharding(
     if mesh is None:
         return fn(*arrays)
     operands = [(names, entries_of(x)) for names, x in zip(in_names, arrays, strict=True)]
-    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in arrays]
+    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type) for x in arrays]
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # otherwise arrays that `fn` makes would be on the mesh
         shapes = jax.eval_shape(fn, *abstract)
     several = isinstance(shapes, (tuple, list))

@@ -295,6 +295,14 @@ def _same_objects(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(operator.is_, a, b)))
 
 
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
 def _typed(value: Any, *, mutable: bool = False) -> Any:
     """Convert a value to one that equals others of the same type and sign only.
 
@@ -314,8 +322,8 @@ def _typed(value: Any, *, mutable: bool = False) -> Any:
     if isinstance(value, frozenset):
         return kind, frozenset(map(_typed, value))
     if isinstance(value, NamedArray):  # a placeholder, such as None, for an array
-        return kind, value.names, value.array
+        return kind, value.names, _typed(value.array)
     if dataclasses.is_dataclass(value) and kind.__eq__ is not object.__eq__:
-        fields = [f.name for f in dataclasses.fields(value) if f.compare]
-        return kind, value, tuple([_typed(getattr(value, name), mutable=mutable) for name in fields])
+        fields = [_typed(getattr(value, f.name), mutable=mutable) for f in dataclasses.fields(value) if f.compare]
+        return kind, value, tuple([field for field in fields if _is_hashable(field)])
     return kind, value

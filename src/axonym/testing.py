@@ -66,10 +66,15 @@ def check_shard_invariance(
     draw = _Draw(args, seed)
     if not draw.sizes:
         raise ValueError("check_shard_invariance: no argument has named axes, so there is nothing to map.")
+    if draws < 1 or not (meshes := _meshes(mesh_axes)):
+        raise ValueError(
+            f"check_shard_invariance: there is nothing to compare with {draws} draws on {jax.device_count()} devices. "
+            "Several devices can be simulated with `jax.config.update('jax_num_cpu_devices', 8)` before JAX starts."
+        )
     check = _Check(fn, args, gradients, rtol)
     expected = _on_one_device(check, draw, dict.fromkeys(mesh_axes, 1), draws)
     compared, refusals = 0, []
-    for placement in draw.placements(_meshes(mesh_axes), draws):
+    for placement in draw.placements(meshes, draws):
         try:
             difference = check.difference(expected, placement)
         except (TypeError, ValueError, NotImplementedError) as refusal:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import dataclasses
 import gc
+import threading
 import weakref
 from typing import Any
 
@@ -322,3 +325,52 @@ def test_a_sharding_as_placement(x, auto_mesh) -> None:
     fn = axn.named_jit(lambda a: a, out_axis_resources=NamedSharding(auto_mesh, P(None, "model")))
     with jax.set_mesh(auto_mesh):
         assert spec(fn(x)) == (None, "model")
+
+
+# --- what is static ---
+
+
+def test_first_calls_of_several_threads() -> None:
+    """What one thread learns of the arguments does not change what another is about to do."""
+    x = axn.ones({"x": 2})
+    for _ in range(5):
+        scaled = axn.named_jit(lambda x, n: (x * n, n))
+        doubled = axn.named_jit(lambda x, mode: x * 2 if mode == "twice" else x)
+        barrier = threading.Barrier(4)
+
+        def call(
+            scaled: Any = scaled, doubled: Any = doubled, barrier: threading.Barrier = barrier
+        ) -> tuple[type, list[float]]:
+            barrier.wait()
+            return type(scaled(x, 2)[1]), doubled(x, "twice").tolist()
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            found = [future.result() for future in [pool.submit(call) for _ in range(4)]]
+        assert found == [(int, [2.0, 2.0])] * 4
+
+
+def test_scalars_that_jax_does_not_tell_from_numbers_are_arrays() -> None:
+    """Before and after a static argument was seen, and in a program found by structure."""
+    double = axn.named_jit(lambda x: x * 2)
+    assert isinstance(double(jnp.asarray(True)), jax.Array) and double(jnp.asarray(True)) == 2
+    assert double(jnp.ones(2)).tolist() == [2.0, 2.0] and double(2.0) == 4.0
+    weak = jnp.asarray(3.0) * 1
+    assert double(weak) == 6.0 and double(jnp.ones(())) == 2.0 and double(jnp.asarray(False)) == 0
+    assert axn.named_jit(lambda x: x * 2).lower(weak).compile()(weak) == 6.0
+
+
+def test_numpy_strings_are_static() -> None:
+    assert axn.named_jit(lambda x, m: x * 2 if m == "a" else x)(jnp.ones(()), np.str_("a")) == 2.0
+
+
+def test_dataclasses_with_a_hash_of_their_own_are_static() -> None:
+    @dataclasses.dataclass
+    class Config:
+        options: dict[str, int]
+        n: int = 2
+
+        def __hash__(self) -> int:
+            return hash((tuple(self.options), self.n))
+
+    scale = axn.named_jit(lambda x, c: x * c.n)
+    assert scale(jnp.ones(()), Config({"a": 1})) == 2.0 and scale(jnp.ones(()), Config({"a": 1}, 3)) == 3.0

@@ -308,3 +308,16 @@ def test_static_values_are_told_apart_by_type_and_sign(run: Callable[[Any], Any]
     values = [v for alike in ALIKE.values() for v in alike]
     for _ in range(2):
         assert [int(axn.max(run(v)).array) for v in values] == list(range(len(values)))
+
+
+def test_placeholders_are_told_apart_by_type() -> None:
+    """1 and True in the place of an array are two programs, although Python calls them equal."""
+    xs, tree = axn.arange(axn.Axis("t", 2)), {"w": axn.ones({"q": 2})}
+
+    def masked(x: Any, placeholders: Any) -> Any:
+        held = placeholders["w"].array
+        return x * (2.5 if isinstance(held, bool) else held)
+
+    one, true = (jax.tree.map(lambda _, v=v: v, tree) for v in (1, True))
+    assert axn.map(masked, "t")(xs, one).tolist() == [0, 1]
+    assert axn.map(masked, "t")(xs, true).tolist() == [0.0, 2.5]

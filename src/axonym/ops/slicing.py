@@ -75,11 +75,6 @@ def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArra
             each element of an axis. Axes that are not named start at 0.
         update: the new slice, which gives the sizes. Along an axis that `start` names and the update lacks, the slice
             has size one.
-
-    >>> from axonym.ops.slicing import updated_slice
-    >>> x = axn.zeros({"x": 4})
-    >>> updated_slice(x, {"x": 1}, axn.ones({"x": 2}))
-    NamedArray(float32[x=4], [0. 1. 1. 0.])
     """
     require_named("updated_slice", update)
     starts = {name_of(s): v for s, v in start.items()}

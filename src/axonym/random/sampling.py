@@ -136,8 +136,8 @@ def categorical(
 
 def _check(argument: str, x: Any, least: float, most: float) -> None:
     """Check that a parameter that is a number is in its range; the values of an array are not looked at."""
-    if isinstance(x, (int, float)) and not least <= x <= most:
-        upper = "" if most == math.inf else f" and at most {most}"
+    if isinstance(x, (int, float, np.number)) and (not least <= x <= most or x == math.inf):
+        upper = (" and finite" if x == math.inf else "") if most == math.inf else f" and at most {most}"
         raise ValueError(f"{_WHAT}: `{argument}` must be at least {least}{upper}, got {x}.")
 
 

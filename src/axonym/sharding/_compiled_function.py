@@ -103,16 +103,19 @@ class CompiledFunction(Generic[P, R]):
         self._always_direct = self._direct and not active
         self._donates_by_leaf = any(map(callable, jax.tree.leaves(donate, is_leaf=callable)))
         static = {"static_argnums": self._static_argnums} if self._static_argnums else {}
-        self._jitted = jax.jit(self._make_jitted(), **static, **self._options)
+        self._jitted = jax.jit(self._make_jitted(checks=static_leaves), **static, **self._options)
+        self._unchecked = jax.jit(self._make_jitted(checks=False), **static, **self._options)
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # Where nothing is to be entered around the call, this is the only frame above `jax.jit`.
         if self._always_direct or (self._direct and _context.ACTIVE.value is None):
+            unseen = self._unseen  # another thread may change it
             try:
-                result: Any = self._jitted(*args, **kwargs) if self._unseen else self._call_flat(args, kwargs)
+                result: Any = self._jitted(*args, **kwargs) if unseen else self._call_flat(args, kwargs)
             except Exception as error:
-                if not self._may_go_otherwise(error, args, kwargs):
+                elsewhere = isinstance(error, ValueError) and is_about_devices(error)
+                if not elsewhere and not (unseen and self._has_static(error, args, kwargs)):
                     raise
             else:
                 return result.tree() if type(result) is FlatTree else result
@@ -195,12 +198,18 @@ class CompiledFunction(Generic[P, R]):
 
     # --- arguments as they are ---
 
-    def _make_jitted(self) -> Callable[..., Any]:
+    def _make_jitted(self, *, checks: bool) -> Callable[..., Any]:
+        """Make the function that takes the arguments as they are.
+
+        Arguments:
+            checks: whether a leaf that may be a Python number, which JAX has made an array, is refused.
+        """
+
         @functools.wraps(self._fn, updated=())
         def jitted(*args, **kwargs):
             if not self._static_leaves:
                 return self._run(args, kwargs)
-            if self._unseen:
+            if checks:
                 leaves, structure = jax.tree.flatten((args, kwargs))
                 if not all(map(_is_surely_array, leaves)) or TreeSpec(structure, ()).static_fields:
                     raise _LooksAlikeError
@@ -208,21 +217,22 @@ class CompiledFunction(Generic[P, R]):
 
         return jitted
 
-    def _may_go_otherwise(self, error: Exception, args: Any, kwargs: Any) -> bool:
-        """Return whether a call that failed may succeed with flattened arguments, or on other devices."""
-        if self._unseen and self._static_leaves:
-            leaves = jax.tree.leaves((args, kwargs))
-            self._unseen = not isinstance(error, _LooksAlikeError) and all([isinstance(x, _ARRAYS) for x in leaves])
-            if not self._unseen:
-                return True
-        return isinstance(error, ValueError) and is_about_devices(error)
+    def _has_static(self, error: Exception, args: Any, kwargs: Any) -> bool:
+        """Return whether a call with unflattened arguments failed because something in them is static."""
+        if not self._static_leaves:
+            return False
+        leaves = jax.tree.leaves((args, kwargs))
+        if not isinstance(error, _LooksAlikeError) and all(map(_is_array, leaves)):
+            return False
+        self._unseen = False
+        return True
 
     def _call(self, args: Any, kwargs: Any) -> Any:
         if self._unseen:
             try:
                 result = self._jitted(*args, **kwargs)
             except Exception as error:
-                if not self._may_go_otherwise(error, args, kwargs) or self._unseen:
+                if not self._has_static(error, args, kwargs):
                     raise
             else:
                 return _tree(result)
@@ -235,12 +245,17 @@ class CompiledFunction(Generic[P, R]):
         program = self._latest.get(structure)
         if program is None or not program.takes(leaves, structure):
             program = self._find_program(args, kwargs, leaves, structure)
-        return program.jitted(*args, **kwargs) if program.whole else program.jitted(*program.picked(leaves))
+        if not program.whole:
+            return program.jitted(*program.picked(leaves))
+        try:
+            return program.jitted(*args, **kwargs)
+        except _LooksAlikeError:  # they are arrays, which was looked at
+            return self._unchecked(*args, **kwargs)
 
     def _find_program(self, args: Any, kwargs: Any, leaves: list[Any], structure: Any) -> _Program:
         """Return the program for the leaves of a call, which is then the latest for their structure."""
         donates = self._donates(args, kwargs, len(leaves))
-        slots = [None if isinstance(leaf, _ARRAYS) else _checked(StaticLeaf(leaf)) for leaf in leaves]
+        slots = [None if _is_array(leaf) else _checked(StaticLeaf(leaf)) for leaf in leaves]
         spec = TreeSpec(structure, slots)
         donated = tuple([d for d, slot in zip(donates, slots, strict=True) if slot is None])
         program = self._programs.find((spec, donated), (), lambda: self._make_program(spec, donated, leaves))
@@ -252,8 +267,8 @@ class CompiledFunction(Generic[P, R]):
 
     def _make_program(self, spec: TreeSpec, donated: tuple[bool, ...], leaves: list[Any]) -> _Program:
         if self._donate == (None, None) and not spec.static_leaves and not spec.static_fields:
-            if not self._unseen or all(map(_is_surely_array, leaves)):
-                return _Program(spec, donated, self._jitted, whole=True)
+            sure = not self._static_leaves or all(map(_is_surely_array, leaves))
+            return _Program(spec, donated, self._jitted if sure else self._unchecked, whole=True)
 
         def split(kept_arrays, donated_arrays=()):
             sources = {True: iter(donated_arrays), False: iter(kept_arrays)}
@@ -269,7 +284,10 @@ class CompiledFunction(Generic[P, R]):
             leaves, structure = jax.tree.flatten((args, kwargs))
             program = self._find_program(args, kwargs, leaves, structure)
             if program.whole:
-                made = getattr(program.jitted, stage)(*args, **kwargs)
+                try:
+                    made = getattr(program.jitted, stage)(*args, **kwargs)
+                except _LooksAlikeError:  # they are arrays, which was looked at
+                    made = getattr(self._unchecked, stage)(*args, **kwargs)
                 return Stage(made, None) if isinstance(made.out_info, FlatTree) else made
             return Stage(getattr(program.jitted, stage)(*program.picked(leaves)), program)
 
@@ -339,9 +357,14 @@ class _Program:
         return [x for x, d in both if not d], [x for x, d in both if d]
 
 
+def _is_array(leaf: Any) -> bool:
+    """Return whether a leaf is an array; NumPy's strings are strings."""
+    return isinstance(leaf, _ARRAYS) and not isinstance(leaf, np.character)
+
+
 def _is_surely_array(leaf: Any) -> bool:
     """Return whether a leaf is an array, and one that `jax.jit` tells from a Python number."""
-    if not isinstance(leaf, _ARRAYS):
+    if not _is_array(leaf):
         return False
     return leaf.ndim > 0 or not (leaf.dtype == bool or getattr(leaf, "weak_type", False))
 

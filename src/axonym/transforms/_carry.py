@@ -50,6 +50,10 @@ CARRY = Words(
 )
 
 
+class _MisfitError(TypeError):
+    """A tree that is not like what it must be like."""
+
+
 class BecomesSharded(Exception):
     """Raised while a loop is traced whose carry comes out sharded over more mesh axes than it went in with."""
 
@@ -79,13 +83,13 @@ def settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) -> R
             mesh = mesh_around(start)
             start = [reshard(jnp.asarray(x), spec, mesh) for x, spec in zip(start, became.specs, strict=True)]
             attempted = True
-        except TypeError as refusal:
+        except _MisfitError as refusal:
             if not attempted:
                 raise
             raise TypeError(
                 f"{what}: the placement of the carry never settles. It comes out sharded over more mesh axes than it "
                 f"goes in with, and when it starts like that, {refusal}"
-            ) from None
+            ) from refusal
 
 
 def conform(
@@ -130,7 +134,7 @@ def conform(
         result.append(after)
     if problems:
         paths = spec.paths()
-        raise TypeError(_listed(what, words, [(paths[i], shown, remedy) for i, shown, remedy in problems]))
+        raise _MisfitError(_listed(what, words, [(paths[i], shown, remedy) for i, shown, remedy in problems]))
     if moved:
         raise BecomesSharded([tuple(jax.typeof(x).sharding.spec) for x in result])
     return result

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._function_cache import Functions, HeldArrays, WithArrays
 from .._jax_versions import INLINE
@@ -73,12 +74,12 @@ def fori_loop(lower: Any, upper: Any, body_fn: Callable[[Any, Any], Any], init: 
     """
     arrays, spec = flatten(init, ARRAYS_AND_NUMBERS)
     bounds = _scalar("fori_loop", "`lower`", lower), _scalar("fori_loop", "`upper`", upper)
-    static = bounds if all(isinstance(bound, int) for bound in bounds) else None
+    static = tuple(map(int, bounds)) if all(isinstance(bound, (int, np.integer)) for bound in bounds) else None
     functions = Functions(body_fn)
     return spec.unflatten(functions.compiled(_build_fori, static, spec)(functions.arrays, bounds, arrays))
 
 
-def _build_fori(functions: WithArrays, static: tuple[int, int] | None, spec: TreeSpec) -> Callable[..., Any]:
+def _build_fori(functions: WithArrays, static: tuple[int, ...] | None, spec: TreeSpec) -> Callable[..., Any]:
     def run(held: HeldArrays, bounds: tuple[Any, Any], arrays: list[Any]) -> list[Any]:
         (body_fn,) = functions(held)
 
