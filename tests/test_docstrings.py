@@ -42,7 +42,8 @@ def _with_members(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qualified(found: dict[str, Any]) -> dict[str, Any]:
-    return {f"{v.__module__}.{n}": v for n, v in found.items() if getattr(v, "__module__", "").startswith("axonym")}
+    own = {n: v for n, v in found.items() if getattr(v, "__module__", "").startswith("axonym")}
+    return {f"{v.__module__}.{v.__name__ if isinstance(v, type) else n}": v for n, v in own.items()}
 
 
 def _by_module(found: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -22,7 +22,7 @@ __init__
 _on_first_use debug precision testing
 quantization
 nn
-state vocabulary
+state
 _methods custom_partitioning random
 fft linalg manual poly ref transforms tree
 ops
