@@ -23,7 +23,8 @@ _on_first_use debug precision testing
 quantization
 nn
 state
-_methods custom_partitioning random
+random
+_methods custom_partitioning
 fft linalg manual poly ref transforms tree
 ops
 _fsdp_ops sharding
