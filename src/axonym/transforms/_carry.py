@@ -142,8 +142,11 @@ def conform(
 
 def _becomes_sharded(slot: Names | None, before: Any, new: Names | None, after: Any) -> bool:
     """Return whether two arrays differ only in that axes replicated before are sharded after."""
-    same = slot == new and before.shape == after.shape and (before.dtype == after.dtype or _yields(before, after))
-    return same and all(now[: len(was)] == was for was, now in zip(_entries(before), _entries(after), strict=True))
+    if slot != new or before.shape != after.shape or _varying(after) - _varying(before):
+        return False
+    was, now = _entries(before), _entries(after)
+    same_dtype = before.dtype == after.dtype or _yields(before, after)
+    return same_dtype and was != now and all(n[: len(w)] == w for w, n in zip(was, now, strict=True))
 
 
 def _same(before: Any, after: Any) -> bool:
