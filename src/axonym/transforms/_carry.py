@@ -50,10 +50,6 @@ CARRY = Words(
 )
 
 
-class _MisfitError(TypeError):
-    """A tree that is not like what it must be like."""
-
-
 class BecomesSharded(Exception):
     """Raised while a loop is traced whose carry comes out sharded over more mesh axes than it went in with."""
 
@@ -83,7 +79,7 @@ def settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) -> R
             mesh = mesh_around(start)
             start = [reshard(jnp.asarray(x), spec, mesh) for x, spec in zip(start, became.specs, strict=True)]
             attempted = True
-        except _MisfitError as refusal:
+        except TypeError as refusal:
             if not attempted:
                 raise
             raise TypeError(
@@ -134,7 +130,7 @@ def conform(
         result.append(after)
     if problems:
         paths = spec.paths()
-        raise _MisfitError(_listed(what, words, [(paths[i], shown, remedy) for i, shown, remedy in problems]))
+        raise TypeError(_listed(what, words, [(paths[i], shown, remedy) for i, shown, remedy in problems]))
     if moved:
         raise BecomesSharded([tuple(jax.typeof(x).sharding.spec) for x in result])
     return result
