@@ -4,6 +4,9 @@ A safetensors file starts with the size of its header in eight bytes, and the he
 offsets for each key. Reading maps the file into memory and returns views, so values are read only when they are used.
 Writing fetches one array at a time. The `safetensors` package is not used: it copies whole dictionaries, and does not
 read all of the format's dtypes into NumPy.
+
+A file that is damaged, or that someone made to do harm, is refused with one `ValueError`, which names the file and the
+entry, before anything is allocated for its arrays.
 """
 
 from __future__ import annotations
@@ -12,36 +15,17 @@ import json
 import os
 import uuid
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ..sharding.shard import to_host
 from .naming import StateDict, is_number
+from .safetensors_header import DTYPES, MAX_HEADER, METADATA, Entry, InvalidFile, parse_header, short
 
-_DTYPES = {
-    "BOOL": np.dtype(np.bool_),
-    "U8": np.dtype(np.uint8),
-    "I8": np.dtype(np.int8),
-    "F8_E5M2": np.dtype(jnp.float8_e5m2),
-    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
-    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
-    "U16": np.dtype(np.uint16),
-    "I16": np.dtype(np.int16),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(jnp.bfloat16),
-    "U32": np.dtype(np.uint32),
-    "I32": np.dtype(np.int32),
-    "F32": np.dtype(np.float32),
-    "U64": np.dtype(np.uint64),
-    "I64": np.dtype(np.int64),
-    "F64": np.dtype(np.float64),
-    "C64": np.dtype(np.complex64),
-}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 _INDEX_SUFFIX = ".index.json"
 _USUAL_NAME = "model.safetensors"
@@ -76,9 +60,14 @@ def save_state_dict(
         raise TypeError(f"save_state_dict: safetensors has no way to store {', '.join(wrong)}.")
     if abstract := [repr(key) for key, x in entries.items() if isinstance(x, jax.ShapeDtypeStruct)]:
         raise TypeError(f"save_state_dict: {', '.join(abstract)} has no values, only a shape and a dtype.")
+    metadata = {"format": "pt", **(metadata or {})}  # other readers require "format"
+    if unfit := [short(text) for text in (*entries, *metadata, *metadata.values()) if not _is_text(text)]:
+        raise TypeError(f"save_state_dict: keys and metadata are text in safetensors, and {', '.join(unfit)} is not.")
+    if METADATA in entries:
+        raise ValueError(f"save_state_dict: no array can have the key {METADATA!r}, which is the header's own.")
     # Wide dtypes come first, so that every array starts at a multiple of its item size.
     keys = sorted(entries, key=lambda key: (-entries[key].dtype.itemsize, key))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # other readers require "format"
+    header: dict[str, Any] = {METADATA: metadata}
     end = 0
     for key in keys:
         x = entries[key]
@@ -86,11 +75,24 @@ def save_state_dict(
         header[key] = {"dtype": _CODES[x.dtype], "shape": list(x.shape), "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
+    if len(encoded) > MAX_HEADER:
+        raise ValueError(
+            f"save_state_dict: the keys and metadata of {path} take {len(encoded):,} bytes, more than the "
+            f"{MAX_HEADER:,} that the format allows; save the arrays in several files."
+        )
     _write(Path(path), [len(encoded).to_bytes(8, "little"), encoded], (to_host(entries[key]) for key in keys))
     if jax.process_count() > 1:
         from jax.experimental import multihost_utils
 
         multihost_utils.sync_global_devices(f"save_state_dict {path}")
+
+
+def _is_text(x: Any) -> bool:
+    """Return whether a value is text that a file can have: Python's can have halves of characters."""
+    try:
+        return isinstance(x, str) and x.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def _write(path: Path, head: Iterable[bytes], arrays: Iterable[np.ndarray]) -> None:
@@ -147,44 +149,82 @@ def load_state_dict(path: str | os.PathLike[str]) -> StateDict:
 
 
 def _load_several(index: Path) -> StateDict:
-    places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    names = sorted(set(places.values()))
-    missing = [name for name in names if not (index.parent / name).exists()]
-    if missing:
-        raise FileNotFoundError(f"load_state_dict: {index} lists files that do not exist: {', '.join(missing)}.")
-    files = {name: _load_file(index.parent / name) for name in names}
+    places = _read_index(index)
+    files = {name: _load_file(index.parent / name) for name in sorted(set(places.values()))}
     absent = [f"{key!r} in {name}" for key, name in places.items() if key not in files[name]]
     if absent:
         raise ValueError(f"load_state_dict: {index} lists keys that its files do not have: {', '.join(absent)}.")
     return {key: files[name][key] for key, name in places.items()}
 
 
+def _read_index(index: Path) -> dict[str, str]:
+    """Return the file of each key, all of which exist and are in the folder of the index."""
+    _check_regular(index)
+    try:
+        if index.stat().st_size > MAX_HEADER:
+            raise ValueError(f"it is larger than {MAX_HEADER:,} bytes")
+        content = json.loads(index.read_bytes().decode(), object_pairs_hook=_without_duplicates)
+        places = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise ValueError("it needs a weight_map, with the name of a file for each key")
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"load_state_dict: {index} is not an index of safetensors files: {e}.") from None
+    names = sorted(set(places.values()))
+    if outside := [short(name) for name in names if not _is_inside(name)]:
+        raise ValueError(f"load_state_dict: {index} lists files outside its folder: {', '.join(outside)}.")
+    if missing := [name for name in names if not os.path.lexists(index.parent / name)]:
+        raise FileNotFoundError(f"load_state_dict: {index} lists files that do not exist: {', '.join(missing)}.")
+    return places
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it has {short(next(key for key in found if keys.count(key) > 1))} twice")
+    return found
+
+
+def _is_inside(name: str) -> bool:
+    """Return whether a name stays in its folder, on any system."""
+    path = PureWindowsPath(name)  # which takes both slashes as such
+    return bool(path.parts) and not path.anchor and ".." not in path.parts and name.isprintable()
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse pipes and devices, of which opening one may wait for ever."""
+    if not path.is_file():
+        raise ValueError(f"load_state_dict: {path} is not a regular file.")
+
+
 def _load_file(path: Path) -> StateDict:
-    size = path.stat().st_size
+    _check_regular(path)
     with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         header_size = int.from_bytes(file.read(8), "little")
         if size < 8 or header_size > size - 8:
             raise ValueError(f"load_state_dict: {path} is not a safetensors file, or is truncated.")
+        if header_size > MAX_HEADER:
+            raise ValueError(
+                f"load_state_dict: {path} is not a safetensors file: its header would have {header_size:,} bytes, more "
+                f"than the {MAX_HEADER:,} that the format allows."
+            )
+        header = file.read(header_size)
+        # Read-only, not copy-on-write: for that, the system would reserve memory for the whole file.
+        values = np.asarray(np.memmap(file, np.uint8, "r"))[8 + header_size :]
         try:
-            header = json.loads(file.read(header_size))
-        except ValueError:
-            raise ValueError(f"load_state_dict: {path} is not a safetensors file: its header is not JSON.") from None
-    header.pop("__metadata__", None)
-    # Read-only, not copy-on-write: for that, the system would reserve memory for the whole file.
-    values = np.asarray(np.memmap(path, np.uint8, "r"))[8 + header_size :]
-    return {key: _view(path, key, entry, values) for key, entry in header.items()}
+            entries = parse_header(header, values.size)
+            return {key: _view(key, entry, values) for key, entry in entries.items()}
+        except InvalidFile as e:
+            what = str(path) if e.key is None else f"{short(e.key)} in {path}"
+            raise ValueError(f"load_state_dict: {what} {e}.") from None
 
 
-def _view(path: Path, key: str, entry: Mapping[str, Any], values: np.ndarray) -> np.ndarray:
-    code, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    if code not in _DTYPES:
-        raise TypeError(f"load_state_dict: {key!r} in {path} has dtype {code}, which NumPy does not have.")
-    dtype = _DTYPES[code]
-    if end > values.size:
-        raise ValueError(f"load_state_dict: {path} is truncated: {key!r} ends at byte {end} of {values.size}.")
-    if end - start != dtype.itemsize * int(np.prod(shape, dtype=np.int64)):
-        raise ValueError(f"load_state_dict: {key!r} in {path} has {end - start} bytes for {dtype}{list(shape)}.")
-    return values[start:end].view(dtype).reshape(shape)
+def _view(key: str, entry: Entry, values: np.ndarray) -> np.ndarray:
+    try:
+        return values[entry.start : entry.end].view(entry.dtype).reshape(entry.shape)
+    except (ValueError, OverflowError):  # an array without values can have sizes that NumPy does not have
+        raise InvalidFile(f"has a shape that NumPy does not have, {short(list(entry.shape))}", key) from None
 
 
 def _described(x: Any) -> str:
