@@ -35,6 +35,7 @@ from training.progress import Reporter
 
 import axonym as axn
 from axonym.precision import Policy
+from axonym.sharding import fail_together
 
 INTERRUPTED = 130
 """The exit status of a run that was stopped by Ctrl-C."""
@@ -48,8 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if folder is not None:
             config = runs.with_settings_of(folder, config, arguments)
         devices.start(config.hosts)
-        prepared = Prepared(config)
-        run = runs.new(config) if folder is None else runs.Run(folder, config.saving.keep)
+        with fail_together("The start") as agree:
+            agree({"settings": "\n".join(f"{name} {value}" for name, value in settings.as_json(config).items())})
+            prepared = Prepared(config)
+            run = runs.new(config) if folder is None else runs.Run(folder, config.saving.keep)
         with jax.set_mesh(prepared.mesh):
             return Training(prepared, run).run()
     except Problem as e:
@@ -121,11 +124,14 @@ class Training:
     def begin(self) -> None:
         """Make the state, or restore it from the latest checkpoint, with its storage sharding."""
         saved, abstract = self.files.checkpoints, self.functions.abstract
-        saved.remove_unfinished()
-        saved.check_room(abstract)
         self.state: steps.State
         fingerprint = self.prepared.corpus.fingerprint
-        if self.config.resume and (latest := saved.latest()) is not None:
+        with fail_together("The start") as agree:
+            saved.remove_unfinished()
+            saved.check_room(abstract)
+            latest = saved.latest() if self.config.resume else None
+            agree({"texts": f"with the number {fingerprint}", "latest checkpoints": str(latest)})
+        if latest is not None:
             self.state, self.step, self.seen = saved.restore(latest, abstract, self.prepared.strategy.storage)
             self.saved = self.step
             if self.files.fingerprint() != fingerprint:
@@ -134,8 +140,9 @@ class Training:
             self.state = jax.block_until_ready(self.functions.start(jax.random.key(self.config.seed)))
         self.metrics = Metrics(self.files.metrics)
         self.try_to("read the losses", self.metrics.go_on_from, self.step)
-        if jax.process_index() == 0:
-            self.files.keep_settings(self.config, fingerprint)
+        with fail_together("The start"):
+            if jax.process_index() == 0:
+                self.files.keep_settings(self.config, fingerprint)
 
     def introduce(self) -> None:
         """Say what is trained, on what, and show what each device has of it."""

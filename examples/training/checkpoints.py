@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import jax
 
 from axonym import state as files
-from axonym.sharding import MappingShardingRule
+from axonym.sharding import MappingShardingRule, fail_together
 
 from .problems import Problem, reason_of
 
@@ -86,7 +86,8 @@ class Checkpoints:
 def export(model: Any, path: Path) -> None:
     """Write a model to a safetensors file, with the names that `transformers` has for a Llama."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with fail_together("export"):
+            path.parent.mkdir(parents=True, exist_ok=True)
         files.save_state_dict(files.to_torch_compatible_state_dict(model), path)
     except OSError as e:
         raise Problem(f"The model could not be written to {path}, because {reason_of(e)}.") from e

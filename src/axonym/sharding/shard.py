@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from .. import _context, _errors
 from .._jax_versions import INLINE, is_about_devices
 from .._mesh_axes import mesh_axes, types_of
 from .._parameter_names import by_parameter, parameter_names
+from .._processes import fail_together
 from ..array import NamedArray, wrap
 from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
 from .placement import Leaf, Placement, PlacementLeaf, drop_manual, is_placement, resolve, shardings_in
@@ -74,7 +76,7 @@ def unshard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -
 def to_host(tree: T) -> T:
     """Copy every array of a tree to host memory, as NumPy arrays.
 
-    Arrays on several hosts are gathered first, so every host must call this.
+    Arrays on several hosts are gathered first, so every host must call this, with trees of the same arrays.
 
     Arguments:
         tree: the tree to copy.
@@ -83,20 +85,28 @@ def to_host(tree: T) -> T:
     'ndarray'
     """
 
-    def fetch(x: Any) -> Any:
-        if not isinstance(x, jax.Array):
-            return x
-        if isinstance(x, Tracer):
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    spread = any(not isinstance(x, Tracer) and not x.is_fully_addressable for x in arrays)
+    with fail_together("to_host") if spread else contextlib.nullcontext(lambda same: None) as agree:
+        if any(isinstance(x, Tracer) for x in arrays):
             raise TypeError("to_host: a traced array has no values to copy; call it outside of jit.")
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays):
             raise TypeError("to_host: NumPy has no arrays of random keys; convert them with jax.random.key_data first.")
-        if not x.is_fully_addressable:
-            from jax.experimental import multihost_utils
+        if any(x.is_deleted() for x in arrays):
+            raise RuntimeError("to_host: an array was deleted, as by a donation.")
+        if spread:  # gathers are paired by their order, so no process may lack an array
+            agree({"arrays on several hosts": "\n".join(str(x.aval) for x in arrays if not x.is_fully_addressable)})
+        return jax.tree.unflatten(structure, [gathered(x) if isinstance(x, jax.Array) else x for x in leaves])
 
-            return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+def gathered(x: jax.Array) -> np.ndarray:
+    """Copy an array to host memory. With several hosts, each must call this for the same arrays in the same order."""
+    if x.is_fully_addressable:
         return np.asarray(x)
+    from jax.experimental import multihost_utils
 
-    return jax.tree.map(fetch, tree)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
 def shard_quietly(tree: T, placement: Placement, what: str, mesh: AnyMesh | None = None) -> T:

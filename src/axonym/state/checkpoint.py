@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from .._processes import Agree, fail_together
 from ..array import NamedArray, is_jax_array_like, wrap
 from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
@@ -37,7 +38,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
 
     The folder appears once it is complete and is never overwritten, so a run that is killed while saving still has its
     previous checkpoint. Give every checkpoint its own name, such as the step number; see `latest_checkpoint`. With
-    several processes, all of them must call this function.
+    several processes, all of them must call this function; if one fails, all of them raise the same error.
 
     Arguments:
         path: the folder, which must not exist yet.
@@ -52,32 +53,71 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
     {'step': 100, 'w': NamedArray(float32[embed=2], [1. 1.])}
     """
     orbax = _orbax("save_checkpoint")
-    path = _full(path)
-    arrays, about = {}, {}
-    for leaf in leaves_of(tree)[0]:
-        key = _key(leaf)
-        if key in about:
-            raise ValueError(
-                f"save_checkpoint: two leaves of the tree have the key {key!r}; rename a key of a dictionary."
+    with fail_together("save_checkpoint") as agree:
+        path = _full(path)
+        arrays, about = {}, {}
+        for leaf in leaves_of(tree)[0]:
+            key = _key(leaf)
+            if key in about:
+                raise ValueError(
+                    f"save_checkpoint: two leaves of the tree have the key {key!r}; rename a key of a dictionary."
+                )
+            array = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
+            if is_number(array):
+                about[key] = {"number": [array.real, array.imag] if isinstance(array, complex) else array}
+            elif is_jax_array_like(array):
+                if isinstance(array, jax.ShapeDtypeStruct):
+                    raise TypeError(f"save_checkpoint: {leaf.path} has no values, only a shape and a dtype.")
+                about[key] = _about(leaf, array)
+                arrays[key] = jax.random.key_data(array) if _is_key(array) else jnp.asarray(array)
+        if _there(path):
+            raise FileExistsError(
+                f"save_checkpoint: {path} exists already, and checkpoints are never overwritten. Give each checkpoint "
+                "its own name, such as the step number."
             )
-        array = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
-        if is_number(array):
-            about[key] = {"number": [array.real, array.imag] if isinstance(array, complex) else array}
-        elif is_jax_array_like(array):
-            if isinstance(array, jax.ShapeDtypeStruct):
-                raise TypeError(f"save_checkpoint: {leaf.path} has no values, only a shape and a dtype.")
-            about[key] = _about(leaf, array)
-            arrays[key] = jax.random.key_data(array) if _is_key(array) else jnp.asarray(array)
-    if _there(path):
-        raise FileExistsError(
-            f"save_checkpoint: {path} exists already, and checkpoints are never overwritten. Give each checkpoint its "
-            "own name, such as the step number."
-        )
-    with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
-        parts = {"arrays": orbax.args.PyTreeSave(arrays)} if arrays else {}
-        checkpointer.save(path, args=orbax.args.Composite(about=orbax.args.JsonSave(about), **parts))
+        agree({"arrays and numbers": "\n".join(f"{key} {entry}" for key, entry in about.items())})
+        if jax.process_count() > 1:
+            _save_from_all(orbax, path, about, arrays, agree)
+        else:
+            with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
+                parts = {"arrays": orbax.args.PyTreeSave(arrays)} if arrays else {}
+                checkpointer.save(path, args=orbax.args.Composite(about=orbax.args.JsonSave(about), **parts))
 
 
+def _save_from_all(orbax: Any, path: str, about: Any, arrays: Mapping[str, Any], agree: Agree) -> None:
+    """Write a checkpoint from several processes, which agree after each step.
+
+    Orbax has barriers of its own between these steps, at which the others would wait for a process that failed. Orbax
+    leaves its barriers out where only one process is active, so each process says that of itself.
+    """
+    alone = orbax.options.MultiprocessingOptions(primary_host=0, active_processes={jax.process_index()})
+    writer = orbax.PyTreeCheckpointHandler(multiprocessing_options=alone)
+
+    handler = orbax.CompositeCheckpointHandler(composite_options=orbax.CompositeOptions(multiprocessing_options=alone))
+    save_about, finalize_about = handler.save, handler.finalize
+
+    def save(directory: Any, args: Any) -> None:
+        if jax.process_index() == 0:
+            save_about(directory, args=args)
+            if arrays:
+                # Orbax makes the folder inside while it writes, and the others would wait for that.
+                (directory / "arrays" / "array_metadatas").mkdir(parents=True)
+        agree()
+        if arrays:
+            writer.save(directory / "arrays", args=orbax.args.PyTreeSave(arrays))
+        agree()
+
+    def finalize(directory: Any) -> None:
+        finalize_about(directory)
+        if arrays:
+            writer.finalize(directory / "arrays")
+
+    handler.save, handler.finalize = save, finalize  # Orbax does not know classes derived from its own
+    with orbax.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
+        checkpointer.save(path, args=orbax.args.Composite(about=orbax.args.JsonSave(about)))
+
+
+@fail_together("restore_checkpoint")
 def restore_checkpoint(
     path: str | os.PathLike[str],
     template: T,
@@ -117,7 +157,7 @@ def restore_checkpoint(
     path = _full(path)
     if not _there(path):
         raise FileNotFoundError(f"restore_checkpoint: {path} is not a complete checkpoint.")
-    with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
+    with _reader(orbax) as checkpointer:
         about = checkpointer.restore(path, args=orbax.args.Composite(about=orbax.args.JsonRestore()))["about"]
         stored = _as_stored(template, about, strict, ignore)
         leaves = shardings_of(stored, template, placement, mesh, "restore_checkpoint")
@@ -136,6 +176,14 @@ def restore_checkpoint(
             arrays = checkpointer.restore(path, args=orbax.args.Composite(arrays=restore))["arrays"]
     results = [_restored(leaf, mine, about.get(_key(leaf)), arrays) for leaf, mine, _ in leaves]
     return jax.tree.unflatten(jax.tree.structure(template, is_leaf=lambda x: isinstance(x, NamedArray)), results)
+
+
+def _reader(orbax: Any) -> Any:
+    """Make what reads a checkpoint, without barriers of its own: a process that fails would not reach them."""
+    alone = orbax.options.MultiprocessingOptions(active_processes={jax.process_index()})
+    options = orbax.CompositeOptions(multiprocessing_options=alone)
+    handler = orbax.CompositeCheckpointHandler(composite_options=options)
+    return orbax.Checkpointer(handler, multiprocessing_options=alone)
 
 
 def _replicated(mesh: AnyMesh | None, known: list[Any]) -> Any:

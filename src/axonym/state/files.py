@@ -14,14 +14,16 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import jax
 import numpy as np
 
-from ..sharding.shard import to_host
+from .._processes import fail_together
+from ..sharding.shard import gathered
 from .naming import StateDict, is_number
 from .safetensors_header import DTYPES, MAX_HEADER, METADATA, Entry, InvalidFile, parse_header, short
 
@@ -40,7 +42,8 @@ def save_state_dict(
     """Write a state dict to a safetensors file.
 
     Arrays on devices are fetched one at a time. The file appears once it is complete: if writing is interrupted, an
-    older file of that name stays. With several processes, all of them must call this function; the first one writes.
+    older file of that name stays. With several processes, all of them must call this function; the first one writes. If
+    it cannot, or another one fails, all of them raise the same error.
 
     Arguments:
         state_dict: arrays and numbers by key. Entries that are None are left out.
@@ -54,12 +57,25 @@ def save_state_dict(
     ...     load_state_dict(f"{folder}/model.safetensors")
     {'weight': array([1, 1], dtype=bfloat16)}
     """
-    entries = {key: np.asarray(x) if is_number(x) else x for key, x in state_dict.items() if x is not None}
+    with fail_together("save_state_dict") as agree:
+        entries = {key: np.asarray(x) if is_number(x) else x for key, x in state_dict.items() if x is not None}
+        keys, head = _head(entries, metadata, path)
+        # Gathers are paired by their order, so no process may lack an array.
+        agree({"arrays": "\n".join(f"{key!r} {_described(entries[key])}" for key in keys)})
+        _write(Path(path), head, (_fetched(entries[key]) for key in keys))
+
+
+def _head(
+    entries: Mapping[str, Any], metadata: Mapping[str, str] | None, path: str | os.PathLike[str]
+) -> tuple[list[str], list[bytes]]:
+    """Return the keys in the order in which their arrays are written, and the beginning of the file."""
     wrong = [f"{key!r} is {_described(x)}" for key, x in entries.items() if getattr(x, "dtype", None) not in _CODES]
     if wrong:
         raise TypeError(f"save_state_dict: safetensors has no way to store {', '.join(wrong)}.")
     if abstract := [repr(key) for key, x in entries.items() if isinstance(x, jax.ShapeDtypeStruct)]:
         raise TypeError(f"save_state_dict: {', '.join(abstract)} has no values, only a shape and a dtype.")
+    if deleted := [repr(key) for key, x in entries.items() if isinstance(x, jax.Array) and x.is_deleted()]:
+        raise RuntimeError(f"save_state_dict: {', '.join(deleted)} was deleted, as by a donation.")
     metadata = {"format": "pt", **(metadata or {})}  # other readers require "format"
     if unfit := [short(text) for text in (*entries, *metadata, *metadata.values()) if not _is_text(text)]:
         raise TypeError(f"save_state_dict: keys and metadata are text in safetensors, and {', '.join(unfit)} is not.")
@@ -80,11 +96,7 @@ def save_state_dict(
             f"save_state_dict: the keys and metadata of {path} take {len(encoded):,} bytes, more than the "
             f"{MAX_HEADER:,} that the format allows; save the arrays in several files."
         )
-    _write(Path(path), [len(encoded).to_bytes(8, "little"), encoded], (to_host(entries[key]) for key in keys))
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(f"save_state_dict {path}")
+    return keys, [len(encoded).to_bytes(8, "little"), encoded]
 
 
 def _is_text(x: Any) -> bool:
@@ -95,23 +107,26 @@ def _is_text(x: Any) -> bool:
         return False
 
 
-def _write(path: Path, head: Iterable[bytes], arrays: Iterable[np.ndarray]) -> None:
+def _fetched(x: Any) -> np.ndarray:
+    return gathered(x) if isinstance(x, jax.Array) else x
+
+
+def _write(path: Path, head: Iterable[bytes], arrays: Iterator[np.ndarray]) -> None:
     """Write a file under a temporary name, and rename it once it is complete."""
-    if jax.process_index() != 0:
-        for _ in arrays:  # fetching an array gathers it from all processes, so each must take part
-            pass
-        return
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with open(unfinished, "xb") as file:
-            file.writelines(head)
-            for array in arrays:
-                # As bytes, since the dtypes of ml_dtypes do not support Python's buffer protocol.
-                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        if jax.process_index() == 0:
+            with open(unfinished, "xb") as file:
+                file.writelines(head)
+                for array in arrays:
+                    # As bytes, since the dtypes of ml_dtypes do not support Python's buffer protocol.
+                    file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
     finally:
+        if jax.process_count() > 1:  # all processes take part in the gathers, also when the file could not be written
+            deque(arrays, maxlen=0)
         unfinished.unlink(missing_ok=True)
 
 

@@ -1,0 +1,135 @@
+"""Keep several processes together when one of them fails.
+
+JAX pairs the collectives of several processes by their order. A process that raises in the middle of them leaves the
+others waiting, and the next collective that it takes part in is paired with a wrong one. So operations that all
+processes run together finish their collectives, tell each other how they fared, and then all raise, or none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+
+class Agree(Protocol):
+    """Wait for all processes, and raise the same error in each if one of them failed or has other data."""
+
+    def __call__(self, same: Mapping[str, str] | None = None) -> None: ...
+
+
+@contextlib.contextmanager
+def fail_together(what: str) -> Iterator[Agree]:
+    """Raise an error that one process raises in a with-block in all processes; the message names the process.
+
+    All processes must enter the block. A process that fails skips the rest of the block, so a collective in it must not
+    come after something that can fail in some processes only, unless they have agreed in between: the block gets a
+    function for that. It also takes texts, by their keys, that must be the same in every process.
+
+    With one process this does nothing.
+
+    Arguments:
+        what: the operation, for messages.
+
+    >>> with axn.sharding.fail_together("save the names") as agree:
+    ...     lines = sorted({"embed": 4, "batch": 2})
+    ...     agree({"names": str(lines)})
+    """
+    if jax.process_count() == 1:
+        yield lambda same=None: None
+        return
+    over = False
+
+    def agree(same: Mapping[str, str] | None = None) -> None:
+        nonlocal over
+        try:
+            _agree(what, None, same or {})
+        except BaseException:
+            over = True
+            raise
+
+    try:
+        yield agree
+    except BaseException as error:
+        if not over:  # the others do not know of it
+            _agree(what, error, {})
+        raise
+    _agree(what, None, {})
+
+
+def _agree(what: str, error: BaseException | None, same: Mapping[str, str]) -> None:
+    """Exchange how each process fared, and raise if one of them failed."""
+    payload = json.dumps({"error": None if error is None else _described(error), "same": dict(same)}).encode()
+    summary = np.array([error is not None, len(payload), zlib.crc32(payload)], np.uint32)
+    summaries = _gathered(summary)
+    if not summaries[:, 0].any() and (summaries == summaries[0]).all():
+        return
+    padded = np.zeros(summaries[:, 1].max(), np.uint8)
+    padded[: len(payload)] = np.frombuffer(payload, np.uint8)
+    told = [json.loads(row[:size].tobytes()) for row, size in zip(_gathered(padded), summaries[:, 1], strict=True)]
+    failed = {i: one["error"] for i, one in enumerate(told) if one["error"] is not None}
+    if not failed:
+        raise ValueError(_different(what, [one["same"] for one in told]))
+    first = next(iter(failed.values()))
+    if error is not None and (
+        not isinstance(error, Exception) or (len(failed) == len(told) and all(e == first for e in failed.values()))
+    ):
+        return  # the caller raises it as it is: it is everybody's, or an interrupt
+    raise _made(what, failed, len(told)) from error
+
+
+def _gathered(x: np.ndarray) -> np.ndarray:
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(x))
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    kinds = [(kind.__module__, kind.__name__) for kind in type(error).__mro__]
+    return {"kinds": kinds, "text": str(error) or kinds[0][1], "errno": getattr(error, "errno", None)}
+
+
+def _made(what: str, failed: Mapping[int, Mapping[str, Any]], count: int) -> Exception:
+    """Make the error that all processes raise, of the type of the first one that failed if that can be made here."""
+    lines = [f"process {i} of {count}: {_text(one)}" for i, one in failed.items()]
+    text = f"{what} failed in {lines[0]}" if len(lines) == 1 else "\n  ".join([f"{what} failed in", *lines])
+    first = next(iter(failed.values()))
+    if first["errno"] is not None:
+        error = OSError(first["errno"], "")  # Python chooses the class, such as FileNotFoundError
+        made: Exception = type(error)(text)
+        made.errno = first["errno"]  # pyright: ignore[reportAttributeAccessIssue]
+        return made
+    for module, name in first["kinds"]:
+        kind = getattr(sys.modules.get(module), name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception) and kind not in (Exception, KeyError):
+            with contextlib.suppress(Exception):  # some need more than a text
+                return kind(text)
+    return RuntimeError(text)
+
+
+def _text(told: Mapping[str, Any]) -> str:
+    interrupted = told["kinds"][0][1] in ("KeyboardInterrupt", "SystemExit")
+    return "it was interrupted" if interrupted else told["text"]
+
+
+def _different(what: str, told: list[Mapping[str, str]]) -> str:
+    """Say which texts differ between processes, and what is only in some of them."""
+    parts = []
+    for key in dict.fromkeys(key for one in told for key in one):
+        texts = [one.get(key, "") for one in told]
+        if len(set(texts)) == 1:
+            continue
+        everywhere = set.intersection(*(set(text.splitlines()) for text in texts))
+        groups: dict[str, list[int]] = {}
+        for i, text in enumerate(texts):
+            own = [line for line in text.splitlines() if line not in everywhere]
+            groups.setdefault("; ".join(own[:3]) + (" ..." if len(own) > 3 else ""), []).append(i)
+        seen = "".join(f"\n  process {', '.join(map(str, ids))}: {own or 'none'}" for own, ids in groups.items())
+        parts.append(f"{key} must be the same in every process, but differ:{seen}")
+    return f"{what}: " + "\n".join(parts)

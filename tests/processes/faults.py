@@ -1,0 +1,201 @@
+"""What happens when one of several processes cannot do its part of a file operation."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axonym as axn
+from axonym.sharding import fail_together
+from axonym.state import (
+    load_state_dict,
+    restore_checkpoint,
+    save_checkpoint,
+    save_state_dict,
+    to_numpy_state_dict,
+    to_torch_compatible_state_dict,
+)
+
+
+def spread(n: int = 3) -> dict[str, Any]:
+    """Arrays of which every process has a shard."""
+    mesh = axn.make_mesh({"data": -1})
+    size = mesh.size * 2
+    arrays = {f"w{i}": axn.named(np.arange(size * 4.0).reshape(size, 4) + 100 * i, ("x", "y")) for i in range(n)}
+    return axn.shard(arrays, {"x": "data"}, mesh)
+
+
+def raw(n: int = 3) -> dict[str, jax.Array]:
+    return {key: x.array for key, x in spread(n).items()}
+
+
+def gathers_are_right() -> None:
+    """The next gather is the one that it should be, in every process."""
+    found = axn.to_host(spread(1))["w0"].array
+    np.testing.assert_array_equal(found, np.arange(found.size, dtype=np.float32).reshape(found.shape))
+
+
+@contextmanager
+def full_disk(at: int, after: int = 0) -> Iterator[None]:
+    """In one process, synchronising a file fails, as it does on a full disk."""
+
+    def fsync(file: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if jax.process_index() != at:
+        yield
+    else:
+        with mock.patch.object(os, "fsync", fsync):
+            yield
+
+
+def raises_everywhere(kind: type[Exception], at: int, action: Callable[[], Any]) -> str:
+    """The same error is raised in all processes, and names the one; what comes after it is not mixed up."""
+    with pytest.raises(kind) as caught:
+        action()
+    text = str(caught.value)
+    assert f"failed in process {at} of {jax.process_count()}: " in text, text
+    with fail_together("compare") as agree:
+        agree({"texts": text})
+    gathers_are_right()
+    return text
+
+
+def check_state_dict_into_a_missing_folder(folder: Path) -> None:
+    text = raises_everywhere(
+        FileNotFoundError, 0, lambda: save_state_dict(raw(), folder / "missing" / "model.safetensors")
+    )
+    assert "save_state_dict failed" in text and "missing" in text
+
+
+def check_state_dict_on_a_full_disk(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    with full_disk(0):
+        raises_everywhere(OSError, 0, lambda: save_state_dict(raw(), path))
+    assert not any(folder.iterdir())
+    save_state_dict(raw(), path)
+    for key, x in to_numpy_state_dict(raw()).items():
+        np.testing.assert_array_equal(load_state_dict(path)[key], x)
+
+
+def check_state_dict_with_a_bad_entry_in_each_process(folder: Path) -> None:
+    for at in range(jax.process_count()):
+        bad = {"other": object()} if jax.process_index() == at else {}
+        text = raises_everywhere(TypeError, at, lambda bad=bad: save_state_dict(raw() | bad, folder / "a.safetensors"))
+        assert "'other' is a object" in text
+        gone = jnp.ones(2)
+        if jax.process_index() == at:
+            gone.delete()
+        raises_everywhere(
+            RuntimeError, at, lambda gone=gone: save_state_dict(raw() | {"gone": gone}, folder / "a.safetensors")
+        )
+    assert not any(folder.iterdir())
+
+
+def check_state_dicts_that_differ(folder: Path) -> None:
+    """A process that lacks an array is not waited for in its gather."""
+    mine = raw()
+    if jax.process_index() == 0:
+        del mine["w2"]
+    with pytest.raises(ValueError, match=r"arrays must be the same in every process, but differ") as caught:
+        save_state_dict(mine, folder / "a.safetensors")
+    assert "process 0" in str(caught.value) and "process 1: 'w2' float32" in str(caught.value)
+    gathers_are_right()
+    with pytest.raises(ValueError, match="arrays on several hosts must be the same in every process"):
+        axn.to_host(mine)
+    gathers_are_right()
+
+
+def check_gathers_of_deleted_arrays(folder: Path) -> None:
+    for gather in (axn.to_host, to_numpy_state_dict, to_torch_compatible_state_dict):
+        for at in range(jax.process_count()):
+            tree = spread()
+            if jax.process_index() == at:
+                tree["w1"].array.delete()
+            raises_everywhere(RuntimeError, at, lambda gather=gather, tree=tree: gather(tree))
+
+
+def check_checkpoint_that_one_process_cannot_write(folder: Path) -> None:
+    """The first process makes the folder; each writes its shards; the first one completes it."""
+    from orbax.checkpoint import PyTreeCheckpointHandler
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    steps = [(PyTreeCheckpointHandler, "save", at) for at in range(jax.process_count())]
+    steps += [(PyTreeCheckpointHandler, "finalize", 0), (os, "mkdir", 0)]
+    for i, (owner, name, at) in enumerate(steps):
+        with mock.patch.object(owner, name, broken) if jax.process_index() == at else mock.MagicMock():
+            raises_everywhere(OSError, at, lambda i=i: save_checkpoint(folder / str(i), spread()))
+        assert not (folder / str(i)).exists()
+    save_checkpoint(folder / "last", spread() | {"step": 3})
+    found = restore_checkpoint(folder / "last", spread() | {"step": 0})
+    assert found["step"] == 3
+    for key, x in axn.to_host({k: v for k, v in found.items() if k != "step"}).items():
+        np.testing.assert_array_equal(x.array, axn.to_host(spread())[key].array)
+
+
+def check_checkpoint_with_a_bad_tree_in_each_process(folder: Path) -> None:
+    for at in range(jax.process_count()):
+        bad = {"other": jax.ShapeDtypeStruct((2,), "float32")} if jax.process_index() == at else {}
+        raises_everywhere(TypeError, at, lambda bad=bad: save_checkpoint(folder / "1", spread() | bad))
+    step = {"step": jax.process_index()}
+    with pytest.raises(
+        ValueError, match=r"arrays and numbers must be the same .*\n *process 0: step .*0.*\n *process 1"
+    ):
+        save_checkpoint(folder / "1", spread() | step)
+    assert not any(folder.iterdir())
+
+
+def check_checkpoint_that_one_process_does_not_see(folder: Path) -> None:
+    save_checkpoint(folder / "1", spread())
+    for at in range(jax.process_count()):
+        path = folder / ("elsewhere" if jax.process_index() == at else "1")
+        text = raises_everywhere(FileNotFoundError, at, lambda path=path: restore_checkpoint(path, spread()))
+        assert "elsewhere is not a complete checkpoint" in text
+        template = spread() | ({"more": jnp.ones(2)} if jax.process_index() == at else {})
+        text = raises_everywhere(Exception, at, lambda template=template: restore_checkpoint(folder / "1", template))
+        assert "'more'" in text
+
+
+def check_interrupt_in_a_write(folder: Path) -> None:
+    """Ctrl-C ends the process where it was pressed; the others learn of it."""
+
+    def interrupted(file: int) -> None:
+        raise KeyboardInterrupt
+
+    with mock.patch.object(os, "fsync", interrupted):
+        if jax.process_index() == 0:
+            with pytest.raises(KeyboardInterrupt):
+                save_state_dict(raw(), folder / "a.safetensors")
+        else:
+            with pytest.raises(RuntimeError, match=r"failed in process 0 of .*: it was interrupted"):
+                save_state_dict(raw(), folder / "a.safetensors")
+    gathers_are_right()
+
+
+def check_several_failures_at_once(folder: Path) -> None:
+    with pytest.raises(ValueError) as caught, fail_together("read"):
+        raise ValueError(f"row {jax.process_index()}")
+    assert str(caught.value).startswith("read failed in\n  process 0 of ") and "row 1" in str(caught.value)
+    with pytest.raises(KeyError, match=r"^'everywhere'$"), fail_together("read"):
+        raise KeyError("everywhere")
+    with pytest.raises(LookupError, match="'here'"), fail_together("read"):
+        if jax.process_index() == 1:
+            raise KeyError("here")
+    with jax.set_mesh(axn.make_mesh({"data": -1}, explicit=True)), pytest.raises(OSError) as problem:
+        with fail_together("read"):
+            if jax.process_index() == 1:
+                raise PermissionError(errno.EACCES, "Permission denied", "x")
+    assert type(problem.value) is PermissionError and problem.value.errno == errno.EACCES
+    gathers_are_right()
