@@ -83,12 +83,15 @@ def test_the_same_seed_draws_the_same_placements() -> None:
     seen: list[Any] = []
 
     def watch(x: axn.NamedArray) -> Any:
-        seen.append((jax.sharding.get_abstract_mesh().shape_tuple, str(axn.current_mapping())))
+        mesh = jax.sharding.get_abstract_mesh()
+        seen.append((mesh.shape_tuple, mesh.axis_types, str(axn.current_mapping())))
         return x
 
     for _ in range(2):
-        check_shard_invariance(watch, X, draws=5, gradients=False, seed=4)
+        check_shard_invariance(watch, X, draws=30, gradients=False, seed=4)
     assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+    assert any(len(set(kinds)) == 2 for _, kinds, _ in seen), "mixed meshes are drawn too"
+    assert any("('data', 'model')" in mapping for _, _, mapping in seen), "and mappings to two mesh axes"
 
 
 def test_refusals() -> None:

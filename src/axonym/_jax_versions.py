@@ -14,11 +14,11 @@ From jax 0.12 on, `inline=True` inlines only when the program is lowered.
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The mesh axes over which a value inside `shard_map` differs from device to device, as far as JAX keeps track.
+    """Return the mesh axes over which a value, or one of its type, is device-varying inside `shard_map`.
 
-    The attribute that tells changed its name before jax 0.10.2.
+    JAX keeps no track with `check_vma=False`. The attribute changed its name before jax 0.10.2.
     """
-    kind: Any = jax.typeof(x)
+    kind: Any = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from ._jax_versions import INLINE
+from ._jax_versions import INLINE, varying_axes
 from ._mesh_axes import AnyMesh, Axes, axes_of_type, entries_of, mesh_axes, reshard, spec_of
 
 
@@ -65,6 +65,12 @@ def lay_out(
         own = [mesh_axes(e) for e in (*spec, *(None,) * (len(kept) - len(spec)))]
         laid_out.append(reshard(x, spec_of((*o, *k) for o, k in zip(own, kept, strict=True)), mesh))
     return laid_out
+
+
+def vary_like(x: jax.Array, *others: Any) -> jax.Array:
+    """Make an array device-varying over all mesh axes over which one of the others is."""
+    over = frozenset[str]().union(*map(varying_axes, others))
+    return varying_over(x, sorted(over - varying_axes(x)))
 
 
 def varying_over(x: jax.Array, axes: Iterable[str]) -> jax.Array:

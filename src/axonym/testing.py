@@ -8,6 +8,7 @@ silently. `check_shard_invariance` runs a function under many placements and com
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,11 +38,11 @@ def check_shard_invariance(
     """Check that a function gives the same values and gradients on every mesh and under every mapping.
 
     The function is compiled and run on one device, and then under meshes and mappings drawn at random: meshes of
-    different sizes with Auto and Explicit axes, and mappings of the axes of the arguments. What it returns is compared
-    each time, values, dtypes and axes, and so are the gradients with respect to all floating-point arguments. Random
-    draws are compared like everything else: pass the key as an argument. The first difference is made as small as it
-    goes, the fewest entries in the mapping and the fewest devices, and raised as an AssertionError that shows the
-    mesh and the mapping as code.
+    different sizes, with Auto axes, Explicit axes or both, and mappings of the arguments' axes to one mesh axis or two.
+    What the function returns is compared each time, values, dtypes and axes, and so are the gradients with respect to
+    all floating-point arguments. Random draws are compared like everything else: pass the key as an argument. The first
+    difference is made as small as it goes, the fewest entries in the mapping and the fewest devices, and raised as an
+    AssertionError that shows the mesh and the mapping as code.
 
     A placement that the function refuses, such as a mapping that does not fit it, is passed over. It is an error if
     every placement is refused.
@@ -97,37 +98,38 @@ class _Placement:
     """A mesh and a mapping."""
 
     mesh: Mapping[str, int]
-    explicit: bool
-    mapping: Mapping[str, str | None]
+    explicit: frozenset[str]
+    """The mesh axes that are Explicit; the others are Auto."""
+    mapping: Mapping[str, tuple[str, ...]]
 
     def __str__(self) -> str:
-        explicit = ", explicit=True" if self.explicit else ""
-        mapping = {n: a for n, a in self.mapping.items() if a is not None}
+        explicit = f", explicit={self.explicit == set(self.mesh) or sorted(self.explicit)}" if self.explicit else ""
+        mapping = {n: axes[0] if len(axes) == 1 else axes for n, axes in self.mapping.items() if axes}
         return f"jax.set_mesh(axn.make_mesh({dict(self.mesh)}{explicit})), axn.axis_mapping({mapping})"
 
     def make_mesh(self) -> Mesh:
         count = math.prod(self.mesh.values())
-        kind = AxisType.Explicit if self.explicit else AxisType.Auto
+        kinds = tuple(AxisType.Explicit if a in self.explicit else AxisType.Auto for a in self.mesh)
         devices = np.array(jax.devices()[:count]).reshape(tuple(self.mesh.values()))
-        return Mesh(devices, tuple(self.mesh), axis_types=(kind,) * len(self.mesh))
+        return Mesh(devices, tuple(self.mesh), axis_types=kinds)
 
     def smaller(self) -> Iterator[_Placement]:
         """Give the placements that say less: without one entry, on fewer devices, on Auto axes."""
-        used = [n for n, a in self.mapping.items() if a is not None]
-        for name in used:
-            yield dataclasses.replace(self, mapping={**self.mapping, name: None})
+        for name, axes in self.mapping.items():
+            for i in range(len(axes)):
+                yield dataclasses.replace(self, mapping={**self.mapping, name: axes[:i] + axes[i + 1 :]})
         for axis, size in self.mesh.items():
             for fewer in range(1, size):
                 if size % fewer == 0:
                     yield dataclasses.replace(self, mesh={**self.mesh, axis: fewer})
-        if self.explicit:
-            yield dataclasses.replace(self, explicit=False)
+        for axis in sorted(self.explicit):
+            yield dataclasses.replace(self, explicit=self.explicit - {axis})
 
 
 def _on_one_device(check: _Check, draw: _Draw, mesh: Mapping[str, int], draws: int) -> Any:
     """Return what the function gives on one device, under the first mapping that it takes: there all are the same."""
     first = None
-    for placement in (_Placement(mesh, False, dict.fromkeys(draw.sizes)), *draw.placements([mesh], draws)):
+    for placement in (_Placement(mesh, frozenset(), dict.fromkeys(draw.sizes, ())), *draw.placements([mesh], draws)):
         try:
             return check.run(placement)
         except (TypeError, ValueError, NotImplementedError) as refusal:
@@ -157,12 +159,16 @@ class _Draw:
         for _ in range(draws):
             mesh = self._rng.choice(meshes)
             useful = {a: parts for a, parts in mesh.items() if parts > 1} or mesh
-            mapping: dict[str, str | None] = {}
+            mapping: dict[str, tuple[str, ...]] = {}
             for name in self._rng.sample(list(self.sizes), len(self.sizes)):
-                taken = {mapping.get(other) for other in self._together[name]}
-                fitting = [a for a, parts in useful.items() if self.sizes[name] % parts == 0 and a not in taken]
-                mapping[name] = self._rng.choice([None, *fitting])
-            yield _Placement(mesh, self._rng.random() < 0.5, mapping)
+                taken = {a for other in self._together[name] for a in mapping.get(other, ())}
+                free = [a for a in useful if a not in taken]
+                candidates = [(), *((a,) for a in free), *itertools.permutations(free, 2)]
+                fitting = [c for c in candidates if self.sizes[name] % math.prod(mesh[a] for a in c) == 0]
+                mapping[name] = self._rng.choice(fitting)
+            kinds = self._rng.choice(("auto", "explicit", "mixed"))
+            explicit = [a for a in mesh if kinds == "explicit" or (kinds == "mixed" and self._rng.random() < 0.5)]
+            yield _Placement(mesh, frozenset(explicit), mapping)
 
 
 def _shapes(devices: int, rank: int) -> list[tuple[int, ...]]:

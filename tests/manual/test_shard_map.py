@@ -321,6 +321,20 @@ def test_whatever_comes_apart_is_put_together(auto_mesh: Mesh, layout) -> None:
     assert int(total.array) == x.array.sum()
 
 
+def test_positions_differ_from_device_to_device_where_the_values_do(auto_mesh: Mesh, x) -> None:
+    """JAX takes the positions that it sorts along with values for the same on all devices."""
+
+    def positions(x):
+        found = {"argsort": axn.argsort(x, "embed"), "lexsort": axn.lexsort((x, -x), "embed")}
+        found["argpartition"] = axn.argpartition(x, 1, "embed")
+        return {**found, "vmap": axn.vmap(lambda row: axn.argsort(row, "embed"), "batch")(x)}
+
+    with jax.set_mesh(auto_mesh):
+        for name, found in mapped(positions)(x).items():
+            assert found.array.sharding.is_equivalent_to(NamedSharding(auto_mesh, P("data")), 2), name
+            assert set(map(tuple, found.rearrange(("batch", "embed")).array.tolist())) <= {(0, 1, 2, 3), (3, 2, 1, 0)}
+
+
 def test_on_one_device(x, w) -> None:
     """Sizes do not tell what is split there, and the results are the same all the same."""
     step = axn.shard_map(

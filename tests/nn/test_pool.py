@@ -128,6 +128,27 @@ def test_on_meshes(mesh: Mesh) -> None:
                 assert spec(found) == ("data", "model")
 
 
+@pytest.mark.parametrize(("size", "stride"), [(2, 1), (3, 1), (5, 2), (3, 2)])
+def test_gradients_along_a_sharded_axis(mesh: Mesh, size: int, stride: int) -> None:
+    x = axn.named(jnp.round(4 * jax.random.normal(jax.random.key(2), (2, 16))), ("batch", "width"))  # many are equal
+    weights = axn.random.normal(jax.random.key(3), {"width": 16})
+
+    def loss(op: Any, x: axn.NamedArray) -> Any:
+        y = op(x, axn.Axis("width", size), stride=stride, padding="SAME")
+        return (y * weights["width", : y.axis_size("width")]).sum().scalar()
+
+    for op, low, better in ((max_pool, -np.inf, jax.lax.max), (min_pool, np.inf, jax.lax.min)):
+
+        def positional(a: jax.Array, low: float = low, better: Any = better) -> Any:
+            y = jax.lax.reduce_window(a, low, better, (1, size), (1, stride), "SAME")
+            return jnp.sum(y * weights.array[None, : y.shape[1]])
+
+        expected = jax.grad(positional)(x.array)
+        with jax.set_mesh(mesh), axn.axis_mapping({"width": "data"}):
+            found = jax.jit(jax.grad(lambda x, op=op: loss(op, x)))(axn.shard(x)).array
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"max_pool: no axis 'hight' in \(height=7, .* Did you mean 'height'"):
         max_pool(X, {"hight": 2})

@@ -317,6 +317,9 @@ def test_make_mesh() -> None:
     mesh = axn.make_mesh({"data": -1, "model": 2})
     assert isinstance(mesh, Mesh) and dict(mesh.shape) == {"data": 4, "model": 2}
     assert axn.make_mesh((2, 4), ("a", "b"), explicit=True).axis_types == (AxisType.Explicit,) * 2
+    assert axn.make_mesh((2, 4), ("a", "b"), explicit=["b"]).axis_types == (AxisType.Auto, AxisType.Explicit)
+    with pytest.raises(ValueError, match="explicit has c; the mesh axes are a, b"):
+        axn.make_mesh((2, 4), ("a", "b"), explicit="c")
     with pytest.raises(ValueError, match="cannot be divided by 3"):
         axn.make_mesh({"data": -1, "model": 3})
     with pytest.raises(ValueError, match="needs 16 devices; there are 8"):

@@ -6,8 +6,9 @@ of the window. The result has the axes of the input in the same order.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -184,6 +185,9 @@ class _Windows(NamedTuple):
     strides: tuple[int, ...]
     padding: tuple[Pair, ...]
 
+    def pad(self, x: jax.Array, value: Any) -> jax.Array:
+        return jax.lax.pad(set_apart(x), value, [(*pads, 0) for pads in self.padding])
+
 
 def _padding(
     sizes: Sequence[int], window: Sequence[int], strides: Sequence[int], padding: Padding, use_ceil: bool
@@ -221,7 +225,34 @@ _EXTREMES = {"max_pool": (jax.lax.max, False), "min_pool": (jax.lax.min, True)}
 
 
 def _window_reduce(x: jax.Array, fn: Callable[..., Any], from_largest: bool, windows: _Windows) -> jax.Array:
+    overlap = any(size > 2 * stride - 1 for size, stride in zip(windows.window, windows.strides, strict=True))
+    if overlap and jnp.issubdtype(x.dtype, jnp.inexact):
+        return _extremes_that_overlap(x, fn, from_largest, windows)
     return jax.lax.reduce_window(set_apart(x), _extreme(x.dtype, from_largest), fn, *windows)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _extremes_that_overlap(x: jax.Array, fn: Callable[..., Any], from_largest: bool, windows: _Windows) -> jax.Array:
+    """Reduce windows of which more than two overlap, with a gradient that is also right along a sharded axis.
+
+    XLA partitions the operation that is the gradient of `jax.lax.reduce_window` with wrong values for such windows.
+    """
+    return jax.lax.reduce_window(set_apart(x), _extreme(x.dtype, from_largest), fn, *windows)
+
+
+@_extremes_that_overlap.defjvp
+def _tangent_of_extremes(
+    fn: Callable[..., Any], from_largest: bool, windows: _Windows, primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
+    (x,), (dx,) = primals, tangents
+    result = _extremes_that_overlap(x, fn, from_largest, windows)
+    tangent, found = jnp.zeros_like(result), jnp.zeros(result.shape, bool)
+    values = _each_position(windows.pad(x, _extreme(x.dtype, from_largest)), windows)
+    changes = _each_position(windows.pad(dx, np.zeros((), dx.dtype)), windows)
+    for value, change in zip(values, changes, strict=True):
+        first = (value == result) & ~found
+        tangent, found = jnp.where(first, change, tangent), found | first
+    return result, tangent
 
 
 def _extreme(dtype: Any, largest: bool) -> np.ndarray:
@@ -258,13 +289,15 @@ def _combined(x: jax.Array, init: jax.Array, fn: Callable[[Any, Any], Any], wind
 
     So `fn` can be any function, and the result is differentiable if `fn` is.
     """
-    padding = [(*pads, 0) for pads in windows.padding]
     # Not padded with `init` directly: `jax.lax.pad` cannot be differentiated for its padding value alone.
-    inside = jax.lax.pad(jnp.ones(x.shape, bool), jnp.zeros((), bool), padding)
-    padded = jnp.where(inside, jax.lax.pad(x, jnp.zeros((), x.dtype), padding), init)
-    result = init
+    inside = windows.pad(jnp.ones(x.shape, bool), np.zeros((), bool))
+    padded = jnp.where(inside, windows.pad(x, np.zeros((), x.dtype)), init)
+    return functools.reduce(fn, _each_position(padded, windows), init)
+
+
+def _each_position(padded: jax.Array, windows: _Windows) -> Iterator[jax.Array]:
+    """Give the elements at each position in the window, for all windows of a padded array."""
     for offsets in itertools.product(*map(range, windows.window)):
         sizes = zip(padded.shape, windows.window, offsets, strict=True)
         ends = [size - span + offset + 1 for size, span, offset in sizes]
-        result = fn(result, jax.lax.slice(padded, offsets, ends, windows.strides))
-    return result
+        yield jax.lax.slice(padded, offsets, ends, windows.strides)

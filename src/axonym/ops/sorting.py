@@ -9,9 +9,11 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from .. import _kernels
+from .._per_device import vary_like
 from ..array import NamedArray, wrap
 from ..axis import AxisSelector, Names
 from ._operands import only_axis, require_named
@@ -69,7 +71,12 @@ def argsort(
     >>> axn.argsort(axn.named([3, 1, 2], "x"), "x")
     NamedArray(int32[x=3], [1 2 0])
     """
-    return _along(jnp.argsort, "argsort", a, axis, stable=bool(stable), descending=bool(descending))
+    return _along(_positions, "argsort", a, axis, stable=bool(stable), descending=bool(descending))
+
+
+def _positions(x: jax.Array, **options: Any) -> jax.Array:
+    # Inside `shard_map`, JAX sorts positions together with values, and takes them for the same on all devices.
+    return vary_like(jnp.argsort(x, **options), x)
 
 
 def partition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> NamedArray:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._jax_versions import varying_axes
+from .._per_device import vary_like
 from ..state.module import ModuleWithStateDictSerialization
 
 __all__ = ["Int8DotGeneralOp"]
@@ -55,7 +55,8 @@ class Int8DotGeneralOp(ModuleWithStateDictSerialization):
         preferred_element_type: Any = None,
     ) -> jax.Array:
         dtype = jnp.result_type(lhs, rhs)
-        lhs, rhs = _vary_alike(jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype))
+        lhs, rhs = jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype)
+        lhs, rhs = vary_like(lhs, rhs), vary_like(rhs, lhs)  # and so their gradients too
         y: Any = _product(_labels(lhs.ndim, rhs.ndim, dimension_numbers), lhs, rhs)
         return y if preferred_element_type is None else y.astype(preferred_element_type)
 
@@ -133,14 +134,3 @@ def _scale_in_layout(scale: jax.Array, labels: Labels, out: Labels) -> jax.Array
     own = [labels[i] for i in kept]
     scale = jax.lax.transpose(scale, [own.index(label) for label in out if label in own])
     return jax.lax.expand_dims(scale, [i for i, label in enumerate(out) if label not in own])
-
-
-def _vary_alike(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Make both operands device-varying over the same mesh axes inside `shard_map`, and so their gradients too."""
-    over = varying_axes(lhs) | varying_axes(rhs)
-
-    def vary(x: jax.Array) -> jax.Array:
-        more = tuple(over - varying_axes(x))
-        return jax.lax.pcast(x, more, to="varying") if more else x
-
-    return vary(lhs), vary(rhs)

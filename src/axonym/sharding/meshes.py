@@ -90,7 +90,7 @@ def make_mesh(
     sizes: dict[str, int] | Sequence[int],
     names: Sequence[str] | None = None,
     *,
-    explicit: bool = False,
+    explicit: bool | str | Sequence[str] = False,
     devices: Any = None,
 ) -> Mesh:
     """Make a mesh over the devices of all processes.
@@ -98,7 +98,8 @@ def make_mesh(
     Arguments:
         sizes: sizes by mesh axis, in order. One of them can be -1, for as many devices as the others leave.
         names: the mesh axes, if `sizes` is only a sequence.
-        explicit: whether the axes are Explicit, so that shardings are part of types; they are Auto by default.
+        explicit: whether the axes are Explicit, so that shardings are part of types, or which of them are; the others
+            are Auto.
         devices: the devices to use; all of them by default.
 
     >>> axn.make_mesh({"data": -1, "model": 2}).shape["model"]
@@ -106,8 +107,13 @@ def make_mesh(
     """
     by_name = dict(sizes) if isinstance(sizes, dict) else dict(zip(names or (), sizes, strict=True))
     by_name = full_sizes(by_name, jax.device_count() if devices is None else len(devices), "make_mesh")
-    kind = AxisType.Explicit if explicit else AxisType.Auto
-    return jax.make_mesh(tuple(by_name.values()), tuple(by_name), axis_types=(kind,) * len(by_name), devices=devices)
+    chosen = (explicit,) if isinstance(explicit, str) else by_name if explicit is True else (explicit or ())
+    if unknown := set(chosen) - set(by_name):
+        raise ValueError(
+            f"make_mesh: explicit names {', '.join(sorted(unknown))}; the mesh axes are {', '.join(by_name)}."
+        )
+    kinds = tuple(AxisType.Explicit if n in chosen else AxisType.Auto for n in by_name)
+    return jax.make_mesh(tuple(by_name.values()), tuple(by_name), axis_types=kinds, devices=devices)
 
 
 def full_sizes(sizes: Mapping[str, int], available: int, what: str) -> dict[str, int]:

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 
 from .. import _kernels
 from .._context import Entry
+from .._jax_versions import varying_axes
 from .._mesh_axes import entry_of, mesh_around, mesh_axes, reshard
+from .._per_device import vary_like
 from .._tree_spec import ARRAYS_AND_NUMBERS, Slot, StaticLeaf, TreeSpec, flatten
 from ..axis import Names
 
@@ -120,7 +122,7 @@ def conform(
         before, after = next(expected), next(given)
         if slot and new and set(slot) == set(new):
             after, new = _kernels.transpose_to(after, new, slot), slot
-        after = _as_varying(after, before)
+        after = vary_like(after, before)
         remedy = _difference(words, slot, before, new, jax.typeof(after), settles)
         if remedy and settles and _becomes_sharded(slot, before, new, jax.typeof(after)):
             moved = True
@@ -138,7 +140,7 @@ def conform(
 
 def _becomes_sharded(slot: Names | None, before: Any, new: Names | None, after: Any) -> bool:
     """Return whether two arrays differ only in that axes replicated before are sharded after."""
-    if slot != new or before.shape != after.shape or _varying(after) - _varying(before):
+    if slot != new or before.shape != after.shape or varying_axes(after) - varying_axes(before):
         return False
     was, now = _entries(before), _entries(after)
     same_dtype = before.dtype == after.dtype or _yields(before, after)
@@ -166,20 +168,9 @@ def _difference(
         return _moved(new, before, after) + words.remedy.format(
             before=_placement(slot, before), after=_placement(new, after)
         )
-    if axes := sorted(_varying(after) - _varying(before)):
+    if axes := sorted(varying_axes(after) - varying_axes(before)):
         return f"Inside `shard_map`, make the other differ, too: `jax.lax.pcast(..., {tuple(axes)}, to='varying')`."
     return None
-
-
-def _varying(aval: Any) -> frozenset[str]:
-    """Return the mesh axes over which an array inside `shard_map` is device-varying."""
-    return aval.manual_axis_type.varying
-
-
-def _as_varying(x: Any, other: Any) -> Any:
-    """Make an array device-varying over the mesh axes over which another is."""
-    axes = sorted(_varying(other) - _varying(jax.typeof(x)))
-    return jax.lax.pcast(x, tuple(axes), to="varying") if axes else x
 
 
 _AXES = "Both need the same axes: `broadcast_axis` adds one, and a reduction or an index takes one away."
@@ -228,7 +219,7 @@ def _described(names: Names | None, aval: Any) -> str:
     for i, (size, entry) in enumerate(zip(aval.shape, _entries(aval), strict=True)):
         axis = f"{names[i]}={size}" if names else str(size)
         axes.append(axis + (f" over {' and '.join(map(repr, entry))}" if entry else ""))
-    varying = sorted(_varying(aval))
+    varying = sorted(varying_axes(aval))
     differs = f" that differs along mesh axis {', '.join(map(repr, varying))}" if varying else ""
     kind = "" if names is not None or not aval.shape else "raw "
     return f"{kind}{aval.dtype}[{', '.join(axes)}]{differs}"
