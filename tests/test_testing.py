@@ -22,7 +22,8 @@ def test_plain_functions_pass_on_every_placement() -> None:
         hidden = axn.nn.softmax(axn.dot(x, w, axis="embed"), "mlp")
         return {"hidden": hidden, "top": axn.argmax(hidden, "mlp"), "count": 3}
 
-    assert check_shard_invariance(layer, X, W, draws=8) == 8
+    compared = check_shard_invariance(layer, X, W, draws=8)
+    assert compared >= 6, "only mappings of batch and mlp to one mesh axis are refused"
 
 
 def test_missing_psum_is_found_and_made_small() -> None:

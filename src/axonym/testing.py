@@ -158,16 +158,18 @@ class _Draw:
         """Draw placements whose mesh axes divide the axes mapped to them, and that use each once in an array."""
         for _ in range(draws):
             mesh = self._rng.choice(meshes)
-            useful = {a: parts for a, parts in mesh.items() if parts > 1} or mesh
+            kinds = self._rng.choice(("auto", "explicit", "mixed"))
+            explicit = {a for a in mesh if kinds == "explicit" or (kinds == "mixed" and self._rng.random() < 0.5)}
+            useful = [a for a, parts in mesh.items() if parts > 1] or list(mesh)
             mapping: dict[str, tuple[str, ...]] = {}
             for name in self._rng.sample(list(self.sizes), len(self.sizes)):
                 taken = {a for other in self._together[name] for a in mapping.get(other, ())}
                 free = [a for a in useful if a not in taken]
-                candidates = [(), *((a,) for a in free), *itertools.permutations(free, 2)]
+                # JAX cannot shard one axis over mesh axes of different types.
+                pairs = [p for p in itertools.permutations(free, 2) if len(explicit.intersection(p)) != 1]
+                candidates = [(), *((a,) for a in free), *pairs]
                 fitting = [c for c in candidates if self.sizes[name] % math.prod(mesh[a] for a in c) == 0]
                 mapping[name] = self._rng.choice(fitting)
-            kinds = self._rng.choice(("auto", "explicit", "mixed"))
-            explicit = [a for a in mesh if kinds == "explicit" or (kinds == "mixed" and self._rng.random() < 0.5)]
             yield _Placement(mesh, frozenset(explicit), mapping)
 
 

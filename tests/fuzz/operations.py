@@ -286,8 +286,10 @@ def _updated(method: str) -> Callable[..., Any]:
 
 def _top_k(xp: Any, x: Value, axis: str, new: str) -> Any:
     at = x.names.index(axis)
-    ordered = xp.flip(xp.sort(x.array, axis=at), axis=at)
-    return xp.take(ordered, np.arange(2), axis=at), tuple(new if n == axis else n for n in x.names)
+    # Of equal values the first comes first, so values are sorted backwards and then turned round.
+    order = xp.flip(xp.argsort(xp.flip(x.array, axis=at), axis=at, stable=True), axis=at)
+    largest = xp.take(x.size(axis) - 1 - order, np.arange(2), axis=at)
+    return xp.take_along_axis(x.array, largest, axis=at), tuple(new if n == axis else n for n in x.names)
 
 
 def _one_hot(xp: Any, x: Value, new: str) -> Any:
