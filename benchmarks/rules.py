@@ -26,7 +26,7 @@ def rows() -> list[Row]:
     mesh = axn.make_mesh({"data": 8})
     lies = NamedSharding(mesh, P("data"))
     rule = TreePathShardingRule((".*", P("data")))
-    placements = {"in_axis_resources": (rule,), "out_axis_resources": rule}
+    placements = {"in_placement": (rule,), "out_placement": rule}
     ours = axn.named_jit(_add_one, **placements)
     annotated = axn.named_jit(_add_one, **placements, annotation_shardings={"hidden": P("data")})
     theirs = jax.jit(_add_one, in_shardings=(lies,), out_shardings=lies)

@@ -138,7 +138,7 @@ def main() -> None:
     # The mapping shards images and labels. Parameters are replicated: the weight of a convolution has axes of the same
     # names as an image, and is too small to shard.
     placements = {"images": mapping, "labels": mapping}
-    train = axn.named_jit(make_step(optimizer), in_axis_resources=placements, out_axis_resources=PartitionSpec())
+    train = axn.named_jit(make_step(optimizer), in_placement=placements, out_placement=PartitionSpec())
     predict = axn.named_jit(read)
 
     with jax.set_mesh(mesh):

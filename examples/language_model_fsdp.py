@@ -22,12 +22,12 @@ def main() -> None:
     rule = FSDPShardingRule("data", min_fsdp_size=1024)
 
     # The rule also places the optimizer state. Each device makes its own shards.
-    params, state = axn.named_jit(start, out_axis_resources=rule)(jax.random.key(0))
+    params, state = axn.named_jit(start, out_placement=rule)(jax.random.key(0))
 
     train = axn.named_jit(
         step,
-        in_axis_resources=(rule, rule, P("data")),
-        out_axis_resources=(P(), rule, rule),
+        in_placement=(rule, rule, P("data")),
+        out_placement=(P(), rule, rule),
         annotation_shardings={"residual": P("data")},
         donate_args=(True, True, False),
     )

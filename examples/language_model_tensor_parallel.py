@@ -34,12 +34,12 @@ ACTIVATIONS = {
 
 def main() -> None:
     jax.set_mesh(axn.make_mesh({"data": -1, "model": 2}))
-    params, state = axn.named_jit(start, out_axis_resources=PARAMETERS)(jax.random.key(0))
+    params, state = axn.named_jit(start, out_placement=PARAMETERS)(jax.random.key(0))
 
     train = axn.named_jit(
         step,
-        in_axis_resources=(PARAMETERS, PARAMETERS, P("data")),
-        out_axis_resources=(P(), PARAMETERS, PARAMETERS),
+        in_placement=(PARAMETERS, PARAMETERS, P("data")),
+        out_placement=(P(), PARAMETERS, PARAMETERS),
         annotation_shardings=ACTIVATIONS,
         donate_args=(True, True, False),
     )

@@ -55,7 +55,7 @@ def normalize_kernel(x_ref, scale_ref, out_ref):
     out_ref[...] = x * jax.lax.rsqrt(jnp.mean(x * x, axis=1, keepdims=True)) * scale_ref[...]
 
 
-@partitioned(whole="embed")
+@partitioned(replicated="embed")
 def normalize(x, scale):
     """`embed` is in the result, so it would be passed through, but the kernel needs full rows."""
     x, row = x.rearrange(("row", "embed")), scale.array[None, :]

@@ -43,5 +43,5 @@ def distributed_step(step: Callable[..., Any], strategy: str) -> Callable[..., A
     """Compile a step of training for the active mesh under one of the strategies."""
     compute, storage = COMPUTE[strategy], STORAGE[strategy]
     if storage == compute:
-        return axn.named_jit(step, compute, in_axis_resources=compute)
+        return axn.named_jit(step, compute, in_placement=compute)
     return axn.fsdp(step, storage, compute)

@@ -102,7 +102,7 @@ def make_functions(
 def distributed(fn: Callable[..., Any], strategy: Strategy, **options: Any) -> Callable[..., Any]:
     """A function of parameters and batches, compiled under a strategy."""
     if strategy.storage == strategy.compute:
-        return axn.named_jit(fn, strategy.compute, in_axis_resources=strategy.compute, **options)
+        return axn.named_jit(fn, strategy.compute, in_placement=strategy.compute, **options)
     return axn.fsdp(fn, strategy.storage, strategy.compute, **options)
 
 

@@ -111,7 +111,7 @@ def check(strategy: Strategy, mesh: jax.sharding.Mesh, model: Any, tokens: Named
                     f"{_sizes({a: mesh.shape[a] for a in over})}, since it is not a multiple of {parts}; change "
                     f"{flag(_FLAGS.get(axis, axis))}, --mesh or --mapping."
                 )
-        for finding in axn.lint_mapping(mapping, known, mesh):
+        for finding in axn.lint_mapping(known, mapping, mesh):
             if finding.kind == "problem" or (finding.kind == "unused" and strategy.name not in BUILT_IN):
                 raise Problem(f"Mapping {strategy.name!r} does not fit the model: {finding.message}")
 

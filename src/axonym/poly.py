@@ -238,13 +238,13 @@ def _roots(p: jax.Array, start: int, stop: int) -> jax.Array:
     return jnp.concatenate([found, jnp.zeros(trailing, found.dtype)])
 
 
-def trim_zeros(f: PolynomialLike, trim: str = "fb") -> NamedArray:
+def trim_zeros(p: PolynomialLike, trim: str = "fb") -> NamedArray:
     """Remove zeros in front of or behind the coefficients.
 
     The number of coefficients left depends on the values, so that this cannot be traced.
 
     Arguments:
-        f: a polynomial.
+        p: a polynomial.
         trim: where to trim: "f" in front, "b" behind, "fb" both.
 
     >>> axn.poly.trim_zeros(axn.named([0., 1., 2., 0.], "x"))
@@ -253,7 +253,7 @@ def trim_zeros(f: PolynomialLike, trim: str = "fb") -> NamedArray:
     ends = trim.lower()
     if not ends or set(ends) - {"f", "b"}:
         raise ValueError(f"trim_zeros: `trim` is 'f', 'b' or 'fb', got {trim!r}.")
-    names, coefficients = _names(f), _coefficients("trim_zeros", f)
+    names, coefficients = _names(p), _coefficients("trim_zeros", p)
     start, stop = _nonzero_span("trim_zeros", coefficients, "Trim before tracing.")
     if start < stop:
         start = start if "f" in ends else 0

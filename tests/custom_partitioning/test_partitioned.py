@@ -456,7 +456,7 @@ def test_a_sharding_of_ones_own_under_vmap(mesh, both_split):
 def test_what_is_wrong_with_a_sharding(said, message):
     batch, vocab, odd, k = (("batch",), ("vocab",), ("odd",), ("k",))
     rule = PartitioningRule(
-        ((batch, vocab, odd),), ((batch, k),), {"batch": 8, "vocab": 16, "odd": 6, "k": 4}, whole={"k"}
+        ((batch, vocab, odd),), ((batch, k),), {"batch": 8, "vocab": 16, "odd": 6, "k": 4}, replicated={"k"}
     )
     with pytest.raises(ValueError, match=f"op, inferred sharding: .*{message}"):
         rule.inferred("op", {"data": 4, "model": 2}, lambda *_: said, {}, [(None, None, None)])

@@ -18,12 +18,12 @@ def term(text: str):
     return tuple((name,) for name in text.split())
 
 
-def check(rule: PartitioningRule, operands, results, sizes, *, reduced="", whole="", permuted=""):
+def check(rule: PartitioningRule, operands, results, sizes, *, reduced="", replicated="", permuted=""):
     assert rule.operands == tuple(map(term, operands))
     assert rule.results == tuple(map(term, results))
     assert dict(rule.sizes) == sizes
     assert rule.reduced == set(reduced.split())
-    assert rule.whole == set(whole.split())
+    assert rule.replicated == set(replicated.split())
     assert rule.permuted == set(permuted.split())
 
 
@@ -36,20 +36,20 @@ def test_axes_only_in_operands_are_whole_unless_reduced():
     fn = lambda x: axn.sum(x, "vocab")
     x = axn.ones((Batch, Vocab))
     sizes = {"batch": 4, "vocab": 6}
-    check(partitioned(fn).explain(x), ["batch vocab"], ["batch"], sizes, whole="vocab")
+    check(partitioned(fn).explain(x), ["batch vocab"], ["batch"], sizes, replicated="vocab")
     check(partitioned(reduced="vocab")(fn).explain(x), ["batch vocab"], ["batch"], sizes, reduced="vocab")
 
 
 def test_axes_only_in_results_are_whole():
     rule = partitioned(lambda x: axn.broadcast_axis(x, K)).explain(axn.ones(Batch))
-    check(rule, ["batch"], ["k batch"], {"batch": 4, "k": 2}, whole="k")
+    check(rule, ["batch"], ["k batch"], {"batch": 4, "k": 2}, replicated="k")
 
 
 def test_scalars_and_what_has_no_name():
     rule = partitioned(lambda x, t, table: (x * t, table)).explain(axn.ones(Batch), 2.0, jnp.ones((3, 2)))
     sizes = {"batch": 4, "operand2_0": 3, "operand2_1": 2, "result1_0": 3, "result1_1": 2}
-    whole = "operand2_0 operand2_1 result1_0 result1_1"
-    check(rule, ["batch", "", "operand2_0 operand2_1"], ["batch", "result1_0 result1_1"], sizes, whole=whole)
+    replicated = "operand2_0 operand2_1 result1_0 result1_1"
+    check(rule, ["batch", "", "operand2_0 operand2_1"], ["batch", "result1_0 result1_1"], sizes, replicated=replicated)
 
 
 def test_trees_count_leaf_by_leaf():
@@ -57,22 +57,22 @@ def test_trees_count_leaf_by_leaf():
         {"w": axn.ones((Vocab, K)), "b": axn.ones(K)}, axn.ones((Batch, Vocab))
     )
     sizes = {"k": 2, "vocab": 6, "batch": 4}
-    check(rule, ["k", "vocab k", "batch vocab"], ["batch k"], sizes, whole="vocab")
+    check(rule, ["k", "vocab k", "batch vocab"], ["batch k"], sizes, replicated="vocab")
 
 
 def test_options():
     fn = lambda x: axn.flip(x, "vocab")
     x = axn.ones((Batch, Vocab))
     sizes = {"batch": 4, "vocab": 6}
-    rule = partitioned(whole="vocab")(fn).explain(x)
-    check(rule, ["batch vocab"], ["batch vocab"], sizes, whole="vocab")
+    rule = partitioned(replicated="vocab")(fn).explain(x)
+    check(rule, ["batch vocab"], ["batch vocab"], sizes, replicated="vocab")
     rule = partitioned(permuted="vocab")(fn).explain(x)
     check(rule, ["batch vocab"], ["batch vocab"], sizes, permuted="vocab")
 
 
 def test_a_resized_axis_is_another_one():
     rule = partitioned(lambda x: x["vocab", 1:]).explain(axn.ones((Batch, Vocab)))
-    check(rule, ["batch vocab"], ["batch vocab'"], {"batch": 4, "vocab": 6, "vocab'": 5}, whole="vocab vocab'")
+    check(rule, ["batch vocab"], ["batch vocab'"], {"batch": 4, "vocab": 6, "vocab'": 5}, replicated="vocab vocab'")
 
 
 @pytest.mark.parametrize("text", ["batch vocab, -> batch", "vocab batch, -> batch", "... vocab, -> ..."])
@@ -86,7 +86,7 @@ def test_string_for_named_arrays(text):
 def test_string_for_raw_arrays():
     fn = lambda x, t: jnp.max(x, -1, keepdims=True) * t
     rule = partitioned("b v, -> b k", reduced="v")(fn).explain(jnp.ones((4, 6)), 1.0)
-    check(rule, ["b v", ""], ["b k"], {"b": 4, "v": 6, "k": 1}, reduced="v", whole="k")
+    check(rule, ["b v", ""], ["b k"], {"b": 4, "v": 6, "k": 1}, reduced="v", replicated="k")
 
 
 def test_ellipsis_of_raw_arrays():
@@ -111,13 +111,13 @@ def test_compound_axes():
 def test_printed():
     fn = partitioned(reduced="vocab")(lambda x, t: (axn.sum(x, "vocab") * t, axn.ones(K)))
     assert str(fn.explain(axn.ones((Batch, Vocab)), 1.0)) == (
-        "batch vocab, -> batch, k\npassed through: batch=4\nreduced: vocab=6\nwhole: k=2"
+        "batch vocab, -> batch, k\npassed through: batch=4\nreduced: vocab=6\nreplicated: k=2"
     )
     assert str(partitioned(lambda: 1.0).explain()) == "->"
 
 
 def test_for_shardy():
-    rule = PartitioningRule((term("a b"), ()), (term("a c"),), {"a": 2, "b": 3, "c": 4}, whole={"c"})
+    rule = PartitioningRule((term("a b"), ()), (term("a c"),), {"a": 2, "b": 3, "c": 4}, replicated={"c"})
     shardy = rule.for_shardy()
     assert shardy.operand_mappings == (("f0", "f1"), ())
     assert shardy.result_mappings == (("f0", "f2"),)
@@ -152,7 +152,7 @@ def test_splits(spec, splits):
 
 
 def test_what_must_be_whole_is_not_split():
-    rule = PartitioningRule((term("a b"),), (term("a"),), {"a": 8, "b": 6}, whole={"b"})
+    rule = PartitioningRule((term("a b"),), (term("a"),), {"a": 8, "b": 6}, replicated={"b"})
     assert rule.splits(MESH, [(rule.operands[0], ("data", "model"))]) == {"a": ("data",)}
 
 
@@ -204,10 +204,10 @@ def test_derived_rules_are_those_written_by_hand(operands, results, data):
         tuple(tuple((n,) for n in o) for o in operands),
         tuple(tuple((n,) for n in r) for r in results),
         {n: SIZES[n] for n in into | out},
-        whole=(into ^ out) - reduced,
+        replicated=(into ^ out) - reduced,
     )
     assert derived.operands == by_hand.operands and derived.results == by_hand.results
-    assert (derived.whole, derived.reduced, dict(derived.sizes)) == (by_hand.whole, reduced, by_hand.sizes)
+    assert (derived.replicated, derived.reduced, dict(derived.sizes)) == (by_hand.replicated, reduced, by_hand.sizes)
     text = f"{', '.join(map(' '.join, operands))} -> {', '.join(map(' '.join, results))}"
     given_as_string = partitioned(text, reduced=sorted(reduced))(fn).explain(*map(zeros, operands))
     assert str(given_as_string) == str(derived)
@@ -221,15 +221,15 @@ entries = st.sampled_from([None, "data", "model", ("data", "model"), ("model", "
 @settings(max_examples=50)
 @given(shape=names.filter(bool), data=st.data())
 def test_splits_can_be_carried_out(shape, data):
-    """Every device has as much, no mesh axis is used twice, and what is whole stays whole."""
+    """Every device has as much, no mesh axis is used twice, and what must be replicated is."""
     drawn = data.draw(st.lists(entries, min_size=len(shape), max_size=len(shape)))
-    whole = data.draw(st.sets(st.sampled_from(shape)))
+    replicated = data.draw(st.sets(st.sampled_from(shape)))
     own = tuple((n,) for n in shape)
-    rule = PartitioningRule((own,), (own,), {n: SIZES[n] for n in shape}, whole=whole)
+    rule = PartitioningRule((own,), (own,), {n: SIZES[n] for n in shape}, replicated=replicated)
     splits = rule.splits(MESH, [(own, drawn)])
     used = list(itertools.chain.from_iterable(splits.values()))
     assert len(used) == len(set(used))
-    assert not whole & splits.keys()
+    assert not replicated & splits.keys()
     local = rule.local_shape(own, splits, MESH)
     for name, size in zip(shape, local, strict=True):
         assert size * int(np.prod([MESH[a] for a in splits.get(name, ())])) == SIZES[name]
@@ -283,7 +283,7 @@ def test_sizes_that_conflict():
 
 def test_an_axis_is_listed_once():
     with pytest.raises(ValueError, match="'a' is listed more than once"):
-        partitioned(reduced="a", whole="a")(lambda x: x)
+        partitioned(reduced="a", replicated="a")(lambda x: x)
 
 
 def test_sizes_need_a_string():

@@ -12,6 +12,7 @@ import pytest
 from jax.experimental import multihost_utils, pallas
 
 import axonym as axn
+import axonym.haliax as hax
 from axonym import tree
 from axonym.haliax import jax_utils, specialized_fns, util
 from axonym.haliax.jax_utils import Static
@@ -216,6 +217,6 @@ def test_enumerations_of_strings() -> None:
 
 
 def test_the_old_import_paths() -> None:
-    assert specialized_fns.top_k is axn.top_k
+    assert specialized_fns.top_k is hax.top_k
     assert jax_utils.maybe_rng_split is tree.maybe_rng_split
     assert util.is_named_array is axn.is_named_array

@@ -73,7 +73,7 @@ def test_arguments_come_apart_and_results_are_put_together_by_name(mesh: Mesh, x
 CONTEXTS = {
     "jit of grad": lambda f, x, w: jax.jit(jax.grad(lambda w: (f(x, w) ** 2).sum().array))(w).array,
     "grad": lambda f, x, w: jax.grad(lambda w: (f(x, w) ** 2).sum().array)(w).array,
-    "named_jit": lambda f, x, w: axn.named_jit(axis_resources={"mlp": "model"})(f)(x, w).array,
+    "named_jit": lambda f, x, w: axn.named_jit(mapping={"mlp": "model"})(f)(x, w).array,
     "vmap": lambda f, x, w: jax.jit(jax.vmap(lambda a: f(axn.named(a, ("batch", "embed")), w).array))(
         jnp.stack([x.array, x.array + 1])
     ),

@@ -17,7 +17,6 @@ from axonym.nn.loss import (
     binary_cross_entropy_loss,
     cross_entropy_loss,
     cross_entropy_loss_and_log_normalizers,
-    maybe_reduce_loss,
     reduce_loss,
 )
 from tests.helpers import assert_named, spec
@@ -141,8 +140,8 @@ def test_reductions(options: dict[str, Any], expected: np.ndarray) -> None:
     names = losses.names[: np.ndim(expected)]
     for found in (reduce_loss(losses, **options), cross_entropy_loss(LOGITS, Label, TARGETS, **options)):
         assert_named(found, axn.named(np.asarray(expected, np.float32), names), rtol=1e-5)
-    positional = [options.get(k, d) for k, d in (("reduction", UNSPECIFIED), ("reduction_axis", None), ("where", None))]
-    np.testing.assert_allclose(maybe_reduce_loss(losses, *positional).array, expected, rtol=1e-5)
+    positional = [options.get(k, d) for k, d in (("reduction", UNSPECIFIED), ("where", None), ("reduction_axis", None))]
+    np.testing.assert_allclose(reduce_loss(losses, *positional).array, expected, rtol=1e-5)
 
 
 def test_errors() -> None:

@@ -133,7 +133,7 @@ def test_checkpointed_layers_are_gathered_again(explicit_mesh: Mesh) -> None:
 def test_named_jit_gathers_one_layer_at_a_time(mesh: Mesh) -> None:
     fold = lambda layers, x: layers.fold(x)
     with jax.set_mesh(mesh):
-        sharded = axn.named_jit(fold, COMPUTE, in_axis_resources=(STORAGE, COMPUTE), out_axis_resources=COMPUTE)
+        sharded = axn.named_jit(fold, COMPUTE, in_placement=(STORAGE, COMPUTE), out_placement=COMPUTE)
         inside, outside = bytes_moved_in_loops(sharded.lower(make(Stacked, True), X).compile())
     assert inside["all-gather"].bytes == ONE_LAYER and not outside["all-gather"].count
 
@@ -144,7 +144,7 @@ class TestResults:
 
     def test_layers_are_made_where_they_belong(self, mesh: Mesh) -> None:
         with jax.set_mesh(mesh):
-            made = axn.named_jit(Stacked.init(Layers, Layer), out_axis_resources=STORAGE)(key=KEY)
+            made = axn.named_jit(Stacked.init(Layers, Layer), out_placement=STORAGE)(key=KEY)
             jax.block_until_ready(made.stacked.up)
         assert spec(made.stacked.up) == (None, "data", "model") and spec(made.get_layer(1).up) == ("data", "model")
 

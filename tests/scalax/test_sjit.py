@@ -194,7 +194,7 @@ def test_annotations_are_placed(placement, helper):
 
 def test_annotations_of_named_arrays_and_trees(helper):
     f = helper.sjit(
-        lambda x: with_sharding_annotation({"a": x * 2, "b": x.array * 3}, "both"),
+        lambda x: with_sharding_annotation(pytree={"a": x * 2, "b": x.array * 3}, sharding_name="both"),
         annotation_shardings={"both": {"a": {"batch": "data"}, "b": P(None, "model")}},
     )
     found = f(axn.ones({"batch": 8, "embed": 4}))

@@ -109,13 +109,13 @@ def test_arguments_that_no_mapping_places_may_lie_elsewhere_too(mesh) -> None:
     scaled = axn.fsdp(lambda w, rate: w * rate, {"embed": "data"}, {"batch": "data"})
     with jax.set_mesh(mesh):
         assert spec(scaled(w, rate)) == spec(scaled(jax.device_put(w, one), rate)) == ("data", None)
-        placed = axn.named_jit(lambda w, rate: w * rate, in_axis_resources={"w": {"embed": "data"}})
+        placed = axn.named_jit(lambda w, rate: w * rate, in_placement={"w": {"embed": "data"}})
         assert spec(placed(w, rate)) == ("data", None)
 
 
 def test_arguments_elsewhere_without_the_newer_mesh_context(auto_mesh) -> None:
     w = jax.device_put(axn.ones({"embed": 8, "mlp": 4}), jax.devices()[1])
-    by_sharding = axn.named_jit(lambda w: w * 2, in_axis_resources=NamedSharding(auto_mesh, P("data")))
+    by_sharding = axn.named_jit(lambda w: w * 2, in_placement=NamedSharding(auto_mesh, P("data")))
     assert spec(by_sharding(w)) == ("data", None)
     scaled = axn.fsdp(lambda w, rate: w * rate, {"embed": "data"}, {"batch": "data"})
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
@@ -124,7 +124,7 @@ def test_arguments_elsewhere_without_the_newer_mesh_context(auto_mesh) -> None:
 
 
 def test_moving_arguments_under_eager_transformations(mesh) -> None:
-    square = axn.named_jit(lambda w: (w * w).sum().scalar(), in_axis_resources={"embed": "data"})
+    square = axn.named_jit(lambda w: (w * w).sum().scalar(), in_placement={"embed": "data"})
     w = jax.device_put(axn.ones({"embed": 8}), jax.devices()[1])
 
     def mine(w):
@@ -133,7 +133,7 @@ def test_moving_arguments_under_eager_transformations(mesh) -> None:
     with jax.set_mesh(mesh):
         np.testing.assert_array_equal(jax.grad(square)(w).array, np.full(8, 2.0))
         with pytest.raises(ValueError, match=r"^mine"):
-            jax.grad(axn.named_jit(mine, in_axis_resources={"embed": "data"}))(w)
+            jax.grad(axn.named_jit(mine, in_placement={"embed": "data"}))(w)
 
 
 def test_where_parameters_rest_is_known_in_compiled_parts(auto_mesh) -> None:

@@ -60,9 +60,7 @@ def test_arguments_and_results_have_their_own_mappings(x, mesh) -> None:
         return a * 2
 
     with jax.set_mesh(mesh):
-        y = axn.named_jit(
-            fn, {"batch": "data"}, in_axis_resources={"embed": "model"}, out_axis_resources={"embed": "data"}
-        )(x)
+        y = axn.named_jit(fn, {"batch": "data"}, in_placement={"embed": "model"}, out_placement={"embed": "data"})(x)
     assert spec(y) == (None, "data")
     assert seen[0][0] == {"batch": "data"}
     if mesh.axis_types[0].name == "Explicit":
@@ -81,7 +79,7 @@ def test_by_default_the_mapping_around_the_call_is_in_force(x, mesh) -> None:
 def test_its_own_mapping_does_not_compile_again_under_another(x, auto_mesh) -> None:
     traces = 0
 
-    @axn.named_jit(axis_resources={"batch": "data"})
+    @axn.named_jit(mapping={"batch": "data"})
     def fn(a):
         nonlocal traces
         traces += 1
@@ -103,7 +101,7 @@ def test_raw_arguments_of_another_rank(mesh) -> None:
 
 
 def test_models_with_fields_that_are_not_arrays(x, mesh) -> None:
-    @axn.named_jit(axis_resources={"embed": "data"})
+    @axn.named_jit(mapping={"embed": "data"})
     def grow(model, factor, *, label):
         return eqx.tree_at(lambda m: m.weight, model, model.weight * factor), label, None
 
@@ -280,11 +278,11 @@ def test_a_compiled_method_as_an_argument_is_told_by_its_object() -> None:
 
 def test_arguments_of_jit_pass_through(x) -> None:
     assert axn.named_jit(lambda a: a, keep_unused=True).lower(x) is not None
-    with pytest.raises(TypeError, match="use `in_axis_resources`"):
+    with pytest.raises(TypeError, match="use `in_placement`"):
         axn.named_jit(lambda a: a, in_shardings=None)  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match="use `donate_args`"):
         axn.named_jit(lambda a: a, donate_argnums=0)  # pyright: ignore[reportCallIssue]
-    with pytest.raises(TypeError, match="`axis_resources` is made active"):
+    with pytest.raises(TypeError, match="`mapping` is made active"):
         axn.named_jit(lambda a: a, P("data"))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
@@ -322,7 +320,7 @@ def test_mixed_with_other_jits(x, auto_mesh) -> None:
 
 
 def test_a_sharding_as_placement(x, auto_mesh) -> None:
-    fn = axn.named_jit(lambda a: a, out_axis_resources=NamedSharding(auto_mesh, P(None, "model")))
+    fn = axn.named_jit(lambda a: a, out_placement=NamedSharding(auto_mesh, P(None, "model")))
     with jax.set_mesh(auto_mesh):
         assert spec(fn(x)) == (None, "model")
 

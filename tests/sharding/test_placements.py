@@ -65,10 +65,10 @@ def test_inside_shard_map_a_mesh_by_hand_is_the_one_around(mesh, by):
 def test_one_placement_for_each_argument(mesh):
     x = axn.ones({"batch": 8, "embed": 8})
     with axn.set_mesh(mesh):
-        by_position = axn.named_jit(lambda a, b: (a, b), in_axis_resources=({"batch": "data"}, {"embed": "model"}))
+        by_position = axn.named_jit(lambda a, b: (a, b), in_placement=({"batch": "data"}, {"embed": "model"}))
         a, b = by_position(x, x)
         assert (spec(a), spec(b)) == (("data", None), (None, "model"))
-        by_name = axn.named_jit(lambda a, *, b: (a, b), in_axis_resources={"b": P("model")})
+        by_name = axn.named_jit(lambda a, *, b: (a, b), in_placement={"b": P("model")})
         a, b = by_name(x, b=x)
         assert (spec(a), spec(b)) == ((None, None), ("model", None))
 
@@ -128,7 +128,7 @@ def test_fsdp_with_a_parameter_mapping_that_extends_the_compute_mapping(mesh):
 def test_random_keys():
     keys = axn.named(jax.random.split(jax.random.key(0), 8), "batch")
     mesh = axn.make_mesh({"data": 8})
-    assert not axn.lint_mapping({"batch": "data"}, keys, mesh)
+    assert not axn.lint_mapping(keys, {"batch": "data"}, mesh)
     with pytest.raises(TypeError, match=r"jax\.random\.key_data"):
         axn.to_host(keys)
 
@@ -165,8 +165,8 @@ def test_errors_name_the_parameter(mesh):
         return model
 
     odd = {"w": axn.ones({"embed": 3})}
-    compiled = axn.named_jit(fn, in_axis_resources={"embed": "data"})
-    one_each = axn.named_jit(fn, in_axis_resources=(None, {"embed": "data"}))
+    compiled = axn.named_jit(fn, in_placement={"embed": "data"})
+    one_each = axn.named_jit(fn, in_placement=(None, {"embed": "data"}))
     with axn.set_mesh(mesh):
         with pytest.raises(ValueError, match=r": model/w \(embed=3\): axis 'embed' of size 3"):
             compiled(odd, label=axn.ones({"embed": 4}))

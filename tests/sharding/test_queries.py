@@ -70,7 +70,7 @@ def test_lint(auto_mesh) -> None:
         "big": jax.eval_shape(lambda: axn.ones({"vocab": 4096, "hidden": 128})),
         "text": "x",
     }
-    report = axn.lint_mapping({"batch": "model", "embed": "model", "mlpp": "data"}, model, auto_mesh)
+    report = axn.lint_mapping(model, {"batch": "model", "embed": "model", "mlpp": "data"}, auto_mesh)
     assert {(f.kind, f.where) for f in report} == {
         ("unused", "mlpp"),
         ("problem", "layers/0/w"),
@@ -87,22 +87,22 @@ def test_lint(auto_mesh) -> None:
         "big (vocab=4096, hidden=128), 2.0 MiB, is replicated on 8 devices",
     ):
         assert part in text
-    fine = axn.lint_mapping({"embed": "model"}, {"w": axn.ones({"embed": 4})}, auto_mesh)
+    fine = axn.lint_mapping({"w": axn.ones({"embed": 4})}, {"embed": "model"}, auto_mesh)
     assert not fine and "nothing found" in str(fine)
     with jax.set_mesh(auto_mesh), axn.axis_mapping({"embed": "model"}):
-        assert not axn.lint_mapping(None, {"w": axn.ones({"embed": 4})})
+        assert not axn.lint_mapping({"w": axn.ones({"embed": 4})})
 
 
 def test_lint_sees_what_shard_would_refuse_or_leave_whole(auto_mesh) -> None:
     class Layer(eqx.Module):
         w: Any = axn.field(axis_names=("embed", "mlp"))
 
-    stack = axn.lint_mapping({"embed": "data"}, Layer(jnp.ones((3, 4, 4))), auto_mesh)
+    stack = axn.lint_mapping(Layer(jnp.ones((3, 4, 4))), {"embed": "data"}, auto_mesh)
     assert [f.kind for f in stack] == ["problem"] and "A stack of modules has an axis more" in str(stack)
     narrow = axn.make_mesh({"data": 8, "model": 1})
-    whole = axn.lint_mapping({"vocab": "model"}, axn.zeros({"vocab": 1024, "embed": 1024}), narrow)
+    whole = axn.lint_mapping(axn.zeros({"vocab": 1024, "embed": 1024}), {"vocab": "model"}, narrow)
     assert [f.kind for f in whole] == ["replicated"]
-    misspelt = axn.lint_mapping({"vocb": "modl"}, axn.zeros({"vocab": 8}), auto_mesh)
+    misspelt = axn.lint_mapping(axn.zeros({"vocab": 8}), {"vocb": "modl"}, auto_mesh)
     assert [f.kind for f in misspelt] == ["unused", "problem"] and "Did you mean 'model'" in str(misspelt)
 
 
@@ -113,7 +113,7 @@ def test_lint_of_rules_and_other_placements(auto_mesh) -> None:
     model = {"attn": {"q": large}, "norm": jnp.ones(3), "table": axn.named(large, ("vocab", "embed"))}
 
     def found(placement, mesh=auto_mesh):
-        return {(f.kind, f.where) for f in axn.lint_mapping(placement, model, mesh)}
+        return {(f.kind, f.where) for f in axn.lint_mapping(model, placement, mesh)}
 
     paths = TreePathShardingRule(("atn/q", P("model")), ("norm", P("data")), ("table", {"vocb": "data"}), (".*", P()))
     assert found(paths) == {

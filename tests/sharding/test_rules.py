@@ -323,8 +323,8 @@ WAYS = {
     "shard": lambda p: axn.shard(TREE, p),
     "infer": lambda p: axn.shard(TREE, axn.sharding.infer_resource_partitions(TREE, p)),
     "pspec_for": lambda p: axn.shard(TREE, axn.sharding.pspec_for(TREE, p)),
-    "named_jit arguments": lambda p: axn.named_jit(lambda t: t, in_axis_resources=(p,))(TREE),
-    "named_jit results": lambda p: axn.named_jit(lambda t: t, out_axis_resources=p)(TREE),
+    "named_jit arguments": lambda p: axn.named_jit(lambda t: t, in_placement=(p,))(TREE),
+    "named_jit results": lambda p: axn.named_jit(lambda t: t, out_placement=p)(TREE),
 }
 
 
@@ -371,7 +371,7 @@ def test_what_is_not_a_placement(mesh):
 def test_no_argument_has_a_placement(mesh):
     x = axn.ones((Batch, Embed))
     with axn.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):
-        a, b = axn.named_jit(lambda a, b: (a, b), in_axis_resources=(None, None))(x, x)
+        a, b = axn.named_jit(lambda a, b: (a, b), in_placement=(None, None))(x, x)
     for y in (a, b):
         assert y.array.sharding.is_equivalent_to(NamedSharding(mesh, P("data", None)), 2)
 
@@ -389,10 +389,10 @@ def test_a_rule_says_the_same_of_a_model_wherever_it_stands(mesh):
     with axn.set_mesh(mesh):
         assert placed(axn.shard(tree, rule))
         assert placed(axn.shard({"model": tree}, {"model": rule})["model"])
-        assert placed(axn.named_jit(identity, in_axis_resources=(rule,))(tree))
-        assert placed(axn.named_jit(identity, in_axis_resources={"norm": rule})(tree))
+        assert placed(axn.named_jit(identity, in_placement=(rule,))(tree))
+        assert placed(axn.named_jit(identity, in_placement={"norm": rule})(tree))
         with pytest.raises(ValueError, match=r"norm/layers/w .*no pattern"):  # errors say the whole path
-            axn.named_jit(identity, in_axis_resources=(TreePathShardingRule(("^norm", P())),))(tree)
+            axn.named_jit(identity, in_placement=(TreePathShardingRule(("^norm", P())),))(tree)
 
 
 @pytest.mark.parametrize("answer", ["data", ("data",), {"a": P("data")}], ids=repr)

@@ -287,7 +287,7 @@ def test_warnings_point_at_the_users_line(auto_mesh) -> None:
         calls = [
             lambda: axn.shard(x, elsewhere),
             lambda: jax.jit(lambda x: axn.shard([x], [elsewhere]))(x),
-            lambda: axn.named_jit(lambda x: x, out_axis_resources=elsewhere)(x),
+            lambda: axn.named_jit(lambda x: x, out_placement=elsewhere)(x),
             lambda: axn.named_jit(lambda x: x, {"bath": "data"})(x),
         ]
         for call in calls:

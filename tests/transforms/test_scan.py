@@ -69,7 +69,7 @@ def test_under_other_transforms() -> None:
 
 
 def test_fold_and_map_are_parts_of_scan() -> None:
-    final, outputs = scan(f=step, axis=Time)(START, XS, WEIGHT)
+    final, outputs = scan(fn=step, axis=Time)(START, XS, WEIGHT)
     assert_named(fold(lambda h, x, w: step(h, x, w)[0], Time)(START, XS, w=WEIGHT), final)
     squares = map(lambda pair: pair["x"] * pair["w"], "time", reverse=True)({"x": LATE, "w": WEIGHT})
     assert_named(squares, (LATE * WEIGHT).rearrange(("time", "batch", "embed")))

@@ -25,7 +25,7 @@ class Model(eqx.Module):
     def __call__(self, x: NamedArray, label: str) -> tuple[NamedArray, str]:
         return axn.dot(x, self.weight, axis=Embed), label
 
-    @axn.named_jit(axis_resources={"batch": "data"})
+    @axn.named_jit(mapping={"batch": "data"})
     def loss(self, x: NamedArray) -> jax.Array:
         return axn.sum(x).scalar()
 
@@ -37,7 +37,7 @@ assert_type(compiled(x, weight, scale=2.0), NamedArray)
 assert_type(axn.named_jit(scores, {"batch": "data"}, keep_unused=True)(x, weight), NamedArray)
 
 
-@axn.named_jit(axis_resources={"batch": "data"}, keep_unused=True)
+@axn.named_jit(mapping={"batch": "data"}, keep_unused=True)
 def step(x: NamedArray, rate: float) -> tuple[NamedArray, float]:
     return x * rate, rate
 

@@ -26,7 +26,7 @@ _WHAT = "top_k"
 
 @overload
 def top_k(
-    arr: NamedArray,
+    array: NamedArray,
     axis: AxisSelector,
     k: int | NamedOrNumeric,
     new_axis: AxisSelector | None = None,
@@ -36,10 +36,10 @@ def top_k(
 ) -> tuple[NamedArray, NamedArray]: ...
 @overload
 def top_k(
-    arr: jax.Array, axis: int, k: Any, *, max_k: int | None = None, replacement: Any = None
+    array: jax.Array, axis: int, k: Any, *, max_k: int | None = None, replacement: Any = None
 ) -> tuple[jax.Array, jax.Array]: ...
 def top_k(
-    arr: Any,
+    array: Any,
     axis: Any,
     k: Any,
     new_axis: AxisSelector | None = None,
@@ -58,7 +58,7 @@ def top_k(
     the next elements, so that they are valid.
 
     Arguments:
-        arr: a named array, or a raw array.
+        array: a named array, or a raw array.
         axis: the axis to search; its position in a raw array.
         k: how many elements to find; with `max_k`, also an array or a traced number.
         new_axis: the axis in the result; by default it keeps its name.
@@ -74,35 +74,35 @@ def top_k(
      [5. 0.]] [[0 2]
      [1 2]]
     """
-    if not isinstance(arr, NamedArray):
-        return _of_raw(arr, axis, k, new_axis, max_k, replacement)
-    along = one_axis(_WHAT, "axis", resolve(arr.names, jnp.shape(arr.array), axis, _WHAT))
+    if not isinstance(array, NamedArray):
+        return _of_raw(array, axis, k, new_axis, max_k, replacement)
+    along = one_axis(_WHAT, "axis", resolve(array.names, jnp.shape(array.array), axis, _WHAT))
     count = number_of_candidates(_WHAT, "k", k, max_k, along)
     new = along.name if new_axis is None else new_axis
     check_new_axis(_WHAT, new, count)
     if max_k is None:
         if replacement is not None:
             raise TypeError(f"{_WHAT}: `replacement` stands for what is beyond `k`, so it needs `max_k`.")
-        kernel = _top_k_kernel(arr.names, along.name, count, name_of(new))
-        return wrap_result(kernel.call(arr.array), kernel.names)
+        kernel = _top_k_kernel(array.names, along.name, count, name_of(new))
+        return wrap_result(kernel.call(array.array), kernel.names)
     if replacement is None:
-        replacement = _lowest(arr.dtype)
+        replacement = _lowest(array.dtype)
     (k_array, k_names), (r_array, r_names) = operand(k), operand(replacement)
-    batch = tuple(n for n in arr.names if n != along.name)
+    batch = tuple(n for n in array.names if n != along.name)
     for argument, names in (("k", k_names), ("replacement", r_names)):
         require_subset(_WHAT, argument, names, batch, " There is one for all examples, or one for each.")
-    kernel = _top_k_kernel(arr.names, along.name, count, name_of(new), k_names, r_names)
-    return wrap_result(kernel.call(arr.array, k_array, r_array), kernel.names)
+    kernel = _top_k_kernel(array.names, along.name, count, name_of(new), k_names, r_names)
+    return wrap_result(kernel.call(array.array, k_array, r_array), kernel.names)
 
 
 def _of_raw(
-    arr: Any, axis: Any, k: Any, new_axis: Any, max_k: int | None, replacement: Any
+    array: Any, axis: Any, k: Any, new_axis: Any, max_k: int | None, replacement: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Find the largest elements of a raw array, whose axes are named by their positions."""
-    x = jnp.asarray(arr)
+    x = jnp.asarray(array)
     if isinstance(axis, (str, Axis)) or new_axis is not None:
         raise TypeError(
-            f"{_WHAT}: {type(arr).__name__} has no axis names, so the axis is given by its position, and cannot be "
+            f"{_WHAT}: {type(array).__name__} has no axis names, so the axis is given by its position, and cannot be "
             "renamed. Name its axes with axonym.named(array, axes)."
         )
     names = tuple(f"dimension {i}" for i in range(x.ndim))
@@ -203,8 +203,8 @@ def _operation(axis: str) -> Partitioned:
     """Make the operation for an axis of this name."""
     found = f"{axis} found"
 
-    def top_k(arr: NamedArray, *limits: NamedArray, k: int) -> tuple[NamedArray, NamedArray]:
-        values, places = best(arr, axis, k)
+    def top_k(array: NamedArray, *limits: NamedArray, k: int) -> tuple[NamedArray, NamedArray]:
+        values, places = best(array, axis, k)
         names, position = values.names, values.names.index(axis)
         limited = _limited(values.array, names, position, [x.array for x in limits], [x.names for x in limits])
         return wrap(limited, names).rename({axis: found}), places.rename({axis: found})

@@ -46,7 +46,7 @@ def partitioned(
     /,
     *,
     reduced: str | Sequence[str] = (),
-    whole: str | Sequence[str] = (),
+    replicated: str | Sequence[str] = (),
     permuted: str | Sequence[str] = (),
     **sizes: int,
 ) -> Partitioned: ...
@@ -56,7 +56,7 @@ def partitioned(
     /,
     *,
     reduced: str | Sequence[str] = (),
-    whole: str | Sequence[str] = (),
+    replicated: str | Sequence[str] = (),
     permuted: str | Sequence[str] = (),
     **sizes: int,
 ) -> Callable[[Callable[..., Any]], Partitioned]: ...
@@ -65,7 +65,7 @@ def partitioned(
     /,
     *,
     reduced: str | Sequence[str] = (),
-    whole: str | Sequence[str] = (),
+    replicated: str | Sequence[str] = (),
     permuted: str | Sequence[str] = (),
     **sizes: int,
 ) -> Any:
@@ -92,7 +92,7 @@ def partitioned(
     Arguments:
         fn: the function of whole arrays, or the rule as a string. Without it, `partitioned` is a decorator.
         reduced: axes that only operands have and that may be split, since the function for one device combines parts.
-        whole: axes that operands and results have and that must not be split nevertheless.
+        replicated: axes that must be replicated although operands and results have them.
         permuted: axes that may be split and of which devices exchange parts, as in a shift or a reversal.
         **sizes: the sizes of factors in a string that do not follow from the arrays.
 
@@ -114,13 +114,13 @@ def partitioned(
     reduced: vocab=8
     """
     if fn is None or isinstance(fn, str):
-        return lambda decorated: Partitioned(_checked(decorated), fn, reduced, whole, permuted, sizes)
+        return lambda decorated: Partitioned(_checked(decorated), fn, reduced, replicated, permuted, sizes)
     if sizes:
         listed = ", ".join(sizes)
         raise TypeError(
             f"partitioned: sizes are those of factors in a string, and there is none, but {listed} is given."
         )
-    return Partitioned(_checked(fn), None, reduced, whole, permuted, sizes)
+    return Partitioned(_checked(fn), None, reduced, replicated, permuted, sizes)
 
 
 def _checked(fn: Any) -> Callable[..., Any]:
@@ -143,13 +143,13 @@ class Partitioned:
         fn: Callable[..., Any],
         text: str | None,
         reduced: str | Sequence[str],
-        whole: str | Sequence[str],
+        replicated: str | Sequence[str],
         permuted: str | Sequence[str],
         sizes: dict[str, int],
     ):
         functools.update_wrapper(self, fn, updated=())
         self._what = getattr(fn, "__qualname__", type(fn).__name__).rpartition("<locals>.")[2]
-        self._kinds = [(kind,) if isinstance(kind, str) else tuple(kind) for kind in (reduced, whole, permuted)]
+        self._kinds = [(kind,) if isinstance(kind, str) else tuple(kind) for kind in (reduced, replicated, permuted)]
         _check_kinds(self._what, self._kinds)
         self._expression = None if text is None else parse(self._what, text, sizes)
         self._sizes = sizes
@@ -295,8 +295,10 @@ class Partitioned:
             terms = by_names(self._what, operands, results)
         else:
             terms = by_string(self._expression, self._sizes, operands, results)
-        reduced, whole, permuted = self._kinds
-        return make_rule(self._what, terms.operands, terms.results, terms.sizes, reduced, whole, permuted, terms.groups)
+        reduced, replicated, permuted = self._kinds
+        return make_rule(
+            self._what, terms.operands, terms.results, terms.sizes, reduced, replicated, permuted, terms.groups
+        )
 
 
 # --- what is known of a call ---
@@ -495,6 +497,6 @@ def _check_kinds(what: str, kinds: Sequence[tuple[str, ...]]) -> None:
     listed = [f for kind in kinds for f in kind]
     if twice := sorted({f for f in listed if listed.count(f) > 1}):
         raise ValueError(
-            f"{what}: {', '.join(map(repr, twice))} is listed more than once in `reduced`, `whole` and `permuted`. "
-            "Each axis is one of these, or passed through."
+            f"{what}: {', '.join(map(repr, twice))} is listed more than once in `reduced`, `replicated` and "
+            "`permuted`. Each axis is one of these, or passed through."
         )

@@ -28,7 +28,7 @@ Dimension = tuple[str, ...]
 Term = tuple[Dimension, ...]
 """The dimensions of an operand or result."""
 Splits = Mapping[str, Axes]
-"""The mesh axes that split each factor; a factor that is whole is left out."""
+"""The mesh axes that split each factor; a replicated factor is left out."""
 
 WHOLE: Splits = MappingProxyType({})
 
@@ -44,19 +44,19 @@ class PartitioningRule:
     >>> from axonym.custom_partitioning import PartitioningRule
 
     >>> batch, vocab, k = ("batch",), ("vocab",), ("k",)
-    >>> print(PartitioningRule(((batch, vocab), ()), ((batch, k),), {"batch": 8, "vocab": 6, "k": 2}, whole={"k"}))
+    >>> print(PartitioningRule(((batch, vocab), ()), ((batch, k),), {"batch": 8, "vocab": 6, "k": 2}, replicated={"k"}))
     batch vocab, -> batch k
     passed through: batch=8
     reduced: vocab=6
-    whole: k=2
+    replicated: k=2
     """
 
     operands: tuple[Term, ...]
     results: tuple[Term, ...]
     sizes: Mapping[str, int]
     """Of each factor."""
-    whole: frozenset[str] | set[str] = frozenset()
-    """Factors that one device must have the whole of: Shardy's need-replication factors."""
+    replicated: frozenset[str] | set[str] = frozenset()
+    """Factors that must be replicated: Shardy's need-replication factors."""
     permuted: frozenset[str] | set[str] = frozenset()
     """Factors that devices exchange parts of: Shardy's permutation factors."""
     groups: Mapping[str, Dimension] = dataclasses.field(default_factory=dict)
@@ -65,17 +65,17 @@ class PartitioningRule:
     @functools.cached_property
     def reduced(self) -> frozenset[str]:
         """Factors that only operands have and that may be split: Shardy's reduction factors."""
-        return frozenset(_factors(self.operands)) - set(_factors(self.results)) - self.whole - self.permuted
+        return frozenset(_factors(self.operands)) - set(_factors(self.results)) - self.replicated - self.permuted
 
     def __str__(self) -> str:
         """The rule in the notation of its string, and the factors by what becomes of them."""
         operands, results = (", ".join(map(_written, side)).strip() for side in (self.operands, self.results))
         lines = [f"{operands} -> {results}".strip()]
-        special = self.reduced | self.whole | self.permuted
+        special = self.reduced | self.replicated | self.permuted
         kinds = {
             "passed through": set(self.sizes) - special,
             "reduced": self.reduced,
-            "whole": self.whole,
+            "replicated": self.replicated,
             "permuted": self.permuted,
         }
         for kind, factors in kinds.items():
@@ -105,7 +105,7 @@ class PartitioningRule:
             several(self.operands),
             several(self.results),
             reduction_factors=tuple(n for f, n in number.items() if f in self.reduced),
-            need_replication_factors=tuple(n for f, n in number.items() if f in self.whole),
+            need_replication_factors=tuple(n for f, n in number.items() if f in self.replicated),
             permutation_factors=tuple(n for f, n in number.items() if f in self.permuted),
             **{n: self.sizes[f] for f, n in number.items() if f not in alone},
         )
@@ -114,7 +114,7 @@ class PartitioningRule:
         """Return how the operation is sharded, given how arrays of these terms are.
 
         A mesh axis splits one factor, and each factor is split in one way. Where arrays disagree, the first one has
-        the say. What has to be whole is, and what its mesh axes do not divide.
+        the say. A factor stays replicated if it must be, or if the mesh axes do not divide it.
 
         Arguments:
             mesh: the sizes of mesh axes.
@@ -132,7 +132,7 @@ class PartitioningRule:
             for dimension, entry in zip(term, entries, strict=True):
                 left = list(mesh_axes(entry))
                 for factor in dimension:
-                    if factor in self.whole:
+                    if factor in self.replicated:
                         break
                     if factor not in chosen:
                         axes: Axes = ()
@@ -204,7 +204,7 @@ class PartitioningRule:
                 )
             if twice := [a for a in axes if taken.count(a) > 1]:
                 raise ValueError(f"{what}: mesh axis {twice[0]!r} can shard one axis, and is to shard several.")
-            if factor in self.whole:
+            if factor in self.replicated:
                 raise ValueError(
                     f"{what}: axis {factor!r} must be replicated. One that only operands have can be sharded if it is "
                     "listed in `reduced`."
@@ -279,11 +279,11 @@ def make_rule(
     results: Sequence[Term],
     sizes: Mapping[str, int],
     reduced: Sequence[str],
-    whole: Sequence[str],
+    replicated: Sequence[str],
     permuted: Sequence[str],
     groups: Mapping[str, Dimension],
 ) -> PartitioningRule:
-    """The rule for these terms. What nothing is said about has to be whole, unless it is passed through.
+    """The rule for these terms. What no argument mentions must be replicated, unless it is passed through.
 
     Arguments:
         what: the operation, for messages.
@@ -291,13 +291,13 @@ def make_rule(
         results: the term of each result.
         sizes: of all factors.
         reduced: factors that only operands have and that the operation combines over devices itself.
-        whole: factors that have to be whole although operands and results have them.
+        replicated: factors that must be replicated although operands and results have them.
         permuted: factors that devices exchange parts of.
         groups: axes of several factors.
     """
     into, out = set(_factors(operands)), set(_factors(results))
     known = list(dict.fromkeys((*_factors(operands), *_factors(results))))
-    for option, factors in (("reduced", reduced), ("whole", whole), ("permuted", permuted)):
+    for option, factors in (("reduced", reduced), ("replicated", replicated), ("permuted", permuted)):
         if missing := [f for f in factors if f not in known]:
             listed = ", ".join(map(repr, missing))
             hints = "".join(_errors.suggestion(f, known) for f in missing)
@@ -311,7 +311,7 @@ def make_rule(
             f"{what}: `reduced` has {listed}, which the results have too. An axis that is passed through may be split "
             "without being listed."
         )
-    must = set(whole) | ((into ^ out) - set(reduced) - set(permuted))
+    must = set(replicated) | ((into ^ out) - set(reduced) - set(permuted))
     ordered = {f: sizes[f] for f in known}
     return PartitioningRule(
         tuple(operands), tuple(results), ordered, frozenset(must), frozenset(permuted), dict(groups)

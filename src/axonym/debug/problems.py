@@ -89,7 +89,7 @@ class ModuleProblems(Exception):
         return "\n  ".join(["This module has problems:", *found])
 
 
-def diagnose_common_issues(module: Any) -> None:
+def diagnose_common_issues(tree: Any) -> None:
     """Raise `ModuleProblems` if a module, or any other tree, has common mistakes.
 
     - An array occurs several times. After a training step these are different arrays, so store a tied parameter once,
@@ -99,7 +99,7 @@ def diagnose_common_issues(module: Any) -> None:
     - A named array has more or fewer names than axes, such as the result of a positional transform like `jax.vmap`.
 
     Arguments:
-        module: an Equinox module, or a tree with modules in it.
+        tree: an Equinox module, or a tree with modules in it.
 
     >>> import equinox as eqx
     >>> class Tied(eqx.Module):
@@ -113,9 +113,9 @@ def diagnose_common_issues(module: Any) -> None:
       one array, float32[vocab=4], at .embed and at .unembed
     """
     problems = ModuleProblems()
-    _find_reused_arrays(problems, module)
-    _find_static_arrays(problems, module, "")
-    _find_wrong_ranks(problems, module)
+    _find_reused_arrays(problems, tree)
+    _find_static_arrays(problems, tree, "")
+    _find_wrong_ranks(problems, tree)
     if problems:
         raise problems
 

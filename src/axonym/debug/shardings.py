@@ -97,18 +97,18 @@ def describe_shardings(tree: Any) -> str:
     return _describe_all(_arrays(tree))
 
 
-def describe_array(arr: Any) -> str:
+def describe_array(array: Any) -> str:
     """Describe an array by its dtype and axes, without its values.
 
     Arguments:
-        arr: an array of any kind.
+        array: an array of any kind.
 
     >>> axn.debug.describe_array(axn.zeros({"batch": 4})), axn.debug.describe_array(jnp.zeros((2, 3)))
     ('float32[batch=4]', 'float32[2, 3]')
     """
-    if isinstance(arr, NamedArray):
-        return str(arr)
-    return f"{arr.dtype}[{', '.join(map(str, arr.shape))}]"
+    if isinstance(array, NamedArray):
+        return str(array)
+    return f"{array.dtype}[{', '.join(map(str, array.shape))}]"
 
 
 # --- all arrays of a tree ---

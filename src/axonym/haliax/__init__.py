@@ -39,7 +39,7 @@ from .. import (
     logaddexp as logaddexp, logaddexp2 as logaddexp2, logical_and as logical_and, logical_not as logical_not,
     logical_or as logical_or, logical_xor as logical_xor, logspace as logspace, make_axes as make_axes, map as map,
     max as max, maximum as maximum, mean as mean, min as min, minimum as minimum, mod as mod, multiply as multiply,
-    Named as Named, named as named, named_jit as named_jit, NamedArray as NamedArray, NamedRef as NamedRef,
+    Named as Named, named as named, NamedArray as NamedArray, NamedRef as NamedRef,
     nanargmax as nanargmax, nanargmin as nanargmin, nancumprod as nancumprod, nancumsum as nancumsum,
     nanmax as nanmax, nanmean as nanmean, nanmin as nanmin, nanprod as nanprod, nanstd as nanstd, nansum as nansum,
     nanvar as nanvar, negative as negative, new_ref as new_ref, nextafter as nextafter, nonzero as nonzero,
@@ -47,12 +47,12 @@ from .. import (
     pad_left as pad_left, positive as positive, power as power, prod as prod, ptp as ptp,
     quantization as quantization, rad2deg as rad2deg, real as real,
     reciprocal as reciprocal, rename as rename, repeat as repeat, right_shift as right_shift, rint as rint,
-    roll as roll, round as round, rsqrt as rsqrt, scan as scan,
+    roll as roll, round as round, rsqrt as rsqrt,
     searchsorted as searchsorted, set_mesh as set_mesh, sign as sign, signbit as signbit,
     sin as sin, sinc as sinc, sinh as sinh, sort as sort, split as split, sqrt as sqrt,
     square as square, std as std, subtract as subtract, sum as sum, swap as swap, take as take,
-    tan as tan, tanh as tanh, tile as tile, top_k as top_k, trace as trace, tree as tree,
-    tree_checkpoint_name as tree_checkpoint_name, tril as tril, triu as triu, trunc as trunc, unbind as unbind,
+    tan as tan, tanh as tanh, tile as tile, trace as trace, tree as tree,
+    tril as tril, triu as triu, trunc as trunc, unbind as unbind,
     unflatten_axis as unflatten_axis, unique as unique, unpackbits as unpackbits, vander as vander, var as var,
     vmap as vmap, where as where, zeros as zeros, zeros_like as zeros_like,
 )
@@ -70,7 +70,6 @@ from ..fft import (
 from ..poly import (
     poly as poly, polyadd as polyadd, polyder as polyder, polydiv as polydiv, polyfit as polyfit,
     polyint as polyint, polymul as polymul, polysub as polysub, polyval as polyval, roots as roots,
-    trim_zeros as trim_zeros,
 )
 
 from ..typing import (
@@ -78,25 +77,29 @@ from ..typing import (
     NamedArrayAxes as NamedArrayAxes, NamedArrayAxesSpec as NamedArrayAxesSpec, NamedOrNumeric as NamedOrNumeric,
     ReductionFunction as ReductionFunction, Scalar as Scalar, SimpleReductionFunction as SimpleReductionFunction,
 )
-from .. import nn as _nn, ref as ref, state as _state
+from .. import nn as _nn, ref as ref
 from .. import fft as _fft, poly as _poly, _module_field, typing as _typing
 from ..array import NamedArray as _NamedArray
 from . import (
     axis as axis, core as core, debug as debug, hof as hof, jax_utils as jax_utils, nn as nn, ops as ops,
-    partitioning as partitioning, random as random, tree_util as tree_util, types as types, util as util,
+    partitioning as partitioning, random as random, state_dict as state_dict, tree_util as tree_util, types as types,
+    util as util,
 )
 from .axis import concat_axis_specs as concat_axis_specs, dblock as dblock, ds as ds, dslice as dslice
 from .core import (
     are_shape_checks_enabled as are_shape_checks_enabled, enable_shape_checks as enable_shape_checks, ndim as ndim,
-    rearrange as rearrange, slice as slice, updated_slice as updated_slice,
+    rearrange as rearrange, slice as slice, top_k as top_k, updated_slice as updated_slice,
 )
-from .hof import ScanCheckpointPolicy as ScanCheckpointPolicy
+from ._signatures import with_parameters as _with_parameters
+from .hof import ScanCheckpointPolicy as ScanCheckpointPolicy, scan as scan
+from .jax_utils import tree_checkpoint_name as tree_checkpoint_name
 from .ops import (
     argsort as argsort, concatenate as concatenate, stack as stack, unique_all as unique_all,
     unique_counts as unique_counts, unique_inverse as unique_inverse, unique_values as unique_values,
 )
 from .partitioning import (
-    auto_sharded as auto_sharded, fsdp as fsdp, shard as shard, shard_with_axis_mapping as shard_with_axis_mapping,
+    auto_sharded as auto_sharded, fsdp as fsdp, named_jit as named_jit, shard as shard,
+    shard_with_axis_mapping as shard_with_axis_mapping,
 )
 # fmt: on
 
@@ -116,6 +119,7 @@ product = prod
 radians = deg2rad
 ravel = flatten
 remainder = mod
+trim_zeros = _with_parameters(_poly.trim_zeros, p="f")
 true_divide = divide
 
 _NamedArray.conjugate = conjugate  # pyright: ignore[reportAttributeAccessIssue]
@@ -127,7 +131,6 @@ _NamedArray.updated_slice = updated_slice  # pyright: ignore[reportAttributeAcce
 
 haxtyping = wrap = _typing
 specialized_fns = core
-state_dict = _state
 
 # So that `from axonym.haliax.nn.attention import causal_mask` works as well as `hax.nn.attention.causal_mask`.
 for _path, _module in {
@@ -139,7 +142,6 @@ for _path, _module in {
     "nn.conv": _nn.conv,
     "nn.dropout": _sys.modules["axonym.nn.dropout"],  # the attribute is the function of that name
     "nn.embedding": _nn.embedding,
-    "nn.loss": _nn.loss,
     "nn.mup": _nn.mup,
     "nn.normalization": _nn.normalization,
     "poly": _poly,
@@ -147,7 +149,6 @@ for _path, _module in {
     "quantization": quantization,
     "ref": ref,
     "specialized_fns": specialized_fns,
-    "state_dict": state_dict,
     "tree": tree,
     "wrap": wrap,
 }.items():

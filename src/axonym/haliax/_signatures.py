@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
 
-def with_parameters(fn: Callable[..., Any], *first: str, **names: str) -> Callable[..., Any]:
+def with_parameters(fn: Callable[..., Any], /, *first: str, **names: str) -> Callable[..., Any]:
     """Return a function that takes the same arguments in another order, or under other names.
 
     Arguments:
@@ -22,10 +23,15 @@ def with_parameters(fn: Callable[..., Any], *first: str, **names: str) -> Callab
         parameters=[signature.parameters[name].replace(name=names.get(name, name)) for name in order]
     )
     own = {new: name for name, new in names.items()}
+    rest = next((p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD), None)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        return fn(**{own.get(name, name): value for name, value in given.items()})
+        options = given.pop(rest, {}) if rest else {}
+        return fn(**{own.get(name, name): value for name, value in given.items()}, **options)
 
     call.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]  # which `inspect` asks for
-    return functools.update_wrapper(call, fn)
+    functools.update_wrapper(call, fn, assigned=("__name__", "__qualname__"))
+    documentation = fn.__doc__ or ""
+    call.__doc__ = re.sub(r"(?m)^( +)(\w+): ", lambda m: f"{m[1]}{names.get(m[2], m[2])}: ", documentation)
+    return call

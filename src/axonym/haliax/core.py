@@ -13,7 +13,7 @@ from .. import (
     Axis as Axis, NamedArray as NamedArray, broadcast_arrays as broadcast_arrays, broadcast_axis as broadcast_axis,
     broadcast_to as broadcast_to, flatten as flatten, flatten_axes as flatten_axes, index as index,
     is_named_array as is_named_array, named as named, rename as rename, roll as roll, slice as _slice, split as split,
-    take as take, top_k as top_k, unbind as unbind, unflatten_axis as unflatten_axis,
+    take as take, top_k as _top_k, unbind as unbind, unflatten_axis as unflatten_axis,
 )
 from ..array import shape_checks
 from ..axis import (
@@ -29,10 +29,12 @@ from ..typing import (
     NamedArrayAxesSpec as NamedArrayAxesSpec, NamedOrNumeric as NamedOrNumeric, PartialShapeDict as PartialShapeDict,
     PrecisionLike as PrecisionLike, Scalar as Scalar, ShapeDict as ShapeDict,
 )
+from ._signatures import with_parameters as _with_parameters
 from .axis import axis_name as _name, dslice as dslice
 # fmt: on
 
 ravel = flatten
+top_k = _with_parameters(_top_k, array="arr")
 
 
 @contextlib.contextmanager

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from .. import ScanCheckpointPolicy as _ScanCheckpointPolicy, fold as fold, map as map, scan as scan, vmap as vmap
+from .. import ScanCheckpointPolicy as _ScanCheckpointPolicy, fold as fold, map as map, scan as _scan, vmap as vmap
+from ._signatures import with_parameters
+
+scan = with_parameters(_scan, fn="f")
 
 
 class ScanCheckpointPolicy(_ScanCheckpointPolicy):

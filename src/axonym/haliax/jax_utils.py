@@ -19,8 +19,9 @@ from .._named_scope import named_call as named_call
 from ..array import NamedArray, is_jax_array_like as is_jax_array_like
 from ..axis import Axis
 from ..sharding.shard import in_trace
-from ..transforms.checkpointing import tree_checkpoint_name as tree_checkpoint_name
+from ..transforms.checkpointing import tree_checkpoint_name as _tree_checkpoint_name
 from ..tree import maybe_rng_split as maybe_rng_split
+from ._signatures import with_parameters
 
 __all__ = [
     "F",
@@ -43,6 +44,8 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
+tree_checkpoint_name = with_parameters(_tree_checkpoint_name, tree="x")
 
 # --- trees ---
 

@@ -15,7 +15,6 @@ from .. import sharding as _sharding
 from ..sharding import (
     PhysicalAxisSpec as PhysicalAxisSpec, ResourceAxis as ResourceAxis, ResourceMapping as ResourceMapping,
     axis_mapping as axis_mapping, current_mapping, current_mesh,
-    named_jit as named_jit,
     physical_axis_name as physical_axis_name, physical_axis_size as physical_axis_size,
     pspec_for_axis as pspec_for_axis, round_axis_for_partitioning as round_axis_for_partitioning, set_mesh as set_mesh,
     sharding_for_axis as sharding_for_axis,
@@ -23,12 +22,16 @@ from ..sharding import (
 from ..array import NamedArray
 from ..sharding.meshes import AnyMesh, required_mesh, with_devices
 from ..sharding.shard import shard_quietly
+from ._signatures import with_parameters
 # fmt: on
 
 T = TypeVar("T")
 
 current_thread_local_mapping = current_mapping
 mesh_context = set_mesh
+named_jit = with_parameters(
+    _sharding.named_jit, mapping="axis_resources", in_placement="in_axis_resources", out_placement="out_axis_resources"
+)
 
 
 def _get_mesh() -> AnyMesh | None:

@@ -27,7 +27,6 @@ __all__ = [
     "binary_cross_entropy_loss",
     "cross_entropy_loss",
     "cross_entropy_loss_and_log_normalizers",
-    "maybe_reduce_loss",
     "reduce_loss",
 ]
 
@@ -78,13 +77,13 @@ def cross_entropy_loss(
     NamedArray(float32[batch=2], [0.6931 0.3133])
     """
     loss, _ = _cross_entropy("cross_entropy_loss", logits, Label, targets, out_of_range, dtype)
-    return reduce_loss(loss, reduction, reduction_axis, where)
+    return reduce_loss(loss, reduction, where, reduction_axis)
 
 
 def cross_entropy_loss_and_log_normalizers(
-    pred_y: NamedArray,
+    logits: NamedArray,
     Label: AxisSelector,
-    target_y: NamedArray,
+    targets: NamedArray,
     *,
     out_of_range: float = 0.0,
     dtype: Any = None,
@@ -92,9 +91,9 @@ def cross_entropy_loss_and_log_normalizers(
     """Compute the losses of `cross_entropy_loss` without reduction, and the logsumexp of the logits.
 
     Arguments:
-        pred_y: the logits, a named array with the axis `Label`.
+        logits: a named array with the axis `Label`.
         Label: the axis of the labels.
-        target_y: the right labels, or the probability of each label, with the axis `Label`.
+        targets: the right labels, or the probability of each label, with the axis `Label`.
         out_of_range: the loss of a target that is no position along `Label`; NaN makes one show.
         dtype: the dtype of the results; that of the logits by default.
 
@@ -102,7 +101,7 @@ def cross_entropy_loss_and_log_normalizers(
     >>> axn.nn.cross_entropy_loss_and_log_normalizers(logits, "label", axn.named([0, 0], "batch"))
     (NamedArray(float32[batch=2], [0.6931 9.0001]), NamedArray(float32[batch=2], [0.6931 9.0001]))
     """
-    return _cross_entropy("cross_entropy_loss_and_log_normalizers", pred_y, Label, target_y, out_of_range, dtype)
+    return _cross_entropy("cross_entropy_loss_and_log_normalizers", logits, Label, targets, out_of_range, dtype)
 
 
 def _cross_entropy(
@@ -137,56 +136,36 @@ def binary_cross_entropy_loss(
     NamedArray(float32[x=2], [0.6931 9.0001])
     """
     loss = -(targets * log_sigmoid(logits)) - (1 - targets) * log_sigmoid(-logits)
-    return reduce_loss(loss, reduction, reduction_axis, where)
+    return reduce_loss(loss, reduction, where, reduction_axis)
 
 
 def reduce_loss(
-    arr: NamedArray,
+    array: NamedArray,
     reduction: ReductionFunction | Unspecified | None = UNSPECIFIED,
-    reduction_axis: AxisSelection | None = None,
     where: NamedOrNumeric | None = None,
+    reduction_axis: AxisSelection | None = None,
 ) -> NamedArray:
     """Reduce losses, as the loss functions do.
 
     Arguments:
-        arr: the losses.
+        array: the losses.
         reduction: the function that reduces the losses; `axonym.mean` by default, None for no reduction.
-        reduction_axis: the axes to reduce; all by default. `()` is the same as no reduction.
         where: the losses to include, by name.
+        reduction_axis: the axes to reduce; all by default. `()` is the same as no reduction.
 
     >>> losses = axn.named([1., 2., 6.], "x")
     >>> axn.nn.reduce_loss(losses), axn.nn.reduce_loss(losses, axn.sum, where=losses < 5)
     (NamedArray(float32[], 3.), NamedArray(float32[], 3.))
     """
     if reduction is None or reduction_axis == ():
-        return arr if where is None else choose(where, arr, 0)
+        return array if where is None else choose(where, array, 0)
     if not (isinstance(reduction, Unspecified) or callable(reduction)):
         raise TypeError(
             "reduce_loss: `reduction` must be a function such as `axonym.sum`, or None for no reduction; got "
             f"{reduction!r}."
         )
     chosen: Any = mean if isinstance(reduction, Unspecified) else reduction
-    return chosen(arr, reduction_axis, where=where)
-
-
-def maybe_reduce_loss(
-    arr: NamedArray,
-    reduction: ReductionFunction | Unspecified | None,
-    reduction_axis: AxisSelection | None,
-    where: NamedOrNumeric | None,
-) -> NamedArray:
-    """`reduce_loss` under the name that older code knows.
-
-    Arguments:
-        arr: the losses.
-        reduction: what reduces them, or None.
-        reduction_axis: the axes to reduce, or None for all.
-        where: which losses count, or None for all.
-
-    >>> axn.nn.loss.maybe_reduce_loss(axn.named([1., 3.], "x"), axn.mean, None, None)
-    NamedArray(float32[], 2.)
-    """
-    return reduce_loss(arr, reduction, reduction_axis, where)
+    return chosen(array, reduction_axis, where=where)
 
 
 # --- cross-entropy ---

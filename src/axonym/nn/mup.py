@@ -236,14 +236,14 @@ class ReparamEnabled(abc.ABC):
         """
 
 
-def learning_rate_scales(model: T) -> T:
-    """Return the factor for the learning rate of each array, in a tree with the structure of the model.
+def learning_rate_scales(tree: T) -> T:
+    """Return the factor for the learning rate of each array, in a tree of the same structure.
 
     The factor of a weight is its layer's `lr_scale`; all others are one. Multiply the updates of the optimiser, Adam or
     a relative, by these factors.
 
     Arguments:
-        model: a tree of layers, with arrays or with the updates for them.
+        tree: a tree of layers, with arrays or with the updates for them.
 
     >>> In, Out = axn.make_axes(embed=4, mlp=8)
     >>> layer = axn.nn.Linear.init(In, Out, key=jax.random.key(0), reparam_cls=axn.nn.mup.HiddenLinearMup)
@@ -262,4 +262,4 @@ def learning_rate_scales(model: T) -> T:
         weight = jax.tree.map(lambda _: node.reparam.lr_scale, node.weight)
         return eqx.tree_at(lambda layer: layer.weight, ones, weight, is_leaf=lambda x: x is None)
 
-    return jax.tree.map(scales, model, is_leaf=is_layer)
+    return jax.tree.map(scales, tree, is_leaf=is_layer)

@@ -16,12 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as Partiti
 
 from .. import _context
 from ..array import NamedArray, wrap
-from ..sharding import rules
-from ..sharding.annotations import (
-    HashablePlacement,
-    sharding_annotations as sharding_annotations,
-    with_sharding_annotation as with_sharding_annotation,
-)
+from ..sharding import rules, with_sharding_annotation as _annotated
+from ..sharding.annotations import HashablePlacement, sharding_annotations as sharding_annotations
 from ..sharding.loading import from_process_local_data
 from ..sharding.mapping import EnteredBlocks
 from ..sharding.meshes import AnyMesh, full_sizes, required_mesh, with_devices
@@ -120,6 +116,20 @@ def with_sharding_constraint(pytree: T, sharding_rule: Placement) -> T:
     P('data',)
     """
     return shard_quietly(pytree, sharding_rule, "with_sharding_constraint")
+
+
+def with_sharding_annotation(pytree: T, sharding_name: str) -> T:
+    """Annotate a tree with a name, so that the innermost `sjit` places it: see `axonym.sharding`.
+
+    Arguments:
+        pytree: a tree of arrays.
+        sharding_name: the name.
+
+    >>> from axonym.scalax.sharding import with_sharding_annotation
+    >>> with_sharding_annotation(jnp.ones(2), "hidden").shape
+    (2,)
+    """
+    return _annotated(pytree, sharding_name)
 
 
 _HELPERS: contextvars.ContextVar[tuple[MeshShardingHelper, ...]] = contextvars.ContextVar("helpers", default=())

@@ -65,23 +65,23 @@ def sharding_annotations(annotations: Mapping[str, Placement], *, merge: bool = 
     return ActiveSettings("sharding_annotations", settings)
 
 
-def with_sharding_annotation(pytree: T, sharding_name: str) -> T:
+def with_sharding_annotation(tree: T, name: str) -> T:
     """Annotate a value with a name, so that the innermost `named_jit` or `sharding_annotations` places it.
 
     If none of them has the name, the value stays as it is.
 
     Arguments:
-        pytree: a tree of arrays.
-        sharding_name: the name.
+        tree: a tree of arrays.
+        name: the name.
 
     >>> axn.sharding.with_sharding_annotation(jnp.ones(2), "hidden").shape
     (2,)
     """
     settings = _context.active_settings()
     annotations = {} if settings is None else settings.annotations
-    kept = annotations.get(sharding_name)
+    kept = annotations.get(name)
     if isinstance(kept, HashablePlacement):
-        return shard_quietly(pytree, kept.placement, f"with_sharding_annotation {sharding_name!r}")
-    if hint := _errors.suggestion(sharding_name, annotations):
-        _errors.warn(f"with_sharding_annotation: no annotation {sharding_name!r} is active.{hint}")
-    return pytree
+        return shard_quietly(tree, kept.placement, f"with_sharding_annotation {name!r}")
+    if hint := _errors.suggestion(name, annotations):
+        _errors.warn(f"with_sharding_annotation: no annotation {name!r} is active.{hint}")
+    return tree

@@ -101,6 +101,6 @@ def fsdp(
         active["storage"] = normalize_mapping(parameter_mapping, "fsdp")
         placement = StorageOrComputeMapping(active["storage"], compute)
     make = functools.partial(
-        compiled_by_name, active=active, in_axis_resources=placement, out_axis_resources=placement, **options
+        compiled_by_name, active=active, in_placement=placement, out_placement=placement, **options
     )
     return make if fn is None else make(fn)

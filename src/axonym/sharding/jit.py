@@ -22,10 +22,10 @@ R = TypeVar("R")
 @overload
 def named_jit(
     fn: Callable[P, R],
-    axis_resources: ResourceMapping | None = None,
+    mapping: ResourceMapping | None = None,
     *,
-    in_axis_resources: Placement = None,
-    out_axis_resources: Placement = None,
+    in_placement: Placement = None,
+    out_placement: Placement = None,
     donate_args: object = None,
     donate_kwargs: Mapping[str, object] | None = None,
     annotation_shardings: Mapping[str, Placement] | None = None,
@@ -34,10 +34,10 @@ def named_jit(
 @overload
 def named_jit(
     fn: None = None,
-    axis_resources: ResourceMapping | None = None,
+    mapping: ResourceMapping | None = None,
     *,
-    in_axis_resources: Placement = None,
-    out_axis_resources: Placement = None,
+    in_placement: Placement = None,
+    out_placement: Placement = None,
     donate_args: object = None,
     donate_kwargs: Mapping[str, object] | None = None,
     annotation_shardings: Mapping[str, Placement] | None = None,
@@ -45,10 +45,10 @@ def named_jit(
 ) -> Callable[[Callable[P, R]], CompiledFunction[P, R]]: ...
 def named_jit(
     fn: Callable[P, R] | None = None,
-    axis_resources: ResourceMapping | None = None,
+    mapping: ResourceMapping | None = None,
     *,
-    in_axis_resources: Placement = None,
-    out_axis_resources: Placement = None,
+    in_placement: Placement = None,
+    out_placement: Placement = None,
     donate_args: object = None,
     donate_kwargs: Mapping[str, object] | None = None,
     annotation_shardings: Mapping[str, Placement] | None = None,
@@ -61,10 +61,10 @@ def named_jit(
 
     Arguments:
         fn: the function, method or class to compile. Without it, `named_jit` is a decorator.
-        axis_resources: the mapping that is active inside. By default that around the call.
-        in_axis_resources: the placement of the arguments: one for all of them, a tuple with one for each positional
+        mapping: the mapping that is active inside. By default that around the call.
+        in_placement: the placement of the arguments: one for all of them, a tuple with one for each positional
             parameter, or a dictionary with some by parameter. By default they keep their sharding.
-        out_axis_resources: the placement of the results; `axis_resources` by default.
+        out_placement: the placement of the results; `mapping` by default.
         donate_args: which positional arguments may be overwritten: a tree prefix of booleans for each.
         donate_kwargs: which keyword arguments may be: a dictionary of such prefixes.
         annotation_shardings: the placements of annotated values: see `axonym.sharding.with_sharding_annotation`.
@@ -77,18 +77,18 @@ def named_jit(
     P('data',)
     """
     active: dict[str, Mapping[str, Any]] = {}
-    if axis_resources is not None:
-        if not is_resource_mapping(axis_resources):
+    if mapping is not None:
+        if not is_resource_mapping(mapping):
             raise TypeError(
-                f"named_jit: `axis_resources` is made active inside, so it is a resource mapping, not a "
-                f"{type(axis_resources).__name__}."
+                f"named_jit: `mapping` is made active inside, so it is a resource mapping, not a "
+                f"{type(mapping).__name__}."
             )
-        active["mapping"] = normalize_mapping(axis_resources, "named_jit")
+        active["mapping"] = normalize_mapping(mapping, "named_jit")
     make = functools.partial(
         compiled_by_name,
         active=active,
-        in_axis_resources=in_axis_resources,
-        out_axis_resources=out_axis_resources,
+        in_placement=in_placement,
+        out_placement=out_placement,
         donate_args=donate_args,
         donate_kwargs=donate_kwargs,
         annotation_shardings=annotation_shardings,
@@ -100,8 +100,8 @@ def named_jit(
 def compiled_by_name(
     fn: Callable[P, R],
     active: Mapping[str, Mapping[str, Any]],
-    in_axis_resources: Placement,
-    out_axis_resources: Placement,
+    in_placement: Placement,
+    out_placement: Placement,
     donate_args: object = None,
     donate_kwargs: object = None,
     annotation_shardings: Mapping[str, Placement] | None = None,
@@ -112,8 +112,8 @@ def compiled_by_name(
     Arguments:
         fn: the function.
         active: what is active inside: see `CompiledFunction`.
-        in_axis_resources: the placement of the arguments: see `named_jit`, as for all that follow.
-        out_axis_resources: the placement of the results.
+        in_placement: the placement of the arguments: see `named_jit`, as for all that follow.
+        out_placement: the placement of the results.
         donate_args: which positional arguments may be overwritten.
         donate_kwargs: which keyword arguments may be.
         annotation_shardings: the placements of annotated values.
@@ -121,7 +121,7 @@ def compiled_by_name(
     """
     for reserved in ("in_shardings", "out_shardings", "donate_argnums", "donate_argnames"):
         if reserved in jit_options:
-            instead = "donate_args" if "donate" in reserved else f"{reserved.split('_')[0]}_axis_resources"
+            instead = "donate_args" if "donate" in reserved else f"{reserved.split('_')[0]}_placement"
             raise TypeError(f"named_jit: `{reserved}` works by position; use `{instead}`.")
     for needless in ("static_argnums", "static_argnames"):
         if needless in jit_options:
@@ -131,13 +131,13 @@ def compiled_by_name(
 
     def results(arguments: Any, result: Any) -> Any:
         _warn_if_misspelt(fn, active, (arguments, result))
-        return shard_quietly(result, out_axis_resources, "named_jit (results)")
+        return shard_quietly(result, out_placement, "named_jit (results)")
 
     return CompiledFunction(
         "named_jit",
         fn,
         active=active,
-        arguments=[("arguments", in_axis_resources)],
+        arguments=[("arguments", in_placement)],
         results=results,
         donate=(_checked_donation("donate_args", donate_args), _checked_donation("donate_kwargs", donate_kwargs)),
         jit_options=jit_options,

@@ -37,7 +37,7 @@ class Finding:
 class Report:
     """The findings of `lint_mapping`, as a text when printed; true if there are any.
 
-    >>> bool(axn.lint_mapping({"x": None}, axn.ones({"x": 2}), axn.make_mesh({"data": 2})))
+    >>> bool(axn.lint_mapping(axn.ones({"x": 2}), {"x": None}, axn.make_mesh({"data": 2})))
     False
     """
 
@@ -61,48 +61,45 @@ class Report:
 
 
 def lint_mapping(
-    mapping: Placement,
-    tree: Any,
-    mesh: AnyMesh | None = None,
-    *,
-    large: int = 1 << 20,
+    tree: Any, placement: Placement = None, mesh: AnyMesh | None = None, *, large: int = 1 << 20
 ) -> Report:
     """Find everything that is wrong or doubtful about a mapping, or another placement, for a model on a mesh.
 
     Arguments:
-        mapping: a resource mapping, a rule, a `PartitionSpec`, a sharding, or a tree prefix of these. None for the
-            active mapping.
         tree: a model; its arrays may be abstract, as `jax.eval_shape` gives them.
+        placement: a resource mapping, a rule, a `PartitionSpec`, a sharding, or a tree prefix of these. By default the
+            active mapping.
         mesh: the mesh; the active one by default.
         large: arrays of at least so many bytes that are replicated are reported.
 
     >>> mesh = axn.make_mesh({"data": 2})
-    >>> print(axn.lint_mapping({"embd": "data"}, {"w": axn.ones({"embed": 4})}, mesh))
+    >>> print(axn.lint_mapping({"w": axn.ones({"embed": 4})}, {"embd": "data"}, mesh))
     1 arrays, 1 findings:
       unused: axis 'embd' is in the mapping but not in the tree. Did you mean 'embed'?
     >>> rule = axn.sharding.TreePathShardingRule(("norms", jax.P()), (".*", jax.P("data")))
-    >>> print(axn.lint_mapping(rule, {"norm": jnp.ones(4)}, mesh))
+    >>> print(axn.lint_mapping({"norm": jnp.ones(4)}, rule, mesh))
     1 arrays, 1 findings:
       unused: pattern 'norms' is found in no path of the tree. Did you mean 'norm'?
     """
     mesh = mesh if mesh is not None else current_mesh()
     arrays = [leaf for leaf in leaves_of(tree)[0] if leaf.shape is not None]
     try:
-        examined = examine(tree, mapping, mesh, "lint_mapping")
+        examined = examine(tree, placement, mesh, "lint_mapping")
     except ValueError as problem:  # it cannot be asked leaf by leaf
         return Report((Finding("problem", "the placement", str(problem)),), len(arrays))
-    active = active_mapping()
-    placements: dict[int, tuple[Placement, list[Leaf]]] = {id(mapping): (mapping, [])} if is_placement(mapping) else {}
-    for placement, leaf in examined.given:
-        _, its_leaves = placements.setdefault(id(placement), (placement, []))
+    given: dict[int, tuple[Placement, list[Leaf]]] = {}
+    if is_placement(placement):
+        given[id(placement)] = placement, []
+    for of_leaf, leaf in examined.given:
+        _, its_leaves = given.setdefault(id(of_leaf), (of_leaf, []))
         its_leaves += [leaf] if leaf.shape is not None else []
     findings = []
-    for placement, its_leaves in placements.values():
-        placement = active if placement is None else placement
-        for name, message in unused_in(placement, its_leaves):
+    for part, its_leaves in given.values():
+        part = active_mapping() if part is None else part
+        for name, message in unused_in(part, its_leaves):
             findings.append(Finding("unused", name, message))
-            if mesh is not None and isinstance(placement, Mapping):
-                unknown = [a for a in mapped_axes(name, normalize_mapping(placement)) if a not in mesh.shape]
+            if mesh is not None and isinstance(part, Mapping):
+                unknown = [a for a in mapped_axes(name, normalize_mapping(part)) if a not in mesh.shape]
                 texts = [_errors.unknown_mesh_axis("lint_mapping", name, a, mesh) for a in unknown]
                 findings += [Finding("problem", name, text) for text in texts]
     findings += [Finding("problem", path, problem) for path, problem in examined.problems]

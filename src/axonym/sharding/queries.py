@@ -113,7 +113,7 @@ def pspec_for(tree: Any, placement: Placement = None, preserve_existing_sharding
 
 def infer_resource_partitions(
     tree: Any,
-    resource_mapping: Placement = None,
+    placement: Placement = None,
     preserve_existing_shardings: bool = True,
     mesh: AnyMesh | None = None,
 ) -> Any:
@@ -121,7 +121,7 @@ def infer_resource_partitions(
 
     Arguments:
         tree: any tree.
-        resource_mapping: the placement of the leaves; by default the active mapping.
+        placement: the placement of the leaves; by default the active mapping.
         preserve_existing_shardings: raw arrays without names keep the sharding they have.
         mesh: the mesh; by default the active one.
 
@@ -131,7 +131,7 @@ def infer_resource_partitions(
     P('model',)
     """
     mesh = with_devices(required_mesh("infer_resource_partitions", mesh))
-    leaves, structure = resolve(tree, resource_mapping, mesh, "infer_resource_partitions")
+    leaves, structure = resolve(tree, placement, mesh, "infer_resource_partitions")
 
     def sharding(leaf: Leaf) -> Any:
         spec = _existing(leaf) if leaf.spec is None and preserve_existing_shardings else leaf.spec

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def to_torch_compatible_state_dict(
-    t: Any,
+    tree: Any,
     *,
     flatten: bool = True,
     prefix: str | None = None,
@@ -41,7 +41,7 @@ def to_torch_compatible_state_dict(
     hosts are gathered, so every host must call this function.
 
     Arguments:
-        t: a model, or any tree. Abstract arrays give abstract entries.
+        tree: a model, or any tree. Abstract arrays give abstract entries.
         flatten: whether to call the modules' `flatten_for_export`.
         prefix: a prefix for all keys.
         filter: the leaves to include: a function of a leaf, or a tree prefix of booleans.
@@ -51,10 +51,10 @@ def to_torch_compatible_state_dict(
     >>> {key: x.shape for key, x in to_torch_compatible_state_dict(layer).items()}
     {'weight': (6, 4), 'bias': (6,)}
     """
-    t = to_host(eqx.filter(t, filter))
+    tree = to_host(eqx.filter(tree, filter))
     if flatten:
-        t = jax.tree.map(_values, call_lazily(flatten_modules_for_export, t))
-    return to_state_dict(t, prefix)
+        tree = jax.tree.map(_values, call_lazily(flatten_modules_for_export, tree))
+    return to_state_dict(tree, prefix)
 
 
 def _values(x: Any) -> Any:
@@ -64,7 +64,7 @@ def _values(x: Any) -> Any:
 
 
 def from_torch_compatible_state_dict(
-    t: T,
+    tree: T,
     state_dict: Mapping[str, Any],
     *,
     unflatten: bool = True,
@@ -77,7 +77,7 @@ def from_torch_compatible_state_dict(
     """Load a tree from a state dict with the shapes that PyTorch uses: see `from_state_dict`.
 
     Arguments:
-        t: a model, or any tree. Its arrays can be abstract.
+        tree: a model, or any tree. Its arrays can be abstract.
         state_dict: arrays by key.
         unflatten: whether the entries have the shapes that the modules' `flatten_for_export` gives.
         prefix: the prefix of the tree's keys in the state dict.
@@ -95,40 +95,40 @@ def from_torch_compatible_state_dict(
     float32[heads=2, size=3, embed=4]
     """
     if not unflatten:
-        return from_state_dict(t, state_dict, prefix, placement=placement, mesh=mesh, strict=strict, ignore=ignore)
-    # The tree's own values are used only for keys that the state dict lacks; `run_load` takes them from `t`.
-    template = jax.tree.map(lambda x: abstract(as_lazy(x)) if is_jax_array_like(x) else x, t)
+        return from_state_dict(tree, state_dict, prefix, placement=placement, mesh=mesh, strict=strict, ignore=ignore)
+    # The tree's own values are used only for keys that the state dict lacks; `run_load` takes them from `tree`.
+    template = jax.tree.map(lambda x: abstract(as_lazy(x)) if is_jax_array_like(x) else x, tree)
 
     def load(entries: TrackedStateDict) -> T:
         flat = jax.tree.map(_as_abstract, call_lazily(flatten_modules_for_export, template))
         return call_lazily(unflatten_modules_from_export, load_subtree(flat, entries, prefix), template)
 
-    return run_load(load, t, state_dict, prefix, "from_torch_compatible_state_dict", placement, mesh, strict, ignore)
+    return run_load(load, tree, state_dict, prefix, "from_torch_compatible_state_dict", placement, mesh, strict, ignore)
 
 
 def _as_abstract(x: Any) -> Any:
     return abstract(x) if isinstance(x, LazyArray) else x
 
 
-def flatten_modules_for_export(t: T) -> T:
+def flatten_modules_for_export(tree: T) -> T:
     """Apply `flatten_for_export` to every module of a tree, and to each layer of stacked layers.
 
     Arguments:
-        t: a model, or any tree.
+        tree: a model, or any tree.
 
     >>> from axonym.state import flatten_modules_for_export
     >>> layer = axn.nn.Linear.init(axn.Axis("embed", 4), {"heads": 2, "size": 3}, key=jax.random.key(0))
     >>> flatten_modules_for_export([layer])[0].bias.ndim
     1
     """
-    return _each_module(lambda module: module.flatten_for_export(), t)
+    return _each_module(lambda module: module.flatten_for_export(), tree)
 
 
-def unflatten_modules_from_export(t: T, template: T) -> T:
+def unflatten_modules_from_export(tree: T, template: T) -> T:
     """Undo `flatten_modules_for_export`.
 
     Arguments:
-        t: the flattened tree.
+        tree: the flattened tree.
         template: a tree with the axes that the result should have.
 
     >>> from axonym.state import flatten_modules_for_export, unflatten_modules_from_export
@@ -136,7 +136,7 @@ def unflatten_modules_from_export(t: T, template: T) -> T:
     >>> unflatten_modules_from_export(flatten_modules_for_export(layer), layer).bias.shape
     {'heads': 2, 'size': 3}
     """
-    return _each_module(lambda module, like: module.unflatten_from_export(like), t, template)
+    return _each_module(lambda module, like: module.unflatten_from_export(like), tree, template)
 
 
 def _each_module(change: Callable[..., Any], tree: T, *others: Any) -> T:

@@ -96,17 +96,17 @@ def _part(x: Any, name: str, i: int) -> Any:
     return part if isinstance(x, NamedArray) else part.array
 
 
-def to_numpy_state_dict(model: Any, prefix: str | None = None) -> StateDict:
+def to_numpy_state_dict(tree: Any, prefix: str | None = None) -> StateDict:
     """Return the arrays of a tree by key, as NumPy arrays.
 
     Arrays on several hosts are gathered, so every host must call this function.
 
     Arguments:
-        model: any tree.
+        tree: any tree.
         prefix: a prefix for all keys.
 
     >>> from axonym.state import to_numpy_state_dict
     >>> to_numpy_state_dict({"weight": axn.ones({"embed": 2})})
     {'weight': array([1., 1.], dtype=float32)}
     """
-    return to_state_dict(to_host(model), prefix)
+    return to_state_dict(to_host(tree), prefix)

@@ -93,7 +93,7 @@ class ScanCheckpointPolicy:
             return _WORDS[remat_policy]
         raise ValueError(f"ScanCheckpointPolicy: expected one of {', '.join(map(repr, _WORDS))}, got {remat_policy!r}.")
 
-    def checkpoint(self, carry_name: str, input_name: str, callable: Callable[..., T]) -> Callable[..., T]:
+    def checkpoint(self, carry_name: str, input_name: str, fn: Callable[..., T]) -> Callable[..., T]:
         """Return a step that keeps for its backward pass what the policy says.
 
         It does not do what concerns all steps together: nested scans, and not keeping the carries.
@@ -101,14 +101,14 @@ class ScanCheckpointPolicy:
         Arguments:
             carry_name: what the carry is called where it is moved to the host.
             input_name: the same for the inputs.
-            callable: the step; its first argument is the carry, the others are the inputs.
+            fn: the step; its first argument is the carry, the others are the inputs.
 
         >>> step = axn.ScanCheckpointPolicy().checkpoint("carry", "input", lambda carry, x: jnp.sin(carry) * x)
         >>> jax.grad(step)(0.0, 2.0)
         Array(2., dtype=float32, weak_type=True)
         """
         if self._keeps_everything:
-            return callable
+            return fn
         moves_carry, moves_inputs = self.save_carries == "offload", self.save_inputs == "offload"
         moved = [n for n, moves in ((carry_name, moves_carry), (input_name, moves_inputs)) if moves]
         policy = self._kept(moved)
@@ -122,7 +122,7 @@ class ScanCheckpointPolicy:
                     carry = tree_checkpoint_name(carry, carry_name)
                 if moves_inputs:
                     inputs, options = tree_checkpoint_name((inputs, options), input_name)
-                return FlatTree(*flatten(callable(carry, *inputs, **options)))
+                return FlatTree(*flatten(fn(carry, *inputs, **options)))
 
             return jax.checkpoint(of_arrays, policy=policy, prevent_cse=self.prevent_cse)(arrays).tree()
 
@@ -217,11 +217,11 @@ def policy_of(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
     return spec if isinstance(spec, ScanCheckpointPolicy) else ScanCheckpointPolicy.from_bool_or_str(spec)
 
 
-def tree_checkpoint_name(x: T, name: str) -> T:
+def tree_checkpoint_name(tree: T, name: str) -> T:
     """Name every array of a tree, for checkpoint policies that say what is kept by name.
 
     Arguments:
-        x: named arrays, raw arrays, or a tree of them; what is not an array is returned as it is.
+        tree: named arrays, raw arrays, or a tree of them; what is not an array is returned as it is.
         name: the name.
 
     >>> axn.tree_checkpoint_name(axn.ones({"x": 2}), "attention")
@@ -233,7 +233,7 @@ def tree_checkpoint_name(x: T, name: str) -> T:
     def name_leaf(leaf: Any) -> Any:
         return jax.ad_checkpoint.checkpoint_name(leaf, name) if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
 
-    return jax.tree.map(name_leaf, x)
+    return jax.tree.map(name_leaf, tree)
 
 
 def checkpointed_scan(

@@ -38,7 +38,7 @@ ScannedSpec: TypeAlias = bool | Callable[[Any], bool]
 
 
 def scan(
-    f: Callable[Concatenate[Carry, P], tuple[Carry, R]],
+    fn: Callable[Concatenate[Carry, P], tuple[Carry, R]],
     axis: AxisSelector,
     *,
     remat: ScanCheckpointSpec = False,
@@ -61,7 +61,7 @@ def scan(
     compiles again: hand in a number that changes as an array, `jnp.float32(rate)`.
 
     Arguments:
-        f: the body, from a carry and the arguments of one step to the next carry and an output.
+        fn: the body, from a carry and the arguments of one step to the next carry and an output.
         axis: the axis. If nothing that is scanned has it, it needs a size.
         remat: what is kept for the backward pass: a `ScanCheckpointPolicy`, or a word for one. True computes each step
             again from its carry; False keeps everything.
@@ -77,12 +77,12 @@ def scan(
     (NamedArray(float32[embed=2], [1.75 1.75]), NamedArray(float32[time=3], [0. 2. 3.]))
     """
     loop = _Loop("scan", _mapped_axis.one_name("scan", axis), policy_of(remat), reverse, unroll)
-    functions_of = Functions(f).now
+    functions_of = Functions(fn).now
 
     def scanned(init: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         return _run(loop, axis, functions_of(), is_scanned, init, args, kwargs)
 
-    return functools.update_wrapper(scanned, f, updated=())
+    return functools.update_wrapper(scanned, fn, updated=())
 
 
 def fold(

@@ -5,22 +5,25 @@
 from ...nn import (
     binary_cross_entropy_loss as binary_cross_entropy_loss, BlockSeq as BlockSeq, celu as celu, Conv as Conv,
     ConvTranspose as ConvTranspose, cross_entropy_loss as cross_entropy_loss,
-    cross_entropy_loss_and_log_normalizers as cross_entropy_loss_and_log_normalizers, Dropout as Dropout,
+    Dropout as Dropout,
     dropout as dropout, elu as elu, Embedding as Embedding, gelu as gelu, glu as glu, hard_sigmoid as hard_sigmoid,
     hard_silu as hard_silu, hard_swish as hard_swish, hard_tanh as hard_tanh, LayerNorm as LayerNorm,
     leaky_relu as leaky_relu, Linear as Linear, log_sigmoid as log_sigmoid, log_softmax as log_softmax,
     logsumexp as logsumexp, MLP as MLP,
-    one_hot as one_hot, quick_gelu as quick_gelu, reduce_loss as reduce_loss, relu as relu,
+    one_hot as one_hot, quick_gelu as quick_gelu, relu as relu,
     relu6 as relu6, relu_squared as relu_squared, RmsNorm as RmsNorm,
     selu as selu, sigmoid as sigmoid, silu as silu, soft_sign as soft_sign, softmax as softmax,
     softplus as softplus, squareplus as squareplus, Stacked as Stacked, standardize as standardize, swish as swish,
 )
 from ...nn import (
-    activations as activations, conv as conv, embedding as embedding, loss as loss, mup as mup,
+    activations as activations, conv as conv, embedding as embedding, mup as mup,
     normalization as normalization,
 )
 from ..hof import ScanCheckpointPolicy as ScanCheckpointPolicy
-from . import attention as attention, linear as linear, mlp as mlp, pool as pool, scan as scan
+from . import attention as attention, linear as linear, loss as loss, mlp as mlp, pool as pool, scan as scan
 from .linear import MoELinear as MoELinear
+from .loss import (
+    cross_entropy_loss_and_log_normalizers as cross_entropy_loss_and_log_normalizers, reduce_loss as reduce_loss,
+)
 from .pool import max_pool as max_pool, mean_pool as mean_pool, min_pool as min_pool
 # fmt: on

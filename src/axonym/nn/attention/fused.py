@@ -286,7 +286,7 @@ def splash_attention(
 def _splash_operation(replicated: Names) -> Callable[..., NamedArray]:
     from ...custom_partitioning import partitioned
 
-    return partitioned(_splash, whole=replicated)
+    return partitioned(_splash, replicated=replicated)
 
 
 def _splash(
