@@ -10,6 +10,7 @@ import jax
 
 from . import (
     calls,
+    checkpoints,
     eager,
     fsdp,
     importing,
@@ -38,6 +39,7 @@ SECTIONS = {
     "transforms": transforms.rows,
     "stacked": stacked.rows,
     "sampling": sampling.rows,
+    "checkpoints": checkpoints.rows,
     "import": importing.rows,
 }
 

@@ -24,6 +24,7 @@ from axonym.state import (
     save_state_dict,
     to_numpy_state_dict,
     to_torch_compatible_state_dict,
+    verify,
 )
 
 
@@ -166,6 +167,29 @@ def check_checkpoint_that_one_process_does_not_see(folder: Path) -> None:
         template = spread() | ({"more": jnp.ones(2)} if jax.process_index() == at else {})
         text = raises_everywhere(Exception, at, lambda template=template: restore_checkpoint(folder / "1", template))
         assert "'more'" in text
+
+
+def check_damaged_checkpoint(folder: Path) -> None:
+    """Each process writes the checksums of its files, and compares some of them; the error is everybody's."""
+    save_checkpoint(folder / "1", spread())
+    assert [path.name for path in (folder / "1").glob("checksums*")] == ["checksums.json"]
+    verify(folder / "1")
+    for process in range(jax.process_count()):
+        file = max((folder / "1" / "arrays" / f"ocdbt.process_{process}" / "d").iterdir())
+        content = file.read_bytes()
+        with fail_together("wait for all to have read"):
+            pass
+        if jax.process_index() == 0:
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with fail_together("wait for the damage"):
+            pass
+        with pytest.raises(ValueError, match=rf"arrays/ocdbt\.process_{process}/d/{file.name} differs from what was"):
+            restore_checkpoint(folder / "1", spread())
+        if jax.process_index() == 0:
+            file.write_bytes(content)
+    with fail_together("wait for the repair"):
+        pass
+    restore_checkpoint(folder / "1", spread())
 
 
 def check_interrupt_in_a_write(folder: Path) -> None:

@@ -2,7 +2,8 @@
 
 Every process writes its own shards of the arrays and reads the shards it needs. A checkpoint can be restored on another
 mesh or under another mapping than it was written with. The checkpoint also stores each array's axis names: restoring
-compares them with the template's and transposes arrays whose axes are in another order.
+compares them with the template's and transposes arrays whose axes are in another order. It also stores checksums, so
+that no damaged value is ever loaded.
 
 Orbax is an optional dependency, `axonym[checkpoint]`.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -24,6 +24,7 @@ from ..array import NamedArray, is_jax_array_like, wrap
 from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
 from ..sharding.placement import Leaf, Placement, leaves_of, listed
+from .checksums import as_folder, damage_of, listed_damage, write_checksums, write_checksums_of_process
 from .load_context import LoadContext
 from .naming import described, is_number, same_kind
 from .placing import has_values, no_value, shardings_of
@@ -54,7 +55,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
     """
     orbax = _orbax("save_checkpoint")
     with fail_together("save_checkpoint") as agree:
-        path = _full(path)
+        path = str(as_folder(path))
         arrays, about = {}, {}
         for leaf in leaves_of(tree)[0]:
             key = _key(leaf)
@@ -70,7 +71,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
                     raise TypeError(f"save_checkpoint: {leaf.path} has no values, only a shape and a dtype.")
                 about[key] = _about(leaf, array)
                 arrays[key] = jax.random.key_data(array) if _is_key(array) else jnp.asarray(array)
-        if _there(path):
+        if as_folder(path).exists():
             raise FileExistsError(
                 f"save_checkpoint: {path} exists already, and checkpoints are never overwritten. Give each checkpoint "
                 "its own name, such as the step number."
@@ -79,7 +80,15 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
         if jax.process_count() > 1:
             _save_from_all(orbax, path, about, arrays, agree)
         else:
-            with orbax.Checkpointer(orbax.CompositeCheckpointHandler()) as checkpointer:
+            handler = orbax.CompositeCheckpointHandler()
+            finalize = handler.finalize
+
+            def finalize_with_checksums(folder: Any) -> None:
+                finalize(folder)
+                write_checksums(folder)
+
+            handler.finalize = finalize_with_checksums
+            with orbax.Checkpointer(handler) as checkpointer:
                 parts = {"arrays": orbax.args.PyTreeSave(arrays)} if arrays else {}
                 checkpointer.save(path, args=orbax.args.Composite(about=orbax.args.JsonSave(about), **parts))
 
@@ -105,12 +114,14 @@ def _save_from_all(orbax: Any, path: str, about: Any, arrays: Mapping[str, Any],
         agree()
         if arrays:
             writer.save(directory / "arrays", args=orbax.args.PyTreeSave(arrays))
+            write_checksums_of_process(directory, jax.process_index())
         agree()
 
     def finalize(directory: Any) -> None:
         finalize_about(directory)
         if arrays:
             writer.finalize(directory / "arrays")
+        write_checksums(directory)
 
     handler.save, handler.finalize = save, finalize  # Orbax does not know classes derived from its own
     with orbax.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
@@ -154,11 +165,14 @@ def restore_checkpoint(
     P('data',)
     """
     orbax = _orbax("restore_checkpoint")
-    path = _full(path)
-    if not _there(path):
+    path = str(as_folder(path))
+    folder = as_folder(path)
+    if not _is_complete(folder):
         raise FileNotFoundError(f"restore_checkpoint: {path} is not a complete checkpoint.")
+    if damage := damage_of(folder, jax.process_index(), jax.process_count()):
+        raise ValueError(f"restore_checkpoint: {path} is damaged: {listed_damage(damage)}. {_last_intact(folder)}")
     with _reader(orbax) as checkpointer:
-        about = checkpointer.restore(path, args=orbax.args.Composite(about=orbax.args.JsonRestore()))["about"]
+        about = _read(checkpointer, path, orbax.args.Composite(about=orbax.args.JsonRestore()))["about"]
         stored = _as_stored(template, about, strict, ignore)
         leaves = shardings_of(stored, template, placement, mesh, "restore_checkpoint")
         replicated = _replicated(mesh, [sharding for _, _, sharding in leaves if sharding is not None])
@@ -173,7 +187,7 @@ def restore_checkpoint(
         if wanted:
             restore_args = orbax.checkpoint_utils.construct_restore_args(wanted)
             restore = orbax.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
-            arrays = checkpointer.restore(path, args=orbax.args.Composite(arrays=restore))["arrays"]
+            arrays = _read(checkpointer, path, orbax.args.Composite(arrays=restore))["arrays"]
     results = [_restored(leaf, mine, about.get(_key(leaf)), arrays) for leaf, mine, _ in leaves]
     return jax.tree.unflatten(jax.tree.structure(template, is_leaf=lambda x: isinstance(x, NamedArray)), results)
 
@@ -184,6 +198,24 @@ def _reader(orbax: Any) -> Any:
     options = orbax.CompositeOptions(multiprocessing_options=alone)
     handler = orbax.CompositeCheckpointHandler(composite_options=options)
     return orbax.Checkpointer(handler, multiprocessing_options=alone)
+
+
+def _read(checkpointer: Any, path: str, what: Any) -> Any:
+    try:
+        return checkpointer.restore(path, args=what)
+    except jax.errors.JaxRuntimeError:  # too little memory
+        raise
+    except Exception as e:  # Orbax and TensorStore each have errors of their own, with all that they know of an array
+        reason = re.split(r" \[\w+(?:\[\d+\])?='|\n", f"{type(e).__name__}: {e}")[0]
+        raise ValueError(f"restore_checkpoint: {path} cannot be read: {reason.removesuffix('.')}.") from None
+
+
+def _last_intact(damaged: Any) -> str:
+    """Say which checkpoint beside a damaged one is the last that is not."""
+    for _, folder in sorted(_complete(damaged.parent), reverse=True):
+        if folder != damaged and damage_of(folder) == []:
+            return f"The last checkpoint beside it that is not damaged is {folder}."
+    return "No other checkpoint beside it is known to be intact."
 
 
 def _replicated(mesh: AnyMesh | None, known: list[Any]) -> Any:
@@ -199,7 +231,7 @@ def _replicated(mesh: AnyMesh | None, known: list[Any]) -> Any:
 def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """Return the path of the checkpoint whose name ends with the highest number, or None if there is none.
 
-    Checkpoints that were not finished do not count.
+    Checkpoints that were not finished do not count, nor does anything else in the folder.
 
     Arguments:
         folder: the folder with the checkpoints.
@@ -213,15 +245,18 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     '10'
     """
     _orbax("latest_checkpoint")
-    from etils import epath  # comes with Orbax, and reads cloud storage too
+    found = _complete(as_folder(folder))
+    return str(max(found)[1]) if found else None
 
-    found: list[tuple[int, str]] = []
-    directory = epath.Path(folder)
-    for child in directory.iterdir() if directory.exists() else ():
-        number = re.search(r"\d+$", child.name)
-        if number and _UNFINISHED not in child.name and child.is_dir():
-            found.append((int(number[0]), str(child)))
-    return max(found)[1] if found else None
+
+def _complete(folder: Any) -> list[tuple[int, Any]]:
+    """Return the complete checkpoints in a folder whose names end with a number, each with that number."""
+    numbered = [(re.search(r"[0-9]+$", child.name), child) for child in folder.iterdir()] if folder.is_dir() else []
+    return [(int(number[0]), child) for number, child in numbered if number and _is_complete(child)]
+
+
+def _is_complete(folder: Any) -> bool:
+    return _UNFINISHED not in folder.name and (folder / "about").is_dir()
 
 
 def _orbax(operation: str) -> Any:
@@ -230,17 +265,6 @@ def _orbax(operation: str) -> Any:
     except ImportError as e:
         raise ImportError(f"{operation} needs Orbax, which is optional: install axonym[checkpoint].") from e
     return orbax.checkpoint
-
-
-def _full(path: str | os.PathLike[str]) -> str:
-    path = os.fspath(path)
-    return path if "://" in path else str(Path(path).absolute())
-
-
-def _there(path: str) -> bool:
-    from etils import epath
-
-    return epath.Path(path).exists()
 
 
 # --- metadata that is stored with the arrays ---

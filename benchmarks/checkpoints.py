@@ -1,0 +1,54 @@
+"""What the checksums of a checkpoint cost: saving and restoring with them, against the same without them."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+
+import axonym as axn
+from axonym.state import checkpoint, restore_checkpoint, save_checkpoint
+
+from .harness import Row, timed_row
+
+ARRAYS, SIZE = 16, 1024
+"""So many float32 matrices, together 64 MiB."""
+
+
+def rows() -> list[Row]:
+    """A model of weights that are random, so that they do not compress, sharded over eight devices."""
+    mesh = axn.make_mesh({"data": 8})
+    sharding = jax.NamedSharding(mesh, jax.P("data"))
+    draw = jax.jit(lambda key: jax.random.normal(key, (SIZE, SIZE)), out_shardings=sharding)
+    keys = jax.random.split(jax.random.key(0), ARRAYS)
+    model = {f"w{i}": axn.named(draw(key), ("rows", "columns")) for i, key in enumerate(keys)}
+    folder, number = Path(tempfile.mkdtemp()), itertools.count()
+
+    def save() -> Path:
+        path = folder / str(next(number))
+        save_checkpoint(path, model)
+        return path
+
+    saved = save()
+
+    def restore() -> None:
+        jax.block_until_ready(restore_checkpoint(saved, model, {"rows": "data"}, mesh=mesh))
+
+    def without(fn: Callable[[], Any]) -> Callable[[], Any]:
+        return mock.patch.multiple(checkpoint, write_checksums=mock.DEFAULT, damage_of=lambda *_: None)(
+            lambda **_: fn()
+        )
+
+    try:
+        return [
+            timed_row("checkpoints", f"{name} 64 MiB with checksums", fn, without(fn), 1.4, repeats=4, rounds=3)
+            for name, fn in (("save", save), ("restore", restore))
+        ]
+    finally:
+        shutil.rmtree(folder)

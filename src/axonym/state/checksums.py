@@ -1,0 +1,194 @@
+"""Find out whether a checkpoint still has the bytes that were written to it.
+
+Orbax stores the values of arrays without a checksum, so that a flipped bit would load as another weight. A checkpoint
+therefore has a file with the checksum of each block of each file. It does not depend on the mesh, and is compared
+before Orbax reads anything. Which arrays a damaged block belongs to is looked up only then.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+Files = dict[str, tuple[int, list[int]]]
+"""The size of each file, and the checksum of each of its blocks."""
+
+CHECKSUMS = "checksums.json"
+_PART = "checksums.process_{}.json"
+
+_BLOCK = 2**20
+_NOT_CHECKED = {"_CHECKPOINT_METADATA", "commit_success.txt", CHECKSUMS}
+"""Files beside the arrays that have no values, and that Orbax writes after the checksums."""
+_THREADS = min(32, 4 * (os.cpu_count() or 1))  # a thread reads while another computes
+
+
+def write_checksums(folder: Any) -> None:
+    """Write the checksums of what is in the folder of a checkpoint, before it gets its final name."""
+    files: Files = {}
+    for part in list(folder.glob(_PART.format("*"))):
+        files |= json.loads(part.read_bytes())
+        part.unlink()
+    files |= _checksums(folder, (path for path in _files(folder) if _is_checked(path, folder, files)))
+    (folder / CHECKSUMS).write_text(json.dumps({"files": files, "sum": _sum_of(files)}))
+
+
+def write_checksums_of_process(folder: Any, process: int) -> None:
+    """Write the checksums of what one of several processes wrote, for `write_checksums`, which the first one calls."""
+    written = folder / "arrays" / f"ocdbt.process_{process}"
+    if written.is_dir():
+        (folder / _PART.format(process)).write_text(json.dumps(_checksums(folder, _files(written))))
+
+
+def _is_checked(path: Any, folder: Any, known: Files) -> bool:
+    return path.relative_to(folder).as_posix() not in known and (path.parent != folder or path.name not in _NOT_CHECKED)
+
+
+def _checksums(folder: Any, paths: Iterable[Any]) -> Files:
+    paths = list(paths)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        sums = threads.map(_sums, paths)
+        return {path.relative_to(folder).as_posix(): found for path, found in zip(paths, sums, strict=True)}
+
+
+def damage_of(folder: Any, process: int = 0, processes: int = 1) -> list[str] | None:
+    """Describe each damaged file of a checkpoint, and the arrays that have values there.
+
+    Returns None for a checkpoint without checksums, as earlier versions wrote it. Each of several processes compares
+    some of the files.
+    """
+    try:
+        content = json.loads((folder / CHECKSUMS).read_bytes())
+        files: Files = content["files"]
+        if content["sum"] != _sum_of(files):
+            raise ValueError
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return [f"{CHECKSUMS} differs from what was written"]
+    mine = sorted(files, key=lambda name: -files[name][0])[process::processes]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        found = list(threads.map(lambda name: _found(folder / name), mine))
+    problems = []
+    for name, (size, sums) in zip(mine, found, strict=True):
+        expected_size, expected = files[name]
+        if size != expected_size:
+            problems.append(f"{name} has {size} bytes of {expected_size}" if size >= 0 else f"{name} is missing")
+        elif wrong := [i for i, (a, b) in enumerate(zip(sums, expected, strict=True)) if a != b]:
+            problems.append(f"{name} differs from what was written{_owners(folder, name, wrong)}")
+    return problems
+
+
+def verify(path: str | os.PathLike[str]) -> None:
+    """Check that a checkpoint has the bytes that were written to it, without loading it.
+
+    Raises a ValueError that lists the damaged files, and the arrays that have values there. The same is
+    `python -m axonym.state verify PATH`. `restore_checkpoint` does it by itself.
+
+    Arguments:
+        path: the folder of the checkpoint.
+
+    >>> import pathlib, tempfile
+    >>> from axonym.state import save_checkpoint, verify
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_checkpoint(f"{folder}/1", {"step": 100})
+    ...     verify(f"{folder}/1")
+    ...     number = pathlib.Path(f"{folder}/1/about/metadata")
+    ...     _ = number.write_text(number.read_text().replace("100", "900"))
+    ...     try:
+    ...         verify(f"{folder}/1")
+    ...     except ValueError as e:
+    ...         print(str(e).replace(folder, ""))
+    verify: /1 is damaged: about/metadata differs from what was written.
+    """
+    folder = as_folder(path)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"verify: {folder} is not a complete checkpoint.")
+    problems = damage_of(folder)
+    if problems is None:
+        raise ValueError(f"verify: {folder} has no {CHECKSUMS} to compare it with, since an earlier version wrote it.")
+    if problems:
+        raise ValueError(f"verify: {folder} is damaged: {listed_damage(problems)}.")
+
+
+def listed_damage(problems: Sequence[str]) -> str:
+    more = f"; and {len(problems) - 8} files more" if len(problems) > 8 else ""
+    return "; ".join(problems[:8]) + more
+
+
+def as_folder(path: str | os.PathLike[str]) -> Any:
+    """Return a path in a file system, or in cloud storage."""
+    if "://" not in os.fspath(path):
+        return Path(path).absolute()
+    from etils import epath  # comes with Orbax
+
+    return epath.Path(path)
+
+
+def _files(folder: Any) -> Iterator[Any]:
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from _files(path)
+        else:
+            yield path
+
+
+def _found(path: Any) -> tuple[int, list[int]]:
+    return _sums(path) if path.is_file() else (-1, [])
+
+
+def _sums(path: Any) -> tuple[int, list[int]]:
+    """Return the size of a file, and the checksum of each of its blocks."""
+    size, sums = 0, []
+    with path.open("rb") as file:
+        for block in iter(functools.partial(file.read, _BLOCK), b""):
+            size += len(block)
+            sums.append(zlib.crc32(block))
+    return size, sums
+
+
+def _sum_of(files: Any) -> int:
+    return zlib.crc32(json.dumps(files, sort_keys=True).encode())
+
+
+# --- which arrays have values in a block ---
+
+
+def _owners(folder: Any, name: str, blocks: Sequence[int]) -> str:
+    """Name the arrays that have values in blocks of a file, as far as the rest of the checkpoint can still tell."""
+    store, _, inside = name.partition("/")
+    try:
+        values = list(_values(f"{folder / store}/")) if store == "arrays" else []
+    except Exception:  # what would tell may itself be damaged
+        values = []
+    keys = {
+        key
+        for key, file, start, size in values
+        if file == inside and any(start < (i + 1) * _BLOCK and start + size > i * _BLOCK for i in blocks)
+    }
+    return f", in values of {' or '.join(map(repr, sorted(keys)))}" if keys else ""
+
+
+_VALUE = re.compile(r"value:(.*):(\d+):(\d+)")
+
+
+def _values(store: str) -> Iterator[tuple[str, str, int, int]]:
+    """Yield what TensorStore's database has in files of its own: the array, the file, and where in it."""
+    import tensorstore
+
+    files = tensorstore.KvStore.open(store if "://" in store else {"driver": "file", "path": store}).result()
+    waiting = [(b"", tensorstore.ocdbt.dump(files).result()["versions"][-1]["root"]["location"])]
+    while waiting:
+        prefix, location = waiting.pop()
+        for entry in tensorstore.ocdbt.dump(files, location).result()["entries"]:
+            if "location" in entry:
+                waiting.append((prefix + entry["subtree_common_prefix"], entry["location"]))
+            elif found := _VALUE.fullmatch(entry.get("indirect_value", "")):
+                array = (prefix + entry["key"]).decode().rpartition("/")[0]
+                yield array, found[1].replace(":", ""), int(found[2]), int(found[3])

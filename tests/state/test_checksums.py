@@ -1,0 +1,174 @@
+"""Damaged checkpoints: what is restored has the bits that were saved, or the error says what is damaged."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import axonym as axn
+from axonym.state import checksums, restore_checkpoint, save_checkpoint, verify
+from axonym.state.__main__ import main
+
+A, B = axn.make_axes(a=64, b=128)
+
+
+def state() -> dict[str, Any]:
+    """Arrays that TensorStore keeps in files of their own, and some that it keeps with their names."""
+    rng = np.random.default_rng(0)
+    w, v = (axn.named(jnp.asarray(rng.normal(size=(64, 128)), jnp.float32), (A, B)) for _ in range(2))
+    return {"w": w, "v": v, "small": jnp.arange(6), "key": jax.random.key(7), "step": 3}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, auto_mesh: Mesh) -> Path:
+    """The folder of two checkpoints, step-1 and step-2."""
+    folder, patch = tmp_path_factory.mktemp("checkpoints"), pytest.MonkeyPatch()
+    with patch.context() as p:
+        p.setattr(checksums, "_BLOCK", 512)
+        for step in (1, 2):
+            save_checkpoint(folder / f"step-{step}", axn.shard(state(), {"a": "data"}, auto_mesh))
+    return folder
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy to damage."""
+    monkeypatch.setattr(checksums, "_BLOCK", 512)
+    return shutil.copytree(saved, tmp_path / "checkpoints")
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def flip(path: Path, at: int, bit: int) -> bytes:
+    content = path.read_bytes()
+    path.write_bytes(content[:at] + bytes([content[at] ^ (1 << bit)]) + content[at + 1 :])
+    return content
+
+
+def assert_restored(path: Path, mesh: Mesh) -> None:
+    found, expected = restore_checkpoint(path, state(), {"b": "model"}, mesh=mesh), state()
+    for name in ("w", "v"):
+        np.testing.assert_array_equal(np.asarray(found[name].array), np.asarray(expected[name].array))
+    assert found["small"].tolist() == list(range(6))
+    assert found["key"] == expected["key"] and found["step"] == 3
+
+
+def test_flipped_bits(copied: Path, auto_mesh: Mesh) -> None:
+    path, rng, flips, restored = copied / "step-2", random.Random(0), 0, set()
+    for file in files_of(path):
+        name = file.relative_to(path).as_posix()
+        for _ in range(10):
+            flips += 1
+            content = flip(file, rng.randrange(file.stat().st_size), rng.randrange(8))
+            try:
+                if name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
+                    assert_restored(path, auto_mesh)
+                    restored.add(name)
+                else:
+                    with pytest.raises(ValueError, match=rf"^restore_checkpoint: {path} is damaged: {name} differs"):
+                        assert_restored(path, auto_mesh)
+            finally:
+                file.write_bytes(content)
+    assert flips > 150 and len(restored) == 2
+    assert_restored(path, auto_mesh)
+
+
+def test_the_array_is_named(copied: Path, auto_mesh: Mesh) -> None:
+    """Whatever shard of whatever array is damaged."""
+    path, found = copied / "step-2", dict[str, list[list[str]]]()
+    values = list(checksums._values(f"{path / 'arrays'}/"))
+    assert {array for array, *_ in values} == {"w", "v"}
+    for array, file, start, size in values:
+        at = path / "arrays" / file
+        content = flip(at, start + size // 2, 3)
+        with pytest.raises(
+            ValueError, match=rf"damaged: arrays/{file} differs from what was written, in values of "
+        ) as e:
+            assert_restored(path, auto_mesh)
+        at.write_bytes(content)
+        found.setdefault(array, []).append(re.findall(r"'(\w+)'", str(e.value)))
+    assert all(array in names for array, each in found.items() for names in each)
+    assert any(names == [array] for array, each in found.items() for names in each)
+
+
+def test_files_that_are_cut_or_gone(copied: Path, auto_mesh: Mesh) -> None:
+    path = copied / "step-2"
+    names = [file.relative_to(path).as_posix() for file in files_of(path) if file.parent != path]
+    for name in names:
+        content = (path / name).read_bytes()
+        for shorter in (None, content[:-1], b"", content + b"0"):
+            (path / name).unlink() if shorter is None else (path / name).write_bytes(shorter)
+            problem = "is missing" if shorter is None else f"has {len(shorter)} bytes of {len(content)}"
+            with pytest.raises(ValueError, match=rf"is damaged: {name} {problem}\."):
+                assert_restored(path, auto_mesh)
+        (path / name).write_bytes(content)
+    os.remove(path / names[0])
+    os.mkfifo(path / names[0])  # refused, and not waited for
+    with pytest.raises(ValueError, match="is missing"):
+        verify(path)
+    for name in names:
+        (path / name).unlink()
+    with pytest.raises(ValueError, match=rf"is missing; and {len(names) - 8} files more\.$"):
+        verify(path)
+
+
+def test_the_last_one_that_is_intact_is_offered(copied: Path, auto_mesh: Mesh) -> None:
+    shutil.copytree(copied / "step-1", copied / "step-11")
+    (copied / "step-99").mkdir()  # stray things
+    (copied / "step-1.orbax-checkpoint-tmp-5" / "about").mkdir(parents=True)
+    (copied / "old-100").write_text("")
+    for damaged, offered in (("step-11", "step-2"), ("step-2", "step-1"), ("step-1", None)):
+        flip(copied / damaged / "about" / "metadata", 5, 5)
+        hint = f"that is not damaged is {copied / str(offered)}." if offered else "No other checkpoint beside it is kn"
+        with pytest.raises(ValueError, match=hint):
+            assert_restored(copied / damaged, auto_mesh)
+
+
+def test_checkpoints_of_earlier_versions(copied: Path, auto_mesh: Mesh) -> None:
+    path = copied / "step-2"
+    os.remove(path / checksums.CHECKSUMS)
+    assert_restored(path, auto_mesh)
+    with pytest.raises(
+        ValueError, match=r"has no checksums\.json to compare it with, since an earlier version wrote it"
+    ):
+        verify(path)
+    (path / "about" / "metadata").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"^restore_checkpoint: \S+ cannot be read: UnicodeDecodeError: [^\n]*\.$"):
+        assert_restored(path, auto_mesh)
+
+
+def test_several_processes_share_the_work(copied: Path) -> None:
+    path = copied / "step-2"
+    for file in files_of(path):
+        if file.parent != path:
+            flip(file, 0, 0)
+    parts = [checksums.damage_of(path, i, 3) or [] for i in range(3)]
+    assert all(parts) and sorted(problem for part in parts for problem in part) == sorted(
+        checksums.damage_of(path) or []
+    )
+
+
+def test_command(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = str(copied / "step-1"), str(copied / "step-2")
+    assert main(["verify", good]) == 0
+    assert capsys.readouterr().out == f"{good} is as it was written.\n"
+    flip(copied / "step-2" / "about" / "metadata", 5, 5)
+    assert main(["verify", bad, good, str(copied / "step-3")]) == 1
+    printed, said = capsys.readouterr()
+    assert printed == f"{good} is as it was written.\n"
+    assert said.splitlines() == [
+        f"{bad} is damaged: about/metadata differs from what was written.",
+        f"{copied / 'step-3'} is not a complete checkpoint.",
+    ]
