@@ -40,7 +40,6 @@ SLOW = (
     "tests/nn/test_attention_fused.py::test_splash",
     "tests/sharding/test_fsdp.py::test_a_step_gives_the_result_of_one_device_and_moves_little",
     "tests/processes/",
-    "tests/sharding/test_processes.py",
     "tests/test_docstrings.py::test_examples_run",
     "tests/test_properties.py",
     "tests/test_repository.py::test_example_runs",

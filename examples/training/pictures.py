@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -17,6 +16,7 @@ from . import table
 
 Curve = Sequence[tuple[int, float]]
 
+_LABEL = 12
 _SIZE = (60, 12)
 """Columns and rows of a curve as text."""
 
@@ -97,25 +97,24 @@ def _draw(axes: Any, x: NamedArray) -> None:
     """A rectangle for each part of an array, in the colour of the first device that has it."""
     across = list(table.split_axes(x))[-2:]
     down_axis, right_axis = (None, *across)[-2:] if across else (None, None)
-    parts: dict[tuple[float, float, float, float], list[int]] = {}
-    for device, index in x.array.sharding.devices_indices_map(x.array.shape).items():
+    parts: dict[tuple[float, float, float, float], list[Any]] = {}
+    indices = x.array.sharding.devices_indices_map(x.array.shape)
+    for device, index in indices.items():
         bounds = {n: s.indices(size)[:2] for (n, size), s in zip(x.shape.items(), index, strict=True)}
         sides = [
             (bounds[n][0] / x.shape[n], bounds[n][1] / x.shape[n]) if n is not None else (0.0, 1.0)
             for n in (right_axis, down_axis)
         ]
         (left, right), (top, bottom) = sides
-        parts.setdefault((left, top, right - left, bottom - top), []).append(device.id)
+        parts.setdefault((left, top, right - left, bottom - top), []).append(device)
+    order = list(indices)
     for (left, top, width, height), devices in parts.items():
-        colour = f"C{min(devices) % 10}" if len(parts) > 1 else "0.6"
+        colour = f"C{min(map(order.index, devices)) % 10}" if len(parts) > 1 else "0.6"
         axes.add_patch(Rectangle((left, top), width, height, facecolor=colour, alpha=0.5, edgecolor="black"))
-        axes.text(left + width / 2, top + height / 2, _ids(devices), ha="center", va="center", fontsize=7)
+        numbers = _shortened(axn.debug.describe_devices(devices))
+        axes.text(left + width / 2, top + height / 2, numbers, ha="center", va="center", fontsize=7)
     axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[], xlabel=right_axis or "", ylabel=down_axis or "")
 
 
-def _ids(devices: Sequence[int]) -> str:
-    """`0-3` for 0, 1, 2 and 3."""
-    ids = sorted(devices)
-    if len(ids) > 2 and bool(np.all(np.diff(ids) == 1)):
-        return f"{ids[0]}-{ids[-1]}"
-    return ",".join(map(str, ids)) if len(ids) <= 4 else f"{ids[0]},{ids[1]}, … {ids[-1]}"
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LABEL else f"{text[:_LABEL]}…"

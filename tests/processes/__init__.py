@@ -21,6 +21,8 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
+DEVICES = 8
+"""How many devices the processes have together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,21 +81,21 @@ def run(commands: Sequence[Sequence[str]], folder: Path, limit: float, alone: fl
     return Ended([p.returncode for p in processes], [log.read_text(errors="replace") for log in logs], seconds)
 
 
-def names(module: ModuleType) -> list[str]:
-    """The checks of a module, in order."""
-    return [name for name in vars(module) if name.startswith("check_")]
+def names(*modules: ModuleType) -> list[str]:
+    """The checks of modules, in order, as `module.check`."""
+    return [f"{m.__name__}.{name}" for m in modules for name in vars(m) if name.startswith("check_")]
 
 
-def outcomes(module: ModuleType, count: int, folder: Path, limit: float = 120, devices: int = 2) -> dict[str, str]:
-    """Run the checks of a module in several processes: what went wrong in each, nothing if all was well."""
+def outcomes(*checks: str, count: int, folder: Path, devices: int = DEVICES, limit: float = 180) -> dict[str, str]:
+    """Run checks in several processes: what went wrong in each, nothing if all was well."""
     address = free_address()
-    rest = [address, str(count), str(devices), module.__name__, str(folder)]
+    rest = [address, str(count), str(devices // count), str(folder), *checks]
     ended = run([["-W", "error", "-m", "tests.processes", str(i), *rest] for i in range(count)], folder, limit, alone=5)
     found: dict[str, str] = {}
     for i in range(count):
         report = folder / f"report-{i}.jsonl"
         told = dict(json.loads(line) for line in report.read_text().splitlines()) if report.exists() else {}
-        for name in names(module):
+        for name in checks:
             wrong = told.get(name, "it did not come to its end")
             found[name] = found.get(name, "") + (f"\nprocess {i}: {wrong}" if wrong else "")
     if first := next((name for name in found if found[name]), None):

@@ -7,6 +7,7 @@ from .problems import (
 )
 from .shardings import (
     describe_array as describe_array,
+    describe_devices as describe_devices,
     describe_shardings as describe_shardings,
     visualize_named_sharding as visualize_named_sharding,
     visualize_shardings as visualize_shardings,

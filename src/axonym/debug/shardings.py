@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -114,6 +114,36 @@ def describe_array(array: Any) -> str:
 # --- all arrays of a tree ---
 
 
+def describe_devices(devices: Iterable[Any]) -> str:
+    """Return the numbers of devices, such as `0-3,6`.
+
+    With several hosts, a number counts the devices of a host, and follows the number of the host: `0:0-3 1:0-3`.
+
+    Arguments:
+        devices: the devices.
+
+    >>> axn.debug.describe_devices(jax.devices()[:3])
+    '0-2'
+    """
+    if jax.process_count() == 1:
+        return _runs(device.id for device in devices)
+    by_host: dict[int, list[int]] = {}
+    for device in devices:
+        ids = sorted(d.id for d in jax.local_devices(device.process_index, device.platform))
+        by_host.setdefault(device.process_index, []).append(ids.index(device.id))
+    return " ".join(f"{host}:{_runs(numbers)}" for host, numbers in sorted(by_host.items()))
+
+
+def _runs(numbers: Iterable[int]) -> str:
+    runs: list[list[int]] = []
+    for i in sorted(numbers):
+        if runs and i == runs[-1][-1] + 1:
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
 def _arrays(tree: Any) -> list[Leaf]:
     return [leaf for leaf in leaves_of(tree)[0] if leaf.shape is not None]
 
@@ -204,13 +234,13 @@ def _draw(names: Sequence[str] | None, shape: Sequence[int], sharding: Sharding)
     sharded = _sharded_axes(shape, sharding)
     if len(sharded) not in (1, 2):
         return []
-    owners: dict[tuple[Range, ...], list[int]] = {}
+    owners: dict[tuple[Range, ...], list[Any]] = {}
     for device, ranges in _ranges(shape, sharding).items():
-        owners.setdefault(tuple(ranges[i] for i in sharded), []).append(device.id)
+        owners.setdefault(tuple(ranges[i] for i in sharded), []).append(device)
     labels = [_label(i, names, shape) for i in sharded]
     *above, columns = sharded.values()
     rows: list[tuple[Range, ...]] = [(r,) for r in above[0]] if above else [()]
-    cells = [[_ids(owners[(*row, column)]) for column in columns] for row in rows]
+    cells = [[describe_devices(owners[(*row, column)]) for column in columns] for row in rows]
     corner = f"{labels[0]} ↓ {labels[1]} →" if above else f"{labels[0]} →"
     width = max(len(text) for texts in [*cells, [_range(c) for c in columns]] for text in texts) + 2
     if len(rows) > _HEIGHT or len(corner) + (width + 1) * len(columns) > _WIDTH:
@@ -243,19 +273,8 @@ def _range(part: Range) -> str:
     return f"{part[0]}:{part[1]}"
 
 
-def _ids(ids: Sequence[int]) -> str:
-    """Abbreviate ids: `0-3,6` for 0, 1, 2, 3 and 6."""
-    runs: list[list[int]] = []
-    for i in sorted(ids):
-        if runs and i == runs[-1][-1] + 1:
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
 def _device(device: Any) -> str:
-    return f"{device.platform.upper()} {device.id}"
+    return f"{device.platform.upper()} {describe_devices([device])}"
 
 
 def _kind(sharding: Sharding) -> str:

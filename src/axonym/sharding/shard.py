@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -229,7 +230,36 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
     leaves, structure = resolve(tree, placement, mesh, what)
     if undo:
         leaves = [dataclasses.replace(leaf, spec=_undone(leaf.spec)) for leaf in leaves]
+    if jax.process_count() > 1 and not in_trace():
+        _check_same(leaves, mesh, what)
     return jax.tree.unflatten(structure, [_put(leaf, leaf.mesh or mesh, what) for leaf in leaves])
+
+
+def _check_same(leaves: Sequence[Leaf], mesh: AnyMesh | None, what: str) -> None:
+    """Check that arrays of single processes that become arrays of all of them are the same in each."""
+    lines = []
+    for leaf in leaves:
+        x = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
+        target = leaf.mesh or mesh
+        if leaf.spec is not None and target is not None and _is_local(x) and _spans_processes(target):
+            values = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+            digest = zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+            lines.append(f"{leaf.path or 'the array'} {x.dtype}{list(x.shape)} with checksum {digest:08x}")
+    if lines:
+        with fail_together(what) as agree:
+            agree({"arrays": "\n".join(lines)})
+
+
+def _is_local(x: Any) -> bool:
+    """Return whether an array with values is of this process alone."""
+    return isinstance(x, np.ndarray) or (
+        isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_fully_addressable
+    )
+
+
+def _spans_processes(mesh: AnyMesh) -> bool:
+    found = with_devices(mesh)
+    return isinstance(found, Mesh) and found.is_multi_process
 
 
 def _undone(spec: PartitionSpec | None) -> PartitionSpec | None:
@@ -259,9 +289,24 @@ def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
     if in_trace():
         return _constrain(x, spec, mesh, what)
     spec = _closed(spec, has)
+    if jax.process_count() > 1 and _is_local(x) and _spans_processes(mesh):
+        return _from_each_process(x, NamedSharding(with_devices(mesh), spec))
     if isinstance(mesh, AbstractMesh):
         return jax.device_put(x, spec)  # the active mesh, whose devices JAX knows
     return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def _from_each_process(x: Any, sharding: NamedSharding) -> jax.Array:
+    """Make an array of all processes from one that is the same in each.
+
+    `jax.device_put` would gather the values of all processes to compare them, and takes no random keys.
+    """
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        spec = PartitionSpec(*sharding.spec, *[None] * (x.ndim - len(sharding.spec)))
+        data = _from_each_process(jax.random.key_data(x), NamedSharding(sharding.mesh, spec))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    values = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
 def _closed(spec: PartitionSpec, has: Any) -> PartitionSpec:

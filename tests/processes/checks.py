@@ -1,0 +1,281 @@
+"""What is promised of several processes: the same values, shardings, texts and files as with one.
+
+Expected values come from NumPy, or from the same operation on arrays of this process alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import axonym as axn
+from axonym.random import categorical, normal, permutation, uniform
+from axonym.state import (
+    from_state_dict,
+    load_state_dict,
+    restore_checkpoint,
+    save_checkpoint,
+    save_state_dict,
+    to_state_dict,
+)
+from tests.manual.test_collectives import CASES, EXCHANGES, MAPPING as MANUAL, X as LOCAL, run
+
+Batch, Embed, Mlp, Vocab = axn.make_axes(batch=8, embed=8, mlp=16, vocab=64)
+MAPPING = {"batch": "data", "mlp": "model"}
+ALL = {"batch": "data", "embed": "data", "mlp": "model", "vocab": "model"}
+
+
+def data_outside() -> Mesh:
+    """A mesh whose processes differ along "data"."""
+    return axn.make_mesh({"data": 4, "model": 2})
+
+
+def model_outside() -> Mesh:
+    """A mesh whose processes differ along "model"."""
+    return axn.make_mesh({"model": 2, "data": 4}, explicit=True)
+
+
+def meshes() -> list[Mesh]:
+    return [data_outside(), model_outside()]
+
+
+def draw(*axes: axn.Axis, seed: int = 0) -> axn.NamedArray:
+    values = np.random.default_rng(seed).normal(size=[a.size for a in axes])
+    return axn.named(values.astype(np.float32), axes)
+
+
+def assert_values(found: Any, expected: Any, **tolerance: Any) -> None:
+    """Gather arrays, and compare them by name with those of this process."""
+    found, expected = (jax.tree.map(np.asarray, axn.to_host(tree)) for tree in (found, expected))
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, **{"rtol": 1e-5, "atol": 1e-6} | tolerance)
+
+
+def assert_shards(x: axn.NamedArray, whole: np.ndarray) -> None:
+    for shard in x.array.addressable_shards:
+        np.testing.assert_array_equal(shard.data, whole[shard.index])
+
+
+def check_shard(folder: Path) -> None:
+    whole = draw(Batch, Mlp)
+    for mesh in meshes():
+        with axn.set_mesh(mesh), axn.axis_mapping(MAPPING):
+            x = axn.shard(whole)
+            assert x.array.sharding == NamedSharding(mesh, P("data", "model"))
+            assert len(x.array.addressable_shards) == jax.local_device_count()
+            assert_shards(x, np.asarray(whole.array))
+            again = axn.shard(x, {"batch": "model"})
+            assert again.array.sharding == NamedSharding(mesh, P("model", None))
+            assert_shards(again, np.asarray(whole.array))
+            assert_shards(axn.unshard(again), np.asarray(whole.array))
+            assert_values(jax.jit(lambda x: axn.shard(x * 2, {"mlp": "data"}))(x), whole * 2)
+
+
+def check_local_data(folder: Path) -> None:
+    """Each process gives its own rows, along a mesh axis that lies across processes."""
+    mesh = axn.make_mesh({"data": 8})
+    whole = np.asarray(draw(Batch, Embed).array)
+    rows = 8 // jax.process_count()
+    mine = whole[rows * jax.process_index() :][:rows]
+    found = axn.sharding.from_process_local_data(axn.named(mine, ("batch", "embed")), "batch", mesh=mesh)
+    assert found.array.sharding == NamedSharding(mesh, P("data", None))
+    assert_shards(found, whole)
+    assert_values(found.sum("batch"), axn.named(whole.sum(0), "embed"))
+
+
+def check_named_jit(folder: Path) -> None:
+    x, w = draw(Batch, Embed), draw(Embed, Mlp, seed=1)
+    fn = lambda x, w: {"y": axn.dot(x, w, axis="embed"), "n": x.sum()}
+    for mesh in meshes():
+        with axn.set_mesh(mesh):
+            compiled = axn.named_jit(fn, MAPPING, in_axis_resources=MAPPING, out_axis_resources=MAPPING)
+            found = compiled(x, w)
+            assert found["y"].array.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 2)
+            assert_values(found, fn(x, w))
+
+
+def check_fsdp(folder: Path) -> None:
+    params = {"up": draw(Embed, Mlp, seed=1), "down": draw(Mlp, Embed, seed=2)}
+
+    def loss(params: Any, x: axn.NamedArray) -> jax.Array:
+        hidden = axn.nn.silu(axn.dot(x, params["up"], axis="embed"))
+        return axn.mean((axn.dot(hidden, params["down"], axis="mlp") - x) ** 2).scalar()
+
+    def step(params: Any, x: axn.NamedArray) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    x = draw(Batch, Embed)
+    expected = step(params, x)
+    for mesh in meshes():
+        with axn.set_mesh(mesh):
+            found = axn.fsdp(step, {"embed": "data", "mlp": "model"}, MAPPING)(params, x)
+            assert found[1]["up"].array.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 2)
+            assert_values(found, expected)
+
+
+def check_collectives(folder: Path) -> None:
+    mesh = axn.make_mesh({"data": 4, "model": 2})
+    x = axn.named(LOCAL, ("batch", "pos", "embed"))
+    with jax.set_mesh(mesh):
+        for name, (fn, expected) in CASES.items():
+            found = axn.to_host(run(fn, x, mapping=MANUAL))
+            np.testing.assert_allclose(np.asarray(found.array), expected, rtol=1e-5, err_msg=name)
+        for name, (fn, out, expected, _) in EXCHANGES.items():
+            found = axn.to_host(run(fn, x, mapping=MANUAL, out_specs=out))
+            np.testing.assert_allclose(np.asarray(found.array), expected, rtol=1e-5, err_msg=name)
+
+
+def check_draws(folder: Path) -> None:
+    """Random numbers do not depend on how many processes draw them."""
+    key = jax.random.key(3)
+    fn = lambda key: {
+        "normal": normal(key, (Batch, Mlp)),
+        "uniform": uniform(key, (Mlp, Batch)),
+        "mixed": permutation(key, axn.arange(Vocab), "vocab"),
+    }
+    expected = jax.jit(fn)(key)
+    mesh = data_outside()
+    with axn.set_mesh(mesh), axn.axis_mapping(ALL):
+        found = axn.named_jit(fn, ALL)(key)
+        assert found["normal"].array.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 2)
+        assert_values(found, expected)
+
+
+def check_vocabulary(folder: Path) -> None:
+    logits, targets = draw(Batch, Vocab) * 2, axn.arange(Batch) * 5
+    key = jax.random.key(1)
+
+    def fn(x: axn.NamedArray, targets: axn.NamedArray) -> Any:
+        return {
+            "top": axn.top_k(x, "vocab", 3),
+            "largest": axn.argmax(x, "vocab"),
+            "loss": axn.nn.cross_entropy_loss(x, "vocab", targets, reduction=None),
+            "gradient": jax.grad(lambda x: axn.nn.cross_entropy_loss(x, "vocab", targets).scalar())(x),
+            "tokens": categorical(key, x, "vocab", top_k=4),
+        }
+
+    expected = jax.jit(fn)(logits, targets)
+    with axn.set_mesh(model_outside()), axn.axis_mapping({"batch": "data", "vocab": "model"}):
+        assert_values(jax.jit(fn)(*axn.shard((logits, targets))), expected)
+
+
+def check_pictures(folder: Path) -> None:
+    """Every process shows the same, with the numbers of hosts and of their devices."""
+    x = axn.shard(draw(Batch, Mlp), MAPPING, axn.make_mesh({"data": 4, "model": 2}))
+    text = axn.debug.describe_shardings({"x": x})
+    with axn.sharding.fail_together("compare") as agree:
+        agree({"texts": text})
+    per_host = jax.local_device_count()
+    labels = [f"{i // per_host}:{i % per_host}" for i in range(8)]
+    assert all(f" {label} " in text for label in labels), text
+    assert axn.debug.describe_devices(jax.devices()) == " ".join(f"{h}:0-{per_host - 1}" for h in range(8 // per_host))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        axn.debug.visualize_shardings({"x": x})
+    assert all(f" {label} " in printed.getvalue() for label in labels)
+
+
+def check_state_dicts(folder: Path) -> None:
+    """One file, written by the first process; every device reads its shard."""
+    mesh = axn.make_mesh({"data": 4, "model": 2})
+    tree = {"w": draw(Embed, Mlp), "b": draw(Mlp, seed=1)}
+    with axn.set_mesh(mesh), axn.axis_mapping({"embed": "data", "mlp": "model"}):
+        save_state_dict(to_state_dict(axn.shard(tree)), folder / "model.safetensors")
+        found = from_state_dict(jax.eval_shape(lambda: tree), load_state_dict(folder / "model.safetensors"))
+        assert found["w"].array.sharding == NamedSharding(mesh, P("data", "model"))
+    assert_values(found, tree)
+
+
+class Counted:
+    """An entry of a state dict that counts the bytes that are read of it."""
+
+    def __init__(self, array: np.ndarray):
+        self.array, self.shape, self.dtype, self.read = array, array.shape, array.dtype, 0
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        found = self.array[index]
+        self.read += found.nbytes
+        return found
+
+
+def check_bytes_read(folder: Path) -> None:
+    """Of arrays and of data, each process reads the rows of its devices, and nothing else."""
+    whole = np.arange(64 * 4, dtype=np.float32).reshape(64, 4)
+    mesh = axn.make_mesh({"data": 8})
+    entry = Counted(whole)
+    template = {"w": jax.eval_shape(lambda: axn.zeros({"x": 64, "y": 4}))}
+    found = from_state_dict(template, {"w": entry}, placement={"x": "data"}, mesh=mesh)
+    assert entry.read == whole.nbytes // jax.process_count()
+    assert_shards(found["w"], whole)
+    text = Counted(np.arange(64, dtype=np.uint8).repeat(4))
+    tokens = jax.make_array_from_callback(
+        (64, 4), NamedSharding(mesh, P("data")), lambda i: text[i[0].start * 4 : i[0].stop * 4].reshape(-1, 4)
+    )
+    assert text.read == 256 // jax.process_count()
+    assert_shards(axn.named(tokens, ("x", "y")), np.arange(64).repeat(4).reshape(64, 4))
+
+
+def state() -> dict[str, Any]:
+    """What is saved by one number of processes, and restored by another."""
+    return {"w": draw(Embed, Mlp), "key": jax.random.key(7), "count": jnp.arange(3), "step": 5}
+
+
+TEMPLATE = {
+    "w": axn.named(jax.ShapeDtypeStruct((8, 16), np.float32), ("embed", "mlp")),
+    "key": jax.eval_shape(lambda: jax.random.key(0)),
+    "count": jax.ShapeDtypeStruct((3,), np.int32),
+    "step": 0,
+}
+
+
+def restored(path: Path) -> None:
+    """A checkpoint that any number of processes wrote is the state."""
+    mesh = axn.make_mesh({"model": 4, "data": 2})
+    found = restore_checkpoint(path, TEMPLATE, axn.sharding.MappingShardingRule({"mlp": "model"}) | P(), mesh=mesh)
+    assert found["w"].array.sharding == NamedSharding(mesh, P(None, "model")) and found["step"] == 5
+    data = jax.jit(jax.random.key_data)(found["key"])
+    assert_values([found["w"], found["count"]], [state()["w"], state()["count"]])
+    np.testing.assert_array_equal(axn.to_host(data), jax.random.key_data(jax.random.key(7)))
+
+
+def check_checkpoint_of_one_process(folder: Path) -> None:
+    restored(folder / "of-one")
+
+
+def check_checkpoint_for_other_processes(folder: Path) -> None:
+    mesh = axn.make_mesh({"data": 4, "model": 2})
+    replicated = jax.jit(
+        lambda: {"key": state()["key"], "count": jnp.arange(3)}, out_shardings=NamedSharding(mesh, P())
+    )
+    tree = state() | replicated()
+    tree["w"] = axn.shard(tree["w"], {"embed": "data", "mlp": "model"}, mesh)
+    save_checkpoint(folder / "of-several", tree)
+    restored(folder / "of-several")
+
+
+def check_data_that_differ(folder: Path) -> None:
+    """What should be the same in all processes, and is not, is refused by name, and without its values."""
+    mesh = axn.make_mesh({"data": 8})
+    same, nan = draw(Batch, Embed), axn.named(np.full((8, 8), np.nan, np.float32), ("batch", "embed"))
+    mine = {"same": same, "nan": nan, "other": draw(Batch, Embed, seed=jax.process_index())}
+    with pytest.raises(ValueError, match=r"^shard: arrays must be the same in every process, but differ:") as caught:
+        axn.shard(mine, {"batch": "data"}, mesh)
+    lines = str(caught.value).splitlines()[1:]
+    assert len(lines) == jax.process_count() and all("other float32[8, 8] with checksum" in line for line in lines)
+    with pytest.raises(
+        ValueError, match=r"process 0: the array float32\[2\] .*\n  process 1.*: the array float32\[3\]"
+    ):
+        axn.shard(np.zeros(2 if jax.process_index() == 0 else 3, np.float32), P(), mesh)
+    assert_shards(axn.shard({"same": same, "nan": nan}, {"batch": "data"}, mesh)["nan"], np.asarray(nan.array))
+    keys = axn.shard(jax.random.split(jax.random.key(0), 8), P("data"), mesh)
+    assert keys.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 1)
+    assert axn.shard(np.ones(8), P("data"), mesh).dtype == np.float32
