@@ -8,6 +8,7 @@ in `training/`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shlex
 import sys
@@ -22,6 +23,7 @@ from training import (
     data,
     devices,
     generation,
+    lock,
     pictures,
     runs,
     steps,
@@ -49,11 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if folder is not None:
             config = runs.with_settings_of(folder, config, arguments)
         devices.start(config.hosts)
-        with fail_together("The start") as agree:
-            agree({"settings": "\n".join(f"{name} {value}" for name, value in settings.as_json(config).items())})
-            prepared = Prepared(config)
-            run = runs.new(config) if folder is None else runs.Run(folder, config.saving.keep)
-        with jax.set_mesh(prepared.mesh):
+        with contextlib.ExitStack() as stack:
+            with fail_together("The start") as agree:
+                agree({"settings": "\n".join(f"{name} {value}" for name, value in settings.as_json(config).items())})
+                prepared = Prepared(config)
+                run = runs.new(config) if folder is None else runs.Run(folder, config.saving.keep)
+                if jax.process_index() == 0:
+                    stack.enter_context(lock.held(run.folder))
+            stack.enter_context(jax.set_mesh(prepared.mesh))
             return Training(prepared, run).run()
     except Problem as e:
         print(f"train_lm.py: {e}", file=sys.stderr)

@@ -45,18 +45,29 @@ class Run:
 
 def new(config: Config) -> Run:
     """A new run in the folder that `--out` says, or in the next free one."""
-    folder = config.out or RUNS / str(1 + max(_numbers(), default=0))
-    run = Run(folder, config.saving.keep)
-    if (last := run.checkpoints.latest()) is not None:
-        raise Problem(
-            f"{folder} has a run already, up to {last.name}: go on with it by --resume, or choose another folder with "
-            "--out."
-        )
     try:
+        folder = _next_free() if config.out is None else config.out
+        run = Run(folder, config.saving.keep)
+        if (last := run.checkpoints.latest()) is not None:
+            raise Problem(
+                f"{folder} has a run already, up to {last.name}: go on with it by --resume, or choose another folder "
+                "with --out."
+            )
         run.checkpoints.folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise Problem(f"The folder {folder} cannot be made: {reason_of(e)}.") from None
+        raise Problem(f"The folder {config.out or RUNS} cannot be made: {reason_of(e)}.") from None
     return run
+
+
+def _next_free() -> Path:
+    """Make the next free folder, which another process may be about to take."""
+    while True:
+        folder = RUNS / str(1 + max(_numbers(), default=0))
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
 
 
 def to_resume(config: Config) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import re
 import shutil
 import signal
@@ -19,54 +18,20 @@ import pytest
 
 import axonym as axn
 from axonym.state import from_torch_compatible_state_dict, load_state_dict
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # where a script finds what is beside it
-
-from examples import train_lm
-
-EXAMPLES = Path(train_lm.__file__).parent
-Problem, Checkpoints = train_lm.Problem, train_lm.checkpoints.Checkpoints
+from tests.examples.runs import (
+    EXAMPLES,
+    SMALL,
+    STEPS,
+    Checkpoints,
+    Problem,
+    losses,
+    rows,
+    saved_steps,
+    train,
+    train_lm,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-SMALL = (
-    "--layers 2 --embed 16 --mlp 16 --kv-heads 2 --group 1 --head-size 8 --batch 8 --length 16 --steps 6 --warmup 1 "
-    "--learning-rate 0.02 --evaluate-every 3 --evaluate-batches 1 --save-every 2 --sample-length 6 --held-out 0.2"
-).split()
-STEPS = 6
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once() -> Any:
-    """Runs of the same settings share what is compiled: making it again would take most of the time."""
-    patch, made = pytest.MonkeyPatch(), {}
-
-    def once(fn: Any) -> Any:
-        def maker(*args: Any) -> Any:
-            key = (fn.__name__, *map(repr, args))
-            if key not in made:
-                made[key] = fn(*args)
-            return made[key]
-
-        return maker
-
-    patch.setattr(train_lm.steps, "make_functions", once(train_lm.steps.make_functions))
-    patch.setattr(train_lm.generation, "make_writer", once(train_lm.generation.make_writer))
-    yield
-    patch.undo()
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files to learn from: a counter in each, so there is something to learn."""
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(4):
-        (folder / f"{i}.txt").write_text(" ".join(str(n) for n in range(100 * i, 100 * i + 400)))
-    return folder
-
-
-def train(text: Path, out: Path, *more: Any) -> int:
-    return train_lm.main([*SMALL, "--data", str(text), "--out", str(out), *map(str, more)])
 
 
 def abstract_state() -> Any:
@@ -76,32 +41,7 @@ def abstract_state() -> Any:
     return train_lm.steps.make_functions(config.model, config.optimizer, policy, strategy).abstract
 
 
-def rows(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(out: Path) -> list[float]:
-    return [row["loss"] for row in rows(out) if "loss" in row]
-
-
-def saved_steps(out: Path) -> list[str]:
-    return sorted(path.name for path in (out / "checkpoints").iterdir())
-
-
 # --- runs ---
-
-
-@pytest.fixture(scope="module")
-def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that was not interrupted."""
-    out = tmp_path_factory.mktemp("finished") / "run"
-    patch = pytest.MonkeyPatch()
-    printed = tmp_path_factory.getbasetemp() / "printed"
-    with printed.open("w") as file, patch.context() as p:
-        p.setattr(sys, "stdout", file)
-        assert train(text, out, "--mapping", "fsdp+tensor", "--keep", 9, "--export", out / "llama.safetensors") == 0
-    shutil.move(printed, out / "printed.txt")
-    return out
 
 
 def test_learns_and_leaves_files(finished: Path) -> None:
