@@ -6,6 +6,7 @@ is said. Type checkers see `NamedArray` derive from `Methods`; on import, `attac
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -185,11 +186,16 @@ class Methods:
 
     # --- refusal of positional functions ---
 
-    def __jax_array__(self: Any) -> Any:
-        name = _calling_function("jax")
-        if name is None:  # an operator of a JAX array: return the named array, and Python tries its reflected operator
-            return self
-        raise TypeError(_use_instead(f"JAX's {name}", name))
+    @property
+    def __jax_array__(self: Any) -> Callable[[], Any]:
+        # `jax.grad` looks for this attribute on what the function returned, which is not an array for it.
+        if sys._getframe(1).f_code.co_name == "typeof" and sys._getframe(2).f_code.co_name == "_check_scalar":
+            end = ".scalar()" if not self.names else ".mean().scalar()"
+            raise ValueError(  # JAX puts a text of its own in the place of a TypeError
+                f"The function to differentiate returned a named array, {self}: end it with `{end}`, or use "
+                "`axonym.grad`, which takes named arrays without axes."
+            )
+        return functools.partial(_refuse_conversion, self)
 
     def __array__(self: Any, dtype: Any = None, copy: Any = None) -> Any:
         raise TypeError(_use_instead("A NumPy conversion", None))
@@ -216,6 +222,13 @@ def attach() -> None:
 
 
 # --- suggestions instead of positional functions ---
+
+
+def _refuse_conversion(x: NamedArray) -> NamedArray:
+    name = _calling_function("jax")
+    if name is None:  # an operator of a JAX array: return the named array, and Python tries its reflected operator
+        return x
+    raise TypeError(_use_instead(f"JAX's {name}", name))
 
 
 def _calling_function(package: str) -> str | None:

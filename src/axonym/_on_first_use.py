@@ -60,6 +60,12 @@ from .transforms.checkpointing import (
     tree_checkpoint_name as tree_checkpoint_name,
 )
 from .transforms.control import cond as cond, fori_loop as fori_loop, switch as switch, while_loop as while_loop
+from .transforms.derivatives import (
+    grad as grad,
+    hessian as hessian,
+    jacobian as jacobian,
+    value_and_grad as value_and_grad,
+)
 from .transforms.lift import lift as lift
 from .transforms.scan import fold as fold, map as map, scan as scan
 from .transforms.vmap import vmap as vmap
