@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +135,18 @@ def test_representation() -> None:
     assert repr(Named["batch", ..., Axis("embed", 3)]) == 'axonym.typing.Named["batch ... embed=3"]'
     assert repr(f32[NamedArray, {"b", "a"}]) == 'axonym.typing.f32[NamedArray, "{a b}"]'
     assert repr(bf16) == "axonym.typing.bf16"
+
+
+@pytest.mark.parametrize("annotation", [Named["batch embed ..."], f32[NamedArray, "batch embed ..."]], ids=repr)
+def test_annotations_can_be_read(annotation: Any) -> None:
+    """As those of `typing`, and what `typing.get_type_hints` leaves of them still checks."""
+    assert typing.get_origin(annotation) is typing.Annotated
+    checking, axes = typing.get_args(annotation)
+    assert (axes.before, axes.after, axes.ordered, axes.subset) == (("batch", "embed"), (), True, True)
+    assert is_a(X.astype(jnp.float32), checking) and not is_a(X["batch", 0], checking)
+    assert pickle.loads(pickle.dumps(checking)) is checking
+    assert typing.get_type_hints(mean)["x"] is typing.get_args(Named["batch embed ..."])[0]
+    assert typing.get_type_hints(mean, include_extras=True)["x"] is Named["batch embed ..."]
 
 
 def test_what_is_not_a_named_array() -> None:

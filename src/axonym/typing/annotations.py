@@ -1,7 +1,8 @@
 """The annotations `Named[...]`, `Float[...]` and others, as classes that work with `isinstance`.
 
 An annotation is made once for each `NamedArrayAxes`, and checks it in `__instancecheck__`. Inside a function decorated
-with jaxtyping's `jaxtyped`, it also checks that axes have the sizes they had before in the same call.
+with jaxtyping's `jaxtyped`, it also checks that axes have the sizes they had before in the same call. For code that
+reads annotations, it is a `typing.Annotated`.
 
 Jaxtyping is imported where it is needed: every program imports this file, and few use annotations.
 """
@@ -15,7 +16,7 @@ import operator
 import types
 from collections.abc import Set
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, TypeAlias, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union, get_args, get_origin
 
 import jax
 
@@ -84,8 +85,8 @@ def _positional(asked: NamedArrayAxes, names: Names) -> Any:
 # --- annotations as classes ---
 
 
-class _Annotation(Annotation):
-    """The metaclass of annotations, which implements `isinstance`."""
+class _Checking(Annotation):
+    """The metaclass of classes that implement `isinstance`."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return not mismatch(_ANY, instance, cls.asked) and not _conflicts(instance, cls.asked)
@@ -107,12 +108,32 @@ class _Annotation(Annotation):
         return f"{cls.__module__}.{cls.__qualname__}"  # beartype parses the text of `repr(cls | None)`
 
 
+class _Annotation(_Checking):
+    """The metaclass of annotations: to `typing.get_args` and `typing.get_origin`, they are a `typing.Annotated`."""
+
+    __class__ = property(lambda cls: type(Annotated[int, None]))  # pyright: ignore[reportAssignmentType]
+
+    @property
+    def __origin__(cls) -> Any:
+        """Return a class that checks the same: it is all that `typing.get_type_hints` leaves of an annotation."""
+        return _annotation(cls.asked, _Checking)
+
+    @property
+    def __args__(cls) -> tuple[Any, ...]:
+        return (cls.__origin__,)
+
+    @property
+    def __metadata__(cls) -> tuple[NamedArrayAxes, ...]:
+        return (cls.asked,)
+
+
 @functools.lru_cache(maxsize=4096)
-def _annotation(asked: NamedArrayAxes) -> _Annotation:
-    return _Annotation(repr(asked), (), {"asked": asked, "__module__": "axonym.typing", "__slots__": ()})
+def _annotation(asked: NamedArrayAxes, kind: type[_Checking]) -> _Checking:
+    return kind(repr(asked), (), {"asked": asked, "__module__": "axonym.typing", "__slots__": ()})
 
 
-copyreg.pickle(_Annotation, lambda annotation: (_annotation, (annotation.asked,)))
+for _kind in (_Checking, _Annotation):
+    copyreg.pickle(_kind, lambda annotation: (_annotation, (annotation.asked, type(annotation))))
 
 
 def annotate(cls: type, spec: NamedArrayAxesSpec) -> Any:
@@ -123,7 +144,7 @@ def annotate(cls: type, spec: NamedArrayAxesSpec) -> Any:
     """
     if isinstance(spec, tuple) and spec and spec[0] is NamedArray:  # as the annotations with a dtype have it
         spec = spec[1] if len(spec) == 2 else spec[1:]
-    return _annotation(read(_ANY, spec))
+    return _annotation(read(_ANY, spec), _Annotation)
 
 
 class _Typed:
@@ -149,7 +170,7 @@ class _Typed:
         if array_type is not NamedArray:
             return self.dtype[item]
         asked = read(f"{self.name}[...]", spec[0] if len(spec) == 1 else spec)
-        return _annotation(dataclasses.replace(asked, dtype=self.dtype))
+        return _annotation(dataclasses.replace(asked, dtype=self.dtype), _Annotation)
 
     def __repr__(self) -> str:
         return f"axonym.typing.{self.name}"
