@@ -15,11 +15,11 @@ import axonym.haliax as hax
 # - what a module only imported for itself, such as `Axis` in `haliax.ops`, and variables of types;
 # - helpers that do not begin with an underscore but are inner workings: `index_where`, `axis_spec_to_tuple`,
 #   `replace_missing_with_ellipsis`, `to_jax_shape` outside of `jax_utils`, `check_shape`, `raw_array_or_scalar`,
-#   `broadcast_arrays_and_return_axes`, `compile_cache`, `mesh_context`, `maybe_untuple`, `safe_wraps`,
-#   `safe_update_wrapper`, `IdentityMap`, and the classes `NamedArrayMeta`, `DTypeCategory` and `WrappedCallable`;
+#   `broadcast_arrays_and_return_axes`, `compile_cache`, `maybe_untuple`, `safe_wraps`, `safe_update_wrapper`, and the
+#   classes `NamedArrayMeta`, `DTypeCategory` and `WrappedCallable`;
 # - the functions of `wrap`, by which Haliax makes operations of positional functions: `lift` does that here;
 # - `nn.linear.gmm_sharded`, a Pallas kernel for raw arrays: `MoELinear` has it with `use_gmm=True`;
-# - `poly.vander`, which is `hax.vander`, and the constants `DEFAULT_WIDTH_NAME` and `DEFAULT_PADDING`;
+# - `poly.vander`, which is `hax.vander`, and the constant `DEFAULT_PADDING`;
 # - everything in `haliax._src`.
 PATHS: dict[str, str] = {
     "axonym.haliax": """
@@ -60,7 +60,7 @@ PATHS: dict[str, str] = {
         ShapeDict slice split take unbind unflatten_axis updated_slice
     """,
     "axonym.haliax.debug": """
-        describe_array diagnose_common_issues ModuleProblems visualize_named_sharding visualize_shardings
+        describe_array diagnose_common_issues IdentityMap ModuleProblems visualize_named_sharding visualize_shardings
     """,
     "axonym.haliax.fft.fft": """
         fft fftfreq fftshift hfft ifft ifftshift ihfft irfft rfft rfftfreq
@@ -73,7 +73,7 @@ PATHS: dict[str, str] = {
         NamedArrayAxesSpec u16 u32 u64 u8 UInt
     """,
     "axonym.haliax.hof": """
-        fold map scan vmap
+        fold map scan ScanCheckpointPolicy ScanCheckpointSpec vmap
     """,
     "axonym.haliax.jax_utils": """
         assert_equal broadcast_one_to_all broadcast_prefix ensure_scalar filter_checkpoint is_in_jit is_jax_array_like
@@ -112,7 +112,7 @@ PATHS: dict[str, str] = {
         reduce_loss UNSPECIFIED Unspecified
     """,
     "axonym.haliax.nn.mlp": """
-        MLP
+        DEFAULT_WIDTH_NAME MLP
     """,
     "axonym.haliax.nn.mup": """
         AbstractEmbeddingReparam AbstractLinearReparam AbstractReparam EmbeddingMup EmbeddingStandardParam
@@ -125,15 +125,15 @@ PATHS: dict[str, str] = {
         max_pool mean_pool min_pool pool
     """,
     "axonym.haliax.nn.scan": """
-        BlockFoldable BlockSeq FoldFunction ModuleInit ScanCheckpointPolicy ScanFunction Stacked tree_checkpoint_name
-        VmapFunction
+        BlockFoldable BlockSeq FoldFunction ModuleInit ScanCheckpointPolicy ScanCheckpointSpec ScanFunction Stacked
+        tree_checkpoint_name VmapFunction
     """,
     "axonym.haliax.ops": """
         allclose array_equal array_equiv bincount clip isclose nonzero packbits pad pad_left searchsorted trace tril
         triu unique unique_all unique_counts unique_inverse unique_values unpackbits where
     """,
     "axonym.haliax.partitioning": """
-        auto_sharded axis_mapping current_thread_local_mapping fsdp infer_resource_partitions named_jit
+        auto_sharded axis_mapping current_thread_local_mapping fsdp infer_resource_partitions mesh_context named_jit
         physical_axis_name physical_axis_size PhysicalAxisSpec pspec_for pspec_for_axis ResourceAxis ResourceMapping
         round_axis_for_partitioning set_mesh shard shard_with_axis_mapping sharding_for_axis
     """,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +51,27 @@ def test_argsort_of_all_elements() -> None:
     x = hax.named([[3, 1], [2, 0]], ("x", "y"))
     np.testing.assert_array_equal(hax.argsort(x, None), [3, 1, 2, 0])
     assert hax.argsort(x, "y").tolist() == [[1, 0], [1, 0]]
+
+
+def test_renaming_axes_that_an_array_lacks() -> None:
+    x = hax.ones({"a": 2, "b": 3})
+    assert hax.rename(x, {"a": "c", "z": "y"}).names == hax.rename(x, {hax.Axis("a", 2): "c"}).names == ("c", "b")
+
+
+def test_state_dicts_with_more_than_the_tree_has() -> None:
+    tree = {"layer": hax.nn.Linear.init(hax.Axis("i", 2), hax.Axis("o", 3), key=jax.random.key(0))}
+    entries = {**hax.state_dict.to_state_dict(tree, "model"), "model.layer.inv_freq": np.ones(2), "head": np.ones(2)}
+    for load in (hax.state_dict.from_state_dict, hax.state_dict.from_torch_compatible_state_dict):
+        assert load(tree, entries, prefix="model")["layer"].bias.tolist() == [0, 0, 0]
+        with pytest.raises(ValueError, match=r"'other\.layer\.bias' is missing"):
+            load(tree, entries, prefix="other")
+    with pytest.raises(ValueError, match=r"'model\.layer\.inv_freq' is in the state dict, but not in the tree"):
+        axn.state.from_state_dict(tree, entries, "model")
+
+
+def test_trees_by_keyword() -> None:
+    parts = hax.tree_util.hashable_partition(pytree={"a": hax.ones({"a": 2}), "b": "b"}, filter_spec=eqx.is_array)
+    assert hax.tree_util.hashable_combine(*parts)["b"] == "b" and hash(parts[1])
 
 
 def test_draws_of_categorical() -> None:

@@ -55,6 +55,10 @@ def test_methods() -> None:
     assert x.product("pos").tolist() == [2, 12]
     assert x.ravel("all").tolist() == x.conjugate().ravel("all").tolist() == [1, 2, 3, 4]
     assert x.updated_slice({"pos": 1}, axn.zeros({"batch": 2}, dtype=int)).tolist() == [[1, 0], [3, 0]]
+    (array,), axes = x.tree_flatten()
+    assert array is x.array and axes == x.axes
+    found = hax.NamedArray.tree_unflatten(axes, (array,))  # pyright: ignore[reportAttributeAccessIssue]
+    assert found.array is array and found.names == x.names
 
 
 def test_unique() -> None:
@@ -82,7 +86,8 @@ def test_auto_sharded(auto_mesh: jax.sharding.Mesh) -> None:
     x = hax.ones({"batch": 8, "pos": 4})
     assert hax.auto_sharded(x) is x
     with hax.axis_mapping({"batch": "data", "pos": "model"}):
-        assert hax.auto_sharded(x) is x
+        with pytest.warns(RuntimeWarning, match="no mesh is active"):
+            assert hax.auto_sharded(x) is x
         with jax.set_mesh(auto_mesh):
             assert spec(hax.auto_sharded(x)) == ("data", "model")
 

@@ -190,6 +190,7 @@ SLICES = [
         "each axis needs a start and a size; got starts for ['pos'] and sizes",
     ),
     (lambda: axn.slice(X, {"pos": 1}, {"batch": 1}), ValueError, "got starts for ['pos'] and sizes for ['batch']"),
+    (lambda: axn.slice(X, "pos", axn.Axis("a", 3), length=2), ValueError, "the new axis a(3) is not of the length 2"),
     (lambda: axn.slice(X, "pos", start=3, length=2), IndexError, "ds(3, 2) is out of range for axis 'pos' of size 4"),
     (lambda: axn.slice(X, "pos", axn.Axis("batch", 2)), ValueError, "slice: 'batch' would name more than one axis"),
     (lambda: updated_slice(X, {"key": 0}, X), ValueError, "updated_slice: no axis 'key' in (batch=3, pos=4)."),
@@ -275,6 +276,7 @@ def test_dynamic_slices_are_moved_to_fit(start: int, expected: list[int]) -> Non
     i = jnp.int32(start)
     assert LINE["x", axn.ds(i, 2)].tolist() == expected
     assert axn.slice(LINE, "x", start=i, length=2).tolist() == expected
+    assert axn.slice(LINE, "x", "window", start=i, length=2).shape == {"window": 2}
     assert jax.jit(lambda x, i: x["x", axn.ds(i, 2)])(LINE, i).tolist() == expected
     changed = updated_slice(axn.zeros_like(LINE), {"x": i}, axn.ones({"x": 2}))
     assert np.flatnonzero(changed.array).tolist() == expected

@@ -2,7 +2,7 @@
 
 What is not defined here is the library's own. New code is better written with `import axonym as axn`, which has one
 name for each thing; both work on the same arrays, so a program can use both. Importing this package gives named arrays
-the methods `conjugate`, `product`, `ravel` and `updated_slice`, which only Haliax has.
+the methods that only Haliax has: `conjugate`, `product`, `ravel`, `tree_flatten`, `tree_unflatten`, `updated_slice`.
 
 Modules that are the same here and in the library, such as `hax.nn.conv`, are entered under both names when this package
 is imported. A type checker finds their contents as attributes, `hax.nn.conv.Conv`, not as imports from
@@ -46,7 +46,7 @@ from .. import (
     not_equal as not_equal, ones as ones, ones_like as ones_like, packbits as packbits, pad as pad,
     pad_left as pad_left, positive as positive, power as power, prod as prod, ptp as ptp,
     quantization as quantization, rad2deg as rad2deg, real as real,
-    reciprocal as reciprocal, rename as rename, repeat as repeat, right_shift as right_shift, rint as rint,
+    reciprocal as reciprocal, repeat as repeat, right_shift as right_shift, rint as rint,
     roll as roll, round as round, rsqrt as rsqrt,
     searchsorted as searchsorted, set_mesh as set_mesh, sign as sign, signbit as signbit,
     sin as sin, sinc as sinc, sinh as sinh, sort as sort, split as split, sqrt as sqrt,
@@ -88,7 +88,7 @@ from . import (
 from .axis import concat_axis_specs as concat_axis_specs, dblock as dblock, ds as ds, dslice as dslice
 from .core import (
     are_shape_checks_enabled as are_shape_checks_enabled, enable_shape_checks as enable_shape_checks, ndim as ndim,
-    rearrange as rearrange, slice as slice, top_k as top_k, updated_slice as updated_slice,
+    rearrange as rearrange, rename as rename, slice as slice, top_k as top_k, updated_slice as updated_slice,
 )
 from ._signatures import with_parameters as _with_parameters
 from .hof import ScanCheckpointPolicy as ScanCheckpointPolicy, scan as scan
@@ -122,10 +122,15 @@ remainder = mod
 trim_zeros = _with_parameters(_poly.trim_zeros, p="f")
 true_divide = divide
 
-_NamedArray.conjugate = conjugate  # pyright: ignore[reportAttributeAccessIssue]
-_NamedArray.product = product  # pyright: ignore[reportAttributeAccessIssue]
-_NamedArray.ravel = ravel  # pyright: ignore[reportAttributeAccessIssue]
-_NamedArray.updated_slice = updated_slice  # pyright: ignore[reportAttributeAccessIssue]
+for _name, _method in {
+    "conjugate": conjugate,
+    "product": product,
+    "ravel": ravel,
+    "tree_flatten": core.tree_flatten,
+    "tree_unflatten": classmethod(core.tree_unflatten),
+    "updated_slice": updated_slice,
+}.items():
+    setattr(_NamedArray, _name, _method)
 
 # --- modules that serve as they are ---
 

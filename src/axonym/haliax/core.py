@@ -12,7 +12,7 @@ import numpy as np
 from .. import (
     Axis as Axis, NamedArray as NamedArray, broadcast_arrays as broadcast_arrays, broadcast_axis as broadcast_axis,
     broadcast_to as broadcast_to, flatten as flatten, flatten_axes as flatten_axes, index as index,
-    is_named_array as is_named_array, named as named, rename as rename, roll as roll, slice as _slice, split as split,
+    is_named_array as is_named_array, named as named, rename as _rename, roll as roll, slice as _slice, split as split,
     take as take, top_k as _top_k, unbind as unbind, unflatten_axis as unflatten_axis,
 )
 from ..array import shape_checks
@@ -94,6 +94,41 @@ def rearrange(array: NamedArray, *args: Any, **kwargs: Any) -> NamedArray:
         used |= {g.name.name for t in terms for g in t.groups if g.name is not None}
         kwargs = {k: v for k, v in kwargs.items() if k in used}
     return _rearrange(array, *args, **kwargs)
+
+
+def tree_flatten(array: NamedArray) -> tuple[tuple[Any], tuple[Axis, ...]]:
+    """Take a named array apart, into a tuple of the raw array and the axes.
+
+    >>> import axonym.haliax as hax
+    >>> hax.ones({"x": 2}).tree_flatten()
+    ((Array([1., 1.], dtype=float32),), (Axis(name='x', size=2),))
+    """
+    return (array.array,), array.axes
+
+
+def tree_unflatten(cls: type[NamedArray], aux: Any, tree: Any) -> NamedArray:
+    """Put together again what `tree_flatten` took apart.
+
+    Arguments:
+        cls: the class of named arrays.
+        aux: the axes.
+        tree: a tuple of the raw array.
+
+    >>> import axonym.haliax as hax
+    >>> hax.NamedArray.tree_unflatten(hax.Axis("x", 2), (jnp.ones(2),))
+    NamedArray(float32[x=2], [1. 1.])
+    """
+    return cls(*tree, aux)
+
+
+def rename(array: NamedArray, renames: Mapping[AxisSelector, AxisSelector]) -> NamedArray:
+    """`axonym.rename`; names that the array lacks are passed over.
+
+    >>> import axonym.haliax as hax
+    >>> hax.rename(hax.ones({"x": 2}), {"x": "y", "z": "w"}).shape
+    {'y': 2}
+    """
+    return _rename(array, {old: new for old, new in renames.items() if _name(old) in array.names})
 
 
 def slice(array: NamedArray, axis: Any = None, new_axis: Any = None, *, start: Any = None, length: Any = None) -> Any:

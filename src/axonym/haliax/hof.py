@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from .. import ScanCheckpointPolicy as _ScanCheckpointPolicy, fold as fold, map as map, scan as _scan, vmap as vmap
+from ..transforms.checkpointing import ScanCheckpointSpec as ScanCheckpointSpec
 from ._signatures import with_parameters
 
 scan = with_parameters(_scan, fn="f")

@@ -21,7 +21,6 @@ from ..sharding import (
 )
 from ..array import NamedArray
 from ..sharding.meshes import AnyMesh, required_mesh, with_devices
-from ..sharding.shard import shard_quietly
 from ._signatures import with_parameters
 # fmt: on
 
@@ -166,7 +165,7 @@ def _existing(leaf: Any) -> Any:
 
 
 def auto_sharded(x: T, mesh: AnyMesh | None = None) -> T:
-    """`shard` by the active mapping; without one, or without a mesh, the tree as it is.
+    """`shard` by the active mapping; without one, the tree as it is.
 
     Arguments:
         x: the tree to place.
@@ -176,4 +175,4 @@ def auto_sharded(x: T, mesh: AnyMesh | None = None) -> T:
     >>> hax.auto_sharded(hax.ones({"batch": 2}))
     NamedArray(float32[batch=2], [1. 1.])
     """
-    return shard_quietly(x, None, "auto_sharded", mesh)
+    return x if current_mapping() is None else shard(x, None, mesh)

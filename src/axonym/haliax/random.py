@@ -7,8 +7,8 @@ import jax
 from ..array import NamedArray
 from ..axis import axes_of_spec
 from ..random import *  # noqa: F403
+from ..sharding.shard import shard_quietly
 from ..typing import AxisSelector, AxisSpec
-from .partitioning import auto_sharded
 
 
 def categorical(key: Any, logits: NamedArray, axis: AxisSelector, shape: AxisSpec | None = None) -> NamedArray:
@@ -33,4 +33,4 @@ def categorical(key: Any, logits: NamedArray, axis: AxisSelector, shape: AxisSpe
         raise ValueError(f"categorical: axis {along.name!r} is drawn from, so it cannot be one of the result {axes}.")
     full = logits.broadcast_axis(axes).rearrange((*axes, along))
     drawn = jax.random.categorical(key, full.array, axis=-1, shape=tuple(a.size for a in axes))
-    return auto_sharded(NamedArray(drawn, axes))
+    return shard_quietly(NamedArray(drawn, axes), None, "categorical")

@@ -49,7 +49,7 @@ def slice(
     if starts is None and isinstance(axis, (str, Axis)):
         starts = {axis: 0 if start is None else start}
         if sizes is None:
-            sizes = {name_of(axis): new_axis if length is None else length}
+            sizes = {name_of(axis): new_axis if length is None else _sized(new_axis, length)}
     if starts is None or sizes is None:
         raise TypeError(f"slice of {array}: give an axis with start and length, or mappings of starts and of lengths.")
     lengths: dict[str, Any] = {name_of(k): v for k, v in sizes.items()}
@@ -64,6 +64,16 @@ def slice(
     if not renames:
         return result
     return wrap(result.array, distinct("slice", tuple(renames.get(n, n) for n in result.names)))
+
+
+def _sized(axis: Any, length: Any) -> Any:
+    """Return the axis of a slice: `axis`, if there is one, in the size that `length` says."""
+    if not isinstance(axis, (str, Axis)):
+        return length
+    size = length.size if isinstance(length, Axis) else length
+    if isinstance(axis, Axis) and axis.size != size:
+        raise ValueError(f"slice: the new axis {axis} is not of the length {size}.")
+    return Axis(name_of(axis), size)
 
 
 def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArray) -> NamedArray:
