@@ -137,7 +137,7 @@ MESH = {"data": 4, "model": 2}
 
 
 @pytest.mark.parametrize(
-    ("spec", "splits"),
+    ("spec", "shardings"),
     [
         (("data", None), {"a": ("data",)}),
         ((None, "model"), {"b": ("model",)}),
@@ -146,22 +146,22 @@ MESH = {"data": 4, "model": 2}
         ((None, "data"), {}),
     ],
 )
-def test_splits(spec, splits):
+def test_splits(spec, shardings):
     rule = PartitioningRule((term("a b"),), (term("a"),), {"a": 8, "b": 6})
-    assert rule.splits(MESH, [(rule.operands[0], spec)]) == splits
+    assert rule.shardings(MESH, [(rule.operands[0], spec)]) == shardings
 
 
 def test_what_must_be_whole_is_not_split():
     rule = PartitioningRule((term("a b"),), (term("a"),), {"a": 8, "b": 6}, replicated={"b"})
-    assert rule.splits(MESH, [(rule.operands[0], ("data", "model"))]) == {"a": ("data",)}
+    assert rule.shardings(MESH, [(rule.operands[0], ("data", "model"))]) == {"a": ("data",)}
 
 
 def test_a_mesh_axis_splits_one_factor_and_the_first_array_has_the_say():
     rule = PartitioningRule((term("a b"), term("b c")), (term("a c"),), {"a": 8, "b": 8, "c": 8})
     found = [(rule.operands[0], ("data", None)), (rule.operands[1], ("model", "data"))]
-    splits = rule.splits(MESH, found)
-    assert splits == {"a": ("data",), "b": ("model",)}
-    assert [rule.spec(t, splits) for t in (*rule.operands, *rule.results)] == [
+    shardings = rule.shardings(MESH, found)
+    assert shardings == {"a": ("data",), "b": ("model",)}
+    assert [rule.spec(t, shardings) for t in (*rule.operands, *rule.results)] == [
         P("data", "model"),
         P("model", None),
         P("data", None),
@@ -171,14 +171,14 @@ def test_a_mesh_axis_splits_one_factor_and_the_first_array_has_the_say():
 def test_a_minor_factor_is_split_when_the_major_one_is_used_up():
     both = (("a", "b"),)
     rule = PartitioningRule((both,), (both,), {"a": 4, "b": 6})
-    assert rule.splits(MESH, [(both, (("data", "model"),))]) == {"a": ("data",), "b": ("model",)}
-    assert rule.splits({"data": 2, "model": 2}, [(both, (("data", "model"),))]) == {"a": ("data", "model")}
-    assert rule.splits({"data": 2, "model": 3}, [(both, (("data", "model"),))]) == {"a": ("data",)}
+    assert rule.shardings(MESH, [(both, (("data", "model"),))]) == {"a": ("data",), "b": ("model",)}
+    assert rule.shardings({"data": 2, "model": 2}, [(both, (("data", "model"),))]) == {"a": ("data", "model")}
+    assert rule.shardings({"data": 2, "model": 3}, [(both, (("data", "model"),))]) == {"a": ("data",)}
 
 
 def test_a_minor_factor_is_not_split_elsewhere_if_that_leaves_holes():
     rule = PartitioningRule((term("b"), (("a", "b"),)), (term("b"),), {"a": 4, "b": 6})
-    assert rule.splits(MESH, [(rule.operands[0], ("model",))]) == {}
+    assert rule.shardings(MESH, [(rule.operands[0], ("model",))]) == {}
 
 
 # --- properties ---
@@ -226,13 +226,13 @@ def test_splits_can_be_carried_out(shape, data):
     replicated = data.draw(st.sets(st.sampled_from(shape)))
     own = tuple((n,) for n in shape)
     rule = PartitioningRule((own,), (own,), {n: SIZES[n] for n in shape}, replicated=replicated)
-    splits = rule.splits(MESH, [(own, drawn)])
-    used = list(itertools.chain.from_iterable(splits.values()))
+    shardings = rule.shardings(MESH, [(own, drawn)])
+    used = list(itertools.chain.from_iterable(shardings.values()))
     assert len(used) == len(set(used))
-    assert not replicated & splits.keys()
-    local = rule.local_shape(own, splits, MESH)
+    assert not replicated & shardings.keys()
+    local = rule.local_shape(own, shardings, MESH)
     for name, size in zip(shape, local, strict=True):
-        assert size * int(np.prod([MESH[a] for a in splits.get(name, ())])) == SIZES[name]
+        assert size * int(np.prod([MESH[a] for a in shardings.get(name, ())])) == SIZES[name]
 
 
 # --- messages ---

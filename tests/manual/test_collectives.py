@@ -351,7 +351,7 @@ def test_the_offset_in_an_axis_that_the_arguments_do_not_have(auto_mesh: Mesh, x
     offsets = lambda x: axn.pvary(axn.zeros({"new": 5}), "new") + axn.axis_offset("new", axn.zeros({"new": 5}))
     with jax.set_mesh(auto_mesh):
         np.testing.assert_array_equal(run(offsets, x, mapping=mapping).array, np.arange(20) // 5 * 5)
-        with pytest.raises(ValueError, match=r"how large is a part of axis 'new'.* The arguments do not have it"):
+        with pytest.raises(ValueError, match=r"how large is a shard of axis 'new'.* The arguments do not have it"):
             run(lambda x: axn.axis_offset("new"), x, mapping=mapping)
 
 

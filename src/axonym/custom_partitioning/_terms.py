@@ -1,4 +1,4 @@
-"""The factors of operands and results: by the names of their axes, or by a string.
+"""Find the factors of operands and results: by the names of their axes, or by a string.
 
 A string has a term for each operand and result, `"batch vocab, -> batch k"`; a blank one is a scalar. The words of a
 term are matched with the axes of a named array by name and with the dimensions of a raw one by position. `...` stands
@@ -40,20 +40,14 @@ class Terms:
     groups: dict[str, Dimension] = dataclasses.field(default_factory=dict)
 
     def record(self, factor: str, size: int, place: str) -> None:
-        """One dimension that is one factor."""
+        """Record a dimension that is one factor."""
         if self.sizes.setdefault(factor, size) != size:
             places = [("what came before", self.sizes[factor]), (place, size)]
             raise ValueError(_errors.size_mismatch(self.what, factor, places))
 
 
 def by_names(what: str, operands: Sequence[Described], results: Sequence[Described]) -> Terms:
-    """The terms where nothing but the names of axes is known: what has no name is its own factor.
-
-    Arguments:
-        what: the operation, for messages.
-        operands: its operands.
-        results: its results.
-    """
+    """Return the terms by the names of axes alone; an axis without a name is a factor of its own."""
     terms = Terms(what, {})
     for i, x in enumerate(operands):
         term = []
@@ -71,7 +65,7 @@ def by_names(what: str, operands: Sequence[Described], results: Sequence[Describ
                 term.append(_unnamed(terms, f"result{i}", position, size))
                 continue
             name = x.names[position]
-            # An axis that was resized is another one, as far as splitting goes.
+            # An axis that was resized is sharded independently.
             while terms.sizes.setdefault(name, size) != size:
                 name += "'"
             term.append((name,))
@@ -86,13 +80,7 @@ def _unnamed(terms: Terms, array: str, position: int, size: int) -> Dimension:
 
 
 def parse(what: str, text: str, sizes: Mapping[str, int]) -> _parsing.Expression:
-    """The expression, with all that can be checked before there are arrays.
-
-    Arguments:
-        what: the operation, for messages.
-        text: the expression.
-        sizes: of factors, given by keyword.
-    """
+    """Parse the string of a rule, and check it and the sizes of factors as far as possible without arrays."""
     expression = _parsing.parse(what, text, comma="terms")
     for term in expression.lhs:
         if not term.ordered:
@@ -109,7 +97,7 @@ def parse(what: str, text: str, sizes: Mapping[str, int]) -> _parsing.Expression
 
 
 def words(expression: _parsing.Expression) -> list[str]:
-    """All words of an expression, once each."""
+    """Return all words of an expression, once each."""
     return list(dict.fromkeys(v.name for term in (*expression.lhs, *expression.rhs) for v in term.variables))
 
 
@@ -119,14 +107,7 @@ def by_string(
     operands: Sequence[Described],
     results: Sequence[Described],
 ) -> Terms:
-    """The terms that a string gives to these operands and results.
-
-    Arguments:
-        expression: the string, parsed.
-        sizes: of factors, given by keyword.
-        operands: the operands.
-        results: the results.
-    """
+    """Return the terms that the string of a rule gives these operands and results."""
     what = expression.what
     for kind, side, arrays in (("operand", expression.lhs, operands), ("result", expression.rhs, results)):
         if len(side) != len(arrays):

@@ -119,15 +119,7 @@ def _of_raw(
 
 
 def number_of_candidates(what: str, argument: str, k: Any, max_k: int | None, axis: Axis) -> int:
-    """Return the largest number of elements that can be asked for, which must be known when a program is compiled.
-
-    Arguments:
-        what: the operation, for messages.
-        argument: the name of `k`.
-        k: the number of elements, or an array of numbers.
-        max_k: the upper bound.
-        axis: the axis.
-    """
+    """Return the largest possible `k`, an argument by that name; it must be known when a program is compiled."""
     count, asked = max_k, f"max_k={max_k}"
     if count is None:
         if isinstance(k, (NamedArray, jax.Array, np.ndarray)):
@@ -163,7 +155,9 @@ def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names
         open_ = bool(auto) and not active_mapping()
         manual = axes_of_type(mesh, AxisType.Manual)
         if open_ and (manual or axes_of_type(mesh, AxisType.Explicit)):
-            return _output_sharding.call_with_output_sharding(_WHAT, whole, in_names, (found_names,) * 2, (x, *limits))
+            return _output_sharding.call_with_output_sharding(
+                _WHAT, unsharded, in_names, (found_names,) * 2, (x, *limits)
+            )
         if not open_ and len(manual) in (0, len(mesh.axis_names)):
             return candidates(x, *limits)
         values, places = candidates(*map(jax.lax.stop_gradient, (x, *limits)))
@@ -173,7 +167,7 @@ def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names
         operands = (wrap(a, n) for a, n in zip(arrays, in_names, strict=True))
         return tuple(found.array for found in _operation(axis)(*operands, k=k))
 
-    def whole(x, *limits):
+    def unsharded(x, *limits):
         values, places = jax.lax.top_k(x, k, axis=position)
         return _limited(values, found_names, position, limits, limit_names), places
 
@@ -223,14 +217,9 @@ def _limited(
 
 
 def best(x: NamedArray, axis: str, k: int) -> tuple[NamedArray, NamedArray]:
-    """Find the largest elements along an axis on one device, the largest first, and their positions in the axis.
+    """Find the `k` largest elements along an axis from the shard of each device, and their positions in the axis.
 
-    Equal elements keep their order. A device has no more candidates than its shard has elements.
-
-    Arguments:
-        x: the shard.
-        axis: the axis.
-        k: how many elements to find; all devices together have that many.
+    The largest comes first, and equal elements keep their order. All devices together have `k` elements.
     """
     position = x.names.index(axis)
     values, places = jax.lax.top_k(x.array, min(k, x.axis_size(axis)), axis=position)

@@ -1,13 +1,13 @@
-"""`partitioned`: from a function of whole arrays, a function for one device, and a rule, an operation on any mesh.
+"""`partitioned`: make an operation on any mesh from a function, a function of shards, and a partitioning rule.
 
-| where                                          | how it is carried out                                             |
+| where                                          | what runs                                                         |
 |------------------------------------------------|-------------------------------------------------------------------|
-| Auto mesh axes, also under `vmap` and `scan`   | by the partitioner, which decides how operands are sharded        |
-| the same, differentiated                       | device by device, sharded as the active mapping says              |
-| Explicit mesh axes                             | device by device, sharded as the types of the operands say        |
-| inside `shard_map` over some mesh axes         | device by device over the others, by types and mapping            |
-| inside `shard_map` over all mesh axes          | the whole-array function, on what is the whole array there        |
-| one device                                     | the whole-array function                                          |
+| Auto mesh axes, also under `vmap` and `scan`   | the function of shards; the partitioner decides the sharding      |
+| the same, differentiated                       | the function of shards; the active mapping decides                |
+| Explicit mesh axes                             | the function of shards; the types of the operands decide          |
+| inside `shard_map` over some mesh axes         | the function of shards over the others, by types and mapping      |
+| inside `shard_map` over all mesh axes          | the function itself, on the arrays as they are there              |
+| one device                                     | the function itself                                               |
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from ..manual._axis_environment import ArgumentAxis, activate, interned
 from ..sharding.meshes import AnyMesh, current_mesh
 from ._lowerings import Arrays, Operation, all_manual, by_partitioner, explicit_entries, per_device
 from ._terms import Described, by_names, by_string, parse, words
-from .rule import Dimension, Infer, PartitioningRule, Splits, make_rule
+from .rule import Dimension, Infer, PartitioningRule, Shardings, make_rule
 
 
 @overload
@@ -69,31 +69,31 @@ def partitioned(
     permuted: str | Sequence[str] = (),
     **sizes: int,
 ) -> Any:
-    """Make an operation on distributed arrays out of a function, and of what one device does with its parts of them.
+    """Make an operation on sharded arrays from a function, and from a second one that each device runs on its shards.
 
-    The function says what the operation means, on whole arrays. What each device does, on its parts, is a second
-    function, decorated with the `per_shard` of the first. It works however its operands are split, and can ask for
-    collectives by axis: `axonym.psum(x, "vocab")` sums over the devices between which `vocab` is split, and does
-    nothing where it is whole. Where one function is right for both, there is no need for a second.
+    The function defines the operation, on unsharded arrays. The second function is decorated with the `per_shard` of
+    the first. It must work for every sharding of its operands, with collectives by axis: `axonym.psum(x, "vocab")` sums
+    over the devices that `vocab` is sharded over, and does nothing if it is replicated. If one function does both,
+    there is no need for a second.
 
-    How operands may be split is a rule, which follows from the names of axes. An axis of operands and results is passed
-    through, and may be split. One that only operands have must be whole, or is listed in `reduced`: then it may be
-    split, and the function combines the parts. One that only results have is whole. Scalars, and what has no name, are
-    whole on every device.
+    A rule says which axes may be sharded; it follows from their names. An axis of operands and results is passed
+    through, and may be sharded. One that only operands have is replicated, unless it is listed in `reduced`: then it
+    may be sharded, and the function combines the shards. One that only results have is replicated, and so are scalars
+    and axes without names.
 
     Operands are the positional arguments: named arrays, raw arrays, numbers, and trees of these. Keyword arguments are
     handed on as they are and must be hashable.
 
     Instead of a function, the rule can be given as a string, and `partitioned` is a decorator then. The string has a
-    term for each operand and result, `"batch vocab, -> batch k"`, with words that are axes of named arrays, and in
-    order those of raw ones. `...` are all other axes, `(row col)` is one axis of several factors, and a blank term is a
-    scalar.
+    term for each operand and result, `"batch vocab, -> batch k"`, with words for the axes of named arrays, and in order
+    for those of raw ones. `...` stands for all other axes, `(row col)` for one axis of several factors, and a blank
+    term for a scalar.
 
     Arguments:
-        fn: the function of whole arrays, or the rule as a string. Without it, `partitioned` is a decorator.
-        reduced: axes that only operands have and that may be split, since the function for one device combines parts.
+        fn: the function of unsharded arrays, or the rule as a string. Without it, `partitioned` is a decorator.
+        reduced: axes that only operands have and that may be sharded, since the per-shard function combines shards.
         replicated: axes that must be replicated although operands and results have them.
-        permuted: axes that may be split and of which devices exchange parts, as in a shift or a reversal.
+        permuted: axes that may be sharded, and whose shards devices exchange, as in a shift or a reversal.
         **sizes: the sizes of factors in a string that do not follow from the arrays.
 
     >>> from axonym.custom_partitioning import partitioned
@@ -130,7 +130,7 @@ def _checked(fn: Any) -> Callable[..., Any]:
 
 
 class Partitioned:
-    """A distributed operation. Made by `partitioned`, and called like the function that it was made of.
+    """An operation on sharded arrays. Made by `partitioned`, and called like the function that it was made of.
 
     >>> from axonym.custom_partitioning import partitioned
     >>> double = partitioned(lambda x: x * 2)
@@ -154,41 +154,39 @@ class Partitioned:
         self._expression = None if text is None else parse(self._what, text, sizes)
         self._sizes = sizes
         self._fn = fn
-        self._part = fn
+        self._per_shard = fn
         self._infer: Infer | None = None
         self._plans = FunctionCache()  # goes when the operation goes
 
     def per_shard(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Say what one device does, on its parts of the operands.
+        """Set the function that each device runs on its shards.
 
         Arguments:
-            fn: the function. It takes what the operation takes and returns what it returns, in parts.
+            fn: the function. It takes and returns shards of the operands and results of the operation.
 
         >>> from axonym.custom_partitioning import partitioned
         >>> @partitioned(reduced="x")
         ... def total(x):
         ...     return axn.sum(x, "x")
         >>> @total.per_shard
-        ... def of_part(x):
+        ... def _(x):
         ...     return axn.psum(axn.sum(x, "x"), "x")
         >>> total(axn.shard(axn.arange(axn.Axis("x", 4)), {"x": "data"}, axn.make_mesh({"data": 2})))
         NamedArray(int32[], 6)
         """
-        self._part = _checked(fn)
+        self._per_shard = _checked(fn)
         self._plans.clear()
         return fn
 
     def infer_sharding(self, fn: Infer) -> Infer:
-        """Say how the operation is sharded, where that does not follow from the rule.
+        """Set the function that decides the sharding of the operation, if it does not follow from the rule.
 
-        Without it, the axes of the operation are sharded as those of its operands are, and where they disagree, as
-        those of the largest. What the function returns is done instead: operands are resharded to it, and the results
-        have it.
+        Without it, axes are sharded as in the operands, and where these disagree, as in the largest. With it, operands
+        are resharded to what the function returns, and the results have that sharding.
 
         Arguments:
-            fn: the function. It takes the mesh axes of each axis as they are derived, the partition specs of the
-                operands, and the sizes of the mesh axes. It returns the mesh axis, or several, of each axis that is
-                sharded.
+            fn: the function. It takes the derived mesh axes of each axis, the partition specs of the operands, and the
+                sizes of the mesh axes. It returns the mesh axis, or several, of each axis that is sharded.
 
         >>> from axonym.custom_partitioning import partitioned
         >>> @partitioned(reduced="x")
@@ -206,11 +204,11 @@ class Partitioned:
         return fn
 
     def explain(self, *args: Any, **options: Any) -> PartitioningRule:
-        """The rule that holds for these operands; printed, it reads like the string of a rule.
+        """Return the partitioning rule for these operands; printed, it reads like the string of a rule.
 
         Arguments:
             *args: operands. They can be abstract.
-            **options: what is handed on.
+            **options: keyword arguments of the function.
 
         >>> from axonym.custom_partitioning import partitioned
         >>> @partitioned
@@ -224,7 +222,7 @@ class Partitioned:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         plan, arrays = self._planned(args, options)
-        return plan.results.spec.unflatten(_carry_out(plan, arrays))
+        return plan.results.spec.unflatten(_run(plan, arrays))
 
     def _planned(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[_PlannedOperation, list[Any]]:
         try:
@@ -253,21 +251,21 @@ class Partitioned:
         results = _Results()
 
         def call(fn: Callable[..., Any], arrays: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
-            with _context.activate(None):  # the rule says how axes are split
+            with _context.activate(None):  # the rule decides the sharding of axes
                 return flatten(fn(*spec.unflatten(arrays), **options), _ARRAYS)
 
-        def whole(*arrays: Any) -> Arrays:
+        def unsharded(*arrays: Any) -> Arrays:
             found, results.spec = call(self._fn, arrays)
             for leaf in results.spec.static_leaves:
                 raise TypeError(f"{what}: results are arrays or numbers, got {type(leaf.value).__name__}.")
             return tuple(map(jnp.asarray, found))
 
-        def part(shapes: Sequence[tuple[int, ...]], *arrays: Any) -> Arrays:
-            found, out = call(self._part, arrays)
+        def per_shard(shapes: Sequence[tuple[int, ...]], *arrays: Any) -> Arrays:
+            found, out = call(self._per_shard, arrays)
             if out.structure != results.spec.structure:
                 raise ValueError(
-                    f"{what}, per shard: the result is {out.structure}, where that of the whole-array function is "
-                    f"{results.spec.structure}."
+                    f"{what}, per shard: the result is {out.structure}, where that of the function of unsharded arrays "
+                    f"is {results.spec.structure}."
                 )
             expected = zip(found, out.names, results.spec.names, shapes, results.dtypes, strict=True)
             return tuple(
@@ -276,17 +274,16 @@ class Partitioned:
             )
 
         known = [n for names in spec.names for n in names or ()]
-        shapes = _traced(what, whole, abstract, known + (words(self._expression) if self._expression else []))
+        shapes = _traced(what, unsharded, abstract, known + (words(self._expression) if self._expression else []))
         results.dtypes = [x.dtype for x in shapes]
         described = [Described(n, x.shape) for n, x in zip(spec.names, abstract, strict=True)]
         found = [Described(n, tuple(x.shape)) for n, x in zip(results.spec.names, shapes, strict=True)]
-        operation = Operation(what, self._rule(described, found), whole, part, self._infer)
-        if self._part is not self._fn:
-            # What is wrong with it is better said now than by the compiler.
+        operation = Operation(what, self._rule(described, found), unsharded, per_shard, self._infer)
+        if self._per_shard is not self._fn:  # its errors come earlier like this than from the compiler
             around = current_mesh()
             mesh = _NO_MESH if around is None else all_manual(around)
             with suppress(NameError):  # it asks for the axis of a mesh that is not active yet
-                _traced(f"{what}, per shard", operation.on_part(mesh, {}), abstract, (), mesh)
+                _traced(f"{what}, per shard", operation.make_per_shard(mesh, {}), abstract, (), mesh)
         by_partitioner = jax.jit(functools.partial(_left_to_partitioner, operation), inline=INLINE)
         return _PlannedOperation(operation, results, by_partitioner)
 
@@ -301,11 +298,11 @@ class Partitioned:
         )
 
 
-# --- what is known of a call ---
+# --- planning ---
 
 
 class _Results:
-    """What the function of whole arrays returned when it was traced."""
+    """The results of the function of unsharded arrays, when it was traced."""
 
     spec: TreeSpec
     dtypes: list[Any]
@@ -326,7 +323,7 @@ _NO_MESH = AbstractMesh((), ())
 def _traced(
     what: str, fn: Callable[..., Any], abstract: Sequence[Any], known: Sequence[str], mesh: AbstractMesh = _NO_MESH
 ) -> Sequence[Any]:
-    """The types of what a function returns for whole arrays."""
+    """Return the types of the results of a function of unsharded arrays."""
     environment = interned(frozenset(ArgumentAxis(w, 1, 1, ()) for w in known), checked=False, any_sharding=True)
 
     def in_environment(*arrays: Any) -> Any:
@@ -339,35 +336,35 @@ def _traced(
         program = jax.make_jaxpr(in_environment)(*abstract)
     if any(isinstance(c, Tracer) for c in program.consts):
         raise ValueError(
-            f"{what}: the function uses an array of the traced function around it. Nothing says how that is split: "
-            "make it an operand."
+            f"{what}: the function uses an array of the traced function around it, whose sharding is not known. Make "
+            "it an operand."
         )
     return program.out_avals
 
 
-# --- how it is carried out ---
+# --- running ---
 
 
-def _carry_out(plan: _PlannedOperation, arrays: Sequence[Any]) -> Arrays:
+def _run(plan: _PlannedOperation, arrays: Sequence[Any]) -> Arrays:
     operation = plan.operation
     around = jax.sharding.get_abstract_mesh()
     if around.manual_axes and set(around.manual_axes) == set(around.axis_names):
-        return operation.on_whole(*arrays)
+        return operation.call_unsharded(*arrays)
     mesh = around if not around.empty else _mesh_of_types(arrays)
     if mesh is None or not {AxisType.Explicit, AxisType.Manual} & set(mesh.axis_types):
         return plan.by_partitioner(*arrays)
-    splits = _splits(operation, mesh, [explicit_entries(x) for x in arrays], arrays)
+    shardings = _known_shardings(operation, mesh, [explicit_entries(x) for x in arrays], arrays)
     if around.manual_axes:
-        return _not_differentiated(operation, functools.partial(per_device, operation, mesh, splits))(*arrays)
-    # In a traced function, the types of operands can speak of a mesh that is not active.
+        return _not_differentiated(operation, functools.partial(per_device, operation, mesh, shardings))(*arrays)
+    # In a traced function, operands can be on a mesh that is not active.
     with (
         jax.sharding.use_abstract_mesh(mesh) if mesh is not around and isinstance(mesh, AbstractMesh) else nullcontext()
     ):
-        return per_device(operation, mesh, splits, *arrays)
+        return per_device(operation, mesh, shardings, *arrays)
 
 
 def _not_differentiated(operation: Operation, fn: Callable[..., Arrays]) -> Callable[..., Arrays]:
-    """A function that refuses to be differentiated, where JAX would fail with what nobody can read."""
+    """Make a function refuse to be differentiated, where JAX would fail with an unreadable message."""
     call = jax.custom_jvp(fn)
 
     @call.defjvp
@@ -381,7 +378,7 @@ def _not_differentiated(operation: Operation, fn: Callable[..., Arrays]) -> Call
 
 
 def _mesh_of_types(arrays: Sequence[Any]) -> AnyMesh | None:
-    """The mesh that the types of operands speak of, with its devices where they are known."""
+    """Return the mesh of the types of the operands, with its devices if they are known."""
     abstract = explicit_mesh(arrays)
     if abstract is None or any(isinstance(x, Tracer) for x in arrays):
         return abstract
@@ -402,18 +399,20 @@ def _left_to_partitioner(operation: Operation, *arrays: Any) -> Arrays:
             for i, x in zip(moving, xs, strict=True):
                 given[i] = x
             if mesh is None:  # there is none, or it is known to the compiler alone
-                return operation.on_whole(*given)
+                return operation.call_unsharded(*given)
             with _context.activate(settings):
-                splits = _splits(operation, mesh, [(None,) * jnp.ndim(x) for x in given], given)
-            return per_device(operation, mesh, splits, *given)
+                shardings = _known_shardings(operation, mesh, [(None,) * jnp.ndim(x) for x in given], given)
+            return per_device(operation, mesh, shardings, *given)
 
         return jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))
 
     return call(*arrays)
 
 
-def _splits(operation: Operation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]], arrays: Sequence[Any]) -> Splits:
-    """Return how an operation is sharded where that must be known: by types, and on Auto mesh axes by the mapping."""
+def _known_shardings(
+    operation: Operation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]], arrays: Sequence[Any]
+) -> Shardings:
+    """Return the sharding of each factor where it must be known: by types, and on Auto mesh axes by the mapping."""
     auto = axes_of_type(mesh, AxisType.Auto)
     unmapped = _context.active_mapping() is None
     if unmapped and operation.infer is None and any(mesh.shape[a] > 1 for a in auto):
@@ -435,17 +434,17 @@ def _splits(operation: Operation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]
             mapped = mapped_on(operation.what, _axis_of(rule, dimension), mesh, AxisType.Auto)
             entries.append((*mesh_axes(entry), *mapped))
         found[i] = entries
-    derived = rule.splits(mesh.shape, [(rule.operands[i], entries) for i, entries in found.items()])
+    derived = rule.shardings(mesh.shape, [(rule.operands[i], entries) for i, entries in found.items()])
     of_operands = [entries for _, entries in sorted(found.items())]
     return rule.inferred(operation.what, mesh.shape, operation.infer, derived, of_operands)
 
 
 def _axis_of(rule: PartitioningRule, dimension: Dimension) -> str:
-    """The axis that a dimension is."""
+    """Return the name of the axis that a dimension stands for."""
     return next((n for n, factors in rule.groups.items() if factors == dimension), dimension[0])
 
 
-# --- what goes in and out of the function for one device ---
+# --- operands and results ---
 
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex, jax.ShapeDtypeStruct)
@@ -453,9 +452,9 @@ _FAMILIES = (jnp.floating, jnp.integer, jnp.complexfloating)
 
 
 def _of_own_dtype(operands: Sequence[Any]) -> list[Any]:
-    """The operands, with the numbers among them that have no dtype of their own given that of the others.
+    """Return the operands as arrays; numbers without a dtype of their own get that of the others.
 
-    Custom partitioning would forget that they have none.
+    Custom partitioning would lose their weak types.
     """
     kinds = [x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in operands]
     strong = [k.dtype for k in kinds if not k.weak_type]
@@ -472,13 +471,13 @@ def _of_own_dtype(operands: Sequence[Any]) -> list[Any]:
 
 
 def _as_expected(what: str, x: Any, names: Names | None, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """A result of the function for one device, laid out and typed as that of the whole-array function."""
+    """Return a result of the per-shard function in the layout and dtype of the unsharded result."""
     expected = f"{dtype}{list(shape) if names is None else _errors.describe_axes(names, shape)}"
     if isinstance(x, NamedArray) != (names is not None) or (names is not None and set(x.names) != set(names)):
         raise ValueError(f"{what}: expected {expected}, got {_described(x)}.")
     array = jnp.asarray(x) if names is None else transpose_to(jnp.asarray(x.array), x.names, names)
     if jnp.shape(array) != shape:
-        hint = " A part has the size that its axis has in the operands, divided by the devices that it is sharded over."
+        hint = " A shard has the size of the axis in the operands, divided by the devices that it is sharded over."
         raise ValueError(f"{what}: expected {expected}, got {_described(x)}.{hint}")
     if array.dtype != dtype:
         if not jax.typeof(array).weak_type:

@@ -1,9 +1,9 @@
-"""The rule of a distributed operation: which axes may be split, and what becomes of them.
+"""The partitioning rule of an operation: the axes that may be sharded, and what the operation does with them.
 
-A *factor* is what can be split: an axis, or a part of one in a compound axis `(row col)`. The rule has the factors of
-each dimension of each operand and result, and what is particular about some of them. It is what Shardy, XLA's
-partitioner, calls a sharding rule, and `PartitioningRule.for_shardy` makes one. Where it is not Shardy that decides,
-`PartitioningRule.splits` reads off from the operands how an operation is split.
+A *factor* is what can be sharded: an axis, or one factor of a compound axis `(row col)`. The rule has the factors of
+each dimension of each operand and result, and which of them are reduced, replicated or permuted. Shardy, XLA's
+partitioner, calls this a sharding rule, and `PartitioningRule.for_shardy` makes one. Where Shardy does not decide,
+`PartitioningRule.shardings` infers the sharding of an operation from its operands.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ Dimension = tuple[str, ...]
 """The factors of a dimension, major to minor."""
 Term = tuple[Dimension, ...]
 """The dimensions of an operand or result."""
-Splits = Mapping[str, Axes]
-"""The mesh axes that split each factor; a replicated factor is left out."""
+Shardings = Mapping[str, Axes]
+"""The mesh axes that each factor is sharded over; a replicated factor is left out."""
 
-WHOLE: Splits = MappingProxyType({})
+REPLICATED: Shardings = MappingProxyType({})
 
-Infer = Callable[[Splits, tuple[PartitionSpec, ...], Mapping[str, int]], Mapping[str, Entry]]
+Infer = Callable[[Shardings, tuple[PartitionSpec, ...], Mapping[str, int]], Mapping[str, Entry]]
 """From the derived mesh axes of each axis, the partition specs of the operands, and the sizes of mesh axes, to the mesh
 axes of each axis."""
 
@@ -42,7 +42,6 @@ class PartitioningRule:
     """The rule that says how the axes of an operation's operands and results may be sharded.
 
     >>> from axonym.custom_partitioning import PartitioningRule
-
     >>> batch, vocab, k = ("batch",), ("vocab",), ("k",)
     >>> print(PartitioningRule(((batch, vocab), ()), ((batch, k),), {"batch": 8, "vocab": 6, "k": 2}, replicated={"k"}))
     batch vocab, -> batch k
@@ -54,21 +53,21 @@ class PartitioningRule:
     operands: tuple[Term, ...]
     results: tuple[Term, ...]
     sizes: Mapping[str, int]
-    """Of each factor."""
+    """The sizes of all factors."""
     replicated: frozenset[str] | set[str] = frozenset()
     """Factors that must be replicated: Shardy's need-replication factors."""
     permuted: frozenset[str] | set[str] = frozenset()
-    """Factors that devices exchange parts of: Shardy's permutation factors."""
+    """Factors whose shards devices exchange: Shardy's permutation factors."""
     groups: Mapping[str, Dimension] = dataclasses.field(default_factory=dict)
     """Axes of several factors, by name."""
 
     @functools.cached_property
     def reduced(self) -> frozenset[str]:
-        """Factors that only operands have and that may be split: Shardy's reduction factors."""
+        """Return the factors that only operands have and that may be sharded: Shardy's reduction factors."""
         return frozenset(_factors(self.operands)) - set(_factors(self.results)) - self.replicated - self.permuted
 
     def __str__(self) -> str:
-        """The rule in the notation of its string, and the factors by what becomes of them."""
+        """Show the rule in the notation of its string, and its factors by kind."""
         operands, results = (", ".join(map(_written, side)).strip() for side in (self.operands, self.results))
         lines = [f"{operands} -> {results}".strip()]
         special = self.reduced | self.replicated | self.permuted
@@ -84,10 +83,9 @@ class PartitioningRule:
         return "\n".join(lines)
 
     def for_shardy(self) -> SdyShardingRule:
-        """The rule as Shardy takes it. Its factors are numbered, since names can be anything.
+        """Return the rule as Shardy takes it. Factors are numbered, since names can be anything.
 
         >>> from axonym.custom_partitioning import PartitioningRule
-
         >>> rule = PartitioningRule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 2})
         >>> print(rule.for_shardy())
         SdyShardingRule((('f0', 'f1'),), (('f0',),), {} reduction_factors=('f1',))
@@ -110,20 +108,19 @@ class PartitioningRule:
             **{n: self.sizes[f] for f, n in number.items() if f not in alone},
         )
 
-    def splits(self, mesh: Mapping[str, int], found: Sequence[tuple[Term, Sequence[Entry]]]) -> Splits:
-        """Return how the operation is sharded, given how arrays of these terms are.
+    def shardings(self, mesh: Mapping[str, int], found: Sequence[tuple[Term, Sequence[Entry]]]) -> Shardings:
+        """Return the sharding of each factor, given the shardings of arrays.
 
-        A mesh axis splits one factor, and each factor is split in one way. Where arrays disagree, the first one has
-        the say. A factor stays replicated if it must be, or if the mesh axes do not divide it.
+        At most one factor is sharded over a mesh axis, and each factor has one sharding. Where arrays disagree, the
+        first one decides. A factor is replicated if it must be, or if the mesh axes do not divide it.
 
         Arguments:
             mesh: the sizes of mesh axes.
-            found: terms, with the entries of partition specs.
+            found: terms of arrays, with the entries of their partition specs.
 
         >>> from axonym.custom_partitioning import PartitioningRule
-
         >>> rule = PartitioningRule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 3})
-        >>> rule.splits({"data": 2, "model": 2}, [(rule.operands[0], ("data", "model"))])
+        >>> rule.shardings({"data": 2, "model": 2}, [(rule.operands[0], ("data", "model"))])
         {'row': ('data',)}
         """
         chosen: dict[str, Axes] = {}
@@ -144,25 +141,25 @@ class PartitioningRule:
                     left = [a for a in left if a not in chosen.get(factor, ())]
                     if not self._used_up(factor, chosen, mesh):
                         break
-        return self._in_one_piece(chosen, mesh)
+        return self._contiguous(chosen, mesh)
 
     def _divides(self, factor: str, axes: Axes, mesh: Mapping[str, int]) -> bool:
         return self.sizes[factor] % math.prod(mesh[a] for a in axes) == 0
 
-    def _used_up(self, factor: str, chosen: Splits, mesh: Mapping[str, int]) -> bool:
+    def _used_up(self, factor: str, chosen: Shardings, mesh: Mapping[str, int]) -> bool:
         """Return whether a factor is sharded into single elements, so that the next one of its dimension can be."""
         return math.prod(mesh[a] for a in chosen.get(factor, ())) == self.sizes[factor]
 
-    def _in_one_piece(self, chosen: dict[str, Axes], mesh: Mapping[str, int]) -> Splits:
-        """The splits without those that would leave a device parts of a dimension that are not next to each other.
+    def _contiguous(self, chosen: dict[str, Axes], mesh: Mapping[str, int]) -> Shardings:
+        """Return the shardings without those by which the shard of a device would not be contiguous in a dimension.
 
-        What splits a factor where it stands alone may not do so where it stands behind another one.
+        A factor that can be sharded where it is alone in a dimension may not be where it follows another one.
         """
         for term in (*self.operands, *self.results):
             for dimension in term:
                 for major, minor in itertools.pairwise(dimension):
                     if minor in chosen and not self._used_up(major, chosen, mesh):
-                        return self._in_one_piece({f: a for f, a in chosen.items() if f != minor}, mesh)
+                        return self._contiguous({f: a for f, a in chosen.items() if f != minor}, mesh)
         return chosen
 
     def inferred(
@@ -170,20 +167,19 @@ class PartitioningRule:
         what: str,
         mesh: Mapping[str, int],
         infer: Infer | None,
-        derived: Splits,
+        derived: Shardings,
         operands: Sequence[Sequence[Entry]],
-    ) -> Splits:
-        """Return how the operation is sharded where its author says so; what cannot be is an error.
+    ) -> Shardings:
+        """Return the sharding of each factor by the author's own function, after checking that it is possible.
 
         Arguments:
             what: the operation, for messages.
             mesh: the sizes of mesh axes.
-            infer: what the author says.
-            derived: how it is sharded otherwise.
-            operands: how the operands are, by the entries of partition specs.
+            infer: the author's function; None to return `derived`.
+            derived: the sharding that follows from the rule.
+            operands: the entries of the partition specs of the operands.
 
         >>> from axonym.custom_partitioning import PartitioningRule
-
         >>> rule = PartitioningRule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 3})
         >>> rule.inferred("op", {"data": 2}, lambda derived, operands, mesh: {"row": "data"}, {}, [(None, None)])
         {'row': ('data',)}
@@ -212,55 +208,51 @@ class PartitioningRule:
             if not self._divides(factor, axes, mesh):
                 over = _errors.describe_shape({a: mesh[a] for a in axes})
                 raise ValueError(f"{what}: axis {factor!r} of size {self.sizes[factor]} cannot be sharded over {over}.")
-        return self._in_one_piece(chosen, mesh)
+        return self._contiguous(chosen, mesh)
 
-    def spec(self, term: Term, splits: Splits) -> PartitionSpec:
-        """The partition spec of an operand or result.
+    def spec(self, term: Term, shardings: Shardings) -> PartitionSpec:
+        """Return the partition spec of an operand or result.
 
         >>> from axonym.custom_partitioning import PartitioningRule
-
         >>> rule = PartitioningRule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 2})
         >>> rule.spec(rule.operands[0], {"col": ("data",)})
         P(None, 'data')
         """
-        entries = [tuple(a for f in dimension for a in splits.get(f, ())) for dimension in term]
+        entries = [tuple(a for f in dimension for a in shardings.get(f, ())) for dimension in term]
         return spec_of(entries)
 
-    def local_shape(self, term: Term, splits: Splits, mesh: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of the part of an operand or result that one device has.
+    def local_shape(self, term: Term, shardings: Shardings, mesh: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape of a shard of an operand or result.
 
         >>> from axonym.custom_partitioning import PartitioningRule
-
         >>> rule = PartitioningRule(((("row",), ("col",)),), ((("row",),),), {"row": 4, "col": 2})
         >>> rule.local_shape(rule.operands[0], {"row": ("data",)}, {"data": 2})
         (2, 2)
         """
         return tuple(
-            math.prod(self.sizes[f] // math.prod(mesh[a] for a in splits.get(f, ())) for f in dimension)
+            math.prod(self.sizes[f] // math.prod(mesh[a] for a in shardings.get(f, ())) for f in dimension)
             for dimension in term
         )
 
-    def environment(self, splits: Splits, mesh: Mapping[str, int], checked: bool = False) -> AxisEnvironment:
-        """Return what collectives need to know, so that they can be asked for by factor.
+    def environment(self, shardings: Shardings, mesh: Mapping[str, int], checked: bool = False) -> AxisEnvironment:
+        """Return the axis environment in which collectives take factors.
 
         >>> from axonym.custom_partitioning import PartitioningRule
-
         >>> rule = PartitioningRule(((("row",),),), ((),), {"row": 4})
         >>> rule.environment({"row": ("data",)}, {"data": 2}).sharded_over("row")
         [('data',)]
         """
         parts = []
         for name, dimension in {**{f: (f,) for f in self.sizes}, **self.groups}.items():
-            axes = tuple(a for f in dimension for a in splits.get(f, ()))
+            axes = tuple(a for f in dimension for a in shardings.get(f, ()))
             size = math.prod(self.sizes[f] for f in dimension)
             parts.append(ArgumentAxis(name, size, size // math.prod(mesh[a] for a in axes), axes))
         return interned(frozenset(parts), checked, any_sharding=True)
 
     def batched(self, name: str, size: int, batched: Sequence[bool]) -> PartitioningRule:
-        """The rule with one more dimension in front of some operands and of all results.
+        """Add a dimension in front of some operands and of all results.
 
         >>> from axonym.custom_partitioning import PartitioningRule
-
         >>> rule = PartitioningRule(((("row",),), ()), ((("row",),),), {"row": 4})
         >>> print(rule.batched("draw", 2, [True, False]))
         draw row, -> draw row
@@ -283,17 +275,9 @@ def make_rule(
     permuted: Sequence[str],
     groups: Mapping[str, Dimension],
 ) -> PartitioningRule:
-    """The rule for these terms. What no argument mentions must be replicated, unless it is passed through.
+    """Check what the author lists, and make the rule: a factor that is neither listed nor passed through is replicated.
 
-    Arguments:
-        what: the operation, for messages.
-        operands: the term of each operand.
-        results: the term of each result.
-        sizes: of all factors.
-        reduced: factors that only operands have and that the operation combines over devices itself.
-        replicated: factors that must be replicated although operands and results have them.
-        permuted: factors that devices exchange parts of.
-        groups: axes of several factors.
+    The arguments are those of `PartitioningRule`, but `replicated` are only factors that operands and results have.
     """
     into, out = set(_factors(operands)), set(_factors(results))
     known = list(dict.fromkeys((*_factors(operands), *_factors(results))))
@@ -308,8 +292,8 @@ def make_rule(
     if kept := [f for f in reduced if f in out]:
         listed = ", ".join(map(repr, kept))
         raise ValueError(
-            f"{what}: `reduced` has {listed}, which the results have too. An axis that is passed through may be split "
-            "without being listed."
+            f"{what}: `reduced` has {listed}, which the results have too. An axis that is passed through may be "
+            "sharded without being listed."
         )
     must = set(replicated) | ((into ^ out) - set(reduced) - set(permuted))
     ordered = {f: sizes[f] for f in known}

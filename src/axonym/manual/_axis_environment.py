@@ -1,9 +1,9 @@
-"""The axes known inside `shard_map`: how arguments are sharded, and which mesh axes a name means.
+"""Find the mesh axes that a name means inside `shard_map`.
 
-An array inside has its names and local sizes. The rest is in an *axis environment*, which is active while the body is
-traced: the sizes that the axes of the arguments have outside, and the mesh axes that they are sharded over. Together
-with the active mapping it says over which mesh axes a collective over a logical axis communicates. It is part of jit's
-cache key, as the mapping is, so a program traced under one environment is not used under another.
+An array inside has its names and local sizes. An *axis environment*, which is active while the body is traced, has the
+rest: the sizes that the axes of the arguments have outside, and the mesh axes that they are sharded over. A collective
+over a logical axis communicates over the mesh axes that the environment and the active mapping have for it. The
+environment is part of jit's cache key, as the mapping is: a program traced under one is not used under another.
 """
 
 from __future__ import annotations
@@ -123,20 +123,20 @@ def layouts(name: str, size: int) -> list[Layout]:
     environment = active_environment()
     by_mapping = () if environment.sharded_over(name) else _mapped(name)
     found = []
-    for part in environment.found(name):
-        axes = part.axes or by_mapping
+    for argument in environment.found(name):
+        axes = argument.axes or by_mapping
         # Sizes do not show shardings over mesh axes of size one: assume that these are as in the arguments.
-        starts = [part.axes] if part.axes and part.local == size else [axes[:i] for i in range(len(axes) + 1)]
-        now = next((start for start in starts if part.size == size * count(start)), None)
+        as_there = argument.axes and argument.local == size
+        starts = [argument.axes] if as_there else [axes[:i] for i in range(len(axes) + 1)]
+        now = next((start for start in starts if argument.size == size * count(start)), None)
         if now is not None:
-            found.append(Layout(part.size, now, axes))
+            found.append(Layout(argument.size, now, axes))
     return list(dict.fromkeys(found))
 
 
 def declared(name: str) -> list[Axes]:
     """Return the mesh axes of an axis of any size: as in the arguments, or as mapped if it is replicated there."""
-    splits = active_environment().sharded_over(name)
-    return splits or [axes for axes in [_mapped(name)] if axes]
+    return active_environment().sharded_over(name) or [axes for axes in [_mapped(name)] if axes]
 
 
 def _mapped(name: str) -> Axes:
@@ -159,28 +159,23 @@ def without_trivial(axes: Axes) -> Axes:
 
 
 def axes_meant(what: str, words: Words) -> Axes:
-    """Return the mesh axes to communicate over.
-
-    Arguments:
-        what: the operation, for messages.
-        words: logical axes or mesh axes.
-    """
+    """Return the mesh axes that logical axes and mesh axes mean, for a collective that communicates over them."""
     given = words if isinstance(words, Sequence) and not isinstance(words, str) else [words]
     return _manual(what, words, tuple(dict.fromkeys(a for word in given for a in _meaning(what, word))))
 
 
-def axes_that_split(what: str, name: str) -> Axes | None:
+def axes_of_sharded(what: str, name: str) -> Axes | None:
     """Return the mesh axes that a logical axis is sharded over; None if neither arguments nor mapping shard it.
 
     If the body must work for any sharding, a replicated axis has none.
     """
-    found = _split_over(what, name)
-    if not found and _one_part(name):
+    found = _sharded_over(what, name)
+    if not found and _may_be_replicated(name):
         return ()
     return _manual(what, name, found) if found else None
 
 
-def split_here() -> dict[str, Axes]:
+def sharded_here() -> dict[str, Axes]:
     """Return the logical axes that are sharded, with their mesh axes."""
     environment, mapping = active_environment(), active_mapping()
     found = {p.name: p.axes for p in environment.argument_axes if p.axes}
@@ -197,8 +192,8 @@ def _meaning(what: str, word: Any) -> Axes:
     if not isinstance(word, (str, Axis)):
         raise TypeError(f"{what}: an axis is given by an Axis, a name or a MeshAxis, got {type(word).__name__}.")
     name = word if isinstance(word, str) else word.name
-    environment, logical = active_environment(), _split_over(what, name)
-    if _one_part(name):
+    environment, logical = active_environment(), _sharded_over(what, name)
+    if _may_be_replicated(name):
         return logical
     is_mesh_axis = isinstance(word, str) and name in mesh.shape
     if is_mesh_axis and name in _logical_names() and logical != (name,):
@@ -216,12 +211,12 @@ def _meaning(what: str, word: Any) -> Axes:
         _require_inside(what, mesh)
     raise ValueError(
         f"{what}: {name!r} is neither a mesh axis nor an axis that is sharded here.{_known(mesh)}"
-        + _errors.suggestion(name, (*split_here(), *(p.name for p in environment.argument_axes), *mesh.shape))
+        + _errors.suggestion(name, (*sharded_here(), *(p.name for p in environment.argument_axes), *mesh.shape))
     )
 
 
-def _one_part(name: str) -> bool:
-    """Return whether an axis is known and may be replicated, because the body must work for any sharding."""
+def _may_be_replicated(name: str) -> bool:
+    """Return whether an argument has the axis and the body must work for any sharding, so that it may be replicated."""
     environment = active_environment()
     return environment.any_sharding and bool(environment.found(name))
 
@@ -230,16 +225,16 @@ def _logical_names() -> set[str]:
     return {p.name for p in active_environment().argument_axes} | set(active_mapping())
 
 
-def _split_over(what: str, name: str) -> Axes:
+def _sharded_over(what: str, name: str) -> Axes:
     """Return the mesh axes of a logical axis: those of the arguments, or of the mapping if it is replicated there."""
-    splits = active_environment().sharded_over(name)
-    if len(splits) > 1:
-        ways = " and ".join(_listed(s) for s in splits)
+    found = active_environment().sharded_over(name)
+    if len(found) > 1:
+        ways = " and ".join(map(_listed, found))
         raise ValueError(
             f"{what}: the arguments shard axis {name!r} in several ways, over {ways}. Say which one is meant by its "
             "mesh axis."
         )
-    return splits[0] if splits else mapped_axes(name)
+    return found[0] if found else mapped_axes(name)
 
 
 def _manual(what: str, words: Words, axes: Axes) -> Axes:
@@ -268,9 +263,9 @@ def _require_inside(what: str, mesh: AbstractMesh) -> None:
 
 
 def _known(mesh: AbstractMesh) -> str:
-    split = ", ".join(f"{n} over {' and '.join(axes)}" for n, axes in split_here().items())
-    text = f" The mesh is {_errors.describe_shape(mesh.shape)}; sharded are {split or 'no axes'}."
-    if split or not mesh.manual_axes:
+    sharded = ", ".join(f"{n} over {' and '.join(axes)}" for n, axes in sharded_here().items())
+    text = f" The mesh is {_errors.describe_shape(mesh.shape)}; sharded are {sharded or 'no axes'}."
+    if sharded or not mesh.manual_axes:
         return text
     return (
         f"{text} No mapping is active. If this is the backward pass of a `jax.custom_vjp`, which runs when the "
@@ -291,14 +286,7 @@ def count(axes: Axes) -> int:
 
 
 def require_varying(what: str, x: Any, axes: Axes, consequence: str) -> None:
-    """Raise an error for a collective of a value that is invariant over its mesh axes, which is a mistake.
-
-    Arguments:
-        what: the operation, for messages.
-        x: a named or raw array, or a number.
-        axes: the mesh axes of the collective.
-        consequence: its wrong effect, for the message.
-    """
+    """Refuse a collective of a value that is invariant over its mesh axes; the message ends in the consequence."""
     if not active_environment().checked:
         return
     constant = [a for a in axes if a not in varying_axes(x.array if isinstance(x, NamedArray) else x)]
@@ -319,9 +307,9 @@ def describe(x: Any) -> str:
 
 def describe_axes(axes: Iterable[str]) -> str:
     """Describe mesh axes in a message, with the logical axes that are sharded over them."""
-    splits = split_here()
+    sharded = sharded_here()
     described = []
     for axis in axes:
-        logical = [repr(n) for n, found in splits.items() if axis in found]
+        logical = [repr(n) for n, found in sharded.items() if axis in found]
         described.append(f"mesh axis {axis!r}" + (f" (which shards {', '.join(logical)})" if logical else ""))
     return " and ".join(described)

@@ -1,4 +1,4 @@
-"""The order of the mesh axes that an axis is sharded over, which decides over which it can be gathered or sharded next.
+"""Find the order of mesh axes in which an axis can be gathered or sharded.
 
 An axis is sharded over the first of its mesh axes, the major one, and each shard over the next. Shards that differ in
 the last mesh axis, the minor one, are adjacent; others are not. So an axis is gathered from the minor mesh axis on, and
@@ -13,7 +13,7 @@ from ..array import NamedArray
 from ._axis_environment import Axes, count, declared, describe_axes, layouts, without_trivial
 
 
-def put_together(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) -> Axes:
+def gather_order(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) -> Axes:
     """Return the mesh axes to gather an axis over, major first.
 
     Arguments:
@@ -24,16 +24,16 @@ def put_together(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) 
         chosen: whether the user asked for these, rather than for all that the axis may be sharded over.
     """
     found = layouts(name, x.axis_size(name))
-    split = [f for f in found if without_trivial(f.now)]
+    sharded = [f for f in found if without_trivial(f.now)]
     if count(axes) == 1:
         return axes
-    if found and not split:
+    if found and not sharded:
         raise ValueError(
             f"{what}: axis {name!r} of {x} is replicated already: {x.axis_size(name)} is its size outside. Gathering "
             f"it over {describe_axes(axes)} would repeat it {count(axes)} times."
         )
-    if not chosen and split:
-        ways = list(dict.fromkeys(without_trivial(f.now) for f in split))
+    if not chosen and sharded:
+        ways = list(dict.fromkeys(without_trivial(f.now) for f in sharded))
         if len(ways) > 1:
             raise ValueError(
                 f"{what}: by its size, axis {name!r} of {x} may be sharded over {' or over '.join(map(_listed, ways))}."
@@ -41,14 +41,14 @@ def put_together(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) 
             )
         return tuple(a for a in ways[0] if a in axes)
     wanted = set(without_trivial(axes))
-    for f in split:
+    for f in sharded:
         if not wanted & set(f.at_most):
-            return axes  # it is sharded in another way, which only its author knows
+            return axes  # its author has sharded it in another way
         minor = without_trivial(f.now)[-len(wanted) :]
         if set(minor) == wanted:
             return minor
-    if split:
-        now = without_trivial(split[0].now)
+    if sharded:
+        now = without_trivial(sharded[0].now)
         if gone := [a for a in axes if a in wanted - set(now)]:
             why = f"is sharded over {_listed(now)} here, and not over {_listed(gone)}"
         else:
@@ -60,15 +60,8 @@ def put_together(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) 
     return _all_or_none(what, x, name, axes)
 
 
-def taken_apart(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
-    """Return the mesh axes to shard an axis over, major first.
-
-    Arguments:
-        what: the operation, for messages.
-        x: the array.
-        name: its axis.
-        axes: the mesh axes asked for.
-    """
+def scatter_order(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
+    """Return the mesh axes to shard an axis over, of those asked for, major first."""
     found, wanted = layouts(name, x.axis_size(name)), set(without_trivial(axes))
     if not found:
         return _all_or_none(what, x, name, axes)

@@ -1,11 +1,11 @@
-"""The shardings of the results of a `shard_map`, found by name from those of the arguments.
+"""Find the shardings of the results of a `shard_map` by name, from those of the arguments.
 
 For each axis of a result, in this order:
 
 1. an axis that has the size that it has outside is replicated;
-2. an axis that has the size of its shards in the arguments is sharded as there; with the size after gathering over
-minor mesh axes, it is sharded over the remaining ones; 3. any other axis, which is new or was resized, is sharded as
-the mapping says.
+2. an axis that has the size of its shards in the arguments is sharded as there; one that has the size after gathering
+   over minor mesh axes is sharded over the remaining ones;
+3. any other axis, which is new or was resized, is sharded as the mapping says.
 
 The type of a result decides whether that can be right. A result that is device-varying over a mesh axis must be sharded
 over it, because it has no single value; a result that is invariant over it would be copies of one shard.
@@ -41,12 +41,7 @@ def place_results(
 ) -> tuple[list[Leaf], Any]:
     """Return the leaves of a result on one device, each with its spec, and the structure of the tree.
 
-    Arguments:
-        result: what the body returned.
-        placement: the placement from the user; None to use the names.
-        environment: the shardings of the arguments.
-        manual: the mesh axes that are manual in the body.
-        what: the operation, for messages.
+    Specs follow from the placement that the user gave, and where it is None, from names and the environment.
     """
     mesh = jax.sharding.get_abstract_mesh()
     mapping = active_mapping()
@@ -63,7 +58,7 @@ def place_results(
         value = leaf.value
         if not found:
             found = check_entries(leaf, tuple(spec), mesh)
-            value, wrong = _held_to(leaf, spec, environment, manual, given)
+            value, wrong = _made_varying(leaf, spec, environment, manual, given)
             found += wrong
         problems += found
         placed.append(Leaf(leaf.keys, value, leaf.names, leaf.shape, spec))
@@ -79,7 +74,7 @@ class _Unplaced(Rule):
 
 
 def _by_position(result: Any, placement: Placement, mesh: AnyMesh, what: str) -> list[bool]:
-    """Return whether a leaf has a spec of its own; a mapping is none, as it applies to replicated axes, too."""
+    """Return whether each leaf has a spec by position; a mapping is none, as it applies to replicated axes, too."""
 
     def of_its_own(p: Placement) -> Placement:
         return p if isinstance(p, (PartitionSpec, jax.sharding.Sharding)) else _Unplaced()
@@ -123,7 +118,7 @@ def _ways(environment: AxisEnvironment, name: str, size: int) -> list[Axes]:
     return ways if len(ways) < 2 else [w for w in ways if not w or set(w) - of_size_one()]
 
 
-def _held_to(
+def _made_varying(
     leaf: Leaf, spec: PartitionSpec, environment: AxisEnvironment, manual: Collection[str], given: bool
 ) -> tuple[Any, list[str]]:
     """Make a result device-varying over the mesh axes of its spec, or return what is wrong with it."""

@@ -39,7 +39,7 @@ from ._axis_environment import (
     Words,
     active_environment,
     axes_meant,
-    axes_that_split,
+    axes_of_sharded,
     count,
     declared,
     describe_axes,
@@ -47,7 +47,7 @@ from ._axis_environment import (
     require_varying,
     without_trivial,
 )
-from ._gather_order import put_together, taken_apart
+from ._gather_order import gather_order, scatter_order
 
 T = TypeVar("T")
 
@@ -135,9 +135,9 @@ def all_gather(
         tiled: whether to concatenate shards along `axis`. If not, `axis` is a new axis in front, with an entry for each
             device.
 
-    >>> whole = axn.shard_map(lambda x: axn.all_gather(x, "batch", invariant=True), mapping={"batch": "data"})
+    >>> gather = axn.shard_map(lambda x: axn.all_gather(x, "batch", invariant=True), mapping={"batch": "data"})
     >>> with axn.set_mesh(axn.make_mesh({"data": 2})):
-    ...     whole(axn.arange(axn.Axis("batch", 4)))
+    ...     gather(axn.arange(axn.Axis("batch", 4)))
     NamedArray(int32[batch=4], [0 1 2 3])
     """
     what = "all_gather"
@@ -146,7 +146,7 @@ def all_gather(
     position, name, axes = _axis_and_devices(what, x, axis, over)
     if not axes:
         return x
-    axes = put_together(what, x, name, axes, over is not None)
+    axes = gather_order(what, x, name, axes, over is not None)
     require_varying(what, x, axes, f"axis {name!r} would be repeated.")
     return wrap(jax.lax.all_gather(x.array, axes, axis=position, tiled=True, to=_varies(invariant)), x.names)
 
@@ -177,7 +177,7 @@ def psum_scatter(x: NamedArray, axis: AxisSelector, over: Words | None = None, *
         _check_one_each(what, x, position, axes)
     if not axes:
         return x if tiled else _without(x, name)
-    axes = taken_apart(what, x, name, axes)
+    axes = scatter_order(what, x, name, axes)
     _check_divides(what, x, position, axes)
     require_varying(what, x, axes, _ADDED.format(count=count(axes)))
     names = x.names if tiled else _other_names(x, name)
@@ -216,7 +216,7 @@ def all_to_all(
     if not axes:
         return x
     if split_position != position:
-        axes = _in_both_orders(what, x, name_of(split), name_of(gather), axes)
+        axes = _exchange_order(what, x, name_of(split), name_of(gather), axes)
     _check_divides(what, x, split_position, axes)
     require_varying(what, x, axes, f"axis {name_of(gather)!r} would be repeated.")
     result = jax.lax.all_to_all(x.array, axes, split_position, position, tiled=True)
@@ -349,9 +349,9 @@ def axis_offset(axis: AxisSelector, x: NamedArray | None = None) -> Any:
         axes = axes_meant(what, axis)
         sizes = sorted({p.local for p in known if p.axes})
         if len(sizes) != 1:
-            found = f"have parts of {' and of '.join(map(str, sizes))}" if sizes else "do not have it"
+            found = f"have shards of {' and of '.join(map(str, sizes))}" if sizes else "do not have it"
             raise ValueError(
-                f"{what}: how large is a part of axis {name!r}? The arguments {found}. Pass an array that has it: "
+                f"{what}: how large is a shard of axis {name!r}? The arguments {found}. Pass an array that has it: "
                 f"`axonym.axis_offset({name!r}, x)`."
             )
         return jax.lax.axis_index(axes) * sizes[0]
@@ -445,7 +445,7 @@ def _axis_and_devices(what: str, x: Any, axis: AxisSelector, over: Words | None)
     if over is not None:
         axes = axes_meant(what, over)
     else:
-        axes = axes_that_split(what, name)
+        axes = axes_of_sharded(what, name)
         if axes is None:
             raise ValueError(
                 f"{what}: nothing shards axis {name!r} of {x} here: neither the arguments nor the mapping. Say with "
@@ -459,7 +459,7 @@ def _axis_and_devices(what: str, x: Any, axis: AxisSelector, over: Words | None)
 
 def _exchanged_over(what: str, x: NamedArray, split: str, gather: str) -> Words | None:
     """Return the mesh axes of an `all_to_all`, from the shardings of its axes."""
-    of_gather, of_split = axes_that_split(what, gather), axes_that_split(what, split)
+    of_gather, of_split = axes_of_sharded(what, gather), axes_of_sharded(what, split)
     # An axis that is sharded in the arguments is still sharded so, or over the first of these mesh axes.
     now = (
         {f.now for f in layouts(gather, x.shape.get(gather, 0))} - {()}
@@ -485,10 +485,10 @@ def _check_divides(what: str, x: NamedArray, position: int, axes: Axes) -> None:
         )
 
 
-def _in_both_orders(what: str, x: NamedArray, split: str, gather: str, axes: Axes) -> Axes:
+def _exchange_order(what: str, x: NamedArray, split: str, gather: str, axes: Axes) -> Axes:
     """Return the order of mesh axes that is right for both the axis to shard and the axis to gather."""
-    gathered = put_together(what, x, gather, taken_apart(what, x, split, axes), chosen=True)
-    if taken_apart(what, x, split, gathered) != gathered:
+    gathered = gather_order(what, x, gather, scatter_order(what, x, split, axes), chosen=True)
+    if scatter_order(what, x, split, gathered) != gathered:
         raise ValueError(
             f"{what}: {describe_axes(gathered)}: axes {split!r} and {gather!r} are sharded over these in different "
             "orders. Use one order for both, or exchange over one mesh axis at a time."

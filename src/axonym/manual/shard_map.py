@@ -37,7 +37,7 @@ from ._axis_environment import (
     describe_axes,
     interned,
     layouts,
-    split_here,
+    sharded_here,
 )
 from ._out_placement import place_results, restricted
 
@@ -153,15 +153,15 @@ class _Call:
         manual = self._manual_axes(mesh)
         labels = [*parameter_names(self._fn, len(args), kwargs), *kwargs]
         arguments = dict(zip(labels, (*args, *kwargs.values()), strict=True))
-        leaves, structure = self._split(arguments, labels[: len(args)], mesh, manual)
+        leaves, structure = self._resolve(arguments, labels[: len(args)], mesh, manual)
         environment = _environment_of(leaves, mesh, self._check_vma)
         arrays, spec = _flattened(leaves, structure)
         # Both are filled by the body; JAX looks at the specs after that.
         out_specs: list[PartitionSpec] = []
         results: list[TreeSpec] = []
 
-        def body(*parts):
-            given = spec.unflatten(parts)
+        def body(*shards):
+            given = spec.unflatten(shards)
             positional = [given[label] for label in labels[: len(args)]]
             with activate(environment):
                 try:
@@ -215,7 +215,7 @@ class _Call:
             )
         return manual
 
-    def _split(
+    def _resolve(
         self, arguments: dict[str, Any], positional: Sequence[str], mesh: AnyMesh, manual: frozenset[str]
     ) -> tuple[list[Leaf], Any]:
         """Return the leaves of the arguments, each array with its spec."""
@@ -232,7 +232,7 @@ class _Call:
                 raise ValueError(f"{what}: {leaf.path} is placed on another mesh, {leaf.mesh}.")
             if leaf.shape is not None:
                 if leaf.spec is None:
-                    _check_not_split(leaf, manual, what)
+                    _check_not_sharded(leaf, manual, what)
                 spec = restricted(leaf.spec or PartitionSpec(*(None,) * len(leaf.shape)), manual)
                 leaf = dataclasses.replace(leaf, spec=spec)
             found.append(leaf)
@@ -273,19 +273,19 @@ def _flattened(leaves: Sequence[Leaf], structure: Any) -> tuple[list[Any], TreeS
 def _environment_of(leaves: Sequence[Leaf], mesh: AnyMesh, checked: bool) -> AxisEnvironment:
     """Return the environment of the arguments, and of a surrounding `shard_map`, whose shards are sharded further."""
     around = active_environment()
-    parts = set()
+    found: set[ArgumentAxis] = set()
     for leaf in leaves:
         if leaf.spec is not None:
             for name, size, entry in zip(leaf.names or (), leaf.shape or (), leaf.spec, strict=False):
                 axes = mesh_axes(entry)
                 local = size // shard_count(mesh, axes)
-                of_parts = [ArgumentAxis(name, f.size, local, f.now + axes) for f in layouts(name, size) if f.now]
-                parts.update(of_parts or [ArgumentAxis(name, size, local, axes)])
-    names = {p.name for p in parts}
-    return interned(frozenset(parts.union(p for p in around.argument_axes if p.name not in names)), checked)
+                of_shards = [ArgumentAxis(name, f.size, local, f.now + axes) for f in layouts(name, size) if f.now]
+                found.update(of_shards or [ArgumentAxis(name, size, local, axes)])
+    names = {axis.name for axis in found}
+    return interned(frozenset(found.union(a for a in around.argument_axes if a.name not in names)), checked)
 
 
-def _check_not_split(leaf: Leaf, manual: Collection[str], what: str) -> None:
+def _check_not_sharded(leaf: Leaf, manual: Collection[str], what: str) -> None:
     """Check that a raw array without a spec, which is taken as replicated, is not sharded."""
     if isinstance(leaf.value, NamedArray):
         return
@@ -315,7 +315,7 @@ def _explain(error: Exception, what: str) -> None:
         return
     concerned = [a for a in jax.sharding.get_abstract_mesh().manual_axes if re.search(rf"\b{re.escape(a)}\b", text)]
     if concerned:
-        words = {next((n for n, axes in split_here().items() if a in axes), a) for a in concerned}
+        words = {next((n for n, axes in sharded_here().items() if a in axes), a) for a in concerned}
         listed = " or ".join(f"`axonym.pvary(x, {w!r})`" for w in sorted(words))
         error.add_note(
             f"{what}: this is about {describe_axes(concerned)}. A value that is the same on all devices, such as a "

@@ -59,7 +59,7 @@ class ShardedJit(CompiledFunction[P, R]):
             results=None if out_shardings is None else results,
             static_argnums=static_argnums,
             static_leaves=False,
-            around=None if mesh is None else functools.partial(mesh_in_force, mesh),
+            around=None if mesh is None else functools.partial(activate_mesh, mesh),
             jit_options=jit_arguments,
         )
 
@@ -143,7 +143,7 @@ def _on_devices(arguments: T, mesh: Mesh) -> T:
     return jax.tree.map(hold, arguments)
 
 
-def mesh_in_force(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+def activate_mesh(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     """Activate a mesh. In a traced function it must be active already: JAX cannot change it there."""
     try:
         return contextlib.nullcontext() if jax.sharding.get_mesh() == mesh else jax.set_mesh(mesh)

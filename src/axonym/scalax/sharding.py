@@ -23,7 +23,7 @@ from ..sharding.mapping import EnteredBlocks
 from ..sharding.meshes import AnyMesh, full_sizes, required_mesh, with_devices
 from ..sharding.placement import Leaf, Placement, described, leaves_of, listed, resolve
 from ..sharding.shard import shard, shard_quietly, to_host, unshard
-from ._sjit import ShardedJit as ShardedJit, mesh_in_force, sjit as sjit
+from ._sjit import ShardedJit as ShardedJit, activate_mesh, sjit as sjit
 
 T = TypeVar("T")
 
@@ -200,7 +200,7 @@ class MeshShardingHelper:
         (P('data',), True)
         """
         said = contextlib.nullcontext() if annotation_shardings is None else sharding_annotations(annotation_shardings)
-        with mesh_in_force(self.mesh), said, self._global():
+        with activate_mesh(self.mesh), said, self._global():
             yield self
 
     @contextlib.contextmanager
