@@ -1,4 +1,4 @@
-"""Neural-network layers over named axes, as Equinox modules.
+"""Neural-network layers over named axes, as Equinox modules. Every layer accepts a `key`, whether it uses it or not.
 
 >>> Batch, Embed, Mlp = axn.make_axes(batch=2, embed=3, mlp=4)
 >>> layer = axn.nn.Linear.init(Embed, Mlp, key=jax.random.key(0))

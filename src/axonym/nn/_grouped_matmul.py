@@ -68,39 +68,39 @@ class Grouped(NamedTuple):
             y = jax.lax.ragged_dot_general(x, weight, sizes, numbers)
         return _kernels.transpose_to(y, (self.rows, self.out), self.out_names)
 
-    def whole(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-        """The product of operands that are handed to the partitioner, or not split."""
+    def by_partitioner(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+        """Multiply replicated operands, or leave them to the partitioner."""
         mesh = mesh_around((x, weight, sizes))
         explicit = axes_of_type(mesh, AxisType.Explicit)
         if not explicit:
             return self.multiply(x, weight, sizes)
         # On an Explicit mesh, JAX does not infer the sharding of the result, even if all operands are replicated.
-        unsplit = NamedSharding(mesh, PartitionSpec(None, None))
-        multiply: Any = jax.sharding.auto_axes(self.multiply, axes=explicit, out_sharding=unsplit)
+        replicated = NamedSharding(mesh, PartitionSpec(None, None))
+        multiply: Any = jax.sharding.auto_axes(self.multiply, axes=explicit, out_sharding=replicated)
         return multiply(x, weight, sizes)
 
     def by_device(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array | None:
-        """The product device by device; None where neither rows nor groups are split, or not so that this works."""
+        """Multiply shards on their devices; None if neither rows nor groups are sharded, or not so that this works."""
         mesh = mesh_around((x, weight, sizes))
         if mesh.empty or AxisType.Manual in mesh.axis_types:
             return None
-        split = _split(self, x, weight, mesh)
-        if split is None:
+        shards = _shards(self, x, weight, mesh)
+        if shards is None:
             return None
         y = run_per_device(
-            split.local,
+            shards.multiply,
             (x, weight, sizes),
-            (split.of_rows, split.of_weight, PartitionSpec(None)),
-            split.of_result,
+            (shards.of_rows, shards.of_weight, PartitionSpec(None)),
+            shards.of_result,
             mesh,
             check_vma=not self.use_gmm,  # the kernel does not tell over what its result varies
         )
         # On Auto mesh axes, where the result goes is up to what uses it.
-        return reshard(y, split.wanted, mesh)
+        return reshard(y, shards.wanted, mesh)
 
 
-def _split(product: Grouped, x: jax.Array, weight: jax.Array, mesh: AbstractMesh) -> _Split | None:
-    in_rows, in_weight = _lies(product, x, weight)
+def _shards(product: Grouped, x: jax.Array, weight: jax.Array, mesh: AbstractMesh) -> _Shards | None:
+    in_rows, in_weight = _mesh_axes(product, x, weight)
     rows, groups = in_rows[product.rows], in_weight[product.groups]
     if not (rows or groups):
         return None
@@ -119,10 +119,10 @@ def _split(product: Grouped, x: jax.Array, weight: jax.Array, mesh: AbstractMesh
         return None
     wanted = {product.rows: rows_of_result, product.out: out}
     placed = spec_of(wanted[n] for n in product.out_names)
-    return _Split(product, rows, groups, shared, summed, out, of_rows, of_weight, placed)
+    return _Shards(product, rows, groups, shared, summed, out, of_rows, of_weight, placed)
 
 
-class _Split(NamedTuple):
+class _Shards(NamedTuple):
     """The sharding of a grouped product: the mesh axes that each of its axes is sharded over."""
 
     product: Grouped
@@ -143,14 +143,14 @@ class _Split(NamedTuple):
         placed = {self.product.rows: self.rows, self.product.out: self.out}
         return spec_of(placed[n] for n in self.product.out_names)
 
-    def local(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    def multiply(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
         """Multiply the local shards, inside `shard_map`."""
         product = self.product
         row = product.names.index(product.rows)
         keep = {product.rows: self.rows, product.summed[0]: self.summed}
         x = _gathered(x, product.names, self.of_rows, keep)
-        # It varies over all that the rows vary over before it is gathered, so that its gradient is split before it is
-        # summed over the rest.
+        # It varies over all that the rows vary over before it is gathered, so that its gradient is scattered before it
+        # is summed over the rest.
         weight = varying_over(weight, [a for a in self.rows if a not in axes_in(self.of_weight)])
         keep = {product.groups: self.groups, product.summed[1]: self.summed, product.out: self.out}
         weight = _gathered(weight, product.weight_names, self.of_weight, keep)
@@ -181,7 +181,7 @@ class _Split(NamedTuple):
         return ends - starts, starts[0]
 
 
-def _lies(product: Grouped, x: jax.Array, weight: jax.Array) -> tuple[dict[str, Axes], dict[str, Axes]]:
+def _mesh_axes(product: Grouped, x: jax.Array, weight: jax.Array) -> tuple[dict[str, Axes], dict[str, Axes]]:
     """Return the mesh axes that each axis of the rows, and of the matrices, is sharded over."""
     each = (product.names, x), (product.weight_names, weight)
     if explicit_mesh((x, weight)) is not None:
@@ -216,14 +216,9 @@ _TILE = 128
 def megablox(
     x: jax.Array, weight: jax.Array, sizes: jax.Array, *, transposed: bool, interpret: bool = False
 ) -> jax.Array:
-    """Multiply with the Pallas kernel for TPU.
+    """Multiply with the Pallas kernel for TPU, or its simulation on any device.
 
-    Arguments:
-        x: the rows, rows first.
-        weight: the matrices, groups first.
-        sizes: the number of rows of each group.
-        transposed: whether the summed axis is the last axis of the matrices.
-        interpret: whether to simulate the kernel, on any device.
+    The rows come first in `x`, the groups in `weight`; `transposed`: the summed axis is the last of the matrices.
     """
     if not interpret and jax.default_backend() != "tpu":
         raise ValueError(
@@ -232,7 +227,7 @@ def megablox(
         )
     from jax.experimental.pallas.ops.tpu.megablox import gmm  # importing Pallas takes long
 
-    # The kernel takes whole tiles of rows, and leaves rows after the last group undefined, in gradients too.
+    # The kernel takes complete tiles of rows, and leaves rows after the last group undefined, in gradients too.
     inside = jax.lax.broadcasted_iota(sizes.dtype, (x.shape[0], 1), 0) < jnp.sum(sizes)
     rows = jax.lax.pad(jnp.where(inside, x, 0), jnp.zeros((), x.dtype), [(0, -x.shape[0] % _TILE, 0), (0, 0, 0)])
     y = gmm(rows, weight, sizes, x.dtype, (_TILE,) * 3, transpose_rhs=transposed, interpret=interpret)

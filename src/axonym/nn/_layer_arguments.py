@@ -46,22 +46,21 @@ def check_sizes(what: str, layers: Axis, args: tuple[Any, ...], kwargs: Mapping[
     """Raise an error if the layer axis of an argument has another size than the number of layers."""
     leaves, _ = _mapped_axis.flatten((args, dict(kwargs)))
     sizes = [_size(layers, leaf) for leaf in leaves]
-    if any(size not in (None, layers.size) for size in sizes):
-        raise ValueError(_sizes_differ(what, layers, args, dict(kwargs), leaves, sizes))
+    if all(size in (None, layers.size) for size in sizes):
+        return
+    found = zip(_mapped_axis.argument_paths(args, dict(kwargs)), leaves, sizes, strict=True)
+    wrong = {path: (leaf, size) for path, leaf, size in found if size not in (None, layers.size)}
+    sides = [*((path, size) for path, (_, size) in wrong.items()), ("the layers", layers.size)]
+    raw = [path for path, (leaf, _) in wrong.items() if not isinstance(leaf, NamedArray)]
+    hint = f" Raw arrays are sliced along their first axis: {', '.join(raw)}. Name their axes." if raw else ""
+    raise ValueError(_errors.size_mismatch(what, layers.name, sides) + hint)
 
 
 # --- slicing ---
 
 
 def unstack(what: str, layers: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Return the arguments of a call for each layer.
-
-    Arguments:
-        what: the operation, for messages.
-        layers: the axis of the layers.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-    """
+    """Return the arguments of a call for each layer."""
     check_sizes(what, layers, args, kwargs)
     leaves, structure = _mapped_axis.flatten((args, dict(kwargs)))
     parts = []
@@ -79,14 +78,7 @@ def check_index(what: str, layers: Axis, i: Any) -> Any:
 
 
 def take_layer(what: str, layers: Axis, tree: Any, i: Any) -> Any:
-    """Return one layer of a tree of stacked arrays.
-
-    Arguments:
-        what: the operation, for messages.
-        layers: the axis of the layers.
-        tree: the tree.
-        i: the index of the layer, which can be traced.
-    """
+    """Return one layer of a tree of stacked arrays; its index can be traced."""
     check_index(what, layers, i)
 
     def of_leaf(leaf: Any) -> Any:
@@ -128,33 +120,19 @@ def _slices(layers: Axis, x: NamedArray) -> Sequence[NamedArray]:
     array: Any = x.array
     if isinstance(array, jax.Array):
         return unbind(x, layers.name)
+    names, position = _mapped_axis.without(x.names, layers.name), x.names.index(layers.name)
     if isinstance(array, np.ndarray):  # keep it in host memory
-        names = _mapped_axis.without(x.names, layers.name)
-        return [wrap(part, names) for part in np.moveaxis(array, x.names.index(layers.name), 0)]
-    return [_placeholder(layers, x)] * layers.size
-
-
-def _placeholder(layers: Axis, x: NamedArray) -> NamedArray:
-    """Return one layer's slice of an abstract array or placeholder."""
-    names = _mapped_axis.without(x.names, layers.name)
-    if not isinstance(x.array, jax.ShapeDtypeStruct):
-        return wrap(x.array, names)
-    shape = tuple(s for n, s in zip(x.names, x.array.shape, strict=True) if n != layers.name)
-    return wrap(jax.ShapeDtypeStruct(shape, x.array.dtype), names)
+        return [wrap(part, names) for part in np.moveaxis(array, position, 0)]
+    if isinstance(array, jax.ShapeDtypeStruct):
+        array = jax.ShapeDtypeStruct((*array.shape[:position], *array.shape[position + 1 :]), array.dtype)
+    return [wrap(array, names)] * layers.size
 
 
 # --- stacking ---
 
 
 def stack_results(what: str, layers: Axis, results: Sequence[Any], *, numbers: bool) -> Any:
-    """Stack the results of the layers into one tree, with the layer axis first.
-
-    Arguments:
-        what: the operation, for messages.
-        layers: the axis of the layers.
-        results: the result of each layer.
-        numbers: whether to stack Python numbers too.
-    """
+    """Stack the results of the layers into one tree, with the layer axis first; `numbers`: Python numbers too."""
     flat = [_mapped_axis.flatten(result) for result in results]
     structure = flat[0][1]
     for i, (_, other) in enumerate(flat):
@@ -184,21 +162,7 @@ def _stack_leaves(what: str, layers: Axis, leaves: Sequence[Any], numbers: bool)
     raise TypeError(f"{what}: the results of the layers cannot be stacked: {kinds}.")
 
 
-# --- messages ---
-
-
 def _described(x: Any) -> str:
     if isinstance(x, NamedArray):
         return str(jax.typeof(x.array).dtype) + _errors.describe_axes(x.names, jnp.shape(x.array))
     return f"raw {x.dtype}{tuple(x.shape)}" if _mapped_axis.is_array(x) else repr(x)
-
-
-def _sizes_differ(
-    what: str, layers: Axis, args: Any, kwargs: Any, leaves: Sequence[Any], sizes: Sequence[int | None]
-) -> str:
-    found = list(zip(_mapped_axis.argument_paths(args, kwargs), leaves, sizes, strict=True))
-    wrong = [(path, size) for path, _, size in found if size not in (None, layers.size)]
-    text = _errors.size_mismatch(what, layers.name, [*wrong, ("the layers", layers.size)])
-    raw = [path for path, leaf, size in found if size not in (None, layers.size) and not isinstance(leaf, NamedArray)]
-    hint = f" Raw arrays are sliced along their first axis: {', '.join(raw)}. Name their axes." if raw else ""
-    return text + hint

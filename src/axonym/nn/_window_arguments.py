@@ -7,7 +7,7 @@ name.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from .. import _errors
@@ -22,34 +22,21 @@ Padding: TypeAlias = tuple[Pair, ...] | str
 
 
 def per_axis(what: str, argument: str, value: Any, names: Names, *, at_least: int) -> tuple[int, ...]:
-    """Return an integer for each axis.
-
-    Arguments:
-        what: the operation, for messages.
-        argument: the name of the argument, for messages.
-        value: an integer for all axes, a sequence with one for each, or a mapping by name.
-        names: the axes.
-        at_least: the smallest value that is allowed.
-    """
-    found = tuple(_integer(what, argument, v) for v in _values_by_axis(what, argument, value, names, _is_integer))
+    """Return an integer for each axis."""
+    found = tuple(_integer(what, argument, v) for v in _values_by_axis(what, argument, value, names))
     if any(v < at_least for v in found):
-        raise ValueError(f"{what}: `{argument}` must be at least {at_least}, got {_listed(names, found)}.")
+        listed = ", ".join(f"{v} for {n!r}" for n, v in zip(names, found, strict=True))
+        raise ValueError(f"{what}: `{argument}` must be at least {at_least}, got {listed}.")
     return found
 
 
 def parse_padding(what: str, value: Any, names: Names) -> Padding:
-    """Return the padding of each axis.
-
-    Arguments:
-        what: the operation, for messages.
-        value: "SAME" or "VALID"; or an integer or a pair of integers, for all axes or for each.
-        names: the axes.
-    """
+    """Return the padding of each axis from "SAME" or "VALID", or an integer or a pair of them for all axes or each."""
     if isinstance(value, str):
         if value.upper() not in ("SAME", "VALID"):
             raise ValueError(f"{what}: `padding` must be 'SAME', 'VALID' or numbers of elements, got {value!r}.")
         return value.upper()
-    return tuple(_pair(what, v) for v in _values_by_axis(what, "padding", value, names, _is_integer))
+    return tuple(_pair(what, v) for v in _values_by_axis(what, "padding", value, names))
 
 
 def same_padding(size: int, span: int, stride: int) -> Pair:
@@ -69,8 +56,8 @@ def check_spans(what: str, names: Names, sizes: Sequence[int], spans: Sequence[i
         raise ValueError(f"{what}: the window is larger than the input: {'; '.join(wrong)}.")
 
 
-def _values_by_axis(what: str, argument: str, value: Any, names: Names, is_one: Callable[[Any], bool]) -> Sequence[Any]:
-    if is_one(value):
+def _values_by_axis(what: str, argument: str, value: Any, names: Names) -> Sequence[Any]:
+    if _is_integer(value):
         return (value,) * len(names)
     if isinstance(value, Mapping):
         by_name = {name_of(axis): v for axis, v in value.items()}
@@ -104,7 +91,3 @@ def _pair(what: str, value: Any) -> Pair:
         raise TypeError(f"{what}: the `padding` of an axis must be an integer or a pair of them, got {value!r}.")
     before, after = (_integer(what, "padding", v) for v in value)
     return before, after
-
-
-def _listed(names: Names, values: Sequence[int]) -> str:
-    return ", ".join(f"{v} for {n!r}" for n, v in zip(names, values, strict=True))

@@ -92,9 +92,6 @@ swish = _activation("swish", jax.nn.swish, "Multiply each element by its sigmoid
 def relu_squared(x: A) -> A:
     """Compute the square of `relu`.
 
-    Arguments:
-        x: a named array, a scalar, a raw array, or a tree of them.
-
     >>> axn.nn.relu_squared(axn.named([-1., 2.], "x"))
     NamedArray(float32[x=2], [0. 4.])
     """
@@ -107,9 +104,6 @@ def _relu_squared(x: Any) -> jax.Array:
 
 def quick_gelu(x: A) -> A:
     """Approximate GELU with a sigmoid: x * sigmoid(1.702 x).
-
-    Arguments:
-        x: a named array, a scalar, a raw array, or a tree of them.
 
     >>> axn.nn.quick_gelu(axn.named([-1., 2.], "x"))
     NamedArray(float32[x=2], [-0.1542 1.9357])
@@ -125,11 +119,7 @@ def _quick_gelu(x: Any) -> jax.Array:
 
 
 def celu(a: A, alpha: float = 1.0) -> A:
-    """Replace negative elements by alpha * (exp(x / alpha) - 1).
-
-    Arguments:
-        a: a named array, a scalar, a raw array, or a tree of them.
-        alpha: minus the value that it tends to on the left.
+    """Replace negative elements by alpha * (exp(x / alpha) - 1), which tends to minus `alpha`.
 
     >>> axn.nn.celu(axn.named([-1., 2.], "x"))
     NamedArray(float32[x=2], [-0.6321 2. ])
@@ -138,11 +128,7 @@ def celu(a: A, alpha: float = 1.0) -> A:
 
 
 def elu(a: A, alpha: float = 1.0) -> A:
-    """Replace negative elements by alpha * (exp(x) - 1).
-
-    Arguments:
-        a: a named array, a scalar, a raw array, or a tree of them.
-        alpha: minus the value that it tends to on the left.
+    """Replace negative elements by alpha * (exp(x) - 1), which tends to minus `alpha`.
 
     >>> axn.nn.elu(axn.named([-1., 2.], "x"))
     NamedArray(float32[x=2], [-0.6321 2. ])
@@ -152,10 +138,6 @@ def elu(a: A, alpha: float = 1.0) -> A:
 
 def leaky_relu(a: A, negative_slope: float = 0.01) -> A:
     """Multiply negative elements by a small slope.
-
-    Arguments:
-        a: a named array, a scalar, a raw array, or a tree of them.
-        negative_slope: the factor for negative elements.
 
     >>> axn.nn.leaky_relu(axn.named([-1., 2.], "x"))
     NamedArray(float32[x=2], [-0.01 2. ])
@@ -167,7 +149,6 @@ def gelu(a: A, approximate: bool = True) -> A:
     """Multiply each element by the probability that a standard normal variable is below it.
 
     Arguments:
-        a: a named array, a scalar, a raw array, or a tree of them.
         approximate: whether to approximate that probability with a hyperbolic tangent, as in GPT-2.
 
     >>> axn.nn.gelu(axn.named([-1., 2.], "x")), axn.nn.gelu(axn.named([-1., 2.], "x"), approximate=False)

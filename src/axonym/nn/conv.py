@@ -6,6 +6,7 @@ and at any position. The result has the axes of the input in the same order, wit
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -16,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels, random
-from .._named_scope import named_call
 from ..array import NamedArray, is_jax_array_like, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 from ..ops._operands import distinct, private, require_named
@@ -30,32 +30,8 @@ from .linear import _stored
 __all__ = ["Conv", "ConvTranspose"]
 
 
-class Conv(eqx.Module):
-    """A convolution along some axes: a learned product with every window of the input.
-
-    As usual in machine learning, this is a correlation: the weight is not flipped. The weight has the axes of the
-    output channels, of the input channels of one group, and the spatial axes with the sizes of the kernel. If `In` and
-    `Out` have one name, the weight stores the axis of the input under another name, as in `Linear`.
-
-    Arguments:
-        Spatial: the axes to convolve along. Only their names matter.
-        In: the axis of the input channels.
-        Out: the axis of the output channels.
-        weight: the weight.
-        bias: an array with the axis `Out`, or None.
-        kernel_size: the size of the kernel along each axis.
-        stride: the step between windows along each axis.
-        padding: zeros before and after each axis; or "SAME" or "VALID", as in `jax.lax`.
-        dilation: the distance between the input elements of a window.
-        groups: the number of groups of channels. Each group of outputs depends on one group of inputs.
-
-    >>> H, W, In, Out = axn.make_axes(height=8, width=8, channels=3, features=4)
-    >>> layer = axn.nn.Conv.init((H, W), In, Out, kernel_size=3, key=jax.random.key(0))
-    >>> print(layer.weight)
-    float32[features=4, channels=3, height=3, width=3]
-    >>> print(layer(axn.ones({"batch": 2, "channels": 3, "height": 8, "width": 8})))
-    float32[batch=2, features=4, height=6, width=6]
-    """
+class _Convolution(ModuleWithStateDictSerialization):
+    """The base class of the two layers."""
 
     Spatial: tuple[AxisSelector, ...] = eqx.field(static=True, converter=selectors)
     In: Axis = eqx.field(static=True)
@@ -65,6 +41,38 @@ class Conv(eqx.Module):
     kernel_size: tuple[int, ...] = eqx.field(static=True)
     stride: tuple[int, ...] = eqx.field(static=True)
     padding: Padding = eqx.field(static=True)
+
+    @abc.abstractmethod
+    def _parameters(self) -> _Parameters: ...
+
+    def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
+        """Apply the layer to an array with the axes `Spatial` and `In`; `key` is not used."""
+        what = type(self).__name__
+        require_named(what, inputs)
+        spatial, channels = tuple(map(name_of, self.Spatial)), (self.In.name, self.Out.name)
+        with jax.named_scope(what):
+            kernel = _convolution_kernel(what, inputs.names, self.weight.names, spatial, channels, self._parameters())
+            result = wrap(kernel.call(inputs.array, self.weight.array), kernel.names)
+            return result if self.bias is None else result + self.bias
+
+
+class Conv(_Convolution):
+    """A convolution along some axes: a learned product with every window of the input.
+
+    As usual in machine learning, this is a correlation: the weight is not flipped. The weight has the axes of the
+    output channels, of the input channels of one group, and the spatial axes with the sizes of the kernel. If `In` and
+    `Out` have one name, the weight stores the axis of the input under another name, as in `Linear`.
+
+    The fields besides `weight` and `bias` are the arguments of `init`, with a value for each axis.
+
+    >>> H, W, In, Out = axn.make_axes(height=8, width=8, channels=3, features=4)
+    >>> layer = axn.nn.Conv.init((H, W), In, Out, kernel_size=3, key=jax.random.key(0))
+    >>> print(layer.weight)
+    float32[features=4, channels=3, height=3, width=3]
+    >>> print(layer(axn.ones({"batch": 2, "channels": 3, "height": 8, "width": 8})))
+    float32[batch=2, features=4, height=6, width=6]
+    """
+
     dilation: tuple[int, ...] = eqx.field(static=True)
     groups: int = eqx.field(static=True)
 
@@ -87,14 +95,15 @@ class Conv(eqx.Module):
         Sizes are given as an integer for all axes, a sequence with one for each, or a mapping by name.
 
         Arguments:
-            Spatial: the axes to convolve along.
+            Spatial: the axes to convolve along. Only their names matter.
             In: the axis of the input channels.
             Out: the axis of the output channels.
             kernel_size: the size of the kernel.
             stride: the step between windows.
-            padding: zeros around the input: an integer, or for each axis an integer or a pair; "SAME" or "VALID".
+            padding: zeros around the input: an integer, or for each axis an integer or a pair, before and after; or
+                "SAME" or "VALID", as in `jax.lax`.
             dilation: the distance between the input elements of a window.
-            groups: the number of groups of channels.
+            groups: the number of groups of channels. Each group of outputs depends on one group of inputs.
             use_bias: whether there is a bias.
             key: a random key.
 
@@ -103,40 +112,15 @@ class Conv(eqx.Module):
         >>> print(layer.weight, layer.bias)
         float32[features=6, channels=2, time=3] float32[features=6]
         """
-        names = _spatial_names("Conv", Spatial)
-        kernel = per_axis("Conv", "kernel_size", kernel_size, names, at_least=1)
-        weight, bias = _init_parameters("Conv", names, In, Out, kernel, groups, use_bias, key)
         return Conv(
-            selectors(Spatial),
-            In,
-            Out,
-            weight,
-            bias,
-            kernel,
-            per_axis("Conv", "stride", stride, names, at_least=1),
-            parse_padding("Conv", padding, names),
-            per_axis("Conv", "dilation", dilation, names, at_least=1),
-            groups,
+            **_init_fields("Conv", Spatial, In, Out, kernel_size, stride, padding, dilation, groups, use_bias, key)
         )
 
-    @named_call
-    def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
-        """Convolve an input with the weight, and add the bias.
-
-        Arguments:
-            inputs: a named array with the axes `Spatial` and `In`.
-            key: not used; every layer accepts one.
-
-        >>> In, Out = axn.make_axes(channels=4, features=6)
-        >>> layer = axn.nn.Conv.init("time", In, Out, 3, stride=2, key=jax.random.key(0))
-        >>> print(layer(axn.ones({"time": 9, "channels": 4})))
-        float32[time=4, features=6]
-        """
-        config = _Parameters(self.stride, (1,) * len(self.stride), self.dilation, self.padding, self.groups)
-        return _convolve("Conv", self, inputs, config)
+    def _parameters(self) -> _Parameters:
+        return _Parameters(self.stride, (1,) * len(self.stride), self.dilation, self.padding, self.groups)
 
 
-class ConvTranspose(ModuleWithStateDictSerialization):
+class ConvTranspose(_Convolution):
     """A transposed convolution along some axes: the transpose of a convolution, with its own weight.
 
     Every element of the input adds a scaled copy of the kernel to the output, `stride` elements apart, for example to
@@ -145,19 +129,7 @@ class ConvTranspose(ModuleWithStateDictSerialization):
     flipped, with the input channels first; state dicts for PyTorch (`axonym.state.to_torch_compatible_state_dict` and
     its inverse) convert it.
 
-    Arguments:
-        Spatial: the axes to convolve along. Only their names matter.
-        In: the axis of the input channels.
-        Out: the axis of the output channels.
-        weight: the weight.
-        bias: an array with the axis `Out`, or None.
-        kernel_size: the size of the kernel along each axis.
-        stride: the distance between the copies of the kernel.
-        padding: the number of elements cropped from the full output, before and after each axis; or "SAME" or "VALID",
-            as in `jax.lax.conv_transpose`.
-        output_padding: the number of elements that are added at the end of the output.
-        dilation: the distance between the output elements of a copy of the kernel.
-        groups: the number of groups of channels. Each group of outputs depends on one group of inputs.
+    The fields besides `weight` and `bias` are the arguments of `init`, with a value for each axis.
 
     >>> H, W, In, Out = axn.make_axes(height=4, width=4, features=4, channels=3)
     >>> layer = axn.nn.ConvTranspose.init((H, W), In, Out, kernel_size=2, stride=2, key=jax.random.key(0))
@@ -165,14 +137,6 @@ class ConvTranspose(ModuleWithStateDictSerialization):
     float32[batch=2, channels=3, height=8, width=8]
     """
 
-    Spatial: tuple[AxisSelector, ...] = eqx.field(static=True, converter=selectors)
-    In: Axis = eqx.field(static=True)
-    Out: Axis = eqx.field(static=True)
-    weight: NamedArray
-    bias: NamedArray | None
-    kernel_size: tuple[int, ...] = eqx.field(static=True)
-    stride: tuple[int, ...] = eqx.field(static=True)
-    padding: Padding = eqx.field(static=True)
     output_padding: tuple[int, ...] = eqx.field(static=True)
     dilation: tuple[int, ...] = eqx.field(static=True)
     groups: int = eqx.field(static=True)
@@ -194,54 +158,30 @@ class ConvTranspose(ModuleWithStateDictSerialization):
     ) -> ConvTranspose:
         """Make a layer with random weights and bias, uniform up to 1 / sqrt(channels of a group * kernel elements).
 
-        Sizes are given as an integer for all axes, a sequence with one for each, or a mapping by name.
+        The arguments are those of `Conv.init`, except:
 
         Arguments:
-            Spatial: the axes to convolve along.
-            In: the axis of the input channels.
-            Out: the axis of the output channels.
-            kernel_size: the size of the kernel.
             stride: the distance between the copies of the kernel.
-            padding: the number of elements cropped from the full output: an integer, or for each axis an integer or a
-                pair; "SAME" or "VALID".
+            padding: the number of elements cropped from the full output, in the forms of `Conv.init`; "SAME" and
+                "VALID" as in `jax.lax.conv_transpose`.
             output_padding: the number of elements that are added at the end of the output.
             dilation: the distance between the output elements of a copy of the kernel.
-            groups: the number of groups of channels.
-            use_bias: whether there is a bias.
-            key: a random key.
 
         >>> In, Out = axn.make_axes(features=4, channels=6)
         >>> layer = axn.nn.ConvTranspose.init("time", In, Out, 3, stride=2, groups=2, key=jax.random.key(0))
         >>> print(layer.weight, layer.bias)
         float32[channels=6, features=2, time=3] float32[channels=6]
         """
-        names = _spatial_names("ConvTranspose", Spatial)
-        kernel = per_axis("ConvTranspose", "kernel_size", kernel_size, names, at_least=1)
-        strides = per_axis("ConvTranspose", "stride", stride, names, at_least=1)
-        dilations = per_axis("ConvTranspose", "dilation", dilation, names, at_least=1)
-        more = per_axis("ConvTranspose", "output_padding", output_padding, names, at_least=0)
-        pads = parse_padding("ConvTranspose", padding, names)
-        if isinstance(pads, str) and any(more):
-            raise ValueError(f"ConvTranspose: `output_padding` needs a padding in elements, not {pads!r}.")
-        weight, bias = _init_parameters("ConvTranspose", names, In, Out, kernel, groups, use_bias, key)
-        return ConvTranspose(selectors(Spatial), In, Out, weight, bias, kernel, strides, pads, more, dilations, groups)
+        what = "ConvTranspose"
+        fields = _init_fields(what, Spatial, In, Out, kernel_size, stride, padding, dilation, groups, use_bias, key)
+        more = per_axis(what, "output_padding", output_padding, tuple(map(name_of, fields["Spatial"])), at_least=0)
+        if isinstance(fields["padding"], str) and any(more):
+            raise ValueError(f"{what}: `output_padding` needs a padding in elements, not {fields['padding']!r}.")
+        return ConvTranspose(**fields, output_padding=more)
 
-    @named_call
-    def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
-        """Apply the transposed convolution to an input, and add the bias.
-
-        Arguments:
-            inputs: a named array with the axes `Spatial` and `In`.
-            key: not used; every layer accepts one.
-
-        >>> In, Out = axn.make_axes(features=4, channels=6)
-        >>> layer = axn.nn.ConvTranspose.init("time", In, Out, 3, stride=2, key=jax.random.key(0))
-        >>> print(layer(axn.ones({"time": 4, "features": 4})))
-        float32[time=9, channels=6]
-        """
+    def _parameters(self) -> _Parameters:
         pads = tuple(self._padding_of_input(i) for i in range(len(self.kernel_size)))
-        config = _Parameters((1,) * len(self.stride), self.stride, self.dilation, pads, self.groups)
-        return _convolve("ConvTranspose", self, inputs, config)
+        return _Parameters((1,) * len(self.stride), self.stride, self.dilation, pads, self.groups)
 
     def flatten_for_export(self) -> ConvTranspose:
         """Return the layer with its weight as PyTorch stores it: input channels first, every spatial axis reversed."""
@@ -289,28 +229,47 @@ _IN, _STORED_IN, _GROUPS, _OUT = "__IN__", "__STORED_IN__", "__GROUPS__", "__OUT
 # --- parameters ---
 
 
-def _spatial_names(what: str, Spatial: AxisSelection) -> Names:
-    names = tuple(name_of(s) for s in selectors(Spatial))
+def _init_fields(
+    what: str,
+    Spatial: AxisSelection,
+    In: Axis,
+    Out: Axis,
+    kernel_size: PerAxis,
+    stride: PerAxis,
+    padding: PaddingSpec,
+    dilation: PerAxis,
+    groups: int,
+    use_bias: bool,
+    key: Any,
+) -> dict[str, Any]:
+    """Return the fields of a layer with random parameters; raise an error if the arguments do not fit together."""
+    Spatial = selectors(Spatial)
+    names = distinct(what, tuple(map(name_of, Spatial)))
     if not names:
         raise ValueError(f"{what}: `Spatial` has no axes. Without axes to convolve along, use `axonym.nn.Linear`.")
-    return distinct(what, names)
-
-
-def _init_parameters(
-    what: str, spatial: Names, In: Axis, Out: Axis, kernel: Sequence[int], groups: int, use_bias: bool, key: Any
-) -> tuple[NamedArray, NamedArray | None]:
-    clash = [f"{a.name!r} of `{argument}`" for argument, a in (("In", In), ("Out", Out)) if a.name in spatial]
+    clash = [f"{a.name!r} of `{argument}`" for argument, a in (("In", In), ("Out", Out)) if a.name in names]
     if clash:
         raise ValueError(f"{what}: {' and '.join(clash)} is also among the axes to convolve along.")
     wrong = [f"{a.size} of {a.name!r}" for a in (In, Out) if groups < 1 or a.size % groups]
     if wrong:
         raise ValueError(f"{what}: {groups} groups do not divide the channels: {', '.join(wrong)}.")
+    kernel = per_axis(what, "kernel_size", kernel_size, names, at_least=1)
     of_group = In.resize(In.size // groups)
     limit = 1 / math.sqrt(of_group.size * math.prod(kernel))
-    axes = (Out, *_stored((of_group,), (Out,)), *map(Axis, spatial, kernel))
+    weight_axes = (Out, *_stored((of_group,), (Out,)), *map(Axis, names, kernel))
     weight_key, bias_key = jax.random.split(key)
-    weight = random.uniform(weight_key, axes, minval=-limit, maxval=limit)
-    return weight, random.uniform(bias_key, Out, minval=-limit, maxval=limit) if use_bias else None
+    return {
+        "Spatial": Spatial,
+        "In": In,
+        "Out": Out,
+        "weight": random.uniform(weight_key, weight_axes, minval=-limit, maxval=limit),
+        "bias": random.uniform(bias_key, Out, minval=-limit, maxval=limit) if use_bias else None,
+        "kernel_size": kernel,
+        "stride": per_axis(what, "stride", stride, names, at_least=1),
+        "padding": parse_padding(what, padding, names),
+        "dilation": per_axis(what, "dilation", dilation, names, at_least=1),
+        "groups": groups,
+    }
 
 
 # --- the operation ---
@@ -324,15 +283,6 @@ class _Parameters(NamedTuple):
     dilation: tuple[int, ...]
     padding: Padding
     groups: int
-
-
-def _convolve(what: str, layer: Conv | ConvTranspose, inputs: NamedArray, config: _Parameters) -> NamedArray:
-    require_named(what, inputs)
-    spatial = tuple(name_of(s) for s in layer.Spatial)
-    weight, channels = layer.weight, (layer.In.name, layer.Out.name)
-    kernel = _convolution_kernel(what, inputs.names, weight.names, spatial, channels, config)
-    result = wrap(kernel.call(inputs.array, weight.array), kernel.names)
-    return result if layer.bias is None else result + layer.bias
 
 
 @_kernels.cached
@@ -355,7 +305,9 @@ def _convolution_kernel(
     numbers = jax.lax.ConvDimensionNumbers(place, weight_place, place)
 
     def positional(x, weight):
-        _check_channels(what, in_name, x.shape[names.index(in_name)], weight.shape[weight_place[1]] * config.groups)
+        given, size = x.shape[names.index(in_name)], weight.shape[weight_place[1]] * config.groups
+        if given != size:
+            raise ValueError(_errors.size_mismatch(what, in_name, [("the input", given), ("the layer", size)]))
         sizes = [x.shape[names.index(n)] for n in spatial]
         padding = _check_padding(what, spatial, sizes, [weight.shape[i] for i in weight_place[2:]], config)
         dtype = jnp.result_type(x, weight)
@@ -387,11 +339,6 @@ def _stored_input(what: str, weight_names: Names, out_name: str, spatial: Names)
             "layers with `axonym.vmap` or `axonym.scan` over their axis."
         )
     return left[0]
-
-
-def _check_channels(what: str, name: str, given: int, size: int) -> None:
-    if given != size:
-        raise ValueError(_errors.size_mismatch(what, name, [("the input", given), ("the layer", size)]))
 
 
 def _check_padding(

@@ -83,8 +83,7 @@ class Dropout(eqx.Module):
     selects one.
 
     Arguments:
-        pdrop: the probability that an element is dropped.
-        broadcast_axes: the axes along which elements are dropped together.
+        pdrop, broadcast_axes: as in `dropout`.
         inference: whether the layer does nothing.
 
     >>> layer = axn.nn.Dropout(0.5)
@@ -109,15 +108,6 @@ class Dropout(eqx.Module):
 
     @named_call
     def __call__(self, x: NamedArray, *, inference: bool | None = None, key: Any = None) -> NamedArray:
-        """Set randomly chosen elements to zero.
-
-        Arguments:
-            x: a named array.
-            inference: overrides the `inference` of the layer.
-            key: a random key; not needed if nothing is dropped.
-
-        >>> axn.nn.Dropout(0.0)(axn.ones({"embed": 2}))
-        NamedArray(float32[embed=2], [1. 1.])
-        """
+        """Set randomly chosen elements to zero; `inference` overrides that of the layer."""
         inference = self.inference if inference is None else inference
         return dropout(x, self.pdrop, self.broadcast_axes, inference=inference, key=key)

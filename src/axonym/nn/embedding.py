@@ -82,10 +82,7 @@ def _known_kernel(names: Names, id_names: Names, size: int) -> _kernels.Kernel:
 class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
     """A learned embedding for each token of a vocabulary.
 
-    Arguments:
-        weight: an array with the axis of the vocabulary, then the axes of an embedding.
-        Vocab: the axis of the vocabulary.
-        Embed: the axes of an embedding, one or several.
+    The fields besides `weight` are arguments of `init`.
 
     >>> Pos, Vocab, Embed = axn.make_axes(pos=2, vocab=10, embed=4)
     >>> layer = axn.nn.Embedding.init(Vocab, Embed, key=jax.random.key(0))
@@ -150,16 +147,7 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
         return dataclasses.replace(self, weight=weight, Embed=template.Embed)
 
     def __call__(self, input_ids: NamedArray, *, key: Any = None) -> NamedArray:
-        """Look up the embeddings of tokens: `embed`.
-
-        Arguments:
-            input_ids: the tokens.
-            key: not used; every layer accepts one.
-
-        >>> layer = axn.nn.Embedding.init(axn.Axis("vocab", 10), axn.Axis("embed", 4), key=jax.random.key(0))
-        >>> print(layer(axn.named([7, 3], "pos")))
-        float32[pos=2, embed=4]
-        """
+        """Look up the embeddings of tokens, as `embed` does; `key` is not used."""
         return self.embed(input_ids)
 
     @named_call

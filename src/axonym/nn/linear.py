@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .. import _errors, random
 from .._named_scope import named_call
 from ..array import NamedArray
-from ..axis import Axis, AxisSpec, Names, axes_of_spec
+from ..axis import Axis, AxisSpec, Names, axes_of_spec, axis_spec_to_shape_dict
 from ..ops._operands import require_named
 from ..ops.contraction import dot
 from ..ops.creation import zeros
@@ -60,13 +60,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
     input under another name, `embed_in` for `embed`. In a mapping, `embed` is the axis of the output and `embed_in`
     that of the input.
 
-    Arguments:
-        weight: an array with the axes of the output, then those of the input, or in the other order.
-        bias: an array with the axes of the output, or None.
-        In: the axes of the input.
-        Out: the axes of the output.
-        dot_general: a replacement for `jax.lax.dot_general`, such as a quantised one. If it is a module with arrays,
-            these are part of the model's tree.
+    The fields besides `weight` and `bias` are arguments of `init`.
 
     >>> Batch, Embed, Mlp = axn.make_axes(batch=2, embed=3, mlp=4)
     >>> layer = axn.nn.Linear.init(Embed, Mlp, key=jax.random.key(0))
@@ -105,8 +99,9 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
             Out: the axes of the output, one or several.
             key: a random key.
             use_bias: whether there is a bias.
-            out_first: whether the axes of the output come first in the weight.
-            dot_general: a replacement for `jax.lax.dot_general`.
+            out_first: whether the axes of the output come first in the weight, or those of the input.
+            dot_general: a replacement for `jax.lax.dot_general`, such as a quantised one. If it is a module with
+                arrays, these are part of the model's tree.
             init_scale: multiplies the standard deviation of the weights.
             reparam_cls: the parametrisation: see `axonym.nn.mup`.
 
@@ -152,16 +147,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
 
     @named_call
     def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
-        """Contract an input with the weight, and add the bias.
-
-        Arguments:
-            inputs: a named array with the axes `In`.
-            key: not used; every layer accepts one.
-
-        >>> layer = axn.nn.Linear.init(axn.Axis("x", 2), axn.Axis("y", 3), key=jax.random.key(0))
-        >>> print(layer(axn.ones({"x": 2})))
-        float32[y=3]
-        """
+        """Contract an array with the axes `In` with the weight, and add the bias; `key` is not used."""
         names, stored = tuple(a.name for a in axes_of_spec(self.In)), tuple(a.name for a in self.weight_in)
         check_input("Linear", inputs, self.weight, names, stored, (self.In, self.Out))
         if names != stored:
@@ -203,10 +189,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
 
     @staticmethod
     def input_reparam(use_mup: bool = True) -> type[AbstractLinearReparam]:
-        """Return the parametrisation of a layer whose input does not grow with the width.
-
-        Arguments:
-            use_mup: False for the standard one.
+        """Return the parametrisation of a layer whose input does not grow with the width, or else the standard one.
 
         >>> axn.nn.Linear.input_reparam().__name__
         'InputLinearMup'
@@ -215,10 +198,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
 
     @staticmethod
     def hidden_reparam(use_mup: bool = True) -> type[AbstractLinearReparam]:
-        """Return the parametrisation of a layer whose input and output grow with the width.
-
-        Arguments:
-            use_mup: False for the standard one.
+        """Return the parametrisation of a layer whose input and output grow with the width, or else the standard one.
 
         >>> axn.nn.Linear.hidden_reparam().__name__
         'HiddenLinearMup'
@@ -227,10 +207,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
 
     @staticmethod
     def output_reparam(use_mup: bool = True) -> type[AbstractLinearReparam]:
-        """Return the parametrisation of a layer whose output does not grow with the width.
-
-        Arguments:
-            use_mup: False for the standard one.
+        """Return the parametrisation of a layer whose output does not grow with the width, or else the standard one.
 
         >>> axn.nn.Linear.output_reparam().__name__
         'OutputLinearMup'
@@ -255,29 +232,18 @@ def _stored(in_axes: tuple[Axis, ...], out_axes: tuple[Axis, ...]) -> tuple[Axis
 def check_input(
     what: str, inputs: Any, weight: NamedArray, names: Names, stored: Names, maps: tuple[AxisSpec, AxisSpec]
 ) -> None:
-    """Raise an error unless the input of a layer has the required axes, with the sizes that they have in the weight.
+    """Raise an error unless the input of a layer has the named axes, with the sizes that they have in the weight.
 
-    These sizes can differ from the layer's own axes: inside `shard_map` the weight and the input are local shards.
-
-    Arguments:
-        what: the layer, for messages.
-        inputs: the argument.
-        weight: the weight.
-        names: the required axes.
-        stored: their names in the weight.
-        maps: the axes of the layer's input and output, for messages.
+    The weight has them under the names `stored`. Its sizes can differ from the layer's own: inside `shard_map`, weight
+    and input are local shards. `maps` are the axes of the layer's input and output, for the message.
     """
     shape = jnp.shape(require_named(what, inputs).array)
     missing = [n for n in names if n not in inputs.names]
     if missing:
-        wanted = f"The layer maps {_describe(maps[0])} to {_describe(maps[1])}."
-        raise ValueError(f"{_errors.missing_axes(what, missing, inputs.names, shape)} {wanted}")
+        source, target = (_errors.describe_shape(axis_spec_to_shape_dict(spec)) for spec in maps)
+        problem = _errors.missing_axes(what, missing, inputs.names, shape)
+        raise ValueError(f"{problem} The layer maps {source} to {target}.")
     for name, own in zip(names, stored, strict=True):
         given, size = shape[inputs.names.index(name)], weight.array.shape[weight.names.index(own)]
         if given != size:
             raise ValueError(_errors.size_mismatch(what, name, [("the input", given), ("the layer", size)]))
-
-
-def _describe(spec: AxisSpec) -> str:
-    axes = axes_of_spec(spec)
-    return _errors.describe_axes([a.name for a in axes], [a.size for a in axes])

@@ -81,21 +81,11 @@ def cross_entropy_loss(
 
 
 def cross_entropy_loss_and_log_normalizers(
-    logits: NamedArray,
-    Label: AxisSelector,
-    targets: NamedArray,
-    *,
-    out_of_range: float = 0.0,
-    dtype: Any = None,
+    logits: NamedArray, Label: AxisSelector, targets: NamedArray, *, out_of_range: float = 0.0, dtype: Any = None
 ) -> tuple[NamedArray, NamedArray]:
     """Compute the losses of `cross_entropy_loss` without reduction, and the logsumexp of the logits.
 
-    Arguments:
-        logits: a named array with the axis `Label`.
-        Label: the axis of the labels.
-        targets: the right labels, or the probability of each label, with the axis `Label`.
-        out_of_range: the loss of a target that is no position along `Label`; NaN makes one show.
-        dtype: the dtype of the results; that of the logits by default.
+    The arguments are those of `cross_entropy_loss`.
 
     >>> logits = axn.named([[0., 0.], [0., 9.]], ("batch", "label"))
     >>> axn.nn.cross_entropy_loss_and_log_normalizers(logits, "label", axn.named([0, 0], "batch"))
@@ -108,7 +98,7 @@ def _cross_entropy(
     what: str, logits: NamedArray, axis: AxisSelector, targets: NamedArray, out_of_range: float, dtype: Any
 ) -> tuple[NamedArray, NamedArray]:
     require_named(what, logits), require_named(what, targets)
-    # A cache finds NaN again by its identity only, so it goes by a name.
+    # NaN is not equal to itself, so a cache would not find it again: None stands for it.
     other = None if out_of_range != out_of_range else float(out_of_range)
     axis = _kernels.one_selector(what, axis)
     kernel = _cross_entropy_kernel(what, logits.names, targets.names, axis, other, dtype_key(dtype))
@@ -128,9 +118,7 @@ def binary_cross_entropy_loss(
         logits: a named array; its sigmoid is the probability of the positive class.
         targets: one or true for the positive class, zero or false for the other, or the probability of the positive
             class.
-        reduction: the function that reduces the losses; `axonym.mean` by default, None for no reduction.
-        where: the losses to include, by name.
-        reduction_axis: the axes to reduce; all by default.
+        reduction, where, reduction_axis: as in `cross_entropy_loss`.
 
     >>> axn.nn.binary_cross_entropy_loss(axn.named([0., 9.], "x"), axn.named([True, False], "x"), reduction=None)
     NamedArray(float32[x=2], [0.6931 9.0001])
@@ -194,7 +182,7 @@ def _cross_entropy_kernel(
         return tuple(r.astype(logits.dtype if dtype is None else dtype) for r in results)
 
     def of_probabilities(x, remainder, targets):
-        # An alternative that is impossible and should be is as it should be.
+        # A label with logit -inf and probability zero adds nothing to the loss.
         x = jnp.where((targets == 0) & (x == -jnp.inf), 0, x)
         return jnp.sum(targets * (remainder - x), position, keepdims=True)
 
@@ -205,7 +193,7 @@ def _cross_entropy_kernel(
                 f"{what}: targets without axis {chosen!r} are positions along it, so they are integers, got "
                 f"{targets.dtype} {described}. Probabilities have that axis."
             )
-        if targets.dtype.itemsize < 4:  # which may not count far enough
+        if targets.dtype.itemsize < 4:  # a small dtype may not have all positions
             targets = targets.astype(jnp.int32)
         targets = _kernels.align(targets, target_names, names)
         # Comparing every position with the right one, rather than looking that up, needs no more memory, since it
@@ -220,9 +208,9 @@ def _cross_entropy_kernel(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _log_normalizer(position: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The logarithm of the sum of exponentials along an axis, which stays with size one, in two parts.
+    """Compute the logarithm of the sum of exponentials along an axis, which stays with size one, as two terms.
 
-    They are the largest logit, and the remainder. Added, that would lose digits; apart, the loss of a good prediction
+    These are the largest logit and the remainder. Their sum would lose digits; with both, the loss of a good prediction
     is exact however large the logits are.
     """
     largest = jnp.max(x, position, keepdims=True)
@@ -233,8 +221,8 @@ def _log_normalizer(position: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 @_log_normalizer.defjvp
 def _(position: int, primals: Any, tangents: Any) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
-    # How the sum is cut in two does not change it, so all of its derivative is counted as that of the remainder. The
-    # exponentials are those of the sum itself, so the compiler has them already.
+    # The sum is the same for any choice of the first term, so its derivative is counted as that of the remainder alone.
+    # The exponentials are those of the sum itself, so the compiler has them already.
     largest, remainder = _log_normalizer(position, x)
     change = jnp.sum(jnp.exp(x - largest) * t, position, keepdims=True) * jnp.exp(-remainder)
     return (largest, remainder), (jnp.zeros_like(largest), change)

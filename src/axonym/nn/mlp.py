@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,12 +62,9 @@ class MLP(eqx.Module):
             width: the size of the hidden layers, or an axis; every other layer has its name with a 2 appended.
             depth: the number of hidden layers; 0 gives a single linear layer.
             activation: the function between the layers.
-            out_first: whether the axes of the output come first in the weights.
             use_bias: whether the hidden layers have a bias.
             use_final_bias: whether the last layer has a bias.
-            key: a random key.
-            dot_general: a replacement for `jax.lax.dot_general`.
-            init_scale: multiplies the standard deviation of the weights.
+            key, out_first, dot_general, init_scale: as in `Linear.init`.
 
         >>> mlp = axn.nn.MLP.init((), axn.Axis("label", 2), axn.Axis("hidden", 4), 1, key=jax.random.key(0))
         >>> [str(layer.weight) for layer in mlp.layers]
@@ -77,18 +75,11 @@ class MLP(eqx.Module):
         hidden = width if isinstance(width, Axis) else Axis("mlp", width)
         turns = hidden, hidden.alias(f"{hidden.name}2")
         specs = [Input, *(turns[i % 2] for i in range(depth)), Output]
+        make = functools.partial(Linear.init, out_first=out_first, dot_general=dot_general, init_scale=init_scale)
         layers = []
         for i, layer_key in enumerate(jax.random.split(key, depth + 1)):
-            layer = Linear.init(
-                specs[i],
-                specs[i + 1],
-                key=layer_key,
-                use_bias=use_final_bias if i == depth else use_bias,
-                out_first=out_first,
-                dot_general=dot_general,
-                init_scale=init_scale,
-            )
-            layers.append(layer)
+            has_bias = use_final_bias if i == depth else use_bias
+            layers.append(make(specs[i], specs[i + 1], key=layer_key, use_bias=has_bias))
         return MLP(activation, tuple(layers))
 
     @property
@@ -111,16 +102,7 @@ class MLP(eqx.Module):
 
     @named_call
     def __call__(self, x: NamedArray, *, key: Any = None) -> NamedArray:
-        """Apply the layers, with the activation between them.
-
-        Arguments:
-            x: a named array with the axes of the input.
-            key: a random key, split among the layers.
-
-        >>> mlp = axn.nn.MLP.init(axn.Axis("x", 3), axn.Axis("y", 2), 8, 1, key=jax.random.key(0))
-        >>> print(mlp(axn.ones({"x": 3})))
-        float32[y=2]
-        """
+        """Apply the layers, with the activation between them; a `key` is split among the layers."""
         keys = maybe_rng_split(key, len(self.layers))
         for layer, layer_key in zip(self.layers[:-1], keys, strict=False):
             x = self.activation(layer(x, key=layer_key))

@@ -32,13 +32,7 @@ class MoELinear(eqx.Module):
     summed over their mesh axes; if rows are sharded over the same mesh axes, they are all-gathered first. To avoid this
     traffic, the model can exchange rows with an all-to-all.
 
-    Arguments:
-        weight: an array with the axes of experts, input and output.
-        bias: an array with the axis of the output, or None.
-        Experts: the axis of the experts.
-        In: the axis of the input.
-        Out: the axis of the output.
-        use_gmm: whether to use the Pallas kernel megablox, on TPU only, instead of `jax.lax.ragged_dot`.
+    The fields besides `weight` and `bias` are arguments of `init`.
 
     >>> Experts, Embed, Mlp = axn.make_axes(experts=2, embed=3, mlp=4)
     >>> layer = axn.nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0))
@@ -79,7 +73,7 @@ class MoELinear(eqx.Module):
             use_bias: whether there is a bias.
             out_first: whether the axis of the output comes before that of the input in the weight.
             init_scale: multiplies the standard deviation of the weights.
-            use_gmm: whether to use the Pallas kernel megablox, on TPU only.
+            use_gmm: whether to use the Pallas kernel megablox, on TPU only, instead of `jax.lax.ragged_dot`.
 
         >>> Experts, Embed, Mlp = axn.make_axes(experts=2, embed=3, mlp=4)
         >>> print(axn.nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0), out_first=True).weight)
@@ -109,7 +103,7 @@ class MoELinear(eqx.Module):
         Arguments:
             inputs: a named array with the axis `In` and one axis of rows, sorted by expert.
             group_sizes: the number of rows of each expert. The results for rows after the last group are undefined.
-            key: not used; every layer accepts one.
+            key: not used.
 
         >>> Experts, In, Out = axn.make_axes(experts=2, x=1, y=1)
         >>> layer = axn.nn.MoELinear(axn.named([[[1.0]], [[10.0]]], (Experts, In, Out)), None, Experts, In, Out)
@@ -154,7 +148,7 @@ def _grouped_kernel(
 
     def positional(x, weight, sizes):
         _check(what, product, x, weight, sizes)
-        return product.whole(x, weight, sizes)
+        return product.by_partitioner(x, weight, sizes)
 
     def per_device(x, weight, sizes):
         _check(what, product, x, weight, sizes)

@@ -52,7 +52,7 @@ __all__ = [
 T = TypeVar("T")
 
 
-class AbstractReparam(abc.ABC):
+class AbstractReparam:
     """The scales of a layer's weights, output and learning rate; one by default.
 
     >>> issubclass(axn.nn.mup.HiddenLinearMup, axn.nn.mup.AbstractReparam)
@@ -60,17 +60,13 @@ class AbstractReparam(abc.ABC):
     """
 
     @staticmethod
-    @abc.abstractmethod
     def init_scale(In: AxisSpec, Out: AxisSpec) -> float:
-        """Return the initial standard deviation of the weights.
-
-        Arguments:
-            In: the axes of the layer's input.
-            Out: the axes of its output.
+        """Return the initial standard deviation of the weights, from the axes of the layer's input and output.
 
         >>> axn.nn.mup.LinearStandardParam.init_scale(axn.Axis("embed", 4), axn.Axis("mlp", 8))
         0.5
         """
+        return 1.0
 
     @property
     def lr_scale(self) -> float:
@@ -151,10 +147,6 @@ class InputLinearMup(AbstractLinearReparam):
     1.0
     """
 
-    @staticmethod
-    def init_scale(In: AxisSpec, Out: AxisSpec) -> float:
-        return 1.0
-
 
 class HiddenLinearMup(AbstractLinearReparam):
     """A linear layer whose input and output both grow with the width.
@@ -179,10 +171,6 @@ class OutputLinearMup(AbstractLinearReparam):
     1.0
     """
 
-    @staticmethod
-    def init_scale(In: AxisSpec, Out: AxisSpec) -> float:
-        return 1.0
-
     @property
     def active_scale(self) -> float:
         return 1 / axis_size(self.In)
@@ -206,10 +194,6 @@ class EmbeddingMup(AbstractEmbeddingReparam):
     >>> axn.nn.mup.EmbeddingMup.init_scale(axn.Axis("vocab", 8), axn.Axis("embed", 4))
     1.0
     """
-
-    @staticmethod
-    def init_scale(In: AxisSpec, Out: AxisSpec) -> float:
-        return 1.0
 
     @property
     def unembed_active_scale(self) -> float:

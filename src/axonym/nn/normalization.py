@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import equinox as eqx
 import jax
@@ -64,12 +64,7 @@ def softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedOrN
 
 
 def log_softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None) -> NamedArray:
-    """Compute the logarithm of `softmax` without overflow.
-
-    Arguments:
-        a: a named array.
-        axis: the axes to sum along; all of them by default.
-        where: the elements to include, by name; the others become minus infinity.
+    """Compute the logarithm of `softmax` without overflow. Elements that `where` leaves out become minus infinity.
 
     >>> axn.nn.log_softmax(axn.named([[0., 0.], [1., 1.]], ("x", "y")), "y")
     NamedArray(float32[x=2, y=2], [[-0.6931 -0.6931] [-0.6931 -0.6931]])
@@ -78,12 +73,7 @@ def log_softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: Name
 
 
 def logsumexp(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedArray | None = None) -> NamedArray:
-    """Compute the logarithm of the sum of exponentials without overflow: `axonym.logsumexp`.
-
-    Arguments:
-        a: a named array.
-        axis: the axes to sum along; all of them by default.
-        where: the elements to include, by name.
+    """Compute the logarithm of the sum of exponentials without overflow, with the arguments of `softmax`.
 
     >>> axn.nn.logsumexp(axn.named([[0., 0.], [1., 1.]], ("x", "y")), "y")
     NamedArray(float32[x=2], [0.6931 1.6931])
@@ -137,8 +127,6 @@ def _standardize_kernel(all_names: tuple[Names, ...], labels: tuple[str, ...], a
 
 # --- layers ---
 
-M = TypeVar("M", bound="LayerNormBase")
-
 
 class LayerNormBase(ModuleWithStateDictSerialization):
     """The base class of normalisation layers: axes, and a scale and shift along them. Subclasses define `__call__`.
@@ -147,8 +135,9 @@ class LayerNormBase(ModuleWithStateDictSerialization):
         axis: the axes to normalise along, one or several.
         weight: the scale, with these axes, or None.
         bias: the shift, with these axes, or None.
-        eps: a small number that avoids division by zero.
-        dtype: the dtype to normalise in, or None.
+        eps: added to the variance or mean square, to avoid division by zero.
+        dtype: the dtype to normalise in; by default that of the input, but at least float32. The result is cast back to
+            the dtype of the input before it is scaled and shifted.
 
     >>> class Scale(axn.nn.normalization.LayerNormBase):
     ...     def __call__(self, x):
@@ -165,22 +154,19 @@ class LayerNormBase(ModuleWithStateDictSerialization):
 
     @classmethod
     def init(
-        cls: type[M],
+        cls,
         axis: AxisSpec,
         eps: float = 1e-5,
         *,
         use_weight: bool = True,
         use_bias: bool = True,
         dtype: Any = None,
-    ) -> M:
-        """Make a layer with a scale of one and a shift of zero.
+    ) -> Self:
+        """Make a layer with a scale of one and a shift of zero. `axis`, `eps` and `dtype` are the fields of the layer.
 
         Arguments:
-            axis: the axes to normalise along, one or several.
-            eps: added to the variance or mean square, to avoid division by zero.
             use_weight: whether there is a learned scale.
             use_bias: whether there is a learned shift.
-            dtype: the dtype to normalise in; by default that of the input, but at least float32.
 
         >>> print(axn.nn.LayerNorm.init(axn.Axis("embed", 4), use_bias=False).weight)
         float32[embed=4]
@@ -204,72 +190,44 @@ class LayerNormBase(ModuleWithStateDictSerialization):
 
     @abc.abstractmethod
     def __call__(self, x: NamedArray) -> NamedArray:
-        """Normalise an array."""
+        """Normalise an array with the axes of the layer, and scale and shift the result."""
 
-
-class _Norm(LayerNormBase):
-    """A layer that normalises, and then scales and shifts."""
-
-    @abc.abstractmethod
-    def _normalised(self, x: NamedArray) -> NamedArray:
-        """Normalise an array, without the scale and shift."""
-
-    @named_call
-    def __call__(self, x: NamedArray) -> NamedArray:
-        """Normalise an array, and scale and shift the result.
-
-        Arguments:
-            x: a named array with the axes of the layer.
-
-        >>> layer = axn.nn.LayerNorm.init(axn.Axis("embed", 2))
-        >>> layer(axn.named([[1., 3.], [2., 6.]], ("batch", "embed")))
-        NamedArray(float32[batch=2, embed=2], [[-1. 1.] [-1. 1.]])
-        """
+    def _apply(self, normalise: Callable[[NamedArray], NamedArray], x: NamedArray) -> NamedArray:
         dtype = require_named(type(self).__name__, x).dtype
         # In half precision, squares of large numbers overflow, and means of many elements are inexact.
         wide = jnp.promote_types(dtype, jnp.float32) if self.dtype is None else self.dtype
-        x = self._normalised(x.astype(wide))
+        x = normalise(x.astype(wide))
         x = x.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else x
         if self.weight is not None:
             x = x * self.weight
         return x if self.bias is None else x + self.bias
 
 
-class LayerNorm(_Norm):
+class LayerNorm(LayerNormBase):
     """Layer normalisation: subtract the mean, divide by the standard deviation, then scale and shift.
 
-    Arguments:
-        axis: the axes to normalise along, one or several.
-        weight: the scale, with these axes, or None.
-        bias: the shift, with these axes, or None.
-        eps: added to the variance, to avoid division by zero.
-        dtype: the dtype to normalise in; by default that of the input, but at least float32. The result is cast back to
-            the dtype of the input before it is scaled and shifted.
+    The fields are those of `LayerNormBase`.
 
     >>> layer = axn.nn.LayerNorm.init(axn.Axis("embed", 2))
     >>> layer(axn.named([[1., 3.], [2., 6.]], ("batch", "embed")))
     NamedArray(float32[batch=2, embed=2], [[-1. 1.] [-1. 1.]])
     """
 
-    def _normalised(self, x: NamedArray) -> NamedArray:
-        return (x - mean(x, self.axis)) * rsqrt(var(x, self.axis) + self.eps)
+    @named_call
+    def __call__(self, x: NamedArray) -> NamedArray:
+        return self._apply(lambda x: (x - mean(x, self.axis)) * rsqrt(var(x, self.axis) + self.eps), x)
 
 
-class RmsNorm(_Norm):
+class RmsNorm(LayerNormBase):
     """Root-mean-square normalisation: divide by the root of the mean square, then scale and shift.
 
-    Arguments:
-        axis: the axes to normalise along, one or several.
-        weight: the scale, with these axes, or None.
-        bias: the shift, with these axes, or None.
-        eps: added to the mean square, to avoid division by zero.
-        dtype: the dtype to normalise in; by default that of the input, but at least float32. The result is cast back to
-            the dtype of the input before it is scaled and shifted.
+    The fields are those of `LayerNormBase`.
 
     >>> layer = axn.nn.RmsNorm.init(axn.Axis("embed", 2), use_bias=False)
     >>> layer(axn.named([[1., 1.], [-2., 2.]], ("batch", "embed")))
     NamedArray(float32[batch=2, embed=2], [[ 1. 1.] [-1. 1.]])
     """
 
-    def _normalised(self, x: NamedArray) -> NamedArray:
-        return x * rsqrt(mean(square(x), self.axis) + self.eps)
+    @named_call
+    def __call__(self, x: NamedArray) -> NamedArray:
+        return self._apply(lambda x: x * rsqrt(mean(square(x), self.axis) + self.eps), x)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,37 +19,20 @@ from .. import _kernels
 from .._jax_versions import set_apart
 from ..array import NamedArray, wrap
 from ..axis import AxisSpec, Names, axes_of_spec
-from ..ops._op_types import publish
 from ..ops._operands import distinct, require_named, scalar
 from ._window_arguments import Padding, PaddingSpec, Pair, PerAxis, check_spans, parse_padding, per_axis, same_padding
 
 __all__ = ["max_pool", "mean_pool", "min_pool", "pool"]
 
-Stride: TypeAlias = PerAxis | None
 
-
-class _Pool(Protocol):
-    def __call__(
-        self,
-        inputs: NamedArray,
-        Window: AxisSpec,
-        stride: Stride = None,
-        padding: PaddingSpec = "VALID",
-        use_ceil: bool = False,
-    ) -> NamedArray: ...
-
-
-def _extreme_pool(name: str, summary: str, shown: str) -> _Pool:
-    def op(
-        inputs: NamedArray,
-        Window: AxisSpec,
-        stride: Stride = None,
-        padding: PaddingSpec = "VALID",
-        use_ceil: bool = False,
-    ) -> NamedArray:
-        return _pool(name, inputs, Window, stride, padding, use_ceil, name)
-
-    doc = f"""{summary}
+def max_pool(
+    inputs: NamedArray,
+    Window: AxisSpec,
+    stride: PerAxis | None = None,
+    padding: PaddingSpec = "VALID",
+    use_ceil: bool = False,
+) -> NamedArray:
+    """Return the largest value of each window.
 
     Arguments:
         inputs: a named array with the axes of the window; other axes are kept.
@@ -60,20 +43,31 @@ def _extreme_pool(name: str, summary: str, shown: str) -> _Pool:
             before and after: an integer, or for each axis an integer or a pair. Padding is never the result.
         use_ceil: whether to include a last window that extends beyond the end.
 
-    >>> axn.nn.{name}(axn.named([3., 1., 4., 1., 5.], "x"), axn.Axis("x", 2), stride=2, use_ceil=True)
-    NamedArray({shown})
+    >>> axn.nn.max_pool(axn.named([3., 1., 4., 1., 5.], "x"), axn.Axis("x", 2), stride=2, use_ceil=True)
+    NamedArray(float32[x=3], [3. 4. 5.])
     """
-    return publish(op, name, __name__, doc)
+    return _pool("max_pool", inputs, Window, stride, padding, use_ceil, "max_pool")
 
 
-max_pool = _extreme_pool("max_pool", "Return the largest value of each window.", "float32[x=3], [3. 4. 5.]")
-min_pool = _extreme_pool("min_pool", "Return the smallest value of each window.", "float32[x=3], [1. 1. 5.]")
+def min_pool(
+    inputs: NamedArray,
+    Window: AxisSpec,
+    stride: PerAxis | None = None,
+    padding: PaddingSpec = "VALID",
+    use_ceil: bool = False,
+) -> NamedArray:
+    """Return the smallest value of each window; the arguments are those of `max_pool`.
+
+    >>> axn.nn.min_pool(axn.named([3., 1., 4., 1., 5.], "x"), axn.Axis("x", 2), stride=2, use_ceil=True)
+    NamedArray(float32[x=3], [1. 1. 5.])
+    """
+    return _pool("min_pool", inputs, Window, stride, padding, use_ceil, "min_pool")
 
 
 def mean_pool(
     inputs: NamedArray,
     Window: AxisSpec,
-    stride: Stride = None,
+    stride: PerAxis | None = None,
     padding: PaddingSpec = "VALID",
     *,
     use_ceil: bool = False,
@@ -82,11 +76,7 @@ def mean_pool(
     """Compute the mean of each window.
 
     Arguments:
-        inputs: a named array with the axes of the window; other axes are kept.
-        Window: the window, as axes with its sizes.
-        stride: the step between windows; as in `max_pool`.
-        padding: the padding of the input; as in `max_pool`.
-        use_ceil: whether to include a last window that extends beyond the end.
+        inputs, Window, stride, padding, use_ceil: as in `max_pool`.
         count_include_pad: whether to divide by the size of the window everywhere, as if the padding were zeros, instead
             of by the number of input elements in the window.
 
@@ -102,21 +92,17 @@ def pool(
     Window: AxisSpec,
     init: Any,
     reduce_fn: Callable[[Any, Any], Any],
-    stride: Stride = None,
+    stride: PerAxis | None = None,
     padding: PaddingSpec = "VALID",
     use_ceil: bool = False,
 ) -> NamedArray:
     """Reduce each window with any function.
 
     Arguments:
-        inputs: a named array with the axes of the window; other axes are kept.
-        Window: the window, as axes with its sizes.
+        inputs, Window, stride, padding, use_ceil: as in `max_pool`.
         init: a number: the initial value of each window's reduction, and the value of padding.
         reduce_fn: a function that combines two raw arrays elementwise. It must be associative and commutative, and
             differentiable if the result is differentiated.
-        stride: the step between windows; as in `max_pool`.
-        padding: the padding of the input; as in `max_pool`.
-        use_ceil: whether to include a last window that extends beyond the end.
 
     >>> axn.nn.pool.pool(axn.named([3., 1., 4., 1., 5.], "x"), axn.Axis("x", 2), 0.0, jax.lax.add)
     NamedArray(float32[x=4], [4. 5. 5. 6.])
@@ -128,7 +114,7 @@ def _pool(
     what: str,
     inputs: NamedArray,
     Window: AxisSpec,
-    stride: Stride,
+    stride: PerAxis | None,
     padding: PaddingSpec,
     use_ceil: bool,
     reduction: Any,

@@ -1,6 +1,5 @@
 """Attention by axis names: products, masks, biases, rotary embeddings, and a cache for decoding."""
 
-from .biases import alibi_attention_bias as alibi_attention_bias, mask_to_bias as mask_to_bias
 from .cache import KVCache as KVCache
 from .dot_product import (
     dot_product_attention as dot_product_attention,
@@ -9,11 +8,13 @@ from .dot_product import (
 )
 from .masks import (
     Causal as Causal,
+    alibi_attention_bias as alibi_attention_bias,
     causal_mask as causal_mask,
     combine_masks_and as combine_masks_and,
     combine_masks_or as combine_masks_or,
     dropout_mask as dropout_mask,
     forgetful_causal_mask as forgetful_causal_mask,
+    mask_to_bias as mask_to_bias,
     prefix_lm_mask as prefix_lm_mask,
     sliding_window_mask as sliding_window_mask,
 )

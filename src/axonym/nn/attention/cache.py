@@ -36,15 +36,14 @@ class KVCache(eqx.Module):
         KPos: the axis of positions.
         window: the number of positions that queries attend to, if the cache keeps only the latest positions.
 
-    >>> from axonym.nn.attention import KVCache, dot_product_attention
     >>> Batch, Pos, KVHeads, KPos, Size = axn.make_axes(batch=2, pos=1, kv_heads=2, key_pos=4, head_size=8)
-    >>> cache = KVCache.init(Batch, KVHeads, KPos, Size)
+    >>> cache = axn.nn.attention.KVCache.init(Batch, KVHeads, KPos, Size)
     >>> q = axn.ones((Batch, Pos, KVHeads, Size))
     >>> k = v = q.rename({"pos": "key_pos"})
     >>> positions = cache.positions(Pos)
     >>> cache = cache.update(k, v)
     >>> mask = cache.mask(positions)
-    >>> dot_product_attention(q, cache.keys, cache.values, KPos, Size, mask).shape
+    >>> axn.nn.attention.dot_product_attention(q, cache.keys, cache.values, KPos, Size, mask).shape
     {'batch': 2, 'pos': 1, 'kv_heads': 2, 'head_size': 8}
     >>> cache.lengths
     NamedArray(int32[batch=2], [1 1])
@@ -126,8 +125,7 @@ class KVCache(eqx.Module):
             count: the number of new positions that are valid, all by default: prompts of different lengths are padded
                 at their end to one length, and `count` is the length of each. The padding is overwritten later.
 
-        >>> from axonym.nn.attention import KVCache
-        >>> cache = KVCache.init(axn.Axis("batch", 2), (), *axn.make_axes(key_pos=4, head_size=1))
+        >>> cache = axn.nn.attention.KVCache.init(axn.Axis("batch", 2), (), *axn.make_axes(key_pos=4, head_size=1))
         >>> prompts = axn.ones({"batch": 2, "key_pos": 3, "head_size": 1})
         >>> cache.update(prompts, prompts, count=axn.named([3, 1], "batch")).lengths
         NamedArray(int32[batch=2], [3 1])
@@ -177,8 +175,7 @@ class KVCache(eqx.Module):
         Arguments:
             positions: the position of each query. The keys of these positions must be in the cache already.
 
-        >>> from axonym.nn.attention import KVCache
-        >>> cache = KVCache.init((), (), *axn.make_axes(key_pos=3, head_size=1))
+        >>> cache = axn.nn.attention.KVCache.init((), (), *axn.make_axes(key_pos=3, head_size=1))
         >>> positions, new = cache.positions(axn.Axis("pos", 2)), axn.ones({"key_pos": 2, "head_size": 1})
         >>> cache.update(new, new).mask(positions)
         NamedArray(bool[pos=2, key_pos=3], [[ True False False] [ True True False]])

@@ -81,19 +81,19 @@ def dot_product_attention(
             platform, or "xla" if there is none. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`. All
             kernels compute the softmax in float32. Arguments that a kernel does not support are an error.
 
-    >>> from axonym.nn.attention import Causal, dot_product_attention
     >>> q = axn.ones({"pos": 2, "heads": 2, "head_size": 4})
     >>> k = q.rename({"pos": "key_pos"})
     >>> v = axn.arange(axn.Axis("key_pos", 2), dtype=float).broadcast_axis(axn.Axis("heads", 2))
-    >>> dot_product_attention(q, k, v, "key_pos", "head_size", mask=Causal("pos"))
+    >>> axn.nn.attention.dot_product_attention(q, k, v, "key_pos", "head_size", mask=axn.nn.attention.Causal("pos"))
     NamedArray(float32[pos=2, heads=2], [[0. 0. ] [0.5 0.5]])
     """
     what = "dot_product_attention"
     features, positions = _checked_axes(what, Key, KPos, query, key, value)
     dropping = inference is not True and not (isinstance(dropout, (int, float)) and dropout == 0)
     if implementation is not None:
-        refused = {"dropout": dropping, "precision": precision is not None}
-        refused["attention_dtype"] = attention_dtype is not None and dtype_key(attention_dtype) != jnp.float32
+        float32 = attention_dtype is None or dtype_key(attention_dtype) == jnp.float32
+        given = {"dropout": dropping, "precision": precision is not None, "attention_dtype": not float32}
+        refused = [argument for argument, is_given in given.items() if is_given]
         return fused_attention(
             implementation, positions, features, query, key, value, mask, bias, scaling_factor, refused
         )
@@ -123,22 +123,10 @@ def dot_product_attention_weights(
 ) -> NamedArray:
     """Compute the attention weights: for each query, the weight of each value.
 
-    The result has the layout of the query, with `KPos` at the end.
+    The result has the layout of the query, with `KPos` at the end. The arguments are those of `dot_product_attention`.
 
-    Arguments:
-        query: the queries.
-        key: the keys.
-        KPos: the axis of key positions, or several. The query must not have it.
-        Key: the axis of features that query and key are multiplied along.
-        mask: true where attention is allowed; an array with any axes of the scores, or `Causal`.
-        bias: added to the scores before they are masked.
-        attention_dtype: the dtype of scores and softmax; that of query and key by default.
-        precision: the precision of the product, as in `jax.lax.dot_general`.
-        scaling_factor: the factor of the scores; one over the square root of the size of `Key` by default.
-
-    >>> from axonym.nn.attention import dot_product_attention_weights
     >>> q, k = axn.ones({"pos": 1, "head_size": 4}), axn.ones({"key_pos": 2, "head_size": 4})
-    >>> dot_product_attention_weights(q, k, "key_pos", "head_size")
+    >>> axn.nn.attention.dot_product_attention_weights(q, k, "key_pos", "head_size")
     NamedArray(float32[pos=1, key_pos=2], [[0.5 0.5]])
     """
     what = "dot_product_attention_weights"
@@ -151,10 +139,7 @@ def dot_product_attention_weights(
 
 
 def group_heads(
-    query: NamedArray,
-    Heads: AxisSelector,
-    KVHeads: Axis,
-    HeadsPerGroup: AxisSelector = "heads_per_group",
+    query: NamedArray, Heads: AxisSelector, KVHeads: Axis, HeadsPerGroup: AxisSelector = "heads_per_group"
 ) -> NamedArray:
     """Split the heads of a query into groups, one for each head of keys and values.
 
@@ -166,9 +151,8 @@ def group_heads(
         KVHeads: the axis of heads that key and value have.
         HeadsPerGroup: the axis of heads in a group, or its name.
 
-    >>> from axonym.nn.attention import group_heads
     >>> q = axn.ones({"pos": 3, "heads": 8, "head_size": 4})
-    >>> group_heads(q, "heads", axn.Axis("kv_heads", 2)).shape
+    >>> axn.nn.attention.group_heads(q, "heads", axn.Axis("kv_heads", 2)).shape
     {'pos': 3, 'kv_heads': 2, 'heads_per_group': 4, 'head_size': 4}
     """
     heads = require_named("group_heads", query).resolve_axis(Heads)
@@ -212,48 +196,36 @@ def _weights(
         require_subset(what, "bias", bias.names, scores.names)
         scores = scores + bias
     mask = as_truth_values(what, mask)
-    if mask is not None:
-        allowed = _mask_array(what, mask, query, key, KPos)
-        require_subset(what, "mask", allowed.names, scores.names)
-        # A finite number, so that softmax and its gradient are finite for a query that can attend to nothing.
-        scores = where(allowed, scores, float(jnp.finfo(scores.dtype).min))
-    return astype(softmax(scores, KPos), dtype)
-
-
-def _mask_array(what: str, mask: NamedArray | Causal, query: NamedArray, key: NamedArray, KPos: Names) -> NamedArray:
-    """Return the mask as an array."""
     if isinstance(mask, Causal):
         if len(KPos) != 1:
             raise ValueError(
                 f"{what}: a Causal mask needs one axis of key positions, got {_errors.describe_axes(KPos)}."
             )
-        return mask.written_out(query.resolve_axis(mask.QPos), key.resolve_axis(KPos[0]))
-    return mask
+        mask = mask.written_out(query.resolve_axis(mask.QPos), key.resolve_axis(KPos[0]))
+    if mask is not None:
+        require_subset(what, "mask", mask.names, scores.names)
+        # A finite number, so that softmax and its gradient are finite for a query that can attend to nothing.
+        scores = where(mask, scores, float(jnp.finfo(scores.dtype).min))
+    return astype(softmax(scores, KPos), dtype)
 
 
 def _checked_axes(what: str, Key: AxisSelector, KPos: AxisSelection, *arrays: NamedArray) -> tuple[str, Names]:
     """Return the names of `Key` and `KPos`; raise an error if an array lacks them or the query has `KPos`."""
-    query, *others = [require_named(what, x) for x in arrays]
-    labelled = dict(zip(("key", "value"), others, strict=False))
+    needed = {"query": (Key,), "key": (Key, KPos), "value": (KPos,)}
+    for x, (label, selections) in zip(arrays, needed.items(), strict=False):
+        require_named(what, x)
+        for selection in selections:
+            resolve(x.names, jnp.shape(x.array), selection, f"{what}, {label}")
     positions = tuple(name_of(s) for s in selectors(KPos))
-    for label, x in {"query": query, "key": others[0]}.items():
-        _look_up(f"{what}, {label}", x, Key)
-    for label, x in labelled.items():
-        _look_up(f"{what}, {label}", x, KPos)
-    taken = [n for n in positions if n in query.names]
+    taken = [n for n in positions if n in arrays[0].names]
     if taken:
         n = taken[0]
         raise ValueError(
             f"{what}: {_errors.describe_axes(taken)} of KPos is an axis of the query, too: "
-            f"{_errors.describe_shape(query.shape)}. The positions of keys need another name. For self-attention, "
+            f"{_errors.describe_shape(arrays[0].shape)}. The positions of keys need another name. For self-attention, "
             f"rename the axis of key and value, as in `key.rename({{{n!r}: 'key_{n}'}})`."
         )
     return name_of(Key), positions
-
-
-def _look_up(what: str, x: NamedArray, selection: AxisSelection) -> None:
-    """Raise an error if an array lacks axes, or has them with other sizes."""
-    resolve(x.names, jnp.shape(x.array), selection, what)
 
 
 def _gather_shared_positions(x: NamedArray, KPos: Names, query: NamedArray) -> NamedArray:

@@ -1,7 +1,7 @@
 """Fused attention, by the kernels of `jax.nn.dot_product_attention` and splash attention.
 
 A kernel takes arrays of a fixed layout: batch, position, head, feature. The role of each axis follows from its name
-(see `Roles`). Several axes with one role are merged for the kernel, and split again in its result.
+(see `Roles`). Several axes with one role are merged for the kernel, and unflattened in its result.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PLATFORMS = {"cudnn": "gpu", "splash": "tpu"}
 
 
 class Roles(NamedTuple):
-    """The roles that the axes of attention have in a kernel."""
+    """The roles that the axes of attention have in a kernel, and the static part of the mask."""
 
     batch: Names
     """The axes that query, key and value share, except the last if there are several."""
@@ -45,6 +45,10 @@ class Roles(NamedTuple):
     """The features of queries and keys."""
     values: Names
     """The features of values."""
+    causal: bool
+    """Queries attend to no later positions than their own,"""
+    window: int | None
+    """and to at most so many."""
 
 
 def fused_attention(
@@ -57,49 +61,33 @@ def fused_attention(
     mask: Mask,
     bias: NamedArray | None,
     scaling_factor: float | None,
-    refused: Mapping[str, bool],
+    refused: Sequence[str],
 ) -> NamedArray:
-    """Compute attention with a fused kernel.
-
-    Arguments:
-        implementation: the name of the kernel.
-        KPos: the axes of key positions.
-        Key: the axis of features.
-        query: the queries.
-        key: the keys.
-        value: the values.
-        mask: the mask.
-        bias: the bias.
-        scaling_factor: the factor of the scores, or None for the default.
-        refused: the arguments that no kernel takes, and whether they were given.
-    """
+    """Compute `dot_product_attention` with a fused kernel; `refused` are given arguments that no kernel takes."""
     what = f"dot_product_attention by implementation={implementation!r}"
-    given = [name for name, there in refused.items() if there]
-    if given:
+    if refused:
         raise ValueError(
-            f"{what}: a fused kernel takes no {' and no '.join(given)}. Omit these, or use implementation=None, which "
-            "takes every argument."
+            f"{what}: a fused kernel takes no {' and no '.join(refused)}. Omit these, or use implementation=None, "
+            "which takes every argument."
         )
     chosen = _choose_kernel(what, implementation)
     mask = as_truth_values(what, mask)
-    causal = mask if isinstance(mask, Causal) else None
-    roles = _roles(what, query, key, value, KPos, Key, causal)
-    extra: dict[str, NamedArray] = {}
-    for label, x in {"mask": mask.also if isinstance(mask, Causal) else mask, "bias": bias}.items():
-        if x is not None:
-            scores = (*roles.batch, *roles.heads, *roles.group, *roles.positions, *roles.keys)
-            require_subset(what, label, x.names, scores)
-            extra[label] = x
+    roles = _roles(what, query, key, value, KPos, Key, mask)
+    extra = {"mask": mask.also if isinstance(mask, Causal) else mask, "bias": bias}
+    extra = {label: x for label, x in extra.items() if x is not None}
+    scores = (*roles.batch, *roles.heads, *roles.group, *roles.positions, *roles.keys)
+    for label, x in extra.items():
+        require_subset(what, label, x.names, scores)
     scale = query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor
     if chosen == "splash":
         if bias is not None:
             raise ValueError(f"{what}: splash attention takes no bias. Use implementation=None, which does.")
-        return splash_attention(query * scale, key, value, extra.get("mask"), roles=roles, causal=_static(causal))
+        return _splash_attention(query * scale, key, value, extra.get("mask"), roles)
     if not isinstance(scale, (int, float)):  # a traced scale: cuDNN needs a static one
         query, scale = query * scale, 1.0
     operands = (query, key, value, *extra.values())
     names = tuple(x.names for x in operands)
-    kernel = _jax_kernel(what, chosen, names, tuple(extra), roles, _static(causal), scale)
+    kernel = _jax_kernel(what, chosen, names, tuple(extra), roles, scale)
     return wrap(kernel.call(*(x.array for x in operands)), kernel.names)
 
 
@@ -121,27 +109,13 @@ def _choose_kernel(what: str, implementation: str) -> str:
     return implementation
 
 
-class _CausalStatic(NamedTuple):
-    window: int | None
-
-
-def _static(causal: Causal | None) -> _CausalStatic | None:
-    """Return the static part of a causal mask, which kernels are compiled for."""
-    return None if causal is None else _CausalStatic(causal.window)
-
-
 # --- the roles of axes ---
 
 
 def _roles(
-    what: str,
-    query: NamedArray,
-    key: NamedArray,
-    value: NamedArray,
-    KPos: Names,
-    Key: str,
-    causal: Causal | None,
+    what: str, query: NamedArray, key: NamedArray, value: NamedArray, KPos: Names, Key: str, mask: Mask
 ) -> Roles:
+    causal = mask if isinstance(mask, Causal) else None
     shared = tuple(n for n in key.names if n not in KPos and n != Key)
     problems = []
     for label, x in {"query": query, "value": value}.items():
@@ -172,7 +146,9 @@ def _roles(
         positions = (max(own, key=query.axis_size),) if own else ()
     batch_rank = len(shared) - 1 if len(shared) > 1 else len(shared)
     group = tuple(n for n in own if n not in positions)
-    return Roles(shared[:batch_rank], shared[batch_rank:], group, positions, KPos, (Key,), values)
+    batch, heads = shared[:batch_rank], shared[batch_rank:]
+    window = None if causal is None else causal.window
+    return Roles(batch, heads, group, positions, KPos, (Key,), values, causal is not None, window)
 
 
 def _out_names(query_names: Names, roles: Roles) -> Names:
@@ -214,13 +190,7 @@ def _sizes(all_names: Sequence[Names], arrays: Sequence[jax.Array]) -> dict[str,
 
 @_kernels.cached
 def _jax_kernel(
-    what: str,
-    implementation: Any,
-    in_names: tuple[Names, ...],
-    extra: tuple[str, ...],
-    roles: Roles,
-    causal: _CausalStatic | None,
-    scale: float,
+    what: str, implementation: Any, in_names: tuple[Names, ...], extra: tuple[str, ...], roles: Roles, scale: float
 ) -> _kernels.Kernel:
     heads = (*roles.heads, *roles.group)
     layouts = [
@@ -230,9 +200,9 @@ def _jax_kernel(
         *[(roles.batch, heads, roles.positions, roles.keys)] * len(extra),
     ]
     out_names = _out_names(in_names[0], roles)
-    options: dict[str, Any] = {"scale": scale, "is_causal": causal is not None, "implementation": implementation}
-    if causal is not None and causal.window is not None:
-        options["local_window_size"] = (causal.window - 1, 0)
+    options: dict[str, Any] = {"scale": scale, "is_causal": roles.causal, "implementation": implementation}
+    if roles.window is not None:
+        options["local_window_size"] = (roles.window - 1, 0)
 
     def positional(*arrays):
         sizes = _sizes(in_names, arrays)
@@ -250,36 +220,22 @@ def _jax_kernel(
 # --- splash attention ---
 
 
-def splash_attention(
-    query: NamedArray,
-    key: NamedArray,
-    value: NamedArray,
-    mask: NamedArray | None,
-    *,
-    roles: Roles,
-    causal: _CausalStatic | None,
+def _splash_attention(
+    query: NamedArray, key: NamedArray, value: NamedArray, mask: NamedArray | None, roles: Roles
 ) -> NamedArray:
-    """Compute splash attention on every device's shard of the operands.
+    """Compute splash attention of scaled queries on every device's shard of the operands.
 
     The partitioner cannot shard a Pallas kernel, so this is a custom-partitioned operation. Operands can be sharded
     over batch axes and heads and, without a causal mask, over the positions of queries.
-
-    Arguments:
-        query: the queries, scaled.
-        key: the keys.
-        value: the values.
-        mask: the keys that all queries can attend to, or None.
-        roles: the roles of the axes.
-        causal: the static part of a causal mask, or None.
     """
     if mask is not None and (extra := [n for n in mask.names if n not in (*roles.batch, *roles.keys)]):
         raise ValueError(
             "dot_product_attention by splash attention: a mask must be `Causal`, or the same for all queries of an "
             f"example; got one with {_errors.describe_axes(extra)}. Use implementation=None, which takes any mask."
         )
-    replicated = roles.values if causal is None else (*roles.values, *roles.positions)
+    replicated = (*roles.values, *roles.positions) if roles.causal else roles.values
     operands = (query, key, value) if mask is None else (query, key, value, mask)
-    return _splash_operation(replicated)(*operands, roles=roles, causal=causal)
+    return _splash_operation(replicated)(*operands, roles=roles)
 
 
 @functools.lru_cache(maxsize=512)
@@ -290,13 +246,7 @@ def _splash_operation(replicated: Names) -> Callable[..., NamedArray]:
 
 
 def _splash(
-    query: NamedArray,
-    key: NamedArray,
-    value: NamedArray,
-    mask: NamedArray | None = None,
-    *,
-    roles: Roles,
-    causal: _CausalStatic | None,
+    query: NamedArray, key: NamedArray, value: NamedArray, mask: NamedArray | None = None, *, roles: Roles
 ) -> NamedArray:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -306,8 +256,8 @@ def _splash(
     k = _merge_axes(key.array, key.names, (roles.batch, roles.heads, roles.keys, roles.features))
     v = _merge_axes(value.array, value.names, (roles.batch, roles.heads, roles.keys, roles.values))
     batch, heads, queries, keys = *q.shape[:3], k.shape[2]
-    attend: Any = _splash_kernel(heads, queries, keys, causal)
-    if mask is None and (causal is None or causal.window is None or queries <= keys):
+    attend: Any = _splash_kernel(heads, queries, keys, roles)
+    if mask is None and (roles.window is None or queries <= keys):
         result = jax.vmap(attend)(q, k, v)
     else:
         allowed = jnp.ones((batch, keys), bool)
@@ -318,40 +268,34 @@ def _splash(
         result = jax.vmap(attend)(q, k, v, segments)
         # The kernel's result for a query without keys has a wrong gradient.
         mean = jnp.repeat(jnp.mean(v, 2, keepdims=True), heads // v.shape[1], axis=1)
-        result = jnp.where(_has_keys(allowed, queries, causal)[:, None, :, None], result, mean)
+        result = jnp.where(_has_keys(allowed, queries, roles)[:, None, :, None], result, mean)
     out_names = _out_names(query.names, roles)
     return wrap(_split_axes(result, (*layout, roles.values), sizes, out_names), out_names)
 
 
-def _has_keys(allowed: jax.Array, queries: int, causal: _CausalStatic | None) -> jax.Array:
+def _has_keys(allowed: jax.Array, queries: int, roles: Roles) -> jax.Array:
     """Return for each query whether it attends to any key, given the allowed keys of each example."""
-    if causal is None:
+    if not roles.causal:
         return jnp.broadcast_to(jnp.any(allowed, 1, keepdims=True), (allowed.shape[0], queries))
     counts = jnp.pad(jnp.cumsum(allowed, 1), ((0, 0), (1, 0)))  # the number of allowed keys before each position
     ends = np.arange(1, queries + 1)
-    starts = np.zeros(queries, int) if causal.window is None else ends - causal.window
+    starts = np.zeros(queries, int) if roles.window is None else ends - roles.window
     first, last = (np.clip(x, 0, allowed.shape[1]) for x in (starts, ends))
     return counts[:, last] > counts[:, first]
 
 
-def _splash_kernel(heads: int, queries: int, keys: int, causal: _CausalStatic | None) -> Any:
+def _splash_kernel(heads: int, queries: int, keys: int, roles: Roles) -> Any:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    if causal is None:
+    if not roles.causal:
         mask: Any = splash.FullMask((queries, keys))
-    elif causal.window is None:
+    elif roles.window is None:
         mask = splash.CausalMask((queries, keys))
     else:
-        mask = splash.LocalMask((queries, keys), (causal.window - 1, 0), 0)
+        mask = splash.LocalMask((queries, keys), (roles.window - 1, 0), 0)
     q, k = _block("queries", queries), _block("keys", keys)
     blocks = splash.BlockSizes(
-        block_q=q,
-        block_kv=k,
-        block_q_dkv=q,
-        block_kv_dkv=k,
-        block_kv_dkv_compute=k,
-        block_q_dq=q,
-        block_kv_dq=k,
+        block_q=q, block_kv=k, block_q_dkv=q, block_kv_dkv=k, block_kv_dkv_compute=k, block_q_dq=q, block_kv_dq=k
     )
     return splash.make_splash_mha_single_device(splash.MultiHeadMask([mask] * heads), block_sizes=blocks)
 

@@ -1,4 +1,4 @@
-"""Attention masks: the keys that each query can attend to.
+"""Attention masks, the keys that each query can attend to, and biases, numbers that are added to the scores.
 
 A mask is a boolean named array, true where attention is allowed, with any of the axes of the scores: the axes of
 queries and keys, and batch axes. Masks are combined by name. `None` is no mask.
@@ -9,20 +9,24 @@ kernels take this form, and skip the keys that a query cannot attend to.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ... import _kernels
-from ...array import NamedArray, NamedOrNumeric, wrap
+from ...array import NamedArray, NamedOrNumeric, named, wrap
 from ...axis import Axis, AxisSelector, AxisSpec, Names, name_of
 from ...ops._operands import distinct, one_axis, operand
 from ...ops.broadcasting import broadcast_arrays
+from ...ops.contraction import dot
 from ...ops.creation import arange
 from ...ops.elementwise import logical_and, logical_or, not_equal
+from ...ops.selection import where
 from ...random import bernoulli, uniform
 
 # --- by position ---
@@ -37,8 +41,7 @@ def causal_mask(QPos: Axis, KPos: Axis, q_start: NamedOrNumeric = 0, k_start: Na
         q_start: the position of the first query: a number, or a named array with one for each example of a batch.
         k_start: the position of the first key, likewise.
 
-    >>> from axonym.nn.attention import causal_mask
-    >>> causal_mask(axn.Axis("pos", 2), axn.Axis("key_pos", 3), q_start=1)
+    >>> axn.nn.attention.causal_mask(axn.Axis("pos", 2), axn.Axis("key_pos", 3), q_start=1)
     NamedArray(bool[pos=2, key_pos=3], [[ True True False] [ True True True]])
     """
     return _by_position("causal_mask", _causal, QPos, KPos, q_start, k_start)
@@ -47,41 +50,26 @@ def causal_mask(QPos: Axis, KPos: Axis, q_start: NamedOrNumeric = 0, k_start: Na
 def sliding_window_mask(
     QPos: Axis, KPos: Axis, window: NamedOrNumeric, q_start: NamedOrNumeric = 0, k_start: NamedOrNumeric = 0
 ) -> NamedArray:
-    """Make a causal mask with which each query attends to its own and the `window - 1` positions before.
+    """Make a `causal_mask` with which each query attends to its own and the `window - 1` positions before.
 
     Arguments:
-        QPos: the axis of query positions.
-        KPos: the axis of key positions.
-        window: the largest number of keys that a query attends to.
-        q_start: the position of the first query: a number, or a named array with one for each example of a batch.
-        k_start: the position of the first key, likewise.
+        window: the largest number of keys that a query attends to; like a start, one for all examples or for each.
 
-    >>> from axonym.nn.attention import sliding_window_mask
-    >>> sliding_window_mask(axn.Axis("pos", 3), axn.Axis("key_pos", 3), 2)
+    >>> axn.nn.attention.sliding_window_mask(axn.Axis("pos", 3), axn.Axis("key_pos", 3), 2)
     NamedArray(bool[pos=3, key_pos=3], [[ True False False] [ True True False] [False True True]])
     """
     return _by_position("sliding_window_mask", _windowed, QPos, KPos, q_start, k_start, window)
 
 
 def prefix_lm_mask(
-    QSeqLen: Axis,
-    KSeqLen: Axis,
-    prefix_len: NamedOrNumeric,
-    q_start: NamedOrNumeric = 0,
-    k_start: NamedOrNumeric = 0,
+    QSeqLen: Axis, KSeqLen: Axis, prefix_len: NamedOrNumeric, q_start: NamedOrNumeric = 0, k_start: NamedOrNumeric = 0
 ) -> NamedArray:
-    """Make a causal mask with a prefix that every query attends to.
+    """Make a `causal_mask` with a prefix that every query attends to.
 
     Arguments:
-        QSeqLen: the axis of query positions.
-        KSeqLen: the axis of key positions.
-        prefix_len: the length of the prefix, from position 0: a number, or a named array with one for each example of a
-            batch.
-        q_start: the position of the first query, likewise.
-        k_start: the position of the first key, likewise.
+        prefix_len: the length of the prefix, from position 0; like a start, one for all examples or for each.
 
-    >>> from axonym.nn.attention import prefix_lm_mask
-    >>> prefix_lm_mask(axn.Axis("pos", 3), axn.Axis("key_pos", 3), 2)
+    >>> axn.nn.attention.prefix_lm_mask(axn.Axis("pos", 3), axn.Axis("key_pos", 3), 2)
     NamedArray(bool[pos=3, key_pos=3], [[ True True False] [ True True False] [ True True True]])
     """
     return _by_position("prefix_lm_mask", _with_prefix, QSeqLen, KSeqLen, q_start, k_start, prefix_len)
@@ -136,8 +124,7 @@ class Causal(eqx.Module):
         window: the largest number of keys that a query attends to, including its own position; all by default.
         also: a further mask, true where attention is allowed.
 
-    >>> from axonym.nn.attention import Causal
-    >>> mask = Causal("pos", window=2)
+    >>> mask = axn.nn.attention.Causal("pos", window=2)
     >>> mask.written_out(axn.Axis("pos", 3), axn.Axis("key_pos", 3))
     NamedArray(bool[pos=3, key_pos=3], [[ True False False] [ True True False] [False True True]])
     """
@@ -156,18 +143,10 @@ class Causal(eqx.Module):
     def written_out(self, QPos: Axis, KPos: Axis) -> NamedArray:
         """Return the mask as an array.
 
-        Arguments:
-            QPos: the axis of query positions.
-            KPos: the axis of key positions.
-
-        >>> from axonym.nn.attention import Causal
-        >>> Causal("pos").written_out(axn.Axis("pos", 2), axn.Axis("key_pos", 2))
+        >>> axn.nn.attention.Causal("pos").written_out(axn.Axis("pos", 2), axn.Axis("key_pos", 2))
         NamedArray(bool[pos=2, key_pos=2], [[ True False] [ True True]])
         """
-        if self.window is None:
-            mask = causal_mask(QPos, KPos)
-        else:
-            mask = sliding_window_mask(QPos, KPos, self.window)
+        mask = causal_mask(QPos, KPos) if self.window is None else sliding_window_mask(QPos, KPos, self.window)
         return mask if self.also is None else _combined(logical_and, mask, self.also)
 
 
@@ -205,8 +184,7 @@ def forgetful_causal_mask(KPos: Axis, mask_prob: float, sample_prob: bool = True
         sample_prob: whether to draw that probability itself, uniformly from 0 to `mask_prob`.
         key: a random key.
 
-    >>> from axonym.nn.attention import forgetful_causal_mask
-    >>> mask = forgetful_causal_mask(axn.Axis("key_pos", 8), 0.5, key=jax.random.key(0))
+    >>> mask = axn.nn.attention.forgetful_causal_mask(axn.Axis("key_pos", 8), 0.5, key=jax.random.key(0))
     >>> mask.shape, mask["key_pos", 0].item()
     ({'key_pos': 8}, True)
     """
@@ -225,8 +203,7 @@ def dropout_mask(axes: AxisSpec, dropout_rate: float, *, key: Any) -> NamedArray
         dropout_rate: the probability that an element is false.
         key: a random key.
 
-    >>> from axonym.nn.attention import dropout_mask
-    >>> dropout_mask(axn.Axis("key_pos", 4), 0.0, key=jax.random.key(0))
+    >>> axn.nn.attention.dropout_mask(axn.Axis("key_pos", 4), 0.0, key=jax.random.key(0))
     NamedArray(bool[key_pos=4], [ True True True True])
     """
     return bernoulli(key, axes, 1.0 - dropout_rate)
@@ -236,11 +213,7 @@ def dropout_mask(axes: AxisSpec, dropout_rate: float, *, key: Any) -> NamedArray
 
 
 def combine_masks_and(mask1: Mask, mask2: Mask) -> Any:
-    """Combine two masks into one that allows what both allow. If one is None, return the other.
-
-    Arguments:
-        mask1: a mask.
-        mask2: a mask. The result has the axes of both.
+    """Combine two masks into one that allows what both allow, with the axes of both. If one is None, return the other.
 
     >>> from axonym.nn.attention import causal_mask, combine_masks_and
     >>> padding = axn.named([[True, True], [False, True]], ("batch", "key_pos"))
@@ -265,14 +238,9 @@ def combine_masks_and(mask1: Mask, mask2: Mask) -> Any:
 
 
 def combine_masks_or(mask1: NamedArray | None, mask2: NamedArray | None) -> NamedArray | None:
-    """Combine two masks into one that allows what either allows. If one is None, return the other.
+    """Combine two masks as `combine_masks_and` does, into one that allows what either allows.
 
-    Arguments:
-        mask1: a mask.
-        mask2: a mask. The result has the axes of both.
-
-    >>> from axonym.nn.attention import combine_masks_or
-    >>> combine_masks_or(axn.named([True, False], "key_pos"), axn.named([False, False], "key_pos"))
+    >>> axn.nn.attention.combine_masks_or(axn.named([True, False], "key_pos"), axn.named([False, False], "key_pos"))
     NamedArray(bool[key_pos=2], [ True False])
     """
     if mask1 is None or mask2 is None:
@@ -287,3 +255,44 @@ def combine_masks_or(mask1: NamedArray | None, mask2: NamedArray | None) -> Name
 
 def _combined(how: Callable[..., Any], mask1: NamedArray, mask2: NamedArray) -> NamedArray:
     return how(*broadcast_arrays(mask1, mask2, require_subset=False))
+
+
+# --- biases ---
+
+
+def mask_to_bias(mask: NamedArray, mask_value: float = -1e9) -> NamedArray:
+    """Convert a mask to a bias: 0 where attention is allowed, a large negative number elsewhere.
+
+    Arguments:
+        mask: a mask, true where attention is allowed.
+        mask_value: the large negative number.
+
+    >>> axn.nn.attention.mask_to_bias(axn.named([True, False], "key_pos"))
+    NamedArray(float32[key_pos=2], [ 0.e+00 -1.e+09])
+    """
+    return where(mask, 0.0, mask_value)
+
+
+def alibi_attention_bias(Heads: Axis, KPos: Axis, bias_max: float = 8, dtype: Any = jnp.float32) -> NamedArray:
+    """Make the bias of attention with linear biases (ALiBi): more distant keys get lower scores, by a slope per head.
+
+    The bias grows with the position of the key. Under a causal mask this is the same as a bias that falls with the
+    distance of the key, since softmax ignores a constant that is added to all scores of a query.
+
+    If the number of heads is a power of two, the slopes are a geometric series that ends at `2 ** -bias_max`. Other
+    numbers of heads have the slopes of the next lower power of two, then every other slope of the next higher one.
+
+    Arguments:
+        Heads: the axis of heads.
+        KPos: the axis of key positions.
+        bias_max: the negative exponent of the smallest slope.
+        dtype: the dtype of the result.
+
+    >>> axn.nn.attention.alibi_attention_bias(axn.Axis("heads", 2), axn.Axis("key_pos", 3))
+    NamedArray(float32[heads=2, key_pos=3], [[0. 0.0625 0.125 ] [0. 0.0039 0.0078]])
+    """
+    heads = one_axis("alibi_attention_bias", "Heads", Heads)
+    known = 2 ** int(math.log2(max(heads.size, 1)))
+    exponents = np.concatenate([np.arange(1, known + 1), np.arange(1, 2 * known, 2) / 2])[: heads.size]
+    slopes = named(np.exp2(-bias_max * exponents / known).astype(np.float32), heads)
+    return dot(slopes, arange(KPos, dtype=jnp.float32), axis=()).astype(dtype)

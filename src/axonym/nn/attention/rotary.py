@@ -36,8 +36,7 @@ class Rotary:
         partial_rotary_factor: the fraction of a head that is rotated; the rest, at its end, is unchanged.
         interleaved: whether to pair neighbouring features.
 
-    >>> from axonym.nn.attention import Rotary
-    >>> Rotary().frequencies(4)
+    >>> axn.nn.attention.Rotary().frequencies(4)
     array([1.  , 0.01])
     """
 
@@ -53,8 +52,7 @@ class Rotary:
         Arguments:
             size: the number of features that are rotated.
 
-        >>> from axonym.nn.attention import LinearRotary
-        >>> LinearRotary(factor=2.0).frequencies(4)
+        >>> axn.nn.attention.LinearRotary(factor=2.0).frequencies(4)
         array([0.5  , 0.005])
         """
         return self.theta ** -(np.arange(0, size, 2) / size)
@@ -63,8 +61,7 @@ class Rotary:
     def magnitude(self) -> float:
         """Return the factor of queries and keys, besides their rotation.
 
-        >>> from axonym.nn.attention import YarnRotary
-        >>> round(YarnRotary(factor=4.0).magnitude, 4)
+        >>> round(axn.nn.attention.YarnRotary(factor=4.0).magnitude, 4)
         1.1386
         """
         return 1.0
@@ -78,8 +75,7 @@ class Rotary:
             theta: the base, which older configurations have outside of that entry, as `rope_theta`.
             **options: further fields, such as `interleaved`.
 
-        >>> from axonym.nn.attention import Rotary
-        >>> Rotary.from_config({"rope_type": "linear", "factor": 2.0}, theta=5e5)
+        >>> axn.nn.attention.Rotary.from_config({"rope_type": "linear", "factor": 2.0}, theta=5e5)
         LinearRotary(theta=500000.0, partial_rotary_factor=1.0, interleaved=False, factor=2.0)
         """
         given = dict(config or {}) | options
@@ -107,8 +103,7 @@ class Rotary:
     def to_config(self) -> dict[str, Any]:
         """Return the configuration in the form that `from_config` and other libraries read.
 
-        >>> from axonym.nn.attention import Rotary
-        >>> Rotary(theta=5e5).to_config()
+        >>> axn.nn.attention.Rotary(theta=5e5).to_config()
         {'rope_type': 'default', 'rope_theta': 500000.0}
         """
         optional = ("partial_rotary_factor", "interleaved")
@@ -127,13 +122,10 @@ class LinearRotary(Rotary):
     """Rotary embeddings with positions divided by a factor.
 
     Arguments:
-        theta: the base.
-        partial_rotary_factor: the fraction of a head that is rotated.
-        interleaved: whether to pair neighbouring features.
+        theta, partial_rotary_factor, interleaved: as in `Rotary`.
         factor: the number that positions are divided by.
 
-    >>> from axonym.nn.attention import LinearRotary
-    >>> LinearRotary(factor=4.0).frequencies(2)
+    >>> axn.nn.attention.LinearRotary(factor=4.0).frequencies(2)
     array([0.25])
     """
 
@@ -153,9 +145,7 @@ class Llama3Rotary(Rotary):
     `high_freq_factor` rotations is high. In between, both are interpolated.
 
     Arguments:
-        theta: the base.
-        partial_rotary_factor: the fraction of a head that is rotated.
-        interleaved: whether to pair neighbouring features.
+        theta, partial_rotary_factor, interleaved: as in `Rotary`.
         factor: the number that low frequencies are divided by.
         low_freq_factor: the number of rotations below which a frequency is low.
         high_freq_factor: the number of rotations above which a frequency is high.
@@ -188,9 +178,7 @@ class YarnRotary(Rotary):
     `beta_slow` are divided. In between, both are interpolated.
 
     Arguments:
-        theta: the base.
-        partial_rotary_factor: the fraction of a head that is rotated.
-        interleaved: whether to pair neighbouring features.
+        theta, partial_rotary_factor, interleaved: as in `Rotary`.
         factor: the number that low frequencies are divided by.
         original_max_position_embeddings: the length of the training context.
         beta_fast: the number of rotations above which a frequency is kept.
@@ -198,10 +186,9 @@ class YarnRotary(Rotary):
         attention_factor: the factor of queries and keys; by default computed from `factor`.
         mscale: with `mscale_all_dim`, another way to give `attention_factor`: the growth with `factor`.
         mscale_all_dim: the growth that `mscale` is relative to.
-        truncate: whether the interpolation begins and ends at whole pairs.
+        truncate: whether the interpolation begins and ends at a pair, not between two.
 
-    >>> from axonym.nn.attention import YarnRotary
-    >>> YarnRotary(factor=4.0, original_max_position_embeddings=64).frequencies(4)
+    >>> axn.nn.attention.YarnRotary(factor=4.0, original_max_position_embeddings=64).frequencies(4)
     array([1.    , 0.0025])
     """
 
@@ -251,10 +238,7 @@ KINDS: Mapping[str, type[Rotary]] = types.MappingProxyType(
 
 
 def apply_rotary(
-    x: NamedArray,
-    HeadDim: AxisSelector,
-    positions: NamedArray | AxisSelector,
-    config: Rotary = Rotary(),
+    x: NamedArray, HeadDim: AxisSelector, positions: NamedArray | AxisSelector, config: Rotary = Rotary()
 ) -> NamedArray:
     """Rotate the features of queries or keys by their positions.
 
@@ -267,9 +251,8 @@ def apply_rotary(
             axis.
         config: the frequencies.
 
-    >>> from axonym.nn.attention import apply_rotary
     >>> x = axn.named([[1.0, 0.0], [1.0, 0.0]], ("pos", "head_size"))
-    >>> apply_rotary(x, "head_size", "pos")
+    >>> axn.nn.attention.apply_rotary(x, "head_size", "pos")
     NamedArray(float32[pos=2, head_size=2], [[1. 0. ] [0.5403 0.8415]])
     """
     require_named("apply_rotary", x)
