@@ -28,6 +28,7 @@ from tests.random.samplers import (
     sample,
     whole,
 )
+from tests.random.test_vectors import VECTORS
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -72,7 +73,7 @@ def test_the_order_of_a_parameter_does_not_matter() -> None:
 
 def test_every_sampler_is_tested() -> None:
     distributions = {n for n, fn in vars(random).items() if getattr(fn, "__module__", "").endswith("distributions")}
-    assert distributions == SAMPLERS.keys()
+    assert distributions == {*SAMPLERS, *VECTORS, "orthogonal"}
     for name, intervals in SAMPLERS.items():
         taken = list(inspect.signature(getattr(random, name)).parameters)
         assert taken[:2] == ["key", "shape"] and set(taken[2:]) - {"dtype"} == intervals.keys()

@@ -11,12 +11,14 @@ float32[batch=8, kind=2]
 """
 
 from .distributions import (
+    ball as ball,
     bernoulli as bernoulli,
     beta as beta,
     binomial as binomial,
     bits as bits,
     cauchy as cauchy,
     chisquare as chisquare,
+    dirichlet as dirichlet,
     double_sided_maxwell as double_sided_maxwell,
     exponential as exponential,
     f as f,
@@ -29,7 +31,10 @@ from .distributions import (
     logistic as logistic,
     lognormal as lognormal,
     maxwell as maxwell,
+    multinomial as multinomial,
+    multivariate_normal as multivariate_normal,
     normal as normal,
+    orthogonal as orthogonal,
     pareto as pareto,
     poisson as poisson,
     rademacher as rademacher,
@@ -42,20 +47,6 @@ from .distributions import (
     wald as wald,
     weibull_min as weibull_min,
 )
-from .sampling import (
-    categorical as categorical,
-)
-from .selecting import (
-    choice as choice,
-    permutation as permutation,
-)
-from .sharded import (
-    generate_sharded as generate_sharded,
-)
-from .vectors import (
-    ball as ball,
-    dirichlet as dirichlet,
-    multinomial as multinomial,
-    multivariate_normal as multivariate_normal,
-    orthogonal as orthogonal,
-)
+from .sampling import categorical as categorical
+from .selecting import choice as choice, permutation as permutation
+from .sharded import generate_sharded as generate_sharded

@@ -146,10 +146,7 @@ def check_enough(what: str, draws: Sequence[Axis], along: Axis) -> None:
 
 
 def check_parameters(
-    what: str,
-    axes: Sequence[Axis],
-    layouts: Sequence[tuple[str, Names, tuple[Axis, ...]]],
-    arrays: Sequence[Any],
+    what: str, axes: Sequence[Axis], layouts: Sequence[tuple[str, Names, tuple[Axis, ...]]], arrays: Sequence[Any]
 ) -> None:
     """Check that the parameters have no axes that the result lacks, and that the sizes agree."""
     problems = []
@@ -184,14 +181,7 @@ def check_parameters(
 def placed_kernel(
     what: str, fn: Callable[..., jax.Array], in_names: Sequence[Names], out: tuple[Axis, ...]
 ) -> _kernels.Kernel:
-    """Make a kernel for a positional function of a key and operands, whose result is sharded by the active mapping.
-
-    Arguments:
-        what: the operation as users know it.
-        fn: the positional function.
-        in_names: the axes of each operand, without the key.
-        out: the axes of the result.
-    """
+    """Make a kernel for a positional function of a key and operands, whose result is sharded by the active mapping."""
     names = tuple(a.name for a in out)
 
     def kernel(key, *arrays):

@@ -1,16 +1,20 @@
-"""Distributions whose elements are independent draws: one row each."""
+"""Distributions: those whose elements are independent draws, one row each, then those of vectors and matrices."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 
+from .. import _errors
 from ..array import NamedArray
-from ..axis import AxisSpec
-from ._draw import Key, Parameter, draw
+from ..axis import Axis, AxisSelector, AxisSpec
+from ..ops._op_types import publish
+from ..ops._operands import one_axis, scalar
+from ._draw import Key, Parameter, axis_of, draw, new_axes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,44 +46,25 @@ def _row(summary: str, example: str = "", shown: str = "float32", **arguments: s
 # --- continuous, without parameters ---
 
 
-@_row("Draw from the standard Cauchy distribution.")
-def cauchy(key: Key, shape: AxisSpec, dtype: Any = float) -> NamedArray:
-    return draw(jax.random.cauchy, key, shape, dtype=dtype)
+class _Sampler(Protocol):
+    def __call__(self, key: Key, shape: AxisSpec, dtype: Any = float) -> NamedArray: ...
 
 
-@_row("Draw from the exponential distribution of rate one.")
-def exponential(key: Key, shape: AxisSpec, dtype: Any = float) -> NamedArray:
-    return draw(jax.random.exponential, key, shape, dtype=dtype)
+def _standard(fn: Callable[..., jax.Array], summary: str) -> _Sampler:
+    def op(key: Key, shape: AxisSpec, dtype: Any = float) -> NamedArray:
+        return draw(fn, key, shape, dtype=dtype)
+
+    return _row(summary)(publish(op, fn.__name__, __name__, summary))
 
 
-@_row("Draw from the standard Gumbel distribution.")
-def gumbel(key: Key, shape: AxisSpec, dtype: Any = float) -> NamedArray:
-    return draw(jax.random.gumbel, key, shape, dtype=dtype)
-
-
-@_row("Draw from the standard Laplace distribution.")
-def laplace(key: Key, shape: AxisSpec, dtype: Any = float) -> NamedArray:
-    return draw(jax.random.laplace, key, shape, dtype=dtype)
-
-
-@_row("Draw from the standard logistic distribution.")
-def logistic(key: Key, shape: AxisSpec, dtype: Any = float) -> NamedArray:
-    return draw(jax.random.logistic, key, shape, dtype=dtype)
-
-
-@_row("Draw from the Maxwell distribution of scale one.")
-def maxwell(key: Key, shape: AxisSpec, dtype: Any = float) -> NamedArray:
-    return draw(jax.random.maxwell, key, shape, dtype=dtype)
-
-
-@_row("Draw from the standard normal distribution.")
-def normal(key: Key, shape: AxisSpec, dtype: Any = float) -> NamedArray:
-    return draw(jax.random.normal, key, shape, dtype=dtype)
-
-
-@_row("Draw plus or minus one with equal probability.")
-def rademacher(key: Key, shape: AxisSpec, dtype: Any = float) -> NamedArray:
-    return draw(jax.random.rademacher, key, shape, dtype=dtype)
+cauchy = _standard(jax.random.cauchy, "Draw from the standard Cauchy distribution.")
+exponential = _standard(jax.random.exponential, "Draw from the exponential distribution of rate one.")
+gumbel = _standard(jax.random.gumbel, "Draw from the standard Gumbel distribution.")
+laplace = _standard(jax.random.laplace, "Draw from the standard Laplace distribution.")
+logistic = _standard(jax.random.logistic, "Draw from the standard logistic distribution.")
+maxwell = _standard(jax.random.maxwell, "Draw from the Maxwell distribution of scale one.")
+normal = _standard(jax.random.normal, "Draw from the standard normal distribution.")
+rademacher = _standard(jax.random.rademacher, "Draw plus or minus one with equal probability.")
 
 
 # --- continuous, with parameters ---
@@ -105,12 +90,7 @@ def _double_sided_maxwell(key: Any, loc: Any, scale: Any, shape: tuple[int, ...]
     return loc + scale * jax.random.double_sided_maxwell(key, 0.0, 1.0, shape, dtype)
 
 
-@_row(
-    "Draw from the double-sided Maxwell distribution.",
-    "0.0, 1.0",
-    loc="the centre.",
-    scale="the scale, positive.",
-)
+@_row("Draw from the double-sided Maxwell distribution.", "0.0, 1.0", loc="the centre.", scale="the scale, positive.")
 def double_sided_maxwell(key: Key, shape: AxisSpec, loc: Parameter, scale: Parameter, dtype: Any = float) -> NamedArray:
     return draw(_double_sided_maxwell, key, shape, {"loc": loc, "scale": scale}, dtype=dtype)
 
@@ -228,7 +208,7 @@ def weibull_min(
 # --- discrete ---
 
 
-@_row("Draws of True and False.", "0.2", "bool", p="the probability of True.")
+@_row("Draw True or False.", "0.2", "bool", p="the probability of True.")
 def bernoulli(key: Key, shape: AxisSpec, p: Parameter = 0.5) -> NamedArray:
     return draw(jax.random.bernoulli, key, shape, {"p": p})
 
@@ -243,14 +223,12 @@ def binomial(key: Key, shape: AxisSpec, n: Parameter, p: Parameter, dtype: Any =
     return draw(jax.random.binomial, key, shape, {"n": n, "p": p}, dtype=dtype)
 
 
-@_row("Random bits.", shown="uint32")
+@_row("Draw random bits.", shown="uint32")
 def bits(key: Key, shape: AxisSpec, dtype: Any = None) -> NamedArray:
     return draw(jax.random.bits, key, shape, dtype=dtype)
 
 
-@_row(
-    "How many trials it takes until something happens.", "0.2", "int32", p="the probability of success in each trial."
-)
+@_row("Draw the number of trials until a success.", "0.2", "int32", p="the probability of success in each trial.")
 def geometric(key: Key, shape: AxisSpec, p: Parameter, dtype: Any = int) -> NamedArray:
     return draw(jax.random.geometric, key, shape, {"p": p}, dtype=dtype)
 
@@ -269,3 +247,120 @@ def poisson(key: Key, shape: AxisSpec, lam: Parameter, dtype: Any = int) -> Name
 )
 def randint(key: Key, shape: AxisSpec, minval: Parameter, maxval: Parameter, dtype: Any = int) -> NamedArray:
     return draw(jax.random.randint, key, shape, {"minval": minval, "maxval": maxval}, dtype=dtype)
+
+
+# --- vectors, points and matrices: the axes of a draw follow those of the shape ---
+
+
+def ball(key: Key, shape: AxisSpec, D: Axis, p: Any = 2.0, dtype: Any = float) -> NamedArray:
+    """Draw points uniformly from the unit ball.
+
+    Arguments:
+        shape: the axes of the result, without `D`.
+        D: the axis of the coordinates, which is last in the result.
+        p: the norm of the ball, 2 for the Euclidean one. A scalar.
+
+    >>> x = axn.random.ball(jax.random.key(0), {"batch": 8}, axn.Axis("space", 3))
+    >>> print(x)
+    float32[batch=8, space=3]
+    >>> axn.all(axn.linalg.norm(x, axis="space") <= 1).item()
+    True
+    """
+    coordinates = one_axis("random.ball", "D", D)
+    p = scalar("random.ball", "p", p)
+    return draw(jax.random.ball, key, shape, {"p": p}, dtype=dtype, along=(coordinates,), d=coordinates.size)
+
+
+def dirichlet(key: Key, shape: AxisSpec, alpha: NamedArray, axis: AxisSelector, dtype: Any = float) -> NamedArray:
+    """Draw from the Dirichlet distribution: positive numbers that add up to one along an axis.
+
+    Arguments:
+        shape: the axes of the result, without `axis`.
+        alpha: the concentration of each number, positive. It has `axis`, and no axes that the result lacks.
+        axis: the axis of `alpha` along which the numbers add up to one; last in the result.
+
+    >>> alpha = axn.named([1.0, 2.0, 3.0], "kind")
+    >>> print(axn.random.dirichlet(jax.random.key(0), {"batch": 8}, alpha, "kind"))
+    float32[batch=8, kind=3]
+    """
+    along = (axis_of("random.dirichlet", "alpha", alpha, axis),)
+    return draw(jax.random.dirichlet, key, shape, {"alpha": alpha}, dtype=dtype, along=along, further={"alpha": along})
+
+
+def multinomial(
+    key: Key, shape: AxisSpec, n: Parameter, p: NamedArray, axis: AxisSelector, dtype: Any = float
+) -> NamedArray:
+    """Draw how often each of several outcomes occurs in a number of trials.
+
+    Arguments:
+        shape: the axes of the result, without `axis`.
+        n: the number of trials.
+        p: the probability of each outcome. It has `axis`, and no axes that the result lacks.
+        axis: the axis of `p` for the outcomes; last in the result.
+
+    >>> p = axn.named([0.2, 0.3, 0.5], "kind")
+    >>> axn.random.multinomial(jax.random.key(0), {"batch": 2}, 10, p, "kind").sum("kind")
+    NamedArray(float32[batch=2], [10. 10.])
+    """
+    along = (axis_of("random.multinomial", "p", p, axis),)
+    return draw(_multinomial, key, shape, {"n": n, "p": p}, dtype=dtype, along=along, further={"p": along})
+
+
+def _multinomial(key: Any, n: jax.Array, p: jax.Array, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
+    # The meaning of the shape differs between versions of JAX; without one it is that of `p`.
+    return jax.random.multinomial(key, n, jnp.broadcast_to(p, (*shape, p.shape[-1])), dtype=dtype)
+
+
+def multivariate_normal(
+    key: Key,
+    shape: AxisSpec,
+    mean: NamedArray,
+    cov: NamedArray,
+    axis: AxisSelector,
+    dtype: Any = float,
+    method: str = "cholesky",
+) -> NamedArray:
+    """Draw vectors from a normal distribution.
+
+    Arguments:
+        shape: the axes of the result, without `axis`.
+        mean: the mean. It has `axis`, and no axes that the result lacks.
+        cov: the covariances. It has `axis`, another axis of that size for the columns, and no others that the result
+            lacks.
+        axis: the axis of the vectors; last in the result.
+        method: how the covariances are decomposed: 'cholesky', 'eigh' or 'svd'.
+
+    >>> mean, cov = axn.zeros({"space": 2}), axn.eye(axn.Axis("space", 2), axn.Axis("column", 2))
+    >>> print(axn.random.multivariate_normal(jax.random.key(0), {"batch": 8}, mean, cov, "space"))
+    float32[batch=8, space=2]
+    """
+    what = "random.multivariate_normal"
+    rows = axis_of(what, "mean", mean, axis)
+    axis_of(what, "cov", cov, rows)
+    others = [a for a in cov.axes if a.name not in {rows.name, *(b.name for b in new_axes(what, shape))}]
+    if len(others) != 1 or others[0].size != rows.size:
+        raise ValueError(
+            f"{what}: besides {rows.name!r} and axes of the result, `cov` has one axis of size {rows.size} for its "
+            f"columns, got {_errors.describe_shape(cov.shape)}."
+        )
+    parameters, further = {"mean": mean, "cov": cov}, {"mean": (rows,), "cov": (rows, others[0])}
+    options = {"dtype": dtype, "along": (rows,), "further": further, "method": method}
+    return draw(jax.random.multivariate_normal, key, shape, parameters, **options)
+
+
+def orthogonal(key: Key, shape: AxisSpec, Row: Axis, Col: Axis, dtype: Any = float) -> NamedArray:
+    """Draw matrices uniformly from those with orthonormal rows or columns.
+
+    Arguments:
+        shape: the axes of the result, without `Row` and `Col`; `()` for one matrix.
+        Row: the axis of the rows.
+        Col: the axis of the columns, which is last in the result.
+
+    >>> Row, Col = axn.make_axes(row=3, col=2)
+    >>> x = axn.random.orthogonal(jax.random.key(0), (), Row, Col)
+    >>> axn.dot(x, x.rename({"col": "other"}), axis="row").array.round(3) + 0
+    Array([[1., 0.],
+           [0., 1.]], dtype=float32)
+    """
+    row, col = one_axis("random.orthogonal", "Row", Row), one_axis("random.orthogonal", "Col", Col)
+    return draw(jax.random.orthogonal, key, shape, dtype=dtype, along=(row, col), n=row.size, m=col.size)

@@ -179,7 +179,7 @@ def _categorical_kernel(
 
 
 def _drawn(axis: str) -> str:
-    """The name of the axis of draws without replacement, before it has the axes that the user asks for."""
+    """Return the name of the axis of draws without replacement, which is then divided into the axes of the shape."""
     return f"{axis} drawn"
 
 
@@ -209,16 +209,16 @@ def _operation(axis: str) -> Partitioned:
         def aligned(x: NamedArray) -> jax.Array:
             return _kernels.align(x.array, x.names, names)
 
-        split = axis if count is None else None
+        sharded = axis if count is None else None
         x = aligned(logits).astype(jnp.promote_types(logits.dtype, jnp.float32))
         given = {argument: aligned(p) for argument, p in parameters.items()}
-        weights = _weights(x, given["temperature"], split)
+        weights = _weights(x, given["temperature"], sharded)
         if "top_k" in given:
             rank = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
             weights = jnp.where(rank < jnp.maximum(given["top_k"], 1), weights, -1)
         least = jnp.float32(0)
         if "top_p" in given:
-            least = _least_kept(weights, given["top_p"], split)
+            least = _least_kept(weights, given["top_p"], sharded)
         if "min_p" in given:
             least = jnp.maximum(least, jnp.minimum(given["min_p"], 1))
         noise = _noise(words, aligned(examples), aligned(places))
@@ -237,12 +237,7 @@ def _operation(axis: str) -> Partitioned:
 
 
 def _first_largest(x: NamedArray, axis: str) -> NamedArray:
-    """Return the position of the largest element along an axis: the first of equal ones, and the first NaN if any.
-
-    Arguments:
-        x: the shard of the device.
-        axis: the axis.
-    """
+    """Return the position of the largest element along an axis: the first of equal ones, and the first NaN if any."""
     position = x.names.index(axis)
     rest = tuple(n for n in x.names if n != axis)
     place = jnp.argmax(x.array, position, keepdims=True)
@@ -254,10 +249,10 @@ def _first_largest(x: NamedArray, axis: str) -> NamedArray:
     return wrap(jnp.squeeze(place, position).astype(jnp.int32), rest)
 
 
-def _weights(x: jax.Array, temperature: jax.Array, split: str | None) -> jax.Array:
+def _weights(x: jax.Array, temperature: jax.Array, sharded: str | None) -> jax.Array:
     """Return the probabilities relative to the likeliest, which has 1."""
     highest = jnp.max(x, -1, keepdims=True)
-    gap = (highest if split is None else pmax(highest, split)) - x
+    gap = (highest if sharded is None else pmax(highest, sharded)) - x
     # The likeliest are left out of the division, so that they have 1 also if the temperature is 0.
     return jnp.where(gap > 0, jnp.exp(-gap / temperature), 1).astype(jnp.float32)
 
@@ -288,17 +283,17 @@ STEPS = _ONE.bit_length()
 _DIGITS = 3
 
 
-def _least_kept(weights: jax.Array, share: jax.Array, split: str | None) -> jax.Array:
+def _least_kept(weights: jax.Array, share: jax.Array, sharded: str | None) -> jax.Array:
     """Return the largest weight such that those that are not smaller make up a share of all."""
     # Numbers that are not negative have the order of their bits, so that bisection of integers finds the weight.
     bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
-    count = weights.shape[-1] * (1 if split is None else axis_size(split))
+    count = weights.shape[-1] * (1 if sharded is None else axis_size(sharded))
     width = min(12, 31 - count.bit_length())  # of a digit, so that the sum of all fits into 31 bits
     digits = _digits(jnp.maximum(weights, 0), width)
 
     def sum_from(least: Any) -> jax.Array:
         sums = jnp.stack([jnp.sum(jnp.where(bits >= least, d, 0), -1, keepdims=True) for d in digits])
-        first, second, third = (sums if split is None else psum(sums, split)).astype(jnp.float32)
+        first, second, third = (sums if sharded is None else psum(sums, sharded)).astype(jnp.float32)
         return (first * 2**width + second) * 2**width + third
 
     wanted = share * sum_from(0)

@@ -7,18 +7,13 @@ import jax.numpy as jnp
 
 from .. import _errors, _kernels
 from ..array import NamedArray, wrap
-from ..axis import Axis, AxisSelector, AxisSpec, Names
+from ..axis import Axis, AxisSelector, AxisSpec
 from ..ops._operands import require_named
 from ._draw import Key, axis_of, check_enough, new_axes, one_key, placed_kernel
 
 
 def choice(
-    key: Key,
-    shape: AxisSpec,
-    a: NamedArray,
-    axis: AxisSelector,
-    replace: bool = True,
-    p: NamedArray | None = None,
+    key: Key, shape: AxisSpec, a: NamedArray, axis: AxisSelector, replace: bool = True, p: NamedArray | None = None
 ) -> NamedArray:
     """Choose slices of an array at random along an axis.
 
@@ -41,23 +36,16 @@ def choice(
     axes = new_axes(what, shape)
     if not replace:
         check_enough(what, axes, along)
-    if p is None:
-        kernel = _choice_kernel(what, a.axes, along, axes, bool(replace), None)
-        return wrap(kernel.call(key, a.array), kernel.names)
-    if require_named(what, p).axes != (along,):
+    if p is not None and require_named(what, p).axes != (along,):
         raise ValueError(f"{what}: `p` has exactly the axis {along} of `a`, got {_errors.describe_shape(p.shape)}.")
-    kernel = _choice_kernel(what, a.axes, along, axes, bool(replace), p.names)
-    return wrap(kernel.call(key, a.array, p.array), kernel.names)
+    kernel = _choice_kernel(what, a.axes, along, axes, bool(replace), p is not None)
+    arrays = (a.array,) if p is None else (a.array, p.array)
+    return wrap(kernel.call(key, *arrays), kernel.names)
 
 
 @_kernels.cached
 def _choice_kernel(
-    what: str,
-    from_axes: tuple[Axis, ...],
-    along: Axis,
-    axes: tuple[Axis, ...],
-    replace: bool,
-    p_names: Names | None,
+    what: str, from_axes: tuple[Axis, ...], along: Axis, axes: tuple[Axis, ...], replace: bool, weighted: bool
 ) -> _kernels.Kernel:
     position = from_axes.index(along)
     rest = tuple(a for a in from_axes if a is not along)
@@ -71,7 +59,7 @@ def _choice_kernel(
         found = jnp.take(a, index, axis=position, mode="clip")
         return jnp.transpose(found, (*chosen, *before, *after)) if before else found
 
-    in_names = (tuple(a.name for a in from_axes), *(() if p_names is None else (p_names,)))
+    in_names = [tuple(a.name for a in from_axes)] + [(along.name,)] * weighted
     return placed_kernel(what, positional, in_names, new_axes(what, (*axes, *rest)))
 
 

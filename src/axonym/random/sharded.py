@@ -56,7 +56,10 @@ def generate_sharded(fn: F, axis: AxisSelector | None = None) -> F:
         axes = new_axes(what, shape)
         if not axes:
             raise ValueError(f"{what}: the shape has no axes to take blocks along.")
-        along = axes[0] if axis is None else _selected(what, axes, axis)
+        along = axes[0]
+        if axis is not None:
+            names, sizes = tuple(a.name for a in axes), tuple(a.size for a in axes)
+            along = one_axis(what, "axis", resolve(names, sizes, axis, what))
         functions = functions_of()
         generate = functions.compiled(_build, what)
         return generate(functions.arrays, one_key(what, key), axes, along, args, kwargs)
@@ -74,10 +77,6 @@ def _build(functions: WithArrays, what: str) -> Callable[..., NamedArray]:
     return generate
 
 
-def _selected(what: str, axes: tuple[Axis, ...], axis: AxisSelector) -> Axis:
-    return one_axis(what, "axis", resolve(tuple(a.name for a in axes), tuple(a.size for a in axes), axis, what))
-
-
 class _Arguments:
     """The values that the function closes over and its arguments after the shape: arrays, and static parts."""
 
@@ -88,7 +87,7 @@ class _Arguments:
             for i, (x, names) in enumerate(zip(self.arrays, spec.names, strict=True))
         ]
         self.positions = [names.index(along.name) if along.name in names else None for names in self.names]
-        """Where each array has the axis of the blocks."""
+        """The position of the axis of the blocks in each array, or None."""
         for x, names, position in zip(self.arrays, self.names, self.positions, strict=True):
             if position is not None and x.shape[position] != along.size:
                 places = [("the shape", along.size), (f"the argument {wrap(x, names)}", x.shape[position])]
