@@ -14,12 +14,10 @@ from .fp8 import (
 )
 from .int8 import Int8DotGeneralOp as Int8DotGeneralOp
 from .layers import (
-    QuantizationConfig as QuantizationConfig,
-    quantize_linear_layers as quantize_linear_layers,
-)
-from .ops import (
     DefaultDotGeneralOp as DefaultDotGeneralOp,
     DotGeneralOp as DotGeneralOp,
+    QuantizationConfig as QuantizationConfig,
+    quantize_linear_layers as quantize_linear_layers,
 )
 from .overwriting import (
     OverwriteWithGradient as OverwriteWithGradient,

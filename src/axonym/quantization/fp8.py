@@ -34,12 +34,9 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
     gradients are their values for the next step.
 
     Arguments:
-        input_scale: the last scale of the input.
-        output_grad_scale: the last scale of the result's gradient.
-        kernel_scale: the last scale of the kernel.
-        input_amax_history: the largest absolute values of the input in the last steps.
-        output_grad_amax_history: the same for the result's gradient.
-        kernel_amax_history: the same for the kernel.
+        input_scale, output_grad_scale, kernel_scale: the last scale of the input, the result's gradient and the kernel.
+        input_amax_history, output_grad_amax_history, kernel_amax_history: their largest absolute values in the last
+            steps.
         compute_dtype: the dtype to multiply in; None for the dtype of the operands.
 
     >>> layer = axn.nn.Linear.init(
@@ -75,12 +72,7 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
         return cls(s1, s2, s3, h1, h2, h3, compute_dtype)
 
     def __call__(
-        self,
-        lhs: Any,
-        rhs: Any,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None
     ) -> jax.Array:
         wanted = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
         dtype = jnp.result_type(lhs, rhs) if self.compute_dtype is None else self.compute_dtype
@@ -132,10 +124,9 @@ def out_qdq(compute_dtype: Any, out: jax.Array, scale: jax.Array, amax_history: 
     The gradients of the scale and the history are their values for the next step.
 
     Arguments:
-        compute_dtype: the dtype of the gradient.
+        compute_dtype: the dtype that the gradient is rounded in.
         out: the result.
-        scale: the last scale, used while the history is empty.
-        amax_history: the largest absolute values of the last steps.
+        scale, amax_history: as in `in_qdq`.
 
     >>> f = lambda x: 1.1 * axn.quantization.out_qdq(jnp.float32, x, jnp.ones(1), jnp.zeros(4)).sum()
     >>> jax.grad(f)(jnp.ones(2))
@@ -192,12 +183,7 @@ def dot_general_with_precision(
 
     With 8-bit floats, the precision selects the accumulation: fast in the forward pass, exact in the backward pass.
 
-    Arguments:
-        lhs: the first operand.
-        rhs: the second operand.
-        dimension_numbers: the contracted and batch dimensions, as in `jax.lax.dot_general`.
-        precision: not used.
-        preferred_element_type: the dtype of the result.
+    The argument `precision` is not used.
 
     >>> axn.quantization.dot_general_with_precision(jnp.ones((1, 2)), jnp.ones((2, 1)), (((1,), (0,)), ((), ())))
     Array([[2.]], dtype=float32)

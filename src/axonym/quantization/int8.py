@@ -12,18 +12,17 @@ so it is computed without rounding.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from .. import _kernels
 from .._per_device import vary_like
+from ..axis import Names
 from ..state.module import ModuleWithStateDictSerialization
 
 __all__ = ["Int8DotGeneralOp"]
-
-Labels = tuple[int, ...]
 
 
 class Int8DotGeneralOp(ModuleWithStateDictSerialization):
@@ -47,35 +46,30 @@ class Int8DotGeneralOp(ModuleWithStateDictSerialization):
         return cls()
 
     def __call__(
-        self,
-        lhs: Any,
-        rhs: Any,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None
     ) -> jax.Array:
         dtype = jnp.result_type(lhs, rhs)
         lhs, rhs = jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype)
         lhs, rhs = vary_like(lhs, rhs), vary_like(rhs, lhs)  # and so their gradients too
-        y: Any = _product(_labels(lhs.ndim, rhs.ndim, dimension_numbers), lhs, rhs)
+        y: Any = _product(_terms(lhs.ndim, rhs.ndim, dimension_numbers), lhs, rhs)
         return y if preferred_element_type is None else y.astype(preferred_element_type)
 
 
 class _Terms(NamedTuple):
-    """An einsum with a number for each axis: axes with one number are matched, and summed if the result lacks them."""
+    """An einsum with a name for each axis: axes of one name are matched, and summed if the result lacks it."""
 
-    lhs: Labels
-    rhs: Labels
-    out: Labels
+    lhs: Names
+    rhs: Names
+    out: Names
 
 
-def _labels(lhs_ndim: int, rhs_ndim: int, dimension_numbers: Any) -> _Terms:
+def _terms(lhs_ndim: int, rhs_ndim: int, dimension_numbers: Any) -> _Terms:
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs = tuple(f"lhs {i}" for i in range(lhs_ndim))
     matched = dict(zip((*rhs_summed, *rhs_batch), (*lhs_summed, *lhs_batch), strict=True))
-    lhs = tuple(range(lhs_ndim))
-    rhs = tuple(matched.get(axis, lhs_ndim + axis) for axis in range(rhs_ndim))
-    free = [label for label in lhs if label not in rhs], [label for label in rhs if label not in lhs]
-    return _Terms(lhs, rhs, (*lhs_batch, *free[0], *free[1]))
+    rhs = tuple(lhs[matched[i]] if i in matched else f"rhs {i}" for i in range(rhs_ndim))
+    free = [n for n in lhs if n not in rhs], [n for n in rhs if n not in lhs]
+    return _Terms(lhs, rhs, (*(lhs[i] for i in lhs_batch), *free[0], *free[1]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -99,38 +93,21 @@ _product.defvjp(_forward, _backward)
 
 def _quantized_product(terms: _Terms, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """Return the product of two arrays, each rounded to integers."""
-    summed = set(terms.lhs) - set(terms.out)
-    lhs_scale, short_lhs = _rounded(lhs, [i for i, label in enumerate(terms.lhs) if label in summed])
-    rhs_scale, short_rhs = _rounded(rhs, [i for i, label in enumerate(terms.rhs) if label in summed])
+    lhs_scale, short_lhs = _rounded(lhs, terms.lhs, terms.out)
+    rhs_scale, short_rhs = _rounded(rhs, terms.rhs, terms.out)
     y = _dot_general(terms, short_lhs, short_rhs, jnp.int32)
-    scale = _scale_in_layout(lhs_scale, terms.lhs, terms.out) * _scale_in_layout(rhs_scale, terms.rhs, terms.out)
-    return (y * scale).astype(lhs.dtype)
+    return (y * (lhs_scale * rhs_scale)).astype(lhs.dtype)
 
 
-def _rounded(x: jax.Array, summed: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-    """Round an array to integers, and return its scales, of size one along the summed axes, and the integers."""
+def _rounded(x: jax.Array, names: Names, out: Names) -> tuple[jax.Array, jax.Array]:
+    """Round an array to integers, and return its scales, in the layout of the result, and the integers."""
     x = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), axis=tuple(summed), keepdims=True, initial=0)
+    summed = tuple(i for i, n in enumerate(names) if n not in out)
+    largest = jnp.max(jnp.abs(x), axis=summed, keepdims=True, initial=0)
     scale = jnp.where(largest > 0, largest / 127, 1)
-    return scale, jnp.round(x / scale).astype(jnp.int8)
+    kept = tuple(n for n in names if n in out)
+    return _kernels.align(jax.lax.squeeze(scale, summed), kept, out), jnp.round(x / scale).astype(jnp.int8)
 
 
 def _dot_general(terms: _Terms, lhs: jax.Array, rhs: jax.Array, dtype: Any = None) -> jax.Array:
-    shared = [label for label in terms.lhs if label in terms.rhs]
-    batch = [label for label in shared if label in terms.out]
-    summed = [label for label in shared if label not in terms.out]
-    contracted, batched = (
-        (tuple(map(terms.lhs.index, labels)), tuple(map(terms.rhs.index, labels))) for labels in (summed, batch)
-    )
-    y = jax.lax.dot_general(lhs, rhs, (contracted, batched), preferred_element_type=dtype)
-    names = (*batch, *(n for n in terms.lhs if n not in shared), *(n for n in terms.rhs if n not in shared))
-    return y if names == terms.out else jax.lax.transpose(y, tuple(map(names.index, terms.out)))
-
-
-def _scale_in_layout(scale: jax.Array, labels: Labels, out: Labels) -> jax.Array:
-    """Transpose and expand a scale to the layout of the result."""
-    kept = [i for i, label in enumerate(labels) if label in out]
-    scale = jax.lax.squeeze(scale, [i for i in range(len(labels)) if i not in kept])
-    own = [labels[i] for i in kept]
-    scale = jax.lax.transpose(scale, [own.index(label) for label in out if label in own])
-    return jax.lax.expand_dims(scale, [i for i, label in enumerate(out) if label not in own])
+    return jnp.einsum(lhs, terms.lhs, rhs, terms.rhs, terms.out, preferred_element_type=dtype)

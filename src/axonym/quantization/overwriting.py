@@ -55,9 +55,7 @@ def partition_for_grad_overwrite(grad: T) -> tuple[T, T]:
     >>> grads
     {'op': None, 'w': NamedArray(float32[x=2], [1. 1.])}
     """
-    overwrites = jax.tree.map(lambda x: x if _overwrites(x) else None, grad, is_leaf=_overwrites)
-    others = jax.tree.map(lambda x: None if _overwrites(x) else x, grad, is_leaf=_overwrites)
-    return overwrites, others
+    return eqx.partition(grad, _overwrites, is_leaf=_overwrites)
 
 
 def apply_updates(tree: T, updates: Any, overwrites: Any) -> T:
