@@ -7,24 +7,30 @@ import contextvars
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as PartitionSpec
 
-from .. import _context
+from .. import _context, _errors
 from ..array import NamedArray, wrap
 from ..sharding import rules, with_sharding_annotation as _annotated
-from ..sharding.annotations import HashablePlacement, sharding_annotations as sharding_annotations
+from ..sharding._compiled_function import CompiledFunction
+from ..sharding.annotations import (
+    HashablePlacement,
+    hashable_annotations,
+    sharding_annotations as sharding_annotations,
+)
 from ..sharding.loading import from_process_local_data
 from ..sharding.mapping import EnteredBlocks
 from ..sharding.meshes import AnyMesh, full_sizes, required_mesh, with_devices
 from ..sharding.placement import Leaf, Placement, described, leaves_of, listed, resolve
 from ..sharding.shard import shard, shard_quietly, to_host, unshard
-from ._sjit import ShardedJit as ShardedJit, activate_mesh, sjit as sjit
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
 
 # --- rules ---
@@ -42,7 +48,7 @@ class ShardingRule(rules.ShardingRule):
     """
 
     def apply(self, pytree: Any) -> Any:
-        """The partition spec of every leaf, as the rule says it, in the structure of the tree.
+        """Return the partition spec of every leaf, in the structure of the tree.
 
         Arguments:
             pytree: any tree; its arrays may be abstract.
@@ -80,7 +86,7 @@ class FSDPShardingRule(rules.FSDPShardingRule, ShardingRule):
 
 
 class TreePathShardingRule(rules.TreePathShardingRule, ShardingRule):
-    """`axonym.sharding.TreePathShardingRule`, which leaves arrays of one element whole whatever pattern matches them.
+    """`axonym.sharding.TreePathShardingRule`, which replicates arrays of one element whatever pattern matches them.
 
     >>> from axonym.scalax.sharding import TreePathShardingRule
     >>> TreePathShardingRule((".*", jax.P("data"))).apply({"w": jnp.ones(2), "scale": jnp.ones(1)})
@@ -100,11 +106,143 @@ class PolicyShardingRule(rules.PolicyShardingRule, ShardingRule):
     """
 
 
+# --- compiled functions ---
+
+
+class ShardedJit(CompiledFunction[P, R]):
+    """A function compiled by `sjit`.
+
+    Placements are applied inside the compiled function. They are computed when it is traced, that is once for each
+    structure and shapes of the arguments; a call with others computes them afresh.
+
+    >>> from axonym.scalax.sharding import sjit
+    >>> type(sjit(lambda x: x * 2)).__name__
+    'ShardedJit'
+    """
+
+    def __init__(self, fun: Callable[P, R], mesh: Mesh | None, **settings: Any):
+        """Arguments:
+        fun: the function.
+        mesh: the mesh; by default the active one.
+        **settings: more arguments of `CompiledFunction`.
+        """
+        self._mesh = mesh
+        around = None if mesh is None else functools.partial(_activate_mesh, mesh)
+        super().__init__("sjit", fun, static_leaves=False, around=around, **settings)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._mesh is not None and _traced_without_mesh():
+            with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+                return self(*_on_devices(args, self._mesh), **_on_devices(kwargs, self._mesh))
+        return super().__call__(*args, **kwargs)
+
+
+@overload
+def sjit(
+    fun: Callable[P, R], in_shardings: Placement = None, out_shardings: Placement = None, *args: Any, **options: Any
+) -> ShardedJit[P, R]: ...
+@overload
+def sjit(
+    fun: None = None, in_shardings: Placement = None, out_shardings: Placement = None, *args: Any, **options: Any
+) -> Callable[[Callable[P, R]], ShardedJit[P, R]]: ...
+def sjit(
+    fun: Callable[..., Any] | None = None,
+    in_shardings: Placement = None,
+    out_shardings: Placement = None,
+    static_argnums: int | Sequence[int] | None = None,
+    args_sharding_constraint: Placement = None,
+    annotation_shardings: Mapping[str, Placement] | None = None,
+    *,
+    mesh: Mesh | None = None,
+    **jit_arguments: Any,
+) -> Any:
+    """Compile a function on a mesh, with its arguments, results and annotated values placed by rules.
+
+    Arguments:
+        fun: the function. Without it, `sjit` is a decorator.
+        in_shardings: the placements of the arguments: a tuple with one for each positional parameter that is not
+            static, a dictionary with some by parameter, or one for all arguments. By default they keep their sharding;
+            None for one of them leaves it to the active mapping.
+        out_shardings: the placement of the results, or a tree prefix of placements. None leaves it to the compiler.
+        static_argnums: the positional arguments that are part of the program.
+        args_sharding_constraint: the placements of the arguments inside the function, in the form of `in_shardings`.
+        annotation_shardings: the placements of annotated values: see `with_sharding_annotation`.
+        mesh: the mesh; by default the active one.
+        **jit_arguments: more arguments of `jax.jit`.
+
+    >>> from axonym.scalax.sharding import sjit
+    >>> with axn.set_mesh(axn.make_mesh({"data": 2})):
+    ...     sjit(lambda x: x * 2, out_shardings=jax.P("data"))(jnp.ones(2)).sharding.spec
+    P('data',)
+    """
+
+    def results(arguments: Any, result: Any) -> Any:
+        out = tuple(out_shardings) if type(out_shardings) is list and type(result) is tuple else out_shardings
+        return shard_quietly(result, out, "sjit (results)")
+
+    annotations = hashable_annotations(annotation_shardings)
+    make = functools.partial(
+        ShardedJit,
+        mesh=mesh,
+        active={} if annotations is None else {"annotations": annotations},
+        arguments=[("in_shardings", in_shardings), ("constraint", args_sharding_constraint)],
+        results=None if out_shardings is None else results,
+        static_argnums=static_argnums,
+        jit_options=jit_arguments,
+    )
+    return make if fun is None else make(fun)
+
+
+def _traced_without_mesh() -> bool:
+    try:
+        jax.sharding.get_mesh()
+    except ValueError:  # a function is being traced
+        return jax.sharding.get_abstract_mesh().empty
+    return False
+
+
+def _on_devices(arguments: T, mesh: Mesh) -> T:
+    """Constrain arguments to a mesh, so that the program around them, which has none, runs on its devices.
+
+    With Explicit axes, JAX refuses to run such a program; only its types can be asked for.
+    """
+    if AxisType.Explicit in mesh.axis_types:
+        return arguments
+
+    def hold(x: Any) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        spec = PartitionSpec(*(PartitionSpec.UNCONSTRAINED,) * x.ndim)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(hold, arguments)
+
+
+def _activate_mesh(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+    """Activate a mesh. In a traced function it must be active already: JAX cannot change it there."""
+    try:
+        return contextlib.nullcontext() if jax.sharding.get_mesh() == mesh else jax.set_mesh(mesh)
+    except ValueError:  # a function is being traced
+        around = jax.sharding.get_abstract_mesh()
+    is_manual = AxisType.Manual in around.axis_types
+    if around.shape == mesh.shape and (is_manual or around.axis_types == mesh.axis_types):
+        return contextlib.nullcontext()
+    raise ValueError(
+        f"sjit: called in a traced function under mesh {_described(around)}, but it is meant for mesh "
+        f"{_described(mesh)}. Activate that mesh outside: `with jax.set_mesh(mesh): ...`."
+    )
+
+
+def _described(mesh: AnyMesh) -> str:
+    kinds = ", ".join(dict.fromkeys(str(t) for t in mesh.axis_types))
+    return f"{_errors.describe_shape(mesh.shape)} of {kinds} axes" if mesh.axis_types else "()"
+
+
 # --- the mesh ---
 
 
 def with_sharding_constraint(pytree: T, sharding_rule: Placement) -> T:
-    """Place a tree here; without a mesh, leave it where it is.
+    """Shard a tree as a placement says; without a mesh, return it unchanged.
 
     Arguments:
         pytree: a tree of arrays.
@@ -135,6 +273,66 @@ def with_sharding_annotation(pytree: T, sharding_name: str) -> T:
 _HELPERS: contextvars.ContextVar[tuple[MeshShardingHelper, ...]] = contextvars.ContextVar("helpers", default=())
 
 
+def get_global_mesh_helper() -> MeshShardingHelper | None:
+    """Return the innermost helper that was entered, or None.
+
+    >>> from axonym.scalax.sharding import get_global_mesh_helper
+    >>> get_global_mesh_helper() is None
+    True
+    """
+    helpers = _HELPERS.get()
+    return helpers[-1] if helpers else None
+
+
+def get_global_mesh() -> Mesh | None:
+    """Return the mesh of the innermost helper that was entered, or None.
+
+    >>> from axonym.scalax.sharding import get_global_mesh
+    >>> get_global_mesh() is None
+    True
+    """
+    helper = get_global_mesh_helper()
+    return None if helper is None else helper.mesh
+
+
+def get_global_annotation_shardings() -> dict[str, Placement] | None:
+    """Return the active placements of annotated values by name, or None.
+
+    >>> from axonym.scalax.sharding import MeshShardingHelper, get_global_annotation_shardings
+    >>> with MeshShardingHelper([2], ["data"]).get_context(annotation_shardings={"hidden": jax.P("data")}):
+    ...     get_global_annotation_shardings()
+    {'hidden': P('data',)}
+    """
+    settings = _context.active_settings()
+    annotations = {} if settings is None else settings.annotations
+    return {name: kept.placement for name, kept in annotations.items() if isinstance(kept, HashablePlacement)} or None
+
+
+def match_sharding_rule(sharding_rules: Placement, pytree: Any, mesh: AnyMesh | None = None) -> Any:
+    """Return the sharding of every leaf, in the structure of the tree; leaves without a placement are replicated.
+
+    Arguments:
+        sharding_rules: a rule, or any other placement, or a tree prefix of placements.
+        pytree: any tree; its arrays may be abstract. What is not an array gets None.
+        mesh: the mesh; the active one by default.
+
+    >>> from axonym.scalax.sharding import match_sharding_rule
+    >>> mesh = axn.make_mesh({"data": 2})
+    >>> match_sharding_rule({"w": jax.P("data")}, {"w": jnp.ones(2)}, mesh)["w"].spec
+    P('data',)
+    """
+    mesh = with_devices(required_mesh("match_sharding_rule", mesh))
+    leaves, structure = resolve(pytree, sharding_rules, mesh, "match_sharding_rule")
+
+    def sharding(leaf: Leaf) -> Any:
+        if leaf.shape is None:
+            return None
+        found = NamedSharding(leaf.mesh or mesh, leaf.spec or PartitionSpec())
+        return wrap(found, leaf.names) if isinstance(leaf.value, NamedArray) and leaf.names is not None else found
+
+    return jax.tree.unflatten(structure, [sharding(leaf) for leaf in leaves])
+
+
 class MeshShardingHelper:
     """A mesh with `sjit` and the other ways to place trees on it. `with helper:` makes its mesh active.
 
@@ -154,9 +352,9 @@ class MeshShardingHelper:
         explicit: bool = False,
     ):
         """Arguments:
-        axis_dims: the size of each mesh axis. One of them can be -1: what the others leave of the devices.
+        axis_dims: the size of each mesh axis. One of them can be -1, for all devices that the others leave.
         axis_names: the mesh axes.
-        mesh_axis_splitting: a mesh axis may cut through a dimension of the physical network of the devices.
+        mesh_axis_splitting: whether a mesh axis may divide a dimension of the physical network of the devices.
         explicit: make the axes Explicit, so that shardings are part of types; they are Auto by default.
         """
         if len(axis_dims) != len(axis_names):
@@ -188,10 +386,10 @@ class MeshShardingHelper:
 
     @contextlib.contextmanager
     def get_context(self, annotation_shardings: Mapping[str, Placement] | None = None) -> Iterator[MeshShardingHelper]:
-        """Make the mesh of this helper active inside a with-block, and what is said of annotated values.
+        """Make the mesh of this helper active inside a with-block, and the placements of annotated values.
 
         Arguments:
-            annotation_shardings: where annotated values go: see `with_sharding_annotation`.
+            annotation_shardings: the placements of annotated values: see `with_sharding_annotation`.
 
         >>> from axonym.scalax.sharding import MeshShardingHelper, get_global_mesh, with_sharding_annotation
         >>> helper = MeshShardingHelper([2], ["data"])
@@ -199,81 +397,28 @@ class MeshShardingHelper:
         ...     with_sharding_annotation(jnp.ones(2), "hidden").sharding.spec, get_global_mesh() is helper.mesh
         (P('data',), True)
         """
-        said = contextlib.nullcontext() if annotation_shardings is None else sharding_annotations(annotation_shardings)
-        with activate_mesh(self.mesh), said, self._global():
+        with _activate_mesh(self.mesh), self._global(), contextlib.ExitStack() as stack:
+            if annotation_shardings is not None:
+                stack.enter_context(sharding_annotations(annotation_shardings))
             yield self
 
     @contextlib.contextmanager
     def _global(self) -> Iterator[None]:
-        """Have `get_global_mesh_helper` give this helper."""
+        """Make `get_global_mesh_helper` return this helper."""
         token = _HELPERS.set((*_HELPERS.get(), self))
         try:
             yield
         finally:
             _HELPERS.reset(token)
 
-    @staticmethod
-    def get_global_mesh_helper() -> MeshShardingHelper | None:
-        """The innermost helper that is active, or None: see `get_global_mesh_helper`.
+    get_global_mesh_helper = staticmethod(get_global_mesh_helper)
+    get_global_mesh = staticmethod(get_global_mesh)
+    get_global_annotation_shardings = staticmethod(get_global_annotation_shardings)
 
-        >>> from axonym.scalax.sharding import MeshShardingHelper
-        >>> with MeshShardingHelper([2], ["data"]) as helper:
-        ...     MeshShardingHelper.get_global_mesh_helper() is helper
-        True
-        """
-        return get_global_mesh_helper()
+    # --- functions ---
 
-    @staticmethod
-    def get_global_annotation_shardings() -> dict[str, Placement] | None:
-        """Where annotated values go here: see `get_global_annotation_shardings`.
-
-        >>> from axonym.scalax.sharding import MeshShardingHelper
-        >>> MeshShardingHelper.get_global_annotation_shardings() is None
-        True
-        """
-        return get_global_annotation_shardings()
-
-    @staticmethod
-    def get_global_mesh() -> Mesh | None:
-        """The mesh of the innermost helper entered, or None: see `get_global_mesh`.
-
-        >>> from axonym.scalax.sharding import MeshShardingHelper
-        >>> with MeshShardingHelper([2], ["data"]) as helper:
-        ...     MeshShardingHelper.get_global_mesh() is helper.mesh
-        True
-        """
-        return get_global_mesh()
-
-    # --- compiled functions ---
-
-    def sjit(
-        self,
-        fun: Callable[..., Any] | None = None,
-        in_shardings: Placement = None,
-        out_shardings: Placement = None,
-        static_argnums: int | Sequence[int] | None = None,
-        args_sharding_constraint: Placement = None,
-        annotation_shardings: Mapping[str, Placement] | None = None,
-        **jit_arguments: Any,
-    ) -> Any:
-        """`sjit` on the mesh of this helper.
-
-        Arguments:
-            fun: the function. Without it, this is a decorator.
-            in_shardings: where the arguments go: a tuple with a placement for each positional parameter that is not
-                static, a dictionary with some by parameter, or one placement for all. By default they stay where they
-                are.
-            out_shardings: where the results go. None leaves it to the compiler.
-            static_argnums: the positional arguments that are part of the program.
-            args_sharding_constraint: where the arguments are moved when the function begins.
-            annotation_shardings: where annotated values go: see `with_sharding_annotation`.
-            **jit_arguments: more arguments of `jax.jit`.
-
-        >>> from axonym.scalax.sharding import MeshShardingHelper
-        >>> helper = MeshShardingHelper([2], ["data"])
-        >>> helper.sjit(lambda x: x * 2, in_shardings=(jax.P("data"),))(jnp.ones(2)).shape
-        (2,)
-        """
+    def sjit(self, fun: Callable[..., Any] | None = None, *placements: Any, **options: Any) -> Any:
+        """Compile a function as `sjit` does, on the mesh of this helper; the arguments are those of `sjit`."""
 
         def make(fun: Callable[..., Any]) -> Any:
             @functools.wraps(fun)
@@ -281,51 +426,32 @@ class MeshShardingHelper:
                 with self._global():
                     return fun(*args, **kwargs)
 
-            return compiled(inside)
+            return sjit(inside, *placements, mesh=self.mesh, **options)
 
-        compiled = functools.partial(
-            ShardedJit,
-            mesh=self.mesh,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            static_argnums=static_argnums,
-            args_sharding_constraint=args_sharding_constraint,
-            annotation_shardings=annotation_shardings,
-            jit_arguments=jit_arguments,
-        )
         return make if fun is None else make(fun)
 
     # --- trees ---
 
     def match_sharding_rule(self, sharding_rules: Placement, pytree: Any) -> Any:
-        """The sharding that a placement gives every leaf, in the structure of the tree.
-
-        Arguments:
-            sharding_rules: a rule, or any other placement, or a tree prefix of placements.
-            pytree: any tree; its arrays may be abstract.
-
-        >>> from axonym.scalax.sharding import MeshShardingHelper
-        >>> helper = MeshShardingHelper([2], ["data"])
-        >>> helper.match_sharding_rule(jax.P("data"), {"w": jnp.ones(2)})["w"].spec
-        P('data',)
-        """
+        """Return the sharding of every leaf on the mesh of this helper: see `match_sharding_rule`."""
         return match_sharding_rule(sharding_rules, pytree, self.mesh)
 
     with_sharding_constraint = staticmethod(with_sharding_constraint)
     with_sharding_annotation = staticmethod(with_sharding_annotation)
 
     def make_shard_and_gather_fns(self, pytree: Any, sharding_rule: Placement) -> tuple[Any, Any]:
-        """For every leaf a function that places such a leaf, and one that fetches it whole to the host.
+        """Return a tree of functions that shard a leaf, and a tree of functions that gather it to the host.
 
         Arguments:
             pytree: any tree; its arrays may be abstract.
-            sharding_rule: where the leaves go.
+            sharding_rule: the placement of the leaves.
 
         >>> from axonym.scalax.sharding import MeshShardingHelper
         >>> helper = MeshShardingHelper([2], ["data"])
         >>> place, fetch = helper.make_shard_and_gather_fns({"w": jnp.ones(2)}, jax.P("data"))
-        >>> type(fetch["w"](place["w"](np.ones(2)))).__name__
-        'ndarray'
+        >>> placed = helper.apply_shard_and_gather_fns(place, {"w": np.ones(2)})
+        >>> placed["w"].sharding.spec, helper.apply_shard_and_gather_fns(fetch, placed)
+        (P('data',), {'w': array([1., 1.], dtype=float32)})
         """
         leaves, structure = resolve(pytree, sharding_rule, self.mesh, "make_shard_and_gather_fns")
 
@@ -339,25 +465,11 @@ class MeshShardingHelper:
 
     @staticmethod
     def apply_shard_and_gather_fns(fns: Any, pytree: Any) -> Any:
-        """Apply the functions that `make_shard_and_gather_fns` made, each to its leaf.
-
-        Arguments:
-            fns: a tree of functions.
-            pytree: a tree of the same structure.
-
-        >>> from axonym.scalax.sharding import MeshShardingHelper
-        >>> helper = MeshShardingHelper([2], ["data"])
-        >>> place, fetch = helper.make_shard_and_gather_fns({"w": jnp.ones(2)}, jax.P("data"))
-        >>> helper.apply_shard_and_gather_fns(place, {"w": np.ones(2)})["w"].sharding.spec
-        P('data',)
-        """
+        """Apply functions of `make_shard_and_gather_fns`, each to its leaf in a tree of the same structure."""
         return jax.tree.map(lambda f, x: f(x), fns, pytree)
 
     def make_replicated_args(self, *args: Any) -> Any:
-        """Put the whole of every array of the arguments on every device; one argument is returned by itself.
-
-        Arguments:
-            *args: trees of arrays.
+        """Replicate every array of the arguments, which are trees; one argument is returned by itself.
 
         >>> from axonym.scalax.sharding import MeshShardingHelper
         >>> helper = MeshShardingHelper([2], ["data"])
@@ -370,12 +482,11 @@ class MeshShardingHelper:
     def local_data_to_global_array(
         self, pytree: Any, batch_axis: Any = 0, mesh_axis_subset: Sequence[str] | None = None
     ) -> Any:
-        """Global arrays of which each process has loaded a part: the parts of all processes, one after the other.
+        """Make global arrays from the arrays that each process has loaded, concatenated along an axis.
 
         Arguments:
             pytree: a tree of the arrays of this process, of the same shapes in every process.
-            batch_axis: the axis along which the parts follow one another: a position, or the name of an axis where the
-                arrays are named.
+            batch_axis: the axis to concatenate along: a position, or a name for named arrays.
             mesh_axis_subset: the mesh axes that the axis is sharded over; all of them by default.
 
         >>> from axonym.scalax.sharding import MeshShardingHelper
@@ -396,7 +507,7 @@ class MeshShardingHelper:
         return structure.unflatten(map(over_subset, loaded))
 
     def _tells_processes_apart(self, mesh_axes: str | Sequence[str]) -> bool:
-        """Whether no two processes have devices for the same shard of an axis that these mesh axes shard."""
+        """Return whether each shard of an axis that is sharded over these mesh axes is on devices of one process."""
         names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
         kept = [self.mesh.axis_names.index(a) for a in names if a in self.mesh.shape]
         owners: dict[tuple[int, ...], set[int]] = {}
@@ -406,63 +517,3 @@ class MeshShardingHelper:
 
     def __repr__(self) -> str:
         return f"MeshShardingHelper({', '.join(f'{n}={s}' for n, s in self.mesh.shape.items())})"
-
-
-def get_global_mesh_helper() -> MeshShardingHelper | None:
-    """The innermost helper entered, or None.
-
-    >>> from axonym.scalax.sharding import get_global_mesh_helper
-    >>> get_global_mesh_helper() is None
-    True
-    """
-    helpers = _HELPERS.get()
-    return helpers[-1] if helpers else None
-
-
-def get_global_mesh() -> Mesh | None:
-    """The mesh of the innermost helper entered, or None.
-
-    >>> from axonym.scalax.sharding import get_global_mesh
-    >>> get_global_mesh() is None
-    True
-    """
-    helper = get_global_mesh_helper()
-    return None if helper is None else helper.mesh
-
-
-def get_global_annotation_shardings() -> dict[str, Placement] | None:
-    """Where annotated values go here, by name; None where nothing is said of any.
-
-    >>> from axonym.scalax.sharding import MeshShardingHelper, get_global_annotation_shardings
-    >>> with MeshShardingHelper([2], ["data"]).get_context(annotation_shardings={"hidden": jax.P("data")}):
-    ...     get_global_annotation_shardings()
-    {'hidden': P('data',)}
-    """
-    settings = _context.active_settings()
-    annotations = {} if settings is None else settings.annotations
-    return {name: kept.placement for name, kept in annotations.items() if isinstance(kept, HashablePlacement)} or None
-
-
-def match_sharding_rule(sharding_rules: Placement, pytree: Any, mesh: AnyMesh | None = None) -> Any:
-    """The sharding that a placement gives every leaf, in the structure of the tree. What it does not place is whole.
-
-    Arguments:
-        sharding_rules: a rule, or any other placement, or a tree prefix of placements.
-        pytree: any tree; its arrays may be abstract. What is not an array gets None.
-        mesh: the mesh; the active one by default.
-
-    >>> from axonym.scalax.sharding import match_sharding_rule
-    >>> mesh = axn.make_mesh({"data": 2})
-    >>> match_sharding_rule({"w": jax.P("data")}, {"w": jnp.ones(2)}, mesh)["w"].spec
-    P('data',)
-    """
-    mesh = with_devices(required_mesh("match_sharding_rule", mesh))
-    leaves, structure = resolve(pytree, sharding_rules, mesh, "match_sharding_rule")
-
-    def sharding(leaf: Leaf) -> Any:
-        if leaf.shape is None:
-            return None
-        found = NamedSharding(leaf.mesh or mesh, leaf.spec or PartitionSpec())
-        return wrap(found, leaf.names) if isinstance(leaf.value, NamedArray) and leaf.names is not None else found
-
-    return jax.tree.unflatten(structure, [sharding(leaf) for leaf in leaves])

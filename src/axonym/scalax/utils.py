@@ -27,7 +27,7 @@ class JaxRNG:
     """
 
     global_rng_generator: ClassVar[JaxRNG | None] = None
-    """What `next_rng` draws from."""
+    """The source of keys of `next_rng`."""
 
     def __init__(self, rng: jax.Array):
         """Arguments:
@@ -37,10 +37,7 @@ class JaxRNG:
 
     @classmethod
     def from_seed(cls, seed: int) -> JaxRNG:
-        """Make one from a seed.
-
-        Arguments:
-            seed: the seed.
+        """Make a source of keys from a seed.
 
         >>> from axonym.scalax.utils import JaxRNG
         >>> JaxRNG.from_seed(0).rng.tolist()
@@ -49,31 +46,21 @@ class JaxRNG:
         return cls(jax.random.PRNGKey(seed))
 
     def __call__(self, keys: int | Iterable[str] | None = None) -> Any:
-        """One key; for a number a tuple of as many; for names a dictionary with one for each."""
-        names = None if keys is None or isinstance(keys, int) else tuple(keys)
-        count = 1 if keys is None else keys if isinstance(keys, int) else len(names or ())
-        self.rng, *made = jax.random.split(self.rng, count + 1)
-        return made[0] if keys is None else tuple(made) if names is None else dict(zip(names, made, strict=True))
+        """Return one key; for a number, a tuple of as many; for names, a dictionary with one for each."""
+        if keys is None:
+            return self(1)[0]
+        names = range(keys) if isinstance(keys, int) else tuple(keys)
+        self.rng, *made = jax.random.split(self.rng, len(names) + 1)
+        return tuple(made) if isinstance(keys, int) else dict(zip(names, made, strict=True))
 
     @classmethod
     def init_global_rng(cls, seed: int) -> None:
-        """Start what `next_rng` draws from.
-
-        Arguments:
-            seed: the seed.
-
-        >>> from axonym.scalax.utils import JaxRNG
-        >>> JaxRNG.init_global_rng(0)
-        """
+        """Make the source that `next_rng` draws from."""
         cls.global_rng_generator = cls.from_seed(seed)
 
     @classmethod
     def next_rng(cls, *args: Any, **kwargs: Any) -> Any:
-        """Draw from what `init_global_rng` started, as a call does.
-
-        Arguments:
-            *args: how many keys, or their names; one by default.
-            **kwargs: the same by keyword.
+        """Call the source that `init_global_rng` made: return one key, or as the arguments say.
 
         >>> from axonym.scalax.utils import JaxRNG
         >>> JaxRNG.init_global_rng(0)
@@ -86,10 +73,7 @@ class JaxRNG:
 
 
 def get_float_dtype_by_name(dtype: str) -> Any:
-    """The floating-point type of a name.
-
-    Arguments:
-        dtype: the name, such as bf16, bfloat16, fp32 or float32.
+    """Return the floating-point type of a name such as bf16, bfloat16, fp32 or float32.
 
     >>> from axonym.scalax.utils import get_float_dtype_by_name
     >>> get_float_dtype_by_name("bf16").dtype
@@ -115,11 +99,7 @@ def float_tensor_to_dtype(tensor: Any, dtype: Any) -> Any:
 
 
 def float_to_dtype(tree: Any, dtype: Any) -> Any:
-    """Convert the arrays of floating-point numbers in a tree.
-
-    Arguments:
-        tree: any tree.
-        dtype: the type or its name. None and the empty name convert nothing.
+    """Convert the arrays of floating-point numbers in a tree, each as `float_tensor_to_dtype` does.
 
     >>> from axonym.scalax.utils import float_to_dtype
     >>> jax.tree.map(lambda x: x.dtype.name, float_to_dtype({"w": jnp.ones(2), "n": jnp.arange(2)}, "bf16"))
@@ -129,11 +109,7 @@ def float_to_dtype(tree: Any, dtype: Any) -> Any:
 
 
 def tree_path_to_string(path: Sequence[Any], sep: str | None = None) -> Any:
-    """The keys of a path as strings: a tuple of them, or one string with a separator between them.
-
-    Arguments:
-        path: a path, as JAX has it.
-        sep: the separator.
+    """Return the keys of a path of JAX as strings: a tuple of them, or one string with a separator between them.
 
     >>> from axonym.scalax.utils import tree_path_to_string
     >>> tree_path_to_string((jax.tree_util.DictKey("layers"), jax.tree_util.SequenceKey(0)), "/")
@@ -144,12 +120,12 @@ def tree_path_to_string(path: Sequence[Any], sep: str | None = None) -> Any:
 
 
 def flatten_tree(xs: Any, is_leaf: IsLeaf = None, sep: str | None = None) -> dict[Any, Any]:
-    """The leaves of a tree by their paths.
+    """Return the leaves of a tree by their paths.
 
     Arguments:
         xs: any tree.
-        is_leaf: what else counts as a leaf.
-        sep: what separates the keys of a path, which is a tuple of them without it.
+        is_leaf: a function that returns True for nodes that are leaves.
+        sep: the separator of the keys of a path; without it, a path is a tuple of them.
 
     >>> from axonym.scalax.utils import flatten_tree
     >>> flatten_tree({"layers": [{"w": 1}]}, sep="/")
@@ -159,14 +135,10 @@ def flatten_tree(xs: Any, is_leaf: IsLeaf = None, sep: str | None = None) -> dic
 
 
 def named_tree_map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None, sep: str | None = None) -> Any:
-    """Map a function of the path of a leaf and the leaf over a tree.
+    """Map a function over a tree: from the path of a leaf, the leaf, and the leaves of further trees at that path.
 
     Arguments:
-        f: the function, of the path, the leaf, and the leaves of the other trees there.
-        tree: any tree.
-        *rest: more trees.
-        is_leaf: what else counts as a leaf.
-        sep: what separates the keys of a path, which is a tuple of them without it.
+        is_leaf, sep: as in `flatten_tree`.
 
     >>> from axonym.scalax.utils import named_tree_map
     >>> named_tree_map(lambda path, x: f"{path}={x}", {"w": 1}, sep="/")
@@ -178,12 +150,7 @@ def named_tree_map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf
 
 
 def print_pytree_structure(tree: Any, sep: str | None = "/", is_leaf: IsLeaf = None) -> None:
-    """Print the path, shape and type of every leaf.
-
-    Arguments:
-        tree: any tree.
-        sep: what separates the keys of a path.
-        is_leaf: what else counts as a leaf.
+    """Print the path, shape and type of every leaf; the arguments are those of `flatten_tree`.
 
     >>> from axonym.scalax.utils import print_pytree_structure
     >>> print_pytree_structure({"w": jnp.ones(2), "n": 3})
