@@ -33,7 +33,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 import equinox as eqx
@@ -404,6 +404,10 @@ def _apply(fn: Callable[..., Any], *args: Any, stacked: Any, **kwargs: Any) -> A
 # --- in sequence ---
 
 
+def _as_tuple(blocks: Iterable[M]) -> Sequence[M]:
+    return tuple(blocks)
+
+
 class BlockSeq(BlockFoldable[M]):
     """Layers in a sequence, which can differ from each other.
 
@@ -419,7 +423,7 @@ class BlockSeq(BlockFoldable[M]):
     {'embed': 2}
     """
 
-    blocks: Sequence[M] = eqx.field(converter=tuple)
+    blocks: Sequence[M] = eqx.field(converter=_as_tuple)
     Block: Axis = eqx.field(static=True)  # pyright: ignore[reportIncompatibleMethodOverride]  # what the base asks for
     gradient_checkpointing: ScanCheckpointPolicy = eqx.field(static=True, converter=policy_of, default=policy_of(False))
 
