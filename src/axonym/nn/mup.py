@@ -89,11 +89,7 @@ class AbstractReparam:
 
 @dataclasses.dataclass(frozen=True)
 class AbstractLinearReparam(AbstractReparam):
-    """The scales of a linear layer.
-
-    Arguments:
-        In: the axes of its input.
-        Out: the axes of its output.
+    """The scales of a linear layer, from the axes of its input and output.
 
     >>> isinstance(axn.nn.mup.InputLinearMup(axn.Axis("x", 2), axn.Axis("y", 3)), axn.nn.mup.AbstractLinearReparam)
     True
@@ -105,11 +101,7 @@ class AbstractLinearReparam(AbstractReparam):
 
 @dataclasses.dataclass(frozen=True)
 class AbstractEmbeddingReparam(AbstractReparam):
-    """The scales of an embedding.
-
-    Arguments:
-        Embed: the axes of an embedding.
-        Vocab: the axis of the tokens.
+    """The scales of an embedding layer, from the axes of an embedding and the axis of the tokens.
 
     >>> isinstance(axn.nn.mup.EmbeddingMup(axn.Axis("x", 2), axn.Axis("v", 3)), axn.nn.mup.AbstractEmbeddingReparam)
     True

@@ -312,10 +312,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
     @abc.abstractmethod
     def get_layer(self, index: int) -> M:
-        """Return one of the layers.
-
-        Arguments:
-            index: the index of the layer; negative numbers count from the end.
+        """Return one of the layers; a negative index counts from the end.
 
         >>> layers = axn.nn.Stacked.init(axn.Axis("layers", 3), axn.nn.LayerNorm)({"embed": 2})
         >>> layers.get_layer(-1).weight

@@ -97,10 +97,6 @@ class QuantizationConfig:
 def quantize_linear_layers(tree: T, config: QuantizationConfig) -> T:
     """Replace the `dot_general` of a model's linear layers with a quantised one. The weights do not change.
 
-    Arguments:
-        tree: the model.
-        config: the layers to quantise, and the kind of quantisation.
-
     >>> embed = axn.Axis("embed", 3)
     >>> model = {name: axn.nn.Linear.init(embed, embed, key=jax.random.key(0)) for name in ("up", "down")}
     >>> model = axn.quantization.quantize_linear_layers(model, axn.quantization.QuantizationConfig("up", int8=True))

@@ -47,9 +47,6 @@ def _is_update_leaf(x: Any) -> bool:
 def partition_for_grad_overwrite(grad: T) -> tuple[T, T]:
     """Split gradients into new values of `OverwriteWithGradient` modules and all others, each with None elsewhere.
 
-    Arguments:
-        grad: the gradients of a model.
-
     >>> op = axn.quantization.Fp8DotGeneralOp.init(amax_history_length=2)
     >>> overwrites, grads = axn.quantization.partition_for_grad_overwrite({"op": op, "w": axn.ones({"x": 2})})
     >>> grads

@@ -18,7 +18,6 @@ def choice(
     """Choose slices of an array at random along an axis.
 
     Arguments:
-        key: a random key.
         shape: the axes of the choices. `axis` may be one of them; other axes of `a` may not.
         a: the array to choose from.
         axis: the axis of `a` along which to choose.
@@ -67,9 +66,6 @@ def permutation(key: Key, x: NamedArray, axis: AxisSelector, independent: bool =
     """Permute an array at random along an axis.
 
     Arguments:
-        key: a random key.
-        x: the array.
-        axis: the axis to permute.
         independent: whether to permute independently for each index of the other axes, so that slices do not stay
             together.
 

@@ -100,12 +100,9 @@ class KVCache(eqx.Module):
         return cls(keys, values, lengths, positions.name, window)
 
     def positions(self, Pos: Axis) -> NamedArray:
-        """Return the positions of the next tokens, for masks and rotary embeddings.
+        """Return the positions of the next tokens along their axis, for masks and rotary embeddings.
 
         For a single next token without an axis of positions, use `lengths`.
-
-        Arguments:
-            Pos: the axis of the next tokens.
 
         >>> from axonym.nn.attention import KVCache
         >>> KVCache.init(axn.Axis("batch", 1), (), *axn.make_axes(key_pos=4, head_size=2)).positions(axn.Axis("pos", 2))

@@ -179,10 +179,8 @@ def forgetful_causal_mask(KPos: Axis, mask_prob: float, sample_prob: bool = True
     Causal Masking, arXiv:2210.13432).
 
     Arguments:
-        KPos: the axis of key positions.
         mask_prob: the probability that a key is hidden.
         sample_prob: whether to draw that probability itself, uniformly from 0 to `mask_prob`.
-        key: a random key.
 
     >>> mask = axn.nn.attention.forgetful_causal_mask(axn.Axis("key_pos", 8), 0.5, key=jax.random.key(0))
     >>> mask.shape, mask["key_pos", 0].item()
@@ -196,12 +194,7 @@ def forgetful_causal_mask(KPos: Axis, mask_prob: float, sample_prob: bool = True
 
 
 def dropout_mask(axes: AxisSpec, dropout_rate: float, *, key: Any) -> NamedArray:
-    """Make a mask with random false elements.
-
-    Arguments:
-        axes: the axes of the mask.
-        dropout_rate: the probability that an element is false.
-        key: a random key.
+    """Make a mask with random elements, each false with probability `dropout_rate`.
 
     >>> axn.nn.attention.dropout_mask(axn.Axis("key_pos", 4), 0.0, key=jax.random.key(0))
     NamedArray(bool[key_pos=4], [ True True True True])
@@ -283,10 +276,7 @@ def alibi_attention_bias(Heads: Axis, KPos: Axis, bias_max: float = 8, dtype: An
     numbers of heads have the slopes of the next lower power of two, then every other slope of the next higher one.
 
     Arguments:
-        Heads: the axis of heads.
-        KPos: the axis of key positions.
         bias_max: the negative exponent of the smallest slope.
-        dtype: the dtype of the result.
 
     >>> axn.nn.attention.alibi_attention_bias(axn.Axis("heads", 2), axn.Axis("key_pos", 3))
     NamedArray(float32[heads=2, key_pos=3], [[0. 0.0625 0.125 ] [0. 0.0039 0.0078]])

@@ -47,10 +47,7 @@ class Rotary:
     rope_type: ClassVar[str] = "default"
 
     def frequencies(self, size: int) -> np.ndarray:
-        """Return the angle by which each pair of features is rotated per position.
-
-        Arguments:
-            size: the number of features that are rotated.
+        """Return the angle by which each pair of features is rotated per position; `size` is the number of features.
 
         >>> axn.nn.attention.LinearRotary(factor=2.0).frequencies(4)
         array([0.5  , 0.005])
