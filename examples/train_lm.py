@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+from training import at_once
+
+if __name__ == "__main__":
+    at_once.install()  # before the imports that take seconds
 
 import jax
 from training import (
@@ -32,15 +38,14 @@ from training import (
 )
 from training.interrupts import Interrupts
 from training.metrics import Metrics
-from training.problems import Problem, reason_of
+from training.problems import Problem, in_a_line, reason_of
 from training.progress import Reporter
 
 import axonym as axn
 from axonym.precision import Policy
 from axonym.sharding import fail_together
 
-INTERRUPTED = 130
-"""The exit status of a run that was stopped by Ctrl-C."""
+INTERRUPTED = at_once.STATUS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,7 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stack.enter_context(jax.set_mesh(prepared.mesh))
             return Training(prepared, run).run()
     except Problem as e:
-        print(f"train_lm.py: {e}", file=sys.stderr)
+        print(f"train_lm.py: {in_a_line(e)}", file=sys.stderr)
+        return 1
+    except OSError as e:
+        print(f"train_lm.py: {e.filename or 'A file'} cannot be used: {reason_of(e)}.", file=sys.stderr)
         return 1
     except jax.errors.JaxRuntimeError as e:
         if "RESOURCE_EXHAUSTED" not in str(e):
@@ -71,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 1
     except KeyboardInterrupt:
-        print("train_lm.py: Stopped at once; what was saved before is complete.", file=sys.stderr)
+        print(f"train_lm.py: {at_once.WORDS}", file=sys.stderr)
         return INTERRUPTED
 
 
@@ -89,8 +97,12 @@ class Prepared:
         strategies.check(self.strategy, self.mesh, self.functions.abstract.model, tokens)
         self.write = generation.make_writer(config.reports, policy, self.strategy, self.mesh)
         self.corpus = data.read(config.data, config.batches.held_out, self.Batch, self.Pos)
-        if config.export is not None and config.export.is_dir():
-            raise Problem(f"--export needs the name of a file, and {config.export} is a folder.")
+        if config.export is not None and os.path.exists(config.export) and not os.path.isfile(config.export):
+            what = "a folder" if config.export.is_dir() else "none"
+            raise Problem(f"--export needs the name of a file, and {config.export} is {what}.")
+        if config.export is not None:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                config.export.lstat()  # which fails now, and not in the end, for a name that no file can have
 
     def batch(self, texts: data.Texts, first: int) -> axn.NamedArray:
         """Make a batch of texts from the `first` on, each device its own shard."""
@@ -107,6 +119,8 @@ class Training:
         self.texts = data.Texts(prepared.corpus.train, length, self.config.seed)
         self.held_out = data.Texts(prepared.corpus.held_out, length, self.config.seed)
         self.step = self.seen = 0
+        self.failed: set[str] = set()
+        """What was tried and could not be done."""
         self.saved: int | None = None
         """The step of the latest checkpoint."""
 
@@ -144,10 +158,15 @@ class Training:
         else:
             self.state = jax.block_until_ready(self.functions.start(jax.random.key(self.config.seed)))
         self.metrics = Metrics(self.files.metrics)
-        self.try_to("read the losses", self.metrics.go_on_from, self.step)
+        self.try_to("read the losses", self.read_losses)
         with fail_together("The start"):
             if jax.process_index() == 0:
                 self.files.keep_settings(self.config, fingerprint)
+
+    def read_losses(self) -> None:
+        if odd := self.metrics.go_on_from(self.step):
+            path = self.files.metrics
+            warn(f"{path} has {odd} line{'s' if odd > 1 else ''} that are no losses; they are in {path.name}.odd now.")
 
     def introduce(self) -> None:
         """Say what is trained, on what, and show what each device has of it."""
@@ -248,7 +267,8 @@ class Training:
             try:
                 self.save()
             except Problem as e:
-                raise Problem(f"{e} When that is set right, go on from there: {self.command_to_resume()}") from e
+                hint = f" When that is set right, go on from there: {self.command_to_resume()}"
+                raise Problem(f"{e}{hint if self.files.can_be_resumed() else ''}") from e
 
     def keep_pictures(self) -> None:
         curves = self.metrics.column("loss"), self.metrics.column("held_out_loss")
@@ -261,16 +281,19 @@ class Training:
             try:
                 action(*args, **kwargs)
             except OSError as e:
-                warn(f"Could not {what}, because {reason_of(e)}.")
+                if what not in self.failed:  # each once, and not at each step
+                    warn(f"Could not {what}, because {reason_of(e)}.")
+                self.failed.add(what)
 
     def finish(self) -> None:
         """Export the model, and say where everything is."""
         if self.config.export is not None:
             checkpoints.export(self.state.model, self.config.export)
             self.reporter.say(f"The model is in {self.config.export}.")
+        more = f" To go on with more steps:\n  {self.command_to_resume()} --steps {2 * self.step}"
         self.reporter.say(
-            f"All {self.step} steps are done. Checkpoints, losses, pictures and samples are in {self.files.folder}. "
-            f"To go on with more steps:\n  {self.command_to_resume()} --steps {2 * self.step}"
+            f"All {self.step} steps are done. Checkpoints, losses, pictures and samples are in {self.files.folder}."
+            f"{more if self.files.can_be_resumed() else ''}"
         )
 
     def command_to_resume(self) -> str:

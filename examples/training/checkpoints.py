@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ import jax
 from axonym import state as files
 from axonym.sharding import MappingShardingRule, fail_together
 
-from .problems import Problem, reason_of
+from .problems import Problem, in_a_line, reason_of
 
 T = TypeVar("T")
 
@@ -40,6 +41,8 @@ class Checkpoints:
     def save(self, state: Any, step: int, seen: int) -> Path:
         """Write a checkpoint, then delete those that are too many. What fails is a problem, and deletes nothing."""
         path = self.folder / f"step-{step:06d}"
+        if not self.folder.is_dir():
+            raise Problem(f"The checkpoint {path} could not be written, because the folder was deleted.")
         try:
             with _quiet():
                 files.save_checkpoint(path, {"state": state, "step": step, "seen": seen})
@@ -49,8 +52,8 @@ class Checkpoints:
             kept = "there is none before it" if last is None else f"{last} is complete"
             raise Problem(f"The checkpoint {path} could not be written, because {reason_of(e)}; {kept}.") from e
         if jax.process_index() == 0:
-            complete = (p for p in self.folder.glob("step-*") if not p.match(_UNFINISHED))
-            for old in sorted(complete, key=_step_of)[: -self.keep]:
+            before = (p for p in self.folder.glob("step-*") if _is_complete(p) and _step_of(p) <= step)
+            for old in sorted(before, key=_step_of)[: -self.keep]:
                 shutil.rmtree(old, ignore_errors=True)
         return path
 
@@ -63,7 +66,7 @@ class Checkpoints:
             with _quiet():
                 found = files.restore_checkpoint(path, template, placement)
         except Exception as e:
-            raise Problem(f"The checkpoint {path} cannot be read: {e}") from e
+            raise Problem(f"The checkpoint {path} cannot be read: {in_a_line(e)}") from e
         return found["state"], found["step"], found["seen"]
 
     def remove_unfinished(self) -> None:
@@ -91,6 +94,11 @@ def export(model: Any, path: Path) -> None:
         files.save_state_dict(files.to_torch_compatible_state_dict(model), path)
     except OSError as e:
         raise Problem(f"The model could not be written to {path}, because {reason_of(e)}.") from e
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether a folder is one of our checkpoints: other things in the folder are left alone."""
+    return re.fullmatch(r"step-[0-9]+", path.name) is not None and (path / "_CHECKPOINT_METADATA").is_file()
 
 
 def _step_of(path: Path) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -13,7 +14,7 @@ from tyro.conf import arg
 
 from axonym import precision
 
-from .problems import Problem
+from .problems import Problem, listed
 
 T = TypeVar("T")
 
@@ -170,19 +171,36 @@ def as_json(config: Config) -> dict[str, Any]:
 def load(path: Path) -> Config:
     """The settings that a run was started with."""
     try:
-        return _filled(Config(), json.loads(path.read_text()))
-    except (OSError, ValueError) as e:
+        content = json.loads(path.read_bytes().decode())
+    except (OSError, ValueError, RecursionError) as e:
         raise Problem(f"The settings of the run cannot be read from {path}: {e}.") from None
+    problems: list[str] = []
+    config = _filled(Config(), content, problems, "the whole")
+    if problems:
+        raise Problem(f"The settings of the run in {path} are damaged: {listed(problems)}.")
+    return config
 
 
-def _filled(default: T, values: dict[str, Any]) -> T:
+def _filled(default: T, values: Any, problems: list[str], name: str) -> T:
     """A dataclass with the values there are; settings that were added later keep their defaults."""
+    if not isinstance(values, dict):
+        problems.append(f"{name} must be a table of settings, got {values!r:.40}")
+        return default
     changes = {}
     for field in dataclasses.fields(default):  # pyright: ignore[reportArgumentType]
-        if field.name in values:
-            mine, value = getattr(default, field.name), values[field.name]
-            changes[field.name] = _filled(mine, value) if dataclasses.is_dataclass(mine) else value
+        if field.name not in values or field.name in _OF_THE_CALL:
+            continue
+        mine, value = getattr(default, field.name), values[field.name]
+        if dataclasses.is_dataclass(mine):
+            changes[field.name] = _filled(mine, value, problems, field.name)
+        elif type(value) is type(mine) or (type(mine), type(value)) == (float, int):
+            changes[field.name] = value
+        else:
+            problems.append(f"{field.name} must be {_KINDS[type(mine)]}, got {value!r:.40}")
     return dataclasses.replace(default, **changes)  # pyright: ignore[reportArgumentType]
+
+
+_KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
 def flag(name: str) -> str:
@@ -191,52 +209,65 @@ def flag(name: str) -> str:
 
 
 def _check(config: Config) -> None:
+    if problems := list(_problems(config)):
+        raise Problem(f"{listed(problems)}.")
+
+
+def _problems(config: Config) -> Iterator[str]:
+    """What cannot be trained with: everything that is wrong, so that it can be set right at once."""
     model, batches, optimizer, reports = config.model, config.batches, config.optimizer, config.reports
-    positive: dict[str, float] = {
-        **{name: value for name, value in dataclasses.asdict(model).items() if name != "tied"},
-        "batch": batches.batch,
-        "steps": optimizer.steps,
-        "clip": optimizer.clip,
-        "learning_rate": optimizer.learning_rate,
-        "log_every": reports.log_every,
-        "evaluate_every": reports.evaluate_every,
-        "evaluate_batches": reports.evaluate_batches,
-        "sample_length": reports.sample_length,
-        "top_k": reports.top_k,
-        "save_every": config.saving.save_every,
-        "keep": config.saving.keep,
-        "simulated_devices": config.hosts.simulated_devices,
-    }
-    for name, value in positive.items():
-        if value <= 0:
-            raise Problem(f"{flag(name)} must be more than 0, got {value}.")
-    not_negative = {
-        "seed": config.seed,
-        "warmup": optimizer.warmup,
-        "weight_decay": optimizer.weight_decay,
-        "samples": reports.samples,
-        "temperature": reports.temperature,
-    }
-    for name, value in not_negative.items():
-        if value < 0:
-            raise Problem(f"{flag(name)} must not be negative, got {value}.")
+    values = _values(config)
+    for name, value in values.items():
+        if isinstance(value, (str, Path)) and not _is_text(str(value)):
+            yield f"{flag(name)} must be text, got {str(value)!r:.40}"
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield f"{flag(name)} must be a finite number, got {value}"
+        elif isinstance(value, int) and value > _LARGEST:
+            yield f"{flag(name)} must be at most {_LARGEST:,}, got one of {len(str(value))} digits"
+        elif name in _POSITIVE and value <= 0:
+            yield f"{flag(name)} must be more than 0, got {value}"
+        elif name in _NOT_NEGATIVE and value < 0:
+            yield f"{flag(name)} must not be negative, got {value}"
     if batches.length < 2:
-        raise Problem(f"--length must be at least 2, so that there is a next token, got {batches.length}.")
+        yield f"--length must be at least 2, so that there is a next token, got {batches.length}"
     if model.head_size % 2:
-        raise Problem(f"--head-size must be even, since rotary embeddings turn pairs, got {model.head_size}.")
+        yield f"--head-size must be even, since rotary embeddings turn pairs, got {model.head_size}"
     if not 0 < batches.held_out < 1:
-        raise Problem(f"--held-out must be between 0 and 1, got {batches.held_out}.")
+        yield f"--held-out must be between 0 and 1, got {batches.held_out}"
     if optimizer.warmup >= optimizer.steps:
-        raise Problem(f"--warmup must be less than --steps, got {optimizer.warmup} and {optimizer.steps}.")
+        yield f"--warmup must be less than --steps, got {optimizer.warmup} and {optimizer.steps}"
     if not reports.prompt:
-        raise Problem("--prompt must have at least one character.")
+        yield "--prompt must have at least one character"
     try:
         precision.Policy.parse(config.precision)
     except ValueError as e:
-        raise Problem(f"--precision {config.precision!r} is not understood: {e}") from None
+        yield f"--precision {config.precision!r:.40} is not understood: {str(e).removesuffix('.')}"
     hosts = config.hosts
     given = [name for name in ("coordinator", "processes", "process_index") if getattr(hosts, name) is not None]
     if given and not hosts.distributed:
-        raise Problem(f"{flag(given[0])} needs --distributed.")
+        yield f"{flag(given[0])} needs --distributed"
     if hosts.distributed and config.out is None:
-        raise Problem("--distributed needs --out, a folder that all hosts share.")
+        yield "--distributed needs --out, a folder that all hosts share"
+
+
+_POSITIVE = {
+    *(field.name for field in dataclasses.fields(ModelSizes) if field.name != "tied"),
+    *("batch", "steps", "clip", "learning_rate", "log_every", "evaluate_every", "evaluate_batches", "sample_length"),
+    *("top_k", "save_every", "keep", "simulated_devices"),
+}
+_NOT_NEGATIVE = {"seed", "warmup", "weight_decay", "samples", "temperature"}
+_LARGEST = 2**31 - 1
+
+
+def _values(config: Any) -> dict[str, Any]:
+    """All settings by their names, those of the groups too."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        found |= _values(value) if dataclasses.is_dataclass(value) else {field.name: value}
+    return found
+
+
+def _is_text(value: str) -> bool:
+    """Whether a text can be the name of a file, and be printed: Python's can have halves of characters."""
+    return "\0" not in value and value.encode(errors="replace").decode() == value

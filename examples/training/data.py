@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import os
 import sysconfig
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +58,14 @@ def read(source: str, held_out: float, Batch: Axis, Pos: Axis) -> Corpus:
         paths, name = _files(root, ".py", _LEFT_OUT), "the source text of Python's standard library"
     else:
         root = Path(source)
-        if not root.exists():
+        if not (os.path.isfile(root) or os.path.isdir(root)):
             raise Problem(f"There is no file or folder {source}; --data says where the text is.")
         paths, name = ([root] if root.is_file() else _files(root, "", _NOT_TEXT)), source
     if not paths:
         raise Problem(f"The folder {root} has no files to learn from.")
     ordered = sorted(paths, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
     try:
-        text = np.frombuffer(b"\n".join(path.read_bytes() for path in ordered), np.uint8)
+        text = _mapped(ordered[0]) if len(ordered) == 1 else _joined(ordered)
     except OSError as e:
         raise Problem(f"The text cannot be read from {e.filename or source}: {reason_of(e)}.") from None
     end = len(text) - int(len(text) * held_out)
@@ -77,6 +79,24 @@ def read(source: str, held_out: float, Batch: Axis, Pos: Axis) -> Corpus:
                 f"least {least:,}: give more text, or a smaller --batch or --length."
             )
     return corpus
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """The bytes of a file, mapped into memory: what is not used is not read, and what was used can be dropped."""
+    empty = path.stat().st_size == 0
+    return np.empty(0, np.uint8) if empty else np.asarray(np.memmap(path, np.uint8, "r"))
+
+
+def _joined(paths: Sequence[Path]) -> np.ndarray:
+    """The bytes of files, with a newline after each but the last, read to where they stay."""
+    sizes = [path.stat().st_size for path in paths]
+    text = np.full(sum(sizes) + len(sizes) - 1, ord("\n"), np.uint8)
+    start = 0
+    for path, size in zip(paths, sizes, strict=True):
+        with path.open("rb") as file:
+            file.readinto(text[start : start + size].data)
+        start += size + 1
+    return text
 
 
 def _files(root: Path, suffix: str, left_out: set[str]) -> list[Path]:

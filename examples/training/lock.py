@@ -66,7 +66,8 @@ def _remove_if_stale(path: Path) -> None:
         return  # its process has just ended
     try:
         holder = json.loads(content)
-        here, pid = holder["host"] == socket.gethostname(), int(holder["pid"])
+        # On Windows, asking for a process would end it.
+        here, pid = os.name == "posix" and holder["host"] == socket.gethostname(), int(holder["pid"])
         who = f"process {pid} on {holder['host']}, since {holder['since']}"
         runs = _is_running(pid, holder["started"]) if here else age < _STALE
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # it is just being written, or is no lock

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Sequence
 
 
 class Problem(Exception):
@@ -20,3 +21,13 @@ def reason_of(error: BaseException) -> str:
         return error.strerror.lower()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0].removesuffix(".") if lines else type(error).__name__
+
+
+def listed(problems: Sequence[str]) -> str:
+    """Several problems in a line."""
+    return "; ".join(problems)
+
+
+def in_a_line(text: object) -> str:
+    """What was said in several lines, in one."""
+    return " ".join(str(text).split())

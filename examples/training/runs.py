@@ -13,7 +13,7 @@ from .config import Config
 from .problems import Problem, reason_of
 
 RUNS = Path("runs")
-_SETTINGS = "config.json"
+_SETTINGS, _CHECKPOINTS = "config.json", "checkpoints"
 
 
 class Run:
@@ -21,7 +21,7 @@ class Run:
 
     def __init__(self, folder: Path, keep: int):
         self.folder = folder
-        self.checkpoints = Checkpoints(folder / "checkpoints", keep)
+        self.checkpoints = Checkpoints(folder / _CHECKPOINTS, keep)
         self.metrics, self.samples = folder / "metrics.jsonl", folder / "samples.txt"
         self.loss_picture, self.placement_picture = folder / "loss.png", folder / "placement.png"
 
@@ -35,11 +35,15 @@ class Run:
         except OSError as e:
             raise Problem(f"The settings of the run could not be written to {path}, because {reason_of(e)}.") from None
 
+    def can_be_resumed(self) -> bool:
+        """Whether everything that is needed is still there, which somebody may have deleted."""
+        return os.path.isfile(self.folder / _SETTINGS) and os.path.isdir(self.checkpoints.folder)
+
     def fingerprint(self) -> int | None:
         """The number of the text that the run was started with."""
         try:
             return json.loads((self.folder / _SETTINGS).read_text()).get("text")
-        except (OSError, ValueError):
+        except (OSError, ValueError, AttributeError):
             return None
 
 
@@ -78,8 +82,10 @@ def to_resume(config: Config) -> Path:
         folder = RUNS / str(max(numbers))
     else:
         raise Problem(f"There is no run in {RUNS}/ to resume; --out says where it is.")
-    if not (folder / _SETTINGS).exists():
+    if not os.path.isfile(folder / _SETTINGS):
         raise Problem(f"There is no run in {folder} to resume: it has no {_SETTINGS}.")
+    if not os.path.isdir(folder / _CHECKPOINTS):
+        raise Problem(f"There is nothing in {folder} to go on from: it has no {_CHECKPOINTS}/. Start a new run.")
     return folder
 
 

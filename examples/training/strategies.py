@@ -121,12 +121,17 @@ def check(strategy: Strategy, mesh: jax.sharding.Mesh, model: Any, tokens: Named
 
 def _read(path: Path) -> Strategy:
     try:
-        text = path.read_text()
+        if path.exists() and not path.is_file():  # reading a pipe might wait for ever
+            raise Problem(f"The mapping cannot be read from {path}: it is not a file.")
+        content = path.read_bytes()
     except OSError as e:
         raise Problem(f"The mapping cannot be read from {path}: {reason_of(e)}.") from None
     try:
-        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except ValueError as e:
+        text = content.decode()
+        found = (
+            json.loads(text, object_pairs_hook=_without_duplicates) if path.suffix == ".json" else tomllib.loads(text)
+        )
+    except (ValueError, RecursionError) as e:
         raise Problem(f"The mapping in {path} is not valid {path.suffix[1:].upper()}: {e}.") from None
     parts = ("mesh", "mapping", "parameter_mapping")
     if not isinstance(found, dict) or not {"mesh", "mapping"} <= set(found) <= set(parts):
@@ -145,7 +150,17 @@ def _read(path: Path) -> Strategy:
             over = entry if isinstance(entry, list) else [entry]
             if entry is not None and not all(isinstance(a, str) for a in over):
                 raise Problem(f"In {path}, {part} sends axis {axis!r} to {entry!r}, which is no name of a mesh axis.")
+            if len(set(over)) < len(over):
+                raise Problem(f"In {path}, {part} sends axis {axis!r} to a mesh axis twice, {entry!r}.")
     return Strategy(str(path), found["mesh"], found["mapping"], found.get("parameter_mapping", found["mapping"]))
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"it has {max(keys, key=keys.count)!r} twice")
+    return found
 
 
 _EXAMPLES = {"mesh": '{"data": -1}', "mapping": '{"batch": "data"}', "parameter_mapping": '{"embed": "data"}'}
@@ -155,6 +170,8 @@ def _parsed_mesh(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (s.strip() for s in part.partition("="))
+        if name in sizes:
+            raise Problem(f"--mesh has the mesh axis {name!r} twice, got {text!r}.")
         try:
             sizes[name] = int(size)
         except ValueError:

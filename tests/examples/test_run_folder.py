@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import socket
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.examples.runs import SMALL, Problem, train, train_lm
+from tests.examples.runs import EXAMPLES, SMALL, Problem, losses, rows, train, train_lm
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -89,3 +96,280 @@ def test_runs_without_a_name_get_folders_of_their_own(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     config = train_lm.settings.parse([])
     assert [str(train_lm.runs.new(config).folder) for _ in range(2)] == ["runs/1", "runs/2"]
+
+
+# --- bad input: one line, an exit status that is not 0, and nothing lost ---
+
+
+def settings(**changes: Any) -> Callable[[Path], object]:
+    """Other values in the settings of a run; those of a group by its name."""
+
+    def change(run: Path) -> None:
+        content = json.loads((run / "config.json").read_text())
+        for name, value in changes.items():
+            content[name] = content[name] | value if isinstance(content.get(name), dict) and value else value
+        (run / "config.json").write_text(json.dumps(content))
+
+    return change
+
+
+def content(name: str, text: bytes | str) -> Callable[[Path], object]:
+    """Another content of a file in the folder of a run."""
+    return lambda run: (run / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+def pipe(name: str) -> Callable[[Path], object]:
+    def replace(run: Path) -> None:
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+
+    return replace
+
+
+def damaged(run: Path) -> None:
+    file = run / "checkpoints" / "step-000006" / "about" / "metadata"
+    file.write_bytes(file.read_bytes().replace(b"6", b"7"))
+
+
+def of_an_earlier_version(run: Path) -> None:
+    (run / "checkpoints" / "step-000006" / "checksums.json").unlink()
+    damaged(run)
+    (run / "checkpoints" / "step-000006" / "about" / "metadata").write_bytes(b"\xff" * 9)
+
+
+LONG = "n" * 300
+RESUMED = ("--resume", "--out", "RUN")
+NEW = ("--out", "RUN/new")
+BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
+    # The folder of a run.
+    "no checkpoints": (RESUMED, lambda run: shutil.rmtree(run / "checkpoints"), "it has no checkpoints/. Start a new"),
+    "no settings": (RESUMED, lambda run: (run / "config.json").unlink(), "has no config.json"),
+    "settings that are a pipe": (RESUMED, pipe("config.json"), "has no config.json"),
+    "a damaged checkpoint": (
+        RESUMED,
+        damaged,
+        r"step-000006 is damaged: about/metadata differs from what was written. The last .* is \S+step-000004",
+    ),
+    "a damaged checkpoint of an earlier version": (
+        RESUMED,
+        of_an_earlier_version,
+        "step-000006 cannot be read: Unicode",
+    ),
+    "a file in place of checkpoints": (
+        NEW,
+        lambda run: [(run / "new").mkdir(), (run / "new" / "checkpoints").touch()],
+        "new cannot be made: file exists",
+    ),
+    # Its settings.
+    "binary settings": (
+        RESUMED,
+        content("config.json", b"\xff\x00"),
+        "cannot be read from .*config.json: 'utf-8' codec",
+    ),
+    "cut settings": (
+        RESUMED,
+        content("config.json", '{"seed": '),
+        "cannot be read from .*config.json: Expecting value",
+    ),
+    "deep settings": (RESUMED, content("config.json", "[" * 10**5), "cannot be read from .*config.json"),
+    "settings that are a list": (
+        RESUMED,
+        content("config.json", "[]"),
+        r"the whole must be a table of settings, got \[\]",
+    ),
+    "settings of wrong types": (
+        RESUMED,
+        settings(seed="0", precision=3, data=None, model={"layers": 2.0, "tied": "no"}, optimizer={"clip": True}),
+        "data must be a text, got None; precision must be a text, got 3; seed must be a whole number, got '0'; "
+        "layers must be a whole number, got 2.0; tied must be true or false, got 'no'; clip must be a number, got True",
+    ),
+    "groups that are none": (
+        RESUMED,
+        settings(model=[], saving=None),
+        r"model must be a table of settings, got \[\]; saving must be a table of settings, got None",
+    ),
+    "settings out of range": (
+        RESUMED,
+        settings(seed=-1, batches={"batch": 0}, optimizer={"learning_rate": float("nan")}),
+        "--seed must not be negative, got -1; --batch must be more than 0, got 0; --learning-rate must be a finite",
+    ),
+    "settings with a NUL": (RESUMED, settings(data="a\0b"), r"--data must be text, got 'a\\x00b'"),
+    "a huge size": (
+        RESUMED,
+        settings(model={"embed": 10**40}),
+        "--embed must be at most 2,147,483,647, got one of 41 di",
+    ),
+    # Mappings.
+    "a binary mapping": (
+        (*NEW, "--mapping", "RUN/m.json"),
+        content("m.json", b"\xff\x00"),
+        "is not valid JSON: 'utf-8'",
+    ),
+    "a binary table": ((*NEW, "--mapping", "RUN/m.toml"), content("m.toml", b"\xff\x00"), "is not valid TOML: 'utf-8'"),
+    "a deep mapping": ((*NEW, "--mapping", "RUN/m.json"), content("m.json", "[" * 10**5), "is not valid JSON"),
+    "a deep table": ((*NEW, "--mapping", "RUN/m.toml"), content("m.toml", "a = " + "[" * 10**5), "is not valid TOML"),
+    "a mapping that is a pipe": ((*NEW, "--mapping", "RUN/m.json"), pipe("m.json"), "it is not a file"),
+    "a mapping that is a folder": (
+        (*NEW, "--mapping", "RUN/m.json"),
+        lambda run: (run / "m.json").mkdir(),
+        "it is not a file",
+    ),
+    "a huge mesh": (
+        (*NEW, "--mapping", "RUN/m.json"),
+        content("m.json", '{"mesh": {"data": 1' + "0" * 30 + '}, "mapping": {"batch": "data"}}'),
+        "does not fit the devices: .* needs 1000000000000000000000000000000 devices; there are 8",
+    ),
+    "a mesh axis twice in a file": (
+        (*NEW, "--mapping", "RUN/m.json"),
+        content("m.json", '{"mesh": {"data": 4, "data": 2}, "mapping": {"batch": "data"}}'),
+        "is not valid JSON: it has 'data' twice",
+    ),
+    "a mesh axis twice for an axis": (
+        (*NEW, "--mapping", "RUN/m.json"),
+        content("m.json", '{"mesh": {"data": 8}, "mapping": {"vocab": ["data", "data"]}}'),
+        r"mapping sends axis 'vocab' to a mesh axis twice, \['data', 'data'\]",
+    ),
+    "a mesh axis twice": ((*NEW, "--mesh", "data=4,data=2"), None, "--mesh has the mesh axis 'data' twice"),
+    "a huge size of the mesh": ((*NEW, "--mesh", f"data={10**30}"), None, "does not fit the devices"),
+    # Numbers.
+    "a huge seed": ((*NEW, "--seed", str(10**30)), None, "--seed must be at most 2,147,483,647, got one of 31 digits"),
+    "NaN": ((*NEW, "--learning-rate", "nan"), None, "--learning-rate must be a finite number, got nan"),
+    "infinity": (
+        (*NEW, "--clip", "inf", "--weight-decay=-inf", "--temperature", "nan"),
+        None,
+        "--weight-decay must be a finite .*; --clip must be a finite .*; --temperature must be a finite",
+    ),
+    "several": (
+        (*NEW, "--batch", "0", "--head-size", "3", "--held-out", "2"),
+        None,
+        "--batch must be more than 0, got 0; --head-size must be even, .* got 3; --held-out must be between",
+    ),
+    # Texts.
+    "an unknown precision": ((*NEW, "--precision", "float7"), None, "--precision 'float7' is not understood"),
+    "a NUL in a precision": ((*NEW, "--precision", "a\0"), None, "--precision must be text"),
+    "half a character": ((*NEW, "--prompt", "a\ud800"), None, r"--prompt must be text, got 'a\\ud800'"),
+    "half a character in a path": ((*NEW, "--data", "a\udcff"), None, r"--data must be text, got 'a\\udcff'"),
+    "a NUL in a folder": (("--out", "RUN/a\0"), None, "--out must be text"),
+    "a long folder": (("--out", f"RUN/{LONG}"), None, "cannot be made: file name too long"),
+    "a long folder to resume": (("--resume", "--out", f"RUN/{LONG}"), None, "There is no run in "),
+    "a long name of a text": ((*NEW, "--data", LONG), None, "There is no file or folder n+; --data"),
+    "a long name of a mapping": (
+        (*NEW, "--mapping", f"{LONG}.json"),
+        None,
+        "cannot be read from .*: file name too long",
+    ),
+    "a long name of an export": ((*NEW, "--export", f"RUN/{LONG}"), None, "cannot be used: file name too long"),
+    "an export to a device": ((*NEW, "--export", "/dev/null"), None, "needs the name of a file, and /dev/null is none"),
+    "a text that is a pipe": ((*NEW, "--data", "RUN/pipe"), pipe("pipe"), "There is no file or folder .*pipe; --data"),
+}
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("arguments", "prepare", "expected"), BAD.values(), ids=list(BAD))
+def test_bad_input(
+    arguments: tuple[str, ...],
+    prepare: Callable[[Path], object] | None,
+    expected: str,
+    finished: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    if prepare is not None:
+        prepare(run)
+    before = snapshot(run)
+    given = [*([] if "--resume" in arguments else [*SMALL, "--data", str(text)]), *arguments]
+    assert train_lm.main([argument.replace("RUN", str(run)) for argument in given]) == 1
+    printed, said = capsys.readouterr()
+    assert re.search(expected, said) and said.startswith("train_lm.py: ") and said.count("\n") == 1, said
+    assert not printed and len(said) < 900
+    assert snapshot(run) == before
+
+
+def test_stray_things_in_the_folder_are_left(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    saved, metrics = run / "checkpoints", run / "metrics.jsonl"
+    shutil.rmtree(saved / "step-000006")
+    for name in ("step-backup", "step-000099", "step-"):
+        (saved / name).mkdir()
+    (saved / "notes-7").write_text("mine")
+    odd = [
+        b"\xff\x00\n",
+        b"[1]\n",
+        b'{"loss": 1}\n',
+        b'{"step": "1"}\n',
+        b'{"step": 1, "loss": "low"}\n',
+        b"[" * 10**5 + b"\n",
+    ]
+    lines = metrics.read_bytes().splitlines(keepends=True)
+    metrics.write_bytes(b"".join([lines[0], *odd, *lines[1:], b'{"step": 2, "loss": NaN}\n', b'{"step": 7, "lo']))
+    assert train_lm.main(["--resume", "--out", str(run), "--keep", "1"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith(f"train_lm.py: {metrics} has 6 lines that are no losses") and said.count("\n") == 1
+    assert (run / "metrics.jsonl.odd").read_bytes() == b"".join(odd)
+    assert losses(run)[-1] == losses(finished)[-1] and len(rows(run)) == len(rows(finished)) + 1
+    assert {path.name for path in saved.iterdir()} == {"step-backup", "step-000099", "step-", "notes-7", "step-000006"}
+
+
+def test_a_folder_that_is_deleted_is_not_advised(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noted = train_lm.Training.note
+
+    def note(self: Any, *args: Any) -> None:
+        noted(self, *args)
+        if self.step == 3:
+            shutil.rmtree(self.files.folder)
+
+    monkeypatch.setattr(train_lm.Training, "note", note)
+    assert train(text, tmp_path / "run", "--mapping", "fsdp+tensor", "--samples", "0") == 1
+    printed, said = capsys.readouterr()
+    assert said.splitlines()[-1].endswith("step-000006 could not be written, because the folder was deleted.")
+    assert "--resume" not in printed + said and said.count("Could not write down the losses") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_where_an_exception_would_be_lost(tmp_path: Path) -> None:
+    """While Python imports, and inside a callback of JAX."""
+    scripts = (
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'jax': signal.raise_signal(signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.argv = ['train_lm.py']\n"
+        "runpy.run_path(sys.path[0] + '/train_lm.py', run_name='__main__')\n",
+        "from training import at_once\n"
+        "import jax, numpy as np\n"
+        "at_once.install()\n"
+        "def callback(index):\n"
+        "    try: signal.raise_signal(signal.SIGINT)\n"
+        "    except BaseException: pass\n"
+        "    return np.zeros(1)\n"
+        "jax.make_array_from_callback((1,), jax.sharding.SingleDeviceSharding(jax.devices()[0]), callback)\n",
+    )
+    for script in scripts:
+        begin = f"import runpy, signal, sys\nsys.path.insert(0, {str(EXAMPLES)!r})\n"
+        ended = subprocess.run([sys.executable, "-c", begin + script], capture_output=True, timeout=120, cwd=tmp_path)
+        assert (ended.returncode, ended.stdout) == (train_lm.INTERRUPTED, b""), ended.stderr
+        assert ended.stderr == b"train_lm.py: Stopped at once; what was saved before is complete.\n"
+
+
+def test_a_text_is_mapped_and_not_read(tmp_path: Path) -> None:
+    """The file is a hole on the disk, and larger than what the process may hold."""
+    Batch, Pos = train_lm.axn.make_axes(batch=8, pos=16)
+    with (tmp_path / "text").open("wb") as file:
+        file.truncate(2**37)
+    corpus = train_lm.data.read(str(tmp_path / "text"), 0.5, Batch, Pos)
+    assert len(corpus.train) == 2**36 and corpus.held_out[-1] == 0
+    for name, part in (("a", b"one"), ("b", b""), ("c", b"three")):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        (tmp_path / "texts" / name).write_bytes(part * 999)
+    several = train_lm.data.read(str(tmp_path / "texts"), 0.5, Batch, Pos)
+    whole = np.concatenate([several.train, several.held_out]).tobytes()
+    assert sorted(whole.split(b"\n")) == [b"", b"one" * 999, b"three" * 999]

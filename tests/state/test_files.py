@@ -114,6 +114,29 @@ def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pyte
     assert same(load_state_dict(path)["a"], np.ones(2)) and os.listdir(tmp_path) == ["a.safetensors"]
 
 
+def test_what_a_killed_process_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another process is writing, on this machine or another, is left."""
+    path, gone, kept = tmp_path / "a.safetensors", 2**22 + 1, set[str]()
+    replace = os.replace
+
+    def killed(source: Path, target: Path) -> None:
+        name = source.name.replace(f"-{os.getpid()}-", "-{}-")
+        for other in (name.format(gone), name.format(os.getppid()), name.format("else"), f"elsewhere{name}"):
+            (tmp_path / other).write_text("")
+            if other != name.format(gone):
+                kept.add(other)
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        save_state_dict({"w": np.ones(1)}, path)
+    save_state_dict({"w": np.ones(1)}, tmp_path / "b.safetensors")
+    assert len(os.listdir(tmp_path)) == len(kept) + 3
+    save_state_dict({"w": np.zeros(1)}, path)
+    assert set(os.listdir(tmp_path)) == {"a.safetensors", "b.safetensors", *kept}
+    save_state_dict({"w": np.ones(1)}, tmp_path / f"{'n' * 243}.safetensors")  # as long as names can be
+
+
 def test_what_cannot_be_written(tmp_path: Path) -> None:
     wrong = {"a": np.zeros(2, np.complex128), "b": "text", "c": jax.random.key(0), "d": np.ones(1)}
     with pytest.raises(TypeError, match=r"no way to store 'a' is complex128\[2\], 'b' is a str, 'c' is key<fry>\[\]\."):

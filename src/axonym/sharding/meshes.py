@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -119,7 +120,7 @@ def make_mesh(
 def full_sizes(sizes: Mapping[str, int], available: int, what: str) -> dict[str, int]:
     """Return the sizes of mesh axes, where -1 becomes as many devices as the others leave."""
     unknown = [n for n, s in sizes.items() if s == -1]
-    known = int(np.prod([s for s in sizes.values() if s != -1], dtype=int))
+    known = math.prod(int(s) for s in sizes.values() if s != -1)
     if len(unknown) > 1:
         raise ValueError(f"{what}: only one size can be left open, got {', '.join(unknown)}.")
     if unknown and available % known:

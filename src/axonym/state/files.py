@@ -11,9 +11,12 @@ entry, before anything is allocated for its arrays.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
+import socket
 import uuid
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PureWindowsPath
@@ -113,9 +116,13 @@ def _fetched(x: Any) -> np.ndarray:
 
 def _write(path: Path, head: Iterable[bytes], arrays: Iterator[np.ndarray]) -> None:
     """Write a file under a temporary name, and rename it once it is complete."""
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    # The name is as long whatever that of the file, and says which process of which machine writes.
+    prefix = f".{zlib.crc32(path.name.encode(errors='surrogatepass')):08x}-{socket.gethostname()}-"
+    unfinished = path.with_name(f"{prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}.unfinished")
     try:
         if jax.process_index() == 0:
+            if os.name == "posix":  # elsewhere, asking for a process would end it
+                _remove_unfinished(path.parent, prefix)
             with open(unfinished, "xb") as file:
                 file.writelines(head)
                 for array in arrays:
@@ -128,6 +135,18 @@ def _write(path: Path, head: Iterable[bytes], arrays: Iterator[np.ndarray]) -> N
         if jax.process_count() > 1:  # all processes take part in the gathers, also when the file could not be written
             deque(arrays, maxlen=0)
         unfinished.unlink(missing_ok=True)
+
+
+def _remove_unfinished(folder: Path, prefix: str) -> None:
+    """Remove what processes of this machine that are no more have left of the same file."""
+    for path in folder.glob(f"{glob.escape(prefix)}*.unfinished"):
+        pid = path.name.removeprefix(prefix).partition("-")[0]
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            path.unlink(missing_ok=True)
+        except (ValueError, OverflowError, OSError):  # another name, or somebody else's process
+            pass
 
 
 # --- reading ---
