@@ -13,38 +13,22 @@ import typing as _typing
 
 from . import _lazy
 from ._methods import attach as _attach
-from .array import (
-    NamedArray as NamedArray,
-    is_named_array as is_named_array,
-    named as named,
-)
-from .axis import (
-    Axis as Axis,
-    make_axes as make_axes,
-)
-
-# Axes and layout
+from .array import NamedArray as NamedArray, is_named_array as is_named_array, named as named
+from .axis import Axis as Axis, make_axes as make_axes
+from .ops._index_plan import ds as ds
 from .ops.broadcasting import (
     broadcast_arrays as broadcast_arrays,
     broadcast_axis as broadcast_axis,
     broadcast_to as broadcast_to,
     meshgrid as meshgrid,
 )
-
-# Comparing
 from .ops.comparing import (
     allclose as allclose,
     array_equal as array_equal,
     array_equiv as array_equiv,
     isclose as isclose,
 )
-
-# Contractions
-from .ops.contraction import (
-    dot as dot,
-)
-
-# Creating arrays
+from .ops.contraction import dot as dot, einsum as einsum
 from .ops.creation import (
     arange as arange,
     eye as eye,
@@ -60,25 +44,7 @@ from .ops.creation import (
     zeros as zeros,
     zeros_like as zeros_like,
 )
-
-# Diagonals
-from .ops.diagonals import (
-    diag as diag,
-    diagonal as diagonal,
-    trace as trace,
-    tril as tril,
-    triu as triu,
-)
-
-# Parts of arrays
-from .ops.dynamic_slice import (
-    ds as ds,
-)
-from .ops.einsum import (
-    einsum as einsum,
-)
-
-# Elementwise operations
+from .ops.diagonals import diag as diag, diagonal as diagonal, trace as trace, tril as tril, triu as triu
 from .ops.elementwise import (
     abs as abs,
     add as add,
@@ -177,10 +143,7 @@ from .ops.elementwise import (
     tanh as tanh,
     trunc as trunc,
 )
-from .ops.indexing import (
-    index as index,
-    take as take,
-)
+from .ops.indexing import index as index, slice as slice, take as take
 from .ops.joining import (
     concatenate as concatenate,
     flip as flip,
@@ -191,11 +154,7 @@ from .ops.joining import (
     stack as stack,
     tile as tile,
 )
-from .ops.rearranging import (
-    rearrange as rearrange,
-)
-
-# Reductions
+from .ops.rearranging import rearrange as rearrange
 from .ops.reductions import (
     all as all,
     any as any,
@@ -225,8 +184,6 @@ from .ops.reductions import (
     sum as sum,
     var as var,
 )
-
-# Choosing and looking up
 from .ops.selection import (
     clip as clip,
     digitize as digitize,
@@ -254,8 +211,6 @@ from .ops.shaping import (
     unbind as unbind,
     unflatten_axis as unflatten_axis,
 )
-
-# Signals and products
 from .ops.signal import (
     convolve as convolve,
     correlate as correlate,
@@ -264,11 +219,6 @@ from .ops.signal import (
     outer as outer,
     unwrap as unwrap,
 )
-from .ops.slicing import (
-    slice as slice,
-)
-
-# Sorting and sets
 from .ops.sorting import (
     argpartition as argpartition,
     argsort as argsort,
@@ -276,8 +226,6 @@ from .ops.sorting import (
     partition as partition,
     sort as sort,
 )
-
-# Statistics
 from .ops.statistics import (
     average as average,
     corrcoef as corrcoef,
@@ -292,11 +240,7 @@ from .ops.statistics import (
     quantile as quantile,
     trapezoid as trapezoid,
 )
-
-# Annotations
-from .typing import (
-    Named as Named,
-)
+from .typing import Named as Named
 
 __version__ = "0.1.0"
 
@@ -325,6 +269,6 @@ if _typing.TYPE_CHECKING:
         tree as tree,
         typing as typing,
     )
-    from ._on_first_use import *  # noqa: F403
+    from ._on_first_use import *  # noqa: F403  # a list here would repeat the one there
 else:  # so that type checkers refuse a name that does not exist
     __getattr__, __dir__ = _lazy.loaders(globals(), "_on_first_use", apart=("haliax", "scalax"))

@@ -1,7 +1,7 @@
 """Texts of errors and warnings about axes.
 
 Each message says the same four things: what was asked, what exists (names and sizes, never array contents), where, and
-what to do. The functions return strings; callers raise.
+what to do. The functions return strings, which callers raise, except `warn` and `distinct`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ def describe_axes(names: Iterable[str], sizes: Iterable[Any] | None = None) -> s
     if sizes is None:
         return f"({', '.join(names)})"
     return f"({', '.join(f'{n}={s}' for n, s in zip(names, sizes, strict=False))})"
+
+
+def describe_selectors(found: Iterable[Any]) -> str:
+    """Return the text of `describe_axes` for selectors, of which names have no size."""
+    return f"({', '.join(s if isinstance(s, str) else f'{s.name}={s.size}' for s in found)})"
 
 
 def describe_shape(shape: Mapping[str, Any]) -> str:
@@ -82,6 +87,13 @@ def duplicate_names(what: str, names: Sequence[str]) -> str:
         f"{what}: {listed} would name more than one axis in {describe_axes(names)}. "
         "An array has each name once; rename one of them first."
     )
+
+
+def distinct(what: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names, which must all be different; if not, raise."""
+    if len(set(names)) != len(names):
+        raise ValueError(duplicate_names(what, names))
+    return names
 
 
 def wrong_rank(names: Sequence[str], shape: Sequence[Any]) -> str:

@@ -35,20 +35,13 @@ from .axis import Names
 
 
 def gathered(
-    fn: Callable[..., jax.Array],
-    in_names: Sequence[Names],
-    out_names: Names,
-    *arrays: jax.Array,
-    summed: Names = (),
+    fn: Callable[..., jax.Array], in_names: Sequence[Names], out_names: Names, *arrays: jax.Array, summed: Names = ()
 ) -> jax.Array | None:
     """Run an operation per device, gathering the parameters among its operands; return None if there are none.
 
     Arguments:
         fn: the operation on shards of the operands. Apart from `summed`, it must treat every index of an axis
             independently.
-        in_names: the axes of the operands.
-        out_names: the axes of the result.
-        *arrays: the operands, traced.
         summed: the axes that the operation sums over.
     """
     storage, mesh = storage_mapping(), jax.sharding.get_abstract_mesh()
@@ -93,11 +86,7 @@ def looked_up(
 
     Arguments:
         fn: the look-up, on shards of the table and the indices.
-        in_names: the axes of the table and of the indices.
-        out_names: the axes of the result.
         indexed: the axis of the table that is indexed.
-        table: the table, traced.
-        indices: the indices, traced.
     """
     storage, mesh = storage_mapping(), jax.sharding.get_abstract_mesh()
     if not _applies(storage, mesh):

@@ -44,7 +44,6 @@ class FunctionCache(dict[Any, Any]):
         Arguments:
             key: everything static that the value depends on. If it has no hash, nothing is kept.
             specs: the specs in the key. The value is dropped with any of their weak leaves.
-            make: a function that makes the value.
         """
         try:
             found = self.get(key)

@@ -1,4 +1,4 @@
-"""What differs between the versions of JAX that are supported."""
+"""Differences between the versions of JAX that are supported."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def is_about_devices(error: ValueError) -> bool:
-    """Whether `jax.jit` refused a call because arguments and mesh have different devices. Only its words say so."""
+    """Return whether `jax.jit` refused a call because arguments and mesh have different devices; its words say so."""
     return "incompatible devices" in str(error)
 
 
 def set_apart(x: jax.Array) -> jax.Array:
-    """An array that is to be padded with something else than zeros.
+    """Return an array that is to be padded with something else than zeros.
 
     Before jax 0.12, XLA pads an array that is sharded over devices only once for all operations that pad it alike, also
     where each pads it with another value.

@@ -12,15 +12,19 @@ are part of jit's own cache key, so nothing decided there can go stale.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
 
 from . import _errors, _output_sharding
 from ._jax_versions import INLINE
+from ._mesh_axes import explicit_mesh, reshard
+from ._per_device import run_per_device
+from .array import wrap_result
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 
 CACHE_SIZE = 8192
@@ -31,6 +35,10 @@ class Kernel(NamedTuple):
 
     call: Callable[..., Any]
     names: Any
+
+    def apply(self, *arrays: Any) -> Any:
+        """Call the function, and name its result, or each of its results."""
+        return wrap_result(self.call(*arrays), self.names)
 
 
 class UnknownAxes(Exception):
@@ -72,9 +80,7 @@ def select(what: str, names: Names, selection: AxisSelection | None, operand: in
     missing = [n for n in chosen if n not in names]
     if missing:
         raise UnknownAxes(what, missing, names, operand)
-    if len(set(chosen)) != len(chosen):
-        raise ValueError(_errors.duplicate_names(what, chosen))
-    return chosen
+    return _errors.distinct(what, chosen)
 
 
 def select_one(what: str, names: Names, selector: AxisSelector, operand: int = 0) -> str:
@@ -148,6 +154,63 @@ def make_kernel(
 
     kernel.__name__ = kernel.__qualname__ = what
     return Kernel(jax.jit(kernel, inline=INLINE, keep_unused=keep_unused), out_names)
+
+
+@cached
+def axis_kernel(
+    fn: Callable[..., Any], what: str, names: Names, axis: AxisSelector, options: Sequence[str], *values: Any
+) -> Kernel:
+    """Make a kernel for a function along one axis, which stays; the options and their values are static."""
+    position, keywords = names.index(select_one(what, names, axis)), dict(zip(options, values, strict=True))
+    return make_kernel(what, lambda x: fn(x, axis=position, **keywords), (names,), names, selection=axis)
+
+
+def make_along_kernel(
+    what: str,
+    fn: Callable[..., Any],
+    in_names: Sequence[Names],
+    out_names: Any,
+    along: Collection[str],
+    *,
+    selection: AxisSelection | None = None,
+    successors: _output_sharding.Successors = MappingProxyType({}),
+) -> Kernel:
+    """Make a kernel for an operation that runs along some axes and treats the others as batches: a transform, say.
+
+    The partitioner knows little about such operations: it gathers batches that could stay sharded, and is unreliable
+    for the axes they run along. The names say what to do on Explicit mesh axes: the axes that the operation runs along
+    are replicated, each device computes its shard of the batch, and the result is sharded as for every operation.
+
+    Arguments:
+        along: the axes of the operands that the operation runs along. All others are batch axes, which every result
+            has. As `fn` is called with a shard of the batch, it takes sizes from its operands.
+
+    The other arguments are those of `make_kernel`.
+    """
+
+    def positional(*arrays):
+        mesh = explicit_mesh(arrays)
+        if mesh is None:
+            return fn(*arrays)
+        if any(t != AxisType.Explicit for t in mesh.axis_types):
+            # JAX cannot differentiate a `shard_map` over some of the mesh axes only.
+            return _output_sharding.call_with_output_sharding(
+                what, fn, in_names, out_names, arrays, successors=successors
+            )
+        several, specs = _output_sharding.infer_output_specs(what, fn, in_names, out_names, arrays, mesh, successors)
+        layouts = out_names if several else (out_names,)
+        entries = {n: e for names, spec in zip(layouts, specs, strict=True) for n, e in zip(names, spec, strict=True)}
+        batch = {n for names in in_names for n in names if n not in along}
+
+        def local(names: Names) -> PartitionSpec:
+            return PartitionSpec(*(entries.get(n) if n in batch else None for n in names))
+
+        out_specs = tuple(map(local, layouts))
+        found = run_per_device(fn, arrays, [*map(local, in_names)], out_specs if several else out_specs[0], mesh)
+        results = [reshard(y, spec, mesh) for y, spec in zip(found if several else [found], specs, strict=True)]
+        return tuple(results) if several else results[0]
+
+    return make_kernel(what, positional, in_names, out_names, mesh_aware=True, selection=selection)
 
 
 def check_operands(what: str, in_names: Sequence[Names], arrays: Sequence[Any], same_sizes: bool = True) -> None:

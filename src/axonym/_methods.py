@@ -28,7 +28,6 @@ from .ops import (
     reductions,
     selection,
     shaping,
-    slicing,
     sorting,
     updating,
 )
@@ -41,7 +40,7 @@ _NUMBERS = (int, float, complex, bool, np.generic, np.ndarray)
 
 
 def _operand(x: Any) -> bool:
-    """Whether an operator takes `x`; for anything else Python asks the other operand."""
+    """Return whether an operator takes `x`; for anything else Python asks the other operand."""
     return isinstance(x, (NamedArray, *_NUMBERS, jax.Array))
 
 
@@ -93,7 +92,7 @@ class Methods:
     # --- parts ---
     __getitem__ = indexing.index
     at: _Property[updating.Indexer] = property(updating.Indexer)  # pyright: ignore[reportAssignmentType]
-    slice = slicing.slice
+    slice = indexing.slice
     take = indexing.take
 
     # --- reductions ---
@@ -252,7 +251,7 @@ def _use_instead(called: str, name: str | None) -> str:
 
 
 def _named_function(name: str) -> str | None:
-    """The path by which users know the function of that name, if there is one."""
+    """Return the path by which users know the function of that name, if there is one."""
     from . import fft, linalg, ops, poly  # only those whose program is about to stop need all of them
 
     files = [module for file, module in vars(ops).items() if isinstance(module, ModuleType) and file[0] != "_"]

@@ -18,12 +18,7 @@ def field(
 ) -> Any:
     """Make an `equinox.field` for a raw array with axis names, so that `axonym.shard` can shard it by a mapping.
 
-    Arguments:
-        converter: a function that is applied to the value on construction.
-        static: whether the field is metadata, not a child of the tree.
-        axis_names: the name of each axis of the array, in order.
-        metadata: more metadata for the field.
-        **kwargs: more arguments of `dataclasses.field`.
+    `axis_names` has the name of each axis in order. The other arguments are those of `equinox.field`.
 
     >>> import equinox as eqx
     >>> class Table(eqx.Module):

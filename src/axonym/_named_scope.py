@@ -1,4 +1,4 @@
-"""Profiles and compiled programs show what layers do under their names."""
+"""Name what layers do, for profiles and compiled programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ def named_call(f: Any = None, name: str | None = None) -> Any:
     """Decorate a function so that profiles and compiled programs show what it does under its name.
 
     Arguments:
-        f: the function or method.
         name: the name; by default that of the function, for a method with that of its class in front, and for
             `__call__` only that of the class.
 

@@ -4,14 +4,8 @@ What is imported here needs more than named arrays and operations on them. Submo
 each of them loads by itself.
 """
 
-# Distributing by name
 from ._module_field import field as field
-
-# The largest of an axis
 from .custom_partitioning._top_k import top_k as top_k
-
-# Per-device code by name
-# Operations that bring their own partitioning
 from .custom_partitioning.decorator import partitioned as partitioned
 from .manual.collectives import (
     MeshAxis as MeshAxis,
@@ -29,15 +23,7 @@ from .manual.collectives import (
     shift as shift,
 )
 from .manual.shard_map import shard_map as shard_map
-
-# Mutable references
-from .ref import (
-    NamedRef as NamedRef,
-    freeze as freeze,
-    get as get,
-    new_ref as new_ref,
-    swap as swap,
-)
+from .ref import NamedRef as NamedRef, freeze as freeze, get as get, new_ref as new_ref, swap as swap
 from .sharding.fsdp import fsdp as fsdp
 from .sharding.jit import named_jit as named_jit
 from .sharding.lint import lint_mapping as lint_mapping
@@ -47,14 +33,7 @@ from .sharding.mapping import (
     current_mapping as current_mapping,
 )
 from .sharding.meshes import current_mesh as current_mesh, make_mesh as make_mesh, set_mesh as set_mesh
-from .sharding.shard import (
-    shard as shard,
-    to_host as to_host,
-    unshard as unshard,
-)
-
-# Transforms
-from .transforms.associative import associative_scan as associative_scan
+from .sharding.shard import shard as shard, to_host as to_host, unshard as unshard
 from .transforms.checkpointing import (
     ScanCheckpointPolicy as ScanCheckpointPolicy,
     tree_checkpoint_name as tree_checkpoint_name,
@@ -67,5 +46,5 @@ from .transforms.derivatives import (
     value_and_grad as value_and_grad,
 )
 from .transforms.lift import lift as lift
-from .transforms.scan import fold as fold, map as map, scan as scan
+from .transforms.scan import associative_scan as associative_scan, fold as fold, map as map, scan as scan
 from .transforms.vmap import vmap as vmap

@@ -54,11 +54,7 @@ def infer_output_spec(
     """Infer the partition spec of an output: each axis keeps the sharding that it has in the operands.
 
     Arguments:
-        what: the operation, for messages.
-        out_names: the axes of the output.
-        out_shape: their sizes.
         operands: names and spec entries of each operand.
-        mesh: the mesh of the operands.
         successors: the output axes that take over the sharding of an operand's axis, if not that of the same name.
     """
     sizes = dict(zip(out_names, out_shape, strict=True))
@@ -130,25 +126,15 @@ def call_with_output_sharding(
     """Call a positional function so that it works on any mesh.
 
     Arguments:
-        what: the operation, for messages.
         fn: the positional function, from arrays to an array or a tuple of arrays.
-        in_names: the axes of each operand.
-        out_names: the axes of the output, or of each output.
-        arrays: the operands, traced.
         native: whether JAX infers the output sharding of `fn` itself if the operands agree.
         successors: see `infer_output_spec`.
     """
     mesh = explicit_mesh(arrays)
     if mesh is None:
         return fn(*arrays)
-    operands = [(names, entries_of(x)) for names, x in zip(in_names, arrays, strict=True)]
-    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type) for x in arrays]
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # otherwise arrays that `fn` makes would be on the mesh
-        shapes = jax.eval_shape(fn, *abstract)
-    several = isinstance(shapes, (tuple, list))
-    each = tuple(zip(out_names, shapes, strict=True)) if several else ((out_names, shapes),)
-    specs = tuple(infer_output_spec(what, names, s.shape, operands, mesh, successors) for names, s in each)  # pyright: ignore[reportArgumentType]
-    if native and not several and _agree(out_names, specs[0], operands):
+    several, specs = infer_output_specs(what, fn, in_names, out_names, arrays, mesh, successors)
+    if native and not several and _agree(out_names, specs[0], _placed(in_names, arrays)):
         return fn(*arrays)
     shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
     placed = jax.sharding.auto_axes(
@@ -157,6 +143,29 @@ def call_with_output_sharding(
         out_sharding=shardings if several else shardings[0],
     )
     return placed(*arrays)
+
+
+def infer_output_specs(
+    what: str,
+    fn: Callable[..., Any],
+    in_names: Sequence[Names],
+    out_names: Any,
+    arrays: Sequence[Any],
+    mesh: Any,
+    successors: Successors,
+) -> tuple[bool, list[PartitionSpec]]:
+    """Return whether a positional function has several outputs, and the partition spec of each."""
+    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type) for x in arrays]
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # otherwise arrays that `fn` makes would be on the mesh
+        shapes = jax.eval_shape(fn, *abstract)
+    several = isinstance(shapes, (tuple, list))
+    each = zip(out_names, shapes, strict=True) if several else ((out_names, shapes),)
+    operands = _placed(in_names, arrays)
+    return several, [infer_output_spec(what, names, s.shape, operands, mesh, successors) for names, s in each]
+
+
+def _placed(in_names: Sequence[Names], arrays: Sequence[Any]) -> list[tuple[Names, tuple[Entry, ...]]]:
+    return [(names, entries_of(x)) for names, x in zip(in_names, arrays, strict=True)]
 
 
 def _agree(out_names: Any, spec: PartitionSpec, operands: Sequence[tuple[Names, Sequence[Entry]]]) -> bool:

@@ -13,8 +13,6 @@ def parameter_names(fn: Callable[..., Any], count: int, keywords: Collection[str
     """Return the names of the first positional arguments: those of their parameters, and `rest[0]`, ... for `*rest`.
 
     Arguments:
-        fn: the function that is called.
-        count: the number of positional arguments of the call.
         keywords: the names of its keyword arguments, which positional arguments must not get.
     """
     names, rest = _positional(fn)
@@ -28,8 +26,6 @@ def by_parameter(what: str, fn: Callable[..., Any], values: Sequence[T], static:
     """Return the values for the positional parameters, which are in order, by the name of the parameter.
 
     Arguments:
-        what: the operation, for messages.
-        fn: the function.
         values: one for each parameter that is not static, or one for each parameter.
         static: the positions of static parameters.
     """

@@ -51,11 +51,15 @@ class Name:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Dots:
-    """An ellipsis."""
+class Place:
+    """A place in the text that errors point at."""
 
     start: int
     stop: int
+
+
+class Dots(Place):
+    """An ellipsis."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,26 +118,13 @@ class Expression:
 
 
 def fail(what: str, text: str, node: Span, message: str) -> NoReturn:
-    """Raise a ValueError that points at a part of the text.
-
-    Arguments:
-        what: the operation, as users know it.
-        text: the text that was parsed.
-        node: anything with `start` and `stop`.
-        message: what is wrong there, and what to do about it.
-    """
+    """Raise a ValueError that points at a part of the text."""
     flat = re.sub(r"\s", " ", text)  # a line break would move the caret away from what it points at
     raise ValueError(_errors.caret(flat, node.start, node.stop, f"{what}: {message}"))
 
 
 def parse(what: str, text: str, *, comma: CommaSeparates) -> Expression:
-    """Parse `lhs -> rhs`.
-
-    Arguments:
-        what: the operation, for messages.
-        text: the expression.
-        comma: what a comma outside of braces and parentheses separates.
-    """
+    """Parse `lhs -> rhs`; `comma` says what a comma outside of braces and parentheses separates."""
     tokens = _tokenize(what, text)
     arrows = [i for i, token in enumerate(tokens) if token.kind == "->"]
     if not arrows:
@@ -151,14 +142,7 @@ def parse(what: str, text: str, *, comma: CommaSeparates) -> Expression:
 
 
 def parse_terms(what: str, text: str, *, comma: CommaSeparates, sizes: bool = False) -> tuple[Term, ...]:
-    """Parse one side of an expression, for languages without an arrow.
-
-    Arguments:
-        what: the operation, for messages.
-        text: the terms.
-        comma: what a comma outside of braces and parentheses separates.
-        sizes: whether names can have sizes.
-    """
+    """Parse one side of an expression, for languages without an arrow; with `sizes`, names can have sizes."""
     tokens = _tokenize(what, text)
     for token in tokens:
         if token.kind == "->":

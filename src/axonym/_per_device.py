@@ -29,7 +29,6 @@ def run_per_device(
         arrays: the operands. On Explicit mesh axes they are resharded to `in_specs` first, as JAX asks for.
         in_specs: the sharding of each operand; `axonym._mesh_axes.fits` tells whether it is possible.
         out_specs: the shardings of the results, in their structure. Read after `fn` has run.
-        mesh: the mesh.
         axis_names: the mesh axes that are manual in `fn`; by default all that are not manual already.
         check_vma: whether JAX keeps track of which values are device-varying.
     """

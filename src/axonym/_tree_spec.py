@@ -43,13 +43,11 @@ class StaticLeaf:
 
     def checked(self, what: str) -> StaticLeaf:
         """Return the same leaf, which must be hashable; the message starts with `what`."""
-        try:
-            hash(self)
-        except TypeError:
+        if not is_hashable(self):
             raise TypeError(
                 f"{what} is part of the program, so it must be hashable, which this {type(self.value).__name__} is "
                 "not. Numbers that change go into arrays; a list can be a tuple."
-            ) from None
+            )
         return self
 
     def _typed(self) -> Any:
@@ -216,7 +214,6 @@ def flatten(tree: Any, arrays: tuple[type, ...] = ARRAYS, *, named: bool = True)
     """Return the raw arrays of a tree, and its spec.
 
     Arguments:
-        tree: the tree.
         arrays: the types that count as raw arrays, alone or in a named array. All other leaves are static.
         named: the names of named arrays are slots of the spec, rather than part of its structure.
     """
@@ -295,7 +292,8 @@ def _same_objects(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(operator.is_, a, b)))
 
 
-def _is_hashable(value: Any) -> bool:
+def is_hashable(value: Any) -> bool:
+    """Return whether a value has a hash, which for a tuple depends on what is in it."""
     try:
         hash(value)
     except TypeError:
@@ -325,5 +323,5 @@ def _typed(value: Any, *, mutable: bool = False) -> Any:
         return kind, value.names, _typed(value.array)
     if dataclasses.is_dataclass(value) and kind.__eq__ is not object.__eq__:
         fields = [_typed(getattr(value, f.name), mutable=mutable) for f in dataclasses.fields(value) if f.compare]
-        return kind, value, tuple([field for field in fields if _is_hashable(field)])
+        return kind, value, tuple([field for field in fields if is_hashable(field)])
     return kind, value

@@ -350,14 +350,12 @@ def is_jax_array_like(x: Any) -> bool:
 # --- checks ---
 
 shape_checks = contextvars.ContextVar("axonym_shape_checks", default=True)
-"""Whether `NamedArray(array, axes)` compares the axes with the array; code that fills placeholders in turns it off."""
+"""If true, `NamedArray(array, axes)` compares the axes with the array; code that fills placeholders in turns it off."""
 
 
 def _checked(array: Any, axes: AxisSelection) -> tuple[Any, Names]:
     found = selectors(axes)
-    names = tuple(sys.intern(name_of(s)) for s in found)
-    if len(set(names)) != len(names):
-        raise ValueError(_errors.duplicate_names("NamedArray", names))
+    names = _errors.distinct("NamedArray", tuple(sys.intern(name_of(s)) for s in found))
     if not shape_checks.get():
         return array, names
     if isinstance(array, NamedArray):
@@ -369,19 +367,16 @@ def _checked(array: Any, axes: AxisSelection) -> tuple[Any, Names]:
         raise TypeError(f"NamedArray: expected an array, got {type(array).__name__}. Lists go through `axonym.named`.")
     if len(shape) != len(names):
         raise ValueError(
-            f"NamedArray: {len(names)} axes {_describe(found)} for an array of rank {len(shape)}, shape {tuple(shape)}."
+            f"NamedArray: {len(names)} axes {_errors.describe_selectors(found)} for an array of rank {len(shape)}, "
+            f"shape {tuple(shape)}."
         )
     for s, size in zip(found, shape, strict=True):
         if isinstance(s, Axis) and s.size != size:
             raise ValueError(
                 f"NamedArray: axis {s.name!r} has size {s.size}, but the array has {size} there: axes "
-                f"{_describe(found)}, shape {tuple(shape)}."
+                f"{_errors.describe_selectors(found)}, shape {tuple(shape)}."
             )
     return array, names
-
-
-def _describe(found: tuple[AxisSelector, ...]) -> str:
-    return f"({', '.join(s if isinstance(s, str) else f'{s.name}={s.size}' for s in found)})"
 
 
 @functools.lru_cache(maxsize=4096)

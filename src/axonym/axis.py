@@ -65,10 +65,6 @@ class Axis:
     Axes are interned: two axes of the same name and size are the same object, so that comparing and hashing them as
     static data costs nothing.
 
-    Arguments:
-        name: the name of the axis.
-        size: the number of elements along the axis.
-
     >>> Batch = axn.Axis("batch", 8)
     >>> Batch is axn.Axis("batch", 8)
     True
@@ -175,9 +171,7 @@ def name_of(selector: AxisSelector) -> str:
 
 def _like(original: Any, found: Sequence[AxisSelector]) -> Any:
     """Return `found` in the form of `original`: a mapping for a mapping, else a tuple."""
-    if isinstance(original, Mapping):
-        return {name_of(s): None if isinstance(s, str) else s.size for s in found}
-    return tuple(found)
+    return axis_spec_to_shape_dict(found) if isinstance(original, Mapping) else tuple(found)
 
 
 def _conflict(a: AxisSelector, b: AxisSelector) -> bool:
@@ -196,10 +190,7 @@ def _check_sizes(what: str, first: Mapping[str, AxisSelector], second: Mapping[s
 
 
 def make_axes(**sizes: int) -> tuple[Axis, ...]:
-    """Make several axes, named by keyword.
-
-    Arguments:
-        **sizes: the size of each axis.
+    """Make several axes, each keyword the name of one with its size.
 
     >>> Batch, Embed = axn.make_axes(batch=8, embed=16)
     >>> Embed
@@ -248,9 +239,7 @@ def concat_axes(a1: AxisSelection, a2: AxisSelection) -> Any:
     (Axis(name='batch', size=8), Axis(name='embed', size=4))
     """
     both = selectors(a1) + selectors(a2)
-    names = [name_of(s) for s in both]
-    if len(set(names)) != len(names):
-        raise ValueError(_errors.duplicate_names("concat_axes", names))
+    _errors.distinct("concat_axes", tuple(map(name_of, both)))
     return _like(a1, both)
 
 
@@ -289,8 +278,6 @@ def without_axes(axis_spec: AxisSelection, to_remove: AxisSelection, allow_misma
     """Return the axes that are not in `to_remove`, which may have axes that are not there.
 
     Arguments:
-        axis_spec: the axes to start from.
-        to_remove: the axes to leave out.
         allow_mismatched_sizes: leave an axis out although the sizes differ.
 
     >>> axn.axis.without_axes(axn.make_axes(batch=8, pos=3), ("pos", "embed"))
@@ -308,10 +295,7 @@ def eliminate_axes(axis_spec: AxisSelection, to_remove: AxisSelection) -> Any:
     >>> axn.axis.eliminate_axes(axn.make_axes(batch=8, pos=3), "pos")
     (Axis(name='batch', size=8),)
     """
-    known = _by_name(axis_spec)
-    missing = [n for n in _by_name(to_remove) if n not in known]
-    if missing:
-        raise ValueError(_missing("eliminate_axes", missing, axis_spec))
+    _check_present("eliminate_axes", _by_name(to_remove), axis_spec)
     return without_axes(axis_spec, to_remove)
 
 
@@ -323,13 +307,10 @@ def replace_axis(axis_spec: AxisSelection, old: AxisSelector, new: AxisSelection
     (Axis(name='batch', size=8), Axis(name='heads', size=2), Axis(name='size', size=2))
     """
     known = _by_name(axis_spec)
-    if name_of(old) not in known:
-        raise ValueError(_missing("replace_axis", [name_of(old)], axis_spec))
+    _check_present("replace_axis", [name_of(old)], axis_spec)
     _check_sizes("replace_axis", known, _by_name(old))
     found = [s for n, a in known.items() for s in (selectors(new) if n == name_of(old) else (a,))]
-    names = [name_of(s) for s in found]
-    if len(set(names)) != len(names):
-        raise ValueError(_errors.duplicate_names("replace_axis", names))
+    _errors.distinct("replace_axis", tuple(map(name_of, found)))
     return _like(axis_spec, found)
 
 
@@ -347,9 +328,7 @@ def resolve_axis(axis_spec: AxisSelection, axis_selection: AxisSelection) -> Any
     """
     known = _by_name(axis_spec)
     wanted = _by_name(axis_selection)
-    missing = [n for n in wanted if n not in known]
-    if missing:
-        raise ValueError(_missing("resolve_axis", missing, axis_spec))
+    _check_present("resolve_axis", wanted, axis_spec)
     _check_sizes("resolve_axis", known, wanted)
     if isinstance(axis_selection, (Axis, str)):
         return known[name_of(axis_selection)]
@@ -387,9 +366,7 @@ def unsize_axes(axis_spec: AxisSelection, to_unsize: AxisSelection | None = None
         return name_of(axis_spec)
     chosen = None if to_unsize is None else _by_name(to_unsize)
     known = _by_name(axis_spec)
-    missing = [n for n in chosen or () if n not in known]
-    if missing:
-        raise ValueError(_missing("unsize_axes", missing, axis_spec))
+    _check_present("unsize_axes", chosen or (), axis_spec)
     return _like(axis_spec, tuple(n if chosen is None or n in chosen else a for n, a in known.items()))
 
 
@@ -402,25 +379,18 @@ def rearrange_for_partial_order(
     them ends the run: those after it take the place of the next free `...` that follows it. Without `...` every axis
     must be named.
 
-    Arguments:
-        partial_order: axes and ellipses.
-        axes: the axes to reorder.
-
     >>> axn.axis.rearrange_for_partial_order(("c", ..., "a"), ("a", "b", "c"))
     ('c', 'b', 'a')
     """
     known = {name_of(a): a for a in axes}
-    named = [name_of(s) for s in partial_order if not isinstance(s, EllipsisType)]
-    missing = [n for n in named if n not in known]
-    if missing:
-        raise ValueError(_missing("rearrange", missing, axes))
-    if len(set(named)) != len(named):
-        raise ValueError(_errors.duplicate_names("rearrange", named))
+    named = tuple(name_of(s) for s in partial_order if not isinstance(s, EllipsisType))
+    _check_present("rearrange", named, axes)
+    _errors.distinct("rearrange", named)
     _check_sizes("rearrange", known, _by_name([s for s in partial_order if not isinstance(s, EllipsisType)]))
     rest = [n for n in known if n not in named]
     if rest and ... not in partial_order:
-        listed = ", ".join(repr(n) for n in rest)
-        raise ValueError(f"rearrange: {listed} of {_described(axes)} are missing; name them, or add `...`.")
+        listed, shown = ", ".join(repr(n) for n in rest), _errors.describe_selectors(axes)
+        raise ValueError(f"rearrange: {listed} of {shown} are missing; name them, or add `...`.")
     order = [[] if isinstance(s, EllipsisType) else [name_of(s)] for s in partial_order]
     place = next((i for i, s in enumerate(partial_order) if s is ...), 0)
     for n in known:
@@ -432,13 +402,8 @@ def rearrange_for_partial_order(
     return tuple(known[n] for names in order for n in names)
 
 
-def _described(selection: AxisSelection) -> str:
-    found = selectors(selection)
-    return f"({', '.join(s if isinstance(s, str) else f'{s.name}={s.size}' for s in found)})"
-
-
-def _missing(what: str, missing: Sequence[str], selection: AxisSelection) -> str:
-    known = _by_name(selection)
-    if any(isinstance(a, str) for a in known.values()):
-        return _errors.missing_axes(what, missing, list(known))
-    return _errors.missing_axes(what, missing, list(known), [a.size for a in known.values() if isinstance(a, Axis)])
+def _check_present(what: str, names: Iterable[str], selection: AxisSelection) -> None:
+    known = axis_spec_to_shape_dict(selection)
+    if missing := [n for n in names if n not in known]:
+        sizes = None if None in known.values() else list(known.values())
+        raise ValueError(_errors.missing_axes(what, missing, list(known), sizes))

@@ -21,38 +21,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 
 from . import _errors, _kernels
 from .array import NamedArray, wrap
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
-from .ops._batched import make_along_kernel
-from .ops._op_types import publish
 from .ops._operands import distinct, one_axis, require_named
 
 TransformAxes: TypeAlias = AxisSelection | Mapping[AxisSelector, AxisSelector | int | None]
 
 _Requests = tuple[tuple[AxisSelector, AxisSelector | int | None], ...]
-
-
-class _Transform(NamedTuple):
-    """One row of the table of transforms."""
-
-    name: str
-    one: Callable[..., Any]
-    """The function along one axis."""
-    several: Callable[..., Any] | None
-    """The function along several axes at once, if there is one."""
-    from_half: bool
-    """Whether the input has only terms that are not redundant; the result then has 2 (n - 1) elements by default."""
-
-
-class _TransformFunction(Protocol):
-    """`f(a, axis, norm)`."""
-
-    def __call__(self, a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray: ...
 
 
 def _requests(what: str, axis: TransformAxes | None) -> _Requests | None:
@@ -83,9 +63,18 @@ def _length(request: AxisSelector | int | None) -> int | None:
 
 @_kernels.cached
 def _transform_kernel(
-    transform: _Transform, names: Names, requests: _Requests | None, norm: str | None
+    what: str,
+    one: Callable[..., Any],
+    several: Callable[..., Any] | None,
+    from_half: bool,
+    names: Names,
+    requests: _Requests | None,
+    norm: str | None,
 ) -> _kernels.Kernel:
-    what = transform.name
+    """Make a kernel from the function along one axis, and that along several axes at once, if there is one.
+
+    If the input has only half of the terms (`from_half`), the result has 2 (n - 1) elements by default.
+    """
     if requests is None:
         requests = tuple((n, None) for n in names[-1:])
     if not requests:
@@ -97,15 +86,14 @@ def _transform_kernel(
     lengths = [_length(new) for new in wanted]
     renamed = {n: name_of(new) for n, new in zip(chosen, wanted, strict=True) if isinstance(new, (Axis, str))}
     out_names = distinct(what, tuple(renamed.get(n, n) for n in names))
-    several = transform.several
     if len(chosen) > 1 and several is None:
         raise ValueError(f"{what}: it runs along one axis, got {_errors.describe_axes(chosen)}.")
 
     def positional(x):
-        whole = [x.shape[p] for p in positions]
-        if transform.from_half:
-            whole[-1] = 2 * (whole[-1] - 1)
-        full = [default if length is None else length for default, length in zip(whole, lengths, strict=True)]
+        natural = [x.shape[p] for p in positions]
+        if from_half:
+            natural[-1] = 2 * (natural[-1] - 1)
+        full = [default if length is None else length for default, length in zip(natural, lengths, strict=True)]
         short = [n for n, length in zip(chosen, full, strict=True) if length < 1]
         if short:
             listed = ", ".join(repr(n) for n in short)
@@ -114,160 +102,121 @@ def _transform_kernel(
                 "Ask for a length with Axis(name, size)."
             )
         if len(chosen) == 1 or several is None:
-            return transform.one(x, n=lengths[0], axis=positions[0], norm=norm)
+            return one(x, n=lengths[0], axis=positions[0], norm=norm)
         same = all(length is None for length in lengths)
         return several(x, s=None if same else full, axes=positions, norm=norm)
 
     successors = {old: (new,) for old, new in renamed.items()}
-    return make_along_kernel(what, positional, (names,), out_names, chosen, selection=asked, successors=successors)
+    return _kernels.make_along_kernel(
+        what, positional, (names,), out_names, chosen, selection=asked, successors=successors
+    )
 
 
 def _transform(
-    name: str,
-    one: Callable[..., Any],
-    several: Callable[..., Any] | None,
-    from_half: bool,
-    summary: str,
-    example: str,
-    shown: str,
-) -> _TransformFunction:
-    transform = _Transform(name, one, several, from_half)
+    what: str, one: Any, several: Any, a: NamedArray, axis: Any, norm: str | None, from_half: bool = False
+) -> NamedArray:
+    names = require_named(what, a).names
+    return _transform_kernel(what, one, several, from_half, names, _requests(what, axis), norm).apply(a.array)
 
-    def op(a, axis=None, norm=None):
-        require_named(name, a)
-        kernel = _transform_kernel(transform, a.names, _requests(name, axis), norm)
-        return wrap(kernel.call(a.array), kernel.names)
 
-    doc = f"""{summary}
+# --- transforms ---
+
+
+def fft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
+    """Compute the discrete Fourier transform.
 
     Arguments:
-        a: a named array.
-        axis: {"the axis to run along, or several" if several else "the axis to run along"}; the last one by default. An
-            `Axis` of another size asks for that length, and a mapping `{{old axis: new axis}}` renames as well.
+        axis: the axis to run along, or several; the last one by default. An `Axis` of another size asks for that
+            length, and a mapping `{old axis: new axis}` renames as well.
         norm: "backward" (the default), "ortho" or "forward": which direction is scaled.
 
-    >>> axn.fft.{name}({example})
-    NamedArray({shown})
+    >>> axn.fft.fft(axn.named([1., 2.], "t"), "t")
+    NamedArray(complex64[t=2], [ 3.+0.j -1.+0.j])
     """
-    return publish(op, name, __name__, doc)
+    return _transform("fft", jnp.fft.fft, jnp.fft.fftn, a, axis, norm)
 
 
-# --- the transforms: name, functions along one and several axes, whether the input is half of the terms, texts ---
+def ifft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
+    """Compute the inverse of `fft`, whose arguments it takes.
 
-fft = _transform(
-    "fft",
-    jnp.fft.fft,
-    jnp.fft.fftn,
-    False,
-    "Compute the discrete Fourier transform.",
-    'axn.named([1., 2.], "t"), "t"',
-    "complex64[t=2], [ 3.+0.j -1.+0.j]",
-)
-ifft = _transform(
-    "ifft",
-    jnp.fft.ifft,
-    jnp.fft.ifftn,
-    False,
-    "Compute the inverse of `fft`.",
-    'axn.named([3., -1.], "t"), "t"',
-    "complex64[t=2], [1.+0.j 2.+0.j]",
-)
-rfft = _transform(
-    "rfft",
-    jnp.fft.rfft,
-    jnp.fft.rfftn,
-    False,
-    "Compute the discrete Fourier transform of real values, without its redundant half.",
-    'axn.named([1., 2., 0., 2.], "t"), {"t": "freq"}',
-    "complex64[freq=3], [ 5.+0.j 1.+0.j -3.+0.j]",
-)
-irfft = _transform(
-    "irfft",
-    jnp.fft.irfft,
-    jnp.fft.irfftn,
-    True,
-    "Compute the inverse of `rfft`; an odd length must be requested.",
-    'axn.named([5., 1., -3.], "t"), axn.Axis("t", 4)',
-    "float32[t=4], [1. 2. 0. 2.]",
-)
-hfft = _transform(
-    "hfft",
-    jnp.fft.hfft,
-    None,
-    True,
-    "Compute the discrete Fourier transform of values that are conjugate-symmetric, so that it is real.",
-    'axn.named([1., 2., 0.], "t"), "t"',
-    "float32[t=4], [ 5. 1. -3. 1.]",
-)
-ihfft = _transform(
-    "ihfft",
-    jnp.fft.ihfft,
-    None,
-    False,
-    "Compute the inverse of `hfft`.",
-    'axn.named([5., 1., -3., 1.], "t"), "t"',
-    "complex64[t=3], [1.+0.j 2.+0.j 0.+0.j]",
-)
+    >>> axn.fft.ifft(axn.named([3., -1.], "t"), "t")
+    NamedArray(complex64[t=2], [1.+0.j 2.+0.j])
+    """
+    return _transform("ifft", jnp.fft.ifft, jnp.fft.ifftn, a, axis, norm)
+
+
+def rfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
+    """Compute the discrete Fourier transform of real values, without its redundant half. The arguments are as in `fft`.
+
+    >>> axn.fft.rfft(axn.named([1., 2., 0., 2.], "t"), {"t": "freq"})
+    NamedArray(complex64[freq=3], [ 5.+0.j 1.+0.j -3.+0.j])
+    """
+    return _transform("rfft", jnp.fft.rfft, jnp.fft.rfftn, a, axis, norm)
+
+
+def irfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
+    """Compute the inverse of `rfft`; an odd length must be requested. The arguments are as in `fft`.
+
+    >>> axn.fft.irfft(axn.named([5., 1., -3.], "t"), axn.Axis("t", 4))
+    NamedArray(float32[t=4], [1. 2. 0. 2.])
+    """
+    return _transform("irfft", jnp.fft.irfft, jnp.fft.irfftn, a, axis, norm, from_half=True)
+
+
+def hfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
+    """Compute the discrete Fourier transform of values that are conjugate-symmetric, so that it is real.
+
+    The arguments are as in `fft`, but it runs along one axis.
+
+    >>> axn.fft.hfft(axn.named([1., 2., 0.], "t"), "t")
+    NamedArray(float32[t=4], [ 5. 1. -3. 1.])
+    """
+    return _transform("hfft", jnp.fft.hfft, None, a, axis, norm, from_half=True)
+
+
+def ihfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
+    """Compute the inverse of `hfft`, whose arguments it takes.
+
+    >>> axn.fft.ihfft(axn.named([5., 1., -3., 1.], "t"), "t")
+    NamedArray(complex64[t=3], [1.+0.j 2.+0.j 0.+0.j])
+    """
+    return _transform("ihfft", jnp.fft.ihfft, None, a, axis, norm)
 
 
 # --- shifts ---
 
 
-class _ShiftFunction(Protocol):
-    """`f(x, axes)`."""
-
-    def __call__(self, x: NamedArray, axes: AxisSelection | None = None) -> NamedArray: ...
-
-
 @_kernels.cached
-def _shift_kernel(fn: Callable[..., Any], name: str, names: Names, axes: Any) -> _kernels.Kernel:
-    positions = tuple(names.index(n) for n in _kernels.select(name, names, axes))
-    return _kernels.make_kernel(name, lambda x: fn(x, axes=positions), (names,), names, selection=axes)
+def _shift_kernel(fn: Callable[..., Any], what: str, names: Names, axes: Any) -> _kernels.Kernel:
+    positions = tuple(names.index(n) for n in _kernels.select(what, names, axes))
+    return _kernels.make_kernel(what, lambda x: fn(x, axes=positions), (names,), names, selection=axes)
 
 
-def _shift(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> _ShiftFunction:
-    def op(x, axes=None):
-        require_named(name, x)
-        kernel = _shift_kernel(fn, name, x.names, _kernels.hashable(axes))
-        return wrap(kernel.call(x.array), kernel.names)
+def fftshift(x: NamedArray, axes: AxisSelection | None = None) -> NamedArray:
+    """Reorder frequencies so that zero is in the middle, along all axes by default.
 
-    doc = f"""{summary}
-
-    Arguments:
-        x: a named array.
-        axes: the axes to shift; all of them by default.
-
-    >>> axn.fft.{name}(axn.named({example}, "freq"))
-    NamedArray({shown})
+    >>> axn.fft.fftshift(axn.named([0, 1, -2, -1], "freq"))
+    NamedArray(int32[freq=4], [-2 -1 0 1])
     """
-    return publish(op, name, __name__, doc)
+    names = require_named("fftshift", x).names
+    return _shift_kernel(jnp.fft.fftshift, "fftshift", names, _kernels.hashable(axes)).apply(x.array)
 
 
-fftshift = _shift(
-    "fftshift",
-    jnp.fft.fftshift,
-    "Reorder frequencies so that zero is in the middle.",
-    "[0, 1, -2, -1]",
-    "int32[freq=4], [-2 -1 0 1]",
-)
-ifftshift = _shift(
-    "ifftshift",
-    jnp.fft.ifftshift,
-    "Undo `fftshift`.",
-    "[-2, -1, 0, 1]",
-    "int32[freq=4], [ 0 1 -2 -1]",
-)
+def ifftshift(x: NamedArray, axes: AxisSelection | None = None) -> NamedArray:
+    """Undo `fftshift`, whose arguments it takes.
+
+    >>> axn.fft.ifftshift(axn.named([-2, -1, 0, 1], "freq"))
+    NamedArray(int32[freq=4], [ 0 1 -2 -1])
+    """
+    names = require_named("ifftshift", x).names
+    return _shift_kernel(jnp.fft.ifftshift, "ifftshift", names, _kernels.hashable(axes)).apply(x.array)
 
 
 # --- frequencies ---
 
 
 def fftfreq(axis: Axis, d: float = 1.0) -> NamedArray:
-    """Return the frequencies of the terms that `fft` returns.
-
-    Arguments:
-        axis: the axis that is transformed.
-        d: the distance between samples.
+    """Return the frequencies of the terms that `fft` returns for an axis, with samples at a distance `d`.
 
     >>> axn.fft.fftfreq(axn.Axis("t", 4))
     NamedArray(float32[t=4], [ 0. 0.25 -0.5 -0.25])
@@ -277,11 +226,7 @@ def fftfreq(axis: Axis, d: float = 1.0) -> NamedArray:
 
 
 def rfftfreq(axis: Axis, d: float = 1.0) -> NamedArray:
-    """Return the frequencies of the terms that `rfft` returns.
-
-    Arguments:
-        axis: the axis that is transformed, with its size before the transform.
-        d: the distance between samples.
+    """Return the frequencies of the terms that `rfft` returns for an axis, with its size before the transform.
 
     >>> axn.fft.rfftfreq(axn.Axis("t", 4))
     NamedArray(float32[t=3], [0. 0.25 0.5 ])

@@ -14,23 +14,21 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import jax.scipy.linalg
 
 from . import _errors, _kernels
-from .array import NamedArray, wrap, wrap_result
+from .array import NamedArray
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of
-from .ops._batched import make_along_kernel
-from .ops._op_types import publish
 from .ops._operands import check_new_axis, distinct, require_named
 
 MatrixAxes: TypeAlias = "tuple[AxisSelector, AxisSelector]"
 
 
-# --- the factory of operations on matrices ---
+# --- kernels for operations on matrices ---
 
 
 class _Form(NamedTuple):
@@ -39,13 +37,13 @@ class _Form(NamedTuple):
     results: tuple[tuple[str, ...], ...]
     """The axes of each result, made of "row", "col" and "new", in the order the function returns them."""
     square: bool = False
-    """Whether row and col must have one size."""
+    """row and col must have one size."""
     way_out: str = ""
     """Advice for a matrix that is not square."""
     transposes: bool = False
-    """Whether the result for a transposed matrix is the transposed result, so that no transpose is needed."""
+    """The result for a transposed matrix is the transposed result, so no transpose is needed."""
     decomposes: bool = True
-    """Whether it is computed by a decomposition, for which there are no half-precision routines."""
+    """It is computed by a decomposition, for which there are no half-precision routines."""
 
 
 def _pair(what: str, axes: Any) -> tuple[AxisSelector, AxisSelector]:
@@ -73,8 +71,9 @@ def _matrix_kernel(
     form: _Form,
     names: Names,
     axes: MatrixAxes,
-    new_axis: AxisSelector | None = None,
-    static: tuple[Any, ...] = (),
+    new_axis: AxisSelector | None,
+    options: tuple[str, ...],
+    *values: Any,
 ) -> _kernels.Kernel:
     """Move the axes of the matrices last, call `fn`, and move those of the results to where they were."""
     row, col = _kernels.select(what, names, axes)
@@ -98,7 +97,7 @@ def _matrix_kernel(
     def positional(x):
         x = _kernels.transpose_to(x, names, (*batch, row, col))
         _check_matrix(what, form, (row, col), x)
-        found = fn(x, *static)
+        found = fn(x, **dict(zip(options, values, strict=True)))
         found = tuple(found) if several else (found,)
         if new_axis is not None:
             check_new_axis(what, new_axis, found[0].shape[canonical[0].index(new)])
@@ -106,7 +105,7 @@ def _matrix_kernel(
         return found if several else found[0]
 
     out_names = tuple(layouts) if several else layouts[0]
-    return make_along_kernel(what, positional, (names,), out_names, (row, col), selection=axes)
+    return _kernels.make_along_kernel(what, positional, (names,), out_names, (row, col), selection=axes)
 
 
 def _apply(
@@ -116,120 +115,85 @@ def _apply(
     a: NamedArray,
     axes: MatrixAxes,
     new_axis: AxisSelector | None = None,
-    static: tuple[Any, ...] = (),
+    **options: Any,
 ) -> Any:
     require_named(what, a)
-    kernel = _matrix_kernel(fn, what, form, a.names, _pair(what, axes), new_axis, static)
-    return wrap_result(kernel.call(a.array), kernel.names)
+    return _matrix_kernel(
+        fn, what, form, a.names, _pair(what, axes), new_axis, tuple(options), *options.values()
+    ).apply(a.array)
 
 
 _USE_PINV = " `linalg.pinv` and `linalg.lstsq` take a matrix of any shape."
 _INVERSE = _Form((("col", "row"),), square=True, way_out=_USE_PINV, transposes=True)
 _MATRIX = _Form((("row", "col"),), square=True)
 _SCALAR = _Form(((),), transposes=True)
+_EIGENVALUES = _Form((("new",),), square=True, way_out=" `linalg.svd` takes a matrix of any shape.")
+_EIGENVECTORS = _EIGENVALUES._replace(results=(("new",), ("row", "new")))
 
 
-# --- functions of a matrix: name, positional function, effect on the axes, summary, example, its value ---
+# --- functions of a matrix ---
 
 
-class _MatrixFunction(Protocol):
-    """`f(a, axes)`."""
+def inv(a: NamedArray, axes: MatrixAxes) -> NamedArray:
+    """Compute the inverse of square matrices, with the axes (col, row).
 
-    def __call__(self, a: NamedArray, axes: MatrixAxes) -> NamedArray: ...
-
-
-class _MatrixFunction2(Protocol):
-    """`f(a, axes)` with two results."""
-
-    def __call__(self, a: NamedArray, axes: MatrixAxes) -> tuple[NamedArray, NamedArray]: ...
-
-
-def _matrix_function(name: str, fn: Callable[..., Any], form: _Form, summary: str, example: str, shown: str) -> Any:
-    what = f"linalg.{name}"
-
-    def op(a, axes):
-        return _apply(fn, what, form, a, axes)
-
-    doc = f"""{summary}
-
-    Arguments:
-        a: a named array.
-        axes: the axes of the matrices, (row, col).
-
-    >>> axn.linalg.{name}(axn.named({example}, ("i", "j")), ("i", "j"))
-    {shown}
+    >>> axn.linalg.inv(axn.named([[2., 0.], [1., 1.]], ("i", "j")), ("i", "j"))
+    NamedArray(float32[j=2, i=2], [[ 0.5 0. ] [-0.5 1. ]])
     """
-    return publish(op, name, __name__, doc)
+    return _apply(jnp.linalg.inv, "linalg.inv", _INVERSE, a, axes)
 
 
-inv: _MatrixFunction = _matrix_function(
-    "inv",
-    jnp.linalg.inv,
-    _INVERSE,
-    "Compute the inverse of square matrices, with the axes (col, row).",
-    "[[2., 0.], [1., 1.]]",
-    "NamedArray(float32[j=2, i=2], [[ 0.5 0. ] [-0.5 1. ]])",
-)
-cholesky: _MatrixFunction = _matrix_function(
-    "cholesky",
-    jnp.linalg.cholesky,
-    _MATRIX,
-    "Compute the lower triangular Cholesky factor of symmetric or Hermitian positive definite matrices.",
-    "[[4., 2.], [2., 5.]]",
-    "NamedArray(float32[i=2, j=2], [[2. 0.] [1. 2.]])",
-)
-expm: _MatrixFunction = _matrix_function(
-    "expm",
-    jax.scipy.linalg.expm,
-    _MATRIX._replace(transposes=True),
-    "Compute the exponential of square matrices, whose rows and columns mean the same.",
-    "[[0., 1.], [0., 0.]]",
-    "NamedArray(float32[i=2, j=2], [[1. 1.] [0. 1.]])",
-)
-det: _MatrixFunction = _matrix_function(
-    "det",
-    jnp.linalg.det,
-    _SCALAR._replace(square=True),
-    "Compute the determinant of square matrices.",
-    "[[1., 2.], [3., 4.]]",
-    "NamedArray(float32[], -2.)",
-)
-slogdet: _MatrixFunction2 = _matrix_function(
-    "slogdet",
-    jnp.linalg.slogdet,
-    _Form(((), ()), square=True, transposes=True),
-    "Compute the sign of the determinant of square matrices, and the logarithm of its absolute value.",
-    "[[-1., 0.], [0., 1.]]",
-    "(NamedArray(float32[], -1.), NamedArray(float32[], 0.))",
-)
+def cholesky(a: NamedArray, axes: MatrixAxes) -> NamedArray:
+    """Compute the lower triangular Cholesky factor of symmetric or Hermitian positive definite matrices.
+
+    >>> axn.linalg.cholesky(axn.named([[4., 2.], [2., 5.]], ("i", "j")), ("i", "j"))
+    NamedArray(float32[i=2, j=2], [[2. 0.] [1. 2.]])
+    """
+    return _apply(jnp.linalg.cholesky, "linalg.cholesky", _MATRIX, a, axes)
+
+
+def expm(a: NamedArray, axes: MatrixAxes) -> NamedArray:
+    """Compute the exponential of square matrices, whose rows and columns mean the same.
+
+    >>> axn.linalg.expm(axn.named([[0., 1.], [0., 0.]], ("i", "j")), ("i", "j"))
+    NamedArray(float32[i=2, j=2], [[1. 1.] [0. 1.]])
+    """
+    return _apply(jax.scipy.linalg.expm, "linalg.expm", _MATRIX._replace(transposes=True), a, axes)
+
+
+def det(a: NamedArray, axes: MatrixAxes) -> NamedArray:
+    """Compute the determinant of square matrices.
+
+    >>> axn.linalg.det(axn.named([[1., 2.], [3., 4.]], ("i", "j")), ("i", "j"))
+    NamedArray(float32[], -2.)
+    """
+    return _apply(jnp.linalg.det, "linalg.det", _SCALAR._replace(square=True), a, axes)
+
+
+def slogdet(a: NamedArray, axes: MatrixAxes) -> tuple[NamedArray, NamedArray]:
+    """Compute the sign of the determinant of square matrices, and the logarithm of its absolute value.
+
+    >>> axn.linalg.slogdet(axn.named([[-1., 0.], [0., 1.]], ("i", "j")), ("i", "j"))
+    (NamedArray(float32[], -1.), NamedArray(float32[], 0.))
+    """
+    form = _Form(((), ()), square=True, transposes=True)
+    return _apply(jnp.linalg.slogdet, "linalg.slogdet", form, a, axes)
 
 
 def pinv(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> NamedArray:
     """Compute the pseudo-inverse of matrices of any shape, with the axes (col, row).
 
-    Arguments:
-        a: a named array.
-        axes: the axes of the matrices, (row, col).
-        rtol: singular values below this fraction of the largest count as zero.
+    Singular values below the fraction `rtol` of the largest count as zero.
 
     >>> axn.linalg.pinv(axn.named([[2., 0., 0.], [0., 4., 0.]], ("i", "j")), ("i", "j"))
     NamedArray(float32[j=3, i=2], [[0.5 0. ] [0. 0.25] [0. 0. ]])
     """
     form = _Form((("col", "row"),), transposes=True)
-    return _apply(_pinv, "linalg.pinv", form, a, axes, None, (_number(rtol),))
-
-
-def _pinv(x: jax.Array, rtol: float | None) -> jax.Array:
-    return jnp.linalg.pinv(x, rtol=rtol)
+    return _apply(jnp.linalg.pinv, "linalg.pinv", form, a, axes, rtol=_number(rtol))
 
 
 def matrix_power(a: NamedArray, axes: MatrixAxes, n: int) -> NamedArray:
-    """Raise square matrices, whose rows and columns mean the same, to an integer power.
-
-    Arguments:
-        a: a named array.
-        axes: the axes of the matrices, (row, col).
-        n: the power; a negative one takes the inverse first.
+    """Raise square matrices, whose rows and columns mean the same, to an integer power; a negative one inverts first.
 
     >>> axn.linalg.matrix_power(axn.named([[1., 1.], [0., 1.]], ("i", "j")), ("i", "j"), 3)
     NamedArray(float32[i=2, j=2], [[1. 3.] [0. 1.]])
@@ -237,21 +201,18 @@ def matrix_power(a: NamedArray, axes: MatrixAxes, n: int) -> NamedArray:
     what = "linalg.matrix_power"
     axes, n = _pair(what, axes), operator.index(n)
     form = _MATRIX._replace(transposes=True, decomposes=n < 0)
-    return _apply(jnp.linalg.matrix_power, what, form, a, axes, None, (n,))
+    return _apply(jnp.linalg.matrix_power, what, form, a, axes, n=n)
 
 
 def matrix_rank(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> NamedArray:
     """Compute the rank of matrices: the number of singular values that are not zero.
 
-    Arguments:
-        a: a named array.
-        axes: the axes of the matrices, (row, col).
-        rtol: singular values below this fraction of the largest count as zero.
+    Those below the fraction `rtol` of the largest count as zero.
 
     >>> axn.linalg.matrix_rank(axn.named([[1., 1.], [1., 1.]], ("i", "j")), ("i", "j"))
     NamedArray(int32[], 1)
     """
-    return _apply(_matrix_rank, "linalg.matrix_rank", _SCALAR, a, axes, None, (_number(rtol),))
+    return _apply(_matrix_rank, "linalg.matrix_rank", _SCALAR, a, axes, rtol=_number(rtol))
 
 
 def _matrix_rank(x: jax.Array, rtol: float | None) -> jax.Array:
@@ -266,8 +227,6 @@ def cond(a: NamedArray, axes: MatrixAxes, p: Any = None) -> NamedArray:
     """Compute the condition number of matrices.
 
     Arguments:
-        a: a named array.
-        axes: the axes of the matrices, (row, col).
         p: the norm, as for `norm`; by default the condition number is the ratio of the extreme singular values.
 
     >>> axn.linalg.cond(axn.named([[4., 0.], [0., 2.]], ("i", "j")), ("i", "j"))
@@ -275,7 +234,7 @@ def cond(a: NamedArray, axes: MatrixAxes, p: Any = None) -> NamedArray:
     """
     # The 1-norm of a transposed matrix is the infinity norm, so these matrices must not be transposed.
     form = _Form(((),), square=p not in (None, 2, -2), transposes=p in _SYMMETRIC_NORMS)
-    return _apply(jnp.linalg.cond, "linalg.cond", form, a, axes, None, (p,))
+    return _apply(jnp.linalg.cond, "linalg.cond", form, a, axes, p=p)
 
 
 _SYMMETRIC_NORMS = (None, 2, -2, "fro", "nuc")
@@ -292,8 +251,6 @@ def qr(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedAr
     """Compute the reduced QR decomposition: orthonormal columns Q (row, new) and upper triangular R (new, col).
 
     Arguments:
-        a: a named array.
-        axes: the axes of the matrices, (row, col).
         new_axis: the axis of the columns of Q, whose size is the smaller one of row and col.
 
     >>> q, r = axn.linalg.qr(axn.ones({"i": 3, "j": 2}), ("i", "j"), "k")
@@ -310,8 +267,6 @@ def svd(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: 
     the axes (new, col): the product of the three over `new_axis` is `a`.
 
     Arguments:
-        a: a named array.
-        axes: the axes of the matrices, (row, col).
         new_axis: the axis of the singular values, whose size is the smaller one of row and col.
         compute_uv: False for the singular values alone.
 
@@ -322,79 +277,45 @@ def svd(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: 
     """
     if compute_uv:
         form = _Form((("row", "new"), ("new",), ("new", "col")))
-        return _apply(_reduced_svd, "linalg.svd", form, a, axes, new_axis)
+        return _apply(jnp.linalg.svd, "linalg.svd", form, a, axes, new_axis, full_matrices=False)
     return _apply(jnp.linalg.svdvals, "linalg.svd", _Form((("new",),), transposes=True), a, axes, new_axis)
 
 
-def _reduced_svd(x: jax.Array) -> Any:
-    return jnp.linalg.svd(x, full_matrices=False)
+def eigh(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedArray, NamedArray]:
+    """Compute the ascending eigenvalues of symmetric or Hermitian matrices, and the eigenvectors (row, new).
 
-
-class _EigenValues(Protocol):
-    """`f(a, axes, new_axis)`."""
-
-    def __call__(self, a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> NamedArray: ...
-
-
-class _EigenVectors(Protocol):
-    """`f(a, axes, new_axis)`, eigenvalues and eigenvectors."""
-
-    def __call__(self, a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedArray, NamedArray]: ...
-
-
-def _eigen(name: str, fn: Callable[..., Any], vectors: bool, summary: str, example: str, shown: str) -> Any:
-    what = f"linalg.{name}"
-    results = (("new",), ("row", "new")) if vectors else (("new",),)
-    form = _Form(results, square=True, way_out=" `linalg.svd` takes a matrix of any shape.")
-
-    def op(a, axes, new_axis):
-        return _apply(fn, what, form, a, axes, new_axis)
-
-    doc = f"""{summary}
-
-    Arguments:
-        a: a named array.
-        axes: the axes of the matrices, (row, col).
-        new_axis: the axis of the eigenvalues.
-
-    >>> axn.linalg.{name}(axn.named({example}, ("i", "j")), ("i", "j"), "k")
-    {shown}
+    >>> axn.linalg.eigh(axn.named([[3., 0.], [0., 2.]], ("i", "j")), ("i", "j"), "k")
+    (NamedArray(float32[k=2], [2. 3.]), NamedArray(float32[i=2, k=2], [[0. 1.] [1. 0.]]))
     """
-    return publish(op, name, __name__, doc)
+    return _apply(jnp.linalg.eigh, "linalg.eigh", _EIGENVECTORS, a, axes, new_axis)
 
 
-eigh: _EigenVectors = _eigen(
-    "eigh",
-    jnp.linalg.eigh,
-    True,
-    "Compute the ascending eigenvalues of symmetric or Hermitian matrices, and the eigenvectors (row, new).",
-    "[[3., 0.], [0., 2.]]",
-    "(NamedArray(float32[k=2], [2. 3.]), NamedArray(float32[i=2, k=2], [[0. 1.] [1. 0.]]))",
-)
-eigvalsh: _EigenValues = _eigen(
-    "eigvalsh",
-    jnp.linalg.eigvalsh,
-    False,
-    "Compute the ascending eigenvalues of symmetric or Hermitian matrices.",
-    "[[3., 0.], [0., 2.]]",
-    "NamedArray(float32[k=2], [2. 3.])",
-)
-eig: _EigenVectors = _eigen(
-    "eig",
-    jnp.linalg.eig,
-    True,
-    "Compute the eigenvalues of square matrices, and the eigenvectors (row, new); both are complex.",
-    "[[3., 0.], [0., 2.]]",
-    "(NamedArray(complex64[k=2], [3.+0.j 2.+0.j]), NamedArray(complex64[i=2, k=2], [[1.+0.j 0.+0.j] [0.+0.j 1.+0.j]]))",
-)
-eigvals: _EigenValues = _eigen(
-    "eigvals",
-    jnp.linalg.eigvals,
-    False,
-    "Compute the eigenvalues of square matrices, which are complex.",
-    "[[3., 0.], [0., 2.]]",
-    "NamedArray(complex64[k=2], [3.+0.j 2.+0.j])",
-)
+def eigvalsh(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> NamedArray:
+    """Compute the ascending eigenvalues of symmetric or Hermitian matrices.
+
+    >>> axn.linalg.eigvalsh(axn.named([[3., 0.], [0., 2.]], ("i", "j")), ("i", "j"), "k")
+    NamedArray(float32[k=2], [2. 3.])
+    """
+    return _apply(jnp.linalg.eigvalsh, "linalg.eigvalsh", _EIGENVALUES, a, axes, new_axis)
+
+
+def eig(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedArray, NamedArray]:
+    """Compute the eigenvalues of square matrices, and the eigenvectors (row, new); both are complex.
+
+    >>> values, vectors = axn.linalg.eig(axn.named([[3., 0.], [0., 2.]], ("i", "j")), ("i", "j"), "k")
+    >>> values, vectors.shape
+    (NamedArray(complex64[k=2], [3.+0.j 2.+0.j]), {'i': 2, 'k': 2})
+    """
+    return _apply(jnp.linalg.eig, "linalg.eig", _EIGENVECTORS, a, axes, new_axis)
+
+
+def eigvals(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> NamedArray:
+    """Compute the eigenvalues of square matrices, which are complex.
+
+    >>> axn.linalg.eigvals(axn.named([[3., 0.], [0., 2.]], ("i", "j")), ("i", "j"), "k")
+    NamedArray(complex64[k=2], [3.+0.j 2.+0.j])
+    """
+    return _apply(jnp.linalg.eigvals, "linalg.eigvals", _EIGENVALUES, a, axes, new_axis)
 
 
 # --- systems of equations ---
@@ -432,17 +353,15 @@ def _system_kernel(
         x = fn(a, b.reshape(*b.shape[: len(batch) + 1], -1), *static)
         return _kernels.transpose_to(x.reshape(*x.shape[:-1], *many), canonical, out_names)
 
-    return make_along_kernel(what, positional, (a_names, b_names), out_names, (row, col), selection=axes)
+    return _kernels.make_along_kernel(what, positional, (a_names, b_names), out_names, (row, col), selection=axes)
 
 
 def solve(a: NamedArray, b: NamedArray, axes: MatrixAxes) -> NamedArray:
     """Solve `a x = b`, that is `dot(a, x, axis=col) = b`, for square matrices.
 
     Arguments:
-        a: a named array.
         b: the right-hand side, with the axis row. Axes that it shares with `a` are matched; others are further
             right-hand sides. The result has the layout of `b`, with col in place of row.
-        axes: the axes of the matrices, (row, col).
 
     >>> a = axn.named([[2., 0.], [1., 1.]], ("i", "j"))
     >>> axn.linalg.solve(a, axn.named([4., 3.], "i"), ("i", "j"))
@@ -450,8 +369,7 @@ def solve(a: NamedArray, b: NamedArray, axes: MatrixAxes) -> NamedArray:
     """
     what = "linalg.solve"
     require_named(what, a), require_named(what, b)
-    kernel = _system_kernel(jnp.linalg.solve, what, _INVERSE, a.names, b.names, _pair(what, axes))
-    return wrap(kernel.call(a.array, b.array), kernel.names)
+    return _system_kernel(jnp.linalg.solve, what, _INVERSE, a.names, b.names, _pair(what, axes)).apply(a.array, b.array)
 
 
 def lstsq(a: NamedArray, b: NamedArray, axes: MatrixAxes, rcond: float | None = None) -> NamedArray:
@@ -460,9 +378,7 @@ def lstsq(a: NamedArray, b: NamedArray, axes: MatrixAxes, rcond: float | None = 
     Of several equally good solutions, return the one with the smallest norm.
 
     Arguments:
-        a: a named array.
         b: the right-hand side, as for `solve`.
-        axes: the axes of the matrices, (row, col).
         rcond: singular values below this fraction of the largest count as zero.
 
     >>> a = axn.named([[1.], [1.]], ("i", "j"))
@@ -472,7 +388,7 @@ def lstsq(a: NamedArray, b: NamedArray, axes: MatrixAxes, rcond: float | None = 
     what = "linalg.lstsq"
     require_named(what, a), require_named(what, b)
     kernel = _system_kernel(_lstsq, what, _Form(()), a.names, b.names, _pair(what, axes), (_number(rcond),))
-    return wrap(kernel.call(a.array, b.array), kernel.names)
+    return kernel.apply(a.array, b.array)
 
 
 def _lstsq(a: jax.Array, b: jax.Array, rcond: float | None) -> jax.Array:
@@ -504,7 +420,7 @@ def _norm_kernel(names: Names, axis: Any, ord: Any) -> _kernels.Kernel:
             "Flatten them first, or leave `axis` out for all."
         )
     if axis is not None and len(chosen) == 2 and ord in (2, -2, "nuc"):  # these are norms of the singular values
-        return make_along_kernel(what, fn, (names,), out_names, chosen, selection=axis)
+        return _kernels.make_along_kernel(what, fn, (names,), out_names, chosen, selection=axis)
     return _kernels.make_kernel(what, fn, (names,), out_names, selection=axis)
 
 
@@ -512,7 +428,6 @@ def norm(a: NamedArray, axis: AxisSelection | None = None, ord: Any = None) -> N
     """Compute the norm of vectors or matrices.
 
     Arguments:
-        a: a named array.
         axis: one axis for vectors, a pair (row, col) for matrices; by default the array is one vector of all elements.
         ord: for vectors a number or `jnp.inf`, 2 by default. For matrices "fro" (the default), "nuc", 1, 2, `jnp.inf`
             or their negatives, as in NumPy.
@@ -524,5 +439,4 @@ def norm(a: NamedArray, axis: AxisSelection | None = None, ord: Any = None) -> N
     NamedArray(float32[], 7.)
     """
     require_named("linalg.norm", a)
-    kernel = _norm_kernel(a.names, _kernels.hashable(axis), ord)
-    return wrap(kernel.call(a.array), kernel.names)
+    return _norm_kernel(a.names, _kernels.hashable(axis), ord).apply(a.array)

@@ -19,7 +19,6 @@ import numpy as np
 from . import _errors, _kernels
 from .array import NamedArray, NamedOrNumeric, wrap, wrap_result
 from .axis import Names
-from .ops._batched import make_along_kernel
 from .ops._op_types import publish
 from .ops._operands import distinct, private
 
@@ -56,7 +55,7 @@ def _poly_kernel(
     fn: Callable[..., Any], name: str, in_names: tuple[Names, ...], out_names: Any, static: tuple[Any, ...] = ()
 ) -> _kernels.Kernel:
     along = {n for names in in_names for n in names}
-    return make_along_kernel(name, lambda *arrays: fn(*arrays, *static), in_names, out_names, along)
+    return _kernels.make_along_kernel(name, lambda *arrays: fn(*arrays, *static), in_names, out_names, along)
 
 
 def _of_two(fn: Callable[..., Any], name: str, p1: PolynomialLike, p2: PolynomialLike, results: int) -> Any:
@@ -65,7 +64,13 @@ def _of_two(fn: Callable[..., Any], name: str, p1: PolynomialLike, p2: Polynomia
     # The axis of the result is that of the first named operand; that of the other operand is not matched.
     in_names = (names, private("p2", names)) if isinstance(p1, NamedArray) else (private("p1", names), names)
     kernel = _poly_kernel(fn, name, in_names, names if results == 1 else (names,) * results)
-    return wrap_result(kernel.call(_coefficients(name, p1), _coefficients(name, p2)), kernel.names)
+    return kernel.apply(_coefficients(name, p1), _coefficients(name, p2))
+
+
+def _of_one(fn: Callable[..., Any], name: str, p: PolynomialLike, *static: Any) -> NamedArray:
+    """Apply a function of one polynomial, and of static arguments."""
+    names = _names(p)
+    return _poly_kernel(fn, name, (names,), names, static).apply(_coefficients(name, p))
 
 
 class _Arithmetic(Protocol):
@@ -79,10 +84,6 @@ def _arithmetic(name: str, fn: Callable[..., Any], summary: str, shown: str) -> 
         return _of_two(fn, name, p1, p2, 1)
 
     doc = f"""{summary}
-
-    Arguments:
-        p1: a polynomial.
-        p2: a polynomial.
 
     >>> axn.poly.{name}(axn.named([1., 2., 3.], "x"), [1., -1.])
     NamedArray({shown})
@@ -102,10 +103,6 @@ def polydiv(p1: PolynomialLike, p2: PolynomialLike) -> tuple[NamedArray, NamedAr
 
     The leading coefficient of `p2` must not be zero. The remainder has the size of `p1`, with zeros in front.
 
-    Arguments:
-        p1: the polynomial to divide.
-        p2: the polynomial to divide by.
-
     >>> axn.poly.polydiv(axn.named([1., 2., 3.], "x"), [1., -1.])
     (NamedArray(float32[x=2], [1. 3.]), NamedArray(float32[x=3], [0. 0. 6.]))
     """
@@ -113,41 +110,31 @@ def polydiv(p1: PolynomialLike, p2: PolynomialLike) -> tuple[NamedArray, NamedAr
 
 
 def polyder(p: PolynomialLike, m: int = 1) -> NamedArray:
-    """Compute the derivative of a polynomial.
-
-    Arguments:
-        p: a polynomial.
-        m: how many times to differentiate.
+    """Compute the derivative of a polynomial, `m` times.
 
     >>> axn.poly.polyder(axn.named([1., 2., 3.], "x"))
     NamedArray(float32[x=2], [2. 2.])
     """
-    names = _names(p)
-    kernel = _poly_kernel(jnp.polyder, "polyder", (names,), names, (_count("polyder", m),))
-    return wrap(kernel.call(_coefficients("polyder", p)), names)
+    return _of_one(jnp.polyder, "polyder", p, _count("polyder", m))
 
 
 def polyint(p: PolynomialLike, m: int = 1, k: PolynomialLike | None = None) -> NamedArray:
-    """Compute the integral of a polynomial.
+    """Compute the integral of a polynomial, `m` times.
 
-    Arguments:
-        p: a polynomial.
-        m: how many times to integrate.
-        k: the constants of integration, one for each time in order or one for all; zero by default.
+    `k` are the constants of integration, one for each time in order or one for all; zero by default.
 
     >>> axn.poly.polyint(axn.named([3., 2., 1.], "x"), k=4.)
     NamedArray(float32[x=4], [1. 1. 1. 4.])
     """
-    names, m = _names(p), _count("polyint", m)
-    coefficients = _coefficients("polyint", p)
+    m = _count("polyint", m)
     if k is None:
-        return wrap(_poly_kernel(jnp.polyint, "polyint", (names,), names, (m,)).call(coefficients), names)
-    constants = _coefficients("polyint", k)
+        return _of_one(jnp.polyint, "polyint", p, m)
+    names, constants = _names(p), _coefficients("polyint", k)
     if constants.shape[0] not in (1, m):
         given = constants.shape[0]
         raise ValueError(f"polyint: {given} constants of integration for {m} integrations; give one, or {m}.")
     kernel = _poly_kernel(_polyint_with_constants, "polyint", (names, private("k", names)), names, (m,))
-    return wrap(kernel.call(coefficients, constants), names)
+    return kernel.apply(_coefficients("polyint", p), constants)
 
 
 def _polyint_with_constants(p: jax.Array, k: jax.Array, m: int) -> jax.Array:
@@ -168,7 +155,6 @@ def polyval(p: PolynomialLike, x: NamedOrNumeric) -> Any:
     """Evaluate a polynomial at each element of an array.
 
     Arguments:
-        p: a polynomial.
         x: where to evaluate the polynomial: a named array, whose axes the result has, or a raw array or number, for
             which the result is a raw array.
 
@@ -178,23 +164,19 @@ def polyval(p: PolynomialLike, x: NamedOrNumeric) -> Any:
     coefficients = _coefficients("polyval", p)
     if not isinstance(x, NamedArray):
         return jnp.polyval(coefficients, x)  # pyright: ignore[reportArgumentType]
-    kernel = _polyval_kernel(_names(p), x.names)
-    return wrap(kernel.call(coefficients, x.array), x.names)
+    own = private("p", _names(p))
+    return _polyval_kernel(own, x.names).apply(coefficients, x.array)
 
 
 @_kernels.cached
-def _polyval_kernel(p_names: Names, x_names: Names) -> _kernels.Kernel:
-    along = private("p", p_names)
-    return make_along_kernel("polyval", jnp.polyval, (along, x_names), x_names, along)
+def _polyval_kernel(own: Names, names: Names) -> _kernels.Kernel:
+    return _kernels.make_along_kernel("polyval", jnp.polyval, (own, names), names, own)
 
 
 def poly(seq_of_zeros: PolynomialLike) -> NamedArray:
-    """Return the polynomial that has the given roots and the leading coefficient 1.
+    """Return the polynomial that has the given roots, along one axis, and the leading coefficient 1.
 
     The characteristic polynomial of a matrix is that of its eigenvalues, `poly(linalg.eigvals(a, axes, new_axis))`.
-
-    Arguments:
-        seq_of_zeros: the roots, along one axis.
 
     >>> axn.poly.poly(axn.named([1., 2.], "x"))
     NamedArray(float32[x=3], [ 1. -3. 2.])
@@ -204,8 +186,7 @@ def poly(seq_of_zeros: PolynomialLike) -> NamedArray:
             f"poly: the roots lie along one axis, got {seq_of_zeros}. For the characteristic polynomial of a matrix "
             "pass its eigenvalues, `axonym.linalg.eigvals(a, axes, new_axis)`."
         )
-    names = _names(seq_of_zeros)
-    return wrap(_poly_kernel(_poly, "poly", (names,), names).call(_coefficients("poly", seq_of_zeros)), names)
+    return _of_one(_poly, "poly", seq_of_zeros)
 
 
 def _poly(zeros: jax.Array) -> jax.Array:
@@ -216,7 +197,6 @@ def roots(p: PolynomialLike, *, strip_zeros: bool = True) -> NamedArray:
     """Compute the roots of a polynomial.
 
     Arguments:
-        p: a polynomial.
         strip_zeros: leave out leading coefficients that are zero, so that the polynomial has its true degree. The
             number of roots then depends on the values, so that this cannot be traced. If False, the leading coefficient
             must not be zero.
@@ -224,11 +204,11 @@ def roots(p: PolynomialLike, *, strip_zeros: bool = True) -> NamedArray:
     >>> axn.poly.roots(axn.named([0., 1., -3., 2.], "x"))
     NamedArray(complex64[x=2], [2.+0.j 1.+0.j])
     """
-    names, coefficients = _names(p), _coefficients("roots", p)
+    coefficients = _coefficients("roots", p)
     start, stop = 0, coefficients.shape[0]
     if strip_zeros:
         start, stop = _nonzero_span("roots", coefficients, "Pass strip_zeros=False where the leading one is not zero.")
-    return wrap(_poly_kernel(_roots, "roots", (names,), names, (start, stop)).call(coefficients), names)
+    return _of_one(_roots, "roots", p, start, stop)
 
 
 def _roots(p: jax.Array, start: int, stop: int) -> jax.Array:
@@ -239,13 +219,9 @@ def _roots(p: jax.Array, start: int, stop: int) -> jax.Array:
 
 
 def trim_zeros(p: PolynomialLike, trim: str = "fb") -> NamedArray:
-    """Remove zeros in front of or behind the coefficients.
+    """Remove zeros in front of the coefficients (`trim` is "f"), behind them ("b") or both ("fb").
 
     The number of coefficients left depends on the values, so that this cannot be traced.
-
-    Arguments:
-        p: a polynomial.
-        trim: where to trim: "f" in front, "b" behind, "fb" both.
 
     >>> axn.poly.trim_zeros(axn.named([0., 1., 2., 0.], "x"))
     NamedArray(float32[x=2], [1. 2.])
@@ -253,12 +229,12 @@ def trim_zeros(p: PolynomialLike, trim: str = "fb") -> NamedArray:
     ends = trim.lower()
     if not ends or set(ends) - {"f", "b"}:
         raise ValueError(f"trim_zeros: `trim` is 'f', 'b' or 'fb', got {trim!r}.")
-    names, coefficients = _names(p), _coefficients("trim_zeros", p)
+    coefficients = _coefficients("trim_zeros", p)
     start, stop = _nonzero_span("trim_zeros", coefficients, "Trim before tracing.")
     if start < stop:
         start = start if "f" in ends else 0
         stop = stop if "b" in ends else coefficients.shape[0]
-    return wrap(_poly_kernel(_span, "trim_zeros", (names,), names, (start, stop)).call(coefficients), names)
+    return _of_one(_span, "trim_zeros", p, start, stop)
 
 
 def _span(p: jax.Array, start: int, stop: int) -> jax.Array:
@@ -295,9 +271,7 @@ def polyfit(
 
     Arguments:
         x: the coordinates of the points, along one axis.
-        y: the values at the points, along the same axis and any
-            others.
-        deg: the degree of the polynomial.
+        y: the values at the points, along the same axis and any others.
         rcond: singular values below this fraction of the largest count as zero.
         full: return the residuals, rank, singular values and `rcond` as well. They are raw arrays, except for residuals
             along further axes of `y`.
@@ -365,7 +339,7 @@ def _polyfit_kernel(
             return coefficients, _kernels.transpose_to(each, (point, f"{point}_cov", *others), covariance)
         return coefficients
 
-    return make_along_kernel("polyfit", positional, in_names, out_names, x_names)
+    return _kernels.make_along_kernel("polyfit", positional, in_names, out_names, x_names)
 
 
 def _inexact(x: jax.Array) -> jax.Array:

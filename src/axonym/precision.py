@@ -28,13 +28,7 @@ __all__ = ["Policy", "get_policy", "mixed_precision"]
 
 T = TypeVar("T")
 
-_SHORT = {
-    "bf16": "bfloat16",
-    "f16": "float16",
-    "f32": "float32",
-    "f64": "float64",
-    "full": "float32",
-}
+_SHORT = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "full": "float32"}
 _PARTS = {"params": "params", "param": "params", "p": "params"}
 _PARTS |= {"compute": "compute", "c": "compute", "output": "output", "o": "output"}
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -43,11 +37,6 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """The dtypes of a model's parameters, of its computations and of its results.
-
-    Arguments:
-        param_dtype: the dtype of parameters.
-        compute_dtype: the dtype that a model computes in.
-        output_dtype: the dtype of its results.
 
     >>> policy = axn.precision.Policy(jnp.float32, jnp.bfloat16, jnp.float32)
     >>> print(policy)
@@ -69,9 +58,6 @@ class Policy:
         The parts can be written `p`, `c` and `o`, the dtypes `f32`, `bf16`, `f16`, `full` and `half`, which is bfloat16
         on TPU and float16 elsewhere. By default, `params` is float32, `compute` is `params`, and `output` is `compute`.
         A single dtype stands for all three.
-
-        Arguments:
-            text: the string.
 
         >>> print(axn.precision.Policy.parse("c=bf16"))
         params=float32,compute=bfloat16,output=bfloat16
@@ -121,9 +107,6 @@ class Policy:
     def with_output_dtype(self, output_dtype: Any) -> Policy:
         """Return the policy with another dtype of results.
 
-        Arguments:
-            output_dtype: the dtype.
-
         >>> print(axn.precision.Policy.parse("c=bf16").with_output_dtype("float32"))
         params=float32,compute=bfloat16,output=float32
         """
@@ -136,13 +119,7 @@ class Policy:
 def get_policy(
     policy: str | Policy | None = None, *, params: Any = None, compute: Any = None, output: Any = None
 ) -> Policy:
-    """Make a policy from a string, from keywords, or from both; keywords override the string.
-
-    Arguments:
-        policy: a string as in `Policy.parse`, or a policy.
-        params: the dtype of parameters.
-        compute: the dtype that a model computes in; by default the dtype of parameters.
-        output: the dtype of its results; by default the dtype that it computes in.
+    """Make a policy from a string, from keywords with the same defaults, or from both; keywords override the string.
 
     >>> print(axn.precision.get_policy(compute=jnp.bfloat16, output="float32"))
     params=float32,compute=bfloat16,output=float32
@@ -160,11 +137,8 @@ def mixed_precision(policy: str | Policy, fn: Callable[..., Any] | None = None) 
     """Cast the arguments of a function to the compute dtype of a policy, and its results to the output dtype.
 
     The function can be a method: a model's `__call__` then casts the model too. To compile the result, put
-    `axonym.named_jit` around it. Gradients with respect to the arguments have the dtypes of the arguments.
-
-    Arguments:
-        policy: a policy, or a string as in `Policy.parse`.
-        fn: the function. Without it, `mixed_precision` is a decorator.
+    `axonym.named_jit` around it. Gradients with respect to the arguments have the dtypes of the arguments. Without a
+    function, this is a decorator.
 
     >>> @axn.named_jit
     ... @axn.precision.mixed_precision("params=float32,compute=bfloat16,output=float32")

@@ -29,11 +29,10 @@ from . import _errors
 from ._mesh_axes import explicit_mesh
 from .array import NamedArray, NamedOrNumeric, resolve, wrap
 from .axis import Axis, AxisSelector, Names
-from .ops._index_plan import Item, SliceSpec, make_plan
+from .ops._index_plan import Item, SliceSpec, ds, make_plan
 from .ops._operands import require_named
 from .ops.broadcasting import broadcast_to
-from .ops.dynamic_slice import ds
-from .ops.slicing import updated_slice
+from .ops.updating import updated_slice
 
 __all__ = ["NamedRef", "freeze", "get", "new_ref", "swap"]
 
@@ -155,8 +154,7 @@ class NamedRef:
     def slice(self, selector: Mapping[Any, Any]) -> NamedRef:
         """Return a view: a reference to a slice of the same memory.
 
-        Arguments:
-            selector: an integer, a slice or `ds(start, size)` for each axis to index.
+        The selector has an integer, a slice or `ds(start, size)` for each axis to index.
 
         >>> ref = axn.new_ref(axn.zeros({"x": 3}))
         >>> view = ref.slice({"x": slice(1, 3)})
@@ -297,9 +295,6 @@ def _ref_to_all(ref: Any, names: Names) -> NamedRef:
 def new_ref(value: NamedArray) -> NamedRef:
     """Make a mutable copy of a named array.
 
-    Arguments:
-        value: the initial value.
-
     >>> axn.new_ref(axn.zeros({"x": 3}))
     NamedRef(float32[x=3])
     """
@@ -312,9 +307,6 @@ def new_ref(value: NamedArray) -> NamedRef:
 def freeze(ref: NamedRef) -> NamedArray:
     """Return the value of a reference as an array, and invalidate the reference and all its views.
 
-    Arguments:
-        ref: a reference or a view.
-
     >>> axn.freeze(axn.new_ref(axn.zeros({"x": 2})))
     NamedArray(float32[x=2], [0. 0.])
     """
@@ -324,10 +316,6 @@ def freeze(ref: NamedRef) -> NamedArray:
 def get(ref: NamedRef, idx: SliceSpec | EllipsisType = ...) -> NamedArray:
     """Read an index of a reference: `ref[idx]`.
 
-    Arguments:
-        ref: a named reference.
-        idx: the index of the elements.
-
     >>> axn.get(axn.new_ref(axn.ones({"x": 2})), {"x": 0})
     NamedArray(float32[], 1.)
     """
@@ -336,11 +324,6 @@ def get(ref: NamedRef, idx: SliceSpec | EllipsisType = ...) -> NamedArray:
 
 def swap(ref: NamedRef, idx: SliceSpec | EllipsisType, value: NamedOrNumeric) -> NamedArray:
     """Write to an index of a reference, and return the old values.
-
-    Arguments:
-        ref: a named reference.
-        idx: the index of the elements.
-        value: the new values.
 
     >>> ref = axn.new_ref(axn.ones({"x": 2}))
     >>> axn.swap(ref, {"x": 0}, 5.0), ref[...]

@@ -139,7 +139,10 @@ def _on_one_device(check: _Check, draw: _Draw, mesh: Mapping[str, int], draws: i
 
 
 def _meshes(axes: Sequence[str]) -> list[dict[str, int]]:
-    shapes = _shapes(jax.device_count(), len(axes))
+    """List the meshes of several devices whose number divides the number there is."""
+    devices = jax.device_count()
+    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    shapes = [s for s in itertools.product(divisors, repeat=len(axes)) if devices % math.prod(s) == 0]
     return [dict(zip(axes, shape, strict=True)) for shape in shapes if math.prod(shape) > 1]
 
 
@@ -171,14 +174,6 @@ class _Draw:
                 fitting = [c for c in candidates if self.sizes[name] % math.prod(mesh[a] for a in c) == 0]
                 mapping[name] = self._rng.choice(fitting)
             yield _Placement(mesh, frozenset(explicit), mapping)
-
-
-def _shapes(devices: int, rank: int) -> list[tuple[int, ...]]:
-    """List the shapes of meshes whose number of devices divides the number there is."""
-    if rank == 0:
-        return [()]
-    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-    return [(n, *rest) for n in divisors for rest in _shapes(devices // n, rank - 1)]
 
 
 class _Check:

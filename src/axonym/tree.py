@@ -2,7 +2,8 @@
 
 A named array is a tree with one leaf, its raw array. So everything that works on trees works on named arrays too:
 `jax.tree.map`, optimisers and `equinox.partition` apply their function to the raw array and keep the names. The
-functions here are for code that needs the names: to them, a named array is a leaf.
+functions here are for code that needs the names: to them, a named array is a leaf. Their arguments are those of
+`jax.tree`; `is_leaf` says what else counts as a leaf.
 
 >>> model = {"w": axn.ones({"embed": 2}), "b": jnp.zeros(3)}
 >>> jax.tree.map(jnp.shape, model)["w"].array
@@ -61,7 +62,7 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -
 
     Arguments:
         fn: the function, from a leaf of each tree to a leaf of the result.
-        tree: a tree.
+        tree: the first tree.
         *rest: more trees of the same structure, or of which it is a prefix.
         is_leaf: what else counts as a leaf.
 
@@ -74,12 +75,6 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -
 def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -> Any:
     """Apply a function to the path and the value of every leaf, with named arrays as leaves.
 
-    Arguments:
-        fn: the function, from the path and a leaf of each tree to a leaf of the result.
-        tree: a tree.
-        *rest: more trees of the same structure, or of which it is a prefix.
-        is_leaf: what else counts as a leaf.
-
     >>> axn.tree.map_with_path(lambda path, x: jax.tree_util.keystr(path), {"w": axn.ones({"in": 2})})
     {'w': "['w']"}
     """
@@ -89,10 +84,6 @@ def map_with_path(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf
 def flatten(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], Any]:
     """Return the leaves of a tree, with named arrays as leaves, and its structure.
 
-    Arguments:
-        tree: a tree.
-        is_leaf: what else counts as a leaf.
-
     >>> axn.tree.flatten([1, axn.ones({"in": 2})])
     ([1, NamedArray(float32[in=2], [1. 1.])], PyTreeDef([*, *]))
     """
@@ -101,10 +92,6 @@ def flatten(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[Any], Any]:
 
 def flatten_with_path(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[tuple[Any, Any]], Any]:
     """Return the leaves of a tree with their paths, with named arrays as leaves, and its structure.
-
-    Arguments:
-        tree: a tree.
-        is_leaf: what else counts as a leaf.
 
     >>> found, structure = axn.tree.flatten_with_path({"w": axn.ones({"in": 2})})
     >>> [jax.tree_util.keystr(path) for path, leaf in found], structure
@@ -116,10 +103,6 @@ def flatten_with_path(tree: Any, is_leaf: IsLeaf = None) -> tuple[list[tuple[Any
 def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
     """Build a tree from a structure and leaves.
 
-    Arguments:
-        treedef: the structure, from `flatten` or `structure`.
-        leaves: a value for each leaf.
-
     >>> axn.tree.unflatten(axn.tree.structure({"w": axn.ones({"in": 2})}), ["instead"])
     {'w': 'instead'}
     """
@@ -128,10 +111,6 @@ def unflatten(treedef: Any, leaves: Iterable[Any]) -> Any:
 
 def leaves(tree: Any, is_leaf: IsLeaf = None) -> list[Any]:
     """Return the leaves of a tree, with named arrays as leaves.
-
-    Arguments:
-        tree: a tree.
-        is_leaf: what else counts as a leaf.
 
     >>> axn.tree.leaves({"w": axn.ones({"in": 2}), "n": 3})
     [3, NamedArray(float32[in=2], [1. 1.])]
@@ -142,10 +121,6 @@ def leaves(tree: Any, is_leaf: IsLeaf = None) -> list[Any]:
 def leaves_with_path(tree: Any, is_leaf: IsLeaf = None) -> list[tuple[Any, Any]]:
     """Return the leaves of a tree with their paths, with named arrays as leaves.
 
-    Arguments:
-        tree: a tree.
-        is_leaf: what else counts as a leaf.
-
     >>> [(jax.tree_util.keystr(path), str(x)) for path, x in axn.tree.leaves_with_path({"w": axn.ones({"in": 2})})]
     [("['w']", 'float32[in=2]')]
     """
@@ -154,10 +129,6 @@ def leaves_with_path(tree: Any, is_leaf: IsLeaf = None) -> list[tuple[Any, Any]]
 
 def structure(tree: Any, is_leaf: IsLeaf = None) -> Any:
     """Return the structure of a tree, with named arrays as leaves.
-
-    Arguments:
-        tree: a tree.
-        is_leaf: what else counts as a leaf.
 
     >>> axn.tree.structure({"w": axn.ones({"in": 2})})
     PyTreeDef({'w': *})
@@ -205,13 +176,7 @@ def scan_aware_map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLea
     """Apply a function to every leaf, and to each layer's slice of the leaves of stacked layers.
 
     The leaves that the function gets from a `LayerStack` do not have the axis along which the layers are stacked; with
-    nested stacks, they have neither axis. Without stacks, this is `map`.
-
-    Arguments:
-        fn: the function, from a leaf of each tree to a leaf of the result.
-        tree: a tree.
-        *rest: more trees of the same structure.
-        is_leaf: what else counts as a leaf, which can be a stack.
+    nested stacks, they have neither axis. Without stacks, this is `map`. `is_leaf` can make a stack a leaf.
 
     >>> axn.tree.scan_aware_map(lambda x: x * 2, [axn.ones({"in": 2})])
     [NamedArray(float32[in=2], [2. 2.])]
@@ -244,9 +209,7 @@ def resize_axis(tree: Any, old_axis: AxisSelector, new_size: int, key: jax.Array
     If a module also stores the axis in a static field, that field keeps the old axis.
 
     Arguments:
-        tree: a tree; at least one of its named arrays must have the axis.
         old_axis: the axis. If it has a size, every array must have that size.
-        new_size: the new size.
         key: a random key for the new elements; None makes all of them the mean.
 
     >>> axn.tree.resize_axis({"w": axn.arange(axn.Axis("vocab", 3)) * 1.0}, "vocab", 5)
@@ -295,10 +258,6 @@ def _resized(x: NamedArray, old: Axis, new: Axis, key: jax.Array | None) -> Name
 def hashable_partition(tree: Any, filter_spec: Any) -> tuple[Any, Any]:
     """Partition a tree as `equinox.partition` does, into dynamic leaves and a hashable static part.
 
-    Arguments:
-        tree: a tree.
-        filter_spec: the dynamic leaves: a function of a leaf, or a tree prefix of booleans.
-
     >>> import equinox as eqx
     >>> dynamic, static = axn.tree.hashable_partition({"w": axn.ones({"in": 2}), "fn": jnp.tanh}, eqx.is_array)
     >>> dynamic
@@ -310,7 +269,8 @@ def hashable_partition(tree: Any, filter_spec: Any) -> tuple[Any, Any]:
 
     dynamic, static = eqx.partition(tree, filter_spec)
     _, spec = _tree_spec.flatten(static, (), named=False)
-    wrong = [f"{_path(path)} ({type(x).__name__})" for path, x in jax.tree.leaves_with_path(static) if not _hashable(x)]
+    leaves = jax.tree.leaves_with_path(static)
+    wrong = [f"{_path(path)} ({type(x).__name__})" for path, x in leaves if not _tree_spec.is_hashable(x)]
     if wrong:
         raise TypeError(f"hashable_partition: {', '.join(wrong)} cannot be hashed, so it cannot be static.")
     return dynamic, spec
@@ -320,20 +280,8 @@ def _path(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/") or "the tree"
 
 
-def _hashable(x: Any) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
-
-
 def hashable_combine(dynamic: Any, static: Any) -> Any:
     """Undo `hashable_partition`.
-
-    Arguments:
-        dynamic: the dynamic part.
-        static: the static part.
 
     >>> import equinox as eqx
     >>> parts = axn.tree.hashable_partition({"w": axn.ones({"in": 2}), "n": 3}, eqx.is_array)
@@ -349,11 +297,7 @@ def hashable_combine(dynamic: Any, static: Any) -> Any:
 
 
 def maybe_rng_split(key: jax.Array | None, num: int = 2) -> Any:
-    """Split a random key, or return a list of None if there is no key.
-
-    Arguments:
-        key: a random key, or None.
-        num: the number of keys. For one, the key itself is returned, not a split of it.
+    """Split a random key, or return a list of None if there is no key. A single key is returned unsplit.
 
     >>> axn.tree.maybe_rng_split(None, 2)
     [None, None]

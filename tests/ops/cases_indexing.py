@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import axonym as axn
-from axonym.ops.slicing import updated_slice
+from axonym.ops.updating import updated_slice
 from tests.ops.case import Case, Operand, f, of
 
 BPE = ("batch", "pos", "embed")
@@ -306,7 +306,7 @@ LOOKUPS = [
         grad=False,
     ),
     _case(
-        "ops.slicing.updated_slice",
+        "ops.updating.updated_slice",
         "",
         (X, f("embed", "pos"), POSITION),
         lambda x, y, i: (
@@ -324,7 +324,7 @@ LOOKUPS = [
         (BPE,) * 3,
     ),
     _case(
-        "ops.slicing.updated_slice",
+        "ops.updating.updated_slice",
         "of each element",
         (X, f("batch", "pos", "embed"), of("index", "batch")),
         lambda x, y, i: updated_slice(x, {"pos": i}, y["pos", 0:2]),

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
-from axonym.ops.slicing import updated_slice
+from axonym.ops.updating import updated_slice
 from tests.helpers import assert_named, spec
 
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = .*?\s([a-z][a-z0-9-]*)\(", re.MULTILINE)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import axonym as axn
-from axonym.ops.slicing import updated_slice
+from axonym.ops.updating import updated_slice
 from tests.helpers import assert_named, compilations
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

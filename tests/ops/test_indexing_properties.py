@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 
 import axonym as axn
-from axonym.ops.slicing import updated_slice
+from axonym.ops.updating import updated_slice
 
 SIZES = {"a": 2, "b": 3, "c": 4, "d": 2, "e": 3}
 NAMES = tuple(SIZES)

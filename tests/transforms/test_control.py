@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import Mesh
 
 import axonym as axn
-from axonym.transforms.associative import associative_scan
 from axonym.transforms.control import cond, fori_loop, switch, while_loop
+from axonym.transforms.scan import associative_scan
 from axonym.transforms.vmap import vmap
 from tests.helpers import assert_named, compilations, spec
 

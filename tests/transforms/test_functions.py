@@ -19,10 +19,9 @@ from jax.sharding import Mesh
 import axonym as axn
 from axonym import _function_cache, random
 from axonym.custom_partitioning import partitioned
-from axonym.transforms.associative import associative_scan
 from axonym.transforms.control import cond, while_loop
 from axonym.transforms.lift import lift
-from axonym.transforms.scan import fold, map, scan
+from axonym.transforms.scan import associative_scan, fold, map, scan
 from tests.helpers import assert_named, compilations, spec
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -22,7 +22,7 @@ from ..axis import (
 )
 from .._parsing import parse
 from ..ops.rearranging import rearrange as _rearrange
-from ..ops.slicing import updated_slice as _updated_slice
+from ..ops.updating import updated_slice as _updated_slice
 from ..typing import (
     AxisSelection as AxisSelection, AxisSelector as AxisSelector, AxisSpec as AxisSpec,
     GatherScatterModeStr as GatherScatterModeStr, IntScalar as IntScalar, NamedArrayAxes as NamedArrayAxes,

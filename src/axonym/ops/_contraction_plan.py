@@ -36,17 +36,6 @@ class _Term(NamedTuple):
     array: jax.Array
 
 
-def make_contraction_kernel(plan: Plan) -> _kernels.Kernel:
-    """Make a kernel for a contraction with `jax.lax.dot_general`."""
-
-    def positional(*arrays):
-        return contract(plan, arrays, jax.lax.dot_general)
-
-    return _kernels.make_kernel(
-        plan.what, positional, plan.in_names, plan.out_names, mesh_aware=True, selection=plan.sized
-    )
-
-
 def contract_with(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGeneral) -> jax.Array:
     """Contract with another `dot_general`. It may hold arrays, so nothing about it is cached."""
     _kernels.check_operands(plan.what, plan.in_names, arrays)

@@ -6,10 +6,11 @@ operands. `IndexLayout` works out from the items and the names alone how index a
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import EllipsisType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,54 @@ from jax.core import Tracer
 from .. import _errors, _kernels
 from ..array import NamedArray
 from ..axis import Axis, Names, name_of
-from .dynamic_slice import ds
 
 NamedIndex: TypeAlias = Any
 """The index of one axis: see `axonym.ops.indexing`."""
 SliceSpec: TypeAlias = Mapping[Any, NamedIndex] | tuple[Any, ...] | EllipsisType
+
+
+class ds:
+    """A slice with a known size whose start may be traced.
+
+    Arguments:
+        start: the first index.
+        length: the number of elements, or an axis of that size.
+
+    >>> x = axn.arange(axn.Axis("x", 8))
+    >>> jax.jit(lambda i: x["x", axn.ds(i, 3)])(2)
+    NamedArray(int32[x=3], [2 3 4])
+    """
+
+    __slots__ = ("size", "start")
+
+    must_fit: ClassVar[bool] = True
+    """A slice that does not fit its axis is an error. If False, zeros are read outside and nothing is written."""
+
+    def __init__(self, start: Any, length: int | Axis):
+        self.start = start
+        self.size = length.size if isinstance(length, Axis) else operator.index(length)
+        if self.size < 0:
+            raise ValueError(f"ds: a length cannot be negative, got {self.size}.")
+
+    def to_slice(self) -> slice:
+        """Return the same slice as a Python slice.
+
+        >>> axn.ds(2, 3).to_slice()
+        slice(2, 5, None)
+        """
+        return slice(self.start, self.start + self.size)
+
+    @classmethod
+    def block(cls, idx: Any, size: int) -> Self:
+        """Make the slice of the `idx`-th block of `size` elements.
+
+        >>> axn.arange(axn.Axis("x", 8))["x", axn.ds.block(1, 4)]
+        NamedArray(int32[x=4], [4 5 6 7])
+        """
+        return cls(idx * size, size)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.start}, {self.size})"
 
 
 class Item(NamedTuple):
@@ -42,7 +86,7 @@ class Item(NamedTuple):
     kind: str
     static: Any = None
     padded: bool = False
-    """Whether elements outside of the axis are read as zeros."""
+    """True if elements outside of the axis are read as zeros."""
 
     @property
     def operand_names(self) -> Names | None:
@@ -241,8 +285,33 @@ def _positions_of_mask(name: str, mask: Any, names: Names, size: int) -> Any:
     return np.flatnonzero(np.asarray(mask)).astype(np.int32)
 
 
+def cut_block(a: jax.Array, names: Names, items: Sequence[Item], operands: Mapping[Item, jax.Array]) -> jax.Array:
+    """Apply integers and slices: one static slice, one dynamic slice, and the axes of the integers squeezed away."""
+    static = {
+        i.name: i.static if i.kind == "slice" else (i.static, i.static + 1, 1) for i in items if i not in operands
+    }
+    if static:
+        bounds = [static.get(n, (0, size, 1)) for n, size in zip(names, a.shape, strict=True)]
+        if all(step > 0 for _, _, step in bounds):
+            a = jax.lax.slice(a, *zip(*((b, max(b, e), s) for b, e, s in bounds), strict=True))
+        else:
+            a = a[tuple(slice(b, None if e < 0 else e, s) for b, e, s in bounds)]
+    if operands:
+        starts: list[Any] = [np.int32(0)] * a.ndim
+        sizes = list(a.shape)
+        for item in items:
+            if item in operands:
+                position = names.index(item.name)
+                starts[position] = operands[item]
+                sizes[position] = 1 if item.kind == "dynamic at" else item.static
+        dtype = jnp.result_type(*(s.dtype for s in starts))
+        a = jax.lax.dynamic_slice(a, [jnp.asarray(s, dtype) for s in starts], sizes)
+    gone = [names.index(i.name) for i in items if i.kind in ("at", "dynamic at")]
+    return jax.lax.squeeze(a, gone) if gone else a
+
+
 class IndexLayout:
-    """How an index applies to an array, worked out from names alone.
+    """The way an index applies to an array, worked out from names alone.
 
     The axes of index arrays are either shared with the array (batch dimensions, mapped over with `vmap`) or new (they
     take the place of the first axis indexed by one). Inside the `vmap`, plain NumPy indexing does the work. There are

@@ -82,12 +82,7 @@ class TypedReduction(Protocol):
 
 class _BoundSpreadReduction(Protocol):
     def __call__(
-        self,
-        axis: AxisSelection | None = None,
-        *,
-        where: NamedArray | None = None,
-        ddof: int = 0,
-        dtype: Any = None,
+        self, axis: AxisSelection | None = None, *, where: NamedArray | None = None, ddof: int = 0, dtype: Any = None
     ) -> NamedArray: ...
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from .. import _errors
+from .. import _errors, _kernels
+from .._errors import distinct
 from ..array import NamedArray
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
 
@@ -104,13 +105,6 @@ def replaced(what: str, names: Names, old: str, new: Sequence[AxisSelector]) -> 
     return distinct(what, tuple(m for n in names for m in ([name_of(s) for s in new] if n == old else [n])))
 
 
-def distinct(what: str, names: Names) -> Names:
-    """Return the names, which must all be different."""
-    if len(set(names)) != len(names):
-        raise ValueError(_errors.duplicate_names(what, names))
-    return names
-
-
 def require_subset(what: str, argument: str, inner: Names, outer: Names, way_out: str = "") -> None:
     """Check that an operand has no axes that the array lacks."""
     extra = [n for n in inner if n not in outer]
@@ -131,6 +125,14 @@ def only_axis(what: str, array: NamedArray, axis: AxisSelector | None) -> AxisSe
             f"`array.flatten('name')`."
         )
     return array.names[0]
+
+
+def apply_along(fn: Callable[..., Any], what: str, array: NamedArray, axis: AxisSelector, **options: Any) -> NamedArray:
+    """Apply a function along one axis, which stays. The options are static; those that are None are left out."""
+    require_named(what, array)
+    given = {name: value for name, value in options.items() if value is not None}
+    axis = _kernels.one_selector(what, axis)
+    return _kernels.axis_kernel(fn, what, array.names, axis, tuple(given), *given.values()).apply(array.array)
 
 
 def dtype_key(dtype: Any) -> Any:

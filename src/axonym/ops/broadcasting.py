@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from ..array import NamedArray, NamedOrNumeric, wrap, wrap_result
+from ..array import NamedArray, NamedOrNumeric, wrap_result
 from ..axis import Axis, AxisSpec, Names, axes_of_spec
 from ._operands import distinct, operand, require_named
 
@@ -26,8 +26,6 @@ def broadcast_to(
     """Broadcast an array to the given axes, in their order.
 
     Arguments:
-        a: a named array or a scalar.
-        axes: the axes of the result, with sizes.
         ensure_order: False keeps the layout of the array, with the axes that it lacks in front.
         enforce_no_extra_axes: False lets the array keep axes that are not among `axes`. If it has any, it
             keeps its layout too.
@@ -37,24 +35,18 @@ def broadcast_to(
     """
     array, names = operand(a)
     spec = axes_of_spec(_kernels.hashable(axes), "broadcast_to")
-    kernel = _broadcast_kernel("broadcast_to", names, spec, ensure_order, enforce_no_extra_axes)
-    return wrap(kernel.call(array), kernel.names)
+    return _broadcast_kernel("broadcast_to", names, spec, ensure_order, enforce_no_extra_axes).apply(array)
 
 
 def broadcast_axis(a: NamedOrNumeric, axis: AxisSpec) -> NamedArray:
-    """Add axes to an array, in front of its own.
-
-    Arguments:
-        a: a named array or a scalar.
-        axis: one axis or several, with sizes. Axes that the array has already keep their positions.
+    """Add axes to an array, in front of its own; those that it has already keep their positions.
 
     >>> axn.broadcast_axis(axn.named([1, 2], "x"), axn.Axis("y", 3))
     NamedArray(int32[y=3, x=2], [[1 2] [1 2] [1 2]])
     """
     array, names = operand(a)
     spec = axes_of_spec(_kernels.hashable(axis), "broadcast_axis")
-    kernel = _broadcast_kernel("broadcast_axis", names, spec, False, False)
-    return wrap(kernel.call(array), kernel.names)
+    return _broadcast_kernel("broadcast_axis", names, spec, False, False).apply(array)
 
 
 def broadcast_arrays(
@@ -90,10 +82,7 @@ def broadcast_arrays(
 
 
 def meshgrid(*arrays: NamedArray) -> tuple[NamedArray, ...]:
-    """Make the coordinates of a grid: each array has one axis and is broadcast to those of all arrays, in order.
-
-    Arguments:
-        *arrays: named arrays of one axis each, with different names.
+    """Make the coordinates of a grid: arrays of one axis each are broadcast to the axes of all of them, in order.
 
     >>> x, y = axn.meshgrid(axn.named([1, 2], "x"), axn.named([3, 4, 5], "y"))
     >>> y
@@ -102,8 +91,7 @@ def meshgrid(*arrays: NamedArray) -> tuple[NamedArray, ...]:
     if not arrays:
         return ()
     every = tuple(require_named("meshgrid", x).names for x in arrays)
-    kernel = _meshgrid_kernel(every)
-    return wrap_result(kernel.call(*(x.array for x in arrays)), kernel.names)
+    return _meshgrid_kernel(every).apply(*(x.array for x in arrays))
 
 
 # --- kernels ---

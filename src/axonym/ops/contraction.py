@@ -1,24 +1,26 @@
 """Products of arrays, summed over some of their axes.
 
-`dot` takes the axes to sum over; `einsum` (in `axonym.ops.einsum`) takes an equation. Both use `jax.lax.dot_general`,
-two operands at a time, in the order that costs least if there are more. By default the result has the axes of the first
-operand in order, then those that only the others have.
+`dot` takes the axes to sum over, `einsum` an equation of input and output axes. Both use `jax.lax.dot_general`, two
+operands at a time, in the order that costs least if there are more. By default the result has the axes of the first
+operand in order, then those that only the others have. On Explicit mesh axes, the output sharding of each product is
+decided by `axonym._output_sharding.infer_output_spec`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import EllipsisType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .. import _errors, _kernels
+from .. import _errors, _kernels, _parsing
+from .._parsing import Dots, Expression, Group, Name, Place, Term
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, rearrange_for_partial_order, selectors
-from ._contraction_plan import DotGeneral, Plan, contract_with, make_contraction_kernel
-from ._operands import dtype_key
+from ._contraction_plan import DotGeneral, Plan, contract, contract_with
+from ._operands import dtype_key, require_named
 
 
 class _Required:
@@ -40,7 +42,6 @@ def dot(
     """Multiply arrays and sum over some axes. Axes of the same name are matched; all other axes are kept.
 
     Arguments:
-        *arrays: named arrays.
         axis: the axes to sum over; None for all of them, `()` for none.
         precision: as in `jax.lax.dot_general`.
         preferred_element_type: the dtype to accumulate in and return.
@@ -67,16 +68,30 @@ def dot(
         out_axes = (out_axes,) if isinstance(out_axes, (str, Axis)) else tuple(out_axes)
     if preferred_element_type is not None:
         preferred_element_type = dtype_key(preferred_element_type)
+    return _contract(_dot_plan, (names, axis, out_axes, precision, preferred_element_type), raw, dot_general)
+
+
+def _contract(
+    make_plan: Callable[..., Plan], key: tuple[Any, ...], arrays: Sequence[Any], dot_general: DotGeneral
+) -> NamedArray:
+    """Contract as the plan for a key says, which is made once."""
     if dot_general is jax.lax.dot_general:
-        kernel = _dot_kernel(names, axis, out_axes, precision, preferred_element_type)
-        return wrap(kernel.call(*raw), kernel.names)
-    plan = _dot_plan(names, axis, out_axes, precision, preferred_element_type)
-    return wrap(contract_with(plan, raw, dot_general), plan.out_names)
+        kernel = _contraction_kernel(make_plan, *key)
+        return wrap(kernel.call(*arrays), kernel.names)
+    plan = make_plan(*key)
+    return wrap(contract_with(plan, arrays, dot_general), plan.out_names)
 
 
 @_kernels.cached
-def _dot_kernel(*key: Any) -> _kernels.Kernel:
-    return make_contraction_kernel(_dot_plan(*key))
+def _contraction_kernel(make_plan: Callable[..., Plan], *key: Any) -> _kernels.Kernel:
+    plan = make_plan(*key)
+
+    def positional(*arrays):
+        return contract(plan, arrays, jax.lax.dot_general)
+
+    return _kernels.make_kernel(
+        plan.what, positional, plan.in_names, plan.out_names, mesh_aware=True, selection=plan.sized
+    )
 
 
 def _dot_plan(
@@ -139,3 +154,172 @@ def _ordered(kept: Names, out_axes: tuple[Any, ...]) -> Names:
     if len({*named}) < len(named):
         raise ValueError(f"dot: out_axes names an axis twice: {_errors.describe_axes(map(str, wanted))}.")
     return rearrange_for_partial_order(wanted, kept)
+
+
+# --- einsum ---
+
+
+def einsum(
+    equation: str,
+    *arrays: NamedArray,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    dot_general: DotGeneral = jax.lax.dot_general,
+    **axis_aliases: AxisSelector,
+) -> NamedArray:
+    """Multiply arrays and sum over every axis that the output does not have.
+
+    The input is written in one of three ways:
+
+    - in order, a term for each array, `"batch h d, d -> batch h"`. The words need not be the names of the axes, but one
+      word must mean one axis name throughout;
+    - by name, in braces and once for all arrays, `"{h d} -> h"`. Axes not in the braces are kept, in place of the `...`
+      in the output, or in front;
+    - not at all, `"-> batch h"`: all other axes are summed over.
+
+    `...` stands for the axes that are not named, each matched by name; the output has them only if it has a `...`.
+
+    Arguments:
+        equation: the axes of the operands, `->`, and the axes of the result in order.
+        **axis_aliases: the axis that a word of the equation stands for. All other options are those of `dot`.
+
+    >>> x, w = axn.ones({"batch": 2, "embed": 3}), axn.ones({"embed": 3, "mlp": 4})
+    >>> axn.einsum("b e, e m -> b m", x, w).shape
+    {'batch': 2, 'mlp': 4}
+    >>> axn.einsum("{E mlp} -> mlp", x, w, E="embed").shape
+    {'batch': 2, 'mlp': 4}
+    >>> axn.einsum("-> mlp", x, w)
+    NamedArray(float32[mlp=4], [6. 6. 6. 6.])
+    """
+    if not isinstance(equation, str):
+        raise TypeError(f"einsum: the equation comes first, as a string, got {type(equation).__name__}.")
+    if not arrays:
+        raise TypeError("einsum: expected at least one NamedArray.")
+    names, dtype = tuple(require_named("einsum", x).names for x in arrays), dtype_key(preferred_element_type)
+    key = equation, names, tuple(axis_aliases.items()), precision, dtype
+    return _contract(_einsum_plan, key, [x.array for x in arrays], dot_general)
+
+
+def _einsum_plan(
+    equation: str,
+    all_names: tuple[Names, ...],
+    aliases: tuple[tuple[str, AxisSelector], ...],
+    precision: Any,
+    preferred_element_type: Any,
+) -> Plan:
+    """Return the contraction that an equation describes."""
+    expression = _parsing.parse("einsum", equation, comma="terms")
+    _no_groups(expression)
+    _aliases_are_used(expression, dict(aliases))
+    meaning = _Meaning(expression, all_names, {word: name_of(a) for word, a in aliases})
+    sized = tuple(a for _, a in aliases if isinstance(a, Axis))
+    return Plan("einsum", all_names, meaning.output(), precision, preferred_element_type, sized)
+
+
+class _Meaning:
+    """The axis that each word of an equation means."""
+
+    def __init__(self, expression: Expression, all_names: Sequence[Names], aliases: Mapping[str, str]):
+        self.expression = expression
+        self.all_names = all_names
+        self.aliases = aliases
+        self.union: Names = tuple(dict.fromkeys(n for names in all_names for n in names))
+        self.axes: dict[str, str] = {}
+        self.rest_is_kept = False
+        lhs = expression.lhs
+        in_braces = next((term for term in lhs if not term.ordered), None)
+        if in_braces is not None:
+            if len(lhs) > 1:
+                expression.fail(in_braces, "one term in braces is for all arrays; there can be no other term.")
+            self.rest = self._bind_by_name(in_braces)
+            self.rest_is_kept = in_braces.dots is None
+        elif len(lhs) == 1 and not lhs[0].elements:
+            self.rest = self._bind_by_name(expression.rhs[0])
+        else:
+            self.rest = self._bind_in_order()
+
+    def output(self) -> Names:
+        """Return the axes of the result."""
+        term, *more = self.expression.rhs
+        if more:
+            self.expression.fail(more[0], "there is one result.")
+        named = {}
+        for word in _words(term):
+            if word.name not in self.axes:
+                known = _errors.describe_axes(self.axes)
+                hint = _errors.suggestion(word.name, self.axes)
+                self.expression.fail(word, f"{word.name!r} is not among the axes of the input {known}.{hint}")
+            named[self.axes[word.name]] = word
+        rest = tuple(n for n in self.rest if n not in named)
+        out: list[str] = [] if term.dots or not self.rest_is_kept else list(rest)
+        for element in term.elements:
+            out += rest if isinstance(element, Dots) else (self.axes[element.name],)  # pyright: ignore[reportAttributeAccessIssue]  # no group
+        if len(set(out)) != len(out):
+            self.expression.fail(term, _errors.duplicate_names("the result", out))
+        return tuple(out)
+
+    def _bind_by_name(self, term: Term) -> Names:
+        """Bind each word to the axis of that name or alias. Return the axes that no word names."""
+        for word in _words(term):
+            name = self.aliases.get(word.name, word.name)
+            if name not in self.union:
+                operands = " and ".join(_errors.describe_axes(n) for n in self.all_names)
+                hint = _errors.suggestion(name, self.union)
+                self.expression.fail(word, f"no array has axis {name!r}; the arrays are {operands}.{hint}")
+            self._bind(word, name)
+        return tuple(n for n in self.union if n not in self.axes.values())
+
+    def _bind_in_order(self) -> Names:
+        """Bind each word to the axis at its position. Return the axes that the ellipses stand for."""
+        lhs = self.expression.lhs
+        if len(lhs) != len(self.all_names):
+            self.expression.fail(
+                Place(lhs[0].start, lhs[-1].stop), f"number of terms: {len(lhs)}, of arrays: {len(self.all_names)}."
+            )
+        rest: list[str] = []
+        for term, names in zip(lhs, self.all_names, strict=True):
+            words = len(term.elements) - (term.dots is not None)
+            if words > len(names) or (term.dots is None and words != len(names)):
+                hint = " Words are separated by spaces." if words < len(names) else ""
+                self.expression.fail(
+                    term, f"number of axes: {words}, for an array with {_errors.describe_axes(names)}.{hint}"
+                )
+            taken = iter(names)
+            for element in term.elements:
+                if isinstance(element, Dots):
+                    rest += [next(taken) for _ in range(len(names) - words)]
+                else:
+                    self._bind(element, next(taken))
+        return tuple(dict.fromkeys(rest))
+
+    def _bind(self, word: Any, name: str) -> None:
+        known = self.axes.setdefault(word.name, self.aliases.get(word.name, name))
+        if known != name:
+            self.expression.fail(
+                word,
+                f"{word.name!r} stands for axis {known!r} elsewhere, but for {name!r} here. One word means one axis; "
+                "rename an axis first if they are meant to be summed over together.",
+            )
+        other = next((w for w, n in self.axes.items() if n == name and w != word.name), None)
+        if other is not None:
+            self.expression.fail(word, f"axis {name!r} is already called {other!r}; one axis has one word.")
+
+
+def _words(term: Term) -> Iterator[Name]:
+    return (e for e in term.elements if isinstance(e, Name))
+
+
+def _no_groups(expression: Expression) -> None:
+    for term in (*expression.lhs, *expression.rhs):
+        for element in term.elements:
+            if isinstance(element, Group):
+                expression.fail(element, "axes are not split or merged here; use rearrange before or after.")
+
+
+def _aliases_are_used(expression: Expression, aliases: Mapping[str, AxisSelector]) -> None:
+    used = {w.name for term in (*expression.lhs, *expression.rhs) for w in _words(term)}
+    unused = [word for word in aliases if word not in used]
+    if unused:
+        listed = ", ".join(repr(w) for w in unused)
+        hints = "".join(_errors.suggestion(w, used) for w in unused)
+        raise TypeError(f"einsum: {listed} is given by keyword but does not appear in {expression.text!r}.{hints}")

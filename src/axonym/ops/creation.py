@@ -11,7 +11,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from .. import _errors, _kernels
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
-from ._op_types import publish
 from ._operands import distinct, dtype_key, one_axis, require_named, scalar
 
 
@@ -32,71 +31,28 @@ def _layout(what: str, spec: Any) -> tuple[Names, tuple[int, ...]]:
 # --- filled ---
 
 
-class Filled(Protocol):
-    """`f(shape, dtype)`: one value everywhere."""
+def zeros(shape: AxisSpec, dtype: Any = None) -> NamedArray:
+    """Make an array of zeros, of JAX's default float by default.
 
-    def __call__(self, shape: AxisSpec, dtype: Any = None) -> NamedArray: ...
-
-
-class FilledLike(Protocol):
-    """`f(a, dtype)`: one value everywhere, with the axes, dtype and sharding of another array."""
-
-    def __call__(self, a: NamedArray, dtype: Any = None) -> NamedArray: ...
-
-
-def _filled(name: str, fn: Callable[..., jax.Array], summary: str, shown: str) -> Filled:
-    def op(shape, dtype=None):
-        names, sizes = _layout(name, _kernels.hashable(shape))
-        return wrap(fn(sizes, dtype), names)
-
-    doc = f"""{summary}
-
-    Arguments:
-        shape: the axes.
-        dtype: the dtype; JAX's default float by default.
-
-    >>> axn.{name}({{"batch": 2, "embed": 2}})
-    NamedArray(float32[batch=2, embed=2], {shown})
+    >>> axn.zeros({"batch": 2, "embed": 2})
+    NamedArray(float32[batch=2, embed=2], [[0. 0.] [0. 0.]])
     """
-    return publish(op, name, __name__, doc)
+    names, sizes = _layout("zeros", _kernels.hashable(shape))
+    return wrap(jnp.zeros(sizes, dtype), names)
 
 
-def _filled_like(name: str, fn: Callable[..., jax.Array], summary: str, shown: str) -> FilledLike:
-    def op(a, dtype=None):
-        _check_rank(name, a)
-        return wrap(fn(a.array, dtype), a.names)
+def ones(shape: AxisSpec, dtype: Any = None) -> NamedArray:
+    """Make an array of ones, of JAX's default float by default.
 
-    doc = f"""{summary}
-
-    Arguments:
-        a: the array that has the axes, dtype and sharding of the result.
-        dtype: another dtype.
-
-    >>> axn.{name}(axn.named([1, 2], "x"))
-    NamedArray(int32[x=2], {shown})
+    >>> axn.ones({"batch": 2, "embed": 2})
+    NamedArray(float32[batch=2, embed=2], [[1. 1.] [1. 1.]])
     """
-    return publish(op, name, __name__, doc)
-
-
-def _check_rank(what: str, a: Any) -> None:
-    require_named(what, a)
-    if len(a.names) != jnp.ndim(a.array):
-        raise ValueError(f"{what}: {_errors.wrong_rank(a.names, jnp.shape(a.array))}")
-
-
-zeros = _filled("zeros", jnp.zeros, "Make an array of zeros.", "[[0. 0.] [0. 0.]]")
-ones = _filled("ones", jnp.ones, "Make an array of ones.", "[[1. 1.] [1. 1.]]")
-zeros_like = _filled_like("zeros_like", jnp.zeros_like, "Make an array of zeros like another.", "[0 0]")
-ones_like = _filled_like("ones_like", jnp.ones_like, "Make an array of ones like another.", "[1 1]")
+    names, sizes = _layout("ones", _kernels.hashable(shape))
+    return wrap(jnp.ones(sizes, dtype), names)
 
 
 def full(shape: AxisSpec, fill_value: Any, dtype: Any = None) -> NamedArray:
-    """Make an array with one value everywhere.
-
-    Arguments:
-        shape: the axes.
-        fill_value: the value, a scalar. An array with axes is broadcast with `broadcast_to` instead.
-        dtype: the dtype; that of the value by default.
+    """Make an array with one value everywhere, a scalar. `broadcast_to` takes an array with axes.
 
     >>> axn.full(axn.Axis("x", 2), 3)
     NamedArray(int32[x=2], [3 3])
@@ -105,31 +61,47 @@ def full(shape: AxisSpec, fill_value: Any, dtype: Any = None) -> NamedArray:
     return wrap(jnp.full(sizes, scalar("full", "fill_value", fill_value), dtype), names)
 
 
-def full_like(a: NamedArray, fill_value: Any, dtype: Any = None) -> NamedArray:
-    """Make an array with one value everywhere, like another.
+def zeros_like(a: NamedArray, dtype: Any = None) -> NamedArray:
+    """Make an array of zeros with the axes, sharding and, by default, the dtype of another array.
 
-    Arguments:
-        a: the array that has the axes, dtype and sharding of the result.
-        fill_value: the value, a scalar.
-        dtype: another dtype.
+    >>> axn.zeros_like(axn.named([1, 2], "x"))
+    NamedArray(int32[x=2], [0 0])
+    """
+    return _like("zeros_like", a, jnp.zeros_like, dtype)
+
+
+def ones_like(a: NamedArray, dtype: Any = None) -> NamedArray:
+    """Make an array of ones with the axes, sharding and, by default, the dtype of another array.
+
+    >>> axn.ones_like(axn.named([1, 2], "x"))
+    NamedArray(int32[x=2], [1 1])
+    """
+    return _like("ones_like", a, jnp.ones_like, dtype)
+
+
+def full_like(a: NamedArray, fill_value: Any, dtype: Any = None) -> NamedArray:
+    """Make an array with one value everywhere and the axes, sharding and, by default, the dtype of another array.
 
     >>> axn.full_like(axn.zeros({"x": 2}), 3)
     NamedArray(float32[x=2], [3. 3.])
     """
-    _check_rank("full_like", a)
-    return wrap(jnp.full_like(a.array, scalar("full_like", "fill_value", fill_value), dtype), a.names)
+    return _like("full_like", a, jnp.full_like, scalar("full_like", "fill_value", fill_value), dtype)
+
+
+def _like(what: str, a: Any, fn: Callable[..., jax.Array], *arguments: Any) -> NamedArray:
+    if len(require_named(what, a).names) != jnp.ndim(a.array):
+        raise ValueError(f"{what}: {_errors.wrong_rank(a.names, jnp.shape(a.array))}")
+    return wrap(fn(a.array, *arguments), a.names)
 
 
 # --- counted and spaced ---
 
 
 def arange(axis: AxisSpec, *, start: Any = 0, step: Any = 1, dtype: Any = None) -> NamedArray:
-    """Count up from `start`, with as many numbers as the axis is long.
+    """Count up from `start` in steps, both of which may be traced, with as many numbers as the axis is long.
 
     Arguments:
         axis: the axis to count along; several are counted through in order, the last one fastest.
-        start: the first number. It may be traced.
-        step: what to add each time. It may be traced.
         dtype: the dtype; that of `start` and `step` by default.
 
     >>> axn.arange(axn.Axis("x", 3), start=1, step=2)
@@ -142,7 +114,7 @@ def arange(axis: AxisSpec, *, start: Any = 0, step: Any = 1, dtype: Any = None) 
         counted = jnp.arange(math.prod(sizes), dtype=dtype)
         return wrap(counted if len(sizes) == 1 else counted.reshape(sizes), names)
     kernel = _arange_kernel(names, sizes, dtype_key(dtype))
-    return wrap(kernel.call(scalar("arange", "start", start), scalar("arange", "step", step)), kernel.names)
+    return kernel.apply(scalar("arange", "start", start), scalar("arange", "step", step))
 
 
 @_kernels.cached
@@ -164,110 +136,73 @@ _NUMPY_COUNT = 50
 """The number of points of `linspace`, `geomspace` and `logspace` for an axis without a size, as in NumPy."""
 
 
-def _spaced(
-    what: str,
-    fn: Callable[..., Any],
-    axis: AxisSelector,
-    start: Any,
-    stop: Any,
-    endpoint: bool,
-    dtype: Any,
-    **more: Any,
-) -> NamedArray:
+def _spaced(what: str, fn: Callable[..., Any], axis: AxisSelector, start: Any, stop: Any, **options: Any) -> NamedArray:
     along = Axis(axis, _NUMPY_COUNT) if isinstance(axis, str) else one_axis(what, "axis", axis)
     start, stop = scalar(what, "start", start), scalar(what, "stop", stop)
-    return wrap(fn(start, stop, along.size, endpoint=endpoint, dtype=dtype, **more), (sys.intern(along.name),))
+    return wrap(fn(start, stop, along.size, **options), (sys.intern(along.name),))
 
 
 def linspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True, dtype: Any = None) -> NamedArray:
-    """Make evenly spaced numbers from `start` to `stop`.
+    """Make evenly spaced numbers from `start` to `stop`, which is left out with `endpoint=False`.
 
-    Arguments:
-        axis: the axis of the numbers; a name without a size means 50 of them.
-        start: the first number.
-        stop: the last number.
-        endpoint: whether `stop` is one of the numbers.
-        dtype: the dtype; a float by default.
+    An axis without a size gets 50 of them, as in NumPy.
 
     >>> axn.linspace(axn.Axis("x", 3), start=0, stop=1)
     NamedArray(float32[x=3], [0. 0.5 1. ])
     """
-    return _spaced("linspace", jnp.linspace, axis, start, stop, endpoint, dtype)
+    return _spaced("linspace", jnp.linspace, axis, start, stop, endpoint=endpoint, dtype=dtype)
 
 
 def geomspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True, dtype: Any = None) -> NamedArray:
-    """Make numbers from `start` to `stop`, each the same multiple of the one before.
-
-    Arguments:
-        axis: the axis of the numbers; a name without a size means 50 of them.
-        start: the first number.
-        stop: the last number.
-        endpoint: whether `stop` is one of the numbers.
-        dtype: the dtype; a float by default.
+    """Make numbers from `start` to `stop`, each the same multiple of the one before, with the arguments of `linspace`.
 
     >>> axn.geomspace(axn.Axis("x", 3), start=1, stop=4)
     NamedArray(float32[x=3], [1. 2. 4.])
     """
-    return _spaced("geomspace", jnp.geomspace, axis, start, stop, endpoint, dtype)
+    return _spaced("geomspace", jnp.geomspace, axis, start, stop, endpoint=endpoint, dtype=dtype)
 
 
 def logspace(
     axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True, base: Any = 10.0, dtype: Any = None
 ) -> NamedArray:
-    """Make powers of `base`, with exponents evenly spaced from `start` to `stop`.
-
-    Arguments:
-        axis: the axis of the numbers; a name without a size means 50 of them.
-        start: the first exponent.
-        stop: the last exponent.
-        endpoint: whether the power `stop` is one of the numbers.
-        base: the base of the powers.
-        dtype: the dtype; a float by default.
+    """Make powers of `base`, whose exponents are `linspace` of the other arguments.
 
     >>> axn.logspace(axn.Axis("x", 3), start=0, stop=2)
     NamedArray(float32[x=3], [ 1. 10. 100.])
     """
-    return _spaced("logspace", jnp.logspace, axis, start, stop, endpoint, dtype, base=base)
+    return _spaced("logspace", jnp.logspace, axis, start, stop, endpoint=endpoint, dtype=dtype, base=base)
 
 
 # --- by position ---
 
 
-class Banded(Protocol):
-    """`f(Row, Col, k, dtype)`: a matrix whose elements depend only on their distance from the diagonal."""
+def eye(Row: Axis, Col: Axis, k: int = 0, dtype: Any = None) -> NamedArray:
+    """Make a matrix of zeros with ones on a diagonal: 0 is the main one, positive ones are above it, negative below.
 
-    def __call__(self, Row: Axis, Col: Axis, k: int = 0, dtype: Any = None) -> NamedArray: ...
-
-
-def _banded(name: str, fn: Callable[..., jax.Array], summary: str, shown: str) -> Banded:
-    def op(Row, Col, k=0, dtype=None):
-        row, col = one_axis(name, "Row", Row), one_axis(name, "Col", Col)
-        names, sizes = _layout(name, (row, col))
-        return wrap(fn(*sizes, k=operator.index(k), dtype=dtype), names)
-
-    doc = f"""{summary}
-
-    Arguments:
-        Row: the axis of the rows.
-        Col: the axis of the columns.
-        k: which diagonal is meant: 0 the main one, positive ones above it, negative ones below.
-        dtype: the dtype; JAX's default float by default.
-
-    >>> axn.{name}(axn.Axis("row", 2), axn.Axis("col", 2))
-    NamedArray(float32[row=2, col=2], {shown})
+    >>> axn.eye(axn.Axis("row", 2), axn.Axis("col", 2))
+    NamedArray(float32[row=2, col=2], [[1. 0.] [0. 1.]])
     """
-    return publish(op, name, __name__, doc)
+    return _banded("eye", jnp.eye, Row, Col, k, dtype)
 
 
-eye = _banded("eye", jnp.eye, "Make a matrix of zeros with ones on a diagonal.", "[[1. 0.] [0. 1.]]")
-tri = _banded("tri", jnp.tri, "Make a matrix of zeros with ones on and below a diagonal.", "[[1. 0.] [1. 1.]]")
+def tri(Row: Axis, Col: Axis, k: int = 0, dtype: Any = None) -> NamedArray:
+    """Make a matrix of zeros with ones on and below a diagonal, which `k` says as for `eye`.
+
+    >>> axn.tri(axn.Axis("row", 2), axn.Axis("col", 2))
+    NamedArray(float32[row=2, col=2], [[1. 0.] [1. 1.]])
+    """
+    return _banded("tri", jnp.tri, Row, Col, k, dtype)
+
+
+def _banded(what: str, fn: Callable[..., jax.Array], Row: Axis, Col: Axis, k: int, dtype: Any) -> NamedArray:
+    names, sizes = _layout(what, (one_axis(what, "Row", Row), one_axis(what, "Col", Col)))
+    return wrap(fn(*sizes, k=operator.index(k), dtype=dtype), names)
 
 
 def vander(x: NamedArray, degree: AxisSelector, *, increasing: bool = False) -> NamedArray:
     """Compute the powers of each element, along a new last axis.
 
     Arguments:
-        x: a named array.
         degree: the new axis, whose size is the number of powers. If it has no size, it gets that of `x`, which must
             then have one axis.
         increasing: start with the power zero rather than end with it.
@@ -281,8 +216,7 @@ def vander(x: NamedArray, degree: AxisSelector, *, increasing: bool = False) -> 
         raise ValueError(
             f"vander: how many powers of {_errors.describe_shape(x.shape)}? Pass Axis({degree!r}, size) for them."
         )
-    kernel = _vander_kernel(x.names, degree, bool(increasing))
-    return wrap(kernel.call(x.array), kernel.names)
+    return _vander_kernel(x.names, degree, bool(increasing)).apply(x.array)
 
 
 @_kernels.cached

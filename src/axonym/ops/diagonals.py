@@ -14,17 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import _kernels
-from ..array import NamedArray, wrap
+from ..array import NamedArray
 from ..axis import AxisSelector, Names, name_of
 from ._operands import check_new_axis, distinct, dtype_key, only_axis, replaced, require_named
-
-
-def _matrix_axes(what: str, names: Names, axis1: AxisSelector, axis2: AxisSelector) -> tuple[int, int]:
-    row, col = name_of(axis1), name_of(axis2)
-    if row == col:
-        raise ValueError(f"{what}: the rows and the columns must be two axes, got {row!r} for both.")
-    row, col = _kernels.select(what, names, (axis1, axis2))
-    return names.index(row), names.index(col)
 
 
 def _where(compare: Callable[..., Any], x: jax.Array, row: int, col: int, k: int) -> jax.Array:
@@ -36,11 +28,43 @@ def _where(compare: Callable[..., Any], x: jax.Array, row: int, col: int, k: int
     return jnp.where(mask, x, jnp.zeros((), x.dtype))
 
 
+@_kernels.cached
+def _matrix_kernel(
+    fn: Callable[..., jax.Array],
+    what: str,
+    names: Names,
+    axes: tuple[AxisSelector, AxisSelector],
+    new_axis: AxisSelector | None,
+    *static: Any,
+) -> _kernels.Kernel:
+    """Make a kernel for `fn(x, row, col, *static)`, which keeps the axes, or puts the new one in their place."""
+    if name_of(axes[0]) == name_of(axes[1]):
+        raise ValueError(f"{what}: the rows and the columns must be two axes, got {name_of(axes[0])!r} for both.")
+    row, col = (names.index(n) for n in _kernels.select(what, names, axes))
+    batch = tuple(n for i, n in enumerate(names) if i not in (row, col))
+
+    def positional(x):
+        found = fn(x, row, col, *static)
+        if new_axis is not None:
+            check_new_axis(what, new_axis, found.shape[-1])
+        return found
+
+    out_names = names if fn in (_lower, _upper) else batch if new_axis is None else (*batch, name_of(new_axis))
+    return _kernels.make_kernel(what, positional, (names,), distinct(what, out_names), selection=axes)
+
+
+def _apply(
+    fn: Callable[..., Any], what: str, array: Any, axis1: Any, axis2: Any, *static: Any, new_axis: Any = None
+) -> NamedArray:
+    require_named(what, array)
+    axes = _kernels.one_selector(what, axis1), _kernels.one_selector(what, axis2)
+    return _matrix_kernel(fn, what, array.names, axes, new_axis, *static).apply(array.array)
+
+
 def tril(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
     """Return the lower triangle: zero above a diagonal.
 
     Arguments:
-        array: a named array.
         axis1: the axis of the rows.
         axis2: the axis of the columns.
         k: the last diagonal that is kept.
@@ -48,73 +72,39 @@ def tril(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0
     >>> axn.tril(axn.ones({"row": 2, "col": 2}), "row", "col")
     NamedArray(float32[row=2, col=2], [[1. 0.] [1. 1.]])
     """
-    return _triangle(operator.ge, "tril", array, axis1, axis2, k)
+    return _apply(_lower, "tril", array, axis1, axis2, operator.index(k))
+
+
+def _lower(x: jax.Array, row: int, col: int, k: int) -> jax.Array:
+    return _where(operator.ge, x, row, col, k)
 
 
 def triu(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
-    """Return the upper triangle: zero below a diagonal.
-
-    Arguments:
-        array: a named array.
-        axis1: the axis of the rows.
-        axis2: the axis of the columns.
-        k: the first diagonal that is kept.
+    """Return the upper triangle: zero below a diagonal. The arguments are those of `tril`; `k` is the first kept.
 
     >>> axn.triu(axn.ones({"row": 2, "col": 2}), "row", "col")
     NamedArray(float32[row=2, col=2], [[1. 1.] [0. 1.]])
     """
-    return _triangle(operator.le, "triu", array, axis1, axis2, k)
+    return _apply(_upper, "triu", array, axis1, axis2, operator.index(k))
 
 
-def _triangle(keep: Callable[..., Any], what: str, array: Any, axis1: Any, axis2: Any, k: int) -> NamedArray:
-    require_named(what, array)
-    axis1, axis2 = _kernels.one_selector(what, axis1), _kernels.one_selector(what, axis2)
-    kernel = _triangle_kernel(keep, what, array.names, axis1, axis2, operator.index(k))
-    return wrap(kernel.call(array.array), kernel.names)
-
-
-@_kernels.cached
-def _triangle_kernel(
-    keep: Callable[..., Any], what: str, names: Names, axis1: AxisSelector, axis2: AxisSelector, k: int
-) -> _kernels.Kernel:
-    row, col = _matrix_axes(what, names, axis1, axis2)
-
-    def positional(x):
-        return _where(keep, x, row, col, k)
-
-    return _kernels.make_kernel(what, positional, (names,), names, selection=(axis1, axis2))
+def _upper(x: jax.Array, row: int, col: int, k: int) -> jax.Array:
+    return _where(operator.le, x, row, col, k)
 
 
 def trace(
     array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, offset: int = 0, dtype: Any = None
 ) -> NamedArray:
-    """Sum a diagonal.
-
-    Arguments:
-        array: a named array.
-        axis1: the axis of the rows.
-        axis2: the axis of the columns.
-        offset: which diagonal.
-        dtype: the dtype to compute in.
+    """Sum a diagonal, as `diagonal` returns it; `dtype` is the dtype to compute in.
 
     >>> axn.trace(axn.named([[1, 2], [3, 4]], ("row", "col")), "row", "col")
     NamedArray(int32[], 5)
     """
-    require_named("trace", array)
-    axis1, axis2 = _kernels.one_selector("trace", axis1), _kernels.one_selector("trace", axis2)
-    kernel = _trace_kernel(array.names, axis1, axis2, operator.index(offset), dtype_key(dtype))
-    return wrap(kernel.call(array.array), kernel.names)
+    return _apply(_trace, "trace", array, axis1, axis2, operator.index(offset), dtype_key(dtype))
 
 
-@_kernels.cached
-def _trace_kernel(names: Names, axis1: AxisSelector, axis2: AxisSelector, offset: int, dtype: Any) -> _kernels.Kernel:
-    row, col = _matrix_axes("trace", names, axis1, axis2)
-
-    def positional(x):
-        return jnp.sum(_where(operator.eq, x, row, col, offset), (row, col), dtype)
-
-    out_names = tuple(n for i, n in enumerate(names) if i not in (row, col))
-    return _kernels.make_kernel("trace", positional, (names,), out_names, selection=(axis1, axis2))
+def _trace(x: jax.Array, row: int, col: int, k: int, dtype: Any) -> jax.Array:
+    return jnp.sum(_where(operator.eq, x, row, col, k), (row, col), dtype)
 
 
 def diagonal(
@@ -122,36 +112,16 @@ def diagonal(
 ) -> NamedArray:
     """Return the elements of a diagonal, along a new last axis.
 
-    Arguments:
-        array: a named array.
-        axis1: the axis of the rows.
-        axis2: the axis of the columns.
-        new_axis: the axis of the diagonal.
-        offset: which diagonal.
+    The axes of the matrix are those of `tril`, and `offset` says which diagonal: 0 is the main one.
 
     >>> axn.diagonal(axn.named([[1, 2], [3, 4]], ("row", "col")), "row", "col", new_axis="row")
     NamedArray(int32[row=2], [1 4])
     """
-    require_named("diagonal", array)
-    axis1, axis2 = _kernels.one_selector("diagonal", axis1), _kernels.one_selector("diagonal", axis2)
-    kernel = _diagonal_kernel(array.names, axis1, axis2, new_axis, operator.index(offset))
-    return wrap(kernel.call(array.array), kernel.names)
+    return _apply(_diagonal, "diagonal", array, axis1, axis2, operator.index(offset), new_axis=new_axis)
 
 
-@_kernels.cached
-def _diagonal_kernel(
-    names: Names, axis1: AxisSelector, axis2: AxisSelector, new_axis: AxisSelector, offset: int
-) -> _kernels.Kernel:
-    row, col = _matrix_axes("diagonal", names, axis1, axis2)
-
-    def positional(x):
-        found = jnp.diagonal(x, offset, row, col)
-        check_new_axis("diagonal", new_axis, found.shape[-1])
-        return found
-
-    kept = tuple(n for i, n in enumerate(names) if i not in (row, col))
-    out_names = distinct("diagonal", (*kept, name_of(new_axis)))
-    return _kernels.make_kernel("diagonal", positional, (names,), out_names, selection=(axis1, axis2))
+def _diagonal(x: jax.Array, row: int, col: int, k: int) -> jax.Array:
+    return jnp.diagonal(x, k, row, col)
 
 
 def diag(
@@ -160,7 +130,6 @@ def diag(
     """Make a matrix of zeros with a vector on a diagonal.
 
     Arguments:
-        vector: a named array.
         Row: the axis of the rows. Rows and columns take the place of the vector's axis. A size is checked.
         Col: the axis of the columns.
         axis: the axis of the vector; only needed if there are several.
@@ -170,8 +139,7 @@ def diag(
     NamedArray(int32[row=2, col=2], [[1 0] [0 2]])
     """
     require_named("diag", vector)
-    kernel = _diag_kernel(vector.names, only_axis("diag", vector, axis), Row, Col, operator.index(k))
-    return wrap(kernel.call(vector.array), kernel.names)
+    return _diag_kernel(vector.names, only_axis("diag", vector, axis), Row, Col, operator.index(k)).apply(vector.array)
 
 
 @_kernels.cached

@@ -1,7 +1,7 @@
 """Elementwise operations: one row each.
 
-Unary operations keep the axes. Binary ones match axes by name: one operand must have all the axes of the other, and the
-result has the layout of the first operand that has them all.
+Unary operations keep the axes, and take scalars, raw arrays and trees, too. Binary ones match axes by name: one operand
+must have all the axes of the other, and the result has the layout of the first operand that has them all.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import _fsdp_ops, _kernels
-from ..array import NamedArray, NamedOrNumeric, wrap, wrap_result
+from ..array import NamedArray, NamedOrNumeric, wrap
 from ..axis import Names
 from ._op_types import Binary, Unary, is_tree, map_tree, publish
-from ._operands import require_named, scalar
+from ._operands import operand, require_named, scalar
 
 # --- the two factories ---
 
@@ -198,11 +198,7 @@ def round(a: NamedArray, decimals: int = 0) -> NamedArray: ...
 @overload
 def round(a: Any, decimals: int = 0) -> Any: ...
 def round(a: Any, decimals: int = 0) -> Any:
-    """Round each element to a number of decimals, halves to even.
-
-    Arguments:
-        a: a named array, a scalar, a raw array, or a tree of them.
-        decimals: how many decimals to keep; negative ones round to tens, hundreds, ...
+    """Round each element to a number of decimals, halves to even; negative ones round to tens, hundreds, ...
 
     >>> axn.round(axn.named([0.125, 2.5], "x"), 2)
     NamedArray(float32[x=2], [0.12 2.5 ])
@@ -225,11 +221,7 @@ def power(a: NamedOrNumeric, b: NamedArray) -> NamedArray: ...
 @overload
 def power(a: NamedOrNumeric, b: NamedOrNumeric) -> Any: ...
 def power(a: NamedOrNumeric, b: NamedOrNumeric) -> Any:
-    """Raise `a` to the power of `b`, elementwise.
-
-    Arguments:
-        a: a named array or a scalar.
-        b: a named array or a scalar. A Python integer becomes repeated multiplication.
+    """Raise `a` to the power of `b`, elementwise. A Python integer becomes repeated multiplication.
 
     >>> axn.power(axn.named([1, 2], "x"), 3)
     NamedArray(int32[x=2], [1 8])
@@ -254,10 +246,6 @@ def _integer_power_kernel(names: Names, exponent: int) -> _kernels.Kernel:
 def divmod(a: NamedOrNumeric, b: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
     """Compute the floored quotient and the remainder.
 
-    Arguments:
-        a: a named array or a scalar.
-        b: a named array or a scalar.
-
     >>> axn.divmod(axn.named([7, -7], "x"), 2)
     (NamedArray(int32[x=2], [ 3 -4]), NamedArray(int32[x=2], [1 1]))
     """
@@ -266,9 +254,6 @@ def divmod(a: NamedOrNumeric, b: NamedOrNumeric) -> tuple[NamedArray, NamedArray
 
 def frexp(a: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
     """Split each element into mantissa and exponent: `a` is the first times two to the power of the second.
-
-    Arguments:
-        a: a named array or a scalar.
 
     >>> axn.frexp(axn.named([4., 0.5], "x"))
     (NamedArray(float32[x=2], [0.5 0.5]), NamedArray(int32[x=2], [3 0]))
@@ -279,9 +264,6 @@ def frexp(a: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
 def modf(a: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
     """Split each element into its fractional and its integer part.
 
-    Arguments:
-        a: a named array or a scalar.
-
     >>> axn.modf(axn.named([1.5, -0.25], "x"))
     (NamedArray(float32[x=2], [ 0.5 -0.25]), NamedArray(float32[x=2], [ 1. -0.]))
     """
@@ -291,10 +273,9 @@ def modf(a: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
 def _two_results(fn: Callable[..., Any], name: str, *operands: Any) -> Any:
     if not any(isinstance(x, NamedArray) for x in operands):
         return fn(*operands)
-    names = [x.names if isinstance(x, NamedArray) else () for x in operands]
+    arrays, names = zip(*map(operand, operands), strict=True)
     kernel = _unary_kernel(fn, name, *names, 2) if len(names) == 1 else _binary_kernel(fn, name, *names, 2)
-    arrays = [x.array if isinstance(x, NamedArray) else x for x in operands]
-    return wrap_result(kernel.call(*arrays), kernel.names)
+    return kernel.apply(*arrays)
 
 
 @overload
@@ -307,8 +288,6 @@ def nan_to_num(a: Any, *, nan: float = 0.0, posinf: float | None = None, neginf:
     """Replace each NaN and infinity by a number.
 
     Arguments:
-        a: a named array, a scalar, a raw array, or a tree of them.
-        nan: what replaces NaN.
         posinf: what replaces infinity; the largest number of the dtype by default.
         neginf: what replaces minus infinity; the smallest number of the dtype by default.
 
@@ -335,10 +314,6 @@ def _nan_to_num_kernel(names: Names, given: tuple[str, ...]) -> _kernels.Kernel:
 
 def astype(a: NamedArray, dtype: Any) -> NamedArray:
     """Convert the array to another dtype.
-
-    Arguments:
-        a: a named array.
-        dtype: the dtype to convert to.
 
     >>> axn.astype(axn.ones({"x": 2}), jnp.int32)
     NamedArray(int32[x=2], [1 1])

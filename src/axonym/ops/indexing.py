@@ -19,29 +19,23 @@ from it. Axes that an index array shares with `x` are batch dimensions of that g
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .. import _fsdp_ops, _kernels
 from ..array import NamedArray, wrap
-from ..axis import AxisSelector, Names
-from ._index_plan import IndexLayout, Item, SliceSpec, make_plan
-from ._operands import require_named
+from ..axis import Axis, AxisSelector, Names, name_of
+from ._index_plan import IndexLayout, Item, SliceSpec, cut_block, ds, make_plan
+from ._operands import distinct, require_named
 
 _BLOCKS = ("slice", "dynamic slice")
 _ZEROS_OUTSIDE = (("fill_value", 0), ("mode", "fill"))
 
 
 def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
-    """Return a part of an array: `array[slices]`.
-
-    Arguments:
-        array: a named array.
-        slices: a mapping from axes to indices, or axes and indices in turn.
+    """Return a part of an array: `array[slices]`, for a mapping from axes to indices, or axes and indices in turn.
 
     >>> x = axn.arange(axn.make_axes(row=2, col=3))
     >>> axn.index(x, {"row": 1})
@@ -59,17 +53,66 @@ def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
 
 
 def take(array: NamedArray, axis: AxisSelector, index: Any) -> NamedArray:
-    """Return the elements of one axis at some indices: `array[axis, index]`.
-
-    Arguments:
-        array: a named array.
-        axis: the axis to index.
-        index: an integer, or a named array of integers.
+    """Return the elements of one axis at an integer, or at a named array of integers: `array[axis, index]`.
 
     >>> axn.take(axn.named([10, 20, 30], "x"), "x", axn.named([2, 0], "picked"))
     NamedArray(int32[picked=2], [30 10])
     """
     return array[axis, index]
+
+
+def slice(
+    array: NamedArray,
+    axis: AxisSelector | Mapping[Any, Any] | None = None,
+    new_axis: AxisSelector | Mapping[Any, int | Axis] | None = None,
+    *,
+    start: Any = None,
+    length: Any = None,
+) -> NamedArray:
+    """Return a slice along one or several axes, with a known size and a start that may be traced.
+
+    Arguments:
+        axis: the axis to slice, or a mapping from axes to the starts of their slices.
+        new_axis: the axis of the slice, or a mapping from axes to the sizes or axes of their slices.
+        start: the start of the slice, 0 by default; or a mapping, in place of `axis`.
+        length: the size of the slice, or its axis; or a mapping, in place of `new_axis`.
+
+    >>> x = axn.arange(axn.Axis("x", 5))
+    >>> axn.slice(x, "x", start=1, length=2)
+    NamedArray(int32[x=2], [1 2])
+    >>> axn.slice(x, {"x": 1}, {"x": axn.Axis("window", 2)})
+    NamedArray(int32[window=2], [1 2])
+    """
+    starts = start if isinstance(start, Mapping) else axis if isinstance(axis, Mapping) else None
+    sizes: Any = length if isinstance(length, Mapping) else new_axis if isinstance(new_axis, Mapping) else None
+    if starts is None and isinstance(axis, (str, Axis)):
+        starts = {axis: 0 if start is None else start}
+        if sizes is None:
+            sizes = {name_of(axis): new_axis if length is None else _sized(new_axis, length)}
+    if starts is None or sizes is None:
+        raise TypeError(f"slice of {array}: give an axis with start and length, or mappings of starts and of lengths.")
+    lengths: dict[str, Any] = {name_of(k): v for k, v in sizes.items()}
+    starts = {name_of(k): v for k, v in starts.items()}
+    if set(lengths) != set(starts) or any(not isinstance(v, (int, np.integer, Axis)) for v in lengths.values()):
+        raise ValueError(
+            f"slice of {array}: each axis needs a start and a size; got starts for {sorted(starts)} and sizes for "
+            f"{sorted(n for n, v in lengths.items() if v is not None)}."
+        )
+    result = index(array, {n: ds(s, lengths[n]) for n, s in starts.items()})
+    renames = {n: v.name for n, v in lengths.items() if isinstance(v, Axis) and v.name != n}
+    if not renames:
+        return result
+    return wrap(result.array, distinct("slice", tuple(renames.get(n, n) for n in result.names)))
+
+
+def _sized(axis: Any, length: Any) -> Any:
+    """Return the axis of a slice: `axis`, if there is one, in the size that `length` says."""
+    if not isinstance(axis, (str, Axis)):
+        return length
+    size = length.size if isinstance(length, Axis) else length
+    if isinstance(axis, Axis) and axis.size != size:
+        raise ValueError(f"slice: the new axis {axis} is not of the length {size}.")
+    return Axis(name_of(axis), size)
 
 
 @_kernels.cached
@@ -82,7 +125,7 @@ def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, 
     def positional(a, *operands):
         by_item = dict(zip((i for i in items if i.operand_names is not None), operands, strict=True))
         if cut:
-            a = _cut_block(a, names, cut, by_item)
+            a = cut_block(a, names, cut, by_item)
         rest = [operand for item, operand in by_item.items() if item not in cut]
         return layout.get(a, rest, dict(options)) if layout.items else a
 
@@ -102,28 +145,3 @@ def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, 
 def mask_names(names: Names, replaced: Collection[str]) -> Names:
     """Return the names, with unique ones for axes that an index replaces, so that no index array matches them."""
     return tuple(f"{n} (indexed)" if n in replaced else n for n in names)
-
-
-def _cut_block(a: jax.Array, names: Names, items: Sequence[Item], operands: Mapping[Item, jax.Array]) -> jax.Array:
-    """Apply integers and slices: one static slice, one dynamic slice, and the axes of the integers squeezed away."""
-    static = {
-        i.name: i.static if i.kind == "slice" else (i.static, i.static + 1, 1) for i in items if i not in operands
-    }
-    if static:
-        bounds = [static.get(n, (0, size, 1)) for n, size in zip(names, a.shape, strict=True)]
-        if all(step > 0 for _, _, step in bounds):
-            a = jax.lax.slice(a, *zip(*((b, max(b, e), s) for b, e, s in bounds), strict=True))
-        else:
-            a = a[tuple(slice(b, None if e < 0 else e, s) for b, e, s in bounds)]
-    if operands:
-        starts: list[Any] = [np.int32(0)] * a.ndim
-        sizes = list(a.shape)
-        for item in items:
-            if item in operands:
-                position = names.index(item.name)
-                starts[position] = operands[item]
-                sizes[position] = 1 if item.kind == "dynamic at" else item.static
-        dtype = jnp.result_type(*(s.dtype for s in starts))
-        a = jax.lax.dynamic_slice(a, [jnp.asarray(s, dtype) for s in starts], sizes)
-    gone = [names.index(i.name) for i in items if i.kind in ("at", "dynamic at")]
-    return jax.lax.squeeze(a, gone) if gone else a

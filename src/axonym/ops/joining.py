@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .. import _errors, _kernels
-from ..array import NamedArray, NamedOrNumeric, wrap
+from ..array import NamedArray, NamedOrNumeric
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of
 from ._operands import check_new_axis, distinct, operand, replaced, require_named, scalar, static_number
 
@@ -31,8 +31,7 @@ def stack(arrays: Sequence[NamedOrNumeric], axis: AxisSelector) -> NamedArray:
     NamedArray(int32[x=2, y=2], [[1 2] [3 4]])
     """
     raw, names = _operands("stack", arrays, axis)
-    kernel = _stack_kernel(names, axis)
-    return wrap(kernel.call(*raw), kernel.names)
+    return _stack_kernel(names, axis).apply(*raw)
 
 
 def concatenate(arrays: Sequence[NamedArray], axis: AxisSelector) -> NamedArray:
@@ -46,8 +45,7 @@ def concatenate(arrays: Sequence[NamedArray], axis: AxisSelector) -> NamedArray:
     NamedArray(int32[x=3], [1 2 3])
     """
     raw, names = _operands("concatenate", arrays, axis)
-    kernel = _concatenate_kernel(names, axis)
-    return wrap(kernel.call(*raw), kernel.names)
+    return _concatenate_kernel(names, axis).apply(*raw)
 
 
 def _operands(what: str, arrays: Sequence[Any], axis: AxisSelector) -> tuple[list[Any], tuple[Names, ...]]:
@@ -125,7 +123,6 @@ def pad(
     """Add elements before and after some axes.
 
     Arguments:
-        array: a named array.
         pad_width: how many elements to add before and after each axis; one number is for both.
         mode: one of the modes of `jax.numpy.pad`: "constant", "edge", "linear_ramp", "maximum", "mean", "median",
             "minimum", "reflect", "symmetric", "wrap" or "empty".
@@ -145,8 +142,7 @@ def pad(
             ends = _fill_values("end_values", kwargs["end_values"])
             kwargs["end_values"] = tuple(static_number("pad", "end_values", v) for v in (*ends, ends[-1])[:2])
     options = tuple((name, _as_tuple(option)) for name, option in sorted(kwargs.items()))
-    kernel = _pad_kernel(array.names, widths, mode, len(values), options)
-    return wrap(kernel.call(array.array, *values), kernel.names)
+    return _pad_kernel(array.names, widths, mode, len(values), options).apply(array.array, *values)
 
 
 def _fill_values(argument: str, given: Any) -> tuple[Any, ...]:
@@ -190,13 +186,7 @@ def _pad_kernel(
 
 
 def pad_left(array: NamedArray, axis: AxisSelector, new_axis: Axis, value: Any = 0) -> NamedArray:
-    """Add elements before one axis, up to the size of another axis, which replaces it.
-
-    Arguments:
-        array: a named array.
-        axis: the axis to pad.
-        new_axis: the axis it becomes.
-        value: the value to add.
+    """Add a value before one axis, up to the size of another axis, which replaces it.
 
     >>> axn.pad_left(axn.named([1, 2], "x"), "x", axn.Axis("y", 4))
     NamedArray(int32[y=4], [0 0 1 2])
@@ -206,7 +196,7 @@ def pad_left(array: NamedArray, axis: AxisSelector, new_axis: Axis, value: Any =
             f"pad_left: `new_axis` says how long to make the axis, so pass Axis(name, size), got {new_axis!r}."
         )
     kernel = _pad_left_kernel(require_named("pad_left", array).names, _kernels.one_selector("pad_left", axis), new_axis)
-    return wrap(kernel.call(array.array, scalar("pad_left", "value", value)), kernel.names)
+    return kernel.apply(array.array, scalar("pad_left", "value", value))
 
 
 @_kernels.cached
@@ -231,9 +221,7 @@ def repeat(a: NamedArray, repeats: Any, axis: AxisSelector, total_repeat_length:
     """Repeat each element along an axis.
 
     Arguments:
-        a: a named array.
         repeats: how often: an integer, or one for each index of the axis, as a sequence, an array or a named array.
-        axis: the axis along which to repeat.
         total_repeat_length: the size of the result. Needed in jit if `repeats` is an array; a result that is too long
             is cut off, one that is too short ends in repetitions of the last element.
 
@@ -244,11 +232,8 @@ def repeat(a: NamedArray, repeats: Any, axis: AxisSelector, total_repeat_length:
     """
     names, axis = require_named("repeat", a).names, _kernels.one_selector("repeat", axis)
     raw, repeats_names = operand(repeats)
-    if isinstance(raw, (list, tuple)):
-        raw = np.asarray(raw)
     if not repeats_names and jnp.ndim(raw) == 0 and not isinstance(raw, jax.Array):
-        kernel = _repeat_kernel(names, operator.index(raw), axis, total_repeat_length)
-        return wrap(kernel.call(a.array), kernel.names)
+        return _repeat_kernel(names, operator.index(raw), axis, total_repeat_length).apply(a.array)
     if not repeats_names and jnp.ndim(raw) == 1:
         repeats_names = (name_of(axis),)
     if repeats_names not in ((), (name_of(axis),)):
@@ -258,8 +243,7 @@ def repeat(a: NamedArray, repeats: Any, axis: AxisSelector, total_repeat_length:
         raise ValueError(f"repeat: `repeats` cannot be negative, got {np.min(np.asarray(raw))}.")
     if total_repeat_length is None:
         total_repeat_length = _total(raw, a, axis)
-    kernel = _repeat_kernel(names, repeats_names, axis, total_repeat_length)
-    return wrap(kernel.call(a.array, raw), kernel.names)
+    return _repeat_kernel(names, repeats_names, axis, total_repeat_length).apply(a.array, raw)
 
 
 def _total(repeats: Any, a: NamedArray, axis: AxisSelector) -> int | None:
@@ -289,11 +273,9 @@ def _repeat_kernel(names: Names, repeats: int | Names, axis: AxisSelector, total
 
 
 def tile(a: NamedArray, reps: Mapping[AxisSelector, int]) -> NamedArray:
-    """Repeat the array along some axes.
+    """Repeat the array along some axes, a number of times for each.
 
-    Arguments:
-        a: a named array.
-        reps: the number of repetitions along each axis. An axis that the array lacks gets that size and comes in front.
+    An axis that the array lacks gets that size and comes in front.
 
     >>> axn.tile(axn.named([1, 2], "x"), {"x": 2})
     NamedArray(int32[x=4], [1 2 1 2])
@@ -303,15 +285,13 @@ def tile(a: NamedArray, reps: Mapping[AxisSelector, int]) -> NamedArray:
     names = require_named("tile", a).names
     if not isinstance(reps, Mapping):
         raise TypeError(f"tile: `reps` says how often for each axis, such as {{'batch': 2}}, got {reps!r}.")
-    kernel = _tile_kernel(names, tuple((axis, operator.index(n)) for axis, n in reps.items()))
-    return wrap(kernel.call(a.array), kernel.names)
+    return _tile_kernel(names, tuple((axis, operator.index(n)) for axis, n in reps.items())).apply(a.array)
 
 
 @_kernels.cached
 def _tile_kernel(names: Names, reps: tuple[tuple[AxisSelector, int], ...]) -> _kernels.Kernel:
+    distinct("tile", tuple(name_of(axis) for axis, _ in reps))
     times = {name_of(axis): n for axis, n in reps}
-    if len(times) != len(reps):
-        raise ValueError(_errors.duplicate_names("tile", [name_of(axis) for axis, _ in reps]))
     negative = [n for n, k in times.items() if k < 0]
     if negative:
         listed = _errors.describe_axes(negative, [times[n] for n in negative])
@@ -320,39 +300,31 @@ def _tile_kernel(names: Names, reps: tuple[tuple[AxisSelector, int], ...]) -> _k
     out_names = (*new, *names)
     every = [times.get(n, 1) for n in out_names]
 
-    def positional(x):
-        return jnp.tile(x, every)
-
     known = tuple(axis for axis, _ in reps if name_of(axis) in names)
-    return _kernels.make_kernel("tile", positional, (names,), out_names, selection=known)
+    return _kernels.make_kernel("tile", lambda x: jnp.tile(x, every), (names,), out_names, selection=known)
 
 
 # --- moving elements ---
 
 
 def roll(array: NamedArray, shift: Any, axis: AxisSelection) -> NamedArray:
-    """Move elements along an axis; those that leave at one end enter at the other.
+    """Move elements along an axis, or several; those that leave at one end enter at the other.
 
-    Arguments:
-        array: a named array.
-        shift: the number of places: an integer, a scalar array, or one of them for each axis.
-        axis: the axis, or several.
+    `shift` is the number of places: an integer, a scalar array, or one of them for each axis.
 
     >>> axn.roll(axn.named([1, 2, 3], "x"), 1, "x")
     NamedArray(int32[x=3], [3 1 2])
     """
     names = require_named("roll", array).names
     if type(shift) is int:
-        kernel = _roll_kernel(names, (shift,), _kernels.hashable(axis))
-        return wrap(kernel.call(array.array), kernel.names)
+        return _roll_kernel(names, (shift,), _kernels.hashable(axis)).apply(array.array)
     shifts = shift if isinstance(shift, (tuple, list)) else (shift,)
     if len(shifts) == 1 and not isinstance(shifts[0], NamedArray) and jnp.ndim(shifts[0]) == 1:
         shifts = tuple(shifts[0])
     values = tuple(scalar("roll", "shift", s) for s in shifts)
     static = all(isinstance(v, (int, np.integer)) for v in values)
     key = tuple(int(v) for v in values) if static else len(values)
-    kernel = _roll_kernel(names, key, _kernels.hashable(axis))
-    return wrap(kernel.call(array.array, *(() if static else values)), kernel.names)
+    return _roll_kernel(names, key, _kernels.hashable(axis)).apply(array.array, *(() if static else values))
 
 
 @_kernels.cached
@@ -373,17 +345,12 @@ def _roll_kernel(names: Names, shifts: tuple[int, ...] | int, axis: Any) -> _ker
 
 
 def flip(array: NamedArray, axis: AxisSelection | None = None) -> NamedArray:
-    """Reverse the order of elements.
-
-    Arguments:
-        array: a named array.
-        axis: the axis to reverse, or several; all by default.
+    """Reverse the order of elements along an axis, or several, or all by default.
 
     >>> axn.flip(axn.named([1, 2, 3], "x"), "x")
     NamedArray(int32[x=3], [3 2 1])
     """
-    kernel = _flip_kernel(require_named("flip", array).names, _kernels.hashable(axis))
-    return wrap(kernel.call(array.array), kernel.names)
+    return _flip_kernel(require_named("flip", array).names, _kernels.hashable(axis)).apply(array.array)
 
 
 @_kernels.cached

@@ -16,7 +16,7 @@ import jax
 
 from .. import _errors, _kernels, _parsing
 from .._output_sharding import Successors
-from ..array import NamedArray, wrap
+from ..array import NamedArray
 from ..axis import Axis, AxisSelector, Names, name_of, rearrange_for_partial_order, selectors
 from ._operands import require_named
 
@@ -34,7 +34,6 @@ def rearrange(array: NamedArray, *args: Any, **kwargs: AxisSelector | int) -> Na
     - `(x: a b)` on the right merges axes into a new one, `x`.
 
     Arguments:
-        array: a named array.
         *args: the expression, or the order: a sequence of axes or the axes one by one.
         **kwargs: the meaning of names in the expression: a size, the name of an axis, or an `Axis`.
 
@@ -48,13 +47,11 @@ def rearrange(array: NamedArray, *args: Any, **kwargs: AxisSelector | int) -> Na
     """
     require_named("rearrange", array)
     if len(args) == 1 and isinstance(args[0], str):
-        kernel = _expression_kernel(array.axes, args[0], _bindings(kwargs))
-    elif kwargs:
+        return _expression_kernel(array.axes, args[0], _bindings(kwargs)).apply(array.array)
+    if kwargs:
         given = ", ".join(f"{name}=" for name in kwargs)
         raise TypeError(f"rearrange: {given} has no meaning for an order of axes, only for an expression.")
-    else:
-        kernel = _order_kernel(array.names, _order(args))
-    return wrap(kernel.call(array.array), kernel.names)
+    return _order_kernel(array.names, _order(args)).apply(array.array)
 
 
 # --- by an order of axes ---
@@ -148,13 +145,10 @@ def _successors(before: Sequence[_Factor], after: Mapping[str, Sequence[_Factor]
 
 
 class _Plan:
-    """What an expression does to an array with certain axes."""
+    """The effect of an expression on an array with certain axes."""
 
     def __init__(
-        self,
-        expression: _parsing.Expression,
-        axes: tuple[Axis, ...],
-        bindings: Mapping[str, AxisSelector | int],
+        self, expression: _parsing.Expression, axes: tuple[Axis, ...], bindings: Mapping[str, AxisSelector | int]
     ):
         self.expression, self.axes, self.bindings = expression, axes, bindings
         self.described = _errors.describe_axes([a.name for a in axes], [a.size for a in axes])
@@ -202,7 +196,7 @@ class _Plan:
         if surplus > 0:
             self.fail((before + after)[-surplus], f"too many axes for an array with {self.described}.")
         if surplus < 0 and lhs.dots is None:
-            end = _End(lhs.stop)
+            end = _parsing.Place(lhs.stop, lhs.stop)
             self.fail(end, f"too few axes for an array with {self.described}: name all, or add `...` for the rest.")
         places = [*zip(before, self.axes, strict=False)]
         places += zip(after, self.axes[len(self.axes) - len(after) :], strict=True)
@@ -279,7 +273,8 @@ class _Plan:
         rest = [f for f in self.factors if f not in used.values()]
         if rest and rhs.dots is None:
             left = _errors.describe_axes([f.name for f in rest], [f.size for f in rest])
-            self.fail(_End(rhs.stop), f"{left} would be dropped: name what is left, or add `...` for it.")
+            end = _parsing.Place(rhs.stop, rhs.stop)
+            self.fail(end, f"{left} would be dropped: name what is left, or add `...` for it.")
         outputs: dict[str, list[_Factor]] = {}
         for element in rhs.elements:
             for name, factors in self.output(element, used, rest):
@@ -313,14 +308,3 @@ class _Plan:
         if size not in (None, merged) and element.name.name not in self.variables:
             self.fail(element, f"{element.name.name!r} is said to have size {size}, but its factors make {merged}.")
         return [(self.alias(element.name) or element.name.name, factors)]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _End:
-    """The end of the text, for errors to point at."""
-
-    start: int
-
-    @property
-    def stop(self) -> int:
-        return self.start

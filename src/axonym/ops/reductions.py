@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _errors, _kernels
+from .. import _kernels
 from ..array import NamedArray, wrap
-from ..axis import AxisSelector, Names
+from ..axis import Names
 from ..typing.arguments import ReductionFunction, SimpleReductionFunction
 from ._op_types import Cumulative, SpreadReduction, TypedReduction, map_tree, publish
-from ._operands import dtype_key, require_named
+from ._operands import apply_along, dtype_key, operand, require_named, require_subset
 
 
 @_kernels.cached
@@ -33,11 +33,7 @@ def _reduction_kernel(
         return _kernels.make_kernel(
             name, lambda x: fn(x, axis=positions, **keywords), (names,), out_names, native=native, selection=axis
         )
-    extra = [n for n in where if n not in names]
-    if extra:
-        raise ValueError(
-            f"{name}: `where` has axes {_errors.describe_axes(extra)} that the array {_errors.describe_axes(names)} lacks."
-        )
+    require_subset(name, "where", where, names)
 
     def masked(x, mask):
         return fn(x, axis=positions, where=_kernels.align(mask, where, names), **keywords)
@@ -64,9 +60,8 @@ def _reduce_leaf(
     if where is None:
         kernel = _reduction_kernel(fn, name, array.names, axis, None, native, options)
         return wrap(kernel.call(array.array), kernel.names)
-    where_names = where.names if isinstance(where, NamedArray) else ()
-    kernel = _reduction_kernel(fn, name, array.names, axis, where_names, native, options)
-    return wrap(kernel.call(array.array, where.array if isinstance(where, NamedArray) else where), kernel.names)
+    where, where_names = operand(where)
+    return _reduction_kernel(fn, name, array.names, axis, where_names, native, options).apply(array.array, where)
 
 
 def _dtype_option(dtype: Any) -> tuple[tuple[str, Any], ...]:
@@ -216,7 +211,6 @@ def _arg(name: str, fn: Callable[..., Any], summary: str, example: str, shown: s
     doc = f"""{summary}
 
     Arguments:
-        array: a named array.
         axis: the axis to search; by default the index is that in the flattened array.
 
     >>> axn.{name}(axn.named({example}, ("x", "y")), "y")
@@ -236,24 +230,13 @@ nanargmin = _arg("nanargmin", jnp.nanargmin, "Return the index of the smallest e
 # --- along an axis ---
 
 
-@_kernels.cached
-def _cumulative_kernel(fn: Callable[..., Any], name: str, names: Names, axis: AxisSelector, dtype: Any) -> Any:
-    position = names.index(_kernels.select_one(name, names, axis))
-    keywords = {} if dtype is None else {"dtype": dtype}
-    return _kernels.make_kernel(name, lambda x: fn(x, axis=position, **keywords), (names,), names, selection=axis)
-
-
 def _cumulative(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> Cumulative:
     def op(a, axis, dtype=None):
-        kernel = _cumulative_kernel(
-            fn, name, require_named(name, a).names, _kernels.one_selector(name, axis), dtype_key(dtype)
-        )
-        return wrap(kernel.call(a.array), kernel.names)
+        return apply_along(fn, name, a, axis, dtype=dtype_key(dtype))
 
     doc = f"""{summary}
 
     Arguments:
-        a: a named array.
         axis: the axis to run along.
         dtype: the dtype to compute in.
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors, _kernels
-from ..array import NamedArray, NamedOrNumeric, wrap, wrap_result
+from ..array import NamedArray, NamedOrNumeric
 from ..axis import Axis, AxisSelector, Names
 from ._operands import one_axis, operand, private, require_named, require_subset, scalar, vectors
 
@@ -41,7 +41,6 @@ def where(condition: Any, x: Any = None, y: Any = None, fill_value: Any = None, 
     Arguments:
         condition: a named array or a scalar. A Python bool chooses one operand, so that the other is not part of the
             program or its gradient.
-        x: a named array or a scalar.
         y: a named array or a scalar. One of the three operands has all the axes of the others.
         fill_value: for the condition alone: the position that fills places without a true element.
         new_axis: for the condition alone: the axis of the positions, whose size is the most that there can be.
@@ -68,11 +67,9 @@ def where(condition: Any, x: Any = None, y: Any = None, fill_value: Any = None, 
         return jnp.where(condition, x, y)
     (x, x_names), (y, y_names) = operand(x), operand(y)
     if isinstance(condition, (bool, np.bool_)):
-        kernel = _chosen_kernel(bool(condition), x_names, y_names)
-        return wrap(kernel.call(x, y), kernel.names)
+        return _chosen_kernel(bool(condition), x_names, y_names).apply(x, y)
     condition, names = operand(condition)
-    kernel = _broadcast_kernel(jnp.where, "where", (names, x_names, y_names))
-    return wrap(kernel.call(condition, x, y), kernel.names)
+    return _broadcast_kernel(jnp.where, "where", (names, x_names, y_names)).apply(condition, x, y)
 
 
 @_kernels.cached
@@ -107,7 +104,6 @@ def nonzero(array: NamedArray, *, size: Axis, fill_value: Any = 0) -> tuple[Name
     """Return the positions of the elements that are not zero: one array of indices for each axis.
 
     Arguments:
-        array: a named array.
         size: the axis of the positions. Positions that do not fit are left out.
         fill_value: the position that fills empty places: a number, or one for each axis.
 
@@ -124,38 +120,25 @@ def _positions(what: str, array: Any, size: Axis, fill_value: Any) -> tuple[Name
     fill = fill_value if isinstance(fill_value, tuple) else (fill_value,) * len(array.names)
     if len(fill) != len(array.names):
         raise ValueError(f"{what}: {len(fill)} fill values for the axes {_errors.describe_shape(array.shape)}.")
-    kernel = _positions_kernel(what, array.names, one_axis(what, "size", size))
-    return wrap_result(kernel.call(array.array, *fill), kernel.names)
+    return _positions_kernel(what, array.names, one_axis(what, "size", size)).apply(array.array, *fill)
 
 
 @_kernels.cached
 def _positions_kernel(what: str, names: Names, size: Axis) -> _kernels.Kernel:
-    def positional(x, *fill):
-        return jnp.nonzero(x, size=size.size, fill_value=fill)
-
-    return _kernels.make_kernel(what, positional, (names, *[()] * len(names)), ((size.name,),) * len(names))
+    in_names, out_names = (names, *[()] * len(names)), ((size.name,),) * len(names)
+    return _kernels.make_kernel(
+        what, lambda x, *fill: jnp.nonzero(x, size=size.size, fill_value=fill), in_names, out_names
+    )
 
 
 def clip(array: NamedOrNumeric, a_min: NamedOrNumeric | None = None, a_max: NamedOrNumeric | None = None) -> NamedArray:
-    """Clip each element to a range.
-
-    Arguments:
-        array: a named array or a scalar.
-        a_min: the lower bounds, a named array or a scalar; none by default.
-        a_max: the upper bounds. One of the three operands has all the axes of the others.
+    """Clip each element to a range, whose bounds may be arrays or None. The operands broadcast by name.
 
     >>> axn.clip(axn.named([1, 5, 9], "x"), 2, 6)
     NamedArray(int32[x=3], [2 5 6])
     """
-    arrays: list[Any] = []
-    all_names: tuple[Names, ...] = ()
-    for x in (array, a_min, a_max):
-        if x is not None:
-            x, names = operand(x)
-            arrays.append(x)
-            all_names += (names,)
-    kernel = _broadcast_kernel(jnp.clip if a_min is not None else _clip_above, "clip", all_names)
-    return wrap(kernel.call(*arrays), kernel.names)
+    arrays, names = zip(*(operand(x) for x in (array, a_min, a_max) if x is not None), strict=True)
+    return _broadcast_kernel(jnp.clip if a_min is not None else _clip_above, "clip", names).apply(*arrays)
 
 
 def _clip_above(x: jax.Array, upper: jax.Array | None = None) -> jax.Array:
@@ -165,12 +148,9 @@ def _clip_above(x: jax.Array, upper: jax.Array | None = None) -> jax.Array:
 def select(
     conditions: Sequence[NamedOrNumeric], choices: Sequence[NamedOrNumeric], default: NamedOrNumeric = 0
 ) -> NamedArray:
-    """Take each element from the choice of the first condition that is true there.
+    """Take each element from the choice of the first condition that is true there, or from the default.
 
-    Arguments:
-        conditions: named arrays or scalars.
-        choices: as many named arrays or scalars, one for each condition.
-        default: the value where no condition is true. One of all the operands must have the axes of all others.
+    One of all the operands must have the axes of all others.
 
     >>> x = axn.arange(axn.Axis("x", 4))
     >>> axn.select([x < 1, x > 2], [-1, x * 10])
@@ -182,8 +162,7 @@ def select(
             f"and {len(choices)} choices."
         )
     arrays, names = zip(*map(operand, (*conditions, *choices, default)), strict=True)
-    kernel = _broadcast_kernel(_select, "select", names)
-    return wrap(kernel.call(*arrays), kernel.names)
+    return _broadcast_kernel(_select, "select", names).apply(*arrays)
 
 
 def _select(*operands: jax.Array) -> jax.Array:
@@ -200,10 +179,8 @@ def take_along_axis(
     """Return the elements at the given positions along an axis, separately for each index of the other axes.
 
     Arguments:
-        array: a named array.
         indices: the positions. If they have `axis`, the result has as many elements along it; if not, one element is
             taken and the result lacks `axis`. Along any other axis that they lack, the positions are the same.
-        axis: the axis along which to take.
         mode: what to do with positions out of range, as for `jax.numpy.take_along_axis`; NaN by default.
 
     >>> x = axn.named([[10, 30, 20], [60, 40, 50]], ("batch", "token"))
@@ -215,7 +192,7 @@ def take_along_axis(
     require_named("take_along_axis", array)
     indices, names = operand(indices)
     kernel = _take_along_kernel(array.names, names, _kernels.one_selector("take_along_axis", axis), mode)
-    return wrap(kernel.call(array.array, indices), kernel.names)
+    return kernel.apply(array.array, indices)
 
 
 @_kernels.cached
@@ -248,10 +225,7 @@ def put_along_axis(
     """Replace the elements at the given positions along an axis, separately for each index of the other axes.
 
     Arguments:
-        array: a named array, which is not changed.
         indices: the positions, as for `take_along_axis`.
-        values: the new elements, a scalar or a named array.
-        axis: the axis along which to put.
         mode: what to do with positions out of range, as for `jax.numpy.put_along_axis`; they are dropped by default.
 
     >>> x = axn.named([[10, 30, 20], [60, 40, 50]], ("batch", "token"))
@@ -263,7 +237,7 @@ def put_along_axis(
     kernel = _put_along_kernel(
         array.names, index_names, value_names, _kernels.one_selector("put_along_axis", axis), mode
     )
-    return wrap(kernel.call(array.array, indices, values), kernel.names)
+    return kernel.apply(array.array, indices, values)
 
 
 @_kernels.cached
@@ -302,19 +276,11 @@ def _lookup_kernel(
 ) -> _kernels.Kernel:
     """Make a kernel that looks the first operand up in the others, whose axes the result does not have."""
 
-    def positional(*arrays):
-        return fn(*arrays, **dict(options))
-
-    return _kernels.make_kernel(name, positional, all_names, all_names[0])
+    return _kernels.make_kernel(name, lambda *arrays: fn(*arrays, **dict(options)), all_names, all_names[0])
 
 
 def isin(array: NamedOrNumeric, values: Any, *, invert: bool = False) -> NamedArray:
-    """Return which elements are among some values.
-
-    Arguments:
-        array: a named array or a scalar.
-        values: the values, of any shape; their axes are not matched with those of the array.
-        invert: return which are not.
+    """Return which elements are among some values, of any shape and axes; with `invert`, which are not.
 
     >>> axn.isin(axn.named([1, 2, 3], "x"), [3, 1])
     NamedArray(bool[x=3], [ True False True])
@@ -322,8 +288,7 @@ def isin(array: NamedOrNumeric, values: Any, *, invert: bool = False) -> NamedAr
     array, names = operand(array)
     values, value_names = operand(values)
     value_names = private("`values`", value_names or tuple(map(str, range(np.ndim(values)))))
-    kernel = _lookup_kernel(jnp.isin, "isin", (names, value_names), (("invert", bool(invert)),))
-    return wrap(kernel.call(array, values), kernel.names)
+    return _lookup_kernel(jnp.isin, "isin", (names, value_names), (("invert", bool(invert)),)).apply(array, values)
 
 
 def searchsorted(
@@ -344,8 +309,7 @@ def searchsorted(
     v, names = operand(v)
     among, own = vectors("searchsorted", a=a) if sorter is None else vectors("searchsorted", a=a, sorter=sorter)
     options = (("side", side), ("method", method))
-    kernel = _lookup_kernel(_searchsorted, "searchsorted", (names, *[own] * len(among)), options)
-    return wrap(kernel.call(v, *among), kernel.names)
+    return _lookup_kernel(_searchsorted, "searchsorted", (names, *[own] * len(among)), options).apply(v, *among)
 
 
 def _searchsorted(v: jax.Array, a: jax.Array, sorter: jax.Array | None = None, **options: Any) -> jax.Array:
@@ -356,7 +320,6 @@ def digitize(x: NamedOrNumeric, bins: Any, *, right: bool = False) -> NamedArray
     """Return the bin of each element: the number of edges below it.
 
     Arguments:
-        x: a named array or a scalar.
         bins: the edges, rising or falling; they have one axis.
         right: whether a bin contains its right edge rather than its left one.
 
@@ -365,8 +328,7 @@ def digitize(x: NamedOrNumeric, bins: Any, *, right: bool = False) -> NamedArray
     """
     x, names = operand(x)
     (edges,), own = vectors("digitize", bins=bins)
-    kernel = _lookup_kernel(jnp.digitize, "digitize", (names, own), (("right", bool(right)),))
-    return wrap(kernel.call(x, edges), kernel.names)
+    return _lookup_kernel(jnp.digitize, "digitize", (names, own), (("right", bool(right)),)).apply(x, edges)
 
 
 def interp(
@@ -378,8 +340,7 @@ def interp(
         x: where to evaluate the function, a named array or a scalar.
         xp: the points where the function is given, rising; they have one axis.
         fp: the values of the function there, along the same axis.
-        left: the value below the first point, by default that at the first point. Or "extrapolate".
-        right: the value above the last point, by default that at the last point. Or "extrapolate".
+        left, right: the value below the first and above the last point, by default that at the point. Or "extrapolate".
         period: the period of the function, if it has one.
 
     >>> axn.interp(axn.named([0.5, 2.], "x"), axn.named([0., 1.], "point"), axn.named([10., 20.], "point"))
@@ -390,8 +351,7 @@ def interp(
     extra = {"left": left, "right": right, "period": period}
     static = tuple((k, v) for k, v in extra.items() if isinstance(v, str))
     given = tuple(k for k, v in extra.items() if v is not None and not isinstance(v, str))
-    kernel = _interp_kernel(names, own, given, static)
-    return wrap(kernel.call(x, *points, *(scalar("interp", k, extra[k]) for k in given)), kernel.names)
+    return _interp_kernel(names, own, given, static).apply(x, *points, *(scalar("interp", k, extra[k]) for k in given))
 
 
 @_kernels.cached

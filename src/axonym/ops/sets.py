@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import _kernels
-from ..array import NamedArray, NamedOrNumeric, wrap, wrap_result
+from ..array import NamedArray, NamedOrNumeric
 from ..axis import Axis, AxisSelector, Names
-from ._operands import one_axis, operand, replaced, require_named, require_subset, scalar, vectors
+from ._operands import apply_along, one_axis, operand, replaced, require_named, require_subset, scalar, vectors
 
 # --- distinct values ---
 
@@ -32,7 +32,6 @@ def unique(
     """Return the distinct values of an array, in order.
 
     Arguments:
-        array: a named array.
         Unique: the axis of the values. Values that do not fit are left out.
         return_index: also return the first position of each value, along `axis` or in the flattened array.
         return_inverse: also return, for each element, the position of its value among the distinct values.
@@ -47,7 +46,7 @@ def unique(
     returned = (bool(return_index), bool(return_inverse), bool(return_counts))
     fill = () if fill_value is None else (scalar("unique", "fill_value", fill_value),)
     kernel = _unique_kernel(array.names, one_axis("unique", "Unique", Unique), axis, returned, len(fill))
-    return wrap_result(kernel.call(array.array, *fill), kernel.names)
+    return kernel.apply(array.array, *fill)
 
 
 @_kernels.cached
@@ -78,7 +77,6 @@ def bincount(x: NamedArray, Counts: Axis, *, weights: NamedOrNumeric | None = No
 
     Arguments:
         x: a named array of integers. Those that are negative or beyond the axis of the counts are not counted.
-        Counts: the axis of the counts.
         weights: the weight of each element, by name; one by default.
         minlength: the least size of `Counts`, which is checked.
 
@@ -89,9 +87,8 @@ def bincount(x: NamedArray, Counts: Axis, *, weights: NamedOrNumeric | None = No
     Counts = one_axis("bincount", "Counts", Counts)
     if minlength > Counts.size:
         raise ValueError(f"bincount: `minlength` is {minlength}, but axis {Counts.name!r} only has size {Counts.size}.")
-    weight, weight_names = _weights(weights)
-    kernel = _bincount_kernel(x.names, Counts, weight_names)
-    return wrap(kernel.call(x.array, *weight), kernel.names)
+    weight, own = _weights("bincount", weights, x.names)
+    return _bincount_kernel(x.names, Counts, own).apply(x.array, *weight)
 
 
 def _require_dtype(what: str, x: jax.Array, kind: Any, expected: str) -> None:
@@ -99,41 +96,30 @@ def _require_dtype(what: str, x: jax.Array, kind: Any, expected: str) -> None:
         raise TypeError(f"{what}: expected {expected}, got {x.dtype}.")
 
 
-def _weights(weights: NamedOrNumeric | None) -> tuple[tuple[Any, ...], Names | None]:
+def _weights(what: str, weights: NamedOrNumeric | None, names: Names) -> tuple[tuple[Any, ...], tuple[Names, ...]]:
+    """Return the weights as operands of a kernel, none or one, and their names, which the array must have, too."""
     if weights is None:
-        return (), None
-    array, names = operand(weights)
-    return (array,), names
+        return (), ()
+    array, own = operand(weights)
+    require_subset(what, "weights", own, names)
+    return (array,), (own,)
 
 
 @_kernels.cached
-def _bincount_kernel(names: Names, Counts: Axis, weight_names: Names | None) -> _kernels.Kernel:
-    _check_weights("bincount", weight_names, names)
-
+def _bincount_kernel(names: Names, Counts: Axis, own: tuple[Names, ...]) -> _kernels.Kernel:
     def positional(x, *weights):
         _require_dtype("bincount", x, jnp.integer, "integers")
         if jnp.issubdtype(x.dtype, jnp.signedinteger):  # negative ones would count as zero
             x = jnp.where(x < 0, Counts.size, x.astype(jnp.promote_types(x.dtype, jnp.int32)))
-        spread = _spread(weights, weight_names, names, x.shape)
+        spread = _spread(weights, own, names, x.shape)
         return jnp.bincount(x.reshape(-1), None if spread is None else spread.reshape(-1), length=Counts.size)
 
-    return _kernels.make_kernel("bincount", positional, _with_weights(names, weight_names), (Counts.name,))
+    return _kernels.make_kernel("bincount", positional, (names, *own), (Counts.name,))
 
 
-def _check_weights(what: str, weight_names: Names | None, names: Names) -> None:
-    if weight_names is not None:
-        require_subset(what, "weights", weight_names, names)
-
-
-def _with_weights(names: Names, weight_names: Names | None) -> tuple[Names, ...]:
-    return (names,) if weight_names is None else (names, weight_names)
-
-
-def _spread(weights: Any, weight_names: Names | None, names: Names, shape: tuple[int, ...]) -> jax.Array | None:
-    """Broadcast the weights, one array or none, to the shape of the array that they weigh."""
-    if weight_names is None:
-        return None
-    return jnp.broadcast_to(_kernels.align(weights[0], weight_names, names), shape)
+def _spread(weights: Any, own: tuple[Names, ...], names: Names, shape: tuple[int, ...]) -> jax.Array | None:
+    """Broadcast the weights, if there are any, to the shape of the array that they weigh."""
+    return jnp.broadcast_to(_kernels.align(weights[0], own[0], names), shape) if own else None
 
 
 def histogram(
@@ -147,7 +133,6 @@ def histogram(
     """Count the elements in each bin, over all axes, and return the counts and the edges of the bins.
 
     Arguments:
-        array: a named array.
         Bins: the axis of the counts, for bins of one width. Or the edges of the bins, rising, as a named array with one
             axis; the axis of the counts has the same name and is shorter by one.
         range: the lowest and the highest edge; the smallest and the largest element by default.
@@ -158,7 +143,7 @@ def histogram(
     (NamedArray(float32[bin=2], [3. 1.]), NamedArray(float32[bin=3], [1. 3. 5.]))
     """
     require_named("histogram", array)
-    weight, weight_names = _weights(weights)
+    weight, of_weight = _weights("histogram", weights, array.names)
     if isinstance(Bins, NamedArray):
         if range is not None:
             raise ValueError("histogram: `range` is for bins of one width; given edges already define the bins.")
@@ -169,30 +154,28 @@ def histogram(
         limits, own = [scalar("histogram", "range", limit) for limit in (() if range is None else range)], ()
         if len(limits) not in (0, 2):
             raise ValueError(f"histogram: `range` is the lowest and the highest edge, got {len(limits)} values.")
-    kernel = _histogram_kernel(array.names, bins, len(limits), own, weight_names, bool(density))
-    return wrap_result(kernel.call(array.array, *limits, *weight), kernel.names)
+    kernel = _histogram_kernel(array.names, bins, len(limits), own, of_weight, bool(density))
+    return kernel.apply(array.array, *limits, *weight)
 
 
 @_kernels.cached
 def _histogram_kernel(
-    names: Names, bins: Axis | str, limits: int, own: Names, weight_names: Names | None, density: bool
+    names: Names, bins: Axis | str, limits: int, own: Names, of_weight: tuple[Names, ...], density: bool
 ) -> _kernels.Kernel:
     """Make a kernel; `bins` is an axis, with two limits or none, or the name of the axis of the edges, the one limit.
 
     `own` are the axes of a limit.
     """
-    _check_weights("histogram", weight_names, names)
     name = bins.name if isinstance(bins, Axis) else bins
 
     def positional(x, *rest):
         among, weights = rest[:limits], rest[limits:]
-        spread = _spread(weights, weight_names, names, x.shape)
+        spread = _spread(weights, of_weight, names, x.shape)
         if isinstance(bins, Axis):
             return jnp.histogram(x, bins.size, among or None, spread, density)
         return jnp.histogram(x, *among, weights=spread, density=density)
 
-    first, *others = _with_weights(names, weight_names)
-    return _kernels.make_kernel("histogram", positional, (first, *[own] * limits, *others), ((name,), (name,)))
+    return _kernels.make_kernel("histogram", positional, (names, *[own] * limits, *of_weight), ((name,), (name,)))
 
 
 # --- bits ---
@@ -203,15 +186,13 @@ def packbits(a: NamedArray, axis: AxisSelector, *, bitorder: str = "big") -> Nam
 
     Arguments:
         a: a named array of integers or bools; an element that is not zero is a bit that is set.
-        axis: the axis that shrinks.
         bitorder: "big" if the first element is the highest bit, "little" if it is the lowest.
 
     >>> axn.packbits(axn.named([1, 0, 0, 0, 0, 0, 1, 1], "bit"), "bit")
     NamedArray(uint8[bit=1], [131])
     """
-    require_named("packbits", a)
-    kernel = _bits_kernel("packbits", a.names, axis, None, bitorder)
-    return wrap(kernel.call(a.array), kernel.names)
+    _check_order("packbits", bitorder)
+    return apply_along(_packed, "packbits", a, axis, bitorder=bitorder)
 
 
 def unpackbits(a: NamedArray, axis: AxisSelector, *, count: int | None = None, bitorder: str = "big") -> NamedArray:
@@ -219,30 +200,27 @@ def unpackbits(a: NamedArray, axis: AxisSelector, *, count: int | None = None, b
 
     Arguments:
         a: a named array of bytes, `uint8`.
-        axis: the axis that grows.
         count: how many elements to keep along the axis; all by default. A negative number leaves out as many at the
             end.
-        bitorder: "big" if the first element is the highest bit, "little" if it is the lowest.
+        bitorder: as for `packbits`.
 
     >>> axn.unpackbits(axn.named(jnp.array([131], "uint8"), "bit"), "bit", count=7)
     NamedArray(uint8[bit=7], [1 0 0 0 0 0 1])
     """
-    require_named("unpackbits", a)
-    kernel = _bits_kernel("unpackbits", a.names, axis, count, bitorder)
-    return wrap(kernel.call(a.array), kernel.names)
+    _check_order("unpackbits", bitorder)
+    return apply_along(_unpacked, "unpackbits", a, axis, bitorder=bitorder, count=count)
 
 
-@_kernels.cached
-def _bits_kernel(what: str, names: Names, axis: AxisSelector, count: int | None, bitorder: str) -> _kernels.Kernel:
-    position = names.index(_kernels.select_one(what, names, axis))
+def _check_order(what: str, bitorder: str) -> None:
     if bitorder not in ("big", "little"):
         raise ValueError(f'{what}: `bitorder` is "big" or "little", got {bitorder!r}.')
 
-    def positional(x):
-        if what == "unpackbits":
-            _require_dtype(what, x, jnp.uint8, "bytes, of dtype uint8")
-            return jnp.unpackbits(x, position, count, bitorder)
-        _require_dtype(what, x, jnp.integer, "integers or bools")
-        return jnp.packbits(x, position, bitorder)
 
-    return _kernels.make_kernel(what, positional, (names,), names, selection=axis)
+def _packed(x: jax.Array, axis: int, bitorder: str) -> jax.Array:
+    _require_dtype("packbits", x, jnp.integer, "integers or bools")
+    return jnp.packbits(x, axis, bitorder)
+
+
+def _unpacked(x: jax.Array, axis: int, bitorder: str, count: int | None = None) -> jax.Array:
+    _require_dtype("unpackbits", x, jnp.uint8, "bytes, of dtype uint8")
+    return jnp.unpackbits(x, axis, count, bitorder)

@@ -12,17 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from ..array import NamedArray, resolve, wrap, wrap_result
+from ..array import NamedArray, resolve, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, axes_of_spec, name_of, selectors
 from ._operands import check_new_axis, distinct, replaced, require_named
 
 
 def rename(array: NamedArray, renames: Mapping[AxisSelector, AxisSelector]) -> NamedArray:
-    """Rename axes. Nothing is computed.
-
-    Arguments:
-        array: a named array.
-        renames: the new name, or axis, of each axis that gets one. Names can be swapped.
+    """Rename axes: each key becomes its value. Names can be swapped, and nothing is computed.
 
     >>> axn.rename(axn.ones({"x": 2, "y": 3}), {"x": "rows"}).shape
     {'rows': 2, 'y': 3}
@@ -41,8 +37,7 @@ def _renamed(
     missing = [n for n in new if n not in names]
     if missing:
         raise ValueError(_errors.missing_axes("rename", missing, names, shape))
-    if len(new) != len(renames):
-        raise ValueError(_errors.duplicate_names("rename", [name_of(old) for old, _ in renames]))
+    distinct("rename", tuple(name_of(old) for old, _ in renames))
     if shape is not None:
         sizes = dict(zip(names, shape, strict=False))
         wrong = [
@@ -76,31 +71,20 @@ def flatten_axes(array: Any, old_axes: AxisSelection, new_axis: AxisSelector) ->
     """
     if not isinstance(array, NamedArray):
         return _flatten_spec(array, old_axes, new_axis)
-    kernel = _flatten_kernel("flatten_axes", array.names, _kernels.hashable(old_axes), new_axis)
-    return wrap(kernel.call(array.array), kernel.names)
+    return _flatten_kernel("flatten_axes", array.names, _kernels.hashable(old_axes), new_axis).apply(array.array)
 
 
 def flatten(array: NamedArray, new_axis_name: AxisSelector) -> NamedArray:
     """Merge all axes into one, in their order.
 
-    Arguments:
-        array: a named array.
-        new_axis_name: the axis they become.
-
     >>> axn.flatten(axn.named([[1, 2], [3, 4]], ("x", "y")), "flat")
     NamedArray(int32[flat=4], [1 2 3 4])
     """
-    kernel = _flatten_kernel("flatten", require_named("flatten", array).names, None, new_axis_name)
-    return wrap(kernel.call(array.array), kernel.names)
+    return _flatten_kernel("flatten", require_named("flatten", array).names, None, new_axis_name).apply(array.array)
 
 
 def unflatten_axis(array: NamedArray, axis: AxisSelector, new_axes: AxisSelection) -> NamedArray:
-    """Split one axis into several, which take its place.
-
-    Arguments:
-        array: a named array.
-        axis: the axis to split.
-        new_axes: the axes it becomes, the major one first. The size of one of them can be left out.
+    """Split one axis into several, which take its place, the major one first. One of the sizes can be left out.
 
     >>> x = axn.named([1, 2, 3, 4], "flat")
     >>> axn.unflatten_axis(x, "flat", axn.make_axes(x=2, y=2))
@@ -110,31 +94,22 @@ def unflatten_axis(array: NamedArray, axis: AxisSelector, new_axes: AxisSelectio
     """
     names = require_named("unflatten_axis", array).names
     kernel = _unflatten_kernel(names, _kernels.one_selector("unflatten_axis", axis), _kernels.hashable(new_axes))
-    return wrap(kernel.call(array.array), kernel.names)
+    return kernel.apply(array.array)
 
 
 def unbind(array: NamedArray, axis: AxisSelector) -> list[NamedArray]:
-    """Return the slices along an axis, one for each index.
-
-    Arguments:
-        array: a named array.
-        axis: the axis to slice along, which the slices lack.
+    """Return the slices along an axis, one for each index, which lack the axis.
 
     >>> axn.unbind(axn.named([[1, 2], [3, 4]], ("x", "y")), "x")
     [NamedArray(int32[y=2], [1 2]), NamedArray(int32[y=2], [3 4])]
     """
     raw = require_named("unbind", array).array
     kernel = _unbind_kernel(array.names, _kernels.one_selector("unbind", axis), jnp.shape(raw))
-    return list(wrap_result(kernel.call(raw), kernel.names))
+    return list(kernel.apply(raw))
 
 
 def split(a: NamedArray, axis: AxisSelector, new_axes: AxisSpec) -> list[NamedArray]:
-    """Split the array into consecutive parts along an axis.
-
-    Arguments:
-        a: a named array.
-        axis: the axis to cut.
-        new_axes: the axis of each part, with its size. Together they are as long as `axis`; names may repeat.
+    """Split the array along an axis into consecutive parts, given by their axes with sizes; names may repeat.
 
     >>> axn.split(axn.arange(axn.Axis("x", 5)), "x", [axn.Axis("x", 3), axn.Axis("rest", 2)])
     [NamedArray(int32[x=3], [0 1 2]), NamedArray(int32[rest=2], [3 4])]
@@ -145,7 +120,7 @@ def split(a: NamedArray, axis: AxisSelector, new_axes: AxisSpec) -> list[NamedAr
     kernel = _split_kernel(
         names, _kernels.one_selector("split", axis), axes_of_spec(_kernels.hashable(new_axes), "split")
     )
-    return list(wrap_result(kernel.call(a.array), kernel.names))
+    return list(kernel.apply(a.array))
 
 
 # --- kernels ---
@@ -180,9 +155,7 @@ def _flatten_kernel(what: str, names: Names, old_axes: Any, new_axis: AxisSelect
 def _flatten_spec(spec: AxisSpec, old_axes: AxisSelection, new_axis: AxisSelector) -> Any:
     sizes = {a.name: a.size for a in axes_of_spec(spec, "flatten_axes")}
     old = resolve(tuple(sizes), tuple(sizes.values()), old_axes, "flatten_axes")
-    names = tuple(a.name for a in old)
-    if len(set(names)) != len(names):
-        raise ValueError(_errors.duplicate_names("flatten_axes", names))
+    names = distinct("flatten_axes", tuple(a.name for a in old))
     new = Axis(name_of(new_axis), math.prod(a.size for a in old))
     check_new_axis("flatten_axes", new_axis, new.size)
     _, out_names = _flattened("flatten_axes", tuple(sizes), names, new.name)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from ..array import NamedArray, NamedOrNumeric, wrap
+from ..array import NamedArray, NamedOrNumeric
 from ..axis import AxisSelection, AxisSelector, Names
-from ._batched import make_along_kernel
-from ._op_types import publish
-from ._operands import operand, private, require_named, static_number
+from ._operands import apply_along, operand, private, require_named, static_number
 
 
 def _union(a_names: Names, b_names: Names) -> Names:
@@ -27,14 +25,6 @@ def _privately(argument: str, names: Names, chosen: Names) -> Names:
 
 
 # --- along one axis ---
-
-
-class _Convolution(Protocol):
-    """`f(a, v, axis, mode)`."""
-
-    def __call__(
-        self, a: NamedArray, v: NamedArray, axis: AxisSelector, mode: str = "full", *, precision: Any = None
-    ) -> NamedArray: ...
 
 
 @_kernels.cached
@@ -60,46 +50,44 @@ def _convolution_kernel(
 
     in_names = (a_names, _privately("`v`", v_names, (chosen,)))
     along = (chosen, *private("`v`", (chosen,)))
-    return make_along_kernel(what, positional, in_names, out_names, along, selection=axis)
+    return _kernels.make_along_kernel(what, positional, in_names, out_names, along, selection=axis)
 
 
-def _convolution(name: str, fn: Callable[..., Any], summary: str, shown: str) -> _Convolution:
-    def op(a, v, axis, mode="full", *, precision=None):
-        require_named(name, a), require_named(name, v)
-        kernel = _convolution_kernel(fn, name, a.names, v.names, _kernels.one_selector(name, axis), mode, precision)
-        return wrap(kernel.call(a.array, v.array), kernel.names)
+def _convolve(fn: Callable[..., Any], what: str, a: Any, v: Any, axis: Any, mode: str, precision: Any) -> NamedArray:
+    require_named(what, a), require_named(what, v)
+    kernel = _convolution_kernel(fn, what, a.names, v.names, _kernels.one_selector(what, axis), mode, precision)
+    return kernel.apply(a.array, v.array)
 
-    doc = f"""{summary}
 
-    Axes that the operands share are matched; the operands broadcast along the others. The result has
-    the axes of `a`, then those that only `v` has.
+def convolve(
+    a: NamedArray, v: NamedArray, axis: AxisSelector, mode: str = "full", *, precision: Any = None
+) -> NamedArray:
+    """Compute the convolution of two arrays along an axis.
+
+    Axes that the operands share are matched; the operands broadcast along the others. The result has the axes of `a`,
+    then those that only `v` has.
 
     Arguments:
-        a: a named array.
         v: a named array; its axis may have another size.
-        axis: the axis to run along.
         mode: "full" for every position where the operands overlap, "same" for as many as the longer one has elements,
             "valid" for those where they overlap wholly.
         precision: how exactly to multiply, as in `jax.lax`.
 
-    >>> axn.{name}(axn.named([1., 2., 3.], "t"), axn.named([1., 10.], "t"), "t")
-    NamedArray({shown})
+    >>> axn.convolve(axn.named([1., 2., 3.], "t"), axn.named([1., 10.], "t"), "t")
+    NamedArray(float32[t=4], [ 1. 12. 23. 30.])
     """
-    return publish(op, name, __name__, doc)
+    return _convolve(jnp.convolve, "convolve", a, v, axis, mode, precision)
 
 
-convolve = _convolution(
-    "convolve",
-    jnp.convolve,
-    "Compute the convolution of two arrays along an axis.",
-    "float32[t=4], [ 1. 12. 23. 30.]",
-)
-correlate = _convolution(
-    "correlate",
-    jnp.correlate,
-    "Compute the correlation of two arrays along an axis.",
-    "float32[t=4], [10. 21. 32. 3.]",
-)
+def correlate(
+    a: NamedArray, v: NamedArray, axis: AxisSelector, mode: str = "full", *, precision: Any = None
+) -> NamedArray:
+    """Compute the correlation of two arrays along an axis. The arguments and the axes are as for `convolve`.
+
+    >>> axn.correlate(axn.named([1., 2., 3.], "t"), axn.named([1., 10.], "t"), "t")
+    NamedArray(float32[t=4], [10. 21. 32. 3.])
+    """
+    return _convolve(jnp.correlate, "correlate", a, v, axis, mode, precision)
 
 
 def unwrap(
@@ -108,46 +96,25 @@ def unwrap(
     """Remove jumps from angles: add periods where neighbours differ by more than half a period.
 
     Arguments:
-        array: a named array.
-        axis: the axis to run along.
         discont: the smallest difference that counts as a jump; half a period by default.
         period: the period; 2 pi by default.
 
     >>> axn.unwrap(axn.named([0., 3., 6., 1., 4.], "t"), "t", period=8.)
     NamedArray(float32[t=5], [ 0. 3. 6. 9. 12.])
     """
-    require_named("unwrap", array)
     given = {"discont": discont, "period": period}
-    numbers = (None if x is None else static_number("unwrap", name, x) for name, x in given.items())
-    kernel = _unwrap_kernel(array.names, _kernels.one_selector("unwrap", axis), *numbers)
-    return wrap(kernel.call(array.array), kernel.names)
-
-
-@_kernels.cached
-def _unwrap_kernel(names: Names, axis: AxisSelector, discont: float | None, period: float | None) -> _kernels.Kernel:
-    position = names.index(_kernels.select_one("unwrap", names, axis))
-    keywords = {} if period is None else {"period": period}
-
-    def positional(x):
-        return jnp.unwrap(x, discont, position, **keywords)
-
-    return _kernels.make_kernel("unwrap", positional, (names,), names, selection=axis)
+    options = {name: None if x is None else static_number("unwrap", name, x) for name, x in given.items()}
+    return apply_along(jnp.unwrap, "unwrap", array, axis, **options)
 
 
 def cross(a: NamedArray, b: NamedArray, axis: AxisSelector) -> NamedArray:
-    """Compute the cross product of vectors in three dimensions.
-
-    Arguments:
-        a: a named array.
-        b: a named array. One of the two has all the axes of the other.
-        axis: the axis of the vectors, of size 3.
+    """Compute the cross product of vectors in three dimensions, along an axis of size 3. The operands broadcast.
 
     >>> axn.cross(axn.named([1., 0., 0.], "xyz"), axn.named([0., 1., 0.], "xyz"), "xyz")
     NamedArray(float32[xyz=3], [0. 0. 1.])
     """
     require_named("cross", a), require_named("cross", b)
-    kernel = _cross_kernel(a.names, b.names, _kernels.one_selector("cross", axis))
-    return wrap(kernel.call(a.array, b.array), kernel.names)
+    return _cross_kernel(a.names, b.names, _kernels.one_selector("cross", axis)).apply(a.array, b.array)
 
 
 @_kernels.cached
@@ -171,18 +138,15 @@ def _cross_kernel(a_names: Names, b_names: Names, axis: AxisSelector) -> _kernel
 
 
 def outer(a: NamedOrNumeric, b: NamedOrNumeric) -> NamedArray:
-    """Multiply each element of one array by each element of another.
+    """Multiply each element of one array by each element of another, which shares no axis with it.
 
-    Arguments:
-        a: a named array or a scalar.
-        b: a named array or a scalar, without any axis of `a`. The result has the axes of `a`, then those of `b`.
+    The result has the axes of `a`, then those of `b`.
 
     >>> axn.outer(axn.named([1, 2], "x"), axn.named([1, 10, 100], "y"))
     NamedArray(int32[x=2, y=3], [[ 1 10 100] [ 2 20 200]])
     """
     (a_array, a_names), (b_array, b_names) = operand(a), operand(b)
-    kernel = _outer_kernel(a_names, b_names)
-    return wrap(kernel.call(a_array, b_array), kernel.names)
+    return _outer_kernel(a_names, b_names).apply(a_array, b_array)
 
 
 @_kernels.cached
@@ -205,20 +169,14 @@ def _outer_kernel(a_names: Names, b_names: Names) -> _kernels.Kernel:
 def kron(a: NamedArray, b: NamedArray, axis: AxisSelection | None = None) -> NamedArray:
     """Compute the Kronecker product: each element of `a` is replaced by itself times `b`.
 
-    Along the chosen axes the sizes multiply. Other axes that the operands share are matched, and one that only `b` has
-    comes after those of `a`.
-
-    Arguments:
-        a: a named array.
-        b: a named array.
-        axis: the axes along which to multiply; all that the operands share by default.
+    Along the chosen axes, by default all that the operands share, the sizes multiply. Other shared axes are matched,
+    and an axis that only `b` has comes after those of `a`.
 
     >>> axn.kron(axn.named([1, 2], "x"), axn.named([1, 10, 100], "x"))
     NamedArray(int32[x=6], [ 1 10 100 2 20 200])
     """
     require_named("kron", a), require_named("kron", b)
-    kernel = _kron_kernel(a.names, b.names, _kernels.hashable(axis))
-    return wrap(kernel.call(a.array, b.array), kernel.names)
+    return _kron_kernel(a.names, b.names, _kernels.hashable(axis)).apply(a.array, b.array)
 
 
 @_kernels.cached

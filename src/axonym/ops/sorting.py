@@ -14,64 +14,31 @@ import jax.numpy as jnp
 
 from .. import _kernels
 from .._per_device import vary_like
-from ..array import NamedArray, wrap
-from ..axis import AxisSelector, Names
-from ._operands import only_axis, require_named
-
-
-@_kernels.cached
-def _along_kernel(
-    fn: Callable[..., Any], name: str, names: Names, axis: AxisSelector, options: tuple[tuple[str, Any], ...]
-) -> _kernels.Kernel:
-    along = _kernels.select_one(name, names, axis)
-    position, keywords = names.index(along), dict(options)
-
-    def positional(x):
-        kth = keywords.get("kth")
-        if kth is not None and not -x.shape[position] <= kth < x.shape[position]:
-            raise ValueError(f"{name}: no element {kth} along axis {along!r} of size {x.shape[position]}.")
-        return fn(x, axis=position, **keywords)
-
-    return _kernels.make_kernel(name, positional, (names,), names, selection=axis)
-
-
-def _along(fn: Callable[..., Any], name: str, a: NamedArray, axis: AxisSelector | None, **options: Any) -> NamedArray:
-    require_named(name, a)
-    kernel = _along_kernel(
-        fn, name, a.names, _kernels.one_selector(name, only_axis(name, a, axis)), tuple(options.items())
-    )
-    return wrap(kernel.call(a.array), kernel.names)
+from ..array import NamedArray
+from ..axis import AxisSelector, Names, name_of
+from ._operands import apply_along, only_axis, require_named
 
 
 def sort(a: NamedArray, axis: AxisSelector | None = None, *, descending: bool = False) -> NamedArray:
-    """Sort elements along an axis.
-
-    Arguments:
-        a: a named array.
-        axis: the axis to sort along.
-        descending: the largest first.
+    """Sort elements along an axis, the largest first if `descending`.
 
     >>> axn.sort(axn.named([3, 1, 2], "x"), "x")
     NamedArray(int32[x=3], [1 2 3])
     """
-    return _along(jnp.sort, "sort", a, axis, descending=bool(descending))
+    axis = only_axis("sort", require_named("sort", a), axis)
+    return apply_along(jnp.sort, "sort", a, axis, descending=bool(descending))
 
 
 def argsort(
     a: NamedArray, axis: AxisSelector | None = None, *, stable: bool = False, descending: bool = False
 ) -> NamedArray:
-    """Return the positions along an axis of the sorted elements.
-
-    Arguments:
-        a: a named array.
-        axis: the axis to sort along.
-        stable: keep equal elements in the order they have.
-        descending: the largest first.
+    """Return the positions of the elements along an axis as `sort` orders them; `stable` keeps the order of equal ones.
 
     >>> axn.argsort(axn.named([3, 1, 2], "x"), "x")
     NamedArray(int32[x=3], [1 2 0])
     """
-    return _along(_positions, "argsort", a, axis, stable=bool(stable), descending=bool(descending))
+    axis = only_axis("argsort", require_named("argsort", a), axis)
+    return apply_along(_positions, "argsort", a, axis, stable=bool(stable), descending=bool(descending))
 
 
 def _positions(x: jax.Array, **options: Any) -> jax.Array:
@@ -80,39 +47,35 @@ def _positions(x: jax.Array, **options: Any) -> jax.Array:
 
 
 def partition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> NamedArray:
-    """Reorder elements so that the `kth` is the one that sorting would put there, and those before it are no larger.
-
-    Arguments:
-        a: a named array.
-        kth: the position whose element is as in the sorted array.
-        axis: the axis to partition along.
+    """Reorder elements along an axis so that the `kth` is as if sorted, and those before it are no larger.
 
     >>> axn.partition(axn.named([3, 1, 2], "x"), 0, "x")[{"x": 0}]
     NamedArray(int32[], 1)
     """
-    return _along(jnp.partition, "partition", a, axis, kth=operator.index(kth))
+    return _partition(jnp.partition, "partition", a, kth, axis)
 
 
 def argpartition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> NamedArray:
-    """Return the positions along an axis of the elements in the order of `partition`.
-
-    Arguments:
-        a: a named array.
-        kth: the position whose element is as in the sorted array.
-        axis: the axis to partition along.
+    """Return the positions along an axis of the elements in the order of `partition`, whose arguments it takes.
 
     >>> axn.argpartition(axn.named([3, 1, 2], "x"), 0, "x")[{"x": 0}]
     NamedArray(int32[], 1)
     """
-    return _along(jnp.argpartition, "argpartition", a, axis, kth=operator.index(kth))
+    return _partition(jnp.argpartition, "argpartition", a, kth, axis)
+
+
+def _partition(fn: Callable[..., Any], what: str, a: NamedArray, kth: int, axis: Any) -> NamedArray:
+    axis, kth = _kernels.one_selector(what, only_axis(what, require_named(what, a), axis)), operator.index(kth)
+    size = a.shape.get(name_of(axis))
+    if size is not None and not -size <= kth < size:
+        raise ValueError(f"{what}: no element {kth} along axis {name_of(axis)!r} of size {size}.")
+    return apply_along(fn, what, a, axis, kth=kth)
 
 
 def lexsort(keys: Sequence[NamedArray], axis: AxisSelector | None = None) -> NamedArray:
     """Return the positions that sort by several keys along an axis: by the last key, ties by the one before, ...
 
-    Arguments:
-        keys: named arrays; one of them has all the axes of the others.
-        axis: the axis to sort along.
+    One of the keys has all the axes of the others.
 
     >>> family, given = axn.named([1, 0, 1], "person"), axn.named([2, 9, 1], "person")
     >>> axn.lexsort((given, family), "person")
@@ -125,7 +88,7 @@ def lexsort(keys: Sequence[NamedArray], axis: AxisSelector | None = None) -> Nam
     kernel = _lexsort_kernel(
         tuple(k.names for k in keys), _kernels.one_selector("lexsort", only_axis("lexsort", widest, axis))
     )
-    return wrap(kernel.call(*(k.array for k in keys)), kernel.names)
+    return kernel.apply(*(k.array for k in keys))
 
 
 @_kernels.cached

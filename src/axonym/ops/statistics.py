@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from ..array import NamedArray, NamedOrNumeric, wrap
+from ..array import NamedArray, NamedOrNumeric
 from ..axis import AxisSelection, AxisSelector, Names, name_of
 from ._op_types import publish
-from ._operands import check_new_axis, distinct, operand, require_named, require_subset, scalar
+from ._operands import apply_along, check_new_axis, distinct, operand, require_named, require_subset, scalar
 
 # --- order statistics ---
 
@@ -71,14 +71,12 @@ _NUMBERS = ("the elements that are not NaN", "[[1., 2., jnp.nan], [3., 4., 5.]]"
 def _median(name: str, fn: Callable[..., Any], among: tuple[str, str], shown: str) -> Median:
     def op(array, axis=None):
         require_named(name, array)
-        kernel = _order_kernel(fn, name, array.names, _kernels.hashable(axis), None, None)
-        return wrap(kernel.call(array.array), kernel.names)
+        return _order_kernel(fn, name, array.names, _kernels.hashable(axis), None, None).apply(array.array)
 
     elements, example = among
     doc = f"""Compute the median of {elements}.
 
     Arguments:
-        array: a named array.
         axis: the axes to reduce; all of them by default.
 
     >>> axn.{name}(axn.named({example}, ("x", "y")), "y")
@@ -93,16 +91,14 @@ def _quantile(
     def op(array, q, axis=None, *, method="linear"):
         require_named(name, array)
         q, q_names = operand(q)
-        kernel = _order_kernel(fn, name, array.names, _kernels.hashable(axis), q_names, method)
-        return wrap(kernel.call(array.array, q), kernel.names)
+        return _order_kernel(fn, name, array.names, _kernels.hashable(axis), q_names, method).apply(array.array, q)
 
-    (elements, example), (kind, whole) = among, share
+    (elements, example), (kind, highest) = among, share
     doc = f"""Return the element below which a given {kind} of {elements} lies.
 
     Arguments:
-        array: a named array.
-        q: which one, from 0 (the smallest element) to {whole} (the largest). A named array with one axis gives several:
-            its axis comes first in the result.
+        q: which one, from 0 (the smallest element) to {highest} (the largest). A named array with one axis gives
+            several: its axis comes first in the result.
         axis: the axes to reduce; all of them by default.
         method: what to do between two elements: "linear", "lower", "higher", "midpoint", "nearest" or "inverted_cdf".
 
@@ -133,7 +129,6 @@ def average(
     """Compute the weighted mean.
 
     Arguments:
-        array: a named array.
         axis: the axes to reduce; all of them by default.
         weights: the weight of each element, by name; they need not have all the axes of the array. Equal by default.
 
@@ -143,20 +138,16 @@ def average(
     require_named("average", array)
     axis = _kernels.hashable(axis)
     if weights is None:
-        kernel = _average_kernel(array.names, _kernels.hashable(axis), None)
-        return wrap(kernel.call(array.array), kernel.names)
+        return _order_kernel(jnp.mean, "average", array.names, axis, None, None).apply(array.array)
     weights, weight_names = operand(weights)
-    kernel = _average_kernel(array.names, _kernels.hashable(axis), weight_names)
-    return wrap(kernel.call(array.array, weights), kernel.names)
+    return _average_kernel(array.names, axis, weight_names).apply(array.array, weights)
 
 
 @_kernels.cached
-def _average_kernel(names: Names, axis: Any, weight_names: Names | None) -> _kernels.Kernel:
+def _average_kernel(names: Names, axis: Any, weight_names: Names) -> _kernels.Kernel:
     reduced = _kernels.select("average", names, axis)
     positions = tuple(names.index(n) for n in reduced)
     kept = tuple(n for n in names if n not in reduced)
-    if weight_names is None:
-        return _kernels.make_kernel("average", lambda x: jnp.mean(x, positions), (names,), kept, selection=axis)
     require_subset("average", "weights", weight_names, names)
 
     def positional(x, weights):
@@ -170,17 +161,11 @@ def _average_kernel(names: Names, axis: Any, weight_names: Names | None) -> _ker
 
 
 def cov(
-    array: NamedArray,
-    variables: AxisSelector,
-    observations: AxisSelection,
-    *,
-    new_axis: AxisSelector,
-    ddof: int = 1,
+    array: NamedArray, variables: AxisSelector, observations: AxisSelection, *, new_axis: AxisSelector, ddof: int = 1
 ) -> NamedArray:
     """Compute the covariance of each pair of variables.
 
     Arguments:
-        array: a named array.
         variables: the axis of the variables. It becomes two, the rows and the columns of the matrix.
         observations: the axis of the observations, or several, which the result lacks. All other axes are batch axes.
         new_axis: the axis of the columns; the rows keep the axis of the variables.
@@ -196,13 +181,7 @@ def cov(
 def corrcoef(
     array: NamedArray, variables: AxisSelector, observations: AxisSelection, *, new_axis: AxisSelector
 ) -> NamedArray:
-    """Compute the correlation of each pair of variables, from -1 to 1.
-
-    Arguments:
-        array: a named array.
-        variables: the axis of the variables. It becomes two, the rows and the columns of the matrix.
-        observations: the axis of the observations, or several, which the result lacks.
-        new_axis: the axis of the columns; the rows keep the axis of the variables.
+    """Compute the correlation of each pair of variables, from -1 to 1. The arguments are those of `cov`.
 
     >>> x = axn.named([[1., 2., 3.], [6., 4., 2.]], ("feature", "batch"))
     >>> axn.corrcoef(x, "feature", "batch", new_axis="feature2")
@@ -216,7 +195,7 @@ def _covariance(
 ) -> NamedArray:
     require_named(what, array)
     kernel = _covariance_kernel(what, array.names, variables, _kernels.hashable(observations), new_axis, ddof)
-    return wrap(kernel.call(array.array), kernel.names)
+    return kernel.apply(array.array)
 
 
 @_kernels.cached
@@ -265,36 +244,20 @@ def _clipped(x: jax.Array) -> jax.Array:
 
 
 def diff(array: NamedArray, axis: AxisSelector, *, n: int = 1) -> NamedArray:
-    """Compute the difference of each two neighbours along an axis, which becomes shorter by one.
-
-    Arguments:
-        array: a named array.
-        axis: the axis to run along.
-        n: how many times to take the difference.
+    """Compute the difference of each two neighbours along an axis, `n` times; each time it becomes shorter by one.
 
     >>> axn.diff(axn.named([1, 3, 6], "x"), "x")
     NamedArray(int32[x=2], [2 3])
     """
-    require_named("diff", array)
-    kernel = _diff_kernel(array.names, _kernels.one_selector("diff", axis), operator.index(n))
-    return wrap(kernel.call(array.array), kernel.names)
-
-
-@_kernels.cached
-def _diff_kernel(names: Names, axis: AxisSelector, n: int) -> _kernels.Kernel:
-    position = names.index(_kernels.select_one("diff", names, axis))
-    if n < 0:
+    if operator.index(n) < 0:
         raise ValueError(f"diff: `n` says how often to take the difference, got {n}.")
-    return _kernels.make_kernel("diff", lambda x: jnp.diff(x, n, position), (names,), names, selection=axis)
+    return apply_along(jnp.diff, "diff", array, axis, n=operator.index(n))
 
 
 def gradient(array: NamedArray, axis: AxisSelector, *, spacing: NamedOrNumeric = 1.0) -> NamedArray:
     """Compute the slope along an axis, from the neighbours on both sides.
 
-    Arguments:
-        array: a named array.
-        axis: the axis to run along.
-        spacing: the distance of the elements, or their coordinates along `axis`.
+    `spacing` is the distance of the elements, or their coordinates along `axis`.
 
     >>> axn.gradient(axn.named([0., 1., 4., 9.], "x"), "x")
     NamedArray(float32[x=4], [1. 2. 4. 5.])
@@ -302,7 +265,7 @@ def gradient(array: NamedArray, axis: AxisSelector, *, spacing: NamedOrNumeric =
     require_named("gradient", array)
     spacing, spacing_names = operand(spacing)
     kernel = _gradient_kernel(array.names, _kernels.one_selector("gradient", axis), spacing_names)
-    return wrap(kernel.call(array.array, spacing), kernel.names)
+    return kernel.apply(array.array, spacing)
 
 
 @_kernels.cached
@@ -329,8 +292,6 @@ def trapezoid(
     """Compute the integral along an axis, by the trapezoidal rule.
 
     Arguments:
-        array: a named array.
-        axis: the axis to integrate along.
         x: the coordinates of the elements, by name: they have `axis`, and may have other axes of the array.
         dx: the distance of the elements, if `x` is not given.
 
@@ -340,10 +301,9 @@ def trapezoid(
     require_named("trapezoid", array)
     if x is None:
         kernel = _trapezoid_kernel(array.names, _kernels.one_selector("trapezoid", axis), None)
-        return wrap(kernel.call(array.array, scalar("trapezoid", "dx", dx)), kernel.names)
+        return kernel.apply(array.array, scalar("trapezoid", "dx", dx))
     x = require_named("trapezoid", x)
-    kernel = _trapezoid_kernel(array.names, _kernels.one_selector("trapezoid", axis), x.names)
-    return wrap(kernel.call(array.array, x.array), kernel.names)
+    return _trapezoid_kernel(array.names, _kernels.one_selector("trapezoid", axis), x.names).apply(array.array, x.array)
 
 
 @_kernels.cached

@@ -1,18 +1,20 @@
-"""Functional updates by name, such as `x.at["batch", 0].set(y)`."""
+"""Functional updates by name, such as `x.at["batch", 0].set(y)`, and of a slice whose start may be traced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors, _kernels
 from ..array import NamedArray, NamedOrNumeric, wrap
-from ..axis import Names
+from ..axis import Names, name_of
 from ._index_plan import IndexLayout, Item, SliceSpec, make_plan
 from ._op_types import publish
+from ._operands import operand, private, require_named
 from .indexing import get_kernel, mask_names
 
 
@@ -20,12 +22,7 @@ class Update(Protocol):
     """`x.at[index].f(value)`: the array with some elements changed."""
 
     def __call__(
-        self,
-        value: NamedOrNumeric,
-        *,
-        mode: Any = None,
-        indices_are_sorted: bool = False,
-        unique_indices: bool = False,
+        self, value: NamedOrNumeric, *, mode: Any = None, indices_are_sorted: bool = False, unique_indices: bool = False
     ) -> NamedArray: ...
     def __get__(self, instance: Any, owner: Any = None) -> Update: ...
 
@@ -40,8 +37,7 @@ def _update(name: str, summary: str, example: str, shown: str) -> Update:
     Arguments:
         value: a named array that broadcasts by name to what the index selects, or a scalar.
         mode: what to do with indices out of range, as in `jax.numpy.ndarray.at`: they are dropped by default.
-        indices_are_sorted: the caller promises that the indices are in order.
-        unique_indices: the caller promises that no element is selected twice.
+        indices_are_sorted, unique_indices: promises that the indices are in order, and that none occurs twice.
 
     >>> axn.named({example}, "x").at["x", 1].{name}(2)
     NamedArray({shown})
@@ -89,8 +85,7 @@ class IndexedArray:
         Arguments:
             mode: 'fill', 'clip' or 'promise_in_bounds', as in `jax.numpy.ndarray.at`.
             fill_value: the value of elements out of range in mode 'fill'.
-            indices_are_sorted: the caller promises that the indices are in order.
-            unique_indices: the caller promises that no element is selected twice.
+            indices_are_sorted, unique_indices: promises that the indices are in order, and that none occurs twice.
 
         >>> x = axn.named([1., 2.], "x")
         >>> x.at["x", axn.named([0, 5], "y")].get(mode="fill", fill_value=-1.)
@@ -101,14 +96,10 @@ class IndexedArray:
         )
         x = self.array
         items, operands = make_plan(x, self.index, for_update=bool(options), in_range=mode is None)
-        kernel = get_kernel(x.names, items, options)
-        return wrap(kernel.call(x.array, *operands), kernel.names)
+        return get_kernel(x.names, items, options).apply(x.array, *operands)
 
     def apply(self, fn: Callable[[Any], Any]) -> NamedArray:
-        """Apply an elementwise function to the selected elements.
-
-        Arguments:
-            fn: a function of a raw array, such as `jnp.abs`.
+        """Apply an elementwise function of a raw array, such as `jnp.abs`, to the selected elements.
 
         >>> axn.named([-1, -2], "x").at["x", 0].apply(jnp.abs)
         NamedArray(int32[x=2], [ 1 -2])
@@ -142,9 +133,8 @@ def _options(*, mode: Any, fill_value: Any = None, **promises: bool) -> tuple[tu
 
 def _apply_update(how: str, x: NamedArray, index: SliceSpec, value: NamedOrNumeric, options: Any) -> NamedArray:
     items, operands = make_plan(x, index, for_update=True, in_range="mode" not in dict(options))
-    value_names = value.names if isinstance(value, NamedArray) else ()
-    kernel = _update_kernel(how, x.names, items, value_names, options)
-    return wrap(kernel.call(x.array, value.array if isinstance(value, NamedArray) else value, *operands), x.names)
+    value, value_names = operand(value)
+    return _update_kernel(how, x.names, items, value_names, options).apply(x.array, value, *operands)
 
 
 @_kernels.cached
@@ -167,3 +157,96 @@ def _update_kernel(
     others = [value_names, *layout.operands]
     in_names = [names, *(mask_names(n, n) for n in others)]
     return _kernels.make_kernel(what, positional, in_names, names, same_sizes=False)
+
+
+# --- slices whose starts may be traced ---
+
+
+def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArray) -> NamedArray:
+    """Replace a slice of the array.
+
+    As in `jax.lax.dynamic_update_slice`, a start that is an array, traced or not, is moved so that the slice fits. A
+    start that is a Python integer must fit.
+
+    Arguments:
+        start: the start of the slice along each of its axes; may be traced, and may be a named array with a start for
+            each element of an axis. Axes that are not named start at 0.
+        update: the new slice, which gives the sizes. Along an axis that `start` names and the update lacks, the slice
+            has size one.
+    """
+    require_named("updated_slice", update)
+    starts = {name_of(s): v for s, v in start.items()}
+    layout = tuple((n, v.names if isinstance(v, NamedArray) else ()) for n, v in starts.items())
+    kernel = _updated_slice_kernel(array.names, update.names, layout)
+    values = [_checked_start(array, update, n, v) for n, v in starts.items()]
+    return kernel.apply(array.array, update.array, *values)
+
+
+def _checked_start(array: NamedArray, update: NamedArray, name: str, start: Any) -> Any:
+    start = start.array if isinstance(start, NamedArray) else start
+    if not jnp.issubdtype(jnp.result_type(start), jnp.integer):
+        raise TypeError(f"updated_slice: the start along {name!r} is an integer, got {jnp.result_type(start)}.")
+    if isinstance(start, (int, np.integer)) and array.has_axis(name):
+        room = array.axis_size(name) - (update.axis_size(name) if update.has_axis(name) else 1)
+        if 0 <= room and not 0 <= start <= room:  # if the update is too large, the kernel raises the error
+            raise IndexError(
+                f"updated_slice: the start {start} is out of range for axis {name!r} of size {array.axis_size(name)}: "
+                f"it must lie in 0..{room}."
+            )
+    return start
+
+
+@_kernels.cached
+def _updated_slice_kernel(names: Names, update_names: Names, starts: tuple[tuple[str, Names], ...]) -> _kernels.Kernel:
+    what = "updated_slice"
+    _kernels.select(what, names, tuple(n for n, _ in starts))
+    _kernels.select(what, names, update_names)
+    per_element = tuple(dict.fromkeys(n for _, layout in starts for n in layout))
+    _kernels.select(what, names, per_element)
+    clash = [n for n, _ in starts if n in per_element]
+    if clash:
+        raise ValueError(f"{what}: a start is given along {_errors.describe_axes(clash)}, which start arrays have too.")
+    inner = tuple(n for n in names if n not in per_element)
+    moved = tuple(n for n, _ in starts)
+
+    def place(a, update, *values):
+        at = dict(zip(moved, values, strict=True))
+        zero = np.int32(0)
+        return jax.lax.dynamic_update_slice(a, update, [jnp.asarray(at.get(n, zero), jnp.int32) for n in inner])
+
+    def positional(a, update, *values):
+        sizes = dict(zip(update_names, update.shape, strict=True))
+        _check_per_element(names, a, starts, values, sizes)
+        too_large = [n for n, s in zip(names, a.shape, strict=True) if sizes.get(n, 1) > s]
+        if too_large:
+            raise ValueError(
+                f"{what}: {_errors.describe_axes(too_large, [sizes[n] for n in too_large])} of the update does not fit "
+                f"{_errors.describe_axes(names, a.shape)}."
+            )
+        full = [sizes.get(n, 1 if n in moved else s) for n, s in zip(names, a.shape, strict=True)]
+        update = jnp.broadcast_to(_kernels.align(update, update_names, names), full).astype(a.dtype)
+        fn = place
+        for depth in reversed(range(len(per_element))):
+            name, outer = per_element[depth], per_element[:depth]
+            position = [n for n in names if n not in outer].index(name)
+            left = [[n for n in layout if n not in outer] for _, layout in starts]
+            axes = (position, position, *(n.index(name) if name in n else None for n in left))
+            fn = jax.vmap(fn, in_axes=axes, out_axes=position)
+        return fn(a, update, *values)
+
+    # The result has the sharding of the array, whatever the shardings of the update and the starts.
+    in_names = [names, private("`update`", update_names), *(private(f"the start of {n}", s) for n, s in starts)]
+    return _kernels.make_kernel(what, positional, in_names, names)
+
+
+def _check_per_element(
+    names: Names, a: jax.Array, starts: Sequence[tuple[str, Names]], values: Sequence[jax.Array], update: dict[str, int]
+) -> None:
+    """Check that an axis of a start has one size in the array, in the start and, if present, in the update."""
+    known = dict(zip(names, a.shape, strict=True))
+    for (moved, layout), value in zip(starts, values, strict=True):
+        for n, size in zip(layout, value.shape, strict=True):
+            places = [("the array", known[n]), (f"the start of {moved!r}", size)]
+            places += [("the update", update[n])] if n in update else []
+            if len({s for _, s in places}) > 1:
+                raise ValueError(_errors.size_mismatch("updated_slice", n, places))

@@ -29,17 +29,17 @@ class Words:
     """Texts for messages about a tree that must have the spec of another."""
 
     tree: str
-    """What both are, as in "carry"."""
+    """The word for both, as in "carry"."""
     before: str
-    """What comes before the type it must have, as in "goes in as"."""
+    """The words before the type it must have, as in "goes in as"."""
     after: str
-    """What comes before the type it has, as in "comes out as"."""
+    """The words before the type it has, as in "comes out as"."""
     only_before: str
-    """What is said of a leaf that it lacks."""
+    """The words after a leaf that it lacks."""
     only_after: str
-    """What is said of a leaf that it should not have."""
+    """The words after a leaf that it should not have."""
     remedy: str
-    """What to do where it is placed differently; {before} and {after} stand for the placements."""
+    """Advice where it is placed differently; {before} and {after} stand for the placements."""
 
 
 CARRY = Words(
@@ -69,8 +69,6 @@ def settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) -> R
 
     Arguments:
         run: traces the loop, with a body that calls `conform` with `settles`.
-        what: the operation, for messages.
-        carry: the initial carry.
     """
     start = list(carry)
     attempted = False
@@ -99,11 +97,9 @@ def conform(
     leaf, what it was and what it became.
 
     Arguments:
-        what: the operation, for messages.
         words: how to speak of the tree.
         spec: the spec it must have.
         types: the types its arrays must have.
-        tree: the tree.
         settles: the tree is the carry of a loop. JAX gives a weak type among `types`, that of a Python number, the
             dtype it meets here, and `settled` starts the loop with the sharding it meets here.
     """

@@ -65,7 +65,7 @@ def spmd_axes(name: str, size: int) -> tuple[str, ...] | None:
     """Return the Auto mesh axes that the active mapping shards an axis over, for `jax.vmap(spmd_axis_name=...)`.
 
     Inside of `jax.vmap`, a constraint or a `shard_map` knows nothing of the axis that is mapped over, and leaves it to
-    the partitioner, or gathers it. Told where it lies, they keep it there. On Explicit mesh axes JAX knows by itself.
+    the partitioner, or gathers it. With these mesh axes they keep it sharded. On Explicit ones JAX knows by itself.
     """
     return mapped_to(name, size, AxisType.Auto) or None
 
@@ -85,11 +85,9 @@ def mapped_to(name: str, size: int, kind: AxisType) -> tuple[str, ...]:
 def check_placed_elsewhere(what: str, sizes: Mapping[str, int], before: Sequence[Any], after: Sequence[Any]) -> None:
     """Check that a mapped function shards no axis over the Explicit mesh axes of the axes that it is mapped over.
 
-    On Auto mesh axes JAX says so. What lies there to begin with stays.
+    On Auto mesh axes JAX says so. What is sharded over them to begin with stays so.
 
     Arguments:
-        what: the operation, for messages.
-        sizes: the axes over which the function is mapped.
         before: what it was given, arrays of all kinds.
         after: what it made of them.
     """
@@ -125,7 +123,7 @@ def collision(what: str, names: Names) -> str:
     )
 
 
-def whole_along(x: jax.Array, position: int) -> jax.Array:
+def gathered_along(x: jax.Array, position: int) -> jax.Array:
     """Gather an array along one axis, if it is sharded over Explicit mesh axes."""
     entries = list(entries_of(x))
     if entries[position] is None:

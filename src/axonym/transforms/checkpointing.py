@@ -13,17 +13,19 @@ scan that keeps them all needs memory for every step. A policy says what is kept
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
 import jax.ad_checkpoint
 import numpy as np
 
+from .. import _errors
 from .._tree_spec import FlatTree, flatten
-from ._checkpoint_names import record, recorded, warn_of_unknown
 
 T = TypeVar("T")
 
@@ -220,15 +222,11 @@ def policy_of(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
 def tree_checkpoint_name(tree: T, name: str) -> T:
     """Name every array of a tree, for checkpoint policies that say what is kept by name.
 
-    Arguments:
-        tree: named arrays, raw arrays, or a tree of them; what is not an array is returned as it is.
-        name: the name.
-
     >>> axn.tree_checkpoint_name(axn.ones({"x": 2}), "attention")
     NamedArray(float32[x=2], [1. 1.])
     """
 
-    record(name)
+    _record(name)
 
     def name_leaf(leaf: Any) -> Any:
         return jax.ad_checkpoint.checkpoint_name(leaf, name) if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
@@ -250,14 +248,9 @@ def checkpointed_scan(
     """Run `jax.lax.scan` with a checkpoint policy.
 
     Arguments:
-        policy: what to keep.
         label: what carries and inputs that move to the host are called.
         step: the body, from raw arrays to raw arrays.
-        carry: the initial carry.
         xs: what is scanned, along the first axis.
-        length: the number of steps.
-        reverse: go from the last step to the first.
-        unroll: how many steps are put into one turn of the loop.
     """
     if unroll >= length:
         # Without a loop between them, the compiler would find the two computations of a step equal.
@@ -282,9 +275,9 @@ def checkpointed_scan(
 
     if policy.save_carries is False and not policy.disable:
         run = jax.checkpoint(run, policy=policy._kept(()))
-    with recorded() as given:
+    with _recorded() as given:
         result = run(carry, xs)
-    warn_of_unknown(label, policy._names, given, lambda *args: jax.lax.scan(step, *args, length=length), carry, xs)
+    _warn_of_unknown(label, policy._names, given, lambda *args: jax.lax.scan(step, *args, length=length), carry, xs)
     return result
 
 
@@ -298,10 +291,7 @@ def checkpointed_steps(
     """Run the steps one after the other, without a loop, for inputs that are not slices of one tree.
 
     Arguments:
-        policy: what to keep for the backward pass.
-        label: what carries and inputs that move to the host are called.
         step: the body, from a carry and the input of one step to the next carry and an output, all of them any trees.
-        carry: the initial carry.
         inputs: what each step is given.
     """
     policy = dataclasses.replace(policy, prevent_cse=True)
@@ -336,3 +326,64 @@ def _nested(policy: ScanCheckpointPolicy, *, prevent_cse: bool) -> tuple[ScanChe
     of_groups = ScanCheckpointPolicy(policy.save_carries, policy.save_inputs, prevent_cse=policy.prevent_cse)
     of_steps = dataclasses.replace(policy, save_carries=True, save_inputs=False, prevent_cse=prevent_cse)
     return of_groups, of_steps
+
+
+# --- names in a policy that no array has; JAX ignores them ---
+
+_GIVEN: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("names given to arrays", default=None)
+
+
+def _record(name: str) -> None:
+    """Record that a name was given to an array."""
+    given = _GIVEN.get()
+    if given is not None:
+        given.add(name)
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[set[str]]:
+    """Collect the names given to arrays in a with-block, as far as it is traced anew."""
+    given, outer = set[str](), _GIVEN.get()
+    token = _GIVEN.set(given)
+    try:
+        yield given
+    finally:
+        _GIVEN.reset(token)
+        if outer is not None:
+            outer |= given
+
+
+def _warn_of_unknown(
+    label: str, wanted: Sequence[str], recorded: set[str], body: Callable[..., Any], *args: Any
+) -> None:
+    """Warn of names of a policy that a body gives to no array.
+
+    A policy can serve several bodies, each of which has some of its names. So a name that is not met is passed over if
+    another one of the policy is, unless it is close to one that the policy does not have.
+
+    Arguments:
+        recorded: names that are known to be given; if they are all that are wanted, the body is not looked into.
+    """
+    if recorded.issuperset(wanted):
+        return
+    found = recorded | set(_names_in(jax.make_jaxpr(body)(*args).jaxpr))
+    unknown = [n for n in wanted if n not in found]
+    left = sorted(found.difference(wanted))
+    hints = "".join(dict.fromkeys(_errors.suggestion(n, left) for n in unknown))
+    if unknown and (hints or len(unknown) == len(wanted)):
+        listed, named = ", ".join(map(repr, unknown)), ", ".join(map(repr, sorted(found)))
+        _errors.warn(
+            f"{label}: the checkpoint policy speaks of {listed}, but the body gives no array such a name. "
+            + (f"It names {named}.{hints}" if found else "`axonym.tree_checkpoint_name` gives names to arrays.")
+        )
+
+
+def _names_in(jaxpr: Any) -> Iterator[str]:
+    """Return the names given to arrays in a traced program, and in those that it calls."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name":
+            yield equation.params["name"]
+        for value in jax.tree.leaves(list(equation.params.values())):
+            program = getattr(value, "jaxpr", value)
+            if hasattr(program, "eqns"):
+                yield from _names_in(program)

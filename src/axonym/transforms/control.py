@@ -22,15 +22,10 @@ from ._carry import CARRY, Words, conform, settled
 
 
 def while_loop(cond_fn: Callable[[Any], Any], body_fn: Callable[[Any], Any], init: Any) -> Any:
-    """Repeat a function for as long as a condition holds: `jax.lax.while_loop` by name.
+    """Repeat `body_fn` for as long as `cond_fn` of the carry holds: `jax.lax.while_loop` by name.
 
     The carry keeps its axes, sizes and dtypes; only the order of axes may change. A carry that is replicated at first
     and comes out sharded starts sharded.
-
-    Arguments:
-        cond_fn: from a carry to whether to go on.
-        body_fn: from a carry to the next one.
-        init: the first carry.
 
     >>> axn.while_loop(lambda x: x.sum() < 100, lambda x: 2 * x, axn.ones({"x": 3}))
     NamedArray(float32[x=3], [64. 64. 64.])
@@ -58,16 +53,10 @@ def _build_while(functions: WithArrays, _: None, spec: TreeSpec) -> Callable[...
 
 
 def fori_loop(lower: Any, upper: Any, body_fn: Callable[[Any, Any], Any], init: Any) -> Any:
-    """Repeat a function for a counter from `lower` up to, but not including, `upper`: `jax.lax.fori_loop` by name.
+    """Repeat `body_fn(i, carry)` from `lower` up to, but not including, `upper`: `jax.lax.fori_loop` by name.
 
     The carry keeps its axes, sizes and dtypes; only the order of axes may change. Where both bounds are numbers, the
     loop can be differentiated.
-
-    Arguments:
-        lower: the first value of the counter.
-        upper: the value at which to stop.
-        body_fn: from the counter and a carry to the next carry.
-        init: the first carry.
 
     >>> axn.fori_loop(0, 3, lambda i, x: x + i, axn.ones({"x": 2}))
     NamedArray(float32[x=2], [4. 4.])
@@ -95,15 +84,10 @@ def _build_fori(functions: WithArrays, static: tuple[int, ...] | None, spec: Tre
 
 
 def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:
-    """Call one of two functions: `jax.lax.cond` by name.
+    """Call one of two functions with the operands: `jax.lax.cond` by name.
 
-    Both must return the same tree of the same axes; the order of axes is that of `true_fn`.
-
-    Arguments:
-        pred: which one: a truth value, traced or not, as a scalar or a named array without axes.
-        true_fn: what to call if it is true.
-        false_fn: what to call if it is not.
-        *operands: what to call it with.
+    Both must return the same tree of the same axes; the order of axes is that of `true_fn`. The predicate is a scalar
+    or a named array without axes, traced or not.
 
     >>> x = axn.arange(axn.Axis("x", 3))
     >>> axn.cond(x.sum() > 2, lambda x: x * 10, lambda x: -x, x)
@@ -113,14 +97,10 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *
 
 
 def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
-    """Call one of several functions: `jax.lax.switch` by name.
+    """Call one of several functions with the operands: `jax.lax.switch` by name.
 
-    All must return the same tree of the same axes; the order of axes is that of the first.
-
-    Arguments:
-        index: which one, as an integer; one out of range is brought to the nearest in range.
-        branches: the functions.
-        *operands: what to call it with.
+    All must return the same tree of the same axes; the order of axes is that of the first. An index out of range is
+    brought to the nearest in range.
 
     >>> x = axn.arange(axn.Axis("x", 3))
     >>> axn.switch(1, [lambda x: x, lambda x: x + 1, lambda x: -x], x)

@@ -1,7 +1,7 @@
-"""`scan`, `fold` and `map`: loops over a named axis.
+"""`scan`, `fold`, `map` and `associative_scan`: loops over a named axis.
 
-Each is `jax.lax.scan` over the slices of the arguments that have the axis. The body sees the arguments without it; the
-carry goes from step to step; what the body returns besides is stacked along the axis.
+The first three are `jax.lax.scan` over the slices of the arguments that have the axis. The body sees the arguments
+without it; the carry goes from step to step; what the body returns besides is stacked along the axis.
 
 On Explicit mesh axes a loop visits every slice on every device, so an argument that is sharded over the looped axis is
 gathered along it first. The stacked outputs are sharded again as the arguments were: an output axis keeps the sharding
@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +26,12 @@ from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, StaticLeaf, TreeSpec, fla
 from ..array import wrap
 from ..axis import Axis, AxisSelector, Names
 from . import _mapped_axis
-from ._carry import CARRY, conform, settled
+from ._carry import CARRY, Words, conform, settled
 from .checkpointing import ScanCheckpointPolicy, ScanCheckpointSpec, checkpointed_scan, policy_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 Carry = TypeVar("Carry")
 
 ScannedSpec: TypeAlias = bool | Callable[[Any], bool]
@@ -94,15 +95,7 @@ def fold(
     unroll: int | bool = 1,
     is_scanned: ScannedSpec = True,
 ) -> Callable[Concatenate[Carry, P], Carry]:
-    """Loop over an axis with a carry, and return the last one: `scan` without outputs.
-
-    Arguments:
-        fn: the body, from a carry and the arguments of one step to the next carry.
-        axis: see `scan`, as for all that follow.
-        remat: what is kept for the backward pass.
-        reverse: go from the last step to the first.
-        unroll: how many steps to put into one turn of the loop.
-        is_scanned: which arrays to scan.
+    """Loop over an axis with a carry, and return the last one: `scan` without outputs, with the same options.
 
     >>> Time, Embed = axn.make_axes(time=3, embed=2)
     >>> axn.fold(lambda h, x: 0.5 * h + x, Time)(axn.zeros(Embed), axn.ones((Time, Embed)))
@@ -126,18 +119,10 @@ def map(
     unroll: int | bool = 1,
     is_mapped: ScannedSpec = True,
 ) -> Callable[P, R]:
-    """Apply a function to one slice after the other: `scan` without a carry.
+    """Apply a function to one slice after the other: `scan` without a carry, with the same options.
 
     It computes what `vmap` does, in a loop: slower, with the memory of one step. A number that the function returns is
     stacked, as in `jax.lax.map`, where `vmap` passes it on as it is.
-
-    Arguments:
-        fn: the function of the arguments of one step.
-        axis: see `scan`, as for all that follow.
-        remat: what is kept for the backward pass.
-        reverse: go from the last step to the first.
-        unroll: how many steps to put into one turn of the loop.
-        is_mapped: which arrays to map over.
 
     >>> axn.map(lambda x: x * x, "x")(axn.arange(axn.Axis("x", 3)))
     NamedArray(int32[x=3], [0 1 4])
@@ -251,7 +236,7 @@ def _build(functions: WithArrays, plan: _LoopPlan, carry_spec: TreeSpec, argumen
     def run(held: HeldArrays, carry: list[Any], arrays: list[Any]) -> tuple[list[Any], FlatTree]:
         (fn,) = functions(held)
         scanned = [(i, p) for i, p in enumerate(plan.positions) if p is not None]
-        xs = [jnp.moveaxis(_mapped_axis.whole_along(arrays[i], p), p, 0) for i, p in scanned]
+        xs = [jnp.moveaxis(_mapped_axis.gathered_along(arrays[i], p), p, 0) for i, p in scanned]
         returned: list[TreeSpec] = []
 
         def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -280,7 +265,7 @@ def _build(functions: WithArrays, plan: _LoopPlan, carry_spec: TreeSpec, argumen
         (spec,) = returned
         stacked = spec.with_names(_stacked(loop.what, name, spec))
         sources = [(arrays[i], p) for i, p in scanned]
-        ys = [_split_again(loop.what, name, y, n, sources) for y, n in zip(ys, stacked.names, strict=True)]
+        ys = [_sharded_again(loop.what, name, y, n, sources) for y, n in zip(ys, stacked.names, strict=True)]
         return final, FlatTree(ys, stacked)
 
     run.__name__ = run.__qualname__ = loop.what
@@ -294,7 +279,7 @@ def _stacked(what: str, name: str, spec: TreeSpec) -> list[Names | None]:
     ]
 
 
-def _split_again(
+def _sharded_again(
     what: str, name: str, y: jax.Array, names: Names | None, scanned: Sequence[tuple[jax.Array, int]]
 ) -> jax.Array:
     """Shard an output along the axis like the scanned arrays."""
@@ -343,3 +328,93 @@ def _paths(spec: TreeSpec, arrays: Sequence[Any]) -> list[str]:
     """Return the path of each array of the arguments."""
     paths = _mapped_axis.argument_paths(*spec.unflatten(arrays))
     return [path for path, slot in zip(paths, spec.slots, strict=True) if not isinstance(slot, StaticLeaf)]
+
+
+# --- all prefixes of an associative operation, in parallel ---
+
+_RESULT = Words(
+    "result",
+    "must be",
+    "is",
+    "is missing",
+    "should not be there",
+    "Place it as the operands of the function are, with `axonym.shard(..., {before})`.",
+)
+
+
+def associative_scan(fn: Callable[[T, T], T], elems: T, axis: AxisSelector, *, reverse: bool = False) -> T:
+    """Combine the elements along an axis, keeping every intermediate result: `jax.lax.associative_scan` by name.
+
+    The function is called on many pairs of elements at once: the axis stays in what it sees, with varying sizes. It may
+    return its result in any order of axes. If the axis is sharded over Explicit mesh axes, it is gathered first,
+    and the result is sharded again.
+
+    Arguments:
+        fn: an associative function of two trees like `elems`.
+        elems: a tree of named arrays that all have the axis; raw arrays are taken along their first axis.
+        reverse: go from the last element to the first.
+
+    >>> axn.associative_scan(axn.maximum, axn.named([1, 3, 2, 5], "x"), "x")
+    NamedArray(int32[x=4], [1 3 3 5])
+    """
+    arrays, spec = flatten(elems)
+    name = _mapped_axis.one_name("associative_scan", axis)
+    missing = [
+        i for i, names in enumerate(spec.names) if (name not in names if names is not None else not arrays[i].ndim)
+    ]
+    if missing or not arrays:
+        raise ValueError(_without_axis(name, spec, missing))
+    positions = tuple(0 if names is None else names.index(name) for names in spec.names)
+    sizes = [x.shape[p] for x, p in zip(arrays, positions, strict=True)]
+    given = [("the axis given", axis.size)] if isinstance(axis, Axis) else []
+    if any(s != sizes[0] for s in [*sizes, *(size for _, size in given)]):
+        places = [*zip(_array_paths(spec), sizes, strict=True), *given]
+        raise ValueError(_errors.size_mismatch("associative_scan", name, places))
+    functions = Functions(fn)
+    run = functions.compiled(_build_associative, _AssociativePlan(name, positions, reverse), spec)
+    return spec.unflatten(run(functions.arrays, arrays))
+
+
+class _AssociativePlan(NamedTuple):
+    name: str
+    positions: tuple[int, ...]
+    reverse: bool
+
+
+def _build_associative(functions: WithArrays, plan: _AssociativePlan, spec: TreeSpec) -> Callable[..., Any]:
+    def run(held: HeldArrays, arrays: list[Any]) -> list[Any]:
+        (fn,) = functions(held)
+        # JAX takes all arrays along one position. Where theirs differ, the axis goes to the front.
+        together = len(set(plan.positions)) == 1
+        position = plan.positions[0] if together else 0
+        inner = spec
+        if not together:
+            inner = inner.with_names(
+                n if n is None else (plan.name, *_mapped_axis.without(n, plan.name)) for n in spec.names
+            )
+        xs = [_mapped_axis.gathered_along(x, p) for x, p in zip(arrays, plan.positions, strict=True)]
+        xs = [jnp.moveaxis(x, p, position) for x, p in zip(xs, plan.positions, strict=True)]
+
+        def combine(a: list[Any], b: list[Any]) -> list[Any]:
+            types = [jax.typeof(x) for x in a]
+            return conform("associative_scan", _RESULT, inner, types, fn(inner.unflatten(a), inner.unflatten(b)))
+
+        results = jax.lax.associative_scan(combine, xs, plan.reverse, position)
+        results = [jnp.moveaxis(y, position, p) for y, p in zip(results, plan.positions, strict=True)]
+        return [reshard(y, entries_of(x), jax.typeof(x).sharding.mesh) for y, x in zip(results, arrays, strict=True)]
+
+    run.__name__ = run.__qualname__ = "associative_scan"
+    return jax.jit(run, inline=INLINE)
+
+
+def _array_paths(spec: TreeSpec) -> list[str]:
+    return [f"elems{p}" for p, slot in zip(spec.paths(), spec.slots, strict=True) if not isinstance(slot, StaticLeaf)]
+
+
+def _without_axis(name: str, spec: TreeSpec, missing: list[int]) -> str:
+    if not spec.names:
+        return "associative_scan: there is no array to scan."
+    paths, names = _array_paths(spec), spec.names
+    listed = ", ".join(f"{paths[i]} {_errors.describe_axes(names[i] or ())}" for i in missing)
+    known = [n for i in missing for n in names[i] or ()]
+    return f"associative_scan: no axis {name!r} in {listed}.{_errors.suggestion(name, known)}"

@@ -20,7 +20,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 RawAxis: TypeAlias = Any
-"""How raw arrays are mapped: a position, None for not at all, a function from the array to one of these, or a tree
+"""The way raw arrays are mapped: a position, None for not at all, a function from the array to one of these, or a tree
 prefix of them."""
 
 
@@ -112,7 +112,7 @@ class _Operand:
     """The position of each of the axes that are mapped over."""
 
     def position(self, level: int) -> int | None:
-        """Where it has an axis once those further out are taken away."""
+        """Return the position of an axis in the array without those further out."""
         dim = self.dims[level]
         return None if dim is None else dim - sum(d is not None and d < dim for d in self.dims[:level])
 
@@ -120,7 +120,7 @@ class _Operand:
 def _operands(
     names: Names, leaves: Sequence[Any], raw_axes: Sequence[_RawAxis], args: Any, kwargs: Any
 ) -> tuple[list[_Operand], list[Any]]:
-    """The arrays among the leaves of the arguments, and the leaves, whose arrays are to be filled in."""
+    """Return the arrays among the leaves of the arguments, and the leaves, whose arrays are to be filled in."""
     operands, others = [], list(leaves)
     for i, (leaf, raw) in enumerate(zip(leaves, raw_axes, strict=True)):
         if isinstance(leaf, NamedArray):
@@ -143,10 +143,7 @@ def _operands(
 
 
 def _raw_dims(where: int | None, ndim: int, count: int) -> tuple[int | None, ...] | None:
-    """The axes of a raw array that are mapped over when the one at a position is taken, several times over.
-
-    None if it has too few.
-    """
+    """Return the axes of a raw array that are mapped over if a position is taken several times; None for too few."""
     left, dims = list(range(ndim)), []
     for _ in range(count):
         if where is None:
@@ -161,7 +158,7 @@ def _raw_dims(where: int | None, ndim: int, count: int) -> tuple[int | None, ...
 def _sizes(
     names: Names, given: Mapping[str, int], operands: Sequence[_Operand], args: Any, kwargs: Any
 ) -> dict[str, int]:
-    """The size of each axis that is mapped over: as it was given, and as every array has it."""
+    """Return the size of each axis that is mapped over: as it was given, and as every array has it."""
     sizes = dict(given)
     for operand in operands:
         for name, dim in zip(names, operand.dims, strict=True):
@@ -180,9 +177,9 @@ def _sizes(
 
 
 def _placed_alike(names: Names, sizes: Mapping[str, int], operands: Sequence[_Operand]) -> list[Any]:
-    """The arrays, ready to be mapped over on Explicit mesh axes.
+    """Reshard the arrays so that they can be mapped over on Explicit mesh axes.
 
-    JAX wants an axis that is mapped over to lie on the same mesh axes everywhere, and nothing else to lie on them.
+    JAX wants an axis that is mapped over to be sharded over the same mesh axes everywhere, and nothing else over these.
     """
     arrays = [operand.array for operand in operands]
     mesh = explicit_mesh(arrays)
@@ -211,15 +208,15 @@ def _placed_alike(names: Names, sizes: Mapping[str, int], operands: Sequence[_Op
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _RawAxis:
-    """How a raw array is mapped."""
+    """The way a raw array is mapped."""
 
     where: int | Callable[[Any], Any] | None
     of_argument: bool
-    """Whether that was said of an argument, rather than by default."""
+    """True if that was said of an argument, rather than by default."""
 
 
 class _RawAxes:
-    """How the raw arrays of all arguments are mapped."""
+    """The way the raw arrays of all arguments are mapped."""
 
     def __init__(self, default: RawAxis, args: Sequence[RawAxis], kwargs: Mapping[str, RawAxis]):
         self.default = _checked("default", default, of_argument=False)
@@ -227,7 +224,7 @@ class _RawAxes:
         self.kwargs = {k: _checked(f"kwargs[{k!r}]", a, of_argument=True) for k, a in kwargs.items()}
 
     def of_leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[_RawAxis]:
-        """For each leaf of the arguments, how it is mapped if it is a raw array."""
+        """Return for each leaf of the arguments how it is mapped if it is a raw array."""
         if not self.args and not self.kwargs and isinstance(self.default, _RawAxis):
             return [self.default] * count
         unknown = [k for k in self.kwargs if k not in kwargs]
@@ -260,7 +257,7 @@ def _checked(what: str, spec: RawAxis, of_argument: bool) -> Any:
 
 
 def _spread(path: str, spec: Any, argument: Any) -> list[_RawAxis]:
-    """A tree prefix of an argument, as a list with an entry for each leaf."""
+    """Return a tree prefix of an argument as a list with an entry for each leaf."""
     found: list[_RawAxis] = []
     try:
         jax.tree.map(lambda s, part: found.extend([s] * len(_mapped_axis.flatten(part)[0])), spec, argument)
@@ -276,7 +273,7 @@ def _spread(path: str, spec: Any, argument: Any) -> list[_RawAxis]:
 
 
 def _with_axes(slot: Slot, names: Names) -> Slot:
-    """What is known of a leaf of the result, with the axes among its names."""
+    """Return the slot of a leaf of the result, with the axes among its names."""
     if isinstance(slot, tuple):
         return _mapped_axis.stacked("vmap", wrap(None, slot), *names).names
     if isinstance(slot, StaticLeaf) and isinstance(slot.value, NamedArray):  # a placeholder for an array

@@ -24,36 +24,6 @@ from ..array import NamedArray
 from ..axis import Axis, Names
 from .matching import SHORT, Annotation, NamedArrayAxes, NamedArrayAxesSpec, mismatch, point, read
 
-__all__ = [
-    "Named",
-    "Bool",
-    "Complex",
-    "Float",
-    "Inexact",
-    "Int",
-    "Integer",
-    "Key",
-    "Num",
-    "Real",
-    "Shaped",
-    "UInt",
-    "bf16",
-    "bool_",
-    "complex64",
-    "complex128",
-    "f16",
-    "f32",
-    "f64",
-    "i8",
-    "i16",
-    "i32",
-    "i64",
-    "u8",
-    "u16",
-    "u32",
-    "u64",
-]
-
 Named: TypeAlias = NamedArray
 
 _ANY = "Named[...]"
@@ -156,7 +126,7 @@ class _Typed:
 
     @property
     def dtype(self) -> Any:
-        """Jaxtyping's word for it."""
+        """Return jaxtyping's class for it."""
         import jaxtyping
 
         return getattr(jaxtyping, self.full_name)

@@ -18,10 +18,10 @@ IntScalar: TypeAlias = int | jax.Array
 """An integer, or an array that holds one."""
 
 PrecisionLike: TypeAlias = str | Precision | tuple[str, str] | tuple[Precision, Precision] | None
-"""What contractions take as `precision`, as those of JAX do."""
+"""The `precision` of contractions, as in JAX."""
 
 GatherScatterModeStr: TypeAlias = Literal["promise_in_bounds", "clip", "drop", "fill"]
-"""What indexing does with positions out of range, in JAX's words."""
+"""The modes of indexing for positions out of range, in JAX's words."""
 
 FilterSpec: TypeAlias = bool | Callable[[Any], bool]
 """Which leaves of a tree are meant: all, none, or those for which a function returns True."""

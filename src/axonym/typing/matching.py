@@ -54,8 +54,7 @@ class NamedArrayAxes:
     def __post_init__(self) -> None:
         if self.after and not (self.ordered and self.subset):
             raise ValueError("NamedArrayAxes: axes come after an ellipsis, so `after` needs `subset` and `ordered`.")
-        if len(set(self.names)) != len(self.names):
-            raise ValueError(_errors.duplicate_names("NamedArrayAxes", self.names))
+        _errors.distinct("NamedArrayAxes", self.names)
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _dtype_class(self.dtype))
 
@@ -183,7 +182,6 @@ def matches_axes(self: NamedArray, spec: NamedArrayAxesSpec) -> bool:
     """Return whether an array has the axes and the dtype that an annotation requires.
 
     Arguments:
-        self: a named array.
         spec: an annotation such as `Named["batch embed"]`, or the contents of its brackets: a string, a sequence of
             axes in order, or a set of axes in any order.
 
@@ -195,11 +193,7 @@ def matches_axes(self: NamedArray, spec: NamedArrayAxesSpec) -> bool:
 
 
 def check_axes(array: _Array, spec: NamedArrayAxesSpec) -> _Array:
-    """Return an array if it has the axes and the dtype that an annotation requires, else raise an error that says why.
-
-    Arguments:
-        array: a named array.
-        spec: see `NamedArray.matches_axes`.
+    """Return an array that has the axes and the dtype that an annotation requires, else raise an error that says why.
 
     >>> x = axn.typing.check_axes(axn.ones({"batch": 2, "pos": 3, "embed": 4}), "batch ... embed")
     """

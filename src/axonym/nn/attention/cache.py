@@ -16,7 +16,7 @@ from ...axis import Axis, AxisSpec, axes_of_spec, union_axes
 from ...ops._operands import one_axis, require_named
 from ...ops.creation import arange, zeros
 from ...ops.elementwise import astype
-from ...ops.slicing import updated_slice
+from ...ops.updating import updated_slice
 from ...sharding.shard import shard_quietly
 
 
