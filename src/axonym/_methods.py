@@ -34,6 +34,7 @@ from .ops import (
 from .typing.annotations import annotate
 from .typing.matching import matches_axes
 
+R = TypeVar("R")
 T_co = TypeVar("T_co", covariant=True)
 
 _NUMBERS = (int, float, complex, bool, np.generic, np.ndarray)
@@ -50,14 +51,14 @@ class _Property(Protocol[T_co]):
     def __get__(self, instance: Any, owner: Any = None) -> T_co: ...
 
 
-def _operator(operation: Callable[..., Any]) -> Callable[[NamedArray, NamedOrNumeric], NamedArray]:
+def _operator(operation: Callable[..., R]) -> Callable[[NamedArray, NamedOrNumeric], R]:
     def operator(self: NamedArray, other: NamedOrNumeric) -> Any:
         return operation(self, other) if _operand(other) else NotImplemented
 
     return operator
 
 
-def _reflected(operation: Callable[..., Any]) -> Callable[[NamedArray, NamedOrNumeric], NamedArray]:
+def _reflected(operation: Callable[..., R]) -> Callable[[NamedArray, NamedOrNumeric], R]:
     def operator(self: NamedArray, other: NamedOrNumeric) -> Any:
         return operation(other, self) if _operand(other) else NotImplemented
 
@@ -125,6 +126,10 @@ class Methods:
     imag: _Property[NamedArray] = property(elementwise.imag)  # pyright: ignore[reportAssignmentType]
 
     # --- operators ---
+    __neg__ = elementwise.negative
+    __pos__ = elementwise.positive
+    __abs__ = elementwise.abs
+    __invert__ = elementwise.invert
     __add__ = _operator(elementwise.add)
     __radd__ = _reflected(elementwise.add)
     __sub__ = _operator(elementwise.subtract)
@@ -135,6 +140,8 @@ class Methods:
     __rtruediv__ = _reflected(elementwise.divide)
     __floordiv__ = _operator(elementwise.floor_divide)
     __rfloordiv__ = _reflected(elementwise.floor_divide)
+    __divmod__ = _operator(elementwise.divmod)
+    __rdivmod__ = _reflected(elementwise.divmod)
     __mod__ = _operator(elementwise.mod)
     __rmod__ = _reflected(elementwise.mod)
     __pow__ = _operator(elementwise.power)
@@ -155,12 +162,6 @@ class Methods:
     __ge__ = _operator(elementwise.greater_equal)
     __matmul__ = __rmatmul__ = _matmul
 
-    def __divmod__(self: Any, other: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
-        return elementwise.divmod(self, other) if _operand(other) else NotImplemented
-
-    def __rdivmod__(self: Any, other: NamedOrNumeric) -> tuple[NamedArray, NamedArray]:
-        return elementwise.divmod(other, self) if _operand(other) else NotImplemented
-
     # As methods, since a type checker would give names on `object` the types that they have there.
     def __eq__(self: Any, other: Any) -> NamedArray:  # pyright: ignore[reportIncompatibleMethodOverride]
         return elementwise.equal(self, other) if _operand(other) else NotImplemented
@@ -168,20 +169,8 @@ class Methods:
     def __ne__(self: Any, other: Any) -> NamedArray:  # pyright: ignore[reportIncompatibleMethodOverride]
         return elementwise.not_equal(self, other) if _operand(other) else NotImplemented
 
-    def __neg__(self: Any) -> NamedArray:
-        return elementwise.negative(self)
-
-    def __pos__(self: Any) -> NamedArray:
-        return elementwise.positive(self)
-
-    def __abs__(self: Any) -> NamedArray:
-        return elementwise.abs(self)
-
     def __round__(self: Any, decimals: int | None = None) -> NamedArray:
         return elementwise.round(self, decimals or 0)
-
-    def __invert__(self: Any) -> NamedArray:
-        return elementwise.invert(self)
 
     # --- refusal of positional functions ---
 

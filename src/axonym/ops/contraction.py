@@ -20,7 +20,7 @@ from .._parsing import Dots, Expression, Group, Name, Place, Term
 from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, rearrange_for_partial_order, selectors
 from ._contraction_plan import DotGeneral, Plan, contract, contract_with
-from ._operands import dtype_key, require_named
+from ._operands import dtype_key
 
 
 class _Required:
@@ -195,7 +195,12 @@ def einsum(
         raise TypeError(f"einsum: the equation comes first, as a string, got {type(equation).__name__}.")
     if not arrays:
         raise TypeError("einsum: expected at least one NamedArray.")
-    names, dtype = tuple(require_named("einsum", x).names for x in arrays), dtype_key(preferred_element_type)
+    for x in arrays:
+        if not isinstance(x, NamedArray):
+            raise TypeError(
+                f"einsum: expected NamedArrays, got {type(x).__name__}. Name raw arrays with axonym.named(array, axes)."
+            )
+    names, dtype = tuple(x.names for x in arrays), dtype_key(preferred_element_type)
     key = equation, names, tuple(axis_aliases.items()), precision, dtype
     return _contract(_einsum_plan, key, [x.array for x in arrays], dot_general)
 
@@ -253,7 +258,10 @@ class _Meaning:
         rest = tuple(n for n in self.rest if n not in named)
         out: list[str] = [] if term.dots or not self.rest_is_kept else list(rest)
         for element in term.elements:
-            out += rest if isinstance(element, Dots) else (self.axes[element.name],)  # pyright: ignore[reportAttributeAccessIssue]  # no group
+            if isinstance(element, Dots):
+                out += rest
+            elif isinstance(element, Name):
+                out.append(self.axes[element.name])
         if len(set(out)) != len(out):
             self.expression.fail(term, _errors.duplicate_names("the result", out))
         return tuple(out)
