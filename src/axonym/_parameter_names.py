@@ -12,8 +12,7 @@ T = TypeVar("T")
 def parameter_names(fn: Callable[..., Any], count: int, keywords: Collection[str] = ()) -> list[str]:
     """Return the names of the first positional arguments: those of their parameters, and `rest[0]`, ... for `*rest`.
 
-    Arguments:
-        keywords: the names of its keyword arguments, which positional arguments must not get.
+    `keywords` are the names of keyword arguments, which positional arguments must not get.
     """
     names, rest = _positional(fn)
     names = names[:count]

@@ -148,8 +148,7 @@ class TreeSpec:
     def weak(self, *lenders: TreeSpec) -> TreeSpec:
         """Return the same spec, without keeping leaves alive that are compared by identity.
 
-        Arguments:
-            *lenders: only leaves that are weak in these specs become weak; the others are kept alive.
+        With lenders, only leaves that are weak in these specs become weak.
         """
         if all(not isinstance(s, StaticLeaf) or isinstance(s, WeakLeaf) for s in self.slots):
             return self
@@ -302,11 +301,9 @@ def is_hashable(value: Any) -> bool:
 
 
 def _typed(value: Any, *, mutable: bool = False) -> Any:
-    """Convert a value to one that equals others of the same type and sign only.
+    """Convert a value to one that equals others of the same type and sign only, and has a hash if the value has.
 
-    Arguments:
-        value: the value. One that cannot be hashed stays so.
-        mutable: whether lists and dictionaries are compared by their present elements.
+    If `mutable`, lists and dictionaries are compared by their present elements.
     """
     kind = type(value)
     if kind in _PLAIN:

@@ -277,8 +277,7 @@ def overlapping_axes(ax1: AxisSelection, ax2: AxisSelection) -> Any:
 def without_axes(axis_spec: AxisSelection, to_remove: AxisSelection, allow_mismatched_sizes: bool = False) -> Any:
     """Return the axes that are not in `to_remove`, which may have axes that are not there.
 
-    Arguments:
-        allow_mismatched_sizes: leave an axis out although the sizes differ.
+    A size that differs is an error unless `allow_mismatched_sizes`.
 
     >>> axn.axis.without_axes(axn.make_axes(batch=8, pos=3), ("pos", "embed"))
     (Axis(name='batch', size=8),)

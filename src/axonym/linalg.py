@@ -224,10 +224,7 @@ def _matrix_rank(x: jax.Array, rtol: float | None) -> jax.Array:
 
 
 def cond(a: NamedArray, axes: MatrixAxes, p: Any = None) -> NamedArray:
-    """Compute the condition number of matrices.
-
-    Arguments:
-        p: the norm, as for `norm`; by default the condition number is the ratio of the extreme singular values.
+    """Compute the condition number of matrices: the ratio of the extreme singular values, or by the norm `p`.
 
     >>> axn.linalg.cond(axn.named([[4., 0.], [0., 2.]], ("i", "j")), ("i", "j"))
     NamedArray(float32[], 2.)
@@ -250,8 +247,7 @@ def _number(x: Any) -> float | None:
 def qr(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedArray, NamedArray]:
     """Compute the reduced QR decomposition: orthonormal columns Q (row, new) and upper triangular R (new, col).
 
-    Arguments:
-        new_axis: the axis of the columns of Q, whose size is the smaller one of row and col.
+    The size of `new_axis`, the axis of the columns of Q, is the smaller one of row and col.
 
     >>> q, r = axn.linalg.qr(axn.ones({"i": 3, "j": 2}), ("i", "j"), "k")
     >>> q.shape, r.shape

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,6 @@ import numpy as np
 from . import _errors, _kernels
 from .array import NamedArray, NamedOrNumeric, wrap, wrap_result
 from .axis import Names
-from .ops._op_types import publish
 from .ops._operands import distinct, private
 
 DEFAULT_POLY_AXIS_NAME = "degree"
@@ -73,29 +72,31 @@ def _of_one(fn: Callable[..., Any], name: str, p: PolynomialLike, *static: Any) 
     return _poly_kernel(fn, name, (names,), names, static).apply(_coefficients(name, p))
 
 
-class _Arithmetic(Protocol):
-    """`f(p1, p2)`."""
+def polyadd(p1: PolynomialLike, p2: PolynomialLike) -> NamedArray:
+    """Compute the sum of two polynomials.
 
-    def __call__(self, p1: PolynomialLike, p2: PolynomialLike) -> NamedArray: ...
-
-
-def _arithmetic(name: str, fn: Callable[..., Any], summary: str, shown: str) -> _Arithmetic:
-    def op(p1, p2):
-        return _of_two(fn, name, p1, p2, 1)
-
-    doc = f"""{summary}
-
-    >>> axn.poly.{name}(axn.named([1., 2., 3.], "x"), [1., -1.])
-    NamedArray({shown})
+    >>> axn.poly.polyadd(axn.named([1., 2., 3.], "x"), [1., -1.])
+    NamedArray(float32[x=3], [1. 3. 2.])
     """
-    return publish(op, name, __name__, doc)
+    return _of_two(jnp.polyadd, "polyadd", p1, p2, 1)
 
 
-polyadd = _arithmetic("polyadd", jnp.polyadd, "Compute the sum of two polynomials.", "float32[x=3], [1. 3. 2.]")
-polysub = _arithmetic("polysub", jnp.polysub, "Compute the difference of two polynomials.", "float32[x=3], [1. 1. 4.]")
-polymul = _arithmetic(
-    "polymul", jnp.polymul, "Compute the product of two polynomials.", "float32[x=4], [ 1. 1. 1. -3.]"
-)
+def polysub(p1: PolynomialLike, p2: PolynomialLike) -> NamedArray:
+    """Compute the difference of two polynomials.
+
+    >>> axn.poly.polysub(axn.named([1., 2., 3.], "x"), [1., -1.])
+    NamedArray(float32[x=3], [1. 1. 4.])
+    """
+    return _of_two(jnp.polysub, "polysub", p1, p2, 1)
+
+
+def polymul(p1: PolynomialLike, p2: PolynomialLike) -> NamedArray:
+    """Compute the product of two polynomials.
+
+    >>> axn.poly.polymul(axn.named([1., 2., 3.], "x"), [1., -1.])
+    NamedArray(float32[x=4], [ 1. 1. 1. -3.])
+    """
+    return _of_two(jnp.polymul, "polymul", p1, p2, 1)
 
 
 def polydiv(p1: PolynomialLike, p2: PolynomialLike) -> tuple[NamedArray, NamedArray]:
