@@ -97,7 +97,7 @@ def check_named_jit(folder: Path) -> None:
     fn = lambda x, w: {"y": axn.dot(x, w, axis="embed"), "n": x.sum()}
     for mesh in meshes():
         with axn.set_mesh(mesh):
-            compiled = axn.named_jit(fn, MAPPING, in_axis_resources=MAPPING, out_axis_resources=MAPPING)
+            compiled = axn.named_jit(fn, MAPPING, in_placement=MAPPING, out_placement=MAPPING)
             found = compiled(x, w)
             assert found["y"].array.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 2)
             assert_values(found, fn(x, w))

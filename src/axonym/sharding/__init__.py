@@ -5,6 +5,7 @@ from .annotations import (
     sharding_annotations as sharding_annotations,
     with_sharding_annotation as with_sharding_annotation,
 )
+from .carrying import in_context as in_context
 from .fsdp import fsdp as fsdp
 from .jit import named_jit as named_jit
 from .lint import Finding as Finding, Report as Report, lint_mapping as lint_mapping

@@ -1,0 +1,116 @@
+"""`in_context`: carry the active mesh and mapping into threads and tasks.
+
+JAX keeps the active mesh for each thread, and so does this library the active settings. A new thread starts without
+either. The tasks of an event loop share a thread, so what one of them activates is active in the others too, as soon as
+it waits for something inside the with-block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import inspect
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+
+from .. import _context
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_context(fn: Callable[P, R]) -> Callable[P, R]:
+    """Make a function that runs under the mesh and the mapping that are active now, wherever it is called.
+
+    Use it for functions that other threads run, and for coroutine functions that become tasks. A task keeps its mesh
+    and mapping, also those that it activates itself, while other tasks run. Python's context variables come along.
+    Other settings that JAX keeps for each thread do not, such as `jax.default_matmul_precision` and the mesh of a
+    `with mesh:`, which is deprecated.
+
+    Arguments:
+        fn: a function, or a coroutine function.
+
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> mesh = axn.make_mesh({"data": -1})
+    >>> with ThreadPoolExecutor() as pool, axn.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):
+    ...     x = pool.submit(axn.in_context(axn.shard), axn.ones({"batch": 16})).result()
+    >>> x.array.sharding.spec
+    P('data',)
+    """
+    if inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+        raise TypeError(
+            f"in_context: {getattr(fn, '__qualname__', fn)} is a generator, which runs between other code. Use the "
+            "functions or tasks that take what it yields."
+        )
+    try:
+        taken = _Taken()
+    except ValueError:
+        raise ValueError(
+            "in_context: the mesh cannot be carried out of jit. Call it outside of traced functions."
+        ) from None
+    if inspect.iscoroutinefunction(fn):
+
+        @functools.wraps(fn)
+        async def task(*args: P.args, **kwargs: P.kwargs) -> Any:
+            return await _Steps(fn(*args, **kwargs), taken)
+
+        return task  # pyright: ignore[reportReturnType]
+
+    variables = contextvars.copy_context()
+
+    @functools.wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        def call() -> R:
+            with taken.active():
+                return fn(*args, **kwargs)
+
+        return variables.copy().run(call)  # a copy, since threads cannot share one
+
+    return run
+
+
+class _Taken:
+    """The mesh and the settings that were active when it was made."""
+
+    def __init__(self) -> None:
+        self.settings = _context.active_settings()
+        self.mesh = jax.sharding.get_mesh()  # without axes, if none is active
+        abstract = jax.sharding.get_abstract_mesh()
+        self.abstract = None if abstract == self.mesh.abstract_mesh else abstract
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Activate them in a with-block; afterwards, what was active before is active again."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(jax.set_mesh(self.mesh))
+            if self.abstract is not None:
+                stack.enter_context(jax.sharding.use_abstract_mesh(self.abstract))
+            stack.enter_context(_context.activate(self.settings))
+            yield
+
+
+class _Steps:
+    """A coroutine that runs in a context of its own from one wait to the next."""
+
+    def __init__(self, coroutine: Any, taken: _Taken):
+        self._coroutine, self._taken = coroutine, taken
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        resume: Callable[[], Any] = functools.partial(self._coroutine.send, None)
+        try:
+            while True:
+                with self._taken.active():
+                    try:
+                        waited_for = resume()
+                    except StopIteration as end:
+                        return end.value
+                    self._taken = _Taken()  # with what the coroutine has activated meanwhile
+                try:
+                    resume = functools.partial(self._coroutine.send, (yield waited_for))
+                except BaseException as error:  # such as that the task is cancelled
+                    resume = functools.partial(self._coroutine.throw, error)
+        finally:
+            self._coroutine.close()

@@ -1,0 +1,188 @@
+"""`in_context`: the active mesh and mapping in threads, executors and tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import threading
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import Mesh
+
+import axonym as axn
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+THREADS = 32
+MAPPINGS = [{"batch": "data"}, {"batch": "model"}, {"embed": "data"}, {"batch": "data", "embed": "model"}]
+X = {"batch": 8, "embed": 8}
+
+
+@jax.jit
+def placed() -> axn.NamedArray:
+    return axn.shard(axn.ones(X))
+
+
+ONE_AT_A_TIME = threading.Lock()
+
+
+def spec() -> tuple[Any, ...]:
+    """How a compiled function places an array under what is active."""
+    with ONE_AT_A_TIME:  # JAX itself does not take many threads that run on several simulated devices at once
+        return tuple(jax.block_until_ready(placed()).array.sharding.spec)
+
+
+def expected(mapping: dict[str, str]) -> tuple[Any, ...]:
+    found = tuple(mapping.get(name) for name in X)
+    return found
+
+
+def is_right(found: tuple[Any, ...], mapping: dict[str, str]) -> bool:
+    return found + (None,) * (2 - len(found)) == expected(mapping)
+
+
+def here() -> Any:
+    return axn.current_mapping(), axn.current_mesh()
+
+
+def test_32_threads_each_have_their_own(mesh: Mesh) -> None:
+    """All at a time, again and again; nothing is left active in the threads."""
+    start = threading.Barrier(THREADS)
+
+    def work(fn: Any) -> Any:
+        start.wait()
+        return [fn() for _ in range(20)], here()
+
+    fns = []
+    for i in range(THREADS):
+        with axn.set_mesh(mesh), axn.axis_mapping(MAPPINGS[i % 4]):
+            fns.append(axn.in_context(spec))
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        for i, (found, after) in enumerate(pool.map(work, fns)):
+            assert all(is_right(one, MAPPINGS[i % 4]) for one in found), (i, found)
+            assert after == (None, None)
+
+
+def test_one_function_in_many_threads(auto_mesh: Mesh) -> None:
+    """Threads may share what `in_context` made, and context variables come along."""
+    variable = contextvars.ContextVar("variable", default=0)
+    token = variable.set(5)
+    with axn.set_mesh(auto_mesh), axn.axis_mapping(MAPPINGS[0]):
+        fn = axn.in_context(lambda i: (here(), variable.get(), i))
+    variable.reset(token)
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        for i, found in enumerate(pool.map(fn, range(4 * THREADS))):
+            assert found == ((MAPPINGS[0], auto_mesh.abstract_mesh), 5, i)
+
+
+def test_in_a_thread_that_has_its_own(auto_mesh: Mesh) -> None:
+    """What is carried replaces what is active there, also if it is nothing; then that is active again."""
+    nothing = axn.in_context(here)
+    with axn.set_mesh(auto_mesh), axn.axis_mapping(MAPPINGS[0]):
+        first = axn.in_context(here)
+        before = here()
+        assert nothing() == (None, None) and here() == before
+        with axn.axis_mapping(MAPPINGS[1]):
+            assert first() == before and axn.current_mapping() == MAPPINGS[1]
+    assert first() == before and here() == (None, None)
+
+
+def test_meshes_without_devices(auto_mesh: Mesh) -> None:
+    with axn.set_mesh(auto_mesh.abstract_mesh):
+        abstract = axn.in_context(axn.current_mesh)
+    assert abstract() == auto_mesh.abstract_mesh and axn.current_mesh() is None
+
+
+async def turns(mapping: dict[str, str], mesh: Mesh) -> list[Any]:
+    """Wait in between, so that other tasks run, outside and inside of a with-block of its own."""
+    found: list[Any] = []
+    for _ in range(3):
+        found.append((spec(), mapping))
+        await asyncio.sleep(0)
+        with axn.axis_mapping({"batch": "model"}):
+            await asyncio.sleep(0)
+            found.append((spec(), {"batch": "model"}))
+        await asyncio.sleep(0)
+        found.append((spec(), mapping))
+    return found
+
+
+def test_tasks_keep_their_own(mesh: Mesh) -> None:
+    async def main() -> None:
+        tasks = []
+        for i in range(THREADS):
+            with axn.set_mesh(mesh), axn.axis_mapping(MAPPINGS[i % 4]):
+                tasks.append(asyncio.create_task(axn.in_context(turns)(MAPPINGS[i % 4], mesh)))
+        await asyncio.sleep(0)
+        assert here() == (None, None)
+        for found in await asyncio.gather(*tasks):
+            assert all(is_right(one, mapping) for one, mapping in found), found
+
+    asyncio.run(main())
+
+
+def test_tasks_without_it_see_each_other(auto_mesh: Mesh) -> None:
+    """The limit that the documentation speaks of: it is that of JAX's own mesh."""
+
+    async def enters() -> None:
+        with axn.set_mesh(auto_mesh), axn.axis_mapping(MAPPINGS[0]):
+            await asyncio.sleep(0.01)
+
+    async def main() -> Any:
+        task = asyncio.create_task(enters())
+        await asyncio.sleep(0)
+        seen = here()
+        await task
+        return seen
+
+    assert asyncio.run(main()) == (MAPPINGS[0], auto_mesh.abstract_mesh)
+
+
+def test_tasks_that_fail_or_are_cancelled(auto_mesh: Mesh) -> None:
+    ended: list[Any] = []
+
+    async def waits(error: Exception | None) -> None:
+        try:
+            await asyncio.sleep(0)
+            if error is not None:
+                raise error
+            await asyncio.sleep(60)
+        finally:
+            ended.append(here())
+
+    async def main() -> None:
+        with axn.set_mesh(auto_mesh), axn.axis_mapping(MAPPINGS[0]):
+            fn = axn.in_context(waits)
+        with pytest.raises(ZeroDivisionError):
+            await fn(ZeroDivisionError())
+        task = asyncio.create_task(fn(None))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert here() == (None, None)
+
+    asyncio.run(main())
+    assert ended == [(MAPPINGS[0], auto_mesh.abstract_mesh)] * 2
+
+
+def test_executors_of_event_loops(auto_mesh: Mesh) -> None:
+    async def main() -> Any:
+        with axn.set_mesh(auto_mesh), axn.axis_mapping(MAPPINGS[0]):
+            fn = axn.in_context(spec)
+        return await asyncio.gather(*(asyncio.to_thread(fn) for _ in range(8)))
+
+    assert all(is_right(found, MAPPINGS[0]) for found in asyncio.run(main()))
+
+
+def test_what_it_refuses(auto_mesh: Mesh) -> None:
+    def generator():
+        yield 1
+
+    with pytest.raises(TypeError, match=r"in_context: .*generator is a generator"):
+        axn.in_context(generator)
+    with axn.set_mesh(auto_mesh), pytest.raises(ValueError, match="in_context: the mesh cannot be carried out of jit"):
+        jax.jit(lambda: axn.in_context(here)())()
