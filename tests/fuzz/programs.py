@@ -86,6 +86,14 @@ class Program:
             values.append(step.by_position(jnp, values))
         return values[-1].array
 
+    def coarsest(self) -> Any:
+        """Return the floating-point dtype with the largest rounding errors among those that the program computes in."""
+        values = list(self.inputs)
+        for step in self.steps:
+            values.append(step.by_position(jnp, values))
+        dtypes = [v.array.dtype for v in values if jnp.issubdtype(v.array.dtype, jnp.inexact)]
+        return max(dtypes, key=lambda dtype: jnp.finfo(dtype).eps, default=np.float32)
+
     def up_to(self, last: int) -> Program:
         """Return the program that computes only one of the steps, without those that it does not need."""
         needed: set[int] = set()
