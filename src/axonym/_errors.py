@@ -55,6 +55,12 @@ def not_a_selector(found: Any) -> str:
     )
 
 
+def not_an_axis(found: Any) -> str:
+    """Return the message for an argument that should be an axis with its size."""
+    found = type(found).__name__
+    return f"An axis has a name and a size, got {found}. Write `{{'batch': 8}}` or `axonym.Axis('batch', 8)`."
+
+
 def missing_axes(what: str, missing: Sequence[str], known: Sequence[str], sizes: Sequence[Any] | None = None) -> str:
     """Return the message for axes that the array lacks."""
     listed = ", ".join(repr(m) for m in missing)

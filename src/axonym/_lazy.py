@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -49,7 +49,14 @@ def loaders(
                 return importlib.import_module(f"{package}.{name}")
         if name in names():
             return namespace[name]
-        hint = _errors.suggestion(name, names() | submodules())
-        raise AttributeError(f"module {package!r} has no attribute {name!r}.{hint}")
+        raise AttributeError(missing_name(package, name, names() | submodules()))
 
     return getattribute, lambda: sorted({*namespace, *names(), *submodules()})
+
+
+def missing_name(package: str, name: str, known: Iterable[str]) -> str:
+    """Return the message for a name that a package does not have."""
+    from . import _foreign_names
+
+    hint = _foreign_names.in_package(package, name) or _errors.suggestion(name, known)
+    return f"module {package!r} has no attribute {name!r}.{hint}"

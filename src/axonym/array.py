@@ -38,6 +38,30 @@ else:
         __slots__ = ()
 
 
+class Shape(dict[str, int]):
+    """The sizes of axes by name. Positions are refused, and so is iteration, which would give names for sizes.
+
+    >>> axn.ones({"batch": 2, "embed": 3}).shape["embed"]
+    3
+    """
+
+    __slots__ = ()
+
+    def __missing__(self, name: Any) -> Any:
+        listed = ", ".join(self.keys())
+        if isinstance(name, int):
+            raise TypeError(f"A size is looked up by name, got {name}: write `x.shape[name]`. The axes are {listed}.")
+        raise KeyError(
+            f"no axis {name!r} in {_errors.describe_shape(self)}.{_errors.suggestion(str(name), self.keys())}"
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        raise TypeError(
+            f"Iterating over the shape {_errors.describe_shape(self)} is ambiguous: `x.names` are the names, and "
+            "`x.shape.values()` the sizes. Axes with sizes, `x.axes`, are what most operations take."
+        )
+
+
 class NamedArray(Methods):
     """A JAX array whose axes have names.
 
@@ -68,6 +92,16 @@ class NamedArray(Methods):
         self.array = array
         self.names = names
 
+    if not TYPE_CHECKING:  # so that type checkers refuse an attribute that does not exist
+
+        def __getattr__(self, name: str) -> Any:
+            from . import _foreign_names
+
+            hint = (
+                "" if name.startswith("_") or name in ("array", "names") else _foreign_names.of_array(name, self.names)
+            )
+            raise AttributeError(f"'NamedArray' object has no attribute {name!r}.{hint}", name=name, obj=self)
+
     # --- properties ---
 
     @property
@@ -80,13 +114,13 @@ class NamedArray(Methods):
         return _axes(self.names, self._sizes())
 
     @property
-    def shape(self) -> dict[str, int]:
-        """Return the sizes by name, in order.
+    def shape(self) -> Shape:
+        """Return the sizes by name, in order, as a dictionary.
 
         >>> axn.ones({"batch": 2, "embed": 3}).shape
         {'batch': 2, 'embed': 3}
         """
-        return {a.name: a.size for a in self.axes}
+        return Shape({a.name: a.size for a in self.axes})
 
     @property
     def dtype(self) -> Any:

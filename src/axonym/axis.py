@@ -20,7 +20,7 @@ import math
 import operator
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -135,8 +135,10 @@ PartialAxisSpec: TypeAlias = AxisSelection
 _Ax = TypeVar("_Ax", bound=AxisSelector)
 
 
-def selectors(selection: AxisSelection | None) -> tuple[AxisSelector, ...]:
-    """Return a selection of any form as a tuple of selectors."""
+def selectors(
+    selection: AxisSelection | None, refusal: Callable[[Any], str] = _errors.not_a_selector
+) -> tuple[AxisSelector, ...]:
+    """Return a selection of any form as a tuple of selectors; `refusal` words the error for anything else."""
     if isinstance(selection, (Axis, str)):
         return (selection,)
     if selection is None:
@@ -146,13 +148,13 @@ def selectors(selection: AxisSelection | None) -> tuple[AxisSelector, ...]:
     found = tuple(selection) if isinstance(selection, Iterable) else (selection,)
     for s in found:
         if not isinstance(s, (Axis, str)):
-            raise TypeError(_errors.not_a_selector(s))
+            raise TypeError(refusal(s))
     return found
 
 
 def axes_of_spec(spec: AxisSpec, what: str = "This") -> tuple[Axis, ...]:
     """Return a spec of any form as a tuple of axes; an axis without a size is an error."""
-    found = selectors(spec)
+    found = selectors(spec, _errors.not_an_axis)
     unsized = [s for s in found if isinstance(s, str)]
     if unsized:
         listed = ", ".join(repr(s) for s in unsized)

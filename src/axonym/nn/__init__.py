@@ -6,6 +6,8 @@
 {'batch': 2, 'mlp': 4}
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from . import (
     attention as attention,
     conv as conv,
@@ -61,3 +63,10 @@ from .normalization import (
 )
 from .pool import max_pool as max_pool, mean_pool as mean_pool, min_pool as min_pool
 from .scan import BlockSeq as BlockSeq, ScanCheckpointPolicy as ScanCheckpointPolicy, Stacked as Stacked
+
+if not _TYPE_CHECKING:  # so that type checkers refuse a name that does not exist
+
+    def __getattr__(name: str) -> object:
+        from .._lazy import missing_name
+
+        raise AttributeError(missing_name(__name__, name, globals()))
