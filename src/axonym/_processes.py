@@ -67,12 +67,14 @@ def _agree(what: str, error: BaseException | None, same: Mapping[str, str]) -> N
     """Exchange how each process fared, and raise if one of them failed."""
     payload = json.dumps({"error": None if error is None else _described(error), "same": dict(same)}).encode()
     summary = np.array([error is not None, len(payload), zlib.crc32(payload)], np.uint32)
-    summaries = _gathered(summary)
+    summaries = from_all_processes(summary)
     if not summaries[:, 0].any() and (summaries == summaries[0]).all():
         return
     padded = np.zeros(summaries[:, 1].max(), np.uint8)
     padded[: len(payload)] = np.frombuffer(payload, np.uint8)
-    told = [json.loads(row[:size].tobytes()) for row, size in zip(_gathered(padded), summaries[:, 1], strict=True)]
+    told = [
+        json.loads(row[:size].tobytes()) for row, size in zip(from_all_processes(padded), summaries[:, 1], strict=True)
+    ]
     failed = {i: one["error"] for i, one in enumerate(told) if one["error"] is not None}
     if not failed:
         raise ValueError(_different(what, [one["same"] for one in told]))
@@ -84,7 +86,8 @@ def _agree(what: str, error: BaseException | None, same: Mapping[str, str]) -> N
     raise _made(what, failed, len(told)) from error
 
 
-def _gathered(x: np.ndarray) -> np.ndarray:
+def from_all_processes(x: np.ndarray) -> np.ndarray:
+    """Stack the arrays of all processes, which have one shape."""
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(x))

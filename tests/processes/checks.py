@@ -279,3 +279,23 @@ def check_data_that_differ(folder: Path) -> None:
     keys = axn.shard(jax.random.split(jax.random.key(0), 8), P("data"), mesh)
     assert keys.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 1)
     assert axn.shard(np.ones(8), P("data"), mesh).dtype == np.float32
+
+
+def check_rows_that_are_misread(folder: Path) -> None:
+    """Processes that loaded the same rows in place of their own, or other rows where they hold the same."""
+    load = axn.sharding.from_process_local_data
+    mesh = axn.make_mesh({"rows": 8})
+    same = {"x": np.asarray(draw(Batch, Embed).array)}
+    with pytest.raises(ValueError, match="all processes loaded the same, and each should load a part of its own"):
+        load(same, mesh=mesh)
+    load({**same, "mine": np.full((8, 2), jax.process_index())}, mesh=mesh)
+    other = axn.make_mesh({"outside": jax.process_count(), "inside": 8 // jax.process_count()})
+    mine = {"x": np.full((8, 2), jax.process_index()), "same": same["x"]}
+    with pytest.raises(ValueError, match=r"x differs between processes 0, 1.*, whose devices hold the same part"):
+        load(mine, mesh_axes="inside", mesh=other)
+    with pytest.raises(ValueError, match="arrays must be the same in every process, but differ"):
+        load({"x": np.ones(8 * (1 + jax.process_index()))}, mesh_axes="inside", mesh=other)
+    load({"x": np.ones((8, 2))}, mesh_axes="outside", mesh=other)  # a mask of ones is right in every process
+    load(same, mesh_axes="inside", mesh=other)
+    gathers = axn.to_host(load({"x": np.full((8, 1), jax.process_index())}, mesh=mesh))["x"]
+    assert sorted(set(gathers[:, 0])) == list(range(jax.process_count()))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import zlib
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _errors
+from .._processes import fail_together, from_all_processes
 from ..array import NamedArray, wrap
 from ..axis import AxisSelector, name_of
 from .meshes import required_mesh, with_devices
@@ -22,7 +26,7 @@ def from_process_local_data(
     """Make global arrays from the part that each process has loaded.
 
     The code is the same with one process and with many. Processes that differ only along other mesh axes must have
-    loaded the same part.
+    loaded the same part, and others must not: the first call for a mesh compares checksums, and names what is wrong.
 
     Arguments:
         tree: a tree of the arrays of this process, of the same shapes in every process.
@@ -45,11 +49,13 @@ def from_process_local_data(
             f"{what}: mesh {_errors.describe_shape(found.shape)} has no axis "
             f"{', '.join(map(repr, unknown))}.{_errors.suggestion(unknown[0], found.axis_names)}"
         )
-    shards = _shards_here(found, over)
+    shards = len(_shards_here(found, over))
     leaves, structure = leaves_of(tree)
+    loaded = [
+        (leaf, np.asarray(leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value)) for leaf in leaves
+    ]
     made, problems = [], []
-    for leaf in leaves:
-        x = np.asarray(leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value)
+    for leaf, x in loaded:
         shape = x.shape if leaf.names is None else _errors.describe_axes(leaf.names, x.shape)
         position = _position(leaf, x.ndim, axis)
         if position is None:
@@ -64,16 +70,51 @@ def from_process_local_data(
             spec = PartitionSpec(*(over if i == position else None for i in range(x.ndim)))
             whole = jax.make_array_from_process_local_data(NamedSharding(found, spec), x)
             made.append(wrap(whole, leaf.value.names) if isinstance(leaf.value, NamedArray) else whole)
-    if problems:
-        raise ValueError(listed(what, problems, found))
+    compared = jax.process_count() == 1 or (found, tuple(over)) in _COMPARED
+    with contextlib.nullcontext() if compared else fail_together(what) as agree:
+        if problems:
+            raise ValueError(listed(what, problems, found))
+        if agree is not None:
+            agree({"arrays": "\n".join(f"{leaf.path} {x.dtype}{list(x.shape)}" for leaf, x in loaded)})
+            if problem := _misread(found, over, loaded):
+                raise ValueError(listed(what, [problem], found))
+            _COMPARED.append((found, tuple(over)))
     return jax.tree.unflatten(structure, made)
 
 
-def _shards_here(mesh: Mesh, mesh_axes: Sequence[str]) -> int:
-    """Return how many of the shards of an axis over these mesh axes are on devices of this process."""
+# For which meshes the processes have compared what they loaded: doing it for each batch would hold up the devices.
+_COMPARED: deque[tuple[Mesh, tuple[str, ...]]] = deque(maxlen=64)
+
+
+def _misread(mesh: Mesh, mesh_axes: Sequence[str], loaded: Sequence[tuple[Leaf, np.ndarray]]) -> str | None:
+    """Say what is the same in several processes and should not be, or the reverse."""
+    part = zlib.crc32(repr(sorted(_shards_here(mesh, mesh_axes))).encode())
+    sums = [zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8)) for _, x in loaded]
+    varies = any(x.size and (x != x.flat[0]).any() for _, x in loaded)
+    rows = from_all_processes(np.array([part, varies, *sums], np.uint32))
+    parts: dict[int, list[int]] = {}
+    for process, row in enumerate(rows):
+        parts.setdefault(int(row[0]), []).append(process)
+    for processes in parts.values():
+        for (leaf, _), values in zip(loaded, rows[processes, 2:].T, strict=True):
+            if len(set(values)) > 1:
+                return (
+                    f"{leaf.path} differs between processes {', '.join(map(str, processes))}, whose devices hold the "
+                    "same part of it: let them load the same."
+                )
+    if len(parts) > 1 and rows[:, 1].any() and (rows[:, 2:] == rows[0, 2:]).all():
+        return (
+            "all processes loaded the same, and each should load a part of its own. Give arrays that are the same "
+            "everywhere to axonym.shard."
+        )
+    return None
+
+
+def _shards_here(mesh: Mesh, mesh_axes: Sequence[str]) -> set[tuple[int, ...]]:
+    """Return which of the shards of an axis over these mesh axes are on devices of this process."""
     here = [i for i, d in np.ndenumerate(mesh.devices) if d.process_index == jax.process_index()]
     dimensions = [mesh.axis_names.index(a) for a in mesh_axes]
-    return len({tuple([i[d] for d in dimensions]) for i in here})
+    return {tuple([i[d] for d in dimensions]) for i in here}
 
 
 def _position(leaf: Leaf, ndim: int, axis: Any) -> int | None:
