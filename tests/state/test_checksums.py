@@ -34,16 +34,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory, auto_mesh: Mesh) -> Path:
     """The folder of two checkpoints, step-1 and step-2."""
     folder, patch = tmp_path_factory.mktemp("checkpoints"), pytest.MonkeyPatch()
     with patch.context() as p:
-        p.setattr(checksums, "_BLOCK", 512)
+        p.setattr(checksums, "_SMALLEST_BLOCK", 512)
         for step in (1, 2):
             save_checkpoint(folder / f"step-{step}", axn.shard(state(), {"a": "data"}, auto_mesh))
     return folder
 
 
 @pytest.fixture
-def copied(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def copied(saved: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
-    monkeypatch.setattr(checksums, "_BLOCK", 512)
     return shutil.copytree(saved, tmp_path / "checkpoints")
 
 
@@ -147,6 +146,12 @@ def test_checkpoints_of_earlier_versions(copied: Path, auto_mesh: Mesh) -> None:
     (path / "about" / "metadata").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"^restore_checkpoint: \S+ cannot be read: UnicodeDecodeError: [^\n]*\.$"):
         assert_restored(path, auto_mesh)
+
+
+def test_there_are_not_too_many_checksums() -> None:
+    for size in (0, 1, 2**14, 2**26, 10**8, 2**31, 10**11):
+        block = checksums._block_size(size)
+        assert block >= 2**14 and size / block <= 4096 and (block == 2**14 or size / block > 2000)
 
 
 def test_several_processes_share_the_work(copied: Path) -> None:

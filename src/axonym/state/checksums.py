@@ -17,13 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-Files = dict[str, tuple[int, list[int]]]
-"""The size of each file, and the checksum of each of its blocks."""
+Files = dict[str, tuple[int, int, list[int]]]
+"""The size of each file, that of its blocks, and the checksum of each block."""
 
 CHECKSUMS = "checksums.json"
 _PART = "checksums.process_{}.json"
 
-_BLOCK = 2**20
+_SMALLEST_BLOCK, _MOST_BLOCKS = 2**14, 4096
 _NOT_CHECKED = {"_CHECKPOINT_METADATA", "commit_success.txt", CHECKSUMS}
 """Files beside the arrays that have no values, and that Orbax writes after the checksums."""
 _THREADS = min(32, 4 * (os.cpu_count() or 1))  # a thread reads while another computes
@@ -74,14 +74,14 @@ def damage_of(folder: Any, process: int = 0, processes: int = 1) -> list[str] | 
         return [f"{CHECKSUMS} differs from what was written"]
     mine = sorted(files, key=lambda name: -files[name][0])[process::processes]
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = list(threads.map(lambda name: _found(folder / name), mine))
+        found = list(threads.map(lambda name: _found(folder / name, files[name][1]), mine))
     problems = []
-    for name, (size, sums) in zip(mine, found, strict=True):
-        expected_size, expected = files[name]
+    for name, (size, block, sums) in zip(mine, found, strict=True):
+        expected_size, _, expected = files[name]
         if size != expected_size:
             problems.append(f"{name} has {size} bytes of {expected_size}" if size >= 0 else f"{name} is missing")
         elif wrong := [i for i, (a, b) in enumerate(zip(sums, expected, strict=True)) if a != b]:
-            problems.append(f"{name} differs from what was written{_owners(folder, name, wrong)}")
+            problems.append(f"{name} differs from what was written{_owners(folder, name, block, wrong)}")
     return problems
 
 
@@ -139,18 +139,25 @@ def _files(folder: Any) -> Iterator[Any]:
             yield path
 
 
-def _found(path: Any) -> tuple[int, list[int]]:
-    return _sums(path) if path.is_file() else (-1, [])
+def _block_size(size: int) -> int:
+    """Return the size of blocks that tell arrays apart in a small file, and are not too many in a large one."""
+    return max(_SMALLEST_BLOCK, 2 ** (size // _MOST_BLOCKS).bit_length())
 
 
-def _sums(path: Any) -> tuple[int, list[int]]:
-    """Return the size of a file, and the checksum of each of its blocks."""
+def _found(path: Any, block: int) -> tuple[int, int, list[int]]:
+    return _sums(path, block) if path.is_file() else (-1, block, [])
+
+
+def _sums(path: Any, block: int | None = None) -> tuple[int, int, list[int]]:
     size, sums = 0, []
     with path.open("rb") as file:
-        for block in iter(functools.partial(file.read, _BLOCK), b""):
-            size += len(block)
-            sums.append(zlib.crc32(block))
-    return size, sums
+        if block is None:
+            block = _block_size(file.seek(0, os.SEEK_END))
+            file.seek(0)
+        for content in iter(functools.partial(file.read, block), b""):
+            size += len(content)
+            sums.append(zlib.crc32(content))
+    return size, block, sums
 
 
 def _sum_of(files: Any) -> int:
@@ -160,7 +167,7 @@ def _sum_of(files: Any) -> int:
 # --- which arrays have values in a block ---
 
 
-def _owners(folder: Any, name: str, blocks: Sequence[int]) -> str:
+def _owners(folder: Any, name: str, block: int, wrong: Sequence[int]) -> str:
     """Name the arrays that have values in blocks of a file, as far as the rest of the checkpoint can still tell."""
     store, _, inside = name.partition("/")
     try:
@@ -170,7 +177,7 @@ def _owners(folder: Any, name: str, blocks: Sequence[int]) -> str:
     keys = {
         key
         for key, file, start, size in values
-        if file == inside and any(start < (i + 1) * _BLOCK and start + size > i * _BLOCK for i in blocks)
+        if file == inside and any(start < (i + 1) * block and start + size > i * block for i in wrong)
     }
     return f", in values of {' or '.join(map(repr, sorted(keys)))}" if keys else ""
 
