@@ -53,6 +53,15 @@ def test_names_of_a_module(module: Any, name: str, advice: str) -> None:
         getattr(module, name)
 
 
+def test_keywords_of_a_reduction() -> None:
+    with pytest.raises(TypeError, match=r"sum\(\) got an unexpected keyword argument 'dim'\..* `sum\(x, 'pos'\)`\."):
+        X.sum(dim=1)
+    with pytest.raises(TypeError, match=r"'keepdims'\. It is not needed: the result goes with the array by name"):
+        axn.mean(X, "pos", keepdims=True)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'what'\.$"):
+        X.std("pos", what=1)
+
+
 def test_advice_names_what_exists() -> None:
     """Every name of the library that a sentence speaks of can be found."""
     texts = {*_foreign_names.ARRAY.values(), *_foreign_names.PACKAGE.values(), *_foreign_names.NETWORKS.values()}

@@ -6,7 +6,8 @@ name to the array. A cumulative operation runs along one axis and keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -68,6 +69,25 @@ def _dtype_option(dtype: Any) -> tuple[tuple[str, Any], ...]:
     return () if dtype is None else (("dtype", dtype_key(dtype)),)
 
 
+def _publish(op: Any, name: str, doc: str) -> Any:
+    """Publish a reduction, whose other keywords are taken only to be refused."""
+    signature = inspect.signature(op)
+    op.__signature__ = signature.replace(parameters=[p for n, p in signature.parameters.items() if n != "other"])
+    return publish(op, name, __name__, doc)
+
+
+def _unknown_keywords(name: str, array: Any, given: Iterable[str]) -> str:
+    """Return the message for keywords of NumPy and PyTorch."""
+    axes = array.names if isinstance(array, NamedArray) else ()
+    advice = {
+        "dim": f"Axes are selected by name, `{name}(x, {axes[-1] if axes else 'embed'!r})`.",
+        "keepdims": "It is not needed: the result goes with the array by name.",
+    }
+    advice["keepdim"] = advice["keepdims"]
+    first = next(iter(given))
+    return f"{name}() got an unexpected keyword argument {first!r}. {advice.get(first, '')}".rstrip()
+
+
 _ARGUMENTS = """
     Arguments:
         array: a named array, or a tree of them.
@@ -78,29 +98,35 @@ _ARGUMENTS = """
 def _plain(
     name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True
 ) -> ReductionFunction:
-    def op(array, axis=None, *, where=None):
+    def op(array, axis=None, *, where=None, **other):
+        if other:
+            raise TypeError(_unknown_keywords(name, array, other))
         return _reduce(fn, name, array, axis, where, native)
 
-    return publish(op, name, __name__, _doc(name, summary, "", example, shown))
+    return _publish(op, name, _doc(name, summary, "", example, shown))
 
 
 def _typed(
     name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True
 ) -> TypedReduction:
-    def op(array, axis=None, *, where=None, dtype=None):
+    def op(array, axis=None, *, where=None, dtype=None, **other):
+        if other:
+            raise TypeError(_unknown_keywords(name, array, other))
         return _reduce(fn, name, array, axis, where, native, _dtype_option(dtype))
 
-    return publish(op, name, __name__, _doc(name, summary, "\n        dtype: the dtype to compute in.", example, shown))
+    return _publish(op, name, _doc(name, summary, "\n        dtype: the dtype to compute in.", example, shown))
 
 
 def _spread(
     name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True
 ) -> SpreadReduction:
-    def op(array, axis=None, *, where=None, ddof=0, dtype=None):
+    def op(array, axis=None, *, where=None, ddof=0, dtype=None, **other):
+        if other:
+            raise TypeError(_unknown_keywords(name, array, other))
         return _reduce(fn, name, array, axis, where, native, (("ddof", ddof), *_dtype_option(dtype)))
 
     extra = "\n        ddof: what to subtract from the count before dividing.\n        dtype: the dtype to compute in."
-    return publish(op, name, __name__, _doc(name, summary, extra, example, shown))
+    return _publish(op, name, _doc(name, summary, extra, example, shown))
 
 
 def _doc(name: str, summary: str, extra: str, example: str, shown: str) -> str:
