@@ -159,7 +159,7 @@ def transposed(strategy: Strategy) -> Strategy:
     """For weights that are stored with the outputs first."""
     rest = strategy.rest
     if isinstance(rest, TreePathShardingRule):
-        (_, up), (_, bias), (_, down) = rest.rules
+        up, bias, down = (spec for _, spec in rest.rules if isinstance(spec, P))
         rest = by_path(P(*reversed(up)), bias, P(*reversed(down)))
     rows, columns = strategy.part
     return Strategy(strategy.batch, rest, P(*reversed(strategy.up)), (columns, rows))

@@ -211,7 +211,7 @@ def test_without_strict_they_are_whole(mesh):
     [
         (("w",), "a pair of a pattern and a placement"),
         ((P(), "w"), "a pair of a pattern and a placement"),
-        (("w", None), r"P\(\) is the whole array"),
+        (("w", None), r"P\(\) replicates"),
         (("w", "data"), "goes to a placement"),
     ],
 )

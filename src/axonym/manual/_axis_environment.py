@@ -77,9 +77,9 @@ class AxisEnvironment:
 
     argument_axes: tuple[ArgumentAxis, ...] = ()
     checked: bool = False
-    """Whether JAX keeps track of which values are device-varying."""
+    """True if JAX keeps track of which values are device-varying."""
     any_sharding: bool = False
-    """Whether the body must work for any sharding of its axes. A collective over a replicated axis then does nothing,
+    """True if the body must work for any sharding of its axes. A collective over a replicated axis then does nothing,
     and a name means a logical axis first, because the body does not know the mesh."""
 
     def found(self, name: str) -> list[ArgumentAxis]:

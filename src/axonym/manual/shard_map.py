@@ -248,6 +248,11 @@ class _Call:
                 hints = "".join(_errors.suggestion(str(name), arguments) for name in unknown)
                 raise ValueError(f"{self._what}: `in_specs` has {listed}, which is not an argument of the call.{hints}")
             return {label: self._in.get(label) for label in arguments}
+        if not isinstance(self._in, Sequence):
+            raise TypeError(
+                f"{self._what}: `in_specs` is a placement, or a tuple or dictionary with one for each argument, got "
+                f"{self._in!r}."
+            )
         if len(self._in) != len(positional):
             raise ValueError(
                 f"{self._what}: `in_specs` has {len(self._in)} entries for {len(positional)} positional arguments, "

@@ -6,9 +6,7 @@ from .annotations import (
     with_sharding_annotation as with_sharding_annotation,
 )
 from .carrying import in_context as in_context
-from .fsdp import fsdp as fsdp
-from .jit import named_jit as named_jit
-from .lint import Finding as Finding, Report as Report, lint_mapping as lint_mapping
+from .jit import fsdp as fsdp, named_jit as named_jit
 from .loading import from_process_local_data as from_process_local_data
 from .mapping import (
     PhysicalAxisSpec as PhysicalAxisSpec,
@@ -20,7 +18,10 @@ from .mapping import (
 from .meshes import current_mesh as current_mesh, make_mesh as make_mesh, set_mesh as set_mesh
 from .placement import Leaf as Leaf
 from .queries import (
+    Finding as Finding,
+    Report as Report,
     infer_resource_partitions as infer_resource_partitions,
+    lint_mapping as lint_mapping,
     physical_axis_name as physical_axis_name,
     physical_axis_size as physical_axis_size,
     pspec_for as pspec_for,

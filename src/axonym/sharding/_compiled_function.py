@@ -245,7 +245,7 @@ class CompiledFunction(Generic[P, R]):
         program = self._latest.get(structure)
         if program is None or not program.takes(leaves, structure):
             program = self._find_program(args, kwargs, leaves, structure)
-        if not program.whole:
+        if not program.unflattened:
             return program.jitted(*program.picked(leaves))
         try:
             return program.jitted(*args, **kwargs)
@@ -268,14 +268,14 @@ class CompiledFunction(Generic[P, R]):
     def _make_program(self, spec: TreeSpec, donated: tuple[bool, ...], leaves: list[Any]) -> _Program:
         if self._donate == (None, None) and not spec.static_leaves and not spec.static_fields:
             sure = not self._static_leaves or all(map(_is_surely_array, leaves))
-            return _Program(spec, donated, self._jitted if sure else self._unchecked, whole=True)
+            return _Program(spec, donated, self._jitted if sure else self._unchecked, unflattened=True)
 
         def split(kept_arrays, donated_arrays=()):
             sources = {True: iter(donated_arrays), False: iter(kept_arrays)}
             return _flat(self._run(*spec.unflatten(next(sources[d]) for d in donated)))
 
         split.__name__ = split.__qualname__ = getattr(self._fn, "__name__", "function")
-        return _Program(spec, donated, jax.jit(split, donate_argnums=1, **self._options), whole=False)
+        return _Program(spec, donated, jax.jit(split, donate_argnums=1, **self._options), unflattened=False)
 
     def _stage(self, stage: str, args: Any, kwargs: Any) -> Any:
         with self._surroundings():
@@ -283,7 +283,7 @@ class CompiledFunction(Generic[P, R]):
                 return getattr(self._jitted, stage)(*args, **kwargs)
             leaves, structure = jax.tree.flatten((args, kwargs))
             program = self._find_program(args, kwargs, leaves, structure)
-            if program.whole:
+            if program.unflattened:
                 try:
                     made = getattr(program.jitted, stage)(*args, **kwargs)
                 except _LooksAlikeError:  # they are arrays, which was looked at
@@ -321,11 +321,11 @@ class CompiledFunction(Generic[P, R]):
 class _Program:
     """The compiled code for arguments of one spec, and the leaves that it was called with last."""
 
-    def __init__(self, spec: TreeSpec, donated: tuple[bool, ...], jitted: Any, *, whole: bool):
+    def __init__(self, spec: TreeSpec, donated: tuple[bool, ...], jitted: Any, *, unflattened: bool):
         self.spec = spec
         self.jitted = jitted
-        self.whole = whole
-        """Whether it takes the arguments as they are, rather than the arrays, those that are donated apart."""
+        self.unflattened = unflattened
+        """Takes the arguments as they are, rather than lists of the kept and of the donated arrays."""
         self._donated = donated
         self._donates = any(donated)
         self._static = [(i, s.value) for i, s in reversed([*enumerate(spec.slots)]) if isinstance(s, StaticLeaf)]

@@ -23,10 +23,10 @@ from .placement import Leaf, leaves_of, listed
 def from_process_local_data(
     tree: Any, axis: AxisSelector | int = 0, mesh_axes: str | Sequence[str] | None = None, mesh: Mesh | None = None
 ) -> Any:
-    """Make global arrays from the part that each process has loaded.
+    """Make global arrays from the data that each process has loaded.
 
     The code is the same with one process and with many. Processes that differ only along other mesh axes must have
-    loaded the same part, and others must not: the first call for a mesh compares checksums, and names what is wrong.
+    loaded the same data, and others must not: the first call for a mesh compares checksums, and names what is wrong.
 
     Arguments:
         tree: a tree of the arrays of this process, of the same shapes in every process.

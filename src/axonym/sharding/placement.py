@@ -40,7 +40,7 @@ from ..axis import Names, name_of
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from .meshes import as_seen_here, current_mesh
 
-Placement: TypeAlias = Any
+Placement: TypeAlias = object
 """A resource mapping, a partition spec, a sharding, a rule, None, or a tree prefix of these."""
 
 
@@ -384,9 +384,9 @@ def entries_of(leaf: Leaf, placement: Placement) -> tuple[Entry, ...] | None:
         return tuple(placement.spec)
     if isinstance(placement, jax.sharding.Sharding):
         raise TypeError(f"A placement is a NamedSharding, not a {type(placement).__name__}: names need a mesh.")
-    if placement is None or leaf.names is None:
-        return None
-    return entries_by_name(leaf.names, placement)
+    if isinstance(placement, Mapping) and leaf.names is not None:
+        return entries_by_name(leaf.names, placement)
+    return None
 
 
 def check_entries(leaf: Leaf, entries: Sequence[Entry], mesh: AnyMesh | None) -> list[str]:

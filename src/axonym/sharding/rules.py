@@ -240,7 +240,7 @@ class TreePathShardingRule(ShardingRule):
                 raise TypeError(f"TreePathShardingRule: a rule is a pair of a pattern and a placement, got {rule!r}.")
             if rule[1] is None or not is_placement(rule[1]):
                 raise TypeError(
-                    f"TreePathShardingRule: {rule[0]!r} goes to a placement (P() is the whole array), got {rule[1]!r}."
+                    f"TreePathShardingRule: {rule[0]!r} goes to a placement (P() replicates), got {rule[1]!r}."
                 )
         self.rules = [(re.compile(pattern), _as_rule(placement)) for pattern, placement in rules]
         self.strict = strict
@@ -251,8 +251,8 @@ class TreePathShardingRule(ShardingRule):
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
         found = self._first(leaf)
         # Arrays without axes, such as the count of an optimiser, are replicated in any case.
-        whole = found is None and (not self.strict or leaf.shape == ())
-        return PartitionSpec() if whole else found
+        replicated = found is None and (not self.strict or leaf.shape == ())
+        return PartitionSpec() if replicated else found
 
     def _first(self, leaf: Leaf) -> Placement:
         return next((placement for pattern, placement in self.rules if pattern.search(leaf.path)), None)

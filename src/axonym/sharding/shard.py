@@ -123,16 +123,10 @@ def shard_arguments(
     what: str,
     static: Sequence[int] = (),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Shard the arguments of a call. Errors name the parameters.
+    """Shard the arguments of a call, but those at static positions. Errors name the parameters.
 
-    Arguments:
-        fn: the function that is called.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        placement: one placement for all arguments, a tuple with one for each positional parameter, or a dictionary of
-            some by parameter. Arguments that it leaves out keep their sharding.
-        what: the operation, for messages.
-        static: the positions of static arguments, which are not changed.
+    The placement is one for all arguments, a tuple with one for each positional parameter, or a dictionary of some by
+    parameter. Arguments that it leaves out keep their sharding.
     """
     names = parameter_names(fn, len(args), kwargs)
     fixed = {i if i >= 0 else i + len(args) for i in static}
@@ -177,14 +171,8 @@ def call_on_mesh(
 ) -> R:
     """Call a jitted function, whose arguments are sharded inside it, with arguments on any devices.
 
-    `jax.jit` refuses arguments on other devices than those of the mesh. Then they are moved, and it is called again.
-
-    Arguments:
-        call: calls the function.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-        place: shards the arguments as the function does inside. None if they keep their sharding.
-        placement: that placement, which may have its own mesh.
+    `jax.jit` refuses arguments on other devices than those of the mesh. Then they are moved, and it is called again:
+    `place` shards the arguments as the function does inside, by a placement that may have its own mesh.
     """
     try:
         return call(args, kwargs)
@@ -369,7 +357,7 @@ def _constraint(
     """
     kind = dict(types)
 
-    def part(wanted: AxisType, otherwise: Any) -> PartitionSpec:
+    def over(wanted: AxisType, otherwise: Any) -> PartitionSpec:
         entries = []
         for entry in spec:
             if entry is PartitionSpec.UNCONSTRAINED:
@@ -390,10 +378,10 @@ def _constraint(
 
     def constrain(x):
         if AxisType.Explicit in kind.values():
-            x = jax.sharding.reshard(x, target(part(AxisType.Explicit, None)))
+            x = jax.sharding.reshard(x, target(over(AxisType.Explicit, None)))
             if AxisType.Auto not in kind.values():
                 return x
-        wanted = part(AxisType.Auto, PartitionSpec.UNCONSTRAINED)
+        wanted = over(AxisType.Auto, PartitionSpec.UNCONSTRAINED)
         return jax.lax.with_sharding_constraint(x, target(wanted))
 
     return jax.jit(constrain, inline=INLINE)
