@@ -68,18 +68,11 @@ def dot(
         out_axes = (out_axes,) if isinstance(out_axes, (str, Axis)) else tuple(out_axes)
     if preferred_element_type is not None:
         preferred_element_type = dtype_key(preferred_element_type)
-    return _contract(_dot_plan, (names, axis, out_axes, precision, preferred_element_type), raw, dot_general)
-
-
-def _contract(
-    make_plan: Callable[..., Plan], key: tuple[Any, ...], arrays: Sequence[Any], dot_general: DotGeneral
-) -> NamedArray:
-    """Contract as the plan for a key says, which is made once."""
     if dot_general is jax.lax.dot_general:
-        kernel = _contraction_kernel(make_plan, *key)
-        return wrap(kernel.call(*arrays), kernel.names)
-    plan = make_plan(*key)
-    return wrap(contract_with(plan, arrays, dot_general), plan.out_names)
+        kernel = _contraction_kernel(_dot_plan, names, axis, out_axes, precision, preferred_element_type)
+        return wrap(kernel.call(*raw), kernel.names)
+    plan = _dot_plan(names, axis, out_axes, precision, preferred_element_type)
+    return wrap(contract_with(plan, raw, dot_general), plan.out_names)
 
 
 @_kernels.cached
@@ -202,7 +195,11 @@ def einsum(
             )
     names, dtype = tuple(x.names for x in arrays), dtype_key(preferred_element_type)
     key = equation, names, tuple(axis_aliases.items()), precision, dtype
-    return _contract(_einsum_plan, key, [x.array for x in arrays], dot_general)
+    raw = [x.array for x in arrays]
+    if dot_general is jax.lax.dot_general:
+        return _contraction_kernel(_einsum_plan, *key).apply(*raw)
+    plan = _einsum_plan(*key)
+    return wrap(contract_with(plan, raw, dot_general), plan.out_names)
 
 
 def _einsum_plan(
