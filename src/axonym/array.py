@@ -345,11 +345,9 @@ def wrap_result(result: Any, names: Any) -> Any:
 
 
 def named(a: Any, axis: AxisSelection) -> NamedArray:
-    """Name the axes of an array.
+    """Name the axes of an array, of a (nested) list of numbers, or of a number.
 
-    Arguments:
-        a: an array, a (nested) list of numbers, or a number.
-        axis: one name or axis for each axis of `a`, in order. The sizes of axes are checked.
+    `axis` has a name or an axis for each axis of `a` in order; the sizes of axes are checked.
 
     >>> axn.named(jnp.zeros((2, 3)), ("batch", "embed")).shape
     {'batch': 2, 'embed': 3}

@@ -27,11 +27,7 @@ SliceSpec: TypeAlias = Mapping[Any, NamedIndex] | tuple[Any, ...] | EllipsisType
 
 
 class ds:
-    """A slice with a known size whose start may be traced.
-
-    Arguments:
-        start: the first index.
-        length: the number of elements, or an axis of that size.
+    """A slice with a known length, a number or that of an axis, whose start may be traced.
 
     >>> x = axn.arange(axn.Axis("x", 8))
     >>> jax.jit(lambda i: x["x", axn.ds(i, 3)])(2)

@@ -21,11 +21,9 @@ from ._operands import check_new_axis, distinct, operand, replaced, require_name
 
 
 def stack(arrays: Sequence[NamedOrNumeric], axis: AxisSelector) -> NamedArray:
-    """Join arrays along a new axis, which comes first.
+    """Join arrays with the same axes, or scalars, along a new axis, which comes first.
 
-    Arguments:
-        arrays: named arrays with the same axes, or scalars. The result has the layout of the first.
-        axis: the new axis. The size of an `Axis` must be the number of arrays.
+    The other axes are in the order of the first array. The size of an `Axis` must be the number of arrays.
 
     >>> axn.stack([axn.named([1, 2], "y"), axn.named([3, 4], "y")], "x")
     NamedArray(int32[x=2, y=2], [[1 2] [3 4]])
@@ -35,11 +33,9 @@ def stack(arrays: Sequence[NamedOrNumeric], axis: AxisSelector) -> NamedArray:
 
 
 def concatenate(arrays: Sequence[NamedArray], axis: AxisSelector) -> NamedArray:
-    """Join arrays along an axis that they all have.
+    """Join arrays with the same axes along one of them.
 
-    Arguments:
-        arrays: named arrays with the same axes. The result has the layout of the first.
-        axis: the axis along which they are joined. The size of an `Axis` must be that of the result.
+    The result has the layout of the first array. The size of an `Axis` must be that of the result.
 
     >>> axn.concatenate([axn.named([1, 2], "x"), axn.named([3], "x")], "x")
     NamedArray(int32[x=3], [1 2 3])

@@ -93,11 +93,7 @@ def correlate(
 def unwrap(
     array: NamedArray, axis: AxisSelector, *, discont: float | None = None, period: float | None = None
 ) -> NamedArray:
-    """Remove jumps from angles: add periods where neighbours differ by more than half a period.
-
-    Arguments:
-        discont: the smallest difference that counts as a jump; half a period by default.
-        period: the period; 2 pi by default.
+    """Remove jumps from angles: add periods where neighbours differ by more than `discont`, by default half a period.
 
     >>> axn.unwrap(axn.named([0., 3., 6., 1., 4.], "t"), "t", period=8.)
     NamedArray(float32[t=5], [ 0. 3. 6. 9. 12.])

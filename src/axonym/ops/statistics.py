@@ -126,11 +126,9 @@ nanpercentile = _quantile("nanpercentile", jnp.nanpercentile, _NUMBERS, _PERCENT
 def average(
     array: NamedArray, axis: AxisSelection | None = None, *, weights: NamedOrNumeric | None = None
 ) -> NamedArray:
-    """Compute the weighted mean.
+    """Compute the weighted mean over some axes, all of them by default.
 
-    Arguments:
-        axis: the axes to reduce; all of them by default.
-        weights: the weight of each element, by name; they need not have all the axes of the array. Equal by default.
+    The weights broadcast by name to the array; they are equal by default.
 
     >>> axn.average(axn.named([1., 2.], "x"), weights=axn.named([3., 1.], "x"))
     NamedArray(float32[], 1.25)
@@ -291,9 +289,8 @@ def trapezoid(
 ) -> NamedArray:
     """Compute the integral along an axis, by the trapezoidal rule.
 
-    Arguments:
-        x: the coordinates of the elements, by name: they have `axis`, and may have other axes of the array.
-        dx: the distance of the elements, if `x` is not given.
+    `x` are the coordinates of the elements: they have `axis`, and may have other axes of the array. If it is not given,
+    `dx` is the distance of the elements.
 
     >>> axn.trapezoid(axn.named([1., 2., 3.], "x"), "x", dx=0.5)
     NamedArray(float32[], 2.)
