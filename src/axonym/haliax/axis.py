@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import ds as _ds
-from ..axis import *  # noqa: F403
+from ..axis import *  # noqa: F403  # the same names, but for those below
 from ..axis import axes_of_spec, concat_axes
 from ..typing import AxisSpec
 

@@ -1,6 +1,6 @@
 """Looking at trees: how their arrays lie on devices, and what is wrong with them."""
 
-from ..debug import *  # noqa: F403
+from ..debug import *  # noqa: F403  # the same names, but for those below
 from ..debug import describe_array as _describe_array, diagnose_common_issues as _diagnose_common_issues
 from ._signatures import with_parameters as _with_parameters
 from .util import is_jax_or_hax_array_like as is_jax_or_hax_array_like

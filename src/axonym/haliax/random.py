@@ -6,7 +6,7 @@ import jax
 
 from ..array import NamedArray
 from ..axis import axes_of_spec
-from ..random import *  # noqa: F403
+from ..random import *  # noqa: F403  # the same names, but for those below
 from ..sharding.shard import shard_quietly
 from ..typing import AxisSelector, AxisSpec
 

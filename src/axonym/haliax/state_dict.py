@@ -3,7 +3,7 @@
 import functools as _functools
 
 from .. import state as _state
-from ..state import *  # noqa: F403
+from ..state import *  # noqa: F403  # the same names, but for those below
 from ._signatures import with_parameters as _with_parameters
 
 flatten_modules_for_export = _with_parameters(_state.flatten_modules_for_export, tree="t")
