@@ -33,6 +33,7 @@ from .sharding.mapping import (
 )
 from .sharding.meshes import current_mesh as current_mesh, make_mesh as make_mesh, set_mesh as set_mesh
 from .sharding.queries import lint_mapping as lint_mapping
+from .sharding.remapping import remap as remap
 from .sharding.shard import shard as shard, to_host as to_host, unshard as unshard
 from .transforms.checkpointing import (
     ScanCheckpointPolicy as ScanCheckpointPolicy,

@@ -135,6 +135,20 @@ def check_collectives(folder: Path) -> None:
             np.testing.assert_allclose(np.asarray(found.array), expected, rtol=1e-5, err_msg=name)
 
 
+def check_remap(folder: Path) -> None:
+    """A live state moves to another mesh over the same devices; one without those of some processes is refused."""
+    old, new = meshes()
+    tree = axn.shard({"w": draw(Embed, Mlp), "b": draw(Mlp, seed=1)}, {"embed": "data"}, old)
+    moved = axn.remap(tree, {"embed": "model", "mlp": "data"}, new)
+    assert moved["w"].array.sharding == NamedSharding(new, P("model", "data")) and tree["w"].array.is_deleted()
+    assert_values(moved, {"w": draw(Embed, Mlp), "b": draw(Mlp, seed=1)})
+    few = axn.make_mesh({"data": 4}, devices=jax.devices()[:4])
+    with pytest.raises(
+        ValueError, match=r"on 8 devices of several processes, and the new mesh has 4\. Save a checkpoint"
+    ):
+        axn.remap(moved, {"embed": "data"}, few)
+
+
 def check_draws(folder: Path) -> None:
     """Random numbers do not depend on how many processes draw them."""
     key = jax.random.key(3)

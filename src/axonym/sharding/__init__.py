@@ -29,6 +29,7 @@ from .queries import (
     round_axis_for_partitioning as round_axis_for_partitioning,
     sharding_for_axis as sharding_for_axis,
 )
+from .remapping import remap as remap
 from .rules import (
     FSDPShardingRule as FSDPShardingRule,
     MappingShardingRule as MappingShardingRule,

@@ -1,0 +1,94 @@
+"""`remap`: a live state on another mesh or mapping, with little more memory than it takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import axonym as axn
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+Embed, Mlp = axn.make_axes(embed=16, mlp=8)
+OLD = {"embed": "data"}
+NEW = {"embed": "model", "mlp": "data"}
+
+
+def state(mesh: Mesh) -> dict[str, Any]:
+    params = {f"w{i}": axn.random.normal(jax.random.key(i), (Embed, Mlp)) for i in range(6)}
+    tree = {"params": params, "optimizer": optax.adam(1e-3).init(params), "key": jax.random.key(7), "step": 3}
+    return jax.block_until_ready(axn.shard(tree, OLD, mesh))
+
+
+def bytes_on(device: Any) -> int:
+    """What the live arrays have on a device."""
+    shards = (s for x in jax.live_arrays() if not x.is_deleted() for s in x.addressable_shards if s.device == device)
+    return sum({s.data.unsafe_buffer_pointer(): s.data.nbytes for s in shards}.values())
+
+
+@pytest.mark.parametrize("shape", [{"data": 2, "model": 4}, {"model": 8, "data": 1}, {"model": 2, "data": 2}])
+def test_moves_to_another_mesh(mesh: Mesh, shape: dict[str, int]) -> None:
+    """Also to fewer devices."""
+    before = state(mesh)
+    expected = jax.tree.map(lambda x: np.asarray(x) if x.dtype == jnp.float32 else x, before["params"])
+    devices = jax.devices()[: shape["data"] * shape["model"]]
+    new = axn.make_mesh(shape, devices=devices, explicit=mesh.axis_types[0] == jax.sharding.AxisType.Explicit)
+    found = axn.remap(before, NEW, new)
+    for x in jax.tree.leaves(found["params"]) + jax.tree.leaves(found["optimizer"][0].mu):
+        assert x.sharding == NamedSharding(new, P("model", "data"))
+    for x in (found["optimizer"][0].count, found["key"]):
+        assert x.sharding == NamedSharding(new, P())
+    assert found["step"] == 3 and all(x.array.is_deleted() for x in before["params"].values())
+    for a, b in zip(jax.tree.leaves(found["params"]), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_peak_memory(auto_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At no time more than the shards of the state, old or new, and the new shard of one array."""
+    before, device = state(auto_mesh), jax.devices()[0]
+    seen: list[int] = []
+    put = jax.device_put
+
+    def measured(*args: Any, **kwargs: Any) -> Any:
+        seen.append(bytes_on(device))
+        found = put(*args, **kwargs)
+        seen.append(bytes_on(device))
+        return found
+
+    monkeypatch.setattr(jax, "device_put", measured)
+    live = bytes_on(device)
+    after = axn.remap(before, {"embed": ("data", "model")}, auto_mesh)
+    monkeypatch.undo()
+    assert len(seen) >= 18 * 2
+    one = Embed.size * Mlp.size * 4 // 8
+    assert max(seen) <= live + one + 64  # counters and keys become replicated
+    assert bytes_on(device) < live
+    del after
+
+
+def test_what_stays_and_what_is_there_twice(auto_mesh: Mesh) -> None:
+    w = axn.shard(axn.ones((Embed, Mlp)), OLD, auto_mesh)
+    same = axn.remap({"w": w, "again": w}, OLD, auto_mesh)
+    assert same["w"].array is w.array
+    moved = axn.remap({"w": w, "again": w}, NEW, auto_mesh)
+    assert moved["w"].array is moved["again"].array and w.array.is_deleted()
+    with axn.set_mesh(auto_mesh):
+        host = axn.remap({"w": np.ones((8, 2)), "f": jnp.tanh}, P("data"))
+    assert host["w"].sharding.is_equivalent_to(NamedSharding(auto_mesh, P("data")), 2) and host["f"] is jnp.tanh
+
+
+def test_what_it_refuses(auto_mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match="remap: no mesh is active"):
+        axn.remap({"w": axn.ones(Embed)}, OLD)
+    with pytest.raises(TypeError, match="remap: w has no values to move"):
+        axn.remap({"w": jax.eval_shape(lambda: axn.ones(Embed))}, OLD, auto_mesh)
+    w = axn.ones({"embed": 6})
+    with pytest.raises(ValueError, match="embed"):
+        axn.remap({"w": w}, OLD, auto_mesh)
+    assert not w.array.is_deleted()
