@@ -111,7 +111,7 @@ def make_mesh(
     chosen = (explicit,) if isinstance(explicit, str) else by_name if explicit is True else (explicit or ())
     if unknown := set(chosen) - set(by_name):
         raise ValueError(
-            f"make_mesh: explicit names {', '.join(sorted(unknown))}; the mesh axes are {', '.join(by_name)}."
+            f"make_mesh: explicit has {', '.join(sorted(unknown))}; the mesh axes are {', '.join(by_name)}."
         )
     kinds = tuple(AxisType.Explicit if n in chosen else AxisType.Auto for n in by_name)
     return jax.make_mesh(tuple(by_name.values()), tuple(by_name), axis_types=kinds, devices=devices)
