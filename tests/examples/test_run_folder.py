@@ -46,19 +46,20 @@ def test_one_process_at_a_time(tmp_path: Path, text: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("content", "age", "stale"),
     [
-        (holder(pid=2**22 + 1), 0, True),  # no process has such a number
-        (holder(started="another boot 1"), 0, True),  # the number is another process's now
-        (holder(started=None), 0, False),
-        (holder(host="elsewhere"), 0, False),
-        (holder(host="elsewhere"), 1000, True),
-        (holder(pid=10**30), 1000, True),
+        ({"pid": 2**22 + 1}, 0, True),  # no process has such a number
+        ({"started": "another boot 1"}, 0, True),  # the number is another process's now
+        ({"started": None}, 0, False),
+        ({"host": "elsewhere"}, 0, False),
+        ({"host": "elsewhere"}, 1000, True),
+        ({"pid": 10**30}, 1000, True),
         ("", 0, False),
         ("\0[", 1000, True),
-        ("[" * 10**5, 1000, True),
+        ("[" * 1000, 1000, True),
     ],
 )
-def test_stale_locks_are_recognised(content: str, age: float, stale: bool, tmp_path: Path) -> None:
+def test_stale_locks_are_recognised(content: Any, age: float, stale: bool, tmp_path: Path) -> None:
     path = tmp_path / lock.NAME
+    content = holder(**content) if isinstance(content, dict) else content  # here, so that test names are the same
     path.write_text(content)
     now = path.stat().st_mtime
     os.utime(path, (now - age, now - age))
