@@ -140,7 +140,7 @@ def check_checkpoint_that_one_process_cannot_write(folder: Path) -> None:
             raises_everywhere(OSError, at, lambda i=i: save_checkpoint(folder / str(i), spread()))
         assert not (folder / str(i)).exists()
     save_checkpoint(folder / "last", spread() | {"step": 3})
-    found = restore_checkpoint(folder / "last", spread() | {"step": 0})
+    found: dict[str, Any] = restore_checkpoint(folder / "last", spread() | {"step": 0})
     assert found["step"] == 3
     for key, x in axn.to_host({k: v for k, v in found.items() if k != "step"}).items():
         np.testing.assert_array_equal(x.array, axn.to_host(spread())[key].array)

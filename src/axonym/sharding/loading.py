@@ -89,7 +89,7 @@ _COMPARED: deque[tuple[Mesh, tuple[str, ...]]] = deque(maxlen=64)
 def _misread(mesh: Mesh, mesh_axes: Sequence[str], loaded: Sequence[tuple[Leaf, np.ndarray]]) -> str | None:
     """Say what is the same in several processes and should not be, or the reverse."""
     part = zlib.crc32(repr(sorted(_shards_here(mesh, mesh_axes))).encode())
-    sums = [zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8)) for _, x in loaded]
+    sums = [zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data) for _, x in loaded]
     varies = any(x.size and (x != x.flat[0]).any() for _, x in loaded)
     rows = from_all_processes(np.array([part, varies, *sums], np.uint32))
     parts: dict[int, list[int]] = {}

@@ -231,7 +231,7 @@ def _check_same(leaves: Sequence[Leaf], mesh: AnyMesh | None, what: str) -> None
         target = leaf.mesh or mesh
         if leaf.spec is not None and target is not None and _is_local(x) and _spans_processes(target):
             values = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-            digest = zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+            digest = zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
             lines.append(f"{leaf.path or 'the array'} {x.dtype}{list(x.shape)} with checksum {digest:08x}")
     if lines:
         with fail_together(what) as agree:
