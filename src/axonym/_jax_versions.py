@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore[reportAttributeAccessIssue]
 """The `inline` of `jax.jit` for what shall leave no trace in a program that is being traced.
@@ -18,7 +19,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 
     JAX keeps no track with `check_vma=False`. The attribute changed its name before jax 0.10.2.
     """
-    kind: Any = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+    kind: Any = x if isinstance(x, ShapedArray) else jax.typeof(x)
     return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
 
 

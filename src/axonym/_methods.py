@@ -51,6 +51,11 @@ class _Property(Protocol[T_co]):
     def __get__(self, instance: Any, owner: Any = None) -> T_co: ...
 
 
+def _unary(operation: Any) -> Callable[[NamedArray], NamedArray]:
+    """Return an operation as it is, in the type that `abs` and the like ask for."""
+    return operation
+
+
 def _operator(operation: Callable[..., R]) -> Callable[[NamedArray, NamedOrNumeric], R]:
     def operator(self: NamedArray, other: NamedOrNumeric) -> Any:
         return operation(self, other) if _operand(other) else NotImplemented
@@ -126,10 +131,10 @@ class Methods:
     imag: _Property[NamedArray] = property(elementwise.imag)  # pyright: ignore[reportAssignmentType]
 
     # --- operators ---
-    __neg__ = elementwise.negative
-    __pos__ = elementwise.positive
-    __abs__ = elementwise.abs
-    __invert__ = elementwise.invert
+    __neg__ = _unary(elementwise.negative)
+    __pos__ = _unary(elementwise.positive)
+    __abs__ = _unary(elementwise.abs)
+    __invert__ = _unary(elementwise.invert)
     __add__ = _operator(elementwise.add)
     __radd__ = _reflected(elementwise.add)
     __sub__ = _operator(elementwise.subtract)

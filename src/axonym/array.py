@@ -114,7 +114,7 @@ class NamedArray(Methods):
         return _axes(self.names, self._sizes())
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> dict[str, int]:
         """Return the sizes by name, in order, as a dictionary.
 
         >>> axn.ones({"batch": 2, "embed": 3}).shape

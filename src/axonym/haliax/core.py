@@ -118,7 +118,8 @@ def tree_unflatten(cls: type[NamedArray], aux: Any, tree: Any) -> NamedArray:
     >>> hax.NamedArray.tree_unflatten(hax.Axis("x", 2), (jnp.ones(2),))
     NamedArray(float32[x=2], [1. 1.])
     """
-    return cls(*tree, aux)
+    (array,) = tree
+    return cls(array, aux)
 
 
 def rename(array: NamedArray, renames: Mapping[AxisSelector, AxisSelector]) -> NamedArray:

@@ -1,17 +1,21 @@
 """State dicts, with Haliax's parameters. What the tree lacks is left out, where `axonym.state` refuses it."""
 
 import functools as _functools
+from typing import Any as _Any
 
 from .. import state as _state
 from ..state import *  # noqa: F403  # the same names, but for those below
 from ._signatures import with_parameters as _with_parameters
 
 flatten_modules_for_export = _with_parameters(_state.flatten_modules_for_export, tree="t")
-from_state_dict, _from_torch_compatible_state_dict = (
-    _functools.update_wrapper(_functools.partial(load, ignore=("*",)), load)
-    for load in (_state.from_state_dict, _state.from_torch_compatible_state_dict)
-)
-from_torch_compatible_state_dict = _with_parameters(_from_torch_compatible_state_dict, tree="t")
+
+
+def _leniently(load: _Any) -> _Any:
+    return _functools.update_wrapper(_functools.partial(load, ignore=("*",)), load)
+
+
+from_state_dict = _leniently(_state.from_state_dict)
+from_torch_compatible_state_dict = _with_parameters(_leniently(_state.from_torch_compatible_state_dict), tree="t")
 to_numpy_state_dict = _with_parameters(_state.to_numpy_state_dict, tree="model")
 to_torch_compatible_state_dict = _with_parameters(_state.to_torch_compatible_state_dict, tree="t")
 unflatten_modules_from_export = _with_parameters(_state.unflatten_modules_from_export, tree="t")

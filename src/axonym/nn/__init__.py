@@ -6,7 +6,7 @@
 {'batch': 2, 'mlp': 4}
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from . import (
     attention as attention,
@@ -64,7 +64,7 @@ from .normalization import (
 from .pool import max_pool as max_pool, mean_pool as mean_pool, min_pool as min_pool
 from .scan import BlockSeq as BlockSeq, ScanCheckpointPolicy as ScanCheckpointPolicy, Stacked as Stacked
 
-if not _TYPE_CHECKING:  # so that type checkers refuse a name that does not exist
+if not _typing.TYPE_CHECKING:  # so that type checkers refuse a name that does not exist
 
     def __getattr__(name: str) -> object:
         from .._lazy import missing_name

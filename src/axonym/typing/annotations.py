@@ -81,7 +81,7 @@ class _Checking(Annotation):
 class _Annotation(_Checking):
     """The metaclass of annotations: to `typing.get_args` and `typing.get_origin`, they are a `typing.Annotated`."""
 
-    __class__ = property(lambda cls: type(Annotated[int, None]))  # pyright: ignore[reportAssignmentType]
+    __class__ = property(lambda cls: type(Annotated[int, None]))  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     @property
     def __origin__(cls) -> Any:
