@@ -1,4 +1,4 @@
-"""Imports point down: from each room of the package to those on the lines below it, and never round in a circle.
+"""Imports point down: from each package or module to those on the lines below it, and never in a cycle.
 
 Imports inside functions count. Those under `TYPE_CHECKING` do not: `NamedArray` and its methods know each other's
 types.
@@ -15,7 +15,7 @@ import axonym as axn
 
 ROOT = Path(axn.__file__).parent
 
-# From the top down; a room is a module of the package, or a folder. Rooms on one line know nothing of each other.
+# From the top down; each is a module of axonym, or a folder. Those on one line know nothing of each other.
 LAYERS = """
 haliax scalax
 __init__
@@ -63,26 +63,26 @@ def imports(module: str) -> Iterator[str]:
                     yield found if found in MODULES else source
 
 
-def room(module: str) -> str:
+def layer(module: str) -> str:
     return (module.split(".") + ["__init__"])[1]
 
 
 GRAPH = {module: set(imports(module)) for module in MODULES}
 
 
-def test_no_circles() -> None:
-    """On an error, its second argument is the circle."""
+def test_no_cycles() -> None:
+    """On an error, its second argument is the cycle."""
     TopologicalSorter(GRAPH).prepare()
 
 
 def test_layers() -> None:
     height = {name: -i for i, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}
-    assert height.keys() == {room(module) for module in MODULES}, "a room came or went: say where it stands in LAYERS"
+    assert height.keys() == {layer(module) for module in MODULES}, "a module came or went: say where it stands in LAYERS"
     up = [
         f"{module} imports {target}"
         for module, targets in GRAPH.items()
         for target in sorted(targets)
-        if room(module) != room(target) and height[room(module)] <= height[room(target)]
+        if layer(module) != layer(target) and height[layer(module)] <= height[layer(target)]
     ]
     assert not up, "imports that do not point down:\n" + "\n".join(up)
 
@@ -90,4 +90,4 @@ def test_layers() -> None:
 def test_nothing_reaches_up_at_run_time() -> None:
     """A module that is looked up while the program runs is an import that no reader sees."""
     reaching = {m for m, path in MODULES.items() if 'sys.modules["axonym' in path.read_text()}
-    assert {room(m) for m in reaching} <= {"haliax"}  # which stands on top, and reaches down
+    assert {layer(m) for m in reaching} <= {"haliax"}  # which stands on top, and reaches down

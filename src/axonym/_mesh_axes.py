@@ -1,4 +1,4 @@
-"""Mesh axes: of the entries of partition specs, of a mesh by their type, of arrays, and of names by the active mapping.
+"""Answer questions about mesh axes: which a name maps to, which an array is sharded over, their types and sizes.
 
 All code that asks over which mesh axes a name is sharded, which of them are Explicit, Auto or Manual, or how many
 shards that makes, asks here. So a missing key, a Manual mesh axis and an unconstrained entry mean the same everywhere.

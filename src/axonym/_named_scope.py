@@ -1,4 +1,4 @@
-"""Name what layers do, for profiles and compiled programs."""
+"""`named_call`: run a function in a `jax.named_scope`, for profiles and compiled programs."""
 
 from __future__ import annotations
 

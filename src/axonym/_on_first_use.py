@@ -24,7 +24,7 @@ from .manual.collectives import (
 )
 from .manual.shard_map import shard_map as shard_map
 from .ref import NamedRef as NamedRef, freeze as freeze, get as get, new_ref as new_ref, swap as swap
-from .sharding.carrying import in_context as in_context
+from .sharding.contexts import in_context as in_context
 from .sharding.jit import fsdp as fsdp, named_jit as named_jit
 from .sharding.mapping import (
     ResourceAxis as ResourceAxis,

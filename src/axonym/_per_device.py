@@ -48,22 +48,22 @@ def run_per_device(
     if around:
         # Inside another `shard_map` that runs eagerly, JAX fails on values that are invariant over the outer mesh axes.
         mapped = jax.jit(mapped, inline=INLINE)
-    return mapped(*lay_out(arrays, in_specs, mesh, manual))
+    return mapped(*reshard_operands(arrays, in_specs, mesh, manual))
 
 
-def lay_out(
+def reshard_operands(
     arrays: Sequence[Any], specs: Sequence[PartitionSpec], mesh: AnyMesh, manual: Collection[str]
 ) -> Sequence[Any]:
     """Reshard the operands by their specs over the Explicit mesh axes that become manual, and keep other shardings."""
     explicit = set(axes_of_type(mesh, AxisType.Explicit))
     if not explicit.intersection(manual):
         return arrays
-    laid_out = []
+    resharded = []
     for x, spec in zip(arrays, specs, strict=True):
         kept = [[a for a in mesh_axes(e) if a in explicit.difference(manual)] for e in entries_of(x)]
         own = [mesh_axes(e) for e in (*spec, *(None,) * (len(kept) - len(spec)))]
-        laid_out.append(reshard(x, spec_of((*o, *k) for o, k in zip(own, kept, strict=True)), mesh))
-    return laid_out
+        resharded.append(reshard(x, spec_of((*o, *k) for o, k in zip(own, kept, strict=True)), mesh))
+    return resharded
 
 
 def vary_like(x: jax.Array, *others: Any) -> jax.Array:

@@ -97,7 +97,7 @@ def rearrange(array: NamedArray, *args: Any, **kwargs: Any) -> NamedArray:
 
 
 def tree_flatten(array: NamedArray) -> tuple[tuple[Any], tuple[Axis, ...]]:
-    """Take a named array apart, into a tuple of the raw array and the axes.
+    """Flatten a named array into a tuple of the raw array, and the axes.
 
     >>> import axonym.haliax as hax
     >>> hax.ones({"x": 2}).tree_flatten()
@@ -107,7 +107,7 @@ def tree_flatten(array: NamedArray) -> tuple[tuple[Any], tuple[Axis, ...]]:
 
 
 def tree_unflatten(cls: type[NamedArray], aux: Any, tree: Any) -> NamedArray:
-    """Put together again what `tree_flatten` took apart.
+    """Unflatten what `tree_flatten` gave.
 
     Arguments:
         cls: the class of named arrays.

@@ -1,4 +1,4 @@
-"""The types of arguments."""
+"""Type aliases for the parameters of functions."""
 
 from typing import TypeAlias
 

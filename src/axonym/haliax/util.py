@@ -1,4 +1,4 @@
-"""Small helpers that have nothing to do with arrays, and questions that do."""
+"""Small helpers, and tests of whether something is an array."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolutions along an axis, and products of arrays, by name."""
+"""Convolve and correlate along an axis, unwrap phases; cross, outer and Kronecker products."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Sort along one axis.
 
 The order is that of NumPy: NaN comes last. The axis can be left out for arrays with only one.
+`axonym.top_k` brings its own partitioning, so it is in `axonym.custom_partitioning`.
 """
 
 from __future__ import annotations

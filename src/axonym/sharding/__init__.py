@@ -5,7 +5,7 @@ from .annotations import (
     sharding_annotations as sharding_annotations,
     with_sharding_annotation as with_sharding_annotation,
 )
-from .carrying import in_context as in_context
+from .contexts import in_context as in_context
 from .jit import fsdp as fsdp, named_jit as named_jit
 from .loading import from_process_local_data as from_process_local_data
 from .mapping import (

@@ -364,7 +364,7 @@ def _answer(rule: Rule, leaf: Leaf, seen: Leaf, mesh: AnyMesh | None, what: str,
 
 def spec_of_leaf(leaf: Leaf, placement: Any, mesh: AnyMesh | None, problems: list[str]) -> PartitionSpec | None:
     """Return the spec of one leaf by a placement that is not a rule, and add its errors to the problems."""
-    if leaf.shape is None or (entries := entries_of(leaf, placement)) is None:
+    if leaf.shape is None or (entries := entries_for(leaf, placement)) is None:
         return None
     names = leaf.names if isinstance(placement, Mapping) or isinstance(leaf.value, NamedArray) else None
     if len(entries) > len(leaf.shape) or (names is not None and len(names) != len(leaf.shape)):
@@ -376,7 +376,7 @@ def spec_of_leaf(leaf: Leaf, placement: Any, mesh: AnyMesh | None, problems: lis
     return spec
 
 
-def entries_of(leaf: Leaf, placement: Placement) -> tuple[Entry, ...] | None:
+def entries_for(leaf: Leaf, placement: Placement) -> tuple[Entry, ...] | None:
     """Return the entries for the axes of a leaf of a placement that is not a rule, or None if it has none."""
     if isinstance(placement, PartitionSpec):
         return tuple(placement)

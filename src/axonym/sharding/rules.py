@@ -20,7 +20,7 @@ from .._context import Entry
 from .._mesh_axes import mesh_axes, shard_count
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from .meshes import AnyMesh
-from .placement import Leaf, Placement, Rule, entries_of, is_placement, unused_in
+from .placement import Leaf, Placement, Rule, entries_for, is_placement, unused_in
 
 __all__ = [
     "FSDPShardingRule",
@@ -149,7 +149,7 @@ class _Lenient(ShardingRule):
             answer = normalize_mapping(answer, repr(self))
         own = isinstance(answer, NamedSharding)
         mesh = answer.mesh if own else mesh
-        entries = entries_of(leaf, answer)
+        entries = entries_for(leaf, answer)
         if mesh is None or entries is None or len(entries) > len(leaf.shape or ()):
             return answer
         spec = PartitionSpec(*(_if_divided(mesh, e, size) for e, size in zip(entries, leaf.shape or (), strict=False)))

@@ -98,10 +98,10 @@ def to_host(tree: T) -> T:
             raise RuntimeError("to_host: an array was deleted, as by a donation.")
         if spread:  # gathers are paired by their order, so no process may lack an array
             agree({"arrays on several hosts": "\n".join(str(x.aval) for x in arrays if not x.is_fully_addressable)})
-        return jax.tree.unflatten(structure, [gathered(x) if isinstance(x, jax.Array) else x for x in leaves])
+        return jax.tree.unflatten(structure, [copied_to_host(x) if isinstance(x, jax.Array) else x for x in leaves])
 
 
-def gathered(x: jax.Array) -> np.ndarray:
+def copied_to_host(x: jax.Array) -> np.ndarray:
     """Copy an array to host memory. With several hosts, each must call this for the same arrays in the same order."""
     if x.is_fully_addressable:
         return np.asarray(x)

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from .._processes import fail_together
-from ..sharding.shard import gathered
+from ..sharding.shard import copied_to_host
 from .naming import StateDict, is_number
 from .safetensors_header import DTYPES, MAX_HEADER, METADATA, Entry, InvalidFile, parse_header, short
 
@@ -111,7 +111,7 @@ def _is_text(x: Any) -> bool:
 
 
 def _fetched(x: Any) -> np.ndarray:
-    return gathered(x) if isinstance(x, jax.Array) else x
+    return copied_to_host(x) if isinstance(x, jax.Array) else x
 
 
 def _write(path: Path, head: Iterable[bytes], arrays: Iterator[np.ndarray]) -> None:

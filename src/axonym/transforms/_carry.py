@@ -1,4 +1,4 @@
-"""Compare a tree with a required spec: a carry with the initial one, a branch with the other.
+"""Compare a tree with a required `TreeSpec`: a carry with the initial one, a branch with the other.
 
 `jax.lax.scan` and its kin take trees of arrays only, and say by position what is wrong with them. So the transforms
 hand them lists of raw arrays, and compare the specs leaf by leaf: what is wrong is said by path and name.

@@ -1,4 +1,4 @@
-"""The types of arguments."""
+"""Type aliases and protocols for the parameters of public functions."""
 
 from __future__ import annotations
 

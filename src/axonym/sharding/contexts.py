@@ -1,4 +1,4 @@
-"""`in_context`: carry the active mesh and mapping into threads and tasks.
+"""`in_context`: take the active mesh and mapping along into threads and tasks.
 
 JAX keeps the active mesh for each thread, and so does this library the active settings. A new thread starts without
 either. The tasks of an event loop share a thread, so what one of them activates is active in the others too, as soon as
