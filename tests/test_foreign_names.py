@@ -19,7 +19,7 @@ X: Any = axn.ones({"batch": 2, "pos": 3})
     [
         ("T", "`axonym.rearrange(x, ('pos', 'batch'))`"),
         ("reshape", "`axonym.flatten_axes(x, ('batch', 'pos'), 'new')` merges axes"),
-        ("view", "`axonym.unflatten_axis(x, 'pos', {'a': 2, 'b': -1})` splits one"),
+        ("view", "`axonym.unflatten_axis(x, 'pos', {'a': 2, 'b': 3})` splits one"),
         ("permute", "`axonym.rearrange(x, ('pos', 'batch'))`"),
         ("transpose", "the order of axes never matters"),
         ("unsqueeze", "`axonym.broadcast_axis(x, axonym.Axis('new', 1))`"),
@@ -51,6 +51,18 @@ def test_attributes_of_an_array(name: str, advice: str) -> None:
 def test_names_of_a_module(module: Any, name: str, advice: str) -> None:
     with pytest.raises(AttributeError, match=f"has no attribute '{name}'.*{re.escape(advice)}"):
         getattr(module, name)
+
+
+def test_errors_of_properties_are_their_own() -> None:
+    empty = axn.NamedArray(None, (), ("x",))
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'dtype'"):
+        _ = empty.dtype
+
+
+def test_shapes_are_trees() -> None:
+    assert jax.tree.leaves(X.shape) == [2, 3]
+    assert jax.jit(lambda x: x.shape)(X) == {"batch": 2, "pos": 3}
+    assert jax.tree.map(lambda size: size + 1, X.shape) == {"batch": 3, "pos": 4}
 
 
 def test_keywords_of_a_reduction() -> None:

@@ -77,7 +77,9 @@ def test_no_cycles() -> None:
 
 def test_layers() -> None:
     height = {name: -i for i, line in enumerate(LAYERS.strip().splitlines()) for name in line.split()}
-    assert height.keys() == {layer(module) for module in MODULES}, "a module came or went: say where it stands in LAYERS"
+    assert height.keys() == {layer(module) for module in MODULES}, (
+        "a module came or went: say where it stands in LAYERS"
+    )
     up = [
         f"{module} imports {target}"
         for module, targets in GRAPH.items()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 _ORDER = "the order of axes never matters to an operation; `axonym.rearrange(x, ({reversed}))` lays the array out anew"
 _MERGE = (
     "`axonym.flatten_axes(x, ({axes}), 'new')` merges axes, and "
-    "`axonym.unflatten_axis(x, {last}, {'a': 2, 'b': -1})` splits one"
+    "`axonym.unflatten_axis(x, {last}, {'a': 2, 'b': 3})` splits one"
 )
 _WIDEN = "operations broadcast by name; `axonym.broadcast_axis(x, axonym.Axis('new', 1))` adds an axis"
 _TAKE_AWAY = "`x[{last}, 0]` takes away an axis of size 1"
@@ -43,7 +43,7 @@ ARRAY = {
     "gather": "`x[{last}, indices]` selects elements by a named array of indices",
     **dict.fromkeys(("masked_fill", "masked_fill_"), "`axonym.where(mask, value, x)` chooses by a mask"),
     **dict.fromkeys(("scatter", "index_add", "index_add_"), "`x.at[{last}, indices].set(values)` updates elements"),
-    "chunk": "`axonym.split(x, {last}, 2)` splits an axis",
+    "chunk": "`axonym.split(x, {last}, [axonym.Axis({last}, 2), axonym.Axis({last}, 3)])` splits an axis",
 }
 """By attribute of an array; `{axes}`, `{reversed}`, `{first}` and `{last}` stand for names of the array's axes."""
 
@@ -58,7 +58,7 @@ PACKAGE = {
     **dict.fromkeys(("asarray", "tensor", "Tensor", "from_numpy", "as_tensor"), _NAME),
     "rand": _DRAW.replace("{name}", "uniform"),
     "randn": _DRAW.replace("{name}", "normal"),
-    "randint": _DRAW.replace("{name}", "randint"),
+    "randint": "`axonym.random.randint(key, {'batch': 8}, 0, 10)` draws numbers with a key",
     **dict.fromkeys(("no_grad", "inference_mode"), "nothing records gradients here; " + _GRADIENT),
     "manual_seed": "random functions take a key, `jax.random.key(0)`",
     **dict.fromkeys(("jit", "compile"), "`jax.jit` takes functions of named arrays, and `axonym.named_jit` places too"),
@@ -90,7 +90,9 @@ NETWORKS = {
         "`LayerNorm` and `RmsNorm` are layers, and `axonym.nn.standardize(x, axes)` does it over any axes",
     ),
     "RMSNorm": "`axonym.nn.RmsNorm.init(Embed)`",
-    **dict.fromkeys(("MaxPool1d", "MaxPool2d", "AvgPool2d"), "`axonym.nn.max_pool(x, {'height': 2, 'width': 2})`"),
+    **dict.fromkeys(
+        ("MaxPool1d", "MaxPool2d", "AvgPool2d"), "`axonym.nn.max_pool(x, {'height': 2, 'width': 2}, stride=2)`"
+    ),
 }
 """By name in `axonym.nn`."""
 
@@ -109,7 +111,13 @@ def of_array(name: str, names: Sequence[str]) -> str:
 def _sentence(advice: str | None, axes: Sequence[str]) -> str:
     if advice is None:
         return ""
-    words = {"{axes}": ", ".join(axes), "{reversed}": ", ".join(reversed(axes)), "{first}": axes[0], "{last}": axes[-1]}
+    end = "," if len(axes) == 1 else ""
+    words = {
+        "{axes}": ", ".join(axes) + end,
+        "{reversed}": ", ".join(reversed(axes)) + end,
+        "{first}": axes[0],
+        "{last}": axes[-1],
+    }
     for place, word in words.items():
         advice = advice.replace(place, word)
     return f" {advice[0].upper()}{advice[1:]}."

@@ -95,7 +95,12 @@ def from_all_processes(x: np.ndarray) -> np.ndarray:
 
 def _described(error: BaseException) -> dict[str, Any]:
     kinds = [(kind.__module__, kind.__name__) for kind in type(error).__mro__]
-    return {"kinds": kinds, "text": str(error) or kinds[0][1], "errno": getattr(error, "errno", None)}
+    try:  # an error here would leave the other processes waiting
+        text = str(error)
+    except Exception:
+        text = ""
+    errno = getattr(error, "errno", None)
+    return {"kinds": kinds, "text": text or kinds[0][1], "errno": errno if isinstance(errno, int) else None}
 
 
 def _made(what: str, failed: Mapping[int, Mapping[str, Any]], count: int) -> Exception:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.tree_util import register_dataclass
+from jax.tree_util import DictKey, register_dataclass, register_pytree_with_keys
 
 from . import _errors
 from .axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, name_of, selectors
@@ -49,7 +49,7 @@ class Shape(dict[str, int]):
 
     def __missing__(self, name: Any) -> Any:
         listed = ", ".join(self.keys())
-        if isinstance(name, int):
+        if isinstance(name, (int, np.integer)):
             raise TypeError(f"A size is looked up by name, got {name}: write `x.shape[name]`. The axes are {listed}.")
         raise KeyError(
             f"no axis {name!r} in {_errors.describe_shape(self)}.{_errors.suggestion(str(name), self.keys())}"
@@ -95,11 +95,11 @@ class NamedArray(Methods):
     if not TYPE_CHECKING:  # so that type checkers refuse an attribute that does not exist
 
         def __getattr__(self, name: str) -> Any:
+            if name.startswith("_") or hasattr(type(self), name):  # a property has failed: say with what
+                return object.__getattribute__(self, name)
             from . import _foreign_names
 
-            hint = (
-                "" if name.startswith("_") or name in ("array", "names") else _foreign_names.of_array(name, self.names)
-            )
+            hint = _foreign_names.of_array(name, self.names)
             raise AttributeError(f"'NamedArray' object has no attribute {name!r}.{hint}", name=name, obj=self)
 
     # --- properties ---
@@ -322,6 +322,11 @@ class NamedArray(Methods):
         )
 
 
+register_pytree_with_keys(  # a tree of its sizes, as any dictionary
+    Shape,
+    lambda shape: ([(DictKey(n), shape[n]) for n in sorted(shape.keys())], tuple(sorted(shape.keys()))),
+    lambda names, sizes: dict(zip(names, sizes, strict=True)),  # pyright: ignore[reportArgumentType]
+)
 register_dataclass(NamedArray, data_fields=["array"], meta_fields=["names"])
 
 NamedOrNumeric: TypeAlias = "NamedArray | ArrayLike"

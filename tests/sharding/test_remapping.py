@@ -92,3 +92,26 @@ def test_what_it_refuses(auto_mesh: Mesh) -> None:
     with pytest.raises(ValueError, match="embed"):
         axn.remap({"w": w}, OLD, auto_mesh)
     assert not w.array.is_deleted()
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 8), (8, 1), (2, 8), (8, 2), (8, 8)])
+def test_what_is_replicated_can_be_read_afterwards(before: int, after: int) -> None:
+    old, new = axn.make_mesh({"data": before}), axn.make_mesh({"model": after})
+    tree = axn.shard({"count": jnp.arange(3), "key": jax.random.key(1), "w": axn.ones({"embed": 16})}, OLD, old)
+    found = axn.remap(tree, {"embed": "model"}, new)
+    assert found["count"].tolist() == [0, 1, 2] and jax.random.bits(found["key"]) == jax.random.bits(jax.random.key(1))
+    assert found["w"].sum().item() == 16 and found["w"].array.sharding.device_set == set(new.devices.flat)
+
+
+def test_nothing_is_deleted_if_something_is_refused() -> None:
+    tree = {"a": axn.shard(axn.ones({"embed": 16}), OLD, axn.make_mesh({"data": 8}))}
+    with pytest.raises(TypeError, match="has no values to move"):
+        axn.remap({**tree, "b": jax.ShapeDtypeStruct((4,), jnp.float32)}, NEW, axn.make_mesh({"data": 4, "model": 2}))
+    assert tree["a"].sum().item() == 16
+
+
+def test_arrays_that_share_memory() -> None:
+    x = jax.device_put(jnp.arange(16.0), NamedSharding(axn.make_mesh({"data": 8}), P("data")))
+    same = jax.device_put(x, NamedSharding(axn.make_mesh({"other": 8}), P("other")))
+    found = axn.remap([axn.named(x, "embed"), axn.named(same, "mlp")], NEW, axn.make_mesh({"data": 4, "model": 2}))
+    assert found[0].tolist() == found[1].tolist() == list(range(16))

@@ -39,7 +39,7 @@ def test_grad_takes_it_as_it_is() -> None:
     value, gradient = jax.jit(axn.value_and_grad(mean_square))(X)
     assert isinstance(value, axn.NamedArray) and value.item() == 2.5
     assert_named(gradient, X)
-    assert axn.grad(lambda x: x**2)(3.0) == 6
+    assert axn.grad(lambda x: x**2)(3.0) == axn.grad(lambda x: x**2, 0)(np.float32(3)) == 6
     both = axn.grad(lambda x, y: (x * y).sum(), (0, -1))(X, 3 * X)
     assert_named(both[0], 3 * X)
     assert_named(both[1], X)
@@ -97,6 +97,7 @@ def test_shardings_are_those_of_the_function(mesh: Mesh) -> None:
         (lambda: axn.grad(lambda x: x * x)(X), TypeError, r"returns one number, got float32\[x=2\]. Reduce it"),
         (lambda: axn.grad(lambda x: "text")(X), TypeError, "returns one number, got str"),
         (lambda: axn.grad(mean_square, 1)(X), TypeError, "there is no argument 1 among 1"),
+        (lambda: axn.grad(mean_square, (0, -1))(X), TypeError, r"`argnums` has an argument twice, \(0, -1\)"),
         (lambda: axn.grad(mean_square)(axn.arange({"x": 2})), TypeError, "argument 0 has no floating-point array"),
         (lambda: axn.grad(mean_square, has_aux=True)(X), TypeError, "the function returns a pair, got NamedArray"),
         (lambda: axn.jacobian(lambda x: x.array)(X), TypeError, "Name the raw one with `axonym.named`"),

@@ -171,6 +171,21 @@ class _Windows(NamedTuple):
     strides: tuple[int, ...]
     padding: tuple[Pair, ...]
 
+    def along(self, axis: int) -> _Windows:
+        """Return the windows along one axis only."""
+        axes = range(len(self.window))
+        return _Windows(
+            tuple(self.window[i] if i == axis else 1 for i in axes),
+            tuple(self.strides[i] if i == axis else 1 for i in axes),
+            tuple(self.padding[i] if i == axis else (0, 0) for i in axes),
+        )
+
+    def overlap(self, shape: Sequence[int], axis: int) -> bool:
+        """Return whether windows along an axis overlap by more than their ends."""
+        size, stride = self.window[axis], self.strides[axis]
+        several = shape[axis] + sum(self.padding[axis]) - size >= stride
+        return several and size > 2 * stride - 1
+
     def pad(self, x: jax.Array, value: Any) -> jax.Array:
         return jax.lax.pad(set_apart(x), value, [(*pads, 0) for pads in self.padding])
 
@@ -211,32 +226,44 @@ _EXTREMES = {"max_pool": (jax.lax.max, False), "min_pool": (jax.lax.min, True)}
 
 
 def _window_reduce(x: jax.Array, fn: Callable[..., Any], from_largest: bool, windows: _Windows) -> jax.Array:
-    overlap = any(size > 2 * stride - 1 for size, stride in zip(windows.window, windows.strides, strict=True))
-    if overlap and jnp.issubdtype(x.dtype, jnp.inexact):
-        return _extremes_that_overlap(x, fn, from_largest, windows)
+    along = [
+        i for i, size in enumerate(windows.window) if size > 1 or windows.strides[i] > 1 or any(windows.padding[i])
+    ]
+    if not jnp.issubdtype(x.dtype, jnp.inexact) or not any(windows.overlap(x.shape, i) for i in along):
+        return _reduced(x, fn, from_largest, windows)
+    # One axis after the other, the last one first: of equal values, the first has the gradient, as in JAX.
+    for i in reversed(along):
+        reduce = _reduced_where_windows_overlap if windows.overlap(x.shape, i) else _reduced
+        x = reduce(x, fn, from_largest, windows.along(i))
+    return x
+
+
+def _reduced(x: jax.Array, fn: Callable[..., Any], from_largest: bool, windows: _Windows) -> jax.Array:
     return jax.lax.reduce_window(set_apart(x), _extreme(x.dtype, from_largest), fn, *windows)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def _extremes_that_overlap(x: jax.Array, fn: Callable[..., Any], from_largest: bool, windows: _Windows) -> jax.Array:
-    """Reduce windows of which more than two overlap, with a gradient that is also right along a sharded axis.
+def _reduced_where_windows_overlap(
+    x: jax.Array, fn: Callable[..., Any], from_largest: bool, windows: _Windows
+) -> jax.Array:
+    """Reduce windows that overlap, with a gradient that is also right along a sharded axis.
 
     XLA partitions the operation that is the gradient of `jax.lax.reduce_window` with wrong values for such windows.
     """
-    return jax.lax.reduce_window(set_apart(x), _extreme(x.dtype, from_largest), fn, *windows)
+    return _reduced(x, fn, from_largest, windows)
 
 
-@_extremes_that_overlap.defjvp
+@_reduced_where_windows_overlap.defjvp
 def _tangent_of_extremes(
     fn: Callable[..., Any], from_largest: bool, windows: _Windows, primals: Any, tangents: Any
 ) -> tuple[jax.Array, jax.Array]:
     (x,), (dx,) = primals, tangents
-    result = _extremes_that_overlap(x, fn, from_largest, windows)
+    result = _reduced_where_windows_overlap(x, fn, from_largest, windows)
     tangent, found = jnp.zeros_like(result), jnp.zeros(result.shape, bool)
     values = _each_position(windows.pad(x, _extreme(x.dtype, from_largest)), windows)
     changes = _each_position(windows.pad(dx, np.zeros((), dx.dtype)), windows)
     for value, change in zip(values, changes, strict=True):
-        first = (value == result) & ~found
+        first = ((value == result) | (jnp.isnan(value) & jnp.isnan(result))) & ~found
         tangent, found = jnp.where(first, change, tangent), found | first
     return result, tangent
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -41,35 +44,55 @@ def remap(tree: T, placement: Placement, mesh: AnyMesh | None = None) -> T:
     if not isinstance(found, Mesh):
         raise TypeError(f"{what}: mesh {_errors.describe_shape(found.shape)} has no devices to move arrays to.")
     leaves, structure = resolve(tree, placement, found, what)
-    moved: dict[int, jax.Array] = {}  # an array that is in the tree twice stays one
-
-    def move(x: Any, spec: PartitionSpec | None, mesh: Mesh, path: str) -> Any:
-        if not is_jax_array_like(x):
-            return x
-        if isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
-            raise TypeError(f"{what}: {path} has no values to move. Call it outside of jit, with arrays.")
-        target = NamedSharding(mesh, PartitionSpec() if spec is None else spec)
-        if not isinstance(x, jax.Array) or (jax.process_count() > 1 and x.is_fully_addressable):
-            return shard(x, target)
-        if jax.process_count() > 1 and x.sharding.device_set != target.device_set:
-            raise ValueError(
-                f"{what}: {path} is on {len(x.sharding.device_set)} devices of several processes, and the new mesh has "
-                f"{mesh.size}. Save a checkpoint, and restore it on the new mesh."
-            )
-        if id(x) not in moved:
-            moved[id(x)] = x if x.sharding == target else _moved(x, target)
-        return moved[id(x)]
-
-    results = []
+    moves = []
     for leaf in leaves:
-        array = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
-        target_mesh = found if leaf.mesh is None else with_devices(leaf.mesh)
-        array = move(array, leaf.spec, target_mesh, leaf.path)  # pyright: ignore[reportArgumentType]
-        results.append(wrap(array, leaf.value.names) if isinstance(leaf.value, NamedArray) else array)
+        x: Any = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
+        target = NamedSharding(
+            found if leaf.mesh is None else with_devices(leaf.mesh),  # pyright: ignore[reportArgumentType]
+            PartitionSpec() if leaf.spec is None else leaf.spec,
+        )
+        _check(what, x, target, leaf.path)
+        moves.append((x, target))
+    # Only now, so that nothing is deleted if something is refused.
+    owners = collections.Counter(b for x in {id(x): x for x, _ in moves}.values() for b in _buffers(x))
+    moved: dict[int, jax.Array] = {}  # an array that is in the tree twice stays one
+    results = []
+    for leaf, (x, target) in zip(leaves, moves, strict=True):
+        if is_jax_array_like(x):
+            if id(x) not in moved:
+                moved[id(x)] = _moved(x, target, owners)
+            x = moved[id(x)]
+        results.append(wrap(x, leaf.value.names) if isinstance(leaf.value, NamedArray) else x)
     return jax.tree.unflatten(structure, results)
 
 
-def _moved(x: jax.Array, target: NamedSharding) -> jax.Array:
-    found = jax.block_until_ready(jax.device_put(x, target, may_alias=False))
-    x.delete()  # nothing of it lives on in what was found
+def _check(what: str, x: Any, target: NamedSharding, path: str) -> None:
+    if isinstance(x, (Tracer, jax.ShapeDtypeStruct)):
+        raise TypeError(f"{what}: {path} has no values to move. Call it outside of jit, with arrays.")
+    if jax.process_count() == 1 or not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return
+    if x.sharding.device_set != target.device_set:
+        raise ValueError(
+            f"{what}: {path} is on {len(x.sharding.device_set)} devices of several processes, and the new mesh has "
+            f"{target.mesh.size}. Save a checkpoint, and restore it on the new mesh."
+        )
+
+
+def _moved(x: Any, target: NamedSharding, owners: Mapping[int, int]) -> Any:
+    """Move an array, and delete the old one, unless another one shares memory with it."""
+    if not isinstance(x, jax.Array) or (jax.process_count() > 1 and x.is_fully_addressable):
+        return shard(x, target)
+    if x.sharding == target:
+        return x
+    found = jax.block_until_ready(jax.device_put(x, target))
+    own = _buffers(x)
+    if own and own.isdisjoint(_buffers(found)) and all(owners[b] == 1 for b in own):
+        x.delete()
     return found
+
+
+def _buffers(x: Any) -> set[int]:
+    """Return the addresses of the shards of an array; none for random keys, which are small."""
+    if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return set()
+    return {s.data.unsafe_buffer_pointer() for s in x.addressable_shards}

@@ -152,7 +152,8 @@ def _sums(path: Any, block: int | None = None) -> tuple[int, int, list[int]]:
     size, sums = 0, []
     with path.open("rb") as file:
         if block is None:
-            block = _block_size(file.seek(0, os.SEEK_END))
+            file.seek(0, os.SEEK_END)  # which returns nothing for some remote files
+            block = _block_size(file.tell())
             file.seek(0)
         for content in iter(functools.partial(file.read, block), b""):
             size += len(content)

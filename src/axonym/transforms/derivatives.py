@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _errors
 from .._tree_spec import StaticLeaf, flatten
@@ -127,11 +129,15 @@ class _Argument:
     """The arguments of a call, and the arrays among them to differentiate with respect to."""
 
     def __init__(self, what: str, args: tuple[Any, ...], argnums: ArgNums):
-        self._args, self._single = args, isinstance(argnums, int)
-        self._positions = [argnums] if isinstance(argnums, int) else list(argnums)
-        if wrong := [i for i in self._positions if not -len(args) <= i < len(args)]:
+        self._args, self._single = args, not isinstance(argnums, Sequence)
+        positions = list(map(operator.index, argnums if isinstance(argnums, Sequence) else [argnums]))
+        if wrong := [i for i in positions if not -len(args) <= i < len(args)]:
             raise TypeError(f"{what}: there is no argument {wrong[0]} among {len(args)} positional ones.")
-        chosen = [jnp.asarray(a) if isinstance(a, (float, complex)) else a for a in (args[i] for i in self._positions)]
+        self._positions = [i % len(args) for i in positions]
+        if len(set(self._positions)) < len(positions):
+            raise TypeError(f"{what}: `argnums` has an argument twice, {tuple(positions)}.")
+        numbers = (float, complex, np.inexact)
+        chosen = [jnp.asarray(a) if isinstance(a, numbers) else a for a in (args[i] for i in self._positions)]
         self._all, self._spec = flatten(chosen)
         self._changes = [jnp.issubdtype(x.dtype, jnp.inexact) for x in self._all]
         self.arrays = list(itertools.compress(self._all, self._changes))
