@@ -430,7 +430,7 @@ class Stage:
     def __init__(self, stage: Any, program: _Program | None):
         self._stage = stage
         self._program = program
-        """How the arguments are flattened; None if they go in as they are."""
+        """The spec of the arguments; None if they go in as they are."""
 
     @property
     def out_info(self) -> Any:

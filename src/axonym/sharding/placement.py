@@ -140,7 +140,7 @@ class Examined:
     given: list[tuple[Placement, Leaf]]
     """The placement of each leaf, which may be a rule, with the leaf as the rule sees it."""
     answers: list[tuple[Placement, Leaf]]
-    """What rules answer, apart from those of the library that answer with mappings for other leaves too."""
+    """The answers of rules, apart from those of the library that answer with mappings for other leaves too."""
     problems: list[tuple[str, str]]
     """Paths and messages."""
 

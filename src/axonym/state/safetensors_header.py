@@ -54,7 +54,7 @@ class Entry(NamedTuple):
 
 
 class InvalidFile(Exception):
-    """What is wrong with a file, and the key of the entry, if it is in one."""
+    """A fault of a file, and the key of the entry, if it is in one."""
 
     def __init__(self, problem: str, key: str | None = None):
         super().__init__(problem)
