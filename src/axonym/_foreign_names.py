@@ -1,4 +1,4 @@
-"""What to write here instead of names that users know from NumPy, JAX and PyTorch.
+"""Advise what to write instead of names that users know from NumPy, JAX and PyTorch.
 
 Loaded only when a program asks for a name that does not exist, to end its error with one sentence.
 """

@@ -12,7 +12,7 @@ scan = with_parameters(_scan, fn="f")
 
 
 class ScanCheckpointPolicy(_ScanCheckpointPolicy):
-    """What a scan saves for its backward pass; fields are taken as given, also where they contradict each other.
+    """Say what a scan saves for its backward pass; fields are taken as given, also where they contradict each other.
 
     >>> import axonym.haliax as hax
     >>> hax.ScanCheckpointPolicy(save_carries=False, save_block_internals=True).save_carries

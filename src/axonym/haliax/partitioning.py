@@ -143,7 +143,7 @@ def _of_leaves(
     of_raw: Callable[[PartitionSpec], Any],
     preserve: bool,
 ) -> Any:
-    """What `ask` says of named arrays, `of_kept` of shardings that are preserved, and `of_raw` of all else."""
+    """Return what `ask` says of named arrays, `of_kept` of shardings that are preserved, and `of_raw` of all else."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, NamedArray))
     kept = [_existing(leaf) if preserve else None for leaf in leaves]
     asked = ask([x if isinstance(x, NamedArray) and k is None else None for x, k in zip(leaves, kept, strict=True)])

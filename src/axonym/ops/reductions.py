@@ -81,9 +81,8 @@ def _unknown_keywords(name: str, array: Any, given: Iterable[str]) -> str:
     axes = array.names if isinstance(array, NamedArray) else ()
     advice = {
         "dim": f"Axes are selected by name, `{name}(x, {axes[-1] if axes else 'embed'!r})`.",
-        "keepdims": "It is not needed: the result goes with the array by name.",
+        **dict.fromkeys(("keepdim", "keepdims"), "It is not needed: the result goes with the array by name."),
     }
-    advice["keepdim"] = advice["keepdims"]
     first = next(iter(given))
     return f"{name}() got an unexpected keyword argument {first!r}. {advice.get(first, '')}".rstrip()
 

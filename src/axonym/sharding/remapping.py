@@ -24,7 +24,8 @@ def remap(tree: T, placement: Placement, mesh: AnyMesh | None = None) -> T:
     """Move a state to another mesh or mapping, without a checkpoint.
 
     Arrays move one after the other, and each old one is deleted, so the devices never hold more than the old and the
-    new shards of one array besides the shards of the rest. The arrays that were passed cannot be used afterwards.
+    new shards of one array besides the shards of the rest. An array that shares memory with another one stays. The
+    arrays that were passed are not to be used afterwards.
     Arrays that the placement says nothing about, such as random keys and counters, are replicated over the mesh.
 
     With several processes, the new mesh must have the devices of the old one. For fewer hosts, restore a checkpoint.
@@ -78,7 +79,7 @@ def _check(what: str, x: Any, target: NamedSharding, path: str) -> None:
         )
 
 
-def _moved(x: Any, target: NamedSharding, owners: Mapping[int, int]) -> Any:
+def _moved(x: Any, target: NamedSharding, owners: Mapping[Any, int]) -> Any:
     """Move an array, and delete the old one, unless another one shares memory with it."""
     if not isinstance(x, jax.Array) or (jax.process_count() > 1 and x.is_fully_addressable):
         return shard(x, target)
@@ -91,8 +92,8 @@ def _moved(x: Any, target: NamedSharding, owners: Mapping[int, int]) -> Any:
     return found
 
 
-def _buffers(x: Any) -> set[int]:
-    """Return the addresses of the shards of an array; none for random keys, which are small."""
+def _buffers(x: Any) -> set[tuple[Any, int]]:
+    """Return the devices and addresses of the shards of an array; none for random keys, which are small."""
     if not isinstance(x, jax.Array) or jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return set()
-    return {s.data.unsafe_buffer_pointer() for s in x.addressable_shards}
+    return {(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards}
