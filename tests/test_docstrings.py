@@ -66,7 +66,7 @@ EXAMPLES_BY_MODULE = _by_module({name: thing for name, thing in EVERYTHING.items
 
 def test_the_walk_finds_what_there_is() -> None:
     assert len(PUBLIC) > 200
-    for name in ("axonym.ops.reductions.sum", "axonym.array.NamedArray.axes", "axonym.axis.Axis.alias"):
+    for name in ("axonym.ops.reductions.sum", "axonym.named_array.NamedArray.axes", "axonym.axis.Axis.alias"):
         assert name in PUBLIC and name in EVERYTHING
     assert "axonym" in EVERYTHING
 

@@ -40,6 +40,7 @@ def test_attributes_of_an_array(name: str, advice: str) -> None:
         (axn, "matmul", "`axonym.dot(x, y, axis='embed')`"),
         (axn, "cat", "`axonym.concatenate([x, y], 'embed')`"),
         (axn, "squeeze", "`x['embed', 0]`"),
+        (axn, "array", "`axonym.named(a, ('batch', 'embed'))`"),
         (axn, "randn", "`axonym.random.normal(key, {'batch': 8})`"),
         (axn, "softmax", "`axonym.nn.softmax`"),
         (axn, "cumsumm", "Did you mean 'cumsum'?"),

@@ -22,7 +22,7 @@ from tests.helpers import definitions, exports
 LIST = Path(__file__).parent / "public_names.txt"
 APART = {"haliax", "scalax"}
 SUBMODULES = sorted({m.name for m in pkgutil.iter_modules(axn.__path__) if not m.name.startswith("_")} - APART)
-ORDINARY = ["array", "axis", "ops"]
+ORDINARY = ["axis", "named_array", "ops"]
 """Submodules that are loaded with the package."""
 
 
@@ -104,7 +104,7 @@ def test_any_way_of_importing() -> None:
     code = """
 import axonym.nn as nn, axonym.sharding
 from axonym import state, vmap, Axis
-from axonym.array import NamedArray
+from axonym.named_array import NamedArray
 import axonym, axonym.linalg
 assert nn is axonym.nn and state is axonym.state and vmap is axonym.vmap
 assert hasattr(NamedArray, "sum") and hasattr(NamedArray, "__add__")
@@ -120,9 +120,11 @@ def test_everything_at_once() -> None:
     assert sorted(names) == sorted(axn.__all__) == sorted(exports(axn))  # pyright: ignore
 
 
-@pytest.mark.parametrize("path", ["axonym.array", "axonym.ops.reductions", "axonym.nn.linear", "axonym.sharding.jit"])
+@pytest.mark.parametrize(
+    "path", ["axonym.named_array", "axonym.ops.reductions", "axonym.nn.linear", "axonym.sharding.jit"]
+)
 def test_arrays_have_methods_whatever_is_imported_first(path: str) -> None:
-    code = f"import {path}, sys; A = sys.modules['axonym.array'].NamedArray; print(A.sum.__name__, A.__add__.__name__)"
+    code = f"import {path}, axonym; A = axonym.NamedArray; print(A.sum.__name__, A.__add__.__name__)"
     assert fresh(code).startswith("sum")
 
 

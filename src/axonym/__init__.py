@@ -13,8 +13,8 @@ import typing as _typing
 
 from . import _lazy
 from ._methods import attach as _attach
-from .array import NamedArray as NamedArray, is_named_array as is_named_array, named as named
 from .axis import Axis as Axis, make_axes as make_axes
+from .named_array import NamedArray as NamedArray, is_named_array as is_named_array, named as named
 from .ops._index_plan import ds as ds
 from .ops.broadcasting import (
     broadcast_arrays as broadcast_arrays,
@@ -248,13 +248,13 @@ _attach()
 
 if _typing.TYPE_CHECKING:
     from . import (
-        array as array,
         axis as axis,
         custom_partitioning as custom_partitioning,
         debug as debug,
         fft as fft,
         linalg as linalg,
         manual as manual,
+        named_array as named_array,
         nn as nn,
         ops as ops,
         poly as poly,

@@ -55,7 +55,7 @@ PACKAGE = {
         for name in ("unsqueeze", "expand_dims", "squeeze", "matmul", "mm", "bmm", "tensordot", "inner")
     },
     **dict.fromkeys(("cat", "hstack", "vstack", "column_stack", "append"), _JOIN),
-    **dict.fromkeys(("asarray", "tensor", "Tensor", "from_numpy", "as_tensor"), _NAME),
+    **dict.fromkeys(("array", "asarray", "tensor", "Tensor", "from_numpy", "as_tensor"), _NAME),
     "rand": _DRAW.replace("{name}", "uniform"),
     "randn": _DRAW.replace("{name}", "normal"),
     "randint": "`axonym.random.randint(key, {'batch': 8}, 0, 10)` draws numbers with a key",

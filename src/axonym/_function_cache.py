@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 
 from ._tree_spec import StaticLeaf, TreeSpec, WeakLeaf, flatten, is_known_by_identity
-from .array import is_named_array
+from .named_array import is_named_array
 
 R = TypeVar("R")
 

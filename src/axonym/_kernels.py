@@ -24,8 +24,8 @@ from . import _errors, _output_sharding
 from ._jax_versions import INLINE
 from ._mesh_axes import explicit_mesh, reshard
 from ._per_device import run_per_device
-from .array import wrap_result
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
+from .named_array import wrap_result
 
 CACHE_SIZE = 8192
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .array import NamedArray, NamedOrNumeric
+from .named_array import NamedArray, NamedOrNumeric
 from .ops import (
     broadcasting,
     contraction,

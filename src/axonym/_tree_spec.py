@@ -21,8 +21,8 @@ import jax
 import numpy as np
 
 from . import _errors
-from .array import NamedArray, is_named_array, wrap
 from .axis import Names
+from .named_array import NamedArray, is_named_array, wrap
 
 ARRAYS: tuple[type, ...] = (jax.Array, np.ndarray)
 """The types of raw arrays, which have axes."""

@@ -26,8 +26,8 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 
 from . import _errors, _kernels
-from .array import NamedArray, wrap
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
+from .named_array import NamedArray, wrap
 from .ops._operands import distinct, one_axis, require_named
 
 TransformAxes: TypeAlias = AxisSelection | Mapping[AxisSelector, AxisSelector | int | None]

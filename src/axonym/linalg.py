@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import jax.scipy.linalg
 
 from . import _errors, _kernels
-from .array import NamedArray
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of
+from .named_array import NamedArray
 from .ops._operands import check_new_axis, distinct, require_named
 
 MatrixAxes: TypeAlias = "tuple[AxisSelector, AxisSelector]"

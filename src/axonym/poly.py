@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _errors, _kernels
-from .array import NamedArray, NamedOrNumeric, wrap, wrap_result
 from .axis import Names
+from .named_array import NamedArray, NamedOrNumeric, wrap, wrap_result
 from .ops._operands import distinct, private
 
 DEFAULT_POLY_AXIS_NAME = "degree"

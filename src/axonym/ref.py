@@ -27,8 +27,8 @@ from jax.tree_util import register_dataclass
 
 from . import _errors
 from ._mesh_axes import explicit_mesh
-from .array import NamedArray, NamedOrNumeric, resolve, wrap
 from .axis import Axis, AxisSelector, Names
+from .named_array import NamedArray, NamedOrNumeric, resolve, wrap
 from .ops._index_plan import Item, SliceSpec, ds, make_plan
 from .ops._operands import require_named
 from .ops.broadcasting import broadcast_to

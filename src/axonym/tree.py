@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from . import _errors, _tree_spec
-from .array import NamedArray, is_named_array, resolve, wrap
 from .axis import Axis, AxisSelector, name_of
+from .named_array import NamedArray, is_named_array, resolve, wrap
 from .ops.broadcasting import broadcast_axis
 from .ops.indexing import index
 from .ops.joining import concatenate

@@ -14,9 +14,9 @@ from jax.sharding import AxisType
 
 from .. import _kernels, _output_sharding
 from .._mesh_axes import active_mapping, axes_of_type
-from ..array import NamedArray, NamedOrNumeric, resolve, wrap, wrap_result
 from ..axis import Axis, AxisSelector, Names, name_of
 from ..manual.collectives import all_gather, axis_offset, axis_size
+from ..named_array import NamedArray, NamedOrNumeric, resolve, wrap, wrap_result
 from ..ops._operands import check_new_axis, one_axis, operand, replaced, require_subset
 from ..sharding.meshes import current_mesh
 from .decorator import Partitioned, partitioned

@@ -31,9 +31,9 @@ from .._jax_versions import INLINE
 from .._kernels import transpose_to
 from .._mesh_axes import axes_of_type, explicit_mesh, mapped_on, mesh_axes
 from .._tree_spec import StaticLeaf, TreeSpec, flatten
-from ..array import NamedArray, wrap
 from ..axis import Names
 from ..manual._axis_environment import ArgumentAxis, activate, interned
+from ..named_array import NamedArray, wrap
 from ..sharding.meshes import AnyMesh, current_mesh
 from ._lowerings import Arrays, Operation, all_manual, by_partitioner, explicit_entries, per_device
 from ._terms import Described, by_names, by_string, parse, words

@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from ..array import NamedArray, is_named_array
+from ..named_array import NamedArray, is_named_array
 from .shardings import describe_array
 
 __all__ = ["IdentityMap", "ModuleProblems", "diagnose_common_issues"]

@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, Sharding
 
 from .. import _errors
 from .._mesh_axes import mesh_axes
-from ..array import NamedArray, wrap
 from ..axis import Axis
+from ..named_array import NamedArray, wrap
 from ..sharding.placement import Leaf, leaves_of
 
 __all__ = ["describe_array", "describe_shardings", "visualize_named_sharding", "visualize_shardings"]

@@ -79,7 +79,7 @@ from ..typing import (
 )
 from .. import nn as _nn, ref as ref
 from .. import fft as _fft, poly as _poly, _module_field, typing as _typing
-from ..array import NamedArray as _NamedArray
+from ..named_array import NamedArray as _NamedArray
 from . import (
     axis as axis, core as core, debug as debug, hof as hof, jax_utils as jax_utils, nn as nn, ops as ops,
     partitioning as partitioning, random as random, state_dict as state_dict, tree_util as tree_util, types as types,

@@ -15,7 +15,7 @@ from .. import (
     is_named_array as is_named_array, named as named, rename as _rename, roll as roll, slice as _slice, split as split,
     take as take, top_k as _top_k, unbind as unbind, unflatten_axis as unflatten_axis,
 )
-from ..array import shape_checks
+from ..named_array import shape_checks
 from ..axis import (
     axis_name as axis_name, axis_spec_to_shape_dict as axis_spec_to_shape_dict, eliminate_axes as eliminate_axes,
     rearrange_for_partial_order, selects_axis as selects_axis,

@@ -16,8 +16,8 @@ from equinox import filter_checkpoint as filter_checkpoint
 from jax.experimental import multihost_utils
 
 from .._named_scope import named_call as named_call
-from ..array import NamedArray, is_jax_array_like as is_jax_array_like
 from ..axis import Axis
+from ..named_array import NamedArray, is_jax_array_like as is_jax_array_like
 from ..sharding.shard import in_trace
 from ..transforms.checkpointing import tree_checkpoint_name as _tree_checkpoint_name
 from ..tree import maybe_rng_split as maybe_rng_split

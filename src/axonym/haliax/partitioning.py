@@ -19,7 +19,7 @@ from ..sharding import (
     pspec_for_axis as pspec_for_axis, round_axis_for_partitioning as round_axis_for_partitioning, set_mesh as set_mesh,
     sharding_for_axis as sharding_for_axis,
 )
-from ..array import NamedArray
+from ..named_array import NamedArray
 from ..sharding.meshes import AnyMesh, required_mesh, with_devices
 from ._signatures import with_parameters
 # fmt: on

@@ -4,8 +4,8 @@ from typing import Any
 
 import jax
 
-from ..array import NamedArray
 from ..axis import axes_of_spec
+from ..named_array import NamedArray
 from ..random import *  # noqa: F403  # the same names, but for those below
 from ..sharding.shard import shard_quietly
 from ..typing import AxisSelector, AxisSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
-from ..array import is_jax_array_like as is_jax_array_like, is_named_array as is_named_array
+from ..named_array import is_jax_array_like as is_jax_array_like, is_named_array as is_named_array
 from ..nn.loss import UNSPECIFIED as UNSPECIFIED, Unspecified as Unspecified
 
 __all__ = ["StringHolderEnum", "ensure_tuple", "is_jax_or_hax_array_like", "is_named_array"]

@@ -20,8 +20,8 @@ from jax.sharding import AbstractMesh
 from .. import _errors
 from .._jax_versions import varying_axes
 from .._mesh_axes import Axes, active_mapping, mapped_axes, mesh_axes, shard_count
-from ..array import NamedArray
 from ..axis import Axis
+from ..named_array import NamedArray
 from ..sharding.mapping import ResourceAxis
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..array import NamedArray
+from ..named_array import NamedArray
 from ._axis_environment import Axes, count, declared, describe_axes, layouts, without_trivial
 
 

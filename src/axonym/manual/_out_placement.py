@@ -23,7 +23,7 @@ from .. import _context, _errors, _mesh_axes
 from .._context import Entry
 from .._jax_versions import varying_axes
 from .._mesh_axes import active_mapping, axes_in, entry_of, mapped_axes, mesh_axes
-from ..array import NamedArray, wrap
+from ..named_array import NamedArray, wrap
 from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Leaf, Placement, Rule, check_entries, is_placement, resolve
 from ._axis_environment import Axes, AxisEnvironment, count, describe_axes, layouts, of_size_one

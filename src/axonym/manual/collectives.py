@@ -29,8 +29,8 @@ import numpy as np
 
 from .. import _errors
 from .._jax_versions import varying_axes
-from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelector, name_of
+from ..named_array import NamedArray, wrap
 from ..ops._op_types import map_tree, publish
 from ..ops._operands import require_named
 from ._axis_environment import (

@@ -25,7 +25,7 @@ from .._mesh_axes import axes_in, mesh_axes, shard_count
 from .._parameter_names import parameter_names
 from .._per_device import run_per_device
 from .._tree_spec import StaticLeaf, TreeSpec
-from ..array import NamedArray
+from ..named_array import NamedArray
 from ..sharding.mapping import ResourceMapping, axis_mapping
 from ..sharding.meshes import AnyMesh, as_seen_here, current_mesh
 from ..sharding.placement import Leaf, Placement, is_placement, resolve

@@ -15,8 +15,8 @@ import numpy as np
 
 from .. import _errors
 from .._tree_spec import check_rank
-from ..array import NamedArray, is_named_array, wrap
 from ..axis import Axis
+from ..named_array import NamedArray, is_named_array, wrap
 from ..ops.indexing import index
 from ..ops.joining import stack
 from ..ops.shaping import unbind

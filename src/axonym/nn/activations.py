@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import jax
 
 from .. import _errors, _kernels
-from ..array import NamedArray, wrap
 from ..axis import AxisSelector, Names
+from ..named_array import NamedArray, wrap
 from ..ops._op_types import Unary, is_tree, map_tree, publish
 from ..ops._operands import require_named, scalar
 

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels, random
-from ..array import NamedArray, is_jax_array_like, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
+from ..named_array import NamedArray, is_jax_array_like, wrap
 from ..ops._operands import distinct, private, require_named
 from ..ops.joining import flip
 from ..ops.rearranging import rearrange

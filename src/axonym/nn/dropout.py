@@ -11,8 +11,8 @@ from jax.core import Tracer
 
 from .. import _kernels
 from .._named_scope import named_call
-from ..array import NamedArray, NamedOrNumeric, wrap
 from ..axis import AxisSelection, Names
+from ..named_array import NamedArray, NamedOrNumeric, wrap
 from ..ops._operands import require_named, scalar
 from ..ops.creation import zeros_like
 from ..ops.selection import where

@@ -12,8 +12,8 @@ import numpy as np
 
 from .. import _errors, _kernels, random
 from .._named_scope import named_call
-from ..array import NamedArray, NamedOrNumeric, wrap
 from ..axis import Axis, AxisSpec, Names, axes_of_spec
+from ..named_array import NamedArray, NamedOrNumeric, wrap
 from ..ops._operands import distinct, dtype_key, one_axis, operand, require_named
 from ..ops.contraction import dot
 from ..ops.indexing import take

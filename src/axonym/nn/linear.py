@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from .. import _errors, random
 from .._named_scope import named_call
-from ..array import NamedArray
 from ..axis import Axis, AxisSpec, Names, axes_of_spec, axis_spec_to_shape_dict
+from ..named_array import NamedArray
 from ..ops._operands import require_named
 from ..ops.contraction import dot
 from ..ops.creation import zeros

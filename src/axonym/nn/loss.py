@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from ..array import NamedArray, NamedOrNumeric, wrap_result
 from ..axis import AxisSelection, AxisSelector, Names
+from ..named_array import NamedArray, NamedOrNumeric, wrap_result
 from ..ops._operands import dtype_key, require_named, require_subset
 from ..ops.reductions import mean
 from ..ops.selection import where as choose

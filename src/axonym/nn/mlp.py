@@ -10,8 +10,8 @@ import equinox as eqx
 import jax
 
 from .._named_scope import named_call
-from ..array import NamedArray
 from ..axis import Axis, AxisSpec
+from ..named_array import NamedArray
 from ..tree import maybe_rng_split
 from .activations import relu
 from .linear import Linear

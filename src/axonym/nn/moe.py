@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from .. import _errors, _kernels, random
 from .._named_scope import named_call
-from ..array import NamedArray, named, wrap
 from ..axis import Axis, AxisSpec, Names
+from ..named_array import NamedArray, named, wrap
 from ..ops._operands import distinct, one_axis, private, require_named
 from ..ops.creation import zeros
 from ._grouped_matmul import Grouped

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from .. import _kernels
 from .._named_scope import named_call
-from ..array import NamedArray, NamedOrNumeric, wrap
 from ..axis import Axis, AxisSelection, AxisSpec, Names
+from ..named_array import NamedArray, NamedOrNumeric, wrap
 from ..ops._operands import operand, require_named, require_subset
 from ..ops.creation import ones, zeros
 from ..ops.elementwise import rsqrt, square

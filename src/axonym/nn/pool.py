@@ -17,8 +17,8 @@ import numpy as np
 
 from .. import _kernels
 from .._jax_versions import set_apart
-from ..array import NamedArray, wrap
 from ..axis import AxisSpec, Names, axes_of_spec
+from ..named_array import NamedArray, wrap
 from ..ops._operands import distinct, require_named, scalar
 from ._window_arguments import Padding, PaddingSpec, Pair, PerAxis, check_spans, parse_padding, per_axis, same_padding
 

@@ -18,8 +18,8 @@ import numpy as np
 from jax.core import Tracer
 
 from .. import _errors, _kernels
-from ..array import NamedArray
 from ..axis import Axis, Names, name_of
+from ..named_array import NamedArray
 
 NamedIndex: TypeAlias = Any
 """The index of one axis: see `axonym.ops.indexing`."""

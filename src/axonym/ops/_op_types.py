@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeVar, overload
 
 import jax
 
-from ..array import NamedArray, NamedOrNumeric, is_named_array
 from ..axis import AxisSelection, AxisSelector
+from ..named_array import NamedArray, NamedOrNumeric, is_named_array
 
 A = TypeVar("A")
 F = TypeVar("F", bound=Callable[..., Any])

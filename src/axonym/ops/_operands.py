@@ -11,8 +11,8 @@ from jax.core import Tracer
 
 from .. import _errors, _kernels
 from .._errors import distinct
-from ..array import NamedArray
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
+from ..named_array import NamedArray
 
 
 def require_named(what: str, array: Any) -> NamedArray:

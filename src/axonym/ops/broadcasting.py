@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from ..array import NamedArray, NamedOrNumeric, wrap_result
 from ..axis import Axis, AxisSpec, Names, axes_of_spec
+from ..named_array import NamedArray, NamedOrNumeric, wrap_result
 from ._operands import distinct, operand, require_named
 
 MaybeArray = TypeVar("MaybeArray", bound="NamedOrNumeric | None")

@@ -16,8 +16,8 @@ import numpy as np
 from jax.core import Tracer
 
 from .. import _kernels
-from ..array import NamedArray, NamedOrNumeric
 from ..axis import Names
+from ..named_array import NamedArray, NamedOrNumeric
 from ._operands import operand, require_named
 
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from .. import _errors, _kernels, _parsing
 from .._parsing import Dots, Expression, Group, Name, Place, Term
-from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, rearrange_for_partial_order, selectors
+from ..named_array import NamedArray, wrap
 from ._contraction_plan import DotGeneral, Plan, contract, contract_with
 from ._operands import dtype_key
 

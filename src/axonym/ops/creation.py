@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
+from ..named_array import NamedArray, wrap
 from ._operands import distinct, dtype_key, one_axis, require_named, scalar
 
 

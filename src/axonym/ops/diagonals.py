@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _kernels
-from ..array import NamedArray
 from ..axis import AxisSelector, Names, name_of
+from ..named_array import NamedArray
 from ._operands import check_new_axis, distinct, dtype_key, only_axis, replaced, require_named
 
 

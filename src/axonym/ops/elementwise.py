@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _fsdp_ops, _kernels
-from ..array import NamedArray, NamedOrNumeric, wrap
 from ..axis import Names
+from ..named_array import NamedArray, NamedOrNumeric, wrap
 from ._op_types import Binary, Unary, is_tree, map_tree, publish
 from ._operands import operand, require_named, scalar
 

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from .. import _fsdp_ops, _kernels
-from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelector, Names, name_of
+from ..named_array import NamedArray, wrap
 from ._index_plan import IndexLayout, Item, SliceSpec, cut_block, ds, make_plan
 from ._operands import distinct, require_named
 

@@ -13,8 +13,8 @@ import numpy as np
 from jax.core import Tracer
 
 from .. import _errors, _kernels
-from ..array import NamedArray, NamedOrNumeric
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of
+from ..named_array import NamedArray, NamedOrNumeric
 from ._operands import check_new_axis, distinct, operand, replaced, require_named, scalar, static_number
 
 # --- several arrays into one ---

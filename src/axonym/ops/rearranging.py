@@ -16,8 +16,8 @@ import jax
 
 from .. import _errors, _kernels, _parsing
 from .._output_sharding import Successors
-from ..array import NamedArray
 from ..axis import Axis, AxisSelector, Names, name_of, rearrange_for_partial_order, selectors
+from ..named_array import NamedArray
 from ._operands import require_named
 
 

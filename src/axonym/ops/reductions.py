@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _kernels
-from ..array import NamedArray, wrap
 from ..axis import Names
+from ..named_array import NamedArray, wrap
 from ..typing.arguments import ReductionFunction, SimpleReductionFunction
 from ._op_types import Cumulative, SpreadReduction, TypedReduction, map_tree, publish
 from ._operands import apply_along, dtype_key, operand, require_named, require_subset

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors, _kernels
-from ..array import NamedArray, NamedOrNumeric
 from ..axis import Axis, AxisSelector, Names
+from ..named_array import NamedArray, NamedOrNumeric
 from ._operands import one_axis, operand, private, require_named, require_subset, scalar, vectors
 
 # --- by a condition ---

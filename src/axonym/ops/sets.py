@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _kernels
-from ..array import NamedArray, NamedOrNumeric
 from ..axis import Axis, AxisSelector, Names
+from ..named_array import NamedArray, NamedOrNumeric
 from ._operands import apply_along, one_axis, operand, replaced, require_named, require_subset, scalar, vectors
 
 # --- distinct values ---

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from ..array import NamedArray, resolve, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, axes_of_spec, name_of, selectors
+from ..named_array import NamedArray, resolve, wrap
 from ._operands import check_new_axis, distinct, replaced, require_named
 
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from ..array import NamedArray, NamedOrNumeric
 from ..axis import AxisSelection, AxisSelector, Names
+from ..named_array import NamedArray, NamedOrNumeric
 from ._operands import apply_along, operand, private, require_named, static_number
 
 

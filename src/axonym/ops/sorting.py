@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from .. import _kernels
 from .._per_device import vary_like
-from ..array import NamedArray
 from ..axis import AxisSelector, Names, name_of
+from ..named_array import NamedArray
 from ._operands import apply_along, only_axis, require_named
 
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from ..array import NamedArray, NamedOrNumeric
 from ..axis import AxisSelection, AxisSelector, Names, name_of
+from ..named_array import NamedArray, NamedOrNumeric
 from ._op_types import publish
 from ._operands import apply_along, check_new_axis, distinct, operand, require_named, require_subset, scalar
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors, _kernels
-from ..array import NamedArray, NamedOrNumeric, wrap
 from ..axis import Names, name_of
+from ..named_array import NamedArray, NamedOrNumeric, wrap
 from ._index_plan import IndexLayout, Item, SliceSpec, make_plan
 from ._op_types import publish
 from ._operands import operand, private, require_named

@@ -22,8 +22,8 @@ from jax.sharding import AxisType, NamedSharding
 from .. import _errors, _kernels, _output_sharding
 from .._jax_versions import INLINE
 from .._mesh_axes import axes_of_type, entries_of, explicit_mesh, restricted
-from ..array import NamedArray, NamedOrNumeric, resolve as resolve_axes, wrap
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, axis_size
+from ..named_array import NamedArray, NamedOrNumeric, resolve as resolve_axes, wrap
 from ..ops._operands import distinct, dtype_key, one_axis, operand
 from ..sharding.meshes import current_mesh
 from ..sharding.placement import resolve

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors
-from ..array import NamedArray
 from ..axis import Axis, AxisSelector, AxisSpec
+from ..named_array import NamedArray
 from ..ops._op_types import publish
 from ..ops._operands import one_axis, scalar
 from ._draw import Key, Parameter, axis_of, draw, new_axes

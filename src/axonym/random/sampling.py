@@ -22,11 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors, _kernels
-from ..array import NamedArray, NamedOrNumeric, wrap
 from ..axis import Axis, AxisSelector, AxisSpec, Names
 from ..custom_partitioning._top_k import best, number_of_candidates
 from ..custom_partitioning.decorator import Partitioned, partitioned
 from ..manual.collectives import all_gather, axis_offset, axis_size, pmax, psum
+from ..named_array import NamedArray, NamedOrNumeric, wrap
 from ..ops._operands import distinct, operand, require_subset
 from ..sharding.shard import shard_quietly
 from ._draw import Key, axis_of, check_enough, check_parameters, describe, new_axes, one_key

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelector, AxisSpec
+from ..named_array import NamedArray, wrap
 from ..ops._operands import require_named
 from ._draw import Key, axis_of, check_enough, new_axes, one_key, placed_kernel
 

@@ -15,8 +15,8 @@ from .._function_cache import FunctionCache, Functions, HeldArrays, WithArrays
 from .._mesh_axes import mapped_on
 from .._per_device import run_per_device
 from .._tree_spec import flatten
-from ..array import NamedArray, resolve, wrap
 from ..axis import Axis, AxisSelector
+from ..named_array import NamedArray, resolve, wrap
 from ..ops._operands import one_axis, private
 from ..sharding.jit import named_jit
 from ..sharding.meshes import current_mesh

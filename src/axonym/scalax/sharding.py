@@ -15,7 +15,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as PartitionSpec
 
 from .. import _context, _errors
-from ..array import NamedArray, wrap
+from ..named_array import NamedArray, wrap
 from ..sharding import rules, with_sharding_annotation as _annotated
 from ..sharding._compiled_function import CompiledFunction
 from ..sharding.annotations import (

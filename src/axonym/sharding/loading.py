@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _errors
 from .._processes import fail_together, from_all_processes
-from ..array import NamedArray, wrap
 from ..axis import AxisSelector, name_of
+from ..named_array import NamedArray, wrap
 from .meshes import required_mesh, with_devices
 from .placement import Leaf, leaves_of, listed
 

@@ -35,8 +35,8 @@ from .._mesh_axes import (
     restricted,
     shard_count,
 )
-from ..array import NamedArray, is_named_array
 from ..axis import Names, name_of
+from ..named_array import NamedArray, is_named_array
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from .meshes import as_seen_here, current_mesh
 

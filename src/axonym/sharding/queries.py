@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _errors
 from .._mesh_axes import active_mapping, axes_in, entries_by_name, mapped_axes, mesh_axes, shard_count
-from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
+from ..named_array import NamedArray, wrap
 from .mapping import PhysicalAxisSpec, ResourceMapping, normalize_mapping
 from .meshes import AnyMesh, current_mesh, required_mesh, with_devices
 from .placement import (

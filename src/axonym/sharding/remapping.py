@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _errors
-from ..array import NamedArray, is_jax_array_like, wrap
+from ..named_array import NamedArray, is_jax_array_like, wrap
 from .meshes import AnyMesh, required_mesh, with_devices
 from .placement import Placement, resolve
 from .shard import shard

@@ -20,7 +20,7 @@ from .._jax_versions import INLINE, is_about_devices
 from .._mesh_axes import mesh_axes, types_of
 from .._parameter_names import by_parameter, parameter_names
 from .._processes import fail_together
-from ..array import NamedArray, wrap
+from ..named_array import NamedArray, wrap
 from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
 from .placement import Leaf, Placement, PlacementLeaf, drop_manual, is_placement, resolve, shardings_in
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 
-from ..array import is_jax_array_like
+from ..named_array import is_jax_array_like
 from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Placement
 from ..sharding.shard import to_host

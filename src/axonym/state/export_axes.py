@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import overload
 
-from ..array import NamedArray, is_jax_array_like
 from ..axis import Axis, AxisSpec, Names, axes_of_spec, axis_size
+from ..named_array import NamedArray, is_jax_array_like
 from ..ops.rearranging import rearrange
 from ..ops.shaping import flatten_axes, unflatten_axis
 

@@ -20,7 +20,7 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh
 
 from .. import _context
-from ..array import NamedArray, is_jax_array_like, wrap
+from ..named_array import NamedArray, is_jax_array_like, wrap
 
 Index = tuple[slice, ...]
 

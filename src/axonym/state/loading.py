@@ -18,8 +18,8 @@ import numpy as np
 from jax.core import Tracer
 
 from .. import tree as named_trees
-from ..array import NamedArray, is_jax_array_like, wrap
 from ..axis import Axis
+from ..named_array import NamedArray, is_jax_array_like, wrap
 from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Placement

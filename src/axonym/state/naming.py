@@ -9,8 +9,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ..array import NamedArray, is_jax_array_like
 from ..axis import Names
+from ..named_array import NamedArray, is_jax_array_like
 
 StateDict: TypeAlias = dict[str, Any]
 """Arrays by key, as in `{"layers.0.weight": ...}`."""

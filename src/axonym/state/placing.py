@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .. import _context, _errors
-from ..array import NamedArray, is_jax_array_like, is_named_array, wrap
+from ..named_array import NamedArray, is_jax_array_like, is_named_array, wrap
 from ..sharding.meshes import AnyMesh, current_mesh, required_mesh, with_devices
 from ..sharding.placement import Leaf, Placement, leaves_of, listed, resolve, shardings_in
 from ..sharding.shard import in_trace, shard

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from .. import tree as named_trees
-from ..array import NamedArray, is_jax_array_like, wrap
 from ..axis import Axis
+from ..named_array import NamedArray, is_jax_array_like, wrap
 from ..ops.indexing import index
 from ..sharding.shard import to_host
 from .naming import StateDict, children, is_number, layers_at, with_prefix, without

@@ -17,7 +17,7 @@ import numpy as np
 from .._function_cache import Functions, HeldArrays, WithArrays
 from .._jax_versions import INLINE
 from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, TreeSpec, flatten
-from ..array import NamedArray
+from ..named_array import NamedArray
 from ._carry import CARRY, Words, conform, settled
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from .. import _errors
 from .._tree_spec import StaticLeaf, flatten
-from ..array import NamedArray, wrap
 from ..axis import Names
+from ..named_array import NamedArray, wrap
 
 ArgNums: TypeAlias = int | Sequence[int]
 

@@ -23,8 +23,8 @@ from .._function_cache import FunctionCache, Functions, WithArrays
 from .._mesh_axes import mesh_around
 from .._parameter_names import parameter_names
 from .._tree_spec import TreeSpec, flatten, is_hashable
-from ..array import NamedArray, wrap, wrap_result
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
+from ..named_array import NamedArray, wrap, wrap_result
 from ..ops._operands import check_new_axis, private
 from . import _mapped_axis
 

@@ -23,8 +23,8 @@ from .._function_cache import Functions, HeldArrays, WithArrays
 from .._jax_versions import INLINE
 from .._mesh_axes import entries_of, explicit_mesh, reshard
 from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, StaticLeaf, TreeSpec, flatten
-from ..array import wrap
 from ..axis import Axis, AxisSelector, Names
+from ..named_array import wrap
 from . import _mapped_axis
 from ._carry import CARRY, Words, conform, settled
 from .checkpointing import ScanCheckpointPolicy, ScanCheckpointSpec, checkpointed_scan, policy_of

@@ -12,8 +12,8 @@ import jax
 from .. import _errors, _output_sharding
 from .._mesh_axes import axes_in, entries_of, explicit_mesh, reshard, restricted
 from .._tree_spec import Slot, StaticLeaf, TreeSpec, check_rank, flatten
-from ..array import NamedArray, wrap
 from ..axis import Axis, AxisSelection, Names, name_of, selectors
+from ..named_array import NamedArray, wrap
 from . import _mapped_axis
 
 P = ParamSpec("P")

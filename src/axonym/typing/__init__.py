@@ -36,7 +36,6 @@ Inside a function decorated with `jaxtyped`, an axis that annotations name must 
 alike. The axes that dots stand for can have any size.
 """
 
-from ..array import NamedOrNumeric as NamedOrNumeric
 from ..axis import (
     AxisSelection as AxisSelection,
     AxisSelector as AxisSelector,
@@ -45,6 +44,7 @@ from ..axis import (
     PartialShapeDict as PartialShapeDict,
     ShapeDict as ShapeDict,
 )
+from ..named_array import NamedOrNumeric as NamedOrNumeric
 from .annotations import (
     Bool as Bool,
     Complex as Complex,

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union, get_args, ge
 
 import jax
 
-from ..array import NamedArray
 from ..axis import Axis, Names
+from ..named_array import NamedArray
 from .matching import SHORT, Annotation, NamedArrayAxes, NamedArrayAxesSpec, mismatch, point, read
 
 Named: TypeAlias = NamedArray

@@ -8,8 +8,8 @@ from typing import Any, Literal, Protocol, TypeAlias, overload
 import jax
 from jax.lax import Precision
 
-from ..array import NamedArray
 from ..axis import AxisSelection, AxisSelector
+from ..named_array import NamedArray
 
 Scalar: TypeAlias = float | int | jax.Array
 """A number, or an array that holds one."""

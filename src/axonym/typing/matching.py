@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 import jax.numpy as jnp
 
 from .. import _errors, _parsing
-from ..array import NamedArray
 from ..axis import Axis, AxisSelector, Names, PartialShapeDict, name_of, selectors
+from ..named_array import NamedArray
 
 if TYPE_CHECKING:
     import jaxtyping

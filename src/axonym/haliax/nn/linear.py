@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ...array import NamedArray
+from ...named_array import NamedArray
 from ...nn.linear import Linear as Linear
 from ...nn.moe import MoELinear as _MoELinear
 

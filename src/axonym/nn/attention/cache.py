@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from ... import _errors
-from ...array import NamedArray, NamedOrNumeric
 from ...axis import Axis, AxisSpec, axes_of_spec, union_axes
+from ...named_array import NamedArray, NamedOrNumeric
 from ...ops._operands import one_axis, require_named
 from ...ops.creation import arange, zeros
 from ...ops.elementwise import astype

@@ -26,8 +26,8 @@ import jax.numpy as jnp
 
 from ... import _errors, _kernels
 from ..._mesh_axes import axes_in, entries_of, entry_of, explicit_mesh, mesh_axes, reshard
-from ...array import NamedArray, resolve, wrap
 from ...axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
+from ...named_array import NamedArray, resolve, wrap
 from ...ops._operands import dtype_key, require_named, require_subset
 from ...ops.contraction import dot
 from ...ops.elementwise import astype

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _errors, _kernels
-from ...array import NamedArray, wrap
 from ...axis import Names
+from ...named_array import NamedArray, wrap
 from ...ops._operands import require_subset
 from .masks import Causal, Mask, as_truth_values
 

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _kernels
-from ...array import NamedArray, NamedOrNumeric, named, wrap
 from ...axis import Axis, AxisSelector, AxisSpec, Names, name_of
+from ...named_array import NamedArray, NamedOrNumeric, named, wrap
 from ...ops._operands import distinct, one_axis, operand
 from ...ops.broadcasting import broadcast_arrays
 from ...ops.contraction import dot

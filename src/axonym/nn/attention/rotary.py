@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _errors, _kernels
-from ...array import NamedArray, resolve, wrap
 from ...axis import AxisSelector, Names
+from ...named_array import NamedArray, resolve, wrap
 from ...ops._operands import require_named, require_subset
 from ...ops.creation import arange
 

@@ -376,7 +376,7 @@ def is_named_array(leaf: Any) -> bool:
 def is_jax_array_like(x: Any) -> bool:
     """Return whether something has a shape and a dtype: raw, NumPy, named and abstract arrays do.
 
-    >>> from axonym.array import is_jax_array_like
+    >>> from axonym.named_array import is_jax_array_like
     >>> is_jax_array_like(np.ones(2)), is_jax_array_like(3.0)
     (True, False)
     """
