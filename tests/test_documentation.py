@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -130,3 +132,23 @@ def test_names_in_the_text_exist() -> None:
             except AttributeError:
                 unknown.add(f"{page.name}: {name}")
     assert not unknown
+
+
+# --- what scripts write ---
+
+
+def _script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pictures_are_those_that_the_script_draws() -> None:
+    drawn = _script("pictures").files()
+    files = {path.name: path.read_text() for path in (DOCS / "assets" / "pictures").glob("*.svg")}
+    assert drawn == files, "write them again: python docs/pictures.py"
+    shown = "".join(page.read_text() for page in DOCS.rglob("*.md"))
+    assert all(f"assets/pictures/{name}" in shown for name in files)
+    assert all(len(text) < 20_000 for text in files.values())

@@ -1,0 +1,292 @@
+"""Draw the pictures of the pages: `python docs/pictures.py` writes them to `docs/assets/pictures`.
+
+What they show is asked of the library: which device holds which shard, the axes of a result, the collectives of a
+compiled program. Each picture is written twice, for a light and for a dark page. The tests compare the files with what
+this script draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+import jax
+import numpy as np
+
+import axonym as axn
+from axonym import NamedArray
+
+FOLDER = Path(__file__).parent / "assets" / "pictures"
+
+# The devices of a row of the mesh have shades of one colour.
+LIGHT = {
+    "text": "#1f2328",
+    "muted": "#59636e",
+    "line": "#818b98",
+    "empty": "#eff2f5",
+    "accent": "#4051b5",
+    "devices": ["#a9cdff", "#6ea8f5", "#aee9bf", "#68cf8b", "#fbe08a", "#efb93a", "#f8c4e0", "#ee8cc0"],
+}
+DARK = {
+    "text": "#e6e8ee",
+    "muted": "#a5adba",
+    "line": "#7d8590",
+    "empty": "#2b2f3a",
+    "accent": "#98a7ff",
+    "devices": ["#1c4a8a", "#3a78c8", "#1b5f37", "#2f9457", "#755000", "#a97a10", "#852459", "#b94a87"],
+}
+
+
+class Picture:
+    """A drawing of rectangles, lines and words, with colours that a page's scheme fills in."""
+
+    def __init__(self, title: str, width: int, height: int):
+        self.title, self.width, self.height = title, width, height
+        self.parts: list[str] = []
+
+    def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> None:
+        kind = f' class="{kind}"' if kind else ""
+        place = f' text-anchor="{anchor}"' if anchor != "start" else ""
+        self.parts.append(f'<text x="{x:g}" y="{y:g}"{kind}{place}>{escape(text)}</text>')
+
+    def upright(self, x: float, y: float, text: str) -> None:
+        """A word that is read from below."""
+        turn = f'transform="translate({x:g} {y:g}) rotate(-90)"'
+        self.parts.append(f'<text class="small" text-anchor="middle" {turn}>{escape(text)}</text>')
+
+    def box(self, x: float, y: float, width: float, height: float, kind: str) -> None:
+        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" class="{kind}"/>')
+
+    def path(self, d: str, kind: str) -> None:
+        self.parts.append(f'<path d="{d}" class="{kind}"/>')
+
+    def arrow(self, x: float, y: float, length: float) -> None:
+        self.path(f"M{x:g} {y:g}h{length:g}m-5 -4l5 4l-5 4", "line")
+
+    def svg(self, colours: dict[str, Any]) -> str:
+        devices = "".join(f".d{i}{{fill:{colour}}}" for i, colour in enumerate(colours["devices"]))
+        style = (
+            f"text{{font:15px system-ui,sans-serif;fill:{colours['text']}}}"
+            ".code{font:14px ui-monospace,monospace}.small{font-size:13px}.id{font-size:12px}"
+            f".muted{{font-size:13px;fill:{colours['muted']}}}.accent{{font-weight:600;fill:{colours['accent']}}}"
+            f".line{{fill:none;stroke:{colours['line']};stroke-width:1.5}}"
+            f".summed{{fill:none;stroke:{colours['accent']};stroke-width:4}}"
+            f".node{{fill:{colours['empty']};stroke:{colours['line']};stroke-width:1.5}}"
+            f".empty{{fill:{colours['empty']}}}{devices}"
+        )
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" role="img">'
+        return "\n".join([head, f"<title>{self.title}</title>", f"<style>{style}</style>", *self.parts, "</svg>\n"])
+
+
+# --- arrays, as the library places them ---
+
+
+def shards(picture: Picture, x: NamedArray, left: float, top: float, width: float, height: float) -> None:
+    """Draw an array of two axes. A shard that several devices hold has a stripe for each of them."""
+    rows, columns = x.axes
+    picture.text(left + width / 2, top - 6, columns.name, "small", "middle")
+    picture.upright(left - 6, top + height / 2, rows.name)
+    owners: dict[tuple[float, ...], list[int]] = {}
+    for device, indices in x.array.sharding.devices_indices_map(x.array.shape).items():
+        (r0, r1, _), (c0, c1, _) = (s.indices(a.size) for s, a in zip(indices, x.axes, strict=True))
+        place = (c0 / columns.size, r0 / rows.size, (c1 - c0) / columns.size, (r1 - r0) / rows.size)
+        owners.setdefault(place, []).append(device.id)
+    for place, devices in sorted(owners.items()):
+        x0, y0, w, h = (share * side for share, side in zip(place, (width, height) * 2, strict=True))
+        for i, device in enumerate(devices):
+            stripe = w / len(devices)
+            picture.box(left + x0 + i * stripe, top + y0, stripe, h, f"d{device}")
+            picture.text(left + x0 + (i + 0.5) * stripe, top + y0 + h / 2 + 4, str(device), "id", "middle")
+        picture.path(f"M{left + x0:g} {top + y0:g}h{w:g}v{h:g}h{-w:g}z", "line")
+
+
+def placement() -> Picture:
+    """Two arrays that one mapping places on a mesh."""
+    Batch, Embed, Mlp = axn.make_axes(batch=8, embed=16, mlp=32)
+    mesh, mapping = axn.make_mesh({"data": 4, "model": 2}), {"batch": "data", "mlp": "model"}
+    x, w = axn.shard((axn.ones((Batch, Embed)), axn.ones((Embed, Mlp))), mapping, mesh)
+    picture = Picture("A mesh of eight devices, and two arrays whose shards lie on it", 520, 220)
+    picture.text(72, 24, "the mesh", anchor="middle")
+    picture.text(72, 58, "model=2", "small", "middle")
+    picture.upright(24, 128, "data=4")
+    for (row, column), device in np.ndenumerate(mesh.devices):
+        picture.box(34 + 39 * column, 66 + 31 * row, 36, 28, f"d{device.id}")
+        picture.text(52 + 39 * column, 85 + 31 * row, str(device.id), "id", "middle")
+    for left, array, name in ((178, x, "x"), (358, w, "w")):
+        picture.text(left + 70, 24, f"{name}: {_spec(array)}", "code", "middle")
+        shards(picture, array, left, 64, 140, 122)
+    picture.text(260, 212, _mapping(mapping), "code accent", "middle")
+    return picture
+
+
+def mappings() -> Picture:
+    """One program under three mappings: where its arrays lie, and what it sends."""
+    Batch, Embed, Mlp = axn.make_axes(batch=8, embed=16, mlp=32)
+    x, up, down = axn.ones((Batch, Embed)), axn.ones((Embed, Mlp)), axn.ones((Mlp, Embed))
+
+    def program(x: NamedArray, up: NamedArray, down: NamedArray) -> tuple[NamedArray, NamedArray]:
+        h = axn.dot(x, up, axis="embed")
+        return h, axn.dot(h, down, axis="mlp")
+
+    picture = Picture("One program under three mappings", 520, 486)
+    for y, line in ((18, 'h = axn.dot(x, up, axis="embed")'), (38, 'y = axn.dot(h, down, axis="mlp")')):
+        picture.text(260, y, line, "code", "middle")
+    mesh = axn.make_mesh({"data": 2, "model": 2}, devices=jax.devices()[:4])
+    top = 74
+    for mapping in ({"batch": ("data", "model")}, {"mlp": ("data", "model")}, {"batch": "data", "mlp": "model"}):
+        with jax.set_mesh(mesh):
+            placed = axn.shard((x, up, down), mapping)
+            compiled = axn.named_jit(program, mapping).lower(*placed).compile()
+            h, y = jax.block_until_ready(compiled(*placed))
+        sent = [kind for kind in ("all-reduce", "all-gather", "all-to-all") if f" {kind}(" in compiled.as_text()]
+        picture.text(8, top, _mapping(mapping), "code accent")
+        picture.text(512, top, f"sends: {', '.join(sent) or 'nothing'}", "muted", "end")
+        for i, (name, array) in enumerate(
+            zip(("x", "up", "h", "down", "y"), (*placed[:2], h, placed[2], y), strict=True)
+        ):
+            left = 26 + 102 * i
+            shards(picture, array, left, top + 32, 76, 60)
+            picture.text(left + 38, top + 110, name, "code", "middle")
+        top += 142
+    return picture
+
+
+# --- a contraction: names meet, positions do not ---
+
+
+def contraction() -> Picture:
+    """Three arrays with a line for each axis; the axis that is summed over joins two of them."""
+    Batch, Pos, Embed, Mlp = axn.make_axes(batch=4, pos=6, embed=8, mlp=16)
+    x, w = axn.ones((Batch, Pos, Embed)), axn.ones((Embed, Mlp))
+    query, key = x, x.rename({"pos": "key_pos"})
+    picture = Picture("Two contractions: the axis that is summed over joins two arrays", 520, 330)
+    for top, (first, second), (a, b) in ((30, ("x", "w"), (x, w)), (190, ("query", "key"), (query, key))):
+        result = axn.dot(a, b, axis="embed")
+        picture.text(8, top, f'axn.dot({first}, {second}, axis="embed")', "code")
+        for side, array in ((-1, a), (1, b)):
+            middle = 260 + 90 * side
+            own = [n for n in array.names if n != "embed"]
+            for i, axis in enumerate(own):
+                y = top + 62 + 34 * (i - (len(own) - 1) / 2)
+                end = middle + 76 * side
+                picture.path(f"M{middle} {top + 62}L{end} {y:g}h{24 * side}", "line")
+                picture.text(end + 30 * side, y + 5, axis, "small", "end" if side < 0 else "start")
+        picture.path(f"M170 {top + 62}H350", "summed")
+        picture.text(260, top + 52, "embed", "accent small", "middle")
+        picture.text(260, top + 84, "summed over", "muted", "middle")
+        for side, name in ((-1, first), (1, second)):
+            picture.box(260 + 90 * side - 32, top + 44, 64, 36, "node")
+            picture.text(260 + 90 * side, top + 67, name, "code", "middle")
+        kept = ", ".join(f"{n}={size}" for n, size in result.shape.items())
+        shared = [n for n in a.names if n in b.names and n in result.names]
+        note = f"; both have {' and '.join(shared)}, which is matched" if shared else ""
+        picture.text(260, top + 122, f"gives ({kept}){note}", "small", "middle")
+    return picture
+
+
+# --- a step of fully sharded data parallelism ---
+
+
+def fsdp() -> Picture:
+    """What each of four devices holds of a weight, from its storage to its update."""
+    Batch, Embed, Mlp = axn.make_axes(batch=8, embed=16, mlp=32)
+    x, params = axn.ones((Batch, Embed)), {"up": axn.ones((Embed, Mlp)), "down": axn.ones((Mlp, Embed))}
+
+    def loss(params: Any, x: NamedArray) -> NamedArray:
+        return axn.mean(axn.dot(axn.tanh(axn.dot(x, params["up"], axis="embed")), params["down"], axis="mlp") ** 2)
+
+    def step(params: Any, x: NamedArray) -> Any:
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, axn.grad(loss)(params, x))
+
+    mesh = axn.make_mesh({"data": 4}, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        compiled = axn.fsdp(step, {"embed": "data"}, {"batch": "data"}).lower(params, x).compile()
+        stored = axn.shard(params, {"embed": "data"})["up"]
+        rows = axn.shard(x, {"batch": "data"})
+    text = compiled.as_text()
+    assert " all-gather(" in text and " reduce-scatter(" in text and " all-reduce(" not in text
+
+    picture = Picture("A step of fully sharded data parallelism on four devices", 520, 356)
+    lefts, size = (66, 192, 318, 444), 60
+    heads = (
+        ("storage", "a shard of w"),
+        ("compute", "all of w"),
+        ("its rows of x", "gradient of w"),
+        ("storage", "w, updated"),
+    )
+    for left, (head, below) in zip(lefts, heads, strict=True):
+        picture.text(left + size / 2, 18, head, "", "middle")
+        picture.text(left + size / 2, 36, below, "muted", "middle")
+    for device in range(4):
+        top = 50 + 64 * device
+        picture.text(4, top + 30, f"device {device}", "small")
+        own = {id(a): _rows_of(a, device) for a in (stored, rows)}
+        for column in range(4):
+            left = lefts[column]
+            picture.box(left, top, size, 48, "empty")
+            if column == 1:
+                for other in range(4):
+                    first, share = _rows_of(stored, other)
+                    picture.box(left, top + 48 * first, size, 48 * share, f"d{2 * other}")
+            elif column == 2:
+                # The rows of the batch beside the gradient that they give: of all of the weight.
+                first, share = own[id(rows)]
+                picture.box(left, top + 48 * first, 16, 48 * share, f"d{2 * device}")
+                picture.box(left + 22, top, size - 22, 48, f"d{2 * device}")
+                picture.path(f"M{left} {top}h16v48h-16zM{left + 22} {top}h{size - 22}v48h{22 - size}z", "line")
+                continue
+            else:
+                first, share = own[id(stored)]
+                picture.box(left, top + 48 * first, size, 48 * share, f"d{2 * device}")
+            picture.path(f"M{left} {top}h{size}v48h{-size}z", "line")
+        for left in lefts[:-1]:
+            picture.arrow(left + size + 12, top + 24, 40)
+    for left, name in zip(lefts, ("all-gather", "", "reduce-scatter"), strict=False):
+        picture.text(left + size + 32, 322, name, "accent small", "middle")
+    picture.text(lefts[1] + size + 32, 322, "gradients", "small", "middle")
+    picture.text(260, 346, "In storage and in the update, a device has a fourth of every parameter.", "muted", "middle")
+    return picture
+
+
+def _rows_of(x: NamedArray, device: int) -> tuple[float, float]:
+    """Where the shard of a device starts along the first axis, and how long it is, as shares of the axis."""
+    indices = {d.id: i for d, i in x.array.sharding.devices_indices_map(x.array.shape).items()}
+    start, stop, _ = indices[device][0].indices(x.axes[0].size)
+    return start / x.axes[0].size, (stop - start) / x.axes[0].size
+
+
+# --- words and files ---
+
+
+def _spec(x: NamedArray) -> str:
+    return str(x.array.sharding.spec).replace("PartitionSpec", "P")
+
+
+def _mapping(mapping: dict[str, Any]) -> str:
+    return str(mapping).replace("'", '"')
+
+
+PICTURES: dict[str, Callable[[], Picture]] = {
+    "placement": placement,
+    "mappings": mappings,
+    "contraction": contraction,
+    "fsdp": fsdp,
+}
+
+
+def files() -> dict[str, str]:
+    """The name and the text of every file."""
+    drawn = {name: draw() for name, draw in PICTURES.items()}
+    schemes = {"light": LIGHT, "dark": DARK}
+    return {f"{name}-{s}.svg": picture.svg(c) for name, picture in drawn.items() for s, c in schemes.items()}
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, text in files().items():
+        (FOLDER / name).write_text(text)
+        print(name, len(text), "bytes")
