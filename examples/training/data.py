@@ -12,7 +12,7 @@ import hashlib
 import os
 import sysconfig
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +32,75 @@ _LEFT_OUT = _NOT_TEXT | {"test", "tests", "idle_test", "lib-dynload"}
 """Folders of the standard library that are not read: its tests are as large as the rest."""
 
 
+class Joined:
+    """The bytes of files with a newline after each but the last, or a stretch of them.
+
+    Files are mapped into memory when something of them is asked for: what is not used is not read, and what was used
+    can be dropped.
+    """
+
+    def __init__(self, paths: Sequence[Path], sizes: Sequence[int], start: int = 0, stop: int | None = None):
+        self.paths, self.sizes = paths, sizes
+        self.starts = np.cumsum([0, *(size + 1 for size in sizes)])
+        """Where each file begins, after which there is a newline."""
+        self.start, self.stop = start, int(self.starts[-1]) - 1 if stop is None else stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, index: Any) -> Any:
+        """A stretch by a slice, which reads nothing; and bytes by their places."""
+        if isinstance(index, slice):
+            inside = range(self.start, self.stop)[index]
+            return Joined(self.paths, self.sizes, inside.start, inside.stop)
+        places = np.asarray(index) % len(self) + self.start
+        files = np.searchsorted(self.starts, places, "right") - 1
+        found = np.full(places.shape, _NEWLINE, np.uint8)
+        for file in np.unique(files):
+            offsets = places - self.starts[file]
+            here = (files == file) & (offsets < self.sizes[file])
+            if here.any():
+                found[here] = _mapped(self.paths[file], self.sizes[file])[offsets[here]]
+        return found
+
+    def parts(self) -> Iterator[np.ndarray]:
+        """All bytes, a file at a time."""
+        for path, size, start in zip(self.paths, self.sizes, self.starts.tolist(), strict=False):
+            first, last = max(self.start - start, 0), min(self.stop - start, size + 1)
+            if first < min(last, size):
+                yield _mapped(path, size)[first:last]
+            if first <= size < last:
+                yield np.array([_NEWLINE], np.uint8)
+
+
+_NEWLINE = ord("\n")
+
+
+@functools.lru_cache(maxsize=64)
+def _mapped(path: Path, size: int) -> np.ndarray:
+    try:
+        return np.asarray(np.memmap(path, np.uint8, "r", shape=(size,)))
+    except ValueError:
+        raise Problem(f"The text in {path} has become shorter while it was used.") from None
+
+
 @dataclasses.dataclass(frozen=True)
 class Corpus:
     """Text to train on, and text to evaluate on."""
 
     name: str
     files: int
-    train: np.ndarray
-    held_out: np.ndarray
+    train: Joined
+    held_out: Joined
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> int:
         """A number that tells this text from others."""
-        return zlib.crc32(self.held_out.data, zlib.crc32(self.train.data))
+        crc = 0
+        for text in (self.train, self.held_out):
+            for part in text.parts():
+                crc = zlib.crc32(part.data, crc)
+        return crc
 
 
 def read(source: str, held_out: float, Batch: Axis, Pos: Axis) -> Corpus:
@@ -65,7 +121,7 @@ def read(source: str, held_out: float, Batch: Axis, Pos: Axis) -> Corpus:
         raise Problem(f"The folder {root} has no files to learn from.")
     ordered = sorted(paths, key=lambda path: hashlib.sha256(path.relative_to(root).as_posix().encode()).digest())
     try:
-        text = _mapped(ordered[0]) if len(ordered) == 1 else _joined(ordered)
+        text = Joined(ordered, [_size(path) for path in ordered])
     except OSError as e:
         raise Problem(f"The text cannot be read from {e.filename or source}: {reason_of(e)}.") from None
     end = len(text) - int(len(text) * held_out)
@@ -81,22 +137,9 @@ def read(source: str, held_out: float, Batch: Axis, Pos: Axis) -> Corpus:
     return corpus
 
 
-def _mapped(path: Path) -> np.ndarray:
-    """The bytes of a file, mapped into memory: what is not used is not read, and what was used can be dropped."""
-    empty = path.stat().st_size == 0
-    return np.empty(0, np.uint8) if empty else np.asarray(np.memmap(path, np.uint8, "r"))
-
-
-def _joined(paths: Sequence[Path]) -> np.ndarray:
-    """The bytes of files, with a newline after each but the last, read to where they stay."""
-    sizes = [path.stat().st_size for path in paths]
-    text = np.full(sum(sizes) + len(sizes) - 1, ord("\n"), np.uint8)
-    start = 0
-    for path, size in zip(paths, sizes, strict=True):
-        with path.open("rb") as file:
-            file.readinto(text[start : start + size].data)
-        start += size + 1
-    return text
+def _size(path: Path) -> int:
+    with path.open("rb") as file:  # so that those that cannot be read are known now
+        return os.fstat(file.fileno()).st_size
 
 
 def _files(root: Path, suffix: str, left_out: set[str]) -> list[Path]:
@@ -111,7 +154,7 @@ def _files(root: Path, suffix: str, left_out: set[str]) -> list[Path]:
 class Texts:
     """Pieces of a text of equal length: each once in every round, in an order that is different each time."""
 
-    text: np.ndarray
+    text: Joined | np.ndarray
     length: int
     seed: int
 

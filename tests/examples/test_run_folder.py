@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -362,15 +363,34 @@ def test_ctrl_c_where_an_exception_would_be_lost(tmp_path: Path) -> None:
 
 
 def test_a_text_is_mapped_and_not_read(tmp_path: Path) -> None:
-    """The file is a hole on the disk, and larger than what the process may hold."""
+    """Files are holes on the disk, and larger than what the process may hold; so is what a folder has of them."""
     Batch, Pos = train_lm.axn.make_axes(batch=8, pos=16)
-    with (tmp_path / "text").open("wb") as file:
-        file.truncate(2**37)
-    corpus = train_lm.data.read(str(tmp_path / "text"), 0.5, Batch, Pos)
-    assert len(corpus.train) == 2**36 and corpus.held_out[-1] == 0
-    for name, part in (("a", b"one"), ("b", b""), ("c", b"three")):
-        (tmp_path / "texts").mkdir(exist_ok=True)
-        (tmp_path / "texts" / name).write_bytes(part * 999)
+    (tmp_path / "texts").mkdir()
+    for i in range(3):
+        with (tmp_path / "texts" / str(i)).open("wb") as file:
+            file.truncate(2**37)
+    one = train_lm.data.read(str(tmp_path / "texts" / "0"), 0.5, Batch, Pos)
     several = train_lm.data.read(str(tmp_path / "texts"), 0.5, Batch, Pos)
-    whole = np.concatenate([several.train, several.held_out]).tobytes()
-    assert sorted(whole.split(b"\n")) == [b"", b"one" * 999, b"three" * 999]
+    assert len(one.train) == 2**36 and one.held_out[-1] == 0
+    assert len(several.train) + len(several.held_out) == 3 * 2**37 + 2
+    np.testing.assert_array_equal(several.train[2**37 - 1 : 2**37 + 2][np.arange(3)], [0, ord("\n"), 0])
+    assert several.held_out[-1] == 0
+
+
+@pytest.mark.parametrize("held_out", [0.3, 0.5, 0.66])
+def test_a_folder_of_texts_is_what_its_files_have(held_out: float, tmp_path: Path) -> None:
+    Batch, Pos = train_lm.axn.make_axes(batch=8, pos=16)
+    for name, part in (("a", b"one"), ("b", b""), ("c", b"three"), ("d", b"")):
+        (tmp_path / name).write_bytes(part * 999)
+    corpus = train_lm.data.read(str(tmp_path), held_out, Batch, Pos)
+    parts = [b"".join(map(bytes, text.parts())) for text in (corpus.train, corpus.held_out)]
+    whole = b"".join(parts)
+    assert sorted(whole.split(b"\n")) == [b"", b"", b"one" * 999, b"three" * 999]
+    for text, part in zip((corpus.train, corpus.held_out), parts, strict=True):
+        assert text[np.arange(len(text))].tobytes() == part and len(text) == len(part)
+        assert text[5:90][np.array([[0, 1], [84, -1]])].tobytes() == part[5:7] + part[89:90] * 2
+    assert corpus.fingerprint == zlib.crc32(whole)
+    (tmp_path / "c").write_bytes(b"")
+    train_lm.data._mapped.cache_clear()
+    with pytest.raises(Problem, match="c has become shorter while it was used"):
+        corpus.train[np.arange(len(corpus.train))], corpus.held_out[np.arange(len(corpus.held_out))]

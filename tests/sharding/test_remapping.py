@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -70,6 +74,62 @@ def test_peak_memory(auto_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(seen) <= live + one + 64  # counters and keys become replicated
     assert bytes_on(device) < live
     del after
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "shape"),
+    [
+        ({"embed": "data"}, {"embed": "model"}, {"model": 8}),
+        ({"embed": "data"}, {"mlp": "data", "embed": "model"}, {"data": 4, "model": 2}),
+        ({"embed": ("data", "model")}, {"mlp": "model"}, {"model": 2}),
+        ({}, {"mlp": "model"}, {"model": 2, "data": 3}),
+    ],
+)
+def test_pieces_of_arrays(
+    old: Any, new: Any, shape: dict[str, int], mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces do not fit evenly, and each is no larger than it may be."""
+    axes = axn.make_axes(layers=3, embed=16, mlp=28)
+    x = axn.shard(axn.named(np.arange(3 * 16 * 28.0).reshape(3, 16, 28), axes), old, mesh)
+    expected = np.asarray(x.rearrange(axes).array)
+    devices = jax.devices()[-math.prod(shape.values()) :]
+    explicit = mesh.axis_types[0] == jax.sharding.AxisType.Explicit
+    target = axn.make_mesh(shape, devices=devices, explicit=explicit)
+    sizes: list[int] = []
+    put = jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, *args: (sizes.append(x.nbytes), put(x, *args))[1])
+    with axn.set_mesh(mesh):
+        found = axn.remap(x, new, target, piece_bytes=500)
+    monkeypatch.undo()
+    assert len(sizes) > 10 and max(sizes) <= 500
+    assert found.array.sharding.is_equivalent_to(axn.sharding.sharding_for_axis(found.axes, new, target), 3)
+    np.testing.assert_array_equal(found.rearrange(axes).array, expected)
+
+
+MEASURED = """
+from pathlib import Path
+import jax, jax.numpy as jnp
+jax.config.update("jax_num_cpu_devices", 8)
+import axonym as axn
+
+def status(key):
+    return int(Path("/proc/self/status").read_text().partition(f"{key}:")[2].split()[0]) * 1024
+
+mesh = axn.make_mesh({"data": 4, "model": 2})
+x = jnp.ones((2**13, 2**13), device=jax.NamedSharding(mesh, jax.P(("data", "model"))))
+jax.block_until_ready(x)
+before = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+axn.remap(axn.named(x, ("embed", "mlp")), {"embed": "model", "mlp": "data"}, mesh, piece_bytes=2**22)
+print((status("VmHWM") - before) / 2**28)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells the peak of a stretch of time")
+def test_peak_memory_of_the_process() -> None:
+    """Beside an array of 256 MB there are its new shards, and a few pieces of 4 MB; as one, it takes twice its size."""
+    ended = subprocess.run([sys.executable, "-c", MEASURED], capture_output=True, text=True, timeout=300, check=True)
+    assert 1 < float(ended.stdout) < 1.5
 
 
 def test_what_stays_and_what_is_there_twice(auto_mesh: Mesh) -> None:

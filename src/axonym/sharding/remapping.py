@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -20,12 +25,13 @@ from .shard import shard
 T = TypeVar("T")
 
 
-def remap(tree: T, placement: Placement, mesh: AnyMesh | None = None) -> T:
+def remap(tree: T, placement: Placement, mesh: AnyMesh | None = None, *, piece_bytes: int = 2**26) -> T:
     """Move a state to another mesh or mapping, without a checkpoint.
 
     Arrays move one after the other, and each old one is deleted, so the devices never hold more than the old and the
-    new shards of one array besides the shards of the rest. An array that shares memory with another one stays. The
-    arrays that were passed are not to be used afterwards.
+    new shards of one array besides the shards of the rest. What else moving takes, such as a copy on the host, is a few
+    times `piece_bytes`. An array that shares memory with another one stays. The arrays that were passed are not to be
+    used afterwards.
     Arrays that the placement says nothing about, such as random keys and counters, are replicated over the mesh.
 
     With several processes, the new mesh must have the devices of the old one. For fewer hosts, restore a checkpoint.
@@ -34,6 +40,7 @@ def remap(tree: T, placement: Placement, mesh: AnyMesh | None = None) -> T:
         tree: parameters, the state of an optimiser, ...
         placement: the new placement, such as a resource mapping.
         mesh: the new mesh; by default the active one.
+        piece_bytes: how large a piece of an array is at most; smaller arrays move as one.
 
     >>> old, new = axn.make_mesh({"data": 8}), axn.make_mesh({"data": 4, "model": 2})
     >>> state = axn.shard({"w": axn.ones({"embed": 16, "mlp": 4})}, {"embed": "data"}, old)
@@ -61,7 +68,7 @@ def remap(tree: T, placement: Placement, mesh: AnyMesh | None = None) -> T:
     for leaf, (x, target) in zip(leaves, moves, strict=True):
         if is_jax_array_like(x):
             if id(x) not in moved:
-                moved[id(x)] = _moved(x, target, owners)
+                moved[id(x)] = _moved(x, target, owners, piece_bytes)
             x = moved[id(x)]
         results.append(wrap(x, leaf.value.names) if isinstance(leaf.value, NamedArray) else x)
     return jax.tree.unflatten(structure, results)
@@ -79,17 +86,85 @@ def _check(what: str, x: Any, target: NamedSharding, path: str) -> None:
         )
 
 
-def _moved(x: Any, target: NamedSharding, owners: Mapping[Any, int]) -> Any:
+def _moved(x: Any, target: NamedSharding, owners: Mapping[Any, int], piece_bytes: int) -> Any:
     """Move an array, and delete the old one, unless another one shares memory with it."""
     if not isinstance(x, jax.Array) or (jax.process_count() > 1 and x.is_fully_addressable):
         return shard(x, target)
     if x.sharding == target:
         return x
-    found = jax.block_until_ready(jax.device_put(x, target))
+    found = _in_pieces(x, target, piece_bytes)
     own = _buffers(x)
     if own and own.isdisjoint(_buffers(found)) and all(owners[b] == 1 for b in own):
         x.delete()
     return found
+
+
+def _in_pieces(x: jax.Array, target: NamedSharding, piece_bytes: int) -> jax.Array:
+    """Move an array. If it is large, pieces of it follow each other into the new shards."""
+    source = x.sharding
+    if isinstance(source, jax.sharding.SingleDeviceSharding):
+        source = NamedSharding(Mesh(np.array(list(source.device_set)), ("device",)), PartitionSpec())
+    cannot = not isinstance(source, NamedSharding) or source.memory_kind != target.memory_kind
+    if cannot or jnp.issubdtype(x.dtype, jax.dtypes.extended) or x.nbytes <= piece_bytes:
+        return jax.block_until_ready(jax.device_put(x, target))
+    # A dimension consists of blocks, each in one old and in one new shard. A piece has the same stretch of every block,
+    # so that cutting it out and putting it in needs no other device.
+    counts = [[n // m for n, m in zip(x.shape, s.shard_shape(x.shape), strict=True)] for s in (source, target)]
+    sizes = tuple(n // math.lcm(a, b) for n, a, b in zip(x.shape, *counts, strict=True))
+    lengths, nbytes = list(sizes), x.nbytes
+    for i, size in enumerate(sizes):
+        if nbytes > piece_bytes:
+            lengths[i] = max(size * piece_bytes // nbytes, 1)
+            nbytes = nbytes // size * lengths[i]
+    with jax.set_mesh(target.mesh):
+        found = jnp.zeros(x.shape, x.dtype, device=target)
+    # The last stretch has some of the one before it.
+    stretches = [[min(at, n - m) for at in range(0, n, m)] for n, m in zip(sizes, lengths, strict=True)]
+    for starts in itertools.product(*stretches):
+        at = np.array(starts, np.int32)
+        with jax.set_mesh(source.mesh):
+            piece = _cut(x, at, source, sizes, tuple(lengths))
+        piece = jax.device_put(piece, target)
+        with jax.set_mesh(target.mesh):
+            found = jax.block_until_ready(_put(found, piece, at, target, sizes, tuple(lengths)))
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _cut(x: jax.Array, at: Any, sharding: NamedSharding, sizes: Sequence[int], lengths: Sequence[int]) -> jax.Array:
+    """Return stretches of the blocks along all dimensions."""
+
+    def local(x: jax.Array, at: jax.Array) -> jax.Array:
+        blocks = _in_blocks(x, sizes)
+        shape = [n for pair in zip(blocks.shape[::2], lengths, strict=True) for n in pair]
+        piece = lax.dynamic_slice(blocks, _starts(at), shape)
+        return piece.reshape([a * b for a, b in zip(shape[::2], shape[1::2], strict=True)])
+
+    spec = sharding.spec
+    return jax.shard_map(local, mesh=sharding.mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)(x, at)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5), donate_argnums=0)
+def _put(
+    x: jax.Array, piece: jax.Array, at: Any, sharding: NamedSharding, sizes: Sequence[int], lengths: Sequence[int]
+) -> jax.Array:
+    """Put what `_cut` returned in its place."""
+
+    def local(x: jax.Array, piece: jax.Array, at: jax.Array) -> jax.Array:
+        blocks = lax.dynamic_update_slice(_in_blocks(x, sizes), _in_blocks(piece, lengths), _starts(at))
+        return blocks.reshape(x.shape)
+
+    specs = (sharding.spec, sharding.spec, PartitionSpec())
+    return jax.shard_map(local, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec)(x, piece, at)
+
+
+def _in_blocks(x: jax.Array, sizes: Sequence[int]) -> jax.Array:
+    """Give every dimension two: blocks, and what is in a block."""
+    return x.reshape([n for total, size in zip(x.shape, sizes, strict=True) for n in (total // size, size)])
+
+
+def _starts(at: jax.Array) -> list[Any]:
+    return [start for i in range(len(at)) for start in (np.int32(0), at[i])]
 
 
 def _buffers(x: Any) -> set[tuple[Any, int]]:
