@@ -144,8 +144,8 @@ class Training:
         """Make the state, or restore it from the latest checkpoint, with its storage sharding."""
         saved, abstract = self.files.checkpoints, self.functions.abstract
         self.state: steps.State
-        fingerprint = self.prepared.corpus.fingerprint
         with fail_together("The start") as agree:
+            fingerprint = self.prepared.corpus.fingerprint
             saved.remove_unfinished()
             saved.check_room(abstract)
             latest = saved.latest() if self.config.resume else None
