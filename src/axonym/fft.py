@@ -27,7 +27,8 @@ import jax.numpy as jnp
 
 from . import _errors, _kernels
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
-from .named_array import NamedArray, wrap
+from .named_array import NamedArray
+from .ops._new_array import new_array
 from .ops._operands import distinct, one_axis, require_named
 
 TransformAxes: TypeAlias = AxisSelection | Mapping[AxisSelector, AxisSelector | int | None]
@@ -222,7 +223,7 @@ def fftfreq(axis: Axis, d: float = 1.0) -> NamedArray:
     NamedArray(float32[t=4], [ 0. 0.25 -0.5 -0.25])
     """
     axis = one_axis("fftfreq", "axis", axis)
-    return wrap(jnp.fft.fftfreq(axis.size, d), (axis.name,))
+    return new_array("fftfreq", jnp.fft.fftfreq, (axis.name,), (axis.size,), n=axis.size, d=d)
 
 
 def rfftfreq(axis: Axis, d: float = 1.0) -> NamedArray:
@@ -232,4 +233,4 @@ def rfftfreq(axis: Axis, d: float = 1.0) -> NamedArray:
     NamedArray(float32[t=3], [0. 0.25 0.5 ])
     """
     axis = one_axis("rfftfreq", "axis", axis)
-    return wrap(jnp.fft.rfftfreq(axis.size, d), (axis.name,))
+    return new_array("rfftfreq", jnp.fft.rfftfreq, (axis.name,), (axis.size,), n=axis.size, d=d)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -224,3 +227,11 @@ def test_flatten_all_axes_but(merged: Any, lost: str, won: str, expected: str, f
     found = restore(hax.sum(flat, tuple(lost)).broadcast_axis(dict.fromkeys(won, 6)))
     assert found.names == tuple(expected)
     assert hax.array_equal(found, hax.sum(x, tuple(lost)).broadcast_axis(dict.fromkeys(won, 6)))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_functions_can_be_pickled(path: str) -> None:
+    module = importlib.import_module(path)
+    for name in PATHS[path].split():
+        if inspect.isfunction(fn := getattr(module, name)):
+            assert pickle.loads(pickle.dumps(fn)) is fn, name

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
 import axonym.haliax as hax
@@ -314,3 +314,11 @@ def test_use_gmm_on_a_mesh(mapping: dict[str, str], auto_mesh: jax.sharding.Mesh
         with jax.set_mesh(auto_mesh), hax.axis_mapping(mapping):
             found.append(jax.block_until_ready(hax.named_jit(lambda l, x: l(x, groups))(layer, hax.auto_sharded(x))))  # noqa: E741
     np.testing.assert_allclose(found[0].array, found[1].array, rtol=1e-5, atol=1e-5)
+
+
+def test_creation_ignores_the_mapping(auto_mesh: Mesh) -> None:
+    """As in Haliax, so that sizes that the mesh does not divide are fine."""
+    with hax.set_mesh(auto_mesh), hax.axis_mapping({"batch": "data"}):
+        for new in (hax.zeros, hax.ones, hax.arange, lambda spec: hax.full(spec, 1)):
+            assert new({"batch": 5}).array.sharding.is_fully_replicated
+        assert hax.linspace(hax.Axis("batch", 5), start=0, stop=1).array.sharding.is_fully_replicated

@@ -1,4 +1,4 @@
-"""Creation: values, dtypes, the forms of a spec, and where what is made like another array lies."""
+"""Creation: values, dtypes, the forms of a spec, and the sharding of what is made."""
 
 from __future__ import annotations
 
@@ -77,6 +77,53 @@ def test_like() -> None:
     _expect(axn.ones_like(x), np.ones((3, 4), np.int32), "y", "x")
     _expect(axn.full_like(x, 2.5), np.full((3, 4), 2), "y", "x")
     assert axn.zeros_like(axn.NamedArray(jax.ShapeDtypeStruct((4,), np.int8), X)).dtype == np.int8
+
+
+NEW: dict[str, Callable[[], axn.NamedArray]] = {
+    "zeros": lambda: axn.zeros({"batch": 8, "embed": 4}),
+    "ones": lambda: axn.ones({"batch": 8, "embed": 4}, jnp.int8),
+    "full": lambda: axn.full({"batch": 8, "embed": 4}, 2.5),
+    "arange": lambda: axn.arange({"batch": 8, "embed": 4}),
+    "arange_from": lambda: axn.arange({"batch": 8, "embed": 4}, start=3, step=0.5),
+    "linspace": lambda: axn.linspace(axn.Axis("batch", 8), start=0, stop=1),
+    "geomspace": lambda: axn.geomspace(axn.Axis("batch", 8), start=1, stop=2),
+    "logspace": lambda: axn.logspace(axn.Axis("batch", 8), start=1, stop=2),
+    "eye": lambda: axn.eye(axn.Axis("batch", 8), axn.Axis("embed", 4)),
+    "tri": lambda: axn.tri(axn.Axis("batch", 8), axn.Axis("embed", 4)),
+    "fftfreq": lambda: axn.fft.fftfreq(axn.Axis("batch", 8)),
+    "rfftfreq": lambda: axn.fft.rfftfreq(axn.Axis("frequency", 8)),
+    "normal": lambda: axn.random.normal(jax.random.key(0), {"batch": 8, "embed": 4}),
+}
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_the_mapping_shards_new_arrays_as_it_shards_random_draws(name: str, mesh: Mesh) -> None:
+    """With the values and types that they have without a mapping, eagerly and in jit."""
+    new = NEW[name]
+    mapping = {"batch": "data", "embed": "model", "frequency": None}
+    alone = new()
+    with jax.set_mesh(mesh), axn.axis_mapping(mapping):
+        for found in (new(), jax.jit(new)()):
+            expected = NamedSharding(mesh, PartitionSpec(*(mapping[n] for n in found.names)))
+            assert found.array.sharding.is_equivalent_to(expected, found.ndim)
+            assert_named(found, alone, rtol=1e-6)
+            assert found.array.weak_type == alone.array.weak_type
+        with axn.axis_mapping({}):
+            assert new().array.sharding.is_fully_replicated or name == "normal"
+
+
+def test_a_new_array_is_never_whole_on_a_device(mesh: Mesh) -> None:
+    with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data", "embed": "model"}):
+        program = jax.jit(lambda: axn.zeros({"batch": 800, "embed": 400})).lower().compile()
+    assert "f32[200,200]" in program.as_text() and "f32[800,400]" not in program.as_text()
+
+
+def test_new_arrays_whose_size_the_mesh_does_not_divide(mesh: Mesh) -> None:
+    with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):
+        with pytest.raises(ValueError, match=r"^zeros on mesh \(data=4, model=2\): .*axis 'batch' of size 5 .* 4"):
+            axn.zeros({"batch": 5})
+        with axn.axis_mapping({"batch": None}, merge=True):
+            assert axn.zeros({"batch": 5}).array.sharding.is_fully_replicated
 
 
 LIKE: list[Callable[[axn.NamedArray], axn.NamedArray]] = [

@@ -19,7 +19,7 @@ NamedArray(float32[batch=2], [1. 1.])
 import sys as _sys
 
 from .. import (
-    abs as abs, add as add, all as all, allclose as allclose, angle as angle, any as any, arange as arange,
+    abs as abs, add as add, all as all, allclose as allclose, angle as angle, any as any,
     arccos as arccos, arccosh as arccosh, arcsin as arcsin, arcsinh as arcsinh, arctan as arctan,
     arctan2 as arctan2, arctanh as arctanh, argmax as argmax, argmin as argmin,
     array_equal as array_equal, array_equiv as array_equiv, Axis as Axis, axis_mapping as axis_mapping,
@@ -30,20 +30,20 @@ from .. import (
     divide as divide, divmod as divmod, dot as dot, einsum as einsum, equal as equal, exp as exp,
     exp2 as exp2, expm1 as expm1, fabs as fabs, field as field, flatten as flatten, flatten_axes as flatten_axes,
     float_power as float_power, floor as floor, floor_divide as floor_divide, fmax as fmax, fmin as fmin,
-    fmod as fmod, fold as fold, freeze as freeze, frexp as frexp, full as full,
-    full_like as full_like, geomspace as geomspace, get as get, greater as greater, greater_equal as greater_equal,
+    fmod as fmod, fold as fold, freeze as freeze, frexp as frexp,
+    full_like as full_like, get as get, greater as greater, greater_equal as greater_equal,
     hypot as hypot, i0 as i0, imag as imag, index as index, invert as invert, is_named_array as is_named_array,
     isclose as isclose, iscomplex as iscomplex, isfinite as isfinite, isinf as isinf, isnan as isnan,
     isneginf as isneginf, isposinf as isposinf, isreal as isreal, left_shift as left_shift, less as less,
-    less_equal as less_equal, linspace as linspace, log as log, log10 as log10, log1p as log1p, log2 as log2,
+    less_equal as less_equal, log as log, log10 as log10, log1p as log1p, log2 as log2,
     logaddexp as logaddexp, logaddexp2 as logaddexp2, logical_and as logical_and, logical_not as logical_not,
-    logical_or as logical_or, logical_xor as logical_xor, logspace as logspace, make_axes as make_axes, map as map,
+    logical_or as logical_or, logical_xor as logical_xor, make_axes as make_axes, map as map,
     max as max, maximum as maximum, mean as mean, min as min, minimum as minimum, mod as mod, multiply as multiply,
     Named as Named, named as named, NamedArray as NamedArray, NamedRef as NamedRef,
     nanargmax as nanargmax, nanargmin as nanargmin, nancumprod as nancumprod, nancumsum as nancumsum,
     nanmax as nanmax, nanmean as nanmean, nanmin as nanmin, nanprod as nanprod, nanstd as nanstd, nansum as nansum,
     nanvar as nanvar, negative as negative, new_ref as new_ref, nextafter as nextafter, nonzero as nonzero,
-    not_equal as not_equal, ones as ones, ones_like as ones_like, packbits as packbits, pad as pad,
+    not_equal as not_equal, ones_like as ones_like, packbits as packbits, pad as pad,
     pad_left as pad_left, positive as positive, power as power, prod as prod, ptp as ptp,
     quantization as quantization, rad2deg as rad2deg, real as real,
     reciprocal as reciprocal, repeat as repeat, right_shift as right_shift, rint as rint,
@@ -54,7 +54,7 @@ from .. import (
     tan as tan, tanh as tanh, tile as tile, trace as trace, tree as tree,
     tril as tril, triu as triu, trunc as trunc, unbind as unbind,
     unflatten_axis as unflatten_axis, unique as unique, unpackbits as unpackbits, vander as vander, var as var,
-    vmap as vmap, where as where, zeros as zeros, zeros_like as zeros_like,
+    vmap as vmap, where as where, zeros_like as zeros_like,
 )
 
 from ..axis import (
@@ -63,8 +63,8 @@ from ..axis import (
 )
 
 from ..fft import (
-    fft as fft, fftfreq as fftfreq, fftshift as fftshift, hfft as hfft, ifft as ifft, ifftshift as ifftshift,
-    ihfft as ihfft, irfft as irfft, rfft as rfft, rfftfreq as rfftfreq,
+    fft as fft, fftshift as fftshift, hfft as hfft, ifft as ifft, ifftshift as ifftshift,
+    ihfft as ihfft, irfft as irfft, rfft as rfft,
 )
 
 from ..poly import (
@@ -94,8 +94,10 @@ from ._signatures import with_parameters as _with_parameters
 from .hof import ScanCheckpointPolicy as ScanCheckpointPolicy, scan as scan
 from .jax_utils import tree_checkpoint_name as tree_checkpoint_name
 from .ops import (
-    argsort as argsort, concatenate as concatenate, stack as stack, unique_all as unique_all,
-    unique_counts as unique_counts, unique_inverse as unique_inverse, unique_values as unique_values,
+    arange as arange, argsort as argsort, concatenate as concatenate, fftfreq as fftfreq, full as full,
+    geomspace as geomspace, linspace as linspace, logspace as logspace, ones as ones, rfftfreq as rfftfreq,
+    stack as stack, unique_all as unique_all, unique_counts as unique_counts, unique_inverse as unique_inverse,
+    unique_values as unique_values, zeros as zeros,
 )
 from .partitioning import (
     auto_sharded as auto_sharded, fsdp as fsdp, named_jit as named_jit, shard as shard,

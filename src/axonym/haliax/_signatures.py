@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,7 @@ def with_parameters(fn: Callable[..., Any], /, *first: str, **names: str) -> Cal
 
     call.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]  # which `inspect` asks for
     functools.update_wrapper(call, fn, assigned=("__name__", "__qualname__"))
+    call.__module__ = sys._getframe(1).f_globals["__name__"]  # where pickle looks it up
     documentation = fn.__doc__ or ""
     call.__doc__ = re.sub(r"(?m)^( +)(\w+): ", lambda m: f"{m[1]}{names.get(m[2], m[2])}: ", documentation)
     return call

@@ -1,20 +1,44 @@
-"""Comparing, choosing, padding, diagonals and sets."""
+"""Creation, comparing, choosing, padding, diagonals and sets."""
 
 # ruff: noqa: I001
 # fmt: off
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import jax.numpy as jnp
 
 from .. import (
-    Axis, NamedArray, allclose as allclose, argsort as _argsort, array_equal as array_equal, array_equiv as array_equiv,
-    bincount as bincount, clip as clip, concatenate as _concatenate, isclose as isclose, nonzero as nonzero,
-    packbits as packbits, pad as pad, pad_left as pad_left, searchsorted as searchsorted, stack as _stack,
-    trace as trace, tril as tril, triu as triu, unique as unique, unpackbits as unpackbits, where as where,
+    Axis, NamedArray, allclose as allclose, arange as _arange, argsort as _argsort, array_equal as array_equal,
+    array_equiv as array_equiv, axis_mapping, bincount as bincount, clip as clip, concatenate as _concatenate,
+    full as _full, geomspace as _geomspace, isclose as isclose, linspace as _linspace, logspace as _logspace,
+    nonzero as nonzero, ones as _ones, packbits as packbits, pad as pad, pad_left as pad_left,
+    searchsorted as searchsorted, stack as _stack, trace as trace, tril as tril, triu as triu, unique as unique,
+    unpackbits as unpackbits, where as where, zeros as _zeros,
 )
+from ..fft import fftfreq as _fftfreq, rfftfreq as _rfftfreq
 from ..typing import AxisSelector
 from ._signatures import with_parameters
 # fmt: on
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _unsharded(fn: F) -> F:
+    """Return a function that makes an array as JAX places it, whatever mapping is active."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with axis_mapping({}):
+            return fn(*args, **kwargs)
+
+    call.__module__ = __name__
+    return cast(F, call)
+
+
+arange, full, ones, zeros = _unsharded(_arange), _unsharded(_full), _unsharded(_ones), _unsharded(_zeros)
+geomspace, linspace, logspace = _unsharded(_geomspace), _unsharded(_linspace), _unsharded(_logspace)
+fftfreq, rfftfreq = _unsharded(_fftfreq), _unsharded(_rfftfreq)
 
 
 def argsort(a: NamedArray, axis: AxisSelector | None, *, stable: bool = False) -> Any:

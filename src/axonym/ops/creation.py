@@ -1,7 +1,7 @@
 """Make arrays from axes: filled, counted, spaced, and by the position of their elements.
 
-Nothing here has an operand of any size, so these call `jax.numpy` directly; what is made is placed as JAX places it.
-The `*_like` functions make an array with the axes, dtype and placement of another.
+What is made is sharded by the active mapping, as random draws are; without one, it is placed as JAX places it. The
+`*_like` functions make an array with the axes, dtype and sharding of another.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
+from .._jax_versions import INLINE
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
 from ..named_array import NamedArray, wrap
+from ._new_array import new_array
 from ._operands import distinct, dtype_key, one_axis, require_named, scalar
 
 
@@ -38,7 +40,7 @@ def zeros(shape: AxisSpec, dtype: Any = None) -> NamedArray:
     NamedArray(float32[batch=2, embed=2], [[0. 0.] [0. 0.]])
     """
     names, sizes = _layout("zeros", _kernels.hashable(shape))
-    return wrap(jnp.zeros(sizes, dtype), names)
+    return new_array("zeros", jnp.zeros, names, sizes, shape=sizes, dtype=dtype)
 
 
 def ones(shape: AxisSpec, dtype: Any = None) -> NamedArray:
@@ -48,7 +50,7 @@ def ones(shape: AxisSpec, dtype: Any = None) -> NamedArray:
     NamedArray(float32[batch=2, embed=2], [[1. 1.] [1. 1.]])
     """
     names, sizes = _layout("ones", _kernels.hashable(shape))
-    return wrap(jnp.ones(sizes, dtype), names)
+    return new_array("ones", jnp.ones, names, sizes, shape=sizes, dtype=dtype)
 
 
 def full(shape: AxisSpec, fill_value: Any, dtype: Any = None) -> NamedArray:
@@ -58,7 +60,12 @@ def full(shape: AxisSpec, fill_value: Any, dtype: Any = None) -> NamedArray:
     NamedArray(int32[x=2], [3 3])
     """
     names, sizes = _layout("full", _kernels.hashable(shape))
-    return wrap(jnp.full(sizes, scalar("full", "fill_value", fill_value), dtype), names)
+    value = scalar("full", "fill_value", fill_value)
+    return new_array("full", _full, names, sizes, value, shape=sizes, dtype=dtype)
+
+
+def _full(value: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.full(shape, value, dtype)
 
 
 def zeros_like(a: NamedArray, dtype: Any = None) -> NamedArray:
@@ -111,25 +118,26 @@ def arange(axis: AxisSpec, *, start: Any = 0, step: Any = 1, dtype: Any = None) 
     """
     names, sizes = _layout("arange", _kernels.hashable(axis))
     if type(start) is int and type(step) is int and start == 0 and step == 1:
-        counted = jnp.arange(math.prod(sizes), dtype=dtype)
-        return wrap(counted if len(sizes) == 1 else counted.reshape(sizes), names)
-    kernel = _arange_kernel(names, sizes, dtype_key(dtype))
-    return kernel.apply(scalar("arange", "start", start), scalar("arange", "step", step))
+        return new_array("arange", _count, names, sizes, shape=sizes, dtype=dtype)
+    start, step = scalar("arange", "start", start), scalar("arange", "step", step)
+    return new_array("arange", _count_from, names, sizes, start, step, shape=sizes, dtype=dtype_key(dtype))
 
 
-@_kernels.cached
-def _arange_kernel(names: Names, sizes: tuple[int, ...], dtype: Any) -> _kernels.Kernel:
-    def positional(start, step):
-        natural = jnp.result_type(start, step)
-        # A short float cannot hold the positions, so count in one that can.
-        exact = natural if dtype is None else jnp.promote_types(natural, dtype)
-        if jnp.issubdtype(exact, jnp.floating):
-            exact = jnp.promote_types(exact, jnp.float32)
-        positions = jax.lax.broadcasted_iota(exact, (math.prod(sizes),), 0)
-        counted = start.astype(exact) + step.astype(exact) * positions
-        return counted.reshape(sizes).astype(natural if dtype is None else dtype)
+def _count(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    counted = jnp.arange(math.prod(shape), dtype=dtype)
+    return counted if len(shape) == 1 else counted.reshape(shape)
 
-    return _kernels.make_kernel("arange", positional, ((), ()), names)
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"), inline=INLINE)
+def _count_from(start: Any, step: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    natural = jnp.result_type(start, step)
+    # A short float cannot hold the positions, so count in one that can.
+    exact = natural if dtype is None else jnp.promote_types(natural, dtype)
+    if jnp.issubdtype(exact, jnp.floating):
+        exact = jnp.promote_types(exact, jnp.float32)
+    positions = jax.lax.broadcasted_iota(exact, (math.prod(shape),), 0)
+    counted = start.astype(exact) + step.astype(exact) * positions
+    return counted.reshape(shape).astype(natural if dtype is None else dtype)
 
 
 _NUMPY_COUNT = 50
@@ -139,7 +147,8 @@ _NUMPY_COUNT = 50
 def _spaced(what: str, fn: Callable[..., Any], axis: AxisSelector, start: Any, stop: Any, **options: Any) -> NamedArray:
     along = Axis(axis, _NUMPY_COUNT) if isinstance(axis, str) else one_axis(what, "axis", axis)
     start, stop = scalar(what, "start", start), scalar(what, "stop", stop)
-    return wrap(fn(start, stop, along.size, **options), (sys.intern(along.name),))
+    names = (sys.intern(along.name),)
+    return new_array(what, fn, names, (along.size,), start, stop, num=along.size, **options)
 
 
 def linspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True, dtype: Any = None) -> NamedArray:
@@ -196,7 +205,7 @@ def tri(Row: Axis, Col: Axis, k: int = 0, dtype: Any = None) -> NamedArray:
 
 def _banded(what: str, fn: Callable[..., jax.Array], Row: Axis, Col: Axis, k: int, dtype: Any) -> NamedArray:
     names, sizes = _layout(what, (one_axis(what, "Row", Row), one_axis(what, "Col", Col)))
-    return wrap(fn(*sizes, k=operator.index(k), dtype=dtype), names)
+    return new_array(what, fn, names, sizes, N=sizes[0], M=sizes[1], k=operator.index(k), dtype=dtype)
 
 
 def vander(x: NamedArray, degree: AxisSelector, *, increasing: bool = False) -> NamedArray:

@@ -3,10 +3,8 @@
 The values depend on the key, the axes and the parameters, never on the mesh, the mapping or jit: a sampler draws the
 same values as the function of the same name in `jax.random` for the sizes of the axes, in their order.
 
-The result is sharded by the active mapping, and each device draws its own shard. On Auto mesh axes a constraint on the
-result is enough. On Explicit mesh axes JAX would draw all of it on every device and shard it afterwards, so the
-function is handed to the partitioner together with the sharding of its result. Without a mapping, the sharding there is
-inferred from the parameters.
+The result is sharded by the active mapping, and each device draws its own shard. Without a mapping, the sharding on
+Explicit mesh axes is inferred from the parameters.
 """
 
 from __future__ import annotations
@@ -17,17 +15,12 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
 
-from .. import _errors, _kernels, _output_sharding
-from .._jax_versions import INLINE
-from .._mesh_axes import axes_of_type, entries_of, explicit_mesh, restricted
+from .. import _errors, _kernels
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, axis_size
 from ..named_array import NamedArray, NamedOrNumeric, resolve as resolve_axes, wrap
+from ..ops._new_array import sharded_kernel
 from ..ops._operands import distinct, dtype_key, one_axis, operand
-from ..sharding.meshes import current_mesh
-from ..sharding.placement import resolve
-from ..sharding.shard import shard_quietly
 
 Key: TypeAlias = NamedOrNumeric
 """One random key, as `jax.random.key` or `jax.random.PRNGKey` make it; a named array only if it has no axes."""
@@ -133,7 +126,7 @@ def _draw_kernel(
             aligned[label] = _kernels.align(x, names, tuple(a.name for a in (*axes, *more))) if names else x
         return fn(key, **aligned, shape=sizes, **dict(options))
 
-    return placed_kernel(what, positional, [names for _, names, _ in layouts], new_axes(what, (*axes, *along)))
+    return sharded_kernel(what, positional, [(), *(names for _, names, _ in layouts)], new_axes(what, (*axes, *along)))
 
 
 def check_enough(what: str, draws: Sequence[Axis], along: Axis) -> None:
@@ -173,46 +166,3 @@ def check_parameters(
                 problems.append(f"`{label}` {described} has {size} for axis {name!r}, the result has {allowed[name]}.")
     if problems:
         raise ValueError(f"{what}: " + "\n  ".join(problems))
-
-
-# --- the sharding of the result ---
-
-
-def placed_kernel(
-    what: str, fn: Callable[..., jax.Array], in_names: Sequence[Names], out: tuple[Axis, ...]
-) -> _kernels.Kernel:
-    """Make a kernel for a positional function of a key and operands, whose result is sharded by the active mapping."""
-    names = tuple(a.name for a in out)
-
-    def kernel(key, *arrays):
-        return run_placed(what, fn, key, in_names, arrays, out)
-
-    kernel.__name__ = kernel.__qualname__ = what
-    return _kernels.Kernel(jax.jit(kernel, inline=INLINE), names)
-
-
-def run_placed(
-    what: str,
-    fn: Callable[..., jax.Array],
-    key: Any,
-    in_names: Sequence[Names],
-    arrays: Sequence[Any],
-    out: tuple[Axis, ...],
-) -> jax.Array:
-    """Call `fn(key, *arrays)` so that each device makes its shard of the result by the active mapping."""
-    mesh = explicit_mesh(arrays) or current_mesh()
-    if mesh is None:
-        return fn(key, *arrays)
-    names, sizes = tuple(a.name for a in out), tuple(a.size for a in out)
-    # Resolve the mapping before anything is drawn, so that its errors name the operation and the axes.
-    leaves, _ = resolve(wrap(jax.ShapeDtypeStruct(sizes, jnp.bool_), names), None, mesh, what)
-    explicit = axes_of_type(mesh, AxisType.Explicit)
-    placed: Any = fn
-    if explicit:
-        operands = [(n, entries_of(x)) for n, x in zip(in_names, arrays, strict=True)]
-        spec = leaves[0].spec
-        if spec is None:
-            spec = _output_sharding.infer_output_spec(what, names, sizes, operands, mesh)
-        spec = restricted(spec, explicit)
-        placed = jax.sharding.auto_axes(fn, axes=explicit, out_sharding=NamedSharding(mesh, spec))
-    return shard_quietly(wrap(placed(key, *arrays), names), None, what).array

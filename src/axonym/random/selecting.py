@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from .. import _errors, _kernels
 from ..axis import Axis, AxisSelector, AxisSpec
 from ..named_array import NamedArray, wrap
+from ..ops._new_array import sharded_kernel
 from ..ops._operands import require_named
-from ._draw import Key, axis_of, check_enough, new_axes, one_key, placed_kernel
+from ._draw import Key, axis_of, check_enough, new_axes, one_key
 
 
 def choice(
@@ -59,7 +60,7 @@ def _choice_kernel(
         return jnp.transpose(found, (*chosen, *before, *after)) if before else found
 
     in_names = [tuple(a.name for a in from_axes)] + [(along.name,)] * weighted
-    return placed_kernel(what, positional, in_names, new_axes(what, (*axes, *rest)))
+    return sharded_kernel(what, positional, [(), *in_names], new_axes(what, (*axes, *rest)))
 
 
 def permutation(key: Key, x: NamedArray, axis: AxisSelector, independent: bool = False) -> NamedArray:
@@ -86,4 +87,4 @@ def _permutation_kernel(what: str, axes: tuple[Axis, ...], along: Axis, independ
     def positional(key, x):
         return jax.random.permutation(key, x, axis=position, independent=independent)
 
-    return placed_kernel(what, positional, (tuple(a.name for a in axes),), axes)
+    return sharded_kernel(what, positional, [(), tuple(a.name for a in axes)], axes)

@@ -17,10 +17,11 @@ from .._per_device import run_per_device
 from .._tree_spec import flatten
 from ..axis import Axis, AxisSelector
 from ..named_array import NamedArray, resolve, wrap
+from ..ops._new_array import run_sharded
 from ..ops._operands import one_axis, private
 from ..sharding.jit import named_jit
 from ..sharding.meshes import current_mesh
-from ._draw import describe, new_axes, one_key, run_placed
+from ._draw import describe, new_axes, one_key
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -139,7 +140,7 @@ def _generate(
 
     of_block = _axes_of_block(block, key, arguments)
     out = new_axes(what, (*of_block[:position], along, *of_block[position:]))
-    drawn = run_placed(what, draw, key, arguments.names, arguments.arrays, out)
+    drawn = run_sharded(what, draw, [(), *arguments.names], (key, *arguments.arrays), out)
     return wrap(drawn, tuple(a.name for a in out))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import equinox as eqx
@@ -12,12 +11,11 @@ from jax.core import Tracer
 
 from ... import _errors
 from ...axis import Axis, AxisSpec, axes_of_spec, union_axes
-from ...named_array import NamedArray, NamedOrNumeric
+from ...named_array import NamedArray, NamedOrNumeric, wrap
 from ...ops._operands import one_axis, require_named
-from ...ops.creation import arange, zeros
+from ...ops.creation import zeros
 from ...ops.elementwise import astype
 from ...ops.updating import updated_slice
-from ...sharding.shard import shard_quietly
 
 
 class KVCache(eqx.Module):
@@ -93,10 +91,10 @@ class KVCache(eqx.Module):
                 f"KVCache.init: a window of {window} positions needs a capacity of at least {window}, got {positions}."
             )
         keys, values = (
-            _empty((*batch, *heads, positions, features), jnp.dtype(dtype))
+            zeros((*batch, *heads, positions, features), jnp.dtype(dtype))
             for features in (HeadSize, HeadSize if ValueSize is None else ValueSize)
         )
-        lengths = _empty(batch if per_example else (), jnp.dtype(jnp.int32))
+        lengths = zeros(batch if per_example else (), jnp.dtype(jnp.int32))
         return cls(keys, values, lengths, positions.name, window)
 
     def positions(self, Pos: Axis) -> NamedArray:
@@ -178,7 +176,7 @@ class KVCache(eqx.Module):
         NamedArray(bool[pos=2, key_pos=3], [[ True False False] [ True True False]])
         """
         room = self.keys.resolve_axis(self.KPos)
-        held = arange(room).broadcast_to((*self.lengths.axes, room))
+        held = wrap(jnp.arange(room.size), (room.name,)).broadcast_to((*self.lengths.axes, room))
         if self.window is not None:  # each slot holds the latest position that was written to it
             latest = self.lengths - 1
             held = latest - (latest - held) % room.size
@@ -188,13 +186,7 @@ class KVCache(eqx.Module):
 
     def _counted(self, Pos: Axis) -> NamedArray:
         """Return the numbers from 0 along an axis, broadcast to the axes of `lengths`."""
-        return arange(Pos).broadcast_to((*self.lengths.axes, Pos))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _empty(axes: tuple[Axis, ...], dtype: Any) -> NamedArray:
-    """Make zeros with the sharding of the active mapping, in jit so that they are not first made on one device."""
-    return shard_quietly(zeros(axes, dtype), None, "KVCache.init")
+        return wrap(jnp.arange(Pos.size), (Pos.name,)).broadcast_to((*self.lengths.axes, Pos))
 
 
 def _known_to_exceed(lengths: Any, room: int) -> bool:

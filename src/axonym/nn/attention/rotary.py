@@ -24,7 +24,6 @@ from ... import _errors, _kernels
 from ...axis import AxisSelector, Names
 from ...named_array import NamedArray, resolve, wrap
 from ...ops._operands import require_named, require_subset
-from ...ops.creation import arange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +254,7 @@ def apply_rotary(
     require_named("apply_rotary", x)
     if not isinstance(positions, NamedArray):
         (along,) = resolve(x.names, jnp.shape(x.array), positions, "apply_rotary")
-        positions = arange(along)
+        positions = wrap(jnp.arange(along.size), (along.name,))
     kernel = _rotary_kernel(x.names, positions.names, HeadDim, config)
     return wrap(kernel.call(x.array, positions.array), kernel.names)
 

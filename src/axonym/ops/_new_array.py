@@ -1,0 +1,80 @@
+"""Make new arrays that the active mapping shards: creation and random draws.
+
+Each device makes its own shard. On Auto mesh axes a constraint on the result is enough. On Explicit mesh axes JAX would
+make all of it on every device and shard it afterwards, so the function is handed to the partitioner together with the
+sharding of its result.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+
+from .. import _context, _kernels, _output_sharding
+from .._jax_versions import INLINE
+from .._mesh_axes import axes_of_type, entries_of, explicit_mesh, restricted
+from ..axis import Axis, Names
+from ..named_array import NamedArray, wrap
+from ..sharding.meshes import current_mesh
+from ..sharding.placement import resolve
+from ..sharding.shard import shard_quietly
+
+
+def new_array(
+    what: str, fn: Callable[..., jax.Array], names: Names, sizes: tuple[int, ...], *arrays: Any, **options: Any
+) -> NamedArray:
+    """Call `fn(*arrays, **options)`, whose arrays are scalars and whose options are hashable, and name its axes."""
+    if _context.active_mapping() is None:
+        return wrap(fn(*arrays, **options), names)
+    return _kernel(what, fn, names, sizes, len(arrays), tuple(options.items())).apply(*arrays)
+
+
+@_kernels.cached
+def _kernel(
+    what: str,
+    fn: Callable[..., jax.Array],
+    names: Names,
+    sizes: tuple[int, ...],
+    count: int,
+    options: tuple[tuple[str, Any], ...],
+) -> _kernels.Kernel:
+    return sharded_kernel(what, functools.partial(fn, **dict(options)), [()] * count, tuple(map(Axis, names, sizes)))
+
+
+def sharded_kernel(
+    what: str, fn: Callable[..., jax.Array], in_names: Sequence[Names], out: tuple[Axis, ...]
+) -> _kernels.Kernel:
+    """Make a kernel for a positional function whose result is sharded by the active mapping."""
+
+    def kernel(*arrays):
+        return run_sharded(what, fn, in_names, arrays, out)
+
+    kernel.__name__ = kernel.__qualname__ = what
+    return _kernels.Kernel(jax.jit(kernel, inline=INLINE), tuple(a.name for a in out))
+
+
+def run_sharded(
+    what: str, fn: Callable[..., jax.Array], in_names: Sequence[Names], arrays: Sequence[Any], out: tuple[Axis, ...]
+) -> jax.Array:
+    """Call `fn(*arrays)` so that each device makes its shard of the result by the active mapping."""
+    mesh = explicit_mesh(arrays) or current_mesh()
+    if mesh is None:
+        return fn(*arrays)
+    names, sizes = tuple(a.name for a in out), tuple(a.size for a in out)
+    # Resolve the mapping before anything is made, so that its errors name the operation and the axes.
+    leaves, _ = resolve(wrap(jax.ShapeDtypeStruct(sizes, jnp.bool_), names), None, mesh, what)
+    explicit = axes_of_type(mesh, AxisType.Explicit)
+    placed: Any = fn
+    if explicit:
+        operands = [(n, entries_of(x)) for n, x in zip(in_names, arrays, strict=True) if n]
+        spec = leaves[0].spec
+        if spec is None:
+            spec = _output_sharding.infer_output_spec(what, names, sizes, operands, mesh)
+        spec = restricted(spec, explicit)
+        placed = jax.sharding.auto_axes(fn, axes=explicit, out_sharding=NamedSharding(mesh, spec))
+    return shard_quietly(wrap(placed(*arrays), names), None, what).array
