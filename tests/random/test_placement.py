@@ -86,16 +86,6 @@ def test_eagerly(mesh: Mesh) -> None:
         assert_same(x, jax.random.bernoulli(KEY, jnp.broadcast_to(p.array[:, None, None], (8, 3, 4))))
 
 
-def test_arrays_from_axes_alone_are_replicated(mesh: Mesh) -> None:
-    """Eagerly and in jit, unlike draws, so that they agree with operands of any sharding."""
-    makers = (lambda: axn.zeros(AXES), lambda: axn.arange(Batch), lambda: axn.full(AXES, 2.0))
-    with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):
-        for make in makers:
-            assert make().array.sharding.is_fully_replicated and jax.jit(make)().array.sharding.is_fully_replicated
-        added = jax.block_until_ready(jax.jit(lambda x: x + axn.zeros(AXES))(random.normal(KEY, AXES)))
-    assert entries(added) == MAPPING
-
-
 def test_without_a_mapping(explicit_mesh: Mesh) -> None:
     """On Explicit axes the result then lies as its parameters do."""
     p = axn.shard(axn.full((Embed, Batch), 0.5), MAPPING, explicit_mesh)
