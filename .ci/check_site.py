@@ -61,7 +61,7 @@ def main(site: Path) -> int:
                 problems.append(f"{name}: nothing at {link}")
         text = re.sub(r"<pre.*?</pre>", "", page.text, flags=re.DOTALL)
         if "&gt;&gt;&gt;" in text or "Arguments:" in text:
-            problems.append(f"{name}: an example or a list of arguments that was not recognised")
+            problems.append(f"{name}: an example or a list of arguments that was not recognized")
     names = 0
     for source in sorted((DOCS / "api").glob("*.md")):
         page = pages[site / "api" / f"{source.stem}.html"]

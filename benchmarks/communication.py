@@ -27,7 +27,7 @@ class Moved:
 
 
 def bytes_moved(compiled: Any) -> dict[str, Moved]:
-    """Collectives of an optimised program by kind. One that carries several arrays at once counts once for each."""
+    """Collectives of an optimized program by kind. One that carries several arrays at once counts once for each."""
     return _collectives(compiled.as_text())
 
 

@@ -113,7 +113,7 @@ def raw_step(params: dict[str, Any], tokens: jax.Array) -> tuple[jax.Array, dict
 
 
 def rows() -> list[Row]:
-    """The optimised step, against the hand-written one."""
+    """The optimized step, against the hand-written one."""
     model = llama.Llama.init(CONFIG, key=jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (BATCH, POS), 0, CONFIG.Vocab.size)
     named_tokens, params = axn.named(tokens, ("batch", "pos")), raw_params(model)

@@ -16,12 +16,12 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = .*?\s([a-z][a-z0-9-]*)\(",
 
 
 def instructions(compiled: Any) -> collections.Counter[str]:
-    """How often each kind of instruction stands in an optimised program, fused ones included."""
+    """How often each kind of instruction stands in an optimized program, fused ones included."""
     return collections.Counter(_INSTRUCTION.findall(compiled.as_text()))
 
 
 def rows() -> list[Row]:
-    """The optimised value and gradient of a transformer, against the hand-written one."""
+    """The optimized value and gradient of a transformer, against the hand-written one."""
     params, batch = models.make_params(LAYERS), models.make_batch()
     ours = (
         jax.jit(jax.value_and_grad(models.named_loss))

@@ -85,7 +85,7 @@ def _raw_loss(remat: bool) -> Callable[..., jax.Array]:
 
 
 def _program_rows(what: str, ours: Any, theirs: Any, remat: bool) -> list[Row]:
-    """The optimised value and gradient."""
+    """The optimized value and gradient."""
     a: Any = jax.jit(jax.value_and_grad(_named_loss)).lower(*ours).compile()
     b: Any = jax.jit(jax.value_and_grad(_raw_loss(remat))).lower(*theirs).compile()
     m, n = instructions(a), instructions(b)

@@ -28,7 +28,7 @@ def rows() -> list[Row]:
 
 
 def vmap_rows() -> list[Row]:
-    """Gradients of each example, by `axonym.vmap` and by `jax.vmap`: the optimised program, and a call of it."""
+    """Gradients of each example, by `axonym.vmap` and by `jax.vmap`: the optimized program, and a call of it."""
     rng = np.random.default_rng(0)
     w1, w2, x = (
         jnp.asarray(rng.normal(size=tuple(a.size for a in axes)), jnp.float32)

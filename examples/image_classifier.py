@@ -30,7 +30,7 @@ except ImportError as e:
 # Without an accelerator there are eight simulated devices; where there is one, this changes nothing.
 jax.config.update("jax_num_cpu_devices", 8)
 
-Height, Width, Grey, Digit = axn.make_axes(height=8, width=8, grey=1, digit=10)
+Height, Width, Gray, Digit = axn.make_axes(height=8, width=8, gray=1, digit=10)
 TEST_IMAGES = 384
 """How many images are kept for the test, a number that many numbers of devices divide."""
 
@@ -53,7 +53,7 @@ class Classifier(eqx.Module):
         Edges, Shapes = axn.make_axes(edges=32, shapes=64)
         keys = jax.random.split(key, 3)
         return Classifier(
-            first=nn.Conv.init((Height, Width), Grey, Edges, kernel_size=3, padding="SAME", key=keys[0]),
+            first=nn.Conv.init((Height, Width), Gray, Edges, kernel_size=3, padding="SAME", key=keys[0]),
             second=nn.Conv.init((Height, Width), Edges, Shapes, kernel_size=3, padding="SAME", key=keys[1]),
             dropout=nn.Dropout(0.3),
             head=nn.Linear.init((Shapes, Height.resize(2), Width.resize(2)), Digit, key=keys[2]),
@@ -79,7 +79,7 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 
 def batch_of(images: np.ndarray, labels: np.ndarray) -> tuple[axn.NamedArray, axn.NamedArray]:
     """Arrays from the host, with names."""
-    return axn.named(images[:, None], ("batch", Grey, Height, Width)), axn.named(labels, "batch")
+    return axn.named(images[:, None], ("batch", Gray, Height, Width)), axn.named(labels, "batch")
 
 
 def epoch(images: np.ndarray, labels: np.ndarray, size: int, seed: int) -> Iterator[tuple[axn.NamedArray, ...]]:

@@ -63,7 +63,7 @@ class Mixture(eqx.Module):
         weights, chosen = axn.top_k(scores, Experts, CHOICES, "choice")
         weights = weights / weights.sum("choice")
 
-        # An expert handles neighbouring rows, so each pair of a token and a choice becomes a row, sorted by expert.
+        # An expert handles neighboring rows, so each pair of a token and a choice becomes a row, sorted by expert.
         expert_of_row = chosen.flatten_axes(("tokens", "choice"), "rows")
         order = axn.argsort(expert_of_row, "rows", stable=True)
         load = axn.bincount(expert_of_row, Experts)
@@ -101,14 +101,14 @@ class Task:
 
     def __init__(self, seed: int):
         rng = np.random.default_rng(seed)
-        self.centres = 2 * rng.normal(size=(Cluster.size, Embed.size))
+        self.centers = 2 * rng.normal(size=(Cluster.size, Embed.size))
         self.functions = rng.normal(size=(Cluster.size, Embed.size, Embed.size)) / Embed.size**0.5
 
     def batch(self, seed: int) -> tuple[axn.NamedArray, axn.NamedArray]:
         """Tokens, and what the functions of their clusters make of them."""
         rng = np.random.default_rng(seed)
         cluster = rng.integers(Cluster.size, size=Tokens.size)
-        x = self.centres[cluster] + rng.normal(size=(Tokens.size, Embed.size))
+        x = self.centers[cluster] + rng.normal(size=(Tokens.size, Embed.size))
         y = np.einsum("ti,tio->to", x, self.functions[cluster])
         return axn.named(x.astype(np.float32), (Tokens, Embed)), axn.named(y.astype(np.float32), (Tokens, Embed))
 

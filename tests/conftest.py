@@ -112,7 +112,7 @@ def mesh(request: pytest.FixtureRequest, auto_mesh: Mesh, explicit_mesh: Mesh) -
 
 @pytest.fixture(scope="module")
 def quick_compilation() -> Iterator[None]:
-    """Values and placements do not depend on optimisation, and without it the compiler takes half the time."""
+    """Values and placements do not depend on optimization, and without it the compiler takes half the time."""
     jax.config.update("jax_disable_most_optimizations", True)
     try:
         yield
@@ -121,8 +121,8 @@ def quick_compilation() -> Iterator[None]:
 
 
 @pytest.fixture
-def optimised() -> Iterator[None]:
-    """For tests that read an optimised program in modules that are compiled quickly."""
+def optimized() -> Iterator[None]:
+    """For tests that read an optimized program in modules that are compiled quickly."""
     jax.config.update("jax_disable_most_optimizations", False)
     try:
         yield

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 import axonym as axn
+import axonym.haliax as hax
 from tests.helpers import definitions, examples, exports, modules
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-NAMESPACE = {"axn": axn, "jax": jax, "jnp": jnp, "np": np}
+NAMESPACE = {"axn": axn, "hax": hax, "jax": jax, "jnp": jnp, "np": np}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -96,7 +97,7 @@ def test_has_an_example(module: str) -> None:
 
 @pytest.mark.parametrize("module", EXAMPLES_BY_MODULE)
 def test_examples_run(module: str) -> None:
-    """Each in a namespace of its own, with `axn`, `jax`, `jnp` and `np` imported."""
+    """Each in a namespace of its own, with `axn`, `hax`, `jax`, `jnp` and `np` imported."""
     report: list[str] = []
     for name, thing in EXAMPLES_BY_MODULE[module].items():
         test = doctest.DocTest(examples(thing), dict(NAMESPACE), name, None, None, thing.__doc__)

@@ -218,10 +218,10 @@ def test_carried_through_scan() -> None:
 
 def test_optax_state() -> None:
     params = {"w": x, "b": _array(Embed)}
-    optimiser = optax.adam(0.1)
-    state = optimiser.init(params)
+    optimizer = optax.adam(0.1)
+    state = optimizer.init(params)
     grads = jax.tree.map(jnp.ones_like, params)
-    updates, state = jax.jit(optimiser.update)(grads, state, params)
+    updates, state = jax.jit(optimizer.update)(grads, state, params)
     updated: Any = optax.apply_updates(params, updates)
     assert isinstance(updated["w"], axn.NamedArray) and updated["w"].names == x.names
     np.testing.assert_allclose(updated["w"].array, x.array - 0.1, rtol=1e-4)

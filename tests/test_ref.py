@@ -46,7 +46,7 @@ def positions(view: axn.NamedRef) -> list[int]:
 def test_what_it_says_of_itself() -> None:
     ref = grid()
     assert ref.axes == (Row, Col) and ref.names == ("row", "col") and ref.ndim == 2
-    assert ref.shape == ref.named_shape == {"row": 3, "col": 4}
+    assert ref.shape == {"row": 3, "col": 4}
     assert ref.dtype == jnp.float32
     assert ref.resolve_axis("col") is Col
     assert repr(ref) == "NamedRef(float32[row=3, col=4])"

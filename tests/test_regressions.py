@@ -54,7 +54,7 @@ def test_donation_that_meets_no_argument_is_an_error() -> None:
         axn.named_jit(lambda a: a, donate_args=(True, True))(x)
 
 
-def test_a_misspelt_mapping_in_part_of_a_placement_warns(auto_mesh) -> None:
+def test_a_misspelled_mapping_in_part_of_a_placement_warns(auto_mesh) -> None:
     x = axn.ones({"batch": 8})
     with jax.set_mesh(auto_mesh):
         with pytest.warns(UserWarning, match="Did you mean 'batch'"):

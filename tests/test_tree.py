@@ -272,7 +272,7 @@ def test_gradients() -> None:
     assert eqx.apply_updates(model, grads).weight.axes == (In, Out)
 
 
-def test_serialisation(tmp_path: Path) -> None:
+def test_serialization(tmp_path: Path) -> None:
     model = linear()
     eqx.tree_serialise_leaves(tmp_path / "model.eqx", model)
     like = eqx.filter_eval_shape(linear)
@@ -287,20 +287,20 @@ def test_pickle() -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "sgd"])
-def test_optimisers(name: str) -> None:
+def test_optimizers(name: str) -> None:
     """The same numbers as for raw arrays, and states that keep the names."""
     make = {"sgd": lambda: optax.sgd(0.1, momentum=0.9), "adafactor": lambda: optax.adafactor(0.1)}
-    optimiser = make[name]() if name in make else getattr(optax, name)(0.1)
+    optimizer = make[name]() if name in make else getattr(optax, name)(0.1)
     params = {"w": axn.arange((In, Out)) * 0.1}
     raw = jax.tree.map(lambda x: x.array, params, is_leaf=axn.is_named_array)
-    state, raw_state = optimiser.init(params), optimiser.init(raw)
+    state, raw_state = optimizer.init(params), optimizer.init(raw)
     if name != "adafactor":
         assert {x.names for x in tree.leaves(state) if isinstance(x, NamedArray)} == {("embed", "mlp")}
 
     @jax.jit
     def step(params: Any, state: Any) -> Any:
         grads = jax.grad(lambda p: sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(p)))(params)
-        updates, state = optimiser.update(grads, state, params)
+        updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     for _ in range(2):
@@ -311,7 +311,7 @@ def test_optimisers(name: str) -> None:
     assert jax.tree.structure(jax.tree.leaves(state)) == jax.tree.structure(jax.tree.leaves(raw_state))
 
 
-def test_masks_and_labels_of_optimisers() -> None:
+def test_masks_and_labels_of_optimizers() -> None:
     params = linear()
     mask = tree.map(lambda x: isinstance(x, NamedArray) and x.ndim > 1, eqx.filter(params, eqx.is_array))
     state = optax.masked(optax.adam(0.1), mask).init(eqx.filter(params, eqx.is_array))

@@ -1,6 +1,6 @@
 """Strategies for the models of this folder: mappings from their axes to those of a mesh.
 
-The mesh has two axes, "data" and "model". The compute mapping is active while a step runs; the storage mapping places
+The mesh has two axes, "data" and "model". The compute mapping is active while a step runs; the parameter mapping places
 parameters between steps. The two mappings are all that a strategy consists of.
 """
 

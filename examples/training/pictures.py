@@ -94,7 +94,7 @@ def save_placement(path: Path, model: Any, tokens: NamedArray) -> None:
 
 
 def _draw(axes: Any, x: NamedArray) -> None:
-    """A rectangle for each part of an array, in the colour of the first device that has it."""
+    """A rectangle for each part of an array, in the color of the first device that has it."""
     across = list(table.split_axes(x))[-2:]
     down_axis, right_axis = (None, *across)[-2:] if across else (None, None)
     parts: dict[tuple[float, float, float, float], list[Any]] = {}
@@ -109,8 +109,8 @@ def _draw(axes: Any, x: NamedArray) -> None:
         parts.setdefault((left, top, right - left, bottom - top), []).append(device)
     order = list(indices)
     for (left, top, width, height), devices in parts.items():
-        colour = f"C{min(map(order.index, devices)) % 10}" if len(parts) > 1 else "0.6"
-        axes.add_patch(Rectangle((left, top), width, height, facecolor=colour, alpha=0.5, edgecolor="black"))
+        color = f"C{min(map(order.index, devices)) % 10}" if len(parts) > 1 else "0.6"
+        axes.add_patch(Rectangle((left, top), width, height, facecolor=color, alpha=0.5, edgecolor="black"))
         numbers = _shortened(axn.debug.describe_devices(devices))
         axes.text(left + width / 2, top + height / 2, numbers, ha="center", va="center", fontsize=7)
     axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[], xlabel=right_axis or "", ylabel=down_axis or "")

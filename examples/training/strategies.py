@@ -1,6 +1,6 @@
 """Strategies: a mesh, and mappings from the axes of the model to the axes of the mesh.
 
-The compute mapping is active while a step runs. The storage mapping places parameters, gradients and optimizer state
+The compute mapping is active while a step runs. The parameter mapping places parameters, gradients and optimizer state
 between steps. If the two differ, a step is compiled by `axn.fsdp`.
 """
 

@@ -26,18 +26,23 @@ Entry = str | tuple[str, ...] | None
 class Settings:
     """The mappings and annotations that are active, as one immutable value. Made by `intern_settings`."""
 
-    __slots__ = ("__weakref__", "annotations", "mapping", "storage")
+    __slots__ = ("__weakref__", "annotations", "mapping", "parameter_mapping")
 
-    def __init__(self, mapping: Mapping[str, Entry], storage: Mapping[str, Entry], annotations: Mapping[str, Hashable]):
+    def __init__(
+        self,
+        mapping: Mapping[str, Entry],
+        parameter_mapping: Mapping[str, Entry],
+        annotations: Mapping[str, Hashable],
+    ):
         self.mapping = MappingProxyType(dict(mapping))
         """The active mapping."""
-        self.storage = MappingProxyType(dict(storage))
-        """The storage mapping of parameters: see `axonym.fsdp`."""
+        self.parameter_mapping = MappingProxyType(dict(parameter_mapping))
+        """The mapping that parameters are stored by: see `axonym.fsdp`."""
         self.annotations = MappingProxyType(dict(annotations))
         """The placements of annotations by name: see `axonym.sharding.with_sharding_annotation`."""
 
     def __repr__(self) -> str:
-        rest = f", storage={dict(self.storage)}" if self.storage else ""
+        rest = f", parameter_mapping={dict(self.parameter_mapping)}" if self.parameter_mapping else ""
         rest += f", annotations={dict(self.annotations)}" if self.annotations else ""
         return f"Settings({dict(self.mapping)}{rest})"
 
@@ -51,11 +56,11 @@ ACTIVE = jax.make_user_context(None)
 
 def intern_settings(
     mapping: Mapping[str, Entry] | None = None,
-    storage: Mapping[str, Entry] | None = None,
+    parameter_mapping: Mapping[str, Entry] | None = None,
     annotations: Mapping[str, Hashable] | None = None,
 ) -> Settings | None:
     """Return the same object for equal settings; None if they are empty."""
-    given = mapping or {}, storage or {}, annotations or {}
+    given = mapping or {}, parameter_mapping or {}, annotations or {}
     if not any(given):
         return None
     key = tuple(frozenset(part.items()) for part in given)
@@ -65,7 +70,7 @@ def intern_settings(
 
 def changed(outer: Settings | None, **parts: Mapping[str, Any]) -> Settings | None:
     """Return settings with some parts replaced."""
-    kept = {} if outer is None else {n: getattr(outer, n) for n in ("mapping", "storage", "annotations")}
+    kept = {} if outer is None else {n: getattr(outer, n) for n in ("mapping", "parameter_mapping", "annotations")}
     return intern_settings(**{**kept, **parts})
 
 
@@ -74,10 +79,16 @@ def active_settings() -> Settings | None:
     return ACTIVE.value
 
 
-def active_mapping() -> Mapping[str, Entry] | None:
-    """Return the active mapping, or None if it has no entries."""
+def active_mapping() -> Mapping[str, Entry]:
+    """Return the active mapping; an empty one if there is none."""
     settings = ACTIVE.value
-    return None if settings is None else settings.mapping or None
+    return {} if settings is None else settings.mapping
+
+
+def active_parameter_mapping() -> Mapping[str, Entry]:
+    """Return the active mapping that parameters are stored by; an empty one if there is none."""
+    settings = ACTIVE.value
+    return {} if settings is None else settings.parameter_mapping
 
 
 def activate(settings: Settings | None) -> contextlib.AbstractContextManager[None]:

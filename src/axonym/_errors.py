@@ -47,6 +47,17 @@ def suggestion(name: str, known: Iterable[str], nearness: float = 0.6) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
+def suggestions(names: Iterable[str], known: Iterable[str]) -> str:
+    """Return the suggestions for several names, one after the other."""
+    known = list(known)
+    return "".join(suggestion(name, known) for name in names)
+
+
+def quoted(names: Iterable[Any]) -> str:
+    """Return `'batch', 'embed'`."""
+    return ", ".join(map(repr, names))
+
+
 def not_a_selector(found: Any) -> str:
     """Return the message for an argument that should be an axis or its name."""
     return (
@@ -63,10 +74,8 @@ def not_an_axis(found: Any) -> str:
 
 def missing_axes(what: str, missing: Sequence[str], known: Sequence[str], sizes: Sequence[Any] | None = None) -> str:
     """Return the message for axes that the array lacks."""
-    listed = ", ".join(repr(m) for m in missing)
     noun = "axis" if len(missing) == 1 else "axes"
-    hints = "".join(suggestion(m, known) for m in missing)
-    return f"{what}: no {noun} {listed} in {describe_axes(known, sizes)}.{hints}"
+    return f"{what}: no {noun} {quoted(missing)} in {describe_axes(known, sizes)}.{suggestions(missing, known)}"
 
 
 def unknown_mesh_axis(what: str, name: str, mesh_axis: str, mesh: Any) -> str:
@@ -88,9 +97,8 @@ def size_mismatch(what: str, name: str, sizes: Sequence[tuple[str, Any]]) -> str
 def duplicate_names(what: str, names: Sequence[str]) -> str:
     """Return the message for a name that occurs twice among the axes of one array."""
     twice = sorted({n for n in names if list(names).count(n) > 1})
-    listed = ", ".join(repr(n) for n in twice)
     return (
-        f"{what}: {listed} would name more than one axis in {describe_axes(names)}. "
+        f"{what}: {quoted(twice)} would name more than one axis in {describe_axes(names)}. "
         "An array has each name once; rename one of them first."
     )
 

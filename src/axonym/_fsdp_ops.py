@@ -2,19 +2,20 @@
 
 Fully sharded data parallelism shards a parameter over the mesh axis that also shards the batch. Every use gathers it on
 all devices; its gradient is a sum over the batch, of which every device keeps its shard. That is one all-gather and one
-reduce-scatter. `gathered` does not rely on the partitioner to find them: it runs an operation per device, gathers the
-parameter inside, and differentiation turns the all-gather into the reduce-scatter.
+reduce-scatter. `run_gathering_parameters` does not rely on the partitioner to find them: it runs an operation per
+device, gathers the parameter inside, and differentiation turns the all-gather into the reduce-scatter.
 
 The operation itself must run per device. If only the all-gather did, the gradient would be summed over all devices
 before it is scattered. And all mesh axes must be manual: if some are left to the partitioner, it moves more than
 needed.
 
-Products and elementwise operations run like this. A look-up in a table also runs per device, by `looked_up`, but does
-not gather the table: each device looks up its shard of the columns for the rows that all devices need, and an
-all-to-all exchanges columns for rows. The gradient takes the same way back. If the rows of the table are sharded over
-other mesh axes, alike in storage and compute, each device looks up the rows in its shard, and the results are added.
+Products and elementwise operations run like this. A look-up in a table (`look_up_sharded_columns`) also runs per
+device, but does not gather the table: each device looks up its shard of the columns for the rows that all devices need,
+and an all-to-all exchanges columns for rows. The gradient takes the same way back. If the rows of the table are sharded
+over other mesh axes, alike in storage and compute, each device looks up the rows in its shard, and the results are
+added.
 
-A parameter is recognised by its names: an operand with an axis that the storage mapping shards and the active mapping
+A parameter is recognized by its names: an operand with an axis that the parameter mapping shards and the active mapping
 does not, and without an axis that is sharded over the same mesh axis as the batch of another operand.
 """
 
@@ -28,13 +29,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from . import _kernels
-from ._context import Entry
-from ._mesh_axes import Axes, axes_in, fits, mapped_axes, mesh_axes, spec_of, storage_mapping
+from ._context import Entry, active_parameter_mapping
+from ._mesh_axes import Axes, axes_in, fits, mapped_axes, mesh_axes, spec_of
 from ._per_device import run_per_device, varying_over
 from .axis import Names
 
 
-def gathered(
+def run_gathering_parameters(
     fn: Callable[..., jax.Array], in_names: Sequence[Names], out_names: Names, *arrays: jax.Array, summed: Names = ()
 ) -> jax.Array | None:
     """Run an operation per device, gathering the parameters among its operands; return None if there are none.
@@ -44,11 +45,11 @@ def gathered(
             independently.
         summed: the axes that the operation sums over.
     """
-    storage, mesh = storage_mapping(), jax.sharding.get_abstract_mesh()
-    if not _applies(storage, mesh):
+    parameter_mapping, mesh = active_parameter_mapping(), jax.sharding.get_abstract_mesh()
+    if not _applies(parameter_mapping, mesh):
         return None
     compute = {n: mapped_axes(n) for names in in_names for n in names}
-    stored = [_stored(names, compute, storage) for names in in_names]
+    stored = [_stored(names, compute, parameter_mapping) for names in in_names]
     is_parameter = [_is_parameter(i, in_names, compute, stored) for i in range(len(in_names))]
     if not any(is_parameter):
         return None
@@ -74,7 +75,7 @@ def gathered(
     return run_per_device(per_device, arrays, specs, out_spec, mesh)
 
 
-def looked_up(
+def look_up_sharded_columns(
     fn: Callable[..., jax.Array],
     in_names: tuple[Names, Names],
     out_names: Names,
@@ -88,12 +89,12 @@ def looked_up(
         fn: the look-up, on shards of the table and the indices.
         indexed: the axis of the table that is indexed.
     """
-    storage, mesh = storage_mapping(), jax.sharding.get_abstract_mesh()
-    if not _applies(storage, mesh):
+    parameter_mapping, mesh = active_parameter_mapping(), jax.sharding.get_abstract_mesh()
+    if not _applies(parameter_mapping, mesh):
         return None
     names, index_names = in_names
     compute = {n: mapped_axes(n) for n in (*names, *index_names)}
-    stored = _stored(names, compute, storage)
+    stored = _stored(names, compute, parameter_mapping)
     columns = [n for n in names if stored[n] != compute[n]]
     if not _is_parameter(0, in_names, compute, [stored, {}]) or len(columns) != 1 or indexed in columns:
         return None
@@ -136,9 +137,9 @@ def looked_up(
     return run_per_device(per_device, (table, indices), specs, out_spec, mesh)
 
 
-def _applies(storage: Mapping[str, Entry], mesh: AbstractMesh) -> bool:
-    """Return whether there is a storage mapping, on a mesh without axes that are manual already."""
-    return bool(storage) and not mesh.empty and AxisType.Manual not in mesh.axis_types
+def _applies(parameter_mapping: Mapping[str, Entry], mesh: AbstractMesh) -> bool:
+    """Return whether there is a parameter mapping, on a mesh without axes that are manual already."""
+    return bool(parameter_mapping) and not mesh.empty and AxisType.Manual not in mesh.axis_types
 
 
 def _possible(
@@ -158,9 +159,9 @@ def _varying_alike(x: jax.Array, own: PartitionSpec, specs: Sequence[PartitionSp
     return varying_over(x, [a for a in mesh.axis_names if a in others])
 
 
-def _stored(names: Names, compute: Mapping[str, Axes], storage: Mapping[str, Entry]) -> dict[str, Axes]:
+def _stored(names: Names, compute: Mapping[str, Axes], parameter_mapping: Mapping[str, Entry]) -> dict[str, Axes]:
     """Return the storage sharding of the axes of an array, if it is a parameter."""
-    return {n: mesh_axes(storage[n]) if n in storage else compute[n] for n in names}
+    return {n: mesh_axes(parameter_mapping[n]) if n in parameter_mapping else compute[n] for n in names}
 
 
 def _is_parameter(

@@ -78,7 +78,7 @@ class Functions:
     """The functions of a transform, apart from the arrays that they hold."""
 
     def __init__(self, *functions: Callable[..., Any], own: FunctionCache | None = None):
-        """`own` is the cache for functions that cannot be recognised again. By default nothing is kept for them."""
+        """`own` is the cache for functions that cannot be recognized again. By default nothing is kept for them."""
         self._functions = functions  # the leaves of the spec are weak
         self._plain = all(type(f) in _PLAIN for f in functions)
         self.arrays: HeldArrays = []

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from . import _context, _errors
-from ._context import Entry
+from . import _errors
+from ._context import Entry, active_mapping
 
 Axes: TypeAlias = tuple[str, ...]
 """Some mesh axes, the major one first."""
@@ -107,17 +107,6 @@ def reshard(x: jax.Array, spec: Iterable[Entry], mesh: AnyMesh) -> jax.Array:
 
 
 # --- names ---
-
-
-def active_mapping() -> Mapping[str, Entry]:
-    """Return the active mapping; an empty one if there is none."""
-    return _context.active_mapping() or {}
-
-
-def storage_mapping() -> Mapping[str, Entry]:
-    """Return the active mapping for the storage of parameters; an empty one if it is not set."""
-    settings = _context.active_settings()
-    return {} if settings is None else settings.storage
 
 
 def entries_by_name(names: Iterable[str], mapping: Mapping[str, Entry] | None = None) -> tuple[Entry, ...]:

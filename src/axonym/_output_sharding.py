@@ -24,9 +24,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from . import _errors
-from ._context import Entry
+from ._context import Entry, active_mapping
 from ._mesh_axes import (
-    active_mapping,
     axes_of_type,
     entries_of,
     entry_of,

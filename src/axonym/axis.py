@@ -47,7 +47,6 @@ __all__ = [
     "intersect_axes",
     "is_axis_compatible",
     "make_axes",
-    "overlapping_axes",
     "rearrange_for_partial_order",
     "replace_axis",
     "resolve_axis",
@@ -157,7 +156,7 @@ def axes_of_spec(spec: AxisSpec, what: str = "This") -> tuple[Axis, ...]:
     found = selectors(spec, _errors.not_an_axis)
     unsized = [s for s in found if isinstance(s, str)]
     if unsized:
-        listed = ", ".join(repr(s) for s in unsized)
+        listed = _errors.quoted(unsized)
         raise ValueError(f"{what} needs axes with sizes, got only the name {listed}: pass Axis(name, size).")
     return found  # pyright: ignore[reportReturnType]  # no str is left
 
@@ -171,13 +170,14 @@ def name_of(selector: AxisSelector) -> str:
     raise TypeError(_errors.not_a_selector(selector))
 
 
+def names_without(names: Names, *removed: str) -> Names:
+    """Return the names without some."""
+    return tuple(n for n in names if n not in removed)
+
+
 def _like(original: Any, found: Sequence[AxisSelector]) -> Any:
     """Return `found` in the form of `original`: a mapping for a mapping, else a tuple."""
     return axis_spec_to_shape_dict(found) if isinstance(original, Mapping) else tuple(found)
-
-
-def _conflict(a: AxisSelector, b: AxisSelector) -> bool:
-    return isinstance(a, Axis) and isinstance(b, Axis) and a.name == b.name and a.size != b.size
 
 
 def _by_name(selection: AxisSelection) -> dict[str, AxisSelector]:
@@ -187,7 +187,7 @@ def _by_name(selection: AxisSelection) -> dict[str, AxisSelector]:
 def _check_sizes(what: str, first: Mapping[str, AxisSelector], second: Mapping[str, AxisSelector]) -> None:
     for name, a in first.items():
         b = second.get(name)
-        if b is not None and isinstance(a, Axis) and isinstance(b, Axis) and a.size != b.size:
+        if isinstance(a, Axis) and isinstance(b, Axis) and a.size != b.size:
             raise ValueError(_errors.size_mismatch(what, name, [("the first", a.size), ("the second", b.size)]))
 
 
@@ -267,15 +267,6 @@ def intersect_axes(ax1: AxisSelection, ax2: AxisSelection) -> Any:
     return _like(ax1, tuple(second[n] if isinstance(a, str) else a for n, a in first.items() if n in second))
 
 
-def overlapping_axes(ax1: AxisSelection, ax2: AxisSelection) -> Any:
-    """Return the axes in both, like `intersect_axes`.
-
-    >>> axn.axis.overlapping_axes(("batch", "pos"), ("pos", "embed"))
-    ('pos',)
-    """
-    return intersect_axes(ax1, ax2)
-
-
 def without_axes(axis_spec: AxisSelection, to_remove: AxisSelection, allow_mismatched_sizes: bool = False) -> Any:
     """Return the axes that are not in `to_remove`, which may have axes that are not there.
 
@@ -345,7 +336,7 @@ def selects_axis(selector: AxisSelection, selected: AxisSelection) -> bool:
     False
     """
     known = _by_name(selector)
-    return all(n in known and not _conflict(known[n], s) for n, s in _by_name(selected).items())
+    return all(n in known and (isinstance(s, str) or known[n] in (n, s)) for n, s in _by_name(selected).items())
 
 
 def is_axis_compatible(ax1: AxisSelector, ax2: AxisSelector) -> bool:
@@ -390,7 +381,7 @@ def rearrange_for_partial_order(
     _check_sizes("rearrange", known, _by_name([s for s in partial_order if not isinstance(s, EllipsisType)]))
     rest = [n for n in known if n not in named]
     if rest and ... not in partial_order:
-        listed, shown = ", ".join(repr(n) for n in rest), _errors.describe_selectors(axes)
+        listed, shown = _errors.quoted(rest), _errors.describe_selectors(axes)
         raise ValueError(f"rearrange: {listed} of {shown} are missing; name them, or add `...`.")
     order = [[] if isinstance(s, EllipsisType) else [name_of(s)] for s in partial_order]
     place = next((i for i, s in enumerate(partial_order) if s is ...), 0)

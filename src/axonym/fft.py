@@ -97,7 +97,7 @@ def _transform_kernel(
         full = [default if length is None else length for default, length in zip(natural, lengths, strict=True)]
         short = [n for n, length in zip(chosen, full, strict=True) if length < 1]
         if short:
-            listed = ", ".join(repr(n) for n in short)
+            listed = _errors.quoted(short)
             raise ValueError(
                 f"{what}: the result for {_errors.describe_axes(names, x.shape)} would have no elements on {listed}. "
                 "Ask for a length with Axis(name, size)."

@@ -349,6 +349,16 @@ def wrap_result(result: Any, names: Any) -> Any:
     return wrap(result, names)
 
 
+def raw(x: Any) -> Any:
+    """Return the raw array of a named array, and anything else as it is."""
+    return x.array if isinstance(x, NamedArray) else x
+
+
+def wrap_like(array: Any, x: Any) -> Any:
+    """Give an array the names of a named array; return it as it is if the other one has none."""
+    return wrap(array, x.names) if isinstance(x, NamedArray) else array
+
+
 def named(a: Any, axis: AxisSelection) -> NamedArray:
     """Name the axes of an array, of a (nested) list of numbers, or of a number.
 
@@ -380,7 +390,7 @@ def is_jax_array_like(x: Any) -> bool:
     >>> is_jax_array_like(np.ones(2)), is_jax_array_like(3.0)
     (True, False)
     """
-    array = x.array if isinstance(x, NamedArray) else x  # which can be a placeholder
+    array = raw(x)  # which can be a placeholder
     return hasattr(array, "shape") and hasattr(array, "dtype")
 
 

@@ -7,7 +7,7 @@
 dtype('float32')
 
 Only floating-point arrays are cast, named, raw and abstract ones. Integers, booleans, random keys and Python numbers do
-not change, nor does the state of quantised products (see `axonym.quantization.overwriting`).
+not change, nor does the state of quantized products (see `axonym.quantization.overwriting`).
 """
 
 from __future__ import annotations

@@ -97,15 +97,6 @@ class NamedRef:
         return {a.name: a.size for a in self.axes}
 
     @property
-    def named_shape(self) -> dict[str, int]:
-        """`shape` under the name some code knows.
-
-        >>> axn.new_ref(axn.zeros({"x": 3})).named_shape
-        {'x': 3}
-        """
-        return self.shape
-
-    @property
     def ndim(self) -> int:
         """Return the number of axes.
 

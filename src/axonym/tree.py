@@ -1,7 +1,7 @@
 """The functions of `jax.tree`, with named arrays as leaves.
 
 A named array is a tree with one leaf, its raw array. So everything that works on trees works on named arrays too:
-`jax.tree.map`, optimisers and `equinox.partition` apply their function to the raw array and keep the names. The
+`jax.tree.map`, optimizers and `equinox.partition` apply their function to the raw array and keep the names. The
 functions here are for code that needs the names: to them, a named array is a leaf. Their arguments are those of
 `jax.tree`; `is_leaf` says what else counts as a leaf.
 
@@ -145,11 +145,10 @@ class LayerStack(abc.ABC):
     A subclass defines `map_layers`, with which `scan_aware_map` applies a function to each layer.
 
     >>> import dataclasses, equinox as eqx
-    >>> from axonym.transforms.vmap import vmap
     >>> class Stack(eqx.Module, axn.tree.LayerStack):
     ...     weight: axn.NamedArray
     ...     def map_layers(self, fn, *others):
-    ...         mapped = vmap(fn, "layers")(self.weight, *(o.weight for o in others))
+    ...         mapped = axn.vmap(fn, "layers")(self.weight, *(o.weight for o in others))
     ...         return dataclasses.replace(self, weight=mapped)
     >>> stack = Stack(axn.ones({"layers": 3, "embed": 2}))
     >>> axn.tree.scan_aware_map(lambda w: w / w.sum(), stack).weight["layers", 0]

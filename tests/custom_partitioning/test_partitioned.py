@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import axonym as axn
 from axonym._mesh_axes import mesh_axes
 from axonym.custom_partitioning import PartitioningRule, partitioned
+from axonym.custom_partitioning.rule import inferred_shardings
 from axonym.manual import collectives
 from tests.custom_partitioning.operations import (
     Batch,
@@ -459,4 +460,4 @@ def test_what_is_wrong_with_a_sharding(said, message):
         ((batch, vocab, odd),), ((batch, k),), {"batch": 8, "vocab": 16, "odd": 6, "k": 4}, replicated={"k"}
     )
     with pytest.raises(ValueError, match=f"op, inferred sharding: .*{message}"):
-        rule.inferred("op", {"data": 4, "model": 2}, lambda *_: said, {}, [(None, None, None)])
+        inferred_shardings("op", rule, {"data": 4, "model": 2}, lambda *_: said, {}, [(None, None, None)])

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import axonym as axn
 from axonym.custom_partitioning import PartitioningRule, partitioned
+from axonym.custom_partitioning.rule import derived_shardings, for_shardy, local_shape, spec_of_term
 
 Batch, Vocab, K = axn.make_axes(batch=4, vocab=6, k=2)
 
@@ -118,7 +119,7 @@ def test_printed():
 
 def test_for_shardy():
     rule = PartitioningRule((term("a b"), ()), (term("a c"),), {"a": 2, "b": 3, "c": 4}, replicated={"c"})
-    shardy = rule.for_shardy()
+    shardy = for_shardy(rule)
     assert shardy.operand_mappings == (("f0", "f1"), ())
     assert shardy.result_mappings == (("f0", "f2"),)
     assert shardy.reduction_factors == ("f1",)
@@ -127,8 +128,8 @@ def test_for_shardy():
 
 def test_for_shardy_of_compound_axes():
     rule = PartitioningRule(((("a", "b"),),), ((("a",),),), {"a": 2, "b": 3})
-    assert rule.for_shardy().operand_mappings == ((("f0", "f1"),),)
-    assert rule.for_shardy().factor_sizes == {"f1": 3}
+    assert for_shardy(rule).operand_mappings == ((("f0", "f1"),),)
+    assert for_shardy(rule).factor_sizes == {"f1": 3}
 
 
 # --- how an operation is split ---
@@ -148,20 +149,20 @@ MESH = {"data": 4, "model": 2}
 )
 def test_splits(spec, shardings):
     rule = PartitioningRule((term("a b"),), (term("a"),), {"a": 8, "b": 6})
-    assert rule.shardings(MESH, [(rule.operands[0], spec)]) == shardings
+    assert derived_shardings(rule, MESH, [(rule.operands[0], spec)]) == shardings
 
 
 def test_what_must_be_whole_is_not_split():
     rule = PartitioningRule((term("a b"),), (term("a"),), {"a": 8, "b": 6}, replicated={"b"})
-    assert rule.shardings(MESH, [(rule.operands[0], ("data", "model"))]) == {"a": ("data",)}
+    assert derived_shardings(rule, MESH, [(rule.operands[0], ("data", "model"))]) == {"a": ("data",)}
 
 
 def test_a_mesh_axis_splits_one_factor_and_the_first_array_has_the_say():
     rule = PartitioningRule((term("a b"), term("b c")), (term("a c"),), {"a": 8, "b": 8, "c": 8})
     found = [(rule.operands[0], ("data", None)), (rule.operands[1], ("model", "data"))]
-    shardings = rule.shardings(MESH, found)
+    shardings = derived_shardings(rule, MESH, found)
     assert shardings == {"a": ("data",), "b": ("model",)}
-    assert [rule.spec(t, shardings) for t in (*rule.operands, *rule.results)] == [
+    assert [spec_of_term(t, shardings) for t in (*rule.operands, *rule.results)] == [
         P("data", "model"),
         P("model", None),
         P("data", None),
@@ -171,14 +172,14 @@ def test_a_mesh_axis_splits_one_factor_and_the_first_array_has_the_say():
 def test_a_minor_factor_is_split_when_the_major_one_is_used_up():
     both = (("a", "b"),)
     rule = PartitioningRule((both,), (both,), {"a": 4, "b": 6})
-    assert rule.shardings(MESH, [(both, (("data", "model"),))]) == {"a": ("data",), "b": ("model",)}
-    assert rule.shardings({"data": 2, "model": 2}, [(both, (("data", "model"),))]) == {"a": ("data", "model")}
-    assert rule.shardings({"data": 2, "model": 3}, [(both, (("data", "model"),))]) == {"a": ("data",)}
+    assert derived_shardings(rule, MESH, [(both, (("data", "model"),))]) == {"a": ("data",), "b": ("model",)}
+    assert derived_shardings(rule, {"data": 2, "model": 2}, [(both, (("data", "model"),))]) == {"a": ("data", "model")}
+    assert derived_shardings(rule, {"data": 2, "model": 3}, [(both, (("data", "model"),))]) == {"a": ("data",)}
 
 
 def test_a_minor_factor_is_not_split_elsewhere_if_that_leaves_holes():
     rule = PartitioningRule((term("b"), (("a", "b"),)), (term("b"),), {"a": 4, "b": 6})
-    assert rule.shardings(MESH, [(rule.operands[0], ("model",))]) == {}
+    assert derived_shardings(rule, MESH, [(rule.operands[0], ("model",))]) == {}
 
 
 # --- properties ---
@@ -226,11 +227,11 @@ def test_splits_can_be_carried_out(shape, data):
     replicated = data.draw(st.sets(st.sampled_from(shape)))
     own = tuple((n,) for n in shape)
     rule = PartitioningRule((own,), (own,), {n: SIZES[n] for n in shape}, replicated=replicated)
-    shardings = rule.shardings(MESH, [(own, drawn)])
+    shardings = derived_shardings(rule, MESH, [(own, drawn)])
     used = list(itertools.chain.from_iterable(shardings.values()))
     assert len(used) == len(set(used))
     assert not replicated & shardings.keys()
-    local = rule.local_shape(own, shardings, MESH)
+    local = local_shape(rule, own, shardings, MESH)
     for name, size in zip(shape, local, strict=True):
         assert size * int(np.prod([MESH[a] for a in shardings.get(name, ())])) == SIZES[name]
 

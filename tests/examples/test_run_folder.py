@@ -58,7 +58,7 @@ def test_one_process_at_a_time(tmp_path: Path, text: Path, capsys: pytest.Captur
         ("[" * 1000, 1000, True),
     ],
 )
-def test_stale_locks_are_recognised(content: Any, age: float, stale: bool, tmp_path: Path) -> None:
+def test_stale_locks_are_recognized(content: Any, age: float, stale: bool, tmp_path: Path) -> None:
     path = tmp_path / lock.NAME
     content = holder(**content) if isinstance(content, dict) else content  # here, so that test names are the same
     path.write_text(content)

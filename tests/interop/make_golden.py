@@ -80,12 +80,12 @@ MODELS = {"gpt2": gpt2, "llama": llama, "llama3": llama3}
 
 def results(model: PreTrainedModel) -> dict[str, Any]:
     """All that goes into the file of a model, with the weights drawn anew."""
-    # As they are initialised, models say about the same of every token, biases are zero and scales one: a test would
+    # As they are initialized, models say about the same of every token, biases are zero and scales one: a test would
     # miss what is mixed up. So all weights are drawn, large enough that attention prefers some positions to others.
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
-        centre = 1.0 if "norm" in name or "ln_" in name else 0.0
-        weight.data = centre + 0.3 * torch.randn(weight.shape, generator=generator)
+        center = 1.0 if "norm" in name or "ln_" in name else 0.0
+        weight.data = center + 0.3 * torch.randn(weight.shape, generator=generator)
     tokens = torch.randint(VOCAB, (BATCH, LENGTH), generator=generator)
 
     logits = model(tokens).logits

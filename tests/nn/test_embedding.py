@@ -88,7 +88,7 @@ def test_embed_and_unembed(mesh: Mesh) -> None:
     np.testing.assert_allclose(gradient.weight.array, raw, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.usefixtures("optimised")
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32])
 def test_tables_split_both_ways(dtype: type, mesh: Mesh) -> None:
     """Each device finds the rows that it has, with its columns; tokens and what was found are all that is sent."""

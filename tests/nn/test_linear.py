@@ -87,7 +87,7 @@ def test_how_the_weights_start() -> None:
     assert output.bias is None
 
 
-def test_parametrisations() -> None:
+def test_parametrizations() -> None:
     x = _input(Batch, Embed)
     for kind, output in ((InputLinearMup, 1), (HiddenLinearMup, 1), (OutputLinearMup, 1 / 8)):
         layer = _layer(Embed, Mlp, reparam_cls=kind)
@@ -164,7 +164,7 @@ def test_placements(mesh: Mesh) -> None:
             assert spec(found[0]) == spec(found[1]) == ("data", "model")
 
 
-@pytest.mark.usefixtures("optimised")
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("out_first", [True, False])
 def test_the_program_is_that_of_the_positional_form(out_first: bool) -> None:
     layer, x = _layer(Embed, Mlp, out_first=out_first), _input(Batch, Embed)

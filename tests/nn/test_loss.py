@@ -90,7 +90,7 @@ def test_low_precision_is_left_and_comes_back() -> None:
     np.testing.assert_array_equal(loss.array, expected.astype(jnp.bfloat16))
 
 
-@pytest.mark.usefixtures("optimised")
+@pytest.mark.usefixtures("optimized")
 def test_split_labels_are_not_gathered(mesh: Mesh) -> None:
     """Only numbers without labels are exchanged, in the gradient too."""
     right = (LABELS[:, None] == np.arange(6)[None, :, None]).astype(np.float32)

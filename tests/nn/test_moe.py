@@ -146,7 +146,7 @@ def test_split_by_the_mapping(how: str, auto_mesh: Mesh) -> None:
 
 
 def test_rows_split_over_what_splits_the_experts_first(explicit_mesh: Mesh) -> None:
-    """Parts of the rows that are gathered would not be neighbours; still, the result is right and lies as they do."""
+    """Parts of the rows that are gathered would not be neighbors; still, the result is right and lies as they do."""
     layer = make()
     with jax.set_mesh(explicit_mesh):
         placed = eqx.tree_at(lambda m: m.weight, layer, axn.shard(layer.weight, {"experts": "data"}))

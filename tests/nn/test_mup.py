@@ -1,4 +1,4 @@
-"""Parametrisations: the scales, and that with them a model learns alike at any width."""
+"""Parametrizations: the scales, and that with them a model learns alike at any width."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions along axes, and the layers that normalise."""
+"""Functions along axes, and the layers that normalize."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_several_axes_and_no_parameters() -> None:
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("kind", [LayerNorm, RmsNorm])
 def test_half_precision(kind: type[LayerNorm] | type[RmsNorm], dtype: Any) -> None:
-    """What is normalised in float32 goes back before it is scaled. The squares of large numbers are not in float16."""
+    """What is normalized in float32 goes back before it is scaled. The squares of large numbers are not in float16."""
     half = (X * 1000).astype(dtype)
     layer = kind.init(Embed, use_weight=False, use_bias=False)
     exact = np.asarray(half.array, np.float32)

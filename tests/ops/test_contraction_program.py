@@ -1,6 +1,6 @@
 """What named contractions and look-ups compile to: the program of the same thing written by hand, no more.
 
-Programs are compared by how often each kind of instruction stands in them after optimisation. On a mesh, what counts
+Programs are compared by how often each kind of instruction stands in them after optimization. On a mesh, what counts
 besides is which collectives there are and where the results lie.
 """
 
@@ -26,7 +26,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
 
 
 def instructions(fn: Callable[..., Any], *arguments: Any) -> dict[str, int]:
-    """How often each kind of instruction stands in the optimised program of a call."""
+    """How often each kind of instruction stands in the optimized program of a call."""
     return collections.Counter(INSTRUCTION.findall(jax.jit(fn).lower(*arguments).compile().as_text() or ""))
 
 

@@ -48,7 +48,7 @@ def gathers_are_right() -> None:
 
 @contextmanager
 def full_disk(at: int, after: int = 0) -> Iterator[None]:
-    """In one process, synchronising a file fails, as it does on a full disk."""
+    """In one process, synchronizing a file fails, as it does on a full disk."""
 
     def fsync(file: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -86,17 +86,17 @@ def test_history() -> None:
 
 def test_step_with_overwrites() -> None:
     """Weights get updates, state gets new values, and a model without bias or state goes through as well."""
-    model = {"quantised": LAYER, "plain": dataclasses.replace(PLAIN, bias=None), "count": 3}
-    gradient = {"quantised": jax.grad(loss)(LAYER, X), "plain": jax.grad(loss)(model["plain"], X), "count": None}
+    model = {"quantized": LAYER, "plain": dataclasses.replace(PLAIN, bias=None), "count": 3}
+    gradient = {"quantized": jax.grad(loss)(LAYER, X), "plain": jax.grad(loss)(model["plain"], X), "count": None}
     overwrites, others = partition_for_grad_overwrite(gradient)
-    assert others["quantised"].dot_general is None and overwrites["plain"].weight.array is None
+    assert others["quantized"].dot_general is None and overwrites["plain"].weight.array is None
     updates = jax.tree.map(lambda g: -0.5 * g, others)
     new = apply_updates(model, updates, overwrites)
-    expected = PLAIN.weight - 0.5 * gradient["quantised"].weight
-    assert_named(new["quantised"].weight, expected, rtol=1e-6)
+    expected = PLAIN.weight - 0.5 * gradient["quantized"].weight
+    assert_named(new["quantized"].weight, expected, rtol=1e-6)
     assert_named(new["plain"].weight, PLAIN.weight - 0.5 * gradient["plain"].weight, rtol=1e-6)
     assert new["plain"].bias is None and new["count"] == 3
-    state = new["quantised"].dot_general
+    state = new["quantized"].dot_general
     assert isinstance(state, Fp8DotGeneralOp)
     np.testing.assert_allclose(state.input_amax_history, [np.abs(X.array).max(), 0, 0])
     half = apply_updates({"w": jnp.ones(2, jnp.bfloat16)}, {"w": jnp.ones(2)}, {"w": None})

@@ -1,4 +1,4 @@
-"""Which layers of a model are quantised."""
+"""Which layers of a model are quantized."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ KEY = jax.random.key(0)
 )
 def test_targets(targets: Any, expected: str) -> None:
     model = MLP.init(Embed, Mlp, 8, 2, key=KEY)
-    quantised = quantize_linear_layers(model, QuantizationConfig(targets, int8=True))
-    found = [str(i) for i, layer in enumerate(quantised.layers) if isinstance(layer.dot_general, Int8DotGeneralOp)]
+    quantized = quantize_linear_layers(model, QuantizationConfig(targets, int8=True))
+    found = [str(i) for i, layer in enumerate(quantized.layers) if isinstance(layer.dot_general, Int8DotGeneralOp)]
     assert " ".join(found) == expected
-    for new, old in zip(quantised.layers, model.layers, strict=True):
+    for new, old in zip(quantized.layers, model.layers, strict=True):
         assert new.weight is old.weight
 
 
@@ -71,7 +71,7 @@ def test_stacked_layers_have_a_state_each() -> None:
 
 
 def test_default_operation() -> None:
-    """What is not quantised; a configuration that asks for nothing changes nothing."""
+    """What is not quantized; a configuration that asks for nothing changes nothing."""
     layer = Linear.init(Embed, Mlp, key=KEY)
     assert quantize_linear_layers(layer, QuantizationConfig(targets="nowhere")) is layer
     default = Linear.init(Embed, Mlp, key=KEY, dot_general=DotGeneralOp.default())
@@ -87,9 +87,9 @@ def test_default_operation() -> None:
 def test_abstract_models() -> None:
     """Shapes and dtypes are enough."""
     shapes: Any = eqx.filter_eval_shape(lambda key: Linear.init(Embed, Mlp, key=key), KEY)
-    quantised = quantize_linear_layers(shapes, QuantizationConfig(fp8=True))
-    assert isinstance(quantised.dot_general, Fp8DotGeneralOp)
-    assert quantised.weight is shapes.weight
+    quantized = quantize_linear_layers(shapes, QuantizationConfig(fp8=True))
+    assert isinstance(quantized.dot_general, Fp8DotGeneralOp)
+    assert quantized.weight is shapes.weight
 
 
 def test_refusals() -> None:

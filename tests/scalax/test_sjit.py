@@ -249,7 +249,7 @@ def test_a_rule_is_the_same_as_itself(mesh):
                     f(jnp.ones(8))
 
 
-def test_a_misspelt_annotation(mesh):
+def test_a_misspelled_annotation(mesh):
     with axn.set_mesh(mesh), sharding_annotations({"hiddn": P("data")}):
         with pytest.warns(UserWarning, match="no annotation 'hidden' is active. Did you mean 'hiddn'"):
             hidden(jnp.ones(8))

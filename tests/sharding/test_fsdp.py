@@ -55,7 +55,7 @@ def expected(params) -> Any:
     return jax.jit(step)(params, *batch())
 
 
-@pytest.mark.usefixtures("expected", "optimised")
+@pytest.mark.usefixtures("expected", "optimized")
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_gives_the_result_of_one_device_and_moves_little(params, expected, layout: str, explicit: bool) -> None:
@@ -150,7 +150,7 @@ def test_where_parameters_rest_is_known_in_compiled_parts(auto_mesh) -> None:
             assert len(re.findall(r" reduce-scatter\(", str(compiled.compile().as_text()))) == 1
 
 
-def test_a_misspelt_mapping_is_seen(mesh) -> None:
+def test_a_misspelled_mapping_is_seen(mesh) -> None:
     w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
     with jax.set_mesh(mesh):
         with pytest.warns(UserWarning, match="'hidden' of its mapping names no axis of the arguments or results"):
@@ -187,17 +187,17 @@ def test_forms_of_the_call() -> None:
         axn.fsdp(fn, {}, {}, compute_mapping={})
 
 
-def test_the_optimiser_state_lies_with_the_parameters(mesh) -> None:
-    params, optimiser = models.name_params(models.make_params(1)), optax.adam(1e-2)
+def test_the_optimizer_state_lies_with_the_parameters(mesh) -> None:
+    params, optimizer = models.name_params(models.make_params(1)), optax.adam(1e-2)
 
     def train(p, state, tokens, targets):
         loss, grads = jax.value_and_grad(models.named_loss)(p, tokens, targets)
-        updates, state = optimiser.update(grads, state, p)
+        updates, state = optimizer.update(grads, state, p)
         return optax.apply_updates(p, updates), state, loss
 
     sharded = axn.fsdp(train, {"embed": "data"}, {"batch": "data"}, donate_args=(True, True))
     state: Any
-    p, state = params, optimiser.init(params)
+    p, state = params, optimizer.init(params)
     p = jax.tree.map(jnp.copy, p)
     losses = []
     with jax.set_mesh(mesh):
@@ -208,14 +208,14 @@ def test_the_optimiser_state_lies_with_the_parameters(mesh) -> None:
         moments = state[0]
         assert spec(moments.mu["layers"][0]["up"]) == spec(p["layers"][0]["up"]) == ("data", None)
         assert spec(moments.nu["embed"]) == (None, "data")
-    single, state = params, optimiser.init(params)
+    single, state = params, optimizer.init(params)
     for i in range(3):
         single, state, loss = jax.jit(train)(single, state, *batch(i))
         np.testing.assert_allclose(losses[i], float(loss), rtol=1e-4)
 
 
-@pytest.mark.usefixtures("optimised")
-def test_gathering_inside_a_scan_and_under_rematerialisation(mesh) -> None:
+@pytest.mark.usefixtures("optimized")
+def test_gathering_inside_a_scan_and_under_rematerialization(mesh) -> None:
     w = axn.ones(axn.make_axes(layer=3, embed=8, mlp=8)) * 0.1
     x = axn.ones(axn.make_axes(batch=8, embed=8))
 

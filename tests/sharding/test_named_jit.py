@@ -173,7 +173,7 @@ def test_methods_and_classes(x, mesh) -> None:
     assert spec(built.weight) == ("data", None)
 
 
-def test_a_model_is_initialised_split(mesh) -> None:
+def test_a_model_is_initialized_split(mesh) -> None:
     size = 512
     init = axn.named_jit(Model.init, {"embed": ("data", "model")})
     with jax.set_mesh(mesh):

@@ -111,7 +111,7 @@ def test_a_mapping_inside_fsdp_leaves_parameters_where_they_rest(merge):
         axn.fsdp(step, {"embed": "data"}, {"batch": "data"})(
             axn.ones({"embed": 8, "mlp": 2}), axn.ones({"batch": 8, "embed": 8})
         )
-    assert seen[0] is not None and dict(seen[0].storage) == {"embed": "data"}
+    assert seen[0] is not None and dict(seen[0].parameter_mapping) == {"embed": "data"}
 
 
 def test_fsdp_with_a_parameter_mapping_that_extends_the_compute_mapping(mesh):
@@ -180,13 +180,13 @@ def test_errors_name_the_parameter(mesh):
             one_each(odd, odd, odd, label=0)
 
 
-def test_a_misspelt_mapping_warns_once(mesh):
+def test_a_misspelled_mapping_warns_once(mesh):
     x = axn.ones({"batch": 8, "embed": 8})
-    misspelt = axn.named_jit(lambda a: a * 2, {"embd": "data"})
+    misspelled = axn.named_jit(lambda a: a * 2, {"embd": "data"})
     with axn.set_mesh(mesh):
         with pytest.warns(UserWarning, match="'embd' of its mapping names no axis .* Did you mean 'embed'"):
-            misspelt(x)
-        misspelt(x)
+            misspelled(x)
+        misspelled(x)
         axn.named_jit(lambda a: a * 2, {"hidden": "data"})(x)  # it may exist inside only
 
 

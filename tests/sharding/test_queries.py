@@ -102,8 +102,8 @@ def test_lint_sees_what_shard_would_refuse_or_leave_whole(auto_mesh) -> None:
     narrow = axn.make_mesh({"data": 8, "model": 1})
     whole = axn.lint_mapping(axn.zeros({"vocab": 1024, "embed": 1024}), {"vocab": "model"}, narrow)
     assert [f.kind for f in whole] == ["replicated"]
-    misspelt = axn.lint_mapping(axn.zeros({"vocab": 8}), {"vocb": "modl"}, auto_mesh)
-    assert [f.kind for f in misspelt] == ["unused", "problem"] and "Did you mean 'model'" in str(misspelt)
+    misspelled = axn.lint_mapping(axn.zeros({"vocab": 8}), {"vocb": "modl"}, auto_mesh)
+    assert [f.kind for f in misspelled] == ["unused", "problem"] and "Did you mean 'model'" in str(misspelled)
 
 
 def test_lint_of_rules_and_other_placements(auto_mesh) -> None:

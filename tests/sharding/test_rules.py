@@ -415,9 +415,9 @@ def test_shardings_have_devices(mesh):
 
 def test_mappings_in_rules_keep_their_guards(mesh):
     tree = {"w": axn.ones({"embed": 8}), "b": jnp.ones(8)}
-    misspelt = TreePathShardingRule(("w", {"embd": "model"}), ("b", P()))
+    misspelled = TreePathShardingRule(("w", {"embd": "model"}), ("b", P()))
     with pytest.warns(UserWarning, match=r"'embd' of the mapping .* Did you mean 'embed'"):
-        shardings(misspelt, tree, mesh)
+        shardings(misspelled, tree, mesh)
     with pytest.raises(ValueError, match=r"b \(8,\): it has no named axes"):
         shardings(TreePathShardingRule((".*", {"embed": "model"})), tree, mesh)
     rule = {"batch": "data"} | FSDPShardingRule("data", min_fsdp_size=1)

@@ -136,7 +136,7 @@ class Layer(eqx.Module):
         return Layer(axn.ones(axn.make_axes(embed=4, mlp=8)), jnp.ones(3), jnp.tanh, 2, jnp.ones((8, 4)))
 
 
-def test_models_and_optimiser_states(mesh) -> None:
+def test_models_and_optimizer_states(mesh) -> None:
     mapping = {"embed": "model", "vocab": "data"}
     model = {"layers": [Layer.init(), Layer.init()], "numpy": axn.named(np.ones((4,), np.float32), "embed")}
     arrays = eqx.filter(model, eqx.is_array)

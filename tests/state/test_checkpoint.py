@@ -25,11 +25,11 @@ A, B = axn.make_axes(a=8, b=4)
 
 
 def state() -> dict[str, Any]:
-    """What a training run has: parameters, raw arrays, an optimiser's state, a random key and numbers."""
+    """What a training run has: parameters, raw arrays, an optimizer's state, a random key and numbers."""
     model = {"w": axn.arange(axn.Axis("x", 32)).unflatten_axis("x", (A, B)) * 1.0, "raw": jnp.arange(6)}
-    optimiser = optax.adam(1e-3).init({"w": model["w"]})
+    optimizer = optax.adam(1e-3).init({"w": model["w"]})
     rest = {"key": jax.random.key(7), "step": 3, "rate": 0.5, "done": False, "z": 1 + 2j, "function": jnp.tanh}
-    return {"model": model, "optimiser": optimiser, **rest}
+    return {"model": model, "optimizer": optimizer, **rest}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_onto_another_mesh(saved: Path, mesh: Mesh) -> None:
     found = restore_checkpoint(saved, eqx.filter_eval_shape(state), {"b": "model"}, mesh=other)
     assert_same_tree({**found, "key": 0}, {**state(), "key": 0})
     assert found["key"] == state()["key"] and found["key"].dtype == state()["key"].dtype
-    for x in (found["model"]["w"], found["optimiser"][0].mu["w"]):
+    for x in (found["model"]["w"], found["optimizer"][0].mu["w"]):
         assert x.array.sharding == NamedSharding(other, P(None, "model"))
 
 
@@ -68,9 +68,9 @@ def test_a_step_can_take_what_was_restored(saved: Path, mesh: Mesh) -> None:
     for found in restored:
         arrays = [x for x in jax.tree.leaves(found) if isinstance(x, jax.Array)]
         assert all(x.sharding.device_set == set(mesh.devices.flat) for x in arrays)
-        assert found["optimiser"][0].count.sharding.is_fully_replicated
+        assert found["optimizer"][0].count.sharding.is_fully_replicated
         with jax.set_mesh(mesh):
-            result = eqx.filter_jit(lambda s: s["model"]["w"] + s["optimiser"][0].count)(found)
+            result = eqx.filter_jit(lambda s: s["model"]["w"] + s["optimizer"][0].count)(found)
         np.testing.assert_array_equal(result.array, np.asarray(state()["model"]["w"].array))
     assert len(restore_checkpoint(saved, template)["key"].devices()) == 1
 
@@ -85,7 +85,7 @@ def test_axes_in_another_order(saved: Path, mesh: Mesh) -> None:
 
 def test_a_part_of_it(saved: Path) -> None:
     template = {"model": {"w": state()["model"]["w"] * 0}}
-    with pytest.raises(ValueError, match=r"'optimiser\.0\.count' is in the checkpoint, but not in the tree"):
+    with pytest.raises(ValueError, match=r"'optimizer\.0\.count' is in the checkpoint, but not in the tree"):
         restore_checkpoint(saved, template)
     w = restore_checkpoint(saved, template, strict=False)["model"]["w"]
     np.testing.assert_array_equal(w.array, np.arange(32.0).reshape(8, 4))

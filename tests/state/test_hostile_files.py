@@ -298,7 +298,7 @@ def test_what_a_file_could_not_give_back_is_not_written(tmp_path: Path, monkeypa
     wrong: dict[Any, Any] = {"a\ud800": x, 3: x}
     with pytest.raises(TypeError, match=r"are text in safetensors, and 'a\\ud800', 3, 7 is not"):
         save_state_dict(wrong, tmp_path / "a.safetensors", metadata={"a": 7})  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr("axonym.state.files.MAX_HEADER", 1000)
+    monkeypatch.setattr("axonym.state.safetensors.MAX_HEADER", 1000)
     with pytest.raises(ValueError, match="more than the 1,000 that the format allows"):
         save_state_dict({"w": x}, tmp_path / "a.safetensors", metadata={"a": "a" * 1000})
     assert not any(tmp_path.iterdir())

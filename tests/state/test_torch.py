@@ -100,7 +100,7 @@ def test_flattened_modules_are_modules() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_weights_are_what_inputs_are_multiplied_with(dtype: Any) -> None:
-    """PyTorch knows no parametrisations, so that of the layer is in its weight."""
+    """PyTorch knows no parametrizations, so that of the layer is in its weight."""
 
     def init() -> nn.Stacked[nn.Linear]:
         make = nn.Stacked.init(Layers, nn.Linear)

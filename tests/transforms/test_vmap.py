@@ -340,7 +340,7 @@ def test_the_mapping_is_not_baked_in(auto_mesh: Mesh) -> None:
                 assert spec(mapped(X)) == (batch, None, None)
 
 
-def test_shard_map_inside_gathers_nothing(auto_mesh: Mesh, optimised: None) -> None:
+def test_shard_map_inside_gathers_nothing(auto_mesh: Mesh, optimized: None) -> None:
     def fn(x: axn.NamedArray) -> axn.NamedArray:
         total = jax.shard_map(lambda v: jax.lax.psum(v, "model"), in_specs=P(None, "model"), out_specs=P())
         return axn.named(total(x.array), ("pos", axn.Axis("half", 4)))
@@ -413,7 +413,7 @@ def test_two_axes_on_one_mesh_axis(mesh: Mesh) -> None:
 # --- the program ---
 
 
-def test_adds_nothing_to_the_program(optimised: None) -> None:
+def test_adds_nothing_to_the_program(optimized: None) -> None:
     def instructions(fn: Callable[..., Any], *args: Any) -> list[str]:
         return sorted(INSTRUCTION.findall(jax.jit(fn).lower(*args).compile().as_text() or ""))
 

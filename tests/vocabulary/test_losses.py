@@ -88,7 +88,7 @@ def test_no_mapping_is_needed(mesh):
     assert gradient.array.sharding.is_equivalent_to(x.array.sharding, 2)
 
 
-@pytest.mark.usefixtures("optimised")
+@pytest.mark.usefixtures("optimized")
 def test_logits_do_not_move(mesh):
     # the largest logit, the sum of exponentials, and the logit of the target
     numbers = {"all-reduce": 3 * 4 * 8}

@@ -32,7 +32,19 @@ from .._mesh_axes import axes_in, axes_of_type, restricted
 from .._per_device import run_per_device
 from ..manual._axis_environment import activate
 from ..sharding.meshes import AnyMesh
-from .rule import REPLICATED, Infer, PartitioningRule, Shardings
+from .rule import (
+    REPLICATED,
+    Infer,
+    PartitioningRule,
+    Shardings,
+    batched_rule,
+    derived_shardings,
+    environment_of,
+    for_shardy,
+    inferred_shardings,
+    local_shape,
+    spec_of_term,
+)
 
 Arrays = tuple[Any, ...]
 
@@ -52,13 +64,13 @@ class Operation:
 
     def call_unsharded(self, *arrays: Any) -> Arrays:
         """Run the operation where nothing is sharded, or where all arrays are shards already."""
-        with activate(self.rule.environment(REPLICATED, {})):
+        with activate(environment_of(self.rule, REPLICATED, {})):
             return self.unsharded(*arrays)
 
     def make_per_shard(self, mesh: AnyMesh, shardings: Shardings, checked: bool = False) -> Callable[..., Arrays]:
         """Make the function for one device of a mesh."""
-        shapes = [self.rule.local_shape(term, shardings, mesh.shape) for term in self.rule.results]
-        environment = self.rule.environment(shardings, mesh.shape, checked)
+        shapes = [local_shape(self.rule, term, shardings, mesh.shape) for term in self.rule.results]
+        environment = environment_of(self.rule, shardings, mesh.shape, checked)
 
         def per_shard(*arrays: Any) -> Arrays:
             with activate(environment):
@@ -92,7 +104,7 @@ class Operation:
             taken = axes_in(said.values())
             return {name: tuple([a for a in derived.get(name, ()) if a not in taken]), **said}
 
-        rule = self.rule.batched(name, size, batched)
+        rule = batched_rule(self.rule, name, size, batched)
         return Operation(self.what, rule, unsharded, per_shard, None if infer is None else infer_rest)
 
 
@@ -107,13 +119,14 @@ def by_partitioner(operation: Operation, known: AnyMesh | None, *arrays: Any) ->
         # Where operands disagree, the largest keeps its sharding.
         order = sorted(range(len(operands)), key=lambda i: -operands[i].size)
         terms = (*rule.operands, *rule.results)
-        shardings = rule.shardings(
+        shardings = derived_shardings(
+            rule,
             mesh.shape,
             [(terms[i], _entries(everything[i], mesh)) for i in (*order, *range(len(order), len(terms)))],
         )
         of_operands = [_entries(x, mesh) for x in operands]
-        shardings = rule.inferred(operation.what, mesh.shape, operation.infer, shardings, of_operands)
-        placed = [NamedSharding(mesh, rule.spec(term, shardings)) for term in terms]
+        shardings = inferred_shardings(operation.what, rule, mesh.shape, operation.infer, shardings, of_operands)
+        placed = [NamedSharding(mesh, spec_of_term(term, shardings)) for term in terms]
         here = all_manual(mesh)
         per_shard = operation.make_per_shard(here, shardings)
 
@@ -126,7 +139,7 @@ def by_partitioner(operation: Operation, known: AnyMesh | None, *arrays: Any) ->
     # Inside a jit of its own, the function can use arrays that are not its arguments.
     unsharded = jax.jit(operation.call_unsharded)
     partitioned = custom_partitioning(lambda *xs: unsharded(*xs))
-    partitioned.def_partition(partition=partition, sharding_rule=rule.for_shardy())
+    partitioned.def_partition(partition=partition, sharding_rule=for_shardy(rule))
     mappable = jax.custom_batching.custom_vmap(lambda *xs: partitioned(*xs))
 
     @mappable.def_vmap
@@ -144,8 +157,8 @@ def per_device(operation: Operation, mesh: AnyMesh, shardings: Shardings, *array
         run_per_device(
             operation.make_per_shard(mesh, shardings, checked),
             arrays,
-            [rule.spec(term, shardings) for term in rule.operands],
-            tuple(rule.spec(term, shardings) for term in rule.results),
+            [spec_of_term(term, shardings) for term in rule.operands],
+            tuple(spec_of_term(term, shardings) for term in rule.results),
             mesh,
             check_vma=checked,
         )

@@ -49,34 +49,19 @@ class Terms:
 def by_names(what: str, operands: Sequence[Described], results: Sequence[Described]) -> Terms:
     """Return the terms by the names of axes alone; an axis without a name is a factor of its own."""
     terms = Terms(what, {})
-    for i, x in enumerate(operands):
-        term = []
-        for position, size in enumerate(x.shape):
-            if x.names is None:
-                term.append(_unnamed(terms, f"operand{i}", position, size))
-            else:
-                terms.record(x.names[position], size, f"operand {i} {x}")
-                term.append((x.names[position],))
-        terms.operands.append(tuple(term))
-    for i, x in enumerate(results):
-        term = []
-        for position, size in enumerate(x.shape):
-            if x.names is None:
-                term.append(_unnamed(terms, f"result{i}", position, size))
-                continue
-            name = x.names[position]
-            # An axis that was resized is sharded independently.
-            while terms.sizes.setdefault(name, size) != size:
-                name += "'"
-            term.append((name,))
-        terms.results.append(tuple(term))
+    for kind, arrays, into in (("operand", operands, terms.operands), ("result", results, terms.results)):
+        for i, x in enumerate(arrays):
+            term = []
+            for position, size in enumerate(x.shape):
+                name = f"{kind}{i}_{position}" if x.names is None else x.names[position]
+                if kind == "operand":
+                    terms.record(name, size, f"operand {i} {x}")
+                # An axis that was resized is sharded independently.
+                while terms.sizes.setdefault(name, size) != size:
+                    name += "'"
+                term.append((name,))
+            into.append(tuple(term))
     return terms
-
-
-def _unnamed(terms: Terms, array: str, position: int, size: int) -> Dimension:
-    factor = f"{array}_{position}"
-    terms.record(factor, size, array)
-    return (factor,)
 
 
 def parse(what: str, text: str, sizes: Mapping[str, int]) -> _parsing.Expression:
@@ -88,7 +73,7 @@ def parse(what: str, text: str, sizes: Mapping[str, int]) -> _parsing.Expression
     known = words(expression)
     for name, size in sizes.items():
         if name not in known:
-            listed = ", ".join(map(repr, known)) or "none"
+            listed = _errors.quoted(known) or "none"
             raise TypeError(f"{what}: {name!r} is not among the axes of the rule, {listed}."
                             + _errors.suggestion(name, known))  # fmt: skip
         if not isinstance(size, int):
@@ -109,39 +94,29 @@ def by_string(
 ) -> Terms:
     """Return the terms that the string of a rule gives these operands and results."""
     what = expression.what
-    for kind, side, arrays in (("operand", expression.lhs, operands), ("result", expression.rhs, results)):
+    terms = Terms(what, dict(sizes))
+    sides = (("operand", expression.lhs, operands, terms.operands), ("result", expression.rhs, results, terms.results))
+    for kind, side, arrays, _ in sides:
         if len(side) != len(arrays):
-            where = _Span(side[0].start, max(side[-1].stop, side[0].start + 1))
+            where = _parsing.Place(side[0].start, max(side[-1].stop, side[0].start + 1))
             verb = "the call has" if kind == "operand" else "the function returns"
             expression.fail(where, f"{len(side)} {kind}{'s' * (len(side) != 1)} here, but {verb} {len(arrays)}.")
-    terms = Terms(what, dict(sizes))
-    both = [
-        *(
-            (f"operand {i}", t, x, terms.operands)
-            for i, (t, x) in enumerate(zip(expression.lhs, operands, strict=True))
-        ),
-        *((f"result {i}", t, x, terms.results) for i, (t, x) in enumerate(zip(expression.rhs, results, strict=True))),
-    ]
     groups: list[tuple[_parsing.Group, int]] = []
-    for place, term, x, into in both:
-        bound = (_bound_by_position if x.names is None else _bound_by_name)(expression, term, x, place)
-        for (element, dimension), size in zip(bound, x.shape, strict=True):
-            if isinstance(element, _parsing.Group):
-                groups.append((element, size))
-                if element.name is not None:
-                    _name_group(expression, terms, element, dimension)
-            else:
-                terms.record(dimension[0], size, f"{place} {x}")
-        into.append(tuple(dimension for _, dimension in bound))
+    for kind, side, arrays, into in sides:
+        for i, (term, x) in enumerate(zip(side, arrays, strict=True)):
+            place = f"{kind} {i}"
+            bound = (_bound_by_position if x.names is None else _bound_by_name)(expression, term, x, place)
+            for (element, dimension), size in zip(bound, x.shape, strict=True):
+                if isinstance(element, _parsing.Group):
+                    groups.append((element, size))
+                    if element.name is not None:
+                        _name_group(expression, terms, element, dimension)
+                else:
+                    terms.record(dimension[0], size, f"{place} {x}")
+            into.append(tuple(dimension for _, dimension in bound))
     for group, size in groups:
         _complete(expression, terms, group, size)
     return terms
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Span:
-    start: int
-    stop: int
 
 
 _Bound = list[tuple[_parsing.Element, Dimension]]
@@ -180,7 +155,7 @@ def _bound_by_name(expression: _parsing.Expression, term: _parsing.Term, x: Desc
         known[name] = element
     others = [n for n in x.names if n not in known]
     if others and term.dots is None:
-        listed = ", ".join(map(repr, others))
+        listed = _errors.quoted(others)
         _fail(expression, term, f"{place} {x} has {listed} as well. Name them, or add `...` for all others.")
     return [(known[n], _dimension(known[n])) if n in known else (term.dots or term, (n,)) for n in x.names]  # pyright: ignore
 
@@ -211,4 +186,4 @@ def _complete(expression: _parsing.Expression, terms: Terms, group: _parsing.Gro
 
 def _fail(expression: _parsing.Expression, term: _parsing.Term, message: str) -> NoReturn:
     """Point at a term, also at one without words."""
-    expression.fail(_Span(term.start, max(term.stop, term.start + 1)), message)
+    expression.fail(_parsing.Place(term.start, max(term.stop, term.start + 1)), message)

@@ -13,10 +13,11 @@ import numpy as np
 from jax.sharding import AxisType
 
 from .. import _kernels, _output_sharding
-from .._mesh_axes import active_mapping, axes_of_type
+from .._context import active_mapping
+from .._mesh_axes import axes_of_type
 from ..axis import Axis, AxisSelector, Names, name_of
 from ..manual.collectives import all_gather, axis_offset, axis_size
-from ..named_array import NamedArray, NamedOrNumeric, resolve, wrap, wrap_result
+from ..named_array import NamedArray, NamedOrNumeric, resolve, wrap
 from ..ops._operands import check_new_axis, one_axis, operand, replaced, require_subset
 from ..sharding.meshes import current_mesh
 from .decorator import Partitioned, partitioned
@@ -83,8 +84,7 @@ def top_k(
     if max_k is None:
         if replacement is not None:
             raise TypeError(f"{_WHAT}: `replacement` stands for what is beyond `k`, so it needs `max_k`.")
-        kernel = _top_k_kernel(array.names, along.name, count, name_of(new))
-        return wrap_result(kernel.call(array.array), kernel.names)
+        return _top_k_kernel(array.names, along.name, count, name_of(new)).apply(array.array)
     if replacement is None:
         replacement = _lowest(array.dtype)
     (k_array, k_names), (r_array, r_names) = operand(k), operand(replacement)
@@ -92,7 +92,7 @@ def top_k(
     for argument, names in (("k", k_names), ("replacement", r_names)):
         require_subset(_WHAT, argument, names, batch, " There is one for all examples, or one for each.")
     kernel = _top_k_kernel(array.names, along.name, count, name_of(new), k_names, r_names)
-    return wrap_result(kernel.call(array.array, k_array, r_array), kernel.names)
+    return kernel.apply(array.array, k_array, r_array)
 
 
 def _of_raw(

@@ -33,11 +33,11 @@ from .._mesh_axes import axes_of_type, explicit_mesh, mapped_on, mesh_axes
 from .._tree_spec import StaticLeaf, TreeSpec, flatten
 from ..axis import Names
 from ..manual._axis_environment import ArgumentAxis, activate, interned
-from ..named_array import NamedArray, wrap
+from ..named_array import NamedArray, raw, wrap
 from ..sharding.meshes import AnyMesh, current_mesh
 from ._lowerings import Arrays, Operation, all_manual, by_partitioner, explicit_entries, per_device
 from ._terms import Described, by_names, by_string, parse, words
-from .rule import Dimension, Infer, PartitioningRule, Shardings, make_rule
+from .rule import Dimension, Infer, PartitioningRule, Shardings, derived_shardings, inferred_shardings, make_rule
 
 
 @overload
@@ -96,8 +96,7 @@ def partitioned(
         permuted: axes that may be sharded, and whose shards devices exchange, as in a shift or a reversal.
         **sizes: the sizes of factors in a string that do not follow from the arrays.
 
-    >>> from axonym.custom_partitioning import partitioned
-    >>> @partitioned(reduced="vocab")
+    >>> @axn.partitioned(reduced="vocab")
     ... def log_normalizer(logits, temperature):
     ...     return axn.logsumexp(logits / temperature, "vocab")
     >>> @log_normalizer.per_shard
@@ -132,8 +131,7 @@ def _checked(fn: Any) -> Callable[..., Any]:
 class Partitioned:
     """An operation on sharded arrays. Made by `partitioned`, and called like the function that it was made of.
 
-    >>> from axonym.custom_partitioning import partitioned
-    >>> double = partitioned(lambda x: x * 2)
+    >>> double = axn.partitioned(lambda x: x * 2)
     >>> double(axn.arange(axn.Axis("x", 3)))
     NamedArray(int32[x=3], [0 2 4])
     """
@@ -164,8 +162,7 @@ class Partitioned:
         Arguments:
             fn: the function. It takes and returns shards of the operands and results of the operation.
 
-        >>> from axonym.custom_partitioning import partitioned
-        >>> @partitioned(reduced="x")
+        >>> @axn.partitioned(reduced="x")
         ... def total(x):
         ...     return axn.sum(x, "x")
         >>> @total.per_shard
@@ -188,8 +185,7 @@ class Partitioned:
             fn: the function. It takes the derived mesh axes of each axis, the partition specs of the operands, and the
                 sizes of the mesh axes. It returns the mesh axis, or several, of each axis that is sharded.
 
-        >>> from axonym.custom_partitioning import partitioned
-        >>> @partitioned(reduced="x")
+        >>> @axn.partitioned(reduced="x")
         ... def total(x):
         ...     return axn.psum(axn.sum(x, "x"), "x")
         >>> @total.infer_sharding
@@ -210,8 +206,7 @@ class Partitioned:
             *args: operands. They can be abstract.
             **options: keyword arguments of the function.
 
-        >>> from axonym.custom_partitioning import partitioned
-        >>> @partitioned
+        >>> @axn.partitioned
         ... def scaled(x, by):
         ...     return x * by
         >>> print(scaled.explain(axn.ones({"batch": 2, "embed": 3}), 2.0))
@@ -231,7 +226,7 @@ class Partitioned:
             raise ValueError(f"{self._what}: {e}") from None
         for i, slot in enumerate(spec.slots):
             if isinstance(slot, StaticLeaf):
-                value = slot.value.array if isinstance(slot.value, NamedArray) else slot.value
+                value = raw(slot.value)
                 raise TypeError(
                     f"{self._what}: operand {i} should be an array or a number, got {type(value).__name__}. What is to "
                     "be handed on as it is goes by keyword."
@@ -414,7 +409,7 @@ def _known_shardings(
 ) -> Shardings:
     """Return the sharding of each factor where it must be known: by types, and on Auto mesh axes by the mapping."""
     auto = axes_of_type(mesh, AxisType.Auto)
-    unmapped = _context.active_mapping() is None
+    unmapped = not _context.active_mapping()
     if unmapped and operation.infer is None and any(mesh.shape[a] > 1 for a in auto):
         over = ", ".join(f"{a}={mesh.shape[a]}" for a in auto)
         reason = (
@@ -434,9 +429,9 @@ def _known_shardings(
             mapped = mapped_on(operation.what, _axis_of(rule, dimension), mesh, AxisType.Auto)
             entries.append((*mesh_axes(entry), *mapped))
         found[i] = entries
-    derived = rule.shardings(mesh.shape, [(rule.operands[i], entries) for i, entries in found.items()])
+    derived = derived_shardings(rule, mesh.shape, [(rule.operands[i], entries) for i, entries in found.items()])
     of_operands = [entries for _, entries in sorted(found.items())]
-    return rule.inferred(operation.what, mesh.shape, operation.infer, derived, of_operands)
+    return inferred_shardings(operation.what, rule, mesh.shape, operation.infer, derived, of_operands)
 
 
 def _axis_of(rule: PartitioningRule, dimension: Dimension) -> str:
@@ -496,6 +491,6 @@ def _check_kinds(what: str, kinds: Sequence[tuple[str, ...]]) -> None:
     listed = [f for kind in kinds for f in kind]
     if twice := sorted({f for f in listed if listed.count(f) > 1}):
         raise ValueError(
-            f"{what}: {', '.join(map(repr, twice))} is listed more than once in `reduced`, `replicated` and "
+            f"{what}: {_errors.quoted(twice)} is listed more than once in `reduced`, `replicated` and "
             "`permuted`. Each axis is one of these, or passed through."
         )

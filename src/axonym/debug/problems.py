@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from ..named_array import NamedArray, is_named_array
+from ..named_array import NamedArray, is_named_array, raw
 from .shardings import describe_array
 
 __all__ = ["IdentityMap", "ModuleProblems", "diagnose_common_issues"]
@@ -127,7 +127,7 @@ def _is_array(x: Any) -> bool:
 def _find_reused_arrays(problems: ModuleProblems, tree: Any) -> None:
     places: IdentityMap[Any, list[tuple[str, Any]]] = IdentityMap()
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_named_array):
-        array = leaf.array if isinstance(leaf, NamedArray) else leaf
+        array = raw(leaf)
         if _is_array(array):
             places.setdefault(array, []).append((jax.tree_util.keystr(path), leaf))
     for found in places.values():

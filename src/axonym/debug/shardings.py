@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, Sharding
 from .. import _errors
 from .._mesh_axes import mesh_axes
 from ..axis import Axis
-from ..named_array import NamedArray, wrap
+from ..named_array import NamedArray, raw, wrap
 from ..sharding.placement import Leaf, leaves_of
 
 __all__ = ["describe_array", "describe_shardings", "visualize_named_sharding", "visualize_shardings"]
@@ -49,7 +49,7 @@ def visualize_shardings(tree: Any) -> None:
     """
     known = []
     for leaf in _arrays(tree):
-        array = _raw(leaf)
+        array = raw(leaf.value)
         if isinstance(array, Tracer):
             jax.debug.inspect_array_sharding(array, callback=functools.partial(_print_traced, leaf))
         else:
@@ -148,12 +148,8 @@ def _arrays(tree: Any) -> list[Leaf]:
     return [leaf for leaf in leaves_of(tree)[0] if leaf.shape is not None]
 
 
-def _raw(leaf: Leaf) -> Any:
-    return leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
-
-
 def _describe_all(leaves: Sequence[Leaf]) -> str:
-    shardings = [None if isinstance(_raw(x), Tracer) else getattr(_raw(x), "sharding", None) for x in leaves]
+    shardings = [None if isinstance(raw(x.value), Tracer) else getattr(raw(x.value), "sharding", None) for x in leaves]
     lines: list[str] = []
     shown: set[tuple[str, ...]] = set()
     for leaf, sharding in zip(leaves, shardings, strict=True):
@@ -171,8 +167,8 @@ def _total(leaves: Sequence[Leaf], shardings: Sequence[Sharding | None]) -> str:
     on_device: dict[Any, int] = {}
     for leaf, sharding in zip(leaves, shardings, strict=True):
         for device, ranges in ({} if sharding is None else _ranges(leaf.shape or (), sharding)).items():
-            on_device[device] = on_device.get(device, 0) + _elements(ranges) * _raw(leaf).dtype.itemsize
-    text = f"{len(leaves)} arrays, {_bytes(sum(_raw(x).size * _raw(x).dtype.itemsize for x in leaves))}"
+            on_device[device] = on_device.get(device, 0) + _elements(ranges) * raw(leaf.value).dtype.itemsize
+    text = f"{len(leaves)} arrays, {_bytes(sum(raw(x.value).size * raw(x.value).dtype.itemsize for x in leaves))}"
     if not on_device:
         return text
     fullest = max(on_device, key=lambda device: on_device[device])
@@ -183,7 +179,7 @@ def _total(leaves: Sequence[Leaf], shardings: Sequence[Sharding | None]) -> str:
 
 def _describe_leaf(leaf: Leaf, sharding: Sharding | None) -> list[str]:
     """Describe one array: its axes, the size of a shard, and a line for each sharded axis."""
-    array, shape = _raw(leaf), leaf.shape or ()
+    array, shape = raw(leaf.value), leaf.shape or ()
     head = f"{leaf.path}: {describe_array(array if leaf.names is None else wrap(array, leaf.names))}, "
     total = math.prod(shape) * array.dtype.itemsize
     if sharding is None:

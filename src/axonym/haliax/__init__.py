@@ -133,6 +133,7 @@ for _name, _method in {
     "updated_slice": updated_slice,
 }.items():
     setattr(_NamedArray, _name, _method)
+NamedRef.named_shape = NamedRef.shape  # pyright: ignore[reportAttributeAccessIssue]
 
 # --- modules that serve as they are ---
 

@@ -6,8 +6,10 @@ from typing import Any
 
 from .. import ds as _ds
 from ..axis import *  # noqa: F403  # the same names, but for those below
-from ..axis import axes_of_spec, concat_axes
+from ..axis import axes_of_spec, concat_axes, intersect_axes
 from ..typing import AxisSpec
+
+overlapping_axes = intersect_axes
 
 
 class dslice(_ds):
@@ -19,7 +21,6 @@ class dslice(_ds):
         start: the first index.
         length: how many, or an axis whose size says so.
 
-    >>> import axonym.haliax as hax
     >>> hax.arange(hax.Axis("x", 8))["x", hax.dslice(2, 3)]
     NamedArray(int32[x=3], [2 3 4])
     >>> hax.arange(hax.Axis("x", 8))["x", hax.dslice(7, 3)]
@@ -40,7 +41,6 @@ def dblock(idx: Any, size: int) -> dslice:
         idx: which block; may be traced.
         size: elements in a block.
 
-    >>> import axonym.haliax as hax
     >>> hax.arange(hax.Axis("x", 8))["x", hax.dblock(1, 4)]
     NamedArray(int32[x=4], [4 5 6 7])
     """
@@ -50,7 +50,6 @@ def dblock(idx: Any, size: int) -> dslice:
 def concat_axis_specs(a1: AxisSpec, a2: AxisSpec) -> Any:
     """`concat_axes` for axes whose sizes are known.
 
-    >>> import axonym.haliax as hax
     >>> hax.concat_axis_specs({"batch": 8}, {"embed": 4})
     {'batch': 8, 'embed': 4}
     """

@@ -43,10 +43,6 @@ def enable_shape_checks(enabled: bool) -> Iterator[None]:
 
     Pytrees are rebuilt without checks anyway; this is for code that builds named arrays around placeholders.
 
-    Arguments:
-        enabled: False turns the comparison off.
-
-    >>> import axonym.haliax as hax
     >>> with hax.enable_shape_checks(False):
     ...     x = hax.NamedArray(None, hax.Axis("x", 2))
     """
@@ -58,9 +54,8 @@ def enable_shape_checks(enabled: bool) -> Iterator[None]:
 
 
 def are_shape_checks_enabled() -> bool:
-    """Whether `NamedArray(array, axes)` compares the axes with the array.
+    """Return whether `NamedArray(array, axes)` compares the axes with the array.
 
-    >>> import axonym.haliax as hax
     >>> hax.are_shape_checks_enabled()
     True
     """
@@ -68,12 +63,8 @@ def are_shape_checks_enabled() -> bool:
 
 
 def ndim(a: NamedOrNumeric) -> int:
-    """How many axes something has.
+    """Return the number of axes of a named array, a raw array or a number.
 
-    Arguments:
-        a: a named array, a raw array or a number.
-
-    >>> import axonym.haliax as hax
     >>> hax.ndim(hax.ones({"x": 2, "y": 3})), hax.ndim(1.0)
     (2, 0)
     """
@@ -83,7 +74,6 @@ def ndim(a: NamedOrNumeric) -> int:
 def rearrange(array: NamedArray, *args: Any, **kwargs: Any) -> NamedArray:
     """`axonym.rearrange`; an expression need not have all the names that keywords give.
 
-    >>> import axonym.haliax as hax
     >>> hax.rearrange(hax.ones({"x": 2, "y": 3}), "x y -> y x", z=4).shape
     {'y': 3, 'x': 2}
     """
@@ -99,7 +89,6 @@ def rearrange(array: NamedArray, *args: Any, **kwargs: Any) -> NamedArray:
 def tree_flatten(array: NamedArray) -> tuple[tuple[Any], tuple[Axis, ...]]:
     """Flatten a named array into a tuple of the raw array, and the axes.
 
-    >>> import axonym.haliax as hax
     >>> hax.ones({"x": 2}).tree_flatten()
     ((Array([1., 1.], dtype=float32),), (Axis(name='x', size=2),))
     """
@@ -109,12 +98,6 @@ def tree_flatten(array: NamedArray) -> tuple[tuple[Any], tuple[Axis, ...]]:
 def tree_unflatten(cls: type[NamedArray], aux: Any, tree: Any) -> NamedArray:
     """Unflatten what `tree_flatten` gave.
 
-    Arguments:
-        cls: the class of named arrays.
-        aux: the axes.
-        tree: a tuple of the raw array.
-
-    >>> import axonym.haliax as hax
     >>> hax.NamedArray.tree_unflatten(hax.Axis("x", 2), (jnp.ones(2),))
     NamedArray(float32[x=2], [1. 1.])
     """
@@ -125,7 +108,6 @@ def tree_unflatten(cls: type[NamedArray], aux: Any, tree: Any) -> NamedArray:
 def rename(array: NamedArray, renames: Mapping[AxisSelector, AxisSelector]) -> NamedArray:
     """`axonym.rename`; names that the array lacks are passed over.
 
-    >>> import axonym.haliax as hax
     >>> hax.rename(hax.ones({"x": 2}), {"x": "y", "z": "w"}).shape
     {'y': 2}
     """
@@ -135,7 +117,6 @@ def rename(array: NamedArray, renames: Mapping[AxisSelector, AxisSelector]) -> N
 def slice(array: NamedArray, axis: Any = None, new_axis: Any = None, *, start: Any = None, length: Any = None) -> Any:
     """`axonym.slice`; a slice that does not fit is moved until it does.
 
-    >>> import axonym.haliax as hax
     >>> hax.slice(hax.arange(hax.Axis("x", 4)), "x", start=3, length=2)
     NamedArray(int32[x=2], [2 3])
     """
@@ -153,7 +134,6 @@ def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArra
         start: where the slice starts along each of its axes. Axes that are not named start at 0.
         update: what to put there: its sizes are those of the slice. An axis of `start` that it lacks is one long.
 
-    >>> import axonym.haliax as hax
     >>> hax.updated_slice(hax.zeros({"x": 4}), {"x": -1}, hax.ones({"x": 2}))
     NamedArray(float32[x=4], [0. 0. 1. 1.])
     """
@@ -186,7 +166,6 @@ def flatten_all_axes_but(
         axis: the axes to merge.
         reorder_to_front: put the merged axis first.
 
-    >>> import axonym.haliax as hax
     >>> x = hax.ones({"batch": 2, "pos": 3, "embed": 4})
     >>> flat, restore = hax.core.flatten_all_axes_but(x, "rows", ("batch", "pos"))
     >>> print(flat, restore(flat.sum("embed")))

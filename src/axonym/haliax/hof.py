@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from .. import ScanCheckpointPolicy as _ScanCheckpointPolicy, fold as fold, map as map, scan as _scan, vmap as vmap
-from ..transforms.checkpointing import ScanCheckpointSpec as ScanCheckpointSpec
+from ..transforms.rematerialization import ScanCheckpointSpec as ScanCheckpointSpec
 from ._signatures import with_parameters
 
 scan = with_parameters(_scan, fn="f")
@@ -14,7 +14,6 @@ scan = with_parameters(_scan, fn="f")
 class ScanCheckpointPolicy(_ScanCheckpointPolicy):
     """Say what a scan saves for its backward pass; fields are taken as given, also where they contradict each other.
 
-    >>> import axonym.haliax as hax
     >>> hax.ScanCheckpointPolicy(save_carries=False, save_block_internals=True).save_carries
     False
     """
@@ -29,7 +28,6 @@ class ScanCheckpointPolicy(_ScanCheckpointPolicy):
     def from_bool_or_str(remat_policy: bool | str) -> ScanCheckpointPolicy:
         """Return the policy that a short word stands for.
 
-        >>> import axonym.haliax as hax
         >>> hax.ScanCheckpointPolicy.from_bool_or_str("nested").nested
         True
         """

@@ -19,7 +19,7 @@ from .._named_scope import named_call as named_call
 from ..axis import Axis
 from ..named_array import NamedArray, is_jax_array_like as is_jax_array_like
 from ..sharding.shard import in_trace
-from ..transforms.checkpointing import tree_checkpoint_name as _tree_checkpoint_name
+from ..transforms.rematerialization import tree_checkpoint_name as _tree_checkpoint_name
 from ..tree import maybe_rng_split as maybe_rng_split
 from ._signatures import with_parameters
 
@@ -55,10 +55,6 @@ tree_checkpoint_name = with_parameters(_tree_checkpoint_name, tree="x")
 class Static:
     """Wraps a hashable value so that trees have it in their structure, not among their leaves.
 
-    Arguments:
-        value: the value.
-
-    >>> import axonym.haliax as hax
     >>> jax.tree.leaves([hax.jax_utils.Static("mean"), 3])
     [3]
     >>> jax.jit(lambda how, x: getattr(jnp, how.value)(x))(hax.jax_utils.Static("mean"), jnp.ones(2))
@@ -69,14 +65,8 @@ class Static:
 
 
 def broadcast_prefix(prefix_tree: Any, full_tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """A tree of the structure of `full_tree`, with the leaves of a tree prefix repeated below where they stand.
+    """Repeat the leaves of a tree prefix, and of what `is_leaf` says is one, for each leaf of a tree below them.
 
-    Arguments:
-        prefix_tree: the tree prefix.
-        full_tree: the tree; its leaves do not matter.
-        is_leaf: what else counts as a leaf of the prefix.
-
-    >>> import axonym.haliax as hax
     >>> hax.jax_utils.broadcast_prefix((1, 2), ("a", {"b": "c"}))
     (1, {'b': 2})
     """
@@ -87,13 +77,8 @@ def broadcast_prefix(prefix_tree: Any, full_tree: Any, is_leaf: Callable[[Any], 
 
 
 def broadcast_one_to_all(in_tree: Any, is_source: bool | None = None) -> Any:
-    """The arrays of one process, in all processes.
+    """Return the arrays of one process, the first by default, in all processes, where they have the same shapes.
 
-    Arguments:
-        in_tree: a tree of arrays, of the same shapes in every process.
-        is_source: whether this process is the one; by default the first is.
-
-    >>> import axonym.haliax as hax
     >>> hax.jax_utils.broadcast_one_to_all({"step": np.ones(2)})
     {'step': array([1., 1.])}
     """
@@ -101,13 +86,8 @@ def broadcast_one_to_all(in_tree: Any, is_source: bool | None = None) -> Any:
 
 
 def assert_equal(in_tree: Any, fail_message: str = "") -> None:
-    """Check that all processes have the same values.
+    """Check that all processes have the same values in a tree; the error starts with the message.
 
-    Arguments:
-        in_tree: a tree of arrays.
-        fail_message: what the error starts with if they have not.
-
-    >>> import axonym.haliax as hax
     >>> hax.jax_utils.assert_equal({"step": np.ones(2)}, "The processes disagree")
     """
     if _equal(in_tree):
@@ -131,12 +111,8 @@ def _equal(tree: Any) -> bool:
 
 
 def sync_global_devices(name: str) -> None:
-    """Wait until all processes have come here.
+    """Wait until all processes have come here, and given the same name for it.
 
-    Arguments:
-        name: what they wait for; all must give the same.
-
-    >>> import axonym.haliax as hax
     >>> hax.jax_utils.sync_global_devices("checkpoint written")
     """
     multihost_utils.sync_global_devices(name)
@@ -169,7 +145,6 @@ def multilevel_scan(
         reverse: go from the last element to the first.
         unroll: how many steps of the inner scans are unrolled.
 
-    >>> import axonym.haliax as hax
     >>> hax.jax_utils.multilevel_scan(lambda c, x: (c + x, c), 0.0, jnp.arange(4.0), outer_size=2, length=4)
     (Array(6., dtype=float32), Array([0., 0., 1., 3.], dtype=float32, weak_type=True))
     """
@@ -194,13 +169,8 @@ def multilevel_scan(
 
 
 def shaped_rng_split(key: jax.Array, split_shape: int | Axis | Sequence[int | Axis] = 2) -> jax.Array:
-    """Random keys from one, in an array of any shape.
+    """Split a random key into an array of keys of any shape; one that has one key has the key itself.
 
-    Arguments:
-        key: a random key.
-        split_shape: the shape. Where it holds one key, that is the key itself.
-
-    >>> import axonym.haliax as hax
     >>> hax.jax_utils.shaped_rng_split(jax.random.key(0), (2, 3)).shape
     (2, 3)
     """
@@ -211,12 +181,8 @@ def shaped_rng_split(key: jax.Array, split_shape: int | Axis | Sequence[int | Ax
 
 
 def to_jax_shape(shape: int | Axis | Sequence[int | Axis]) -> tuple[int, ...]:
-    """The positional shape that axes, or sizes, or a mixture of them stand for.
+    """Return the positional shape that an axis, a size, or a sequence of both stands for.
 
-    Arguments:
-        shape: an axis, a size, or a sequence of them.
-
-    >>> import axonym.haliax as hax
     >>> hax.jax_utils.to_jax_shape((axn.Axis("batch", 8), 3))
     (8, 3)
     """
@@ -228,9 +194,8 @@ def to_jax_shape(shape: int | Axis | Sequence[int | Axis]) -> tuple[int, ...]:
 
 
 def is_scalarish(x: Any) -> bool:
-    """Whether something is a number or an array without axes.
+    """Return whether something is a number or an array without axes.
 
-    >>> import axonym.haliax as hax
     >>> hax.jax_utils.is_scalarish(3), hax.jax_utils.is_scalarish(axn.ones({"x": 2}))
     (True, False)
     """
@@ -238,13 +203,8 @@ def is_scalarish(x: Any) -> bool:
 
 
 def ensure_scalar(x: Any, *, name: str = "value") -> Any:
-    """The raw array of a named array without axes; anything that is not a named array is returned as it is.
+    """Return the raw array of a named array without axes, and anything else as it is. `name` is for the error.
 
-    Arguments:
-        x: a named array or anything else.
-        name: what the error calls it, if it has axes.
-
-    >>> import axonym.haliax as hax
     >>> hax.jax_utils.ensure_scalar(axn.sum(axn.ones({"x": 2})))
     Array(2., dtype=float32)
     """
@@ -256,9 +216,8 @@ def ensure_scalar(x: Any, *, name: str = "value") -> Any:
 
 
 def is_in_jit() -> bool:
-    """Whether a program is being traced by `jax.jit`, or by what builds on it.
+    """Return whether a program is being traced by `jax.jit`, or by what builds on it.
 
-    >>> import axonym.haliax as hax
     >>> hax.jax_utils.is_in_jit()
     False
     >>> jax.jit(lambda x: x + hax.jax_utils.is_in_jit())(0)
@@ -268,9 +227,8 @@ def is_in_jit() -> bool:
 
 
 def is_on_mac_metal() -> bool:
-    """Whether JAX runs on the GPU of a Mac.
+    """Return whether JAX runs on the GPU of a Mac.
 
-    >>> import axonym.haliax as hax
     >>> hax.jax_utils.is_on_mac_metal()
     False
     """
@@ -278,9 +236,8 @@ def is_on_mac_metal() -> bool:
 
 
 def is_pallas_dslice(x: object) -> bool:
-    """Whether something is a slice as Pallas writes it, `pl.ds(start, size)`.
+    """Return whether something is a slice as Pallas writes it, `pl.ds(start, size)`.
 
-    >>> import axonym.haliax as hax
     >>> hax.jax_utils.is_pallas_dslice(slice(0, 3))
     False
     """

@@ -44,7 +44,6 @@ fftfreq, rfftfreq = _unsharded(_fftfreq), _unsharded(_rfftfreq)
 def argsort(a: NamedArray, axis: AxisSelector | None, *, stable: bool = False) -> Any:
     """Sort positions along an axis; without an axis, those of all elements, as a raw array.
 
-    >>> import axonym.haliax as hax
     >>> hax.argsort(hax.named([[3, 1], [2, 0]], ("x", "y")), None)
     Array([3, 1, 2, 0], dtype=int32)
     """
@@ -56,7 +55,6 @@ def unique_values(
 ) -> NamedArray:
     """`unique` of the values alone.
 
-    >>> import axonym.haliax as hax
     >>> hax.unique_values(hax.named([3, 1, 3], "x"), hax.Axis("value", 2))
     NamedArray(int32[value=2], [1 3])
     """
@@ -68,7 +66,6 @@ def unique_counts(
 ) -> tuple[NamedArray, NamedArray]:
     """`unique` of the values, and how often each is found.
 
-    >>> import axonym.haliax as hax
     >>> hax.unique_counts(hax.named([3, 1, 3], "x"), hax.Axis("value", 2))
     (NamedArray(int32[value=2], [1 3]), NamedArray(int32[value=2], [1 2]))
     """
@@ -80,7 +77,6 @@ def unique_inverse(
 ) -> tuple[NamedArray, NamedArray]:
     """`unique` of the values, and where the value of each element is among them.
 
-    >>> import axonym.haliax as hax
     >>> hax.unique_inverse(hax.named([3, 1, 3], "x"), hax.Axis("value", 2))
     (NamedArray(int32[value=2], [1 3]), NamedArray(int32[x=3], [1 0 1]))
     """
@@ -92,7 +88,6 @@ def unique_all(
 ) -> tuple[NamedArray, NamedArray, NamedArray, NamedArray]:
     """`unique` of the values, where each is found first, where each element is among them, and how often.
 
-    >>> import axonym.haliax as hax
     >>> values, index, inverse, counts = hax.unique_all(hax.named([3, 1, 3], "x"), hax.Axis("value", 2))
     >>> index, inverse, counts
     (NamedArray(int32[value=2], [1 0]), NamedArray(int32[x=3], [1 0 1]), NamedArray(int32[value=2], [1 2]))

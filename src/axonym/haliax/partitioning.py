@@ -19,7 +19,7 @@ from ..sharding import (
     pspec_for_axis as pspec_for_axis, round_axis_for_partitioning as round_axis_for_partitioning, set_mesh as set_mesh,
     sharding_for_axis as sharding_for_axis,
 )
-from ..named_array import NamedArray
+from ..named_array import NamedArray, raw
 from ..sharding.meshes import AnyMesh, required_mesh, with_devices
 from ._signatures import with_parameters
 # fmt: on
@@ -46,7 +46,6 @@ def shard(x: T, mapping: ResourceMapping | None = None, mesh: AnyMesh | None = N
         mapping: the mapping, or whatever else `axonym.shard` takes; the active one by default.
         mesh: the mesh; the active one by default.
 
-    >>> import axonym.haliax as hax
     >>> mesh = axn.make_mesh({"data": -1})
     >>> hax.shard(x=hax.ones({"batch": 16}), mapping={"batch": "data"}, mesh=mesh).array.sharding.spec
     P('data',)
@@ -64,7 +63,6 @@ shard_with_axis_mapping = shard
 def fsdp(*args: Any, fn: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
     """Compile a step as `axonym.fsdp` does; the function may be given by keyword, too.
 
-    >>> import axonym.haliax as hax
     >>> step = hax.fsdp(fn=lambda w: w * 2, parameter_mapping={"embed": "data"}, compute_mapping={})
     >>> with hax.set_mesh(axn.make_mesh({"data": -1})):
     ...     step(hax.ones({"embed": 16})).array.sharding.spec
@@ -84,7 +82,6 @@ def pspec_for(
         preserve_existing_shardings: give None for named arrays outside of jit, and for raw ones with a `NamedSharding`:
             they keep theirs.
 
-    >>> import axonym.haliax as hax
     >>> tree = {"raw": jnp.ones(2), "w": hax.ones({"embed": 2})}
     >>> hax.partitioning.pspec_for(tree, {"embed": "model"}, preserve_existing_shardings=False)
     {'raw': P(None,), 'w': P('model',)}
@@ -111,7 +108,6 @@ def infer_resource_partitions(
         preserve_existing_shardings: give named arrays outside of jit, and raw ones with a `NamedSharding`, their own.
         mesh: the mesh; the active one by default.
 
-    >>> import axonym.haliax as hax
     >>> tree = {"raw": jnp.ones(2), "w": hax.ones({"embed": 2})}
     >>> mesh = axn.make_mesh({"data": 1})
     >>> hax.partitioning.infer_resource_partitions(tree, {"embed": "data"}, False, mesh)["w"].spec
@@ -159,7 +155,7 @@ def _of_leaves(
 
 
 def _existing(leaf: Any) -> Any:
-    array = leaf.array if isinstance(leaf, NamedArray) else leaf
+    array = raw(leaf)
     sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
     return sharding if isinstance(leaf, NamedArray) or isinstance(sharding, NamedSharding) else None
 
@@ -171,7 +167,6 @@ def auto_sharded(x: T, mesh: AnyMesh | None = None) -> T:
         x: the tree to place.
         mesh: the mesh; the active one by default.
 
-    >>> import axonym.haliax as hax
     >>> hax.auto_sharded(hax.ones({"batch": 2}))
     NamedArray(float32[batch=2], [1. 1.])
     """

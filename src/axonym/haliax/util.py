@@ -16,7 +16,6 @@ _T = TypeVar("_T")
 class StringHolderEnum(type):
     """Makes a class of string constants: iterating over the class gives them, and each is a plain string.
 
-    >>> import axonym.haliax as hax
     >>> class Mesh(metaclass=hax.util.StringHolderEnum):
     ...     DATA = "data"
     >>> list(Mesh), Mesh.DATA, "data" in Mesh
@@ -40,7 +39,6 @@ def ensure_tuple(x: Sequence[_T] | _T) -> tuple[_T, ...]:
     Arguments:
         x: a sequence or a single thing.
 
-    >>> import axonym.haliax as hax
     >>> hax.util.ensure_tuple([1, 2]), hax.util.ensure_tuple("batch")
     ((1, 2), ('batch',))
     """
@@ -52,7 +50,6 @@ def ensure_tuple(x: Sequence[_T] | _T) -> tuple[_T, ...]:
 def is_jax_or_hax_array_like(x: Any) -> bool:
     """Whether something is a named array, of whatever content, or has a shape and a dtype.
 
-    >>> import axonym.haliax as hax
     >>> hax.util.is_jax_or_hax_array_like(axn.ones({"x": 2})), hax.util.is_jax_or_hax_array_like(3)
     (True, False)
     """

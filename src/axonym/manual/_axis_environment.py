@@ -18,10 +18,11 @@ import jax
 from jax.sharding import AbstractMesh
 
 from .. import _errors
+from .._context import active_mapping
 from .._jax_versions import varying_axes
-from .._mesh_axes import Axes, active_mapping, mapped_axes, mesh_axes, shard_count
+from .._mesh_axes import Axes, mapped_axes, mesh_axes, shard_count
 from ..axis import Axis
-from ..named_array import NamedArray
+from ..named_array import NamedArray, raw
 from ..sharding.mapping import ResourceAxis
 
 
@@ -289,7 +290,7 @@ def require_varying(what: str, x: Any, axes: Axes, consequence: str) -> None:
     """Refuse a collective of a value that is invariant over its mesh axes; the message ends in the consequence."""
     if not active_environment().checked:
         return
-    constant = [a for a in axes if a not in varying_axes(x.array if isinstance(x, NamedArray) else x)]
+    constant = [a for a in axes if a not in varying_axes(raw(x))]
     if constant:
         raise ValueError(
             f"{what}: {describe(x)} is the same on all {count(tuple(constant))} devices of {describe_axes(constant)}: "

@@ -20,10 +20,10 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .. import _context, _errors, _mesh_axes
-from .._context import Entry
+from .._context import Entry, active_mapping
 from .._jax_versions import varying_axes
-from .._mesh_axes import active_mapping, axes_in, entry_of, mapped_axes, mesh_axes
-from ..named_array import NamedArray, wrap
+from .._mesh_axes import axes_in, entry_of, mapped_axes, mesh_axes
+from ..named_array import raw, wrap_like
 from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Leaf, Placement, Rule, check_entries, is_placement, resolve
 from ._axis_environment import Axes, AxisEnvironment, count, describe_axes, layouts, of_size_one
@@ -124,7 +124,7 @@ def _made_varying(
     """Make a result device-varying over the mesh axes of its spec, or return what is wrong with it."""
     if not environment.checked:
         return leaf.value, []
-    value = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
+    value = raw(leaf.value)
     varies = varying_axes(value) & set(manual)
     used = set(axes_in(spec))
     problems = []
@@ -138,7 +138,7 @@ def _made_varying(
         names = [n for n, entry in zip(leaf.names or (), spec, strict=True) if set(mesh_axes(entry)) & set(copied)]
         problems.append(
             f"{_described(leaf)} is the same on all devices of {describe_axes(copied)}, so sharding axis "
-            f"{', '.join(map(repr, names))} over that would make copies of one shard. If they are meant, use "
+            f"{_errors.quoted(names)} over that would make copies of one shard. If they are meant, use "
             "`axonym.pvary`; if the axis is replicated, rename it, or say so with a PartitionSpec in `out_specs`."
         )
     alone = sorted((varies - used) & of_size_one())
@@ -146,7 +146,7 @@ def _made_varying(
         return leaf.value, problems
     # On one device, a program for several devices returns the same as on several.
     value = jax.lax.psum(value, tuple(alone))
-    return wrap(value, leaf.value.names) if isinstance(leaf.value, NamedArray) else value, []
+    return wrap_like(value, leaf.value), []
 
 
 def _path(leaf: Leaf) -> str:

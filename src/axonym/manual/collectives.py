@@ -29,8 +29,8 @@ import numpy as np
 
 from .. import _errors
 from .._jax_versions import varying_axes
-from ..axis import Axis, AxisSelector, name_of
-from ..named_array import NamedArray, wrap
+from ..axis import Axis, AxisSelector, name_of, names_without
+from ..named_array import NamedArray, raw, wrap, wrap_like
 from ..ops._op_types import map_tree, publish
 from ..ops._operands import require_named
 from ._axis_environment import (
@@ -65,7 +65,7 @@ def _reduction(
         def reduce(leaf):
             hint = _COUNTED if isinstance(leaf, (int, float)) else ""
             require_varying(name, leaf, axes, consequence.format(count=count(axes)) + hint)
-            return _map_array(lambda a: fn(a, axes), leaf)
+            return wrap_like(fn(raw(leaf), axes), leaf)
 
         return map_tree(reduce, x) if axes else x
 
@@ -176,11 +176,11 @@ def psum_scatter(x: NamedArray, axis: AxisSelector, over: Words | None = None, *
     if not tiled:
         _check_one_each(what, x, position, axes)
     if not axes:
-        return x if tiled else _without(x, name)
+        return x if tiled else wrap(jnp.squeeze(x.array, position), names_without(x.names, name))
     axes = scatter_order(what, x, name, axes)
     _check_divides(what, x, position, axes)
     require_varying(what, x, axes, _ADDED.format(count=count(axes)))
-    names = x.names if tiled else _other_names(x, name)
+    names = x.names if tiled else names_without(x.names, name)
     return wrap(jax.lax.psum_scatter(x.array, axes, scatter_dimension=position, tiled=tiled), names)
 
 
@@ -242,15 +242,15 @@ def ppermute(x: T, axis: Words, perm: Sequence[tuple[int, int]]) -> T:
     outside = [pair for pair in pairs if not all(0 <= i < devices for i in pair)]
     if outside:
         raise ValueError(
-            f"ppermute: {_listed(outside)} names a device outside of 0..{devices - 1}: {describe_axes(axes)} has "
-            f"{devices}."
+            f"ppermute: {_errors.quoted(outside)} names a device outside of 0..{devices - 1}: {describe_axes(axes)} "
+            f"has {devices}."
         )
     for role, ends in (("source", [s for s, _ in pairs]), ("destination", [d for _, d in pairs])):
         if twice := sorted({i for i in ends if ends.count(i) > 1}):
-            raise ValueError(f"ppermute: device {_listed(twice)} is the {role} of more than one pair.")
+            raise ValueError(f"ppermute: device {_errors.quoted(twice)} is the {role} of more than one pair.")
     if not axes:  # one device, which keeps its value or gets zeros
-        return x if pairs else map_tree(lambda leaf: _map_array(jnp.zeros_like, leaf), x)
-    return map_tree(lambda leaf: _map_array(lambda a: jax.lax.ppermute(a, axes, pairs), leaf), x)
+        return x if pairs else jax.tree.map(jnp.zeros_like, x)
+    return jax.tree.map(lambda array: jax.lax.ppermute(array, axes, pairs), x)
 
 
 def shift(x: T, axis: Words, offset: int = 1, *, wrap: bool = True) -> T:
@@ -295,7 +295,7 @@ def pvary(x: T, axis: Words) -> T:
         new = tuple(a for a in axes if a not in varying_axes(array))
         return jax.lax.pcast(array, new, to="varying") if new and active_environment().checked else array
 
-    return map_tree(lambda leaf: _map_array(vary, leaf), x)
+    return jax.tree.map(vary, x)
 
 
 def axis_index(axis: Words) -> jax.Array:
@@ -414,14 +414,6 @@ def _check_one_each(what: str, x: NamedArray, position: int, axes: Axes) -> None
         )
 
 
-def _other_names(x: NamedArray, name: str) -> tuple[str, ...]:
-    return tuple(n for n in x.names if n != name)
-
-
-def _without(x: NamedArray, name: str) -> NamedArray:
-    return wrap(jnp.squeeze(x.array, x.names.index(name)), _other_names(x, name))
-
-
 def _varies(invariant: bool) -> str:
     # A function that works for any sharding may ask for this without `check_vma`; then every value counts as one for
     # each device.
@@ -430,10 +422,6 @@ def _varies(invariant: bool) -> str:
 
 
 # --- shared checks ---
-
-
-def _map_array(fn: Callable[[Any], Any], leaf: Any) -> Any:
-    return wrap(fn(leaf.array), leaf.names) if isinstance(leaf, NamedArray) else fn(leaf)
 
 
 def _axis_and_devices(what: str, x: Any, axis: AxisSelector, over: Words | None) -> tuple[int, str, Axes]:
@@ -494,7 +482,3 @@ def _exchange_order(what: str, x: NamedArray, split: str, gather: str, axes: Axe
             "orders. Use one order for both, or exchange over one mesh axis at a time."
         )
     return gathered
-
-
-def _listed(things: Sequence[Any]) -> str:
-    return ", ".join(map(str, things))

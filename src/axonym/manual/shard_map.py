@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.core import Tracer
@@ -45,28 +45,21 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class ShardMapOptions(TypedDict, total=False):
+    """The arguments of `shard_map` besides the function."""
+
+    mesh: AnyMesh | None
+    mapping: ResourceMapping | None
+    in_specs: Placement
+    out_specs: Placement
+    axis_names: str | Iterable[str] | None
+    check_vma: bool
+
+
 @overload
-def shard_map(
-    fn: Callable[P, R],
-    *,
-    mesh: AnyMesh | None = None,
-    mapping: ResourceMapping | None = None,
-    in_specs: Placement = None,
-    out_specs: Placement = None,
-    axis_names: str | Iterable[str] | None = None,
-    check_vma: bool = True,
-) -> Callable[P, R]: ...
+def shard_map(fn: Callable[P, R], **options: Unpack[ShardMapOptions]) -> Callable[P, R]: ...
 @overload
-def shard_map(
-    fn: None = None,
-    *,
-    mesh: AnyMesh | None = None,
-    mapping: ResourceMapping | None = None,
-    in_specs: Placement = None,
-    out_specs: Placement = None,
-    axis_names: str | Iterable[str] | None = None,
-    check_vma: bool = True,
-) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def shard_map(fn: None = None, **options: Unpack[ShardMapOptions]) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def shard_map(
     fn: Callable[..., Any] | None = None,
     *,
@@ -102,59 +95,46 @@ def shard_map(
     >>> total(axn.ones({"batch": 16, "embed": 2}))
     NamedArray(float32[embed=2], [16. 16.])
     """
-    if fn is None:
-        return functools.partial(
-            shard_map,
-            mesh=mesh,
-            mapping=mapping,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=axis_names,
-            check_vma=check_vma,
-        )
-    if not callable(fn):
-        raise TypeError(f"shard_map: expected a function, got {type(fn).__name__}.")
     manual = frozenset([axis_names] if isinstance(axis_names, str) else axis_names or ())
-    call = _Call(fn, mesh, in_specs, out_specs, manual, check_vma)
 
-    @functools.wraps(fn)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
-        if mapping is None:
-            return call(args, kwargs)
-        with axis_mapping(mapping):
-            return call(args, kwargs)
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        if not callable(fn):
+            raise TypeError(f"shard_map: expected a function, got {type(fn).__name__}.")
+        name = getattr(fn, "__qualname__", type(fn).__name__).rpartition("<locals>.")[2]
+        call = _Call(fn, name, f"shard_map of {name!r}", mesh, in_specs, out_specs, manual, check_vma)
 
-    return mapped
+        @functools.wraps(fn)
+        def mapped(*args: Any, **kwargs: Any) -> Any:
+            if mapping is None:
+                return call(args, kwargs)
+            with axis_mapping(mapping):
+                return call(args, kwargs)
+
+        return mapped
+
+    return decorate if fn is None else decorate(fn)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Call:
     """One call of a `shard_map`, while its mapping is active."""
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        mesh: AnyMesh | None,
-        in_specs: Placement,
-        out_specs: Placement,
-        axis_names: frozenset[str],
-        check_vma: bool,
-    ):
-        self._fn = fn
-        self._name = getattr(fn, "__qualname__", type(fn).__name__).rpartition("<locals>.")[2]
-        self._what = f"shard_map of {self._name!r}"
-        self._mesh = mesh
-        self._in = in_specs
-        self._out = out_specs
-        self._axis_names = axis_names
-        self._check_vma = check_vma
+    fn: Callable[..., Any]
+    name: str
+    what: str
+    mesh: AnyMesh | None
+    in_specs: Placement
+    out_specs: Placement
+    axis_names: frozenset[str]
+    check_vma: bool
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mesh = self._mesh_here()
         manual = self._manual_axes(mesh)
-        labels = [*parameter_names(self._fn, len(args), kwargs), *kwargs]
+        labels = [*parameter_names(self.fn, len(args), kwargs), *kwargs]
         arguments = dict(zip(labels, (*args, *kwargs.values()), strict=True))
         leaves, structure = self._resolve(arguments, labels[: len(args)], mesh, manual)
-        environment = _environment_of(leaves, mesh, self._check_vma)
+        environment = _environment_of(leaves, mesh, self.check_vma)
         arrays, spec = _flattened(leaves, structure)
         # Both are filled by the body; JAX looks at the specs after that.
         out_specs: list[PartitionSpec] = []
@@ -165,52 +145,53 @@ class _Call:
             positional = [given[label] for label in labels[: len(args)]]
             with activate(environment):
                 try:
-                    result = self._fn(*positional, **{name: given[name] for name in kwargs})
+                    result = self.fn(*positional, **{name: given[name] for name in kwargs})
                 except (TypeError, ValueError) as error:
-                    _explain(error, self._what)
+                    _explain(error, self.what)
                     raise
-                found, out_structure = place_results(result, self._out, environment, manual, f"{self._what}, results")
+                found, out_structure = place_results(
+                    result, self.out_specs, environment, manual, f"{self.what}, results"
+                )
             outputs, out_spec = _flattened(found, out_structure)
             results[:] = [out_spec]
             out_specs[:] = [leaf.spec for leaf in found if leaf.spec is not None]
             return outputs
 
-        body.__name__ = body.__qualname__ = self._name
+        body.__name__ = body.__qualname__ = self.name
         in_specs = [leaf.spec for leaf in leaves if leaf.spec is not None]
-        outputs = run_per_device(body, arrays, in_specs, out_specs, mesh, axis_names=manual, check_vma=self._check_vma)
+        outputs = run_per_device(body, arrays, in_specs, out_specs, mesh, axis_names=manual, check_vma=self.check_vma)
         return results[0].unflatten(outputs)
 
     def _mesh_here(self) -> AnyMesh:
         around = jax.sharding.get_abstract_mesh()
-        mesh = current_mesh() if self._mesh is None else as_seen_here(self._mesh)
+        mesh = current_mesh() if self.mesh is None else as_seen_here(self.mesh)
         if mesh is None:
-            raise ValueError(f"{self._what}: no mesh is active. Use jax.set_mesh, or pass a mesh.")
+            raise ValueError(f"{self.what}: no mesh is active. Use jax.set_mesh, or pass a mesh.")
         if not around.empty and (around.shape, around.axis_types) != (mesh.shape, mesh.axis_types):
             raise ValueError(
-                f"{self._what}: the mesh passed is {_described(mesh)}, but the active one is {_described(around)}. "
+                f"{self.what}: the mesh passed is {_described(mesh)}, but the active one is {_described(around)}. "
                 "Leave it out, or activate that mesh."
             )
         return mesh
 
     def _manual_axes(self, mesh: AnyMesh) -> frozenset[str]:
-        unknown = [a for a in self._axis_names if a not in mesh.shape]
+        unknown = [a for a in self.axis_names if a not in mesh.shape]
         if unknown:
-            listed = ", ".join(map(repr, unknown))
-            hints = "".join(_errors.suggestion(a, mesh.axis_names) for a in unknown)
+            listed = _errors.quoted(unknown)
             raise ValueError(
-                f"{self._what}: `axis_names` has {listed}, which mesh {_errors.describe_shape(mesh.shape)} does not "
-                f"have.{hints}"
+                f"{self.what}: `axis_names` has {listed}, which mesh {_errors.describe_shape(mesh.shape)} does not "
+                f"have.{_errors.suggestions(unknown, mesh.axis_names)}"
             )
         already = set(getattr(mesh, "manual_axes", ()))
-        if taken := sorted(self._axis_names & already):
+        if taken := sorted(self.axis_names & already):
             raise ValueError(
-                f"{self._what}: mesh axis {', '.join(map(repr, taken))} of `axis_names` is manual already, by "
+                f"{self.what}: mesh axis {_errors.quoted(taken)} of `axis_names` is manual already, by "
                 "the surrounding shard_map."
             )
-        manual = self._axis_names or frozenset(mesh.axis_names) - already
+        manual = self.axis_names or frozenset(mesh.axis_names) - already
         if not manual:
             raise ValueError(
-                f"{self._what}: the surrounding shard_map makes all mesh axes manual already. Give it the `axis_names` "
+                f"{self.what}: the surrounding shard_map makes all mesh axes manual already. Give it the `axis_names` "
                 "that are its own."
             )
         return manual
@@ -219,11 +200,11 @@ class _Call:
         self, arguments: dict[str, Any], positional: Sequence[str], mesh: AnyMesh, manual: frozenset[str]
     ) -> tuple[list[Leaf], Any]:
         """Return the leaves of the arguments, each array with its spec."""
-        what = f"{self._what}, arguments"
+        what = f"{self.what}, arguments"
         leaves, structure = resolve(arguments, self._placement(arguments, positional), mesh, what)
-        if self._in is None and _context.active_mapping() is None and any(leaf.names for leaf in leaves):
+        if self.in_specs is None and not _context.active_mapping() and any(leaf.names for leaf in leaves):
             raise ValueError(
-                f"{self._what}: nothing says how the arguments are sharded: no mapping is active. Pass `mapping` or "
+                f"{self.what}: nothing says how the arguments are sharded: no mapping is active. Pass `mapping` or "
                 "`in_specs`, or use axonym.axis_mapping."
             )
         found = []
@@ -240,25 +221,25 @@ class _Call:
 
     def _placement(self, arguments: Mapping[str, Any], positional: Sequence[str]) -> Placement:
         """Return `in_specs` as a placement of all arguments by label."""
-        if is_placement(self._in):
-            return self._in
-        if isinstance(self._in, Mapping):
-            if unknown := [name for name in self._in if name not in arguments]:
-                listed = ", ".join(map(repr, unknown))
-                hints = "".join(_errors.suggestion(str(name), arguments) for name in unknown)
-                raise ValueError(f"{self._what}: `in_specs` has {listed}, which is not an argument of the call.{hints}")
-            return {label: self._in.get(label) for label in arguments}
-        if not isinstance(self._in, Sequence):
+        if is_placement(self.in_specs):
+            return self.in_specs
+        if isinstance(self.in_specs, Mapping):
+            if unknown := [name for name in self.in_specs if name not in arguments]:
+                listed = _errors.quoted(unknown)
+                hints = _errors.suggestions(unknown, arguments)
+                raise ValueError(f"{self.what}: `in_specs` has {listed}, which is not an argument of the call.{hints}")
+            return {label: self.in_specs.get(label) for label in arguments}
+        if not isinstance(self.in_specs, Sequence):
             raise TypeError(
-                f"{self._what}: `in_specs` is a placement, or a tuple or dictionary with one for each argument, got "
-                f"{self._in!r}."
+                f"{self.what}: `in_specs` is a placement, or a tuple or dictionary with one for each argument, got "
+                f"{self.in_specs!r}."
             )
-        if len(self._in) != len(positional):
+        if len(self.in_specs) != len(positional):
             raise ValueError(
-                f"{self._what}: `in_specs` has {len(self._in)} entries for {len(positional)} positional arguments, "
+                f"{self.what}: `in_specs` has {len(self.in_specs)} entries for {len(positional)} positional arguments, "
                 f"{', '.join(positional)}."
             )
-        return dict.fromkeys(arguments) | dict(zip(positional, self._in, strict=True))
+        return dict.fromkeys(arguments) | dict(zip(positional, self.in_specs, strict=True))
 
 
 # --- leaves and arrays ---

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .. import _kernels
+from .._context import active_parameter_mapping
 from .._mesh_axes import (
     Axes,
     axes_in,
@@ -26,7 +27,6 @@ from .._mesh_axes import (
     mesh_axes,
     reshard,
     spec_of,
-    storage_mapping,
 )
 from .._per_device import run_per_device, varying_over
 from ..axis import Names
@@ -148,12 +148,12 @@ class _Shards(NamedTuple):
         product = self.product
         row = product.names.index(product.rows)
         keep = {product.rows: self.rows, product.summed[0]: self.summed}
-        x = _gathered(x, product.names, self.of_rows, keep)
+        x = _gather(x, product.names, self.of_rows, keep)
         # It varies over all that the rows vary over before it is gathered, so that its gradient is scattered before it
         # is summed over the rest.
         weight = varying_over(weight, [a for a in self.rows if a not in axes_in(self.of_weight)])
         keep = {product.groups: self.groups, product.summed[1]: self.summed, product.out: self.out}
-        weight = _gathered(weight, product.weight_names, self.of_weight, keep)
+        weight = _gather(weight, product.weight_names, self.of_weight, keep)
         if self.shared:
             x = jax.lax.all_gather(x, self.shared, axis=row, tiled=True)
         sizes, first = self._own_sizes(sizes, x.shape[row], weight.shape[product.weight_names.index(product.groups)])
@@ -187,12 +187,14 @@ def _mesh_axes(product: Grouped, x: jax.Array, weight: jax.Array) -> tuple[dict[
     if explicit_mesh((x, weight)) is not None:
         found = [dict(zip(names, map(mesh_axes, entries_of(a)), strict=True)) for names, a in each]
         return found[0], found[1]
-    storage = storage_mapping()
-    in_weight = {n: mesh_axes(storage[n]) if n in storage else mapped_axes(n) for n in product.weight_names}
+    parameter_mapping = active_parameter_mapping()
+    in_weight = {
+        n: mesh_axes(parameter_mapping[n]) if n in parameter_mapping else mapped_axes(n) for n in product.weight_names
+    }
     return {n: mapped_axes(n) for n in product.names}, in_weight
 
 
-def _gathered(x: jax.Array, names: Names, spec: PartitionSpec, keep: dict[str, Axes]) -> jax.Array:
+def _gather(x: jax.Array, names: Names, spec: PartitionSpec, keep: dict[str, Axes]) -> jax.Array:
     """All-gather the axes of a local shard whose sharding is not to be kept."""
     for axis, (name, entry) in enumerate(zip(names, spec, strict=True)):
         if mesh_axes(entry) != keep[name]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import _errors
 from .._tree_spec import check_rank
-from ..axis import Axis
+from ..axis import Axis, names_without
 from ..named_array import NamedArray, is_named_array, wrap
 from ..ops.indexing import index
 from ..ops.joining import stack
@@ -120,7 +120,7 @@ def _slices(layers: Axis, x: NamedArray) -> Sequence[NamedArray]:
     array: Any = x.array
     if isinstance(array, jax.Array):
         return unbind(x, layers.name)
-    names, position = _mapped_axis.without(x.names, layers.name), x.names.index(layers.name)
+    names, position = names_without(x.names, layers.name), x.names.index(layers.name)
     if isinstance(array, np.ndarray):  # keep it in host memory
         return [wrap(part, names) for part in np.moveaxis(array, position, 0)]
     if isinstance(array, jax.ShapeDtypeStruct):

@@ -13,7 +13,7 @@ import jax
 
 from .. import _errors, _kernels
 from ..axis import AxisSelector, Names
-from ..named_array import NamedArray, wrap
+from ..named_array import NamedArray
 from ..ops._op_types import Unary, is_tree, map_tree, publish
 from ..ops._operands import require_named, scalar
 
@@ -32,8 +32,7 @@ def _kernel(
 
 def _apply(fn: Callable[..., Any], name: str, a: Any, *scalars: Any, **options: Any) -> Any:
     if isinstance(a, NamedArray):
-        kernel = _kernel(fn, name, a.names, len(scalars), tuple(options.items()))
-        return wrap(kernel.call(a.array, *scalars), kernel.names)
+        return _kernel(fn, name, a.names, len(scalars), tuple(options.items())).apply(a.array, *scalars)
     if is_tree(a):
         return map_tree(lambda leaf: _apply(fn, name, leaf, *scalars, **options), a)
     return fn(a, *scalars, **options)
@@ -56,34 +55,23 @@ def _activation(name: str, fn: Callable[..., Any], summary: str, shown: str) -> 
 
 # --- the table: name, positional function, summary, results for -1 and 2 ---
 
-hard_sigmoid = _activation(
-    "hard_sigmoid", jax.nn.hard_sigmoid, "Compute the piecewise linear sigmoid: relu6(x + 3) / 6.", "0.3333 0.8333"
-)
+# fmt: off
+hard_sigmoid = _activation("hard_sigmoid", jax.nn.hard_sigmoid, "Compute the piecewise linear sigmoid: relu6(x + 3) / 6.", "0.3333 0.8333")
 hard_silu = _activation("hard_silu", jax.nn.hard_silu, "Multiply each element by its hard sigmoid.", "-0.3333 1.6667")
-hard_swish = _activation(
-    "hard_swish", jax.nn.hard_swish, "Multiply each element by its hard sigmoid: `hard_silu`.", "-0.3333 1.6667"
-)
+hard_swish = _activation("hard_swish", jax.nn.hard_swish, "Multiply each element by its hard sigmoid: `hard_silu`.", "-0.3333 1.6667")
 hard_tanh = _activation("hard_tanh", jax.nn.hard_tanh, "Clamp each element to the range from -1 to 1.", "-1. 1.")
 log_sigmoid = _activation("log_sigmoid", jax.nn.log_sigmoid, "Compute the logarithm of the sigmoid.", "-1.3133 -0.1269")
 mish = _activation("mish", jax.nn.mish, "Multiply each element by the tanh of its softplus.", "-0.3034 1.944 ")
 relu = _activation("relu", jax.nn.relu, "Replace negative elements by zero: max(x, 0).", "0. 2.")
 relu6 = _activation("relu6", jax.nn.relu6, "Clamp each element to the range from 0 to 6.", "0. 2.")
-selu = _activation(
-    "selu",
-    jax.nn.selu,
-    "Compute the scaled exponential linear unit, which keeps the mean and variance of its input.",
-    "-1.1113 2.1014",
-)
+selu = _activation("selu", jax.nn.selu, "Compute the scaled exponential linear unit, which keeps the mean and variance of its input.", "-1.1113 2.1014")
 sigmoid = _activation("sigmoid", jax.nn.sigmoid, "Compute the logistic function: 1 / (1 + exp(-x)).", "0.2689 0.8808")
 silu = _activation("silu", jax.nn.silu, "Multiply each element by its sigmoid.", "-0.2689 1.7616")
-soft_sign = _activation(
-    "soft_sign", jax.nn.soft_sign, "Divide each element by one plus its absolute value.", "-0.5 0.6667"
-)
+soft_sign = _activation("soft_sign", jax.nn.soft_sign, "Divide each element by one plus its absolute value.", "-0.5 0.6667")
 softplus = _activation("softplus", jax.nn.softplus, "Compute a smooth relu: log(1 + exp(x)).", "0.3133 2.1269")
-squareplus = _activation(
-    "squareplus", jax.nn.squareplus, "Compute a smooth relu without exp: (x + sqrt(x * x + 4)) / 2.", "0.618 2.4142"
-)
+squareplus = _activation("squareplus", jax.nn.squareplus, "Compute a smooth relu without exp: (x + sqrt(x * x + 4)) / 2.", "0.618 2.4142")
 swish = _activation("swish", jax.nn.swish, "Multiply each element by its sigmoid: `silu`.", "-0.2689 1.7616")
+# fmt: on
 
 
 # --- positional functions that JAX lacks ---
@@ -170,8 +158,7 @@ def glu(x: NamedArray, axis: AxisSelector) -> NamedArray:
     >>> axn.nn.glu(axn.named([1., 2., 0., 0.], "x"), "x")
     NamedArray(float32[x=2], [0.5 1. ])
     """
-    kernel = _glu_kernel(require_named("glu", x).names, axis)
-    return wrap(kernel.call(x.array), kernel.names)
+    return _glu_kernel(require_named("glu", x).names, axis).apply(x.array)
 
 
 @_kernels.cached

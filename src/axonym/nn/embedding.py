@@ -41,8 +41,7 @@ def one_hot(x: NamedOrNumeric, class_axis: Axis, *, dtype: Any = None) -> NamedA
     array, names = operand(x)
     if not isinstance(x, NamedArray) and np.ndim(array) == 0:
         array = _non_negative(array, classes)
-    kernel = _one_hot_kernel(names, classes, dtype_key(dtype or float))
-    return wrap(kernel.call(array), kernel.names)
+    return _one_hot_kernel(names, classes, dtype_key(dtype or float)).apply(array)
 
 
 def _non_negative(number: Any, classes: Axis) -> Any:
@@ -109,7 +108,7 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
         """Make a layer with random embeddings.
 
         The embeddings are drawn from a truncated normal distribution with the standard deviation of the
-        parametrisation: by default 1 / (size of Embed).
+        parametrization: by default 1 / (size of Embed).
 
         Arguments:
             Vocab: the axis of the vocabulary.
@@ -117,7 +116,7 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
             init_scale: multiplies the standard deviation.
             key: a random key.
             initializer_range: an older name of `init_scale`, which it overrides.
-            reparam_cls: the parametrisation: see `axonym.nn.mup`.
+            reparam_cls: the parametrization: see `axonym.nn.mup`.
 
         >>> Vocab, Heads, Size = axn.make_axes(vocab=10, heads=2, size=3)
         >>> print(axn.nn.Embedding.init(Vocab, (Heads, Size), key=jax.random.key(0)).weight)

@@ -20,7 +20,7 @@ from ..ops.creation import zeros
 from ..ops.shaping import rename
 from ..sharding.shard import shard_quietly
 from ..state.export_axes import IN, OUT, merge_axes, merged_axis, split_axis
-from ..state.lazy import scale_array
+from ..state.lazy_arrays import scale_array
 from ..state.loading import lazy_loading, load_children
 from ..state.module import ModuleWithStateDictSerialization
 from ..state.naming import StateDict
@@ -91,7 +91,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
     ) -> Linear:
         """Make a layer with random weights and a bias of zeros.
 
-        The weights are drawn from a truncated normal distribution with the standard deviation of the parametrisation:
+        The weights are drawn from a truncated normal distribution with the standard deviation of the parametrization:
         by default 1 / sqrt(size of In).
 
         Arguments:
@@ -100,10 +100,10 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
             key: a random key.
             use_bias: whether there is a bias.
             out_first: whether the axes of the output come first in the weight, or those of the input.
-            dot_general: a replacement for `jax.lax.dot_general`, such as a quantised one. If it is a module with
+            dot_general: a replacement for `jax.lax.dot_general`, such as a quantized one. If it is a module with
                 arrays, these are part of the model's tree.
             init_scale: multiplies the standard deviation of the weights.
-            reparam_cls: the parametrisation: see `axonym.nn.mup`.
+            reparam_cls: the parametrization: see `axonym.nn.mup`.
 
         >>> Embed, Heads, Size = axn.make_axes(embed=6, heads=2, size=3)
         >>> print(axn.nn.Linear.init(Embed, (Heads, Size), key=jax.random.key(0), use_bias=False).weight)
@@ -159,7 +159,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
         product = shard_quietly(product, None, "Linear")
         return product if self.bias is None else product + self.bias
 
-    # State dicts hold the scaled weight that the input is multiplied by, since PyTorch has no parametrisations.
+    # State dicts hold the scaled weight that the input is multiplied by, since PyTorch has no parametrizations.
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
         return children_to_state_dict(self._with_scaled_weight(self.reparam.active_scale), prefix)
@@ -189,7 +189,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
 
     @staticmethod
     def input_reparam(use_mup: bool = True) -> type[AbstractLinearReparam]:
-        """Return the parametrisation of a layer whose input does not grow with the width, or else the standard one.
+        """Return the parametrization of a layer whose input does not grow with the width, or else the standard one.
 
         >>> axn.nn.Linear.input_reparam().__name__
         'InputLinearMup'
@@ -198,7 +198,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
 
     @staticmethod
     def hidden_reparam(use_mup: bool = True) -> type[AbstractLinearReparam]:
-        """Return the parametrisation of a layer whose input and output grow with the width, or else the standard one.
+        """Return the parametrization of a layer whose input and output grow with the width, or else the standard one.
 
         >>> axn.nn.Linear.hidden_reparam().__name__
         'HiddenLinearMup'
@@ -207,7 +207,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
 
     @staticmethod
     def output_reparam(use_mup: bool = True) -> type[AbstractLinearReparam]:
-        """Return the parametrisation of a layer whose output does not grow with the width, or else the standard one.
+        """Return the parametrization of a layer whose output does not grow with the width, or else the standard one.
 
         >>> axn.nn.Linear.output_reparam().__name__
         'OutputLinearMup'

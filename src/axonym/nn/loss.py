@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .. import _errors, _kernels
 from ..axis import AxisSelection, AxisSelector, Names
-from ..named_array import NamedArray, NamedOrNumeric, wrap_result
+from ..named_array import NamedArray, NamedOrNumeric
 from ..ops._operands import dtype_key, require_named, require_subset
 from ..ops.reductions import mean
 from ..ops.selection import where as choose
@@ -102,7 +102,7 @@ def _cross_entropy(
     other = None if out_of_range != out_of_range else float(out_of_range)
     axis = _kernels.one_selector(what, axis)
     kernel = _cross_entropy_kernel(what, logits.names, targets.names, axis, other, dtype_key(dtype))
-    return wrap_result(kernel.call(logits.array, targets.array), kernel.names)
+    return kernel.apply(logits.array, targets.array)
 
 
 def binary_cross_entropy_loss(

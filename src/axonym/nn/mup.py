@@ -1,7 +1,7 @@
-"""Parametrisations: the initial scale, output scale and learning-rate scale of a layer's weights.
+"""Parametrizations: the initial scale, output scale and learning-rate scale of a layer's weights.
 
-Under the standard parametrisation, the best learning rate depends on the width of a model, because an update changes
-the outputs of wide layers more. The maximal-update parametrisation (muP, for Adam and its relatives) scales each layer
+Under the standard parametrization, the best learning rate depends on the width of a model, because an update changes
+the outputs of wide layers more. The maximal-update parametrization (muP, for Adam and its relatives) scales each layer
 by its role. Activations and their changes then have the same size at any width, and a learning rate tuned on a small
 model works for a large one.
 
@@ -15,7 +15,7 @@ model works for a large one.
 | `EmbeddingMup`           | 1                               | unembed 1 / embed | 1                 |
 
 A layer takes one of these classes as `reparam_cls`, and `layer.reparam` is its instance. The layer applies the first
-two columns; the last is for the optimiser, see `learning_rate_scales`.
+two columns; the last is for the optimizer, see `learning_rate_scales`.
 
 >>> In, Out = axn.make_axes(embed=4, mlp=8)
 >>> layer = axn.nn.Linear.init(In, Out, key=jax.random.key(0), reparam_cls=axn.nn.mup.HiddenLinearMup)
@@ -121,7 +121,7 @@ class AbstractEmbeddingReparam(AbstractReparam):
 
 
 class LinearStandardParam(AbstractLinearReparam):
-    """The standard linear layer: at initialisation, the output is as large as the input.
+    """The standard linear layer: at initialization, the output is as large as the input.
 
     >>> axn.nn.mup.LinearStandardParam(axn.Axis("embed", 4), axn.Axis("mlp", 8)).lr_scale
     1.0
@@ -193,7 +193,7 @@ class EmbeddingMup(AbstractEmbeddingReparam):
 
 
 class ReparamEnabled(abc.ABC):
-    """A layer with a parametrisation, which applies to its field `weight`.
+    """A layer with a parametrization, which applies to its field `weight`.
 
     >>> issubclass(axn.nn.Linear, axn.nn.mup.ReparamEnabled)
     True
@@ -204,7 +204,7 @@ class ReparamEnabled(abc.ABC):
     @property
     @abc.abstractmethod
     def reparam(self) -> AbstractReparam:
-        """Return the parametrisation.
+        """Return the parametrization.
 
         >>> layer = axn.nn.Linear.init(axn.Axis("embed", 4), axn.Axis("mlp", 8), key=jax.random.key(0))
         >>> layer.reparam
@@ -215,7 +215,7 @@ class ReparamEnabled(abc.ABC):
 def learning_rate_scales(tree: T) -> T:
     """Return the factor for the learning rate of each array, in a tree of the same structure.
 
-    The factor of a weight is its layer's `lr_scale`; all others are one. Multiply the updates of the optimiser, Adam or
+    The factor of a weight is its layer's `lr_scale`; all others are one. Multiply the updates of the optimizer, Adam or
     a relative, by these factors.
 
     Arguments:

@@ -1,4 +1,4 @@
-"""Normalisation: functions such as `softmax`, and layers with a learned scale and shift."""
+"""Normalization: functions such as `softmax`, and layers with a learned scale and shift."""
 
 from __future__ import annotations
 
@@ -129,14 +129,14 @@ def _standardize_kernel(all_names: tuple[Names, ...], labels: tuple[str, ...], a
 
 
 class LayerNormBase(ModuleWithStateDictSerialization):
-    """The base class of normalisation layers: axes, and a scale and shift along them. Subclasses define `__call__`.
+    """The base class of normalization layers: axes, and a scale and shift along them. Subclasses define `__call__`.
 
     Arguments:
-        axis: the axes to normalise along, one or several.
+        axis: the axes to normalize along, one or several.
         weight: the scale, with these axes, or None.
         bias: the shift, with these axes, or None.
         eps: added to the variance or mean square, to avoid division by zero.
-        dtype: the dtype to normalise in; by default that of the input, but at least float32. The result is cast back to
+        dtype: the dtype to normalize in; by default that of the input, but at least float32. The result is cast back to
             the dtype of the input before it is scaled and shifted.
 
     >>> class Scale(axn.nn.normalization.LayerNormBase):
@@ -190,13 +190,13 @@ class LayerNormBase(ModuleWithStateDictSerialization):
 
     @abc.abstractmethod
     def __call__(self, x: NamedArray) -> NamedArray:
-        """Normalise an array with the axes of the layer, and scale and shift the result."""
+        """Normalize an array with the axes of the layer, and scale and shift the result."""
 
-    def _apply(self, normalise: Callable[[NamedArray], NamedArray], x: NamedArray) -> NamedArray:
+    def _apply(self, normalize: Callable[[NamedArray], NamedArray], x: NamedArray) -> NamedArray:
         dtype = require_named(type(self).__name__, x).dtype
         # In half precision, squares of large numbers overflow, and means of many elements are inexact.
         wide = jnp.promote_types(dtype, jnp.float32) if self.dtype is None else self.dtype
-        x = normalise(x.astype(wide))
+        x = normalize(x.astype(wide))
         x = x.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else x
         if self.weight is not None:
             x = x * self.weight
@@ -204,7 +204,7 @@ class LayerNormBase(ModuleWithStateDictSerialization):
 
 
 class LayerNorm(LayerNormBase):
-    """Layer normalisation: subtract the mean, divide by the standard deviation, then scale and shift.
+    """Layer normalization: subtract the mean, divide by the standard deviation, then scale and shift.
 
     The fields are those of `LayerNormBase`.
 
@@ -219,7 +219,7 @@ class LayerNorm(LayerNormBase):
 
 
 class RmsNorm(LayerNormBase):
-    """Root-mean-square normalisation: divide by the root of the mean square, then scale and shift.
+    """Root-mean-square normalization: divide by the root of the mean square, then scale and shift.
 
     The fields are those of `LayerNormBase`.
 

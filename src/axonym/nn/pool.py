@@ -18,7 +18,7 @@ import numpy as np
 from .. import _kernels
 from .._jax_versions import set_apart
 from ..axis import AxisSpec, Names, axes_of_spec
-from ..named_array import NamedArray, wrap
+from ..named_array import NamedArray
 from ..ops._operands import distinct, require_named, scalar
 from ._window_arguments import Padding, PaddingSpec, Pair, PerAxis, check_spans, parse_padding, per_axis, same_padding
 
@@ -126,8 +126,7 @@ def _pool(
     sizes = per_axis(what, "Window", tuple(a.size for a in window), names, at_least=1)
     strides = per_axis(what, "stride", 1 if stride is None else stride, names, at_least=1)
     pads = parse_padding(what, padding, names)
-    kernel = _pool_kernel(what, inputs.names, names, sizes, strides, pads, use_ceil, reduction)
-    return wrap(kernel.call(inputs.array, *init), kernel.names)
+    return _pool_kernel(what, inputs.names, names, sizes, strides, pads, use_ceil, reduction).apply(inputs.array, *init)
 
 
 @_kernels.cached

@@ -33,7 +33,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 import equinox as eqx
@@ -44,7 +44,7 @@ from ..state.module import ModuleWithStateDictSerialization
 from ..state.naming import KeyMap, StateDict
 from ..state.saving import stacked_to_state_dict
 from ..transforms import scan as loops
-from ..transforms.checkpointing import (
+from ..transforms.rematerialization import (
     ScanCheckpointPolicy,
     ScanCheckpointSpec,
     checkpointed_steps,
@@ -401,10 +401,6 @@ def _apply(fn: Callable[..., Any], *args: Any, stacked: Any, **kwargs: Any) -> A
 # --- in sequence ---
 
 
-def _as_tuple(blocks: Iterable[M]) -> Sequence[M]:
-    return tuple(blocks)
-
-
 class BlockSeq(BlockFoldable[M]):
     """Layers in a sequence, which can differ from each other.
 
@@ -420,7 +416,7 @@ class BlockSeq(BlockFoldable[M]):
     {'embed': 2}
     """
 
-    blocks: Sequence[M] = eqx.field(converter=_as_tuple)
+    blocks: Sequence[M] = eqx.field(converter=tuple)
     Block: Axis = eqx.field(static=True)  # pyright: ignore[reportIncompatibleMethodOverride]  # what the base asks for
     gradient_checkpointing: ScanCheckpointPolicy = eqx.field(static=True, converter=policy_of, default=policy_of(False))
 

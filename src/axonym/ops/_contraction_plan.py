@@ -14,7 +14,7 @@ from .._mesh_axes import entries_of, explicit_mesh
 from ..axis import Axis, Names
 
 DotGeneral = Callable[..., jax.Array]
-"""A replacement for `jax.lax.dot_general`, such as a quantised one. It may be a pytree that holds arrays."""
+"""A replacement for `jax.lax.dot_general`, such as a quantized one. It may be a pytree that holds arrays."""
 
 
 class Plan(NamedTuple):
@@ -115,7 +115,9 @@ def _multiply(
     layout = names if target is None else target
     pair = _Pair(plan, left.names, right.names, batch, summed, names, layout, dot_general)
     arrays = (left.array, right.array)
-    product = _fsdp_ops.gathered(pair.multiply, (left.names, right.names), layout, *arrays, summed=summed)
+    product = _fsdp_ops.run_gathering_parameters(
+        pair.multiply, (left.names, right.names), layout, *arrays, summed=summed
+    )
     return _Term(layout, pair.multiply(*arrays, mesh=explicit_mesh(arrays)) if product is None else product)
 
 

@@ -124,9 +124,8 @@ def _summed(union: Names, axis: AxisSelection, all_names: Sequence[Names]) -> Na
     missing = [n for n in chosen if n not in union]
     if missing:
         operands = " and ".join(_errors.describe_axes(n) for n in all_names)
-        listed = ", ".join(repr(n) for n in missing)
-        hints = "".join(_errors.suggestion(n, union) for n in missing)
-        raise ValueError(f"dot: no operand has axis {listed}; the operands are {operands}.{hints}")
+        hints = _errors.suggestions(missing, union)
+        raise ValueError(f"dot: no operand has axis {_errors.quoted(missing)}; the operands are {operands}.{hints}")
     return chosen
 
 
@@ -134,14 +133,13 @@ def _ordered(kept: Names, out_axes: tuple[Any, ...]) -> Names:
     wanted = [s if isinstance(s, EllipsisType) else name_of(s) for s in out_axes]
     unknown = [n for n in wanted if isinstance(n, str) and n not in kept]
     if unknown:
-        listed = ", ".join(repr(n) for n in unknown)
         raise ValueError(
-            f"dot: out_axes names {listed}, which the result does not have: summing leaves "
+            f"dot: out_axes names {_errors.quoted(unknown)}, which the result does not have: summing leaves "
             f"{_errors.describe_axes(kept)}."
         )
     left_out = [n for n in kept if n not in wanted]
     if left_out and ... not in wanted:
-        listed = ", ".join(repr(n) for n in left_out)
+        listed = _errors.quoted(left_out)
         raise ValueError(f"dot: out_axes leaves out {listed} of the result; name every axis, or add `...`.")
     named = [n for n in wanted if isinstance(n, str)]
     if len({*named}) < len(named):
@@ -325,6 +323,6 @@ def _aliases_are_used(expression: Expression, aliases: Mapping[str, AxisSelector
     used = {w.name for term in (*expression.lhs, *expression.rhs) for w in _words(term)}
     unused = [word for word in aliases if word not in used]
     if unused:
-        listed = ", ".join(repr(w) for w in unused)
-        hints = "".join(_errors.suggestion(w, used) for w in unused)
+        listed = _errors.quoted(unused)
+        hints = _errors.suggestions(unused, used)
         raise TypeError(f"einsum: {listed} is given by keyword but does not appear in {expression.text!r}.{hints}")

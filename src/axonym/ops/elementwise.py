@@ -44,7 +44,7 @@ def _binary_kernel(
     in_names = (a_names, b_names)
     if outputs > 1:
         return _kernels.make_kernel(name, positional, in_names, (names,) * outputs)
-    per_device = functools.partial(_fsdp_ops.gathered, positional, in_names, names)
+    per_device = functools.partial(_fsdp_ops.run_gathering_parameters, positional, in_names, names)
     return _kernels.make_kernel(name, positional, in_names, names, native=True, per_device=per_device)
 
 
@@ -141,7 +141,7 @@ rsqrt = _unary("rsqrt", jax.lax.rsqrt, "Compute one over the square root of each
 sign = _unary("sign", jnp.sign, "Compute the sign of each element.", "[-3., 2.]", "float32[x=2], [-1. 1.]")
 signbit = _unary("signbit", jnp.signbit, "Return which elements have their sign bit set.", "[-3., 2.]", "bool[x=2], [ True False]", constant=True)
 sin = _unary("sin", jnp.sin, "Compute the sine of each element.", "[0., 1.]", "float32[x=2], [0. 0.8415]")
-sinc = _unary("sinc", jnp.sinc, "Compute the normalised sinc function, sin(pi x) / (pi x).", "[0., 0.5]", "float32[x=2], [1. 0.6366]")
+sinc = _unary("sinc", jnp.sinc, "Compute the normalized sinc function, sin(pi x) / (pi x).", "[0., 0.5]", "float32[x=2], [1. 0.6366]")
 sinh = _unary("sinh", jnp.sinh, "Compute the hyperbolic sine of each element.", "[0., 1.]", "float32[x=2], [0. 1.1752]")
 sqrt = _unary("sqrt", jnp.sqrt, "Compute the square root of each element.", "[1., 4.]", "float32[x=2], [1. 2.]")
 square = _unary("square", jnp.square, "Compute the square of each element.", "[1., -2.]", "float32[x=2], [1. 4.]")

@@ -134,7 +134,7 @@ def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, 
     per_device = None
     if [i.kind for i in items] == ["gather"] and not layout.shared and not options:
         per_device = functools.partial(
-            _fsdp_ops.looked_up, positional, (names, in_names[1]), layout.out_names, items[0].name
+            _fsdp_ops.look_up_sharded_columns, positional, (names, in_names[1]), layout.out_names, items[0].name
         )
     # The layout compares sizes after the slices are cut out.
     return _kernels.make_kernel(

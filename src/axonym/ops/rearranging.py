@@ -169,7 +169,7 @@ class _Plan:
         known += [g.name.name for term in terms for g in term.groups if g.name is not None]
         unused = [n for n in self.bindings if n not in known]
         if unused:
-            hints = "".join(_errors.suggestion(n, known) for n in unused)
+            hints = _errors.suggestions(unused, known)
             listed = ", ".join(f"{n}=" for n in unused)
             raise ValueError(f"rearrange: {listed} names nothing in {self.expression.text!r}.{hints}")
 
@@ -232,8 +232,7 @@ class _Plan:
                 self.fail(element, "in braces axes are found by name, so this needs one: `(name: a b)`.")
             wanted = self.alias(name) or name.name
             if wanted not in known:
-                hint = _errors.suggestion(wanted, known)
-                self.fail(name, f"no axis {wanted!r} in {self.described}.{hint}")
+                self.fail(name, f"no axis {wanted!r} in {self.described}.{_errors.suggestion(wanted, known)}")
             if known[wanted] in found:
                 self.fail(name, f"axis {wanted!r} is named a second time.")
             found[known[wanted]] = element

@@ -93,7 +93,7 @@ def correlate(
 def unwrap(
     array: NamedArray, axis: AxisSelector, *, discont: float | None = None, period: float | None = None
 ) -> NamedArray:
-    """Remove jumps from angles: add periods where neighbours differ by more than `discont`, by default half a period.
+    """Remove jumps from angles: add periods where neighbors differ by more than `discont`, by default half a period.
 
     >>> axn.unwrap(axn.named([0., 3., 6., 1., 4.], "t"), "t", period=8.)
     NamedArray(float32[t=5], [ 0. 3. 6. 9. 12.])
@@ -149,7 +149,7 @@ def outer(a: NamedOrNumeric, b: NamedOrNumeric) -> NamedArray:
 def _outer_kernel(a_names: Names, b_names: Names) -> _kernels.Kernel:
     shared = [n for n in a_names if n in b_names]
     if shared:
-        listed = ", ".join(repr(n) for n in shared)
+        listed = _errors.quoted(shared)
         raise ValueError(
             f"outer: {_errors.describe_axes(a_names)} and {_errors.describe_axes(b_names)} share {listed}. "
             "Rename it in one of them, or use `multiply`, which matches shared axes."

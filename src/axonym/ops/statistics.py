@@ -216,11 +216,11 @@ def _covariance_kernel(
         check_new_axis(what, new_axis, x.shape[names.index(variable)])
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             x = x.astype(jax.dtypes.canonicalize_dtype(float))
-        centred = x - jnp.mean(x, summed, keepdims=True)
+        centered = x - jnp.mean(x, summed, keepdims=True)
         if ddof is None:
-            length = jnp.sqrt(jnp.sum(jnp.square(jnp.abs(centred)), summed, keepdims=True))
-            centred = centred / length
-        product = jax.lax.dot_general(centred, jnp.conj(centred), ((summed, summed), (shared, shared)))
+            length = jnp.sqrt(jnp.sum(jnp.square(jnp.abs(centered)), summed, keepdims=True))
+            centered = centered / length
+        product = jax.lax.dot_general(centered, jnp.conj(centered), ((summed, summed), (shared, shared)))
         if ddof is None:
             product = _clipped(product)
         else:
@@ -242,7 +242,7 @@ def _clipped(x: jax.Array) -> jax.Array:
 
 
 def diff(array: NamedArray, axis: AxisSelector, *, n: int = 1) -> NamedArray:
-    """Compute the difference of each two neighbours along an axis, `n` times; each time it becomes shorter by one.
+    """Compute the difference of each two neighbors along an axis, `n` times; each time it becomes shorter by one.
 
     >>> axn.diff(axn.named([1, 3, 6], "x"), "x")
     NamedArray(int32[x=2], [2 3])
@@ -253,7 +253,7 @@ def diff(array: NamedArray, axis: AxisSelector, *, n: int = 1) -> NamedArray:
 
 
 def gradient(array: NamedArray, axis: AxisSelector, *, spacing: NamedOrNumeric = 1.0) -> NamedArray:
-    """Compute the slope along an axis, from the neighbours on both sides.
+    """Compute the slope along an axis, from the neighbors on both sides.
 
     `spacing` is the distance of the elements, or their coordinates along `axis`.
 

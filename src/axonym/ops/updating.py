@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import _errors, _kernels
 from ..axis import Names, name_of
-from ..named_array import NamedArray, NamedOrNumeric, wrap
+from ..named_array import NamedArray, NamedOrNumeric, raw, wrap
 from ._index_plan import IndexLayout, Item, SliceSpec, make_plan
 from ._op_types import publish
 from ._operands import operand, private, require_named
@@ -183,7 +183,7 @@ def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArra
 
 
 def _checked_start(array: NamedArray, update: NamedArray, name: str, start: Any) -> Any:
-    start = start.array if isinstance(start, NamedArray) else start
+    start = raw(start)
     if not jnp.issubdtype(jnp.result_type(start), jnp.integer):
         raise TypeError(f"updated_slice: the start along {name!r} is an integer, got {jnp.result_type(start)}.")
     if isinstance(start, (int, np.integer)) and array.has_axis(name):

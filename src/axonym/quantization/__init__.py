@@ -1,4 +1,4 @@
-"""Quantised replacements for `jax.lax.dot_general`, with 8-bit products, for `axonym.dot` and `axonym.nn.Linear`.
+"""Quantized replacements for `jax.lax.dot_general`, with 8-bit products, for `axonym.dot` and `axonym.nn.Linear`.
 
 >>> layer = axn.nn.Linear.init(axn.Axis("embed", 3), axn.Axis("mlp", 4), key=jax.random.key(0))
 >>> layer = axn.quantization.quantize_linear_layers(layer, axn.quantization.QuantizationConfig(fp8=True))

@@ -6,7 +6,7 @@ scale follows from a history of the largest values of earlier steps (see `axonym
 
 The operands of a product become `float8_e4m3fn`, the gradient of its result `float8_e5m2`, which has more range and
 less precision. In the program, arrays are rounded and converted back before they are multiplied. Compilers for devices
-with 8-bit products recognise this pattern; on other devices, it simulates 8-bit training.
+with 8-bit products recognize this pattern; on other devices, it simulates 8-bit training.
 """
 
 from __future__ import annotations

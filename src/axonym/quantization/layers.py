@@ -1,4 +1,4 @@
-"""The interface of replacements for `jax.lax.dot_general`, and quantised ones for the linear layers of a model."""
+"""The interface of replacements for `jax.lax.dot_general`, and quantized ones for the linear layers of a model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DotGeneralOp(Protocol):
 
     @staticmethod
     def default() -> DefaultDotGeneralOp:
-        """Return the operation of layers that are not quantised.
+        """Return the operation of layers that are not quantized.
 
         >>> axn.quantization.DotGeneralOp.default()
         DefaultDotGeneralOp()
@@ -66,7 +66,7 @@ class DefaultDotGeneralOp(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationConfig:
-    """The linear layers to quantise, and the kind of quantisation.
+    """The linear layers to quantize, and the kind of quantization.
 
     A layer is named by its path in the model: `blocks.mlp.up` is `model.blocks.mlp.up`, `layers.0` is the first layer
     of a list `layers`.
@@ -95,7 +95,7 @@ class QuantizationConfig:
 
 
 def quantize_linear_layers(tree: T, config: QuantizationConfig) -> T:
-    """Replace the `dot_general` of a model's linear layers with a quantised one. The weights do not change.
+    """Replace the `dot_general` of a model's linear layers with a quantized one. The weights do not change.
 
     >>> embed = axn.Axis("embed", 3)
     >>> model = {name: axn.nn.Linear.init(embed, embed, key=jax.random.key(0)) for name in ("up", "down")}
@@ -114,11 +114,11 @@ def quantize_linear_layers(tree: T, config: QuantizationConfig) -> T:
         seen[name] = _is_target(name, config.targets)
         return dataclasses.replace(x, dot_general=_operation(x, config)) if seen[name] else x
 
-    quantised = jax.tree_util.tree_map_with_path(visit, tree, is_leaf=lambda x: isinstance(x, Linear))
+    quantized = jax.tree_util.tree_map_with_path(visit, tree, is_leaf=lambda x: isinstance(x, Linear))
     if not any(seen.values()):
         known = f"; the layers are {', '.join(seen)}" if seen else ""
         raise ValueError(f"quantize_linear_layers: no linear layer matches targets {config.targets!r}{known}.")
-    return quantised
+    return quantized
 
 
 def _is_target(name: str, targets: Sequence[str] | str | None) -> bool:

@@ -1,6 +1,6 @@
 """State that is updated through its gradient.
 
-A quantised product keeps a record of the values it has seen, but can return only the product. So the updated record
+A quantized product keeps a record of the values it has seen, but can return only the product. So the updated record
 travels as a gradient: the gradient of a module that derives from `OverwriteWithGradient` is its value for the next
 step. A training step separates these from the other gradients, and overwrites the old values with them:
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from .. import _errors, _kernels
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, axis_size
-from ..named_array import NamedArray, NamedOrNumeric, resolve as resolve_axes, wrap
+from ..named_array import NamedArray, NamedOrNumeric, resolve as resolve_axes
 from ..ops._new_array import sharded_kernel
 from ..ops._operands import distinct, dtype_key, one_axis, operand
 
@@ -104,8 +104,7 @@ def draw(
     layouts = tuple(
         (label, names, further.get(label, ())) for label, (_, names) in zip(parameters, operands, strict=True)
     )
-    kernel = _draw_kernel(what, fn, axes, along, layouts, tuple(options.items()))
-    return wrap(kernel.call(key, *(x for x, _ in operands)), kernel.names)
+    return _draw_kernel(what, fn, axes, along, layouts, tuple(options.items())).apply(key, *(x for x, _ in operands))
 
 
 @_kernels.cached
@@ -156,10 +155,9 @@ def check_parameters(
             continue
         extra = [n for n in names if n not in allowed]
         if extra:
-            hints = "".join(_errors.suggestion(n, allowed) for n in extra)
             problems.append(
                 f"`{label}` {described} has {_errors.describe_axes(extra)}, which {_errors.describe_shape(allowed)} "
-                f"lacks. Add it to the shape, or index it away.{hints}"
+                f"lacks. Add it to the shape, or index it away.{_errors.suggestions(extra, allowed)}"
             )
         for name, size in zip(names, x.shape, strict=True):
             if size != allowed.get(name, size):

@@ -90,7 +90,7 @@ def _double_sided_maxwell(key: Any, loc: Any, scale: Any, shape: tuple[int, ...]
     return loc + scale * jax.random.double_sided_maxwell(key, 0.0, 1.0, shape, dtype)
 
 
-@_row("Draw from the double-sided Maxwell distribution.", "0.0, 1.0", loc="the centre.", scale="the scale, positive.")
+@_row("Draw from the double-sided Maxwell distribution.", "0.0, 1.0", loc="the center.", scale="the scale, positive.")
 def double_sided_maxwell(key: Key, shape: AxisSpec, loc: Parameter, scale: Parameter, dtype: Any = float) -> NamedArray:
     return draw(_double_sided_maxwell, key, shape, {"loc": loc, "scale": scale}, dtype=dtype)
 
@@ -111,7 +111,7 @@ def gamma(key: Key, shape: AxisSpec, a: Parameter, dtype: Any = float) -> NamedA
 
 
 @_row(
-    "Draw from the generalised normal distribution.",
+    "Draw from the generalized normal distribution.",
     "1.5",
     p="the shape parameter, positive; 2 gives a normal and 1 a Laplace distribution.",
 )

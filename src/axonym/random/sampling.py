@@ -131,7 +131,7 @@ def categorical(
     kernel = _categorical_kernel(logits.names, categories.name, out, draws, bool(replace), layouts, count)
     if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
         one = jax.random.wrap_key_data(one)
-    return wrap(kernel.call(logits.array, one, *(x for x, _ in operands.values())), kernel.names)
+    return kernel.apply(logits.array, one, *(x for x, _ in operands.values()))
 
 
 def _check(argument: str, x: Any, least: float, most: float) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from .. import _errors, _kernels
 from ..axis import Axis, AxisSelector, AxisSpec
-from ..named_array import NamedArray, wrap
+from ..named_array import NamedArray
 from ..ops._new_array import sharded_kernel
 from ..ops._operands import require_named
 from ._draw import Key, axis_of, check_enough, new_axes, one_key
@@ -40,7 +40,7 @@ def choice(
         raise ValueError(f"{what}: `p` has exactly the axis {along} of `a`, got {_errors.describe_shape(p.shape)}.")
     kernel = _choice_kernel(what, a.axes, along, axes, bool(replace), p is not None)
     arrays = (a.array,) if p is None else (a.array, p.array)
-    return wrap(kernel.call(key, *arrays), kernel.names)
+    return kernel.apply(key, *arrays)
 
 
 @_kernels.cached
@@ -76,8 +76,7 @@ def permutation(key: Key, x: NamedArray, axis: AxisSelector, independent: bool =
     what = "random.permutation"
     key = one_key(what, key)
     along = axis_of(what, "x", x, axis)
-    kernel = _permutation_kernel(what, x.axes, along, bool(independent))
-    return wrap(kernel.call(key, x.array), kernel.names)
+    return _permutation_kernel(what, x.axes, along, bool(independent)).apply(key, x.array)
 
 
 @_kernels.cached

@@ -15,7 +15,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as PartitionSpec
 
 from .. import _context, _errors
-from ..named_array import NamedArray, wrap
+from ..named_array import NamedArray, raw, wrap
 from ..sharding import rules, with_sharding_annotation as _annotated
 from ..sharding._compiled_function import CompiledFunction
 from ..sharding.annotations import (
@@ -23,10 +23,10 @@ from ..sharding.annotations import (
     hashable_annotations,
     sharding_annotations as sharding_annotations,
 )
-from ..sharding.loading import from_process_local_data
 from ..sharding.mapping import EnteredBlocks
 from ..sharding.meshes import AnyMesh, full_sizes, required_mesh, with_devices
 from ..sharding.placement import Leaf, Placement, described, leaves_of, listed, resolve
+from ..sharding.process_local_data import from_process_local_data
 from ..sharding.shard import shard, shard_quietly, to_host, unshard
 
 P = ParamSpec("P")
@@ -500,7 +500,7 @@ class MeshShardingHelper:
         subset = mesh_axis_subset if isinstance(mesh_axis_subset, str) else tuple(mesh_axis_subset)
 
         def over_subset(leaf: Leaf) -> Any:
-            array: Any = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
+            array: Any = raw(leaf.value)
             spec = PartitionSpec(*(None if entry is None else subset for entry in array.sharding.spec))
             return shard(leaf.value, NamedSharding(self.mesh, spec))
 

@@ -7,7 +7,6 @@ from .annotations import (
 )
 from .contexts import in_context as in_context
 from .jit import fsdp as fsdp, named_jit as named_jit
-from .loading import from_process_local_data as from_process_local_data
 from .mapping import (
     PhysicalAxisSpec as PhysicalAxisSpec,
     ResourceAxis as ResourceAxis,
@@ -17,6 +16,7 @@ from .mapping import (
 )
 from .meshes import current_mesh as current_mesh, make_mesh as make_mesh, set_mesh as set_mesh
 from .placement import Leaf as Leaf
+from .process_local_data import from_process_local_data as from_process_local_data
 from .queries import (
     Finding as Finding,
     Report as Report,

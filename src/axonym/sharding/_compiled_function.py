@@ -177,17 +177,13 @@ class CompiledFunction(Generic[P, R]):
         outer = _context.active_settings()
         settings = _context.changed(outer, **self._active) if self._active else outer
         with contextlib.nullcontext() if settings is outer else _context.activate(settings):
-            self._check_mesh_axes(settings)
+            mesh = None if settings is None else current_mesh()
+            if settings is not None and mesh is not None:
+                for mapping in (settings.mapping, settings.parameter_mapping):
+                    check_mesh_axes(self._what, mapping, mesh)
             args, kwargs = self._placed(args, kwargs)
             result = self._fn(*args, **kwargs)
             return result if self._results is None else self._results((args, kwargs), result)
-
-    def _check_mesh_axes(self, settings: _context.Settings | None) -> None:
-        """Check that the mesh has all mesh axes of the settings that are active inside."""
-        mesh = None if settings is None else current_mesh()
-        if settings is not None and mesh is not None:
-            for mapping in (settings.mapping, settings.storage):
-                check_mesh_axes(self._what, mapping, mesh)
 
     def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         for label, placement in self._arguments:
@@ -262,7 +258,8 @@ class CompiledFunction(Generic[P, R]):
         if not self._donates_by_leaf:
             if len(self._latest) >= 256:
                 self._latest.clear()
-            self._latest[structure] = program.for_types(leaves)
+            program.types = list(map(type, leaves))
+            self._latest[structure] = program
         return program
 
     def _make_program(self, spec: TreeSpec, donated: tuple[bool, ...], leaves: list[Any]) -> _Program:
@@ -305,10 +302,9 @@ class CompiledFunction(Generic[P, R]):
             wanted = dict(zip(parameter_names(self._fn, len(for_args)), for_args, strict=True)) | (for_kwargs or {})
             known = [*names, *kwargs]
             if unknown := [name for name in wanted if name not in known]:
-                hints = "".join(_errors.suggestion(name, known) for name in unknown)
                 raise ValueError(
-                    f"{self._what}: {', '.join(map(repr, unknown))} is to be donated, but is not an argument of the "
-                    f"call, which has {', '.join(known)}.{hints}"
+                    f"{self._what}: {_errors.quoted(unknown)} is to be donated, but is not an argument of the "
+                    f"call, which has {', '.join(known)}.{_errors.suggestions(unknown, known)}"
                 )
             prefix = tuple([wanted.get(n, False) for n in names]), {n: wanted.get(n, False) for n in kwargs}
         spread = jax.tree.broadcast(prefix, (args, kwargs), is_leaf=callable)
@@ -329,19 +325,15 @@ class _Program:
         self._donated = donated
         self._donates = any(donated)
         self._static = [(i, s.value) for i, s in reversed([*enumerate(spec.slots)]) if isinstance(s, StaticLeaf)]
-        self._types: list[type] = []
-
-    def for_types(self, leaves: list[Any]) -> _Program:
-        """Return the same program, which was called with these leaves last."""
-        self._types = list(map(type, leaves))
-        return self
+        self.types: list[type] = []
+        """The types of the leaves that it was called with last."""
 
     def takes(self, leaves: list[Any], structure: Any) -> bool:
         """Return whether it is surely the program for these leaves: the same static objects, all others arrays."""
         for i, value in self._static:
             if leaves[i] is not value:
                 return False
-        return list(map(type, leaves)) == self._types and same_static_fields(structure, self.spec)
+        return list(map(type, leaves)) == self.types and same_static_fields(structure, self.spec)
 
     def picked(self, leaves: list[Any]) -> tuple[list[Any], ...]:
         """Take the arrays out of the list of leaves, and return those that are kept and those that are donated."""

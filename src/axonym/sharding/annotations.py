@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 
@@ -23,7 +23,8 @@ class HashablePlacement:
     def __init__(self, placement: Placement):
         self.placement = placement
         leaves, structure = jax.tree.flatten(placement, is_leaf=is_placement)
-        self._key = structure, tuple([_hashable(p) for p in leaves])
+        mappings = (frozenset(normalize_mapping(p).items()) if isinstance(p, Mapping) else p for p in leaves)
+        self._key = structure, tuple(mappings)
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -35,13 +36,9 @@ class HashablePlacement:
         return repr(self.placement)
 
 
-def _hashable(placement: Placement) -> Any:
-    return frozenset(normalize_mapping(placement).items()) if isinstance(placement, Mapping) else placement
-
-
-def hashable_annotations(annotations: Mapping[str, Placement] | None) -> dict[str, HashablePlacement] | None:
+def hashable_annotations(annotations: Mapping[str, Placement]) -> dict[str, HashablePlacement]:
     """Return the placements of annotations in a form that can be hashed."""
-    return None if annotations is None else {name: HashablePlacement(p) for name, p in annotations.items()}
+    return {name: HashablePlacement(p) for name, p in annotations.items()}
 
 
 def sharding_annotations(annotations: Mapping[str, Placement], *, merge: bool = False) -> ActiveSettings:
@@ -56,7 +53,7 @@ def sharding_annotations(annotations: Mapping[str, Placement], *, merge: bool = 
     ...     axn.sharding.with_sharding_annotation(jnp.ones(2), "hidden").sharding.spec
     P('data',)
     """
-    new = hashable_annotations(annotations) or {}
+    new = hashable_annotations(annotations)
 
     def settings(outer: _context.Settings | None) -> _context.Settings | None:
         kept = outer.annotations if merge and outer is not None else {}

@@ -12,42 +12,42 @@ from .. import _errors
 from ._compiled_function import CompiledFunction, JitOptions
 from .annotations import hashable_annotations
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
-from .placement import (
-    ComputeMappingOrStorageRule,
-    Placement,
-    Rule,
-    StorageOrComputeMapping,
-    leaves_of,
-)
+from .placement import ComputeMappingOrParameterRule, ParameterOrComputeMapping, Placement, Rule, leaves_of
 from .shard import shard_quietly
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class StepOptions(JitOptions, total=False):
+    """The arguments that `named_jit` and `fsdp` share."""
+
+    donate_args: object
+    donate_kwargs: Mapping[str, object] | None
+    annotation_shardings: Mapping[str, Placement] | None
+
+
+class NamedJitOptions(StepOptions, total=False):
+    """The arguments of `named_jit` besides the function and the mapping."""
+
+    in_placement: Placement
+    out_placement: Placement
+
+
+class FsdpOptions(StepOptions, total=False):
+    """The arguments of `fsdp` besides the function, by keyword."""
+
+    parameter_mapping: ResourceMapping | Rule
+    compute_mapping: ResourceMapping
+
+
 @overload
 def named_jit(
-    fn: Callable[P, R],
-    mapping: ResourceMapping | None = None,
-    *,
-    in_placement: Placement = None,
-    out_placement: Placement = None,
-    donate_args: object = None,
-    donate_kwargs: Mapping[str, object] | None = None,
-    annotation_shardings: Mapping[str, Placement] | None = None,
-    **jit_options: Unpack[JitOptions],
+    fn: Callable[P, R], mapping: ResourceMapping | None = None, **options: Unpack[NamedJitOptions]
 ) -> CompiledFunction[P, R]: ...
 @overload
 def named_jit(
-    fn: None = None,
-    mapping: ResourceMapping | None = None,
-    *,
-    in_placement: Placement = None,
-    out_placement: Placement = None,
-    donate_args: object = None,
-    donate_kwargs: Mapping[str, object] | None = None,
-    annotation_shardings: Mapping[str, Placement] | None = None,
-    **jit_options: Unpack[JitOptions],
+    fn: None = None, mapping: ResourceMapping | None = None, **options: Unpack[NamedJitOptions]
 ) -> Callable[[Callable[P, R]], CompiledFunction[P, R]]: ...
 def named_jit(
     fn: Callable[P, R] | None = None,
@@ -105,30 +105,20 @@ def named_jit(
     return make if fn is None else make(fn)
 
 
-class FsdpOptions(JitOptions, total=False):
-    """The arguments of `fsdp` besides the function, by keyword."""
-
-    parameter_mapping: ResourceMapping | Rule
-    compute_mapping: ResourceMapping
-    donate_args: object
-    donate_kwargs: Mapping[str, object] | None
-    annotation_shardings: Mapping[str, Placement] | None
-
-
 _USAGE = "use fsdp(fn, parameter_mapping, compute_mapping), or @fsdp(parameter_mapping, compute_mapping)"
 
 
 @overload
 def fsdp(
     fn: Callable[P, R],
-    storage: ResourceMapping | Rule | None = None,
+    parameters: ResourceMapping | Rule | None = None,
     compute: ResourceMapping | None = None,
     /,
     **options: Unpack[FsdpOptions],
 ) -> CompiledFunction[P, R]: ...
 @overload
 def fsdp(
-    storage: ResourceMapping | Rule | None = None,
+    parameters: ResourceMapping | Rule | None = None,
     compute: ResourceMapping | None = None,
     /,
     **options: Unpack[FsdpOptions],
@@ -139,9 +129,9 @@ def fsdp(
     compute_mapping: ResourceMapping | None = None,
     **options: Any,
 ) -> Any:
-    """Compile a step for fully sharded data parallelism: `named_jit` with a storage and a compute mapping.
+    """Compile a step for fully sharded data parallelism: `named_jit` with a parameter and a compute mapping.
 
-    Between uses, parameters are sharded by `parameter_mapping`; so are their gradients and what the optimiser keeps. In
+    Between uses, parameters are sharded by `parameter_mapping`; so are their gradients and what the optimizer keeps. In
     the step `compute_mapping` is active. An operation between a parameter and something sharded along the batch gathers
     the parameter, and leaves a gradient that is sharded already: one all-gather for each use and one reduce-scatter, on
     any mesh. To gather again in the backward pass rather than keep what was gathered, use `jax.checkpoint`.
@@ -155,7 +145,7 @@ def fsdp(
 
     Arguments:
         *args: the function (left out in a decorator), then the two mappings if they are not given by keyword.
-        parameter_mapping: the storage mapping, such as `{"embed": "data"}`, or a rule.
+        parameter_mapping: the mapping that parameters are stored by, such as `{"embed": "data"}`, or a rule.
         compute_mapping: the mapping that is active inside, such as `{"batch": "data"}`.
         **options: more arguments of `named_jit`.
 
@@ -186,10 +176,10 @@ def fsdp(
     compute = normalize_mapping(compute_mapping, "fsdp")
     active: dict[str, Mapping[str, Any]] = {"mapping": compute}
     if isinstance(parameter_mapping, Rule):
-        placement = ComputeMappingOrStorageRule(parameter_mapping, compute)
+        placement = ComputeMappingOrParameterRule(parameter_mapping, compute)
     else:
-        active["storage"] = normalize_mapping(parameter_mapping, "fsdp")
-        placement = StorageOrComputeMapping(active["storage"], compute)
+        active["parameter_mapping"] = normalize_mapping(parameter_mapping, "fsdp")
+        placement = ParameterOrComputeMapping(active["parameter_mapping"], compute)
     make = functools.partial(_compiled, active=active, in_placement=placement, out_placement=placement, **options)
     return make if fn is None else make(fn)
 
@@ -213,10 +203,10 @@ def _compiled(
         if needless in jit_options:
             raise TypeError(f"named_jit: `{needless}` is not needed: what is not an array is static by itself.")
     if annotation_shardings is not None:
-        active = {**active, "annotations": hashable_annotations(annotation_shardings) or {}}
+        active = {**active, "annotations": hashable_annotations(annotation_shardings)}
 
     def results(arguments: Any, result: Any) -> Any:
-        _warn_if_misspelt(fn, active, (arguments, result))
+        _warn_if_misspelled(fn, active, (arguments, result))
         return shard_quietly(result, out_placement, "named_jit (results)")
 
     return CompiledFunction(
@@ -230,23 +220,23 @@ def _compiled(
     )
 
 
-def _warn_if_misspelt(fn: Callable[..., Any], active: Mapping[str, Mapping[str, Any]], seen: Any) -> None:
+def _warn_if_misspelled(fn: Callable[..., Any], active: Mapping[str, Mapping[str, Any]], seen: Any) -> None:
     """Warn of mappings that apply to no argument and no result.
 
     A compute mapping can be for axes that exist only inside, so it is reported only if it has a name that is near one
-    outside. A storage mapping is for arguments, and each of its keys may be misspelt; but several models may share it,
-    so a key is reported only if it is very near.
+    outside. A parameter mapping is for arguments, and each of its keys may be misspelled; but several models may share
+    it, so a key is reported only if it is very near.
     """
-    compute, storage = active.get("mapping", {}), active.get("storage", {})
+    compute, parameters = active.get("mapping", {}), active.get("parameter_mapping", {})
     known = {n for leaf in leaves_of(seen)[0] for n in leaf.names or ()}
     near = {n: _errors.suggestion(n, known) for n in compute} if known.isdisjoint(compute) else {}
-    near |= {n: _errors.suggestion(n, known - storage.keys(), 0.8) for n in storage if n not in known}
-    misspelt = [n for n, hint in near.items() if hint or (n in storage and known.isdisjoint(storage))]
-    if misspelt:
+    near |= {n: _errors.suggestion(n, known - parameters.keys(), 0.8) for n in parameters if n not in known}
+    misspelled = [n for n, hint in near.items() if hint or (n in parameters and known.isdisjoint(parameters))]
+    if misspelled:
         _errors.warn(
-            f"named_jit({getattr(fn, '__qualname__', fn)!s}): {', '.join(map(repr, misspelt))} of its mapping names no "
-            f"axis of the arguments or results, which have {', '.join(sorted(map(repr, known)))}."
-            + "".join(f"{near[n]}" for n in misspelt)
+            f"named_jit({getattr(fn, '__qualname__', fn)!s}): {_errors.quoted(misspelled)} of its mapping names "
+            f"no axis of the arguments or results, which have {', '.join(sorted(map(repr, known)))}."
+            + "".join(f"{near[n]}" for n in misspelled)
         )
 
 

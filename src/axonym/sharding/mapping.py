@@ -151,5 +151,4 @@ def current_mapping() -> dict[str, Entry] | None:
     ...     axn.current_mapping()
     {'batch': ('replica', 'data')}
     """
-    mapping = _context.active_mapping()
-    return None if mapping is None else dict(mapping)
+    return dict(_context.active_mapping()) or None

@@ -23,11 +23,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .. import _context, _errors
-from .._context import Entry
+from .. import _errors
+from .._context import Entry, active_mapping
 from .._mesh_axes import (
     AnyMesh,
-    active_mapping,
     axes_of_type,
     entries_by_name,
     mapped_axes,
@@ -149,11 +148,11 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
     """Resolve a placement, and return its errors beside the leaves; the arguments are those of `resolve`."""
     leaves, structure = leaves_of(tree)
     placements = _broadcast(placement, tree, structure, what)
-    # Each mapping is normalised once for all leaves.
+    # Each mapping is normalized once for all leaves.
     ready = {
         id(p): normalize_mapping(p, what) for p in {id(p): p for p, _ in placements}.values() if isinstance(p, Mapping)
     }
-    active = _context.active_mapping()
+    active = active_mapping() or None  # without one, leaves have no spec
     rules_see = current_mesh() if mesh is None else mesh
     examined = Examined([], structure, [], [], [])
     for leaf, (given, depth) in zip(leaves, placements, strict=True):
@@ -162,7 +161,7 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
         examined.given.append((given, seen))
         given = active if given is None else ready.get(id(given), given)
         if isinstance(given, Rule):
-            own = isinstance(given, (StorageOrComputeMapping, ComputeMappingOrStorageRule))
+            own = isinstance(given, (ParameterOrComputeMapping, ComputeMappingOrParameterRule))
             given = _answer(given, leaf, seen, rules_see, what, problems)
             if not own:
                 examined.answers.append((given, leaf))
@@ -224,38 +223,38 @@ def _child(parent: Any, key: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class StorageOrComputeMapping(Rule):
-    """The storage mapping for parameters, and the compute mapping for everything else.
+class ParameterOrComputeMapping(Rule):
+    """The parameter mapping for parameters, and the compute mapping for everything else.
 
-    A parameter has an axis that the storage mapping shards in a way of its own, and none that the compute mapping
+    A parameter has an axis that the parameter mapping shards in a way of its own, and none that the compute mapping
     shards over the same mesh axis: that would be a batch of something.
     """
 
-    storage: Mapping[str, Entry]
+    parameters: Mapping[str, Entry]
     compute: Mapping[str, Entry]
 
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Mapping[str, Entry]:
         """Return the mapping that applies to a leaf."""
         storage, compute = (
-            {n: mapped_axes(n, mapping) for n in leaf.names or ()} for mapping in (self.storage, self.compute)
+            {n: mapped_axes(n, mapping) for n in leaf.names or ()} for mapping in (self.parameters, self.compute)
         )
-        own = {a for n, axes in storage.items() if n in self.storage and axes != compute[n] for a in axes}
-        batch = {a for n, axes in compute.items() if n not in self.storage or axes == storage[n] for a in axes}
-        return self.storage if own and not own & batch else self.compute
+        own = {a for n, axes in storage.items() if n in self.parameters and axes != compute[n] for a in axes}
+        batch = {a for n, axes in compute.items() if n not in self.parameters or axes == storage[n] for a in axes}
+        return self.parameters if own and not own & batch else self.compute
 
 
 @dataclasses.dataclass(frozen=True)
-class ComputeMappingOrStorageRule(Rule):
+class ComputeMappingOrParameterRule(Rule):
     """The compute mapping for what it shards, such as batches, and a rule for everything else, the parameters."""
 
-    storage: Rule
+    parameters: Rule
     compute: Mapping[str, Entry]
 
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
-        return self.compute if any(self.compute.get(n) for n in leaf.names or ()) else self.storage
+        return self.compute if any(self.compute.get(n) for n in leaf.names or ()) else self.parameters
 
     def refusal(self, leaf: Leaf) -> str | None:
-        return self.storage.refusal(leaf)  # the mapping passes nothing on
+        return self.parameters.refusal(leaf)  # the mapping passes nothing on
 
 
 def is_placement(x: Any) -> bool:
@@ -279,12 +278,12 @@ def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> li
             placement = checked_prefix(jax.tree.map(_for_tree, placement, tree, is_leaf=is_placement), what)
         # A placement is wrapped so that one that is itself a tree (a mapping) counts as a leaf.
         wrapped = jax.tree.map_with_path(
-            lambda path, p: _PlacementAtDepth(_unwrapped(p), len(path)), placement, is_leaf=is_placement
+            lambda path, p: PlacementLeaf(_unwrapped(p), len(path)), placement, is_leaf=is_placement
         )
         spread = jax.tree.broadcast(wrapped, jax.tree.unflatten(structure, range(structure.num_leaves)))
     except ValueError as e:
         raise ValueError(f"{what}: the placement is not a prefix of the tree it places. {e}") from None
-    return [(w.placement, w.depth) for w in jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, _PlacementAtDepth))]
+    return [(w.placement, w.depth) for w in jax.tree.leaves(spread)]
 
 
 def checked_prefix(placement: Placement, what: str) -> Placement:
@@ -301,19 +300,13 @@ def checked_prefix(placement: Placement, what: str) -> Placement:
     return jax.tree.map(checked, placement, is_leaf=lambda x: is_placement(x) or is_named_array(x))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class PlacementLeaf:
     """A placement in a prefix, wrapped because a dictionary with it could be read as a mapping."""
 
     placement: Placement
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _PlacementAtDepth:
-    """A placement, and its depth in the tree."""
-
-    placement: Placement
-    depth: int
+    depth: int = 0
+    """The depth in the tree that the placement is for."""
 
 
 def _unwrapped(placement: Placement) -> Placement:
@@ -518,11 +511,10 @@ def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], what: str) -> 
         keys = [name_of(k) for k in mapping]
         known = {n for leaf in its_leaves for n in leaf.names or ()}
         if keys and not known.intersection(keys):
-            hints = "".join(_errors.suggestion(k, known) for k in keys)
             has = f"has {', '.join(sorted(map(repr, known)))}" if known else "has no named axes"
             _errors.warn(
-                f"{what}: none of the axes {', '.join(map(repr, keys))} of the mapping is an axis of the tree, which "
-                f"{has}.{hints}"
+                f"{what}: none of the axes {_errors.quoted(keys)} of the mapping is an axis of the tree, which "
+                f"{has}.{_errors.suggestions(keys, known)}"
             )
 
 

@@ -12,9 +12,10 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _errors
-from .._mesh_axes import active_mapping, axes_in, entries_by_name, mapped_axes, mesh_axes, shard_count
+from .._context import active_mapping
+from .._mesh_axes import axes_in, entries_by_name, mapped_axes, mesh_axes, shard_count
 from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
-from ..named_array import NamedArray, wrap
+from ..named_array import raw, wrap
 from .mapping import PhysicalAxisSpec, ResourceMapping, normalize_mapping
 from .meshes import AnyMesh, current_mesh, required_mesh, with_devices
 from .placement import (
@@ -46,12 +47,7 @@ def physical_axis_name(axis: AxisSelector, mapping: ResourceMapping | None = Non
 def physical_axis_size(
     axis: AxisSelector, mapping: ResourceMapping | None = None, mesh: AnyMesh | None = None
 ) -> int | None:
-    """Return the number of shards of an axis; None if the mapping replicates it.
-
-    Arguments:
-        axis: a logical axis.
-        mapping: the mapping; by default the active one.
-        mesh: the mesh; by default the active one.
+    """Return the number of shards of an axis on the mesh, the active one by default; None if it is replicated.
 
     >>> axn.sharding.physical_axis_size("batch", {"batch": "data"}, axn.make_mesh({"data": 2}))
     2
@@ -65,11 +61,7 @@ def physical_axis_size(
 
 
 def pspec_for_axis(axis: AxisSelection, mapping: ResourceMapping | None = None) -> PartitionSpec:
-    """Return the partition spec of an array with these axes.
-
-    Arguments:
-        axis: the axes, in order.
-        mapping: the mapping; by default the active one.
+    """Return the partition spec that the mapping, the active one by default, gives an array with these axes, in order.
 
     >>> axn.sharding.pspec_for_axis(("batch", "embed"), {"batch": "data"})
     P('data', None)
@@ -80,12 +72,7 @@ def pspec_for_axis(axis: AxisSelection, mapping: ResourceMapping | None = None) 
 def sharding_for_axis(
     axis: AxisSelection, mapping: ResourceMapping | None = None, mesh: AnyMesh | None = None
 ) -> NamedSharding:
-    """Return the sharding of an array with these axes. Sizes are checked if they are known.
-
-    Arguments:
-        axis: the axes, in order.
-        mapping: the mapping; by default the active one.
-        mesh: the mesh; by default the active one.
+    """Return the sharding of an array with these axes, in order. Sizes are checked if they are known.
 
     >>> mesh = axn.make_mesh({"data": 2})
     >>> axn.sharding.sharding_for_axis(("batch", "embed"), {"batch": "data"}, mesh).spec
@@ -155,7 +142,7 @@ def infer_resource_partitions(
 
 
 def _existing(leaf: Leaf) -> PartitionSpec | None:
-    array = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
+    array = raw(leaf.value)
     sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
     return sharding.spec if isinstance(sharding, NamedSharding) else None
 
@@ -163,12 +150,7 @@ def _existing(leaf: Leaf) -> PartitionSpec | None:
 def round_axis_for_partitioning(
     axis: Axis, mapping: ResourceMapping | None = None, mesh: AnyMesh | None = None
 ) -> Axis:
-    """Enlarge an axis until its mesh axes divide the size.
-
-    Arguments:
-        axis: a logical axis.
-        mapping: the mapping; by default the active one.
-        mesh: the mesh; by default the active one.
+    """Enlarge an axis until its mesh axes, by the mapping and the mesh that are active by default, divide the size.
 
     >>> mesh = axn.make_mesh({"data": 2})
     >>> axn.sharding.round_axis_for_partitioning(axn.Axis("vocab", 7), {"vocab": "data"}, mesh)
@@ -282,7 +264,7 @@ def lint_mapping(
 
 
 def _bytes(leaf: Leaf) -> int:
-    array = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
+    array = raw(leaf.value)
     return math.prod(leaf.shape or ()) * array.dtype.itemsize
 
 

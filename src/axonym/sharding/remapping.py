@@ -17,7 +17,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _errors
-from ..named_array import NamedArray, is_jax_array_like, wrap
+from ..named_array import is_jax_array_like, raw, wrap_like
 from .meshes import AnyMesh, required_mesh, with_devices
 from .placement import Placement, resolve
 from .shard import shard
@@ -37,7 +37,7 @@ def remap(tree: T, placement: Placement, mesh: AnyMesh | None = None, *, piece_b
     With several processes, the new mesh must have the devices of the old one. For fewer hosts, restore a checkpoint.
 
     Arguments:
-        tree: parameters, the state of an optimiser, ...
+        tree: parameters, the state of an optimizer, ...
         placement: the new placement, such as a resource mapping.
         mesh: the new mesh; by default the active one.
         piece_bytes: how large a piece of an array is at most; smaller arrays move as one.
@@ -54,7 +54,7 @@ def remap(tree: T, placement: Placement, mesh: AnyMesh | None = None, *, piece_b
     leaves, structure = resolve(tree, placement, found, what)
     moves = []
     for leaf in leaves:
-        x: Any = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
+        x: Any = raw(leaf.value)
         target = NamedSharding(
             found if leaf.mesh is None else with_devices(leaf.mesh),  # pyright: ignore[reportArgumentType]
             PartitionSpec() if leaf.spec is None else leaf.spec,
@@ -70,7 +70,7 @@ def remap(tree: T, placement: Placement, mesh: AnyMesh | None = None, *, piece_b
             if id(x) not in moved:
                 moved[id(x)] = _moved(x, target, owners, piece_bytes)
             x = moved[id(x)]
-        results.append(wrap(x, leaf.value.names) if isinstance(leaf.value, NamedArray) else x)
+        results.append(wrap_like(x, leaf.value))
     return jax.tree.unflatten(structure, results)
 
 

@@ -250,7 +250,7 @@ class TreePathShardingRule(ShardingRule):
 
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
         found = self._first(leaf)
-        # Arrays without axes, such as the count of an optimiser, are replicated in any case.
+        # Arrays without axes, such as the count of an optimizer, are replicated in any case.
         replicated = found is None and (not self.strict or leaf.shape == ())
         return PartitionSpec() if replicated else found
 

@@ -20,7 +20,7 @@ from .._jax_versions import INLINE, is_about_devices
 from .._mesh_axes import mesh_axes, types_of
 from .._parameter_names import by_parameter, parameter_names
 from .._processes import fail_together
-from ..named_array import NamedArray, wrap
+from ..named_array import raw, wrap_like
 from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
 from .placement import Leaf, Placement, PlacementLeaf, drop_manual, is_placement, resolve, shardings_in
 
@@ -36,7 +36,7 @@ def shard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -> 
     their sharding; leaves that are not arrays are returned as they are.
 
     Arguments:
-        tree: named arrays, raw arrays, models, optimiser states, ...
+        tree: named arrays, raw arrays, models, optimizer states, ...
         placement: a resource mapping, a `PartitionSpec`, a `NamedSharding`, or a tree prefix of these. By default the
             active mapping.
         mesh: the mesh; by default the active one.
@@ -136,10 +136,9 @@ def shard_arguments(
         chosen = dict.fromkeys([*positional, *kwargs], placement)
     elif isinstance(placement, Mapping):
         if unknown := [name for name in placement if name not in values]:
-            hints = "".join(_errors.suggestion(str(name), values) for name in unknown)
             raise ValueError(
-                f"{what}: {', '.join(map(repr, unknown))} is not an argument of the call, which has "
-                f"{', '.join(values)}.{hints}"
+                f"{what}: {_errors.quoted(unknown)} is not an argument of the call, which has "
+                f"{', '.join(values)}.{_errors.suggestions(unknown, values)}"
             )
         chosen = dict(placement)
     elif isinstance(placement, Sequence) and not isinstance(placement, str):
@@ -198,7 +197,7 @@ def _devices_for(placement: Placement) -> Mesh | None:
 
 
 def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn: bool, undo: bool = False) -> T:
-    if placement is None and _context.active_mapping() is None:
+    if placement is None and not _context.active_mapping():
         if warn:
             _errors.warn(
                 f"{what}: no mapping is active, so nothing was placed. Use axonym.axis_mapping, or pass a placement."
@@ -227,7 +226,7 @@ def _check_same(leaves: Sequence[Leaf], mesh: AnyMesh | None, what: str) -> None
     """Check that arrays of single processes that become arrays of all of them are the same in each."""
     lines = []
     for leaf in leaves:
-        x = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
+        x = raw(leaf.value)
         target = leaf.mesh or mesh
         if leaf.spec is not None and target is not None and _is_local(x) and _spans_processes(target):
             values = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
@@ -260,9 +259,7 @@ def _undone(spec: PartitionSpec | None) -> PartitionSpec | None:
 def _put(leaf: Leaf, mesh: AnyMesh | None, what: str) -> Any:
     if leaf.spec is None or mesh is None:
         return leaf.value
-    if isinstance(leaf.value, NamedArray):
-        return wrap(_put_array(leaf.value.array, leaf.spec, mesh, what), leaf.value.names)
-    return _put_array(leaf.value, leaf.spec, mesh, what)
+    return wrap_like(_put_array(raw(leaf.value), leaf.spec, mesh, what), leaf.value)
 
 
 def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
@@ -310,11 +307,8 @@ def _closed(spec: PartitionSpec, has: Any) -> PartitionSpec:
 def _is(sharding: NamedSharding, spec: PartitionSpec, mesh: AnyMesh, ndim: int) -> bool:
     """Return whether an array has a sharding already. Comparing is far cheaper than asking JAX to move nothing."""
     same_mesh = (sharding.mesh.abstract_mesh if isinstance(mesh, AbstractMesh) else sharding.mesh) == mesh
-    return same_mesh and _same_spec(sharding.spec, spec, ndim)
-
-
-def _same_spec(a: PartitionSpec, b: PartitionSpec, ndim: int) -> bool:
-    return all(mesh_axes(a[i] if i < len(a) else None) == mesh_axes(b[i] if i < len(b) else None) for i in range(ndim))
+    has, wanted = ([*map(mesh_axes, s), *[()] * (ndim - len(s))] for s in (sharding.spec, spec))
+    return same_mesh and has == wanted
 
 
 def in_trace() -> bool:

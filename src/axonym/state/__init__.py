@@ -12,7 +12,6 @@ from .export import (
     to_torch_compatible_state_dict as to_torch_compatible_state_dict,
     unflatten_modules_from_export as unflatten_modules_from_export,
 )
-from .files import load_state_dict as load_state_dict, save_state_dict as save_state_dict
 from .loading import (
     from_state_dict as from_state_dict,
     lazy_loading as lazy_loading,
@@ -20,6 +19,7 @@ from .loading import (
 )
 from .module import ModuleWithStateDictSerialization as ModuleWithStateDictSerialization
 from .naming import StateDict as StateDict, with_prefix as with_prefix
+from .safetensors import load_state_dict as load_state_dict, save_state_dict as save_state_dict
 from .saving import (
     stacked_to_state_dict as stacked_to_state_dict,
     to_numpy_state_dict as to_numpy_state_dict,

@@ -20,14 +20,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from .._processes import Agree, fail_together
-from ..named_array import NamedArray, is_jax_array_like, wrap
+from ..named_array import NamedArray, is_jax_array_like, raw, wrap
 from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
 from ..sharding.placement import Leaf, Placement, leaves_of, listed
 from .checksums import as_folder, damage_of, listed_damage, write_checksums, write_checksums_of_process
 from .load_context import LoadContext
 from .naming import described, is_number, same_kind
-from .placing import has_values, no_value, shardings_of
+from .sharded_reading import has_values, no_value, shardings_of
 
 T = TypeVar("T")
 
@@ -43,14 +43,13 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
 
     Arguments:
         path: the folder, which must not exist yet.
-        tree: any tree, such as a model, the state of an optimiser and the step number. Leaves that are neither arrays
+        tree: any tree, such as a model, the state of an optimizer and the step number. Leaves that are neither arrays
             nor numbers are left out.
 
     >>> import tempfile
-    >>> from axonym.state import restore_checkpoint, save_checkpoint
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_checkpoint(f"{folder}/100", {"w": axn.ones({"embed": 2}), "step": 100})
-    ...     restore_checkpoint(f"{folder}/100", {"w": axn.zeros({"embed": 2}), "step": 0})
+    ...     axn.state.save_checkpoint(f"{folder}/100", {"w": axn.ones({"embed": 2}), "step": 100})
+    ...     axn.state.restore_checkpoint(f"{folder}/100", {"w": axn.zeros({"embed": 2}), "step": 0})
     {'step': 100, 'w': NamedArray(float32[embed=2], [1. 1.])}
     """
     orbax = _orbax("save_checkpoint")
@@ -63,7 +62,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
                 raise ValueError(
                     f"save_checkpoint: two leaves of the tree have the key {key!r}; rename a key of a dictionary."
                 )
-            array = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
+            array = raw(leaf.value)
             if is_number(array):
                 about[key] = {"number": [array.real, array.imag] if isinstance(array, complex) else array}
             elif is_jax_array_like(array):
@@ -142,7 +141,7 @@ def restore_checkpoint(
 
     Every array gets the axes and the dtype of its counterpart in the template. Its sharding comes from the placement,
     or else from the template's array, whatever mesh the checkpoint was written on. Every device reads only its own
-    shard. Arrays without a sharding from either, such as random keys and the counters of an optimiser, are replicated
+    shard. Arrays without a sharding from either, such as random keys and the counters of an optimizer, are replicated
     over the mesh.
 
     Arguments:
@@ -155,12 +154,11 @@ def restore_checkpoint(
         ignore: patterns of keys that may be in the checkpoint but not in the template, with `*` for anything.
 
     >>> import tempfile
-    >>> from axonym.state import restore_checkpoint, save_checkpoint
     >>> mesh = axn.make_mesh({"data": -1})
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_checkpoint(f"{folder}/1", {"w": axn.ones({"embed": 16})})
+    ...     axn.state.save_checkpoint(f"{folder}/1", {"w": axn.ones({"embed": 16})})
     ...     template = {"w": jax.eval_shape(lambda: axn.zeros({"embed": 16}))}
-    ...     restored = restore_checkpoint(f"{folder}/1", template, {"embed": "data"}, mesh=mesh)
+    ...     restored = axn.state.restore_checkpoint(f"{folder}/1", template, {"embed": "data"}, mesh=mesh)
     >>> restored["w"].array.sharding.spec
     P('data',)
     """
@@ -179,7 +177,7 @@ def restore_checkpoint(
         wanted = {}
         for leaf, _, sharding in leaves:
             if leaf.shape is not None and "shape" in about.get(_key(leaf), {}):
-                array = leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value
+                array = raw(leaf.value)
                 data = jax.eval_shape(jax.random.key_data, array) if _is_key(array) else array
                 target = replicated if sharding is None else sharding
                 wanted[_key(leaf)] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=target)
@@ -237,11 +235,10 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
         folder: the folder with the checkpoints.
 
     >>> import pathlib, tempfile
-    >>> from axonym.state import latest_checkpoint, save_checkpoint
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     for step in (9, 10):
-    ...         save_checkpoint(f"{folder}/{step}", {"step": step})
-    ...     pathlib.Path(latest_checkpoint(folder)).name
+    ...         axn.state.save_checkpoint(f"{folder}/{step}", {"step": step})
+    ...     pathlib.Path(axn.state.latest_checkpoint(folder)).name
     '10'
     """
     _orbax("latest_checkpoint")

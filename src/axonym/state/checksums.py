@@ -95,14 +95,13 @@ def verify(path: str | os.PathLike[str]) -> None:
         path: the folder of the checkpoint.
 
     >>> import pathlib, tempfile
-    >>> from axonym.state import save_checkpoint, verify
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_checkpoint(f"{folder}/1", {"step": 100})
-    ...     verify(f"{folder}/1")
+    ...     axn.state.save_checkpoint(f"{folder}/1", {"step": 100})
+    ...     axn.state.verify(f"{folder}/1")
     ...     number = pathlib.Path(f"{folder}/1/about/metadata")
     ...     _ = number.write_text(number.read_text().replace("100", "900"))
     ...     try:
-    ...         verify(f"{folder}/1")
+    ...         axn.state.verify(f"{folder}/1")
     ...     except ValueError as e:
     ...         print(str(e).replace(folder, ""))
     verify: /1 is damaged: about/metadata differs from what was written.

@@ -18,7 +18,7 @@ from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Placement
 from ..sharding.shard import to_host
 from ..tree import scan_aware_map
-from .lazy import LazyArray, abstract, as_lazy, call_lazily, has_missing, read_all
+from .lazy_arrays import LazyArray, abstract, as_lazy, call_lazily, has_missing, read_all, with_abstract_arrays
 from .load_context import TrackedStateDict
 from .loading import from_state_dict, load_subtree, run_load
 from .module import ModuleWithStateDictSerialization
@@ -46,9 +46,8 @@ def to_torch_compatible_state_dict(
         prefix: a prefix for all keys.
         filter: the leaves to include: a function of a leaf, or a tree prefix of booleans.
 
-    >>> from axonym.state import to_torch_compatible_state_dict
     >>> layer = axn.nn.Linear.init(axn.Axis("embed", 4), {"heads": 2, "size": 3}, key=jax.random.key(0))
-    >>> {key: x.shape for key, x in to_torch_compatible_state_dict(layer).items()}
+    >>> {key: x.shape for key, x in axn.state.to_torch_compatible_state_dict(layer).items()}
     {'weight': (6, 4), 'bias': (6,)}
     """
     tree = to_host(eqx.filter(tree, filter))
@@ -74,24 +73,17 @@ def from_torch_compatible_state_dict(
     strict: bool = True,
     ignore: Sequence[str] = (),
 ) -> T:
-    """Load a tree from a state dict with the shapes that PyTorch uses: see `from_state_dict`.
+    """Load a tree from a state dict with the shapes that PyTorch uses.
 
     Arguments:
-        tree: a model, or any tree. Its arrays can be abstract.
-        state_dict: arrays by key.
+        tree, state_dict, prefix, placement, mesh, strict, ignore: as in `from_state_dict`.
         unflatten: whether the entries have the shapes that the modules' `flatten_for_export` gives.
-        prefix: the prefix of the tree's keys in the state dict.
-        placement: the placement of the arrays; by default the active mapping.
-        mesh: the mesh; by default the active one.
-        strict: whether missing and unexpected keys are errors.
-        ignore: patterns of keys that may be in the state dict but not in the tree.
 
     >>> import equinox as eqx
-    >>> from axonym.state import from_torch_compatible_state_dict
     >>> def init():
     ...     return axn.nn.Linear.init(axn.Axis("embed", 4), {"heads": 2, "size": 3}, key=jax.random.key(0))
     >>> entries = {"weight": np.zeros((6, 4)), "bias": np.zeros(6)}
-    >>> print(from_torch_compatible_state_dict(eqx.filter_eval_shape(init), entries).weight)
+    >>> print(axn.state.from_torch_compatible_state_dict(eqx.filter_eval_shape(init), entries).weight)
     float32[heads=2, size=3, embed=4]
     """
     if not unflatten:
@@ -100,14 +92,10 @@ def from_torch_compatible_state_dict(
     template = jax.tree.map(lambda x: abstract(as_lazy(x)) if is_jax_array_like(x) else x, tree)
 
     def load(entries: TrackedStateDict) -> T:
-        flat = jax.tree.map(_as_abstract, call_lazily(flatten_modules_for_export, template))
+        flat = with_abstract_arrays(call_lazily(flatten_modules_for_export, template))
         return call_lazily(unflatten_modules_from_export, load_subtree(flat, entries, prefix), template)
 
     return run_load(load, tree, state_dict, prefix, "from_torch_compatible_state_dict", placement, mesh, strict, ignore)
-
-
-def _as_abstract(x: Any) -> Any:
-    return abstract(x) if isinstance(x, LazyArray) else x
 
 
 def flatten_modules_for_export(tree: T) -> T:
@@ -116,9 +104,8 @@ def flatten_modules_for_export(tree: T) -> T:
     Arguments:
         tree: a model, or any tree.
 
-    >>> from axonym.state import flatten_modules_for_export
     >>> layer = axn.nn.Linear.init(axn.Axis("embed", 4), {"heads": 2, "size": 3}, key=jax.random.key(0))
-    >>> flatten_modules_for_export([layer])[0].bias.ndim
+    >>> axn.state.flatten_modules_for_export([layer])[0].bias.ndim
     1
     """
     return _each_module(lambda module: module.flatten_for_export(), tree)
@@ -131,9 +118,8 @@ def unflatten_modules_from_export(tree: T, template: T) -> T:
         tree: the flattened tree.
         template: a tree with the axes that the result should have.
 
-    >>> from axonym.state import flatten_modules_for_export, unflatten_modules_from_export
     >>> layer = axn.nn.Linear.init(axn.Axis("embed", 4), {"heads": 2, "size": 3}, key=jax.random.key(0))
-    >>> unflatten_modules_from_export(flatten_modules_for_export(layer), layer).bias.shape
+    >>> axn.state.unflatten_modules_from_export(axn.state.flatten_modules_for_export(layer), layer).bias.shape
     {'heads': 2, 'size': 3}
     """
     return _each_module(lambda module, like: module.unflatten_from_export(like), tree, template)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import TypeVar
 
 from ..axis import Axis, AxisSpec, Names, axes_of_spec, axis_size
 from ..named_array import NamedArray, is_jax_array_like
 from ..ops.rearranging import rearrange
 from ..ops.shaping import flatten_axes, unflatten_axis
+
+MaybeArray = TypeVar("MaybeArray", NamedArray, NamedArray | None)
 
 IN, OUT = "__IN__", "__OUT__"
 """The names of a flattened layer's axes. Existing code looks for these names."""
@@ -18,22 +20,14 @@ def merged_axis(spec: AxisSpec, name: str) -> Axis:
     return Axis(name, axis_size(spec))
 
 
-@overload
-def merge_axes(x: NamedArray, spec: AxisSpec, name: str) -> NamedArray: ...
-@overload
-def merge_axes(x: NamedArray | None, spec: AxisSpec, name: str) -> NamedArray | None: ...
-def merge_axes(x: NamedArray | None, spec: AxisSpec, name: str) -> NamedArray | None:
+def merge_axes(x: MaybeArray, spec: AxisSpec, name: str) -> MaybeArray:
     """Merge some axes of a layer's array into one. None and placeholders are returned unchanged."""
     if x is None or not is_jax_array_like(x):
         return x
     return flatten_axes(x, tuple(a.name for a in axes_of_spec(spec)), name)
 
 
-@overload
-def split_axis(x: NamedArray, name: str, spec: AxisSpec, order: Names | None = None) -> NamedArray: ...
-@overload
-def split_axis(x: NamedArray | None, name: str, spec: AxisSpec, order: Names | None = None) -> NamedArray | None: ...
-def split_axis(x: NamedArray | None, name: str, spec: AxisSpec, order: Names | None = None) -> NamedArray | None:
+def split_axis(x: MaybeArray, name: str, spec: AxisSpec, order: Names | None = None) -> MaybeArray:
     """Undo `merge_axes`; transpose the result if an order is given."""
     if x is None or not is_jax_array_like(x):
         return x

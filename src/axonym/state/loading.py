@@ -18,16 +18,16 @@ import numpy as np
 from jax.core import Tracer
 
 from .. import tree as named_trees
-from ..axis import Axis
-from ..named_array import NamedArray, is_jax_array_like, wrap
+from ..axis import Axis, names_without
+from ..named_array import NamedArray, is_jax_array_like, raw, wrap, wrap_like
 from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Placement
 from ..sharding.shard import in_trace
-from .lazy import LazyArray, LazyEntry, LazyStack, MissingArray, as_lazy, has_missing, read_all
+from .lazy_arrays import LazyArray, LazyEntry, LazyStack, MissingArray, as_lazy, has_missing, read_all
 from .load_context import LoadContext, TrackedStateDict, activate, active_load, with_options
-from .naming import children, described, is_number, layers_at, same_kind, with_prefix, without
-from .placing import place
+from .naming import children, described, is_number, layers_at, same_kind, with_prefix
+from .sharded_reading import read_sharded
 
 T = TypeVar("T")
 
@@ -62,15 +62,11 @@ def from_state_dict(
             that are missing from the state dict keep their value in the tree. A wrong shape is always an error.
         ignore: patterns of keys that may be in the state dict but not in the tree, with `*` for anything.
 
-    >>> from axonym.state import from_state_dict
     >>> model = {"embed": axn.zeros({"vocab": 2, "embed": 2}), "scale": 1.0}
-    >>> from_state_dict(model, {"embed": np.ones((2, 2)), "old": np.ones(3)}, ignore=["old"])["embed"]
+    >>> axn.state.from_state_dict(model, {"embed": np.ones((2, 2)), "old": np.ones(3)}, ignore=["old"])["embed"]
     NamedArray(float32[vocab=2, embed=2], [[1. 1.] [1. 1.]])
     """
-
-    def load(entries: TrackedStateDict) -> T:
-        return load_subtree(tree, entries, prefix)
-
+    load = functools.partial(load_subtree, tree, prefix=prefix)
     return run_load(load, tree, state_dict, prefix, "from_state_dict", placement, mesh, strict, ignore)
 
 
@@ -87,16 +83,7 @@ def run_load(
 ) -> T:
     """Load a tree or, during another load, a subtree of the tree that is being loaded.
 
-    Arguments:
-        load: a function that returns the tree with lazy arrays.
-        tree: the tree to load, with the values for keys that the state dict lacks.
-        state_dict: the state dict.
-        prefix: the prefix of the tree's keys in the state dict.
-        what: the operation, for messages.
-        placement: the placement of the arrays.
-        mesh: the mesh.
-        strict: whether all keys must match.
-        ignore: patterns of keys that need not match.
+    `load` returns the tree with lazy arrays. The other arguments are those of `from_state_dict`.
     """
     outer = active_load()
     context = outer or LoadContext(what, strict, ignore)
@@ -110,7 +97,7 @@ def run_load(
         if wants_lazy:
             return result
         context.raise_problems()
-        return place(result, tree, placement, mesh, what)
+        return read_sharded(result, tree, placement, mesh, what)
 
 
 def lazy_loading(method: Callable[..., T]) -> Callable[..., T]:
@@ -123,13 +110,12 @@ def lazy_loading(method: Callable[..., T]) -> Callable[..., T]:
         method: the method, of a module, a state dict and a prefix.
 
     >>> import equinox as eqx
-    >>> from axonym.state import from_state_dict, lazy_loading
     >>> class Wrapped(eqx.Module):
     ...     inner: axn.NamedArray
-    ...     @lazy_loading
+    ...     @axn.state.lazy_loading
     ...     def from_state_dict(self, state_dict, prefix=None):
-    ...         return Wrapped(from_state_dict(self.inner, state_dict, prefix))
-    >>> from_state_dict({"w": Wrapped(axn.zeros({"x": 2}))}, {"w": np.ones(2)})["w"].inner
+    ...         return Wrapped(axn.state.from_state_dict(self.inner, state_dict, prefix))
+    >>> axn.state.from_state_dict({"w": Wrapped(axn.zeros({"x": 2}))}, {"w": np.ones(2)})["w"].inner
     NamedArray(float32[x=2], [1. 1.])
     """
 
@@ -153,7 +139,7 @@ def _active_context() -> LoadContext:
 def load_subtree(tree: Any, entries: Mapping[str, Any], prefix: str | None) -> Any:
     """Return a subtree with lazy arrays in place of its own."""
     if is_jax_array_like(tree):
-        return _array(tree, entries, prefix)
+        return wrap_like(_entry(tree, entries, prefix), tree)
     if is_number(tree):
         return tree if prefix is None or prefix not in entries else _number(tree, entries[prefix], prefix)
     if isinstance(tree, NamedArray):
@@ -191,17 +177,11 @@ def _number(tree: Any, entry: Any, key: str) -> Any:
     return tree
 
 
-def _array(tree: Any, entries: Mapping[str, Any], key: str | None) -> Any:
-    if isinstance(tree, NamedArray):
-        return wrap(_entry(tree.array, tree, entries, key), tree.names)
-    return _entry(tree, tree, entries, key)
-
-
-def _entry(array: Any, tree: Any, entries: Mapping[str, Any], key: str | None) -> LazyArray:
+def _entry(tree: Any, entries: Mapping[str, Any], key: str | None) -> LazyArray:
     context = _active_context()
     if key is None:
         raise ValueError(f"{context.what}: an array on its own has no key in a state dict. Pass its key as `prefix`.")
-    shape, dtype = tuple(array.shape), array.dtype
+    shape, dtype = tuple(raw(tree).shape), tree.dtype
     absent = MissingArray(shape, dtype)
     if key not in entries:
         context.add_missing(key, described(tree))
@@ -244,15 +224,14 @@ def stacked_from_state_dict(stacked: T, layers: Axis, state_dict: Mapping[str, A
         prefix: the prefix of the layers' keys in the state dict.
 
     >>> import dataclasses, equinox as eqx
-    >>> from axonym.state import from_state_dict, lazy_loading, stacked_from_state_dict
     >>> class Layers(eqx.Module):
     ...     stacked: axn.NamedArray
-    ...     @lazy_loading
+    ...     @axn.state.lazy_loading
     ...     def from_state_dict(self, state_dict, prefix=None):
-    ...         stacked = stacked_from_state_dict(self.stacked, axn.Axis("layers", 2), state_dict, prefix)
+    ...         stacked = axn.state.stacked_from_state_dict(self.stacked, axn.Axis("layers", 2), state_dict, prefix)
     ...         return dataclasses.replace(self, stacked=stacked)
     >>> layers = Layers(axn.zeros({"layers": 2, "embed": 2}))
-    >>> from_state_dict(layers, {"0": np.zeros(2), "1": np.ones(2)}).stacked
+    >>> axn.state.from_state_dict(layers, {"0": np.zeros(2), "1": np.ones(2)}).stacked
     NamedArray(float32[layers=2, embed=2], [[0. 0.] [1. 1.]])
     """
     found, structure = named_trees.flatten_with_path(stacked)
@@ -274,15 +253,15 @@ def _layer_of(x: Any, name: str) -> Any:
     position = layers_at(x, name)
     if position is None:
         return x
-    array = x.array if isinstance(x, NamedArray) else x
+    array = raw(x)
     shape = tuple(array.shape)
     part = jax.ShapeDtypeStruct(shape[:position] + shape[position + 1 :], array.dtype)
-    return wrap(part, without(x.names, name)) if isinstance(x, NamedArray) else part
+    return wrap(part, names_without(x.names, name)) if isinstance(x, NamedArray) else part
 
 
 def _all_equal(parts: Sequence[Any]) -> bool:
     """Return whether a leaf that the layers share is equal in all of them; while tracing, assume that it is."""
-    arrays: list[Any] = [part.array if isinstance(part, NamedArray) else part for part in parts]
+    arrays: list[Any] = [raw(part) for part in parts]
     first, *others = arrays
     if is_number(first):
         return all(other == first for other in others)
@@ -297,6 +276,6 @@ def _stacked(x: Any, parts: Sequence[Any], name: str) -> Any:
         return parts[0]
     if not isinstance(x, NamedArray):
         return LazyStack(tuple(map(as_lazy, parts)), position)
-    names = without(x.names, name)
+    names = names_without(x.names, name)
     parts = [part if part.names == names else rearrange(part, names) for part in parts]
     return wrap(LazyStack(tuple(as_lazy(part.array) for part in parts), position), x.names)

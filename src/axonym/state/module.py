@@ -20,12 +20,11 @@ class ModuleWithStateDictSerialization(eqx.Module):
     PyTorch-compatible state dicts, and `to_state_dict` and `from_state_dict` for everything else.
 
     >>> import equinox as eqx
-    >>> from axonym.state import ModuleWithStateDictSerialization, to_state_dict
-    >>> class Norm(ModuleWithStateDictSerialization):
+    >>> class Norm(axn.state.ModuleWithStateDictSerialization):
     ...     scale: axn.NamedArray
     ...     def _state_dict_key_map(self):
     ...         return {"scale": "weight"}
-    >>> list(to_state_dict({"norm": Norm(axn.ones({"embed": 2}))}))
+    >>> list(axn.state.to_state_dict({"norm": Norm(axn.ones({"embed": 2}))}))
     ['norm.weight']
     """
 
@@ -42,8 +41,7 @@ class ModuleWithStateDictSerialization(eqx.Module):
         Arguments:
             prefix: a prefix for all keys.
 
-        >>> from axonym.state import ModuleWithStateDictSerialization
-        >>> class Norm(ModuleWithStateDictSerialization):
+        >>> class Norm(axn.state.ModuleWithStateDictSerialization):
         ...     scale: axn.NamedArray
         >>> Norm(axn.ones({"embed": 2})).to_state_dict("norm")
         {'norm.scale': Array([1., 1.], dtype=float32)}
@@ -60,8 +58,7 @@ class ModuleWithStateDictSerialization(eqx.Module):
             state_dict: arrays by key.
             prefix: the prefix of the module's keys in the state dict.
 
-        >>> from axonym.state import ModuleWithStateDictSerialization
-        >>> class Norm(ModuleWithStateDictSerialization):
+        >>> class Norm(axn.state.ModuleWithStateDictSerialization):
         ...     scale: axn.NamedArray
         >>> Norm(axn.ones({"embed": 2})).from_state_dict({"norm.scale": np.zeros(2)}, "norm").scale
         NamedArray(float32[embed=2], [0. 0.])
@@ -74,8 +71,7 @@ class ModuleWithStateDictSerialization(eqx.Module):
         Only `to_torch_compatible_state_dict` and `from_torch_compatible_state_dict` call this method. It should only
         reshape, transpose and rename arrays, so that they can be loaded one shard at a time.
 
-        >>> from axonym.state import ModuleWithStateDictSerialization
-        >>> class Norm(ModuleWithStateDictSerialization):
+        >>> class Norm(axn.state.ModuleWithStateDictSerialization):
         ...     scale: axn.NamedArray
         ...     def flatten_for_export(self):
         ...         return Norm(self.scale.flatten("flat"))
@@ -90,8 +86,7 @@ class ModuleWithStateDictSerialization(eqx.Module):
         Arguments:
             template: a module with the axes that the result should have. The values of its arrays are not used.
 
-        >>> from axonym.state import ModuleWithStateDictSerialization
-        >>> class Norm(ModuleWithStateDictSerialization):
+        >>> class Norm(axn.state.ModuleWithStateDictSerialization):
         ...     scale: axn.NamedArray
         ...     def unflatten_from_export(self, template):
         ...         return Norm(self.scale.unflatten_axis("flat", template.scale.axes))

@@ -9,7 +9,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ..axis import Names
 from ..named_array import NamedArray, is_jax_array_like
 
 StateDict: TypeAlias = dict[str, Any]
@@ -32,9 +31,8 @@ def with_prefix(prefix: str | None, leaf: str | None) -> str | None:
         prefix: the first part.
         leaf: the second part.
 
-    >>> from axonym.state import with_prefix
-    >>> with_prefix("layers.0", "weight"), with_prefix(None, "weight"), with_prefix("layers", None)
-    ('layers.0.weight', 'weight', 'layers')
+    >>> axn.state.with_prefix("layers.0", "weight"), axn.state.with_prefix(None, "weight")
+    ('layers.0.weight', 'weight')
     """
     if prefix is None or leaf is None:
         return leaf if prefix is None else prefix
@@ -42,11 +40,7 @@ def with_prefix(prefix: str | None, leaf: str | None) -> str | None:
 
 
 def children(node: Any) -> tuple[list[tuple[str | None, Any]], Any]:
-    """Return the children of a node with their keys, and the structure to rebuild the node.
-
-    Arguments:
-        node: a module, a list, a dictionary, or any other node that JAX knows.
-    """
+    """Return the children of a node with their keys, and the structure to rebuild the node."""
     found, structure = jax.tree.flatten_with_path(node, is_leaf=lambda x: x is not node)
     key_map: KeyMap = node._state_dict_key_map() if hasattr(node, "_state_dict_key_map") else {}
     steps = [jax.tree_util.keystr(path, simple=True) for path, _ in found]
@@ -76,17 +70,10 @@ def same_kind(a: Any, b: Any) -> bool:
 def layers_at(x: Any, name: str) -> int | None:
     """Return the position of the layer axis in a leaf of stacked layers, or None if all layers share the leaf.
 
-    Arguments:
-        x: a named array, which may have the axis; a raw array, which has it first; or another leaf.
-        name: the name of the layer axis.
+    A named array may have the axis, a raw array has it first.
     """
     if not is_jax_array_like(x):
         return None
     if isinstance(x, NamedArray):
         return x.names.index(name) if name in x.names else None
     return 0 if x.shape else None
-
-
-def without(names: Names, name: str) -> Names:
-    """Return the names except one."""
-    return tuple(n for n in names if n != name)

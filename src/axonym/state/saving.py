@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from .. import tree as named_trees
-from ..axis import Axis
-from ..named_array import NamedArray, is_jax_array_like, wrap
+from ..axis import Axis, names_without
+from ..named_array import NamedArray, is_jax_array_like, raw, wrap
 from ..ops.indexing import index
 from ..sharding.shard import to_host
-from .naming import StateDict, children, is_number, layers_at, with_prefix, without
+from .naming import StateDict, children, is_number, layers_at, with_prefix
 
 
 def to_state_dict(tree: Any, prefix: str | None = None) -> StateDict:
@@ -24,17 +24,16 @@ def to_state_dict(tree: Any, prefix: str | None = None) -> StateDict:
     numbers, such as functions, have no entry.
 
     Arguments:
-        tree: any tree, such as a model or the state of an optimiser. Its arrays can be abstract.
+        tree: any tree, such as a model or the state of an optimizer. Its arrays can be abstract.
         prefix: a prefix for all keys.
 
-    >>> from axonym.state import to_state_dict
-    >>> to_state_dict({"layers": [axn.ones({"embed": 2})], "eps": 1e-5}, "model")
+    >>> axn.state.to_state_dict({"layers": [axn.ones({"embed": 2})], "eps": 1e-5}, "model")
     {'model.eps': 1e-05, 'model.layers.0': Array([1., 1.], dtype=float32)}
     """
     if is_jax_array_like(tree) or is_number(tree):
         if prefix is None:
             raise ValueError("to_state_dict: an array on its own has no key in a state dict. Pass one as `prefix`.")
-        return {prefix: tree.array if isinstance(tree, NamedArray) else tree}
+        return {prefix: raw(tree)}
     if isinstance(tree, NamedArray):
         return {}  # a placeholder
     if isinstance(tree, eqx.Module) and hasattr(tree, "to_state_dict"):
@@ -67,9 +66,8 @@ def stacked_to_state_dict(stacked: Any, layers: Axis, prefix: str | None = None)
         layers: the axis of the layers.
         prefix: a prefix for all keys.
 
-    >>> from axonym.state import stacked_to_state_dict
     >>> stacked = {"scale": axn.ones({"layers": 2, "embed": 3})}
-    >>> [(key, x.shape) for key, x in stacked_to_state_dict(stacked, axn.Axis("layers", 2), "norm").items()]
+    >>> [(key, x.shape) for key, x in axn.state.stacked_to_state_dict(stacked, axn.Axis("layers", 2), "norm").items()]
     [('norm.0.scale', (3,)), ('norm.1.scale', (3,))]
     """
 
@@ -85,7 +83,7 @@ def _part(x: Any, name: str, i: int) -> Any:
     if position is None:
         return x
     named = x if isinstance(x, NamedArray) else wrap(x, (name, *(f"dimension {d}" for d in range(1, x.ndim))))
-    array, names = named.array, without(named.names, name)
+    array, names = named.array, names_without(named.names, name)
     if isinstance(array, jax.ShapeDtypeStruct):
         shape = array.shape[:position] + array.shape[position + 1 :]
         part = wrap(jax.ShapeDtypeStruct(shape, array.dtype), names)
@@ -105,8 +103,7 @@ def to_numpy_state_dict(tree: Any, prefix: str | None = None) -> StateDict:
         tree: any tree.
         prefix: a prefix for all keys.
 
-    >>> from axonym.state import to_numpy_state_dict
-    >>> to_numpy_state_dict({"weight": axn.ones({"embed": 2})})
+    >>> axn.state.to_numpy_state_dict({"weight": axn.ones({"embed": 2})})
     {'weight': array([1., 1.], dtype=float32)}
     """
     return to_state_dict(to_host(tree), prefix)

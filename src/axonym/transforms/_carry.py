@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .. import _kernels
+from .. import _errors, _kernels
 from .._context import Entry
 from .._jax_versions import varying_axes
 from .._mesh_axes import entry_of, mesh_around, mesh_axes, reshard
@@ -216,7 +216,7 @@ def _described(names: Names | None, aval: Any) -> str:
         axis = f"{names[i]}={size}" if names else str(size)
         axes.append(axis + (f" over {' and '.join(map(repr, entry))}" if entry else ""))
     varying = sorted(varying_axes(aval))
-    differs = f" that differs along mesh axis {', '.join(map(repr, varying))}" if varying else ""
+    differs = f" that differs along mesh axis {_errors.quoted(varying)}" if varying else ""
     kind = "" if names is not None or not aval.shape else "raw "
     return f"{kind}{aval.dtype}[{', '.join(axes)}]{differs}"
 

@@ -32,17 +32,12 @@ def is_array(x: Any) -> bool:
     return isinstance(x, ARRAYS)
 
 
-def without(names: Names, *removed: str) -> Names:
-    """Return the names without some."""
-    return tuple(n for n in names if n not in removed)
-
-
 def stacked(what: str, x: NamedArray, *names: str) -> NamedArray:
     """Return the array with names added in front, for results of a transform."""
     twice = [n for n in names if n in x.names]
     if twice:
         raise ValueError(
-            f"{what}: a result of the function has axis {', '.join(map(repr, twice))} of its own, "
+            f"{what}: a result of the function has axis {_errors.quoted(twice)} of its own, "
             f"{_errors.describe_axes(x.names)}, so it cannot be given back. Rename that axis in the function."
         )
     return wrap(x.array, (*names, *x.names))
@@ -118,7 +113,7 @@ def collision(what: str, names: Names) -> str:
     """Return the message for a function that shards an axis like one that it is mapped over."""
     noun = "axis" if len(names) == 1 else "one of the axes"
     return (
-        f"{what}: the function places an axis of an array on a mesh axis that {noun} {', '.join(map(repr, names))}, "
+        f"{what}: the function places an axis of an array on a mesh axis that {noun} {_errors.quoted(names)}, "
         "over which it is mapped, uses already. Map one of the two elsewhere, or to None."
     )
 

@@ -16,7 +16,7 @@ import numpy as np
 from .. import _errors
 from .._tree_spec import StaticLeaf, flatten
 from ..axis import Names
-from ..named_array import NamedArray, wrap
+from ..named_array import NamedArray, raw, wrap
 
 ArgNums: TypeAlias = int | Sequence[int]
 
@@ -163,7 +163,7 @@ class _Argument:
         found = []
         for slot in self._spec.slots:
             changed = not isinstance(slot, StaticLeaf) and next(changes)
-            # Empty named arrays stay, as `equinox.filter` leaves them: so the tree fits that of an optimiser's state.
+            # Empty named arrays stay, as `equinox.filter` leaves them: so the tree fits that of an optimizer's state.
             found.append(next(given) if changed else wrap(None, slot) if isinstance(slot, tuple) else None)
         tree = jax.tree.unflatten(self._spec.structure, found)
         return tree[0] if self._single else tuple(tree)
@@ -175,7 +175,7 @@ def _scalar(value: Any) -> Any:
     if shape is None or len(shape):
         found = value if isinstance(value, NamedArray) else type(value).__name__ if shape is None else jax.typeof(value)
         raise TypeError(f"grad: the function returns one number, got {found}. Reduce it, as in `.mean()` or `.sum()`.")
-    return value.array if isinstance(value, NamedArray) else value
+    return raw(value)
 
 
 def _with_names(x: Any, names: Names | None) -> Any:

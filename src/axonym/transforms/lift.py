@@ -23,7 +23,7 @@ from .._function_cache import FunctionCache, Functions, WithArrays
 from .._mesh_axes import mesh_around
 from .._parameter_names import parameter_names
 from .._tree_spec import TreeSpec, flatten, is_hashable
-from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
+from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, names_without, selectors
 from ..named_array import NamedArray, wrap, wrap_result
 from ..ops._operands import check_new_axis, private
 from . import _mapped_axis
@@ -345,7 +345,7 @@ def _check_aliases(what: str, signature: _Signature, axes: Mapping[str, Any]) ->
     """Check that keywords for axes are words of the spec, and that their values name axes."""
     for word, axis in axes.items():
         if word not in signature.words:
-            known = ", ".join(map(repr, signature.words)) or "none"
+            known = _errors.quoted(signature.words) or "none"
             hint = _errors.suggestion(word, signature.words)
             raise TypeError(f"{what}: {word!r} is not among the axes of the spec, {known}.{hint}")
         if not isinstance(axis, (str, Axis)):
@@ -382,7 +382,7 @@ def _build(functions: WithArrays, plan: _LiftPlan, handed_on: TreeSpec) -> _kern
     if any(n not in names for names, needed in zip(in_names, own, strict=True) for n in needed):
         return _kernels.Kernel(lambda *arrays: _raise_lacking(what, in_names, own, arrays[count:]), None)
     all_own = {n for needed in own for n in needed}
-    rest = [_mapped_axis.without(names, *needed) for names, needed in zip(in_names, own, strict=True)]
+    rest = [names_without(names, *needed) for names, needed in zip(in_names, own, strict=True)]
     _check_one_meaning(what, signature, axes, rest, all_own)
     layout = _layout(what, in_names, rest, bool(all_own))
     mapped = tuple(n for n in layout if any(n in names for names in rest))
@@ -393,7 +393,7 @@ def _build(functions: WithArrays, plan: _LiftPlan, handed_on: TreeSpec) -> _kern
         """Call the function on arrays without the axes that are mapped over."""
         (fn,) = functions(held[: plan.of_function])
         operands = [
-            _kernels.transpose_to(x, _mapped_axis.without(names, *mapped), needed)
+            _kernels.transpose_to(x, names_without(names, *mapped), needed)
             for x, names, needed in zip(arrays, in_names, own, strict=True)
         ]
         args, kwargs = signature.arguments(operands, handed_on.unflatten(held[plan.of_function :]))
@@ -405,7 +405,7 @@ def _build(functions: WithArrays, plan: _LiftPlan, handed_on: TreeSpec) -> _kern
         results = _checked_results(what, signature, axes, operands, results)
         _mapped_axis.check_placed_elsewhere(what, sizes, _named(operands, own), _named(results, out_own))
         return tuple(
-            _kernels.transpose_to(r, names, _mapped_axis.without(out, *mapped))
+            _kernels.transpose_to(r, names, names_without(out, *mapped))
             for r, names, out in zip(results, out_own, out_names, strict=True)
         )
 
@@ -455,7 +455,7 @@ def _names(axes: Mapping[str, AxisSelector], words: Names) -> Names:
 
 def _position(names: Names, name: str, outer: Names) -> int | None:
     """Return the position of an axis without those further out."""
-    return _mapped_axis.without(names, *outer).index(name) if name in names else None
+    return names_without(names, *outer).index(name) if name in names else None
 
 
 def _layout(what: str, in_names: tuple[Names, ...], rest: Sequence[Names], takes_axes: bool) -> Names:
@@ -548,9 +548,9 @@ def _raise_lacking(what: str, in_names: Sequence[Names], own: Sequence[Names], a
     for i, (names, needed, x) in enumerate(zip(in_names, own, arrays, strict=True)):
         missing = [n for n in needed if n not in names]
         if missing:
-            listed = ", ".join(map(repr, missing))
+            listed = _errors.quoted(missing)
             problems.append(f"operand {i} {_errors.describe_axes(names, jnp.shape(x))} has no axis {listed}")
-            hints = hints or "".join(_errors.suggestion(n, names) for n in missing)
+            hints = hints or _errors.suggestions(missing, names)
     raise ValueError(
         f"{what}: {', and '.join(problems)}.{hints} Say by keyword which axis a word of the spec stands for, as in "
         "`i='row'`."

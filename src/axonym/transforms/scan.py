@@ -23,11 +23,11 @@ from .._function_cache import Functions, HeldArrays, WithArrays
 from .._jax_versions import INLINE
 from .._mesh_axes import entries_of, explicit_mesh, reshard
 from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, StaticLeaf, TreeSpec, flatten
-from ..axis import Axis, AxisSelector, Names
+from ..axis import Axis, AxisSelector, Names, names_without
 from ..named_array import wrap
 from . import _mapped_axis
 from ._carry import CARRY, Words, conform, settled
-from .checkpointing import ScanCheckpointPolicy, ScanCheckpointSpec, checkpointed_scan, policy_of
+from .rematerialization import ScanCheckpointPolicy, ScanCheckpointSpec, checkpointed_scan, policy_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -229,7 +229,7 @@ def _build(functions: WithArrays, plan: _LoopPlan, carry_spec: TreeSpec, argumen
     """Make the loop as one jitted function, from raw arrays to raw arrays."""
     loop, name = plan.loop, plan.loop.name
     in_step = arguments.with_names(
-        names if names is None or p is None else _mapped_axis.without(names, name)
+        names if names is None or p is None else names_without(names, name)
         for names, p in zip(arguments.names, plan.positions, strict=True)
     )
 
@@ -389,9 +389,7 @@ def _build_associative(functions: WithArrays, plan: _AssociativePlan, spec: Tree
         position = plan.positions[0] if together else 0
         inner = spec
         if not together:
-            inner = inner.with_names(
-                n if n is None else (plan.name, *_mapped_axis.without(n, plan.name)) for n in spec.names
-            )
+            inner = inner.with_names(n if n is None else (plan.name, *names_without(n, plan.name)) for n in spec.names)
         xs = [_mapped_axis.gathered_along(x, p) for x, p in zip(arrays, plan.positions, strict=True)]
         xs = [jnp.moveaxis(x, p, position) for x, p in zip(xs, plan.positions, strict=True)]
 

@@ -12,7 +12,7 @@ import jax
 from .. import _errors, _output_sharding
 from .._mesh_axes import axes_in, entries_of, explicit_mesh, reshard, restricted
 from .._tree_spec import Slot, StaticLeaf, TreeSpec, check_rank, flatten
-from ..axis import Axis, AxisSelection, Names, name_of, selectors
+from ..axis import Axis, AxisSelection, Names, name_of, names_without, selectors
 from ..named_array import NamedArray, wrap
 from . import _mapped_axis
 
@@ -127,7 +127,7 @@ def _operands(
             check_rank(leaf)
             left_alone = raw.of_argument and raw.where is None
             mapped = () if left_alone else names
-            inner = _mapped_axis.without(leaf.names, *mapped)
+            inner = names_without(leaf.names, *mapped)
             if _mapped_axis.is_array(leaf.array):
                 dims = tuple(leaf.names.index(n) if n in mapped and n in leaf.names else None for n in names)
                 operands.append(_Operand(i, leaf.array, inner, dims))
@@ -239,7 +239,7 @@ class _RawAxes:
 
     def _unknown(self, unknown: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         if unknown:
-            listed, hints = ", ".join(map(repr, unknown)), "".join(_errors.suggestion(k, kwargs) for k in unknown)
+            listed, hints = _errors.quoted(unknown), _errors.suggestions(unknown, kwargs)
             return f"vmap: `kwargs` says how to map {listed}, but the call has only {sorted(kwargs)} by keyword.{hints}"
         return f"vmap: `args` says how to map {len(self.args)} arguments, but the call has {len(args)} by position."
 

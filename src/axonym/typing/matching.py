@@ -224,7 +224,7 @@ def _wrong_axes(what: str, asked: NamedArrayAxes, names: Names, shape: tuple[Any
         return point(_errors.missing_axes(what, missing, names, shape), asked, missing[0])
     extra = [n for n in names if n not in asked.names]
     if extra and not asked.subset:
-        listed = ", ".join(repr(n) for n in extra)
+        listed = _errors.quoted(extra)
         return point(f"{what}: {listed} of {has} is not in the annotation. `...` allows more axes.", asked, "")
     if asked.ordered:
         found = names[: len(asked.before)] + names[len(names) - len(asked.after) :]

@@ -16,7 +16,6 @@ from ...nn.moe import MoELinear as _MoELinear
 class MoELinear(_MoELinear):
     """A linear layer for each expert; with `use_gmm`, what is not a TPU uses `jax.lax.ragged_dot`.
 
-    >>> import axonym.haliax as hax
     >>> Experts, Embed, Mlp = hax.make_axes(experts=2, embed=3, mlp=4)
     >>> layer = hax.nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0), use_gmm=True)
     >>> print(layer(hax.ones({"tokens": 8, "embed": 3}), hax.named([5, 3], Experts)))

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from ... import _errors, _kernels
 from ..._mesh_axes import axes_in, entries_of, entry_of, explicit_mesh, mesh_axes, reshard
 from ...axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
-from ...named_array import NamedArray, resolve, wrap
+from ...named_array import NamedArray, resolve
 from ...ops._operands import dtype_key, require_named, require_subset
 from ...ops.contraction import dot
 from ...ops.elementwise import astype
@@ -236,8 +236,7 @@ def _gather_shared_positions(x: NamedArray, KPos: Names, query: NamedArray) -> N
     """
     if explicit_mesh((x.array, query.array)) is None:
         return x
-    kernel = _gather_kernel(x.names, query.names, KPos)
-    return wrap(kernel.call(x.array, query.array), kernel.names)
+    return _gather_kernel(x.names, query.names, KPos).apply(x.array, query.array)
 
 
 @_kernels.cached

@@ -87,8 +87,7 @@ def fused_attention(
         query, scale = query * scale, 1.0
     operands = (query, key, value, *extra.values())
     names = tuple(x.names for x in operands)
-    kernel = _jax_kernel(what, chosen, names, tuple(extra), roles, scale)
-    return wrap(kernel.call(*(x.array for x in operands)), kernel.names)
+    return _jax_kernel(what, chosen, names, tuple(extra), roles, scale).apply(*(x.array for x in operands))
 
 
 def _choose_kernel(what: str, implementation: str) -> str:
@@ -97,7 +96,7 @@ def _choose_kernel(what: str, implementation: str) -> str:
     if implementation == "fused":
         return next((name for name, needed in PLATFORMS.items() if needed == platform), "xla")
     if implementation != "xla" and implementation not in PLATFORMS:
-        listed = ", ".join(map(repr, (None, "fused", "xla", *PLATFORMS)))
+        listed = _errors.quoted((None, "fused", "xla", *PLATFORMS))
         hint = _errors.suggestion(implementation, ("fused", "xla", *PLATFORMS))
         raise ValueError(f"{what}: no such implementation; choose one of {listed}.{hint}")
     needed = PLATFORMS.get(implementation, platform)

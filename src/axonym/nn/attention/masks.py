@@ -20,7 +20,7 @@ import numpy as np
 
 from ... import _kernels
 from ...axis import Axis, AxisSelector, AxisSpec, Names, name_of
-from ...named_array import NamedArray, NamedOrNumeric, named, wrap
+from ...named_array import NamedArray, NamedOrNumeric, named
 from ...ops._operands import distinct, one_axis, operand
 from ...ops.broadcasting import broadcast_arrays
 from ...ops.contraction import dot
@@ -91,8 +91,7 @@ def _by_position(what: str, rule: Callable[..., jax.Array], QPos: Axis, KPos: Ax
     """Make a mask from a rule on the positions of query and key; the first two numbers are their start positions."""
     operands = [operand(x) for x in numbers]
     q, k = one_axis(what, "QPos", QPos), one_axis(what, "KPos", KPos)
-    kernel = _position_kernel(what, rule, q, k, tuple(names for _, names in operands))
-    return wrap(kernel.call(*(x for x, _ in operands)), kernel.names)
+    return _position_kernel(what, rule, q, k, tuple(names for _, names in operands)).apply(*(x for x, _ in operands))
 
 
 @_kernels.cached

@@ -2,7 +2,7 @@
 
 Feature pair `i` at position `p` is rotated by `p * frequency[i]`, so the product of a query and a key depends on their
 distance, not on their positions. By default, feature `i` is paired with feature `i + size / 2`, as in published
-checkpoints in the format of Hugging Face; `interleaved=True` pairs neighbours, as in the original paper.
+checkpoints in the format of Hugging Face; `interleaved=True` pairs neighbors, as in the original paper.
 
 The frequencies are given by a configuration: `Rotary`, or a subclass that extends a model to longer contexts than it
 was trained on.
@@ -33,7 +33,7 @@ class Rotary:
     Arguments:
         theta: the base: frequencies fall from 1 to about `1 / theta`.
         partial_rotary_factor: the fraction of a head that is rotated; the rest, at its end, is unchanged.
-        interleaved: whether to pair neighbouring features.
+        interleaved: whether to pair neighboring features.
 
     >>> axn.nn.attention.Rotary().frequencies(4)
     array([1.  , 0.01])
@@ -89,10 +89,9 @@ class Rotary:
         fields = [f.name for f in dataclasses.fields(KINDS[kind])]
         unknown = [name for name in given if name not in fields]
         if unknown:
-            hints = "".join(_errors.suggestion(n, fields) for n in unknown)
             raise ValueError(
-                f"Rotary.from_config: {kind!r} has no {', '.join(map(repr, unknown))}; it has {', '.join(fields)}."
-                f"{hints}"
+                f"Rotary.from_config: {kind!r} has no {_errors.quoted(unknown)}; it has {', '.join(fields)}."
+                f"{_errors.suggestions(unknown, fields)}"
             )
         return KINDS[kind](**{name: value for name, value in given.items() if value is not None})
 
@@ -255,8 +254,7 @@ def apply_rotary(
     if not isinstance(positions, NamedArray):
         (along,) = resolve(x.names, jnp.shape(x.array), positions, "apply_rotary")
         positions = wrap(jnp.arange(along.size), (along.name,))
-    kernel = _rotary_kernel(x.names, positions.names, HeadDim, config)
-    return wrap(kernel.call(x.array, positions.array), kernel.names)
+    return _rotary_kernel(x.names, positions.names, HeadDim, config).apply(x.array, positions.array)
 
 
 @_kernels.cached
@@ -288,7 +286,7 @@ def _rotary_kernel(names: Names, position_names: Names, HeadDim: AxisSelector, c
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, axis: int, interleaved: bool) -> jax.Array:
-    """Rotate pairs of features: those half the axis apart, or neighbours."""
+    """Rotate pairs of features: those half the axis apart, or neighbors."""
     half = x.shape[axis] // 2
     if interleaved:
         pairs = jnp.reshape(x, (*x.shape[:axis], half, 2, *x.shape[axis + 1 :]))

@@ -182,13 +182,13 @@ def abstract(x: LazyArray) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def scale_array(x: NamedArray | None, factor: float) -> NamedArray | None:
-    """Multiply an array of a module by a number. None and arrays without values are returned unchanged.
+def with_abstract_arrays(tree: Any) -> Any:
+    """Replace the lazy arrays of a tree with abstract ones."""
+    return jax.tree.map(lambda x: abstract(x) if isinstance(x, LazyArray) else x, tree)
 
-    Arguments:
-        x: the array, which can be lazy.
-        factor: the number.
-    """
+
+def scale_array(x: NamedArray | None, factor: float) -> NamedArray | None:
+    """Multiply an array of a module, which can be lazy. None and arrays without values are returned unchanged."""
     if x is None or factor == 1:
         return x
     array = x.array
@@ -205,10 +205,6 @@ def call_lazily(fn: Callable[..., Any], *trees: Any) -> Any:
 
     The function is traced, and its jaxpr is evaluated with lazy arrays. The function should only reshape, transpose and
     rename arrays: the operands of any other operation are read whole.
-
-    Arguments:
-        fn: the function.
-        *trees: its arguments, whose arrays can be lazy or abstract.
     """
     leaves, structure = jax.tree.flatten(trees)
     positions = [i for i, x in enumerate(leaves) if is_jax_array_like(x)]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import axonym as axn
-from axonym.transforms.checkpointing import ScanCheckpointPolicy as Policy, tree_checkpoint_name
+from axonym.transforms.rematerialization import ScanCheckpointPolicy as Policy, tree_checkpoint_name
 from axonym.transforms.scan import fold, scan
 
 Step, Embed = axn.make_axes(step=16, embed=3)
@@ -90,7 +90,7 @@ def test_everything_is_kept_where_the_policy_says_so() -> None:
     ids=str,
 )  # fmt: skip
 def test_what_is_computed_again(remat: Any, sines: int) -> None:
-    """The program of the gradient, before it is optimised, has one sine for the derivative of the cosine besides."""
+    """The program of the gradient, before it is optimized, has one sine for the derivative of the cosine besides."""
     program = str(jax.make_jaxpr(jax.value_and_grad(loss(remat)))(START, XS))
     assert len(re.findall(r" sin ", program)) == sines + 1
 

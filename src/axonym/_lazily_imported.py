@@ -35,10 +35,6 @@ from .sharding.meshes import current_mesh as current_mesh, make_mesh as make_mes
 from .sharding.queries import lint_mapping as lint_mapping
 from .sharding.remapping import remap as remap
 from .sharding.shard import shard as shard, to_host as to_host, unshard as unshard
-from .transforms.checkpointing import (
-    ScanCheckpointPolicy as ScanCheckpointPolicy,
-    tree_checkpoint_name as tree_checkpoint_name,
-)
 from .transforms.control import cond as cond, fori_loop as fori_loop, switch as switch, while_loop as while_loop
 from .transforms.derivatives import (
     grad as grad,
@@ -47,5 +43,9 @@ from .transforms.derivatives import (
     value_and_grad as value_and_grad,
 )
 from .transforms.lift import lift as lift
+from .transforms.rematerialization import (
+    ScanCheckpointPolicy as ScanCheckpointPolicy,
+    tree_checkpoint_name as tree_checkpoint_name,
+)
 from .transforms.scan import associative_scan as associative_scan, fold as fold, map as map, scan as scan
 from .transforms.vmap import vmap as vmap

@@ -54,10 +54,9 @@ def save_state_dict(
         metadata: additional metadata for the header.
 
     >>> import tempfile
-    >>> from axonym.state import load_state_dict, save_state_dict
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_state_dict({"weight": jnp.ones(2, "bfloat16")}, f"{folder}/model.safetensors")
-    ...     load_state_dict(f"{folder}/model.safetensors")
+    ...     axn.state.save_state_dict({"weight": jnp.ones(2, "bfloat16")}, f"{folder}/model.safetensors")
+    ...     axn.state.load_state_dict(f"{folder}/model.safetensors")
     {'weight': array([1, 1], dtype=bfloat16)}
     """
     with fail_together("save_state_dict") as agree:
@@ -162,10 +161,9 @@ def load_state_dict(path: str | os.PathLike[str]) -> StateDict:
         path: a file; the index of several files, `model.safetensors.index.json`; or a folder that contains either.
 
     >>> import tempfile
-    >>> from axonym.state import load_state_dict, save_state_dict
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_state_dict({"weight": np.arange(6.0)}, f"{folder}/model.safetensors")
-    ...     load_state_dict(folder)["weight"][2:4]
+    ...     axn.state.save_state_dict({"weight": np.arange(6.0)}, f"{folder}/model.safetensors")
+    ...     axn.state.load_state_dict(folder)["weight"][2:4]
     array([2., 3.])
     """
     path = Path(path)

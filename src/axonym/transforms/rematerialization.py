@@ -93,7 +93,7 @@ class ScanCheckpointPolicy:
         """
         if isinstance(remat_policy, (bool, str)) and remat_policy in _WORDS:
             return _WORDS[remat_policy]
-        raise ValueError(f"ScanCheckpointPolicy: expected one of {', '.join(map(repr, _WORDS))}, got {remat_policy!r}.")
+        raise ValueError(f"ScanCheckpointPolicy: expected one of {_errors.quoted(_WORDS)}, got {remat_policy!r}.")
 
     def checkpoint(self, carry_name: str, input_name: str, fn: Callable[..., T]) -> Callable[..., T]:
         """Return a step that keeps for its backward pass what the policy says.
@@ -194,7 +194,7 @@ def _contradiction(policy: ScanCheckpointPolicy) -> str | None:
         return "save_block_internals=True keeps everything, the carries too, so save_carries=False contradicts it."
     twice = set(policy.offload_block_internals).intersection(() if isinstance(internals, bool) else internals)
     if twice:
-        return f"{', '.join(map(repr, sorted(twice)))} cannot be both saved on the device and offloaded to the host."
+        return f"{_errors.quoted(sorted(twice))} cannot be both saved on the device and offloaded to the host."
     return None
 
 
@@ -225,8 +225,8 @@ def tree_checkpoint_name(tree: T, name: str) -> T:
     >>> axn.tree_checkpoint_name(axn.ones({"x": 2}), "attention")
     NamedArray(float32[x=2], [1. 1.])
     """
-
-    _record(name)
+    if (given := _GIVEN.get()) is not None:
+        given.add(name)
 
     def name_leaf(leaf: Any) -> Any:
         return jax.ad_checkpoint.checkpoint_name(leaf, name) if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
@@ -333,13 +333,6 @@ def _nested(policy: ScanCheckpointPolicy, *, prevent_cse: bool) -> tuple[ScanChe
 _GIVEN: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("names given to arrays", default=None)
 
 
-def _record(name: str) -> None:
-    """Record that a name was given to an array."""
-    given = _GIVEN.get()
-    if given is not None:
-        given.add(name)
-
-
 @contextlib.contextmanager
 def _recorded() -> Iterator[set[str]]:
     """Collect the names given to arrays in a with-block, as far as it is traced anew."""
@@ -371,7 +364,7 @@ def _warn_of_unknown(
     left = sorted(found.difference(wanted))
     hints = "".join(dict.fromkeys(_errors.suggestion(n, left) for n in unknown))
     if unknown and (hints or len(unknown) == len(wanted)):
-        listed, named = ", ".join(map(repr, unknown)), ", ".join(map(repr, sorted(found)))
+        listed, named = _errors.quoted(unknown), _errors.quoted(sorted(found))
         _errors.warn(
             f"{label}: the checkpoint policy speaks of {listed}, but the body gives no array such a name. "
             + (f"It names {named}.{hints}" if found else "`axonym.tree_checkpoint_name` gives names to arrays.")

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from .. import _errors
 from .._processes import fail_together, from_all_processes
 from ..axis import AxisSelector, name_of
-from ..named_array import NamedArray, wrap
+from ..named_array import raw, wrap_like
 from .meshes import required_mesh, with_devices
 from .placement import Leaf, leaves_of, listed
 
@@ -47,13 +47,11 @@ def from_process_local_data(
     if unknown:
         raise ValueError(
             f"{what}: mesh {_errors.describe_shape(found.shape)} has no axis "
-            f"{', '.join(map(repr, unknown))}.{_errors.suggestion(unknown[0], found.axis_names)}"
+            f"{_errors.quoted(unknown)}.{_errors.suggestion(unknown[0], found.axis_names)}"
         )
     shards = len(_shards_here(found, over))
     leaves, structure = leaves_of(tree)
-    loaded = [
-        (leaf, np.asarray(leaf.value.array if isinstance(leaf.value, NamedArray) else leaf.value)) for leaf in leaves
-    ]
+    loaded = [(leaf, np.asarray(raw(leaf.value))) for leaf in leaves]
     made, problems = [], []
     for leaf, x in loaded:
         shape = x.shape if leaf.names is None else _errors.describe_axes(leaf.names, x.shape)
@@ -69,7 +67,7 @@ def from_process_local_data(
         else:
             spec = PartitionSpec(*(over if i == position else None for i in range(x.ndim)))
             whole = jax.make_array_from_process_local_data(NamedSharding(found, spec), x)
-            made.append(wrap(whole, leaf.value.names) if isinstance(leaf.value, NamedArray) else whole)
+            made.append(wrap_like(whole, leaf.value))
     compared = jax.process_count() == 1 or (found, tuple(over)) in _COMPARED
     with contextlib.nullcontext() if compared else fail_together(what) as agree:
         if problems:

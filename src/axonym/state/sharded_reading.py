@@ -6,7 +6,6 @@ the template's array.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -16,35 +15,27 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .. import _context, _errors
-from ..named_array import NamedArray, is_jax_array_like, is_named_array, wrap
+from ..named_array import is_jax_array_like, is_named_array, raw, wrap_like
 from ..sharding.meshes import AnyMesh, current_mesh, required_mesh, with_devices
 from ..sharding.placement import Leaf, Placement, leaves_of, listed, resolve, shardings_in
 from ..sharding.shard import in_trace, shard
-from .lazy import LazyArray, abstract, has_missing, is_on_device, read_all
+from .lazy_arrays import LazyArray, has_missing, is_on_device, read_all, with_abstract_arrays
 
 T = TypeVar("T")
 
 
-def place(tree: T, template: T, placement: Placement, mesh: AnyMesh | None, what: str) -> T:
-    """Replace the lazy arrays of a tree with JAX arrays.
-
-    Arguments:
-        tree: a tree with lazy arrays.
-        template: the tree that the caller passed, with the values of arrays that were not found.
-        placement: the placement of the arrays.
-        mesh: the mesh; by default the active one.
-        what: the operation, for messages.
-    """
+def read_sharded(tree: T, template: T, placement: Placement, mesh: AnyMesh | None, what: str) -> T:
+    """Replace the lazy arrays of a tree with JAX arrays; those that were not found keep their value in the template."""
     values, structure = jax.tree.flatten(tree, is_leaf=is_named_array)
-    leaves = shardings_of(_mapped(abstract, tree), template, placement, mesh, what)
+    leaves = shardings_of(with_abstract_arrays(tree), template, placement, mesh, what)
     results, problems = [], []
     for value, (leaf, mine, sharding) in zip(values, leaves, strict=True):
-        array = value.array if isinstance(value, NamedArray) else value
+        array = raw(value)
         if isinstance(array, LazyArray) and has_missing(array):
             if not has_values(mine):
                 problems.append(no_value(leaf.path))
             value = mine
-        results.append(value if problems else _put(leaf, value, sharding))
+        results.append(value if problems else wrap_like(_put(leaf, raw(value), sharding), value))
     if problems:
         raise ValueError(listed(what, problems, None))
     return jax.tree.unflatten(structure, results)
@@ -53,20 +44,15 @@ def place(tree: T, template: T, placement: Placement, mesh: AnyMesh | None, what
 def shardings_of(
     tree: Any, template: Any, placement: Placement, mesh: AnyMesh | None, what: str
 ) -> list[tuple[Leaf, Any, NamedSharding | None]]:
-    """Return the leaves of a tree, each with the matching leaf of the template and the sharding for it.
+    """Return the leaves of a tree of abstract arrays, each with the matching leaf of the template and its sharding.
 
-    Arguments:
-        tree: a tree with abstract arrays.
-        template: the tree that the caller passed, with the shardings of arrays that the placement does not cover.
-        placement: the placement of the arrays.
-        mesh: the mesh; by default the active one.
-        what: the operation, for messages.
+    Arrays that the placement does not cover have the sharding that they have in the template.
     """
     if placement is not None and not shardings_in(placement):
         mesh = required_mesh(what, mesh)
     mesh = current_mesh() if mesh is None else mesh
     mesh = None if mesh is None else with_devices(mesh)
-    if placement is None and (mesh is None or _context.active_mapping() is None):
+    if placement is None and (mesh is None or not _context.active_mapping()):
         leaves, structure = leaves_of(tree)
     else:
         leaves, structure = resolve(tree, placement, mesh, what)
@@ -76,13 +62,9 @@ def shardings_of(
     return [(leaf, mine, _sharding(leaf, mine, mesh)) for leaf, mine in zip(leaves, own, strict=True)]
 
 
-def _mapped(fn: Callable[[LazyArray], Any], tree: Any) -> Any:
-    return jax.tree.map(lambda x: fn(x) if isinstance(x, LazyArray) else x, tree)
-
-
 def has_values(x: Any) -> bool:
     """Return whether a leaf is an array with values, not only a shape and a dtype."""
-    array = x.array if isinstance(x, NamedArray) else x
+    array = raw(x)
     return is_jax_array_like(array) and not isinstance(array, jax.ShapeDtypeStruct)
 
 
@@ -97,7 +79,7 @@ def _sharding(leaf: Leaf, mine: Any, mesh: AnyMesh | None) -> NamedSharding | No
         return NamedSharding(mesh, leaf.spec)
     if getattr(mine, "names", None) != getattr(leaf.value, "names", None):  # the axes are in another order
         return None
-    array = mine.array if isinstance(mine, NamedArray) else mine
+    array = raw(mine)
     has = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
     if not isinstance(has, NamedSharding):
         return None
@@ -106,13 +88,7 @@ def _sharding(leaf: Leaf, mine: Any, mesh: AnyMesh | None) -> NamedSharding | No
     return has
 
 
-def _put(leaf: Leaf, value: Any, sharding: NamedSharding | None) -> Any:
-    if isinstance(value, NamedArray):
-        return wrap(_put_array(leaf, value.array, sharding), value.names)
-    return _put_array(leaf, value, sharding)
-
-
-def _put_array(leaf: Leaf, x: Any, sharding: NamedSharding | None) -> Any:
+def _put(leaf: Leaf, x: Any, sharding: NamedSharding | None) -> Any:
     if isinstance(x, LazyArray):
         if sharding is not None and not is_on_device(x) and not in_trace():
             return _read_by_device(leaf, x, sharding)

@@ -16,7 +16,7 @@ import safetensors.numpy
 
 import axonym as axn
 from axonym.state import load_state_dict, save_state_dict
-from axonym.state.files import _CODES
+from axonym.state.safetensors import _CODES
 
 
 def entries() -> dict[str, np.ndarray]:
@@ -108,7 +108,7 @@ def test_several_files(tmp_path: Path) -> None:
 def test_a_save_that_fails_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.safetensors"
     save_state_dict({"a": np.ones(2), "b": np.ones(2)}, path)
-    monkeypatch.setattr("axonym.state.files._fetched", lambda x: x if x[0] == 0 else 1 / 0)
+    monkeypatch.setattr("axonym.state.safetensors._fetched", lambda x: x if x[0] == 0 else 1 / 0)
     with pytest.raises(ZeroDivisionError):
         save_state_dict({"a": np.zeros(2), "b": np.full(2, 3.0)}, path)
     assert same(load_state_dict(path)["a"], np.ones(2)) and os.listdir(tmp_path) == ["a.safetensors"]
