@@ -29,7 +29,7 @@ def new_array(
     what: str, fn: Callable[..., jax.Array], names: Names, sizes: tuple[int, ...], *arrays: Any, **options: Any
 ) -> NamedArray:
     """Call `fn(*arrays, **options)`, whose arrays are scalars and whose options are hashable, and name its axes."""
-    if _context.active_mapping() is None:
+    if not _context.active_mapping():
         return wrap(fn(*arrays, **options), names)
     return _kernel(what, fn, names, sizes, len(arrays), tuple(options.items())).apply(*arrays)
 
