@@ -25,7 +25,7 @@ nn
 state
 random
 _methods custom_partitioning
-fft linalg manual poly ref transforms tree
+_xarray fft linalg manual poly ref transforms tree
 ops
 _fsdp_ops sharding
 _function_cache

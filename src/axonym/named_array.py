@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import jax
@@ -329,6 +330,28 @@ register_pytree_with_keys(  # a tree of its sizes, as any dictionary
 )
 register_dataclass(NamedArray, data_fields=["array"], meta_fields=["names"])
 
+
+def _interned(names: Iterable[str]) -> Names:
+    """Return names that come from elsewhere interned, so that they are compared by identity."""
+    return tuple(map(sys.intern, names))
+
+
+# What `jax.export` writes of a tree: the names.
+jax.export.register_pytree_node_serialization(
+    NamedArray,
+    serialized_name="axonym.NamedArray",
+    serialize_auxdata=lambda metadata: json.dumps(metadata[0]).encode(),
+    deserialize_auxdata=lambda data: (_interned(json.loads(data)),),
+    from_children=lambda metadata, children: wrap(*children, *metadata),
+)
+jax.export.register_pytree_node_serialization(
+    Shape,
+    serialized_name="axonym.Shape",
+    serialize_auxdata=lambda names: json.dumps(names).encode(),
+    deserialize_auxdata=lambda data: tuple(json.loads(data)),
+    from_children=lambda names, sizes: Shape(zip(names, sizes, strict=True)),
+)
+
 NamedOrNumeric: TypeAlias = "NamedArray | ArrayLike"
 
 
@@ -338,8 +361,8 @@ def wrap(array: Any, names: Names) -> NamedArray:
 
 
 def _restore(array: Any, names: Names) -> NamedArray:
-    """Make a named array while unpickling. Names are interned again, so that they are compared by identity."""
-    return wrap(array, tuple(map(sys.intern, names)))
+    """Make a named array while unpickling."""
+    return wrap(array, _interned(names))
 
 
 def wrap_result(result: Any, names: Any) -> Any:

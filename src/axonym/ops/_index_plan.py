@@ -170,6 +170,8 @@ def make_plan(
 
 
 def _slice_bounds(name: str, index: slice, size: int) -> tuple[int, int, int]:
+    if jax.export.is_symbolic_dim(size):
+        return _bounds_of_symbolic(name, index, size)
     try:
         bounds = index.indices(size)
     except jax.errors.TracerIntegerConversionError:
@@ -181,6 +183,17 @@ def _slice_bounds(name: str, index: slice, size: int) -> tuple[int, int, int]:
         kinds = ", ".join(type(b).__name__ for b in (index.start, index.stop, index.step) if b is not None)
         raise TypeError(f"Indexing: a slice of axis {name!r} has integers for bounds, got {kinds}.") from None
     return bounds if range(*bounds) else (0, 0, 1)
+
+
+def _bounds_of_symbolic(name: str, index: slice, size: Any) -> tuple[int, int, int]:
+    """Return the bounds of a slice of an axis whose size `jax.export` leaves open; JAX checks that they fit."""
+    if index.step not in (None, 1):
+        raise ValueError(f"Indexing: axis {name!r} has the symbolic size {size}, so a slice of it has no stride.")
+    start, stop = (
+        otherwise if bound is None else bound if jax.export.is_symbolic_dim(bound) or bound >= 0 else size + bound
+        for bound, otherwise in ((index.start, 0), (index.stop, size))
+    )
+    return start, stop, 1
 
 
 def _add_dynamic_slice(

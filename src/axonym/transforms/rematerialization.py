@@ -252,7 +252,8 @@ def checkpointed_scan(
         step: the body, from raw arrays to raw arrays.
         xs: what is scanned, along the first axis.
     """
-    if unroll >= length:
+    symbolic = jax.export.is_symbolic_dim(length)  # JAX finds it, but takes none that is passed
+    if not symbolic and unroll >= length:
         # Without a loop between them, the compiler would find the two computations of a step equal.
         policy = dataclasses.replace(policy, prevent_cse=True)
     names = f"{label}__carry", f"{label}__input"
@@ -260,7 +261,8 @@ def checkpointed_scan(
 
     def run(carry: Any, xs: list[jax.Array]) -> tuple[Any, Any]:
         if groups is None:
-            return jax.lax.scan(policy.checkpoint(*names, step), carry, xs, length, reverse, unroll)
+            given = None if symbolic else length
+            return jax.lax.scan(policy.checkpoint(*names, step), carry, xs, given, reverse, unroll)
         per_group = length // groups
         of_groups, of_steps = _nested(policy, prevent_cse=policy.prevent_cse or unroll >= per_group)
         inner = of_steps.checkpoint(*names, step)
