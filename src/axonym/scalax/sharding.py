@@ -180,11 +180,11 @@ def sjit(
         out = tuple(out_shardings) if type(out_shardings) is list and type(result) is tuple else out_shardings
         return shard_quietly(result, out, "sjit (results)")
 
-    annotations = hashable_annotations(annotation_shardings)
+    active = {} if annotation_shardings is None else {"annotations": hashable_annotations(annotation_shardings)}
     make = functools.partial(
         ShardedJit,
         mesh=mesh,
-        active={} if annotations is None else {"annotations": annotations},
+        active=active,
         arguments=[("in_shardings", in_shardings), ("constraint", args_sharding_constraint)],
         results=None if out_shardings is None else results,
         static_argnums=static_argnums,
