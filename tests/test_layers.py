@@ -19,7 +19,7 @@ ROOT = Path(axn.__file__).parent
 LAYERS = """
 haliax scalax
 __init__
-_lazily_imported debug precision testing
+_lazily_imported debug insight precision testing
 quantization
 nn
 state

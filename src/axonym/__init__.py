@@ -252,6 +252,7 @@ if _typing.TYPE_CHECKING:
         custom_partitioning as custom_partitioning,
         debug as debug,
         fft as fft,
+        insight as insight,
         linalg as linalg,
         manual as manual,
         named_array as named_array,

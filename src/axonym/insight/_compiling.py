@@ -1,0 +1,94 @@
+"""Compile a step, to the end or until it is partitioned and scheduled, and return the text of its program."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+_LOCK = threading.Lock()
+_NUMBERS = itertools.count()
+
+
+@contextlib.contextmanager
+def own_lines() -> Iterator[None]:
+    """Keep the compiler from taking a program with other names and lines from the persistent cache."""
+    name = "jax_compilation_cache_include_metadata_in_key"
+    if jax.config.jax_compilation_cache_dir is None or getattr(jax.config, name):  # pyright: ignore
+        yield
+        return
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, False)
+
+
+def compiled(lowered: Any) -> Any:
+    """Compile a lowered function with its own options."""
+    with own_lines():
+        return lowered.compile()
+
+
+class _Enough(Exception):
+    """Raised to end a compilation of which no more is needed."""
+
+
+def partitioned(lowered: Any) -> str:
+    """Return the text of the program once it is partitioned, optimized and scheduled, without generating code.
+
+    This is the compiler's own pipeline for CPUs, ended by a hook before its last and longest step. Where JAX has no
+    such hook, the function is compiled to the end.
+    """
+    try:
+        from jax.extend.xla import (
+            PipelineStage,
+            clear_hlo_module_transformation,
+            register_hlo_module_transformation,
+        )
+        from jaxlib import _hlo  # pyright: ignore[reportAttributeAccessIssue]
+
+        read = _hlo.HloModule.from_serialized_hlo_module_proto
+    except (ImportError, AttributeError):
+        return compiled(lowered).as_text()
+
+    wanted = str(_attributes(lowered)["sym_name"]).strip('"')
+    found: list[str] = []
+
+    def keep(module: bytes) -> None:
+        text = read(module).to_string()
+        if text.split(maxsplit=2)[1].rstrip(",") == wanted:
+            found.append(text)
+            raise _Enough
+
+    # The hook is for the whole process: other compilations meanwhile pass through it.
+    with _LOCK:
+        name = f"axonym_insight_{next(_NUMBERS)}"
+        stage = PipelineStage.POST_SCHEDULER
+        register_hlo_module_transformation(keep, name=name, stage=stage, platforms="cpu")
+        try:
+            with own_lines():
+                done = lowered.compile()
+        except Exception:
+            if not found:
+                raise
+            return found[0]
+        finally:
+            clear_hlo_module_transformation(name, stage, platforms="cpu")
+    return done.as_text()  # it was compiled before, and JAX had kept it
+
+
+def device_count(lowered: Any) -> int:
+    """Return on how many devices a lowered function runs."""
+    attributes = _attributes(lowered)
+    counts = [str(attributes[f"mhlo.num_{what}"]) for what in ("partitions", "replicas")]
+    return math.prod(int(count.partition(" ")[0]) for count in counts)
+
+
+def _attributes(lowered: Any) -> Any:
+    return lowered.compiler_ir("stablehlo").operation.attributes

@@ -1,0 +1,385 @@
+"""Read the text of a compiled program: its instructions, how often they run, and the lines of Python they come from.
+
+The text is XLA's own, of the program of one device. What this module does not know, it refuses: a report must not miss
+a collective because its form is new.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+COLLECTIVES = frozenset(
+    {
+        "all-gather",
+        "all-reduce",
+        "all-to-all",
+        "collective-broadcast",
+        "collective-permute",
+        "ragged-all-to-all",
+        "reduce-scatter",
+    }
+)
+_EXCHANGES = re.compile(r"= .*? ((?:all|collective|ragged|reduce)-[a-z-]+|send|recv)\(")
+"""What looks like a collective, whether or not this module knows it: `reduce-precision` and the ends of asynchronous
+ones are taken out by `_NOT_COLLECTIVE`."""
+_NOT_COLLECTIVE = re.compile(r"reduce-(window|precision)|.*-(done|update)")
+
+_COMMENT = re.compile(r"/\*index=\d+\*/")
+
+_PASSING_ON = frozenset({"bitcast", "copy", "get-tuple-element", "transpose", "convert", "reshape"})
+"""Instructions that say less of where an array is from than what produces their operand."""
+
+Groups = tuple[tuple[int, ...], ...]
+"""The devices that exchange data with each other, by their place in the mesh."""
+
+
+class UnknownForm(ValueError):
+    """The text of a program has a form that this module does not know."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The type of an array on one device."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        if self.dtype in ("token", "opaque"):
+            return 0
+        bits = 8 if self.dtype == "pred" else int(re.sub(r"^[a-z]+(\d+).*$", r"\1", self.dtype))
+        return -(-math.prod(self.sizes) * bits // 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.sizes))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """A line of Python, on the way to an instruction."""
+
+    file: str
+    line: int
+    function: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction of a computation."""
+
+    name: str
+    opcode: str
+    shapes: tuple[Shape, ...]
+    """The arrays of its result, which are several for a tuple."""
+    operands: tuple[str, ...]
+    attributes: str
+    """What follows the operands, without the metadata."""
+    metadata: str
+
+    @functools.cached_property
+    def scope(self) -> str:
+        """The operation of JAX it comes from, with the scopes around it."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.metadata)
+        return found[1].replace('\\"', '"') if found else ""
+
+    def attribute(self, name: str) -> str | None:
+        """Return the text of an attribute, up to the comma that ends it."""
+        found = re.search(rf"(?:^|, ){name}=", self.attributes)
+        return None if found is None else _until_comma(self.attributes[found.end() :])
+
+    def computation(self, name: str) -> str | None:
+        """Return the computation that an attribute names."""
+        text = self.attribute(name)
+        return None if text is None else text.strip().lstrip("%")
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """An instruction where it runs: one that is reached in several ways has a visit for each."""
+
+    instruction: Instruction
+    computation: str
+    """The computation that it is in."""
+    times: int | None
+    """How often it runs; None if that depends on values."""
+    in_branch: bool
+    """Whether it runs only if a condition has a certain value."""
+
+
+class Program:
+    """A compiled program, as it is written in XLA's text."""
+
+    def __init__(self, text: str, devices: int):
+        """Arguments:
+        text: the text of the program.
+        devices: on how many devices it runs.
+        """
+        self.text = text
+        self.devices = devices
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.entry = ""
+        self._read()
+        self._frames = _Frames(text)
+
+    def visits(self) -> Iterator[Visit]:
+        """Go through all instructions that run, in the order in which they do."""
+        yield from self._visits(self.entry, 1, False)
+
+    def operands(self, visit: Visit) -> list[tuple[Instruction, tuple[Shape, ...]]]:
+        """Return the operands of an instruction: what produces each, and its shapes."""
+        around = self.computations[visit.computation]
+        found = []
+        for name in visit.instruction.operands:
+            producer, shapes = around[name], around[name].shapes
+            while not producer.scope and producer.opcode in _PASSING_ON:
+                producer = around[producer.operands[0]]
+            found.append((producer, shapes))
+        return found
+
+    def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
+        """Return the lines that an instruction comes from, the innermost first."""
+        return self._frames.of(instruction.metadata)
+
+    def _visits(self, name: str, times: int | None, in_branch: bool) -> Iterator[Visit]:
+        for instruction in self.computations[name].values():
+            yield Visit(instruction, name, times, in_branch)
+            if instruction.opcode == "while":
+                turns = _trip_count(instruction)
+                inside = None if times is None or turns is None else times * turns
+                tests = None if times is None or turns is None else times * (turns + 1)
+                yield from self._visits(instruction.computation("condition") or "", tests, in_branch)
+                yield from self._visits(instruction.computation("body") or "", inside, in_branch)
+            elif instruction.opcode == "conditional":
+                for branch in _branches(instruction):
+                    yield from self._visits(branch, times, True)
+            elif instruction.opcode in ("fusion", "async-start"):
+                yield from self._visits(instruction.computation("calls") or "", times, in_branch)
+            elif instruction.opcode == "call":
+                yield from self._visits(instruction.computation("to_apply") or "", times, in_branch)
+
+    def _read(self) -> None:
+        current: dict[str, Instruction] | None = None
+        for line in self.text.splitlines():
+            if current is None:
+                head = re.match(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$", line)
+                if head:
+                    current = self.computations.setdefault(head[2], {})
+                    if head[1]:
+                        self.entry = head[2]
+            elif line.startswith("}"):
+                current = None
+            elif line.strip():
+                instruction = _instruction(_COMMENT.sub("", line))
+                current[instruction.name] = instruction
+        if not self.entry:
+            raise UnknownForm("the text of the program has no entry computation")
+        seen = sum(
+            i.opcode.removesuffix("-start") in COLLECTIVES for c in self.computations.values() for i in c.values()
+        )
+        stripped = re.sub(r"metadata=\{.*", "", self.text)
+        looks = [word for word in _EXCHANGES.findall(stripped) if not _NOT_COLLECTIVE.fullmatch(word)]
+        if unknown := [w for w in looks if w.removesuffix("-start") not in COLLECTIVES]:
+            raise UnknownForm(f"the program has {unknown[0]!r}, which is not known here")
+        if len(looks) != seen:
+            raise UnknownForm(f"the program has {len(looks)} collectives, of which {seen} were read")
+
+
+# --- instructions ---
+
+
+def _instruction(line: str) -> Instruction:
+    found = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = ", line)
+    if found is None:
+        raise UnknownForm(f"not an instruction: {line.strip()[:80]!r}")
+    rest = line[found.end() :]
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    shapes = tuple(Shape(d, _sizes(s)) for d, s in re.findall(r"([a-z]+[a-z0-9]*)\[([\d,<= ]*)\]", rest[:end]))
+    opening = rest.index("(", end)
+    opcode = rest[end:opening].strip()
+    closing = _closing(rest, opening)
+    inside = rest[opening + 1 : closing]
+    operands = () if opcode in ("constant", "parameter", "iota") else tuple(_operand_names(inside))
+    attributes, metadata = rest[closing + 1 :].removeprefix(", "), ""
+    at = attributes.find("metadata={")
+    if at >= 0:
+        last = _closing(attributes, at + len("metadata="))
+        metadata = attributes[at : last + 1]
+        attributes = attributes[:at] + attributes[last + 1 :].removeprefix(", ")
+    return Instruction(found[1], opcode, shapes, operands, attributes.strip().removesuffix(","), metadata)
+
+
+def _operand_names(text: str) -> Iterator[str]:
+    for part in _split(text):
+        word = part.strip().split(" ")[-1].lstrip("%")
+        if word:
+            yield word
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(n.strip().removeprefix("<=")) for n in text.split(",") if n)
+
+
+def _closing(text: str, opening: int) -> int:
+    """Return where the bracket at a place is closed; quoted text does not count."""
+    depth, quoted, i = 0, False, opening
+    while i < len(text):
+        c = text[i]
+        if quoted:
+            if c == "\\":
+                i += 1
+            elif c == '"':
+                quoted = False
+        elif c == '"':
+            quoted = True
+        elif c in "({[":
+            depth += 1
+        elif c in ")}]":
+            depth -= 1
+            if depth == 0:
+                return i
+        i += 1
+    raise UnknownForm(f"a bracket is not closed: {text[opening:][:80]!r}")
+
+
+def _split(text: str) -> Iterator[str]:
+    """Split at the commas that no bracket encloses."""
+    depth = start = 0
+    for i, c in enumerate(text):
+        if c in "({[":
+            depth += 1
+        elif c in ")}]":
+            depth -= 1
+        elif c == "," and depth == 0:
+            yield text[start:i]
+            start = i + 1
+    yield text[start:]
+
+
+def _until_comma(text: str) -> str:
+    return next(_split(text))
+
+
+def _trip_count(instruction: Instruction) -> int | None:
+    found = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
+    return int(found[1]) if found else None
+
+
+def _branches(instruction: Instruction) -> Sequence[str]:
+    listed = instruction.attribute("branch_computations")
+    if listed is not None:
+        return [name.strip().lstrip("%") for name in listed.strip("{}").split(",")]
+    both = [instruction.computation(f"{which}_computation") for which in ("true", "false")]
+    return [name for name in both if name]
+
+
+# --- devices ---
+
+
+def groups(instruction: Instruction, devices: int) -> Groups:
+    """Return the groups of devices that a collective runs in; pairs, for a permutation."""
+    pairs = instruction.attribute("source_target_pairs")
+    if pairs is not None:
+        return _listed(pairs)
+    text = instruction.attribute("replica_groups")
+    if text is None:
+        raise UnknownForm(f"{instruction.opcode} says nothing of its devices: {instruction.attributes[:80]!r}")
+    if "use_global_device_ids=true" not in instruction.attributes and "channel_id" not in instruction.attributes:
+        raise UnknownForm(f"{instruction.opcode} counts replicas rather than devices: {instruction.attributes[:80]!r}")
+    text = text.strip()
+    if text == "{}":
+        return (tuple(range(devices)),)
+    if text.startswith("{{"):
+        return _listed(text)
+    iota = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if iota:
+        return _iota(*(_sizes(part or "") for part in iota.groups()))
+    if text.startswith("mesh["):
+        on_mesh = _ON_MESH.search(instruction.attributes)
+        if on_mesh:
+            return _on_mesh(*on_mesh.groups())
+    raise UnknownForm(f"groups of devices in a form that is not known here: {instruction.attributes[:200]!r}")
+
+
+def _listed(text: str) -> Groups:
+    return tuple(_sizes(part) for part in re.findall(r"\{([\d,]+)\}", text.strip()[1:-1]))
+
+
+def _iota(shape: Sequence[int], dims: Sequence[int], order: Sequence[int]) -> Groups:
+    ids = np.arange(math.prod(dims)).reshape(dims)
+    return _rows(np.transpose(ids, order or range(len(dims))).reshape(shape))
+
+
+_ON_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}(?:,|$)"
+)
+
+
+def _on_mesh(axes: str, dims: str | None, order: str | None, over: str) -> Groups:
+    """Return the groups along some axes of a mesh, whose devices are in order, or those of a transposed grid."""
+    sizes = {name.strip().strip("'"): int(size) for name, _, size in (axis.partition("=") for axis in axes.split(","))}
+    chosen = [name.strip().strip("'") for name in over.split(",") if name.strip()]
+    if unknown := [name for name in chosen if name not in sizes]:
+        raise UnknownForm(f"groups over {unknown[0]!r}, which is no axis of {axes!r}")
+    grid = _sizes(dims or "") or tuple(sizes.values())
+    ids = np.transpose(np.arange(math.prod(grid)).reshape(grid), _sizes(order or "") or range(len(grid)))
+    names = list(sizes)
+    kept = [i for i, name in enumerate(names) if name not in chosen]
+    ids = np.transpose(ids.reshape(tuple(sizes.values())), [*kept, *map(names.index, chosen)])
+    return _rows(ids.reshape(-1, math.prod(sizes[name] for name in chosen)))
+
+
+def _rows(ids: np.ndarray) -> Groups:
+    return tuple(tuple(int(i) for i in row) for row in ids)
+
+
+# --- lines of Python ---
+
+
+class _Frames:
+    """The tables of files, functions, places and stacks in the text of a program."""
+
+    def __init__(self, text: str):
+        head = "\n".join(itertools.takewhile(lambda line: not line.endswith("{"), text.splitlines()[1:]))
+        self._files = self._table(head, "FileNames", r'(\d+) "(.*)"')
+        self._functions = self._table(head, "FunctionNames", r'(\d+) "(.*)"')
+        self._places = self._table(head, "FileLocations", r"(\d+) \{(.*)\}")
+        self._stacks = self._table(head, "StackFrames", r"(\d+) \{(.*)\}")
+        # XLA writes parents one too high. A frame is listed after its parent, so the first shows whether this one does.
+        self._shift = _numbers(self._stacks.get(1, "")).get("parent_frame_id", 0)
+
+    def of(self, metadata: str) -> tuple[Frame, ...]:
+        found = re.search(r"stack_frame_id=(\d+)", metadata)
+        if found is None or not self._stacks:
+            file, line = re.search(r'source_file="([^"]*)"', metadata), re.search(r"source_line=(\d+)", metadata)
+            return (Frame(file[1], int(line[1]), ""),) if file and line else ()
+        frames, at = [], int(found[1])
+        while at in self._stacks and len(frames) < len(self._stacks):
+            stack = _numbers(self._stacks[at])
+            place = _numbers(self._places[stack["file_location_id"]])
+            file, function = self._files[place["file_name_id"]], self._functions[place["function_name_id"]]
+            frames.append(Frame(file, place["line"], function))
+            at = stack.get("parent_frame_id", 0) - self._shift
+        return tuple(frames)
+
+    @staticmethod
+    def _table(head: str, title: str, row: str) -> dict[int, str]:
+        _, _, rest = head.partition(f"{title}\n")
+        found: dict[int, str] = {}
+        for line in rest.splitlines():
+            match = re.fullmatch(row, line.strip())
+            if match is None:
+                break
+            found[int(match[1])] = match[2]
+        return found
+
+
+def _numbers(text: str) -> dict[str, int]:
+    return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}

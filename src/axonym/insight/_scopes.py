@@ -1,0 +1,226 @@
+"""What the scopes of operations say: see `axonym._kernels.make_kernel`, which writes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+Axes = tuple[str, ...]
+
+_SCOPE = re.compile(r"([^/()\[\]:]+)\[([^\[\]]*)->([^\[\]]*)\]")
+_AXIS = re.compile(r"([^=|~]+)(?:=(\d+))?(?:\|([^~]+))?(?:~(.+))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedAxis:
+    """An axis of an operand or a result."""
+
+    name: str
+    size: int | None
+    compute: Axes
+    """The mesh axes that the active mapping shards it over."""
+    stored: Axes | None
+    """Those that the parameter mapping does, if they are others."""
+
+    def over(self) -> Axes:
+        """Return all mesh axes that a mapping shards it over."""
+        return tuple(dict.fromkeys((*self.compute, *(self.stored or ()))))
+
+
+Term = tuple[NamedAxis, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """A named operation, with the axes of its operands and results."""
+
+    name: str
+    operands: tuple[Term, ...]
+    results: tuple[Term, ...]
+
+    def __str__(self) -> str:
+        def listed(terms: Sequence[Term]) -> str:
+            return "; ".join(", ".join(a.name for a in term) for term in terms)
+
+        return f"{self.name}[{listed(self.operands)} -> {listed(self.results)}]"
+
+
+def operation(scope: str) -> Operation | None:
+    """Return the innermost named operation of a scope, or None if there is none."""
+    found = _SCOPE.findall(scope)
+    if not found:
+        return None
+    name, operands, results = found[-1]
+    known: dict[str, NamedAxis] = {}
+
+    def term(text: str) -> Term:
+        axes = []
+        for part in filter(None, text.split(",")):
+            match = _AXIS.fullmatch(part)
+            assert match, f"not the scope of an operation: {scope!r}"
+            axis, size, compute, stored = match.groups()
+            if axis not in known or size:
+                known[axis] = NamedAxis(
+                    axis,
+                    int(size) if size else None,
+                    tuple((compute or "").split("+")) if compute else (),
+                    tuple(stored.split("+")) if stored else None,
+                )
+            axes.append(known[axis])
+        return tuple(axes)
+
+    return Operation(name.strip(), tuple(map(term, operands.split(";"))), tuple(map(term, results.split(";"))))
+
+
+def phase(scope: str) -> str:
+    """Return when in a step of training an instruction runs, as its scope tells."""
+    outermost = re.sub(r"[^/()\[\]:]+\[[^\[\]]*->[^\[\]]*\]", "", scope)
+    after = outermost.rpartition("rematted_computation")
+    if after[1]:
+        return "backward" if "transpose(" in after[2] else "recomputed"
+    if "transpose(" in outermost:
+        return "backward"
+    return "forward" if "jvp(" in outermost else ""
+
+
+# --- arrays ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """Which operand or result of an operation an array is."""
+
+    term: Term
+    places: tuple[tuple[NamedAxis, int], ...] | None
+    """The axes that it has, each with its place in the array; None if sizes that coincide leave that open."""
+
+
+def array(
+    op: Operation,
+    kind: str,
+    when: str,
+    sizes: Sequence[int],
+    mesh: Mapping[str, int],
+    exchanged: Mapping[int, Collection[str]],
+) -> Array | None:
+    """Find the operand or result that an array on one device is, or a shard of it.
+
+    Returns None if there is none, or if there are several with other axes.
+
+    Arguments:
+        kind: the kind of the collective that carries it.
+        when: its phase.
+        sizes: those of the array on each device.
+        exchanged: by place, the mesh axes over which the array is not sharded there: those that it is gathered over.
+    """
+    if kind in ("all-reduce", "reduce-scatter"):  # of a result, or of the gradient of an operand
+        likely = _matches(op.operands if when == "backward" else op.results, sizes, mesh, exchanged)
+        if len(likely) == 1:
+            return likely[0]
+    found = _matches((*op.operands, *op.results), sizes, mesh, exchanged)
+    return found[0] if len(found) == 1 else None
+
+
+def _matches(
+    terms: Sequence[Term], sizes: Sequence[int], mesh: Mapping[str, int], exchanged: Mapping[int, Collection[str]]
+) -> list[Array]:
+    found: dict[frozenset[str], Array] = {}
+    for term in terms:
+        matched = _match(term, sizes, mesh, exchanged)
+        if matched is not None:
+            found.setdefault(frozenset(a.name for a in term), matched)
+    return list(found.values())
+
+
+def _match(
+    term: Term, sizes: Sequence[int], mesh: Mapping[str, int], exchanged: Mapping[int, Collection[str]]
+) -> Array | None:
+    """Find an order of the axes in which they have these sizes, each divided by what it may be sharded over."""
+    if any(axis.size is None for axis in term):
+        return None
+    places = [i for i, n in enumerate(sizes) if n != 1]
+    large = [axis for axis in term if axis.size != 1]
+
+    def fits(order: Sequence[NamedAxis]) -> bool:
+        chosen = zip(order, places, strict=True)
+        return all(sizes[i] in _local_sizes(axis, mesh, exchanged.get(i, ())) for axis, i in chosen) and all(
+            1 in _local_sizes(axis, mesh) for axis in large if axis not in order
+        )
+
+    if len(large) > 7 or len(places) > len(large):
+        return None
+    orders = [order for order in itertools.permutations(large, len(places)) if fits(order)]
+    if not orders:
+        return None
+    # The first is in the order of the term. Another one may be right only if it is the only one.
+    first = orders[0]
+    in_order = [axis for axis in large if axis in first] == list(first)
+    return Array(term, tuple(zip(first, places, strict=True)) if in_order or len(orders) == 1 else None)
+
+
+def _local_sizes(axis: NamedAxis, mesh: Mapping[str, int], without: Collection[str] = ()) -> set[int]:
+    size = axis.size or 0
+    shards = [math.prod(mesh.get(a, 1) for a in over if a not in without) for over in (axis.compute, axis.stored or ())]
+    return {size, *(size // count for count in shards if size % count == 0)}
+
+
+# --- reasons ---
+
+
+def reason(op: Operation, kind: str, over: Collection[str], when: str, gathered: Collection[str]) -> str | None:
+    """Say in names why an operation needs a collective over some mesh axes, or return None if it is not known.
+
+    Arguments:
+        kind: the kind of the collective.
+        over: the mesh axes.
+        when: the phase.
+        gathered: the named axes that an all-gather completes, if known.
+    """
+    mesh_axes = set(over)
+    axes = {a.name: a for term in (*op.operands, *op.results) for a in term}
+
+    def sharded(names: Collection[str]) -> list[NamedAxis]:
+        return [a for n, a in axes.items() if n in names and mesh_axes & set(a.compute)]
+
+    if kind in ("all-reduce", "reduce-scatter"):
+        if when != "backward":
+            kept = {a.name for term in op.results for a in term}
+            found = sharded(axes.keys() - kept)
+            return f"sums over {_said(found)}" if _covers(found, mesh_axes) else None
+        causes = []
+        for term in op.operands:
+            found = sharded(axes.keys() - {a.name for a in term})
+            if _covers(found, mesh_axes):
+                cause = f"the gradient of [{', '.join(a.name for a in term)}] sums over {_said(found)}"
+                causes += [cause] if cause not in causes else []
+        return "; or ".join(causes) or None
+    stored = [a for a in axes.values() if mesh_axes & set(a.stored or ()) - set(a.compute)]
+    if kind == "all-gather" and gathered:
+        if set(gathered) <= {a.name for a in stored}:
+            return f"{' and '.join(gathered)} is stored sharded over {_listed(over)}, and used whole"
+        found = sharded(gathered)
+        if len(found) == len(gathered):
+            return f"needs all of {_said(found)}"
+        return f"{_listed(tuple(gathered))} came sharded over {_listed(over)}, by no active mapping, and is used whole"
+    if kind == "collective-permute" and len(found := sharded(axes.keys())) == 1 and _covers(found, mesh_axes):
+        return f"moves shards of {_said(found)}"
+    if kind == "all-to-all" and len(stored) == 1 and len(found := sharded(axes.keys())) == 1:
+        name = stored[0].name
+        return f"exchanges shards of {name}, which is stored sharded over {_listed(over)}, for those of {found[0].name}"
+    return None
+
+
+def _said(found: Sequence[NamedAxis]) -> str:
+    return " and ".join(f"{a.name}, which is sharded over {_listed(a.compute)}" for a in found)
+
+
+def _covers(found: Sequence[NamedAxis], mesh_axes: Collection[str]) -> bool:
+    """Return whether the axes are sharded over all these mesh axes."""
+    return set(mesh_axes) <= {m for a in found for m in a.compute}
+
+
+def _listed(names: Collection[str]) -> str:
+    return " and ".join(names)

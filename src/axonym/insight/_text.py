@@ -1,0 +1,42 @@
+"""Numbers and tables in text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+
+def written_bytes(count: float) -> str:
+    """Write a number of bytes: `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.1f}".removesuffix(".0") + f" {unit}"
+        count /= 1024
+    return f"{count:.1f}".removesuffix(".0") + " TiB"
+
+
+def parsed_bytes(given: int | str) -> int:
+    """Read a number of bytes, such as `2048` or `"1.5 GiB"`."""
+    if isinstance(given, int):
+        return given
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB)\s*", given)
+    if found is None:
+        raise ValueError(f"expected a number of bytes such as 2048 or '1.5 MiB', got {given!r}.")
+    return round(float(found[1]) * 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(found[2]))
+
+
+def written_number(count: int) -> str:
+    """Write a large number: `1.5e+09`."""
+    return str(count) if count < 10_000 else f"{count:.4g}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines whose cells stand in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Write a table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)

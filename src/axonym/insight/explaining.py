@@ -1,0 +1,331 @@
+"""`explain`: what a step communicates, keeps and computes, read from its compiled program."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import site
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from .._mesh_axes import AnyMesh
+from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
+from ..sharding.jit import fsdp, named_jit
+from ..sharding.mapping import is_resource_mapping
+from ..sharding.meshes import current_mesh, set_mesh, with_devices
+from . import _compiling, _scopes
+from ._hlo import COLLECTIVES, Frame, Groups, Instruction, Program, Shape, Visit, groups
+from .chips import CHIPS, Chip
+from .report import Bounds, Collective, Memory, Report, Source
+
+TIERS = ("compiled", "partitioner")
+
+
+def explain(
+    step: Callable[..., Any],
+    *args: Any,
+    mapping: Any = None,
+    mesh: AnyMesh | None = None,
+    by: str = "compiled",
+    chip: Chip | str | None = None,
+    **kwargs: Any,
+) -> Report:
+    """Compile a step, and report what it sends between devices, what each device keeps, and what it computes.
+
+    Arguments:
+        step: a function, or one compiled by `named_jit`, `fsdp` or `jax.jit`. It is not run.
+        *args: its arguments, which may be abstract; also those by keyword. `axonym.shard` places abstract arrays too.
+        mapping: how to distribute a function that does not say so itself: a resource mapping, for `named_jit` with its
+            arguments placed by it, or a parameter mapping and a compute mapping, for `fsdp`.
+        mesh: the mesh; by default the active one. One without devices takes those of this machine, if there are enough.
+        by: where the report is from. `"compiled"` compiles the step to the end. `"partitioner"`, on CPUs, stops before
+            the code is generated, which takes most of the time, and so knows nothing of memory; collectives and flops
+            are the same.
+        chip: the chip for which to give lower bounds on time: a `Chip`, or the name of one of `CHIPS`.
+
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), mesh=mesh)
+    >>> report.collectives, report.flops, report.memory.arguments
+    ((), 0, 16)
+    """
+    if by not in TIERS:
+        raise ValueError(f"explain: `by` is one of {', '.join(map(repr, TIERS))}, got {by!r}.")
+    if isinstance(chip, str):
+        if chip not in CHIPS:
+            raise ValueError(
+                f"explain: the chips with figures are {', '.join(CHIPS)}, got {chip!r}. Make a Chip of it."
+            )
+        chip = CHIPS[chip]
+    with _active(mesh):
+        compiled_step = distributed(step, mapping)
+        platform = jax.default_backend()
+        if by == "partitioner" and platform != "cpu":
+            raise ValueError(f"explain: by='partitioner' is for CPUs, and the devices here are {platform!r}.")
+        lowered = compiled_step.lower(*args, **kwargs)
+        if by == "compiled":
+            compiled = _compiling.compiled(lowered)
+            text, memory = compiled.as_text(), _memory(compiled)
+        else:
+            text, memory = _compiling.partitioned(lowered), None
+        program = Program(text, _compiling.device_count(lowered))
+        found = _mesh(args, kwargs, program.devices)
+        return _report(_name(step), program, found, platform, by, memory, chip)
+
+
+def distributed(step: Callable[..., Any], mapping: Any) -> Any:
+    """Return a step compiled under a mapping, or as it is if it is compiled already."""
+    if mapping is None:
+        return step if hasattr(step, "lower") else named_jit(step)
+    if isinstance(step, (CompiledFunction, BoundCompiledFunction)):
+        raise ValueError("explain: the step is compiled with mappings of its own; give the function that it compiles.")
+    if is_resource_mapping(mapping):
+        return named_jit(step, mapping, in_placement=mapping)
+    if isinstance(mapping, Sequence) and len(mapping) == 2 and all(map(is_resource_mapping, mapping)):
+        return fsdp(step, *mapping)
+    raise TypeError(
+        "explain: a mapping is a resource mapping, or a pair of a parameter and a compute mapping, got "
+        f"{type(mapping).__name__}."
+    )
+
+
+# --- meshes ---
+
+
+@contextlib.contextmanager
+def _active(mesh: AnyMesh | None) -> Iterator[None]:
+    """Make the mesh active, with devices of this machine if it has none."""
+    if mesh is None:
+        around = current_mesh()
+        mesh = None if around is None else with_devices(around)
+        if not isinstance(mesh, AbstractMesh):
+            yield
+            return
+    if isinstance(mesh, AbstractMesh):
+        devices = jax.devices()
+        if mesh.size > len(devices):
+            raise ValueError(
+                f"explain: the mesh has {mesh.size} devices and this process {len(devices)}. On a CPU, any number can "
+                f"be simulated: jax.config.update('jax_num_cpu_devices', {mesh.size}) before JAX is first used."
+            )
+        mesh = Mesh(
+            np.array(devices[: mesh.size]).reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types
+        )
+    with set_mesh(mesh):
+        yield
+
+
+def _mesh(args: Any, kwargs: Any, devices: int) -> dict[str, int] | None:
+    """Return the mesh axes of a program and their sizes; None if no mesh is known that has its devices."""
+    active = current_mesh()
+    meshes = [] if active is None else [active]
+    for leaf in jax.tree.leaves((args, kwargs)):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            meshes.append(sharding.mesh)
+    for mesh in meshes:
+        if mesh.size == devices:
+            return dict(mesh.shape)
+    return {} if devices == 1 else None
+
+
+def _over(found: Groups, mesh: Mapping[str, int], pairs: bool) -> tuple[tuple[str, ...], bool]:
+    """Return the mesh axes along which the devices of a group differ, and whether each group has all along them."""
+    sizes = tuple(mesh.values())
+    differ = np.zeros(len(sizes), bool)
+    for group in found:
+        places = np.stack(np.unravel_index(np.array(group), sizes))
+        differ |= (places != places[:, :1]).any(axis=1)
+    axes = tuple(name for name, d in zip(mesh, differ, strict=True) if d)
+    whole = int(np.prod([mesh[a] for a in axes], dtype=int))
+    return axes, pairs or all(len(group) == whole for group in found)
+
+
+# --- the report ---
+
+
+def _report(
+    step: str,
+    program: Program,
+    mesh: dict[str, int] | None,
+    platform: str,
+    by: str,
+    memory: Memory | None,
+    chip: Chip | None,
+) -> Report:
+    collectives: list[Collective] = []
+    flops: int | None = 0
+    unknown_calls: dict[str, int] = {}
+    for visit in program.visits():
+        instruction = visit.instruction
+        kind = instruction.opcode.removesuffix("-start")
+        if kind in COLLECTIVES:
+            collectives += _collectives(program, visit, kind, mesh)
+        elif kind in ("dot", "convolution"):
+            each = _flops(instruction, [shape for _, shapes in program.operands(visit) for shape in shapes])
+            flops = None if flops is None or visit.times is None else flops + each * visit.times
+        elif kind == "custom-call":
+            target = (instruction.attribute("custom_call_target") or "").strip('"')
+            unknown_calls[target] = unknown_calls.get(target, 0) + 1
+    notes = []
+    if mesh is None:
+        notes.append("no mesh of as many devices is active or that of an argument, so mesh axes are not known")
+    if unknown_calls:
+        listed = ", ".join(sorted(unknown_calls))
+        notes.append(f"flops do not include those of custom calls: {listed}")
+    if any(c.times is None for c in collectives):
+        notes.append("a loop whose length depends on values: how often its collectives run is not known")
+    if any(c.in_branch for c in collectives):
+        notes.append("collectives in a branch run only if it is taken; they are counted as if it always were")
+    if any(c.sent is None for c in collectives):
+        notes.append("what a ragged all-to-all sends depends on values")
+    bounds = None if chip is None else _bounds(chip, collectives, memory, flops)
+    return Report(step, platform, mesh or {}, by, tuple(collectives), memory, flops, bounds, tuple(notes))
+
+
+def _collectives(program: Program, visit: Visit, kind: str, mesh: dict[str, int] | None) -> Iterator[Collective]:
+    """Describe a collective: one for each array that it carries."""
+    instruction = visit.instruction
+    found = groups(instruction, program.devices)
+    pairs = kind == "collective-permute"
+    count = 2 if pairs else max(map(len, found))
+    axes, along_all = (None, True) if mesh is None else _over(found, mesh, pairs)
+    carried = [(producer, shape) for producer, shapes in program.operands(visit) for shape in shapes]
+    results = _result_shapes(instruction, len(carried))
+    pieces = 1
+    if kind == "all-to-all" and len(carried) == count > 1:  # of one array, a piece for each device
+        pieces, carried, results = count, carried[:1], results[:1]
+    for i, ((producer, operand), result) in enumerate(zip(carried, results, strict=True)):
+        own = len(carried) == 1 and _scopes.operation(instruction.scope) is not None
+        origin = instruction if own else producer
+        operation, phase = _scopes.operation(origin.scope), _scopes.phase(origin.scope or instruction.scope)
+        shown = result if kind in ("all-gather", "all-to-all") else operand
+        array = None
+        if operation is not None:
+            longer = [at for at, (a, b) in enumerate(zip(operand.sizes, result.sizes, strict=False)) if a < b]
+            array = _scopes.array(operation, kind, phase, shown.sizes, mesh or {}, dict.fromkeys(longer, axes or ()))
+            if not own and array is None:  # where the producer is from says nothing of this array
+                operation = None
+        gathered = ()
+        if kind == "all-gather" and array is not None:
+            gathered = tuple(a.name for a, at in array.places or () if operand.sizes[at] != result.sizes[at])
+        reason = None
+        if operation is not None and axes:
+            reason = _scopes.reason(operation, kind, axes, phase, gathered)
+        yield Collective(
+            kind=kind,
+            axes=axes,
+            devices=count,
+            along_all=along_all,
+            times=visit.times,
+            in_branch=visit.in_branch,
+            array=(f"{pieces} x " if pieces > 1 else "") + _described(shown, array),
+            place=(i, len(carried)),
+            size=pieces * result.bytes,
+            sent=_sent(kind, pieces * operand.bytes, count),
+            phase=phase,
+            operation=None if operation is None else str(operation),
+            gathered=gathered,
+            reason=reason,
+            source=_source(program.frames(origin)) or _source(program.frames(instruction)),
+            scope=origin.scope or instruction.scope,
+        )
+
+
+def _sent(kind: str, given: int, count: int) -> int | None:
+    """Return the bytes that a device sends at least, of operands of so many bytes, to the others of its group."""
+    if kind == "all-gather":
+        return given * (count - 1)
+    if kind == "all-reduce":
+        return 2 * given * (count - 1) // count
+    if kind in ("reduce-scatter", "all-to-all"):
+        return given * (count - 1) // count
+    return given if kind in ("collective-permute", "collective-broadcast") else None
+
+
+def _result_shapes(instruction: Instruction, carried: int) -> tuple[Shape, ...]:
+    """Return the results of a collective; the start of an asynchronous one lists its operands in front of them."""
+    if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
+        return instruction.shapes
+    return instruction.shapes[carried : 2 * carried]
+
+
+def _described(shape: Shape, array: _scopes.Array | None) -> str:
+    if array is None:
+        return str(shape)
+    if array.places is None:
+        return f"{shape} of [{', '.join(a.name for a in array.term)}]"
+    return f"{shape.dtype}[{', '.join(f'{a.name}={shape.sizes[place]}' for a, place in array.places)}]"
+
+
+# --- lines ---
+
+_LIBRARIES = tuple(
+    dict.fromkeys(
+        os.path.realpath(path) + os.sep
+        for path in (*site.getsitepackages(), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
+    )
+)
+_OWN = os.path.realpath(Path(__file__).parent.parent) + os.sep
+
+
+def _source(frames: Sequence[Frame]) -> Source | None:
+    """Return the innermost line that is not of this library, and rather none of another library."""
+    others = [f for f in frames if not os.path.realpath(f.file).startswith(_OWN)]
+    users = [f for f in others if not os.path.realpath(f.file).startswith(_LIBRARIES)]
+    best = (users or others or [None])[0]
+    return None if best is None else Source(best.file, best.line, best.function)
+
+
+# --- computing ---
+
+
+def _flops(instruction: Instruction, operands: Sequence[Shape]) -> int:
+    """Return the flops of a product or a convolution: a multiplication and an addition for each pair of numbers."""
+    result = int(np.prod(instruction.shapes[0].sizes, dtype=object))
+    left, right = operands[:2]
+    if instruction.opcode == "dot":
+        summed = re.findall(r"\d+", instruction.attribute("lhs_contracting_dims") or "")
+        return 2 * result * int(np.prod([left.sizes[int(i)] for i in summed], dtype=object))
+    # Of a kernel such as `01io`, each output sees all that is not an output feature.
+    labels = re.search(r"_([0-9a-z]+)->", instruction.attribute("dim_labels") or "")
+    assert labels, f"a convolution without dim_labels: {instruction.attributes}"
+    seen = [n for n, label in zip(right.sizes, labels[1], strict=True) if label != "o"]
+    return 2 * result * int(np.prod(seen, dtype=object))
+
+
+def _memory(compiled: Any) -> Memory | None:
+    found = compiled.memory_analysis()
+    if found is None:
+        return None
+    return Memory(
+        arguments=found.argument_size_in_bytes,
+        results=found.output_size_in_bytes,
+        aliased=found.alias_size_in_bytes,
+        temporaries=found.temp_size_in_bytes,
+        peak=getattr(found, "peak_memory_in_bytes", 0) or None,
+    )
+
+
+def _bounds(chip: Chip, collectives: Sequence[Collective], memory: Memory | None, flops: int | None) -> Bounds:
+    links: dict[tuple[str, ...], float] = {}
+    for c in collectives:
+        if c.axes and c.total_sent is not None and not c.in_branch:
+            links[c.axes] = links.get(c.axes, 0) + c.total_sent / chip.link_bandwidth
+    touched = None if memory is None else memory.arguments + memory.results
+    return Bounds(
+        chip=chip.name,
+        compute=None if flops is None else flops / chip.flops,
+        memory=None if touched is None else touched / chip.memory_bandwidth,
+        links=links,
+    )
+
+
+def _name(step: Any) -> str:
+    return getattr(step, "__name__", None) or type(step).__name__

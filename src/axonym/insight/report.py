@@ -1,0 +1,336 @@
+"""What a compiled step communicates, keeps and computes: the object that `explain` returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from ._text import aligned, markdown_table, written_bytes, written_number
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A line of the user's code.
+
+    >>> print(axn.insight.Source("/home/me/model.py", 12, "loss"))
+    model.py:12
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """An array that is exchanged between devices, by one instruction of a compiled program.
+
+    >>> f = lambda x: jax.lax.with_sharding_constraint(x.sum(), jax.sharding.PartitionSpec())
+    >>> x = jax.ShapeDtypeStruct((8,), "float32")
+    >>> mesh = axn.make_mesh({"data": -1})
+    >>> collectives = axn.insight.explain(f, x, mesh=mesh, by="partitioner").collectives
+    >>> all(isinstance(c, axn.insight.Collective) for c in collectives)
+    True
+    """
+
+    kind: str
+    """As XLA calls it: `all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all`, `collective-permute`, ..."""
+    axes: tuple[str, ...] | None
+    """The mesh axes along which the devices of a group differ; None if the mesh is not known."""
+    devices: int
+    """How many devices exchange data with each other."""
+    along_all: bool
+    """Whether a group has all devices along these mesh axes, rather than some."""
+    times: int | None
+    """How often it runs in a call; None if that depends on values."""
+    in_branch: bool
+    """Whether it runs only if a condition has a certain value. It is counted."""
+    array: str
+    """The array as it is on each device: the result of an `all-gather` or `all-to-all`, the operand of the others. With
+    the names of its axes if they are known."""
+    place: tuple[int, int]
+    """Which of how many arrays it is that the instruction carries; the first has place 0."""
+    size: int
+    """The bytes of its result on each device, each time."""
+    sent: int | None
+    """The bytes that each device sends at least, each time; None if that depends on values."""
+    phase: str
+    """`forward`, `backward` or `recomputed`; empty for what is not differentiated, such as an optimizer's update."""
+    operation: str | None
+    """The named operation that it belongs to, with the axes of its operands and results; None if there is none."""
+    gathered: tuple[str, ...]
+    """The named axes that an `all-gather` makes complete on each device, as far as known."""
+    reason: str | None
+    """Why it is there, in names; None if that is not known."""
+    source: Source | None
+    """The line of the user's code that it comes from."""
+    scope: str
+    """The scopes around it, as JAX writes them."""
+
+    @property
+    def total_sent(self) -> int | None:
+        """The bytes that each device sends in a call; None if that depends on values.
+
+        >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
+        >>> [c.total_sent for c in report.collectives]
+        []
+        """
+        return None if self.sent is None or self.times is None else self.sent * self.times
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What each device keeps, by the compiler's own account, in bytes.
+
+    >>> axn.insight.Memory(arguments=8, results=4, aliased=0, temporaries=0, peak=12).peak
+    12
+    """
+
+    arguments: int
+    results: int
+    aliased: int
+    """What of the results overwrites donated arguments."""
+    temporaries: int
+    peak: int | None
+    """The most at any time; None if the compiler does not say."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Least times of a call on a chip, in seconds. A step takes at least the longest of them.
+
+    >>> axn.insight.Bounds("v5e", compute=1e-3, memory=2e-3, links={("data",): 5e-4}).binding
+    'memory'
+    """
+
+    chip: str
+    compute: float | None
+    memory: float | None
+    """If each argument is read once and each result written once."""
+    links: Mapping[tuple[str, ...], float]
+    """For each set of mesh axes, sending over it with all links of a chip."""
+
+    @property
+    def binding(self) -> str:
+        """Which of the bounds is the longest.
+
+        >>> axn.insight.Bounds("v5e", compute=None, memory=None, links={("data",): 5e-4}).binding
+        'sending over data'
+        """
+        return max(self._named(), key=lambda pair: pair[1])[0]
+
+    def _named(self) -> list[tuple[str, float]]:
+        pairs = [("compute", self.compute), ("memory", self.memory)]
+        links = [(f"sending over {_axes(axes)}", t) for axes, t in self.links.items()]
+        return [(name, t) for name, t in pairs if t is not None] + links
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a step does on a mesh: printed as text, or as Markdown or JSON.
+
+    >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
+    >>> isinstance(report, axn.insight.Report)
+    True
+    """
+
+    step: str
+    platform: str
+    mesh: Mapping[str, int]
+    by: str
+    """Where it is from: `compiled`, or `partitioner`."""
+    collectives: tuple[Collective, ...]
+    memory: Memory | None
+    """None where nothing was compiled to the end."""
+    flops: int | None
+    """Floating-point operations of each device in products and convolutions; None if that depends on values."""
+    bounds: Bounds | None
+    notes: tuple[str, ...]
+
+    def total_sent(
+        self,
+        over: str | None = None,
+        kind: str | None = None,
+        phase: str | None = None,
+    ) -> int | None:
+        """Return the bytes that each device sends in a call; None if that depends on values.
+
+        Arguments:
+            over: only what is sent along this mesh axis, alone or with others.
+            kind: only collectives of this kind.
+            phase: only those of this phase.
+
+        >>> axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner").total_sent()
+        0
+        """
+        chosen = [
+            c.total_sent
+            for c in self.collectives
+            if (over is None or over in (c.axes or ())) and kind in (None, c.kind) and phase in (None, c.phase)
+        ]
+        return _sum(chosen)
+
+    def count(self, kind: str | None = None) -> int | None:
+        """Return how many collectives run in a call, those that carry several arrays once; None if values decide.
+
+        >>> axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner").count("all-gather")
+        0
+        """
+        return _sum([c.times for c in self.collectives if kind in (None, c.kind) and c.place[0] == 0])
+
+    def by_axes(self) -> dict[tuple[str, ...] | None, tuple[Collective, ...]]:
+        """Return the collectives by the mesh axes that they run over.
+
+        >>> axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner").by_axes()
+        {}
+        """
+        keys = sorted({c.axes for c in self.collectives}, key=lambda axes: (axes is None, len(axes or ()), axes or ()))
+        return {key: tuple(c for c in self.collectives if c.axes == key) for key in keys}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as dictionaries, lists, strings and numbers.
+
+        >>> axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner").to_dict()["by"]
+        'partitioner'
+        """
+        found = dataclasses.asdict(self)
+        if self.bounds is not None:
+            found["bounds"]["links"] = [{"axes": list(a), "seconds": t} for a, t in self.bounds.links.items()]
+            found["bounds"]["binding"] = self.bounds.binding
+        return found
+
+    def to_json(self) -> str:
+        """Return the report in JSON.
+
+        >>> '"flops": 0' in axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner").to_json()
+        True
+        """
+        return json.dumps(self.to_dict(), indent=1)
+
+    def to_markdown(self) -> str:
+        """Return the report in Markdown.
+
+        >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
+        >>> print(report.to_markdown().splitlines()[-1])
+        - flops of each device, in products and convolutions: 0
+        """
+        return self._written(markdown=True)
+
+    def __str__(self) -> str:
+        return self._written(markdown=False)
+
+    def _repr_markdown_(self) -> str:
+        return self.to_markdown()
+
+    # --- writing ---
+
+    def _written(self, markdown: bool) -> str:
+        mesh = ", ".join(f"{n}={s}" for n, s in self.mesh.items())
+        on = f"the mesh {mesh}" if mesh else "one device"
+        parts = [f"{self.step} on {on} ({self.platform}, by={self.by!r})"]
+        if not self.collectives:
+            parts.append("Nothing is sent between devices.")
+        for axes, found in self.by_axes().items():
+            total = _total([c.total_sent for c in found])
+            title = f"over {_axes(axes)}: each device sends {total}"
+            parts += [f"### {title}\n\n{_table(found)}" if markdown else f"{title}\n{_lines(found)}"]
+        parts.append("\n".join(f"- {line}" if markdown else line for line in self._figures()))
+        if self.notes:
+            parts.append("\n".join(f"- {n}" if markdown else f"note: {n}" for n in self.notes))
+        return "\n\n".join(parts)
+
+    def _figures(self) -> Iterable[str]:
+        if self.memory is not None:
+            m = self.memory
+            aliased = f", of which {written_bytes(m.aliased)} in place of arguments" if m.aliased else ""
+            yield (
+                f"memory of each device: {written_bytes(m.arguments)} of arguments, {written_bytes(m.results)} of "
+                f"results{aliased}, {written_bytes(m.temporaries)} of temporaries; "
+                + ("peak not known" if m.peak is None else f"peak {written_bytes(m.peak)}")
+            )
+        flops = "not known, because it depends on values" if self.flops is None else written_number(self.flops)
+        yield f"flops of each device, in products and convolutions: {flops}"
+        if self.bounds is not None:
+            times = ", ".join(f"{name} {_seconds(t)}" for name, t in self.bounds._named())
+            yield f"least times on {self.bounds.chip}: {times}; {self.bounds.binding} binds"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """What is written of collectives that differ in nothing but how often they run."""
+
+    kind: str
+    when: str
+    sent: str
+    array: str
+    operation: str
+    line: str
+    why: str
+    times: str
+
+
+def _rows(found: Sequence[Collective]) -> list[_Row]:
+    """Return the rows for some collectives, those that send most first."""
+    merged: dict[_Row, list[Collective]] = {}
+    for c in found:
+        row = _Row(
+            kind=c.kind if c.along_all else f"{c.kind} among {c.devices}",
+            when=c.phase or "-",
+            sent="not known" if c.sent is None else written_bytes(c.sent),
+            array=c.array,
+            operation=c.operation or "no named operation",
+            line="-" if c.source is None else str(c.source),
+            why=c.reason or "not known",
+            times="not known" if c.times is None else "at most" if c.in_branch else "",
+        )
+        merged.setdefault(row, []).append(c)
+    rows = []
+    for row, same in merged.items():
+        times = row.times if same[0].times is None else f"{row.times} {sum(c.times or 0 for c in same)}".strip()
+        weight = sum(c.total_sent or c.sent or 0 for c in same)
+        rows.append((weight, dataclasses.replace(row, times=times)))
+    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
+
+
+def _table(found: Sequence[Collective]) -> str:
+    """Write collectives as a table in Markdown."""
+    header = ("kind", "when", "times", "sent each time", "array", "operation", "line", "why")
+    cells = [(r.kind, r.when, r.times, r.sent, r.array, r.operation, r.line, r.why) for r in _rows(found)]
+    return markdown_table(header, cells)
+
+
+def _lines(found: Sequence[Collective]) -> str:
+    """Write collectives as text, each with its reason on a second line."""
+    rows = _rows(found)
+    first = aligned([(f"{r.times} x {r.sent}", r.kind, r.when, r.array, r.line) for r in rows])
+    return "\n".join(f"  {a}\n      {r.operation}: {r.why}" for a, r in zip(first, rows, strict=True))
+
+
+def _axes(axes: Collection[str] | None) -> str:
+    if axes is None:
+        return "mesh axes that are not known"
+    return " and ".join(axes) if axes else "no mesh axis"
+
+
+def _sum(values: Sequence[int | None]) -> int | None:
+    known = [v for v in values if v is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _total(values: Sequence[int | None]) -> str:
+    total = _sum(values)
+    if total is not None:
+        return written_bytes(total)
+    return f"at least {written_bytes(sum(v or 0 for v in values))}, and what depends on values"
+
+
+def _seconds(t: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if t >= scale:
+            return f"{t / scale:.3g} {unit}"
+    return f"{t / 1e-9:.3g} ns"

@@ -1,0 +1,85 @@
+"""The steps of training that reports are compared on: the models of the examples, made small, under their mappings."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+import axonym as axn
+from axonym import nn
+
+Case = tuple[jax.sharding.Mesh, Callable[..., Any], tuple[Any, ...]]
+"""A mesh, a compiled step, and its abstract arguments."""
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@contextlib.contextmanager
+def _importing() -> Iterator[None]:
+    kept = list(sys.path)
+    sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "models")]
+    try:
+        yield
+    finally:
+        sys.path[:] = kept
+
+
+def example(name: str) -> Any:
+    """A module of the examples."""
+    with _importing():
+        return importlib.import_module(name)
+
+
+def mesh_of(kind: AxisType = AxisType.Auto, **sizes: int) -> jax.sharding.Mesh:
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def gradients(model: Any, tokens: axn.NamedArray) -> tuple[jax.Array, Any]:
+    return jax.value_and_grad(lambda model: model.loss(tokens))(model)
+
+
+def language_model(name: str, strategy: str, kind: AxisType = AxisType.Auto) -> Case:
+    train, mappings = example("train"), example("mappings")
+    mesh = mesh_of(kind, data=4, model=2)
+    model = jax.eval_shape(train.MODELS[name], jax.random.key(0))
+    tokens = jax.eval_shape(lambda: axn.zeros((train.Batch, train.Pos), dtype=int))
+    return mesh, mappings.distributed_step(gradients, strategy), (model, tokens)
+
+
+def mixture(mapping: str, kind: AxisType = AxisType.Auto) -> Case:
+    moe = example("mixture_of_experts")
+    mesh = mesh_of(kind, data=2, expert=4)
+
+    def step(model: Any, x: axn.NamedArray, y: axn.NamedArray) -> Any:
+        return jax.value_and_grad(lambda model: axn.mean((model(x)[0] - y) ** 2).scalar())(model)
+
+    model = jax.eval_shape(lambda key: moe.Mixture.init(key=key), jax.random.key(0))
+    x = jax.eval_shape(lambda: axn.zeros((moe.Tokens, moe.Embed)))
+    placement = moe.MAPPINGS[mapping]
+    return mesh, axn.named_jit(step, placement, in_placement=(None, placement, placement)), (model, x, x)
+
+
+def classifier(mapping: str) -> Case:
+    example_ = example("image_classifier")
+    placement = example_.MAPPINGS[mapping]
+
+    def step(model: Any, images: axn.NamedArray, labels: axn.NamedArray, key: jax.Array) -> Any:
+        def loss(model: Any) -> jax.Array:
+            return nn.cross_entropy_loss(model(images, key=key), example_.Digit, labels).scalar()
+
+        return jax.value_and_grad(loss, allow_int=True)(model)
+
+    model = jax.eval_shape(lambda key: example_.Classifier.init(key=key), jax.random.key(0))
+    images = jax.eval_shape(lambda: axn.zeros({"batch": 32, "grey": 1, "height": 8, "width": 8}))
+    labels = jax.eval_shape(lambda: axn.zeros({"batch": 32}, dtype=int))
+    compiled = axn.named_jit(
+        step, in_placement={"images": placement, "labels": placement}, out_placement=PartitionSpec()
+    )
+    return mesh_of(data=4, rows=2), compiled, (model, images, labels, jax.eval_shape(lambda: jax.random.key(0)))

@@ -1,0 +1,88 @@
+"""The reader of programs: every form that it knows, and none that it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from axonym.insight._hlo import Instruction, Program, Shape, UnknownForm, groups
+
+HEAD = "HloModule jit_f, is_scheduled=true, num_partitions=8\n\n"
+
+
+def collective(attributes: str, opcode: str = "all-reduce") -> Instruction:
+    return Instruction("x", opcode, (Shape("f32", (4,)),), ("y",), attributes + ", use_global_device_ids=true", "")
+
+
+@pytest.mark.parametrize(
+    ("attributes", "expected"),
+    [
+        ("replica_groups={{0,2},{1,3}}", ((0, 2), (1, 3))),
+        ("replica_groups={}", ((0, 1, 2, 3),)),
+        ("replica_groups=[2,2]<=[4]", ((0, 1), (2, 3))),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['data'=2,'model'=2] {'data'}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['data'=2,'model'=2] {'data','model'}", ((0, 1, 2, 3),)),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", ((0, 2), (1, 3))),
+        ("source_target_pairs={{0,1},{1,0}}", ((0, 1), (1, 0))),
+    ],
+)
+def test_groups(attributes: str, expected: tuple[tuple[int, ...], ...]) -> None:
+    assert groups(collective(attributes), 4) == expected
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        "replica_groups=everyone",
+        "replica_groups=mesh['data'=2,'model'=2] {'rows'}",
+        "replica_groups=mesh['data'=4], device_ids=(3,1,2,0) {'data'}",
+        "channel_id=1",
+    ],
+)
+def test_groups_of_another_form_are_refused(attributes: str) -> None:
+    with pytest.raises(UnknownForm):
+        groups(collective(attributes), 4)
+
+
+def test_groups_of_replicas_are_refused() -> None:
+    with pytest.raises(UnknownForm, match="counts replicas"):
+        groups(Instruction("x", "all-reduce", (), (), "replica_groups={{0,1}}", ""), 2)
+
+
+def test_asynchronous_collectives_and_branches() -> None:
+    text = HEAD + (
+        "%yes (p.1: f32[4]) -> f32[8] {\n"
+        "  %p.1 = f32[4]{0} parameter(0)\n"
+        "  %s = (f32[4]{0:T(8,128)}, f32[8]{0:T(8,128)}) all-gather-start(%p.1), channel_id=1, "
+        'replica_groups={{0,1}}, dimensions={0}, metadata={op_name="jit(f)/g" source_file="a.py" source_line=3}\n'
+        "  ROOT %d = f32[8]{0} all-gather-done(%s)\n"
+        "}\n\n"
+        "%no (p.2: f32[4]) -> f32[8] {\n"
+        "  %p.2 = f32[4]{0} parameter(0)\n"
+        "  ROOT %c = f32[8]{0} concatenate(%p.2, /*index=1*/%p.2), dimensions={0}\n"
+        "}\n\n"
+        "ENTRY %main (p: pred[], q: f32[4]) -> f32[8] {\n"
+        "  %p = pred[] parameter(0)\n"
+        "  %q = f32[4]{0} parameter(1)\n"
+        "  ROOT %r = f32[8]{0} conditional(%p, %q, %q), true_computation=%yes, false_computation=%no\n"
+        "}\n"
+    )
+    program = Program(text, 2)
+    (visit,) = [v for v in program.visits() if v.instruction.opcode == "all-gather-start"]
+    assert visit.in_branch and visit.times == 1
+    assert visit.instruction.shapes == (Shape("f32", (4,)), Shape("f32", (8,)))
+    assert [shapes for _, shapes in program.operands(visit)] == [(Shape("f32", (4,)),)]
+    assert program.frames(visit.instruction)[0].line == 3
+
+
+@pytest.mark.parametrize("opcode", ["all-scatter", "send", "collective-dance-start"])
+def test_a_new_kind_of_collective_is_refused(opcode: str) -> None:
+    text = f"{HEAD}ENTRY %main (p: f32[4]) -> f32[4] {{\n  ROOT %r = f32[4]{{0}} {opcode}(%p), channel_id=1\n}}\n"
+    with pytest.raises(UnknownForm, match="not known here"):
+        Program(text, 2)
+
+
+def test_sizes_of_types() -> None:
+    sizes = {"pred": 1, "bf16": 2, "f8e4m3fn": 1, "s4": 1, "c64": 8, "token": 0}
+    assert {dtype: Shape(dtype, ()).bytes for dtype in sizes} == sizes
+    assert Shape("s4", (3,)).bytes == 2
