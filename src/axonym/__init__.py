@@ -32,6 +32,7 @@ from .ops.contraction import dot as dot, einsum as einsum
 from .ops.creation import (
     arange as arange,
     eye as eye,
+    from_dlpack as from_dlpack,
     full as full,
     full_like as full_like,
     geomspace as geomspace,

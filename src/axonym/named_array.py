@@ -280,6 +280,12 @@ class NamedArray(Methods):
 
     # --- Python's protocols ---
 
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(
             f"Iterating over a named array is ambiguous: name the axis, as in `for row in x.unbind({self.names[0]!r})`."

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from .. import _errors, _kernels
 from .._jax_versions import INLINE
-from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
+from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
 from ..named_array import NamedArray, wrap
 from ._new_array import new_array
 from ._operands import distinct, dtype_key, one_axis, require_named, scalar
@@ -99,6 +99,27 @@ def _like(what: str, a: Any, fn: Callable[..., jax.Array], *arguments: Any) -> N
     if len(require_named(what, a).names) != jnp.ndim(a.array):
         raise ValueError(f"{what}: {_errors.wrong_rank(a.names, jnp.shape(a.array))}")
     return wrap(fn(a.array, *arguments), a.names)
+
+
+# --- of another library ---
+
+
+def from_dlpack(x: Any, axis: AxisSelection) -> NamedArray:
+    """Name the axes of an array of another library, such as a tensor of PyTorch. It is not copied if that is possible.
+
+    In the other direction, a named array is what functions called `from_dlpack` take: the axes come in their order.
+
+    Arguments:
+        x: an array that supports DLPack.
+        axis: a name or an axis for each axis of `x` in order; the sizes of axes are checked.
+
+    >>> x = axn.from_dlpack(np.ones((2, 3)), ("batch", "embed"))
+    >>> x.shape
+    {'batch': 2, 'embed': 3}
+    >>> np.from_dlpack(x.rearrange(("embed", "batch"))).shape
+    (3, 2)
+    """
+    return NamedArray(jnp.from_dlpack(x), axis)
 
 
 # --- counted and spaced ---

@@ -32,6 +32,7 @@ from .queries import (
 from .remapping import remap as remap
 from .rules import (
     FSDPShardingRule as FSDPShardingRule,
+    LogicalAxesRule as LogicalAxesRule,
     MappingShardingRule as MappingShardingRule,
     PolicyShardingRule as PolicyShardingRule,
     ShardingRule as ShardingRule,

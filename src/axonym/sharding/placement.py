@@ -2,7 +2,8 @@
 
 A *placement* says how the leaves of a tree are sharded. It is one of
 
-- a resource mapping: named arrays by their names, and raw arrays in Equinox modules by `field(axis_names=...)`;
+- a resource mapping: named arrays by their names, and raw arrays by those that `field(axis_names=...)` gives in Equinox
+  modules, and `with_partitioning` in Flax;
 - a `PartitionSpec` or a `NamedSharding`, for every array below it, by position;
 - a rule, which decides for each leaf which of the above it gets: see `axonym.sharding.ShardingRule`;
 - None: the active mapping;
@@ -199,12 +200,25 @@ def _field_names(path: Sequence[Any], tree: Any) -> Names | None:
     parent = tree
     for key in path[:last]:
         parent = _child(parent, key)
+    if hasattr(type(parent), "get_metadata") or hasattr(type(parent), "get_partition_spec"):
+        return _names_by_flax(parent)
     if not dataclasses.is_dataclass(parent):  # as Equinox modules are
         return None
     for field in dataclasses.fields(parent):
         if field.name == path[last].name:
             return field.metadata.get("axis_names")
     return None
+
+
+def _names_by_flax(box: Any) -> Names | None:
+    """Return the names that `with_partitioning` left: in a variable of Flax NNX, or a `Partitioned` of Linen.
+
+    An axis without a name, None there, is `_` here, which no mapping has.
+    """
+    names = box.get_metadata().get("out_sharding") if hasattr(type(box), "get_metadata") else box.names
+    if not isinstance(names, (tuple, list, PartitionSpec)) or not all(isinstance(n, str | None) for n in names):
+        return None  # nothing, or shardings and mesh axes, which are not names
+    return tuple("_" if n is None else n for n in names)
 
 
 def _child(parent: Any, key: Any) -> Any:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _errors
@@ -24,6 +25,7 @@ from .placement import Leaf, Placement, Rule, entries_for, is_placement, unused_
 
 __all__ = [
     "FSDPShardingRule",
+    "LogicalAxesRule",
     "MappingShardingRule",
     "PolicyShardingRule",
     "ShardingRule",
@@ -334,6 +336,80 @@ class MappingShardingRule(ShardingRule):
 
     def __repr__(self) -> str:
         return f"MappingShardingRule({self.mapping})"
+
+
+class LogicalAxesRule(ShardingRule):
+    """Shard raw arrays by a mapping, and a tree that names their axes, such as MaxText and other models in Flax have.
+
+    Where the arrays' tree has an array, this tree has a tuple of names, or a `PartitionSpec` of names. None is an axis
+    without a name; an array with an empty tuple is replicated. The states of optimizers contain the paths of the
+    parameters, so the names apply to those too. An array that the tree has no names for is passed on.
+
+    >>> names = {"up": ("embed", "mlp"), "scale": ("embed",)}
+    >>> rule = axn.sharding.LogicalAxesRule(names, {"embed": "data"})
+    >>> axn.shard({"up": jnp.ones((2, 4)), "scale": jnp.ones(2)}, rule, axn.make_mesh({"data": 2}))["up"].sharding.spec
+    P('data', None)
+    """
+
+    def __init__(self, tree: Any, mapping: ResourceMapping | Sequence[tuple[str, Any]]):
+        """Arguments:
+        tree: the names.
+        mapping: from names to mesh axes; or the logical axis rules of Flax, pairs of a name and a mesh axis: the first
+            pair of a name counts whose mesh axes the array does not use yet.
+        """
+        found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_names)[0]
+        if wrong := [_path(path) for path, names in found if not _is_names(names)]:
+            raise TypeError(f"LogicalAxesRule: {wrong[0]} is no tuple of names. Names are strings, or None.")
+        self.names = {_path(path): tuple(names) for path, names in found}
+        self.strict = isinstance(mapping, Mapping)
+        mappings = [mapping] if self.strict else [{name: entry} for name, entry in mapping]
+        self.pairs = [pair for m in mappings for pair in normalize_mapping(m, "LogicalAxesRule").items()]
+
+    def _key(self) -> Any:
+        return tuple(self.names.items()), tuple(self.pairs), self.strict
+
+    def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
+        names = self._names_of(leaf)
+        if names is None:
+            return None
+        if names and len(names) != len(leaf.shape or ()):
+            listed = _errors.describe_axes(map(str, names))
+            raise ValueError(f"LogicalAxesRule: {leaf.path} has shape {leaf.shape}, and its names are {listed}.")
+        found: dict[str | None, Entry] = {}
+        for name, entry in self.pairs:
+            taken = {a for e in found.values() for a in mesh_axes(e)}
+            if name in names and name not in found and (self.strict or taken.isdisjoint(mesh_axes(entry))):
+                found[name] = entry
+        return PartitionSpec(*map(found.get, names))
+
+    def _names_of(self, leaf: Leaf) -> tuple[str | None, ...] | None:
+        path = leaf.path.removesuffix("/value")  # Flax's boxes of arrays
+        # The whole path, or else the longest end of it that has names.
+        parts = path.split("/")
+        ends = ("/".join(parts[i:]) for i in range(len(parts)))
+        return next((self.names[end] for end in ends if end in self.names), None)
+
+    def refusal(self, leaf: Leaf) -> str:
+        return f"the tree of names has none for it.{_errors.suggestion(leaf.path, self.names)}"
+
+    def unused(self, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
+        known = {n for names in map(self._names_of, leaves) for n in names or () if n is not None}
+        return [
+            (name, f"axis {name!r} is in the mapping but not in the tree.{_errors.suggestion(name, known)}")
+            for name in dict(self.pairs)
+            if name not in known
+        ]
+
+    def __repr__(self) -> str:
+        return f"LogicalAxesRule({len(self.names)} arrays)"
+
+
+def _is_names(x: Any) -> bool:
+    return isinstance(x, (tuple, list, PartitionSpec)) and all(isinstance(n, str | None) for n in x)
+
+
+def _path(keys: Any) -> str:
+    return jax.tree_util.keystr(keys, simple=True, separator="/").removesuffix("/value") or "the array"
 
 
 def _as_rule(placement: Placement) -> Placement:
