@@ -10,9 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from axonym.sharding import with_sharding_annotation
+
+try:
+    import optax
+except ImportError as e:
+    raise ImportError(f"{e}. What this example needs is optional: install axonym[examples].") from e
 
 VOCAB, EMBED, HEADS, MLP, LAYERS = 64, 64, 4, 256, 2
 BATCH, LENGTH, STEPS = 16, 32, 60

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 import treescope
+from jax.sharding import Mesh
 
 import axonym as axn
 from tests.helpers import assert_named
@@ -287,22 +288,57 @@ def test_names_are_interned() -> None:
 @pytest.mark.parametrize(
     ("array", "text", "shown"),
     [
-        (x, "float32[batch=2, embed=3]", "NamedArray(float32[batch=2, embed=3], [[0. 1. 2.] [3. 4. 5.]])"),
-        (axn.named(1.5, ()), "float32[]", "NamedArray(float32[], 1.5)"),
-        (axn.named([True, False], "a"), "bool[a=2]", "NamedArray(bool[a=2], [ True False])"),
-        (axn.named(np.ones(2), "a"), "float64[a=2]", "NamedArray(float64[a=2], [1. 1.])"),
-        (axn.named(jnp.zeros((65,)), "a"), "float32[a=65]", "NamedArray(float32[a=65])"),
-        (axn.named(np.zeros((65,)), "a"), "float64[a=65]", "NamedArray(float64[a=65], ndarray)"),
-        (axn.named(jnp.zeros((0, 3)), ("a", "b")), "float32[a=0, b=3]", "NamedArray(float32[a=0, b=3], [])"),
-        (axn.named(jnp.zeros(2, jnp.bfloat16), "a"), "bfloat16[a=2]", "NamedArray(bfloat16[a=2], [0 0])"),
-        (axn.NamedArray(None, names=("a", "b")), "NoneType(a, b)", "NamedArray(NoneType(a, b), NoneType)"),
-        (axn.NamedArray(jnp.zeros((4, 2)), names=("a",)), "float32[a] over shape (4, 2)", None),
+        (x["batch", :1], "float32[batch=1, embed=3] [[0. 1. 2.]]", "float32[batch=1, embed=3], [[0. 1. 2.]]"),
+        (axn.named([[1, 2], [3, 4]], ("a", "b")), "int32[a=2, b=2]\n[[1 2]\n [3 4]]", "int32[a=2, b=2], [[1 2] [3 4]]"),
+        (axn.named(1.5, ()), "float32[] 1.5", "float32[], 1.5"),
+        (axn.named([True, False], "a"), "bool[a=2] [ True False]", "bool[a=2], [ True False]"),
+        (axn.named(np.ones(2), "a"), "float64[a=2] [1. 1.]", "float64[a=2], [1. 1.]"),
+        (axn.named(jnp.zeros((65,)), "a"), "float32[a=65]", "float32[a=65]"),
+        (axn.named(np.zeros((65,)), "a"), "float64[a=65]", "float64[a=65], ndarray"),
+        (axn.named([[[1, 2]]], ("a", "b", "c")), "int32[a=1, b=1, c=2]", "int32[a=1, b=1, c=2], [[[1 2]]]"),
+        (axn.named(jnp.zeros((0, 3)), ("a", "b")), "float32[a=0, b=3] []", "float32[a=0, b=3], []"),
+        (axn.named(jnp.zeros(2, jnp.bfloat16), "a"), "bfloat16[a=2] [0 0]", "bfloat16[a=2], [0 0]"),
+        (axn.NamedArray(None, names=("a", "b")), "NoneType(a, b)", "NoneType(a, b), NoneType"),
+        (axn.NamedArray(jnp.zeros((4, 2)), names=("a",)), "float32[a] over shape (4, 2)\n[[0. 0.]", None),
     ],
-)
+)  # fmt: skip
 def test_str_and_repr(array: axn.NamedArray, text: str, shown: str | None) -> None:
-    assert str(array) == text
-    if shown is not None:
-        assert repr(array) == shown
+    if shown is None:  # names that do not fit
+        assert str(array).startswith(text)
+    else:
+        assert str(array) == f"{array}" == text
+        assert repr(array) == f"NamedArray({shown})"
+
+
+def test_what_is_printed_where_values_are_not_known(capsys: pytest.CaptureFixture[str]) -> None:
+    """A tracer shows its axes; `jax.debug.print` shows the values that it has in the compiled program."""
+
+    @jax.jit
+    def run(a: axn.NamedArray) -> axn.NamedArray:
+        print("traced", a)
+        jax.debug.print("ran {a} {mean:.1f}", a=a["batch", 0], mean=a.mean())
+        return a
+
+    jax.block_until_ready(run(x))
+    jax.effects_barrier()
+    assert capsys.readouterr().out == "traced float32[batch=2, embed=3]\nran float32[embed=3] [0. 1. 2.] 2.5\n"
+
+
+def test_a_model_prints_a_line_for_each_parameter() -> None:
+    layer = axn.nn.Linear.init(axn.Axis("embed", 3), axn.Axis("mlp", 8), key=jax.random.key(0))
+    lines = ["weight=float32[mlp=8, embed=3],", "bias=float32[mlp=8],"]
+    assert [line.strip() for line in str(layer).splitlines()][1:3] == lines
+    assert eqx.tree_pformat({"w": x, "n": 3}) == "{'w': float32[batch=2, embed=3], 'n': 3}"
+    assert eqx.tree_pformat(eqx.filter_eval_shape(lambda: x)) == "float32[batch=2, embed=3]"
+    assert eqx.tree_pformat(x["batch", 0], short_arrays=False) == "NamedArray(float32[embed=3], [0. 1. 2.])"
+
+
+def test_sharded_arrays_are_printed(mesh: Mesh) -> None:
+    a = axn.arange(axn.Axis("a", 8))
+    with jax.set_mesh(mesh):
+        for mapping in ({"a": "data"}, {"a": None}):
+            placed = axn.shard(a, mapping)
+            assert str(placed) == "int32[a=8] [0 1 2 3 4 5 6 7]"
 
 
 def test_repr_of_tracers_and_keys() -> None:
@@ -329,6 +365,20 @@ def test_large_arrays_are_not_fetched() -> None:
     with jax.transfer_guard("disallow"):
         assert repr(on_device) == "NamedArray(float32[a=100, b=100])"
         assert str(on_device) == "float32[a=100, b=100]"
+
+
+class OnOtherHosts(FarAway):
+    shape, size, ndim = (4,), 4, 1
+    is_fully_addressable = is_fully_replicated = False
+
+    def is_deleted(self) -> bool:
+        return False
+
+
+def test_arrays_of_other_hosts_are_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "Array", (jax.Array, OnOtherHosts))
+    elsewhere = axn.named(OnOtherHosts(), "a")
+    assert str(elsewhere) == "float32[a=4]" and repr(elsewhere) == "NamedArray(float32[a=4])"
 
 
 def test_deleted_arrays_can_be_shown() -> None:
@@ -525,7 +575,7 @@ def test_rank_mismatch() -> None:
     broken = jax.vmap(lambda row: axn.named(row, "embed"))(x.array)
     assert broken.names == ("embed",) and broken.array.shape == (2, 3)
     explained = re.escape(
-        "has 1 names (embed) for an array of rank 2, shape (2, 3). That is what a positional transform"
+        "has 1 names (embed) for an array of rank 2, shape (2, 3). That is what positional functions leave behind"
     )
     for use in (
         lambda: broken + 1,

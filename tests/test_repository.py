@@ -1,5 +1,7 @@
 """The repository keeps its promises: what its pages show runs, and what they link to is there."""
 
+import ast
+import fnmatch
 import os
 import re
 import subprocess
@@ -114,6 +116,33 @@ def test_readme_commands_are_single_lines() -> None:
     assert all("\n" not in command for command in commands), commands
     assert sum("pytest" in command for command in commands) == 1, commands
     assert sum("examples/tour.py" in command for command in commands) == 1, commands
+
+
+def test_the_resumed_run_trains_on_and_leaves_nothing_for_git() -> None:
+    (command,) = [c for block in _blocks(ROOT / "README.md", "bash") for c in block.splitlines() if "--resume" in c]
+    default = re.search(r"^    steps: int = (\d+)$", (ROOT / "examples/training/config.py").read_text(), re.MULTILINE)
+    steps = re.search(r"--steps (\d+)", command)
+    assert default and steps and int(steps[1]) > int(default[1])
+    exported = re.search(r"--export (\S+)", command)
+    ignored = (ROOT / ".gitignore").read_text().splitlines()
+    assert exported and any(fnmatch.fnmatch(exported[1], pattern) for pattern in ignored)
+
+
+SOURCES = sorted({*(ROOT / "examples").glob("*.py"), *(ROOT / "examples" / "models").glob("*.py")})
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=_relative)
+def test_examples_explain_a_missing_extra(source: Path) -> None:
+    """What only the extra brings is imported where a missing package is explained."""
+    extra = {"matplotlib", "optax", "orbax", "rich", "sklearn", "transformers", "tyro"}
+    for statement in ast.parse(source.read_text()).body:
+        if isinstance(statement, ast.Try):
+            assert "install axonym[examples]" in ast.unparse(statement)
+            continue
+        for node in ast.walk(statement):
+            found = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            found += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not extra & {name.partition(".")[0] for name in found}, "imported without an explanation"
 
 
 def test_extras_named_in_commands_exist() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -317,3 +318,24 @@ def test_masks_and_labels_of_optimizers() -> None:
     state = optax.masked(optax.adam(0.1), mask).init(eqx.filter(params, eqx.is_array))
     found = [x for x in tree.leaves(state) if isinstance(x, NamedArray) and isinstance(x.array, jax.Array)]
     assert [x.names for x in found] == [("embed", "mlp")] * 2
+
+
+def test_jax_tree_map_with_named_operations() -> None:
+    """It passes raw arrays: errors say so, and name the function that does not."""
+    tree = {"w": axn.ones({"batch": 2, "embed": 3})}
+    way_out = re.escape(
+        "`jax.tree.map` passes the raw arrays in named ones; `axonym.tree.map` passes the named arrays."
+    )
+    for fn in (lambda w: axn.sum(w, "batch"), lambda w: axn.dot(w, w, axis="batch"), lambda w: axn.sort(w, "batch")):
+        with pytest.raises(TypeError, match=f"expected .*NamedArray.*{way_out}"):
+            jax.tree.map(fn, tree)
+    with pytest.raises(
+        ValueError, match=r"rank 0, shape \(\)\. That is what .* or `jax\.tree\.map` .* `axonym\.tree\.map`"
+    ):
+        _ = jax.tree.map(axn.sum, tree)["w"].axes
+    for call in (
+        lambda: axn.sum(jnp.ones(2), "batch"),
+        lambda: axn.tree.map(lambda w: axn.sum(w, "batch"), jnp.ones(2)),
+    ):
+        with pytest.raises(TypeError, match=r"only its axes have names\.$"):
+            call()

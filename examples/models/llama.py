@@ -213,6 +213,7 @@ class Llama(ModuleWithStateDictSerialization):
 
     def extend(self, tokens: NamedArray, cache: KVCache) -> tuple[NamedArray, KVCache]:
         """The logits for tokens that come after those in a cache, and the cache with them."""
+        cache = cache.require_room(tokens.axis_size("pos"))  # in the loop over the blocks, lengths are not known
         x, cache = self.blocks.scan_via(Block.extend)(self.table(tokens), cache)
         return self._logits(x), cache
 

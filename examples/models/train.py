@@ -13,9 +13,13 @@ import jax
 import llama
 import mappings
 import numpy as np
-import optax
 
 import axonym as axn
+
+try:
+    import optax
+except ImportError as e:
+    raise ImportError(f"{e}. What this example needs is optional: install axonym[examples].") from e
 
 OPTIMIZER = optax.adam(3e-3)
 Batch, Pos, Vocab, Embed, Layers, HeadSize, Mlp = axn.make_axes(

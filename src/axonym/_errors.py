@@ -114,10 +114,26 @@ def wrong_rank(names: Sequence[str], shape: Sequence[Any]) -> str:
     """Return the message for an array whose rank is not the number of its names."""
     return (
         f"This named array has {len(names)} names {describe_axes(names)} for an array of rank {len(shape)}, "
-        f"shape {tuple(shape)}. That is what a positional transform such as `jax.vmap` or `jax.lax.scan` leaves "
-        "behind, since it cannot say which axis it took. Map over the axis by name, or take the array out with "
-        "`.array` and name it again with `axonym.named`."
+        f"shape {tuple(shape)}. That is what positional functions leave behind: a transform such as `jax.vmap` or "
+        "`jax.lax.scan`, which cannot say which axis it took, or `jax.tree.map` with a function that reduces an array. "
+        "Map by name, with `axonym.vmap`, `axonym.scan` or `axonym.tree.map`, or take the array out with `.array` and "
+        "name it again with `axonym.named`."
     )
+
+
+def under_tree_map() -> str:
+    """Return a sentence on `jax.tree.map` if the user's function that calls was given to it, or nothing."""
+    frame, mapping = sys._getframe(2), False
+    while frame is not None:
+        module, _, _ = frame.f_globals.get("__name__", "").partition(".")
+        if module == "jax":
+            mapping = mapping or frame.f_code.co_name == "tree_map"
+        elif mapping and module != "axonym":
+            return " `jax.tree.map` passes the raw arrays in named ones; `axonym.tree.map` passes the named arrays."
+        else:
+            mapping = False
+        frame = frame.f_back
+    return ""
 
 
 def caret(text: str, start: int, stop: int, message: str) -> str:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .named_array import NamedArray, NamedOrNumeric
+from .named_array import NamedArray, NamedOrNumeric, describe_array
 from .ops import (
     broadcasting,
     contraction,
@@ -185,8 +185,8 @@ class Methods:
         if sys._getframe(1).f_code.co_name == "typeof" and sys._getframe(2).f_code.co_name == "_check_scalar":
             end = ".scalar()" if not self.names else ".mean().scalar()"
             raise ValueError(  # JAX puts a text of its own in the place of a TypeError
-                f"The function to differentiate returned a named array, {self}: end it with `{end}`, or use "
-                "`axonym.grad`, which takes named arrays without axes."
+                f"The function to differentiate returned a named array, {describe_array(self)}: end it with `{end}`, "
+                "or use `axonym.grad`, which takes named arrays without axes."
             )
         return functools.partial(_refuse_conversion, self)
 

@@ -73,8 +73,10 @@ class NamedArray(Methods):
     >>> x = axn.NamedArray(jnp.ones((2, 3)), axn.make_axes(batch=2, embed=3))
     >>> x.axes
     (Axis(name='batch', size=2), Axis(name='embed', size=3))
-    >>> str(x)
-    'float32[batch=2, embed=3]'
+    >>> print(x)
+    float32[batch=2, embed=3]
+    [[1. 1. 1.]
+     [1. 1. 1.]]
     """
 
     __slots__ = ("__weakref__", "array", "names")
@@ -227,7 +229,7 @@ class NamedArray(Methods):
         Array(2., dtype=float32)
         """
         if self.names:
-            raise ValueError(f"scalar: expected no axes, got {self}. Reduce or index them away first.")
+            raise ValueError(f"scalar: expected no axes, got {describe_array(self)}. Reduce or index them away first.")
         return self.array
 
     def item(self) -> Any:
@@ -237,7 +239,7 @@ class NamedArray(Methods):
         2.0
         """
         if self.size != 1:
-            raise ValueError(f"item: expected exactly one element, got {self}.")
+            raise ValueError(f"item: expected exactly one element, got {describe_array(self)}.")
         return self.array.item()
 
     def tolist(self) -> Any:
@@ -274,7 +276,8 @@ class NamedArray(Methods):
     def _only_element(self, what: str) -> Any:
         if self.names:
             raise TypeError(
-                f"{what} needs a named array without axes, got {self}. Reduce or index the axes away first."
+                f"{what} needs a named array without axes, got {describe_array(self)}. Reduce or index the axes away "
+                "first."
             )
         return self.array
 
@@ -302,21 +305,23 @@ class NamedArray(Methods):
         return format(self._only_element("a format") if spec else str(self), spec)
 
     def __str__(self) -> str:
-        array = self.array
-        dtype = getattr(array, "dtype", None)
-        if dtype is None or isinstance(array, NamedArray):  # `jax.jacrev` makes a `NamedArray` in a `NamedArray`
-            return f"{type(array).__name__}{_errors.describe_axes(self.names)}"
-        shape = jnp.shape(array)
-        if len(shape) != len(self.names):
-            return f"{dtype}[{', '.join(self.names)}] over shape {shape}"
-        return f"{dtype}[{', '.join(f'{n}={s}' for n, s in zip(self.names, shape, strict=True))}]"
+        values = _small_values(self.array, _PRINTED) if len(self.names) <= 2 else None  # more axes make no table
+        if values is None:
+            return describe_array(self)
+        return f"{describe_array(self)}{chr(10) if chr(10) in values else ' '}{values}"
 
     def __repr__(self) -> str:
         values = _small_values(self.array)
         if values is not None:
-            return f"NamedArray({self}, {values})"
+            return f"NamedArray({describe_array(self)}, {' '.join(values.split())})"
         kind = "" if isinstance(self.array, jax.Array) else f", {type(self.array).__name__}"
-        return f"NamedArray({self}{kind})"
+        return f"NamedArray({describe_array(self)}{kind})"
+
+    def __pdoc__(self, *, short_arrays: bool = True, **_: Any) -> Any:
+        """Print as one line for each array in a tree, for Equinox's `tree_pprint` and the `repr` of its modules."""
+        import wadler_lindig
+
+        return wadler_lindig.TextDoc(describe_array(self) if short_arrays else repr(self))
 
     def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
         import treescope
@@ -399,7 +404,7 @@ def named(a: Any, axis: AxisSelection) -> NamedArray:
     NamedArray(int32[x=2], [1 2])
     """
     if isinstance(a, NamedArray):
-        raise TypeError(f"named: the array already has names, {a}. Use `rename` to change them.")
+        raise TypeError(f"named: the array already has names, {describe_array(a)}. Use `rename` to change them.")
     return NamedArray(a if hasattr(a, "shape") else jnp.asarray(a), axis)
 
 
@@ -435,7 +440,9 @@ def _checked(array: Any, axes: AxisSelection) -> tuple[Any, Names]:
     if not shape_checks.get():
         return array, names
     if isinstance(array, NamedArray):
-        raise TypeError(f"NamedArray: the array already has names, {array}. Use `rename` to change them.")
+        raise TypeError(
+            f"NamedArray: the array already has names, {describe_array(array)}. Use `rename` to change them."
+        )
     if isinstance(array, (bool, int, float, complex)):
         array = jnp.asarray(array)
     shape = getattr(array, "shape", None)
@@ -478,16 +485,39 @@ def resolve(names: Names, shape: tuple[int, ...], selection: AxisSelection, what
 
 # --- representation ---
 
-_SMALL = 64
-"""Up to this many elements are shown by `repr`; more would mean a transfer from the device."""
+_SMALL, _PRINTED = 64, 32
+"""Up to so many elements are shown by `repr`, and by `print`, where each row is a line."""
 
 
-def _small_values(array: Any) -> str | None:
-    if not isinstance(array, (jax.Array, np.ndarray)) or isinstance(array, Tracer) or array.size > _SMALL:
+def describe_array(array: Any) -> str:
+    """Describe an array by its dtype and axes, without its values.
+
+    Arguments:
+        array: an array of any kind.
+
+    >>> axn.debug.describe_array(axn.zeros({"batch": 4})), axn.debug.describe_array(jnp.zeros((2, 3)))
+    ('float32[batch=4]', 'float32[2, 3]')
+    """
+    if not isinstance(array, NamedArray):
+        return f"{array.dtype}[{', '.join(map(str, array.shape))}]"
+    raw, names = array.array, array.names
+    dtype = getattr(raw, "dtype", None)
+    if dtype is None or isinstance(raw, NamedArray):  # `jax.jacrev` makes a `NamedArray` in a `NamedArray`
+        return f"{type(raw).__name__}{_errors.describe_axes(names)}"
+    shape = jnp.shape(raw)
+    if len(shape) != len(names):
+        return f"{dtype}[{', '.join(names)}] over shape {shape}"
+    return f"{dtype}[{', '.join(f'{n}={s}' for n, s in zip(names, shape, strict=True))}]"
+
+
+def _small_values(array: Any, most: int = _SMALL) -> str | None:
+    """Return the values of a small array, or None where showing them could take long: no host waits for another."""
+    if not isinstance(array, (jax.Array, np.ndarray)) or isinstance(array, Tracer) or array.size > most:
         return None
-    if isinstance(array, jax.Array) and (array.is_deleted() or not array.is_fully_addressable):
+    if isinstance(array, jax.Array) and (
+        array.is_deleted() or not (array.is_fully_addressable or array.is_fully_replicated)
+    ):
         return None
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return None
-    text = np.array2string(np.asarray(array), precision=4, separator=" ", max_line_width=10_000)
-    return " ".join(text.split())
+    return np.array2string(np.asarray(array), precision=4, separator=" ", max_line_width=10_000)

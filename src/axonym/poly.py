@@ -18,7 +18,7 @@ import numpy as np
 
 from . import _errors, _kernels
 from .axis import Names
-from .named_array import NamedArray, NamedOrNumeric, wrap, wrap_result
+from .named_array import NamedArray, NamedOrNumeric, describe_array, wrap, wrap_result
 from .ops._operands import distinct, private
 
 DEFAULT_POLY_AXIS_NAME = "degree"
@@ -32,7 +32,8 @@ def _coefficients(what: str, p: PolynomialLike) -> Any:
     if isinstance(p, NamedArray):
         if len(p.names) != 1:
             raise ValueError(
-                f"{what}: a polynomial has one axis, that of its coefficients, got {p}. Map over the others by name."
+                f"{what}: a polynomial has one axis, that of its coefficients, got {describe_array(p)}. Map over the "
+                "others by name."
             )
         return p.array
     array = jnp.atleast_1d(jnp.asarray(p))

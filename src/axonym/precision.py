@@ -91,8 +91,8 @@ class Policy:
         """Cast the floating-point arrays of a tree to the dtype to compute in.
 
         >>> policy = axn.precision.Policy.parse("c=bf16")
-        >>> [str(x) for x in policy.cast_to_compute([axn.ones({"x": 2}), axn.arange(axn.Axis("x", 2))])]
-        ['bfloat16[x=2]', 'int32[x=2]']
+        >>> [x.dtype for x in policy.cast_to_compute([axn.ones({"x": 2}), axn.arange(axn.Axis("x", 2))])]
+        [dtype(bfloat16), dtype('int32')]
         """
         return _cast(tree, self.compute_dtype)
 

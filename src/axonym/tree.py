@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from . import _errors, _tree_spec
 from .axis import Axis, AxisSelector, name_of
-from .named_array import NamedArray, is_named_array, resolve, wrap
+from .named_array import NamedArray, describe_array, is_named_array, resolve, wrap
 from .ops.broadcasting import broadcast_axis
 from .ops.indexing import index
 from .ops.joining import concatenate
@@ -121,8 +121,8 @@ def leaves(tree: Any, is_leaf: IsLeaf = None) -> list[Any]:
 def leaves_with_path(tree: Any, is_leaf: IsLeaf = None) -> list[tuple[Any, Any]]:
     """Return the leaves of a tree with their paths, with named arrays as leaves.
 
-    >>> [(jax.tree_util.keystr(path), str(x)) for path, x in axn.tree.leaves_with_path({"w": axn.ones({"in": 2})})]
-    [("['w']", 'float32[in=2]')]
+    >>> [(jax.tree_util.keystr(path), x.shape) for path, x in axn.tree.leaves_with_path({"w": axn.ones({"in": 2})})]
+    [("['w']", {'in': 2})]
     """
     return jax.tree.leaves_with_path(tree, is_leaf=_or_named(is_leaf))
 
@@ -232,8 +232,9 @@ def resize_axis(tree: Any, old_axis: AxisSelector, new_size: int, key: jax.Array
         (axis,) = resolve(x.names, jnp.shape(x.array), old_axis, "resize_axis")
         if new_size > axis.size and not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TypeError(
-                f"resize_axis: {_path(path)} is {x}: axis {name!r} of an integer array cannot grow to {new_size}, "
-                "since the new elements are means. Resize that array yourself, for example with `axonym.pad`."
+                f"resize_axis: {_path(path)} is {describe_array(x)}: axis {name!r} of an integer array cannot grow to "
+                f"{new_size}, since the new elements are means. Resize that array yourself, for example with "
+                "`axonym.pad`."
             )
         resized[i] = _resized(x, axis, axis.resize(new_size), k)
     return unflatten(treedef, resized)

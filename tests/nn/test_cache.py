@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,8 +150,63 @@ def test_in_half_precision() -> None:
 def test_a_full_cache(per_example: bool) -> None:
     empty = KVCache.init(Batch, Heads, KPos, Size, per_example=per_example)
     full = KVCache(empty.keys, empty.values, empty.lengths + 8, "key_pos")
-    with pytest.raises(ValueError, match="room for 8 positions, and with 1 more some examples would exceed"):
+    with pytest.raises(ValueError, match="update: with 1 more, some have more than the 8 positions"):
         full.update(K["pos", 0], V["pos", 0])
+
+
+class Layer(eqx.Module):
+    """A layer of a model whose layers run in a loop, where lengths are not known."""
+
+    scale: axn.NamedArray
+
+    @staticmethod
+    def init() -> Layer:
+        return Layer(axn.ones(()))
+
+    def __call__(self, x: axn.NamedArray, cache: KVCache) -> tuple[axn.NamedArray, KVCache]:
+        return x, cache.update(x * self.scale, x * self.scale)
+
+
+MODEL, NEW = axn.nn.Stacked.init(axn.Axis("layers", 3), Layer)(), axn.ones((Batch, Heads, KPos.resize(2), Size))
+
+
+def extend(cache: KVCache, times: int) -> KVCache:
+    for _ in range(times):
+        cache = MODEL.scan_via(Layer.__call__)(NEW, cache)[1]
+    return cache
+
+
+@pytest.mark.parametrize("per_example", [True, False])
+def test_a_full_cache_in_a_loop_over_layers(per_example: bool, mesh: Mesh) -> None:
+    with jax.set_mesh(mesh):
+        cache = KVCache.init((MODEL.Block, Batch), Heads, KPos, Size, per_example=per_example)
+        assert cache.require_room(8) is cache
+        full = extend(cache, 4)
+        assert (full.lengths.array == 8).all()
+        with pytest.raises(
+            ValueError, match=r"KVCache\.require_room: with 1 more, some have more than the 8 positions"
+        ):
+            full.require_room(1)
+        assert jax.jit(lambda cache: cache.require_room(9).lengths)(cache).axes == cache.lengths.axes, "not in jit"
+
+
+@pytest.mark.parametrize("per_example", [True, False])
+def test_a_full_cache_in_a_compiled_program(per_example: bool) -> None:
+    """Checked on request. An error in a program on several simulated devices would end the process."""
+    cache = KVCache.init((MODEL.Block, Batch), Heads, KPos, Size, per_example=per_example, checked=True)
+    step = eqx.filter_jit(extend)
+    assert (jax.block_until_ready(step(cache, 4)).lengths.array == 8).all()
+    with pytest.raises(RuntimeError, match=r"KVCache\.update: with 2 more, some have more than the 8 positions"):
+        jax.block_until_ready(step(cache, 5))
+    with pytest.raises(RuntimeError, match=r"KVCache\.require_room: with 9 more"):
+        jax.block_until_ready(eqx.filter_jit(lambda cache: cache.require_room(9))(cache))
+
+
+def test_axes_as_mappings() -> None:
+    sizes = ({a.name: a.size} for a in (Batch, Heads, KPos, Size))
+    assert KVCache.init(*sizes).keys.axes == (Batch, Heads, KPos, Size)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"KVCache\.init: `HeadSize` must be one axis, got \(head_size=4, more=2\)"):
+        KVCache.init(Batch, Heads, KPos, {"head_size": 4, "more": 2})  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

@@ -117,16 +117,21 @@ def test_tables_split_both_ways(dtype: type, mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.uint32])
 def test_tokens_that_are_not_there(dtype: type) -> None:
-    """They give NaN, not another token's embedding."""
+    """They are an error where they are known, and in jit they give NaN, not another token's embedding."""
     ids = np.array([0, 9, 10, 200]).astype(dtype) if dtype != np.int32 else np.array([0, -1, 10, -11])
-    found = LAYER(axn.named(jnp.asarray(ids), Batch)).array
+    tokens = axn.named(jnp.asarray(ids), Batch)
+    with pytest.raises(
+        IndexError, match=r"Embedding\.embed: .* out of range for axis 'vocab' of size 10: a token lies in"
+    ):
+        LAYER(tokens)
+    found = jax.jit(lambda ids: LAYER(ids))(tokens).array
     np.testing.assert_array_equal(found[:2], WEIGHT[[0, -1]])
     assert np.isnan(found[2:]).all()
 
 
 def test_large_unsigned_tokens_are_not_negative() -> None:
     ids = axn.named(jnp.array([2**32 - 1, 2**32 - 10, 9, 2**31], jnp.uint32), Batch)
-    assert np.isnan(LAYER(ids).array).all(1).tolist() == [True, True, False, True]
+    assert np.isnan(jax.jit(lambda ids: LAYER(ids))(ids).array).all(1).tolist() == [True, True, False, True]
 
 
 def test_several_axes() -> None:

@@ -60,11 +60,42 @@ def test_labels_that_are_not_there_cost_nothing() -> None:
     @jax.jit
     @jax.value_and_grad
     def run(logits):
-        return cross_entropy_loss(logits, Label, targets, axn.sum).array
+        return cross_entropy_loss(logits, Label, targets, axn.sum, out_of_range=0.0).array
 
     value, gradient = run(LOGITS)
     np.testing.assert_allclose(value, LOSSES.sum() - LOSSES[0, 0] - LOSSES[1, 1], rtol=1e-5)
     assert not gradient.array[0, :, 0].any() and not gradient.array[1, :, 1].any()
+
+
+def test_targets_out_of_range_are_an_error_where_they_are_known() -> None:
+    targets = axn.named(np.array([[-100, 5], [2, 6], [1, 4], [3, 0]]), (Batch, Pos))
+    wrong = r"cross_entropy_loss\w*: -100, 6 out of range for axis 'label' of size 6: a target lies in 0\.\.5"
+    for call in (
+        lambda: cross_entropy_loss(LOGITS, Label, targets),
+        lambda: cross_entropy_loss_and_log_normalizers(LOGITS, Label, targets),
+        lambda: axn.grad(lambda logits: cross_entropy_loss(logits, Label, targets))(LOGITS),
+    ):
+        with pytest.raises(IndexError, match=wrong):
+            call()
+    with pytest.raises(IndexError, match="cross_entropy_loss: 6 out of range"):
+        cross_entropy_loss(LOGITS, Label, targets, ignore_index=-100)
+    loss = jax.jit(lambda targets: cross_entropy_loss(LOGITS, Label, targets, axn.sum))(targets)
+    np.testing.assert_allclose(loss.array, LOSSES.sum() - LOSSES[0, 0] - LOSSES[1, 1], rtol=1e-5)
+    assert np.isnan(cross_entropy_loss(LOGITS, Label, targets, out_of_range=np.nan).array)
+
+
+@pytest.mark.parametrize("ignored", [-100, 3])
+def test_targets_that_are_ignored(ignored: int) -> None:
+    """The mean is that of the others, also where the label exists."""
+    raw = np.array([[ignored, 5], [2, ignored], [1, 4], [0, 0]])
+    targets, kept = axn.named(raw, (Batch, Pos)), axn.named(raw != ignored, (Batch, Pos))
+    found = cross_entropy_loss(LOGITS, Label, targets, ignore_index=ignored)
+    expected = cross_entropy_loss(LOGITS, Label, axn.where(kept, targets, 0), where=kept)
+    np.testing.assert_allclose(found.array, expected.array, rtol=1e-6)
+    losses, _ = cross_entropy_loss_and_log_normalizers(LOGITS, Label, targets, ignore_index=ignored)
+    assert not losses.array[~kept.array].any() and losses.array[kept.array].all()
+    with pytest.raises(ValueError, match="`ignore_index` is for targets that are positions along 'label'"):
+        cross_entropy_loss(LOGITS, Label, axn.ones((Batch, Label)), ignore_index=0)
 
 
 def test_good_predictions_and_impossible_labels() -> None:

@@ -168,3 +168,13 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     path.write_bytes(whole.replace(b'"F64"', b'"F4" '))
     with pytest.raises(ValueError, match=r"'w' in .* has dtype F4, which NumPy does not have"):
         load_state_dict(path)
+
+
+def test_named_arrays_are_not_a_state_dict(tmp_path: Path) -> None:
+    model = {"w": axn.ones({"embed": 2})}
+    message = r"a state dict has raw arrays, and 'w' is float32\[embed=2\]\. `to_state_dict\(tree\)` makes"
+    with pytest.raises(TypeError, match=message):
+        save_state_dict(model, tmp_path / "x.safetensors")
+    with pytest.raises(TypeError, match=r"expected a state dict, got NamedArray\. `to_state_dict\(tree\)` makes"):
+        save_state_dict(model["w"], tmp_path / "x.safetensors")  # pyright: ignore[reportArgumentType]
+    save_state_dict(axn.state.to_state_dict(model), tmp_path / "x.safetensors")

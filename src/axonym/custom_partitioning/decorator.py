@@ -33,7 +33,7 @@ from .._mesh_axes import axes_of_type, explicit_mesh, mapped_on, mesh_axes
 from .._tree_spec import StaticLeaf, TreeSpec, flatten
 from ..axis import Names
 from ..manual._axis_environment import ArgumentAxis, activate, interned
-from ..named_array import NamedArray, raw, wrap
+from ..named_array import NamedArray, describe_array, raw, wrap
 from ..sharding.meshes import AnyMesh, current_mesh
 from ._lowerings import Arrays, Operation, all_manual, by_partitioner, explicit_entries, per_device
 from ._terms import Described, by_names, by_string, parse, words
@@ -483,7 +483,7 @@ def _as_expected(what: str, x: Any, names: Names | None, shape: tuple[int, ...],
 
 def _described(x: Any) -> str:
     if isinstance(x, NamedArray):
-        return f"the named array {x}"
+        return f"the named array {describe_array(x)}"
     return f"the raw array {jnp.result_type(x)}{list(jnp.shape(x))}"
 
 

@@ -10,8 +10,7 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from ..named_array import NamedArray, is_named_array, raw
-from .shardings import describe_array
+from ..named_array import NamedArray, describe_array, is_named_array, raw
 
 __all__ = ["IdentityMap", "ModuleProblems", "diagnose_common_issues"]
 

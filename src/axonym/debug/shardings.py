@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding, Sharding
 from .. import _errors
 from .._mesh_axes import mesh_axes
 from ..axis import Axis
-from ..named_array import NamedArray, raw, wrap
+from ..named_array import describe_array, raw, wrap
 from ..sharding.placement import Leaf, leaves_of
 
-__all__ = ["describe_array", "describe_shardings", "visualize_named_sharding", "visualize_shardings"]
+__all__ = ["describe_shardings", "visualize_named_sharding", "visualize_shardings"]
 
 _WIDTH = 100
 _HEIGHT = 16
@@ -95,20 +95,6 @@ def describe_shardings(tree: Any) -> str:
     'x: float32[embed=3], 12 B on CPU 0\\ny: float64[3], 24 B on the host\\n2 arrays, 36 B; 12 B on CPU 0'
     """
     return _describe_all(_arrays(tree))
-
-
-def describe_array(array: Any) -> str:
-    """Describe an array by its dtype and axes, without its values.
-
-    Arguments:
-        array: an array of any kind.
-
-    >>> axn.debug.describe_array(axn.zeros({"batch": 4})), axn.debug.describe_array(jnp.zeros((2, 3)))
-    ('float32[batch=4]', 'float32[2, 3]')
-    """
-    if isinstance(array, NamedArray):
-        return str(array)
-    return f"{array.dtype}[{', '.join(map(str, array.shape))}]"
 
 
 # --- all arrays of a tree ---

@@ -17,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from .._named_scope import named_call as named_call
 from ..axis import Axis
-from ..named_array import NamedArray, is_jax_array_like as is_jax_array_like
+from ..named_array import NamedArray, describe_array, is_jax_array_like as is_jax_array_like
 from ..sharding.shard import in_trace
 from ..transforms.rematerialization import tree_checkpoint_name as _tree_checkpoint_name
 from ..tree import maybe_rng_split as maybe_rng_split
@@ -211,7 +211,7 @@ def ensure_scalar(x: Any, *, name: str = "value") -> Any:
     if not isinstance(x, NamedArray):
         return x
     if x.names:
-        raise TypeError(f"{name} must be a scalar, got {x}.")
+        raise TypeError(f"{name} must be a scalar, got {describe_array(x)}.")
     return x.array
 
 

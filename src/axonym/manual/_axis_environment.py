@@ -22,7 +22,7 @@ from .._context import active_mapping
 from .._jax_versions import varying_axes
 from .._mesh_axes import Axes, mapped_axes, mesh_axes, shard_count
 from ..axis import Axis
-from ..named_array import NamedArray, raw
+from ..named_array import NamedArray, describe_array, raw
 from ..sharding.mapping import ResourceAxis
 
 
@@ -301,7 +301,7 @@ def require_varying(what: str, x: Any, axes: Axes, consequence: str) -> None:
 def describe(x: Any) -> str:
     """Describe an operand in a message: its axes and local sizes."""
     if isinstance(x, NamedArray):
-        return f"the array {x}"
+        return f"the array {describe_array(x)}"
     aval = jax.typeof(x)
     return f"the array {aval.dtype}{list(aval.shape)}" if aval.shape else "the value"
 

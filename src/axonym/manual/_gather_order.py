@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..named_array import NamedArray
+from ..named_array import NamedArray, describe_array
 from ._axis_environment import Axes, count, declared, describe_axes, layouts, without_trivial
 
 
@@ -29,15 +29,15 @@ def gather_order(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) 
         return axes
     if found and not sharded:
         raise ValueError(
-            f"{what}: axis {name!r} of {x} is replicated already: {x.axis_size(name)} is its size outside. Gathering "
-            f"it over {describe_axes(axes)} would repeat it {count(axes)} times."
+            f"{what}: axis {name!r} of {describe_array(x)} is replicated already: {x.axis_size(name)} is its size "
+            f"outside. Gathering it over {describe_axes(axes)} would repeat it {count(axes)} times."
         )
     if not chosen and sharded:
         ways = list(dict.fromkeys(without_trivial(f.now) for f in sharded))
         if len(ways) > 1:
             raise ValueError(
-                f"{what}: by its size, axis {name!r} of {x} may be sharded over {' or over '.join(map(_listed, ways))}."
-                " Say which with `over`."
+                f"{what}: by its size, axis {name!r} of {describe_array(x)} may be sharded over "
+                f"{' or over '.join(map(_listed, ways))}. Say which with `over`."
             )
         return tuple(a for a in ways[0] if a in axes)
     wanted = set(without_trivial(axes))
@@ -56,7 +56,7 @@ def gather_order(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) 
                 f"is sharded over {_listed(now)}, in this order, and shards are gathered from the minor mesh axis on. "
                 f"Gather over {now[-1]!r} first, or over all of these at once"
             )
-        raise ValueError(f"{what}: axis {name!r} of {x} {why}.")
+        raise ValueError(f"{what}: axis {name!r} of {describe_array(x)} {why}.")
     return _all_or_none(what, x, name, axes)
 
 
@@ -77,13 +77,13 @@ def scatter_order(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
     f = found[0]
     if wanted & set(f.now):
         raise ValueError(
-            f"{what}: axis {name!r} of {x} is sharded over {describe_axes(f.now)} already: {x.axis_size(name)} of "
-            f"{f.size}. Each device has another shard of it."
+            f"{what}: axis {name!r} of {describe_array(x)} is sharded over {describe_axes(f.now)} already: "
+            f"{x.axis_size(name)} of {f.size}. Each device has another shard of it."
         )
     left = without_trivial(f.at_most[len(f.now) :])
     raise ValueError(
-        f"{what}: axis {name!r} of {x} is to be sharded over {_listed(left)}, in this order. Shard it over {left[0]!r} "
-        "first, or over all of these at once; if it is another axis, rename it."
+        f"{what}: axis {name!r} of {describe_array(x)} is to be sharded over {_listed(left)}, in this order. Shard it "
+        f"over {left[0]!r} first, or over all of these at once; if it is another axis, rename it."
     )
 
 
@@ -99,8 +99,9 @@ def _all_or_none(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
     if not ways:
         return axes
     raise ValueError(
-        f"{what}: axis {name!r} is sharded over {_listed(ways[0])}, in this order, and the size of {x} does not tell "
-        "how it is sharded here. Go over all of these at once; if it is another axis, rename it."
+        f"{what}: axis {name!r} is sharded over {_listed(ways[0])}, in this order, and the size of "
+        f"{describe_array(x)} does not tell how it is sharded here. Go over all of these at once; if it is another "
+        "axis, rename it."
     )
 
 

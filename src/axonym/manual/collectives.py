@@ -30,7 +30,7 @@ import numpy as np
 from .. import _errors
 from .._jax_versions import varying_axes
 from ..axis import Axis, AxisSelector, name_of, names_without
-from ..named_array import NamedArray, raw, wrap, wrap_like
+from ..named_array import NamedArray, describe_array, raw, wrap, wrap_like
 from ..ops._op_types import map_tree, publish
 from ..ops._operands import require_named
 from ._axis_environment import (
@@ -359,7 +359,9 @@ def axis_offset(axis: AxisSelector, x: NamedArray | None = None) -> Any:
     ways = list(dict.fromkeys(without_trivial(f.now) for f in layouts(name, local)))
     if len(ways) > 1:
         listed = " or ".join(f"sharded over {describe_axes(w)}" if w else "replicated" for w in ways)
-        raise ValueError(f"{what}: by its size, axis {name!r} of {x} may be {listed}. Rename one of the axes.")
+        raise ValueError(
+            f"{what}: by its size, axis {name!r} of {describe_array(x)} may be {listed}. Rename one of the axes."
+        )
     if not ways and not (known and not declared(name)):
         ways = [axes_meant(what, axis)]
     return jax.lax.axis_index(ways[0]) * local if ways and ways[0] else np.int32(0)
@@ -398,7 +400,7 @@ def _new_axis(
     """Return the name of a new axis with an entry for each device, and the mesh axes of these devices."""
     name = name_of(axis)
     if name in others:
-        raise ValueError(f"{what}: without tiling, {name!r} is a new axis, but {x} has it already.")
+        raise ValueError(f"{what}: without tiling, {name!r} is a new axis, but {describe_array(x)} has it already.")
     axes = axes_meant(what, axis if over is None else over)
     if isinstance(axis, Axis) and axis.size != count(axes):
         places = [("the devices", count(axes)), ("the argument", axis.size)]
@@ -409,8 +411,8 @@ def _new_axis(
 def _check_one_each(what: str, x: NamedArray, position: int, axes: Axes) -> None:
     if x.array.shape[position] != count(axes):
         raise ValueError(
-            f"{what}: without tiling, axis {x.names[position]!r} of {x} has one entry for each device, and "
-            f"{describe_axes(axes) if axes else 'there'} has {count(axes)}."
+            f"{what}: without tiling, axis {x.names[position]!r} of {describe_array(x)} has one entry for each "
+            f"device, and {describe_axes(axes) if axes else 'there'} has {count(axes)}."
         )
 
 
@@ -436,8 +438,8 @@ def _axis_and_devices(what: str, x: Any, axis: AxisSelector, over: Words | None)
         axes = axes_of_sharded(what, name)
         if axes is None:
             raise ValueError(
-                f"{what}: nothing shards axis {name!r} of {x} here: neither the arguments nor the mapping. Say with "
-                "`over` which mesh axis is meant."
+                f"{what}: nothing shards axis {name!r} of {describe_array(x)} here: neither the arguments nor the "
+                "mapping. Say with `over` which mesh axis is meant."
             )
     if isinstance(axis, Axis) and axis.size not in (sizes[name], *(p.size for p in active_environment().found(name))):
         places = [("the array", sizes[name]), ("the argument", axis.size)]
@@ -468,8 +470,8 @@ def _check_divides(what: str, x: NamedArray, position: int, axes: Axes) -> None:
     size, parts = x.array.shape[position], count(axes)
     if size % parts:
         raise ValueError(
-            f"{what}: axis {x.names[position]!r} of {x} cannot be sharded over {describe_axes(axes)}: {size} is not a "
-            f"multiple of {parts}."
+            f"{what}: axis {x.names[position]!r} of {describe_array(x)} cannot be sharded over {describe_axes(axes)}: "
+            f"{size} is not a multiple of {parts}."
         )
 
 

@@ -109,8 +109,8 @@ class Conv(_Convolution):
 
         >>> In, Out = axn.make_axes(channels=4, features=6)
         >>> layer = axn.nn.Conv.init("time", In, Out, 3, padding="SAME", groups=2, key=jax.random.key(0))
-        >>> print(layer.weight, layer.bias)
-        float32[features=6, channels=2, time=3] float32[features=6]
+        >>> layer.weight.shape, layer.bias.shape
+        ({'features': 6, 'channels': 2, 'time': 3}, {'features': 6})
         """
         return Conv(
             **_init_fields("Conv", Spatial, In, Out, kernel_size, stride, padding, dilation, groups, use_bias, key)
@@ -169,8 +169,8 @@ class ConvTranspose(_Convolution):
 
         >>> In, Out = axn.make_axes(features=4, channels=6)
         >>> layer = axn.nn.ConvTranspose.init("time", In, Out, 3, stride=2, groups=2, key=jax.random.key(0))
-        >>> print(layer.weight, layer.bias)
-        float32[channels=6, features=2, time=3] float32[channels=6]
+        >>> layer.weight.shape, layer.bias.shape
+        ({'channels': 6, 'features': 2, 'time': 3}, {'channels': 6})
         """
         what = "ConvTranspose"
         fields = _init_fields(what, Spatial, In, Out, kernel_size, stride, padding, dilation, groups, use_bias, key)

@@ -14,7 +14,7 @@ from .. import _errors, _kernels, random
 from .._named_scope import named_call
 from ..axis import Axis, AxisSpec, Names, axes_of_spec
 from ..named_array import NamedArray, NamedOrNumeric, wrap
-from ..ops._operands import distinct, dtype_key, one_axis, operand, require_named
+from ..ops._operands import distinct, dtype_key, one_axis, operand, require_named, require_positions
 from ..ops.contraction import dot
 from ..ops.indexing import take
 from ..sharding.shard import shard_quietly
@@ -86,8 +86,8 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
     >>> Pos, Vocab, Embed = axn.make_axes(pos=2, vocab=10, embed=4)
     >>> layer = axn.nn.Embedding.init(Vocab, Embed, key=jax.random.key(0))
     >>> x = layer.embed(axn.named([7, 3], Pos))
-    >>> print(layer.weight, x, layer.unembed(x))
-    float32[vocab=10, embed=4] float32[pos=2, embed=4] float32[pos=2, vocab=10]
+    >>> layer.weight.shape, x.shape, layer.unembed(x).shape
+    ({'vocab': 10, 'embed': 4}, {'pos': 2, 'embed': 4}, {'pos': 2, 'vocab': 10})
     """
 
     weight: NamedArray
@@ -119,8 +119,8 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
             reparam_cls: the parametrization: see `axonym.nn.mup`.
 
         >>> Vocab, Heads, Size = axn.make_axes(vocab=10, heads=2, size=3)
-        >>> print(axn.nn.Embedding.init(Vocab, (Heads, Size), key=jax.random.key(0)).weight)
-        float32[vocab=10, heads=2, size=3]
+        >>> axn.nn.Embedding.init(Vocab, (Heads, Size), key=jax.random.key(0)).weight.shape
+        {'vocab': 10, 'heads': 2, 'size': 3}
         """
         Vocab, Embed = one_axis("Embedding", "Vocab", Vocab), static_spec(Embed, "Embedding")
         scale = (init_scale if initializer_range is None else initializer_range) * reparam_cls.init_scale(Vocab, Embed)
@@ -154,14 +154,15 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
         """Look up the embeddings of tokens.
 
         Arguments:
-            input_ids: the tokens, a named array of integers. Negative tokens count from the end of the vocabulary;
-                tokens that are out of range give NaN.
+            input_ids: the tokens, a named array of integers. Negative tokens count from the end of the vocabulary.
+                Tokens that are out of range are an error outside of jit, where they are looked at, and give NaN in jit.
 
         >>> layer = axn.nn.Embedding.init(axn.Axis("vocab", 10), axn.Axis("embed", 4), key=jax.random.key(0))
-        >>> print(layer.embed(axn.named([7, 3], "pos")))
-        float32[pos=2, embed=4]
+        >>> layer.embed(axn.named([7, 3], "pos")).shape
+        {'pos': 2, 'embed': 4}
         """
         ids, table = require_named("Embedding.embed", input_ids), self.weight
+        require_positions("Embedding.embed", "token", ids, table.resolve_axis(self.Vocab.name), from_end=True)
         found = take(table, self.Vocab.name, ids)
         kernel = _known_kernel(found.names, ids.names, table.axis_size(self.Vocab.name))
         found = wrap(kernel.call(found.array, ids.array), kernel.names)
@@ -176,8 +177,8 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
             input_embeds: a named array with the axes of an embedding.
 
         >>> layer = axn.nn.Embedding.init(axn.Axis("vocab", 10), axn.Axis("embed", 4), key=jax.random.key(0))
-        >>> print(layer.unembed(axn.ones({"pos": 2, "embed": 4})))
-        float32[pos=2, vocab=10]
+        >>> layer.unembed(axn.ones({"pos": 2, "embed": 4})).shape
+        {'pos': 2, 'vocab': 10}
         """
         embed = tuple(a.name for a in axes_of_spec(self.Embed))
         check_input("Embedding.unembed", input_embeds, self.weight, embed, embed, (self.Embed, self.Vocab))
@@ -196,8 +197,8 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
             key: a random key for the new embeddings.
 
         >>> layer = axn.nn.Embedding.init(axn.Axis("vocab", 10), axn.Axis("embed", 4), key=jax.random.key(0))
-        >>> print(layer.resize_embeddings(12).weight)
-        float32[vocab=12, embed=4]
+        >>> layer.resize_embeddings(12).weight.shape
+        {'vocab': 12, 'embed': 4}
         """
         weight = resize_axis(self.weight, self.Vocab, new_size, key)
         return dataclasses.replace(self, weight=weight, Vocab=self.Vocab.resize(new_size))

@@ -64,10 +64,10 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
 
     >>> Batch, Embed, Mlp = axn.make_axes(batch=2, embed=3, mlp=4)
     >>> layer = axn.nn.Linear.init(Embed, Mlp, key=jax.random.key(0))
-    >>> print(layer.weight, layer.bias)
-    float32[mlp=4, embed=3] float32[mlp=4]
-    >>> print(layer(axn.ones((Batch, Embed))))
-    float32[batch=2, mlp=4]
+    >>> layer.weight.shape, layer.bias.shape
+    ({'mlp': 4, 'embed': 3}, {'mlp': 4})
+    >>> layer(axn.ones((Batch, Embed))).shape
+    {'batch': 2, 'mlp': 4}
     """
 
     weight: NamedArray
@@ -106,10 +106,10 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
             reparam_cls: the parametrization: see `axonym.nn.mup`.
 
         >>> Embed, Heads, Size = axn.make_axes(embed=6, heads=2, size=3)
-        >>> print(axn.nn.Linear.init(Embed, (Heads, Size), key=jax.random.key(0), use_bias=False).weight)
-        float32[heads=2, size=3, embed=6]
-        >>> print(axn.nn.Linear.init(Embed, Embed, key=jax.random.key(0)).weight)
-        float32[embed=6, embed_in=6]
+        >>> axn.nn.Linear.init(Embed, (Heads, Size), key=jax.random.key(0), use_bias=False).weight.shape
+        {'heads': 2, 'size': 3, 'embed': 6}
+        >>> axn.nn.Linear.init(Embed, Embed, key=jax.random.key(0)).weight.shape
+        {'embed': 6, 'embed_in': 6}
         """
         In, Out = static_spec(In, "Linear"), static_spec(Out, "Linear")
         out_axes = axes_of_spec(Out)

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from ..axis import AxisSelection, AxisSelector, Names
-from ..named_array import NamedArray, NamedOrNumeric
-from ..ops._operands import dtype_key, require_named, require_subset
+from ..axis import AxisSelection, AxisSelector, Names, name_of
+from ..named_array import NamedArray, NamedOrNumeric, describe_array
+from ..ops._operands import dtype_key, require_named, require_positions, require_subset
+from ..ops.elementwise import logical_and, not_equal
 from ..ops.reductions import mean
 from ..ops.selection import where as choose
 from ..typing.arguments import ReductionFunction
@@ -44,6 +45,8 @@ class Unspecified:
 
 UNSPECIFIED = Unspecified()
 
+_WAY_OUT = " Say `ignore_index=...` for the target of examples without a label, or give `out_of_range` a loss for them."
+
 
 def cross_entropy_loss(
     logits: NamedArray,
@@ -53,7 +56,8 @@ def cross_entropy_loss(
     where: NamedOrNumeric | None = None,
     reduction_axis: AxisSelection | None = None,
     *,
-    out_of_range: float = 0.0,
+    ignore_index: int | None = None,
+    out_of_range: float | None = None,
     dtype: Any = None,
 ) -> NamedArray:
     """Compute the cross-entropy of labels: minus the logarithm of the probability that the logits give them.
@@ -62,6 +66,9 @@ def cross_entropy_loss(
     example are communicated, and for the gradient none more, or one where targets are probabilities. The loss is
     computed in float32 at least. An example whose logits are all -inf gives NaN.
 
+    A target that is no position along `Label` is an error outside of jit, where targets are looked at, unless it is
+    `ignore_index` or `out_of_range` is given. In jit its loss is `out_of_range`, by default zero.
+
     Arguments:
         logits: a named array with the axis `Label`.
         Label: the axis of the labels.
@@ -69,38 +76,71 @@ def cross_entropy_loss(
         reduction: the function that reduces the losses; `axonym.mean` by default, None for no reduction.
         where: the losses to include, by name.
         reduction_axis: the axes to reduce; all by default.
-        out_of_range: the loss of a target that is no position along `Label`; NaN makes one show.
+        ignore_index: the target of examples without a label, such as -100: the reduction leaves them out, as `where`
+            does.
+        out_of_range: the loss of any other target that is no position along `Label`; NaN makes one show.
         dtype: the dtype of the losses; that of the logits by default.
 
     >>> logits = axn.named([[0., 0.], [0., 1.]], ("batch", "label"))
     >>> axn.nn.cross_entropy_loss(logits, "label", axn.named([0, 1], "batch"), reduction=None)
     NamedArray(float32[batch=2], [0.6931 0.3133])
+    >>> axn.nn.cross_entropy_loss(logits, "label", axn.named([0, -100], "batch"), ignore_index=-100)
+    NamedArray(float32[], 0.6931)
     """
-    loss, _ = _cross_entropy("cross_entropy_loss", logits, Label, targets, out_of_range, dtype)
+    loss, _ = _cross_entropy("cross_entropy_loss", logits, Label, targets, ignore_index, out_of_range, dtype)
+    if ignore_index is not None:
+        labelled = not_equal(targets, ignore_index)
+        where = labelled if where is None else logical_and(where, labelled)
     return reduce_loss(loss, reduction, where, reduction_axis)
 
 
 def cross_entropy_loss_and_log_normalizers(
-    logits: NamedArray, Label: AxisSelector, targets: NamedArray, *, out_of_range: float = 0.0, dtype: Any = None
+    logits: NamedArray,
+    Label: AxisSelector,
+    targets: NamedArray,
+    *,
+    ignore_index: int | None = None,
+    out_of_range: float | None = None,
+    dtype: Any = None,
 ) -> tuple[NamedArray, NamedArray]:
     """Compute the losses of `cross_entropy_loss` without reduction, and the logsumexp of the logits.
 
-    The arguments are those of `cross_entropy_loss`.
+    The arguments are those of `cross_entropy_loss`. The loss of a target that is `ignore_index` is zero.
 
     >>> logits = axn.named([[0., 0.], [0., 9.]], ("batch", "label"))
     >>> axn.nn.cross_entropy_loss_and_log_normalizers(logits, "label", axn.named([0, 0], "batch"))
     (NamedArray(float32[batch=2], [0.6931 9.0001]), NamedArray(float32[batch=2], [0.6931 9.0001]))
     """
-    return _cross_entropy("cross_entropy_loss_and_log_normalizers", logits, Label, targets, out_of_range, dtype)
+    what = "cross_entropy_loss_and_log_normalizers"
+    loss, normalizers = _cross_entropy(what, logits, Label, targets, ignore_index, out_of_range, dtype)
+    if ignore_index is not None:
+        loss = choose(not_equal(targets, ignore_index), loss, 0)
+    return loss, normalizers
 
 
 def _cross_entropy(
-    what: str, logits: NamedArray, axis: AxisSelector, targets: NamedArray, out_of_range: float, dtype: Any
+    what: str,
+    logits: NamedArray,
+    axis: AxisSelector,
+    targets: NamedArray,
+    ignore_index: int | None,
+    out_of_range: float | None,
+    dtype: Any,
 ) -> tuple[NamedArray, NamedArray]:
     require_named(what, logits), require_named(what, targets)
+    axis = _kernels.one_selector(what, axis)
+    name = name_of(axis)
+    if ignore_index is not None and name in targets.names:
+        raise ValueError(
+            f"{what}: `ignore_index` is for targets that are positions along {name!r}, and these are probabilities, "
+            f"{describe_array(targets)}. Leave examples out with `where`."
+        )
+    if out_of_range is None:
+        out_of_range = 0.0
+        if name in logits.names and name not in targets.names:
+            require_positions(what, "target", targets, logits.resolve_axis(name), ignore_index, _WAY_OUT)
     # NaN is not equal to itself, so a cache would not find it again: None stands for it.
     other = None if out_of_range != out_of_range else float(out_of_range)
-    axis = _kernels.one_selector(what, axis)
     kernel = _cross_entropy_kernel(what, logits.names, targets.names, axis, other, dtype_key(dtype))
     return kernel.apply(logits.array, targets.array)
 

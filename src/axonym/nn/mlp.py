@@ -30,10 +30,10 @@ class MLP(eqx.Module):
 
     >>> In, Out = axn.make_axes(feature=3, label=2)
     >>> mlp = axn.nn.MLP.init(In, Out, width=8, depth=2, key=jax.random.key(0))
-    >>> [str(layer.weight) for layer in mlp.layers]
+    >>> [axn.debug.describe_array(layer.weight) for layer in mlp.layers]
     ['float32[mlp=8, feature=3]', 'float32[mlp2=8, mlp=8]', 'float32[label=2, mlp2=8]']
-    >>> print(mlp(axn.ones({"batch": 4, "feature": 3})))
-    float32[batch=4, label=2]
+    >>> mlp(axn.ones({"batch": 4, "feature": 3})).shape
+    {'batch': 4, 'label': 2}
     """
 
     activation: Callable[[Any], Any] = eqx.field(static=True)
@@ -67,7 +67,7 @@ class MLP(eqx.Module):
             key, out_first, dot_general, init_scale: as in `Linear.init`.
 
         >>> mlp = axn.nn.MLP.init((), axn.Axis("label", 2), axn.Axis("hidden", 4), 1, key=jax.random.key(0))
-        >>> [str(layer.weight) for layer in mlp.layers]
+        >>> [axn.debug.describe_array(layer.weight) for layer in mlp.layers]
         ['float32[hidden=4]', 'float32[label=2, hidden=4]']
         """
         if depth < 0:

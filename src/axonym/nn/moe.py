@@ -36,10 +36,10 @@ class MoELinear(eqx.Module):
 
     >>> Experts, Embed, Mlp = axn.make_axes(experts=2, embed=3, mlp=4)
     >>> layer = axn.nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0))
-    >>> print(layer.weight)
-    float32[experts=2, embed=3, mlp=4]
-    >>> print(layer(axn.ones({"tokens": 8, "embed": 3}), axn.named([5, 3], Experts)))
-    float32[tokens=8, mlp=4]
+    >>> layer.weight.shape
+    {'experts': 2, 'embed': 3, 'mlp': 4}
+    >>> layer(axn.ones({"tokens": 8, "embed": 3}), axn.named([5, 3], Experts)).shape
+    {'tokens': 8, 'mlp': 4}
     """
 
     weight: NamedArray
@@ -76,8 +76,8 @@ class MoELinear(eqx.Module):
             use_gmm: whether to use the Pallas kernel megablox, on TPU only, instead of `jax.lax.ragged_dot`.
 
         >>> Experts, Embed, Mlp = axn.make_axes(experts=2, embed=3, mlp=4)
-        >>> print(axn.nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0), out_first=True).weight)
-        float32[experts=2, mlp=4, embed=3]
+        >>> axn.nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0), out_first=True).weight.shape
+        {'experts': 2, 'mlp': 4, 'embed': 3}
         """
         experts = one_axis("MoELinear", "Experts", Experts)
         distinct("MoELinear", (experts.name, In.name, *(() if In.name == Out.name else (Out.name,))))

@@ -168,8 +168,8 @@ class LayerNormBase(ModuleWithStateDictSerialization):
             use_weight: whether there is a learned scale.
             use_bias: whether there is a learned shift.
 
-        >>> print(axn.nn.LayerNorm.init(axn.Axis("embed", 4), use_bias=False).weight)
-        float32[embed=4]
+        >>> axn.nn.LayerNorm.init(axn.Axis("embed", 4), use_bias=False).weight.shape
+        {'embed': 4}
         """
         axis = static_spec(axis, cls.__name__)
         return cls(axis, ones(axis) if use_weight else None, zeros(axis) if use_bias else None, eps, dtype)

@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from .. import _errors, _kernels
 from ..axis import Axis, Names, name_of
-from ..named_array import NamedArray
+from ..named_array import NamedArray, describe_array
 
 NamedIndex: TypeAlias = Any
 """The index of one axis: see `axonym.ops.indexing`."""
@@ -102,8 +102,8 @@ def _as_mapping(x: NamedArray, key: Any) -> list[tuple[str, Any]]:
         pairs = list(zip(key[::2], key[1::2], strict=True))
     else:
         raise TypeError(
-            f"Indexing {x}: expected axes and indices in turn, x['axis', index, ...], or a mapping {{'axis': index}}. "
-            "There is no indexing by position."
+            f"Indexing {describe_array(x)}: expected axes and indices in turn, x['axis', index, ...], or a mapping "
+            f"{{'axis': index}}. There is no indexing by position."
         )
     names = [name_of(selector) for selector, _ in pairs]
     missing = [n for n in names if n not in x.names]
@@ -111,7 +111,9 @@ def _as_mapping(x: NamedArray, key: Any) -> list[tuple[str, Any]]:
         raise ValueError(_errors.missing_axes("Indexing", missing, x.names, jnp.shape(x.array)))
     twice = ", ".join(repr(n) for n in dict.fromkeys(names) if names.count(n) > 1)
     if twice:
-        raise ValueError(f"Indexing {x}: more than one index for axis {twice}. Index the result again instead.")
+        raise ValueError(
+            f"Indexing {describe_array(x)}: more than one index for axis {twice}. Index the result again instead."
+        )
     for selector, _ in pairs:
         if isinstance(selector, Axis) and x.resolve_axis(selector.name) is not selector:
             found = x.resolve_axis(selector.name).size

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -19,7 +20,8 @@ def require_named(what: str, array: Any) -> NamedArray:
     """Return the argument, which must be a named array."""
     if not isinstance(array, NamedArray):
         raise TypeError(
-            f"{what}: expected a NamedArray, got {type(array).__name__}. Name its axes with axonym.named(array, axes)."
+            f"{what}: expected a NamedArray, got {type(array).__name__}."
+            + (_errors.under_tree_map() or " Name its axes with axonym.named(array, axes).")
         )
     return array
 
@@ -112,6 +114,48 @@ def require_subset(what: str, argument: str, inner: Names, outer: Names, way_out
         raise ValueError(
             f"{what}: `{argument}` has axes {_errors.describe_axes(extra)} that the array "
             f"{_errors.describe_axes(outer)} lacks.{way_out}"
+        )
+
+
+def require_positions(
+    what: str,
+    label: str,
+    x: NamedArray,
+    axis: Axis,
+    ignored: int | None = None,
+    way_out: str = "",
+    *,
+    from_end: bool = False,
+) -> None:
+    """Check that integers are positions along an axis, where their values are known, as outside of jit.
+
+    Arguments:
+        what: the operation, for the message.
+        label: what one of the integers is called there.
+        x: the integers; traced ones, and those that other processes hold, are not looked at.
+        axis: the axis.
+        ignored: a number that is allowed besides.
+        way_out: what to do, for the message.
+        from_end: whether negative numbers count from the end.
+    """
+    array = x.array
+    if not isinstance(array, (jax.Array, np.ndarray)) or not jnp.issubdtype(array.dtype, jnp.integer):
+        return
+    if isinstance(array, jax.Array) and (
+        isinstance(array, Tracer) or not (array.is_fully_addressable or array.is_fully_replicated)
+    ):
+        return
+    with jax.transfer_guard_device_to_host("allow"):
+        found = np.asarray(array)
+    least = -axis.size if from_end else 0
+    if not found.size or (least <= found.min() and found.max() < axis.size):
+        return
+    wrong = np.unique(found[((found < least) | (found >= axis.size)) & (found != ignored)])
+    if wrong.size:
+        listed = ", ".join(str(i) for i in wrong[:5]) + (", ..." if wrong.size > 5 else "")
+        raise IndexError(
+            f"{what}: {listed} out of range for axis {axis.name!r} of size {axis.size}: a {label} lies in "
+            f"{least}..{axis.size - 1}.{way_out}"
         )
 
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from .. import _fsdp_ops, _kernels
 from ..axis import Axis, AxisSelector, Names, name_of
-from ..named_array import NamedArray, wrap
+from ..named_array import NamedArray, describe_array, wrap
 from ._index_plan import IndexLayout, Item, SliceSpec, cut_block, ds, make_plan
 from ._operands import distinct, require_named
 
@@ -90,13 +90,16 @@ def slice(
         if sizes is None:
             sizes = {name_of(axis): new_axis if length is None else _sized(new_axis, length)}
     if starts is None or sizes is None:
-        raise TypeError(f"slice of {array}: give an axis with start and length, or mappings of starts and of lengths.")
+        raise TypeError(
+            f"slice of {describe_array(array)}: give an axis with start and length, or mappings of starts and of "
+            "lengths."
+        )
     lengths: dict[str, Any] = {name_of(k): v for k, v in sizes.items()}
     starts = {name_of(k): v for k, v in starts.items()}
     if set(lengths) != set(starts) or any(not isinstance(v, (int, np.integer, Axis)) for v in lengths.values()):
         raise ValueError(
-            f"slice of {array}: each axis needs a start and a size; got starts for {sorted(starts)} and sizes for "
-            f"{sorted(n for n, v in lengths.items() if v is not None)}."
+            f"slice of {describe_array(array)}: each axis needs a start and a size; got starts for {sorted(starts)} "
+            f"and sizes for {sorted(n for n, v in lengths.items() if v is not None)}."
         )
     result = index(array, {n: ds(s, lengths[n]) for n, s in starts.items()})
     renames = {n: v.name for n, v in lengths.items() if isinstance(v, Axis) and v.name != n}

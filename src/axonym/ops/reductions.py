@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _kernels
+from .. import _errors, _kernels
 from ..axis import Names
 from ..named_array import NamedArray, wrap
 from ..typing.arguments import ReductionFunction, SimpleReductionFunction
@@ -56,7 +56,10 @@ def _reduce_leaf(
     if not isinstance(array, NamedArray):
         if axis is None and where is None:
             return fn(array, **dict(options))
-        raise TypeError(f"{name}: expected a NamedArray, got {type(array).__name__}; only its axes have names.")
+        raise TypeError(
+            f"{name}: expected a NamedArray, got {type(array).__name__}; only its axes have names."
+            + _errors.under_tree_map()
+        )
     axis = _kernels.hashable(axis)
     if where is None:
         kernel = _reduction_kernel(fn, name, array.names, axis, None, native, options)

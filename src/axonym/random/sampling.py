@@ -26,7 +26,7 @@ from ..axis import Axis, AxisSelector, AxisSpec, Names
 from ..custom_partitioning._top_k import best, number_of_candidates
 from ..custom_partitioning.decorator import Partitioned, partitioned
 from ..manual.collectives import all_gather, axis_offset, axis_size, pmax, psum
-from ..named_array import NamedArray, NamedOrNumeric, wrap
+from ..named_array import NamedArray, NamedOrNumeric, describe_array, wrap
 from ..ops._operands import distinct, operand, require_subset
 from ..sharding.shard import shard_quietly
 from ._draw import Key, axis_of, check_enough, check_parameters, describe, new_axes, one_key
@@ -100,7 +100,7 @@ def categorical(
     distinct(_WHAT, tuple(a.name for a in (*axes, categories)))
     check_parameters(_WHAT, axes, [("logits", logits.names, (categories,))], [logits.array])
     if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(f"{_WHAT}: logits are floating point numbers, got {logits}.")
+        raise TypeError(f"{_WHAT}: logits are floating point numbers, got {describe_array(logits)}.")
     if categories.size == 0:
         raise ValueError(f"{_WHAT}: axis {categories.name!r} has no elements to choose from.")
     count = None

@@ -27,8 +27,8 @@ def choice(
 
     The result has the axes of `shape`, then those of `a` except `axis`.
 
-    >>> print(axn.random.choice(jax.random.key(0), {"draw": 5}, axn.ones({"batch": 8, "embed": 4}), "batch"))
-    float32[draw=5, embed=4]
+    >>> axn.random.choice(jax.random.key(0), {"draw": 5}, axn.ones({"batch": 8, "embed": 4}), "batch").shape
+    {'draw': 5, 'embed': 4}
     """
     what = "random.choice"
     key = one_key(what, key)

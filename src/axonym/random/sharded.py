@@ -16,7 +16,7 @@ from .._mesh_axes import mapped_on
 from .._per_device import run_per_device
 from .._tree_spec import flatten
 from ..axis import Axis, AxisSelector
-from ..named_array import NamedArray, resolve, wrap
+from ..named_array import NamedArray, describe_array, resolve, wrap
 from ..ops._new_array import run_sharded
 from ..ops._operands import one_axis, private
 from ..sharding.jit import named_jit
@@ -45,8 +45,8 @@ def generate_sharded(fn: F, axis: AxisSelector | None = None) -> F:
     >>> def noise(key, shape, scale):
     ...     return scale * axn.random.normal(key, shape)
     >>> sharded = axn.random.generate_sharded(noise, "layers")
-    >>> print(sharded(jax.random.key(0), {"layers": 4, "embed": 8}, axn.ones({"layers": 4})))
-    float32[layers=4, embed=8]
+    >>> sharded(jax.random.key(0), {"layers": 4, "embed": 8}, axn.ones({"layers": 4})).shape
+    {'layers': 4, 'embed': 8}
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     what = f"random.generate_sharded({name})"
@@ -112,7 +112,7 @@ def _generate(
         (fn,) = functions(held)
         result = fn(key, rest, *args, **kwargs)
         if not isinstance(result, NamedArray) or set(rest) - set(result.axes):
-            got = str(result) if isinstance(result, NamedArray) else type(result).__name__
+            got = describe_array(result) if isinstance(result, NamedArray) else type(result).__name__
             raise TypeError(
                 f"{what}: the function must return a NamedArray with the axes of the shape it is given, "
                 f"{describe(rest)}, got {got}."

@@ -26,6 +26,7 @@ import jax
 import numpy as np
 
 from .._processes import fail_together
+from ..named_array import NamedArray, describe_array
 from ..sharding.shard import copied_to_host
 from .naming import StateDict, is_number
 from .safetensors_header import DTYPES, MAX_HEADER, METADATA, Entry, InvalidFile, parse_header, short
@@ -34,6 +35,8 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 _INDEX_SUFFIX = ".index.json"
 _USUAL_NAME = "model.safetensors"
+
+_TO_STATE_DICT = " `to_state_dict(tree)` makes a state dict of a tree of named arrays, such as a model."
 
 
 # --- writing ---
@@ -60,6 +63,8 @@ def save_state_dict(
     {'weight': array([1, 1], dtype=bfloat16)}
     """
     with fail_together("save_state_dict") as agree:
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"save_state_dict: expected a state dict, got {type(state_dict).__name__}.{_TO_STATE_DICT}")
         entries = {key: np.asarray(x) if is_number(x) else x for key, x in state_dict.items() if x is not None}
         keys, head = _head(entries, metadata, path)
         # Gathers are paired by their order, so no process may lack an array.
@@ -71,6 +76,8 @@ def _head(
     entries: Mapping[str, Any], metadata: Mapping[str, str] | None, path: str | os.PathLike[str]
 ) -> tuple[list[str], list[bytes]]:
     """Return the keys in the order in which their arrays are written, and the beginning of the file."""
+    if named := [f"{key!r} is {describe_array(x)}" for key, x in entries.items() if isinstance(x, NamedArray)]:
+        raise TypeError(f"save_state_dict: a state dict has raw arrays, and {', '.join(named)}.{_TO_STATE_DICT}")
     wrong = [f"{key!r} is {_described(x)}" for key, x in entries.items() if getattr(x, "dtype", None) not in _CODES]
     if wrong:
         raise TypeError(f"save_state_dict: safetensors has no way to store {', '.join(wrong)}.")

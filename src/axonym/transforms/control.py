@@ -17,7 +17,7 @@ import numpy as np
 from .._function_cache import Functions, HeldArrays, WithArrays
 from .._jax_versions import INLINE
 from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, TreeSpec, flatten
-from ..named_array import NamedArray
+from ..named_array import NamedArray, describe_array
 from ._carry import CARRY, Words, conform, settled
 
 
@@ -160,7 +160,10 @@ def _scalar(what: str, which: str, x: Any) -> Any:
     """Return the raw array of an argument that must be a scalar."""
     if isinstance(x, NamedArray):
         if x.names:
-            raise TypeError(f"{what}: {which} must be a scalar, got {x}. Reduce it with `axonym.all` or `axonym.any`.")
+            raise TypeError(
+                f"{what}: {which} must be a scalar, got {describe_array(x)}. Reduce it with `axonym.all` or "
+                "`axonym.any`."
+            )
         return x.array
     if jnp.ndim(x):
         raise TypeError(f"{what}: {which} must be a scalar, got an array of shape {jnp.shape(x)}.")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, Union, get_args, ge
 import jax
 
 from ..axis import Axis, Names
-from ..named_array import NamedArray
+from ..named_array import NamedArray, describe_array
 from .matching import SHORT, Annotation, NamedArrayAxes, NamedArrayAxesSpec, mismatch, point, read
 
 Named: TypeAlias = NamedArray
@@ -68,7 +68,7 @@ class _Checking(Annotation):
         if not _conflicts(instance, cls.asked):
             return ""
         axis = _first_conflict(instance, cls.asked)
-        message = f"{_ANY}: axis {axis.name!r} of {instance} has another size than before in this call."
+        message = f"{_ANY}: axis {axis.name!r} of {describe_array(instance)} has another size than before in this call."
         return point(message, cls.asked, axis.name)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:

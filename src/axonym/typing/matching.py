@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from .. import _errors, _parsing
 from ..axis import Axis, AxisSelector, Names, PartialShapeDict, name_of, selectors
-from ..named_array import NamedArray
+from ..named_array import NamedArray, describe_array
 
 if TYPE_CHECKING:
     import jaxtyping
@@ -213,7 +213,7 @@ def mismatch(what: str, x: Any, asked: NamedArrayAxes) -> str:
         return problem
     # The array can be a placeholder, as in a partitioned tree. A placeholder matches an annotation without a dtype.
     if asked.dtype is not None and not isinstance(x.array, _any_shape(asked.dtype)):
-        return point(f"{what}: {x} has another dtype.", asked, None)
+        return point(f"{what}: {describe_array(x)} has another dtype.", asked, None)
     return ""
 
 

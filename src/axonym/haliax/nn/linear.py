@@ -18,8 +18,8 @@ class MoELinear(_MoELinear):
 
     >>> Experts, Embed, Mlp = hax.make_axes(experts=2, embed=3, mlp=4)
     >>> layer = hax.nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0), use_gmm=True)
-    >>> print(layer(hax.ones({"tokens": 8, "embed": 3}), hax.named([5, 3], Experts)))
-    float32[tokens=8, mlp=4]
+    >>> layer(hax.ones({"tokens": 8, "embed": 3}), hax.named([5, 3], Experts)).shape
+    {'tokens': 8, 'mlp': 4}
     """
 
     @staticmethod

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from ... import _errors
 from ...axis import Axis, AxisSpec, axes_of_spec, union_axes
-from ...named_array import NamedArray, NamedOrNumeric, wrap
+from ...named_array import NamedArray, NamedOrNumeric, describe_array, wrap
 from ...ops._operands import one_axis, require_named
 from ...ops.creation import zeros
 from ...ops.elementwise import astype
@@ -33,6 +35,7 @@ class KVCache(eqx.Module):
         lengths: the number of positions so far, for each example or for all: the next position.
         KPos: the axis of positions.
         window: the number of positions that queries attend to, if the cache keeps only the latest positions.
+        checked: whether compiled programs raise an error when there is no room.
 
     >>> Batch, Pos, KVHeads, KPos, Size = axn.make_axes(batch=2, pos=1, kv_heads=2, key_pos=4, head_size=8)
     >>> cache = axn.nn.attention.KVCache.init(Batch, KVHeads, KPos, Size)
@@ -52,6 +55,7 @@ class KVCache(eqx.Module):
     lengths: NamedArray
     KPos: str = eqx.field(static=True)
     window: int | None = eqx.field(static=True, default=None)
+    checked: bool = eqx.field(static=True, default=False)
 
     @classmethod
     def init(
@@ -65,6 +69,7 @@ class KVCache(eqx.Module):
         ValueSize: Axis | None = None,
         per_example: bool = True,
         window: int | None = None,
+        checked: bool = False,
     ) -> KVCache:
         """Make an empty cache, sharded by the active mapping.
 
@@ -78,6 +83,7 @@ class KVCache(eqx.Module):
             per_example: False if all examples always have one length, which makes `update` faster.
             window: overwrite the oldest positions when the cache is full. Queries attend to the `window` latest
                 positions, including their own.
+            checked: raise an error in compiled programs too when there is no room: see `require_room`.
 
         >>> from axonym.nn.attention import KVCache
         >>> cache = KVCache.init(axn.Axis("batch", 2), (), *axn.make_axes(key_pos=16, head_size=4), per_example=False)
@@ -85,17 +91,17 @@ class KVCache(eqx.Module):
         ({'batch': 2, 'key_pos': 16, 'head_size': 4}, NamedArray(int32[], 0))
         """
         batch, heads = axes_of_spec(Batch, "KVCache.init"), axes_of_spec(KVHeads, "KVCache.init")
-        positions = one_axis("KVCache.init", "KPos", KPos)
+        positions, HeadSize = one_axis("KVCache.init", "KPos", KPos), one_axis("KVCache.init", "HeadSize", HeadSize)
+        ValueSize = HeadSize if ValueSize is None else one_axis("KVCache.init", "ValueSize", ValueSize)
         if window is not None and not 1 <= window <= positions.size:
             raise ValueError(
                 f"KVCache.init: a window of {window} positions needs a capacity of at least {window}, got {positions}."
             )
         keys, values = (
-            zeros((*batch, *heads, positions, features), jnp.dtype(dtype))
-            for features in (HeadSize, HeadSize if ValueSize is None else ValueSize)
+            zeros((*batch, *heads, positions, features), jnp.dtype(dtype)) for features in (HeadSize, ValueSize)
         )
         lengths = zeros(batch if per_example else (), jnp.dtype(jnp.int32))
-        return cls(keys, values, lengths, positions.name, window)
+        return cls(keys, values, lengths, positions.name, window, checked)
 
     def positions(self, Pos: Axis) -> NamedArray:
         """Return the positions of the next tokens along their axis, for masks and rotary embeddings.
@@ -111,8 +117,9 @@ class KVCache(eqx.Module):
     def update(self, keys: NamedArray, values: NamedArray, count: NamedOrNumeric | None = None) -> KVCache:
         """Append keys and values to the cache.
 
-        There must be room for them; outside of jit, an error is raised if there is not. In jit, where lengths are not
-        known, keys and values that do not fit are dropped or, with one length for all examples, overwrite the end.
+        There must be room for them; outside of jit, an error is raised if there is not. In jit, and in a loop over
+        layers, where lengths are not known, keys and values that do not fit are dropped or, with one length for all
+        examples, overwrite the end: see `require_room`.
 
         Arguments:
             keys: the keys, along the cache's axis of positions; keys without that axis are for one position.
@@ -129,7 +136,10 @@ class KVCache(eqx.Module):
             _check_new(label, require_named("KVCache.update", new), old, self.KPos)
         sizes = {x.axis_size(self.KPos) if x.has_axis(self.KPos) else 1 for x in (keys, values)}
         if len(sizes) > 1:
-            raise ValueError(f"KVCache.update: keys {keys} and values {values} have different numbers of positions.")
+            raise ValueError(
+                f"KVCache.update: keys {describe_array(keys)} and values {describe_array(values)} have different "
+                "numbers of positions."
+            )
         new = Axis(self.KPos, sizes.pop())
         room = self.keys.axis_size(self.KPos)
         if new.size > room:
@@ -143,11 +153,7 @@ class KVCache(eqx.Module):
                 "make the cache larger."
             )
         lengths = astype(self.lengths + (new.size if count is None else count), self.lengths.dtype)
-        if self.window is None and _known_to_exceed(lengths.array, room):
-            raise ValueError(
-                f"KVCache.update: the cache has room for {room} positions, and with {new.size} more some examples "
-                "would exceed that."
-            )
+        lengths = self._within_room("update", lengths, new.size)
         if self.lengths.names or count is not None or (self.window is not None and new.size > 1):
             positions = self._counted(new) + self.lengths
             if self.window is not None:
@@ -162,7 +168,44 @@ class KVCache(eqx.Module):
             def write(old: NamedArray, new: NamedArray) -> NamedArray:
                 return updated_slice(old, {self.KPos: start}, new)
 
-        return KVCache(write(self.keys, keys), write(self.values, values), lengths, self.KPos, self.window)
+        return dataclasses.replace(
+            self, keys=write(self.keys, keys), values=write(self.values, values), lengths=lengths
+        )
+
+    def require_room(self, count: int) -> KVCache:
+        """Return the cache, which must have room for more positions.
+
+        A model whose layers run in a loop updates its cache where lengths are not known, even outside of jit. So call
+        this before the loop, or once for all tokens that are to come. In jit, only a cache made with `checked=True` is
+        checked, here and in `update`: the compiled program raises the error when it runs, if the result is used in
+        place of the cache. That is for finding a mistake: such an error on one of several devices ends the process.
+
+        Arguments:
+            count: the number of positions. A cache with a window always has room.
+
+        >>> cache = axn.nn.attention.KVCache.init((), (), *axn.make_axes(key_pos=4, head_size=1))
+        >>> cache.require_room(5)
+        Traceback (most recent call last):
+        ...
+        ValueError: KVCache.require_room: with 5 more, some have more than the 4 positions that there is room for.
+        """
+        within = self._within_room("require_room", self.lengths + count, count)
+        return dataclasses.replace(self, lengths=within - count) if self.checked else self
+
+    def _within_room(self, method: str, lengths: NamedArray, count: int) -> NamedArray:
+        """Return lengths, after checking that none exceeds the capacity."""
+        room = self.keys.axis_size(self.KPos)
+        message = (
+            f"KVCache.{method}: with {count} more, some have more than the {room} positions that there is room for."
+        )
+        if self.window is not None:
+            return lengths
+        if not isinstance(lengths.array, Tracer):
+            if _known_to_exceed(lengths.array, room):
+                raise ValueError(message)
+        elif self.checked:
+            return wrap(eqx.error_if(lengths.array, lengths.array > room, message), lengths.names)
+        return lengths
 
     def mask(self, positions: NamedArray) -> NamedArray:
         """Return the mask of positions that queries can attend to: their own and earlier ones, within the window.
@@ -191,8 +234,9 @@ class KVCache(eqx.Module):
 
 def _known_to_exceed(lengths: Any, room: int) -> bool:
     """Return whether a length is too large, or False if lengths are not known, as in jit."""
-    known = isinstance(lengths, jax.Array) and not isinstance(lengths, Tracer) and lengths.is_fully_addressable
-    return known and bool(jnp.max(lengths) > room)
+    if isinstance(lengths, jax.Array) and (isinstance(lengths, Tracer) or not lengths.is_fully_addressable):
+        return False
+    return bool(np.any(np.asarray(lengths) > room))
 
 
 def _check_new(label: str, new: NamedArray, old: NamedArray, KPos: str) -> None:

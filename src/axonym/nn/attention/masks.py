@@ -20,7 +20,7 @@ import numpy as np
 
 from ... import _kernels
 from ...axis import Axis, AxisSelector, AxisSpec, Names, name_of
-from ...named_array import NamedArray, NamedOrNumeric, named
+from ...named_array import NamedArray, NamedOrNumeric, describe_array, named
 from ...ops._operands import distinct, one_axis, operand
 from ...ops.broadcasting import broadcast_arrays
 from ...ops.contraction import dot
@@ -163,8 +163,8 @@ def as_truth_values(what: str, mask: Mask) -> Mask:
     if jnp.issubdtype(mask.dtype, jnp.integer):
         return not_equal(mask, 0)
     raise TypeError(
-        f"{what}: a mask must be boolean, true where attention is allowed, got {mask}. To add numbers to scores, pass "
-        "`bias`."
+        f"{what}: a mask must be boolean, true where attention is allowed, got {describe_array(mask)}. To add numbers "
+        "to scores, pass `bias`."
     )
 
 
