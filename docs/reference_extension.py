@@ -21,6 +21,8 @@ import griffe
 # An example begins with a prompt and ends at the next empty line; one that follows at once belongs to it.
 _EXAMPLE = re.compile(r"^>>> .*\n(?:.+\n)*(?:\n>>> .*\n(?:.+\n)*)*", flags=re.MULTILINE)
 
+_PRIVATE = re.compile(r"(?<![\w.])_[A-Za-z]\w*")
+
 
 class Reference(griffe.Extension):
     """Takes from the running program what its text does not say, and shows examples as code."""
@@ -30,6 +32,7 @@ class Reference(griffe.Extension):
         if pkg.path == "axonym":
             _complete(pkg, loader)
             _hide_modules(pkg)
+            _show_no_private_name(pkg)
 
 
 def _complete(parent: griffe.Module | griffe.Class, loader: griffe.GriffeLoader) -> None:
@@ -57,6 +60,22 @@ def _hide_modules(package: griffe.Module) -> None:
             function.parent = package
             function.members = module.members  # so that what is in the module can still be found
             package.members[name] = function
+
+
+def _show_no_private_name(parent: griffe.Module | griffe.Class) -> None:
+    """Takes markers such as `_REQUIRED` from signatures: what has one as its default must be given."""
+    for member in parent.members.values():
+        if member.is_alias:
+            continue
+        if isinstance(member, griffe.Function):
+            for parameter in member.parameters:
+                if isinstance(parameter.default, (str, griffe.Expr)) and _PRIVATE.match(str(parameter.default)):
+                    parameter.default = None
+                if parameter.annotation is not None and _PRIVATE.search(text := str(parameter.annotation)):
+                    public = " | ".join(part for part in text.split(" | ") if not _PRIVATE.search(part))
+                    parameter.annotation = _annotation(public, parent)
+        elif isinstance(member, (griffe.Module, griffe.Class)):
+            _show_no_private_name(member)
 
 
 def _as_run(name: str, member: griffe.Object, module: griffe.Module, loader: griffe.GriffeLoader) -> None:

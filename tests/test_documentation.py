@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -152,3 +153,18 @@ def test_pictures_are_those_that_the_script_draws() -> None:
     shown = "".join(page.read_text() for page in DOCS.rglob("*.md"))
     assert all(f"assets/pictures/{name}" in shown for name in files)
     assert all(len(text) < 20_000 for text in files.values())
+
+
+# --- what the site says of itself ---
+
+
+def test_the_site_leads_to_the_repository_and_has_the_version() -> None:
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    settings = dict(re.findall(r"^ *(\w+): (\S.*)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE))
+    assert settings["site_url"].rstrip("/") == urls["Documentation"]
+    assert settings["repo_url"] == urls["Source"] and urls["Source"].endswith(settings["repo_name"])
+    assert axn.__version__ in settings["copyright"].replace(",", "").split()
+    assert (DOCS / settings["favicon"]).is_file() and (DOCS / settings["logo"]).is_file()
+    card = re.findall(r"site_url }}(\S+)\"", (DOCS / "theme" / "main.html").read_text())
+    header = (DOCS / card[0]).read_bytes()[:24]
+    assert (int.from_bytes(header[16:20]), int.from_bytes(header[20:24])) == (1200, 630)
