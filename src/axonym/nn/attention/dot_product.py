@@ -35,6 +35,7 @@ from ...ops.selection import where
 from ...ops.shaping import unflatten_axis
 from ..dropout import dropout as drop_out
 from ..normalization import softmax
+from .context import Context, attend_along_sequence
 from .fused import Implementation, fused_attention
 from .masks import Causal, Mask, as_truth_values
 
@@ -55,6 +56,7 @@ def dot_product_attention(
     inference: bool = False,
     prng: Any = None,
     implementation: Implementation | None = None,
+    context: Context | None = None,
 ) -> NamedArray:
     """Compute scaled dot-product attention: for each query, the mean of values weighted by how well their keys match.
 
@@ -80,6 +82,11 @@ def dot_product_attention(
             and "splash" are kernels for GPUs and TPUs that never store all scores; "fused" is the kernel of the
             platform, or "xla" if there is none. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`. All
             kernels compute the softmax in float32. Arguments that a kernel does not support are an error.
+        context: how devices attend to the keys of others if the positions are sharded, without storing all scores:
+            "ring" sends keys and values around, "all_to_all" exchanges heads for positions, and "all_gather" gathers
+            keys and values. By default, if `KPos` and the query's positions are sharded over the same mesh axes, the
+            ring or the exchange, whichever moves less. The softmax is in float32. Such a result can be differentiated
+            in reverse mode, as often as one likes, and not in forward mode.
 
     >>> q = axn.ones({"pos": 2, "heads": 2, "head_size": 4})
     >>> k = q.rename({"pos": "key_pos"})
@@ -90,13 +97,18 @@ def dot_product_attention(
     what = "dot_product_attention"
     features, positions = _checked_axes(what, Key, KPos, query, key, value)
     dropping = inference is not True and not (isinstance(dropout, (int, float)) and dropout == 0)
+    float32 = attention_dtype is None or dtype_key(attention_dtype) == jnp.float32
+    given = {"dropout": dropping, "attention_dtype": not float32}
+    refused = [argument for argument, is_given in given.items() if is_given]
     if implementation is not None:
-        float32 = attention_dtype is None or dtype_key(attention_dtype) == jnp.float32
-        given = {"dropout": dropping, "precision": precision is not None, "attention_dtype": not float32}
-        refused = [argument for argument, is_given in given.items() if is_given]
+        refused += ["precision"] * (precision is not None) + ["context"] * (context is not None)
         return fused_attention(
             implementation, positions, features, query, key, value, mask, bias, scaling_factor, refused
         )
+    operands = query, key, value, mask, bias
+    attended = attend_along_sequence(context, positions, features, *operands, precision, scaling_factor, refused)
+    if attended is not None:
+        return attended
     key, value = (_gather_shared_positions(x, positions, query) for x in (key, value))
     weights = _weights(what, query, key, features, positions, mask, bias, attention_dtype, precision, scaling_factor)
     if dropping:

@@ -73,7 +73,7 @@ def fused_attention(
     chosen = _choose_kernel(what, implementation)
     mask = as_truth_values(what, mask)
     roles = _roles(what, query, key, value, KPos, Key, mask)
-    extra = {"mask": mask.also if isinstance(mask, Causal) else mask, "bias": bias}
+    extra = {"mask": mask.further(KPos[0]) if isinstance(mask, Causal) else mask, "bias": bias}
     extra = {label: x for label, x in extra.items() if x is not None}
     scores = (*roles.batch, *roles.heads, *roles.group, *roles.positions, *roles.keys)
     for label, x in extra.items():
@@ -155,9 +155,7 @@ def _out_names(query_names: Names, roles: Roles) -> Names:
     return tuple(roles.values[0] if n == roles.features[0] else n for n in query_names)
 
 
-def _merge_axes(
-    x: jax.Array, names: Names, parts: Sequence[Names], sizes: Mapping[str, int] | None = None
-) -> jax.Array:
+def merge_axes(x: jax.Array, names: Names, parts: Sequence[Names], sizes: Mapping[str, int] | None = None) -> jax.Array:
     """Merge axes into one dimension for each part, which is a group of several axes or none.
 
     With `sizes`, the array can lack axes: a part without any of its axes gets size one, other parts are broadcast.
@@ -174,8 +172,8 @@ def _merge_axes(
     return jnp.reshape(x, shape)
 
 
-def _split_axes(x: jax.Array, parts: Sequence[Names], sizes: Mapping[str, int], names: Names) -> jax.Array:
-    """Undo `_merge_axes`."""
+def split_axes(x: jax.Array, parts: Sequence[Names], sizes: Mapping[str, int], names: Names) -> jax.Array:
+    """Undo `merge_axes`."""
     order = tuple(n for part in parts for n in part)
     return _kernels.transpose_to(jnp.reshape(x, [sizes[n] for n in order]), order, names)
 
@@ -207,11 +205,11 @@ def _jax_kernel(
         sizes = _sizes(in_names, arrays)
         dtype = jnp.result_type(*arrays[:3])
         merged = [
-            _merge_axes(x.astype(dtype), names, layout) if i < 3 else _merge_axes(x, names, layout, sizes)
+            merge_axes(x.astype(dtype), names, layout) if i < 3 else merge_axes(x, names, layout, sizes)
             for i, (x, names, layout) in enumerate(zip(arrays, in_names, layouts, strict=True))
         ]
         result = jax.nn.dot_product_attention(*merged[:3], **dict(zip(extra, merged[3:], strict=True)), **options)
-        return _split_axes(result, (*layouts[0][:3], roles.values), sizes, out_names)
+        return split_axes(result, (*layouts[0][:3], roles.values), sizes, out_names)
 
     return _kernels.make_kernel(what, positional, in_names, out_names)
 
@@ -251,9 +249,9 @@ def _splash(
 
     sizes = {**query.shape, **value.shape}
     layout = (roles.batch, (*roles.heads, *roles.group), roles.positions)
-    q = _merge_axes(query.array, query.names, (*layout, roles.features))
-    k = _merge_axes(key.array, key.names, (roles.batch, roles.heads, roles.keys, roles.features))
-    v = _merge_axes(value.array, value.names, (roles.batch, roles.heads, roles.keys, roles.values))
+    q = merge_axes(query.array, query.names, (*layout, roles.features))
+    k = merge_axes(key.array, key.names, (roles.batch, roles.heads, roles.keys, roles.features))
+    v = merge_axes(value.array, value.names, (roles.batch, roles.heads, roles.keys, roles.values))
     batch, heads, queries, keys = *q.shape[:3], k.shape[2]
     attend: Any = _splash_kernel(heads, queries, keys, roles)
     if mask is None and (roles.window is None or queries <= keys):
@@ -261,7 +259,7 @@ def _splash(
     else:
         allowed = jnp.ones((batch, keys), bool)
         if mask is not None:
-            allowed &= _merge_axes(mask.array, mask.names, (roles.batch, roles.keys), sizes | key.shape)
+            allowed &= merge_axes(mask.array, mask.names, (roles.batch, roles.keys), sizes | key.shape)
         # Queries are in segment 0, and so are the keys that they attend to.
         segments = splash.SegmentIds(jnp.zeros((batch, queries), jnp.int32), (~allowed).astype(jnp.int32))
         result = jax.vmap(attend)(q, k, v, segments)
@@ -269,7 +267,7 @@ def _splash(
         mean = jnp.repeat(jnp.mean(v, 2, keepdims=True), heads // v.shape[1], axis=1)
         result = jnp.where(_has_keys(allowed, queries, roles)[:, None, :, None], result, mean)
     out_names = _out_names(query.names, roles)
-    return wrap(_split_axes(result, (*layout, roles.values), sizes, out_names), out_names)
+    return wrap(split_axes(result, (*layout, roles.values), sizes, out_names), out_names)
 
 
 def _has_keys(allowed: jax.Array, queries: int, roles: Roles) -> jax.Array:

@@ -25,7 +25,7 @@ from ...ops._operands import distinct, one_axis, operand
 from ...ops.broadcasting import broadcast_arrays
 from ...ops.contraction import dot
 from ...ops.creation import arange
-from ...ops.elementwise import logical_and, logical_or, not_equal
+from ...ops.elementwise import equal, logical_and, logical_or, not_equal
 from ...ops.selection import where
 from ...random import bernoulli, uniform
 
@@ -122,6 +122,8 @@ class Causal(eqx.Module):
         QPos: the axis of query positions.
         window: the largest number of keys that a query attends to, including its own position; all by default.
         also: a further mask, true where attention is allowed.
+        segments: the number of the segment that each position is in, if sequences are packed: queries attend only to
+            keys of their own segment. Integers with the axis `QPos`, and maybe batch axes.
 
     >>> mask = axn.nn.attention.Causal("pos", window=2)
     >>> mask.written_out(axn.Axis("pos", 3), axn.Axis("key_pos", 3))
@@ -131,13 +133,23 @@ class Causal(eqx.Module):
     QPos: str = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
     also: NamedArray | None
+    segments: NamedArray | None
 
-    def __init__(self, QPos: AxisSelector, window: int | None = None, also: NamedArray | None = None):
+    def __init__(
+        self,
+        QPos: AxisSelector,
+        window: int | None = None,
+        also: NamedArray | None = None,
+        segments: NamedArray | None = None,
+    ):
         if window is not None and window < 1:
             raise ValueError(f"Causal: the window must be at least 1, got {window}.")
         self.QPos = name_of(QPos)
+        if segments is not None and not (segments.has_axis(self.QPos) and jnp.issubdtype(segments.dtype, jnp.integer)):
+            raise ValueError(f"Causal: segments must be integers with the axis {self.QPos!r}, got {segments}.")
         self.window = window
         self.also = also
+        self.segments = segments
 
     def written_out(self, QPos: Axis, KPos: Axis) -> NamedArray:
         """Return the mask as an array.
@@ -146,7 +158,21 @@ class Causal(eqx.Module):
         NamedArray(bool[pos=2, key_pos=2], [[ True False] [ True True]])
         """
         mask = causal_mask(QPos, KPos) if self.window is None else sliding_window_mask(QPos, KPos, self.window)
-        return mask if self.also is None else _combined(logical_and, mask, self.also)
+        further = self.further(KPos.name)
+        return mask if further is None else _combined(logical_and, mask, further)
+
+    def further(self, KPos: AxisSelector) -> NamedArray | None:
+        """Return the mask without its causal part, of `also` and `segments`, as an array.
+
+        >>> segments = axn.named([0, 0, 1], "pos")
+        >>> axn.nn.attention.Causal("pos", segments=segments).further("key_pos")
+        NamedArray(bool[pos=3, key_pos=3], [[ True True False] [ True True False] [False False True]])
+        """
+        if self.segments is None:
+            return self.also
+        of_keys = self.segments.rename({self.QPos: name_of(KPos)})
+        same = equal(*broadcast_arrays(self.segments, of_keys, require_subset=False))
+        return same if self.also is None else _combined(logical_and, same, self.also)
 
 
 Mask: TypeAlias = NamedArray | Causal | None
@@ -157,7 +183,7 @@ def as_truth_values(what: str, mask: Mask) -> Mask:
     """Convert a mask of integers to booleans, and raise an error for other numbers."""
     if isinstance(mask, Causal):
         also: Any = as_truth_values(what, mask.also)
-        return mask if also is mask.also else Causal(mask.QPos, mask.window, also)
+        return mask if also is mask.also else Causal(mask.QPos, mask.window, also, mask.segments)
     if mask is None or mask.dtype == jnp.bool_:
         return mask
     if jnp.issubdtype(mask.dtype, jnp.integer):
@@ -217,16 +243,21 @@ def combine_masks_and(mask1: Mask, mask2: Mask) -> Any:
     if not isinstance(mask1, Causal):
         if not isinstance(mask2, Causal):
             return _combined(logical_and, mask1, mask2)
-        return Causal(mask2.QPos, mask2.window, combine_masks_and(mask1, mask2.also))
+        return Causal(mask2.QPos, mask2.window, combine_masks_and(mask1, mask2.also), mask2.segments)
     if not isinstance(mask2, Causal):
-        return Causal(mask1.QPos, mask1.window, combine_masks_and(mask1.also, mask2))
+        return Causal(mask1.QPos, mask1.window, combine_masks_and(mask1.also, mask2), mask1.segments)
     if mask1.QPos != mask2.QPos:
         raise ValueError(
             f"combine_masks_and: one mask is causal in {mask1.QPos!r}, the other in {mask2.QPos!r}. Convert one of "
             "them to an array first, with `written_out`."
         )
+    if mask1.segments is not None and mask2.segments is not None:
+        raise ValueError(
+            "combine_masks_and: both masks have segments. Convert one of them to an array first, with `written_out`."
+        )
     windows = [m.window for m in (mask1, mask2) if m.window is not None]
-    return Causal(mask1.QPos, min(windows, default=None), combine_masks_and(mask1.also, mask2.also))
+    segments = mask2.segments if mask1.segments is None else mask1.segments
+    return Causal(mask1.QPos, min(windows, default=None), combine_masks_and(mask1.also, mask2.also), segments)
 
 
 def combine_masks_or(mask1: NamedArray | None, mask2: NamedArray | None) -> NamedArray | None:

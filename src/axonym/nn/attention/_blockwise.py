@@ -1,0 +1,366 @@
+"""Attention of one device, block by block, which never stores the scores of more than a block.
+
+For each block of queries, blocks of keys are visited one after the other, with a running maximum and a running sum. The
+gradient computes the scores of each block again, from the queries, the keys and the log of the sum. A block that the
+mask excludes is skipped, by a condition around arithmetic only: a collective inside it would be wrong, since devices
+skip different blocks.
+
+The keys of a sharded sequence arrive one shard after another. With `hops`, a shard goes on to the next device while
+scores with it are computed; in the gradient, the sums for keys and values travel with them, and then home.
+
+Arrays have the axes (batch, heads, group, positions, features); keys and values have no group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..._jax_versions import varying_axes
+from ..._mesh_axes import Axes
+from ..._per_device import vary_like, varying_over
+
+BLOCK = 512
+"""The largest number of positions of a block."""
+BATCH, HEADS, QUERIES, KEYS = 0, 1, 3, 2
+"""Where an axis is in queries, or in keys."""
+
+
+class Blockwise(NamedTuple):
+    """What is static of a computation: the mask, and where queries and keys are."""
+
+    causal: bool
+    window: int | None
+    scale: float
+    precision: Any
+    axes: Axes = ()
+    """The mesh axes that the positions are sharded over,"""
+    count: int = 1
+    """and the number of shards."""
+    sharded_queries: bool = False
+    sharded_keys: bool = False
+    zigzag: bool = False
+    """Whether shards are in zig-zag order: see `to_zigzag`."""
+    hops: int = 0
+    """How often a shard of keys goes on to the next device."""
+
+    def query_starts(self, length: int) -> jax.Array:
+        """Return the first position of each run of local queries."""
+        return self._starts(length, jax.lax.axis_index(self.axes)) if self.sharded_queries else jnp.zeros(1, int)
+
+    def key_starts(self, length: int, hop: Any) -> jax.Array:
+        """Return the first position of each run of the keys that are here after some hops."""
+        if not self.sharded_keys:
+            return jnp.zeros(1, int)
+        return self._starts(length, (jax.lax.axis_index(self.axes) - hop) % self.count)
+
+    def _starts(self, length: int, shard: jax.Array) -> jax.Array:
+        if not self.zigzag:
+            return shard[None] * length
+        last = 2 * self.count - 1 - shard
+        halves = jnp.where(shard % 2 == 0, jnp.stack([shard, last]), jnp.stack([last, shard]))
+        return halves * (length // 2)
+
+    def passed_on(self, xs: Any, hops: int = 1) -> Any:
+        """Send arrays to the device that is some hops further."""
+        pairs = [(i, (i + hops) % self.count) for i in range(self.count)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), xs)
+
+
+class Terms(NamedTuple):
+    """What scores depend on besides queries and keys.
+
+    Bias and mask have the axes (batch, heads, group, queries, keys), of which each may have size one, and all keys.
+    Segments have the axes (batch, heads, positions), with all positions.
+    """
+
+    bias: jax.Array | None = None
+    mask: jax.Array | None = None
+    segments: jax.Array | None = None
+
+
+# --- zig-zag order ---
+
+
+def to_zigzag(x: jax.Array, axis: int, axes: Axes, count: int) -> jax.Array:
+    """Exchange halves of shards, so that under a causal mask all devices have the same work.
+
+    Of twice as many halves as devices, the first and the last are on the first device, the second and the last but one
+    on the second, and so on.
+    """
+    return _exchange_halves(x, axis, axes, count, inverse=False)
+
+
+def from_zigzag(x: jax.Array, axis: int, axes: Axes, count: int) -> jax.Array:
+    """Undo `to_zigzag`."""
+    return _exchange_halves(x, axis, axes, count, inverse=True)
+
+
+def _exchange_halves(x: jax.Array, axis: int, axes: Axes, count: int, inverse: bool) -> jax.Array:
+    halves = []
+    for i, half in enumerate(jnp.split(x, 2, axis)):
+        pairs = [(d, min(2 * d + i, 2 * count - 1 - 2 * d - i)) for d in range(count)]
+        halves.append(jax.lax.ppermute(half, axes, [p[::-1] for p in pairs] if inverse else pairs))
+    return jnp.concatenate(halves, axis)
+
+
+# --- attention ---
+
+
+def attend(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, terms: Terms) -> Any:
+    """Return the result, zeros for queries without keys, and the log of the sum of exponentials, infinite for these."""
+    # Gradients are summed once, outside, over the mesh axes that an operand is replicated over.
+    over = set(plan.axes).union(*map(varying_axes, jax.tree.leaves((query, key, value, terms))))
+    operands = jax.tree.map(lambda x: varying_over(x, sorted(over - varying_axes(x))), (query, key, value, terms))
+    return _attend(plan, *operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, terms: Terms) -> Any:
+    shape = query.shape[:-1]
+    wide = _wide(query)
+    state = [jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide), jnp.zeros((*shape, value.shape[-1]), wide)]
+    state = [vary_like(x, query) for x in state]
+    starts = plan.query_starts(query.shape[QUERIES])
+
+    def visit(state: Any, key_value: Any, hop: Any) -> Any:
+        return _visit_keys(plan, state, query, *key_value, terms, starts, plan.key_starts(key.shape[KEYS], hop))
+
+    def step(carry: Any, hop: jax.Array) -> Any:
+        state, here = carry
+        coming = plan.passed_on(here)  # while scores are computed
+        return (visit(state, here, hop), coming), None
+
+    here = key, value
+    if plan.hops:
+        (state, here), _ = jax.lax.scan(step, (state, here), jnp.arange(plan.hops))
+    top, total, sums = visit(state, here, plan.hops)
+    none = total == 0
+    log_total = jnp.where(none, jnp.inf, top + jnp.log(jnp.where(none, 1, total)))
+    return (sums / jnp.where(none, 1, total)[..., None]).astype(query.dtype), log_total
+
+
+def _forward(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, terms: Terms) -> Any:
+    result, log_total = _attend(plan, query, key, value, terms)
+    return (result, log_total), (query, key, value, terms, result, log_total)
+
+
+def _backward(plan: Blockwise, saved: Any, cotangents: Any) -> Any:
+    query, key, value, terms, result, log_total = saved
+    given = cotangents[0].astype(query.dtype)
+    delta = jnp.sum(given.astype(log_total.dtype) * result, -1)
+    wide = _wide(query)
+    bias = None if terms.bias is None else vary_like(jnp.zeros(terms.bias.shape, wide), query)
+    sums: Any = (vary_like(jnp.zeros(query.shape, wide), query), bias)
+    moving: Any = tuple(vary_like(jnp.zeros(x.shape, wide), query) for x in (key, value))
+    starts = plan.query_starts(query.shape[QUERIES])
+
+    def visit(sums: Any, moving: Any, key_value: Any, hop: Any) -> Any:
+        of_queries = query, given, log_total, delta
+        keys = plan.key_starts(key.shape[KEYS], hop)
+        return _visit_queries(plan, sums, moving, *key_value, of_queries, terms, starts, keys)
+
+    def step(carry: Any, hop: jax.Array) -> Any:
+        sums, moving, here = carry
+        coming = plan.passed_on(here)
+        sums, moving = visit(sums, moving, here, hop)
+        return (sums, plan.passed_on(moving), coming), None
+
+    here = key, value
+    if plan.hops:
+        (sums, moving, here), _ = jax.lax.scan(step, (sums, moving, here), jnp.arange(plan.hops))
+    sums, moving = visit(sums, moving, here, plan.hops)
+    if plan.hops:
+        moving = plan.passed_on(moving, -plan.hops)
+    of_bias = None if terms.bias is None else sums[1].astype(terms.bias.dtype)
+    of_query, of_key, of_value = (
+        x.astype(y.dtype) for x, y in zip((sums[0], *moving), (query, key, value), strict=True)
+    )
+    return of_query, of_key, of_value, Terms(of_bias)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+# --- blocks ---
+
+
+def _visit_keys(
+    plan: Blockwise,
+    state: Any,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    terms: Terms,
+    query_starts: jax.Array,
+    key_starts: jax.Array,
+) -> Any:
+    """Add some keys to the running maximum, the running sum and the weighted sum of values of all queries."""
+    queries = _Runs(query.shape[QUERIES], query_starts)
+    keys = _Runs(key.shape[KEYS], key_starts)
+
+    def of_queries(state: Any, i: jax.Array) -> Any:
+        q = queries.block(query, i, QUERIES)
+
+        def of_keys(own: Any, j: jax.Array) -> Any:
+            def visited(own: Any) -> Any:
+                top, total, sums = own
+                k, v = (keys.block(x, j, KEYS) for x in (key, value))
+                scores = _scores(plan, q, k, terms, queries, keys, i, j)
+                higher = jnp.maximum(top, jnp.max(scores, -1))
+                base = jnp.where(jnp.isneginf(higher), 0, higher)
+                weights, shrunk = jnp.exp(scores - base[..., None]), jnp.exp(top - base)
+                added = _product(plan, "bhgqk,bhkd->bhgqd", weights.astype(v.dtype), v)
+                return [higher, total * shrunk + jnp.sum(weights, -1), sums * shrunk[..., None] + added]
+
+            return _unless_excluded(plan, queries, keys, i, j, visited, own), None
+
+        own, _ = jax.lax.scan(of_keys, [queries.block(x, i, QUERIES) for x in state], jnp.arange(keys.blocks))
+        return [queries.updated(x, i, QUERIES, y) for x, y in zip(state, own, strict=True)], None
+
+    return jax.lax.scan(of_queries, state, jnp.arange(queries.blocks))[0]
+
+
+def _visit_queries(
+    plan: Blockwise,
+    sums: Any,
+    moving: Any,
+    key: jax.Array,
+    value: jax.Array,
+    of_queries: Any,
+    terms: Terms,
+    query_starts: jax.Array,
+    key_starts: jax.Array,
+) -> Any:
+    """Add to the gradients of all queries and the bias, and to those of some keys and their values."""
+    queries = _Runs(of_queries[0].shape[QUERIES], query_starts)
+    keys = _Runs(key.shape[KEYS], key_starts)
+
+    def of_keys(carry: Any, j: jax.Array) -> Any:
+        sums, moving = carry
+        k, v = (keys.block(x, j, KEYS) for x in (key, value))
+
+        def of_query(carry: Any, i: jax.Array) -> Any:
+            (of_q, of_bias), moved = carry
+            q, given, log_total, delta = (queries.block(x, i, QUERIES) for x in of_queries)
+
+            def visited(own: Any) -> Any:
+                own_q, own_bias, own_k, own_v = own
+                weights = jnp.exp(_scores(plan, q, k, terms, queries, keys, i, j) - log_total[..., None])
+                own_v += _product(plan, "bhgqk,bhgqd->bhkd", weights.astype(v.dtype), given)
+                of_scores = weights * (_product(plan, "bhgqd,bhkd->bhgqk", given, v) - delta[..., None])
+                if own_bias is not None:
+                    wide = [a for a, size in enumerate(own_bias.shape) if size == 1]
+                    own_bias += jnp.sum(of_scores, wide, keepdims=True)
+                of_scores = (of_scores * plan.scale).astype(q.dtype)
+                own_q += _product(plan, "bhgqk,bhkd->bhgqd", of_scores, k)
+                own_k += _product(plan, "bhgqk,bhgqd->bhkd", of_scores, q)
+                return own_q, own_bias, own_k, own_v
+
+            own_bias = None if of_bias is None else _of_block(of_bias, queries, keys, i, j)
+            own = (queries.block(of_q, i, QUERIES), own_bias, *moved)
+            own_q, own_bias, *moved = _unless_excluded(plan, queries, keys, i, j, visited, own)
+            if of_bias is not None:
+                of_bias = _with_block(of_bias, own_bias, queries, keys, i, j)
+            return ((queries.updated(of_q, i, QUERIES, own_q), of_bias), tuple(moved)), None
+
+        own = tuple(keys.block(x, j, KEYS) for x in moving)
+        (sums, own), _ = jax.lax.scan(of_query, (sums, own), jnp.arange(queries.blocks))
+        return (sums, tuple(keys.updated(x, j, KEYS, y) for x, y in zip(moving, own, strict=True))), None
+
+    return jax.lax.scan(of_keys, (sums, moving), jnp.arange(keys.blocks))[0]
+
+
+class _Runs:
+    """Local positions: runs of equal length, each cut into blocks of equal length."""
+
+    def __init__(self, length: int, starts: jax.Array):
+        self.starts = starts
+        run = length // starts.shape[0]
+        self.size = _block_size(run)
+        self.per_run = run // self.size
+        self.blocks = length // self.size
+
+    def start(self, block: jax.Array) -> jax.Array:
+        """Return the position of the first element of a block."""
+        return self.starts[block // self.per_run] + block % self.per_run * self.size
+
+    def positions(self, block: jax.Array) -> jax.Array:
+        return self.start(block) + jnp.arange(self.size)
+
+    def block(self, x: jax.Array, block: jax.Array, axis: int) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, block * self.size, self.size, axis)
+
+    def updated(self, x: jax.Array, block: jax.Array, axis: int, own: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, own, block * self.size, axis)
+
+
+def _block_size(length: int) -> int:
+    """Return the length of blocks: the largest divisor that is small enough, unless it is far too small."""
+    size = next(s for s in range(min(BLOCK, length), 0, -1) if length % s == 0)
+    return size if size >= BLOCK // 8 else length
+
+
+def _unless_excluded(
+    plan: Blockwise, queries: _Runs, keys: _Runs, i: jax.Array, j: jax.Array, visited: Callable[[Any], Any], own: Any
+) -> Any:
+    """Visit a block, unless the mask excludes all of it."""
+    if not plan.causal:
+        return visited(own)
+    first, last = queries.start(i), queries.start(i) + queries.size - 1
+    some = keys.start(j) <= last
+    if plan.window is not None:
+        some &= keys.start(j) + keys.size - 1 > first - plan.window
+    return jax.lax.cond(some, visited, lambda own: own, own)
+
+
+def _scores(
+    plan: Blockwise, q: jax.Array, k: jax.Array, terms: Terms, queries: _Runs, keys: _Runs, i: jax.Array, j: jax.Array
+) -> jax.Array:
+    """Compute the scores of a block, minus infinity where the mask excludes."""
+    scores = _product(plan, "bhgqd,bhkd->bhgqk", q, k) * plan.scale
+    if terms.bias is not None:
+        scores = scores + _of_block(terms.bias, queries, keys, i, j).astype(scores.dtype)
+    q_pos, k_pos = queries.positions(i)[:, None], keys.positions(j)[None]
+    allowed = []
+    if plan.causal:
+        allowed.append((k_pos <= q_pos)[None, None, None])
+    if plan.window is not None:
+        allowed.append((k_pos > q_pos - plan.window)[None, None, None])
+    if terms.mask is not None:
+        allowed.append(_of_block(terms.mask, queries, keys, i, j))
+    if terms.segments is not None:
+        of_q, of_k = (
+            jax.lax.dynamic_slice_in_dim(terms.segments, runs.start(b), runs.size, KEYS)
+            for runs, b in ((queries, i), (keys, j))
+        )
+        allowed.append(of_q[:, :, None, :, None] == of_k[:, :, None, None])
+    for each in allowed:
+        scores = jnp.where(each, scores, -jnp.inf)
+    return scores
+
+
+def _of_block(x: jax.Array, queries: _Runs, keys: _Runs, i: jax.Array, j: jax.Array) -> jax.Array:
+    """Return the block of a mask or bias: local queries, and keys by their position; axes of size one stay."""
+    if x.shape[-2] > 1:
+        x = queries.block(x, i, 3)
+    return jax.lax.dynamic_slice_in_dim(x, keys.start(j), keys.size, 4) if x.shape[-1] > 1 else x
+
+
+def _with_block(x: jax.Array, own: jax.Array, queries: _Runs, keys: _Runs, i: jax.Array, j: jax.Array) -> jax.Array:
+    """Return an array with another block: the inverse of `_of_block`."""
+    zero = jnp.zeros((), int)
+    starts = [zero] * 3 + [i * queries.size if x.shape[-2] > 1 else zero, keys.start(j) if x.shape[-1] > 1 else zero]
+    return jax.lax.dynamic_update_slice(x, own, starts)
+
+
+def _product(plan: Blockwise, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, x, y, precision=plan.precision, preferred_element_type=_wide(x))
+
+
+def _wide(x: jax.Array) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)

@@ -1,0 +1,384 @@
+"""Attention along a sharded sequence: by a ring, by an exchange of heads for positions, or by all-gathers.
+
+| `context`      | what moves                                             | to each of `n` devices                     |
+|----------------|--------------------------------------------------------|--------------------------------------------|
+| `"ring"`       | keys and values, from each device to the next          | `n - 1` times its shard of keys and values |
+| `"all_to_all"` | queries, keys, values and results: heads for positions | `(n - 1) / n` of its shard of each         |
+| `"all_gather"` | keys and values, all at once, and they are stored      | as the ring                                |
+
+All three compute block by block (see `_blockwise`), in one `shard_map` over all mesh axes. Under a causal mask, devices
+with later positions would have more work, so the ring and the all-gather first exchange halves of shards for zig-zag
+order, and the results back. A sliding window needs no such balance, and makes the ring shorter: keys go on only as far
+as the window reaches.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from ... import _errors, _kernels
+from ..._mesh_axes import (
+    Axes,
+    active_mapping,
+    axes_of_type,
+    entries_of,
+    fits,
+    mapped_axes,
+    mapped_on,
+    mesh_around,
+    mesh_axes,
+    shard_count,
+    spec_of,
+)
+from ..._per_device import run_per_device
+from ...array import NamedArray, wrap
+from ...axis import Names
+from ...ops._operands import require_subset
+from ._blockwise import BATCH, HEADS, KEYS, QUERIES, Blockwise, Terms, attend, from_zigzag, to_zigzag
+from .fused import merge_axes, split_axes
+from .masks import Causal, Mask, as_truth_values
+
+Context: TypeAlias = Literal["ring", "all_to_all", "all_gather"]
+"""The ways to attend along a sharded sequence: see `dot_product_attention`."""
+
+
+class Layout(NamedTuple):
+    """The roles of the axes; several axes with one role are merged."""
+
+    batch: Names
+    """The axes that query, key and value share, except the last if there are several."""
+    heads: Names
+    """The last of several axes that query, key and value share."""
+    group: Names
+    """The axes of the query alone, except its positions."""
+    positions: Names
+    """The positions of the query."""
+    keys: Names
+    """The positions of keys and values."""
+    features: Names
+    values: Names
+    """The features of values."""
+    out: Names
+    """The axes of the result."""
+
+    @property
+    def of_queries(self) -> tuple[Names, ...]:
+        return self.batch, self.heads, self.group, self.positions
+
+    @property
+    def of_keys(self) -> tuple[Names, ...]:
+        return self.batch, self.heads, self.keys
+
+
+class Placed(NamedTuple):
+    """The mesh axes over which each axis of the operands is sharded, positions of queries and keys alike."""
+
+    mesh: AbstractMesh
+    axes: tuple[tuple[str, Axes], ...]
+    sequence: Axes
+    """The mesh axes of the positions."""
+
+    @property
+    def count(self) -> int:
+        """Return the number of shards of the positions."""
+        return shard_count(self.mesh, self.sequence)
+
+    def spec(self, names: Names, replicated: Names = ()) -> PartitionSpec:
+        axes = dict(self.axes)
+        return spec_of(() if n in replicated else axes.get(n, ()) for n in names)
+
+    def local(self, x: NamedArray, names: Names | None = None) -> int:
+        """Return the size of a shard of an array, or of some of its axes."""
+        axes = dict(self.axes)
+        return math.prod(
+            s // shard_count(self.mesh, axes.get(n, ())) for n, s in x.shape.items() if names is None or n in names
+        )
+
+
+def attend_along_sequence(
+    context: str | None,
+    KPos: Names,
+    Key: str,
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    mask: Mask,
+    bias: NamedArray | None,
+    precision: Any,
+    scaling_factor: Any,
+    refused: Sequence[str],
+) -> NamedArray | None:
+    """Compute `dot_product_attention` along a sharded sequence; `refused` are given arguments that this does not take.
+
+    Without a `context`, the one that moves fewer bytes is chosen. Then the result is None, for the caller to compute
+    it, if the positions of queries and keys are not sharded alike, or something else about the operands is in the way.
+    """
+    operands = query, key, value
+    if context is None and not _may_be_sharded(KPos, key):
+        return None
+    what = "dot_product_attention" if context is None else f"dot_product_attention by context={context!r}"
+    if context is not None and context not in get_args(Context):
+        hint = _errors.suggestion(context, get_args(Context))
+        raise ValueError(f"{what}: no such context; choose one of {', '.join(map(repr, get_args(Context)))}.{hint}")
+    mask = as_truth_values(what, mask)
+    problems = [f"it takes no {argument}" for argument in refused]
+    mesh = mesh_around([x.array for x in operands])
+    found = _sharded_over(what, mesh, operands)
+    layout = _layout(query, key, value, KPos, Key, mask, found, problems)
+    placed = layout and _placed(layout, mesh, found, operands, problems)
+    alike = placed and placed.sequence and found.get(KPos[0]) == placed.sequence
+    if context is None and (problems or not alike or AxisType.Manual in mesh.axis_types):
+        return None
+    if not (layout and placed) or problems:
+        raise ValueError(f"{what}: {'; and '.join(problems)}. Without `context`, attention has no such limits.")
+    terms = _terms(what, layout, mask, bias)
+    hops = _hops(placed, key.axis_size(KPos[0]), query.axis_size(layout.positions[0]), mask)
+    exchanged = _exchanged(layout, placed, query)
+    context = context or _cheapest(layout, placed, query, key, value, hops if exchanged is not None else 0)
+    if context == "all_to_all" and exchanged is None:
+        axes = [*layout.batch, *layout.heads]
+        raise ValueError(
+            f"{what}: the positions are sharded over {_errors.describe_axes(placed.sequence)}, which are "
+            f"{placed.count} devices. They must divide a shard of the key's heads or batch, and divide none of "
+            f"{_errors.describe_axes(axes, (placed.local(key, (n,)) for n in axes))}. context='ring' needs no heads."
+        )
+    scale = query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor
+    if not isinstance(scale, (int, float)):  # a traced scale
+        query, scale = query * scale, 1.0
+    causal = mask if isinstance(mask, Causal) else None
+    window = None if causal is None else causal.window
+    plan = Blockwise(causal is not None, window, float(scale), precision, placed.sequence, placed.count)
+    names = tuple(x.names for x in (query, key, value, *terms.values()))
+    kernel = _kernel(what, context, layout, placed, plan, names, tuple(terms), hops, exchanged)
+    return wrap(kernel.call(query.array, key.array, value.array, *(x.array for x in terms.values())), kernel.names)
+
+
+# --- the roles of axes, and where they are ---
+
+
+def _may_be_sharded(KPos: Names, key: NamedArray) -> bool:
+    """Return quickly whether the positions of keys may be sharded."""
+    entries = jax.typeof(key.array).sharding.spec
+    return any(mapped_axes(n) for n in KPos) or any(
+        e is not None for n, e in zip(key.names, entries, strict=False) if n in KPos
+    )
+
+
+def _sharded_over(what: str, mesh: AbstractMesh, operands: Sequence[NamedArray]) -> dict[str, Axes]:
+    """Return the mesh axes over which each axis is sharded: as the arrays say if Explicit, as the mapping says if not.
+
+    Inside `shard_map`, they are those of the mapping that are manual.
+    """
+    explicit = axes_of_type(mesh, AxisType.Explicit)
+    by_mapping = AxisType.Manual if AxisType.Manual in mesh.axis_types else AxisType.Auto
+    found: dict[str, Axes] = {}
+    for x in operands:
+        for n, entry in zip(x.names, entries_of(x.array), strict=True):
+            mapped = mapped_on(what, n, mesh, by_mapping) if n in active_mapping() and not mesh.empty else ()
+            found.setdefault(n, (*(a for a in mesh_axes(entry) if a in explicit), *mapped))
+    return {n: axes for n, axes in found.items() if axes}
+
+
+def _layout(
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    KPos: Names,
+    Key: str,
+    mask: Mask,
+    found: dict[str, Axes],
+    problems: list[str],
+) -> Layout | None:
+    """Return the roles of the axes; None if there are problems, which are added to."""
+    shared = tuple(n for n in key.names if n not in KPos and n != Key)
+    for label, x in {"query": query, "value": value}.items():
+        if missing := [n for n in shared if n not in x.names]:
+            problems.append(f"the {label} lacks {_errors.describe_axes(missing)} of the key")
+    values = tuple(n for n in value.names if n not in KPos and n not in shared)
+    own = tuple(n for n in query.names if n not in shared and n != Key)
+    if both := [n for n in values if n in own]:
+        problems.append(f"query and value have {_errors.describe_axes(both)}, which the key lacks")
+    if len(KPos) != 1:
+        problems.append(f"it takes one axis of key positions, not {_errors.describe_axes(KPos)}")
+    if isinstance(mask, Causal):
+        positions = (mask.QPos,)
+        if mask.QPos not in own:
+            problems.append(f"the mask is causal in {mask.QPos!r}, which is not an axis of the query alone")
+    else:  # any choice is correct
+        sharded = [n for n in own if found.get(n) and found.get(n) == found.get(KPos[0])]
+        positions = tuple(sharded[:1]) or ((max(own, key=query.axis_size),) if own else ())
+        if not own:
+            problems.append("the query has no positions")
+    if problems:
+        return None
+    batch, heads = (shared[:-1], shared[-1:]) if len(shared) > 1 else (shared, ())
+    group = tuple(n for n in own if n not in positions)
+    kept = query.names if Key in values else tuple(n for n in query.names if n != Key)
+    out = (*kept, *(n for n in values if n not in kept))
+    return Layout(batch, heads, group, positions, KPos, (Key,), values, out)
+
+
+def _placed(
+    layout: Layout, mesh: AbstractMesh, found: dict[str, Axes], operands: Sequence[NamedArray], problems: list[str]
+) -> Placed:
+    """Return a placement of all operands, with the positions of keys sharded as those of queries, or the reverse."""
+    (queries,), (keys,) = layout.positions, layout.keys
+    sequence = found.get(queries) or found.get(keys, ())
+    others = [n for n in found if n not in (queries, keys, *layout.features, *layout.values)]
+    axes = {n: tuple(a for a in found[n] if a not in sequence) for n in others} | {queries: sequence, keys: sequence}
+    if AxisType.Manual in mesh.axis_types:
+        return Placed(mesh, (), sequence)
+    placed = Placed(mesh, tuple(axes.items()), sequence)
+    sizes = {n: s for x in operands for n, s in x.shape.items()}
+    problems += [
+        f"axis {n!r} of size {sizes[n]} is sharded over {_errors.describe_shape({a: mesh.shape[a] for a in own})}, "
+        "which does not divide it"
+        for n, own in axes.items()
+        if sizes[n] % shard_count(mesh, own)
+    ]
+    if not problems and not all(fits(placed.spec(x.names), tuple(x.shape.values()), mesh) for x in operands):
+        problems.append("two axes of one operand would be sharded over the same mesh axis")
+    return placed
+
+
+def _terms(what: str, layout: Layout, mask: Mask, bias: NamedArray | None) -> dict[str, NamedArray]:
+    """Return what the scores depend on besides queries and keys, as the fields of `Terms`."""
+    scores = tuple(n for role in (*layout.of_queries, layout.keys) for n in role)
+    causal = mask if isinstance(mask, Causal) else None
+    found = {
+        "bias": (bias, scores),
+        "mask": (mask.also if isinstance(mask, Causal) else mask, scores),
+        "segments": (causal and causal.segments, (*layout.batch, *layout.positions)),
+    }
+    for label, (x, known) in found.items():
+        if x is not None:
+            require_subset(what, label, x.names, known)
+    return {label: x for label, (x, _) in found.items() if x is not None}
+
+
+# --- what to do ---
+
+
+def _hops(placed: Placed, keys: int, queries: int, mask: Mask) -> int:
+    """Return how far the keys of a device go in a ring: as far as the window reaches."""
+    if not isinstance(mask, Causal) or mask.window is None or keys != queries:
+        return placed.count - 1
+    shard = keys if AxisType.Manual in placed.mesh.axis_types else keys // placed.count
+    return min(placed.count - 1, -(-(mask.window - 1) // shard))
+
+
+def _exchanged(layout: Layout, placed: Placed, query: NamedArray) -> int | None:
+    """Return which merged axis is exchanged for positions: heads, or else the batch; None if neither can be."""
+    for position, names in ((HEADS, layout.heads), (BATCH, layout.batch)):
+        if names and placed.local(query, names) % placed.count == 0:
+            return position
+    return None
+
+
+def _cheapest(
+    layout: Layout, placed: Placed, query: NamedArray, key: NamedArray, value: NamedArray, hops: int
+) -> Context:
+    """Return the context that moves fewer bytes: so many hops of keys and values, or each operand and result once."""
+    keys, queries = placed.local(key) + placed.local(value), placed.local(query)
+    result = queries // query.axis_size(layout.features[0]) * placed.local(value, layout.values)
+    share = (placed.count - 1) / placed.count
+    return "all_to_all" if share * (keys + queries + result) < hops * keys else "ring"
+
+
+@_kernels.cached
+def _kernel(
+    what: str,
+    context: Context,
+    layout: Layout,
+    placed: Placed,
+    plan: Blockwise,
+    names: tuple[Names, ...],
+    labels: tuple[str, ...],
+    hops: int,
+    exchanged: int | None,
+) -> _kernels.Kernel:
+    manual = AxisType.Manual in placed.mesh.axis_types
+    whole = {"segments": layout.positions}  # every device has all segments, and all keys of masks and biases
+    if context == "all_to_all":
+        whole |= dict.fromkeys(("bias", "mask"), (*layout.positions, *layout.keys))
+
+    def positional(*arrays):
+        fn = functools.partial(_on_device, context, layout, plan, names, labels, hops, exchanged)
+        if placed.mesh.empty or manual:
+            return fn(*arrays)
+        in_specs = [placed.spec(n) for n in names[:3]]
+        in_specs += [placed.spec(n, whole.get(label, layout.keys)) for label, n in zip(labels, names[3:], strict=True)]
+        return run_per_device(fn, arrays, in_specs, placed.spec(layout.out), mesh_around(arrays))
+
+    # Inside another `shard_map`, masks have all keys, and keys are sharded.
+    return _kernels.make_kernel(what, positional, names, layout.out, mesh_aware=True, same_sizes=not manual)
+
+
+def _on_device(
+    context: Context,
+    layout: Layout,
+    plan: Blockwise,
+    names: tuple[Names, ...],
+    labels: tuple[str, ...],
+    hops: int,
+    exchanged: int | None,
+    *arrays: jax.Array,
+) -> jax.Array:
+    """Attend with the shards of one device."""
+    sizes = {n: s for own, x in zip(names[:3], arrays, strict=False) for n, s in zip(own, x.shape, strict=True)}
+    dtype = jnp.result_type(*arrays[:3])
+    features, values = layout.features, layout.values
+    parts = (*layout.of_queries, features), (*layout.of_keys, features), (*layout.of_keys, values)
+    q, k, v = (merge_axes(x.astype(dtype), n, p) for x, n, p in zip(arrays[:3], names[:3], parts, strict=True))
+    of_terms = dict.fromkeys(("bias", "mask"), (*layout.of_queries, layout.keys))
+    of_terms["segments"] = (layout.batch, (), layout.positions)
+    terms = Terms(
+        **{
+            label: merge_axes(x, own, of_terms[label], sizes | dict(zip(own, x.shape, strict=True)))
+            for label, own, x in zip(labels, names[3:], arrays[3:], strict=True)
+        }
+    )
+    axes, count = plan.axes, plan.count
+    if count > 1 and context == "all_to_all":
+        assert exchanged is not None
+        split = functools.partial(jax.lax.all_to_all, axis_name=axes, tiled=True)
+        q = split(q, split_axis=exchanged, concat_axis=QUERIES)
+        k, v = (split(x, split_axis=exchanged, concat_axis=KEYS) for x in (k, v))
+        terms = jax.tree.map(functools.partial(_own_slice, axes, count, exchanged), terms)
+    elif count > 1:
+        runs = [(q, QUERIES), (k, KEYS)]
+        unsharded = all(x is None or x.shape[QUERIES] == 1 for x in (terms.bias, terms.mask))
+        zigzag = plan.causal and plan.window is None and unsharded and all(x.shape[a] % 2 == 0 for x, a in runs)
+        ring = context == "ring"
+        plan = plan._replace(sharded_queries=True, sharded_keys=ring, zigzag=zigzag, hops=hops if ring else 0)
+        if not ring:
+            k, v = (jax.lax.all_gather(x, axes, axis=KEYS, tiled=True) for x in (k, v))
+        elif zigzag:
+            k, v = (to_zigzag(x, KEYS, axes, count) for x in (k, v))
+        if zigzag:
+            q = to_zigzag(q, QUERIES, axes, count)
+    result, log_total = attend(plan, q, k, v, terms)
+    if terms.mask is not None or (plan.window is not None and q.shape[QUERIES] > k.shape[KEYS]):
+        mean = jnp.mean(v, KEYS)
+        mean = jax.lax.pmean(mean, axes) if plan.sharded_keys else mean
+        result = jnp.where(jnp.isinf(log_total)[..., None], mean[:, :, None, None], result)
+    if plan.zigzag:
+        result = from_zigzag(result, QUERIES, axes, count)
+    if count > 1 and context == "all_to_all":
+        result = split(result, split_axis=QUERIES, concat_axis=exchanged)
+    return split_axes(result, (*layout.of_queries, values), sizes, layout.out)
+
+
+def _own_slice(axes: Axes, count: int, axis: int, x: jax.Array) -> jax.Array:
+    """Return the slice of a device's own heads, or batch; an axis of size one stays."""
+    if x.shape[axis] == 1:
+        return x
+    size = x.shape[axis] // count
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, axis)
