@@ -23,8 +23,8 @@ COMPUTE: dict[str, dict[str, Any]] = {
     "fsdp": {"batch": ALL},
     # Each device has all texts, and computes with its own shard of the parameters.
     "tensor": TENSOR,
-    # Each device has its own stretch of every text, and gets the keys and values of the others.
-    "sequence": {"pos": ALL},
+    # Each device has its own stretch of every text, and attends along all of it.
+    "sequence": {"pos": ALL, "key_pos": ALL},
     # FSDP along `data`, and tensor parallelism along `model`.
     "mixed": {"batch": "data"} | dict.fromkeys(TENSOR, "model"),
 }

@@ -129,8 +129,8 @@ class Config:
     data: Annotated[str, arg(metavar="PATH")] = "stdlib"
     """A file or a folder of text; "stdlib" is the source text of Python's standard library."""
     mapping: Annotated[str, arg(metavar="MAPPING")] = "fsdp+tensor"
-    """How devices share the work: data, fsdp, tensor, fsdp+tensor, sequence, or a JSON or TOML file that has `mesh`,
-    `mapping` and, if parameters are stored otherwise, `parameter_mapping`."""
+    """How devices share the work: data, fsdp, tensor, fsdp+tensor, sequence, context, or a JSON or TOML file that has
+    `mesh`, `mapping` and, if parameters are stored otherwise, `parameter_mapping`."""
     mesh: Annotated[str, arg(metavar="SIZES")] = "auto"
     """The sizes of the mesh axes, such as data=4,model=2; -1 is what the others leave."""
     precision: str = "float32"

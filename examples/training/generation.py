@@ -56,7 +56,7 @@ def generate(
     The tokens do not depend on the sharding, and a sharded vocabulary is never all-gathered.
     """
     Batch, New = prompts.resolve_axis("batch"), Axis("new", count)
-    KPos = Axis("key_pos", prompts.axis_size("pos") + count)
+    KPos = axn.sharding.round_axis_for_partitioning(Axis("key_pos", prompts.axis_size("pos") + count))
 
     def draw(logits: NamedArray, i: Any) -> NamedArray:
         last = logits["pos", -1].astype("float32")

@@ -39,6 +39,9 @@ class Strategy:
 # Axes along which devices compute independently: heads of attention, hidden features, tokens to predict.
 TENSOR = dict.fromkeys(("kv_heads", "mlp", "vocab"), "model")
 
+# Positions of queries and of keys.
+SEQUENCE = dict.fromkeys(("pos", "key_pos"), "data")
+
 BUILT_IN: dict[str, tuple[ResourceMapping, ResourceMapping]] = {
     # Each device has its own texts, and all parameters.
     "data": ({"batch": "data"}, {"batch": "data"}),
@@ -48,8 +51,10 @@ BUILT_IN: dict[str, tuple[ResourceMapping, ResourceMapping]] = {
     "tensor": ({"batch": "data"} | TENSOR, {"batch": "data"} | TENSOR),
     # The same, but parameters are stored sharded over `data` too.
     "fsdp+tensor": ({"batch": "data"} | TENSOR, {"embed": "data"} | TENSOR),
-    # Each device has its own stretch of every text, and gets the keys and values of the others.
-    "sequence": ({"pos": "data"}, {"pos": "data"}),
+    # Each device has its own stretch of every text, and attends along all of it.
+    "sequence": (SEQUENCE, SEQUENCE),
+    # The devices along `model` share texts, of which each has a stretch; parameters are stored sharded over `data`.
+    "context": ({"batch": "data"} | dict.fromkeys(SEQUENCE, "model"), {"embed": "data"}),
 }
 
 _FLAGS = {"pos": "length", "batch": "batch"}

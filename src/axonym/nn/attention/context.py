@@ -38,8 +38,8 @@ from ..._mesh_axes import (
     spec_of,
 )
 from ..._per_device import run_per_device
-from ...array import NamedArray, wrap
 from ...axis import Names
+from ...named_array import NamedArray, wrap
 from ...ops._operands import require_subset
 from ._blockwise import BATCH, HEADS, KEYS, QUERIES, Blockwise, Terms, attend, from_zigzag, to_zigzag
 from .fused import merge_axes, split_axes
