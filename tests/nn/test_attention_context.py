@@ -12,13 +12,14 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import axonym as axn
+from axonym import Axis
 from axonym.nn.attention import Causal, KVCache, apply_rotary, combine_masks_and, dot_product_attention
 from tests.executed import executed
 from tests.helpers import assert_named, spec
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-Batch, Pos, KPos, Heads, Group, Size = axn.make_axes(batch=2, pos=16, key_pos=16, heads=4, group=2, head_size=4)
+Batch, Pos, KPos, Heads, Group, Size = axn.make_axes(batch=2, pos=16, key_pos=16, heads=8, group=2, head_size=2)
 CLOSE: Any = {"rtol": 1e-4, "atol": 1e-5}
 MAPPING = {"pos": "data", "key_pos": "data", "heads": "model"}
 WAYS = ("ring", "all_to_all", "all_gather")
@@ -92,8 +93,8 @@ def test_equals_plain_attention(name: str, way: str, auto_mesh: Mesh, explicit_m
 @pytest.mark.parametrize("way", WAYS)
 def test_what_remains_of_other_shapes(way: str, mesh: Mesh) -> None:
     """One key head for all, features of their own for values, the sequence over two mesh axes, several blocks."""
-    q, k, v = draw(Axis("batch", 8), Axis("pos", 16), Axis("heads", 3), Size), draw(Axis("batch", 8), KPos, Size), None
-    v = draw(Axis("batch", 8), KPos, Axis("value", 3))
+    Batch = Axis("batch", 8)
+    q, k, v = draw(Batch, Pos, Axis("heads", 3), Size), draw(Batch, KPos, Size), draw(Batch, KPos, Axis("value", 3))
     both = ("data", "model")
     expected = attend(q, k, v, mask=Causal("pos"))
     with jax.set_mesh(mesh), axn.axis_mapping({"pos": both, "key_pos": both}):
@@ -101,9 +102,6 @@ def test_what_remains_of_other_shapes(way: str, mesh: Mesh) -> None:
             jax.jit(functools.partial(attend, mask=Causal("pos"), context=way))(*axn.shard((q, k, v)))
         )
     assert_named(axn.to_host(found), expected, **CLOSE)
-
-
-Axis = axn.Axis
 
 
 def test_cross_attention_and_blocks(auto_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,16 +198,17 @@ def test_memory_falls_with_the_ring(optimised: None) -> None:
     """Compiled, not run: temporaries of value and gradient in MB, by positions; plain attention takes gigabytes."""
     table = {}
     shape = {"heads": 8, "head_size": 64}
-    for devices, positions in ((8, 4096), (8, 16384), (2, 16384)):
-        with jax.set_mesh(axn.make_mesh({"data": devices}, devices=jax.devices()[:devices])):
-            placed = jax.NamedSharding(jax.sharding.get_mesh(), PartitionSpec("data"))
+    for devices, positions in ((8, 16384), (2, 16384)):
+        mesh = axn.make_mesh({"data": devices}, devices=jax.devices()[:devices])
+        with jax.set_mesh(mesh), axn.axis_mapping({"pos": "data", "key_pos": "data"}):
+            placed = jax.NamedSharding(mesh, PartitionSpec("data"))
             operands = tuple(
                 axn.named(jax.ShapeDtypeStruct((positions, 8, 64), np.float32, sharding=placed), (name, *shape))
                 for name in ("pos", "key_pos", "key_pos")
             )
             program = compiled(operands, Causal("pos"), "ring")
         table[devices, positions] = program.memory_analysis().temp_size_in_bytes / 1e6
-    assert table[8, 4096] < 42 and table[8, 16384] < 182
+    assert table[8, 16384] < 182
     assert table[2, 16384] > 1.5 * table[8, 16384]
 
 
@@ -229,7 +228,7 @@ def test_chooses_what_moves_less(auto_mesh: Mesh) -> None:
     with jax.set_mesh(auto_mesh):
         alike = {"pos": "data", "key_pos": "data"}
         assert way_of(alike) == "all_to_all"
-        assert way_of(alike | {"heads": "model"}) == "ring"  # two heads on each device for four
+        assert way_of(alike | {"heads": "model"}, Q["heads", :4], K["heads", :4]) == "ring"  # two heads for four
         assert way_of(alike, mask=Causal("pos", window=3)) == "ring"  # which reaches only one shard further
         assert way_of({"pos": "data"}) == way_of({"pos": "data", "key_pos": "model"}) == way_of({}) == "plain"
         assert way_of(alike, dropout=0.5, prng=jax.random.key(0)) == "plain"
@@ -264,7 +263,7 @@ def test_cache_of_sharded_positions(mesh: Mesh) -> None:
         (lambda: attend(Q, K, V, mask=Causal("p"), context="ring"), "causal in 'p', which is not an axis"),
         (lambda: attend(Q["pos", :6], K["key_pos", :6], V["key_pos", :6], mask=None, context="ring"),
          r"axis 'pos' of size 6 is sharded over \(data=4\), which does not divide it"),
-        (lambda: attend(Q, K, V, mask=None, context="all_to_all"),
+        (lambda: attend(Q["heads", :4], K["heads", :4], V["heads", :4], mask=None, context="all_to_all"),
          r"over \(data\), which are 4 devices. They must divide .* none of \(batch=2, heads=2\)"),
         (lambda: dot_product_attention(Q, K, V, "key_pos", "head_size", dropout=0.5, context="ring"), "no dropout"),
         (lambda: Causal("pos", segments=SEGMENTS.astype(float)), "segments must be integers with the axis 'pos'"),

@@ -152,7 +152,7 @@ def _forward(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array
 def _backward(plan: Blockwise, saved: Any, cotangents: Any) -> Any:
     query, key, value, terms, result, log_total = saved
     given = cotangents[0].astype(query.dtype)
-    delta = jnp.sum(given.astype(log_total.dtype) * result, -1)
+    delta = jnp.sum(given.astype(log_total.dtype) * result, -1) - cotangents[1]
     wide = _wide(query)
     bias = None if terms.bias is None else vary_like(jnp.zeros(terms.bias.shape, wide), query)
     sums: Any = (vary_like(jnp.zeros(query.shape, wide), query), bias)
