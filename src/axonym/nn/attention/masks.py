@@ -171,7 +171,7 @@ class Causal(eqx.Module):
         if self.segments is None:
             return self.also
         of_keys = self.segments.rename({self.QPos: name_of(KPos)})
-        same = equal(*broadcast_arrays(self.segments, of_keys, require_subset=False))
+        same = equal(*broadcast_arrays(of_keys, self.segments, require_subset=False))
         return same if self.also is None else _combined(logical_and, same, self.also)
 
 
