@@ -149,7 +149,7 @@ def make_kernel(
     def kernel(*arrays):
         check_operands(what, in_names, arrays, same_sizes)
         check_selection(what, in_names, arrays, sized)
-        with jax.named_scope(_scope(what, in_names, out_names, arrays)):
+        with jax.named_scope(operation_scope(what, in_names, out_names, arrays)):
             if mesh_aware:
                 return fn(*arrays)
             if per_device is not None and (result := per_device(*arrays)) is not None:
@@ -162,7 +162,7 @@ def make_kernel(
     return Kernel(jax.jit(kernel, inline=INLINE, keep_unused=keep_unused), out_names)
 
 
-def _scope(what: str, in_names: Sequence[Names], out_names: Any, arrays: Sequence[Any]) -> str:
+def operation_scope(what: str, in_names: Sequence[Names], out_names: Any, arrays: Sequence[Any]) -> str:
     """Return the scope of an operation, which says in profiles and compiled programs what it does.
 
     It is `dot[batch=16|data,embed=64~data;embed,mlp=128->batch,mlp]`: the axes of each operand and each result, and

@@ -1,10 +1,14 @@
 """Say what a step costs, in the names of its model: what it sends between devices, keeps in memory, and computes.
 
 `explain` compiles a step and reads the program: it neither runs the step nor estimates anything. What it cannot know,
-it says is not known.
+it says is not known. `compare` does so for several mappings, `contract` checks what a step must not do, and `blame`
+finds where an axis stops being sharded.
 """
 
+from .blaming import Blame as Blame, blame as blame
 from .chips import CHIPS as CHIPS, Chip as Chip
+from .comparing import Comparison as Comparison, compare as compare
+from .contracts import BrokenContract as BrokenContract, Contract as Contract, contract as contract
 from .explaining import explain as explain
 from .report import (
     Bounds as Bounds,

@@ -25,10 +25,6 @@ class NamedAxis:
     stored: Axes | None
     """Those that the parameter mapping does, if they are others."""
 
-    def over(self) -> Axes:
-        """Return all mesh axes that a mapping shards it over."""
-        return tuple(dict.fromkeys((*self.compute, *(self.stored or ()))))
-
 
 Term = tuple[NamedAxis, ...]
 
@@ -40,6 +36,10 @@ class Operation:
     name: str
     operands: tuple[Term, ...]
     results: tuple[Term, ...]
+
+    @property
+    def axes(self) -> Axes:
+        return tuple(dict.fromkeys(a.name for term in (*self.operands, *self.results) for a in term))
 
     def __str__(self) -> str:
         def listed(terms: Sequence[Term]) -> str:
@@ -96,6 +96,15 @@ class Array:
     term: Term
     places: tuple[tuple[NamedAxis, int], ...] | None
     """The axes that it has, each with its place in the array; None if sizes that coincide leave that open."""
+
+    def stored_over(self, mesh_axes: Collection[str]) -> Axes:
+        """Return the axes that the parameter mapping shards over some mesh axes, over which none is in the operation.
+
+        What has an axis that is sharded over the same mesh axis in the operation is no parameter.
+        """
+        if any(set(mesh_axes) & set(a.compute) for a in self.term):
+            return ()
+        return tuple(a.name for a in self.term if set(mesh_axes) & set(a.stored or ()))
 
 
 def array(
@@ -201,16 +210,29 @@ def reason(op: Operation, kind: str, over: Collection[str], when: str, gathered:
     if kind == "all-gather" and gathered:
         if set(gathered) <= {a.name for a in stored}:
             return f"{' and '.join(gathered)} is stored sharded over {_listed(over)}, and used whole"
+        if op.name == "shard":
+            return f"a placement replicates {_listed(gathered)}, which came sharded over {_listed(over)}"
         found = sharded(gathered)
         if len(found) == len(gathered):
             return f"needs all of {_said(found)}"
         return f"{_listed(tuple(gathered))} came sharded over {_listed(over)}, by no active mapping, and is used whole"
     if kind == "collective-permute" and len(found := sharded(axes.keys())) == 1 and _covers(found, mesh_axes):
         return f"moves shards of {_said(found)}"
+    if kind == "all-to-all" and (gone := moved(op, mesh_axes)):
+        return f"trades shards along {_said(sharded(gone))}, for shards along another axis, or back"
     if kind == "all-to-all" and len(stored) == 1 and len(found := sharded(axes.keys())) == 1:
         name = stored[0].name
         return f"exchanges shards of {name}, which is stored sharded over {_listed(over)}, for those of {found[0].name}"
     return None
+
+
+def moved(op: Operation, over: Collection[str]) -> Axes:
+    """Return the only axis of an operation that is sharded over some mesh axes, which an all-to-all over them moves."""
+    axes = {a.name: a for term in (*op.operands, *op.results) for a in term}
+    if any(set(over) & set(a.stored or ()) - set(a.compute) for a in axes.values()):
+        return ()
+    found = [a for a in axes.values() if set(over) & set(a.compute)]
+    return (found[0].name,) if len(found) == 1 and _covers(found, over) else ()
 
 
 def _said(found: Sequence[NamedAxis]) -> str:

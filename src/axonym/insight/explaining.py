@@ -231,7 +231,10 @@ def _collectives(program: Program, visit: Visit, kind: str, mesh: dict[str, int]
             sent=_sent(kind, pieces * operand.bytes, count),
             phase=phase,
             operation=None if operation is None else str(operation),
+            named_axes=() if operation is None else operation.axes,
             gathered=gathered,
+            moved=_scopes.moved(operation, axes) if operation is not None and axes and kind == "all-to-all" else (),
+            stored=() if array is None else array.stored_over(axes or ()),
             reason=reason,
             source=_source(program.frames(origin)) or _source(program.frames(instruction)),
             scope=origin.scope or instruction.scope,
@@ -309,7 +312,6 @@ def _memory(compiled: Any) -> Memory | None:
         results=found.output_size_in_bytes,
         aliased=found.alias_size_in_bytes,
         temporaries=found.temp_size_in_bytes,
-        peak=getattr(found, "peak_memory_in_bytes", 0) or None,
     )
 
 

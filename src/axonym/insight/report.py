@@ -63,8 +63,14 @@ class Collective:
     """`forward`, `backward` or `recomputed`; empty for what is not differentiated, such as an optimizer's update."""
     operation: str | None
     """The named operation that it belongs to, with the axes of its operands and results; None if there is none."""
+    named_axes: tuple[str, ...]
+    """The axes of the operands and results of that operation."""
     gathered: tuple[str, ...]
     """The named axes that an `all-gather` makes complete on each device, as far as known."""
+    moved: tuple[str, ...]
+    """The named axis along which an `all-to-all` trades shards for those along another axis, as far as known."""
+    stored: tuple[str, ...]
+    """The named axes of the array that the parameter mapping shards over these mesh axes, if it is a parameter."""
     reason: str | None
     """Why it is there, in names; None if that is not known."""
     source: Source | None
@@ -82,13 +88,22 @@ class Collective:
         """
         return None if self.sent is None or self.times is None else self.sent * self.times
 
+    def __str__(self) -> str:
+        times = "some" if self.times is None else str(self.times)
+        sent = "some bytes" if self.sent is None else written_bytes(self.sent)
+        text = f"{self.kind} over {described_axes(self.axes)} of {self.array}, {times} x {sent}"
+        text += f", {self.phase}" if self.phase else ""
+        text += f", at {self.source}" if self.source else ""
+        text += f", in {self.operation}" if self.operation else ""
+        return f"{text}: {self.reason or 'why is not known'}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """What each device keeps, by the compiler's own account, in bytes.
 
-    >>> axn.insight.Memory(arguments=8, results=4, aliased=0, temporaries=0, peak=12).peak
-    12
+    >>> axn.insight.Memory(arguments=8, results=4, aliased=0, temporaries=0).arguments
+    8
     """
 
     arguments: int
@@ -96,8 +111,16 @@ class Memory:
     aliased: int
     """What of the results overwrites donated arguments."""
     temporaries: int
-    peak: int | None
-    """The most at any time; None if the compiler does not say."""
+    """A block for all that lives only during the call, as small as the compiler could make it."""
+
+    @property
+    def total(self) -> int:
+        """All that a device holds during the call.
+
+        >>> axn.insight.Memory(arguments=8, results=4, aliased=4, temporaries=2).total
+        10
+        """
+        return self.arguments + self.results - self.aliased + self.temporaries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +147,18 @@ class Bounds:
         """
         return max(self._named(), key=lambda pair: pair[1])[0]
 
+    @property
+    def longest(self) -> float:
+        """The longest of the bounds.
+
+        >>> axn.insight.Bounds("v5e", compute=1e-3, memory=2e-3, links={}).longest
+        0.002
+        """
+        return max(t for _, t in self._named())
+
     def _named(self) -> list[tuple[str, float]]:
         pairs = [("compute", self.compute), ("memory", self.memory)]
-        links = [(f"sending over {_axes(axes)}", t) for axes, t in self.links.items()]
+        links = [(f"sending over {described_axes(axes)}", t) for axes, t in self.links.items()]
         return [(name, t) for name, t in pairs if t is not None] + links
 
 
@@ -237,7 +269,7 @@ class Report:
             parts.append("Nothing is sent between devices.")
         for axes, found in self.by_axes().items():
             total = _total([c.total_sent for c in found])
-            title = f"over {_axes(axes)}: each device sends {total}"
+            title = f"over {described_axes(axes)}: each device sends {total}"
             parts += [f"### {title}\n\n{_table(found)}" if markdown else f"{title}\n{_lines(found)}"]
         parts.append("\n".join(f"- {line}" if markdown else line for line in self._figures()))
         if self.notes:
@@ -249,14 +281,13 @@ class Report:
             m = self.memory
             aliased = f", of which {written_bytes(m.aliased)} in place of arguments" if m.aliased else ""
             yield (
-                f"memory of each device: {written_bytes(m.arguments)} of arguments, {written_bytes(m.results)} of "
-                f"results{aliased}, {written_bytes(m.temporaries)} of temporaries; "
-                + ("peak not known" if m.peak is None else f"peak {written_bytes(m.peak)}")
+                f"memory of each device: {written_bytes(m.total)}: {written_bytes(m.arguments)} of arguments, "
+                f"{written_bytes(m.results)} of results{aliased}, and {written_bytes(m.temporaries)} of temporaries"
             )
         flops = "not known, because it depends on values" if self.flops is None else written_number(self.flops)
         yield f"flops of each device, in products and convolutions: {flops}"
         if self.bounds is not None:
-            times = ", ".join(f"{name} {_seconds(t)}" for name, t in self.bounds._named())
+            times = ", ".join(f"{name} {described_seconds(t)}" for name, t in self.bounds._named())
             yield f"least times on {self.bounds.chip}: {times}; {self.bounds.binding} binds"
 
 
@@ -311,7 +342,8 @@ def _lines(found: Sequence[Collective]) -> str:
     return "\n".join(f"  {a}\n      {r.operation}: {r.why}" for a, r in zip(first, rows, strict=True))
 
 
-def _axes(axes: Collection[str] | None) -> str:
+def described_axes(axes: Collection[str] | None) -> str:
+    """Write mesh axes: `data and model`."""
     if axes is None:
         return "mesh axes that are not known"
     return " and ".join(axes) if axes else "no mesh axis"
@@ -329,7 +361,8 @@ def _total(values: Sequence[int | None]) -> str:
     return f"at least {written_bytes(sum(v or 0 for v in values))}, and what depends on values"
 
 
-def _seconds(t: float) -> str:
+def described_seconds(t: float) -> str:
+    """Write a time: `1.5 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if t >= scale:
             return f"{t / scale:.3g} {unit}"

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .. import _context, _errors
 from .._jax_versions import INLINE, is_about_devices
+from .._kernels import operation_scope
 from .._mesh_axes import mesh_axes, types_of
 from .._parameter_names import by_parameter, parameter_names
 from .._processes import fail_together
@@ -259,7 +260,11 @@ def _undone(spec: PartitionSpec | None) -> PartitionSpec | None:
 def _put(leaf: Leaf, mesh: AnyMesh | None, what: str) -> Any:
     if leaf.spec is None or mesh is None:
         return leaf.value
-    return wrap_like(_put_array(raw(leaf.value), leaf.spec, mesh, what), leaf.value)
+    x = raw(leaf.value)
+    if isinstance(x, Tracer) and leaf.names is not None:
+        with jax.named_scope(operation_scope("shard", (leaf.names,), leaf.names, (x,))):
+            return wrap_like(_put_array(x, leaf.spec, mesh, what), leaf.value)
+    return wrap_like(_put_array(x, leaf.spec, mesh, what), leaf.value)
 
 
 def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:

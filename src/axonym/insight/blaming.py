@@ -1,0 +1,70 @@
+"""`blame`: the first operation at which an axis stops being sharded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from .._mesh_axes import AnyMesh
+from .explaining import explain
+from .report import Collective
+
+
+@dataclasses.dataclass(frozen=True)
+class Blame:
+    """Where an axis stops being sharded: found by `blame`.
+
+    >>> print(axn.insight.Blame("batch", None, ()))
+    nothing gathers or moves batch
+    """
+
+    axis: str
+    culprit: Collective | None
+    """The first all-gather that completes the axis on each device, or all-to-all that shards another axis for it."""
+    not_known: tuple[Collective, ...]
+    """All-gathers and all-to-alls before it, or all, whose axes are not known: any of them may be the first."""
+
+    def __str__(self) -> str:
+        if self.culprit is None:
+            text = f"nothing gathers or moves {self.axis}"
+        else:
+            text = f"{self.axis} stops being sharded at {self.culprit}"
+        if self.not_known:
+            text += (
+                f"\nof {len(self.not_known)} exchanges{' before it' if self.culprit else ''} the axes are not known:"
+            )
+            text += "".join(f"\n  {c}" for c in self.not_known)
+        return text
+
+
+def blame(
+    step: Callable[..., Any],
+    *args: Any,
+    axis: str,
+    mapping: Any = None,
+    mesh: AnyMesh | None = None,
+    **kwargs: Any,
+) -> Blame:
+    """Find the first operation at which an axis stops being sharded, because it is gathered or moved.
+
+    Arguments:
+        step, args, mapping, mesh, kwargs: as in `explain`.
+        axis: the name of the axis.
+
+    >>> f = lambda x: axn.sort(x, "batch")
+    >>> found = axn.insight.blame(f, axn.ones({"batch": 8}), axis="batch")
+    >>> print(found)
+    nothing gathers or moves batch
+    """
+    by = "partitioner" if jax.default_backend() == "cpu" else "compiled"
+    report = explain(step, *args, mapping=mapping, mesh=mesh, by=by, **kwargs)
+    unknown = []
+    for c in report.collectives:
+        if axis in (*c.gathered, *c.moved):
+            return Blame(axis, c, tuple(unknown))
+        if c.kind in ("all-gather", "all-to-all") and not (c.gathered or c.moved):
+            unknown.append(c)
+    return Blame(axis, None, tuple(unknown))

@@ -1,0 +1,146 @@
+"""`compare`: the reports of one step under several mappings, side by side."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .._mesh_axes import AnyMesh
+from ._text import aligned, markdown_table, written_bytes, written_number
+from .chips import Chip
+from .explaining import explain
+from .report import Collective, Report, described_axes, described_seconds
+
+
+def compare(
+    step: Callable[..., Any] | None,
+    args: Sequence[Any],
+    mappings: Mapping[str, Any],
+    *,
+    mesh: AnyMesh | None = None,
+    by: str = "compiled",
+    chip: Chip | str | None = None,
+) -> Comparison:
+    """Explain a step under several mappings, and put what differs in one table.
+
+    Arguments:
+        step: the function. None if each entry of `mappings` is a step.
+        args: its arguments, which may be abstract.
+        mappings: by name, what `explain` takes as `mapping`, or a step that is compiled already.
+        mesh, by, chip: as in `explain`.
+
+    >>> f = lambda x: axn.sum(x, "batch")
+    >>> x = axn.ones({"batch": 8, "embed": 8})
+    >>> mappings = {"data": {"batch": "data"}, "none": {"batch": None}}
+    >>> comparison = axn.insight.compare(f, [x], mappings, mesh=axn.make_mesh({"data": -1}), by="partitioner")
+    >>> comparison.reports["none"].total_sent()
+    0
+    """
+    if not mappings:
+        raise ValueError("compare: there is nothing to compare, since `mappings` is empty.")
+    reports = {}
+    for name, mapping in mappings.items():
+        if callable(mapping):
+            reports[name] = explain(mapping, *args, mesh=mesh, by=by, chip=chip)
+        elif step is None:
+            raise TypeError(f"compare: without a step, each entry is a step, but {name!r} is a mapping.")
+        else:
+            reports[name] = explain(step, *args, mapping=mapping, mesh=mesh, by=by, chip=chip)
+    return Comparison(reports)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The reports of one step under several mappings: printed as a table, and what each has that the first has not.
+
+    >>> f, x = lambda x: x * 2, axn.ones({"batch": 8})
+    >>> print(axn.insight.compare(f, [x], {"a": {"batch": None}, "b": {"batch": None}}, by="partitioner"))
+       collectives  flops
+    a  0            0
+    b  0            0
+    """
+
+    reports: Mapping[str, Report]
+
+    def differences(self, first: str, second: str) -> tuple[str, ...]:
+        """Say what the second report sends that the first does not (`+`), and what it does not send (`-`).
+
+        >>> f, x = lambda x: x * 2, axn.ones({"batch": 8})
+        >>> axn.insight.compare(f, [x], {"a": {"batch": None}, "b": {}}, by="partitioner").differences("a", "b")
+        ()
+        """
+        before, after = (_counted(self.reports[name].collectives) for name in (first, second))
+        lines = []
+        for sign, more, less in (("+", after, before), ("-", before, after)):
+            for key, (times, sent, text) in more.items():
+                rest = times - less.get(key, (0, 0, ""))[0]
+                if rest > 0:
+                    lines.append((rest * sent, f"{sign} {rest} x {written_bytes(sent)}  {text}"))
+        return tuple(line for _, line in sorted(lines, key=lambda pair: -pair[0]))
+
+    def to_markdown(self) -> str:
+        """Return the table in Markdown.
+
+        >>> f, x = lambda x: x * 2, axn.ones({"batch": 8})
+        >>> print(axn.insight.compare(f, [x], {"a": {"batch": None}}, by="partitioner").to_markdown())
+        |  | collectives | flops |
+        | --- | --- | --- |
+        | a | 0 | 0 |
+        """
+        header, *rows = self._table()
+        return markdown_table(header, rows)
+
+    def __str__(self) -> str:
+        parts = ["\n".join(aligned(self._table()))]
+        first, *others = self.reports
+        for other in others:
+            if lines := self.differences(first, other):
+                parts.append("\n".join([f"{other}, compared with {first}:", *(f"  {line}" for line in lines)]))
+        return "\n\n".join(parts)
+
+    def _repr_markdown_(self) -> str:
+        return self.to_markdown()
+
+    def _table(self) -> list[list[str]]:
+        """Return the lines of the table, of which the first is its header."""
+        reports = self.reports.values()
+        axes = sorted({a for r in reports for a in r.by_axes()}, key=lambda a: (a is None, len(a or ()), a or ()))
+        columns: list[tuple[str, Callable[[Report], str]]] = [
+            (f"sent over {described_axes(a)}", lambda r, a=a: _sent(r.by_axes().get(a, ()))) for a in axes
+        ]
+        columns.append(("collectives", lambda r: _or_unknown(r.count(), str)))
+        if all(r.memory is not None for r in reports):
+            columns.append(("arguments", lambda r: written_bytes(r.memory.arguments if r.memory else 0)))
+            columns.append(("memory", lambda r: written_bytes(r.memory.total if r.memory else 0)))
+        columns.append(("flops", lambda r: _or_unknown(r.flops, written_number)))
+        if all(r.bounds is not None for r in reports):
+            columns.append(("at least", lambda r: described_seconds(r.bounds.longest) if r.bounds else ""))
+            columns.append(("binding", lambda r: r.bounds.binding if r.bounds else ""))
+        return [["", *(title for title, _ in columns)]] + [
+            [name, *(cell(report) for _, cell in columns)] for name, report in self.reports.items()
+        ]
+
+
+def _counted(collectives: Sequence[Collective]) -> dict[str, tuple[int, int, str]]:
+    """Return how often each exchange runs, the bytes it sends, and what is said of it."""
+    found: dict[str, tuple[int, int, str]] = {}
+    times = collections.Counter[str]()
+    for c in collectives:
+        text = f"{c.kind} over {described_axes(c.axes)}, {c.phase or 'not differentiated'}, {c.array}"
+        text += f" in {c.operation}" if c.operation else ""
+        text += f": {c.reason}" if c.reason else ""
+        times[text] += 1 if c.times is None else c.times
+        found[text] = times[text], c.sent or 0, text
+    return found
+
+
+def _sent(collectives: Sequence[Collective]) -> str:
+    totals = [c.total_sent for c in collectives]
+    unknown = "" if None not in totals else " at least"
+    return written_bytes(sum(t or 0 for t in totals)) + unknown
+
+
+def _or_unknown(value: int | None, written: Callable[[int], str]) -> str:
+    return "not known" if value is None else written(value)

@@ -1,0 +1,207 @@
+"""`contract`: what a step must not do, checked on its compiled program."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from .. import _context, _errors
+from .._mesh_axes import AnyMesh
+from ..sharding.meshes import current_mesh
+from ._text import parsed_bytes, written_bytes
+from .explaining import explain
+from .report import Report
+
+
+class BrokenContract(AssertionError):
+    """Raised if a step does what its contract rules out. Its message lists every line that does.
+
+    >>> issubclass(axn.insight.BrokenContract, AssertionError)
+    True
+    """
+
+
+def contract(
+    *,
+    max_sent: Mapping[str, int | str] | None = None,
+    never_gathers: Collection[str] = (),
+    scatters_gradients: bool = False,
+    max_memory: int | str | None = None,
+    mapping: Any = None,
+    mesh: AnyMesh | None = None,
+) -> Contract:
+    """Make a contract: what a step may send between devices, and keep.
+
+    It is used in three ways. `contract(...).check(step, *args)` checks a step. In `with contract(...) as c:`, what
+    `c.check` finds is raised together at the end; a block that checks nothing is an error. And as a decorator of a
+    step, above `named_jit` or `jax.jit`, it checks each program before it runs for the first time.
+
+    Arguments:
+        max_sent: by mesh axis, the bytes that each device may send over it in a call: a number, or `"1.5 MiB"`.
+        never_gathers: axes that no all-gather may complete on a device. One that may do so, because sizes that coincide
+            leave open what it gathers, breaks the contract too.
+        scatters_gradients: whether gradients of parameters that `fsdp` stores sharded over a mesh axis must be summed
+            over it by reduce-scatters.
+        max_memory: the bytes that a device may hold: arguments, results and temporaries.
+        mapping, mesh: as in `explain`.
+
+    >>> at_most = axn.insight.contract(never_gathers=["vocab"], max_memory="1 MiB")
+    >>> report = at_most.check(lambda x: x * 2, axn.ones({"vocab": 8}))
+    >>> report.total_sent()
+    0
+    """
+    if isinstance(never_gathers, str):
+        raise TypeError(f"contract: `never_gathers` is a list of names, got the string {never_gathers!r}.")
+    return Contract(
+        max_sent={axis: parsed_bytes(limit) for axis, limit in (max_sent or {}).items()},
+        never_gathers=tuple(never_gathers),
+        scatters_gradients=scatters_gradients,
+        max_memory=None if max_memory is None else parsed_bytes(max_memory),
+        mapping=mapping,
+        mesh=mesh,
+    )
+
+
+@dataclasses.dataclass
+class Contract:
+    """What a step may do: made by `contract`.
+
+    >>> isinstance(axn.insight.contract(max_memory=1024), axn.insight.Contract)
+    True
+    """
+
+    max_sent: Mapping[str, int]
+    never_gathers: tuple[str, ...]
+    scatters_gradients: bool
+    max_memory: int | None
+    mapping: Any = None
+    mesh: AnyMesh | None = None
+    _found: list[str] | None = dataclasses.field(default=None, init=False, repr=False)
+    """In a with-block, what is broken so far."""
+    _checked: int = dataclasses.field(default=0, init=False, repr=False)
+
+    def check(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+        """Explain a step, and raise if it breaks the contract; in a with-block, at its end.
+
+        >>> axn.insight.contract(max_sent={}).check(lambda x: x * 2, axn.ones({"x": 8})).total_sent()
+        0
+        """
+        by = "partitioner" if self.max_memory is None and jax.default_backend() == "cpu" else "compiled"
+        report = explain(step, *args, mapping=self.mapping, mesh=self.mesh, by=by, **kwargs)
+        broken = self.broken(report)
+        self._checked += 1
+        if self._found is not None:
+            self._found += broken
+        elif broken:
+            raise BrokenContract("\n".join(broken))
+        return report
+
+    def broken(self, report: Report) -> tuple[str, ...]:
+        """Say what a report has that the contract rules out.
+
+        >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"x": 8}))
+        >>> axn.insight.contract(max_memory=8).broken(report)
+        ('<lambda>: a device holds 64 B, but may hold 8 B: 32 B of arguments, 32 B of results and 0 B of temporaries.',)
+        """
+        found = [*self._too_much_sent(report), *self._gathers(report), *self._unscattered(report)]
+        if self.max_memory is not None:
+            if report.memory is None:
+                raise ValueError("contract: the report knows nothing of memory; it is one by 'compiled' that does.")
+            m = report.memory
+            if m.total > self.max_memory:
+                found.append(
+                    f"a device holds {written_bytes(m.total)}, but may hold {written_bytes(self.max_memory)}: "
+                    f"{written_bytes(m.arguments)} of arguments, {written_bytes(m.results - m.aliased)} of results and "
+                    f"{written_bytes(m.temporaries)} of temporaries."
+                )
+        return tuple(f"{report.step}: {line}" for line in found)
+
+    def __enter__(self) -> Contract:
+        self._found, self._checked = [], 0
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        found, self._found = self._found or [], None
+        if kind is not None:
+            return
+        if not self._checked:
+            raise BrokenContract("contract: nothing was checked; call `check(step, *args)` in the with-block.")
+        if found:
+            raise BrokenContract("\n".join(found))
+
+    def __call__(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a step, so that each of its programs is checked before it runs for the first time."""
+        checked: set[Any] = set()
+
+        @functools.wraps(step, updated=())
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            leaves, structure = jax.tree.flatten((args, kwargs))
+            types = tuple((jax.typeof(x), getattr(x, "sharding", None)) if hasattr(x, "dtype") else x for x in leaves)
+            key = structure, types, _context.active_settings(), current_mesh()
+            if key not in checked:
+                self.check(step, *args, **kwargs)
+                checked.add(key)
+            return step(*args, **kwargs)
+
+        return guarded
+
+    # --- rules ---
+
+    def _too_much_sent(self, report: Report) -> list[str]:
+        found = []
+        for axis, limit in self.max_sent.items():
+            if axis not in report.mesh:
+                raise ValueError(
+                    f"contract: the mesh has no axis {axis!r}, but {_errors.describe_shape(report.mesh)}."
+                    f"{_errors.suggestion(axis, report.mesh)}"
+                )
+            over = [c for c in report.collectives if axis in (c.axes or ())]
+            sent = sum(c.total_sent or 0 for c in over)
+            unknown = [c for c in over if c.total_sent is None]
+            if sent > limit or unknown:
+                largest = sorted(over, key=lambda c: -(c.total_sent or c.sent or 0))[:3]
+                often = " at least, and what a loop of unknown length sends," if unknown else ""
+                found.append(
+                    f"each device sends {written_bytes(sent)}{often} over {axis}, but may send {written_bytes(limit)}. "
+                    f"The most is sent by: {'; '.join(map(str, largest))}"
+                )
+        return found
+
+    def _gathers(self, report: Report) -> list[str]:
+        found = []
+        for c in report.collectives:
+            if c.kind != "all-gather":
+                continue
+            for axis in self.never_gathers:
+                if axis in c.gathered:
+                    found.append(f"gathers {axis}: {c}. {_remedies(axis)}")
+                elif not c.gathered and axis in c.named_axes:
+                    found.append(f"may gather {axis}, which sizes that coincide leave open: {c}. {_remedies(axis)}")
+        return found
+
+    def _unscattered(self, report: Report) -> list[str]:
+        if not self.scatters_gradients:
+            return []
+        remedy = (
+            "Use the parameter in an operation with names, such as axn.dot, which scatters its gradient; or store it "
+            "replicated."
+        )
+        return [
+            f"sums the gradient of a parameter, although {' and '.join(c.stored)} is stored sharded: {c}. {remedy}"
+            for c in report.collectives
+            if c.kind == "all-reduce" and c.phase == "backward" and c.stored
+        ]
+
+
+def _remedies(axis: str) -> str:
+    return (
+        f"Either keep {axis} sharded in what this operation needs, by axn.shard or another operation; or map {axis} to "
+        "None."
+    )

@@ -1,0 +1,189 @@
+"""Contracts catch planted bugs and leave clean steps alone; blame finds the line; comparisons say what differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+import axonym as axn
+from axonym.insight import BrokenContract, blame, compare, contract
+from tests.insight import cases
+
+Batch, Embed, Mlp, Vocab = axn.make_axes(batch=16, embed=32, mlp=48, vocab=80)
+COMPUTE = {"batch": "data", "mlp": "model", "vocab": "model"}
+STORED = {"embed": "data", "mlp": "model", "vocab": "model"}
+FSDP = STORED, COMPUTE
+
+
+def arguments() -> Any:
+    def made() -> Any:
+        w = {"up": axn.ones((Embed, Mlp)), "down": axn.ones((Mlp, Embed)), "head": axn.ones((Embed, Vocab))}
+        return w, axn.ones((Batch, Embed)), axn.zeros(Batch, dtype=int)
+
+    return jax.eval_shape(made)
+
+
+def logits(w: Any, x: Any) -> Any:
+    hidden = axn.tanh(axn.dot(x, w["up"], axis="embed"))
+    return axn.dot(axn.dot(hidden, w["down"], axis="mlp"), w["head"], axis="embed")
+
+
+def trained(loss: Callable[..., Any]) -> Callable[..., Any]:
+    def step(w: Any, x: Any, labels: Any) -> Any:
+        return jax.value_and_grad(lambda w: loss(w, x, labels).scalar())(w)
+
+    return step
+
+
+@trained
+def clean(w: Any, x: Any, labels: Any) -> Any:
+    return axn.nn.cross_entropy_loss(logits(w, x), "vocab", labels)
+
+
+@trained
+def gathers_vocab(w: Any, x: Any, labels: Any) -> Any:
+    scores = axn.sort(axn.sum(logits(w, x), "batch"), "vocab")  # the culprit
+    return axn.mean(scores["vocab", 0])
+
+
+@trained
+def gathers_batch(w: Any, x: Any, labels: Any) -> Any:
+    ranked = axn.sort(axn.sum(logits(w, x), "vocab"), "batch")  # the culprit
+    return axn.mean(ranked)
+
+
+@trained
+def replicates_batch(w: Any, x: Any, labels: Any) -> Any:
+    everywhere = axn.shard(x, {"batch": None})  # the culprit
+    return axn.mean(axn.exp(logits(w, everywhere)))
+
+
+@trained
+def moves_batch(w: Any, x: Any, labels: Any) -> Any:
+    ranked = axn.sort(logits(w, x), "batch")  # the culprit
+    return axn.mean(ranked)
+
+
+STRICT: dict[str, Any] = {"never_gathers": ["vocab", "batch", "mlp"], "scatters_gradients": True}
+LIMIT: dict[str, Any] = {"max_sent": {"data": "48 KiB", "model": "10 KiB"}}
+
+
+def test_a_clean_step_keeps_its_contract(mesh: jax.sharding.Mesh) -> None:
+    with jax.set_mesh(mesh):
+        report = contract(**STRICT, **LIMIT, mapping=FSDP).check(clean, *arguments())
+    assert report.total_sent("data") and report.total_sent("model")
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "message"),
+    [
+        (gathers_vocab, STRICT, r"gathers vocab: all-gather over model .*test_contracts.py.*map vocab to None"),
+        (gathers_batch, STRICT, r"gathers batch: all-gather over data .*needs all of batch"),
+        (replicates_batch, STRICT, r"gathers batch: all-gather over data .*a placement replicates batch"),
+        (clean, {"max_sent": {"data": "4 KiB"}}, r"sends .* over data, but may send 4 KiB.*stored sharded over data"),
+        (clean, {"max_memory": "8 KiB"}, r"a device holds .*, but may hold 8 KiB: .* of arguments"),
+    ],
+)  # fmt: skip
+def test_planted_bugs_break_it(step: Callable[..., Any], options: dict[str, Any], message: str) -> None:
+    with jax.set_mesh(cases.mesh_of(data=4, model=2)), pytest.raises(BrokenContract, match=message):
+        contract(**options, mapping=FSDP).check(step, *arguments())
+
+
+def test_gradients_of_stored_parameters_are_scattered() -> None:
+    with jax.set_mesh(cases.mesh_of(data=4, model=2)):
+        report = contract(**STRICT, mapping=FSDP).check(clean, *arguments())
+    scattered = [c for c in report.collectives if c.kind == "reduce-scatter"]
+    assert {c.stored for c in scattered} == {("embed",)} and len(scattered) == 3
+    summed = [dataclasses.replace(c, kind=c.kind.replace("reduce-scatter", "all-reduce")) for c in report.collectives]
+    broken = contract(scatters_gradients=True).broken(dataclasses.replace(report, collectives=tuple(summed)))
+    assert len(broken) == 3 and "although embed is stored sharded: all-reduce over data" in broken[0]
+
+
+def test_a_block_raises_everything_at_its_end() -> None:
+    checked = []
+    with (
+        jax.set_mesh(cases.mesh_of(data=4, model=2)),
+        pytest.raises(BrokenContract, match=r"(?s)gathers vocab.*gathers batch"),
+        contract(**STRICT, mapping=FSDP) as c,
+    ):
+        for step in (gathers_vocab, gathers_batch):
+            checked.append(c.check(step, *arguments()))
+    assert len(checked) == 2
+    with pytest.raises(BrokenContract, match="nothing was checked"), contract(max_memory=1):
+        pass
+
+
+def test_a_decorated_step_is_checked_before_it_runs() -> None:
+    ran: list[int] = []
+
+    @contract(max_sent={"data": 0})
+    @axn.named_jit(mapping={"batch": "data"}, in_placement={"batch": "data"})
+    def total(x: axn.NamedArray) -> axn.NamedArray:
+        ran.append(1)
+        return axn.sum(x, "embed") if x.shape["embed"] > 8 else axn.sum(x, "batch")
+
+    with jax.set_mesh(cases.mesh_of(data=8)):
+        assert total(axn.ones({"batch": 8, "embed": 16})).shape == {"batch": 8}
+        assert total(axn.ones({"batch": 8, "embed": 16})).shape == {"batch": 8}
+        with pytest.raises(BrokenContract, match=r"total: each device sends .* over data, but may send 0 B"):
+            total(axn.ones({"batch": 8, "embed": 8}))
+
+
+def test_mesh_axes_and_options_of_contracts_are_checked() -> None:
+    with jax.set_mesh(cases.mesh_of(data=8)), pytest.raises(ValueError, match=r"no axis 'dat'.*Did you mean 'data'"):
+        contract(max_sent={"dat": 1}).check(lambda x: x, axn.ones({"batch": 8}))
+    with pytest.raises(TypeError, match="a list of names"):
+        contract(never_gathers="vocab")
+    with pytest.raises(ValueError, match="a number of bytes such as 2048"):
+        contract(max_memory="8 gigs")
+
+
+# --- blame ---
+
+
+CULPRITS = [(gathers_vocab, "vocab"), (gathers_batch, "batch"), (moves_batch, "batch")]
+
+
+@pytest.mark.parametrize(("step", "axis"), CULPRITS)
+def test_blame_finds_the_line(step: Callable[..., Any], axis: str) -> None:
+    with jax.set_mesh(cases.mesh_of(data=4, model=2)):
+        found = blame(step, *arguments(), axis=axis, mapping=FSDP)
+        nothing = blame(clean, *arguments(), axis="batch", mapping=FSDP)
+    assert found.culprit is not None and found.culprit.source is not None and not found.not_known
+    lines, first = inspect.getsourcelines(inspect.unwrap(step).__closure__[0].cell_contents)  # type: ignore
+    assert "# the culprit" in lines[found.culprit.source.line - first]
+    assert f"{axis} stops being sharded at all-" in str(found)
+    assert nothing.culprit is None and str(nothing) == "nothing gathers or moves batch"
+
+
+# --- compare ---
+
+
+def test_a_comparison_says_what_differs() -> None:
+    with jax.set_mesh(cases.mesh_of(data=4, model=2)):
+        found = compare(clean, arguments(), {"replicated": COMPUTE, "fsdp": FSDP}, by="partitioner", chip="v5e")
+    less, more = found.reports.values()
+    assert less.count("all-gather") == 0 and more.count("all-gather") == 3
+    lines = found.differences("replicated", "fsdp")
+    assert any(
+        line.startswith("+ 1 x") and "embed is stored sharded over data, and used whole" in line for line in lines
+    )
+    assert any(line.startswith("- 1 x") and "all-reduce over data, backward" in line for line in lines)
+    text, markdown = str(found), found.to_markdown()
+    assert "fsdp, compared with replicated:" in text and "sent over data" in text
+    assert markdown.startswith("|  | sent over data | sent over model | collectives | flops | at least | binding |")
+
+
+def test_what_is_compared() -> None:
+    x = axn.ones({"batch": 8})
+    compiled = axn.named_jit(lambda x: x * 2)
+    assert compare(None, [x], {"compiled": compiled}, by="partitioner").reports["compiled"].flops == 0
+    with pytest.raises(TypeError, match="without a step"):
+        compare(None, [x], {"data": {"batch": "data"}})
+    with pytest.raises(ValueError, match="nothing to compare"):
+        compare(None, [x], {})
