@@ -17,10 +17,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from training import at_once
+from training import at_once, hosts
 
 if __name__ == "__main__":
     at_once.install()  # before the imports that take seconds
+    hosts.supervise_if_distributed(sys.argv[1:])
 
 import jax
 from training import (
@@ -91,6 +92,8 @@ class Prepared:
         self.Batch, self.Pos = axn.make_axes(batch=config.batches.batch, pos=config.batches.length)
         self.strategy = strategies.choose(config.mapping, config.mesh, config.model.kv_heads, jax.device_count())
         self.mesh = strategies.make_mesh(self.strategy)
+        if config.hosts.elastic and -1 not in self.strategy.mesh.values():
+            raise Problem("--elastic needs a mesh that fits fewer devices: let --mesh have -1 for one of the sizes.")
         policy = Policy.parse(config.precision)
         self.functions = steps.make_functions(config.model, config.optimizer, policy, self.strategy)
         tokens = steps.abstract_tokens(self.Batch, self.Pos)

@@ -47,6 +47,8 @@ class Checkpoints:
             with _quiet():
                 files.save_checkpoint(path, {"state": state, "step": step, "seen": seen})
         except Exception as e:  # file systems, Orbax and TensorStore each have errors of their own
+            if isinstance(e, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(e):
+                raise  # a device or another process is lost, which is no matter of files
             self.remove_unfinished()
             last = self.latest()
             kept = "there is none before it" if last is None else f"{last} is complete"

@@ -116,6 +116,10 @@ class Hosts:
     """With --distributed: how many processes there are."""
     process_index: Annotated[int | None, arg(metavar="INT")] = None
     """With --distributed: which one this is."""
+    elastic: bool = False
+    """With --distributed: when a host is lost, go on with the others from the latest checkpoint."""
+    host_timeout: float = 30.0
+    """With --distributed: after so many seconds without a sign of life a host is lost."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,6 +248,7 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"--precision {config.precision!r:.40} is not understood: {str(e).removesuffix('.')}"
     hosts = config.hosts
     given = [name for name in ("coordinator", "processes", "process_index") if getattr(hosts, name) is not None]
+    given += ["elastic"] if hosts.elastic else []
     if given and not hosts.distributed:
         yield f"{flag(given[0])} needs --distributed"
     if hosts.distributed and config.out is None:
@@ -253,7 +258,7 @@ def _problems(config: Config) -> Iterator[str]:
 _POSITIVE = {
     *(field.name for field in dataclasses.fields(ModelSizes) if field.name != "tied"),
     *("batch", "steps", "clip", "learning_rate", "log_every", "evaluate_every", "evaluate_batches", "sample_length"),
-    *("top_k", "save_every", "keep", "simulated_devices"),
+    *("top_k", "save_every", "keep", "simulated_devices", "host_timeout"),
 }
 _NOT_NEGATIVE = {"seed", "warmup", "weight_decay", "samples", "temperature"}
 _LARGEST = 2**31 - 1

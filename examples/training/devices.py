@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
+
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from .config import Hosts
+from .hosts import connected
 from .problems import Problem
 
 
@@ -26,6 +31,8 @@ def start(hosts: Hosts) -> None:
                 f"The hosts could not be connected: {e}; --coordinator, --processes and --process-index say how, where "
                 "it cannot be found out."
             ) from None
+        token = multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31)))
+        connected(jax.process_index(), jax.process_count(), int(token))
 
 
 def describe() -> str:

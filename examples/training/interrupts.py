@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
 import jax
 import numpy as np
+
+from . import hosts
+
+_AT_ONCE = 1.0
+"""Seconds in which the same signal may come by two ways."""
 
 
 class Interrupts:
@@ -17,6 +23,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.noted = False
+        self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -43,8 +50,15 @@ class Interrupts:
         return bool(np.any(multihost_utils.process_allgather(np.array(self.noted))))
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.noted = True
-        self._restore()
+        if self.noted:
+            # A cluster may send a signal to the supervisor, which passes it on, and to this process itself.
+            if time.monotonic() > self._since + _AT_ONCE:
+                self._restore()
+                signal.raise_signal(number)
+            return
+        self.noted, self._since = True, time.monotonic()
+        if not hosts.is_supervised():
+            self._restore()
         # Not by `print`, which may be at work just now.
         os.write(2, b"\nStopping after this step, and saving. Once more stops at once, without saving.\n")
 

@@ -11,18 +11,23 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 DEVICES = 8
 """How many devices the processes have together."""
+
+
+CLUSTER_PORTS = 61_440, 65_535
+"""From these JAX takes one by the number of a job."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +39,33 @@ class Ended:
     seconds: float
 
 
-def free_address() -> str:
-    """Find an address of this machine for the first of several processes."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{s.getsockname()[1]}"
+def free_port(first: int = 20_000, last: int = 30_000) -> int:
+    """Find a port of this machine for the first of several processes; the system gives these to nobody by itself."""
+    while True:
+        port = random.randint(first, last)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
-def run(commands: Sequence[Sequence[str]], folder: Path, limit: float, alone: float | None = None) -> Ended:
+def cluster(index: int, count: int, job: int) -> dict[str, str]:
+    """What a cluster says to a process by its environment: SLURM to one of two, Open MPI to one of more."""
+    if count == 2:
+        names = {"JOB_ID": job, "STEP_NODELIST": "127.0.0.1", "NTASKS": count, "PROCID": index, "LOCALID": 0}
+        return {f"SLURM_{name}": str(value) for name, value in names.items()}
+    sizes = {"SIZE": count, "RANK": index, "LOCAL_RANK": 0}
+    uri = f"{4096 * job}.0;tcp://127.0.0.1:1"
+    return {"OMPI_MCA_orte_hnp_uri": uri} | {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in sizes.items()}
+
+
+def run(
+    commands: Sequence[Sequence[str]],
+    folder: Path,
+    limit: float,
+    alone: float | None = None,
+    environments: Sequence[Mapping[str, str]] | None = None,
+    meanwhile: Callable[[list[subprocess.Popen[bytes]]], None] = lambda processes: None,
+) -> Ended:
     """Run Python once with each list of arguments, all at a time.
 
     Arguments:
@@ -49,6 +73,8 @@ def run(commands: Sequence[Sequence[str]], folder: Path, limit: float, alone: fl
         folder: for what they print.
         limit: after so many seconds, those that still run are killed.
         alone: after so many seconds from when one has failed. By default, as many as they may run.
+        environments: variables for each process, beside those of this one.
+        meanwhile: what to do while they run.
     """
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUMPY_RANK_PROMOTION": "raise", "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (os.environ.get("PYTHONPATH"), str(ROOT)) if p)
@@ -57,13 +83,17 @@ def run(commands: Sequence[Sequence[str]], folder: Path, limit: float, alone: fl
     start = time.monotonic()
     stop = start + limit
     try:
-        for command, log in zip(commands, logs, strict=True):
+        for command, log, more in zip(commands, logs, environments or [{}] * len(logs), strict=True):
             with log.open("wb") as output:  # a file, because a pipe that nobody reads may fill up
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-X", "faulthandler", *command], stdout=output, stderr=output, env=environment
+                        [sys.executable, "-X", "faulthandler", *command],
+                        stdout=output,
+                        stderr=output,
+                        env=environment | more,
                     )
                 )
+        meanwhile(processes)
         while None in (states := [p.poll() for p in processes]) and time.monotonic() < stop:
             if alone is not None and any(states):
                 stop = min(stop, time.monotonic() + alone)
@@ -88,9 +118,10 @@ def names(*modules: ModuleType) -> list[str]:
 
 def outcomes(*checks: str, count: int, folder: Path, devices: int = DEVICES, limit: float = 180) -> dict[str, str]:
     """Run checks in several processes: what went wrong in each, nothing if all was well."""
-    address = free_address()
-    rest = [address, str(count), str(devices // count), str(folder), *checks]
-    ended = run([["-W", "error", "-m", "tests.processes", str(i), *rest] for i in range(count)], folder, limit, alone=5)
+    command = ["-W", "error", "-m", "tests.processes", str(devices // count), str(folder), *checks]
+    job = free_port(*CLUSTER_PORTS) - CLUSTER_PORTS[0]
+    environments = [cluster(i, count, job) for i in range(count)]
+    ended = run([command] * count, folder, limit, alone=5, environments=environments)
     found: dict[str, str] = {}
     for i in range(count):
         report = folder / f"report-{i}.jsonl"

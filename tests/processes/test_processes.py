@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from axonym.state import save_checkpoint
-from tests.processes import checks, faults, loading, names, outcomes
+from tests.processes import checks, faults, loading, names, outcomes, training
 
-Outcomes = dict[str, str]
-
-
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.further)])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp(f"{request.param}-processes")
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-@pytest.fixture(scope="module")
-def found(folder: Path) -> Outcomes:
-    """What went wrong in each check, in one start of the processes."""
-    count = int(folder.name[0])
-    of_one = folder / "check_checkpoint_of_one_process"
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.further)])
+def test_checks(count: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """All checks in one start: most of the time goes into starting processes, and into what each compiles."""
+    of_one = tmp_path / "check_checkpoint_of_one_process"
     of_one.mkdir()
     save_checkpoint(of_one / "of-one", checks.state())
-    modules = (loading, checks, faults) if count == 2 else (checks, faults)
-    return outcomes(*names(*modules), count=count, folder=folder)
+    chosen = names(checks, faults)
+    if count == 2:
+        chosen += names(loading)
+        prepare_training(tmp_path)
+        first, *rest = names(training)
+        chosen += [first] if "not further" in request.config.getoption("markexpr") else [first, *rest]
+    found = outcomes(*chosen, count=count, folder=tmp_path, limit=500)
+    assert not any(found.values()), "\n".join(f"{name}{wrong}" for name, wrong in found.items() if wrong)
+    checks.restored(tmp_path / "check_checkpoint_for_other_processes" / "of-several")
 
 
-@pytest.mark.parametrize("name", names(checks, faults))
-def test_check(name: str, found: Outcomes) -> None:
-    assert not found[name], found[name]
-
-
-def test_two_processes_load_one_batch(found: Outcomes) -> None:
-    (name,) = names(loading)
-    assert not found.get(name), found[name]
-
-
-def test_checkpoint_of_several_processes_in_one(folder: Path, found: Outcomes) -> None:
-    checks.restored(folder / "check_checkpoint_for_other_processes" / "of-several")
+def prepare_training(folder: Path) -> None:
+    """Leave the losses of one process, which several processes are to have, too."""
+    training.text(folder)
+    (folder / "one").mkdir()
+    losses = training.train(folder / "one", "--mapping", "data", "--samples", "0")
+    (folder / "losses.json").write_text(json.dumps(losses))

@@ -104,8 +104,8 @@ def _in_pieces(x: jax.Array, target: NamedSharding, piece_bytes: int) -> jax.Arr
     source = x.sharding
     if isinstance(source, jax.sharding.SingleDeviceSharding):
         source = NamedSharding(Mesh(np.array(list(source.device_set)), ("device",)), PartitionSpec())
-    cannot = not isinstance(source, NamedSharding) or source.memory_kind != target.memory_kind
-    if cannot or jnp.issubdtype(x.dtype, jax.dtypes.extended) or x.nbytes <= piece_bytes:
+    small = x.nbytes <= piece_bytes or jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    if small or not isinstance(source, NamedSharding) or source.memory_kind != target.memory_kind:
         return jax.block_until_ready(jax.device_put(x, target))
     # A dimension consists of blocks, each in one old and in one new shard. A piece has the same stretch of every block,
     # so that cutting it out and putting it in needs no other device.

@@ -1,0 +1,328 @@
+"""Several hosts: a supervisor on each, which ends or restarts training when another host is lost.
+
+JAX cannot go on without one of its processes, and may abort the others. So the process that is started does not train:
+it starts one that does, and watches it. The supervisors know of each other by files in the folder of the run, which all
+hosts share: each writes its own once a second. A host is lost when its process is killed, or when it has not written
+for a while. Then the others end their processes, and with `--elastic` they agree on who is left, and start new ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+_CHANNEL = "TRAIN_LM_SUPERVISOR"
+"""The environment variable with the file descriptor by which a process reaches its supervisor."""
+_LOOK, _BEAT = 0.25, 1.0
+"""Seconds from one look at the process and the other hosts to the next, and from one sign of life to the next."""
+
+
+# --- in the process that trains ---
+
+
+def is_supervised() -> bool:
+    return _CHANNEL in os.environ
+
+
+def connected(index: int, count: int, token: int) -> None:
+    """Tell the supervisor, if there is one, which process this is; and end when the supervisor does."""
+    if is_supervised():
+        channel = socket.socket(fileno=int(os.environ[_CHANNEL]))
+        channel.sendall(json.dumps([index, count, token]).encode())
+        threading.Thread(target=_end_with_supervisor, args=(channel,), daemon=True).start()
+
+
+def _end_with_supervisor(channel: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        channel.recv(1)
+    os._exit(1)
+
+
+# --- in the supervisor ---
+
+
+def supervise_if_distributed(arguments: Sequence[str]) -> None:
+    """Become the supervisor of a process with these arguments, if there are several hosts and it has none yet.
+
+    This comes before imports that take seconds, so it looks for a few flags by itself.
+    """
+    if is_supervised() or os.name != "posix":
+        return
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--distributed", action="store_true")
+    parser.add_argument("--elastic", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--coordinator", default="")
+    parser.add_argument("--host-timeout", type=float, default=30.0)
+    flags = [re.sub("^--[a-z_]+", lambda found: found[0].replace("_", "-"), argument) for argument in arguments]
+    try:
+        options, _ = parser.parse_known_args(flags)
+    except argparse.ArgumentError:
+        return  # the parser of all settings says what is wrong
+    if options.distributed and options.out is not None:
+        sys.exit(_Supervisor(arguments, options).run())
+
+
+class _Hosts:
+    """What the supervisors tell each other, each in a file of its own. Hosts keep the numbers of the first start."""
+
+    def __init__(self, folder: Path, index: int, count: int, timeout: float):
+        self.folder, self.index, self.count, self.timeout = folder, index, count, timeout
+        self.members = list(range(count))
+        self.generation = 0
+        self.lost: dict[int, str] = {}
+        """Why a host is lost; one that is stays so."""
+        self.told: dict[int, dict[str, Any]] = {}
+        self._heard = dict.fromkeys(self.members, time.monotonic())
+        self._beat, self._written = 0, 0.0
+        folder.mkdir(parents=True, exist_ok=True)
+        if index == 0:  # what earlier starts have left
+            for other in folder.parent.iterdir():
+                if other != folder:
+                    shutil.rmtree(other, ignore_errors=True)
+
+    def tell(self, state: str, process: int, why: str = "") -> None:
+        """Write how this host is: it `runs`, `waits` for a plan, has `failed`, `ended`, or is `lost`."""
+        mine = {"host": socket.gethostname(), "process": process, "generation": self.generation, "state": state}
+        mine |= {"why": why, "lost": {str(i): text for i, text in self.lost.items()}}
+        before, now = self.told.get(self.index, {}), time.monotonic()
+        if before != mine | {"beat": self._beat} or now > self._written + _BEAT:
+            self._beat, self._written = self._beat + 1, now
+            self.told[self.index] = mine | {"beat": self._beat}
+            _write(self.folder / f"{self.index}.json", self.told[self.index])
+
+    def listen(self) -> None:
+        """Read how the others are, and which hosts are lost."""
+        now = time.monotonic()
+        for i in self.others():
+            found = _read(self.folder / f"{i}.json")
+            if found is not None and found != self.told.get(i):
+                self.told[i], self._heard[i] = found, now
+        for i in self.others():
+            told = self.told.get(i, {})
+            self.lost = {int(j): why for j, why in told.get("lost", {}).items()} | self.lost
+            if self.state(i) == "lost":
+                self.lost.setdefault(i, told["why"])
+            elif self.state(i) != "ended" and now > self._heard[i] + self.timeout:
+                self.lost.setdefault(i, f"it gave no sign of life for {self.timeout:g} seconds")
+
+    def others(self) -> list[int]:
+        return [i for i in self.members if i != self.index]
+
+    def state(self, i: int) -> str:
+        return self.told[i]["state"] if i in self.told else "runs"
+
+    def name(self, i: int) -> str:
+        return f"{i} ({self.told[i]['host']})" if i in self.told else str(i)
+
+    def plan(self, address: str, lock: Path) -> dict[str, Any] | None:
+        """Return which hosts go on, and where they meet, once all that are left wait for it: the first one decides."""
+        path = self.folder / f"plan-{self.generation}.json"
+        left = [i for i in self.members if i not in self.lost and self.state(i) != "ended"]
+        waiting = [i for i in left if self.state(i) == "waits" and self.told[i]["generation"] == self.generation]
+        if left == waiting and left[0] == self.index and not path.exists():
+            # So many that what could be divided by the number in the beginning can be divided by theirs.
+            most = max(n for n in range(1, len(left) + 1) if self.count % n == 0)
+            _remove_lock(lock, [(told["host"], told["process"]) for told in self.told.values()])
+            _write(path, {"hosts": left[:most], "coordinator": f"{address}:{_free_port()}"})
+        return _read(path)
+
+    def go_on_as(self, members: Sequence[int]) -> None:
+        self.members = list(members)
+        self._heard = dict.fromkeys(self.members, time.monotonic())
+
+
+class _Supervisor:
+    """Starts the process of this host, and another one when a host is lost."""
+
+    def __init__(self, arguments: Sequence[str], options: argparse.Namespace):
+        self.arguments, self.options = list(arguments), options
+        self.hosts: _Hosts | None = None
+        """Unknown until the process is connected."""
+        self.announced: set[int] = set()
+
+    def run(self) -> int:
+        """Run processes until training ends; the exit status."""
+        more: list[str] = []
+        while True:
+            self.start(more)
+            status = self.watch()
+            self.end()
+            if status is not None or self.hosts is None:
+                sys.stderr.buffer.write(b"".join(self.held))
+                sys.stderr.flush()
+                return 128 - status if status is not None and status < 0 else status or 0
+            self.announce(self.hosts)
+            plan = self.agree(self.hosts) if self.options.elastic else None
+            if plan is None:
+                return 1
+            hosts: list[int] = plan["hosts"]
+            if self.hosts.index not in hosts:
+                _say(f"Training goes on without this host: with {len(hosts)}, which divides {self.hosts.count}.")
+                return 0
+            if self.hosts.index == hosts[0]:
+                _say(f"Training goes on from the latest checkpoint on {len(hosts)} of {self.hosts.count} hosts.")
+            self.hosts.go_on_as(hosts)
+            more = ["--coordinator", plan["coordinator"], "--processes", str(len(hosts))]
+            more += ["--process-index", str(hosts.index(self.hosts.index))]
+            if (self.options.out / "config.json").is_file():
+                more.append("--resume")
+
+    def start(self, more: Sequence[str]) -> None:
+        self.channel, its = socket.socketpair()
+        self.channel.setblocking(False)
+        with its:
+            self.worker = subprocess.Popen(
+                [sys.executable, sys.argv[0], *self.arguments, *more],
+                env=os.environ | {_CHANNEL: str(its.fileno())},
+                pass_fds=[its.fileno()],
+                stderr=subprocess.PIPE,
+                process_group=0,  # Ctrl-C comes from here, and once
+            )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._pass_on)
+        self.held: list[bytes] = []
+        self.printer = threading.Thread(target=_print, args=(self.worker.stderr, self.held), daemon=True)
+        self.printer.start()
+
+    def end(self) -> None:
+        self.worker.kill()
+        self.worker.wait()
+        self.printer.join(5)
+        self.channel.close()
+
+    def watch(self) -> int | None:
+        """Wait until the process ends; its exit status, or None if another host is lost."""
+        stuck: float | None = None
+        while True:
+            status = self.worker.poll()
+            self.hosts = self.hosts or self.connected()
+            if self.hosts is None:
+                if status is not None:
+                    return status
+                time.sleep(_LOOK)
+                continue
+            hosts, state = self.hosts, _state(status)
+            hosts.tell(state, self.worker.pid, "" if status is None else f"its process was ended by signal {-status}")
+            hosts.listen()
+            if state == "lost":
+                _say(f"The process of this host, {hosts.name(hosts.index)}, was ended by signal {-(status or 0)}.")
+            if state in ("lost", "ended"):
+                return status
+            if any(i in hosts.lost for i in hosts.members):
+                return None
+            failed = [i for i in hosts.members if hosts.state(i) == "failed"]
+            if failed:  # the others end as well, or one of them will be found to be lost
+                stuck = stuck or time.monotonic()
+                late = time.monotonic() > stuck + hosts.timeout + 2 * _BEAT
+                if late and status is None:
+                    _say(f"Host {', '.join(map(hosts.name, failed))} has failed; its output says why.")
+                if late or (status is not None and all(hosts.state(i) != "runs" for i in hosts.members)):
+                    return status or 1
+            time.sleep(_LOOK)
+
+    def connected(self) -> _Hosts | None:
+        """Return the hosts once the process knows them."""
+        try:
+            index, count, token = json.loads(self.channel.recv(1000))
+        except (BlockingIOError, ValueError):  # not yet, or it has ended
+            return None
+        return _Hosts(self.options.out / "hosts" / str(token), index, count, self.options.host_timeout)
+
+    def announce(self, hosts: _Hosts) -> None:
+        for i in sorted(hosts.lost.keys() - self.announced):
+            _say(f"Host {hosts.name(i)} was lost: {hosts.lost[i]}.")
+            self.announced.add(i)
+
+    def agree(self, hosts: _Hosts) -> dict[str, Any] | None:
+        """Wait for the plan of those that are left; None if they count this one as lost."""
+        hosts.generation += 1
+        while True:
+            hosts.tell("waits", self.worker.pid)
+            hosts.listen()
+            self.announce(hosts)
+            if hosts.index in hosts.lost:
+                return None
+            if (plan := hosts.plan(_address(self.options.coordinator), self.options.out / "lock.json")) is not None:
+                return plan
+            time.sleep(_LOOK)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if self.worker.poll() is None:
+            self.worker.send_signal(number)
+        else:
+            os._exit(128 + number)
+
+
+def _state(status: int | None) -> str:
+    if status is None:
+        return "runs"
+    if status in (1, -signal.SIGABRT):  # so it ends when another one is lost, too
+        return "failed"
+    return "ended" if status >= 0 else "lost"
+
+
+_FATAL = re.compile(rb"Traceback \(most recent call last\)|Fatal Python error|F\d{4} |[WE]\d{4} .*coordination")
+
+
+def _print(stream: IO[bytes], held: list[bytes]) -> None:
+    """Pass on what a process prints, but not how it ends: nobody wants to see that if a host was lost."""
+    for line in stream:
+        if held or _FATAL.match(line):
+            held.append(line)
+        else:
+            sys.stderr.buffer.write(line)
+            sys.stderr.flush()
+
+
+def _say(text: str) -> None:
+    print(f"train_lm.py: {text}", file=sys.stderr, flush=True)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # training says so itself, if files cannot be written
+        unfinished = path.with_suffix(".new")
+        unfinished.write_text(json.dumps(content))
+        os.replace(unfinished, path)
+
+
+def _remove_lock(path: Path, ended: Sequence[tuple[str, int]]) -> None:
+    """Remove the lock of a process that has ended: from another host, nobody else could see that it has."""
+    holder = _read(path)
+    if holder is not None and (holder.get("host"), holder.get("pid")) in ended:
+        path.unlink(missing_ok=True)
+
+
+def _address(coordinator: str) -> str:
+    """How other hosts reach this one: by the address from which it reaches them."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
+        s.connect((coordinator.rpartition(":")[0] or "192.0.2.1", 9))  # this sends nothing
+        return s.getsockname()[0]
+    return socket.gethostname()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return s.getsockname()[1]

@@ -1,0 +1,144 @@
+"""The training example when a host is lost: what it says, how long it takes, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.processes import Ended, free_port, run, training
+
+_Hosts = training.train_lm.hosts._Hosts
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+Processes = list[Popen[bytes]]
+STEPS = 12
+LIMIT = 400
+SCRIPT = Path(training.train_lm.__file__)
+HOST = socket.gethostname()
+
+
+def flags(folder: Path, devices: int) -> list[str]:
+    flags = [*training.SMALL, "--data", str(training.text(folder)), "--out", str(folder / "run"), "--steps", str(STEPS)]
+    return [*flags, "--samples", "0", "--evaluate-every", "1000", "--simulated-devices", str(devices)]
+
+
+def train(folder: Path, count: int, meanwhile: Callable[[Processes], None], *more: str) -> Ended:
+    """Start the script on several hosts, and do something to them while they train."""
+    same = [*flags(folder, 8 // count), "--distributed", "--host-timeout", "5", *more]
+    same += ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", str(count)]
+    commands = [[str(SCRIPT), *same, "--process-index", str(i)] for i in range(count)]
+    quick = [{"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}] * count
+    return run(commands, folder, LIMIT, environments=quick, meanwhile=meanwhile)
+
+
+def said(ended: Ended, host: int) -> list[str]:
+    """What a supervisor or its process said, other than on the way: a traceback would be in it, too."""
+    lines = ended.printed[host].splitlines()
+    return [
+        line.removeprefix("train_lm.py: ") for line in lines if line.startswith(("train_lm.py: ", "Trace", "Fatal"))
+    ]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    rows = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def wait_for(found: Callable[[], Any]) -> Any:
+    """What is found, as soon as there is something."""
+    stop = time.monotonic() + LIMIT
+    while time.monotonic() < stop:
+        if value := found():
+            return value
+        time.sleep(0.05)
+    raise AssertionError("it did not happen")
+
+
+def process(out: Path, host: int) -> int:
+    """The process that trains on a host."""
+    (path,) = wait_for(lambda: list(out.glob(f"hosts/*/{host}.json")))
+    return json.loads(path.read_text())["process"]
+
+
+def latest(out: Path) -> int:
+    """The step of the latest checkpoint that is complete."""
+    paths = out.glob("checkpoints/step-??????/_CHECKPOINT_METADATA")  # not those that are being written
+    steps = [int(path.parent.name.removeprefix("step-")) for path in paths]
+    return max(steps, default=0)
+
+
+def test_the_others_end(tmp_path: Path) -> None:
+    """Soon, and with one line, also when the process is killed that connects the others."""
+    out, killed = tmp_path / "run", 0.0
+
+    def kill(processes: Processes) -> None:
+        nonlocal killed
+        wait_for(lambda: latest(out))
+        os.kill(process(out, 0), signal.SIGKILL)
+        killed = time.monotonic()
+
+    ended = train(tmp_path, 2, kill)
+    assert time.monotonic() < killed + 10
+    assert ended.statuses == [128 + signal.SIGKILL, 1], ended.printed
+    assert said(ended, 0) == [f"The process of this host, 0 ({HOST}), was ended by signal 9."]
+    assert said(ended, 1) == [f"Host 0 ({HOST}) was lost: its process was ended by signal 9."]
+
+
+def test_the_others_go_on(tmp_path: Path) -> None:
+    """The host is gone that has the lock and connects the others; what is left has the losses that all would have."""
+    out = tmp_path / "run"
+
+    def kill(processes: Processes) -> None:
+        wait_for(lambda: latest(out) >= 4)
+        processes[0].kill()
+
+    ended = train(tmp_path, 2, kill, "--elastic")
+    assert ended.statuses == [-signal.SIGKILL, 0], ended.printed
+    assert said(ended, 1) == [
+        f"Host 0 ({HOST}) was lost: it gave no sign of life for 5 seconds.",
+        "Training goes on from the latest checkpoint on 1 of 2 hosts.",
+    ]
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    assert training.train_lm.main(flags(undisturbed, 8)) == 0
+    found, expected = losses(tmp_path), losses(undisturbed)
+    assert list(found) == list(expected) == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-3)
+
+
+def test_who_goes_on(tmp_path: Path) -> None:
+    """As many hosts as divide their number in the beginning; the first one of them decides."""
+    hosts = [_Hosts(tmp_path / "1", i, 6, timeout=100) for i in range(6)]
+    lock = tmp_path / "lock.json"
+    lock.write_text(json.dumps({"host": HOST, "pid": 1}))
+    for other in hosts:
+        other.tell("lost" if other.index in (0, 4) else "waits", 1 + other.index, "reasons")
+    for other in hosts:
+        other.listen()
+        assert set(other.lost) == {0, 4} - {other.index}
+    assert hosts[2].plan("here", lock) is None and lock.exists()
+    hosts[5].tell("runs", 6)
+    hosts[1].listen()
+    assert hosts[1].plan("here", lock) is None
+    hosts[5].tell("waits", 6)
+    hosts[1].listen()
+    plan = hosts[1].plan("here", lock)
+    assert plan is not None and plan["hosts"] == [1, 2, 3] and plan["coordinator"].startswith("here:")
+    assert all(hosts[i].plan("elsewhere", lock) == plan for i in (1, 2, 3, 5)) and not lock.exists()
+    hosts[3].go_on_as(plan["hosts"])
+    hosts[3].timeout = -1
+    hosts[3].listen()
+    assert set(hosts[3].lost) == {0, 1, 2, 4}
+    _Hosts(tmp_path / "2", 0, 2, timeout=1)
+    assert not (tmp_path / "1").exists()
