@@ -78,6 +78,7 @@ def latest(out: Path) -> int:
     return max(steps, default=0)
 
 
+@pytest.mark.further
 def test_the_others_end(tmp_path: Path) -> None:
     """Soon, and with one line, also when the process is killed that connects the others."""
     out, killed = tmp_path / "run", 0.0
