@@ -1,11 +1,14 @@
 """`python .ci/check_site.py site`: what `zensical build --strict` does not check.
 
-Every name that the reference lists is on its page, with a docstring; examples came out as code; links within the site
-lead somewhere; and nothing that a page needs lies elsewhere, so that the site can be read without a network.
+Every name that the reference lists is on its page, with a docstring; examples came out as code; no signature shows a
+private name; links within the site lead somewhere; the search finds what people type, and the errors that the site
+explains; and nothing that a page needs lies elsewhere, so that the site can be read without a network.
 """
 
 from __future__ import annotations
 
+import html
+import json
 import re
 import sys
 from html.parser import HTMLParser
@@ -13,6 +16,20 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 DOCS = Path(__file__).parent.parent / "docs"
+
+SEARCHES = {
+    **dict.fromkeys(("matmul", "transpose", "squeeze", "cat", "reshape", "unsqueeze", "Conv2d"), "cheat_sheet.html"),
+    **dict.fromkeys(("OOM", "out of memory", "RESOURCE_EXHAUSTED", "hang"), "troubleshooting.html"),
+    **dict.fromkeys(("halo", "convolution", "dropout"), "nn.html"),
+    "softmax": "api/nn.html#axonym.nn.softmax",
+    "einsum": "api/contractions.html#axonym.einsum",
+    "vmap": "api/transforms.html#axonym.vmap",
+    "all-gather": "glossary.html#all-gather",
+    "tensor parallelism": "glossary.html",
+    "torch": "from_pytorch.html",
+    "ShardingTypeError": "from_jax.html",
+}
+"""What people type, and a page or section that has to be among the answers. Errors are added from their page."""
 
 
 class Page(HTMLParser):
@@ -48,6 +65,23 @@ def leads_nowhere(site: Path, pages: dict[Path, Page], source: Path, link: str) 
     return bool(anchor) and target in pages and anchor not in pages[target].anchors
 
 
+def missing_answers(site: Path) -> list[str]:
+    """Return what a search does not find: an answer has all words of the query, each at the beginning of a word."""
+    items = json.loads((site / "search.json").read_text())["items"]
+    texts = [
+        (item["location"], html.unescape(re.sub(r"<[^>]+>", " ", f"{item['title']} {item['text']}")).lower())
+        for item in items
+    ]
+    headings = re.findall(r"^### (.+)$", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+    errors = {re.sub(r"[`…]", " ", heading): "troubleshooting.html#" for heading in headings}
+    problems = []
+    for query, location in (SEARCHES | errors).items():
+        words = [re.compile(rf"(?<!\w){re.escape(word)}") for word in re.findall(r"\w+", query.lower())]
+        if not any(where.startswith(location) and all(w.search(text) for w in words) for where, text in texts):
+            problems.append(f"a search for {query!r} does not find {location}")
+    return problems
+
+
 def main(site: Path) -> int:
     pages = {path: Page(path) for path in sorted(site.rglob("*.html")) if path.name != "404.html"}
     problems = []
@@ -62,6 +96,7 @@ def main(site: Path) -> int:
         text = re.sub(r"<pre.*?</pre>", "", page.text, flags=re.DOTALL)
         if "&gt;&gt;&gt;" in text or "Arguments:" in text:
             problems.append(f"{name}: an example or a list of arguments that was not recognized")
+    problems += missing_answers(site)
     names = 0
     for source in sorted((DOCS / "api").glob("*.md")):
         page = pages[site / "api" / f"{source.stem}.html"]

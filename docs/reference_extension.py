@@ -83,7 +83,8 @@ def _as_run(name: str, member: griffe.Object, module: griffe.Module, loader: gri
     value = getattr(importlib.import_module(module.path), name, None)
     if inspect.isfunction(value) and isinstance(member, (griffe.Attribute, griffe.Function)):
         if isinstance(member, griffe.Attribute):
-            member = _function(value, module)
+            types = _types_of_family(str(member.value).partition("(")[0], module)
+            member = _function(value, module, types)
             module.set_member(name, member)
         member.docstring = griffe.Docstring(
             inspect.cleandoc(value.__doc__ or ""),
@@ -98,9 +99,27 @@ def _as_run(name: str, member: griffe.Object, module: griffe.Module, loader: gri
             member.set_member("__init__", _function(found[0], member))
 
 
-def _function(value: Any, parent: griffe.Module | griffe.Class) -> griffe.Function:
+def _types_of_family(factory: str, module: griffe.Module) -> dict[str, Any]:
+    """The types of the parameters of what a factory makes: those of its protocol's first overload, for named arrays."""
+    made = module.members.get(factory)
+    if not isinstance(made, griffe.Function) or made.returns is None or str(made.returns) not in module.members:
+        return {}
+    protocol = module.members[str(made.returns)]
+    protocol = protocol.final_target if isinstance(protocol, griffe.Alias) else protocol
+    if not isinstance(protocol, griffe.Class):
+        return {}
+    call = [*protocol.overloads.get("__call__", []), protocol.members.get("__call__")][0]
+    if not isinstance(call, griffe.Function):
+        return {}
+    return {p.name: "NamedArray" if str(p.annotation) == "A" else str(p.annotation) for p in call.parameters}
+
+
+def _function(value: Any, parent: griffe.Module | griffe.Class, types: dict[str, Any] | None = None) -> griffe.Function:
     """A function of a module, or what makes the objects of a class."""
     signature = inspect.signature(value)
+    if types:
+        parameters = [p.replace(annotation=types.get(p.name, p.annotation)) for p in signature.parameters.values()]
+        signature = signature.replace(parameters=parameters, return_annotation="NamedArray")
     parameters = (
         griffe.Parameter(
             parameter.name,

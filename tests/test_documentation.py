@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import axonym as axn
+from axonym import _foreign_names
 from tests.helpers import exports, modules, public_name
 
 ROOT = Path(__file__).parent.parent
@@ -52,6 +53,23 @@ def test_reference_has_each_name_once() -> None:
     names = _listed()
     assert len(names) > 500
     assert sorted(names) == sorted(set(names))
+
+
+def table_of(section: str) -> list[str]:
+    """The rows for the functions of a section: each with the first sentence of its docstring."""
+    rows = []
+    for name in re.findall(r"^::: axonym\.(\w+)$", section, flags=re.MULTILINE):
+        first = (inspect.getdoc(getattr(axn, name)) or "").partition("\n\n")[0]
+        first = " ".join(first.split()).replace("|", "\\|")
+        rows.append(f"| [`{name}`][axonym.{name}] | {first} |")
+    return rows
+
+
+def test_elementwise_operations_are_in_tables() -> None:
+    sections = REFERENCE["elementwise.md"].split("\n## ")[1:]
+    assert len(sections) > 5
+    for section in sections:
+        assert re.findall(r"^\| \[.*$", section, flags=re.MULTILINE) == table_of(section)
 
 
 def test_reference_has_every_method() -> None:
@@ -116,6 +134,21 @@ def test_both_sides_of_the_cheat_sheet_agree(by_name: str, on_raw: str, sheet: d
     for ours, theirs in zip(named, raw, strict=True):
         assert np.shape(ours) == np.shape(theirs)
         np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=1e-6, atol=1e-6)
+
+
+def foreign_rows() -> list[str]:
+    """The rows of the table of names from elsewhere: those that are answered alike share one."""
+    by_answer: dict[str, list[str]] = {}
+    for names in (_foreign_names.ARRAY, _foreign_names.PACKAGE, _foreign_names.NETWORKS):
+        for name, answer in names.items():
+            known = by_answer.setdefault(_foreign_names.sentence(answer, ("'batch'", "'embed'")).strip(), [])
+            known += [name] if name not in known else []
+    return [f"| {', '.join(f'`{name}`' for name in names)} | {answer} |" for answer, names in by_answer.items()]
+
+
+def test_cheat_sheet_has_names_from_elsewhere() -> None:
+    table = CHEAT_SHEET.partition("## Names you may know")[2]
+    assert table.split("|---|---|\n")[1].splitlines() == foreign_rows()
 
 
 # --- what pages say in passing ---

@@ -100,15 +100,16 @@ NETWORKS = {
 def in_package(package: str, name: str) -> str:
     """Return one sentence for a name that a package lacks, or nothing."""
     known = NETWORKS if package.endswith(".nn") else PACKAGE
-    return _sentence(known.get(name), ("'batch'", "'embed'"))
+    return sentence(known.get(name), ("'batch'", "'embed'"))
 
 
 def of_array(name: str, names: Sequence[str]) -> str:
     """Return one sentence for an attribute that named arrays lack, or nothing."""
-    return _sentence(ARRAY.get(name), tuple(map(repr, names)) or ("'axis'",))
+    return sentence(ARRAY.get(name), tuple(map(repr, names)) or ("'axis'",))
 
 
-def _sentence(advice: str | None, axes: Sequence[str]) -> str:
+def sentence(advice: str | None, axes: Sequence[str]) -> str:
+    """Return a piece of advice as a sentence that names the axes of an array."""
     if advice is None:
         return ""
     end = "," if len(axes) == 1 else ""
