@@ -1,4 +1,4 @@
-"""Llama, written in names: the architecture of `LlamaForCausalLM` in Hugging Face's `transformers`.
+"""Llama and its relatives, written in names: the architectures of `transformers` that are in `FAMILIES`.
 
 What the axes are called, and what they are:
 
@@ -21,11 +21,12 @@ Nothing here says how the model is distributed. That is a mapping from these nam
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 import axonym as axn
 from axonym import Axis, NamedArray, nn
@@ -48,12 +49,27 @@ class Config:
     norm_eps: float = 1e-6
     tied: bool = False
     """Whether tokens are embedded and predicted with one table."""
+    bias: bool = False
+    """Whether queries, keys and values have biases."""
+    norm_heads: bool = False
+    """Whether queries and keys are normalized."""
+    window: int | None = None
+    """How many positions a query attends to, including its own; all by default."""
+    activation: Callable[[NamedArray], NamedArray] = nn.silu
+    norm: type[nn.RmsNorm] = nn.RmsNorm
+    embedding_scale: float = 1.0
+    """What embedded tokens are multiplied by."""
 
     @staticmethod
     def from_huggingface(config: Mapping[str, Any]) -> Config:
         """Read a `config.json`, as a dictionary."""
+        family = config.get("model_type", "llama")
+        if family not in FAMILIES:
+            raise ValueError(f"Llama: the configuration is of a {family!r}; this model can be {', '.join(FAMILIES)}.")
         if wrong := [name for name in ("attention_bias", "mlp_bias") if config.get(name)]:
             raise ValueError(f"Llama: the configuration asks for {', '.join(wrong)}, which this model has not.")
+        if (activation := config.get("hidden_act", "silu")) != "silu" and family != "gemma":
+            raise ValueError(f"Llama: the configuration asks for the activation {activation!r}; this model has silu.")
         heads = config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
         rotary = config.get("rope_parameters") or config.get("rope_scaling")
@@ -67,8 +83,47 @@ class Config:
             Mlp=Axis("mlp", config["intermediate_size"]),
             rotary=Rotary.from_config(rotary, theta=config.get("rope_theta")),
             norm_eps=config["rms_norm_eps"],
-            tied=config.get("tie_word_embeddings", False),
+            window=_window(config),
+            **{"tied": config.get("tie_word_embeddings", False)} | FAMILIES[family](config),
         )
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    """How many positions a query attends to, by the layers' types or, in older files, by what the family does."""
+    window = config.get("sliding_window")
+    kinds = set(config.get("layer_types") or ())
+    if len(kinds) > 1:
+        raise ValueError(f"Llama: the layers of this model are all alike, not of {len(kinds)} types, {sorted(kinds)}.")
+    slides = config.get("use_sliding_window", True) if not kinds else kinds == {"sliding_attention"}
+    return window if slides else None
+
+
+class ShiftedRmsNorm(nn.RmsNorm):
+    """Root-mean-square normalization whose weight is the scale less one."""
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        assert self.weight is not None
+        scale = self.weight.astype("float32") + 1
+        return nn.RmsNorm(self.axis, scale, None, self.eps)(x.astype("float32")).astype(x.dtype)
+
+
+def _gemma(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "tied": config.get("tie_word_embeddings", True),
+        "activation": nn.gelu,
+        "norm": ShiftedRmsNorm,
+        "embedding_scale": config["hidden_size"] ** 0.5,
+    }
+
+
+# What differs from Llama, by the `model_type` of a configuration.
+FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "llama": lambda config: {},
+    "mistral": lambda config: {},
+    "qwen2": lambda config: {"bias": True},
+    "qwen3": lambda config: {"norm_heads": True},
+    "gemma": _gemma,
+}
 
 
 class Attention(eqx.Module):
@@ -78,39 +133,50 @@ class Attention(eqx.Module):
     k_proj: nn.Linear
     v_proj: nn.Linear
     o_proj: nn.Linear
+    q_norm: nn.RmsNorm | None
+    k_norm: nn.RmsNorm | None
     rotary: Rotary = eqx.field(static=True)
+    window: int | None = eqx.field(static=True)
 
     @staticmethod
     def init(config: Config, *, key: jax.Array) -> Attention:
         c, keys = config, jax.random.split(key, 4)
         heads = (c.KVHeads, c.Group, c.HeadSize)
         return Attention(
-            q_proj=nn.Linear.init(c.Embed, heads, key=keys[0], use_bias=False),
-            k_proj=nn.Linear.init(c.Embed, (c.KVHeads, c.HeadSize), key=keys[1], use_bias=False),
-            v_proj=nn.Linear.init(c.Embed, (c.KVHeads, c.HeadSize), key=keys[2], use_bias=False),
+            q_proj=nn.Linear.init(c.Embed, heads, key=keys[0], use_bias=c.bias),
+            k_proj=nn.Linear.init(c.Embed, (c.KVHeads, c.HeadSize), key=keys[1], use_bias=c.bias),
+            v_proj=nn.Linear.init(c.Embed, (c.KVHeads, c.HeadSize), key=keys[2], use_bias=c.bias),
             o_proj=nn.Linear.init(heads, c.Embed, key=keys[3], use_bias=False),
+            q_norm=c.norm.init(c.HeadSize, c.norm_eps, use_bias=False) if c.norm_heads else None,
+            k_norm=c.norm.init(c.HeadSize, c.norm_eps, use_bias=False) if c.norm_heads else None,
             rotary=c.rotary,
+            window=c.window,
         )
 
     def __call__(self, x: NamedArray) -> NamedArray:
         q, k, v = self._projected(x, "pos")
-        attended = dot_product_attention(q, k, v, "key_pos", "head_size", mask=Causal("pos"))
+        attended = dot_product_attention(q, k, v, "key_pos", "head_size", mask=Causal("pos", self.window))
         return self.o_proj(attended)
 
-    def extend(self, x: NamedArray, cache: KVCache) -> tuple[NamedArray, KVCache]:
-        """The same for tokens that come after those in a cache, and the cache with them."""
+    def extend(self, x: NamedArray, cache: KVCache, count: NamedArray | None = None) -> tuple[NamedArray, KVCache]:
+        """The same for tokens that come after those in a cache, of which `count` are valid, and the cache with them."""
         positions = cache.positions(x.resolve_axis("pos"))
         q, k, v = self._projected(x, positions)
-        cache = cache.update(k, v)
+        cache = cache.update(k, v, count)
         mask = cache.mask(positions)
+        if self.window is not None:
+            keys = axn.arange(cache.keys.resolve_axis("key_pos")).broadcast_axis(positions.axes)
+            mask &= keys > positions - self.window
         attended = dot_product_attention(q, cache.keys, cache.values, "key_pos", "head_size", mask=mask)
         return self.o_proj(attended), cache
 
     def _projected(self, x: NamedArray, positions: str | NamedArray) -> tuple[NamedArray, NamedArray, NamedArray]:
         """Queries, keys and values."""
-        q = apply_rotary(self.q_proj(x), "head_size", positions, self.rotary)
-        k = apply_rotary(self.k_proj(x), "head_size", positions, self.rotary)
-        v = self.v_proj(x)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = apply_rotary(q, "head_size", positions, self.rotary)
+        k = apply_rotary(k, "head_size", positions, self.rotary)
         # Every position attends to every other, so what is attended to needs a name of its own. The queries have the
         # axis `group` and the keys do not, which is all there is to grouped-query attention.
         return q, k.rename({"pos": "key_pos"}), v.rename({"pos": "key_pos"})
@@ -122,6 +188,7 @@ class Mlp(eqx.Module):
     gate_proj: nn.Linear
     up_proj: nn.Linear
     down_proj: nn.Linear
+    activation: Callable[[NamedArray], NamedArray] = eqx.field(static=True)
 
     @staticmethod
     def init(config: Config, *, key: jax.Array) -> Mlp:
@@ -130,10 +197,11 @@ class Mlp(eqx.Module):
             gate_proj=nn.Linear.init(config.Embed, config.Mlp, key=gate, use_bias=False),
             up_proj=nn.Linear.init(config.Embed, config.Mlp, key=up, use_bias=False),
             down_proj=nn.Linear.init(config.Mlp, config.Embed, key=down, use_bias=False),
+            activation=config.activation,
         )
 
     def __call__(self, x: NamedArray) -> NamedArray:
-        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(ModuleWithStateDictSerialization):
@@ -148,9 +216,9 @@ class Block(ModuleWithStateDictSerialization):
     def init(config: Config, *, key: jax.Array) -> Block:
         attention, mlp = jax.random.split(key)
         return Block(
-            attention_norm=nn.RmsNorm.init(config.Embed, config.norm_eps, use_bias=False),
+            attention_norm=config.norm.init(config.Embed, config.norm_eps, use_bias=False),
             attention=Attention.init(config, key=attention),
-            mlp_norm=nn.RmsNorm.init(config.Embed, config.norm_eps, use_bias=False),
+            mlp_norm=config.norm.init(config.Embed, config.norm_eps, use_bias=False),
             mlp=Mlp.init(config, key=mlp),
         )
 
@@ -158,9 +226,9 @@ class Block(ModuleWithStateDictSerialization):
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
-    def extend(self, x: NamedArray, cache: KVCache) -> tuple[NamedArray, KVCache]:
-        """The same for tokens that come after those in a cache, and the cache with them."""
-        attended, cache = self.attention.extend(self.attention_norm(x), cache)
+    def extend(self, x: NamedArray, cache: KVCache, count: NamedArray | None = None) -> tuple[NamedArray, KVCache]:
+        """The same for tokens that come after those in a cache, of which `count` are valid, and the cache with them."""
+        attended, cache = self.attention.extend(self.attention_norm(x), cache, count)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), cache
 
@@ -184,6 +252,7 @@ class Llama(ModuleWithStateDictSerialization):
     norm: nn.RmsNorm
     head: nn.Linear | None
     """None where tokens are predicted with the table that embeds them."""
+    embedding_scale: float = eqx.field(static=True)
 
     @staticmethod
     def init(config: Config, *, key: jax.Array) -> Llama:
@@ -194,12 +263,13 @@ class Llama(ModuleWithStateDictSerialization):
         return Llama(
             table=nn.Embedding.init(config.Vocab, config.Embed, key=table),
             blocks=stacked(config, key=blocks),
-            norm=nn.RmsNorm.init(config.Embed, config.norm_eps, use_bias=False),
+            norm=config.norm.init(config.Embed, config.norm_eps, use_bias=False),
             head=None if config.tied else nn.Linear.init(config.Embed, config.Vocab, key=head, use_bias=False),
+            embedding_scale=config.embedding_scale,
         )
 
     def __call__(self, tokens: NamedArray) -> NamedArray:
-        return self._logits(self.blocks.fold(self.table(tokens)))
+        return self._logits(self.blocks.fold(self._embedded(tokens)))
 
     def loss(self, tokens: NamedArray) -> jax.Array:
         """The mean surprise at each token but the first, given those before it."""
@@ -211,11 +281,30 @@ class Llama(ModuleWithStateDictSerialization):
         KVHeads, HeadSize = (keys.weight.resolve_axis(name) for name in ("kv_heads", "head_size"))
         return KVCache.init((self.blocks.Block, Batch), KVHeads, KPos, HeadSize, dtype or keys.weight.dtype)
 
-    def extend(self, tokens: NamedArray, cache: KVCache) -> tuple[NamedArray, KVCache]:
-        """The logits for tokens that come after those in a cache, and the cache with them."""
+    def extend(self, tokens: NamedArray, cache: KVCache, count: NamedArray | None = None) -> tuple[NamedArray, KVCache]:
+        """The logits for the token after those given, which come after those in a cache, and the cache with them.
+
+        Arguments:
+            tokens: the tokens, along `pos`.
+            cache: those before them.
+            count: how many of the tokens of each text are valid, all by default; the rest are padding.
+        """
+
+        def extend(block: Block, carry: tuple[NamedArray, KVCache], layer: NamedArray) -> tuple[NamedArray, KVCache]:
+            # The cache of all blocks is carried through the loop rather than scanned, so that it can stay where it is.
+            x, cache = carry
+            own = axn.tree.map(lambda all_blocks: all_blocks["layers", layer], cache)
+            x, own = block.extend(x, own, count)
+            return x, axn.tree.map(lambda all_blocks, new: all_blocks.at["layers", layer].set(new), cache, own)
+
         cache = cache.require_room(tokens.axis_size("pos"))  # in the loop over the blocks, lengths are not known
-        x, cache = self.blocks.scan_via(Block.extend)(self.table(tokens), cache)
-        return self._logits(x), cache
+        layers = axn.arange(self.blocks.Block)
+        x, cache = self.blocks.fold_via(extend)((self._embedded(tokens), cache), layers)
+        return self._logits(x["pos", -1] if count is None else x["pos", count - 1]), cache
+
+    def _embedded(self, tokens: NamedArray) -> NamedArray:
+        x = self.table(tokens)
+        return x if self.embedding_scale == 1 else x * jnp.asarray(self.embedding_scale, x.dtype)
 
     def _logits(self, x: NamedArray) -> NamedArray:
         x = self.norm(x)

@@ -20,7 +20,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 VOCAB, BATCH, LENGTH = 64, 2, 24
@@ -63,6 +77,25 @@ def llama3() -> PreTrainedModel:
     return LlamaForCausalLM(LlamaConfig(**_LLAMA, tie_word_embeddings=True, rope_parameters=rope))
 
 
+def mistral() -> PreTrainedModel:
+    """With a window shorter than the texts."""
+    return MistralForCausalLM(MistralConfig(**_LLAMA, tie_word_embeddings=False, sliding_window=5))
+
+
+def qwen2() -> PreTrainedModel:
+    """With a head for each 4 features, which is the only choice, and the table as the head."""
+    sizes = {name: size for name, size in _LLAMA.items() if name != "head_dim"}
+    return Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
+
+
+def qwen3() -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**_LLAMA, tie_word_embeddings=False))
+
+
+def gemma() -> PreTrainedModel:
+    return GemmaForCausalLM(GemmaConfig(**_LLAMA, pad_token_id=None))  # else one row of the table has no gradient
+
+
 _LLAMA = {
     "vocab_size": VOCAB,
     "hidden_size": 16,
@@ -75,7 +108,15 @@ _LLAMA = {
     "attn_implementation": "eager",
 }
 
-MODELS = {"gpt2": gpt2, "llama": llama, "llama3": llama3}
+MODELS = {
+    "gpt2": gpt2,
+    "llama": llama,
+    "llama3": llama3,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "gemma": gemma,
+}
 
 
 def results(model: PreTrainedModel) -> dict[str, Any]:

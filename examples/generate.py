@@ -1,0 +1,161 @@
+"""Write text with a model of Hugging Face's hub: `python examples/generate.py --checkpoint FOLDER --prompt TEXT`.
+
+The folder has a `config.json` of one of the families in `models/llama.py`, weights in safetensors files, and the
+`tokenizer.json` of the model. Each device reads its shard of the weights, one array at a time. With `--mesh
+data=2,model=4` there are eight devices: texts are sharded over `data`; heads, hidden features and the vocabulary over
+`model`. With `--simulated-devices 8` that works without accelerators.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import numpy as np
+from models import generation
+from models.generation import Sampling, Text
+from models.llama import Config, Llama
+
+import axonym as axn
+from axonym import NamedArray
+from axonym.state import from_torch_compatible_state_dict, load_state_dict
+
+try:
+    from tokenizers import Tokenizer
+except ImportError as e:
+    raise ImportError(f"{e}. What this example needs is optional: install axonym[examples].") from e
+
+MAPPING = {"batch": "data", "kv_heads": "model", "mlp": "model", "vocab": "model"}
+
+
+def load(folder: Path, dtype: str | None = None) -> Llama:
+    """Load the model of a folder, sharded by the active mapping, each array as it is needed."""
+    config = Config.from_huggingface(json.loads((folder / "config.json").read_text()))
+    entries = load_state_dict(folder)
+    dtype = dtype or str(entries["model.norm.weight"].dtype)
+    empty = eqx.filter_eval_shape(lambda: Llama.init(config, key=jax.random.key(0)))
+    empty = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), empty)
+    # Files of models that predict with the table that embeds tokens may have it twice.
+    ignore = ("lm_head.weight",) if config.tied else ()
+    return from_torch_compatible_state_dict(empty, entries, ignore=(*ignore, "*.rotary_emb.inv_freq"))
+
+
+def stop_tokens(folder: Path) -> set[int]:
+    """The tokens after which a text ends, by the files of a model."""
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).exists():
+            ends = json.loads((folder / name).read_text()).get("eos_token_id")
+            if ends is not None:
+                return set(ends) if isinstance(ends, list) else {ends}
+    return set()
+
+
+class Writer:
+    """Writes after prompts. What is compiled for one set of prompts serves others of the same lengths."""
+
+    def __init__(self, model: Llama, sampling: Sampling):
+        def next_token(model: Llama, text: Text, key: jax.Array) -> tuple[NamedArray, Text]:
+            return text.token, generation.step(model, text, key, sampling)
+
+        self._model, self._sampling = model, sampling
+        # One program reads the prompts, and one writes a token at any position, in the memory of the text before it.
+        self._start = axn.named_jit(generation.start)
+        self._next = axn.named_jit(next_token, donate_args=(False, True, False))
+
+    def tokens(self, prompts: Sequence[Sequence[int]], length: int, key: jax.Array) -> Iterator[np.ndarray]:
+        """Write up to `length` tokens after each prompt, one for each text at a time. Prompts may differ in length."""
+        counts = np.array([len(prompt) for prompt in prompts], np.int32)
+        padded = np.zeros((len(prompts), counts.max()), np.int32)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        count = None if counts.min() == counts.max() else axn.named(counts, "batch")
+        named = axn.named(padded, ("batch", "pos"))
+        text = self._start(self._model, named, key, self._sampling, int(counts.max()) + length, count)
+        for left in reversed(range(length)):
+            token = text.token
+            if left:  # the device works on the next token while this one is looked at
+                token, text = self._next(self._model, text, key)
+            yield axn.to_host(token).array
+
+
+def write(writer: Writer, tokenizer: Tokenizer, prompts: Sequence[str], length: int, stop: set[int], seed: int) -> None:
+    """Print each prompt and what follows; a single one as it is written."""
+    encoded = [tokenizer.encode(prompt).ids for prompt in prompts]
+    if empty := [prompt for prompt, ids in zip(prompts, encoded, strict=True) if not ids]:
+        raise SystemExit(f"The prompt {empty[0]!r} has no tokens; give it at least one.")
+    written: list[list[int]] = [[] for _ in prompts]
+    done, shown, started = [False] * len(prompts), "", time.perf_counter()
+    if len(prompts) == 1:
+        print(prompts[0], end="", flush=True)
+    first = None
+    for tokens in writer.tokens(encoded, length, jax.random.key(seed)):
+        first = first or time.perf_counter()
+        for i, token in enumerate(tokens.tolist()):
+            done[i] = done[i] or token in stop
+            if not done[i]:
+                written[i].append(token)
+        text = tokenizer.decode(written[0])
+        if len(prompts) == 1 and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the first bytes of a character
+            print(text[len(shown) :], end="", flush=True)
+            shown = text
+        if all(done):
+            break
+    if len(prompts) == 1:
+        print()
+    else:
+        for prompt, ids in zip(prompts, written, strict=True):
+            print(f"{prompt}{tokenizer.decode(ids)}\n")
+    count, now = sum(map(len, written)), time.perf_counter()
+    if first is not None and count > len(prompts):
+        rate = (count - len(prompts)) / (now - first)
+        print(f"{first - started:.1f} s to the first token, then {rate:.1f} tokens per second", file=sys.stderr)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, required=True, help="a folder with a model")
+    parser.add_argument("--prompt", action="append", required=True, help="how a text begins; give several for a batch")
+    parser.add_argument("--length", type=int, default=64, help="the most tokens to write after each prompt")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token")
+    parser.add_argument("--top-k", type=int)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--min-p", type=float)
+    parser.add_argument("--repetition-penalty", type=float, default=1.0)
+    parser.add_argument("--stop", action="append", default=[], help="a token that ends a text, besides the model's own")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", help="such as bfloat16; by default that of the weights")
+    parser.add_argument("--mesh", default="data=1,model=1", help="the mesh axes and their sizes")
+    parser.add_argument("--simulated-devices", type=int, help="how many devices the CPU stands for")
+    args = parser.parse_args(arguments)
+    if args.simulated_devices:
+        jax.config.update("jax_num_cpu_devices", args.simulated_devices)
+    if args.length < 1:
+        parser.error("--length must be at least 1")
+    tokenizer = Tokenizer.from_file(str(args.checkpoint / "tokenizer.json"))
+    stop = stop_tokens(args.checkpoint)
+    for token in args.stop:
+        if (number := tokenizer.token_to_id(token)) is None:
+            parser.error(f"--stop: {token!r} is no token of the model")
+        stop.add(number)
+    sampling = Sampling(
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+    )
+    sizes = {name: int(size) for name, _, size in (axis.partition("=") for axis in args.mesh.split(","))}
+    mesh = axn.make_mesh(sizes)
+    with jax.set_mesh(mesh), axn.axis_mapping({n: axis for n, axis in MAPPING.items() if axis in sizes}):
+        writer = Writer(load(args.checkpoint, args.dtype), sampling)
+        write(writer, tokenizer, args.prompt, args.length, stop, args.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""`examples/generate.py` writes what the model says, however it is distributed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import axonym as axn
+from axonym.state import save_state_dict
+from examples import generate
+from examples.models.llama import Llama
+from tests.examples.runs import EXAMPLES
+
+write: Any = generate.generation.generate
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+GOLDEN = EXAMPLES.parent / "tests" / "interop" / "golden" / "llama.npz"
+STOP = 7
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model as on the hub, in two files, whose words are its tokens' numbers."""
+    folder = tmp_path_factory.mktemp("llama")
+    with np.load(GOLDEN) as kept:
+        weights = {name.removeprefix("weights/"): kept[name] for name in kept if name.startswith("weights/")}
+        config = json.loads(str(kept["config"]))
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": STOP}))
+    names, index = sorted(weights), {}
+    for i, part in enumerate((names[::2], names[1::2])):
+        save_state_dict({name: weights[name] for name in part}, folder / f"part-{i}.safetensors")
+        index |= dict.fromkeys(part, f"part-{i}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(config["vocab_size"])}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Llama:
+    return generate.load(folder)
+
+
+def greedy(model: Llama, prompt: list[int], length: int) -> list[int]:
+    """The likeliest tokens, by the model without a cache."""
+    tokens = list(prompt)
+    logits = jax.jit(lambda tokens: model(tokens))
+    for _ in range(length):
+        padded = np.array(tokens + [0] * (len(prompt) + length - len(tokens)))  # what comes later does not matter
+        tokens.append(int(logits(axn.named(padded, "pos"))["pos", len(tokens) - 1].argmax("vocab").item()))
+    return tokens[len(prompt) :]
+
+
+PROMPTS = [[3, 14, 15, 9, 2, 6], [31, 41]]
+LENGTH = 8
+
+
+@pytest.fixture(scope="module")
+def expected(model: Llama) -> list[list[int]]:
+    return [greedy(model, prompt, LENGTH) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_sharded_and_of_different_lengths(folder: Path, expected: list[list[int]], explicit: bool) -> None:
+    mesh = axn.make_mesh({"data": 2, "model": 2}, explicit=explicit)
+    with jax.set_mesh(mesh), axn.axis_mapping(generate.MAPPING):
+        model = generate.load(folder)
+        assert model.blocks.stacked.mlp.up_proj.weight.array.sharding.shard_shape((2, 32, 16)) == (2, 16, 16)
+        writer = generate.Writer(model, generate.Sampling(temperature=0))
+        written = np.stack(list(writer.tokens(PROMPTS, LENGTH, jax.random.key(0))), axis=1)
+    assert written.tolist() == expected
+
+
+def test_the_cache_is_donated(model: Llama) -> None:
+    """One program for all positions writes its results over its arguments."""
+    sampling = generate.Sampling(temperature=0)
+    prompts = axn.named(np.array([PROMPTS[0]]), ("batch", "pos"))
+    text = jax.eval_shape(lambda: generate.generation.start(model, prompts, jax.random.key(0), sampling, 20))
+    step = generate.Writer(model, sampling)._next
+    program = step.lower(model, text, jax.random.key(0)).compile()
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(text))
+    assert program.memory_analysis().alias_size_in_bytes == held
+
+
+def test_command(folder: Path, expected: list[list[int]], capsys: pytest.CaptureFixture[str]) -> None:
+    """It writes until a token that ends the text, a single prompt as it comes."""
+    ends = str(expected[0][4])
+    arguments = ["--checkpoint", str(folder), "--length", str(LENGTH), "--temperature", "0"]
+    one = " ".join(map(str, PROMPTS[0]))
+    generate.main([*arguments, "--prompt", one, "--stop", ends])
+    assert capsys.readouterr().out == one + " ".join(map(str, expected[0][: expected[0].index(int(ends))])) + "\n"
+    two = [" ".join(map(str, prompt)) for prompt in PROMPTS]
+    generate.main([*arguments, "--prompt", two[0], "--prompt", two[1]])
+    printed = capsys.readouterr().out
+    for prompt, tokens in zip(two, expected, strict=True):
+        kept = tokens[: tokens.index(STOP)] if STOP in tokens else tokens
+        assert prompt + " ".join(map(str, kept)) in printed
+
+
+def test_sampling(model: Llama) -> None:
+    """Draws are of the tokens that the filters leave, and a penalty keeps tokens from coming again."""
+    prompts = axn.named(np.array([PROMPTS[0]] * 4), ("batch", "pos"))
+
+    def drawn(seed: int, **options: Any) -> np.ndarray:
+        sampling = generate.Sampling(**options)
+        written = jax.jit(lambda key: write(model, prompts, 8, key, sampling))(jax.random.key(seed))
+        return np.asarray(written.rearrange(("batch", "pos")).array)
+
+    assert not np.array_equal(drawn(0), drawn(1)) and np.array_equal(drawn(0), drawn(0))
+    likeliest = drawn(0, temperature=0)
+    for filters in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        np.testing.assert_array_equal(drawn(1, **filters), likeliest)
+    for row in drawn(0, temperature=0, repetition_penalty=1e6):
+        assert len({*row, *PROMPTS[0]}) == len(row) + len(set(PROMPTS[0]))
+
+
+def test_families_that_are_not_there(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for change, message in (
+        ({"model_type": "gemma3_text"}, "of a 'gemma3_text'; this model can be llama, mistral, qwen2, qwen3, gemma"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "all alike, not of 2 types"),
+        ({"hidden_act": "relu"}, "activation 'relu'"),
+        ({"attention_bias": True}, "attention_bias"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate.Config.from_huggingface(config | change)
