@@ -22,8 +22,9 @@ def test_plain_functions_pass_on_every_placement() -> None:
         hidden = axn.nn.softmax(axn.dot(x, w, axis="embed"), "mlp")
         return {"hidden": hidden, "top": axn.argmax(hidden, "mlp"), "count": 3}
 
-    compared = check_shard_invariance(layer, X, W, draws=8)
-    assert compared >= 6, "only mappings of batch and mlp to one mesh axis are refused"
+    result = check_shard_invariance(layer, X, W, draws=8)
+    assert result.compared >= 6 and result.compared + len(result.refusals) == 8
+    assert all("'batch' and 'mlp' of the result would both be sharded over" in m for m in result.refusals.values())
 
 
 def test_missing_psum_is_found_and_made_small() -> None:
@@ -43,7 +44,9 @@ def test_psum_in_place_passes() -> None:
     def summed(x: axn.NamedArray, w: axn.NamedArray) -> Any:
         return axn.shard_map(lambda x, w: axn.psum(axn.dot(x, w, axis="embed"), "embed"))(x, w)
 
-    assert 0 < check_shard_invariance(summed, X, W, draws=20) < 20, "mappings that leave embed alone are refused"
+    result = check_shard_invariance(summed, X, W, draws=20)
+    assert result.compared and result.refusals, "mappings that leave embed alone are refused"
+    assert all("psum: 'embed' is neither" in m or "both go to mesh axis" in m for m in result.refusals.values())
 
 
 def test_wrong_gradients_are_found() -> None:
@@ -61,7 +64,11 @@ def test_wrong_gradients_are_found() -> None:
 
     with pytest.raises(AssertionError, match=r"the gradient.* differs"):
         check_shard_invariance(doubled, X)
-    assert check_shard_invariance(doubled, X, gradients=False, draws=4) == 4
+    assert check_shard_invariance(doubled, X, gradients=False, draws=4).compared == 4
+
+
+def test_empty_results_are_compared() -> None:
+    assert check_shard_invariance(lambda x: x["batch", :0], X, draws=10).compared == 10
 
 
 def test_random_draws_that_depend_on_the_device_are_found() -> None:
@@ -77,7 +84,7 @@ def test_random_draws_that_depend_on_the_device_are_found() -> None:
     def noise(x: axn.NamedArray, key: jax.Array) -> Any:
         return x + axn.random.normal(key, x.axes)
 
-    assert check_shard_invariance(noise, X, jax.random.key(3), draws=6) == 6
+    assert check_shard_invariance(noise, X, jax.random.key(3), draws=6).compared == 6
 
 
 def test_the_same_seed_draws_the_same_placements() -> None:
@@ -104,5 +111,29 @@ def test_refusals() -> None:
             raise ValueError("one device only")
         return x
 
-    with pytest.raises(ValueError, match=r"every placement was refused, the first:\n.*one device only"):
-        check_shard_invariance(only_one_device, X, draws=3)
+    with pytest.raises(ValueError, match=r"every placement was refused, the first:\n.*\n.*one device only"):
+        check_shard_invariance(only_one_device, X, draws=3, refusals="one device only")
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, RuntimeError, KeyError])
+def test_an_error_on_several_devices_is_no_refusal(error: type[Exception]) -> None:
+    def shaky(x: axn.NamedArray) -> axn.NamedArray:
+        if jax.sharding.get_abstract_mesh().size > 2:
+            raise error("an axis was lost")
+        return x
+
+    with pytest.raises(AssertionError, match=r"shaky depends on how .*\n.*\nit raises .*an axis was lost") as raised:
+        check_shard_invariance(shaky, X, draws=10)
+    assert isinstance(raised.value.__cause__, error)
+    result = check_shard_invariance(shaky, X, draws=10, refusals="axis was lost")
+    assert result.compared and set(map(type, result.refusals.values())) == {str}
+
+
+def test_what_jax_refuses_of_raw_arrays_is_named() -> None:
+    def reshaped(x: axn.NamedArray) -> jax.Array:
+        return x.array.reshape(4, 32)
+
+    with pytest.raises(AssertionError, match="it raises ShardingTypeError"):
+        check_shard_invariance(reshaped, X)
+    result = check_shard_invariance(reshaped, X, refusals="reshape")
+    assert result.compared and result.refusals

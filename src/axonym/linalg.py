@@ -23,7 +23,7 @@ import jax.scipy.linalg
 from . import _errors, _kernels
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of
 from .named_array import NamedArray
-from .ops._operands import check_new_axis, distinct, require_named
+from .ops._operands import check_new_axis, distinct, require_named, static_number
 
 MatrixAxes: TypeAlias = "tuple[AxisSelector, AxisSelector]"
 
@@ -435,4 +435,6 @@ def norm(a: NamedArray, axis: AxisSelection | None = None, ord: Any = None) -> N
     NamedArray(float32[], 7.)
     """
     require_named("linalg.norm", a)
+    if not (ord is None or isinstance(ord, str)):
+        ord = static_number("linalg.norm", "ord", ord)
     return _norm_kernel(a.names, _kernels.hashable(axis), ord).apply(a.array)

@@ -237,14 +237,18 @@ def _draw_where(rng: random.Random, values: Sequence[Value]) -> Any:
     return None
 
 
-def _draw_gather(rng: random.Random, values: Sequence[Value]) -> Any:
-    chosen = one(axis=long_axis, new=_fresh)(rng, values)
+def _draw_gather(rng: random.Random, values: Sequence[Value], suits: Callable[[Value], bool] = lambda x: True) -> Any:
+    chosen = one(suits, axis=long_axis, new=_fresh)(rng, values)
     if chosen is None:
         return None
     (i,), options = chosen
     size = values[i].size(options["axis"])
     positions = [rng.randrange(-size, size) for _ in range(rng.randint(1, 4))]
     return (i,), {**options, "positions": positions}
+
+
+def _draw_scatter(rng: random.Random, values: Sequence[Value]) -> Any:
+    return _draw_gather(rng, values, _ordered)
 
 
 def _gather(xp: Any, x: Value, axis: str, new: str, positions: list[int]) -> Any:
@@ -307,6 +311,104 @@ def _dtype_below(rng: random.Random, x: Value) -> str | None:
 
 def _cast(xp: Any, x: Value, dtype: str) -> Any:
     return x.array.astype(jnp.dtype(dtype)), x.names
+
+
+def _axes_pair(rng: random.Random, x: Value) -> Names | None:
+    return tuple(rng.sample(x.names, 2)) if len(x.names) > 1 else None
+
+
+def _triangle(xp: Any, x: Value, pair: Names) -> Any:
+    order = [*(n for n in x.names if n not in pair), *pair]
+    kept = xp.tril(xp.transpose(x.array, [x.names.index(n) for n in order]))
+    return xp.transpose(kept, [order.index(n) for n in x.names]), x.names
+
+
+def _diagonal(xp: Any, x: Value, pair: Names, new: str) -> Any:
+    rest = tuple(n for n in x.names if n not in pair)
+    return xp.diagonal(x.array, 0, *(x.names.index(n) for n in pair)), (*rest, new)
+
+
+def _concatenate(xp: Any, a: Value, b: Value, axis: str) -> Any:
+    return xp.concatenate([a.array, aligned(xp, b, a.names)], axis=a.names.index(axis)), a.names
+
+
+def _draw_concatenate(rng: random.Random, values: Sequence[Value]) -> Any:
+    pairs = [(i, j) for i, a in enumerate(values) for j, b in enumerate(values) if a.names and {*a.names} == {*b.names}]
+    rng.shuffle(pairs)
+    for i, j in pairs[:8]:
+        a, b = values[i], values[j]
+        different = [n for n in a.names if a.size(n) != b.size(n)]
+        if len(different) < 2:
+            return (i, j), {"axis": different[0] if different else rng.choice(a.names)}
+    return None
+
+
+def _pad(xp: Any, x: Value, axis: str, width: tuple[int, int], mode: str) -> Any:
+    return xp.pad(x.array, [width if n == axis else (0, 0) for n in x.names], mode=mode), x.names
+
+
+def _unflatten(xp: Any, x: Value, axis: str, new: str) -> Any:
+    at, shape = x.names.index(axis), x.array.shape
+    split = x.array.reshape(*shape[:at], 2, shape[at] // 2, *shape[at + 1 :])
+    return split, (*x.names[:at], new, *x.names[at:])
+
+
+def even_axis(rng: random.Random, x: Value) -> str | None:
+    fitting = [n for n in x.names if x.size(n) and x.size(n) % 2 == 0]
+    return rng.choice(fitting) if fitting else None
+
+
+def _scatter(method: str) -> Callable[..., Any]:
+    def by_position(xp: Any, x: Value, axis: str, new: str, positions: list[int]) -> Any:
+        index = (slice(None),) * x.names.index(axis) + (np.array(positions),)
+        if xp is jnp:
+            return getattr(x.array.at[index], method)(3), x.names
+        copy = np.array(x.array)
+        getattr(np, {"add": "add", "max": "maximum"}[method]).at(copy, index, np.array(3).astype(copy.dtype))
+        return copy, x.names
+
+    return by_position
+
+
+def _sorted_by_index(xp: Any, x: Value, axis: str) -> Any:
+    at = x.names.index(axis)
+    order = xp.argsort(x.array, axis=at, **({"stable": True} if xp is jnp else {"kind": "stable"}))
+    return xp.take_along_axis(x.array, order, axis=at), x.names
+
+
+def _running(xp: Any, x: Value, axis: str) -> Any:
+    at = x.names.index(axis)
+    total = xp.cumsum(x.array, axis=at, dtype=x.array.dtype)
+    return xp.moveaxis(total, at, 0), (axis, *(n for n in x.names if n != axis))
+
+
+def _selected_sum(xp: Any, x: Value, axes: Names) -> Any:
+    positions = tuple(x.names.index(n) for n in axes)
+    return xp.sum(x.array, axis=positions, where=x.array > 0), tuple(n for n in x.names if n not in axes)
+
+
+def _either(xp: Any, x: Value) -> Any:
+    return xp.where(xp.any(x.array > 0), x.array + x.array, -x.array), x.names
+
+
+def _norm(xp: Any, x: Value, axes: Names) -> Any:
+    positions = tuple(x.names.index(n) for n in axes)
+    squares = xp.sum(xp.square(x.array), axis=positions)
+    return xp.sqrt(squares + 1), tuple(n for n in x.names if n not in axes)
+
+
+def _fft(xp: Any, x: Value, axis: str) -> Any:
+    return xp.fft.fft(x.array, axis=x.names.index(axis)), x.names
+
+
+def _log_softmax(xp: Any, x: Value, axis: str) -> Any:
+    return jax.nn.log_softmax(xp.asarray(x.array), axis=x.names.index(axis)), x.names
+
+
+def _logsumexp(xp: Any, x: Value, axes: Names) -> Any:
+    positions = tuple(x.names.index(n) for n in axes)
+    result = jax.scipy.special.logsumexp(xp.asarray(x.array), axis=positions)
+    return result, tuple(n for n in x.names if n not in axes)
 
 
 def _numeric(x: Value) -> bool:
@@ -434,6 +536,94 @@ OPERATIONS: dict[str, Operation] = {
         rounds=False,
     ),
     "astype": Operation("{0}.astype({dtype!r})", one(lambda x: not is_complex(x), dtype=_dtype_below), _cast),
+    "cumprod": Operation("axn.cumprod({0}, {axis!r})", one(_numeric, axis=some_axis), _along("cumprod")),
+    "median": Operation("axn.median({0}, {axes!r})", one(_small_float, **_PAIR), _reduction("median")),
+    "ptp": Operation("axn.ptp({0}, {axes!r})", one(_small_float, **_PAIR), _reduction("ptp")),
+    "logsumexp": Operation("axn.logsumexp({0}, {axes!r})", one(_small_float, **_PAIR), _logsumexp),
+    "log_softmax": Operation("axn.nn.log_softmax({0}, {axis!r})", one(_small_float, axis=some_axis), _log_softmax),
+    "norm": Operation("axn.sqrt(axn.sum(axn.square({0}), {axes!r}) + 1)", one(_small_float, **_PAIR), _norm),
+    "where_sum": Operation("axn.sum({0}, {axes!r}, where={0} > 0)", one(_ordered, **_PAIR), _selected_sum, jumps=True),
+    "tril": Operation("axn.tril({0}, *{pair!r})", one(pair=_axes_pair), _triangle, rounds=False),
+    "diagonal": Operation(
+        "axn.diagonal({0}, *{pair!r}, new_axis={new!r})", one(pair=_axes_pair, new=_fresh), _diagonal, rounds=False
+    ),
+    "concatenate": Operation("axn.concatenate([{0}, {1}], {axis!r})", _draw_concatenate, _concatenate, rounds=False),
+    "stack": Operation(
+        "axn.stack([{0}, {0}], {new!r})",
+        one(lambda x: x.array.size <= 2048, new=_fresh),
+        lambda xp, x, new: (xp.stack([x.array, x.array]), (new, *x.names)),
+        rounds=False,
+    ),
+    "pad": Operation(
+        "axn.pad({0}, {{{axis!r}: {width}}}, mode={mode!r})",
+        one(
+            axis=long_axis,
+            width=lambda rng, x: (rng.randint(0, 2), rng.randint(0, 2)),
+            mode=lambda rng, x: rng.choice(["constant", "edge", "wrap", "reflect"]),
+        ),
+        _pad,
+        rounds=False,
+    ),
+    "repeat": Operation(
+        "axn.repeat({0}, 2, {axis!r})",
+        one(axis=some_axis),
+        lambda xp, x, axis: (xp.repeat(x.array, 2, axis=x.names.index(axis)), x.names),
+        rounds=False,
+    ),
+    "tile": Operation(
+        "axn.tile({0}, {{{axis!r}: 2}})",
+        one(axis=some_axis),
+        lambda xp, x, axis: (xp.tile(x.array, [1 + (n == axis) for n in x.names]), x.names),
+        rounds=False,
+    ),
+    "unflatten_axis": Operation(
+        "axn.unflatten_axis({0}, {axis!r}, (axn.Axis({new!r}, 2), {axis!r}))",
+        one(axis=even_axis, new=_fresh),
+        _unflatten,
+        rounds=False,
+    ),
+    "sorted_by_index": Operation(
+        "axn.take_along_axis({0}, axn.argsort({0}, {axis!r}, stable=True), {axis!r})",
+        one(_ordered, axis=long_axis),
+        _sorted_by_index,
+        rounds=False,
+    ),
+    "scatter_add": Operation(
+        "{0}.at[{axis!r}, axn.named({positions}, {new!r})].add(3)", _draw_scatter, _scatter("add")
+    ),
+    "scatter_max": Operation(
+        "{0}.at[{axis!r}, axn.named({positions}, {new!r})].max(3)", _draw_scatter, _scatter("max"), rounds=False
+    ),
+    "scan": Operation(
+        "axn.scan(lambda c, x: (c + x, c + x), {axis!r})(axn.zeros_like({0}[{axis!r}, 0]), {0})[1]",
+        one(_numeric, axis=long_axis),
+        _running,
+    ),
+    "fold": Operation(
+        "axn.fold(lambda c, x: axn.maximum(c, x), {axis!r})({0}[{axis!r}, 0], {0})",
+        one(_ordered, axis=long_axis),
+        lambda xp, x, axis: (xp.max(x.array, axis=x.names.index(axis)), tuple(n for n in x.names if n != axis)),
+        rounds=False,
+    ),
+    "associative_scan": Operation(
+        "axn.associative_scan(axn.add, {0}, {axis!r})", one(is_float, axis=long_axis), _along("cumsum")
+    ),
+    "vmap": Operation(
+        "axn.vmap(lambda x: axn.flip(x) - x, {axis!r})({0})",
+        one(_numeric, axis=some_axis),
+        lambda xp, x, axis: (
+            xp.flip(x.array, axis=tuple(i for i, n in enumerate(x.names) if n != axis)) - x.array,
+            x.names,
+        ),
+    ),
+    "cond": Operation(
+        "axn.cond(axn.any({0} > 0), lambda x: x + x, lambda x: -x, {0})", one(_ordered), _either, jumps=True
+    ),
+    "fft": Operation(
+        "axn.fft.fft({0}, {axis!r})",
+        one(lambda x: x.array.dtype in (np.float32, np.complex64), axis=long_axis),
+        _fft,
+    ),
     "broadcast_axis": Operation(
         "axn.broadcast_axis({0}, axn.Axis({new!r}, 2))",
         one(lambda x: x.array.size <= 2048, new=_fresh),

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
 
 import axonym as axn
-from tests.fuzz.checks import check_steps, failure, report, try_seed
-from tests.fuzz.programs import draw_program
+from tests.fuzz import checks
+from tests.fuzz.checks import check_steps, failure, try_seed
+from tests.fuzz.programs import Program, draw_program
+from tests.fuzz.worker import ABORTED, Worker
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_programs(seed: int) -> None:
-    words = try_seed(seed)
-    assert words is None, words
+    found = try_seed(seed)
+    assert found is None, str(found)
 
 
 def test_a_seed_draws_one_program() -> None:
@@ -32,8 +35,21 @@ def test_planted_fault_is_found_and_made_short(monkeypatch: pytest.MonkeyPatch) 
     assert failure(program, 0) is None
     monkeypatch.setattr(axn, "negative", lambda x: right(right(x)) if x.dtype != "int32" else right(x) + 1)
     found = failure(program, 0)
-    assert found is not None and found[0] is check_steps
-    text = report(program, 0, *found)
+    assert found is not None and found.check is check_steps
+    text = str(found)
     assert "check_steps, seed 0" in text and "values" in text
     first = next(i for i, step in enumerate(program.steps) if step.kind == "negative")
     assert text.endswith(f"{program.up_to(first).code()}\n")
+
+
+def _abort(program: Program, seed: int) -> None:
+    os.abort()
+
+
+def test_a_program_that_ends_the_process_is_made_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "CHECKS", (_abort,))
+    worker = Worker()
+    found = checks.try_seed(3, worker.fails)
+    assert found is not None and found.words == ABORTED and len(found.program.steps) == 1
+    assert worker.call(abs, -1) == 1, "the next process does the rest"
+    worker.stop()

@@ -56,6 +56,25 @@ def test_put_along_axis_with_small_indices_on_a_long_axis() -> None:
     assert np.flatnonzero(put.array).tolist() == [100, 299]
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, bool])
+@pytest.mark.parametrize(
+    "normalise",
+    [
+        lambda x: axn.nn.softmax(x, "a"),
+        lambda x: axn.nn.log_softmax(x, "a"),
+        lambda x: axn.nn.softmax(x, "a", where=x > 0),
+        lambda x: axn.nn.standardize(x, "a"),
+        lambda x: axn.nn.standardize(x, "a", where=x > 0),
+    ],
+)
+def test_integers_are_normalised_as_floats(normalise: Callable[[Any], Any], dtype: Any) -> None:
+    """Differences of small or unsigned integers and their squares would overflow."""
+    x = axn.named(np.array([100, 127, 3, 0]).astype(dtype), "a")
+    found, expected = normalise(x), normalise(x.astype(jnp.float32))
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found.array, expected.array, rtol=1e-6)
+
+
 # --- dtypes and weak types ---
 
 
@@ -87,6 +106,39 @@ def test_scalar_arrays_are_numbers() -> None:
     np.testing.assert_array_equal(ramp.array, np.pad(np.asarray(X.array), 2, mode="linear_ramp", end_values=2))
     mean = axn.pad(X, {"a": 1}, mode="mean", stat_length=[2])
     np.testing.assert_array_equal(mean.array, np.pad(np.asarray(X.array), 1, mode="mean", stat_length=[2]))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda n: axn.std(X, "a", ddof=n - 1),
+        lambda n: axn.linalg.norm(X, "a", ord=n),
+        lambda n: axn.pad(X, {"a": 1}, mode="linear_ramp", end_values=[n, n]),
+        lambda n: axn.pad(X, {"a": 1}, mode="mean", stat_length=n),
+        lambda n: axn.pad(X, {"a": 1}, mode="mean", stat_length=[(n, n)]),
+        lambda n: axn.isclose(X, X + 1, rtol=n),
+        lambda n: axn.nonzero(X > 1, size=axn.Axis("found", 3), fill_value=n)[0],
+        lambda n: X.at["a", axn.named([5], "b")].get(mode="fill", fill_value=n),
+    ],
+)
+@pytest.mark.parametrize("two", [jnp.int32(2), np.array(2), axn.named(jnp.int32(2), ())])
+def test_arrays_of_one_number_are_numbers(call: Callable[[Any], Any], two: Any) -> None:
+    assert axn.array_equal(call(two), call(2))
+    with pytest.raises((TypeError, ValueError), match=r": `\w+` must be a scalar, got an array of shape \(2,\)"):
+        call(jnp.ones(2, jnp.int32))
+
+
+def test_an_option_that_was_refused_is_not_found_again() -> None:
+    """Of two numbers that are equal JAX takes one."""
+    with pytest.raises(TypeError):
+        axn.pad(X, {"a": 1}, mode="mean", stat_length=2.0)
+    assert axn.pad(X, {"a": 1}, mode="mean", stat_length=2).tolist() == [2.0, 3.0, 1.0, 2.0, 1.5]
+
+
+def test_minus_zero_fills() -> None:
+    for fill in (0, 0.0, -0.0):
+        found = X.at["a", axn.named([5], "b")].get(mode="fill", fill_value=fill).array[0]
+        assert np.signbit(found) == np.signbit(np.float32(fill))
 
 
 def test_minus_zero_replaces_nan() -> None:

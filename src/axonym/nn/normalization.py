@@ -32,13 +32,20 @@ def _along_kernel(
 ) -> _kernels.Kernel:
     positions = tuple(names.index(n) for n in _kernels.select(name, names, axis))
     if where is None:
-        return _kernels.make_kernel(name, lambda x: fn(x, axis=positions), (names,), names, native=True, selection=axis)
+        return _kernels.make_kernel(
+            name, lambda x: fn(_as_float(x), axis=positions), (names,), names, native=True, selection=axis
+        )
     require_subset(name, "where", where, names)
 
     def masked(x, mask):
-        return fn(x, axis=positions, where=_kernels.align(mask, where, names))
+        return fn(_as_float(x), axis=positions, where=_kernels.align(mask, where, names))
 
     return _kernels.make_kernel(name, masked, (names, where), names, selection=axis)
+
+
+def _as_float(x: jax.Array) -> jax.Array:
+    """Convert integers, whose differences and squares JAX would compute in their own dtype."""
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jax.dtypes.canonicalize_dtype(float))
 
 
 def _along(fn: Callable[..., Any], name: str, a: Any, axis: AxisSelection | None, where: Any) -> NamedArray:
@@ -120,7 +127,7 @@ def _standardize_kernel(all_names: tuple[Names, ...], labels: tuple[str, ...], a
     def positional(x, *rest):
         *arrays, epsilon = rest
         aligned = [_kernels.align(a, own, names) for a, own in zip(arrays, all_names[1:], strict=True)]
-        return jax.nn.standardize(x, positions, epsilon=epsilon, **dict(zip(labels, aligned, strict=True)))
+        return jax.nn.standardize(_as_float(x), positions, epsilon=epsilon, **dict(zip(labels, aligned, strict=True)))
 
     return _kernels.make_kernel("standardize", positional, (*all_names, ()), names, selection=axis)
 

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from .. import _kernels
 from ..axis import Names
 from ..named_array import NamedArray, NamedOrNumeric
-from ._operands import operand, require_named
+from ._operands import operand, require_named, scalar
 
 
 def isclose(
@@ -31,7 +31,7 @@ def isclose(
     >>> axn.isclose(axn.named([1., 2.], "x"), 1.000001)
     NamedArray(bool[x=2], [ True False])
     """
-    return _compare(jnp.isclose, "isclose", a, b, rtol, atol, equal_nan=equal_nan)
+    return _compare(jnp.isclose, "isclose", a, b, rtol=rtol, atol=atol, equal_nan=equal_nan)
 
 
 def allclose(
@@ -42,7 +42,7 @@ def allclose(
     >>> axn.allclose(axn.named([1., 2.], "x"), axn.named([1., 2.000001], "x"))
     True
     """
-    return _truth(_compare(jnp.allclose, "allclose", a, b, rtol, atol, equal_nan=equal_nan).array)
+    return _truth(_compare(jnp.allclose, "allclose", a, b, rtol=rtol, atol=atol, equal_nan=equal_nan).array)
 
 
 def array_equal(a: NamedOrNumeric, b: NamedOrNumeric, equal_nan: bool = False) -> bool:
@@ -86,10 +86,11 @@ def _truth(x: Any) -> bool:
     return x if isinstance(x, Tracer) else bool(x)  # pyright: ignore[reportReturnType]  # traced, as promised
 
 
-def _compare(fn: Callable[..., Any], what: str, a: Any, b: Any, *tolerances: Any, equal_nan: bool) -> NamedArray:
+def _compare(fn: Callable[..., Any], what: str, a: Any, b: Any, *, equal_nan: bool, **tolerances: Any) -> NamedArray:
     (a, a_names), (b, b_names) = operand(a), operand(b)
     in_names = (a_names, b_names, *[()] * len(tolerances))
-    return _compare_kernel(fn, what, in_names, bool(equal_nan)).apply(a, b, *tolerances)
+    numbers = [scalar(what, name, x) for name, x in tolerances.items()]
+    return _compare_kernel(fn, what, in_names, bool(equal_nan)).apply(a, b, *numbers)
 
 
 @_kernels.cached

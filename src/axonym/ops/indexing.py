@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from .. import _fsdp_ops, _kernels
+from .._tree_spec import StaticLeaf
 from ..axis import Axis, AxisSelector, Names, name_of
 from ..named_array import NamedArray, describe_array, wrap
 from ._index_plan import IndexLayout, Item, SliceSpec, cut_block, ds, make_plan
@@ -124,13 +125,14 @@ def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, 
     cut = tuple(i for i in items if i.kind in _BLOCKS or not (options or i.kind == "gather"))
     gone = {i.name for i in cut if i.kind in ("at", "dynamic at")}
     layout = IndexLayout(tuple(n for n in names if n not in gone), [i for i in items if i not in cut])
+    keywords = {name: option.value if isinstance(option, StaticLeaf) else option for name, option in options}
 
     def positional(a, *operands):
         by_item = dict(zip((i for i in items if i.operand_names is not None), operands, strict=True))
         if cut:
             a = cut_block(a, names, cut, by_item)
         rest = [operand for item, operand in by_item.items() if item not in cut]
-        return layout.get(a, rest, dict(options)) if layout.items else a
+        return layout.get(a, rest, keywords) if layout.items else a
 
     replaced = {i.name for i in items if i.kind not in ("slice", "dynamic slice")}
     in_names = [mask_names(names, replaced), *(i.operand_names for i in items if i.operand_names is not None)]

@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .. import _errors, _kernels
+from .._tree_spec import StaticLeaf
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of
 from ..named_array import NamedArray, NamedOrNumeric
 from ._operands import check_new_axis, distinct, operand, replaced, require_named, scalar, static_number
@@ -136,8 +137,8 @@ def pad(
         values = ()
         if "end_values" in kwargs:
             ends = _fill_values("end_values", kwargs["end_values"])
-            kwargs["end_values"] = tuple(static_number("pad", "end_values", v) for v in (*ends, ends[-1])[:2])
-    options = tuple((name, _as_tuple(option)) for name, option in sorted(kwargs.items()))
+            kwargs["end_values"] = (*ends, ends[-1])[:2]
+    options = tuple((name, _static(name, option)) for name, option in sorted(kwargs.items()))
     return _pad_kernel(array.names, widths, mode, len(values), options).apply(array.array, *values)
 
 
@@ -148,8 +149,14 @@ def _fill_values(argument: str, given: Any) -> tuple[Any, ...]:
     return values
 
 
-def _as_tuple(option: Any) -> Any:
-    return tuple(map(_as_tuple, option)) if isinstance(option, (tuple, list)) else option
+def _static(argument: str, option: Any) -> StaticLeaf:
+    def number(x: Any) -> Any:
+        x = x.tolist() if isinstance(x, np.ndarray) else x
+        if isinstance(x, (tuple, list)):
+            return tuple(map(number, x))
+        return x if x is None or isinstance(x, str) else static_number("pad", argument, x)
+
+    return StaticLeaf(number(option)).checked(f"pad: `{argument}`")
 
 
 def _pad_widths(axis: AxisSelector, width: Any) -> tuple[int, int]:
@@ -172,7 +179,7 @@ def _pad_kernel(
     selection = tuple(axis for axis, _ in widths)
     chosen = dict(zip(_kernels.select("pad", names, selection), (w for _, w in widths), strict=True))
     every = [chosen.get(n, (0, 0)) for n in names]
-    keywords = dict(options)
+    keywords = {name: option.value for name, option in options}
 
     def positional(x, *values):
         fill = {"constant_values": values if len(values) == 2 else values[0]} if values else {}

@@ -19,7 +19,7 @@ from ..axis import Names
 from ..named_array import NamedArray, wrap
 from ..typing.arguments import ReductionFunction, SimpleReductionFunction
 from ._op_types import Cumulative, SpreadReduction, TypedReduction, map_tree, publish
-from ._operands import apply_along, dtype_key, operand, require_named, require_subset
+from ._operands import apply_along, dtype_key, operand, require_named, require_subset, static_number
 
 
 @_kernels.cached
@@ -125,7 +125,9 @@ def _spread(
     def op(array, axis=None, *, where=None, ddof=0, dtype=None, **other):
         if other:
             raise TypeError(_unknown_keywords(name, array, other))
-        return _reduce(fn, name, array, axis, where, native, (("ddof", ddof), *_dtype_option(dtype)))
+        return _reduce(
+            fn, name, array, axis, where, native, (("ddof", static_number(name, "ddof", ddof)), *_dtype_option(dtype))
+        )
 
     extra = "\n        ddof: what to subtract from the count before dividing.\n        dtype: the dtype to compute in."
     return _publish(op, name, _doc(name, summary, extra, example, shown))

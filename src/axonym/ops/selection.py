@@ -120,6 +120,7 @@ def _positions(what: str, array: Any, size: Axis, fill_value: Any) -> tuple[Name
     fill = fill_value if isinstance(fill_value, tuple) else (fill_value,) * len(array.names)
     if len(fill) != len(array.names):
         raise ValueError(f"{what}: {len(fill)} fill values for the axes {_errors.describe_shape(array.shape)}.")
+    fill = [scalar(what, "fill_value", x) for x in fill]
     return _positions_kernel(what, array.names, one_axis(what, "size", size)).apply(array.array, *fill)
 
 

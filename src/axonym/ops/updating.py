@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors, _kernels
+from .._tree_spec import StaticLeaf
 from ..axis import Names, name_of
 from ..named_array import NamedArray, NamedOrNumeric, raw, wrap
 from ._index_plan import IndexLayout, Item, SliceSpec, make_plan
 from ._op_types import publish
-from ._operands import operand, private, require_named
+from ._operands import operand, private, require_named, static_number
 from .indexing import get_kernel, mask_names
 
 
@@ -125,8 +126,8 @@ class Indexer:
 
 
 def _options(*, mode: Any, fill_value: Any = None, **promises: bool) -> tuple[tuple[str, Any], ...]:
-    if isinstance(fill_value, (jax.Array, np.ndarray)):  # an array cannot be a cache key; its one element can
-        fill_value = fill_value.item()
+    if fill_value is not None:
+        fill_value = StaticLeaf(static_number("at[...].get", "fill_value", fill_value))
     given = {"mode": mode, "fill_value": fill_value, **{k: v or None for k, v in promises.items()}}
     return tuple((k, v) for k, v in given.items() if v is not None)
 
