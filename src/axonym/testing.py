@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import linecache
 import math
 import random
 import re
@@ -250,9 +251,11 @@ class _Check:
         """Return whether an error says that a placement does not fit, and not that something is wrong."""
         if self._refusals is not None and re.search(self._refusals, str(error)):
             return True
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        ours = frame.f_globals.get("__name__", "").startswith(f"{__package__}.")
-        return ours and isinstance(error, ValueError) and re.search(r"\bmesh ax[ie]s\b", str(error)) is not None
+        if not isinstance(error, ValueError) or not re.search(r"\bmesh ax[ie]s\b", str(error)):
+            return False
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        raised = linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")  # not by JAX below it
+        return raised and frame.f_globals.get("__name__", "").startswith(f"{__package__}.")
 
     def _results_and_gradients(self, arrays: Sequence[Any]) -> Any:
         given = iter(arrays)

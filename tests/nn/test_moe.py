@@ -145,6 +145,31 @@ def test_split_by_the_mapping(how: str, auto_mesh: Mesh) -> None:
     assert_close(found, jax.grad(reference, (0, 1))(layer, X))
 
 
+@pytest.mark.parametrize(
+    ("in_rows", "in_weight"),
+    [
+        ({"rows": "data", "embed": "model"}, {}),
+        ({"rows": "data"}, {"embed": "model"}),
+        ({"rows": "model", "embed": "data"}, {"embed": "model"}),
+        ({"rows": "model"}, {"mlp": ("data", "model")}),
+        ({"rows": "model"}, {"mlp": ("model", "data")}),
+        ({"embed": "model"}, {"experts": "data"}),
+    ],
+)
+def test_gathered_over_mesh_axes_that_rows_do_not_have(
+    in_rows: dict[str, Any], in_weight: dict[str, Any], explicit_mesh: Mesh
+) -> None:
+    layer = make()
+    with jax.set_mesh(explicit_mesh):
+        placed = eqx.tree_at(
+            lambda m: m.weight, layer, axn.shard(layer.weight, in_weight) if in_weight else layer.weight
+        )
+        x = axn.shard(X, in_rows)
+        assert_named(placed(x, SIZES), by_rows(layer, X), rtol=1e-4, atol=1e-4)
+        found = jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1)))(placed, x))
+    assert_close(found, jax.grad(reference, (0, 1))(layer, X))
+
+
 def test_rows_split_over_what_splits_the_experts_first(explicit_mesh: Mesh) -> None:
     """Parts of the rows that are gathered would not be neighbors; still, the result is right and lies as they do."""
     layer = make()

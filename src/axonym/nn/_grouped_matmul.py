@@ -7,6 +7,7 @@ if the groups are sharded, partial results are summed.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -110,9 +111,17 @@ def _shards(product: Grouped, x: jax.Array, weight: jax.Array, mesh: AbstractMes
         rows, shared = tuple(a for a in rows if a not in groups), ()
         in_rows = {**in_rows, product.rows: rows}
     summed, weight_summed = in_rows[product.summed[0]], in_weight[product.summed[1]]
-    summed = summed if summed == weight_summed else ()
+    # What a device all-gathers varies over these mesh axes, as the result does over those of the rows. For JAX a result
+    # that varied over others could not be replicated over them, so over others operands are replicated beforehand.
+    if summed != weight_summed:
+        in_rows = {**in_rows, product.summed[0]: summed if {*summed} <= {*rows, *groups} else ()}
+        in_weight = {**in_weight, product.summed[1]: weight_summed if {*weight_summed} <= {*rows} else ()}
+        summed = ()
     out = in_weight[product.out]
-    out = () if {*out} & {*rows, *summed} else out
+    if not {*out} <= {*rows}:
+        out = tuple(itertools.takewhile(lambda a: a not in rows, out))
+        in_weight = {**in_weight, product.out: out}
+    out = () if {*out} & {*rows} else out
     of_rows = spec_of(in_rows[n] for n in product.names)
     of_weight = spec_of(in_weight[n] for n in product.weight_names)
     if not (fits(of_rows, x.shape, mesh) and fits(of_weight, weight.shape, mesh)):
