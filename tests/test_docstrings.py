@@ -13,11 +13,12 @@ import pytest
 
 import axonym as axn
 import axonym.haliax as hax
+from axonym import scalax
 from tests.helpers import definitions, examples, exports, modules
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-NAMESPACE = {"axn": axn, "hax": hax, "jax": jax, "jnp": jnp, "np": np}
+NAMESPACE = {"axn": axn, "hax": hax, "jax": jax, "jnp": jnp, "np": np, "scalax": scalax}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -97,7 +98,7 @@ def test_has_an_example(module: str) -> None:
 
 @pytest.mark.parametrize("module", EXAMPLES_BY_MODULE)
 def test_examples_run(module: str) -> None:
-    """Each in a namespace of its own, with `axn`, `hax`, `jax`, `jnp` and `np` imported."""
+    """Each in a namespace of its own, with `axn`, `hax`, `jax`, `jnp`, `np` and `scalax` imported."""
     report: list[str] = []
     for name, thing in EXAMPLES_BY_MODULE[module].items():
         test = doctest.DocTest(examples(thing), dict(NAMESPACE), name, None, None, thing.__doc__)

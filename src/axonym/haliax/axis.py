@@ -17,10 +17,6 @@ class dslice(_ds):
 
     Reading gives zeros for elements outside, and writing leaves them out. Negative positions count from the end.
 
-    Arguments:
-        start: the first index.
-        length: how many, or an axis whose size says so.
-
     >>> hax.arange(hax.Axis("x", 8))["x", hax.dslice(2, 3)]
     NamedArray(int32[x=3], [2 3 4])
     >>> hax.arange(hax.Axis("x", 8))["x", hax.dslice(7, 3)]
@@ -35,11 +31,7 @@ ds = dslice
 
 
 def dblock(idx: Any, size: int) -> dslice:
-    """The slice that holds block `idx` of `size` elements.
-
-    Arguments:
-        idx: which block; may be traced.
-        size: elements in a block.
+    """Return the slice of block `idx`, which may be traced, of `size` elements.
 
     >>> hax.arange(hax.Axis("x", 8))["x", hax.dblock(1, 4)]
     NamedArray(int32[x=4], [4 5 6 7])
@@ -48,7 +40,7 @@ def dblock(idx: Any, size: int) -> dslice:
 
 
 def concat_axis_specs(a1: AxisSpec, a2: AxisSpec) -> Any:
-    """`concat_axes` for axes whose sizes are known.
+    """Join axes as `concat_axes` does, for axes whose sizes are known.
 
     >>> hax.concat_axis_specs({"batch": 8}, {"embed": 4})
     {'batch': 8, 'embed': 4}

@@ -72,7 +72,7 @@ def ndim(a: NamedOrNumeric) -> int:
 
 
 def rearrange(array: NamedArray, *args: Any, **kwargs: Any) -> NamedArray:
-    """`axonym.rearrange`; an expression need not have all the names that keywords give.
+    """Rearrange as `axonym.rearrange` does; an expression need not have all the names that keywords give.
 
     >>> hax.rearrange(hax.ones({"x": 2, "y": 3}), "x y -> y x", z=4).shape
     {'y': 3, 'x': 2}
@@ -106,7 +106,7 @@ def tree_unflatten(cls: type[NamedArray], aux: Any, tree: Any) -> NamedArray:
 
 
 def rename(array: NamedArray, renames: Mapping[AxisSelector, AxisSelector]) -> NamedArray:
-    """`axonym.rename`; names that the array lacks are passed over.
+    """Rename as `axonym.rename` does; names that the array lacks are passed over.
 
     >>> hax.rename(hax.ones({"x": 2}), {"x": "y", "z": "w"}).shape
     {'y': 2}
@@ -115,7 +115,7 @@ def rename(array: NamedArray, renames: Mapping[AxisSelector, AxisSelector]) -> N
 
 
 def slice(array: NamedArray, axis: Any = None, new_axis: Any = None, *, start: Any = None, length: Any = None) -> Any:
-    """`axonym.slice`; a slice that does not fit is moved until it does.
+    """Slice as `axonym.slice` does; a slice that does not fit is moved until it does.
 
     >>> hax.slice(hax.arange(hax.Axis("x", 4)), "x", start=3, length=2)
     NamedArray(int32[x=2], [2 3])
@@ -128,11 +128,6 @@ def slice(array: NamedArray, axis: Any = None, new_axis: Any = None, *, start: A
 
 def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArray) -> NamedArray:
     """Replace a slice. A negative start, and any that is traced, is moved until the slice fits.
-
-    Arguments:
-        array: a named array.
-        start: where the slice starts along each of its axes. Axes that are not named start at 0.
-        update: what to put there: its sizes are those of the slice. An axis of `start` that it lacks is one long.
 
     >>> hax.updated_slice(hax.zeros({"x": 4}), {"x": -1}, hax.ones({"x": 2}))
     NamedArray(float32[x=4], [0. 0. 1. 1.])
@@ -159,12 +154,6 @@ def flatten_all_axes_but(
 
     Despite the name, `axis` says which axes are merged. The function takes an array that has the merged axis, and may
     have lost other axes or won some; those axes that it shares with `a` stand in the order of `a` again.
-
-    Arguments:
-        a: a named array.
-        axis_name: the name of the merged axis.
-        axis: the axes to merge.
-        reorder_to_front: put the merged axis first.
 
     >>> x = hax.ones({"batch": 2, "pos": 3, "embed": 4})
     >>> flat, restore = hax.core.flatten_all_axes_but(x, "rows", ("batch", "pos"))

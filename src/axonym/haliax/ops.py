@@ -53,7 +53,7 @@ def argsort(a: NamedArray, axis: AxisSelector | None, *, stable: bool = False) -
 def unique_values(
     array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
 ) -> NamedArray:
-    """`unique` of the values alone.
+    """Return the values of `unique` alone.
 
     >>> hax.unique_values(hax.named([3, 1, 3], "x"), hax.Axis("value", 2))
     NamedArray(int32[value=2], [1 3])
@@ -64,7 +64,7 @@ def unique_values(
 def unique_counts(
     array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
 ) -> tuple[NamedArray, NamedArray]:
-    """`unique` of the values, and how often each is found.
+    """Return the values of `unique`, and how often each is found.
 
     >>> hax.unique_counts(hax.named([3, 1, 3], "x"), hax.Axis("value", 2))
     (NamedArray(int32[value=2], [1 3]), NamedArray(int32[value=2], [1 2]))
@@ -75,7 +75,7 @@ def unique_counts(
 def unique_inverse(
     array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
 ) -> tuple[NamedArray, NamedArray]:
-    """`unique` of the values, and where the value of each element is among them.
+    """Return the values of `unique`, and where the value of each element is among them.
 
     >>> hax.unique_inverse(hax.named([3, 1, 3], "x"), hax.Axis("value", 2))
     (NamedArray(int32[value=2], [1 3]), NamedArray(int32[x=3], [1 0 1]))
@@ -86,7 +86,7 @@ def unique_inverse(
 def unique_all(
     array: NamedArray, Unique: Axis, *, axis: AxisSelector | None = None, fill_value: Any = None
 ) -> tuple[NamedArray, NamedArray, NamedArray, NamedArray]:
-    """`unique` of the values, where each is found first, where each element is among them, and how often.
+    """Return the values of `unique`, where each is found first, where each element is among them, and how often.
 
     >>> values, index, inverse, counts = hax.unique_all(hax.named([3, 1, 3], "x"), hax.Axis("value", 2))
     >>> index, inverse, counts

@@ -39,12 +39,7 @@ def _get_mesh() -> AnyMesh | None:
 
 
 def shard(x: T, mapping: ResourceMapping | None = None, mesh: AnyMesh | None = None) -> T:
-    """Put every array of a tree where the mapping says; without a mapping or a mesh, warn and do nothing.
-
-    Arguments:
-        x: the tree to place.
-        mapping: the mapping, or whatever else `axonym.shard` takes; the active one by default.
-        mesh: the mesh; the active one by default.
+    """Shard every array of a tree as `axonym.shard` does; without a mapping or a mesh, warn and do nothing.
 
     >>> mesh = axn.make_mesh({"data": -1})
     >>> hax.shard(x=hax.ones({"batch": 16}), mapping={"batch": "data"}, mesh=mesh).array.sharding.spec
@@ -74,13 +69,10 @@ def fsdp(*args: Any, fn: Callable[..., Any] | None = None, **kwargs: Any) -> Any
 def pspec_for(
     tree: Any, resource_mapping: ResourceMapping | None = None, preserve_existing_shardings: bool = True
 ) -> Any:
-    """Give the partition spec of every array, in the structure of the tree; raw arrays are replicated.
+    """Return the partition spec of every array, in the structure of the tree; raw arrays are replicated.
 
-    Arguments:
-        tree: any tree.
-        resource_mapping: the mapping; the active one by default.
-        preserve_existing_shardings: give None for named arrays outside of jit, and for raw ones with a `NamedSharding`:
-            they keep theirs.
+    With `preserve_existing_shardings`, that is None for named arrays outside of jit, and for raw ones with a
+    `NamedSharding`: they keep theirs.
 
     >>> tree = {"raw": jnp.ones(2), "w": hax.ones({"embed": 2})}
     >>> hax.partitioning.pspec_for(tree, {"embed": "model"}, preserve_existing_shardings=False)
@@ -100,13 +92,9 @@ def infer_resource_partitions(
     preserve_existing_shardings: bool = True,
     mesh: AnyMesh | None = None,
 ) -> Any:
-    """Give the sharding of every array, in the structure of the tree; raw arrays are replicated.
+    """Return the sharding of every array, in the structure of the tree; raw arrays are replicated.
 
-    Arguments:
-        tree: any tree.
-        resource_mapping: the mapping; the active one by default.
-        preserve_existing_shardings: give named arrays outside of jit, and raw ones with a `NamedSharding`, their own.
-        mesh: the mesh; the active one by default.
+    With `preserve_existing_shardings`, named arrays outside of jit, and raw ones with a `NamedSharding`, keep theirs.
 
     >>> tree = {"raw": jnp.ones(2), "w": hax.ones({"embed": 2})}
     >>> mesh = axn.make_mesh({"data": 1})
@@ -161,11 +149,7 @@ def _existing(leaf: Any) -> Any:
 
 
 def auto_sharded(x: T, mesh: AnyMesh | None = None) -> T:
-    """`shard` by the active mapping; without one, the tree as it is.
-
-    Arguments:
-        x: the tree to place.
-        mesh: the mesh; the active one by default.
+    """Shard a tree by the active mapping; without one, return it as it is.
 
     >>> hax.auto_sharded(hax.ones({"batch": 2}))
     NamedArray(float32[batch=2], [1. 1.])

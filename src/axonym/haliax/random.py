@@ -16,12 +16,6 @@ def categorical(key: Any, logits: NamedArray, axis: AxisSelector, shape: AxisSpe
 
     `axonym.random.categorical` draws others: it samples a sharded axis without gathering it.
 
-    Arguments:
-        key: a random key.
-        logits: unnormalized log-probabilities.
-        axis: the axis of the categories.
-        shape: the axes of the result; by default those of the logits without `axis`.
-
     >>> logits = hax.named([[0.0, -9.0], [-9.0, 0.0]], ("batch", "vocab"))
     >>> hax.random.categorical(jax.random.key(0), logits, "vocab")
     NamedArray(int32[batch=2], [0 1])

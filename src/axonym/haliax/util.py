@@ -34,10 +34,7 @@ class StringHolderEnum(type):
 
 
 def ensure_tuple(x: Sequence[_T] | _T) -> tuple[_T, ...]:
-    """A sequence as a tuple, and anything else, a string too, as a tuple of one.
-
-    Arguments:
-        x: a sequence or a single thing.
+    """Return a sequence as a tuple, and anything else, a string too, as a tuple of one.
 
     >>> hax.util.ensure_tuple([1, 2]), hax.util.ensure_tuple("batch")
     ((1, 2), ('batch',))
@@ -48,7 +45,7 @@ def ensure_tuple(x: Sequence[_T] | _T) -> tuple[_T, ...]:
 
 
 def is_jax_or_hax_array_like(x: Any) -> bool:
-    """Whether something is a named array, of whatever content, or has a shape and a dtype.
+    """Return whether something is a named array, of whatever content, or has a shape and a dtype.
 
     >>> hax.util.is_jax_or_hax_array_like(axn.ones({"x": 2})), hax.util.is_jax_or_hax_array_like(3)
     (True, False)

@@ -39,22 +39,18 @@ T = TypeVar("T")
 class ShardingRule(rules.ShardingRule):
     """A rule that is applied to a tree. Rules of your own define `apply`, or `place` for one leaf at a time.
 
-    >>> from axonym.scalax.sharding import MeshShardingHelper, ShardingRule
-    >>> class Rows(ShardingRule):
+    >>> class Rows(scalax.sharding.ShardingRule):
     ...     def apply(self, pytree):
     ...         return jax.tree.map(lambda x: jax.P("data"), pytree)
-    >>> MeshShardingHelper([2], ["data"]).match_sharding_rule(Rows(), jnp.ones(2)).spec
+    >>> scalax.sharding.MeshShardingHelper([2], ["data"]).match_sharding_rule(Rows(), jnp.ones(2)).spec
     P('data',)
     """
 
     def apply(self, pytree: Any) -> Any:
-        """Return the partition spec of every leaf, in the structure of the tree.
+        """Return the partition spec of every leaf, in the structure of the tree, whose arrays may be abstract.
 
-        Arguments:
-            pytree: any tree; its arrays may be abstract.
-
-        >>> from axonym.scalax.sharding import TreePathShardingRule
-        >>> TreePathShardingRule((".*", jax.P("data"))).apply({"w": jnp.ones((2, 2)), "step": jnp.ones(())})
+        >>> rule = scalax.sharding.TreePathShardingRule((".*", jax.P("data")))
+        >>> rule.apply({"w": jnp.ones((2, 2)), "step": jnp.ones(())})
         {'step': P(), 'w': P('data',)}
         """
         leaves, structure = leaves_of(pytree)
@@ -79,8 +75,7 @@ class ShardingRule(rules.ShardingRule):
 class FSDPShardingRule(rules.FSDPShardingRule, ShardingRule):
     """`axonym.sharding.FSDPShardingRule`, which can be applied to a tree.
 
-    >>> from axonym.scalax.sharding import FSDPShardingRule
-    >>> FSDPShardingRule("data", min_fsdp_size=16).apply({"w": jnp.ones((6, 16)), "b": jnp.ones(8)})
+    >>> scalax.sharding.FSDPShardingRule("data", min_fsdp_size=16).apply({"w": jnp.ones((6, 16)), "b": jnp.ones(8)})
     {'b': P(), 'w': P(None, 'data')}
     """
 
@@ -88,8 +83,7 @@ class FSDPShardingRule(rules.FSDPShardingRule, ShardingRule):
 class TreePathShardingRule(rules.TreePathShardingRule, ShardingRule):
     """`axonym.sharding.TreePathShardingRule`, which replicates arrays of one element whatever pattern matches them.
 
-    >>> from axonym.scalax.sharding import TreePathShardingRule
-    >>> TreePathShardingRule((".*", jax.P("data"))).apply({"w": jnp.ones(2), "scale": jnp.ones(1)})
+    >>> scalax.sharding.TreePathShardingRule((".*", jax.P("data"))).apply({"w": jnp.ones(2), "scale": jnp.ones(1)})
     {'scale': P(), 'w': P('data',)}
     """
 
@@ -100,8 +94,7 @@ class TreePathShardingRule(rules.TreePathShardingRule, ShardingRule):
 class PolicyShardingRule(rules.PolicyShardingRule, ShardingRule):
     """`axonym.sharding.PolicyShardingRule`, which can be applied to a tree.
 
-    >>> from axonym.scalax.sharding import PolicyShardingRule
-    >>> PolicyShardingRule(lambda path, x: jax.P(path)).apply({"data": jnp.ones(2)})
+    >>> scalax.sharding.PolicyShardingRule(lambda path, x: jax.P(path)).apply({"data": jnp.ones(2)})
     {'data': P('data',)}
     """
 
@@ -115,17 +108,11 @@ class ShardedJit(CompiledFunction[P, R]):
     Placements are applied inside the compiled function. They are computed when it is traced, that is once for each
     structure and shapes of the arguments; a call with others computes them afresh.
 
-    >>> from axonym.scalax.sharding import sjit
-    >>> type(sjit(lambda x: x * 2)).__name__
+    >>> type(scalax.sharding.sjit(lambda x: x * 2)).__name__
     'ShardedJit'
     """
 
     def __init__(self, fun: Callable[P, R], mesh: Mesh | None, **settings: Any):
-        """Arguments:
-        fun: the function.
-        mesh: the mesh; by default the active one.
-        **settings: more arguments of `CompiledFunction`.
-        """
         self._mesh = mesh
         around = None if mesh is None else functools.partial(_activate_mesh, mesh)
         super().__init__("sjit", fun, static_leaves=False, around=around, **settings)
@@ -170,9 +157,8 @@ def sjit(
         mesh: the mesh; by default the active one.
         **jit_arguments: more arguments of `jax.jit`.
 
-    >>> from axonym.scalax.sharding import sjit
     >>> with axn.set_mesh(axn.make_mesh({"data": 2})):
-    ...     sjit(lambda x: x * 2, out_shardings=jax.P("data"))(jnp.ones(2)).sharding.spec
+    ...     scalax.sharding.sjit(lambda x: x * 2, out_shardings=jax.P("data"))(jnp.ones(2)).sharding.spec
     P('data',)
     """
 
@@ -242,15 +228,10 @@ def _described(mesh: AnyMesh) -> str:
 
 
 def with_sharding_constraint(pytree: T, sharding_rule: Placement) -> T:
-    """Shard a tree as a placement says; without a mesh, return it unchanged.
+    """Shard a tree as a rule or any other placement says; without a mesh, return it unchanged.
 
-    Arguments:
-        pytree: a tree of arrays.
-        sharding_rule: a rule or any other placement, or a tree prefix of placements.
-
-    >>> from axonym.scalax.sharding import MeshShardingHelper, with_sharding_constraint
-    >>> with MeshShardingHelper([2], ["data"]):
-    ...     with_sharding_constraint(jnp.ones(2), jax.P("data")).sharding.spec
+    >>> with scalax.sharding.MeshShardingHelper([2], ["data"]):
+    ...     scalax.sharding.with_sharding_constraint(jnp.ones(2), jax.P("data")).sharding.spec
     P('data',)
     """
     return shard_quietly(pytree, sharding_rule, "with_sharding_constraint")
@@ -259,12 +240,7 @@ def with_sharding_constraint(pytree: T, sharding_rule: Placement) -> T:
 def with_sharding_annotation(pytree: T, sharding_name: str) -> T:
     """Annotate a tree with a name, so that the innermost `sjit` places it: see `axonym.sharding`.
 
-    Arguments:
-        pytree: a tree of arrays.
-        sharding_name: the name.
-
-    >>> from axonym.scalax.sharding import with_sharding_annotation
-    >>> with_sharding_annotation(jnp.ones(2), "hidden").shape
+    >>> scalax.sharding.with_sharding_annotation(jnp.ones(2), "hidden").shape
     (2,)
     """
     return _annotated(pytree, sharding_name)
@@ -276,8 +252,7 @@ _HELPERS: contextvars.ContextVar[tuple[MeshShardingHelper, ...]] = contextvars.C
 def get_global_mesh_helper() -> MeshShardingHelper | None:
     """Return the innermost helper that was entered, or None.
 
-    >>> from axonym.scalax.sharding import get_global_mesh_helper
-    >>> get_global_mesh_helper() is None
+    >>> scalax.sharding.get_global_mesh_helper() is None
     True
     """
     helpers = _HELPERS.get()
@@ -287,8 +262,7 @@ def get_global_mesh_helper() -> MeshShardingHelper | None:
 def get_global_mesh() -> Mesh | None:
     """Return the mesh of the innermost helper that was entered, or None.
 
-    >>> from axonym.scalax.sharding import get_global_mesh
-    >>> get_global_mesh() is None
+    >>> scalax.sharding.get_global_mesh() is None
     True
     """
     helper = get_global_mesh_helper()
@@ -298,9 +272,9 @@ def get_global_mesh() -> Mesh | None:
 def get_global_annotation_shardings() -> dict[str, Placement] | None:
     """Return the active placements of annotated values by name, or None.
 
-    >>> from axonym.scalax.sharding import MeshShardingHelper, get_global_annotation_shardings
-    >>> with MeshShardingHelper([2], ["data"]).get_context(annotation_shardings={"hidden": jax.P("data")}):
-    ...     get_global_annotation_shardings()
+    >>> helper = scalax.sharding.MeshShardingHelper([2], ["data"])
+    >>> with helper.get_context(annotation_shardings={"hidden": jax.P("data")}):
+    ...     scalax.sharding.get_global_annotation_shardings()
     {'hidden': P('data',)}
     """
     settings = _context.active_settings()
@@ -316,9 +290,8 @@ def match_sharding_rule(sharding_rules: Placement, pytree: Any, mesh: AnyMesh | 
         pytree: any tree; its arrays may be abstract. What is not an array gets None.
         mesh: the mesh; the active one by default.
 
-    >>> from axonym.scalax.sharding import match_sharding_rule
     >>> mesh = axn.make_mesh({"data": 2})
-    >>> match_sharding_rule({"w": jax.P("data")}, {"w": jnp.ones(2)}, mesh)["w"].spec
+    >>> scalax.sharding.match_sharding_rule({"w": jax.P("data")}, {"w": jnp.ones(2)}, mesh)["w"].spec
     P('data',)
     """
     mesh = with_devices(required_mesh("match_sharding_rule", mesh))
@@ -336,8 +309,7 @@ def match_sharding_rule(sharding_rules: Placement, pytree: Any, mesh: AnyMesh | 
 class MeshShardingHelper:
     """A mesh with `sjit` and the other ways to place trees on it. `with helper:` makes its mesh active.
 
-    >>> from axonym.scalax.sharding import MeshShardingHelper
-    >>> helper = MeshShardingHelper([-1, 2], ["data", "model"])
+    >>> helper = scalax.sharding.MeshShardingHelper([-1, 2], ["data", "model"])
     >>> double = helper.sjit(lambda x: x * 2, out_shardings=jax.P("model"))
     >>> double(jnp.ones(4)).sharding.spec
     P('model',)
@@ -388,14 +360,10 @@ class MeshShardingHelper:
     def get_context(self, annotation_shardings: Mapping[str, Placement] | None = None) -> Iterator[MeshShardingHelper]:
         """Make the mesh of this helper active inside a with-block, and the placements of annotated values.
 
-        Arguments:
-            annotation_shardings: the placements of annotated values: see `with_sharding_annotation`.
-
-        >>> from axonym.scalax.sharding import MeshShardingHelper, get_global_mesh, with_sharding_annotation
-        >>> helper = MeshShardingHelper([2], ["data"])
+        >>> helper = scalax.sharding.MeshShardingHelper([2], ["data"])
         >>> with helper.get_context(annotation_shardings={"hidden": jax.P("data")}):
-        ...     with_sharding_annotation(jnp.ones(2), "hidden").sharding.spec, get_global_mesh() is helper.mesh
-        (P('data',), True)
+        ...     helper.with_sharding_annotation(jnp.ones(2), "hidden").sharding.spec
+        P('data',)
         """
         with _activate_mesh(self.mesh), self._global(), contextlib.ExitStack() as stack:
             if annotation_shardings is not None:
@@ -442,12 +410,7 @@ class MeshShardingHelper:
     def make_shard_and_gather_fns(self, pytree: Any, sharding_rule: Placement) -> tuple[Any, Any]:
         """Return a tree of functions that shard a leaf, and a tree of functions that gather it to the host.
 
-        Arguments:
-            pytree: any tree; its arrays may be abstract.
-            sharding_rule: the placement of the leaves.
-
-        >>> from axonym.scalax.sharding import MeshShardingHelper
-        >>> helper = MeshShardingHelper([2], ["data"])
+        >>> helper = scalax.sharding.MeshShardingHelper([2], ["data"])
         >>> place, fetch = helper.make_shard_and_gather_fns({"w": jnp.ones(2)}, jax.P("data"))
         >>> placed = helper.apply_shard_and_gather_fns(place, {"w": np.ones(2)})
         >>> placed["w"].sharding.spec, helper.apply_shard_and_gather_fns(fetch, placed)
@@ -471,8 +434,7 @@ class MeshShardingHelper:
     def make_replicated_args(self, *args: Any) -> Any:
         """Replicate every array of the arguments, which are trees; one argument is returned by itself.
 
-        >>> from axonym.scalax.sharding import MeshShardingHelper
-        >>> helper = MeshShardingHelper([2], ["data"])
+        >>> helper = scalax.sharding.MeshShardingHelper([2], ["data"])
         >>> helper.make_replicated_args(jnp.ones(2)).sharding.is_fully_replicated
         True
         """
@@ -489,8 +451,7 @@ class MeshShardingHelper:
             batch_axis: the axis to concatenate along: a position, or a name for named arrays.
             mesh_axis_subset: the mesh axes that the axis is sharded over; all of them by default.
 
-        >>> from axonym.scalax.sharding import MeshShardingHelper
-        >>> helper = MeshShardingHelper([2, 1], ["data", "model"])
+        >>> helper = scalax.sharding.MeshShardingHelper([2, 1], ["data", "model"])
         >>> helper.local_data_to_global_array(np.ones((4, 3))).sharding.spec
         P(('data', 'model'), None)
         """

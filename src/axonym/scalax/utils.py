@@ -20,8 +20,7 @@ IsLeaf = Callable[[Any], bool] | None
 class JaxRNG:
     """Give new random keys with every call.
 
-    >>> from axonym.scalax.utils import JaxRNG
-    >>> rng = JaxRNG.from_seed(0)
+    >>> rng = scalax.utils.JaxRNG.from_seed(0)
     >>> sorted(rng(("params", "dropout"))), len(rng(3)), rng().shape
     (['dropout', 'params'], 3, (2,))
     """
@@ -30,17 +29,13 @@ class JaxRNG:
     """The source of keys of `next_rng`."""
 
     def __init__(self, rng: jax.Array):
-        """Arguments:
-        rng: the key that all others are split from.
-        """
         self.rng = rng
 
     @classmethod
     def from_seed(cls, seed: int) -> JaxRNG:
         """Make a source of keys from a seed.
 
-        >>> from axonym.scalax.utils import JaxRNG
-        >>> JaxRNG.from_seed(0).rng.tolist()
+        >>> scalax.utils.JaxRNG.from_seed(0).rng.tolist()
         [0, 0]
         """
         return cls(jax.random.PRNGKey(seed))
@@ -62,9 +57,8 @@ class JaxRNG:
     def next_rng(cls, *args: Any, **kwargs: Any) -> Any:
         """Call the source that `init_global_rng` made: return one key, or as the arguments say.
 
-        >>> from axonym.scalax.utils import JaxRNG
-        >>> JaxRNG.init_global_rng(0)
-        >>> len(JaxRNG.next_rng(2))
+        >>> scalax.utils.JaxRNG.init_global_rng(0)
+        >>> len(scalax.utils.JaxRNG.next_rng(2))
         2
         """
         if cls.global_rng_generator is None:
@@ -75,23 +69,17 @@ class JaxRNG:
 def get_float_dtype_by_name(dtype: str) -> Any:
     """Return the floating-point type of a name such as bf16, bfloat16, fp32 or float32.
 
-    >>> from axonym.scalax.utils import get_float_dtype_by_name
-    >>> get_float_dtype_by_name("bf16").dtype
+    >>> scalax.utils.get_float_dtype_by_name("bf16").dtype
     dtype(bfloat16)
     """
     return _FLOATS[dtype]
 
 
 def float_tensor_to_dtype(tensor: Any, dtype: Any) -> Any:
-    """Convert an array of floating-point numbers; everything else is returned as it is.
+    """Convert an array of floating-point numbers to a type or the type of that name; return all else as it is.
 
-    Arguments:
-        tensor: anything.
-        dtype: the type or its name. None and the empty name convert nothing.
-
-    >>> from axonym.scalax.utils import float_tensor_to_dtype
-    >>> float_tensor_to_dtype(jnp.ones(2), "bf16").dtype.name, float_tensor_to_dtype(3, "bf16")
-    ('bfloat16', 3)
+    >>> [scalax.utils.float_tensor_to_dtype(x, "bf16") for x in (jnp.ones(1), 3)]
+    [Array([1], dtype=bfloat16), 3]
     """
     if dtype is None or dtype == "" or getattr(tensor, "dtype", None) not in _FLOATS.values():
         return tensor
@@ -101,9 +89,8 @@ def float_tensor_to_dtype(tensor: Any, dtype: Any) -> Any:
 def float_to_dtype(tree: Any, dtype: Any) -> Any:
     """Convert the arrays of floating-point numbers in a tree, each as `float_tensor_to_dtype` does.
 
-    >>> from axonym.scalax.utils import float_to_dtype
-    >>> jax.tree.map(lambda x: x.dtype.name, float_to_dtype({"w": jnp.ones(2), "n": jnp.arange(2)}, "bf16"))
-    {'n': 'int32', 'w': 'bfloat16'}
+    >>> scalax.utils.float_to_dtype({"w": jnp.ones(2), "n": jnp.arange(2)}, "bf16")
+    {'n': Array([0, 1], dtype=int32), 'w': Array([1, 1], dtype=bfloat16)}
     """
     return jax.tree.map(lambda x: float_tensor_to_dtype(x, dtype), tree)
 
@@ -111,8 +98,7 @@ def float_to_dtype(tree: Any, dtype: Any) -> Any:
 def tree_path_to_string(path: Sequence[Any], sep: str | None = None) -> Any:
     """Return the keys of a path of JAX as strings: a tuple of them, or one string with a separator between them.
 
-    >>> from axonym.scalax.utils import tree_path_to_string
-    >>> tree_path_to_string((jax.tree_util.DictKey("layers"), jax.tree_util.SequenceKey(0)), "/")
+    >>> scalax.utils.tree_path_to_string((jax.tree_util.DictKey("layers"), jax.tree_util.SequenceKey(0)), "/")
     'layers/0'
     """
     keys = tuple([jax.tree_util.keystr((key,), simple=True) for key in path])
@@ -120,15 +106,9 @@ def tree_path_to_string(path: Sequence[Any], sep: str | None = None) -> Any:
 
 
 def flatten_tree(xs: Any, is_leaf: IsLeaf = None, sep: str | None = None) -> dict[Any, Any]:
-    """Return the leaves of a tree by their paths.
+    """Return the leaves of a tree by their paths; without a separator, a path is a tuple of keys.
 
-    Arguments:
-        xs: any tree.
-        is_leaf: a function that returns True for nodes that are leaves.
-        sep: the separator of the keys of a path; without it, a path is a tuple of them.
-
-    >>> from axonym.scalax.utils import flatten_tree
-    >>> flatten_tree({"layers": [{"w": 1}]}, sep="/")
+    >>> scalax.utils.flatten_tree({"layers": [{"w": 1}]}, sep="/")
     {'layers/0/w': 1}
     """
     return {tree_path_to_string(path, sep): leaf for path, leaf in jax.tree.leaves_with_path(xs, is_leaf=is_leaf)}
@@ -140,8 +120,7 @@ def named_tree_map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf
     Arguments:
         is_leaf, sep: as in `flatten_tree`.
 
-    >>> from axonym.scalax.utils import named_tree_map
-    >>> named_tree_map(lambda path, x: f"{path}={x}", {"w": 1}, sep="/")
+    >>> scalax.utils.named_tree_map(lambda path, x: f"{path}={x}", {"w": 1}, sep="/")
     {'w': 'w=1'}
     """
     return jax.tree.map_with_path(
@@ -152,8 +131,7 @@ def named_tree_map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf
 def print_pytree_structure(tree: Any, sep: str | None = "/", is_leaf: IsLeaf = None) -> None:
     """Print the path, shape and type of every leaf; the arguments are those of `flatten_tree`.
 
-    >>> from axonym.scalax.utils import print_pytree_structure
-    >>> print_pytree_structure({"w": jnp.ones(2), "n": 3})
+    >>> scalax.utils.print_pytree_structure({"w": jnp.ones(2), "n": 3})
     n: shape: none, dtype: none
     w: shape: (2,), dtype: float32
     """
