@@ -200,11 +200,7 @@ class Partitioned:
         return fn
 
     def explain(self, *args: Any, **options: Any) -> PartitioningRule:
-        """Return the partitioning rule for these operands; printed, it reads like the string of a rule.
-
-        Arguments:
-            *args: operands. They can be abstract.
-            **options: keyword arguments of the function.
+        """Return the partitioning rule for operands, abstract or not; printed, it reads like the string of a rule.
 
         >>> @axn.partitioned
         ... def scaled(x, by):

@@ -21,9 +21,6 @@ _V = TypeVar("_V")
 class IdentityMap(MutableMapping[_K, _V], Generic[_K, _V]):
     """A mapping whose keys are compared by identity, so that arrays can be keys.
 
-    Arguments:
-        iterable: pairs of keys and values to start with.
-
     >>> x, y = jnp.ones(2), jnp.ones(2)
     >>> found = axn.debug.IdentityMap([(x, "x")])
     >>> found[x], y in found
@@ -96,9 +93,6 @@ def diagnose_common_issues(tree: Any) -> None:
     - An array is in a static field. Transforms do not see it there, it becomes part of the compiled program, and it
       cannot be hashed.
     - A named array has more or fewer names than axes, such as the result of a positional transform like `jax.vmap`.
-
-    Arguments:
-        tree: an Equinox module, or a tree with modules in it.
 
     >>> import equinox as eqx
     >>> class Tied(eqx.Module):

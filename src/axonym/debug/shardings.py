@@ -34,9 +34,6 @@ def visualize_shardings(tree: Any) -> None:
     A sharded axis is shown with its mesh axes and the size of a shard. Inside `jax.jit`, shardings are known when the
     program is compiled, and printed then. Arrays with the same picture share one.
 
-    Arguments:
-        tree: any tree; a named array is a tree, too.
-
     >>> mesh = axn.make_mesh({"data": 2})
     >>> x = axn.shard(axn.zeros({"batch": 4, "embed": 3}), {"batch": "data"}, mesh)
     >>> axn.debug.visualize_shardings({"x": x})
@@ -65,10 +62,6 @@ def _print_traced(leaf: Leaf, sharding: Sharding) -> None:
 def visualize_named_sharding(axes: Sequence[Axis], sharding: Sharding) -> None:
     """Print the shards that an array with these axes has under a sharding.
 
-    Arguments:
-        axes: the axes, in order.
-        sharding: the sharding.
-
     >>> mesh = axn.make_mesh({"data": 2})
     >>> sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
     >>> axn.debug.visualize_named_sharding(axn.make_axes(batch=4, embed=3), sharding)
@@ -88,9 +81,6 @@ def visualize_named_sharding(axes: Sequence[Axis], sharding: Sharding) -> None:
 def describe_shardings(tree: Any) -> str:
     """Return the output of `visualize_shardings` as a string; tracers have no sharding yet.
 
-    Arguments:
-        tree: any tree.
-
     >>> axn.debug.describe_shardings({"x": axn.zeros({"embed": 3}), "y": np.zeros(3)})
     'x: float32[embed=3], 12 B on CPU 0\\ny: float64[3], 24 B on the host\\n2 arrays, 36 B; 12 B on CPU 0'
     """
@@ -104,9 +94,6 @@ def describe_devices(devices: Iterable[Any]) -> str:
     """Return the numbers of devices, such as `0-3,6`.
 
     With several hosts, a number counts the devices of a host, and follows the number of the host: `0:0-3 1:0-3`.
-
-    Arguments:
-        devices: the devices.
 
     >>> axn.debug.describe_devices(jax.devices()[:3])
     '0-2'

@@ -32,9 +32,6 @@ class MeshAxis(str):
     A collective takes a plain string for a logical axis or a mesh axis, and refuses one that could be either. Then a
     `MeshAxis` says that the mesh axis is meant, and an `Axis` that the logical axis is.
 
-    Arguments:
-        name: the name of the mesh axis.
-
     >>> axn.MeshAxis("data")
     MeshAxis('data')
     """

@@ -316,9 +316,6 @@ def axis_index(axis: Words) -> jax.Array:
 def axis_size(axis: Words) -> int:
     """Return the number of devices along an axis.
 
-    Arguments:
-        axis: a logical axis or mesh axis, or several.
-
     >>> from axonym.manual.collectives import axis_size
     >>> devices = axn.shard_map(lambda x: x * axis_size("batch"), mapping={"batch": "data"})
     >>> with axn.set_mesh(axn.make_mesh({"data": 2})):

@@ -173,9 +173,6 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
     def unembed(self, input_embeds: NamedArray) -> NamedArray:
         """Compute logits: the products of embeddings with the embedding of every token.
 
-        Arguments:
-            input_embeds: a named array with the axes of an embedding.
-
         >>> layer = axn.nn.Embedding.init(axn.Axis("vocab", 10), axn.Axis("embed", 4), key=jax.random.key(0))
         >>> layer.unembed(axn.ones({"pos": 2, "embed": 4})).shape
         {'pos': 2, 'vocab': 10}
@@ -191,10 +188,6 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
 
         A smaller vocabulary keeps the first tokens. In a larger one, the new embeddings are the mean of the old ones
         or, with a key, samples of a truncated normal distribution with their mean and standard deviation.
-
-        Arguments:
-            new_size: the size of the vocabulary.
-            key: a random key for the new embeddings.
 
         >>> layer = axn.nn.Embedding.init(axn.Axis("vocab", 10), axn.Axis("embed", 4), key=jax.random.key(0))
         >>> layer.resize_embeddings(12).weight.shape

@@ -67,10 +67,6 @@ def with_sharding_annotation(tree: T, name: str) -> T:
 
     If none of them has the name, the value stays as it is.
 
-    Arguments:
-        tree: a tree of arrays.
-        name: the name.
-
     >>> axn.sharding.with_sharding_annotation(jnp.ones(2), "hidden").shape
     (2,)
     """

@@ -30,9 +30,6 @@ def in_context(fn: Callable[P, R]) -> Callable[P, R]:
     a function; a task has those of where it is made, as always. Other settings that JAX keeps for each thread do not
     come along, such as `jax.default_matmul_precision` and the mesh of a `with mesh:`, which is deprecated.
 
-    Arguments:
-        fn: a function, or a coroutine function.
-
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> mesh = axn.make_mesh({"data": -1})
     >>> with ThreadPoolExecutor() as pool, axn.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):

@@ -74,9 +74,6 @@ def as_seen_here(mesh: AnyMesh) -> AnyMesh:
 def set_mesh(mesh: AnyMesh) -> Iterator[AnyMesh]:
     """Activate a mesh in a with-block: `jax.set_mesh`, also for a mesh without devices.
 
-    Arguments:
-        mesh: the mesh.
-
     >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> with axn.set_mesh(mesh):
     ...     axn.current_mesh().shape["data"]

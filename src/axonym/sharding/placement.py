@@ -88,11 +88,7 @@ class Rule(abc.ABC):
         """
 
     def for_tree(self, tree: Any) -> Placement:
-        """Return the placement for a tree: the rule itself, or a tree prefix of others.
-
-        Arguments:
-            tree: the part of a tree that the rule is for.
-        """
+        """Return the placement for a tree: the rule itself, or a tree prefix of others."""
         return self
 
     def refusal(self, leaf: Leaf) -> str | None:
@@ -100,11 +96,7 @@ class Rule(abc.ABC):
         return None
 
     def unused(self, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
-        """Return the parts of the rule that apply to no leaf, each as its name and a message; for `lint_mapping`.
-
-        Arguments:
-            leaves: the leaves that the rule is asked about.
-        """
+        """Return the parts of the rule that apply to no leaf, each as its name and a message; for `lint_mapping`."""
         return []
 
     def answer(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
@@ -496,12 +488,7 @@ def listed(what: str, problems: Sequence[str], mesh: AnyMesh | None) -> str:
 
 
 def unused_in(placement: Placement, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
-    """Return the parts of a placement that apply to none of its leaves, each as its name and a message.
-
-    Arguments:
-        placement: a placement that is not a prefix.
-        leaves: the arrays that it places.
-    """
+    """Return the parts of a placement that apply to none of its leaves, each as its name and a message."""
     if isinstance(placement, Rule):
         return placement.unused(leaves)
     if not isinstance(placement, Mapping):

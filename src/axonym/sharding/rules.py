@@ -63,10 +63,7 @@ class ShardingRule(Rule):
         return _FirstOf(other, self) if is_placement(other) and other is not None else NotImplemented
 
     def exclude(self, pattern: str) -> ShardingRule:
-        """Return this rule, except that it passes on leaves whose path contains the pattern.
-
-        Arguments:
-            pattern: a regular expression.
+        """Return this rule, except that it passes on leaves in whose path a regular expression is found.
 
         >>> rule = axn.sharding.FSDPShardingRule("data", min_fsdp_size=0).exclude("norm") | jax.P()
         >>> axn.shard({"norm": jnp.ones(2)}, rule, axn.make_mesh({"data": 2}))["norm"].sharding.spec

@@ -80,9 +80,6 @@ def to_host(tree: T) -> T:
 
     Arrays on several hosts are gathered first, so every host must call this, with trees of the same arrays.
 
-    Arguments:
-        tree: the tree to copy.
-
     >>> type(axn.to_host(axn.ones({"batch": 2})).array).__name__
     'ndarray'
     """

@@ -101,9 +101,6 @@ def from_torch_compatible_state_dict(
 def flatten_modules_for_export(tree: T) -> T:
     """Apply `flatten_for_export` to every module of a tree, and to each layer of stacked layers.
 
-    Arguments:
-        tree: a model, or any tree.
-
     >>> layer = axn.nn.Linear.init(axn.Axis("embed", 4), {"heads": 2, "size": 3}, key=jax.random.key(0))
     >>> axn.state.flatten_modules_for_export([layer])[0].bias.ndim
     1

@@ -38,9 +38,6 @@ class ModuleWithStateDictSerialization(eqx.Module):
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
         """Return the arrays and numbers of the module by key.
 
-        Arguments:
-            prefix: a prefix for all keys.
-
         >>> class Norm(axn.state.ModuleWithStateDictSerialization):
         ...     scale: axn.NamedArray
         >>> Norm(axn.ones({"embed": 2})).to_state_dict("norm")
@@ -53,10 +50,6 @@ class ModuleWithStateDictSerialization(eqx.Module):
         """Load the arrays and numbers of the module from a state dict.
 
         In an override, `super().from_state_dict(...)` returns JAX arrays, so the override can compute with them.
-
-        Arguments:
-            state_dict: arrays by key.
-            prefix: the prefix of the module's keys in the state dict.
 
         >>> class Norm(axn.state.ModuleWithStateDictSerialization):
         ...     scale: axn.NamedArray

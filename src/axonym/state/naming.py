@@ -27,10 +27,6 @@ def with_prefix(prefix: str | None, leaf: str | None) -> str | None: ...
 def with_prefix(prefix: str | None, leaf: str | None) -> str | None:
     """Join two parts of a key, either of which can be None.
 
-    Arguments:
-        prefix: the first part.
-        leaf: the second part.
-
     >>> axn.state.with_prefix("layers.0", "weight"), axn.state.with_prefix(None, "weight")
     ('layers.0.weight', 'weight')
     """

@@ -99,10 +99,6 @@ def to_numpy_state_dict(tree: Any, prefix: str | None = None) -> StateDict:
 
     Arrays on several hosts are gathered, so every host must call this function.
 
-    Arguments:
-        tree: any tree.
-        prefix: a prefix for all keys.
-
     >>> axn.state.to_numpy_state_dict({"weight": axn.ones({"embed": 2})})
     {'weight': array([1., 1.], dtype=float32)}
     """

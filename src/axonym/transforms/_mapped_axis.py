@@ -80,11 +80,8 @@ def mapped_to(name: str, size: int, kind: AxisType) -> tuple[str, ...]:
 def check_placed_elsewhere(what: str, sizes: Mapping[str, int], before: Sequence[Any], after: Sequence[Any]) -> None:
     """Check that a mapped function shards no axis over the Explicit mesh axes of the axes that it is mapped over.
 
-    On Auto mesh axes JAX says so. What is sharded over them to begin with stays so.
-
-    Arguments:
-        before: what it was given, arrays of all kinds.
-        after: what it made of them.
+    On Auto mesh axes JAX says so. What is sharded over them to begin with stays so. `before` is what the function was
+    given, arrays of all kinds, and `after` what it made of them.
     """
     taken = {a for name, size in sizes.items() for a in mapped_to(name, size, AxisType.Explicit)}
     if taken and any(axis in taken for _, axis in _placed(after) - _placed(before)):

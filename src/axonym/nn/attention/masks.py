@@ -286,10 +286,6 @@ def _combined(how: Callable[..., Any], mask1: NamedArray, mask2: NamedArray) -> 
 def mask_to_bias(mask: NamedArray, mask_value: float = -1e9) -> NamedArray:
     """Convert a mask to a bias: 0 where attention is allowed, a large negative number elsewhere.
 
-    Arguments:
-        mask: a mask, true where attention is allowed.
-        mask_value: the large negative number.
-
     >>> axn.nn.attention.mask_to_bias(axn.named([True, False], "key_pos"))
     NamedArray(float32[key_pos=2], [ 0.e+00 -1.e+09])
     """
