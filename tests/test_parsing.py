@@ -17,11 +17,11 @@ def test_ordered_term():
     expression = parse("op", "a ... (b_1 c)->(n: a c)", comma="elements")
     assert expression.lhs == (
         _parsing.Term(
-            (Name("a", 0, 1), Dots(2, 5), Group(None, (Name("b_1", 7, 10), Name("c", 11, 12)), 6, 13)), True, 0, 13
+            0, 13, (Name(0, 1, "a"), Dots(2, 5), Group(6, 13, None, (Name(7, 10, "b_1"), Name(11, 12, "c")))), True
         ),
     )
     (rhs,) = expression.rhs
-    assert rhs.elements == (Group(Name("n", 16, 17), (Name("a", 19, 20), Name("c", 21, 22)), 15, 23),)
+    assert rhs.elements == (Group(15, 23, Name(16, 17, "n"), (Name(19, 20, "a"), Name(21, 22, "c"))),)
 
 
 @pytest.mark.parametrize("comma", ["terms", "elements"])

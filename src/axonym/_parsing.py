@@ -23,39 +23,27 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Iterator
-from typing import Literal, NoReturn, Protocol, TypeAlias
+from typing import Literal, NoReturn, TypeAlias
 
 from . import _errors
 
 CommaSeparates: TypeAlias = Literal["terms", "elements"]
 
 
-class Span(Protocol):
-    """Anything with a position in the text: from `start` up to `stop`."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """A place in the text, from `start` up to `stop`, that errors point at."""
 
-    @property
-    def start(self) -> int: ...
-    @property
-    def stop(self) -> int: ...
+    start: int
+    stop: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Name:
+class Name(Place):
     """An identifier, and its size if the language has sizes."""
 
     name: str
-    start: int
-    stop: int
     size: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Place:
-    """A place in the text that errors point at."""
-
-    start: int
-    stop: int
 
 
 class Dots(Place):
@@ -63,26 +51,22 @@ class Dots(Place):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Group:
+class Group(Place):
     """Factors in parentheses; `name` is the name before the colon."""
 
     name: Name | None
     members: tuple[Name, ...]
-    start: int
-    stop: int
 
 
 Element: TypeAlias = Name | Dots | Group
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Term:
+class Term(Place):
     """The axes of one array, in order or (in braces) in any order."""
 
     elements: tuple[Element, ...]
     ordered: bool
-    start: int
-    stop: int
 
     @property
     def dots(self) -> Dots | None:
@@ -97,7 +81,8 @@ class Term:
     @property
     def variables(self) -> tuple[Name, ...]:
         """Return every name in order, with the names inside groups but not those of groups."""
-        return tuple(_variables(self.elements))
+        nested = ((e,) if isinstance(e, Name) else e.members if isinstance(e, Group) else () for e in self.elements)
+        return tuple(name for names in nested for name in names)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,12 +97,12 @@ class Expression:
     lhs: tuple[Term, ...]
     rhs: tuple[Term, ...]
 
-    def fail(self, node: Span, message: str) -> NoReturn:
+    def fail(self, node: Place, message: str) -> NoReturn:
         """Raise a ValueError that points at a part of the expression."""
         fail(self.what, self.text, node, message)
 
 
-def fail(what: str, text: str, node: Span, message: str) -> NoReturn:
+def fail(what: str, text: str, node: Place, message: str) -> NoReturn:
     """Raise a ValueError that points at a part of the text."""
     flat = re.sub(r"\s", " ", text)  # a line break would move the caret away from what it points at
     raise ValueError(_errors.caret(flat, node.start, node.stop, f"{what}: {message}"))
@@ -132,7 +117,7 @@ def parse(what: str, text: str, *, comma: CommaSeparates) -> Expression:
     if len(arrows) > 1:
         fail(what, text, tokens[arrows[1]], "expected one `->`, this is the second.")
     arrow = arrows[0]
-    end = _Token("->", "the end", tokens[arrow].start, tokens[arrow].start)
+    end = _Token(tokens[arrow].start, tokens[arrow].start, "->", "the end")
     lhs = _Parser(what, text, [*tokens[:arrow], end], comma).side()
     rhs = _Parser(what, text, tokens[arrow + 1 :], comma).side()
     for term in rhs:
@@ -154,12 +139,10 @@ def parse_terms(what: str, text: str, *, comma: CommaSeparates, sizes: bool = Fa
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Token:
+class _Token(Place):
     kind: str
     """'name', 'end', or the sign itself."""
     text: str
-    start: int
-    stop: int
     size: int | None = None
 
 
@@ -172,15 +155,15 @@ def _tokenize(what: str, text: str) -> list[_Token]:
     while position < len(text):
         found = _TOKEN.match(text, position)
         if found is None:
-            wrong = _Token("bad", text[position], position, position + 1)
+            wrong = _Token(position, position + 1, "bad", text[position])
             fail(what, text, wrong, f"unexpected {text[position]!r}.{_hint(text, position)}")
         if found["name"]:
             size = None if found["size"] is None else int(found["size"])
-            tokens.append(_Token("name", sys.intern(found["name"]), found.start(), found.end(), size))
+            tokens.append(_Token(found.start(), found.end(), "name", sys.intern(found["name"]), size))
         elif found["sign"]:
-            tokens.append(_Token(found["sign"], found["sign"], found.start(), found.end()))
+            tokens.append(_Token(found.start(), found.end(), found["sign"], found["sign"]))
         position = found.end()
-    tokens.append(_Token("end", "the end", len(text), len(text)))
+    tokens.append(_Token(len(text), len(text), "end", "the end"))
     return tokens
 
 
@@ -214,7 +197,7 @@ class _Parser:
     def at_end(self) -> bool:
         return self.position == len(self.tokens) - 1
 
-    def fail(self, node: Span, message: str) -> NoReturn:
+    def fail(self, node: Place, message: str) -> NoReturn:
         fail(self.what, self.text, node, message)
 
     def take(self) -> _Token:
@@ -240,12 +223,12 @@ class _Parser:
             next_term = self.token.kind == "," and self.comma == "terms"
             if not self.at_end and not next_term:
                 self.fail(self.token, "expected nothing after the closing brace: a term is in braces as a whole.")
-            term = Term(elements, False, opening.start, stop)
+            term = Term(opening.start, stop, elements, False)
         else:
             elements = self.elements(closing=None)
             start = elements[0].start if elements else opening.start
             stop = elements[-1].stop if elements else opening.start
-            term = Term(elements, True, start, stop)
+            term = Term(start, stop, elements, True)
         self.check(term)
         return term
 
@@ -287,7 +270,7 @@ class _Parser:
     def name(self, token: _Token) -> Name:
         if token.size is not None and not self.sizes:
             self.fail(token, "axes have no sizes here; sizes are given by keyword.")
-        return Name(token.text, token.start, token.stop, token.size)
+        return Name(token.start, token.stop, token.text, token.size)
 
     def group(self, opening: _Token) -> Group:
         name = None
@@ -297,7 +280,7 @@ class _Parser:
         elements = self.elements(closing=")")
         if self.at_end:
             self.fail(opening, "this parenthesis is not closed.")
-        whole = Group(name, tuple(e for e in elements if isinstance(e, Name)), opening.start, self.take().stop)
+        whole = Group(opening.start, self.take().stop, name, tuple(e for e in elements if isinstance(e, Name)))
         for element in elements:
             if isinstance(element, Dots):
                 self.fail(element, "an ellipsis stands for whole axes and cannot be part of one: name the axes here.")
@@ -321,11 +304,3 @@ class _Parser:
             if name.name in seen:
                 self.fail(name, f"{name.name!r} occurs a second time here.")
             seen.add(name.name)
-
-
-def _variables(elements: tuple[Element, ...]) -> Iterator[Name]:
-    for element in elements:
-        if isinstance(element, Name):
-            yield element
-        elif isinstance(element, Group):
-            yield from element.members

@@ -57,11 +57,6 @@ def _request(what: str, key: AxisSelector, wanted: Any) -> AxisSelector | int:
         ) from None
 
 
-def _length(request: AxisSelector | int | None) -> int | None:
-    """Return the requested length, if any."""
-    return request.size if isinstance(request, Axis) else None if isinstance(request, str) else request
-
-
 @_kernels.cached
 def _transform_kernel(
     what: str,
@@ -84,7 +79,7 @@ def _transform_kernel(
     chosen = _kernels.select(what, names, asked)
     positions = tuple(names.index(n) for n in chosen)
     wanted = [new for _, new in requests]
-    lengths = [_length(new) for new in wanted]
+    lengths = [new.size if isinstance(new, Axis) else None if isinstance(new, str) else new for new in wanted]
     renamed = {n: name_of(new) for n, new in zip(chosen, wanted, strict=True) if isinstance(new, (Axis, str))}
     out_names = distinct(what, tuple(renamed.get(n, n) for n in names))
     if len(chosen) > 1 and several is None:

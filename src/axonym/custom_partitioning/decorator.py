@@ -37,7 +37,7 @@ from ..named_array import NamedArray, describe_array, raw, wrap
 from ..sharding.meshes import AnyMesh, current_mesh
 from ._lowerings import Arrays, Operation, all_manual, by_partitioner, explicit_entries, per_device
 from ._terms import Described, by_names, by_string, parse, words
-from .rule import Dimension, Infer, PartitioningRule, Shardings, derived_shardings, inferred_shardings, make_rule
+from .rule import Infer, PartitioningRule, Shardings, derived_shardings, inferred_shardings, make_rule
 
 
 @overload
@@ -422,17 +422,13 @@ def _known_shardings(
     for i in sorted(range(len(arrays)), key=lambda i: -np.prod(jnp.shape(arrays[i]), dtype=float)):
         entries = []
         for dimension, entry in zip(rule.operands[i], known[i], strict=True):
-            mapped = mapped_on(operation.what, _axis_of(rule, dimension), mesh, AxisType.Auto)
+            axis = next((n for n, factors in rule.groups.items() if factors == dimension), dimension[0])
+            mapped = mapped_on(operation.what, axis, mesh, AxisType.Auto)
             entries.append((*mesh_axes(entry), *mapped))
         found[i] = entries
     derived = derived_shardings(rule, mesh.shape, [(rule.operands[i], entries) for i, entries in found.items()])
     of_operands = [entries for _, entries in sorted(found.items())]
     return inferred_shardings(operation.what, rule, mesh.shape, operation.infer, derived, of_operands)
-
-
-def _axis_of(rule: PartitioningRule, dimension: Dimension) -> str:
-    """Return the name of the axis that a dimension stands for."""
-    return next((n for n, factors in rule.groups.items() if factors == dimension), dimension[0])
 
 
 # --- operands and results ---

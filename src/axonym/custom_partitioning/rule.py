@@ -68,7 +68,11 @@ class PartitioningRule:
 
     def __str__(self) -> str:
         """Show the rule in the notation of its string, and its factors by kind."""
-        operands, results = (", ".join(map(_written, side)).strip() for side in (self.operands, self.results))
+        written = [
+            [" ".join(d[0] if len(d) == 1 else f"({' '.join(d)})" for d in term) for term in side]
+            for side in (self.operands, self.results)
+        ]
+        operands, results = (", ".join(terms).strip() for terms in written)
         lines = [f"{operands} -> {results}".strip()]
         special = self.reduced | self.replicated | self.permuted
         kinds = {
@@ -266,7 +270,3 @@ def make_rule(
 
 def _factors(terms: Sequence[Term]) -> list[str]:
     return [f for term in terms for dimension in term for f in dimension]
-
-
-def _written(term: Term) -> str:
-    return " ".join(d[0] if len(d) == 1 else f"({' '.join(d)})" for d in term)

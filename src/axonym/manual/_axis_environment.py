@@ -194,7 +194,8 @@ def _meaning(what: str, word: Any) -> Axes:
     if _may_be_replicated(name):
         return logical
     is_mesh_axis = isinstance(word, str) and name in mesh.shape
-    if is_mesh_axis and name in _logical_names() and logical != (name,):
+    is_axis = bool(environment.found(name)) or name in active_mapping()
+    if is_mesh_axis and is_axis and logical != (name,):
         means = f"sharded over {_listed(logical)}" if logical else "replicated"
         raise ValueError(
             f"{what}: {name!r} could be the logical axis, which is {means}, or the mesh axis. Say which: "
@@ -217,10 +218,6 @@ def _may_be_replicated(name: str) -> bool:
     """Return whether an argument has the axis and the body must work for any sharding, so that it may be replicated."""
     environment = active_environment()
     return environment.any_sharding and bool(environment.found(name))
-
-
-def _logical_names() -> set[str]:
-    return {p.name for p in active_environment().argument_axes} | set(active_mapping())
 
 
 def _sharded_over(what: str, name: str) -> Axes:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels, _parsing
-from .._parsing import Dots, Expression, Group, Name, Place, Term
+from .._parsing import Dots, Expression, Name, Place, Term
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, rearrange_for_partial_order, selectors
 from ..named_array import NamedArray, wrap
 from ._contraction_plan import DotGeneral, Plan, contract, contract_with
@@ -212,8 +212,13 @@ def _einsum_plan(
 ) -> Plan:
     """Return the contraction that an equation describes."""
     expression = _parsing.parse("einsum", equation, comma="terms")
-    _no_groups(expression)
-    _aliases_are_used(expression, dict(aliases))
+    terms = (*expression.lhs, *expression.rhs)
+    for group in (g for term in terms for g in term.groups):
+        expression.fail(group, "axes are not split or merged here; use rearrange before or after.")
+    used = {w.name for term in terms for w in _words(term)}
+    if unused := [word for word, _ in aliases if word not in used]:
+        listed, hints = _errors.quoted(unused), _errors.suggestions(unused, used)
+        raise TypeError(f"einsum: {listed} is given by keyword but does not appear in {equation!r}.{hints}")
     meaning = _Meaning(expression, all_names, {word: name_of(a) for word, a in aliases})
     sized = tuple(a for _, a in aliases if isinstance(a, Axis))
     return Plan("einsum", all_names, meaning.output(), precision, preferred_element_type, sized)
@@ -313,19 +318,3 @@ class _Meaning:
 
 def _words(term: Term) -> Iterator[Name]:
     return (e for e in term.elements if isinstance(e, Name))
-
-
-def _no_groups(expression: Expression) -> None:
-    for term in (*expression.lhs, *expression.rhs):
-        for element in term.elements:
-            if isinstance(element, Group):
-                expression.fail(element, "axes are not split or merged here; use rearrange before or after.")
-
-
-def _aliases_are_used(expression: Expression, aliases: Mapping[str, AxisSelector]) -> None:
-    used = {w.name for term in (*expression.lhs, *expression.rhs) for w in _words(term)}
-    unused = [word for word in aliases if word not in used]
-    if unused:
-        listed = _errors.quoted(unused)
-        hints = _errors.suggestions(unused, used)
-        raise TypeError(f"einsum: {listed} is given by keyword but does not appear in {expression.text!r}.{hints}")

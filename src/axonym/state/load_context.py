@@ -81,7 +81,9 @@ class LoadContext:
     def raise_problems(self) -> None:
         """Raise one error that lists every mismatch, if there are any."""
         advice = _shifted(list(self.missing), self.keys) if self.source == "state dict" else ""
-        hints = {} if advice else _hints(list(self.missing), self.unexpected)
+        far_too_many = len(self.missing) * len(self.unexpected) > _MOST_COMPARISONS
+        compared = [] if advice or far_too_many else self.missing
+        hints = {key: _errors.suggestion(key, self.unexpected) for key in compared}
         problems = [f"{key!r} is missing, for {wanted}.{hints.get(key, '')}" for key, wanted in self.missing.items()]
         problems += self.misfits
         problems += [f"{key!r} is in the {self.source}, but not in the tree." for key in self.unexpected]
@@ -127,12 +129,6 @@ def with_options(context: LoadContext, **options: Any) -> Iterator[None]:
 
 
 # --- hints for the error message ---
-
-
-def _hints(missing: Sequence[str], unexpected: Sequence[str]) -> dict[str, str]:
-    if len(missing) * len(unexpected) > _MOST_COMPARISONS:
-        return {}
-    return {key: _errors.suggestion(key, unexpected) for key in missing}
 
 
 def _shifted(missing: Sequence[str], keys: Iterable[str]) -> str:

@@ -112,7 +112,8 @@ def conform(
         if isinstance(slot, StaticLeaf) or isinstance(new, StaticLeaf):
             before = slot if isinstance(slot, StaticLeaf) else next(expected)
             after = new if isinstance(new, StaticLeaf) else next(given)
-            if not _same(before, after):
+            static = isinstance(before, StaticLeaf) and isinstance(after, StaticLeaf)
+            if not static or not (before.value is after.value or before == after):
                 problems.append((i, f"{_kind(slot, before)} and {words.after} {_kind(new, after)}", _STATIC))
             continue
         before, after = next(expected), next(given)
@@ -141,13 +142,6 @@ def _becomes_sharded(slot: Names | None, before: Any, new: Names | None, after: 
     was, now = _entries(before), _entries(after)
     same_dtype = before.dtype == after.dtype or _yields(before, after)
     return same_dtype and was != now and all(n[: len(w)] == w for w, n in zip(was, now, strict=True))
-
-
-def _same(before: Any, after: Any) -> bool:
-    """Return whether two leaves are the same constant."""
-    if not isinstance(before, StaticLeaf) or not isinstance(after, StaticLeaf):
-        return False
-    return before.value is after.value or before == after
 
 
 def _difference(

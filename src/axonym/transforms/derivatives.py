@@ -67,7 +67,8 @@ def value_and_grad(fn: Callable[..., Any], argnums: ArgNums = 0, *, has_aux: boo
             return _scalar(result[0] if has_aux else result), result
 
         (_, result), gradients = jax.value_and_grad(scalar, has_aux=True)(argument.arrays)
-        return result, argument.like(map(_with_names, gradients, argument.names))
+        named = (x if n is None else wrap(x, n) for x, n in zip(gradients, argument.names, strict=True))
+        return result, argument.like(named)
 
     return functools.update_wrapper(value_and_gradient, fn, updated=())
 
@@ -176,10 +177,6 @@ def _scalar(value: Any) -> Any:
         found = value if isinstance(value, NamedArray) else type(value).__name__ if shape is None else jax.typeof(value)
         raise TypeError(f"grad: the function returns one number, got {found}. Reduce it, as in `.mean()` or `.sum()`.")
     return raw(value)
-
-
-def _with_names(x: Any, names: Names | None) -> Any:
-    return x if names is None else wrap(x, names)
 
 
 def _entry(x: Any, of: Names | None, by: Names | None, prefix: str) -> Any:

@@ -227,21 +227,21 @@ class _RawAxes:
         """Return for each leaf of the arguments how it is mapped if it is a raw array."""
         if not self.args and not self.kwargs and isinstance(self.default, _RawAxis):
             return [self.default] * count
-        unknown = [k for k in self.kwargs if k not in kwargs]
-        if len(self.args) > len(args) or unknown:
-            raise TypeError(self._unknown(unknown, args, kwargs))
+        if unknown := [k for k in self.kwargs if k not in kwargs]:
+            listed, hints = _errors.quoted(unknown), _errors.suggestions(unknown, kwargs)
+            raise TypeError(
+                f"vmap: `kwargs` says how to map {listed}, but the call has only {sorted(kwargs)} by keyword.{hints}"
+            )
+        if len(self.args) > len(args):
+            raise TypeError(
+                f"vmap: `args` says how to map {len(self.args)} arguments, but the call has {len(args)} by position."
+            )
         found: list[_RawAxis] = []
         for i, x in enumerate(args):
             found += _spread(f"args[{i}]", self.args[i] if i < len(self.args) else self.default, x)
         for k in sorted(kwargs):  # as JAX flattens dictionaries
             found += _spread(f"kwargs[{k!r}]", self.kwargs.get(k, self.default), kwargs[k])
         return found
-
-    def _unknown(self, unknown: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        if unknown:
-            listed, hints = _errors.quoted(unknown), _errors.suggestions(unknown, kwargs)
-            return f"vmap: `kwargs` says how to map {listed}, but the call has only {sorted(kwargs)} by keyword.{hints}"
-        return f"vmap: `args` says how to map {len(self.args)} arguments, but the call has {len(args)} by position."
 
 
 def _checked(what: str, spec: RawAxis, of_argument: bool) -> Any:
