@@ -106,9 +106,8 @@ def diagnose_common_issues(tree: Any) -> None:
       one array, float32[vocab=4], at .embed and at .unembed
     """
     problems = ModuleProblems()
-    _find_reused_arrays(problems, tree)
+    _find_reused_arrays_and_wrong_ranks(problems, tree)
     _find_static_arrays(problems, tree, "")
-    _find_wrong_ranks(problems, tree)
     if problems:
         raise problems
 
@@ -117,12 +116,14 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, (jax.Array, np.ndarray))
 
 
-def _find_reused_arrays(problems: ModuleProblems, tree: Any) -> None:
+def _find_reused_arrays_and_wrong_ranks(problems: ModuleProblems, tree: Any) -> None:
     places: IdentityMap[Any, list[tuple[str, Any]]] = IdentityMap()
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_named_array):
         array = raw(leaf)
         if _is_array(array):
             places.setdefault(array, []).append((jax.tree_util.keystr(path), leaf))
+            if isinstance(leaf, NamedArray) and array.ndim != len(leaf.names):
+                problems.wrong_ranks.append((describe_array(leaf), jax.tree_util.keystr(path)))
     for found in places.values():
         if len(found) > 1:
             problems.reused_arrays.append((describe_array(found[0][1]), [path for path, _ in found]))
@@ -141,9 +142,3 @@ def _find_static_arrays(problems: ModuleProblems, tree: Any, path: str) -> None:
             _find_static_arrays(problems, value, f"{path}.{field.name}")
         elif any(_is_array(x) for x in jax.tree.leaves(value)):
             problems.static_arrays.append(f"{path}.{field.name}")
-
-
-def _find_wrong_ranks(problems: ModuleProblems, tree: Any) -> None:
-    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_named_array):
-        if isinstance(leaf, NamedArray) and _is_array(leaf.array) and leaf.array.ndim != len(leaf.names):
-            problems.wrong_ranks.append((describe_array(leaf), jax.tree_util.keystr(path)))

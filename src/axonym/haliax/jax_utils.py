@@ -133,17 +133,8 @@ def multilevel_scan(
     """`jax.lax.scan` as a scan of scans, which keeps less for the gradient.
 
     Only the carries between the inner scans are kept, and each inner scan is computed again when its gradient is. With
-    an outer size near the square root of the length, memory grows with that root. This is a function of positions, like
-    `jax.lax.scan`; `axonym.scan` does the same for a named axis with `remat="nested"`.
-
-    Arguments:
-        f: the step, from a carry and an element to a carry and an output.
-        carry: the first carry.
-        xs: a tree of raw arrays to scan over their first axis, or None.
-        outer_size: the number of inner scans, which divides the length.
-        length: the number of steps.
-        reverse: go from the last element to the first.
-        unroll: how many steps of the inner scans are unrolled.
+    an outer size, the number of inner scans, near the square root of the length, memory grows with that root. This is a
+    function of positions, like `jax.lax.scan`; `axonym.scan` does the same for a named axis with `remat="nested"`.
 
     >>> hax.jax_utils.multilevel_scan(lambda c, x: (c + x, c), 0.0, jnp.arange(4.0), outer_size=2, length=4)
     (Array(6., dtype=float32), Array([0., 0., 1., 3.], dtype=float32, weak_type=True))

@@ -16,12 +16,7 @@ from ._axis_environment import Axes, count, declared, describe_axes, layouts, wi
 def gather_order(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) -> Axes:
     """Return the mesh axes to gather an axis over, major first.
 
-    Arguments:
-        what: the operation, for messages.
-        x: the array.
-        name: its axis.
-        axes: the mesh axes asked for.
-        chosen: whether the user asked for these, rather than for all that the axis may be sharded over.
+    `chosen`: the user asked for these mesh axes, rather than for all that the axis may be sharded over.
     """
     found = layouts(name, x.axis_size(name))
     sharded = [f for f in found if without_trivial(f.now)]

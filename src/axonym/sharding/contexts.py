@@ -81,11 +81,11 @@ class _Taken:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Activate them in a with-block; afterwards, what was active before is active again."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(jax.set_mesh(self.mesh))
-            if self.abstract is not None:
-                stack.enter_context(jax.sharding.use_abstract_mesh(self.abstract))
-            stack.enter_context(_context.activate(self.settings))
+        with (
+            jax.set_mesh(self.mesh),
+            contextlib.nullcontext() if self.abstract is None else jax.sharding.use_abstract_mesh(self.abstract),
+            _context.activate(self.settings),
+        ):
             yield
 
 

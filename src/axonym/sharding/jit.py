@@ -155,30 +155,24 @@ def fsdp(
     >>> y.shape
     {'batch': 16, 'mlp': 4}
     """
-    fn: Callable[..., Any] | None = None
-    mappings = list(args)
-    if mappings and callable(mappings[0]):
-        fn = mappings.pop(0)
-    if len(mappings) > 2:
-        raise TypeError(f"fsdp: too many arguments; {_USAGE}.")
-    given = [m for m in (parameter_mapping, compute_mapping) if m is not None]
-    if mappings and given and len(mappings) + len(given) > 2:
-        raise TypeError(f"fsdp: a mapping is given twice; {_USAGE}.")
-    if parameter_mapping is None and mappings:
-        parameter_mapping = mappings.pop(0)
-    if compute_mapping is None and mappings:
-        compute_mapping = mappings.pop(0)
-    for name, mapping in (("parameter_mapping", parameter_mapping), ("compute_mapping", compute_mapping)):
+    fn, *positional = args if args and callable(args[0]) else (None, *args)
+    mappings: dict[str, Any] = {"parameter_mapping": parameter_mapping, "compute_mapping": compute_mapping}
+    left = [name for name, mapping in mappings.items() if mapping is None]
+    if len(positional) > len(left):
+        wrong = "too many arguments" if len(positional) > 2 else "a mapping is given twice"
+        raise TypeError(f"fsdp: {wrong}; {_USAGE}.")
+    mappings |= zip(left, positional, strict=False)
+    for name, mapping in mappings.items():
         if mapping is None:
             raise TypeError(f"fsdp: `{name}` is missing; {_USAGE}.")
-        if not is_resource_mapping(mapping) and not (mapping is parameter_mapping and isinstance(mapping, Rule)):
+        if not is_resource_mapping(mapping) and not (name == "parameter_mapping" and isinstance(mapping, Rule)):
             raise TypeError(f"fsdp: `{name}` is a resource mapping, got {type(mapping).__name__}; {_USAGE}.")
-    compute = normalize_mapping(compute_mapping, "fsdp")
+    parameters, compute = mappings["parameter_mapping"], normalize_mapping(mappings["compute_mapping"], "fsdp")
     active: dict[str, Mapping[str, Any]] = {"mapping": compute}
-    if isinstance(parameter_mapping, Rule):
-        placement = ComputeMappingOrParameterRule(parameter_mapping, compute)
+    if isinstance(parameters, Rule):
+        placement = ComputeMappingOrParameterRule(parameters, compute)
     else:
-        active["parameter_mapping"] = normalize_mapping(parameter_mapping, "fsdp")
+        active["parameter_mapping"] = normalize_mapping(parameters, "fsdp")
         placement = ParameterOrComputeMapping(active["parameter_mapping"], compute)
     make = functools.partial(_compiled, active=active, in_placement=placement, out_placement=placement, **options)
     return make if fn is None else make(fn)

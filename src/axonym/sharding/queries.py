@@ -22,6 +22,7 @@ from .placement import (
     Leaf,
     Placement,
     check_mesh_axes,
+    described,
     examine,
     is_placement,
     leaves_of,
@@ -259,15 +260,12 @@ def lint_mapping(
         if leaf.shape is None or its_mesh is None or leaf.path in wrong or _bytes(leaf) < large:
             continue
         if (devices := math.prod(its_mesh.shape.values())) > 1 and shard_count(its_mesh, axes_in(leaf.spec or ())) == 1:
-            findings.append(Finding("replicated", leaf.path, _replicated(leaf, devices)))
+            size = f"{_bytes(leaf) / 2**20:.1f} MiB"
+            text = f"{leaf.path} {described(leaf)}, {size}, is replicated on {devices} devices."
+            findings.append(Finding("replicated", leaf.path, text))
     return Report(tuple(findings), len(arrays))
 
 
 def _bytes(leaf: Leaf) -> int:
     array = raw(leaf.value)
     return math.prod(leaf.shape or ()) * array.dtype.itemsize
-
-
-def _replicated(leaf: Leaf, devices: int) -> str:
-    axes = _errors.describe_axes(leaf.names, leaf.shape) if leaf.names else str(leaf.shape)
-    return f"{leaf.path} {axes}, {_bytes(leaf) / 2**20:.1f} MiB, is replicated on {devices} devices."
