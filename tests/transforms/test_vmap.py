@@ -349,7 +349,7 @@ def test_shard_map_inside_gathers_nothing(auto_mesh: Mesh, optimized: None) -> N
         x = axn.shard(X)
         program = jax.jit(vmap(fn, Batch)).lower(x).compile()
         result = jax.block_until_ready(program(x))
-        odd = axn.ones((axn.Axis("batch", 3), Pos, Embed))  # which four devices do not divide
+        odd = axn.named(np.ones((3, 4, 8), np.float32), ("batch", Pos, Embed))  # which four devices do not divide
         assert jax.block_until_ready(jax.jit(vmap(fn, "batch"))(odd)).shape["batch"] == 3
     assert spec(result) == ("data", None, None)
     assert COLLECTIVE.findall(program.as_text() or "") == ["f32[2,4,4]{2,1,0}"]  # one sum, of a quarter of the batch
