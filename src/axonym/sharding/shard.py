@@ -42,9 +42,9 @@ def shard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -> 
             active mapping.
         mesh: the mesh; by default the active one.
 
-    >>> mesh = axn.make_mesh({"data": -1})
+    >>> x, mesh = axn.ones({"batch": 16, "embed": 4}), axn.make_mesh({"data": -1})
     >>> with axn.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):
-    ...     x = axn.shard(axn.ones({"batch": 16, "embed": 4}))
+    ...     x = axn.shard(x)
     >>> x.array.sharding.spec
     P('data', None)
     """
