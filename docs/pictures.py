@@ -20,7 +20,7 @@ from axonym import NamedArray
 
 FOLDER = Path(__file__).parent / "assets" / "pictures"
 
-# The devices of a row of the mesh have shades of one colour.
+# The devices of a row of the mesh have shades of one color.
 LIGHT = {
     "text": "#1f2328",
     "muted": "#59636e",
@@ -40,7 +40,7 @@ DARK = {
 
 
 class Picture:
-    """A drawing of rectangles, lines and words, with colours that a page's scheme fills in."""
+    """A drawing of rectangles, lines and words, with colors that a page's scheme fills in."""
 
     def __init__(self, title: str, width: int, height: int):
         self.title, self.width, self.height = title, width, height
@@ -65,16 +65,16 @@ class Picture:
     def arrow(self, x: float, y: float, length: float) -> None:
         self.path(f"M{x:g} {y:g}h{length:g}m-5 -4l5 4l-5 4", "line")
 
-    def svg(self, colours: dict[str, Any]) -> str:
-        devices = "".join(f".d{i}{{fill:{colour}}}" for i, colour in enumerate(colours["devices"]))
+    def svg(self, colors: dict[str, Any]) -> str:
+        devices = "".join(f".d{i}{{fill:{color}}}" for i, color in enumerate(colors["devices"]))
         style = (
-            f"text{{font:15px system-ui,sans-serif;fill:{colours['text']}}}"
+            f"text{{font:15px system-ui,sans-serif;fill:{colors['text']}}}"
             ".code{font:14px ui-monospace,monospace}.small{font-size:13px}.id{font-size:12px}"
-            f".muted{{font-size:13px;fill:{colours['muted']}}}.accent{{font-weight:600;fill:{colours['accent']}}}"
-            f".line{{fill:none;stroke:{colours['line']};stroke-width:1.5}}"
-            f".summed{{fill:none;stroke:{colours['accent']};stroke-width:4}}"
-            f".node{{fill:{colours['empty']};stroke:{colours['line']};stroke-width:1.5}}"
-            f".empty{{fill:{colours['empty']}}}{devices}"
+            f".muted{{font-size:13px;fill:{colors['muted']}}}.accent{{font-weight:600;fill:{colors['accent']}}}"
+            f".line{{fill:none;stroke:{colors['line']};stroke-width:1.5}}"
+            f".summed{{fill:none;stroke:{colors['accent']};stroke-width:4}}"
+            f".node{{fill:{colors['empty']};stroke:{colors['line']};stroke-width:1.5}}"
+            f".empty{{fill:{colors['empty']}}}{devices}"
         )
         head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" role="img">'
         return "\n".join([head, f"<title>{self.title}</title>", f"<style>{style}</style>", *self.parts, "</svg>\n"])

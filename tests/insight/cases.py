@@ -77,7 +77,7 @@ def classifier(mapping: str) -> Case:
         return jax.value_and_grad(loss, allow_int=True)(model)
 
     model = jax.eval_shape(lambda key: example_.Classifier.init(key=key), jax.random.key(0))
-    images = jax.eval_shape(lambda: axn.zeros({"batch": 32, "grey": 1, "height": 8, "width": 8}))
+    images = jax.eval_shape(lambda: axn.zeros({"batch": 32, "gray": 1, "height": 8, "width": 8}))
     labels = jax.eval_shape(lambda: axn.zeros({"batch": 32}, dtype=int))
     compiled = axn.named_jit(
         step, in_placement={"images": placement, "labels": placement}, out_placement=PartitionSpec()
