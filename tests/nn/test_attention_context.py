@@ -175,7 +175,7 @@ def compiled(operands: Any, mask: Any, way: Any, **sizes: int) -> Any:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mask", [None, Causal("pos"), Causal("pos", window=5)], ids=["all", "causal", "window"])
-def test_bytes_are_those_of_the_formula(way: str, mask: Any, optimised: None) -> None:
+def test_bytes_are_those_of_the_formula(way: str, mask: Any, optimized: None) -> None:
     """Of value and gradient, on each of `n` devices."""
     mesh, n = axn.make_mesh({"data": 8}), 8
     k = draw(KPos, Axis("heads", 8), Size)
@@ -194,7 +194,7 @@ def test_bytes_are_those_of_the_formula(way: str, mask: Any, optimised: None) ->
         assert found == {"all-gather": (2, 2 * n * shard), "reduce-scatter": (2, 2 * shard)} | halves
 
 
-def test_memory_falls_with_the_ring(optimised: None) -> None:
+def test_memory_falls_with_the_ring(optimized: None) -> None:
     """Compiled, not run: temporaries of value and gradient in MB, by positions; plain attention takes gigabytes."""
     table = {}
     shape = {"heads": 8, "head_size": 64}
