@@ -279,7 +279,8 @@ class Llama(ModuleWithStateDictSerialization):
         """A cache for texts of up to so many tokens, in which every block has its part along the axis `layers`."""
         keys = self.blocks.stacked.attention.k_proj
         KVHeads, HeadSize = (keys.weight.resolve_axis(name) for name in ("kv_heads", "head_size"))
-        return KVCache.init((self.blocks.Block, Batch), KVHeads, KPos, HeadSize, dtype or keys.weight.dtype)
+        dtype = dtype or self.norm.weight.dtype  # weights can be stored small
+        return KVCache.init((self.blocks.Block, Batch), KVHeads, KPos, HeadSize, dtype)
 
     def extend(self, tokens: NamedArray, cache: KVCache, count: NamedArray | None = None) -> tuple[NamedArray, KVCache]:
         """The logits for the token after those given, which come after those in a cache, and the cache with them.

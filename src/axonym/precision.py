@@ -6,8 +6,8 @@
 >>> loss(model, axn.ones({"embed": 2})).dtype
 dtype('float32')
 
-Only floating-point arrays are cast, named, raw and abstract ones. Integers, booleans, random keys and Python numbers do
-not change, nor does the state of quantized products (see `axonym.quantization.overwriting`).
+Only floating-point arrays are cast, named, raw and abstract ones. 8-bit floats, integers, booleans, random keys and
+Python numbers do not change, nor does the state of quantized products (see `axonym.quantization.overwriting`).
 """
 
 from __future__ import annotations
@@ -184,6 +184,8 @@ def _floating(what: str, dtype: Any) -> np.dtype:
 def _cast(tree: Any, dtype: np.dtype) -> Any:
     def of_leaf(x: Any) -> Any:
         if not isinstance(x, _ARRAYS) or x.dtype == dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        if x.dtype.itemsize == 1:  # stored small, with a scale that is cast
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             return x.update(dtype=dtype)

@@ -25,3 +25,8 @@ from .overwriting import (
     apply_updates as apply_updates,
     partition_for_grad_overwrite as partition_for_grad_overwrite,
 )
+from .weights import (
+    SmallEmbedding as SmallEmbedding,
+    SmallLinear as SmallLinear,
+    quantize_weights as quantize_weights,
+)

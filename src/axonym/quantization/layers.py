@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import equinox as eqx
@@ -105,20 +105,39 @@ def quantize_linear_layers(tree: T, config: QuantizationConfig) -> T:
     """
     if not (config.fp8 or config.int8):
         return tree
+
+    def replace(name: str, layer: Any) -> Any:
+        return dataclasses.replace(layer, dot_general=_operation(layer, config))
+
+    return replace_layers("quantize_linear_layers", tree, (Linear,), config.targets, replace)
+
+
+def replace_layers(
+    what: str,
+    tree: T,
+    kinds: tuple[type, ...],
+    targets: Sequence[str] | str | None,
+    replace: Callable[[str, Any], Any],
+) -> T:
+    """Replace those layers of a model that are targets; `replace` gets the path and the layer."""
     seen: dict[str, bool] = {}
 
     def visit(path: Any, x: Any) -> Any:
-        if not isinstance(x, Linear):
+        if not isinstance(x, kinds):
             return x
         name = jax.tree_util.keystr(path, simple=True, separator=".")
-        seen[name] = _is_target(name, config.targets)
-        return dataclasses.replace(x, dot_general=_operation(x, config)) if seen[name] else x
+        seen[name] = _is_target(name, targets)
+        return replace(name or "the layer", x) if seen[name] else x
 
-    quantized = jax.tree_util.tree_map_with_path(visit, tree, is_leaf=lambda x: isinstance(x, Linear))
+    replaced = jax.tree_util.tree_map_with_path(visit, tree, is_leaf=lambda x: isinstance(x, kinds))
     if not any(seen.values()):
         known = f"; the layers are {', '.join(seen)}" if seen else ""
-        raise ValueError(f"quantize_linear_layers: no linear layer matches targets {config.targets!r}{known}.")
-    return quantized
+        raise ValueError(f"{what}: no {_described(kinds)} matches targets {targets!r}{known}.")
+    return replaced
+
+
+def _described(kinds: tuple[type, ...]) -> str:
+    return "linear layer" if len(kinds) == 1 else "linear layer or embedding"
 
 
 def _is_target(name: str, targets: Sequence[str] | str | None) -> bool:
