@@ -66,7 +66,8 @@ def partitioned(lowered: Any) -> str:
             found.append(text)
             raise _Enough
 
-    # The hook is for the whole process: other compilations meanwhile pass through it.
+    # The hook is for the whole process. Other compilations meanwhile pass through it, unless another thread compiles a
+    # function of the same name, which then fails.
     with _LOCK:
         name = f"axonym_insight_{next(_NUMBERS)}"
         stage = PipelineStage.POST_SCHEDULER

@@ -216,10 +216,12 @@ def reason(op: Operation, kind: str, over: Collection[str], when: str, gathered:
         if len(found) == len(gathered):
             return f"needs all of {_said(found)}"
         return f"{_listed(tuple(gathered))} came sharded over {_listed(over)}, by no active mapping, and is used whole"
-    if kind == "collective-permute" and len(found := sharded(axes.keys())) == 1 and _covers(found, mesh_axes):
-        return f"moves shards of {_said(found)}"
-    if kind == "all-to-all" and (gone := moved(op, mesh_axes)):
-        return f"trades shards along {_said(sharded(gone))}, for shards along another axis, or back"
+    if kind in ("collective-permute", "all-to-all") and not stored:
+        # What moves are shards along an axis that the operation has over these mesh axes.
+        if names := " or ".join(a.name for a in sharded(axes.keys()) if _covers([a], mesh_axes)):
+            which = f"{names}, which is sharded over {_listed(over)}"
+            trade = f"trades shards along {which}, for shards along another axis, or back"
+            return f"moves shards along {which}" if kind == "collective-permute" else trade
     if kind == "all-to-all" and len(stored) == 1 and len(found := sharded(axes.keys())) == 1:
         name = stored[0].name
         return f"exchanges shards of {name}, which is stored sharded over {_listed(over)}, for those of {found[0].name}"
