@@ -22,7 +22,7 @@ __init__
 _lazily_imported debug insight precision testing
 quantization
 nn
-state
+schedules state
 random
 _methods custom_partitioning
 _xarray fft linalg manual poly ref transforms tree

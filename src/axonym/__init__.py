@@ -264,6 +264,7 @@ if _typing.TYPE_CHECKING:
         quantization as quantization,
         random as random,
         ref as ref,
+        schedules as schedules,
         sharding as sharding,
         state as state,
         testing as testing,

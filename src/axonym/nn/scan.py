@@ -34,11 +34,13 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, overload
 
 import equinox as eqx
 
 from ..axis import Axis
+from ..schedules._stages import fold_in_stages
+from ..schedules.pipelines import Schedule
 from ..state.loading import lazy_loading, stacked_from_state_dict
 from ..state.module import ModuleWithStateDictSerialization
 from ..state.naming import KeyMap, StateDict
@@ -79,6 +81,7 @@ M_contra = TypeVar("M_contra", bound=eqx.Module, contravariant=True)
 CarryT = TypeVar("CarryT")
 OutputT_co = TypeVar("OutputT_co", covariant=True)
 P = ParamSpec("P")
+R = TypeVar("R")
 S = TypeVar("S", bound="BlockFoldable[Any]")
 
 
@@ -202,7 +205,37 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         cls, Block: Axis, policy: ScanCheckpointPolicy, make: Callable[..., Any], args: Any, kwargs: Any
     ) -> Self: ...
 
-    def fold(self, init: CarryT, *args: Any, unroll: int | bool | None = None, **kwargs: Any) -> CarryT:
+    @overload
+    def fold(
+        self,
+        init: CarryT,
+        *args: Any,
+        unroll: int | bool | None = None,
+        schedule: Schedule | None = None,
+        then: None = None,
+        **kwargs: Any,
+    ) -> CarryT: ...
+    @overload
+    def fold(
+        self,
+        init: Any,
+        *args: Any,
+        unroll: int | bool | None = None,
+        schedule: Schedule | None = None,
+        then: Callable[..., R],
+        then_args: Sequence[Any] = (),
+        **kwargs: Any,
+    ) -> R: ...
+    def fold(
+        self,
+        init: CarryT,
+        *args: Any,
+        unroll: int | bool | None = None,
+        schedule: Schedule | None = None,
+        then: Callable[..., Any] | None = None,
+        then_args: Sequence[Any] = (),
+        **kwargs: Any,
+    ) -> Any:
         """Apply the layers in turn, each to the result of the previous layer.
 
         Arguments:
@@ -210,6 +243,12 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             *args: more arguments of the layers.
             unroll: the number of layers in one iteration of the loop, True for all; None is one. A `BlockSeq` has no
                 loop.
+            schedule: the order of work if the axis of the layers is sharded, `axonym.schedules.GPipe` or `OneFOneB`.
+                A `BlockSeq` takes none.
+            then: a function of the result and `then_args` that returns a sum over examples, the loss. `fold` returns
+                its value. With `OneFOneB`, it gets one microbatch at a time, of the result and of each of `then_args`
+                that has the axis of the batch.
+            then_args: the arguments of `then`, such as labels and the layers of the head.
             **kwargs: more arguments of the layers, by keyword.
 
         >>> Layers, Embed = axn.make_axes(layers=3, embed=2)
@@ -217,7 +256,8 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         >>> layers.fold(axn.ones(Embed)).shape
         {'embed': 2}
         """
-        return self.fold_via(_call, unroll=unroll)(init, *args, **kwargs)
+        options: Any = {"unroll": unroll, "schedule": schedule, "then": then, "then_args": then_args}
+        return self.fold_via(_call, **options)(init, *args, **kwargs)
 
     def scan(self, init: CarryT, *args: Any, unroll: int | bool | None = None, **kwargs: Any) -> tuple[CarryT, Any]:
         """Apply the layers in turn as `fold` does, each returning the next carry and an output; stack the outputs.
@@ -246,21 +286,51 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
         """
         return self.vmap_via(_call)(*args, **kwargs)
 
+    @overload
     def fold_via(
-        self, fn: FoldFunction[M, P, CarryT], *, unroll: int | bool | None = None
-    ) -> Callable[Concatenate[CarryT, P], CarryT]:
+        self,
+        fn: FoldFunction[M, P, CarryT],
+        *,
+        unroll: int | bool | None = None,
+        schedule: Schedule | None = None,
+        then: None = None,
+    ) -> Callable[Concatenate[CarryT, P], CarryT]: ...
+    @overload
+    def fold_via(
+        self,
+        fn: FoldFunction[M, P, CarryT],
+        *,
+        unroll: int | bool | None = None,
+        schedule: Schedule | None = None,
+        then: Callable[..., R],
+        then_args: Sequence[Any] = (),
+    ) -> Callable[Concatenate[CarryT, P], R]: ...
+    def fold_via(
+        self,
+        fn: Any,
+        *,
+        unroll: int | bool | None = None,
+        schedule: Schedule | None = None,
+        then: Callable[..., Any] | None = None,
+        then_args: Sequence[Any] = (),
+    ) -> Any:
         """Return a function that does what `fold` does, with a function of a layer in place of the layer's call.
 
         Arguments:
             fn: the function, from a layer, a carry and further arguments to the next carry.
-            unroll: see `fold`.
+            unroll, schedule, then, then_args: see `fold`.
 
         >>> Layers, Embed = axn.make_axes(layers=3, embed=2)
         >>> layers = axn.nn.Stacked.init(Layers, axn.nn.Linear)(Embed, Embed, key=jax.random.key(0))
         >>> layers.fold_via(lambda layer, x: x + layer(x))(axn.ones(Embed)).shape
         {'embed': 2}
         """
-        return self._looped("fold", fn, unroll)
+        if schedule is not None:
+            return self._scheduled(schedule, fn, unroll, then, then_args)
+        looped = self._looped("fold", fn, unroll)
+        if then is None:
+            return looped
+        return lambda init, *args, **kwargs: then(looped(init, *args, **kwargs), *then_args)
 
     def scan_via(
         self, fn: ScanFunction[M, CarryT, P, OutputT_co], *, unroll: int | bool | None = None
@@ -297,6 +367,11 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
     @abc.abstractmethod
     def _looped(self, what: str, fn: Callable[..., Any], unroll: int | bool | None) -> Callable[..., Any]: ...
+
+    @abc.abstractmethod
+    def _scheduled(
+        self, schedule: Schedule, fn: Callable[..., Any], unroll: Any, then: Any, then_args: Sequence[Any]
+    ) -> Callable[..., Any]: ...
 
     @abc.abstractmethod
     def _vmapped(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
@@ -364,6 +439,21 @@ class Stacked(BlockFoldable[M], LayerStack):
             return loop(init, *args, stacked=self.stacked, **kwargs)
 
         return looped
+
+    def _scheduled(
+        self, schedule: Schedule, fn: Callable[..., Any], unroll: Any, then: Any, then_args: Sequence[Any]
+    ) -> Callable[..., Any]:
+        def of_some(stacked: M, Layers: Axis, carry: Any, *args: Any, **kwargs: Any) -> Any:
+            layers = dataclasses.replace(self, stacked=stacked, Block=Layers)
+            return layers._looped("fold", fn, unroll)(carry, *args, **kwargs)
+
+        def scheduled(init: Any, *args: Any, **kwargs: Any) -> Any:
+            kwargs = _layer_arguments.split_key(self.Block, kwargs)
+            _layer_arguments.check_sizes("Stacked.fold", self.Block, args, kwargs)
+            what, stacked = "Stacked.fold", self.stacked
+            return fold_in_stages(schedule, what, self.Block, of_some, stacked, init, args, kwargs, then, then_args)
+
+        return scheduled
 
     def _vmapped(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         _layer_arguments.check_sizes("Stacked.vmap", self.Block, args, kwargs)
@@ -451,6 +541,13 @@ class BlockSeq(BlockFoldable[M]):
             return final, _layer_arguments.stack_results("BlockSeq.scan", self.Block, outputs, numbers=True)
 
         return looped
+
+    def _scheduled(
+        self, schedule: Schedule, fn: Callable[..., Any], unroll: Any, then: Any, then_args: Sequence[Any]
+    ) -> Callable[..., Any]:
+        raise TypeError(
+            "BlockSeq.fold: layers in a sequence cannot be stages of a pipeline, since they can differ. Use `Stacked`."
+        )
 
     def _vmapped(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         results = [fn(block, *own, **own_kwargs) for block, own, own_kwargs in self._calls("vmap", args, kwargs)]

@@ -1,0 +1,3 @@
+"""Schedules: which stage of a model works on which microbatch, and when."""
+
+from .pipelines import GPipe as GPipe, OneFOneB as OneFOneB

@@ -1,0 +1,382 @@
+"""Pipelines: layers over stages, each of which works on another microbatch at a time.
+
+If the axis of stacked layers is sharded over a mesh axis, each device along it is a *stage* and has some of the
+layers. The batch is cut into microbatches. In every *tick*, each stage applies its layers to a microbatch and sends the
+result to the next stage. Before the first microbatch arrives and after the last one has left, a stage is idle.
+
+The program is one loop over ticks inside `shard_map`. Devices run the same program in lock-step: an idle stage computes
+too, from the values of some microbatch, and the results are not used. A condition would save nothing, and a collective
+inside it would be wrong. The derivative of `GPipe` is that of the loop. `OneFOneB` has a loop of its own, which runs
+forward and backward, and whose results are the gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from .. import _errors
+from .._context import Entry, active_mapping, active_parameter_mapping
+from .._jax_versions import varying_axes
+from .._mesh_axes import (
+    AnyMesh,
+    Axes,
+    axes_in,
+    entries_by_name,
+    entry_of,
+    mapped_on,
+    mesh_around,
+    mesh_axes,
+    restricted,
+    shard_count,
+)
+from .._per_device import run_per_device, vary_like, varying_over
+from .._tree_spec import TreeSpec, flatten
+from ..axis import Axis, Names, name_of
+from ..named_array import is_named_array
+from .pipelines import GPipe, Schedule
+
+Fold = Callable[..., Any]
+"""Applies layers: from their arrays, their axis, a carry, and further arguments by position and keyword."""
+Then = Callable[..., Any]
+"""Computes the loss, a sum over examples, from a result and further arguments."""
+Arrays = list[jax.Array]
+
+
+def fold_in_stages(
+    schedule: Schedule,
+    what: str,
+    Layers: Axis,
+    fold: Fold,
+    stacked: Any,
+    carry: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    then: Then | None,
+    then_args: Sequence[Any],
+) -> Any:
+    """Apply stacked layers by a schedule; if they are not sharded over stages, to the batch at once."""
+    mesh = mesh_around()
+    stages = () if mesh.empty else mapped_on(what, Layers.name, mesh, AxisType.Auto, AxisType.Explicit)
+    if shard_count(mesh, stages) == 1:
+        result = fold(stacked, Layers, carry, *args, **kwargs)
+    else:
+        inside = then if not isinstance(schedule, GPipe) else None
+        pipeline = _Pipeline(schedule, what, Layers, fold, inside, mesh, stages)
+        result = pipeline.run(stacked, carry, (tuple(args), dict(kwargs)), tuple(then_args) if inside else ())
+        if inside is not None:
+            return result
+    return result if then is None else then(result, *then_args)
+
+
+class _Pipeline:
+    """A call of a pipeline, while its mapping is active.
+
+    Arrays come in four groups: those of the layers, the carry, further arguments of the layers, and those of `then`.
+    """
+
+    def __init__(
+        self, schedule: Schedule, what: str, Layers: Axis, fold: Fold, then: Then | None, mesh: AnyMesh, stages: Axes
+    ):
+        self._schedule, self._what, self._Layers, self._fold, self._then = schedule, what, Layers, fold, then
+        self._mesh, self._stages, self._count = mesh, stages, shard_count(mesh, stages)
+        self._batch = name_of(schedule.axis)
+
+    def run(self, *groups: Any) -> Any:
+        arrays, trees = zip(*map(flatten, groups), strict=True)
+        self._trees: Sequence[TreeSpec] = trees
+        stored = {**active_mapping(), **active_parameter_mapping(), self._Layers.name: entry_of(self._stages)}
+        of_head = {**stored, self._batch: active_mapping().get(self._batch)}
+        mappings = stored, active_mapping(), active_mapping(), of_head
+        specs = [
+            [self._spec(names, x, mapping, raw=i < 3) for names, x in zip(tree.names, xs, strict=True)]
+            for i, (tree, xs, mapping) in enumerate(zip(trees, arrays, mappings, strict=True))
+        ]
+        self._check(arrays[1], specs[1])
+        manual = self._manual(specs)
+        # Weights are sharded over mesh axes that the batch is sharded over, too. Over others they are gathered here.
+        kept = manual & self._of_batch(specs)
+        specs = [[restricted(spec, manual if i in (1, 2) else kept) for spec in own] for i, own in enumerate(specs)]
+        self._specs = specs
+        ends = list(itertools.accumulate(map(len, arrays)))
+
+        def on_device(*shards: jax.Array) -> Any:
+            return self._on_device(*(list(shards[end - len(xs) : end]) for end, xs in zip(ends, arrays, strict=True)))
+
+        flat, flat_specs = ([x for group in both for x in group] for both in (arrays, specs))
+        out_specs = tuple(specs[1]) if self._then is None else PartitionSpec()
+        results = run_per_device(on_device, flat, flat_specs, out_specs, self._mesh, axis_names=manual)
+        return trees[1].unflatten(results) if self._then is None else results
+
+    # --- where things are ---
+
+    def _spec(self, names: Names | None, x: Any, mapping: Mapping[str, Entry], raw: bool) -> PartitionSpec:
+        if names is not None:
+            return PartitionSpec(*entries_by_name(names, mapping))
+        # As in `axonym.scan`, raw arrays are sliced along their first axis, but not those of `then`.
+        return PartitionSpec(*([entry_of(self._stages) if raw else None] if x.ndim else []), *[None] * (x.ndim - 1))
+
+    def _manual(self, specs: Sequence[Sequence[PartitionSpec]]) -> set[str]:
+        """Return the mesh axes that are manual: not Auto ones that only weights are sharded over in computations.
+
+        With these the partitioner does tensor parallelism inside of a tick. On Explicit mesh axes JAX cannot
+        differentiate that, so weights that are sharded over these are all-gathered.
+        """
+        if AxisType.Explicit in self._mesh.axis_types:
+            return set(self._mesh.axis_names)
+        weights = (*self._trees[0].names, *self._trees[3].names)
+        computed = {a for names in weights for a in axes_in(entries_by_name(names or ()))}
+        return set(self._mesh.axis_names) - (computed - self._of_batch(specs))
+
+    def _of_batch(self, specs: Sequence[Sequence[PartitionSpec]]) -> set[str]:
+        """Return the mesh axes over which devices have different stages or examples."""
+        return {*self._stages, *(a for group in specs[1:3] for spec in group for a in axes_in(spec))}
+
+    def _check(self, arrays: Sequence[Any], specs: Sequence[PartitionSpec]) -> None:
+        what, M = self._what, self._schedule.microbatches
+        if self._Layers.size % self._count:
+            raise ValueError(
+                f"{what}: the {self._Layers.size} layers of axis {self._Layers.name!r} cannot be divided among the "
+                f"{self._count} stages of {_errors.describe_shape({a: self._mesh.shape[a] for a in self._stages})}."
+            )
+        for names, x, spec in zip(self._trees[1].names, arrays, specs, strict=True):
+            if names is None or self._batch not in names:
+                raise ValueError(
+                    f"{what}: the schedule cuts axis {self._batch!r} into microbatches, which every array of the carry "
+                    f"must have; got {_errors.describe_axes(names or (), x.shape)}."
+                )
+            position = names.index(self._batch)
+            shards = shard_count(self._mesh, spec[position])
+            if x.shape[position] % (shards * M):
+                each = f" on each of {shards} devices" if shards > 1 else ""
+                raise ValueError(
+                    f"{what}: axis {self._batch!r} of size {x.shape[position]} cannot be cut into {M} microbatches of "
+                    f"one size{each}."
+                )
+            if not (isinstance(self._schedule, GPipe) or jnp.issubdtype(x.dtype, jnp.inexact)):
+                raise TypeError(
+                    f"{what}: OneFOneB differentiates the carry, which must consist of floating point numbers, and has "
+                    f"{x.dtype}{_errors.describe_axes(names, x.shape)}."
+                )
+            if {*self._stages} & {*axes_in(spec)}:
+                raise ValueError(
+                    f"{what}: the carry {_errors.describe_axes(names, x.shape)} is sharded over a mesh axis of the "
+                    f"stages, {_errors.describe_axes(self._stages)}; every stage works on all of a microbatch."
+                )
+
+    # --- on each device ---
+
+    def _on_device(self, stacked: Arrays, carry: Arrays, rest: Arrays, head: Arrays) -> Any:
+        stages, last = self._stages, self._count - 1
+        # Device-varying before the loop, so that gradients are summed over devices once, after it.
+        over = {*stages}.union(*map(varying_axes, (*carry, *rest)))
+        stacked, carry, rest, head = (
+            [varying_over(x, sorted(over - varying_axes(x))) for x in xs] for xs in (stacked, carry, rest, head)
+        )
+        head = self._gathered(3, head)
+        if self._schedule.gather == "before":
+            stacked = self._gathered(0, stacked)
+        batches = [self._cut(names, x) for names, x in zip(self._trees[1].names, carry, strict=True)]
+        if isinstance(self._schedule, GPipe):
+            results = self.forward(stacked, batches, rest, self._schedule.remat)
+        elif self._then is None:
+            results = _recomputed(self, stacked, batches, rest)
+        else:
+            total = _total(self, stacked, batches, rest, head)
+            return jax.lax.psum(total, sorted(over))
+        here = jax.lax.axis_index(stages) == last
+        results = [jax.lax.psum(jnp.where(here, x, 0), stages) for x in results]
+        return tuple(self._joined(names, x) for names, x in zip(self._trees[1].names, results, strict=True))
+
+    def forward(self, stacked: Arrays, batches: Arrays, rest: Arrays, remat: bool) -> Arrays:
+        """Run all microbatches forward; the results are those of the last stage."""
+        stage, compute = jax.lax.axis_index(self._stages), jax.checkpoint(self._compute) if remat else self._compute
+        M = self._schedule.microbatches
+
+        def tick(arriving: Arrays, t: jax.Array) -> Any:
+            here = _chosen(stage == 0, _at(batches, jnp.minimum(t, M - 1)), arriving)
+            leaving = compute(stacked, here, rest, jnp.clip(t - stage, 0, M - 1))
+            return self._sent(leaving, 1), leaving
+
+        # Idle stages compute with values that can occur, so that they are finite, and so are their derivatives.
+        _, left = jax.lax.scan(tick, _at(batches, 0), jnp.arange(M + self._count - 1))
+        return [x[self._count - 1 :] for x in left]
+
+    def both_ways(self, stacked: Arrays, batches: Arrays, rest: Arrays, head: Arrays, given: Arrays | None) -> Any:
+        """Run each microbatch forward and backward; return the sum of losses, and the gradients of all four groups.
+
+        Arguments:
+            given: the derivative of each result; None for that of the loss.
+        """
+        M, last = self._schedule.microbatches, self._count - 1
+        stage, slots = jax.lax.axis_index(self._stages), 2 * last + 1
+        (weights, with_weights), (further, with_further), (of_then, _) = map(_floating, (stacked, rest, head))
+
+        def tick(state: Any, t: jax.Array) -> Any:
+            arriving, returning, stored, total, sums = state
+            up, down = t - stage, t - 2 * last + stage
+            here = _chosen(stage == 0, _at(batches, jnp.clip(up, 0, M - 1)), arriving)
+            stored = [x.at[up % slots].set(y) for x, y in zip(stored, here, strict=True)]
+            leaving = self._compute(stacked, here, rest, jnp.clip(up, 0, M - 1))
+            # The last stage goes backward in the tick in which it went forward.
+            down_here, working = jnp.clip(down, 0, M - 1), (down >= 0) & (down < M)
+            if given is None:
+                loss, of_results, of_head = self._loss(leaving, head, down_here)
+                total = total + jnp.where(working & (stage == last), loss, 0)
+            else:
+                of_results, of_head = _at(given, down_here), []
+            _, backward = jax.vjp(
+                lambda xs, here, ys: self._compute(with_weights(xs), here, with_further(ys), down_here),
+                weights,
+                _at(stored, down % slots),
+                further,
+            )
+            of_weights, of_here, of_further = backward(_chosen(stage == last, of_results, returning))
+            sums = [
+                [x + jnp.where(condition, y, 0) for x, y in zip(xs, ys, strict=True)]
+                for xs, ys, condition in (
+                    (sums[0], of_weights, working),
+                    (sums[1], of_further, working),
+                    (sums[2], of_head, working & (stage == last)),
+                )
+            ]
+            return (self._sent(leaving, 1), self._sent(of_here, -1), stored, total, sums), of_here
+
+        first = _at(batches, 0)
+        stored = [jnp.broadcast_to(x, (slots, *x.shape)) for x in first]
+        sums = [[jnp.zeros_like(x) for x in xs] for xs in (weights, further, of_then if given is None else [])]
+        total = vary_like(jnp.zeros((), jnp.float32), *first)
+        state = first, [jnp.zeros_like(x) for x in first], stored, total, sums
+        (*_, total, sums), of_carry = jax.lax.scan(tick, state, jnp.arange(M + 2 * last))
+        # The first stage is the last to go backward.
+        return total, (sums[0], [jnp.where(stage == 0, x[2 * last :], 0) for x in of_carry], sums[1], sums[2])
+
+    def loss_of(self, results: Arrays, head: Arrays) -> jax.Array:
+        """Return the sum of losses of the results of the last stage."""
+        each = jax.lax.map(lambda m: self._loss(_at(results, m), head, m)[0], jnp.arange(self._schedule.microbatches))
+        return jnp.where(jax.lax.axis_index(self._stages) == self._count - 1, jnp.sum(each), 0)
+
+    def _compute(self, stacked: Arrays, here: Arrays, rest: Arrays, microbatch: jax.Array) -> Arrays:
+        """Apply the layers of this stage."""
+        if self._schedule.gather == "inside":
+            stacked = self._gathered(0, stacked)
+        layers, carry = self._trees[0].unflatten(stacked), self._trees[1].unflatten(here)
+        args, kwargs = self._trees[2].unflatten(self._own(2, rest, microbatch))
+        result = self._fold(layers, self._Layers.resize(self._Layers.size // self._count), carry, *args, **kwargs)
+        return [x.astype(y.dtype) for x, y in zip(flatten(result)[0], here, strict=True)]
+
+    def _loss(self, results: Arrays, head: Arrays, microbatch: jax.Array) -> tuple[jax.Array, Arrays, Arrays]:
+        """Return the loss of a microbatch, and its derivatives by the results and by the arguments of `then`."""
+        floats, with_floats = _floating(head)
+
+        def loss(results: Arrays, floats: Arrays) -> jax.Array:
+            args = self._trees[3].unflatten(self._own(3, with_floats(floats), microbatch))
+            found: Any = self._then and self._then(self._trees[1].unflatten(results), *args)
+            found = found.array if is_named_array(found) else jnp.asarray(found)
+            if found.shape:
+                raise ValueError(f"{self._what}: `then` must return one number, got an array of shape {found.shape}.")
+            return found.astype(jnp.float32)
+
+        value, (of_results, of_head) = jax.value_and_grad(loss, (0, 1))(results, floats)
+        return value, of_results, of_head
+
+    # --- arrays ---
+
+    def _sent(self, xs: Arrays, offset: int) -> Arrays:
+        """Send arrays to the next stage, or to the previous one."""
+        pairs = [(i, i + offset) for i in range(self._count) if 0 <= i + offset < self._count]
+        return [jax.lax.ppermute(x, self._stages, pairs) for x in xs]
+
+    def _own(self, group: int, xs: Arrays, microbatch: jax.Array) -> Arrays:
+        """Return the slices of arrays that are for a microbatch."""
+        each = zip(self._trees[group].names, xs, strict=True)
+        return [self._cut(names, x)[microbatch] if names and self._batch in names else x for names, x in each]
+
+    def _gathered(self, group: int, xs: Arrays) -> Arrays:
+        """All-gather weights, except over stages."""
+        found = []
+        for x, names, spec in zip(xs, self._trees[group].names, self._specs[group], strict=True):
+            for position, (name, entry) in enumerate(zip(names or (), spec, strict=False)):
+                if name not in (self._Layers.name, self._batch) and entry is not None:
+                    x = jax.lax.all_gather(x, mesh_axes(entry), axis=position, tiled=True)
+            found.append(x)
+        return found
+
+    def _cut(self, names: Names | None, x: jax.Array) -> jax.Array:
+        """Cut the local batch into microbatches, along a new first axis."""
+        position, M = (names or ()).index(self._batch), self._schedule.microbatches
+        shape = (*x.shape[:position], M, x.shape[position] // M, *x.shape[position + 1 :])
+        return jnp.moveaxis(x.reshape(shape), position, 0)
+
+    def _joined(self, names: Names | None, x: jax.Array) -> jax.Array:
+        """Undo `_cut`."""
+        position = (names or ()).index(self._batch)
+        x = jnp.moveaxis(x, 0, position)
+        return x.reshape((*x.shape[:position], -1, *x.shape[position + 2 :]))
+
+
+def _at(xs: Arrays, i: Any) -> Arrays:
+    return [x[i] for x in xs]
+
+
+def _chosen(condition: Any, xs: Arrays, others: Arrays) -> Arrays:
+    return [jnp.where(condition, x, y) for x, y in zip(xs, others, strict=True)]
+
+
+def _floating(xs: Arrays) -> tuple[Arrays, Callable[[Sequence[Any]], list[Any]]]:
+    """Return the arrays that can be differentiated, and a function from such arrays to all."""
+    floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in xs]
+
+    def with_others(own: Sequence[Any], others: Sequence[Any] = tuple(xs)) -> list[Any]:
+        left = iter(own)
+        return [next(left) if is_float else x for x, is_float in zip(others, floats, strict=True)]
+
+    return [x for x, is_float in zip(xs, floats, strict=True) if is_float], with_others
+
+
+# --- derivatives ---
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _total(pipeline: _Pipeline, stacked: Arrays, batches: Arrays, rest: Arrays, head: Arrays) -> jax.Array:
+    """Return the sum of losses of the examples of a device, which is zero except for the last stage."""
+    return pipeline.loss_of(pipeline.forward(stacked, batches, rest, remat=False), head)
+
+
+def _total_forward(pipeline: _Pipeline, *groups: Arrays) -> Any:
+    total, gradients = pipeline.both_ways(*groups, given=None)
+    return total, tuple(map(_with_none, groups, gradients))
+
+
+def _total_backward(pipeline: _Pipeline, gradients: Any, given: jax.Array) -> Any:
+    return jax.tree.map(lambda x: (x * given).astype(x.dtype), gradients)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _recomputed(pipeline: _Pipeline, stacked: Arrays, batches: Arrays, rest: Arrays) -> Arrays:
+    """Return the results of the last stage, of which nothing is kept for the derivative."""
+    return pipeline.forward(stacked, batches, rest, remat=False)
+
+
+def _recomputed_forward(pipeline: _Pipeline, *groups: Arrays) -> Any:
+    return _recomputed(pipeline, *groups), groups
+
+
+def _recomputed_backward(pipeline: _Pipeline, groups: Any, given: Arrays) -> Any:
+    _, gradients = pipeline.both_ways(*groups, [], given=given)
+    return tuple(map(_with_none, groups, gradients[:3]))
+
+
+def _with_none(xs: Arrays, gradients: Arrays) -> list[Any]:
+    """Return gradients for all arrays, None for those that cannot be differentiated."""
+    return _floating(xs)[1](gradients, [None] * len(xs))
+
+
+_total.defvjp(_total_forward, _total_backward)
+_recomputed.defvjp(_recomputed_forward, _recomputed_backward)

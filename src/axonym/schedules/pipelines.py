@@ -1,0 +1,152 @@
+"""The schedules of pipelines: in which tick each stage works on which microbatch."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, TypeAlias
+
+from ..axis import AxisSelector
+
+
+@dataclasses.dataclass(frozen=True)
+class GPipe:
+    """A pipeline that runs all microbatches forward and then, in the derivative, all of them backward.
+
+    Arguments:
+        microbatches: the number of microbatches that the batch is cut into.
+        axis: the axis of the batch. Each device cuts its own shard of it.
+        remat: whether a stage is computed again for its derivative, so that only its input is kept in each tick.
+        gather: when parameters that are stored sharded (see `axonym.fsdp`) are all-gathered: "before" the ticks, once,
+            or "inside" each of them, so that the parameters of one stage are not in memory all the time.
+
+    >>> schedule = axn.schedules.GPipe(microbatches=8)
+    >>> schedule.ticks(stages=3), schedule.idle(stages=3)
+    (10, 0.2)
+    """
+
+    microbatches: int
+    axis: AxisSelector = "batch"
+    remat: bool = True
+    gather: Literal["before", "inside"] = "before"
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def ticks(self, stages: int) -> int:
+        """Return the number of ticks forward; there are as many backward. Each sends one microbatch between stages.
+
+        >>> axn.schedules.GPipe(microbatches=8).ticks(stages=4)
+        11
+        """
+        return self.microbatches + stages - 1
+
+    def idle(self, stages: int) -> float:
+        """Return the share of ticks in which a stage is idle.
+
+        >>> axn.schedules.GPipe(microbatches=3).idle(stages=2)
+        0.25
+        """
+        return (stages - 1) / self.ticks(stages)
+
+    def table(self, stages: int) -> list[list[int | None]]:
+        """Return for each stage on which microbatch it works in each tick forward, or None where it is idle.
+
+        >>> axn.schedules.GPipe(microbatches=2).table(stages=2)
+        [[0, 1, None], [None, 0, 1]]
+        """
+        ticks = range(self.ticks(stages))
+        return [[t - s if 0 <= t - s < self.microbatches else None for t in ticks] for s in range(stages)]
+
+    def draw(self, stages: int) -> str:
+        """Return a picture of `table`: a row for each stage, a column for each tick, and dots where it is idle.
+
+        >>> print(axn.schedules.GPipe(microbatches=3).draw(stages=2))
+        stage 0  0 1 2 .
+        stage 1  . 0 1 2
+        """
+        return _drawn([[_cell(m) for m in row] for row in self.table(stages)])
+
+
+@dataclasses.dataclass(frozen=True)
+class OneFOneB:
+    """A pipeline that runs each microbatch backward as soon as it can, so that few are under way at a time.
+
+    In a tick, each stage runs one microbatch forward and another one backward, which it computes again from its stored
+    input. A stage stores `2 * stages - 1` inputs at most, for any number of microbatches.
+
+    A microbatch can go backward only if its loss is known. So the loss is part of the pipeline: `then` of
+    `Stacked.fold` computes it from a microbatch of results. Without it, the derivative runs everything forward again.
+
+    Arguments:
+        microbatches, axis, gather: as in `GPipe`.
+
+    >>> schedule = axn.schedules.OneFOneB(microbatches=8)
+    >>> schedule.ticks(stages=3), round(schedule.idle(stages=3), 2)
+    (12, 0.33)
+    """
+
+    microbatches: int
+    axis: AxisSelector = "batch"
+    gather: Literal["before", "inside"] = "before"
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def ticks(self, stages: int) -> int:
+        """Return the number of ticks, in each of which a microbatch goes forward and another one backward.
+
+        >>> axn.schedules.OneFOneB(microbatches=8).ticks(stages=4)
+        14
+        """
+        return self.microbatches + 2 * (stages - 1)
+
+    def idle(self, stages: int) -> float:
+        """Return the share of work in which a stage is idle.
+
+        >>> axn.schedules.OneFOneB(microbatches=2).idle(stages=2)
+        0.5
+        """
+        return 2 * (stages - 1) / self.ticks(stages)
+
+    def table(self, stages: int) -> list[list[tuple[int | None, int | None]]]:
+        """Return for each stage which microbatch goes forward in each tick, and which one backward, or None.
+
+        >>> axn.schedules.OneFOneB(microbatches=1).table(stages=2)
+        [[(0, None), (None, None), (None, 0)], [(None, None), (0, 0), (None, None)]]
+        """
+
+        def known(microbatch: int) -> int | None:
+            return microbatch if 0 <= microbatch < self.microbatches else None
+
+        last = 2 * (stages - 1)
+        ticks = range(self.ticks(stages))
+        return [[(known(t - s), known(t - last + s)) for t in ticks] for s in range(stages)]
+
+    def draw(self, stages: int) -> str:
+        """Return a picture of `table`: in each tick the microbatch that goes forward, and the one that goes backward.
+
+        >>> print(axn.schedules.OneFOneB(microbatches=3).draw(stages=2))
+        stage 0  0/. 1/. 2/0 ./1 ./2
+        stage 1  ./. 0/0 1/1 2/2 ./.
+        """
+        return _drawn([[f"{_cell(f)}/{_cell(b)}" for f, b in row] for row in self.table(stages)])
+
+
+Schedule: TypeAlias = GPipe | OneFOneB
+
+
+def _check(schedule: Schedule) -> None:
+    what = type(schedule).__name__
+    if schedule.microbatches < 1:
+        raise ValueError(f"{what}: there must be at least one microbatch, got {schedule.microbatches}.")
+    if schedule.gather not in ("before", "inside"):
+        raise ValueError(f"{what}: parameters are gathered 'before' or 'inside' the ticks, not {schedule.gather!r}.")
+
+
+def _cell(microbatch: int | None) -> str:
+    return "." if microbatch is None else str(microbatch)
+
+
+def _drawn(rows: list[list[str]]) -> str:
+    width = max(len(cell) for row in rows for cell in row)
+    return "\n".join(f"stage {s}  {' '.join(f'{c:>{width}}' for c in row)}" for s, row in enumerate(rows))

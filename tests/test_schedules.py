@@ -1,0 +1,226 @@
+"""Pipelines: values and gradients are those of the plain fold, and what moves and waits is what the schedule says."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import axonym as axn
+from axonym import nn
+from axonym.schedules import GPipe, OneFOneB
+from tests.executed import executed
+from tests.helpers import spec
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+Batch, Pos, Embed, Mlp, Layers = axn.make_axes(batch=16, pos=2, embed=8, mlp=8, layers=8)
+MAPPING = {"layers": "stage", "batch": "data"}
+
+
+class Block(eqx.Module):
+    norm: nn.RmsNorm
+    up: nn.Linear
+    down: nn.Linear
+
+    @staticmethod
+    def init(*, key: Any) -> Block:
+        up, down = jax.random.split(key)
+        return Block(nn.RmsNorm.init(Embed), nn.Linear.init(Embed, Mlp, key=up), nn.Linear.init(Mlp, Embed, key=down))
+
+    def __call__(self, x: axn.NamedArray, scale: axn.NamedArray, shift: Any) -> axn.NamedArray:
+        return x + self.down(axn.tanh(self.up(self.norm(x)))) * scale + shift
+
+
+MODEL = nn.Stacked.init(Layers, Block, gradient_checkpointing=False)(key=jax.random.key(0))
+RNG = np.random.default_rng(0)
+X = axn.named(RNG.normal(size=(16, 2, 8)).astype(np.float32), (Batch, Pos, Embed))
+SCALE = axn.named(RNG.normal(size=16).astype(np.float32), Batch)  # of each example
+SHIFT = axn.named(RNG.normal(size=8).astype(np.float32), Layers)  # of each layer
+
+
+def loss(model: Any, x: axn.NamedArray, scale: axn.NamedArray, shift: Any, schedule: Any = None) -> Any:
+    y = model.fold(x, scale, shift=shift, schedule=schedule)
+    return axn.sum(axn.sin(y)).scalar(), y
+
+
+def gradient(schedule: Any = None) -> Any:
+    return jax.value_and_grad(functools.partial(loss, schedule=schedule), (0, 1, 2, 3), has_aux=True)
+
+
+ARGUMENTS = MODEL, X, SCALE, SHIFT
+HEAD = axn.named(RNG.normal(size=(8, 6)).astype(np.float32), (Embed, axn.Axis("vocab", 6)))
+LABELS = axn.named(RNG.integers(0, 6, (16, 2)), (Batch, Pos))
+
+
+def head_and_loss(y: axn.NamedArray, head: axn.NamedArray, labels: axn.NamedArray) -> Any:
+    return nn.cross_entropy_loss(axn.dot(y, head, axis="embed"), "vocab", labels, reduction=axn.sum).scalar()
+
+
+def inside(schedule: Any = None) -> Any:
+    """The loss inside the fold."""
+
+    def loss(model: Any, x: Any, scale: Any, shift: Any, head: Any) -> Any:
+        return model.fold(x, scale, shift=shift, schedule=schedule, then=head_and_loss, then_args=(head, LABELS))
+
+    return jax.value_and_grad(loss, (0, 1, 2, 3, 4))
+
+
+@functools.cache
+def plain() -> Any:
+    return jax.jit(gradient())(*ARGUMENTS)
+
+
+def mesh_of(kind: AxisType, **sizes: int) -> jax.sharding.Mesh:
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-4)
+
+
+KINDS = (AxisType.Auto, AxisType.Explicit)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
+@pytest.mark.parametrize("schedule", [GPipe(4), GPipe(2, remat=False), OneFOneB(4)], ids=["gpipe", "kept", "1f1b"])
+def test_equals_the_plain_fold(schedule: GPipe, kind: AxisType) -> None:
+    with jax.set_mesh(mesh_of(kind, stage=4, data=2)), axn.axis_mapping(MAPPING):
+        arguments = axn.shard(ARGUMENTS)
+        found = jax.block_until_ready(jax.jit(gradient(schedule))(*arguments))
+    assert_close(found, plain())
+    assert spec(found[0][1]) == ("data", None, None)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
+@pytest.mark.parametrize("schedule", [GPipe(4), OneFOneB(8), OneFOneB(2, gather="inside")])
+def test_with_the_loss_inside(schedule: Any, kind: AxisType) -> None:
+    """As many microbatches as stages, more and fewer; the head is stored sharded, as the layers are."""
+    expected = jax.jit(inside())(*ARGUMENTS, HEAD)
+    storage = {"layers": "stage", "embed": "data"}
+    with jax.set_mesh(mesh_of(kind, stage=4, data=2)):
+        compiled = axn.fsdp(lambda *args: inside(schedule)(*args), storage, MAPPING)
+        found = jax.block_until_ready(compiled(*ARGUMENTS, HEAD))
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("gather", ["before", "inside"])
+@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
+def test_with_parameters_stored_sharded(gather: Any, kind: AxisType) -> None:
+    """One all-gather of each parameter, or one in every tick, and as many to gather them again for the derivative."""
+    storage = {"layers": "stage", "embed": "data"}
+    schedule = GPipe(4, gather=gather)
+
+    def step(model: Any, *rest: Any) -> Any:
+        return gradient(schedule)(model, *rest)
+
+    with jax.set_mesh(mesh_of(kind, stage=4, data=2)):
+        compiled = axn.fsdp(step, storage, MAPPING)
+        found = jax.block_until_ready(compiled(*ARGUMENTS))
+    assert_close(found, plain())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
+def test_with_tensor_parallelism(kind: AxisType) -> None:
+    """By the partitioner inside of ticks on Auto mesh axes, and by gathering on Explicit ones."""
+    mapping = {"layers": "stage", "mlp": "model", "batch": "data"}
+    with jax.set_mesh(mesh_of(kind, stage=2, data=2, model=2)), axn.axis_mapping(mapping):
+        found = jax.block_until_ready(jax.jit(gradient(GPipe(4)))(*axn.shard(ARGUMENTS)))
+    assert_close(found, plain())
+
+
+@pytest.mark.parametrize("microbatches", [2, 8])
+def test_what_is_executed_is_what_the_schedule_says(microbatches: int, optimised: None) -> None:
+    """A collective of weights in a tick would be executed as often as there are ticks."""
+    schedule = GPipe(microbatches)
+    with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)), axn.axis_mapping(MAPPING):
+        compiled = jax.jit(gradient(schedule)).lower(*axn.shard(ARGUMENTS)).compile()
+    found = executed(compiled)
+    assert found["collective-permute"][0] == 2 * schedule.ticks(stages=4)
+    assert set(found) == {"collective-permute", "all-reduce"}
+    assert found["all-reduce"][0] <= 12  # the result, the loss, and the gradient of each array, in any number of ticks
+
+
+def test_what_is_executed_with_the_loss_inside(optimised: None) -> None:
+    schedule = OneFOneB(8)
+    with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)), axn.axis_mapping(MAPPING):
+        found = executed(jax.jit(inside(schedule)).lower(*axn.shard((*ARGUMENTS, HEAD))).compile())
+    assert found["collective-permute"][0] == 2 * schedule.ticks(stages=4)
+    assert set(found) == {"collective-permute", "all-reduce"}
+    assert found["all-reduce"][0] <= 12
+
+
+def test_memory_does_not_grow_with_microbatches(optimised: None) -> None:
+    """Of one batch cut into more microbatches, and with twice as many microbatches of one size."""
+
+    def temporaries(microbatches: int) -> int:
+        wide = axn.zeros({"batch": 512, "pos": 8, "embed": 8}), axn.zeros({"batch": 512}), SHIFT
+
+        def loss(model: Any, x: Any, scale: Any, shift: Any) -> Any:
+            then = lambda y: axn.sum(axn.sin(y)).scalar()
+            return model.fold(x, scale, shift=shift, schedule=OneFOneB(microbatches), then=then)
+
+        with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)), axn.axis_mapping(MAPPING):
+            compiled = jax.jit(jax.value_and_grad(loss)).lower(*axn.shard((MODEL, *wide))).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(32) < temporaries(8)
+
+
+def test_memory_of_rematerialised_stages(optimised: None) -> None:
+    def temporaries(schedule: Any) -> int:
+        with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)), axn.axis_mapping(MAPPING):
+            wide = axn.zeros({"batch": 256, "pos": 8, "embed": 8}), axn.zeros({"batch": 256}), SHIFT
+            compiled = jax.jit(gradient(schedule)).lower(*axn.shard((MODEL, *wide))).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(GPipe(8)) < 0.7 * temporaries(GPipe(8, remat=False))
+
+
+def test_one_stage_is_the_plain_fold() -> None:
+    assert_close(loss(*ARGUMENTS, schedule=GPipe(4)), plain()[0])
+
+
+def test_schedule() -> None:
+    """The table and the numbers agree."""
+    for schedule, stages in ((GPipe(5), 3), (GPipe(1), 4), (GPipe(12), 2), (OneFOneB(5), 3), (OneFOneB(1), 4)):
+        both = isinstance(schedule, OneFOneB)
+        table = [[m if both else (m,) for m in row] for row in schedule.table(stages)]
+        assert len(table) == stages and {len(row) for row in table} == {schedule.ticks(stages)}
+        for way in range(1 + both):
+            assert all([m[way] for m in row if m[way] is not None] == [*range(schedule.microbatches)] for row in table)
+        idle = sum(m is None for row in table for both in row for m in both)
+        assert idle / (stages * schedule.ticks(stages) * (1 + both)) == pytest.approx(schedule.idle(stages))
+        assert len(schedule.draw(stages).splitlines()) == stages
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: MODEL.fold(X, SCALE, SHIFT, schedule=GPipe(3)),
+         "axis 'batch' of size 16 cannot be cut into 3 microbatches of one size on each of 2 devices"),
+        (lambda: MODEL.fold(X, SCALE, SHIFT, schedule=GPipe(2, axis="examples")),
+         r"cuts axis 'examples' into microbatches, .* got \(batch=16, pos=2, embed=8\)"),
+        (lambda: nn.Stacked.init(axn.Axis("layers", 6), Block)(key=jax.random.key(0)).fold(
+            X, SCALE, 0.0, schedule=GPipe(2)), r"the 6 layers of axis 'layers' cannot be .* 4 stages of \(stage=4\)"),
+        (lambda: GPipe(0), "at least one microbatch, got 0"),
+        (lambda: OneFOneB(2, gather="never"), "not 'never'"),
+        (lambda: MODEL.fold(X, SCALE, SHIFT, schedule=OneFOneB(2), then=lambda y: y), "`then` must return one number"),
+    ],
+)  # fmt: skip
+def test_errors(call: Any, text: str) -> None:
+    mesh = mesh_of(AxisType.Auto, stage=4, data=2)
+    with jax.set_mesh(mesh), axn.axis_mapping(MAPPING), pytest.raises(ValueError, match=text):
+        call()
+
+
+def test_layers_in_a_sequence_have_no_stages() -> None:
+    layers = nn.BlockSeq.init(Layers, Block)(key=jax.random.key(0))
+    with pytest.raises(TypeError, match="cannot be stages of a pipeline"):
+        layers.fold(X, SCALE, SHIFT, schedule=GPipe(2))
