@@ -246,6 +246,8 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
         None,
         "--batch must be more than 0, got 0; --head-size must be even, .* got 3; --held-out must be between",
     ),
+    "elastic on one host": ((*NEW, "--elastic"), None, "--elastic needs --distributed"),
+    "no time": ((*NEW, "--host-timeout", "0"), None, "--host-timeout must be more than 0, got 0"),
     # Texts.
     "an unknown precision": ((*NEW, "--precision", "float7"), None, "--precision 'float7' is not understood"),
     "a NUL in a precision": ((*NEW, "--precision", "a\0"), None, "--precision must be text"),

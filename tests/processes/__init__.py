@@ -90,7 +90,7 @@ def run(
                         [sys.executable, "-X", "faulthandler", *command],
                         stdout=output,
                         stderr=output,
-                        env=environment | more,
+                        env=environment | dict(more),
                     )
                 )
         meanwhile(processes)

@@ -116,16 +116,18 @@ def _in_pieces(x: jax.Array, target: NamedSharding, piece_bytes: int) -> jax.Arr
         if nbytes > piece_bytes:
             lengths[i] = max(size * piece_bytes // nbytes, 1)
             nbytes = nbytes // size * lengths[i]
-    with jax.set_mesh(target.mesh):
+    old: Any = source.mesh
+    new: Any = target.mesh
+    with jax.set_mesh(new):
         found = jnp.zeros(x.shape, x.dtype, device=target)
     # The last stretch has some of the one before it.
     stretches = [[min(at, n - m) for at in range(0, n, m)] for n, m in zip(sizes, lengths, strict=True)]
     for starts in itertools.product(*stretches):
         at = np.array(starts, np.int32)
-        with jax.set_mesh(source.mesh):
+        with jax.set_mesh(old):
             piece = _cut(x, at, source, sizes, tuple(lengths))
         piece = jax.device_put(piece, target)
-        with jax.set_mesh(target.mesh):
+        with jax.set_mesh(new):
             found = jax.block_until_ready(_put(found, piece, at, target, sizes, tuple(lengths)))
     return found
 
