@@ -65,6 +65,7 @@ def test_put_along_axis_with_small_indices_on_a_long_axis() -> None:
         lambda x: axn.nn.softmax(x, "a", where=x > 0),
         lambda x: axn.nn.standardize(x, "a"),
         lambda x: axn.nn.standardize(x, "a", where=x > 0),
+        axn.nn.squareplus,
     ],
 )
 def test_integers_are_normalised_as_floats(normalise: Callable[[Any], Any], dtype: Any) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from .. import _errors, _kernels
 from ..axis import AxisSelector, Names
@@ -53,6 +54,12 @@ def _activation(name: str, fn: Callable[..., Any], summary: str, shown: str) -> 
     return publish(op, name, __name__, doc)
 
 
+def _squareplus(x: Any) -> jax.Array:
+    if isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jnp.inexact):
+        x = x.astype(jax.dtypes.canonicalize_dtype(float))  # squares of small integers overflow
+    return jax.nn.squareplus(x)
+
+
 # --- the table: name, positional function, summary, results for -1 and 2 ---
 
 # fmt: off
@@ -69,7 +76,7 @@ sigmoid = _activation("sigmoid", jax.nn.sigmoid, "Compute the logistic function:
 silu = _activation("silu", jax.nn.silu, "Multiply each element by its sigmoid.", "-0.2689 1.7616")
 soft_sign = _activation("soft_sign", jax.nn.soft_sign, "Divide each element by one plus its absolute value.", "-0.5 0.6667")
 softplus = _activation("softplus", jax.nn.softplus, "Compute a smooth relu: log(1 + exp(x)).", "0.3133 2.1269")
-squareplus = _activation("squareplus", jax.nn.squareplus, "Compute a smooth relu without exp: (x + sqrt(x * x + 4)) / 2.", "0.618 2.4142")
+squareplus = _activation("squareplus", _squareplus, "Compute a smooth relu without exp: (x + sqrt(x * x + 4)) / 2.", "0.618 2.4142")
 swish = _activation("swish", jax.nn.swish, "Multiply each element by its sigmoid: `silu`.", "-0.2689 1.7616")
 # fmt: on
 
