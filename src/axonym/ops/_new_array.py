@@ -20,9 +20,6 @@ from .._jax_versions import INLINE
 from .._mesh_axes import axes_of_type, entries_of, explicit_mesh, restricted
 from ..axis import Axis, Names
 from ..named_array import NamedArray, wrap
-from ..sharding.meshes import current_mesh
-from ..sharding.placement import resolve
-from ..sharding.shard import shard_quietly
 
 
 def new_array(
@@ -62,6 +59,11 @@ def run_sharded(
     what: str, fn: Callable[..., jax.Array], in_names: Sequence[Names], arrays: Sequence[Any], out: tuple[Axis, ...]
 ) -> jax.Array:
     """Call `fn(*arrays)` so that each device makes its shard of the result by the active mapping."""
+    # `import axonym` imports this module, and sharding is loaded where it is used.
+    from ..sharding.meshes import current_mesh
+    from ..sharding.placement import resolve
+    from ..sharding.shard import shard_quietly
+
     mesh = explicit_mesh(arrays) or current_mesh()
     if mesh is None:
         return fn(*arrays)
