@@ -1,7 +1,7 @@
 """What type checkers see of arrays: operators, reductions, methods, layers."""
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import equinox as eqx
 import jax
@@ -68,6 +68,10 @@ assert_type(x["batch", 0], NamedArray)
 assert_type(x[{"batch": slice(0, 1), "embed": 2}], NamedArray)
 assert_type(x.at["batch", 0].set(1.0), NamedArray)
 assert_type(x.at["batch", 0].get(), NamedArray)
+assert_type(x.at[{"batch": 0}].add(x["batch", 0]), NamedArray)
+assert_type(x.at["batch", 0].multiply(2), NamedArray)
+assert_type((x["batch", 0] * 2).array, jax.Array)
+assert_type((-x).mean(Embed).array + 1, jax.Array)
 assert_type(x.take("batch", axn.arange(Batch)), NamedArray)
 
 # --- layers ---
@@ -88,6 +92,11 @@ linear = axn.nn.Linear.init(Embed, Axis("out", 2), key=key)
 assert_type(linear, axn.nn.Linear)
 assert_type(linear(x), NamedArray)
 assert_type(axn.nn.Embedding.init(Axis("vocab", 8), Embed, key=key).embed(axn.arange(Batch)), NamedArray)
+assert_type(axn.nn.RmsNorm.init(Embed)(x), NamedArray)
+assert_type(axn.nn.Dropout(0.1)(x, key=key), NamedArray)
+assert_type(axn.nn.Conv.init("batch", Embed, Axis("out", 2), kernel_size=1, key=key)(x), NamedArray)
+assert_type(axn.nn.cross_entropy_loss(x, Embed, axn.arange(Batch)), NamedArray)
+assert_type(axn.nn.cross_entropy_loss(x, Embed, axn.arange(Batch)).scalar(), Any)
 assert_type(axn.nn.softmax(x, Embed), NamedArray)
 assert_type(axn.nn.relu(x), NamedArray)
 assert_type(axn.random.normal(key, (Batch, Embed)), NamedArray)

@@ -43,6 +43,8 @@ assert_type(mapped(x, weight=weight, scale=2.0), NamedArray)
 assert_type(axn.vmap(norm_and_mean, (Batch, Time))(x), tuple[NamedArray, NamedArray])
 assert_type(axn.map(norm_and_mean, "time")(x), tuple[NamedArray, NamedArray])
 
+assert_type(mapped(x, weight) + 1, NamedArray)
+
 # --- scan and fold ---
 
 final, outputs = axn.scan(Cell(0.9), Time)(axn.zeros((Batch, Embed)), x)
