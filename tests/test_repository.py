@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -134,7 +135,7 @@ SOURCES = sorted({*(ROOT / "examples").glob("*.py"), *(ROOT / "examples" / "mode
 @pytest.mark.parametrize("source", SOURCES, ids=_relative)
 def test_examples_explain_a_missing_extra(source: Path) -> None:
     """What only the extra brings is imported where a missing package is explained."""
-    extra = {"matplotlib", "optax", "orbax", "rich", "sklearn", "transformers", "tyro"}
+    extra = {"matplotlib", "optax", "orbax", "rich", "sklearn", "tokenizers", "transformers", "tyro"}
     for statement in ast.parse(source.read_text()).body:
         if isinstance(statement, ast.Try):
             assert "install axonym[examples]" in ast.unparse(statement)
@@ -150,6 +151,27 @@ def test_extras_named_in_commands_exist() -> None:
     text = "".join((ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md", ".ci/run"))
     named = set(re.findall(r"'\.\[(\w+)\]'", text))
     assert named and named <= extras.keys(), f"extras named but not defined: {named - extras.keys()}"
+
+
+def test_sdist_holds_what_its_tests_need(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        held = {name.partition("/")[2] for name in file.getnames()}
+    folders = ("src", "tests", "docs", "examples", "benchmarks")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".txt")]
+    found += [*ROOT.glob("*.md"), *(ROOT / name for name in (".ci/run", ".gitignore", "mkdocs.yml", "pyproject.toml"))]
+    missing = {_relative(path) for path in found if "egg-info" not in path.as_posix()} - held
+    assert not missing, f"not in the sdist: {sorted(missing)}"
+
+
+def test_every_dependency_has_a_lower_bound() -> None:
+    """Continuous integration tests the oldest of each."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    every = [r for found in (project["dependencies"], *extras) for r in found if not r.startswith("axonym[")]
+    assert not [r for r in every if not re.fullmatch(r"[\w.-]+[>=]=[\d.]+", r)]
 
 
 def test_version_and_changelog_agree() -> None:
