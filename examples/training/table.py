@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal as readable
+from rich.table import Table
 
 import axonym as axn
 from axonym import NamedArray
@@ -23,9 +27,18 @@ def table(model: Any, optimizer: Any) -> list[str]:
     rows = [_row(path, x) for path, x in named_leaves(model)]
     parts = {"all parameters": model, "state of the optimizer": optimizer}
     totals = [(name, "", *map(readable, bytes_of(tree))) for name, tree in parts.items()]
-    widths = [max(len(row[i]) for row in (_HEAD, *rows, *totals)) for i in range(len(_HEAD))]
-    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-    return [_line(_HEAD, widths), rule, *(_line(r, widths) for r in rows), rule, *(_line(r, widths) for r in totals)]
+    drawn = Table(box=box.HORIZONTALS, show_edge=False, pad_edge=False)
+    for i, name in enumerate(_HEAD):
+        drawn.add_column(name, justify="right" if i >= len(_HEAD) - _NUMBERS else "left", no_wrap=True)
+    for row in rows:
+        drawn.add_row(*row)
+    drawn.add_section()
+    for row in totals:
+        drawn.add_row(*row)
+    console = Console(file=io.StringIO(), width=1000, markup=False, highlight=False)
+    with console.capture() as printed:
+        console.print(drawn)
+    return [line.rstrip() for line in printed.get().splitlines()]
 
 
 def named_leaves(tree: Any) -> list[tuple[str, NamedArray]]:
@@ -51,22 +64,7 @@ def bytes_of(tree: Any) -> tuple[int, int]:
     return sum(x.size * x.dtype.itemsize for x in arrays), sum(parts)
 
 
-def readable(count: float) -> str:
-    """A number of bytes in a unit that suits it."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
 def _row(path: str, x: NamedArray) -> tuple[str, ...]:
     split = split_axes(x)
     axes = [f"{name}={size}" + (f"→{'+'.join(split[name])}" if name in split else "") for name, size in x.shape.items()]
     return path, " ".join(axes), *map(readable, bytes_of(x))
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    words = len(cells) - _NUMBERS
-    padded = [c.ljust(w) if i < words else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
-    return "  ".join(padded)
