@@ -23,6 +23,7 @@ from . import (
     stacked,
     tracing,
     transforms,
+    weights,
 )
 from .harness import print_table
 
@@ -39,6 +40,7 @@ SECTIONS = {
     "transforms": transforms.rows,
     "stacked": stacked.rows,
     "sampling": sampling.rows,
+    "weights": weights.rows,
     "checkpoints": checkpoints.rows,
     "import": importing.rows,
 }
