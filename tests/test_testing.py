@@ -67,6 +67,12 @@ def test_wrong_gradients_are_found() -> None:
     assert check_shard_invariance(doubled, X, gradients=False, draws=4).compared == 4
 
 
+def test_an_axis_may_have_several_sizes() -> None:
+    kernel = axn.ones({"batch": 3})
+    result = check_shard_invariance(lambda x, k: x.sum() + k.sum(), X, kernel, draws=10, gradients=False)
+    assert result.compared == 10
+
+
 def test_empty_results_are_compared() -> None:
     assert check_shard_invariance(lambda x: x["batch", :0], X, draws=10).compared == 10
 
