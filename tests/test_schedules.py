@@ -136,7 +136,7 @@ def test_with_tensor_parallelism(kind: AxisType) -> None:
 
 
 @pytest.mark.parametrize("microbatches", [2, 8])
-def test_what_is_executed_is_what_the_schedule_says(microbatches: int, optimised: None) -> None:
+def test_what_is_executed_is_what_the_schedule_says(microbatches: int, optimized: None) -> None:
     """A collective of weights in a tick would be executed as often as there are ticks."""
     schedule = GPipe(microbatches)
     with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)), axn.axis_mapping(MAPPING):
@@ -147,7 +147,7 @@ def test_what_is_executed_is_what_the_schedule_says(microbatches: int, optimised
     assert found["all-reduce"][0] <= 12  # the result, the loss, and the gradient of each array, in any number of ticks
 
 
-def test_what_is_executed_with_the_loss_inside(optimised: None) -> None:
+def test_what_is_executed_with_the_loss_inside(optimized: None) -> None:
     schedule = OneFOneB(8)
     with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)), axn.axis_mapping(MAPPING):
         found = executed(jax.jit(inside(schedule)).lower(*axn.shard((*ARGUMENTS, HEAD))).compile())
@@ -156,7 +156,7 @@ def test_what_is_executed_with_the_loss_inside(optimised: None) -> None:
     assert found["all-reduce"][0] <= 12
 
 
-def test_memory_does_not_grow_with_microbatches(optimised: None) -> None:
+def test_memory_does_not_grow_with_microbatches(optimized: None) -> None:
     """Of one batch cut into more microbatches, and with twice as many microbatches of one size."""
 
     def temporaries(microbatches: int) -> int:
@@ -173,7 +173,7 @@ def test_memory_does_not_grow_with_microbatches(optimised: None) -> None:
     assert temporaries(32) < temporaries(8)
 
 
-def test_memory_of_rematerialised_stages(optimised: None) -> None:
+def test_memory_of_rematerialized_stages(optimized: None) -> None:
     def temporaries(schedule: Any) -> int:
         with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)), axn.axis_mapping(MAPPING):
             wide = axn.zeros({"batch": 256, "pos": 8, "embed": 8}), axn.zeros({"batch": 256}), SHIFT

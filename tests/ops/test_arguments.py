@@ -58,7 +58,7 @@ def test_put_along_axis_with_small_indices_on_a_long_axis() -> None:
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int32, np.uint32, bool])
 @pytest.mark.parametrize(
-    "normalise",
+    "normalize",
     [
         lambda x: axn.nn.softmax(x, "a"),
         lambda x: axn.nn.log_softmax(x, "a"),
@@ -68,10 +68,10 @@ def test_put_along_axis_with_small_indices_on_a_long_axis() -> None:
         axn.nn.squareplus,
     ],
 )
-def test_integers_are_normalised_as_floats(normalise: Callable[[Any], Any], dtype: Any) -> None:
+def test_integers_are_normalized_as_floats(normalize: Callable[[Any], Any], dtype: Any) -> None:
     """Differences of small or unsigned integers and their squares would overflow."""
     x = axn.named(np.array([100, 127, 3, 0]).astype(dtype), "a")
-    found, expected = normalise(x), normalise(x.astype(jnp.float32))
+    found, expected = normalize(x), normalize(x.astype(jnp.float32))
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found.array, expected.array, rtol=1e-6)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..axis import Axis, AxisSpec, Names, axes_of_spec, axis_size
 from ..named_array import NamedArray, is_jax_array_like
 from ..ops.rearranging import rearrange
 from ..ops.shaping import flatten_axes, unflatten_axis
 
-MaybeArray = TypeVar("MaybeArray", NamedArray, NamedArray | None)
+MaybeArray = TypeVar("MaybeArray", bound=NamedArray | None)
 
 IN, OUT = "__IN__", "__OUT__"
 """The names of a flattened layer's axes. Existing code looks for these names."""
@@ -24,12 +24,14 @@ def merge_axes(x: MaybeArray, spec: AxisSpec, name: str) -> MaybeArray:
     """Merge some axes of a layer's array into one. None and placeholders are returned unchanged."""
     if x is None or not is_jax_array_like(x):
         return x
-    return flatten_axes(x, tuple(a.name for a in axes_of_spec(spec)), name)
+    merged: Any = flatten_axes(x, tuple(a.name for a in axes_of_spec(spec)), name)
+    return merged
 
 
 def split_axis(x: MaybeArray, name: str, spec: AxisSpec, order: Names | None = None) -> MaybeArray:
     """Undo `merge_axes`; transpose the result if an order is given."""
     if x is None or not is_jax_array_like(x):
         return x
-    x = unflatten_axis(x, name, axes_of_spec(spec))
-    return x if order is None or order == x.names else rearrange(x, order)
+    split: Any = unflatten_axis(x, name, axes_of_spec(spec))
+    ordered: Any = split if order is None or order == split.names else rearrange(split, order)
+    return ordered
