@@ -188,6 +188,15 @@ def test_pictures_are_those_that_the_script_draws() -> None:
     assert all(len(text) < 20_000 for text in files.values())
 
 
+def test_gallery_is_what_the_script_writes() -> None:
+    gallery = _script("gallery")
+    text = gallery.PAGE.read_text()
+    outputs = gallery.shown(text)
+    assert gallery.page(outputs) == text, "write it again: python docs/gallery.py"
+    assert all(output and len(output.splitlines()) <= gallery.LINES + 1 for output in outputs.values())
+    assert outputs.keys() == gallery.EXAMPLES.keys()
+
+
 # --- what the site says of itself ---
 
 

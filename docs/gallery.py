@@ -1,0 +1,91 @@
+"""Write the page of examples, with their output: `python docs/gallery.py` runs each, and writes `docs/gallery.md`.
+
+`python docs/gallery.py NAME...` runs only the named ones, and keeps the output of the others. The first paragraph of an
+example's docstring says what it is. The tests write the page again from the outputs that it shows, and compare.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "gallery.md"
+SOURCE = "https://github.com/axonym/axonym/blob/main"
+LINES, WIDTH = 14, 110
+"""How much of an output is shown."""
+
+EXAMPLES: dict[str, tuple[str, str]] = {
+    "tour.py": ("A short tour", ""),
+    "named_arrays_tour.py": ("A longer tour, as a notebook", ""),
+    "image_classifier.py": ("An image classifier", "--epochs 3"),
+    "language_model_fsdp.py": ("A model of plain arrays, by a rule", ""),
+    "language_model_tensor_parallel.py": ("Tensor parallelism, by rules", ""),
+    "custom_partitioning.py": ("Operations with their own partitioning", ""),
+    "pallas_kernel.py": ("A Pallas kernel on sharded arrays", ""),
+}
+"""The title of each example, and the arguments that it is run with here."""
+
+HEAD = """# Examples
+
+Programs to run and to copy from. Each is one file in the folder `examples`, and runs on any machine: without an
+accelerator, eight devices are simulated. The outputs are from a CPU, and the longer ones are cut short.
+"""
+
+
+def run(name: str, arguments: str, folder: Path) -> str:
+    """What an example prints, or of it the first and the last lines."""
+    command = [sys.executable, str(ROOT / "examples" / name), *arguments.split()]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src"), "COLUMNS": str(WIDTH)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    lines = [line[: WIDTH - 1] + "…" if len(line) > WIDTH else line for line in done.stdout.rstrip().splitlines()]
+    lines = [line for line in lines if not re.match(r"\d+ s of training", line)]  # it depends on the machine
+    while lines and not lines[0].strip():
+        del lines[0]
+    if len(lines) > LINES:
+        lines = [*lines[: LINES // 2], "…", *lines[-LINES // 2 :]]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def page(outputs: dict[str, str]) -> str:
+    """The text of the page."""
+    parts = [HEAD]
+    for name, (title, arguments) in EXAMPLES.items():
+        command = f"python examples/{name} {arguments}".rstrip()
+        parts.append(
+            f"## {title}\n\n{about(name)}\n\n[Source of `{name}`]({SOURCE}/examples/{name})\n\n"
+            f"```bash\n{command}\n```\n\n```output\n{outputs.get(name, '')}\n```\n"
+        )
+    return "\n".join(parts)
+
+
+def about(name: str) -> str:
+    """The first paragraphs of what an example says of itself: its docstring, or its first cell."""
+    text = (ROOT / "examples" / name).read_text()
+    words = ast.get_docstring(ast.parse(text))
+    if words is None:
+        cell = text.partition("\n\n")[0]
+        words = "\n".join(line.removeprefix("#").strip() for line in cell.splitlines()[3:])
+    return words.replace(f": `python examples/{name}`", "")
+
+
+def shown(text: str) -> dict[str, str]:
+    """The outputs that a page shows, by example."""
+    return dict(
+        re.findall(r"```bash\npython examples/(\S+)[^\n]*\n```\n\n```output\n(.*?)\n```", text, flags=re.DOTALL)
+    )
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    outputs = shown(PAGE.read_text()) if PAGE.exists() else {}
+    for name in sys.argv[1:] or EXAMPLES:
+        with tempfile.TemporaryDirectory() as folder:
+            outputs[name] = run(name, EXAMPLES[name][1], Path(folder))
+        print(f"{name}\n{outputs[name]}\n")
+    PAGE.write_text(page(outputs))
