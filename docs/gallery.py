@@ -23,6 +23,8 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "tour.py": ("A short tour", ""),
     "named_arrays_tour.py": ("A longer tour, as a notebook", ""),
     "image_classifier.py": ("An image classifier", "--epochs 3"),
+    "train_lm.py": ("A language model", ""),
+    "mixture_of_experts.py": ("A mixture of experts", "--steps 100 --every 50"),
     "language_model_fsdp.py": ("A model of plain arrays, by a rule", ""),
     "language_model_tensor_parallel.py": ("Tensor parallelism, by rules", ""),
     "custom_partitioning.py": ("Operations with their own partitioning", ""),
@@ -42,7 +44,8 @@ def run(name: str, arguments: str, folder: Path) -> str:
     command = [sys.executable, str(ROOT / "examples" / name), *arguments.split()]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src"), "COLUMNS": str(WIDTH)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
-    lines = [line[: WIDTH - 1] + "…" if len(line) > WIDTH else line for line in done.stdout.rstrip().splitlines()]
+    text = done.stdout.replace(sys.executable, "python").replace(f"{ROOT}/", "")
+    lines = [line[: WIDTH - 1] + "…" if len(line) > WIDTH else line for line in text.rstrip().splitlines()]
     lines = [line for line in lines if not re.match(r"\d+ s of training", line)]  # it depends on the machine
     while lines and not lines[0].strip():
         del lines[0]
