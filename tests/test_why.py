@@ -66,7 +66,7 @@ def test_nnx_computes_what_plain_jax_does(plain: dict[str, Any], explicit_mesh: 
     model = _run("Flax NNX", plain)["model"]
     with jax.set_mesh(explicit_mesh), jax.numpy_rank_promotion("allow"):
         for name, weight in plain["weights"].items():
-            parameter = model.norm1.scale if name == "norm1" else getattr(getattr(model, name), "kernel", None)
+            parameter: Any = model.norm1.scale if name == "norm1" else getattr(getattr(model, name), "kernel", None)
             parameter = model.norm2.scale if name == "norm2" else parameter
             parameter.set_value(jax.device_put(weight, parameter.get_value().sharding))
         y = nnx.jit(type(model).__call__)(model, jax.device_put(plain["inputs"], P("data")))

@@ -168,8 +168,9 @@ def to_xarray(tree: Any, coords: Any = None, *, name: str | None = None) -> Any:
 
     single = isinstance(tree, NamedArray)
     arrays: Mapping[str, Any] = {"": tree} if single else tree
-    if not isinstance(arrays, Mapping) or (wrong := [x for x in arrays.values() if not isinstance(x, NamedArray)]):
-        kind = type(wrong[0] if isinstance(arrays, Mapping) else tree).__name__
+    wrong = [x for x in arrays.values() if not isinstance(x, NamedArray)] if isinstance(arrays, Mapping) else [tree]
+    if wrong:
+        kind = type(wrong[0]).__name__
         raise TypeError(f"to_xarray: expected a named array or a dictionary of them, got {kind}.")
     on_host = to_host(dict(arrays))
     sizes = {n: s for x in on_host.values() for n, s in x.shape.items()}

@@ -287,7 +287,7 @@ class NamedArray(Methods):
         return self.array.__dlpack__(**options)
 
     def __dlpack_device__(self) -> Any:
-        return self.array.__dlpack_device__()
+        return self.array.__dlpack_device__()  # pyright: ignore[reportAttributeAccessIssue]  # which arrays have
 
     def __iter__(self) -> Iterator[Any]:
         raise TypeError(
@@ -353,14 +353,14 @@ jax.export.register_pytree_node_serialization(
     serialized_name="axonym.NamedArray",
     serialize_auxdata=lambda metadata: json.dumps(metadata[0]).encode(),
     deserialize_auxdata=lambda data: (_interned(json.loads(data)),),
-    from_children=lambda metadata, children: wrap(*children, *metadata),
+    from_children=lambda metadata, children: wrap(*children, *metadata),  # pyright: ignore[reportArgumentType]
 )
 jax.export.register_pytree_node_serialization(
     Shape,
     serialized_name="axonym.Shape",
     serialize_auxdata=lambda names: json.dumps(names).encode(),
     deserialize_auxdata=lambda data: tuple(json.loads(data)),
-    from_children=lambda names, sizes: Shape(zip(names, sizes, strict=True)),
+    from_children=lambda names, sizes: Shape(zip(names, sizes, strict=True)),  # pyright: ignore[reportArgumentType]
 )
 
 NamedOrNumeric: TypeAlias = "NamedArray | ArrayLike"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ def test_numpy_and_back() -> None:
     assert x.shape == {"batch": 2, "embed": 3} and isinstance(x.array, jax.Array)
     np.testing.assert_array_equal(np.from_dlpack(x), a)
     np.testing.assert_array_equal(np.from_dlpack(x.rearrange(("embed", "batch"))), a.T)
-    assert x.__dlpack_device__() == x.array.__dlpack_device__()
+    array: Any = x.array
+    assert x.__dlpack_device__() == array.__dlpack_device__()
 
 
 def test_memory_is_shared() -> None:

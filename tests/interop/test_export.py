@@ -155,7 +155,7 @@ def test_a_sharded_function(mesh: jax.sharding.Mesh, tmp_path: Path) -> None:
     with jax.set_mesh(mesh):
         x, w = axn.shard((drawn(0, Batch.resize(8), Embed), drawn(1, Embed, Mlp)), mapping)
         compiled = export.export(axn.named_jit(product, mapping))(x, w)
-        found = export.deserialize(compiled.serialize()).call(x, w)
+        found: Any = export.deserialize(compiled.serialize()).call(x, w)
     assert compiled.nr_devices == 8
     assert_named(found, product(x, w), rtol=1e-6)
     assert found.array.sharding.spec == jax.P("data", "model")

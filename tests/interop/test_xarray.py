@@ -62,7 +62,7 @@ def test_pandas() -> None:
     found = axn.to_xarray(columns, coords).to_dataframe()
     pd.testing.assert_frame_equal(found.astype(frame.dtypes), frame)
 
-    series = frame["a"]
+    series: Any = frame["a"]
     x, coords = axn.from_xarray(series.to_xarray(), coords=True)
     pd.testing.assert_series_equal(
         axn.to_xarray(x * 2, coords).to_series(), series * 2, check_names=False, check_dtype=False

@@ -50,8 +50,8 @@ MASKS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def attend(*operands: axn.NamedArray, mask: Any, bias: Any = None, context: Any = None) -> axn.NamedArray:
-    return dot_product_attention(*operands, "key_pos", "head_size", mask, bias, context=context)
+def attend(q: Any, k: Any, v: Any, *, mask: Any, bias: Any = None, context: Any = None) -> axn.NamedArray:
+    return dot_product_attention(q, k, v, "key_pos", "head_size", mask, bias, context=context)
 
 
 def loss(operands: Any, bias: Any, mask: Any, context: Any) -> Any:

@@ -32,7 +32,7 @@ def linear(**options: Any) -> Linear:
     return Linear.init(Embed, Mlp, key=jax.random.key(0), **options)
 
 
-def restored(layer: SmallLinear) -> axn.NamedArray:
+def restored(layer: Any) -> axn.NamedArray:
     """The weight that is computed with."""
     scale = layer.scale
     for name in layer.weight.names:
@@ -126,7 +126,7 @@ def test_what_is_refused() -> None:
 
 
 def test_policies_leave_small_numbers_alone() -> None:
-    small = Policy.parse("c=bf16").cast_to_compute(quantize_weights(linear(), "float8_e4m3fn"))
+    small: Any = Policy.parse("c=bf16").cast_to_compute(quantize_weights(linear(), "float8_e4m3fn"))
     assert (small.weight.dtype, small.scale.dtype) == (jnp.float8_e4m3fn, jnp.bfloat16)
     assert small(axn.ones({"embed": 16}, "bfloat16")).dtype == jnp.bfloat16
 
@@ -134,7 +134,7 @@ def test_policies_leave_small_numbers_alone() -> None:
 @pytest.mark.parametrize("group", [None, 4])
 def test_a_mapping_shards_numbers_and_scales_alike(group: int | None, mesh: jax.sharding.Mesh) -> None:
     layer, x = linear(), axn.random.normal(jax.random.key(1), (Batch, Embed))
-    small = quantize_weights(layer, "int4", group=group)
+    small: Any = quantize_weights(layer, "int4", group=group)
     mapping = {"batch": "model", "embed": "data"} if group else {"batch": "data", "mlp": "model"}
     with jax.set_mesh(mesh), axn.axis_mapping(mapping):
         sharded = axn.shard(small)

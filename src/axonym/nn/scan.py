@@ -506,7 +506,7 @@ class BlockSeq(BlockFoldable[M]):
     {'embed': 2}
     """
 
-    blocks: Sequence[M] = eqx.field(converter=tuple)
+    blocks: Sequence[M] = eqx.field(converter=tuple)  # pyright: ignore[reportGeneralTypeIssues]
     Block: Axis = eqx.field(static=True)  # pyright: ignore[reportIncompatibleMethodOverride]  # what the base asks for
     gradient_checkpointing: ScanCheckpointPolicy = eqx.field(static=True, converter=policy_of, default=policy_of(False))
 

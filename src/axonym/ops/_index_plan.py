@@ -187,7 +187,7 @@ def _slice_bounds(name: str, index: slice, size: int) -> tuple[int, int, int]:
     return bounds if range(*bounds) else (0, 0, 1)
 
 
-def _bounds_of_symbolic(name: str, index: slice, size: Any) -> tuple[int, int, int]:
+def _bounds_of_symbolic(name: str, index: slice, size: Any) -> tuple[Any, Any, int]:
     """Return the bounds of a slice of an axis whose size `jax.export` leaves open; JAX checks that they fit."""
     if index.step not in (None, 1):
         raise ValueError(f"Indexing: axis {name!r} has the symbolic size {size}, so a slice of it has no stride.")

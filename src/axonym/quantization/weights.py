@@ -180,9 +180,8 @@ def _quantized(
     name: str, weight: NamedArray, summed: Names, dtype: Any, group: int | None
 ) -> tuple[NamedArray, NamedArray]:
     """Return the small numbers of a weight, and their scales."""
-    grouped = group is not None and bool(summed)
-    axis = summed[-1] if grouped else ""
-    if grouped:
+    axis = summed[-1] if summed else ""
+    if (grouped := group is not None and bool(summed)) and group is not None:
         size = weight.axis_size(axis)
         if group < 1 or size % group:
             raise ValueError(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -186,7 +186,7 @@ class _Pipeline:
         if isinstance(self._schedule, GPipe):
             results = self.forward(stacked, batches, rest, self._schedule.remat)
         elif self._then is None:
-            results = _recomputed(self, stacked, batches, rest)
+            results = cast(Arrays, _recomputed(self, stacked, batches, rest))
         else:
             total = _total(self, stacked, batches, rest, head)
             return jax.lax.psum(total, sorted(over))
@@ -364,12 +364,13 @@ def _recomputed(pipeline: _Pipeline, stacked: Arrays, batches: Arrays, rest: Arr
     return pipeline.forward(stacked, batches, rest, remat=False)
 
 
-def _recomputed_forward(pipeline: _Pipeline, *groups: Arrays) -> Any:
-    return _recomputed(pipeline, *groups), groups
+def _recomputed_forward(pipeline: _Pipeline, stacked: Arrays, batches: Arrays, rest: Arrays) -> Any:
+    return _recomputed(pipeline, stacked, batches, rest), (stacked, batches, rest)
 
 
 def _recomputed_backward(pipeline: _Pipeline, groups: Any, given: Arrays) -> Any:
-    _, gradients = pipeline.both_ways(*groups, [], given=given)
+    stacked, batches, rest = groups
+    _, gradients = pipeline.both_ways(stacked, batches, rest, [], given=given)
     return tuple(map(_with_none, groups, gradients[:3]))
 
 

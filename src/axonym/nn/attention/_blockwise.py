@@ -39,7 +39,7 @@ class Blockwise(NamedTuple):
     precision: Any
     axes: Axes = ()
     """The mesh axes that the positions are sharded over,"""
-    count: int = 1
+    shards: int = 1
     """and the number of shards."""
     sharded_queries: bool = False
     sharded_keys: bool = False
@@ -56,18 +56,18 @@ class Blockwise(NamedTuple):
         """Return the first position of each run of the keys that are here after some hops."""
         if not self.sharded_keys:
             return jnp.zeros(1, int)
-        return self._starts(length, (jax.lax.axis_index(self.axes) - hop) % self.count)
+        return self._starts(length, (jax.lax.axis_index(self.axes) - hop) % self.shards)
 
     def _starts(self, length: int, shard: jax.Array) -> jax.Array:
         if not self.zigzag:
             return shard[None] * length
-        last = 2 * self.count - 1 - shard
+        last = 2 * self.shards - 1 - shard
         halves = jnp.where(shard % 2 == 0, jnp.stack([shard, last]), jnp.stack([last, shard]))
         return halves * (length // 2)
 
     def passed_on(self, xs: Any, hops: int = 1) -> Any:
         """Send arrays to the device that is some hops further."""
-        pairs = [(i, (i + hops) % self.count) for i in range(self.count)]
+        pairs = [(i, (i + hops) % self.shards) for i in range(self.shards)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), xs)
 
 
@@ -127,8 +127,9 @@ def _attend(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array,
     state = [vary_like(x, query) for x in state]
     starts = plan.query_starts(query.shape[QUERIES])
 
-    def visit(state: Any, key_value: Any, hop: Any) -> Any:
-        return _visit_keys(plan, state, query, *key_value, terms, starts, plan.key_starts(key.shape[KEYS], hop))
+    def visit(state: Any, here: Any, hop: Any) -> Any:
+        key, value = here
+        return _visit_keys(plan, state, query, key, value, terms, starts, plan.key_starts(key.shape[KEYS], hop))
 
     def step(carry: Any, hop: jax.Array) -> Any:
         state, here = carry
@@ -159,10 +160,11 @@ def _backward(plan: Blockwise, saved: Any, cotangents: Any) -> Any:
     moving: Any = tuple(vary_like(jnp.zeros(x.shape, wide), query) for x in (key, value))
     starts = plan.query_starts(query.shape[QUERIES])
 
-    def visit(sums: Any, moving: Any, key_value: Any, hop: Any) -> Any:
+    def visit(sums: Any, moving: Any, here: Any, hop: Any) -> Any:
         of_queries = query, given, log_total, delta
+        key, value = here
         keys = plan.key_starts(key.shape[KEYS], hop)
-        return _visit_queries(plan, sums, moving, *key_value, of_queries, terms, starts, keys)
+        return _visit_queries(plan, sums, moving, key, value, of_queries, terms, starts, keys)
 
     def step(carry: Any, hop: jax.Array) -> Any:
         sums, moving, here = carry

@@ -86,7 +86,7 @@ class Placed(NamedTuple):
     """The mesh axes of the positions."""
 
     @property
-    def count(self) -> int:
+    def shards(self) -> int:
         """Return the number of shards of the positions."""
         return shard_count(self.mesh, self.sequence)
 
@@ -146,7 +146,7 @@ def attend_along_sequence(
         axes = [*layout.batch, *layout.heads]
         raise ValueError(
             f"{what}: the positions are sharded over {_errors.describe_axes(placed.sequence)}, which are "
-            f"{placed.count} devices. They must divide a shard of the key's heads or batch, and divide none of "
+            f"{placed.shards} devices. They must divide a shard of the key's heads or batch, and divide none of "
             f"{_errors.describe_axes(axes, (placed.local(key, (n,)) for n in axes))}. context='ring' needs no heads."
         )
     scale = query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor
@@ -154,7 +154,7 @@ def attend_along_sequence(
         query, scale = query * scale, 1.0
     causal = mask if isinstance(mask, Causal) else None
     window = None if causal is None else causal.window
-    plan = Blockwise(causal is not None, window, float(scale), precision, placed.sequence, placed.count)
+    plan = Blockwise(causal is not None, window, float(scale), precision, placed.sequence, placed.shards)
     names = tuple(x.names for x in (query, key, value, *terms.values()))
     kernel = _kernel(what, context, layout, placed, plan, names, tuple(terms), hops, exchanged)
     return wrap(kernel.call(query.array, key.array, value.array, *(x.array for x in terms.values())), kernel.names)
@@ -269,15 +269,15 @@ def _terms(what: str, layout: Layout, mask: Mask, bias: NamedArray | None) -> di
 def _hops(placed: Placed, keys: int, queries: int, mask: Mask) -> int:
     """Return how far the keys of a device go in a ring: as far as the window reaches."""
     if not isinstance(mask, Causal) or mask.window is None or keys != queries:
-        return placed.count - 1
-    shard = keys if AxisType.Manual in placed.mesh.axis_types else keys // placed.count
-    return min(placed.count - 1, -(-(mask.window - 1) // shard))
+        return placed.shards - 1
+    shard = keys if AxisType.Manual in placed.mesh.axis_types else keys // placed.shards
+    return min(placed.shards - 1, -(-(mask.window - 1) // shard))
 
 
 def _exchanged(layout: Layout, placed: Placed, query: NamedArray) -> int | None:
     """Return which merged axis is exchanged for positions: heads, or else the batch; None if neither can be."""
     for position, names in ((HEADS, layout.heads), (BATCH, layout.batch)):
-        if names and placed.local(query, names) % placed.count == 0:
+        if names and placed.local(query, names) % placed.shards == 0:
             return position
     return None
 
@@ -288,7 +288,7 @@ def _cheapest(
     """Return the context that moves fewer bytes: so many hops of keys and values, or each operand and result once."""
     keys, queries = placed.local(key) + placed.local(value), placed.local(query)
     result = queries // query.axis_size(layout.features[0]) * placed.local(value, layout.values)
-    share = (placed.count - 1) / placed.count
+    share = (placed.shards - 1) / placed.shards
     return "all_to_all" if share * (keys + queries + result) < hops * keys else "ring"
 
 
@@ -337,18 +337,18 @@ def _on_device(
     features, values = layout.features, layout.values
     parts = (*layout.of_queries, features), (*layout.of_keys, features), (*layout.of_keys, values)
     q, k, v = (merge_axes(x.astype(dtype), n, p) for x, n, p in zip(arrays[:3], names[:3], parts, strict=True))
-    of_terms = dict.fromkeys(("bias", "mask"), (*layout.of_queries, layout.keys))
-    of_terms["segments"] = (layout.batch, (), layout.positions)
+    scores = (*layout.of_queries, layout.keys)
+    of_terms = {"bias": scores, "mask": scores, "segments": (layout.batch, (), layout.positions)}
     terms = Terms(
         **{
             label: merge_axes(x, own, of_terms[label], sizes | dict(zip(own, x.shape, strict=True)))
             for label, own, x in zip(labels, names[3:], arrays[3:], strict=True)
         }
     )
-    axes, count = plan.axes, plan.count
+    axes, count = plan.axes, plan.shards
+    split = functools.partial(jax.lax.all_to_all, axis_name=axes, tiled=True)
     if count > 1 and context == "all_to_all":
         assert exchanged is not None
-        split = functools.partial(jax.lax.all_to_all, axis_name=axes, tiled=True)
         q = split(q, split_axis=exchanged, concat_axis=QUERIES)
         k, v = (split(x, split_axis=exchanged, concat_axis=KEYS) for x in (k, v))
         terms = jax.tree.map(functools.partial(_own_slice, axes, count, exchanged), terms)
