@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 SMALL: dict[str, list[str]] = {
     "image_classifier.py": ["--epochs", "1", "--batch", "512"],
     "mixture_of_experts.py": ["--steps", "2", "--every", "1"],
+    "small_weights.py": ["--steps", "3"],
     "train.py": ["llama", "--strategies", "mixed", "--steps", "2"],
 }
 

@@ -1,0 +1,96 @@
+"""Write text with weights of 8 and 4 bits: `python examples/small_weights.py`.
+
+A small Llama learns a rhyme by heart, letter by letter. Then its weights are stored in fewer bits, and it writes the
+rhyme from its first letters: what a parameter takes, how surprised the model is by the rhyme, and what it writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import jax
+import numpy as np
+from models.llama import Config, Llama
+
+import axonym as axn
+from axonym.quantization import quantize_weights
+
+try:
+    import optax
+except ImportError as e:
+    raise ImportError(f"{e}. What this example needs is optional: install axonym[examples].") from e
+
+RHYME = "The rain in Spain stays mainly in the plain. "
+LETTERS = sorted(set(RHYME))
+PROMPT = 9
+"""How many letters the model is given."""
+STORED: dict[str, dict[str, Any]] = {
+    "int8": {"dtype": "int8"},
+    "float8": {"dtype": "float8_e4m3fn"},
+    "int4": {"dtype": "int4"},
+    "int4 in groups of 16": {"dtype": "int4", "group": 16},
+}
+
+CONFIG = Config(
+    Vocab=axn.Axis("vocab", len(LETTERS)),
+    Embed=axn.Axis("embed", 64),
+    Layers=axn.Axis("layers", 2),
+    KVHeads=axn.Axis("kv_heads", 2),
+    Group=axn.Axis("group", 2),
+    HeadSize=axn.Axis("head_size", 16),
+    Mlp=axn.Axis("mlp", 128),
+)
+
+
+def trained(tokens: axn.NamedArray, steps: int) -> Llama:
+    """A model that knows the tokens by heart."""
+    model = Llama.init(CONFIG, key=jax.random.key(0))
+    optimizer = optax.adam(3e-3)
+
+    @jax.jit
+    def step(model: Llama, state: Any) -> tuple[Llama, Any]:
+        updates, state = optimizer.update(jax.grad(Llama.loss)(model, tokens), state)
+        return optax.apply_updates(model, updates), state
+
+    state = optimizer.init(model)
+    for _ in range(steps):
+        model, state = jax.block_until_ready(step(model, state))
+    return model
+
+
+@jax.jit
+def written(model: Llama, prompt: axn.NamedArray) -> axn.NamedArray:
+    """The likeliest letters after a prompt, one by one, with a cache of keys and values."""
+    More = axn.Axis("more", len(RHYME) - PROMPT)
+    cache = model.empty_cache(prompt.resolve_axis("batch"), axn.Axis("key_pos", len(RHYME)))
+    logits, cache = model.extend(prompt, cache)
+
+    def step(carry: Any, _: Any) -> tuple[Any, axn.NamedArray]:
+        letter, cache = carry
+        logits, cache = model.extend(letter.broadcast_axis(axn.Axis("pos", 1)), cache)
+        return (logits.argmax("vocab"), cache), letter
+
+    first = logits.argmax("vocab")
+    return axn.scan(step, More)((first, cache), axn.arange(More))[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100)
+    args = parser.parse_args()
+    tokens = axn.named(np.array([[LETTERS.index(c) for c in RHYME]], np.int32), ("batch", "pos"))
+    model = trained(tokens, args.steps)
+    count = sum(x.size for x in jax.tree.leaves(model))
+    loss = jax.jit(Llama.loss)
+    small = {name: quantize_weights(model, **options) for name, options in STORED.items()}
+    print(f"{'weights':22}{'bytes of each':>14}{'surprise':>10}  text")
+    for name, m in {"float32": model, **small}.items():
+        size = sum(x.on_device_size_in_bytes() for x in jax.tree.leaves(m)) / count
+        letters = written(m, tokens["pos", :PROMPT])["batch", 0].tolist()
+        text = RHYME[:PROMPT] + "".join(LETTERS[i] for i in letters)
+        print(f"{name:22}{size:14.2f}{float(loss(m, tokens)):10.4f}  {text}")
+
+
+if __name__ == "__main__":
+    main()
