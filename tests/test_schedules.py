@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -193,7 +193,7 @@ def test_schedule() -> None:
     """The table and the numbers agree."""
     for schedule, stages in ((GPipe(5), 3), (GPipe(1), 4), (GPipe(12), 2), (OneFOneB(5), 3), (OneFOneB(1), 4)):
         both = isinstance(schedule, OneFOneB)
-        table = [[m if both else (m,) for m in row] for row in schedule.table(stages)]
+        table: Any = [[m if both else (m,) for m in row] for row in schedule.table(stages)]
         assert len(table) == stages and {len(row) for row in table} == {schedule.ticks(stages)}
         for way in range(1 + both):
             assert all([m[way] for m in row if m[way] is not None] == [*range(schedule.microbatches)] for row in table)
@@ -212,7 +212,7 @@ def test_schedule() -> None:
         (lambda: nn.Stacked.init(axn.Axis("layers", 6), Block)(key=jax.random.key(0)).fold(
             X, SCALE, 0.0, schedule=GPipe(2)), r"the 6 layers of axis 'layers' cannot be .* 4 stages of \(stage=4\)"),
         (lambda: GPipe(0), "at least one microbatch, got 0"),
-        (lambda: OneFOneB(2, gather="never"), "not 'never'"),
+        (lambda: OneFOneB(2, gather=cast(Any, "never")), "not 'never'"),
         (lambda: MODEL.fold(X, SCALE, SHIFT, schedule=OneFOneB(2), then=lambda y: y), "`then` must return one number"),
     ],
 )  # fmt: skip

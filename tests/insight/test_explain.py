@@ -68,6 +68,7 @@ def counted(text: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_bytes_and_counts_are_those_of_the_program(case: str) -> None:
+    step: Any
     mesh, step, args = CASES[case]()
     with jax.set_mesh(mesh):
         report = axn.insight.explain(step, *args, by="partitioner")
@@ -248,7 +249,7 @@ def test_the_forms_of_a_report() -> None:
     assert report.memory is not None and report.bounds is not None and report.flops is not None
     assert report.memory.arguments == 4 * (2 * 8 * 24 + 4 * 32)
     assert report.bounds.compute is not None and report.bounds.compute * 197e12 == pytest.approx(report.flops)
-    assert report.bounds.links["data",] == report.total_sent("data") / 200e9
+    assert report.bounds.links["data",] == (report.total_sent("data") or 0) / 200e9
     text, markdown, data = str(report), report.to_markdown(), json.loads(report.to_json())
     assert "over data: each device sends" in text and "all-gather" in text and f"{report.bounds.binding} binds" in text
     assert "### over model" in markdown and "| all-reduce | forward | 1 | 512 B |" in markdown

@@ -228,7 +228,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     ) -> R: ...
     def fold(
         self,
-        init: CarryT,
+        init: Any,
         *args: Any,
         unroll: int | bool | None = None,
         schedule: Schedule | None = None,

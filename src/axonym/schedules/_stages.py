@@ -329,7 +329,7 @@ def _chosen(condition: Any, xs: Arrays, others: Arrays) -> Arrays:
     return [jnp.where(condition, x, y) for x, y in zip(xs, others, strict=True)]
 
 
-def _floating(xs: Arrays) -> tuple[Arrays, Callable[[Sequence[Any]], list[Any]]]:
+def _floating(xs: Arrays) -> tuple[Arrays, Callable[..., list[Any]]]:
     """Return the arrays that can be differentiated, and a function from such arrays to all."""
     floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in xs]
 
@@ -376,7 +376,8 @@ def _recomputed_backward(pipeline: _Pipeline, groups: Any, given: Arrays) -> Any
 
 def _with_none(xs: Arrays, gradients: Arrays) -> list[Any]:
     """Return gradients for all arrays, None for those that cannot be differentiated."""
-    return _floating(xs)[1](gradients, [None] * len(xs))
+    _, with_others = _floating(xs)
+    return with_others(gradients, [None] * len(xs))
 
 
 _total.defvjp(_total_forward, _total_backward)

@@ -146,8 +146,9 @@ def _attend(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array,
 
 
 def _forward(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, terms: Terms) -> Any:
-    result, log_total = _attend(plan, query, key, value, terms)
-    return (result, log_total), (query, key, value, terms, result, log_total)
+    found: Any = _attend(plan, query, key, value, terms)
+    result, log_total = found
+    return found, (query, key, value, terms, result, log_total)
 
 
 def _backward(plan: Blockwise, saved: Any, cotangents: Any) -> Any:
