@@ -37,7 +37,9 @@ CASES: list[Case] = [
 
 # Operations that the table cannot hold, and the file that tests them.
 CREATION = "arange eye full geomspace linspace logspace ones tri zeros"
-ELSEWHERE: dict[str, str] = dict.fromkeys(CREATION.split(), "ops/test_creation.py")
+ELSEWHERE: dict[str, str] = dict.fromkeys(CREATION.split(), "ops/test_creation.py") | {
+    "from_dlpack": "interop/test_dlpack.py"
+}
 
 
 # --- operands and results ---
