@@ -185,8 +185,8 @@ def poly(seq_of_zeros: PolynomialLike) -> NamedArray:
     """
     if isinstance(seq_of_zeros, NamedArray) and len(seq_of_zeros.names) != 1:
         raise ValueError(
-            f"poly: the roots lie along one axis, got {describe_array(seq_of_zeros)}. For the characteristic polynomial of a matrix "
-            "pass its eigenvalues, `axonym.linalg.eigvals(a, axes, new_axis)`."
+            f"poly: the roots lie along one axis, got {describe_array(seq_of_zeros)}. For the characteristic "
+            "polynomial of a matrix pass its eigenvalues, `axonym.linalg.eigvals(a, axes, new_axis)`."
         )
     return _of_one(_poly, "poly", seq_of_zeros)
 
