@@ -31,7 +31,12 @@ __all__ = ["ShardInvariance", "check_shard_invariance"]
 
 @dataclasses.dataclass(frozen=True)
 class ShardInvariance:
-    """Hold what `check_shard_invariance` did."""
+    """Hold what `check_shard_invariance` did.
+
+    >>> found = axn.testing.check_shard_invariance(lambda x: x * 2, axn.ones({"batch": 8}), draws=2)
+    >>> found.compared + len(found.refusals)
+    2
+    """
 
     compared: int
     """Under how many placements the results were compared."""

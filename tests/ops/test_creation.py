@@ -119,6 +119,18 @@ def test_a_new_array_is_never_whole_on_a_device(mesh: Mesh) -> None:
     assert "f32[200,200]" in program and "f32[800,400]" not in program
 
 
+def test_new_arrays_inside_shard_map(mesh: Mesh) -> None:
+    """The active mapping says nothing about mesh axes that are manual there."""
+
+    @axn.shard_map(mapping={"batch": "data"}, mesh=mesh)
+    def double(x: axn.NamedArray) -> axn.NamedArray:
+        zeros = axn.zeros({"batch": x.axis_size("batch"), "embed": 3})
+        return x + zeros["embed", 0] + axn.random.normal(jax.random.key(0), {"batch": 2, "embed": 5})["embed", 0] * 0
+
+    with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data", "embed": "data"}):
+        _expect(double(axn.shard(axn.arange(axn.Axis("batch", 8)) * 1.0)), np.arange(8.0), "batch")
+
+
 def test_new_arrays_whose_size_the_mesh_does_not_divide(mesh: Mesh) -> None:
     with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):
         with pytest.raises(ValueError, match=r"^zeros on mesh \(data=4, model=2\): .*axis 'batch' of size 5 .* 4"):

@@ -80,7 +80,7 @@ def test_flipped_bits(copied: Path, auto_mesh: Mesh) -> None:
                         assert_restored(path, auto_mesh)
             finally:
                 file.write_bytes(content)
-    assert flips > 150 and len(restored) == 2
+    assert flips >= 140 and len(restored) == 2  # the number of files depends on the version of Orbax
     assert_restored(path, auto_mesh)
 
 

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from .. import _context, _kernels, _output_sharding
 from .._jax_versions import INLINE
-from .._mesh_axes import axes_of_type, entries_of, explicit_mesh, restricted
+from .._mesh_axes import axes_of_type, entries_of, entry_of, explicit_mesh, mesh_axes, restricted
 from ..axis import Axis, Names
 from ..named_array import NamedArray, wrap
 
@@ -68,8 +68,12 @@ def run_sharded(
     if mesh is None:
         return fn(*arrays)
     names, sizes = tuple(a.name for a in out), tuple(a.size for a in out)
+    mapping: Any = None
+    if manual := axes_of_type(mesh, AxisType.Manual):  # inside `shard_map`, what is made is a shard along these
+        active = _context.active_mapping()
+        mapping = {n: entry_of([a for a in mesh_axes(active.get(n)) if a not in manual]) for n in names}
     # Resolve the mapping before anything is made, so that its errors name the operation and the axes.
-    leaves, _ = resolve(wrap(jax.ShapeDtypeStruct(sizes, jnp.bool_), names), None, mesh, what)
+    leaves, _ = resolve(wrap(jax.ShapeDtypeStruct(sizes, jnp.bool_), names), mapping, mesh, what)
     explicit = axes_of_type(mesh, AxisType.Explicit)
     placed: Any = fn
     if explicit:
@@ -79,4 +83,4 @@ def run_sharded(
             spec = _output_sharding.infer_output_spec(what, names, sizes, operands, mesh)
         spec = restricted(spec, explicit)
         placed = jax.sharding.auto_axes(fn, axes=explicit, out_sharding=NamedSharding(mesh, spec))
-    return shard_quietly(wrap(placed(*arrays), names), None, what).array
+    return shard_quietly(wrap(placed(*arrays), names), mapping, what).array

@@ -416,13 +416,11 @@ def _checked(
     """Return the spec of these entries, and its errors. It is cached, as most leaves of a model are like others."""
     problems = []
     taken: dict[str, str] = {}
-    manual = getattr(mesh, "manual_axes", ())
     array = _described(names, shape)
     called = [f"axis {n!r}" for n in names] if names is not None else [f"dimension {i}" for i in range(len(shape))]
     for name, size, entry in zip(called, shape, entries, strict=True):
         axes = [a for a in mesh_axes(entry) if a is not None]
-        local = [a for a in axes if a not in manual]
-        for axis in local:
+        for axis in axes:
             if axis in taken:
                 problems.append(
                     f"{array}: {taken[axis]} and {name} both go to mesh axis {axis!r}; one array can use a "
@@ -438,7 +436,7 @@ def _checked(
                 + _errors.suggestion(axis, mesh.axis_names)
             )
         if not unknown and axes:
-            shards = shard_count(mesh, tuple(local))
+            shards = shard_count(mesh, tuple(a for a in axes if a not in getattr(mesh, "manual_axes", ())))
             if size % shards:
                 over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
                 problems.append(

@@ -133,7 +133,7 @@ def attend_along_sequence(
     found = _sharded_over(what, mesh, operands)
     layout = _layout(query, key, value, KPos, Key, mask, found, problems)
     placed = layout and _placed(layout, mesh, found, operands, problems)
-    alike = placed and placed.sequence and found.get(KPos[0]) == placed.sequence
+    alike = layout and found.get(KPos[0]) and found.get(KPos[0]) == found.get(layout.positions[0])
     if context is None and (problems or not alike or AxisType.Manual in mesh.axis_types):
         return None
     if not (layout and placed) or problems:
