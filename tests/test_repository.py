@@ -26,7 +26,7 @@ SMALL: dict[str, list[str]] = {
 
 # Training a language model has tests of its own, in tests/examples.
 SCRIPTS = {*(ROOT / "examples").glob("*.py"), ROOT / "examples" / "models" / "train.py"}
-EXAMPLES = sorted(SCRIPTS - {ROOT / "examples" / "train_lm.py"})
+EXAMPLES = sorted(SCRIPTS - {ROOT / "examples" / name for name in ("generate.py", "train_lm.py")})
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
