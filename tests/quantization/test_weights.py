@@ -92,8 +92,8 @@ def test_an_embedding() -> None:
     small = quantize_weights(layer, "int8")
     assert isinstance(small, SmallEmbedding)
     tokens = axn.named([3, -1, 10], "pos")
-    found = small(tokens)
-    np.testing.assert_allclose(found["pos", :2].array, layer(tokens)["pos", :2].array, atol=1e-3)
+    found = jax.jit(lambda tokens: small(tokens))(tokens)  # where tokens are not known, so one out of range is no error
+    np.testing.assert_allclose(found["pos", :2].array, layer(tokens["pos", :2]).array, atol=1e-3)
     assert axn.isnan(found["pos", 2]).all().item()
     x = axn.random.normal(jax.random.key(1), (Batch, Embed))
     np.testing.assert_allclose(small.unembed(x).array, layer.unembed(x).array, atol=0.02)
