@@ -168,7 +168,7 @@ def test_sdist_holds_what_its_tests_need(tmp_path: Path) -> None:
 
 
 def test_every_dependency_has_a_lower_bound() -> None:
-    """Continuous integration tests the oldest of each."""
+    """So that an environment with something older is refused by the installer, and not by a traceback."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
     every = [r for found in (project["dependencies"], *extras) for r in found if not r.startswith("axonym[")]
