@@ -181,7 +181,8 @@ def _quantized(
 ) -> tuple[NamedArray, NamedArray]:
     """Return the small numbers of a weight, and their scales."""
     axis = summed[-1] if summed else ""
-    if (grouped := group is not None and bool(summed)) and group is not None:
+    grouped = group is not None and bool(summed)
+    if group is not None and summed:
         size = weight.axis_size(axis)
         if group < 1 or size % group:
             raise ValueError(
