@@ -159,6 +159,11 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: axn.maximum(x, y), "maximum: axis 'embed' has conflicting sizes"),
     (lambda: axn.divmod(x, y), "divmod: axis 'embed' has conflicting sizes"),
     (lambda: axn.power(x, z), "power: cannot broadcast (batch, embed) and (heads)"),
+    (
+        lambda: axn.power(x, cast(Any, [2])),
+        "power: expected a named array or a number, got list. Name the axes of a list",
+    ),
+    (lambda: x == (1, 2), "equal: expected a named array or a number, got tuple. Name the axes of a list"),
     (lambda: x + x.array, "add: an operand has no axis names but shape (2, 3)"),
     (lambda: axn.sum(x, "embde"), "sum: no axis 'embde' in (batch=2, embed=3). Did you mean 'embed'?"),
     (lambda: axn.sum(x, ("pos", "heads")), "sum: no axes 'pos', 'heads' in (batch=2, embed=3)"),

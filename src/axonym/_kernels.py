@@ -253,6 +253,11 @@ def check_operands(what: str, in_names: Sequence[Names], arrays: Sequence[Any], 
     """Check that every operand has as many axes as names, and that an axis has one size throughout."""
     seen: dict[str, tuple[int, int]] = {}
     for position, (names, x) in enumerate(zip(in_names, arrays, strict=True)):
+        if isinstance(x, (list, tuple, dict)):
+            raise TypeError(
+                f"{what}: expected a named array or a number, got {type(x).__name__}. Name the axes of a list of "
+                "numbers with axonym.named([1, 2], axes)."
+            )
         shape = jnp.shape(x)  # under `jax.disable_jit`, a Python number is not converted to an array
         if len(names) != len(shape):
             if not names:

@@ -45,6 +45,11 @@ def _operand(x: Any) -> bool:
     return isinstance(x, (NamedArray, *_NUMBERS, jax.Array))
 
 
+def _comparable(x: Any) -> bool:
+    """Return whether `==` takes `x`, or says why not: of a list, Python would say that it is not equal."""
+    return _operand(x) or isinstance(x, (list, tuple))
+
+
 class _Property(Protocol[T_co]):
     """A property, which type checkers would not look into."""
 
@@ -169,10 +174,10 @@ class Methods:
 
     # As methods, since a type checker would give names on `object` the types that they have there.
     def __eq__(self: Any, other: Any) -> NamedArray:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return elementwise.equal(self, other) if _operand(other) else NotImplemented
+        return elementwise.equal(self, other) if _comparable(other) else NotImplemented
 
     def __ne__(self: Any, other: Any) -> NamedArray:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return elementwise.not_equal(self, other) if _operand(other) else NotImplemented
+        return elementwise.not_equal(self, other) if _comparable(other) else NotImplemented
 
     def __round__(self: Any, decimals: int | None = None) -> NamedArray:
         return elementwise.round(self, decimals or 0)

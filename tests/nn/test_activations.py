@@ -89,3 +89,13 @@ def test_glu_of_what_has_no_halves() -> None:
         activations.glu(x, "embed")
     with pytest.raises(ValueError, match=r"glu: no axis 'embde'.*Did you mean 'embed'"):
         activations.glu(x, "embde")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_integers_that_have_no_negative_or_no_square(dtype: str) -> None:
+    values = np.array([0, 1, 5, 100, jnp.iinfo(dtype).min, jnp.iinfo(dtype).max])
+    x = axn.named(values.astype(dtype), "x")
+    for name in POSITIONAL:
+        found = np.asarray(getattr(activations, name)(x).array, np.float64)
+        np.testing.assert_allclose(found, POSITIONAL[name](values.astype(np.float32)), rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(activations.glu(x, "x").array, jax.nn.glu(values.astype(np.float32)), rtol=1e-5)

@@ -35,6 +35,11 @@ def test_one_hot() -> None:
     assert_named(one_hot(1, axn.Axis("class", 3)), axn.named([0.0, 1.0, 0.0], "class"))
 
 
+def test_one_hot_of_a_dtype_that_lacks_some_classes() -> None:
+    found = one_hot(axn.named(np.array([100, -1], np.int8), "batch"), axn.Axis("class", 300))
+    np.testing.assert_array_equal(np.argwhere(found.array), [[0, 100]])
+
+
 @pytest.mark.parametrize("last", [-1, np.int32(-1), np.array(-1), jnp.array(-1), 2])
 def test_a_single_class_counts_from_the_end(last: Any) -> None:
     """The mask of a loss at all positions but the last is made so."""

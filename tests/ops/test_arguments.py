@@ -161,7 +161,10 @@ def test_minus_zero_replaces_nan() -> None:
             ValueError,
             r"^lexsort: axis 'a' .*: 3 in the array, 5 in the a",
         ),
-        (lambda: axn.tile(X, 2), TypeError, r"^tile: `reps` says how often for each axis, .* got 2"),
+        (lambda: axn.tile(X, 2), TypeError, r"^tile: `reps` is a mapping by axis, such as {'batch': 2}, got int"),
+        (lambda: axn.pad(X, 1), TypeError, r"^pad: `pad_width` is a mapping by axis, .* got int"),
+        (lambda: axn.rename(X, ["b"]), TypeError, r"^rename: `renames` is a mapping by axis, .* got list"),
+        (lambda: axn.rearrange(X, 0), TypeError, r"^An axis is selected by an Axis or its name, got int"),
         (lambda: axn.index(X.array, {"a": 0}), TypeError, r"^index: expected a NamedArray"),
         (lambda: axn.unwrap(X, "a", period=jnp.ones(2)), ValueError, r"^unwrap: `period` must be a scalar"),
         (
@@ -202,6 +205,7 @@ def test_positions_are_refused_with_what_to_write(call: Callable[[], Any]) -> No
 
 WITH_A_LIST: dict[str, Callable[[Any], Any]] = {
     "sort": lambda axis: axn.sort(X, axis),
+    "cov": lambda axis: axn.cov(SQUARE, axis, "b", new_axis="c"),
     "cumsum": lambda axis: axn.cumsum(X, axis),
     "argmax": lambda axis: axn.argmax(X, axis),
     "diff": lambda axis: axn.diff(X, axis),

@@ -48,7 +48,7 @@ def test_rearrange_takes_an_order_in_any_form(x):
         (("a", "b"), ValueError, r"rearrange: 'c' of \(a, b, c\)"),
         (("a", "a", ...), ValueError, "'a' would name more than one axis"),
         ((Axis("c", 5), ...), ValueError, "axis 'c' has conflicting sizes: 4 in the array, 5 in the argument"),
-        (("a", 1, ...), TypeError, "expected axes, names and `...`, got 1 of type int"),
+        (("a", 1, ...), TypeError, "An axis is selected by an Axis or its name, got int"),
     ],
 )
 def test_rearrange_refuses_an_order(x, order, error, message):
@@ -427,6 +427,12 @@ def test_repeat_takes_counts_in_any_form():
         np.testing.assert_array_equal(axn.repeat(x, counts, "x").array, [0, 2, 2])
     for count in (2, np.int32(2), jnp.int32(2), axn.named(2, ())):
         np.testing.assert_array_equal(axn.repeat(x, count, "x").array, [0, 0, 1, 1, 2, 2])
+
+
+def test_repeat_takes_counts_in_a_small_dtype():
+    counts = np.array([100, 100], np.int8)
+    for repeats in (counts, jnp.array(counts), axn.named(counts, "x")):
+        assert axn.repeat(axn.named([0, 1], "x"), repeats, "x").sum().item() == 100
 
 
 def test_repeat_in_jit_needs_the_size_of_the_result():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import axonym as axn
@@ -58,3 +59,9 @@ def test_an_axis_of_another_size_in_each_operand_is_not_matched() -> None:
     assert axn.convolve(A, V, "t").shape == {"batch": 2, "t": 7}
     assert axn.kron(A, V).shape == {"batch": 2, "t": 15}
     assert axn.kron(A, W).shape == {"batch": 2, "t": 5, "xyz": 3}
+
+
+def test_small_integers_are_unwrapped_without_overflow() -> None:
+    for dtype, values in (("int8", [100, -100, 100]), ("uint8", [200, 3, 250])):
+        found = axn.unwrap(axn.named(np.array(values, dtype), "t"), "t", period=90)
+        np.testing.assert_array_equal(found.array, np.unwrap(np.array(values), period=90))

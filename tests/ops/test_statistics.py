@@ -84,6 +84,14 @@ def test_integers_become_floats() -> None:
     assert [f.dtype for f in found] == [np.float32] * len(found)
 
 
+def test_squares_do_not_overflow_in_float16() -> None:
+    x = np.array([[300.0, 7.0, 0.0], [200.0, -200.0, 150.0]])
+    short = axn.named(x.astype(np.float16), ("y", "x"))
+    found = axn.corrcoef(short, "y", "x", new_axis="z")
+    assert found.dtype == np.float16
+    np.testing.assert_allclose(found.array, np.corrcoef(x), rtol=1e-3)
+
+
 def test_another_quantile_does_not_compile_again() -> None:
     axn.quantile(A, 0.25, "x"), axn.trapezoid(A, "x", dx=0.1)
     with compilations() as compiled:

@@ -16,7 +16,7 @@ from .. import _errors, _kernels
 from ..axis import AxisSelector, Names
 from ..named_array import NamedArray
 from ..ops._op_types import Unary, is_tree, map_tree, publish
-from ..ops._operands import require_named, scalar
+from ..ops._operands import as_float, require_named, scalar
 
 A = TypeVar("A")
 
@@ -54,10 +54,15 @@ def _activation(name: str, fn: Callable[..., Any], summary: str, shown: str) -> 
     return publish(op, name, __name__, doc)
 
 
-def _squareplus(x: Any) -> jax.Array:
-    if isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jnp.inexact):
-        x = x.astype(jax.dtypes.canonicalize_dtype(float))  # squares of small integers overflow
-    return jax.nn.squareplus(x)
+def _in_floats(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Wrap a positional function that has no result for integers, or a wrong one for small or unsigned ones."""
+    return lambda x: fn(as_float(jnp.asarray(x)))
+
+
+def _hard_tanh(x: Any) -> jax.Array:
+    if jnp.issubdtype(jnp.result_type(x), jnp.unsignedinteger):  # in which -1 is the largest number
+        return jnp.minimum(x, 1)
+    return jax.nn.hard_tanh(x)
 
 
 # --- the table: name, positional function, summary, results for -1 and 2 ---
@@ -66,18 +71,18 @@ def _squareplus(x: Any) -> jax.Array:
 hard_sigmoid = _activation("hard_sigmoid", jax.nn.hard_sigmoid, "Compute the piecewise linear sigmoid: relu6(x + 3) / 6.", "0.3333 0.8333")
 hard_silu = _activation("hard_silu", jax.nn.hard_silu, "Multiply each element by its hard sigmoid.", "-0.3333 1.6667")
 hard_swish = _activation("hard_swish", jax.nn.hard_swish, "Multiply each element by its hard sigmoid: `hard_silu`.", "-0.3333 1.6667")
-hard_tanh = _activation("hard_tanh", jax.nn.hard_tanh, "Clamp each element to the range from -1 to 1.", "-1. 1.")
-log_sigmoid = _activation("log_sigmoid", jax.nn.log_sigmoid, "Compute the logarithm of the sigmoid.", "-1.3133 -0.1269")
-mish = _activation("mish", jax.nn.mish, "Multiply each element by the tanh of its softplus.", "-0.3034 1.944 ")
+hard_tanh = _activation("hard_tanh", _hard_tanh, "Clamp each element to the range from -1 to 1.", "-1. 1.")
+log_sigmoid = _activation("log_sigmoid", _in_floats(jax.nn.log_sigmoid), "Compute the logarithm of the sigmoid.", "-1.3133 -0.1269")
+mish = _activation("mish", _in_floats(jax.nn.mish), "Multiply each element by the tanh of its softplus.", "-0.3034 1.944 ")
 relu = _activation("relu", jax.nn.relu, "Replace negative elements by zero: max(x, 0).", "0. 2.")
 relu6 = _activation("relu6", jax.nn.relu6, "Clamp each element to the range from 0 to 6.", "0. 2.")
 selu = _activation("selu", jax.nn.selu, "Compute the scaled exponential linear unit, which keeps the mean and variance of its input.", "-1.1113 2.1014")
-sigmoid = _activation("sigmoid", jax.nn.sigmoid, "Compute the logistic function: 1 / (1 + exp(-x)).", "0.2689 0.8808")
-silu = _activation("silu", jax.nn.silu, "Multiply each element by its sigmoid.", "-0.2689 1.7616")
-soft_sign = _activation("soft_sign", jax.nn.soft_sign, "Divide each element by one plus its absolute value.", "-0.5 0.6667")
+sigmoid = _activation("sigmoid", _in_floats(jax.nn.sigmoid), "Compute the logistic function: 1 / (1 + exp(-x)).", "0.2689 0.8808")
+silu = _activation("silu", _in_floats(jax.nn.silu), "Multiply each element by its sigmoid.", "-0.2689 1.7616")
+soft_sign = _activation("soft_sign", _in_floats(jax.nn.soft_sign), "Divide each element by one plus its absolute value.", "-0.5 0.6667")
 softplus = _activation("softplus", jax.nn.softplus, "Compute a smooth relu: log(1 + exp(x)).", "0.3133 2.1269")
-squareplus = _activation("squareplus", _squareplus, "Compute a smooth relu without exp: (x + sqrt(x * x + 4)) / 2.", "0.618 2.4142")
-swish = _activation("swish", jax.nn.swish, "Multiply each element by its sigmoid: `silu`.", "-0.2689 1.7616")
+squareplus = _activation("squareplus", _in_floats(jax.nn.squareplus), "Compute a smooth relu without exp: (x + sqrt(x * x + 4)) / 2.", "0.618 2.4142")
+swish = _activation("swish", _in_floats(jax.nn.swish), "Multiply each element by its sigmoid: `silu`.", "-0.2689 1.7616")
 # fmt: on
 
 
@@ -93,8 +98,9 @@ def relu_squared(x: A) -> A:
     return _apply(_relu_squared, "relu_squared", x)
 
 
+@_in_floats
 def _relu_squared(x: Any) -> jax.Array:
-    return jax.numpy.square(jax.nn.relu(x))
+    return jnp.square(jax.nn.relu(x))
 
 
 def quick_gelu(x: A) -> A:
@@ -165,7 +171,7 @@ def glu(x: NamedArray, axis: AxisSelector) -> NamedArray:
     >>> axn.nn.glu(axn.named([1., 2., 0., 0.], "x"), "x")
     NamedArray(float32[x=2], [0.5 1. ])
     """
-    return _glu_kernel(require_named("glu", x).names, axis).apply(x.array)
+    return _glu_kernel(require_named("glu", x).names, _kernels.one_selector("glu", axis)).apply(x.array)
 
 
 @_kernels.cached
@@ -178,6 +184,6 @@ def _glu_kernel(names: Names, axis: AxisSelector) -> _kernels.Kernel:
             raise ValueError(
                 f"glu: axis {names[position]!r} of {described} must have an even size, to be divided into halves."
             )
-        return jax.nn.glu(a, position)
+        return jax.nn.glu(as_float(a), position)
 
     return _kernels.make_kernel("glu", positional, (names,), names, selection=axis)

@@ -59,6 +59,8 @@ def _one_hot_kernel(names: Names, class_axis: Axis, dtype: Any) -> _kernels.Kern
     out_names = distinct("one_hot", (*names, class_axis.name))
 
     def positional(x):
+        if x.dtype.itemsize < 4 and jnp.issubdtype(x.dtype, jnp.integer):
+            x = x.astype(jnp.int32)  # a small dtype may not have all classes
         return jax.nn.one_hot(x, class_axis.size, dtype=dtype)
 
     return _kernels.make_kernel("one_hot", positional, (names,), out_names)

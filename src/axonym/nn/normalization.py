@@ -15,7 +15,7 @@ from .. import _kernels
 from .._named_scope import named_call
 from ..axis import Axis, AxisSelection, AxisSpec, Names
 from ..named_array import NamedArray, NamedOrNumeric, wrap
-from ..ops._operands import operand, require_named, require_subset
+from ..ops._operands import as_float, operand, require_named, require_subset
 from ..ops.creation import ones, zeros
 from ..ops.elementwise import rsqrt, square
 from ..ops.reductions import logsumexp as _logsumexp, mean, var
@@ -33,19 +33,14 @@ def _along_kernel(
     positions = tuple(names.index(n) for n in _kernels.select(name, names, axis))
     if where is None:
         return _kernels.make_kernel(
-            name, lambda x: fn(_as_float(x), axis=positions), (names,), names, native=True, selection=axis
+            name, lambda x: fn(as_float(x), axis=positions), (names,), names, native=True, selection=axis
         )
     require_subset(name, "where", where, names)
 
     def masked(x, mask):
-        return fn(_as_float(x), axis=positions, where=_kernels.align(mask, where, names))
+        return fn(as_float(x), axis=positions, where=_kernels.align(mask, where, names))
 
     return _kernels.make_kernel(name, masked, (names, where), names, selection=axis)
-
-
-def _as_float(x: jax.Array) -> jax.Array:
-    """Convert integers, whose differences and squares JAX would compute in their own dtype."""
-    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jax.dtypes.canonicalize_dtype(float))
 
 
 def _along(fn: Callable[..., Any], name: str, a: Any, axis: AxisSelection | None, where: Any) -> NamedArray:
@@ -127,7 +122,10 @@ def _standardize_kernel(all_names: tuple[Names, ...], labels: tuple[str, ...], a
     def positional(x, *rest):
         *arrays, epsilon = rest
         aligned = [_kernels.align(a, own, names) for a, own in zip(arrays, all_names[1:], strict=True)]
-        return jax.nn.standardize(_as_float(x), positions, epsilon=epsilon, **dict(zip(labels, aligned, strict=True)))
+        x = as_float(x)
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # squares overflow in float16
+        result = jax.nn.standardize(wide, positions, epsilon=epsilon, **dict(zip(labels, aligned, strict=True)))
+        return result.astype(jnp.result_type(x, *aligned))
 
     return _kernels.make_kernel("standardize", positional, (*all_names, ()), names, selection=axis)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,12 +46,24 @@ def scalar(what: str, argument: str, x: Any) -> Any:
     return x
 
 
+def as_float(x: jax.Array) -> jax.Array:
+    """Convert integers, whose sums, differences and squares overflow in a small dtype of their own."""
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jax.dtypes.canonicalize_dtype(float))
+
+
 def static_number(what: str, argument: str, x: Any) -> Any:
     """Return a number that must be known when the program is compiled, as a Python number."""
     x = scalar(what, argument, x)
     if isinstance(x, Tracer):
         raise TypeError(f"{what}: `{argument}` is part of the program, so it cannot be traced. Pass a number.")
     return x.item() if hasattr(x, "item") else x
+
+
+def by_axis(what: str, argument: str, given: Any, example: str) -> Mapping[AxisSelector, Any]:
+    """Return an argument that must be a mapping with axes for keys."""
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{what}: `{argument}` is a mapping by axis, such as {example}, got {type(given).__name__}.")
+    return given
 
 
 def vectors(what: str, **arguments: Any) -> tuple[list[Any], Names]:

@@ -16,7 +16,7 @@ from .. import _errors, _kernels
 from .._tree_spec import StaticLeaf
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of
 from ..named_array import NamedArray, NamedOrNumeric
-from ._operands import check_new_axis, distinct, operand, replaced, require_named, scalar, static_number
+from ._operands import by_axis, check_new_axis, distinct, operand, replaced, require_named, scalar, static_number
 
 # --- several arrays into one ---
 
@@ -130,6 +130,7 @@ def pad(
     NamedArray(int32[x=5], [7 1 2 7 7])
     """
     require_named("pad", array)
+    pad_width = by_axis("pad", "pad_width", pad_width, "{'batch': (1, 2)}")
     widths = tuple((axis, _pad_widths(axis, width)) for axis, width in pad_width.items())
     if mode == "constant":
         values = _fill_values("constant_values", constant_values)
@@ -269,6 +270,8 @@ def _repeat_kernel(names: Names, repeats: int | Names, axis: AxisSelector, total
         raise ValueError(f"repeat: `repeats` cannot be negative, got {repeats}.")
 
     def positional(x, times: Any = repeats):
+        if not isinstance(times, int) and times.dtype.itemsize < 4 and jnp.issubdtype(times.dtype, jnp.integer):
+            times = times.astype(jnp.int32)  # a small dtype may not have their sum
         return jnp.repeat(x, times, axis=where, total_repeat_length=total)
 
     in_names = (names,) if isinstance(repeats, int) else (names, repeats)
@@ -286,8 +289,7 @@ def tile(a: NamedArray, reps: Mapping[AxisSelector, int]) -> NamedArray:
     NamedArray(int32[y=2, x=2], [[1 2] [1 2]])
     """
     names = require_named("tile", a).names
-    if not isinstance(reps, Mapping):
-        raise TypeError(f"tile: `reps` says how often for each axis, such as {{'batch': 2}}, got {reps!r}.")
+    reps = by_axis("tile", "reps", reps, "{'batch': 2}")
     return _tile_kernel(names, tuple((axis, operator.index(n)) for axis, n in reps.items())).apply(a.array)
 
 

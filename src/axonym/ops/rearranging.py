@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import EllipsisType
 from typing import Any, NoReturn
 
@@ -61,10 +61,12 @@ def _order(args: tuple[Any, ...]) -> tuple[AxisSelector | EllipsisType, ...]:
     if not args:
         raise TypeError('rearrange: expected an expression such as "a b -> b a", or the axes in their new order.')
     if len(args) == 1 and not isinstance(args[0], (Axis, EllipsisType)):
+        if not isinstance(args[0], Iterable):
+            raise TypeError(_errors.not_a_selector(args[0]))
         args = selectors(args[0]) if isinstance(args[0], Mapping) else tuple(args[0])
     for s in args:
         if not isinstance(s, (Axis, str, EllipsisType)):
-            raise TypeError(f"rearrange: expected axes, names and `...`, got {s!r} of type {type(s).__name__}.")
+            raise TypeError(_errors.not_a_selector(s))
     return args
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from .. import _errors, _kernels
 from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, axes_of_spec, name_of, selectors
 from ..named_array import NamedArray, resolve, wrap
-from ._operands import check_new_axis, distinct, replaced, require_named
+from ._operands import by_axis, check_new_axis, distinct, replaced, require_named
 
 
 def rename(array: NamedArray, renames: Mapping[AxisSelector, AxisSelector]) -> NamedArray:
@@ -26,6 +26,7 @@ def rename(array: NamedArray, renames: Mapping[AxisSelector, AxisSelector]) -> N
     {'y': 2, 'x': 3}
     """
     raw = require_named("rename", array).array
+    renames = by_axis("rename", "renames", renames, "{'embed': 'mlp'}")
     return wrap(raw, _renamed(array.names, getattr(raw, "shape", None), tuple(renames.items())))
 
 

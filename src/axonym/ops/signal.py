@@ -100,7 +100,13 @@ def unwrap(
     """
     given = {"discont": discont, "period": period}
     options = {name: None if x is None else static_number("unwrap", name, x) for name, x in given.items()}
-    return apply_along(jnp.unwrap, "unwrap", array, axis, **options)
+    return apply_along(_unwrap, "unwrap", array, axis, **options)
+
+
+def _unwrap(x: jax.Array, **options: Any) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):  # differences overflow in small dtypes, and in unsigned ones
+        x = x.astype(jnp.result_type(x, jnp.int32))
+    return jnp.unwrap(x, **options)
 
 
 def cross(a: NamedArray, b: NamedArray, axis: AxisSelector) -> NamedArray:

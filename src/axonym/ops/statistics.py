@@ -17,7 +17,7 @@ from .. import _errors, _kernels
 from ..axis import AxisSelection, AxisSelector, Names, name_of
 from ..named_array import NamedArray, NamedOrNumeric
 from ._op_types import publish
-from ._operands import apply_along, check_new_axis, distinct, operand, require_named, require_subset, scalar
+from ._operands import apply_along, as_float, check_new_axis, distinct, operand, require_named, require_subset, scalar
 
 # --- order statistics ---
 
@@ -192,6 +192,7 @@ def _covariance(
     what: str, array: Any, variables: Any, observations: Any, new_axis: Any, ddof: int | None
 ) -> NamedArray:
     require_named(what, array)
+    variables = _kernels.one_selector(what, variables)
     kernel = _covariance_kernel(what, array.names, variables, _kernels.hashable(observations), new_axis, ddof)
     return kernel.apply(array.array)
 
@@ -214,8 +215,9 @@ def _covariance_kernel(
 
     def positional(x):
         check_new_axis(what, new_axis, x.shape[names.index(variable)])
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            x = x.astype(jax.dtypes.canonicalize_dtype(float))
+        x = as_float(x)
+        kind = x.dtype
+        x = x.astype(jnp.promote_types(kind, jnp.float32))  # squares overflow in float16
         centered = x - jnp.mean(x, summed, keepdims=True)
         if ddof is None:
             length = jnp.sqrt(jnp.sum(jnp.square(jnp.abs(centered)), summed, keepdims=True))
@@ -225,7 +227,7 @@ def _covariance_kernel(
             product = _clipped(product)
         else:
             product = product / max(math.prod(x.shape[i] for i in summed) - ddof, 0)
-        return _kernels.transpose_to(product, made, out_names)
+        return _kernels.transpose_to(product.astype(kind), made, out_names)
 
     selection = (variables, *_kernels.selectors(observations))
     return _kernels.make_kernel(what, positional, (names,), out_names, selection=selection)
