@@ -26,11 +26,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from . import _kernels
 from ._context import Entry, active_parameter_mapping
-from ._mesh_axes import Axes, axes_in, fits, mapped_axes, mesh_axes, spec_of
+from ._mesh_axes import AnyMesh, Axes, axes_in, current_mesh, fits, mapped_axes, mesh_axes, spec_of
 from ._per_device import run_per_device, varying_over
 from .axis import Names
 
@@ -45,8 +45,8 @@ def run_gathering_parameters(
             independently.
         summed: the axes that the operation sums over.
     """
-    parameter_mapping, mesh = active_parameter_mapping(), jax.sharding.get_abstract_mesh()
-    if not _applies(parameter_mapping, mesh):
+    parameter_mapping, mesh = active_parameter_mapping(), _mesh_to_run_on()
+    if mesh is None:
         return None
     compute = {n: mapped_axes(n) for names in in_names for n in names}
     stored = [_stored(names, compute, parameter_mapping) for names in in_names]
@@ -89,8 +89,8 @@ def look_up_sharded_columns(
         fn: the look-up, on shards of the table and the indices.
         indexed: the axis of the table that is indexed.
     """
-    parameter_mapping, mesh = active_parameter_mapping(), jax.sharding.get_abstract_mesh()
-    if not _applies(parameter_mapping, mesh):
+    parameter_mapping, mesh = active_parameter_mapping(), _mesh_to_run_on()
+    if mesh is None:
         return None
     names, index_names = in_names
     compute = {n: mapped_axes(n) for n in (*names, *index_names)}
@@ -137,20 +137,19 @@ def look_up_sharded_columns(
     return run_per_device(per_device, (table, indices), specs, out_spec, mesh)
 
 
-def _applies(parameter_mapping: Mapping[str, Entry], mesh: AbstractMesh) -> bool:
-    """Return whether there is a parameter mapping, on a mesh without axes that are manual already."""
-    return bool(parameter_mapping) and not mesh.empty and AxisType.Manual not in mesh.axis_types
+def _mesh_to_run_on() -> AnyMesh | None:
+    """Return the active mesh; None if there is no parameter mapping, or an axis of the mesh is manual already."""
+    mesh = current_mesh() if active_parameter_mapping() else None
+    return None if mesh is None or AxisType.Manual in mesh.axis_types else mesh
 
 
-def _possible(
-    specs: Sequence[PartitionSpec], out_spec: PartitionSpec, arrays: Sequence[Any], mesh: AbstractMesh
-) -> bool:
+def _possible(specs: Sequence[PartitionSpec], out_spec: PartitionSpec, arrays: Sequence[Any], mesh: AnyMesh) -> bool:
     """Return whether the axes can be sharded; if not, the operation runs in the ordinary way."""
     used = axes_in(out_spec)
     return len(set(used)) == len(used) and all(fits(s, x.shape, mesh) for s, x in zip(specs, arrays, strict=True))
 
 
-def _varying_alike(x: jax.Array, own: PartitionSpec, specs: Sequence[PartitionSpec], mesh: AbstractMesh) -> jax.Array:
+def _varying_alike(x: jax.Array, own: PartitionSpec, specs: Sequence[PartitionSpec], mesh: AnyMesh) -> jax.Array:
     """Make the shard of a parameter device-varying over all mesh axes over which any operand varies.
 
     This happens before the all-gather, so that the gradient is scattered before it is summed over the rest of the mesh.

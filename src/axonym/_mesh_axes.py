@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from . import _errors
@@ -54,6 +55,33 @@ def restricted(spec: Iterable[Entry], kept: Collection[str]) -> PartitionSpec:
 
 # --- meshes ---
 
+NO_MESH = AbstractMesh((), ())
+
+
+def current_mesh() -> AnyMesh | None:
+    """Return the active mesh, or None: that of `jax.set_mesh`, or else of an older `with mesh:`.
+
+    Inside a traced function the mesh has no devices; names need only its axes, sizes and types.
+
+    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> with jax.set_mesh(mesh):
+    ...     axn.current_mesh().axis_names
+    ('data',)
+    """
+    abstract = jax.sharding.get_abstract_mesh()
+    return _older_mesh() if abstract.empty else abstract
+
+
+def _older_mesh() -> AnyMesh | None:
+    """Return the mesh of `with mesh:`, which JAX shows only in a constraint without a mesh."""
+    try:
+        with jax.ensure_compile_time_eval():
+            probe = jax.lax.with_sharding_constraint(np.float32(0), PartitionSpec())
+    except RuntimeError:
+        return None
+    sharding = probe.sharding
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
 
 def types_of(mesh: AnyMesh) -> dict[str, AxisType]:
     """Return the type of each mesh axis."""
@@ -90,9 +118,9 @@ def explicit_mesh(arrays: Sequence[Any]) -> AbstractMesh | None:
     return None
 
 
-def mesh_around(arrays: Sequence[Any] = ()) -> AbstractMesh:
+def mesh_around(arrays: Sequence[Any] = ()) -> AnyMesh:
     """Return the mesh of operands on Explicit mesh axes, or else the active mesh, which is empty if there is none."""
-    return explicit_mesh(arrays) or jax.sharding.get_abstract_mesh()
+    return explicit_mesh(arrays) or current_mesh() or NO_MESH
 
 
 def entries_of(x: Any) -> tuple[Entry, ...]:

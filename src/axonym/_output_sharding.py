@@ -26,6 +26,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from . import _errors
 from ._context import Entry, active_mapping
 from ._mesh_axes import (
+    NO_MESH,
     axes_of_type,
     entries_of,
     entry_of,
@@ -155,7 +156,7 @@ def infer_output_specs(
 ) -> tuple[bool, list[PartitionSpec]]:
     """Return whether a positional function has several outputs, and the partition spec of each."""
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type) for x in arrays]
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # otherwise arrays that `fn` makes would be on the mesh
+    with jax.sharding.use_abstract_mesh(NO_MESH):  # otherwise arrays that `fn` makes would be on the mesh
         shapes = jax.eval_shape(fn, *abstract)
     several = isinstance(shapes, (tuple, list))
     each = zip(out_names, shapes, strict=True) if several else ((out_names, shapes),)

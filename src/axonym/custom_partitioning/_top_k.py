@@ -14,12 +14,11 @@ from jax.sharding import AxisType
 
 from .. import _kernels, _output_sharding
 from .._context import active_mapping
-from .._mesh_axes import axes_of_type
+from .._mesh_axes import axes_of_type, current_mesh
 from ..axis import Axis, AxisSelector, Names, name_of
 from ..manual.collectives import all_gather, axis_offset, axis_size
 from ..named_array import NamedArray, NamedOrNumeric, resolve, wrap
 from ..ops._operands import check_new_axis, one_axis, operand, replaced, require_subset
-from ..sharding.meshes import current_mesh
 from .decorator import Partitioned, partitioned
 
 _WHAT = "top_k"

@@ -29,12 +29,11 @@ from .. import _context, _errors
 from .._function_cache import FunctionCache
 from .._jax_versions import INLINE
 from .._kernels import transpose_to
-from .._mesh_axes import axes_of_type, explicit_mesh, mapped_on, mesh_axes
+from .._mesh_axes import NO_MESH, AnyMesh, axes_of_type, current_mesh, explicit_mesh, mapped_on, mesh_axes
 from .._tree_spec import StaticLeaf, TreeSpec, flatten
 from ..axis import Names
 from ..manual._axis_environment import ArgumentAxis, activate, interned
 from ..named_array import NamedArray, describe_array, raw, wrap
-from ..sharding.meshes import AnyMesh, current_mesh
 from ._lowerings import Arrays, Operation, all_manual, by_partitioner, explicit_entries, per_device
 from ._terms import Described, by_names, by_string, parse, words
 from .rule import Infer, PartitioningRule, Shardings, derived_shardings, inferred_shardings, make_rule
@@ -272,7 +271,7 @@ class Partitioned:
         operation = Operation(what, self._rule(described, found), unsharded, per_shard, self._infer)
         if self._per_shard is not self._fn:  # its errors come earlier like this than from the compiler
             around = current_mesh()
-            mesh = _NO_MESH if around is None else all_manual(around)
+            mesh = NO_MESH if around is None else all_manual(around)
             with suppress(NameError):  # it asks for the axis of a mesh that is not active yet
                 _traced(f"{what}, per shard", operation.make_per_shard(mesh, {}), abstract, (), mesh)
         by_partitioner = jax.jit(functools.partial(_left_to_partitioner, operation), inline=INLINE)
@@ -308,11 +307,8 @@ class _PlannedOperation:
     by_partitioner: Callable[..., Arrays]
 
 
-_NO_MESH = AbstractMesh((), ())
-
-
 def _traced(
-    what: str, fn: Callable[..., Any], abstract: Sequence[Any], known: Sequence[str], mesh: AbstractMesh = _NO_MESH
+    what: str, fn: Callable[..., Any], abstract: Sequence[Any], known: Sequence[str], mesh: AbstractMesh = NO_MESH
 ) -> Sequence[Any]:
     """Return the types of the results of a function of unsharded arrays."""
     environment = interned(frozenset(ArgumentAxis(w, 1, 1, ()) for w in known), checked=False, any_sharding=True)

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _kernels
 from .._context import active_parameter_mapping
 from .._mesh_axes import (
+    AnyMesh,
     Axes,
     axes_in,
     axes_of_type,
@@ -100,7 +101,7 @@ class Grouped(NamedTuple):
         return reshard(y, shards.wanted, mesh)
 
 
-def _shards(product: Grouped, x: jax.Array, weight: jax.Array, mesh: AbstractMesh) -> _Shards | None:
+def _shards(product: Grouped, x: jax.Array, weight: jax.Array, mesh: AnyMesh) -> _Shards | None:
     in_rows, in_weight = _mesh_axes(product, x, weight)
     rows, groups = in_rows[product.rows], in_weight[product.groups]
     if not (rows or groups):

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from .. import _context, _kernels, _output_sharding
 from .._jax_versions import INLINE
-from .._mesh_axes import axes_of_type, entries_of, entry_of, explicit_mesh, mesh_axes, restricted
+from .._mesh_axes import axes_of_type, entries_of, entry_of, mesh_around, mesh_axes, restricted
 from ..axis import Axis, Names
 from ..named_array import NamedArray, wrap
 
@@ -60,12 +60,11 @@ def run_sharded(
 ) -> jax.Array:
     """Call `fn(*arrays)` so that each device makes its shard of the result by the active mapping."""
     # `import axonym` imports this module, and sharding is loaded where it is used.
-    from ..sharding.meshes import current_mesh
     from ..sharding.placement import resolve
     from ..sharding.shard import shard_quietly
 
-    mesh = explicit_mesh(arrays) or current_mesh()
-    if mesh is None:
+    mesh = mesh_around(arrays)
+    if mesh.empty:
         return fn(*arrays)
     names, sizes = tuple(a.name for a in out), tuple(a.size for a in out)
     mapping: Any = None

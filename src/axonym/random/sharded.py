@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from .. import _errors
 from .._function_cache import FunctionCache, Functions, HeldArrays, WithArrays
-from .._mesh_axes import mapped_on
+from .._mesh_axes import NO_MESH, current_mesh, mapped_on
 from .._per_device import run_per_device
 from .._tree_spec import flatten
 from ..axis import Axis, AxisSelector
@@ -20,7 +20,6 @@ from ..named_array import NamedArray, describe_array, resolve, wrap
 from ..ops._new_array import run_sharded
 from ..ops._operands import one_axis, private
 from ..sharding.jit import named_jit
-from ..sharding.meshes import current_mesh
 from ._draw import describe, new_axes, one_key
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -150,7 +149,7 @@ def _axes_of_block(block: Callable[..., NamedArray], key: Any, arguments: _Argum
         jax.ShapeDtypeStruct(x.shape if i is None else (*x.shape[:i], *x.shape[i + 1 :]), x.dtype)
         for x, i in zip(arguments.arrays, arguments.positions, strict=True)
     ]
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # the sharding of a block does not matter here
+    with jax.sharding.use_abstract_mesh(NO_MESH):  # the sharding of a block does not matter here
         return jax.eval_shape(block, jax.ShapeDtypeStruct(key.shape, key.dtype), *shapes).axes
 
 

@@ -28,10 +28,10 @@ from .._mesh_axes import (
     AnyMesh,
     Axes,
     axes_in,
+    current_mesh,
     entries_by_name,
     entry_of,
     mapped_on,
-    mesh_around,
     mesh_axes,
     restricted,
     shard_count,
@@ -62,9 +62,9 @@ def fold_in_stages(
     then_args: Sequence[Any],
 ) -> Any:
     """Apply stacked layers by a schedule; if they are not sharded over stages, to the batch at once."""
-    mesh = mesh_around()
-    stages = () if mesh.empty else mapped_on(what, Layers.name, mesh, AxisType.Auto, AxisType.Explicit)
-    if shard_count(mesh, stages) == 1:
+    mesh = current_mesh()
+    stages = () if mesh is None else mapped_on(what, Layers.name, mesh, AxisType.Auto, AxisType.Explicit)
+    if mesh is None or shard_count(mesh, stages) == 1:
         result = fold(stacked, Layers, carry, *args, **kwargs)
     else:
         inside = then if not isinstance(schedule, GPipe) else None

@@ -12,34 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from .._mesh_axes import AnyMesh
-
-
-def current_mesh() -> AnyMesh | None:
-    """Return the active mesh, or None: that of `jax.set_mesh`, or else of an older `with mesh:`.
-
-    Inside a traced function the mesh has no devices; names need only its axes, sizes and types.
-
-    >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    >>> with jax.set_mesh(mesh):
-    ...     axn.current_mesh().axis_names
-    ('data',)
-    """
-    abstract = jax.sharding.get_abstract_mesh()
-    if not abstract.empty:
-        return abstract
-    return _older_mesh()
-
-
-def _older_mesh() -> AnyMesh | None:
-    """Return the mesh of `with mesh:`, which JAX shows only in a constraint without a mesh."""
-    try:
-        with jax.ensure_compile_time_eval():
-            probe = jax.lax.with_sharding_constraint(np.float32(0), PartitionSpec())
-    except RuntimeError:
-        return None
-    sharding = probe.sharding
-    return sharding.mesh if isinstance(sharding, jax.sharding.NamedSharding) else None
+from .._mesh_axes import AnyMesh, current_mesh
 
 
 def required_mesh(what: str, mesh: AnyMesh | None) -> AnyMesh:

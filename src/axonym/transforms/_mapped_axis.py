@@ -15,11 +15,10 @@ import jax
 from jax.sharding import AxisType
 
 from .. import _errors
-from .._mesh_axes import entries_of, mapped_axes, mesh_axes, reshard, shard_count, types_of
+from .._mesh_axes import current_mesh, entries_of, mapped_axes, mesh_axes, reshard, shard_count, types_of
 from .._tree_spec import ARRAYS
 from ..axis import Axis, AxisSelector, Names, name_of
 from ..named_array import NamedArray, is_named_array, wrap
-from ..sharding.meshes import current_mesh
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:

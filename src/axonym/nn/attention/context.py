@@ -21,10 +21,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from ... import _errors, _kernels
 from ..._mesh_axes import (
+    AnyMesh,
     Axes,
     active_mapping,
     axes_of_type,
@@ -80,7 +81,7 @@ class Layout(NamedTuple):
 class Placed(NamedTuple):
     """The mesh axes over which each axis of the operands is sharded, positions of queries and keys alike."""
 
-    mesh: AbstractMesh
+    mesh: AnyMesh
     axes: tuple[tuple[str, Axes], ...]
     sequence: Axes
     """The mesh axes of the positions."""
@@ -171,7 +172,7 @@ def _may_be_sharded(KPos: Names, key: NamedArray) -> bool:
     )
 
 
-def _sharded_over(what: str, mesh: AbstractMesh, operands: Sequence[NamedArray]) -> dict[str, Axes]:
+def _sharded_over(what: str, mesh: AnyMesh, operands: Sequence[NamedArray]) -> dict[str, Axes]:
     """Return the mesh axes over which each axis is sharded: as the arrays say if Explicit, as the mapping says if not.
 
     Inside `shard_map`, they are those of the mapping that are manual.
@@ -226,7 +227,7 @@ def _layout(
 
 
 def _placed(
-    layout: Layout, mesh: AbstractMesh, found: dict[str, Axes], operands: Sequence[NamedArray], problems: list[str]
+    layout: Layout, mesh: AnyMesh, found: dict[str, Axes], operands: Sequence[NamedArray], problems: list[str]
 ) -> Placed:
     """Return a placement of all operands, with the positions of keys sharded as those of queries, or the reverse."""
     (queries,), (keys,) = layout.positions, layout.keys
@@ -315,7 +316,7 @@ def _kernel(
             return fn(*arrays)
         in_specs = [placed.spec(n) for n in names[:3]]
         in_specs += [placed.spec(n, whole.get(label, layout.keys)) for label, n in zip(labels, names[3:], strict=True)]
-        return run_per_device(fn, arrays, in_specs, placed.spec(layout.out), mesh_around(arrays))
+        return run_per_device(fn, arrays, in_specs, placed.spec(layout.out), placed.mesh)
 
     # Inside another `shard_map`, masks have all keys, and keys are sharded.
     return _kernels.make_kernel(what, positional, names, layout.out, mesh_aware=True, same_sizes=not manual)
