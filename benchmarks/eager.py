@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 import axonym as axn
@@ -26,5 +27,22 @@ def rows() -> list[Row]:
         ("dot", lambda: axn.dot(x, w, axis="embed"), lambda: X @ W, 1.2),
         ("integer index", lambda: x["batch", 3], lambda: X[3], 0.5),
         ("slice", lambda: x["embed", 2:6], lambda: X[:, 2:6], 1.0),
+    ]
+    # Outside of jit, tokens and targets are looked at, which copies them to the host; `out_of_range` turns that off.
+    Vocab, Embed = axn.make_axes(vocab=512, embed=64)
+    IDS = jnp.arange(64 * 512, dtype=jnp.int32).reshape(64, 512) % Vocab.size
+    ids, logits = axn.named(IDS, ("batch", "pos")), axn.zeros({"batch": 64, "vocab": 512})
+    few, targets = ids["batch", 0, "pos", slice(0, 8)], ids["batch", 1, "pos", slice(0, 64)].rename({"pos": "batch"})
+    layer = axn.nn.Embedding.init(Vocab, Embed, key=jax.random.key(0))
+    TABLE, FEW = layer.weight.array, few.array
+    pairs += [
+        ("look up 8 tokens", lambda: layer(few), lambda: TABLE.at[FEW].get(mode="fill"), 1.0),
+        ("look up 32768 tokens", lambda: layer(ids), lambda: TABLE.at[IDS].get(mode="fill"), 1.0),
+        (
+            "loss of 64 targets, and unchecked",
+            lambda: axn.nn.cross_entropy_loss(logits, Vocab, targets),
+            lambda: axn.nn.cross_entropy_loss(logits, Vocab, targets, out_of_range=0.0),
+            2.0,
+        ),
     ]
     return [timed_row("eager", what, ours, theirs, limit) for what, ours, theirs, limit in pairs]

@@ -22,8 +22,6 @@ CONFIG = llama.Config(
     Mlp=axn.Axis("mlp", 768),
 )
 STORED = {"int8": ("int8", None), "float8_e4m3fn": ("float8_e4m3fn", None), "int4 in groups of 64": ("int4", 64)}
-NATIVE_INT4 = jax.__version_info__ >= (0, 12) or jax.default_backend() != "cpu"
-"""Before jax 0.12, an int4 takes a byte on CPUs."""
 
 
 def stored(model: Any) -> int:
@@ -38,9 +36,10 @@ def rows() -> list[Row]:
     tokens = axn.named(jax.random.randint(jax.random.key(1), (2, 32), 0, CONFIG.Vocab.size), ("batch", "pos"))
     loss = jax.jit(llama.Llama.loss)
     exact, found = float(loss(model, tokens)), []
+    native_int4 = jax.__version_info__ >= (0, 12) or jax.default_backend() != "cpu"  # before, it takes a byte on CPUs
     for what, (dtype, group) in STORED.items():
         small = quantize_weights(model, dtype, group=group)
-        limit = 0.17 if dtype == "int4" and NATIVE_INT4 else 0.3
+        limit = 0.17 if dtype == "int4" and native_int4 else 0.3
         texts = (f"{stored(m) / count:.2f}" for m in (small, model))
         found.append(Row("weights", f"bytes of a parameter, {what}", *texts, stored(small) / stored(model), limit))
         value = float(loss(small, tokens))

@@ -167,6 +167,14 @@ def test_sdist_holds_what_its_tests_need(tmp_path: Path) -> None:
     assert not missing, f"not in the sdist: {sorted(missing)}"
 
 
+@pytest.mark.further
+def test_benchmarks_start() -> None:
+    """They choose the number of devices, so none may ask JAX for its devices when it is imported."""
+    command = [sys.executable, "-m", "benchmarks", "--help"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
 def test_every_dependency_has_a_lower_bound() -> None:
     """So that an environment with something older is refused by the installer, and not by a traceback."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -164,10 +164,10 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
         {'pos': 2, 'embed': 4}
         """
         ids, table = require_named("Embedding.embed", input_ids), self.weight
-        require_positions("Embedding.embed", "token", ids, table.resolve_axis(self.Vocab.name), from_end=True)
         found = take(table, self.Vocab.name, ids)
         kernel = _known_kernel(found.names, ids.names, table.axis_size(self.Vocab.name))
         found = wrap(kernel.call(found.array, ids.array), kernel.names)
+        require_positions("Embedding.embed", "token", ids, table.resolve_axis(self.Vocab.name), from_end=True)
         scale = self.reparam.active_scale
         return shard_quietly(found if scale == 1 else found * scale, None, "Embedding.embed")
 

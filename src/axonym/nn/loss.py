@@ -135,14 +135,14 @@ def _cross_entropy(
             f"{what}: `ignore_index` is for targets that are positions along {name!r}, and these are probabilities, "
             f"{describe_array(targets)}. Leave examples out with `where`."
         )
-    if out_of_range is None:
-        out_of_range = 0.0
-        if name in logits.names and name not in targets.names:
-            require_positions(what, "target", targets, logits.resolve_axis(name), ignore_index, _WAY_OUT)
+    checked, out_of_range = out_of_range is None, out_of_range or 0.0
     # NaN is not equal to itself, so a cache would not find it again: None stands for it.
     other = None if out_of_range != out_of_range else float(out_of_range)
     kernel = _cross_entropy_kernel(what, logits.names, targets.names, axis, other, dtype_key(dtype))
-    return kernel.apply(logits.array, targets.array)
+    result = kernel.apply(logits.array, targets.array)
+    if checked and name in logits.names and name not in targets.names:
+        require_positions(what, "target", targets, logits.resolve_axis(name), ignore_index, _WAY_OUT)
+    return result
 
 
 def binary_cross_entropy_loss(

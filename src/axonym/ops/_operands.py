@@ -141,6 +141,8 @@ def require_positions(
 ) -> None:
     """Check that integers are positions along an axis, where their values are known, as outside of jit.
 
+    They are copied to the host, which waits for them, so call this when the work that needs them is under way.
+
     Arguments:
         what: the operation, for the message.
         label: what one of the integers is called there.
@@ -150,25 +152,31 @@ def require_positions(
         way_out: what to do, for the message.
         from_end: whether negative numbers count from the end.
     """
-    array = x.array
-    if not isinstance(array, (jax.Array, np.ndarray)) or not jnp.issubdtype(array.dtype, jnp.integer):
+    array = known_values(x.array) if jnp.issubdtype(x.dtype, jnp.integer) else None
+    if array is None or not array.size:
         return
-    if isinstance(array, jax.Array) and (
-        isinstance(array, Tracer) or not (array.is_fully_addressable or array.is_fully_replicated)
-    ):
-        return
-    with jax.transfer_guard_device_to_host("allow"):
-        found = np.asarray(array)
     least = -axis.size if from_end else 0
-    if not found.size or (least <= found.min() and found.max() < axis.size):
+    if least <= array.min() and array.max() < axis.size:
         return
-    wrong = np.unique(found[((found < least) | (found >= axis.size)) & (found != ignored)])
+    wrong = np.unique(array[((array < least) | (array >= axis.size)) & (array != ignored)])
     if wrong.size:
         listed = ", ".join(str(i) for i in wrong[:5]) + (", ..." if wrong.size > 5 else "")
         raise IndexError(
             f"{what}: {listed} out of range for axis {axis.name!r} of size {axis.size}: a {label} lies in "
             f"{least}..{axis.size - 1}.{way_out}"
         )
+
+
+def known_values(array: Any) -> np.ndarray | None:
+    """Return the values of an array, or None for a traced one, or one of which other processes hold shards."""
+    if isinstance(array, jax.Array):
+        if isinstance(array, Tracer) or not (array.is_fully_addressable or array.is_fully_replicated):
+            return None
+        config: Any = jax.config
+        if config.jax_transfer_guard_device_to_host not in (None, "allow"):  # to enter the context takes time
+            with jax.transfer_guard_device_to_host("allow"):
+                return np.asarray(array)
+    return np.asarray(array) if isinstance(array, (jax.Array, np.ndarray)) else None
 
 
 def only_axis(what: str, array: NamedArray, axis: AxisSelector | None) -> AxisSelector:

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -14,7 +13,7 @@ from jax.core import Tracer
 from ... import _errors
 from ...axis import Axis, AxisSpec, axes_of_spec, union_axes
 from ...named_array import NamedArray, NamedOrNumeric, describe_array, wrap
-from ...ops._operands import one_axis, require_named
+from ...ops._operands import known_values, one_axis, require_named
 from ...ops.creation import zeros
 from ...ops.elementwise import astype
 from ...ops.updating import updated_slice
@@ -153,7 +152,6 @@ class KVCache(eqx.Module):
                 "make the cache larger."
             )
         lengths = astype(self.lengths + (new.size if count is None else count), self.lengths.dtype)
-        lengths = self._within_room("update", lengths, new.size)
         if self.lengths.names or count is not None or (self.window is not None and new.size > 1):
             positions = self._counted(new) + self.lengths
             if self.window is not None:
@@ -168,9 +166,10 @@ class KVCache(eqx.Module):
             def write(old: NamedArray, new: NamedArray) -> NamedArray:
                 return updated_slice(old, {self.KPos: start}, new)
 
-        return dataclasses.replace(
-            self, keys=write(self.keys, keys), values=write(self.values, values), lengths=lengths
-        )
+        # Lengths are waited for when the writing is under way.
+        keys, values = write(self.keys, keys), write(self.values, values)
+        lengths = self._within_room("update", lengths, new.size)
+        return dataclasses.replace(self, keys=keys, values=values, lengths=lengths)
 
     def require_room(self, count: int) -> KVCache:
         """Return the cache, which must have room for more positions.
@@ -201,7 +200,8 @@ class KVCache(eqx.Module):
         if self.window is not None:
             return lengths
         if not isinstance(lengths.array, Tracer):
-            if _known_to_exceed(lengths.array, room):
+            known = known_values(lengths.array)
+            if known is not None and np.any(known > room):
                 raise ValueError(message)
         elif self.checked:
             return wrap(eqx.error_if(lengths.array, lengths.array > room, message), lengths.names)
@@ -230,13 +230,6 @@ class KVCache(eqx.Module):
     def _counted(self, Pos: Axis) -> NamedArray:
         """Return the numbers from 0 along an axis, broadcast to the axes of `lengths`."""
         return wrap(jnp.arange(Pos.size), (Pos.name,)).broadcast_to((*self.lengths.axes, Pos))
-
-
-def _known_to_exceed(lengths: Any, room: int) -> bool:
-    """Return whether a length is too large, or False if lengths are not known, as in jit."""
-    if isinstance(lengths, jax.Array) and (isinstance(lengths, Tracer) or not lengths.is_fully_addressable):
-        return False
-    return bool(np.any(np.asarray(lengths) > room))
 
 
 def _check_new(label: str, new: NamedArray, old: NamedArray, KPos: str) -> None:
