@@ -28,6 +28,7 @@ SEARCHES = {
     "tensor parallelism": "glossary.html",
     "torch": "from_pytorch.html",
     "ShardingTypeError": "from_jax.html",
+    "Unreleased": "changelog.html",
 }
 """What people type, and a page or section that has to be among the answers. Errors are added from their page."""
 

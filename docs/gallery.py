@@ -1,7 +1,8 @@
 """Write the page of examples, with their output: `python docs/gallery.py` runs each, and writes `docs/gallery.md`.
 
 `python docs/gallery.py NAME...` runs only the named ones, and keeps the output of the others. The first paragraph of an
-example's docstring says what it is. The tests write the page again from the outputs that it shows, and compare.
+example's docstring says what it is. The tests write the page again from the outputs that it shows, and compare; they
+also run the quick examples, which must print what the page shows.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ EXAMPLES: dict[str, tuple[str, str]] = {
 }
 """The title of each example, and the arguments that it is run with here."""
 
+WIDE = '<div class="wide" markdown>'
+"""Around an output whose lines are not to be broken, since it has tables and drawings."""
+
 HEAD = """# Examples
 
 Programs to run and to copy from. Each is one file in the folder `examples`, and runs on any machine: without an
@@ -40,11 +44,16 @@ accelerator, eight devices are simulated. The outputs are from a CPU, and the lo
 
 
 def run(name: str, arguments: str, folder: Path) -> str:
-    """What an example prints, or of it the first and the last lines."""
+    """What is shown of what an example prints."""
     command = [sys.executable, str(ROOT / "examples" / name), *arguments.split()]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src"), "COLUMNS": str(WIDTH)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
-    text = done.stdout.replace(sys.executable, "python").replace(f"{ROOT}/", "")
+    return cut(done.stdout)
+
+
+def cut(text: str) -> str:
+    """An output, or of a long one the first and the last lines."""
+    text = text.replace(sys.executable, "python").replace(f"{ROOT}/", "")
     lines = [line[: WIDTH - 1] + "…" if len(line) > WIDTH else line for line in text.rstrip().splitlines()]
     lines = [line for line in lines if not re.match(r"\d+ s of training", line)]  # it depends on the machine
     while lines and not lines[0].strip():
@@ -61,7 +70,7 @@ def page(outputs: dict[str, str]) -> str:
         command = f"python examples/{name} {arguments}".rstrip()
         parts.append(
             f"## {title}\n\n{about(name)}\n\n[Source of `{name}`]({SOURCE}/examples/{name})\n\n"
-            f"```bash\n{command}\n```\n\n```output\n{outputs.get(name, '')}\n```\n"
+            f"```bash\n{command}\n```\n\n{WIDE}\n\n```output\n{outputs.get(name, '')}\n```\n\n</div>\n"
         )
     return "\n".join(parts)
 
@@ -79,7 +88,9 @@ def about(name: str) -> str:
 def shown(text: str) -> dict[str, str]:
     """The outputs that a page shows, by example."""
     return dict(
-        re.findall(r"```bash\npython examples/(\S+)[^\n]*\n```\n\n```output\n(.*?)\n```", text, flags=re.DOTALL)
+        re.findall(
+            r"```bash\npython examples/(\S+)[^\n]*\n```\n\n[^\n]*\n\n```output\n(.*?)\n```", text, flags=re.DOTALL
+        )
     )
 
 
