@@ -570,6 +570,13 @@ def test_matmul_needs_an_axis() -> None:
 # --- names and array disagree ---
 
 
+def test_raw_jacobians() -> None:
+    """They are named arrays in named arrays, which the error of their first use says how to avoid."""
+    raw = jax.jacfwd(lambda x: 2 * x)(axn.ones({"embed": 3}))
+    with pytest.raises(ValueError, match=r"`jax\.jacobian`.*`axonym\.jacobian`"):
+        raw + 1
+
+
 def test_rank_mismatch() -> None:
     """What a positional transform leaves behind says so when it is used, and what to do."""
     broken = jax.vmap(lambda row: axn.named(row, "embed"))(x.array)

@@ -276,11 +276,16 @@ def test_equality_with_something_else_is_no_array() -> None:
     assert (rows(FLOATS) != None) is True
 
 
+def test_matmul_names_the_axis_that_both_have() -> None:
+    x, w = axn.ones({"batch": 2, "embed": 3}), axn.ones({"embed": 3, "mlp": 4})
+    for other, axis in ((w, "'embed'"), (x, "..."), (2.0, "...")):
+        with pytest.raises(TypeError, match=re.escape(f"Use axonym.dot(x, y, axis={axis}).")):
+            x @ other
+
+
 @pytest.mark.parametrize("other", [rows(FLOATS), FLOATS, jnp.asarray(FLOATS), 2.0])
 def test_matmul(other: Any) -> None:
-    with pytest.raises(
-        TypeError, match=re.escape("`@` does not say which axes to sum over. Use axonym.dot(x, y, axis=...).")
-    ):
+    with pytest.raises(TypeError, match=r"`@` does not say which axes to sum over\. Use axonym\.dot\(x, y, axis="):
         rows(FLOATS) @ other
     if not isinstance(other, (np.ndarray, float)):
         with pytest.raises(TypeError, match=re.escape("`@` does not say which axes to sum over.")):

@@ -72,6 +72,15 @@ def not_an_axis(found: Any) -> str:
     return f"An axis has a name and a size, got {found}. Write `{{'batch': 8}}` or `axonym.Axis('batch', 8)`."
 
 
+def describe_bytes(count: float) -> str:
+    """Return `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.1f}".removesuffix(".0") + f" {unit}"
+        count /= 1024
+    return f"{count:.1f}".removesuffix(".0") + " TiB"
+
+
 def missing_axes(what: str, missing: Sequence[str], known: Sequence[str], sizes: Sequence[Any] | None = None) -> str:
     """Return the message for axes that the array lacks."""
     noun = "axis" if len(missing) == 1 else "axes"
@@ -114,10 +123,10 @@ def wrong_rank(names: Sequence[str], shape: Sequence[Any]) -> str:
     """Return the message for an array whose rank is not the number of its names."""
     return (
         f"This named array has {len(names)} names {describe_axes(names)} for an array of rank {len(shape)}, "
-        f"shape {tuple(shape)}. That is what positional functions leave behind: a transform such as `jax.vmap` or "
-        "`jax.lax.scan`, which cannot say which axis it took, or `jax.tree.map` with a function that reduces an array. "
-        "Map by name, with `axonym.vmap`, `axonym.scan` or `axonym.tree.map`, or take the array out with `.array` and "
-        "name it again with `axonym.named`."
+        f"shape {tuple(shape)}. That is what positional functions leave behind: a transform such as `jax.vmap`, "
+        "`jax.lax.scan` or `jax.jacobian`, which cannot say which axis it took or added, or `jax.tree.map` with a "
+        "function that reduces an array. Use names, with `axonym.vmap`, `axonym.scan`, `axonym.jacobian` or "
+        "`axonym.tree.map`, or take the array out with `.array` and name it again with `axonym.named`."
     )
 
 

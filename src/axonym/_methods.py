@@ -76,7 +76,9 @@ def _reflected(operation: Callable[..., R]) -> Callable[[NamedArray, NamedOrNume
 
 
 def _matmul(self: NamedArray, other: Any) -> Any:
-    raise TypeError("`@` does not say which axes to sum over. Use axonym.dot(x, y, axis=...).")
+    shared = [name for name in self.names if name in getattr(other, "names", ())]
+    axis = repr(shared[0]) if len(shared) == 1 else "..."
+    raise TypeError(f"`@` does not say which axes to sum over. Use axonym.dot(x, y, axis={axis}).")
 
 
 class Methods:

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
 from .. import _errors
+from .._errors import describe_bytes
 from .._mesh_axes import mesh_axes
 from ..axis import Axis
 from ..named_array import describe_array, raw, wrap
@@ -141,13 +142,17 @@ def _total(leaves: Sequence[Leaf], shardings: Sequence[Sharding | None]) -> str:
     for leaf, sharding in zip(leaves, shardings, strict=True):
         for device, ranges in ({} if sharding is None else _ranges(leaf.shape or (), sharding)).items():
             on_device[device] = on_device.get(device, 0) + _elements(ranges) * raw(leaf.value).dtype.itemsize
-    text = f"{len(leaves)} arrays, {_bytes(sum(raw(x.value).size * raw(x.value).dtype.itemsize for x in leaves))}"
+    text = (
+        f"{len(leaves)} arrays, {describe_bytes(sum(raw(x.value).size * raw(x.value).dtype.itemsize for x in leaves))}"
+    )
     if not on_device:
         return text
     fullest = max(on_device, key=lambda device: on_device[device])
     alike = len(on_device) > 1 and len(set(on_device.values())) == 1
     where = f"each of {len(on_device)} devices" if alike else _device(fullest)
-    return f"{text}; {'' if alike or len(on_device) == 1 else 'at most '}{_bytes(on_device[fullest])} on {where}"
+    return (
+        f"{text}; {'' if alike or len(on_device) == 1 else 'at most '}{describe_bytes(on_device[fullest])} on {where}"
+    )
 
 
 def _describe_leaf(leaf: Leaf, sharding: Sharding | None) -> list[str]:
@@ -157,9 +162,9 @@ def _describe_leaf(leaf: Leaf, sharding: Sharding | None) -> list[str]:
     total = math.prod(shape) * array.dtype.itemsize
     if sharding is None:
         traced = "being traced" if isinstance(array, Tracer) else "not placed"
-        return [f"{head}{_bytes(total)} {'on the host' if isinstance(array, np.ndarray) else traced}"]
+        return [f"{head}{describe_bytes(total)} {'on the host' if isinstance(array, np.ndarray) else traced}"]
     shard = _elements(next(iter(_ranges(shape, sharding).values()))) * array.dtype.itemsize
-    share = _bytes(shard) + (f" of {_bytes(total)}" if shard != total else "")
+    share = describe_bytes(shard) + (f" of {describe_bytes(total)}" if shard != total else "")
     several = "each of " if len(sharding.device_set) > 1 else ""
     return [f"{head}{share} on {several}{_kind(sharding)}", *_describe_axes(leaf.names, shape, sharding)]
 
@@ -252,11 +257,3 @@ def _kind(sharding: Sharding) -> str:
     count = len(sharding.device_set)
     text = f"{count} {device.platform.upper()} devices" if count > 1 else _device(device)
     return text + (", in pinned host memory" if sharding.memory_kind == "pinned_host" else "")
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.1f}".removesuffix(".0") + f" {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

@@ -6,15 +6,6 @@ import re
 from collections.abc import Sequence
 
 
-def written_bytes(count: float) -> str:
-    """Write a number of bytes: `1.5 KiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.1f}".removesuffix(".0") + f" {unit}"
-        count /= 1024
-    return f"{count:.1f}".removesuffix(".0") + " TiB"
-
-
 def parsed_bytes(given: int | str) -> int:
     """Read a number of bytes, such as `2048` or `"1.5 GiB"`."""
     if isinstance(given, int):

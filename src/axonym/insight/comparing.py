@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .._errors import describe_bytes
 from .._mesh_axes import AnyMesh
-from ._text import aligned, markdown_table, written_bytes, written_number
+from ._text import aligned, markdown_table, written_number
 from .chips import Chip
 from .explaining import explain
 from .report import Collective, Report, described_axes, described_seconds
@@ -77,7 +78,7 @@ class Comparison:
             for key, (times, sent, text) in more.items():
                 rest = times - less.get(key, (0, 0, ""))[0]
                 if rest > 0:
-                    lines.append((rest * sent, f"{sign} {rest} x {written_bytes(sent)}  {text}"))
+                    lines.append((rest * sent, f"{sign} {rest} x {describe_bytes(sent)}  {text}"))
         return tuple(line for _, line in sorted(lines, key=lambda pair: -pair[0]))
 
     def to_markdown(self) -> str:
@@ -112,8 +113,8 @@ class Comparison:
         ]
         columns.append(("collectives", lambda r: _or_unknown(r.count(), str)))
         if all(r.memory is not None for r in reports):
-            columns.append(("arguments", lambda r: written_bytes(r.memory.arguments if r.memory else 0)))
-            columns.append(("memory", lambda r: written_bytes(r.memory.total if r.memory else 0)))
+            columns.append(("arguments", lambda r: describe_bytes(r.memory.arguments if r.memory else 0)))
+            columns.append(("memory", lambda r: describe_bytes(r.memory.total if r.memory else 0)))
         columns.append(("flops", lambda r: _or_unknown(r.flops, written_number)))
         if all(r.bounds is not None for r in reports):
             columns.append(("at least", lambda r: described_seconds(r.bounds.longest) if r.bounds else ""))
@@ -139,7 +140,7 @@ def _counted(collectives: Sequence[Collective]) -> dict[str, tuple[int, int, str
 def _sent(collectives: Sequence[Collective]) -> str:
     totals = [c.total_sent for c in collectives]
     unknown = "" if None not in totals else " at least"
-    return written_bytes(sum(t or 0 for t in totals)) + unknown
+    return describe_bytes(sum(t or 0 for t in totals)) + unknown
 
 
 def _or_unknown(value: int | None, written: Callable[[int], str]) -> str:

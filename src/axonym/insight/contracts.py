@@ -11,9 +11,10 @@ from typing import Any
 import jax
 
 from .. import _context, _errors
+from .._errors import describe_bytes
 from .._mesh_axes import AnyMesh
 from ..sharding.meshes import current_mesh
-from ._text import parsed_bytes, written_bytes
+from ._text import parsed_bytes
 from .explaining import explain
 from .report import Report
 
@@ -115,9 +116,9 @@ class Contract:
             m = report.memory
             if m.total > self.max_memory:
                 found.append(
-                    f"a device holds {written_bytes(m.total)}, but may hold {written_bytes(self.max_memory)}: "
-                    f"{written_bytes(m.arguments)} of arguments, {written_bytes(m.results - m.aliased)} of results and "
-                    f"{written_bytes(m.temporaries)} of temporaries."
+                    f"a device holds {describe_bytes(m.total)}, but may hold {describe_bytes(self.max_memory)}: "
+                    f"{describe_bytes(m.arguments)} of arguments, {describe_bytes(m.results - m.aliased)} of results "
+                    f"and {describe_bytes(m.temporaries)} of temporaries."
                 )
         return tuple(f"{report.step}: {line}" for line in found)
 
@@ -169,8 +170,8 @@ class Contract:
                 largest = sorted(over, key=lambda c: -(c.total_sent or c.sent or 0))[:3]
                 often = " at least, and what a loop of unknown length sends," if unknown else ""
                 found.append(
-                    f"each device sends {written_bytes(sent)}{often} over {axis}, but may send {written_bytes(limit)}. "
-                    f"The most is sent by: {'; '.join(map(str, largest))}"
+                    f"each device sends {describe_bytes(sent)}{often} over {axis}, but may send "
+                    f"{describe_bytes(limit)}. The most is sent by: {'; '.join(map(str, largest))}"
                 )
         return found
 

@@ -7,7 +7,8 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from ._text import aligned, markdown_table, written_bytes, written_number
+from .._errors import describe_bytes
+from ._text import aligned, markdown_table, written_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Collective:
 
     def __str__(self) -> str:
         times = "some" if self.times is None else str(self.times)
-        sent = "some bytes" if self.sent is None else written_bytes(self.sent)
+        sent = "some bytes" if self.sent is None else describe_bytes(self.sent)
         text = f"{self.kind} over {described_axes(self.axes)} of {self.array}, {times} x {sent}"
         text += f", {self.phase}" if self.phase else ""
         text += f", at {self.source}" if self.source else ""
@@ -279,10 +280,10 @@ class Report:
     def _figures(self) -> Iterable[str]:
         if self.memory is not None:
             m = self.memory
-            aliased = f", of which {written_bytes(m.aliased)} in place of arguments" if m.aliased else ""
+            aliased = f", of which {describe_bytes(m.aliased)} in place of arguments" if m.aliased else ""
             yield (
-                f"memory of each device: {written_bytes(m.total)}: {written_bytes(m.arguments)} of arguments, "
-                f"{written_bytes(m.results)} of results{aliased}, and {written_bytes(m.temporaries)} of temporaries"
+                f"memory of each device: {describe_bytes(m.total)}: {describe_bytes(m.arguments)} of arguments, "
+                f"{describe_bytes(m.results)} of results{aliased}, and {describe_bytes(m.temporaries)} of temporaries"
             )
         flops = "not known, because it depends on values" if self.flops is None else written_number(self.flops)
         yield f"flops of each device, in products and convolutions: {flops}"
@@ -312,7 +313,7 @@ def _rows(found: Sequence[Collective]) -> list[_Row]:
         row = _Row(
             kind=c.kind if c.along_all else f"{c.kind} among {c.devices}",
             when=c.phase or "-",
-            sent="not known" if c.sent is None else written_bytes(c.sent),
+            sent="not known" if c.sent is None else describe_bytes(c.sent),
             array=c.array,
             operation=c.operation or "no named operation",
             line="-" if c.source is None else str(c.source),
@@ -357,8 +358,8 @@ def _sum(values: Sequence[int | None]) -> int | None:
 def _total(values: Sequence[int | None]) -> str:
     total = _sum(values)
     if total is not None:
-        return written_bytes(total)
-    return f"at least {written_bytes(sum(v or 0 for v in values))}, and what depends on values"
+        return describe_bytes(total)
+    return f"at least {describe_bytes(sum(v or 0 for v in values))}, and what depends on values"
 
 
 def described_seconds(t: float) -> str:

@@ -260,7 +260,7 @@ def lint_mapping(
         if leaf.shape is None or its_mesh is None or leaf.path in wrong or _bytes(leaf) < large:
             continue
         if (devices := math.prod(its_mesh.shape.values())) > 1 and shard_count(its_mesh, axes_in(leaf.spec or ())) == 1:
-            size = f"{_bytes(leaf) / 2**20:.1f} MiB"
+            size = _errors.describe_bytes(_bytes(leaf))
             text = f"{leaf.path} {described(leaf)}, {size}, is replicated on {devices} devices."
             findings.append(Finding("replicated", leaf.path, text))
     return Report(tuple(findings), len(arrays))
