@@ -138,7 +138,7 @@ class Training:
             self.save_at_the_end()
         self.keep_pictures()
         if self.step < total:
-            self.reporter.say(f"\nStopped at step {self.step}, which is saved. To go on:\n  {self.command_to_resume()}")
+            self.reporter.say(f"\nStopped at step {self.step}, which is saved. {self.how_to_go_on()}")
             return INTERRUPTED
         self.finish()
         return 0
@@ -293,7 +293,7 @@ class Training:
         if self.config.export is not None:
             checkpoints.export(self.state.model, self.config.export)
             self.reporter.say(f"The model is in {self.config.export}.")
-        more = f" To go on with more steps:\n  {self.command_to_resume()} --steps {2 * self.step}"
+        more = " " + self.how_to_go_on(" with more steps", f" --steps {2 * self.step}")
         self.reporter.say(
             f"All {self.step} steps are done. Checkpoints, losses, pictures and samples are in {self.files.folder}."
             f"{more if self.files.can_be_resumed() else ''}"
@@ -302,7 +302,14 @@ class Training:
     def command_to_resume(self) -> str:
         python = Path(sys.executable)
         python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
-        return shlex.join([str(python), sys.argv[0], "--resume", "--out", str(self.files.folder)])
+        command = [str(python), sys.argv[0], "--resume", "--out", str(self.files.folder)]
+        return shlex.join([*command, *settings.flags_of(self.config.hosts)])
+
+    def how_to_go_on(self, more: str = "", flags: str = "") -> str:
+        hosts = self.config.hosts
+        where = ", on each host" if hosts.distributed else ""
+        where += " with its own --process-index" if hosts.process_index is not None else ""
+        return f"To go on{more}{where}:\n  {self.command_to_resume()}{flags}"
 
 
 def warn(text: str) -> None:

@@ -212,6 +212,16 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def flags_of(hosts: Hosts) -> Iterator[str]:
+    """What the command line has to say for these settings."""
+    for field in dataclasses.fields(hosts):
+        value = getattr(hosts, field.name)
+        if value != field.default:
+            yield flag(field.name)
+            if value is not True:
+                yield str(value)
+
+
 def _check(config: Config) -> None:
     if problems := list(_problems(config)):
         raise Problem(f"{listed(problems)}.")

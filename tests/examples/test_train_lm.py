@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -180,6 +181,18 @@ def test_last_save_fails(finished: Path, tmp_path: Path, monkeypatch: pytest.Mon
     ):
         kept.save({"x": np.ones(4)}, 2, 16)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_the_command_to_go_on_says_what_runs_where() -> None:
+    flags = "--distributed --out x --coordinator node0:1234 --processes 2 --process-index 1 --elastic --host-timeout 5"
+    training = object.__new__(train_lm.Training)
+    training.config, training.files = train_lm.settings.parse(flags.split()), train_lm.runs.Run(Path("a run"), 2)
+    words, command = training.how_to_go_on(" with more steps", " --steps 99").split("\n")
+    assert words == "To go on with more steps, on each host with its own --process-index:"
+    again = train_lm.settings.parse(shlex.split(command)[2:])
+    assert again.resume and again.out == Path("a run") and again.hosts == training.config.hosts
+    training.config = train_lm.settings.parse([])
+    assert training.how_to_go_on().startswith("To go on:\n") and training.how_to_go_on().endswith("--out 'a run'")
 
 
 # --- what is wrong ---

@@ -214,6 +214,24 @@ def check_pictures(folder: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         axn.debug.visualize_shardings({"x": x})
     assert all(f" {label} " in printed.getvalue() for label in labels)
+    assert repr(x) == "NamedArray(float32[batch=8, mlp=16])"  # without values, of which others hold some
+    with pytest.raises(ValueError, match=r"other processes hold shards of .*: every process calls `axonym.to_host"):
+        axn.debug.draw(x)
+    gathered = axn.to_host(x)
+    if jax.process_index() == 0:
+        image = axn.debug.draw(gathered).images[0].get_array()
+        np.testing.assert_array_equal(np.asarray(image), draw(Batch, Mlp).array)
+
+
+def check_reports(folder: Path) -> None:
+    """Every process reports the same of what a step sends, by the axes of the mesh."""
+    mapping = {"batch": "data", "embed": "model"}
+    step = lambda x, w: axn.dot(x, w, axis="embed")
+    args, mesh = (draw(Batch, Embed), draw(Embed, Mlp)), data_outside()
+    report = axn.insight.explain(step, *args, mapping=mapping, mesh=mesh, by="partitioner")
+    with fail_together("compare") as agree:
+        agree({"reports": str(report)})
+    assert [(c.kind, c.axes, c.devices) for c in report.collectives] == [("all-reduce", ("model",), 2)]
 
 
 def check_state_dicts(folder: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import Ended, free_port, run, training
+from tests.processes import Ended, counting, free_port, run, training
 
 _Hosts = training.train_lm.hosts._Hosts
 
@@ -116,6 +116,52 @@ def test_the_others_go_on(tmp_path: Path) -> None:
     found, expected = losses(tmp_path), losses(undisturbed)
     assert list(found) == list(expected) == list(range(1, STEPS + 1))
     np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-3)
+
+
+def steps(out: Path) -> list[tuple[int, int]]:
+    """The steps that were counted, each with the number of hosts."""
+    path = out / "steps.txt"
+    return (
+        [(int(a), int(b)) for a, b in (line.split() for line in path.read_text().splitlines())] if path.exists() else []
+    )
+
+
+LOST: dict[str, tuple[list[list[int]], list[int]]] = {
+    # In turn, the hosts that are lost together; and how many go on each time.
+    "one, and another": ([[2], [0]], [4, 2, 1]),
+    "two at once": ([[0, 3]], [4, 2]),
+}
+
+
+@pytest.mark.further
+@pytest.mark.parametrize(("lost", "counts"), LOST.values(), ids=list(LOST))
+def test_four_hosts_of_which_some_are_lost(lost: list[list[int]], counts: list[int], tmp_path: Path) -> None:
+    """Those go on whose number divides the one in the beginning; of steps, none is left out or done twice."""
+    out = tmp_path / "run"
+    out.mkdir()
+
+    def kill(processes: Processes) -> None:
+        for i, together in enumerate(lost):
+            wait_for(lambda count=counts[i]: [n for _, n in steps(out)].count(count) >= 3)
+            for process_of in [process(out, host) for host in together]:
+                os.kill(process_of, signal.SIGKILL)
+
+    same = ["--distributed", "--elastic", "--host-timeout", "60", "--out", str(out), "--processes", "4"]
+    same += ["--coordinator", f"127.0.0.1:{free_port()}"]
+    commands = [[str(Path(counting.__file__)), *same, "--process-index", str(i)] for i in range(4)]
+    ended = run(commands, tmp_path, LIMIT, meanwhile=kill)
+    gone = [host for together in lost for host in together]
+    assert ended.statuses == [128 + signal.SIGKILL if i in gone else 0 for i in range(4)], ended.printed
+    counted = steps(out)
+    assert [step for step, _ in counted] == list(range(1, counting.STEPS + 1))
+    assert list(dict.fromkeys(n for _, n in counted)) == counts
+    for host in gone:
+        assert f"Host {host} ({HOST}) was lost: its process was ended by signal 9." in said(ended, 1)
+    if counts[-1] == 1:
+        assert said(ended, 3) == [
+            f"Host 2 ({HOST}) was lost: its process was ended by signal 9.",
+            "Training goes on without this host: with 2, which divides 4.",
+        ]
 
 
 def test_who_goes_on(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
 from axonym.state import latest_checkpoint, restore_checkpoint, save_checkpoint
+from tests.helpers import compilations
 from tests.state.models import assert_same_tree
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -46,6 +47,15 @@ def test_onto_another_mesh(saved: Path, mesh: Mesh) -> None:
     assert found["key"] == state()["key"] and found["key"].dtype == state()["key"].dtype
     for x in (found["model"]["w"], found["optimizer"][0].mu["w"]):
         assert x.array.sharding == NamedSharding(other, P(None, "model"))
+
+
+def test_saving_compiles_nothing(tmp_path: Path, auto_mesh: Mesh) -> None:
+    """Devices that hold the same do not each cut out a part to write, which took a program for each shape."""
+    x = axn.shard({"w": axn.ones({"a": 24, "b": 5}), "v": axn.ones({"a": 16})}, {"b": None}, auto_mesh)
+    with compilations() as found:
+        save_checkpoint(tmp_path / "1", x)
+    assert not found
+    assert_same_tree(restore_checkpoint(tmp_path / "1", x), x)
 
 
 def test_under_the_mapping_in_force_and_like_the_template(saved: Path, mesh: Mesh) -> None:

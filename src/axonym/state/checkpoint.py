@@ -79,7 +79,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
         if jax.process_count() > 1:
             _save_from_all(orbax, path, about, arrays, agree)
         else:
-            handler = orbax.CompositeCheckpointHandler()
+            handler = orbax.CompositeCheckpointHandler(about=orbax.JsonCheckpointHandler(), arrays=_writer(orbax))
             finalize = handler.finalize
 
             def finalize_with_checksums(folder: Any) -> None:
@@ -92,6 +92,23 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
                 checkpointer.save(path, args=orbax.args.Composite(about=orbax.args.JsonSave(about), **parts))
 
 
+_SHARED = 2**20
+"""Bytes of a replicated array for each device, from which on the devices share the writing."""
+
+
+def _writer(orbax: Any, **options: Any) -> Any:
+    """Make what writes arrays.
+
+    Orbax lets each device write a part of a replicated array, which takes a program for each shape and part. This only
+    pays where several processes share the writing of large arrays.
+    """
+    arrays = orbax.type_handlers.ArrayHandler(
+        use_replica_parallel=jax.process_count() > 1, min_slice_bytes_for_replica_parallel=_SHARED
+    )
+    registry = orbax.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    return orbax.PyTreeCheckpointHandler(type_handler_registry=registry, **options)
+
+
 def _save_from_all(orbax: Any, path: str, about: Any, arrays: Mapping[str, Any], agree: Agree) -> None:
     """Write a checkpoint from several processes, which agree after each step.
 
@@ -99,7 +116,7 @@ def _save_from_all(orbax: Any, path: str, about: Any, arrays: Mapping[str, Any],
     leaves its barriers out where only one process is active, so each process says that of itself.
     """
     alone = orbax.options.MultiprocessingOptions(primary_host=0, active_processes={jax.process_index()})
-    writer = orbax.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    writer = _writer(orbax, multiprocessing_options=alone)
 
     handler = orbax.CompositeCheckpointHandler(composite_options=orbax.CompositeOptions(multiprocessing_options=alone))
     save_about, finalize_about = handler.save, handler.finalize

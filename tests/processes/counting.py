@@ -1,0 +1,58 @@
+"""A script that counts steps on several hosts, with the supervisors, the lock and the flags of the training example.
+
+It starts in a second, so that many hosts can be lost. Each step adds a number of every device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import secrets
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from training import hosts
+
+if __name__ == "__main__":
+    hosts.supervise_if_distributed(sys.argv[1:])
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from training import lock
+
+STEPS = 40
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name, kind in (("coordinator", str), ("processes", int), ("process-index", int), ("out", Path)):
+        parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--resume", action="store_true")
+    options, _ = parser.parse_known_args()
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.distributed.initialize(options.coordinator, options.processes, options.process_index)
+    token = multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31)))
+    hosts.connected(jax.process_index(), jax.process_count(), int(token))
+    steps: Path = options.out / "steps.txt"
+    first = jax.process_index() == 0
+    with lock.held(options.out) if first else contextlib.nullcontext():
+        if first and not options.resume:
+            steps.write_text("")
+            (options.out / "config.json").write_text("{}")
+        multihost_utils.sync_global_devices("there is a file")
+        done = len(steps.read_text().splitlines())
+        for step in range(done + 1, STEPS + 1):
+            total = int(multihost_utils.process_allgather(np.ones(())).sum())
+            if first:
+                with steps.open("a") as file:
+                    print(step, total, file=file)
+            time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main()
