@@ -325,15 +325,18 @@ class _Program:
         self._donated = donated
         self._donates = any(donated)
         self._static = [(i, s.value) for i, s in reversed([*enumerate(spec.slots)]) if isinstance(s, StaticLeaf)]
+        self._plain_structure = not spec.static_fields
         self.types: list[type] = []
         """The types of the leaves that it was called with last."""
 
     def takes(self, leaves: list[Any], structure: Any) -> bool:
-        """Return whether it is surely the program for these leaves: the same static objects, all others arrays."""
+        """Return whether it is surely the program for these leaves: the same static values, all others arrays."""
+        if list(map(type, leaves)) != self.types:
+            return False
         for i, value in self._static:
-            if leaves[i] is not value:
+            if leaves[i] is not value and not _is_same_value(leaves[i], value):
                 return False
-        return list(map(type, leaves)) == self.types and same_static_fields(structure, self.spec)
+        return self._plain_structure or same_static_fields(structure, self.spec)
 
     def picked(self, leaves: list[Any]) -> tuple[list[Any], ...]:
         """Take the arrays out of the list of leaves, and return those that are kept and those that are donated."""
@@ -352,6 +355,11 @@ class _Program:
 def _is_array(leaf: Any) -> bool:
     """Return whether a leaf is an array; NumPy's strings are strings."""
     return isinstance(leaf, _ARRAYS) and not isinstance(leaf, np.character)
+
+
+def _is_same_value(a: Any, b: Any) -> bool:
+    """Return whether two values of one type are surely the same; zero has a sign, so it is not sure."""
+    return type(a) in (int, float, str) and a == b and a != 0
 
 
 def _is_surely_array(leaf: Any) -> bool:
