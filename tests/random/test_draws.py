@@ -64,6 +64,15 @@ def test_draws_what_jax_draws(name: str) -> None:
     assert_same(drawn, expected(name, KEY, *map(whole, values)))
 
 
+@pytest.mark.parametrize("name", ["bits", "normal", "bernoulli", "gamma", "randint"])
+def test_merged_axes_change_nothing(name: str) -> None:
+    """Eagerly, the numbers are drawn along one axis; in jit on several devices, without a mapping, along all three."""
+    values = [low for low, _ in SAMPLERS[name].values()]
+    drawn = sample(name, KEY, *values).array
+    assert jnp.array_equal(drawn, jax.jit(lambda key: sample(name, key, *values).array)(KEY))
+    assert jnp.array_equal(drawn, sample(name, jax.random.key_data(KEY), *values).array)
+
+
 def test_the_order_of_a_parameter_does_not_matter() -> None:
     """In jit, as elsewhere."""
     low, high = parameters("uniform").values()

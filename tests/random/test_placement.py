@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
 from axonym import random
@@ -133,9 +133,12 @@ def test_vmap_and_gradients_on_a_mesh(mesh: Mesh) -> None:
     np.testing.assert_allclose(found.array, wanted.array, rtol=1e-5)
 
 
+LARGE_OF_FOUR = axn.make_axes(batch=128, pos=4, embed=64, rest=4)
+
 # What to draw, and how many numbers the program keeps for each of its elements.
 DRAWS: dict[str, tuple[Callable[[Any, axn.NamedArray], axn.NamedArray], int]] = {
     "normal": (lambda key, p: random.normal(key, LARGE), 1),
+    "normal, with axes that are merged": (lambda key, p: random.normal(key, LARGE_OF_FOUR), 1),
     "uniform": (lambda key, p: random.uniform(key, LARGE, maxval=p), 1),
     "gamma": (lambda key, p: random.gamma(key, LARGE, p), 6),
     "categorical": (lambda key, p: random.categorical(key, axn.log(p), "batch", LARGE[1]), 1),
@@ -148,6 +151,13 @@ def test_no_device_draws_the_whole(name: str, mesh: Mesh) -> None:
     with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):
         largest = largest_buffer(fn, KEY, axn.shard(axn.ones(LARGE[::-1])))
     assert largest <= numbers * axn.axis.axis_size(LARGE) // 4, f"{largest} elements of {axn.axis.axis_size(LARGE)}"
+
+
+def test_what_jit_shards_without_a_mapping_is_drawn_in_shards(mesh: Mesh) -> None:
+    """The axes are not merged there, since nothing says yet which of them are sharded."""
+    sharding = NamedSharding(mesh, P(None, "data"))
+    fn = jax.jit(lambda key: random.normal(key, LARGE).array, out_shardings=sharding)
+    assert largest_buffer(fn, KEY) <= axn.axis.axis_size(LARGE) // mesh.shape["data"]
 
 
 def test_without_a_mapping_each_device_draws_the_whole(mesh: Mesh) -> None:

@@ -9,18 +9,21 @@ Explicit mesh axes is inferred from the parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
-from .. import _errors, _kernels
+from .. import _context, _errors, _kernels
+from .._mesh_axes import entries_by_name
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, axis_size
 from ..named_array import NamedArray, NamedOrNumeric, resolve as resolve_axes
 from ..ops._new_array import sharded_kernel
 from ..ops._operands import distinct, dtype_key, one_axis, operand
+from ..sharding.meshes import current_mesh
 
 Key: TypeAlias = NamedOrNumeric
 """One random key, as `jax.random.key` or `jax.random.PRNGKey` make it; a named array only if it has no axes."""
@@ -104,7 +107,9 @@ def draw(
     layouts = tuple(
         (label, names, further.get(label, ())) for label, (_, names) in zip(parameters, operands, strict=True)
     )
-    return _draw_kernel(what, fn, axes, along, layouts, tuple(options.items())).apply(key, *(x for x, _ in operands))
+    merges = not along and _is_threefry(key) and _placement_is_known(key)
+    kernel = _draw_kernel(what, fn, axes, along, layouts, tuple(options.items()), merges)
+    return kernel.apply(key, *(x for x, _ in operands))
 
 
 @_kernels.cached
@@ -115,17 +120,56 @@ def _draw_kernel(
     along: tuple[Axis, ...],
     layouts: tuple[tuple[str, Names, tuple[Axis, ...]], ...],
     options: tuple[tuple[str, Any], ...],
+    merges: bool,
 ) -> _kernels.Kernel:
     sizes = tuple(a.size for a in axes)
 
     def positional(key, *arrays):
         check_parameters(what, axes, layouts, arrays)
+        drawn_axes = _merged(axes, {n for _, names, _ in layouts for n in names}) if merges else axes
         aligned = {}
         for (label, names, more), x in zip(layouts, arrays, strict=True):
-            aligned[label] = _kernels.align(x, names, tuple(a.name for a in (*axes, *more))) if names else x
-        return fn(key, **aligned, shape=sizes, **dict(options))
+            aligned[label] = _kernels.align(x, names, tuple(a.name for a in (*drawn_axes, *more))) if names else x
+        drawn = fn(key, **aligned, shape=tuple(a.size for a in drawn_axes), **dict(options))
+        return drawn.reshape(sizes) if drawn_axes != axes else drawn
 
     return sharded_kernel(what, positional, [(), *(names for _, names, _ in layouts)], new_axes(what, (*axes, *along)))
+
+
+# --- merged axes ---
+#
+# Threefry numbers depend on their linear index alone. XLA takes several times as long to compile them over several axes
+# as over one, so axes are merged where that changes neither the values nor which device draws what.
+
+
+def _is_threefry(key: Any) -> bool:
+    """Return whether a key is of the kind whose numbers depend on their linear index alone."""
+    return jax.random.key_impl(key) == "threefry2x32" if key.ndim == 0 else key.shape == (2,)
+
+
+def _placement_is_known(key: Any) -> bool:
+    """Return whether the active mapping, and nothing that follows, decides how the result of a draw is sharded.
+
+    Inside of jit, without a mapping, XLA shards the numbers as what is done with them later.
+    """
+    if not isinstance(key, Tracer) or jax.device_count() == 1:
+        return True
+    return bool(_context.active_mapping()) and current_mesh() is not None
+
+
+def _merged(axes: Sequence[Axis], named: Container[str]) -> tuple[Axis, ...]:
+    """Return the axes, each merged with the one before it if it is not sharded.
+
+    Arguments:
+        named: the axes of the parameters, which are merged with no other.
+    """
+    merged: list[Axis] = []
+    for axis, entry in zip(axes, entries_by_name(a.name for a in axes), strict=True):
+        if merged and entry is None and axis.name not in named and merged[-1].name not in named:
+            merged[-1] = Axis(merged[-1].name, merged[-1].size * axis.size)
+        else:
+            merged.append(axis)
+    return tuple(merged)
 
 
 def check_enough(what: str, draws: Sequence[Axis], along: Axis) -> None:
