@@ -11,6 +11,7 @@ No settings are `None`, the value every thread starts with.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import weakref
 from collections.abc import Hashable, Mapping
@@ -23,23 +24,20 @@ Entry = str | tuple[str, ...] | None
 """The mesh axis that an axis is sharded over, or several; None if it is replicated."""
 
 
+def _empty() -> Mapping[str, Any]:
+    return MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class Settings:
     """The mappings and annotations that are active, as one immutable value. Made by `intern_settings`."""
 
-    __slots__ = ("__weakref__", "annotations", "mapping", "parameter_mapping")
-
-    def __init__(
-        self,
-        mapping: Mapping[str, Entry],
-        parameter_mapping: Mapping[str, Entry],
-        annotations: Mapping[str, Hashable],
-    ):
-        self.mapping = MappingProxyType(dict(mapping))
-        """The active mapping."""
-        self.parameter_mapping = MappingProxyType(dict(parameter_mapping))
-        """The mapping that parameters are stored by: see `axonym.fsdp`."""
-        self.annotations = MappingProxyType(dict(annotations))
-        """The placements of annotations by name: see `axonym.sharding.with_sharding_annotation`."""
+    mapping: Mapping[str, Entry] = dataclasses.field(default_factory=_empty)
+    """The active mapping."""
+    parameter_mapping: Mapping[str, Entry] = dataclasses.field(default_factory=_empty)
+    """The mapping that parameters are stored by: see `axonym.fsdp`."""
+    annotations: Mapping[str, Hashable] = dataclasses.field(default_factory=_empty)
+    """The placements of annotations by name: see `axonym.sharding.with_sharding_annotation`."""
 
     def __repr__(self) -> str:
         rest = f", parameter_mapping={dict(self.parameter_mapping)}" if self.parameter_mapping else ""
@@ -54,23 +52,22 @@ _INTERNING = threading.Lock()
 ACTIVE = jax.make_user_context(None)
 
 
-def intern_settings(
-    mapping: Mapping[str, Entry] | None = None,
-    parameter_mapping: Mapping[str, Entry] | None = None,
-    annotations: Mapping[str, Hashable] | None = None,
-) -> Settings | None:
+def intern_settings(**parts: Mapping[str, Any]) -> Settings | None:
     """Return the same object for equal settings; None if they are empty."""
-    given = mapping or {}, parameter_mapping or {}, annotations or {}
-    if not any(given):
+    key = frozenset([(name, frozenset(part.items())) for name, part in parts.items() if part])
+    if not key:
         return None
-    key = tuple(frozenset(part.items()) for part in given)
     with _INTERNING:
-        return _INTERNED.setdefault(key, Settings(*given))
+        found = _INTERNED.get(key)
+        if found is None:
+            found = Settings(**{name: MappingProxyType(dict(part)) for name, part in parts.items()})
+            _INTERNED[key] = found
+        return found
 
 
 def changed(outer: Settings | None, **parts: Mapping[str, Any]) -> Settings | None:
     """Return settings with some parts replaced."""
-    kept = {} if outer is None else {n: getattr(outer, n) for n in ("mapping", "parameter_mapping", "annotations")}
+    kept = {} if outer is None else {f.name: getattr(outer, f.name) for f in dataclasses.fields(outer)}
     return intern_settings(**{**kept, **parts})
 
 

@@ -37,7 +37,7 @@ from .ops.updating import updated_slice
 __all__ = ["NamedRef", "freeze", "get", "new_ref", "swap"]
 
 
-class _Entry(NamedTuple):
+class _Range(NamedTuple):
     """The range of a view along one axis of the memory. If `start` is None, the start is traced: see `NamedRef.starts`.
 
     A `size` of None is a single index, so the view does not have the axis.
@@ -60,7 +60,7 @@ class NamedRef:
     __slots__ = ("memory", "names", "ref", "starts", "view")
     __hash__ = object.__hash__
 
-    def __init__(self, ref: Any, starts: tuple[Any, ...], memory: Names, view: tuple[_Entry, ...]):
+    def __init__(self, ref: Any, starts: tuple[Any, ...], memory: Names, view: tuple[_Range, ...]):
         self.ref = ref
         self.starts = starts
         self.memory = memory
@@ -203,7 +203,7 @@ class NamedRef:
         index: dict[str, Any] = {}
         for name, entry, length in zip(self.memory, self.view, self.ref.shape, strict=True):
             start = next(starts) if entry.start is None else entry.start
-            if entry != _Entry(0, length):
+            if entry != _Range(0, length):
                 index[name] = _axis_index(name, start, entry)
         return index
 
@@ -232,7 +232,7 @@ class NamedRef:
 register_dataclass(NamedRef, data_fields=["ref", "starts"], meta_fields=["memory", "view"])
 
 
-def _axis_index(name: str, start: Any, entry: _Entry) -> Any:
+def _axis_index(name: str, start: Any, entry: _Range) -> Any:
     """Return a view's index into one axis of the memory."""
     size, step = entry.size, entry.step
     if size is None:
@@ -255,20 +255,20 @@ def _replaced(array: NamedArray, index: dict[str, Any], value: NamedArray) -> Na
     return array.at[index].set(value)
 
 
-def _compose(start: Any, entry: _Entry, item: Item, operand: Any) -> tuple[Any, _Entry]:
+def _compose(start: Any, entry: _Range, item: Item, operand: Any) -> tuple[Any, _Range]:
     """Compose an index into a view with the view's own index into the memory."""
     assert entry.size is not None
     match item.kind:
         case "at":
-            return start + entry.step * item.static, _Entry(None, None)
+            return start + entry.step * item.static, _Range(None, None)
         case "dynamic at":
-            return start + entry.step * _clamped(operand, entry.size, 1), _Entry(None, None)
+            return start + entry.step * _clamped(operand, entry.size, 1), _Range(None, None)
         case "slice":
             first, stop, by = item.static
-            return start + entry.step * first, _Entry(None, len(range(first, stop, by)), entry.step * by)
+            return start + entry.step * first, _Range(None, len(range(first, stop, by)), entry.step * by)
         case _:
             start = start + entry.step * _clamped(operand, entry.size, item.static)
-            return start, _Entry(None, item.static, entry.step)
+            return start, _Range(None, item.static, entry.step)
 
 
 def _clamped(position: Any, size: int, length: int) -> Any:
@@ -280,7 +280,7 @@ def _clamped(position: Any, size: int, length: int) -> Any:
 
 
 def _ref_to_all(ref: Any, names: Names) -> NamedRef:
-    return NamedRef(ref, (), names, tuple(_Entry(0, size) for size in ref.shape))
+    return NamedRef(ref, (), names, tuple(_Range(0, size) for size in ref.shape))
 
 
 def new_ref(value: NamedArray) -> NamedRef:

@@ -127,7 +127,7 @@ class _Difference(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Placement:
+class _Distribution:
     """A mesh and a mapping."""
 
     mesh: Mapping[str, int]
@@ -146,7 +146,7 @@ class _Placement:
         devices = np.array(jax.devices()[:count]).reshape(tuple(self.mesh.values()))
         return Mesh(devices, tuple(self.mesh), axis_types=kinds)
 
-    def smaller(self) -> Iterator[_Placement]:
+    def smaller(self) -> Iterator[_Distribution]:
         """Give the placements that say less: without one entry, on fewer devices, on Auto axes."""
         for name, axes in self.mapping.items():
             for i in range(len(axes)):
@@ -162,7 +162,7 @@ class _Placement:
 def _on_one_device(check: _Check, draw: _Draw, mesh: Mapping[str, int], draws: int) -> Any:
     """Return what the function gives on one device, under the first mapping that it takes: there all are the same."""
     first: Exception | None = None
-    for placement in (_Placement(mesh, frozenset(), dict.fromkeys(draw.sizes, ())), *draw.placements([mesh], draws)):
+    for placement in (_Distribution(mesh, frozenset(), dict.fromkeys(draw.sizes, ())), *draw.placements([mesh], draws)):
         try:
             return check.run(placement)
         except Exception as error:
@@ -196,7 +196,7 @@ class _Draw:
             n: {m for leaf in arrays if n in (leaf.names or ()) for m in leaf.names or ()} for n in self.sizes
         }
 
-    def placements(self, meshes: Sequence[Mapping[str, int]], draws: int) -> Iterator[_Placement]:
+    def placements(self, meshes: Sequence[Mapping[str, int]], draws: int) -> Iterator[_Distribution]:
         """Draw placements whose mesh axes divide the axes mapped to them, and that use each once in an array."""
         for _ in range(draws):
             mesh = self._rng.choice(meshes)
@@ -212,7 +212,7 @@ class _Draw:
                 candidates = [(), *((a,) for a in free), *pairs]
                 fitting = [c for c in candidates if self.sizes[name] % math.prod(mesh[a] for a in c) == 0]
                 mapping[name] = self._rng.choice(fitting)
-            yield _Placement(mesh, frozenset(explicit), mapping)
+            yield _Distribution(mesh, frozenset(explicit), mapping)
 
 
 class _Check:
@@ -230,7 +230,7 @@ class _Check:
             for x, is_array in zip(leaves, self._is_array, strict=True)
         ]
 
-    def run(self, placement: _Placement) -> Any:
+    def run(self, placement: _Distribution) -> Any:
         """Return the results and the gradients under a placement, on the host."""
         with jax.set_mesh(placement.make_mesh()), axis_mapping(placement.mapping):
             placed = jax.tree.leaves(shard(self._args))
@@ -238,7 +238,7 @@ class _Check:
             results = jax.block_until_ready(jax.jit(self._results_and_gradients)(arrays))
             return jax.tree.map(_on_host, results)
 
-    def difference(self, expected: Any, placement: _Placement) -> _Difference | None:
+    def difference(self, expected: Any, placement: _Distribution) -> _Difference | None:
         """Return how the results under a placement differ from those expected; None where they agree."""
         try:
             found = self.run(placement)
@@ -326,8 +326,8 @@ def _arrays_of(results: Any) -> Any:
 
 
 def _smallest(
-    check: _Check, expected: Any, placement: _Placement, difference: _Difference
-) -> tuple[_Placement, _Difference]:
+    check: _Check, expected: Any, placement: _Distribution, difference: _Difference
+) -> tuple[_Distribution, _Difference]:
     """Return the smallest placement under which the results still differ, and how they differ there."""
     for smaller in placement.smaller():
         try:

@@ -169,7 +169,7 @@ AT_THE_TOP: dict[str, str] = {
     "a, axis, *, dtype=": "cumsum nancumsum",
     "idx, size": "dblock",
     "start, length": "ds dslice",
-    "equation, *arrays, precision=, preferred_element_type=, **axis_aliases": "einsum",
+    "equation, *arrays, precision=, preferred_element_type=, _dot_general=, **axis_aliases": "einsum",
     "axis_spec, to_remove": "eliminate_axes",
     "enabled": "enable_shape_checks",
     "a, axis=, norm=": "fft hfft ifft ihfft irfft rfft",

@@ -155,7 +155,7 @@ def test_blame_finds_the_line(step: Callable[..., Any], axis: str) -> None:
         found = blame(step, *arguments(), axis=axis, mapping=FSDP)
         nothing = blame(clean, *arguments(), axis="batch", mapping=FSDP)
     assert found.culprit is not None and found.culprit.source is not None and not found.not_known
-    lines, first = inspect.getsourcelines(inspect.unwrap(step).__closure__[0].cell_contents)  # type: ignore
+    lines, first = inspect.getsourcelines(inspect.unwrap(step).__closure__[0].cell_contents)  # type: ignore  # the function that the step wraps
     assert "# the culprit" in lines[found.culprit.source.line - first]
     assert f"{axis} stops being sharded at all-" in str(found)
     assert nothing.culprit is None and str(nothing) == "nothing gathers or moves batch"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from axonym.insight._hlo import Instruction, Program, Shape, UnknownForm, groups
+from axonym.insight._hlo import HloProgram, HloShape, Instruction, UnknownForm, groups
 
 HEAD = "HloModule jit_f, is_scheduled=true, num_partitions=8\n\n"
 
 
 def collective(attributes: str, opcode: str = "all-reduce") -> Instruction:
-    return Instruction("x", opcode, (Shape("f32", (4,)),), ("y",), attributes + ", use_global_device_ids=true", "")
+    return Instruction("x", opcode, (HloShape("f32", (4,)),), ("y",), attributes + ", use_global_device_ids=true", "")
 
 
 @pytest.mark.parametrize(
@@ -67,11 +67,11 @@ def test_asynchronous_collectives_and_branches() -> None:
         "  ROOT %r = f32[8]{0} conditional(%p, %q, %q), true_computation=%yes, false_computation=%no\n"
         "}\n"
     )
-    program = Program(text, 2)
+    program = HloProgram(text, 2)
     (visit,) = [v for v in program.visits() if v.instruction.opcode == "all-gather-start"]
     assert visit.in_branch and visit.times == 1
-    assert visit.instruction.shapes == (Shape("f32", (4,)), Shape("f32", (8,)))
-    assert [shapes for _, shapes in program.operands(visit)] == [(Shape("f32", (4,)),)]
+    assert visit.instruction.shapes == (HloShape("f32", (4,)), HloShape("f32", (8,)))
+    assert [shapes for _, shapes in program.operands(visit)] == [(HloShape("f32", (4,)),)]
     assert program.frames(visit.instruction)[0].line == 3
 
 
@@ -79,10 +79,10 @@ def test_asynchronous_collectives_and_branches() -> None:
 def test_a_new_kind_of_collective_is_refused(opcode: str) -> None:
     text = f"{HEAD}ENTRY %main (p: f32[4]) -> f32[4] {{\n  ROOT %r = f32[4]{{0}} {opcode}(%p), channel_id=1\n}}\n"
     with pytest.raises(UnknownForm, match="not known here"):
-        Program(text, 2)
+        HloProgram(text, 2)
 
 
 def test_sizes_of_types() -> None:
     sizes = {"pred": 1, "bf16": 2, "f8e4m3fn": 1, "s4": 1, "c64": 8, "token": 0}
-    assert {dtype: Shape(dtype, ()).bytes for dtype in sizes} == sizes
-    assert Shape("s4", (3,)).bytes == 2
+    assert {dtype: HloShape(dtype, ()).bytes for dtype in sizes} == sizes
+    assert HloShape("s4", (3,)).bytes == 2

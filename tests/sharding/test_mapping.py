@@ -59,10 +59,12 @@ def test_it_is_restored_after_an_error() -> None:
 
 
 def test_equal_settings_are_one_object() -> None:
-    first = _context.intern_settings({"a": "data", "b": ("x", "y")})
-    assert first is _context.intern_settings({"b": ("x", "y"), "a": "data"})
-    assert first is not _context.intern_settings({"a": "data", "b": ("x", "y")}, {"c": "data"})
-    assert _context.intern_settings({}) is None
+    first = _context.intern_settings(mapping={"a": "data", "b": ("x", "y")})
+    assert first is _context.intern_settings(mapping={"b": ("x", "y"), "a": "data"})
+    assert first is not _context.intern_settings(
+        mapping={"a": "data", "b": ("x", "y")}, parameter_mapping={"c": "data"}
+    )
+    assert _context.intern_settings(mapping={}) is None
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ Arrays = tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class PartitionedOperation:
     """A partitioning rule, and functions of arrays that follow it."""
 
     what: str
@@ -83,7 +83,7 @@ class Operation:
 
         return per_shard
 
-    def batched(self, size: int, batched: Sequence[bool]) -> Operation:
+    def batched(self, size: int, batched: Sequence[bool]) -> PartitionedOperation:
         """Add an axis in front of some operands and of all results."""
         name = next(n for i in itertools.count() if (n := f"vmap{i}") not in self.rule.sizes)
         in_axes = tuple(0 if b else None for b in batched)
@@ -105,10 +105,10 @@ class Operation:
             return {name: tuple([a for a in derived.get(name, ()) if a not in taken]), **said}
 
         rule = batched_rule(self.rule, name, size, batched)
-        return Operation(self.what, rule, unsharded, per_shard, None if infer is None else infer_rest)
+        return PartitionedOperation(self.what, rule, unsharded, per_shard, None if infer is None else infer_rest)
 
 
-def by_partitioner(operation: Operation, known: AnyMesh | None, *arrays: Any) -> Arrays:
+def by_partitioner(operation: PartitionedOperation, known: AnyMesh | None, *arrays: Any) -> Arrays:
     """Run an operation on operands that XLA's partitioner shards; `known` is the active mesh, if there is one."""
     rule = operation.rule
 
@@ -149,7 +149,7 @@ def by_partitioner(operation: Operation, known: AnyMesh | None, *arrays: Any) ->
     return tuple(mappable(*arrays))
 
 
-def per_device(operation: Operation, mesh: AnyMesh, shardings: Shardings, *arrays: Any) -> Arrays:
+def per_device(operation: PartitionedOperation, mesh: AnyMesh, shardings: Shardings, *arrays: Any) -> Arrays:
     """Run an operation per device, on operands with known shardings; mesh axes that are manual already stay so."""
     rule = operation.rule
     checked = any(varying_axes(x) for x in arrays)

@@ -34,7 +34,7 @@ from .._tree_spec import StaticLeaf, TreeSpec, flatten
 from ..axis import Names
 from ..manual._axis_environment import ArgumentAxis, activate, interned
 from ..named_array import NamedArray, describe_array, raw, wrap
-from ._lowerings import Arrays, Operation, all_manual, by_partitioner, explicit_entries, per_device
+from ._lowerings import Arrays, PartitionedOperation, all_manual, by_partitioner, explicit_entries, per_device
 from ._terms import Described, by_names, by_string, parse, words
 from .rule import Infer, PartitioningRule, Shardings, derived_shardings, inferred_shardings, make_rule
 
@@ -268,7 +268,7 @@ class Partitioned:
         results.dtypes = [x.dtype for x in shapes]
         described = [Described(n, x.shape) for n, x in zip(spec.names, abstract, strict=True)]
         found = [Described(n, tuple(x.shape)) for n, x in zip(results.spec.names, shapes, strict=True)]
-        operation = Operation(what, self._rule(described, found), unsharded, per_shard, self._infer)
+        operation = PartitionedOperation(what, self._rule(described, found), unsharded, per_shard, self._infer)
         if self._per_shard is not self._fn:  # its errors come earlier like this than from the compiler
             around = current_mesh()
             mesh = NO_MESH if around is None else all_manual(around)
@@ -302,7 +302,7 @@ class _Results:
 class _PlannedOperation:
     """An operation for operands of certain names, shapes and types."""
 
-    operation: Operation
+    operation: PartitionedOperation
     results: _Results
     by_partitioner: Callable[..., Arrays]
 
@@ -350,7 +350,7 @@ def _run(plan: _PlannedOperation, arrays: Sequence[Any]) -> Arrays:
         return per_device(operation, mesh, shardings, *arrays)
 
 
-def _not_differentiated(operation: Operation, fn: Callable[..., Arrays]) -> Callable[..., Arrays]:
+def _not_differentiated(operation: PartitionedOperation, fn: Callable[..., Arrays]) -> Callable[..., Arrays]:
     """Make a function refuse to be differentiated, where JAX would fail with an unreadable message."""
     call = jax.custom_jvp(fn)
 
@@ -373,7 +373,7 @@ def _mesh_of_types(arrays: Sequence[Any]) -> AnyMesh | None:
     return next(m for m in meshes if AxisType.Explicit in m.axis_types)
 
 
-def _left_to_partitioner(operation: Operation, *arrays: Any) -> Arrays:
+def _left_to_partitioner(operation: PartitionedOperation, *arrays: Any) -> Arrays:
     settings, mesh = _context.active_settings(), current_mesh()
     call = jax.custom_jvp(functools.partial(by_partitioner, operation, mesh))
 
@@ -397,7 +397,7 @@ def _left_to_partitioner(operation: Operation, *arrays: Any) -> Arrays:
 
 
 def _known_shardings(
-    operation: Operation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]], arrays: Sequence[Any]
+    operation: PartitionedOperation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]], arrays: Sequence[Any]
 ) -> Shardings:
     """Return the sharding of each factor where it must be known: by types, and on Auto mesh axes by the mapping."""
     auto = axes_of_type(mesh, AxisType.Auto)

@@ -27,7 +27,7 @@ from .. import (
     bitwise_xor as bitwise_xor, broadcast_arrays as broadcast_arrays, broadcast_axis as broadcast_axis,
     broadcast_to as broadcast_to, cbrt as cbrt, ceil as ceil, clip as clip,
     conj as conj, copy as copy, cos as cos, cosh as cosh, cumprod as cumprod, cumsum as cumsum, deg2rad as deg2rad,
-    divide as divide, divmod as divmod, dot as dot, einsum as einsum, equal as equal, exp as exp,
+    divide as divide, divmod as divmod, dot as dot, equal as equal, exp as exp,
     exp2 as exp2, expm1 as expm1, fabs as fabs, field as field, flatten as flatten, flatten_axes as flatten_axes,
     float_power as float_power, floor as floor, floor_divide as floor_divide, fmax as fmax, fmin as fmin,
     fmod as fmod, fold as fold, freeze as freeze, frexp as frexp,
@@ -94,8 +94,9 @@ from ._signatures import with_parameters as _with_parameters
 from .hof import ScanCheckpointPolicy as ScanCheckpointPolicy, scan as scan
 from .jax_utils import tree_checkpoint_name as tree_checkpoint_name
 from .ops import (
-    arange as arange, argsort as argsort, concatenate as concatenate, fftfreq as fftfreq, full as full,
-    geomspace as geomspace, linspace as linspace, logspace as logspace, ones as ones, rfftfreq as rfftfreq,
+    arange as arange, argsort as argsort, concatenate as concatenate, einsum as einsum, fftfreq as fftfreq,
+    full as full, geomspace as geomspace, linspace as linspace, logspace as logspace, ones as ones,
+    rfftfreq as rfftfreq,
     stack as stack, unique_all as unique_all, unique_counts as unique_counts, unique_inverse as unique_inverse,
     unique_values as unique_values, zeros as zeros,
 )

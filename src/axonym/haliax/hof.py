@@ -18,6 +18,8 @@ class ScanCheckpointPolicy(_ScanCheckpointPolicy):
     False
     """
 
+    checkpoint = with_parameters(_ScanCheckpointPolicy.checkpoint, fn="callable")
+
     def __post_init__(self) -> None:
         # The checks of the fields are left out; sequences become tuples, which can be part of a cache key.
         for field in ("save_block_internals", "offload_block_internals"):

@@ -130,7 +130,7 @@ def multilevel_scan(
     reverse: bool = False,
     unroll: int = 1,
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` as a scan of scans, which keeps less for the gradient.
+    """Scan as `jax.lax.scan` does, in a scan of scans, which keeps less for the gradient.
 
     Only the carries between the inner scans are kept, and each inner scan is computed again when its gradient is. With
     an outer size, the number of inner scans, near the square root of the length, memory grows with that root. This is a

@@ -6,12 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import jax
 import jax.numpy as jnp
 
 from .. import (
     Axis, NamedArray, allclose as allclose, arange as _arange, argsort as _argsort, array_equal as array_equal,
     array_equiv as array_equiv, axis_mapping, bincount as bincount, clip as clip, concatenate as _concatenate,
-    full as _full, geomspace as _geomspace, isclose as isclose, linspace as _linspace, logspace as _logspace,
+    einsum as _einsum, full as _full, geomspace as _geomspace, isclose as isclose, linspace as _linspace,
+    logspace as _logspace,
     nonzero as nonzero, ones as _ones, packbits as packbits, pad as pad, pad_left as pad_left,
     searchsorted as searchsorted, stack as _stack, trace as trace, tril as tril, triu as triu, unique as unique,
     unpackbits as unpackbits, where as where, zeros as _zeros,
@@ -48,6 +50,23 @@ def argsort(a: NamedArray, axis: AxisSelector | None, *, stable: bool = False) -
     Array([3, 1, 2, 0], dtype=int32)
     """
     return jnp.argsort(a.array, axis=None, stable=stable) if axis is None else _argsort(a, axis, stable=stable)
+
+
+def einsum(
+    equation: str,
+    *arrays: NamedArray,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    _dot_general: Any = jax.lax.dot_general,
+    **axis_aliases: AxisSelector,
+) -> NamedArray:
+    """Contract as `axonym.einsum` does; `_dot_general` replaces `jax.lax.dot_general`.
+
+    >>> hax.einsum("{a b} -> a", hax.ones({"a": 2, "b": 3})).shape
+    {'a': 2}
+    """
+    options: Any = {"precision": precision, "preferred_element_type": preferred_element_type}
+    return _einsum(equation, *arrays, dot_general=_dot_general, **options, **axis_aliases)
 
 
 def unique_values(

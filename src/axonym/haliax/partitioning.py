@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import sharding as _sharding
 from ..sharding import (
-    PhysicalAxisSpec as PhysicalAxisSpec, ResourceAxis as ResourceAxis, ResourceMapping as ResourceMapping,
+    PhysicalAxisSpec as PhysicalAxisSpec, ResourceMapping as ResourceMapping,
     axis_mapping as axis_mapping, current_mapping, current_mesh,
     physical_axis_name as physical_axis_name, physical_axis_size as physical_axis_size,
     pspec_for_axis as pspec_for_axis, round_axis_for_partitioning as round_axis_for_partitioning, set_mesh as set_mesh,
@@ -22,6 +22,7 @@ from ..sharding import (
 from ..named_array import NamedArray, raw
 from ..sharding.meshes import AnyMesh, required_mesh, with_devices
 from ._signatures import with_parameters
+from .util import StringHolderEnum
 # fmt: on
 
 T = TypeVar("T")
@@ -31,6 +32,20 @@ mesh_context = set_mesh
 named_jit = with_parameters(
     _sharding.named_jit, mapping="axis_resources", in_placement="in_axis_resources", out_placement="out_axis_resources"
 )
+
+
+class ResourceAxis(metaclass=StringHolderEnum):
+    """The usual names of mesh axes, as strings; a class of your own may add to them.
+
+    >>> class Axes(hax.partitioning.ResourceAxis):
+    ...     EXPERT = "expert"
+    >>> Axes.DATA, Axes.EXPERT
+    ('data', 'expert')
+    """
+
+    MODEL = "model"
+    DATA = "data"
+    REPLICA = "replica"
 
 
 def _get_mesh() -> AnyMesh | None:

@@ -45,7 +45,7 @@ class UnknownForm(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class HloShape:
     """The type of an array on one device."""
 
     dtype: str
@@ -77,7 +77,7 @@ class Instruction:
 
     name: str
     opcode: str
-    shapes: tuple[Shape, ...]
+    shapes: tuple[HloShape, ...]
     """The arrays of its result, which are several for a tuple."""
     operands: tuple[str, ...]
     attributes: str
@@ -86,7 +86,7 @@ class Instruction:
 
     @functools.cached_property
     def scope(self) -> str:
-        """The operation of JAX it comes from, with the scopes around it."""
+        """Return the operation of JAX that the instruction comes from, with the scopes around it."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.metadata)
         return found[1].replace('\\"', '"') if found else ""
 
@@ -114,7 +114,7 @@ class Visit:
     """Whether it runs only if a condition has a certain value."""
 
 
-class Program:
+class HloProgram:
     """A compiled program, as it is written in XLA's text."""
 
     def __init__(self, text: str, devices: int):
@@ -133,7 +133,7 @@ class Program:
         """Go through all instructions that run, in the order in which they do."""
         yield from self._visits(self.entry, 1, False)
 
-    def operands(self, visit: Visit) -> list[tuple[Instruction, tuple[Shape, ...]]]:
+    def operands(self, visit: Visit) -> list[tuple[Instruction, tuple[HloShape, ...]]]:
         """Return the operands of an instruction: what produces each, and its shapes."""
         around = self.computations[visit.computation]
         found = []
@@ -201,7 +201,7 @@ def _instruction(line: str) -> Instruction:
         raise UnknownForm(f"not an instruction: {line.strip()[:80]!r}")
     rest = line[found.end() :]
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    shapes = tuple(Shape(d, _sizes(s)) for d, s in re.findall(r"([a-z]+[a-z0-9]*)\[([\d,<= ]*)\]", rest[:end]))
+    shapes = tuple(HloShape(d, _sizes(s)) for d, s in re.findall(r"([a-z]+[a-z0-9]*)\[([\d,<= ]*)\]", rest[:end]))
     opening = rest.index("(", end)
     opcode = rest[end:opening].strip()
     closing = _closing(rest, opening)

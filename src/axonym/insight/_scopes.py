@@ -30,7 +30,7 @@ Term = tuple[NamedAxis, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Operation:
+class ScopedOperation:
     """A named operation, with the axes of its operands and results."""
 
     name: str
@@ -48,7 +48,7 @@ class Operation:
         return f"{self.name}[{listed(self.operands)} -> {listed(self.results)}]"
 
 
-def operation(scope: str) -> Operation | None:
+def operation(scope: str) -> ScopedOperation | None:
     """Return the innermost named operation of a scope, or None if there is none."""
     found = _SCOPE.findall(scope)
     if not found:
@@ -72,7 +72,7 @@ def operation(scope: str) -> Operation | None:
             axes.append(known[axis])
         return tuple(axes)
 
-    return Operation(name.strip(), tuple(map(term, operands.split(";"))), tuple(map(term, results.split(";"))))
+    return ScopedOperation(name.strip(), tuple(map(term, operands.split(";"))), tuple(map(term, results.split(";"))))
 
 
 def phase(scope: str) -> str:
@@ -108,7 +108,7 @@ class Array:
 
 
 def array(
-    op: Operation,
+    op: ScopedOperation,
     kind: str,
     when: str,
     sizes: Sequence[int],
@@ -179,7 +179,7 @@ def _local_sizes(axis: NamedAxis, mesh: Mapping[str, int], without: Collection[s
 # --- reasons ---
 
 
-def reason(op: Operation, kind: str, over: Collection[str], when: str, gathered: Collection[str]) -> str | None:
+def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gathered: Collection[str]) -> str | None:
     """Say in names why an operation needs a collective over some mesh axes, or return None if it is not known.
 
     Arguments:
@@ -228,7 +228,7 @@ def reason(op: Operation, kind: str, over: Collection[str], when: str, gathered:
     return None
 
 
-def moved(op: Operation, over: Collection[str]) -> Axes:
+def moved(op: ScopedOperation, over: Collection[str]) -> Axes:
     """Return the only axis of an operation that is sharded over some mesh axes, which an all-to-all over them moves."""
     axes = {a.name: a for term in (*op.operands, *op.results) for a in term}
     if any(set(over) & set(a.stored or ()) - set(a.compute) for a in axes.values()):

@@ -21,7 +21,7 @@ from ..sharding.jit import fsdp, named_jit
 from ..sharding.mapping import is_resource_mapping
 from ..sharding.meshes import current_mesh, set_mesh, with_devices
 from . import _compiling, _scopes
-from ._hlo import COLLECTIVES, Frame, Groups, Instruction, Program, Shape, Visit, groups
+from ._hlo import COLLECTIVES, Frame, Groups, HloProgram, HloShape, Instruction, Visit, groups
 from .chips import CHIPS, Chip
 from .report import Bounds, Collective, Memory, Report, Source
 
@@ -74,7 +74,7 @@ def explain(
             text, memory = compiled.as_text(), _memory(compiled)
         else:
             text, memory = _compiling.partitioned(lowered), None
-        program = Program(text, _compiling.device_count(lowered))
+        program = HloProgram(text, _compiling.device_count(lowered))
         found = _mesh(args, kwargs, program.devices)
         return _report(_name(step), program, found, platform, by, memory, chip)
 
@@ -152,7 +152,7 @@ def _over(found: Groups, mesh: Mapping[str, int], pairs: bool) -> tuple[tuple[st
 
 def _report(
     step: str,
-    program: Program,
+    program: HloProgram,
     mesh: dict[str, int] | None,
     platform: str,
     by: str,
@@ -189,7 +189,7 @@ def _report(
     return Report(step, platform, mesh or {}, by, tuple(collectives), memory, flops, bounds, tuple(notes))
 
 
-def _collectives(program: Program, visit: Visit, kind: str, mesh: dict[str, int] | None) -> Iterator[Collective]:
+def _collectives(program: HloProgram, visit: Visit, kind: str, mesh: dict[str, int] | None) -> Iterator[Collective]:
     """Describe a collective: one for each array that it carries."""
     instruction = visit.instruction
     found = groups(instruction, program.devices)
@@ -252,14 +252,14 @@ def _sent(kind: str, given: int, count: int) -> int | None:
     return given if kind in ("collective-permute", "collective-broadcast") else None
 
 
-def _result_shapes(instruction: Instruction, carried: int) -> tuple[Shape, ...]:
+def _result_shapes(instruction: Instruction, carried: int) -> tuple[HloShape, ...]:
     """Return the results of a collective; the start of an asynchronous one lists its operands in front of them."""
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
         return instruction.shapes
     return instruction.shapes[carried : 2 * carried]
 
 
-def _described(shape: Shape, array: _scopes.Array | None) -> str:
+def _described(shape: HloShape, array: _scopes.Array | None) -> str:
     if array is None:
         return str(shape)
     if array.places is None:
@@ -289,7 +289,7 @@ def _source(frames: Sequence[Frame]) -> Source | None:
 # --- computing ---
 
 
-def _flops(instruction: Instruction, operands: Sequence[Shape]) -> int:
+def _flops(instruction: Instruction, operands: Sequence[HloShape]) -> int:
     """Return the flops of a product or a convolution: a multiplication and an addition for each pair of numbers."""
     result = int(np.prod(instruction.shapes[0].sizes, dtype=object))
     left, right = operands[:2]

@@ -81,7 +81,7 @@ class Collective:
 
     @property
     def total_sent(self) -> int | None:
-        """The bytes that each device sends in a call; None if that depends on values.
+        """Return the bytes that each device sends in a call; None if that depends on values.
 
         >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
         >>> [c.total_sent for c in report.collectives]
@@ -116,7 +116,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All that a device holds during the call.
+        """Return the bytes that a device holds during the call.
 
         >>> axn.insight.Memory(arguments=8, results=4, aliased=4, temporaries=2).total
         10
@@ -141,7 +141,7 @@ class Bounds:
 
     @property
     def binding(self) -> str:
-        """Which of the bounds is the longest.
+        """Return which of the bounds is the longest.
 
         >>> axn.insight.Bounds("v5e", compute=None, memory=None, links={("data",): 5e-4}).binding
         'sending over data'
@@ -150,7 +150,7 @@ class Bounds:
 
     @property
     def longest(self) -> float:
-        """The longest of the bounds.
+        """Return the longest of the bounds.
 
         >>> axn.insight.Bounds("v5e", compute=1e-3, memory=2e-3, links={}).longest
         0.002

@@ -51,7 +51,6 @@ from ..transforms.rematerialization import (
     ScanCheckpointSpec,
     checkpointed_steps,
     policy_of,
-    tree_checkpoint_name as tree_checkpoint_name,
 )
 from ..transforms.vmap import vmap
 from ..tree import LayerStack
@@ -60,15 +59,8 @@ from . import _layer_arguments
 __all__ = [
     "BlockFoldable",
     "BlockSeq",
-    "CarryT",
     "FoldFunction",
-    "M",
-    "M_co",
-    "M_contra",
     "ModuleInit",
-    "OutputT_co",
-    "P",
-    "S",
     "ScanCheckpointPolicy",
     "ScanFunction",
     "Stacked",

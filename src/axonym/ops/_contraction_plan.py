@@ -31,7 +31,7 @@ class Plan(NamedTuple):
     sized: tuple[Axis, ...] = ()
 
 
-class _Term(NamedTuple):
+class _OperandTerm(NamedTuple):
     names: Names
     array: jax.Array
 
@@ -71,7 +71,7 @@ _CLOSED_OVER = (
 def contract(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGeneral) -> jax.Array:
     """Multiply the operands and sum over every axis that is not in the output, two operands at a time."""
     dtype = jnp.result_type(*arrays)
-    terms = [_Term(n, a.astype(dtype)) for n, a in zip(plan.in_names, arrays, strict=True)]
+    terms = [_OperandTerm(n, a.astype(dtype)) for n, a in zip(plan.in_names, arrays, strict=True)]
     for first, second in _order(plan, terms):
         left, right = terms[first], terms[second]
         terms = [t for i, t in enumerate(terms) if i not in (first, second)]
@@ -85,7 +85,7 @@ def contract(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGeneral) -
     return result if wanted is None else result.astype(wanted)
 
 
-def _order(plan: Plan, terms: Sequence[_Term]) -> list[tuple[int, int]]:
+def _order(plan: Plan, terms: Sequence[_OperandTerm]) -> list[tuple[int, int]]:
     """Return which two operands to multiply at each step; each product is appended to the list."""
     if len(terms) <= 2:
         return [(0, 1)] * (len(terms) - 1)
@@ -100,8 +100,8 @@ def _order(plan: Plan, terms: Sequence[_Term]) -> list[tuple[int, int]]:
 
 
 def _multiply(
-    plan: Plan, left: _Term, right: _Term, needed: set[str], target: Names | None, dot_general: DotGeneral
-) -> _Term:
+    plan: Plan, left: _OperandTerm, right: _OperandTerm, needed: set[str], target: Names | None, dot_general: DotGeneral
+) -> _OperandTerm:
     """Multiply two terms and sum over axes that nothing else needs; `target` is the layout of the result, if given."""
     left = _sum_out(plan, left, needed.union(right.names))
     right = _sum_out(plan, right, needed.union(left.names))
@@ -118,7 +118,7 @@ def _multiply(
     product = _fsdp_ops.run_gathering_parameters(
         pair.multiply, (left.names, right.names), layout, *arrays, summed=summed
     )
-    return _Term(layout, pair.multiply(*arrays, mesh=explicit_mesh(arrays)) if product is None else product)
+    return _OperandTerm(layout, pair.multiply(*arrays, mesh=explicit_mesh(arrays)) if product is None else product)
 
 
 class _Pair(NamedTuple):
@@ -162,7 +162,7 @@ class _Pair(NamedTuple):
         return _kernels.transpose_to(product, self.names, self.layout)
 
 
-def _sum_out(plan: Plan, term: _Term, needed: set[str]) -> _Term:
+def _sum_out(plan: Plan, term: _OperandTerm, needed: set[str]) -> _OperandTerm:
     """Sum over the axes of one operand that nothing else needs."""
     gone = tuple(n for n in term.names if n not in needed)
     if not gone:
@@ -171,10 +171,10 @@ def _sum_out(plan: Plan, term: _Term, needed: set[str]) -> _Term:
     array = jnp.sum(
         term.array, axis=_positions(term.names, gone), dtype=plan.preferred_element_type or term.array.dtype
     )
-    return _Term(tuple(n for n in term.names if n in needed), array)
+    return _OperandTerm(tuple(n for n in term.names if n in needed), array)
 
 
-def _free(term: _Term, shared: Sequence[str]) -> Names:
+def _free(term: _OperandTerm, shared: Sequence[str]) -> Names:
     return tuple(n for n in term.names if n not in shared)
 
 

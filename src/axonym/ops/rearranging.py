@@ -115,7 +115,7 @@ class _Factor:
 def _expression_kernel(
     axes: tuple[Axis, ...], text: str, bindings: tuple[tuple[str, AxisSelector | int], ...]
 ) -> _kernels.Kernel:
-    plan = _Plan(_parsing.parse("rearrange", text, comma="elements"), axes, dict(bindings))
+    plan = _Factors(_parsing.parse("rearrange", text, comma="elements"), axes, dict(bindings))
     before, after = plan.factors, plan.outputs
     flat = [f for merged in after.values() for f in merged]
     order = tuple(before.index(f) for f in flat)
@@ -146,7 +146,7 @@ def _successors(before: Sequence[_Factor], after: Mapping[str, Sequence[_Factor]
     return {n: tuple(dict.fromkeys(place[f] for f in before if f.axis == n)) for n in in_order_of_merging}
 
 
-class _Plan:
+class _Factors:
     """The effect of an expression on an array with certain axes."""
 
     def __init__(

@@ -55,7 +55,7 @@ class Int8DotGeneralOp(ModuleWithStateDictSerialization):
         return y if preferred_element_type is None else y.astype(preferred_element_type)
 
 
-class _Terms(NamedTuple):
+class _ProductAxes(NamedTuple):
     """An einsum with a name for each axis: axes of one name are matched, and summed if the result lacks it."""
 
     lhs: Names
@@ -63,35 +63,35 @@ class _Terms(NamedTuple):
     out: Names
 
 
-def _terms(lhs_ndim: int, rhs_ndim: int, dimension_numbers: Any) -> _Terms:
+def _terms(lhs_ndim: int, rhs_ndim: int, dimension_numbers: Any) -> _ProductAxes:
     (lhs_summed, rhs_summed), (lhs_batch, rhs_batch) = dimension_numbers
     lhs = tuple(f"lhs {i}" for i in range(lhs_ndim))
     matched = dict(zip((*rhs_summed, *rhs_batch), (*lhs_summed, *lhs_batch), strict=True))
     rhs = tuple(lhs[matched[i]] if i in matched else f"rhs {i}" for i in range(rhs_ndim))
     free = [n for n in lhs if n not in rhs], [n for n in rhs if n not in lhs]
-    return _Terms(lhs, rhs, (*(lhs[i] for i in lhs_batch), *free[0], *free[1]))
+    return _ProductAxes(lhs, rhs, (*(lhs[i] for i in lhs_batch), *free[0], *free[1]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(terms: _Terms, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def _product(terms: _ProductAxes, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     return _quantized_product(terms, lhs, rhs)
 
 
-def _forward(terms: _Terms, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(terms: _ProductAxes, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
     return _quantized_product(terms, lhs, rhs), (lhs, rhs)
 
 
-def _backward(terms: _Terms, operands: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(terms: _ProductAxes, operands: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     lhs, rhs = operands
-    lhs_gradient = _quantized_product(_Terms(terms.out, terms.rhs, terms.lhs), gradient, rhs)
-    rhs_gradient = _dot_general(_Terms(terms.lhs, terms.out, terms.rhs), lhs, gradient)
+    lhs_gradient = _quantized_product(_ProductAxes(terms.out, terms.rhs, terms.lhs), gradient, rhs)
+    rhs_gradient = _dot_general(_ProductAxes(terms.lhs, terms.out, terms.rhs), lhs, gradient)
     return lhs_gradient, rhs_gradient
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _quantized_product(terms: _Terms, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def _quantized_product(terms: _ProductAxes, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """Return the product of two arrays, each rounded to integers."""
     lhs_scale, short_lhs = _rounded(lhs, terms.lhs, terms.out)
     rhs_scale, short_rhs = _rounded(rhs, terms.rhs, terms.out)
@@ -109,5 +109,5 @@ def _rounded(x: jax.Array, names: Names, out: Names) -> tuple[jax.Array, jax.Arr
     return _kernels.align(jax.lax.squeeze(scale, summed), kept, out), jnp.round(x / scale).astype(jnp.int8)
 
 
-def _dot_general(terms: _Terms, lhs: jax.Array, rhs: jax.Array, dtype: Any = None) -> jax.Array:
+def _dot_general(terms: _ProductAxes, lhs: jax.Array, rhs: jax.Array, dtype: Any = None) -> jax.Array:
     return jnp.einsum(lhs, terms.lhs, rhs, terms.rhs, terms.out, preferred_element_type=dtype)

@@ -72,12 +72,12 @@ def _build(functions: WithArrays, what: str) -> Callable[..., NamedArray]:
 
     @named_jit
     def generate(held: HeldArrays, key: Any, axes: tuple[Axis, ...], along: Axis, args: Any, kwargs: Any) -> NamedArray:
-        return _generate(what, functions, key, axes, along, _Arguments(what, (held, args, kwargs), along))
+        return _generate(what, functions, key, axes, along, _BlockArguments(what, (held, args, kwargs), along))
 
     return generate
 
 
-class _Arguments:
+class _BlockArguments:
     """The values that the function closes over and its arguments after the shape: arrays, and static parts."""
 
     def __init__(self, what: str, tree: Any, along: Axis):
@@ -99,7 +99,7 @@ class _Arguments:
 
 
 def _generate(
-    what: str, functions: WithArrays, key: Any, axes: tuple[Axis, ...], along: Axis, arguments: _Arguments
+    what: str, functions: WithArrays, key: Any, axes: tuple[Axis, ...], along: Axis, arguments: _BlockArguments
 ) -> NamedArray:
     """Draw all blocks, and join them at the position of the axis in the shape."""
     rest = tuple(a for a in axes if a is not along)
@@ -143,7 +143,7 @@ def _generate(
     return wrap(drawn, tuple(a.name for a in out))
 
 
-def _axes_of_block(block: Callable[..., NamedArray], key: Any, arguments: _Arguments) -> tuple[Axis, ...]:
+def _axes_of_block(block: Callable[..., NamedArray], key: Any, arguments: _BlockArguments) -> tuple[Axis, ...]:
     """Return the axes of one block, without drawing it."""
     shapes = [
         jax.ShapeDtypeStruct(x.shape if i is None else (*x.shape[:i], *x.shape[i + 1 :]), x.dtype)

@@ -19,7 +19,7 @@ from .placement import Leaf as Leaf
 from .process_local_data import from_process_local_data as from_process_local_data
 from .queries import (
     Finding as Finding,
-    Report as Report,
+    MappingReport as MappingReport,
     infer_resource_partitions as infer_resource_partitions,
     lint_mapping as lint_mapping,
     physical_axis_name as physical_axis_name,

@@ -87,6 +87,8 @@ class CompiledFunction(Generic[P, R]):
         self._fn: Callable[..., Any] = fn
         self._active = active
         self._settings = _context.changed(None, **active)
+        self._around_last: tuple[Any, Any] = None, None
+        """The settings that were active around the last call, and what it activated in their place."""
         self._arguments = [(label, placement) for label, placement in arguments if placement is not None]
         self._results = results
         self._donate = donate
@@ -164,8 +166,11 @@ class CompiledFunction(Generic[P, R]):
         are active around the call. Those that it does not replace stay.
         """
         outer = _context.active_settings()
-        settings = _context.changed(outer, **self._active)
-        wanted = None if settings is self._settings else settings
+        seen, wanted = self._around_last
+        if seen is not outer:
+            settings = _context.changed(outer, **self._active)
+            wanted = None if settings is self._settings else settings
+            self._around_last = outer, wanted
         with (
             contextlib.nullcontext() if self._around is None else self._around(),
             contextlib.nullcontext() if wanted is outer else _context.activate(wanted),

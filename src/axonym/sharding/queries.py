@@ -185,7 +185,7 @@ class Finding:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class MappingReport:
     """The findings of `lint_mapping`, as a text when printed; true if there are any.
 
     >>> bool(axn.lint_mapping(axn.ones({"x": 2}), {"x": None}, axn.make_mesh({"data": 2})))
@@ -213,7 +213,7 @@ class Report:
 
 def lint_mapping(
     tree: Any, placement: Placement = None, mesh: AnyMesh | None = None, *, large: int = 1 << 20
-) -> Report:
+) -> MappingReport:
     """Find everything that is wrong or doubtful about a mapping, or another placement, for a model on a mesh.
 
     Arguments:
@@ -237,7 +237,7 @@ def lint_mapping(
     try:
         examined = examine(tree, placement, mesh, "lint_mapping")
     except ValueError as problem:  # it cannot be asked leaf by leaf
-        return Report((Finding("problem", "the placement", str(problem)),), len(arrays))
+        return MappingReport((Finding("problem", "the placement", str(problem)),), len(arrays))
     given: dict[int, tuple[Placement, list[Leaf]]] = {}
     if is_placement(placement):
         given[id(placement)] = placement, []
@@ -263,7 +263,7 @@ def lint_mapping(
             size = _errors.describe_bytes(_bytes(leaf))
             text = f"{leaf.path} {described(leaf)}, {size}, is replicated on {devices} devices."
             findings.append(Finding("replicated", leaf.path, text))
-    return Report(tuple(findings), len(arrays))
+    return MappingReport(tuple(findings), len(arrays))
 
 
 def _bytes(leaf: Leaf) -> int:

@@ -29,7 +29,7 @@ from .._processes import fail_together
 from ..named_array import NamedArray, describe_array
 from ..sharding.shard import copied_to_host
 from .naming import StateDict, is_number
-from .safetensors_header import DTYPES, MAX_HEADER, METADATA, Entry, InvalidFile, parse_header, short
+from .safetensors_header import DTYPES, MAX_HEADER, METADATA, InvalidFile, TensorEntry, parse_header, short
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -259,7 +259,7 @@ def _load_file(path: Path) -> StateDict:
             raise ValueError(f"load_state_dict: {what} {e}.") from None
 
 
-def _view(key: str, entry: Entry, values: np.ndarray) -> np.ndarray:
+def _view(key: str, entry: TensorEntry, values: np.ndarray) -> np.ndarray:
     try:
         return values[entry.start : entry.end].view(entry.dtype).reshape(entry.shape)
     except (ValueError, OverflowError):  # an array without values can have sizes that NumPy does not have

@@ -44,7 +44,7 @@ _MAX_RANK = 64
 """The limit of NumPy."""
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """An array in a file. The offsets count from the end of the header."""
 
     dtype: np.dtype
@@ -61,12 +61,12 @@ class InvalidFile(Exception):
         self.key = key
 
 
-def parse_header(header: bytes, size: int) -> dict[str, Entry]:
+def parse_header(header: bytes, size: int) -> dict[str, TensorEntry]:
     """Return the entry of each key; the arrays must cover the `size` bytes after the header, each byte once.
 
     Raises `InvalidFile`.
     """
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     text = _Text(header)
     for key in text.members():
         if key == METADATA:
@@ -89,7 +89,7 @@ def parse_header(header: bytes, size: int) -> dict[str, Entry]:
 _FIELDS = ("dtype", "shape", "data_offsets")
 
 
-def _checked(key: str, fields: dict[str, Any], size: int) -> Entry:
+def _checked(key: str, fields: dict[str, Any], size: int) -> TensorEntry:
     code, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if code not in DTYPES:
         raise InvalidFile(f"has dtype {short(code).strip(chr(39))}, which NumPy does not have", key)
@@ -101,10 +101,10 @@ def _checked(key: str, fields: dict[str, Any], size: int) -> Entry:
         raise InvalidFile(f"is truncated: {short(key)} ends at byte {end} of {size}")
     if end - start != dtype.itemsize * math.prod(shape):
         raise InvalidFile(f"has {end - start} bytes for {dtype}{short(shape)}", key)
-    return Entry(dtype, tuple(shape), start, end)
+    return TensorEntry(dtype, tuple(shape), start, end)
 
 
-def _check_cover(entries: dict[str, Entry], size: int) -> None:
+def _check_cover(entries: dict[str, TensorEntry], size: int) -> None:
     covered, before = 0, None
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start < covered:

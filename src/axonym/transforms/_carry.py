@@ -204,7 +204,7 @@ def _entries(aval: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def _described(names: Names | None, aval: Any) -> str:
-    """`float32[batch=8 over 'data', embed=4]`."""
+    """Describe an array with its sharding, as in `float32[batch=8 over 'data', embed=4]`."""
     axes = []
     for i, (size, entry) in enumerate(zip(aval.shape, _entries(aval), strict=True)):
         axis = f"{names[i]}={size}" if names else str(size)

@@ -128,7 +128,7 @@ def lift(fn: Any, spec: str | None = None, *, in_axes: Any = None, out_axes: Any
     def lifted(*args: Any, **kwargs: Any) -> Any:
         here = {word: kwargs.pop(word) for word in signature.words if word in kwargs}
         _check_aliases(what, signature, here)
-        given = signature.separated(what, _Call(fn, args, kwargs))
+        given = signature.separated(what, _LiftedCall(fn, args, kwargs))
         functions = functions_of()
         held = [*functions.arrays, *given.handed_on]
         aliases = tuple({**known, **here}.items())
@@ -209,7 +209,7 @@ class _Signature:
         inputs = ("_" if term is None else " ".join(term) for term in self.inputs)
         return f"{', '.join(inputs)} -> {', '.join(' '.join(term) for term in self.outputs)}"
 
-    def separated(self, what: str, call: _Call) -> _Arguments:
+    def separated(self, what: str, call: _LiftedCall) -> _Arguments:
         """Return the arguments of a call, with the arrays separated."""
         by_keyword = [f"`{k}`" for k, x in call.kwargs.items() if isinstance(x, _ARRAYS)]
         if by_keyword:
@@ -252,7 +252,7 @@ class _Signature:
             raise TypeError(self._unhashable(what, call))
         return _Arguments(operands, tuple(names), arrays, static)
 
-    def _unhashable(self, what: str, call: _Call) -> str:
+    def _unhashable(self, what: str, call: _LiftedCall) -> str:
         handed_on = {
             call.argument(i): x for i, x in enumerate(call.args) if (*self.inputs, *[None] * (i + 1))[i] is None
         }
@@ -286,7 +286,7 @@ class _Arguments(NamedTuple):
     """All else of these."""
 
 
-class _Call(NamedTuple):
+class _LiftedCall(NamedTuple):
     """A call of a lifted function."""
 
     fn: Callable[..., Any]

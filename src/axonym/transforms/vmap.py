@@ -118,7 +118,7 @@ class _Operand:
 
 
 def _operands(
-    names: Names, leaves: Sequence[Any], raw_axes: Sequence[_RawAxis], args: Any, kwargs: Any
+    names: Names, leaves: Sequence[Any], raw_axes: Sequence[_CheckedRawAxis], args: Any, kwargs: Any
 ) -> tuple[list[_Operand], list[Any]]:
     """Return the arrays among the leaves of the arguments, and the leaves, whose arrays are to be filled in."""
     operands, others = [], list(leaves)
@@ -207,7 +207,7 @@ def _placed_alike(names: Names, sizes: Mapping[str, int], operands: Sequence[_Op
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _RawAxis:
+class _CheckedRawAxis:
     """The way a raw array is mapped."""
 
     where: int | Callable[[Any], Any] | None
@@ -223,9 +223,9 @@ class _RawAxes:
         self.args = [_checked(f"args[{i}]", a, of_argument=True) for i, a in enumerate(args)]
         self.kwargs = {k: _checked(f"kwargs[{k!r}]", a, of_argument=True) for k, a in kwargs.items()}
 
-    def of_leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[_RawAxis]:
+    def of_leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[_CheckedRawAxis]:
         """Return for each leaf of the arguments how it is mapped if it is a raw array."""
-        if not self.args and not self.kwargs and isinstance(self.default, _RawAxis):
+        if not self.args and not self.kwargs and isinstance(self.default, _CheckedRawAxis):
             return [self.default] * count
         if unknown := [k for k in self.kwargs if k not in kwargs]:
             listed, hints = _errors.quoted(unknown), _errors.suggestions(unknown, kwargs)
@@ -236,7 +236,7 @@ class _RawAxes:
             raise TypeError(
                 f"vmap: `args` says how to map {len(self.args)} arguments, but the call has {len(args)} by position."
             )
-        found: list[_RawAxis] = []
+        found: list[_CheckedRawAxis] = []
         for i, x in enumerate(args):
             found += _spread(f"args[{i}]", self.args[i] if i < len(self.args) else self.default, x)
         for k in sorted(kwargs):  # as JAX flattens dictionaries
@@ -245,20 +245,20 @@ class _RawAxes:
 
 
 def _checked(what: str, spec: RawAxis, of_argument: bool) -> Any:
-    def check(where: Any) -> _RawAxis:
+    def check(where: Any) -> _CheckedRawAxis:
         if where is not None and not isinstance(where, int) and not callable(where):
             raise TypeError(
                 f"vmap: `{what}` says where raw arrays are mapped, by a position, None or a function, got "
                 f"{type(where).__name__}. Named arrays go by their names."
             )
-        return _RawAxis(where, of_argument)
+        return _CheckedRawAxis(where, of_argument)
 
     return jax.tree.map(check, spec, is_leaf=lambda s: s is None or callable(s))
 
 
-def _spread(path: str, spec: Any, argument: Any) -> list[_RawAxis]:
+def _spread(path: str, spec: Any, argument: Any) -> list[_CheckedRawAxis]:
     """Return a tree prefix of an argument as a list with an entry for each leaf."""
-    found: list[_RawAxis] = []
+    found: list[_CheckedRawAxis] = []
     try:
         jax.tree.map(lambda s, part: found.extend([s] * len(_mapped_axis.flatten(part)[0])), spec, argument)
     except ValueError:

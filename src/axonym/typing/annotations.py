@@ -78,7 +78,7 @@ class _Checking(Annotation):
         return f"{cls.__module__}.{cls.__qualname__}"  # beartype parses the text of `repr(cls | None)`
 
 
-class _Annotation(_Checking):
+class _TypingAnnotation(_Checking):
     """The metaclass of annotations: to `typing.get_args` and `typing.get_origin`, they are a `typing.Annotated`."""
 
     __class__ = property(lambda cls: type(Annotated[int, None]))  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
@@ -102,7 +102,7 @@ def _annotation(asked: NamedArrayAxes, kind: type[_Checking]) -> _Checking:
     return kind(repr(asked), (), {"asked": asked, "__module__": "axonym.typing", "__slots__": ()})
 
 
-for _kind in (_Checking, _Annotation):
+for _kind in (_Checking, _TypingAnnotation):
     copyreg.pickle(_kind, lambda annotation: (_annotation, (annotation.asked, type(annotation))))
 
 
@@ -114,7 +114,7 @@ def annotate(cls: type, spec: NamedArrayAxesSpec) -> Any:
     """
     if isinstance(spec, tuple) and spec and spec[0] is NamedArray:  # as the annotations with a dtype have it
         spec = spec[1] if len(spec) == 2 else spec[1:]
-    return _annotation(read(_ANY, spec), _Annotation)
+    return _annotation(read(_ANY, spec), _TypingAnnotation)
 
 
 class _Typed:
@@ -140,7 +140,7 @@ class _Typed:
         if array_type is not NamedArray:
             return self.dtype[item]
         asked = read(f"{self.name}[...]", spec[0] if len(spec) == 1 else spec)
-        return _annotation(dataclasses.replace(asked, dtype=self.dtype), _Annotation)
+        return _annotation(dataclasses.replace(asked, dtype=self.dtype), _TypingAnnotation)
 
     def __repr__(self) -> str:
         return f"axonym.typing.{self.name}"

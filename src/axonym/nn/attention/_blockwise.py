@@ -71,7 +71,7 @@ class Blockwise(NamedTuple):
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), xs)
 
 
-class Terms(NamedTuple):
+class ScoreTerms(NamedTuple):
     """What scores depend on besides queries and keys.
 
     Bias and mask have the axes (batch, heads, group, queries, keys), of which each may have size one, and all keys.
@@ -111,7 +111,7 @@ def _exchange_halves(x: jax.Array, axis: int, axes: Axes, count: int, inverse: b
 # --- attention ---
 
 
-def attend(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, terms: Terms) -> Any:
+def attend(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, terms: ScoreTerms) -> Any:
     """Return the result, zeros for queries without keys, and the log of the sum of exponentials, infinite for these."""
     # Gradients are summed once, outside, over the mesh axes that an operand is replicated over.
     over = set(plan.axes).union(*map(varying_axes, jax.tree.leaves((query, key, value, terms))))
@@ -120,7 +120,7 @@ def attend(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, terms: Terms) -> Any:
+def _attend(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, terms: ScoreTerms) -> Any:
     shape = query.shape[:-1]
     wide = _wide(query)
     state = [jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide), jnp.zeros((*shape, value.shape[-1]), wide)]
@@ -145,7 +145,7 @@ def _attend(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array,
     return (sums / jnp.where(none, 1, total)[..., None]).astype(query.dtype), log_total
 
 
-def _forward(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, terms: Terms) -> Any:
+def _forward(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, terms: ScoreTerms) -> Any:
     found: Any = _attend(plan, query, key, value, terms)
     result, log_total = found
     return found, (query, key, value, terms, result, log_total)
@@ -183,7 +183,7 @@ def _backward(plan: Blockwise, saved: Any, cotangents: Any) -> Any:
     of_query, of_key, of_value = (
         x.astype(y.dtype) for x, y in zip((sums[0], *moving), (query, key, value), strict=True)
     )
-    return of_query, of_key, of_value, Terms(of_bias)
+    return of_query, of_key, of_value, ScoreTerms(of_bias)
 
 
 _attend.defvjp(_forward, _backward)
@@ -198,7 +198,7 @@ def _visit_keys(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    terms: Terms,
+    terms: ScoreTerms,
     query_starts: jax.Array,
     key_starts: jax.Array,
 ) -> Any:
@@ -235,7 +235,7 @@ def _visit_queries(
     key: jax.Array,
     value: jax.Array,
     of_queries: Any,
-    terms: Terms,
+    terms: ScoreTerms,
     query_starts: jax.Array,
     key_starts: jax.Array,
 ) -> Any:
@@ -322,7 +322,14 @@ def _unless_excluded(
 
 
 def _scores(
-    plan: Blockwise, q: jax.Array, k: jax.Array, terms: Terms, queries: _Runs, keys: _Runs, i: jax.Array, j: jax.Array
+    plan: Blockwise,
+    q: jax.Array,
+    k: jax.Array,
+    terms: ScoreTerms,
+    queries: _Runs,
+    keys: _Runs,
+    i: jax.Array,
+    j: jax.Array,
 ) -> jax.Array:
     """Compute the scores of a block, minus infinity where the mask excludes."""
     scores = _product(plan, "bhgqd,bhkd->bhgqk", q, k) * plan.scale

@@ -42,7 +42,7 @@ from ..._per_device import run_per_device
 from ...axis import Names
 from ...named_array import NamedArray, wrap
 from ...ops._operands import require_subset
-from ._blockwise import BATCH, HEADS, KEYS, QUERIES, Blockwise, Terms, attend, from_zigzag, to_zigzag
+from ._blockwise import BATCH, HEADS, KEYS, QUERIES, Blockwise, ScoreTerms, attend, from_zigzag, to_zigzag
 from .fused import merge_axes, split_axes
 from .masks import Causal, Mask, as_truth_values
 
@@ -250,7 +250,7 @@ def _placed(
 
 
 def _terms(what: str, layout: Layout, mask: Mask, bias: NamedArray | None) -> dict[str, NamedArray]:
-    """Return what the scores depend on besides queries and keys, as the fields of `Terms`."""
+    """Return what the scores depend on besides queries and keys, as the fields of `ScoreTerms`."""
     scores = tuple(n for role in (*layout.of_queries, layout.keys) for n in role)
     causal = mask if isinstance(mask, Causal) else None
     found = {
@@ -340,7 +340,7 @@ def _on_device(
     q, k, v = (merge_axes(x.astype(dtype), n, p) for x, n, p in zip(arrays[:3], names[:3], parts, strict=True))
     scores = (*layout.of_queries, layout.keys)
     of_terms = {"bias": scores, "mask": scores, "segments": (layout.batch, (), layout.positions)}
-    terms = Terms(
+    terms = ScoreTerms(
         **{
             label: merge_axes(x, own, of_terms[label], sizes | dict(zip(own, x.shape, strict=True)))
             for label, own, x in zip(labels, names[3:], arrays[3:], strict=True)
