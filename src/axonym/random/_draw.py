@@ -18,12 +18,11 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from .. import _context, _errors, _kernels
-from .._mesh_axes import entries_by_name
+from .._mesh_axes import current_mesh, entries_by_name
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, axis_size
 from ..named_array import NamedArray, NamedOrNumeric, resolve as resolve_axes
 from ..ops._new_array import sharded_kernel
 from ..ops._operands import distinct, dtype_key, one_axis, operand
-from ..sharding.meshes import current_mesh
 
 Key: TypeAlias = NamedOrNumeric
 """One random key, as `jax.random.key` or `jax.random.PRNGKey` make it; a named array only if it has no axes."""
