@@ -16,7 +16,7 @@ from tests.fuzz.worker import ABORTED, Worker
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_programs(seed: int) -> None:
     found = try_seed(seed)
     assert found is None, str(found)
@@ -28,6 +28,7 @@ def test_a_seed_draws_one_program() -> None:
 
 def test_planted_fault_is_found_and_made_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong sign in one operation; the report shows a program of few steps that ends in it."""
+    monkeypatch.setattr(checks, "CHECKS", (check_steps,))
     right = axn.negative
     program = next(
         p for p in map(draw_program, map(random.Random, range(100))) if "negative" in [s.kind for s in p.steps]
