@@ -12,9 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-
-from training import hosts
+from examples.training import hosts
 
 if __name__ == "__main__":
     hosts.supervise_if_distributed(sys.argv[1:])
@@ -22,7 +20,8 @@ if __name__ == "__main__":
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from training import lock
+
+from examples.training import lock
 
 STEPS = 40
 
