@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ def test_checks(count: int, tmp_path: Path, request: pytest.FixtureRequest) -> N
     chosen = names(checks, faults)
     if count == 2:
         chosen += names(loading)
-        prepare_training(tmp_path)
+        training.train_in_one_process(tmp_path)
         first, *rest = names(training)
         chosen += [first] if "not further" in str(request.config.getoption("markexpr")) else [first, *rest]
     found = outcomes(*chosen, count=count, folder=tmp_path, limit=900)
@@ -30,9 +29,6 @@ def test_checks(count: int, tmp_path: Path, request: pytest.FixtureRequest) -> N
     checks.restored(tmp_path / "check_checkpoint_for_other_processes" / "of-several")
 
 
-def prepare_training(folder: Path) -> None:
-    """Leave the losses of one process, which several processes are to have, too."""
-    training.text(folder)
-    (folder / "one").mkdir()
-    losses = training.train(folder / "one", "--mapping", "data", "--samples", "0")
-    (folder / "losses.json").write_text(json.dumps(losses))
+def test_every_mapping_is_checked() -> None:
+    checked = {name.rpartition(".check_")[2] for name in names(training)}
+    assert {name.replace("+", "_and_") for name in training.train_lm.strategies.BUILT_IN} <= checked

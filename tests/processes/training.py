@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
 import numpy as np
+
+import axonym as axn
+from axonym.sharding import fail_together
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # where a script finds what is beside it
 
@@ -29,41 +34,94 @@ def text(folder: Path) -> Path:
     return path
 
 
-def train(folder: Path, *more: str) -> list[float]:
-    """Train with the devices that there are, and return the losses. Pictures take long: they come with samples."""
-    devices = ["--simulated-devices", str(jax.local_device_count())]
+def train(folder: Path, *more: str, pictures: bool = False) -> list[float]:
+    """Train in the folder's `run` with the devices that there are, and return the losses. Pictures take long."""
     out = folder / "run"
-    arguments = [*SMALL, "--data", str(folder.parent / "text.txt"), "--out", str(out), "--steps", str(STEPS), *devices]
-    nothing = dict.fromkeys(("save_placement", "save_curve") if "--samples" in more else (), lambda *args: None)
+    arguments = ["--out", str(out), "--simulated-devices", str(jax.local_device_count())]
+    if "--resume" not in more:
+        arguments += [*SMALL, "--data", str(folder.parent / "text.txt"), "--steps", str(STEPS)]
+    nothing = {} if pictures else dict.fromkeys(("save_placement", "save_curve"), lambda *args: None)
     with mock.patch.multiple(train_lm.pictures, **nothing) if nothing else contextlib.nullcontext():
         assert train_lm.main([*arguments, *more]) == 0
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [row["loss"] for row in rows if "loss" in row] + [row["held_out_loss"] for row in rows if "loss" not in row]
 
 
-def check(folder: Path, mapping: str, *more: str) -> None:
+def train_in_one_process(folder: Path) -> None:
+    """Leave a run, whose losses several processes are to have, and from whose first step they go on."""
+    text(folder)
+    (folder / "one").mkdir()
+    losses = train(folder / "one", "--mapping", "data", "--samples", "0", "--save-every", "1", "--keep", "9")
+    (folder / "losses.json").write_text(json.dumps(losses))
+
+
+def assert_losses(folder: Path, found: list[float]) -> None:
     expected = json.loads((folder.parent / "losses.json").read_text())
-    np.testing.assert_allclose(train(folder, "--mapping", mapping, *more), expected, rtol=1e-4)
-    assert sorted(path.name for path in (folder / "run" / "checkpoints").iterdir()) == ["step-000002", "step-000003"]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    if jax.process_index() == 0:  # which deletes those that are too many
+        kept = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
+        assert kept == ["step-000002", "step-000003"]
 
 
 def check_fsdp_and_tensor(folder: Path) -> None:
-    check(folder, "fsdp+tensor", "--samples", "0", "--export", str(folder / "model.safetensors"))
-    assert (folder / "model.safetensors").exists()
+    export = folder / "model.safetensors"
+    found = train(folder, "--mapping", "fsdp+tensor", "--samples", "0", "--export", str(export), pictures=True)
+    assert_losses(folder, found)
+    assert export.exists() and (folder / "run" / "loss.png").exists() and (folder / "run" / "placement.png").exists()
 
 
-def check_fsdp(folder: Path) -> None:
-    check(folder, "fsdp")
-    assert (folder / "run" / "samples.txt").read_text().count("def ") == 2
+def go_on(folder: Path, mapping: str, samples: int = 0) -> None:
+    """Under a mapping, go on with the run of one process from its first step: compiling the start takes long."""
+    with fail_together("copy"):
+        if jax.process_index() == 0:
+            one, run = folder.parent / "one" / "run", folder / "run"
+            shutil.copytree(one / "checkpoints" / "step-000001", run / "checkpoints" / "step-000001")
+            for name in ("config.json", "metrics.jsonl"):
+                shutil.copy(one / name, run)
+    more = ["--samples", str(samples), "--save-every", "2", "--keep", "2"]
+    assert_losses(folder, train(folder, "--resume", "--mapping", mapping, *more))
 
 
 def check_data(folder: Path) -> None:
-    check(folder, "data", "--samples", "0")
+    go_on(folder, "data", samples=2)
+    assert (folder / "run" / "samples.txt").read_text().count("def ") == 2
+
+
+def check_fsdp(folder: Path) -> None:
+    go_on(folder, "fsdp")
 
 
 def check_tensor(folder: Path) -> None:
-    check(folder, "tensor", "--samples", "0")
+    go_on(folder, "tensor")
 
 
 def check_sequence(folder: Path) -> None:
-    check(folder, "sequence", "--samples", "0")
+    go_on(folder, "sequence")
+
+
+def check_context(folder: Path) -> None:
+    go_on(folder, "context")
+
+
+def check_bytes_of_the_text(folder: Path) -> None:
+    """For a step, each process reads the texts of its devices, and nothing else."""
+    data, read = train_lm.data, 0
+
+    class Mapped:
+        def __init__(self, path: Path, size: int):
+            self.bytes = mapped(path, size)
+
+        def __getitem__(self, places: Any) -> np.ndarray:
+            nonlocal read
+            read += self.bytes[places].nbytes
+            return self.bytes[places]
+
+    Batch, Pos = axn.make_axes(batch=8, pos=16)
+    corpus, mapped = data.read(str(folder.parent / "text.txt"), 0.2, Batch, Pos), data._mapped
+    texts = data.Texts(corpus.train, Pos.size, seed=0)
+    sharding = jax.NamedSharding(axn.make_mesh({"data": 8}), jax.P("data"))
+    with mock.patch.object(data, "_mapped", Mapped):
+        tokens = texts.batch(5, Batch, Pos, sharding)
+    assert read == Batch.size * Pos.size // jax.process_count()
+    expected = [texts.text[np.arange(16) + texts.start_of(5 + i)] for i in range(8)]
+    np.testing.assert_array_equal(axn.to_host(tokens).array, expected)
