@@ -11,6 +11,7 @@ import jax
 from . import (
     calls,
     checkpoints,
+    draws,
     eager,
     fsdp,
     importing,
@@ -40,6 +41,7 @@ SECTIONS = {
     "transforms": transforms.rows,
     "stacked": stacked.rows,
     "sampling": sampling.rows,
+    "draws": draws.rows,
     "weights": weights.rows,
     "checkpoints": checkpoints.rows,
     "import": importing.rows,
