@@ -21,7 +21,7 @@ does not, and without an axis that is sharded over the same mesh axis as the bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,8 +29,18 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from . import _kernels
-from ._context import Entry, active_parameter_mapping
-from ._mesh_axes import AnyMesh, Axes, axes_in, current_mesh, fits, mapped_axes, mesh_axes, spec_of
+from ._context import active_parameter_mapping
+from ._mesh_axes import (
+    AnyMesh,
+    Axes,
+    axes_in,
+    current_mesh,
+    fits,
+    is_parameter,
+    mapped_axes,
+    spec_of,
+    storage_axes,
+)
 from ._per_device import run_per_device, varying_over
 from .axis import Names
 
@@ -45,29 +55,24 @@ def run_gathering_parameters(
             independently.
         summed: the axes that the operation sums over.
     """
-    parameter_mapping, mesh = active_parameter_mapping(), _mesh_to_run_on()
-    if mesh is None:
+    mesh = _mesh_to_run_on()
+    parameters = [i for i in range(len(in_names)) if mesh is not None and _is_gathered(i, in_names)]
+    if mesh is None or not parameters:
         return None
-    compute = {n: mapped_axes(n) for names in in_names for n in names}
-    stored = [_stored(names, compute, parameter_mapping) for names in in_names]
-    is_parameter = [_is_parameter(i, in_names, compute, stored) for i in range(len(in_names))]
-    if not any(is_parameter):
-        return None
-    specs = [_spec(names, stored[i] if is_parameter[i] else compute) for i, names in enumerate(in_names)]
-    out_spec = _spec(out_names, compute)
+    specs = [spec_of(map(storage_axes if i in parameters else mapped_axes, n)) for i, n in enumerate(in_names)]
+    gathered = {i: [_extra(n) for n in in_names[i]] for i in parameters}
+    out_spec = spec_of(map(mapped_axes, out_names))
     if not _possible(specs, out_spec, arrays, mesh):
         return None
-    reduced = tuple(dict.fromkeys(a for n in summed for a in compute.get(n, ())))
+    reduced = tuple(dict.fromkeys(a for n in summed for a in mapped_axes(n)))
 
     def per_device(*shards):
         operands = []
         for i, x in enumerate(shards):
-            if is_parameter[i]:
+            if i in gathered:
                 x = _varying_alike(x, specs[i], specs, mesh)
-                for position, name in enumerate(in_names[i]):
-                    extra = tuple(a for a in stored[i][name] if a not in compute[name])
-                    if extra:
-                        x = jax.lax.all_gather(x, extra, axis=position, tiled=True)
+                for position, extra in enumerate(gathered[i]):
+                    x = jax.lax.all_gather(x, extra, axis=position, tiled=True) if extra else x
             operands.append(x)
         result = fn(*operands)
         return jax.lax.psum(result, reduced) if reduced else result
@@ -89,25 +94,23 @@ def look_up_sharded_columns(
         fn: the look-up, on shards of the table and the indices.
         indexed: the axis of the table that is indexed.
     """
-    parameter_mapping, mesh = active_parameter_mapping(), _mesh_to_run_on()
+    mesh = _mesh_to_run_on()
     if mesh is None:
         return None
     names, index_names = in_names
-    compute = {n: mapped_axes(n) for n in (*names, *index_names)}
-    stored = _stored(names, compute, parameter_mapping)
-    columns = [n for n in names if stored[n] != compute[n]]
-    if not _is_parameter(0, in_names, compute, [stored, {}]) or len(columns) != 1 or indexed in columns:
+    columns = [n for n in names if storage_axes(n) != mapped_axes(n)]
+    if not _is_gathered(0, in_names) or len(columns) != 1 or indexed in columns:
         return None
-    over = compute[indexed]
-    if over and (table.dtype == jnp.bool_ or any(a in over for n in index_names for a in compute[n])):
+    over = mapped_axes(indexed)
+    if over and (table.dtype == jnp.bool_ or any(a in over for n in index_names for a in mapped_axes(n))):
         return None
     column = columns[0]
-    extra = stored[column][len(compute[column]) :]
-    rows = [n for n in index_names if set(extra) & set(compute[n])]
-    if len(rows) != 1 or not set(extra) <= set(compute[rows[0]]):
+    extra = _extra(column)
+    rows = [n for n in index_names if set(extra) & set(mapped_axes(n))]
+    if len(rows) != 1 or not set(extra) <= set(mapped_axes(rows[0])):
         return None
-    specs = [_spec(names, stored), _spec(index_names, compute)]
-    out_spec = _spec(out_names, compute)
+    specs = [spec_of(map(storage_axes, names)), spec_of(map(mapped_axes, index_names))]
+    out_spec = spec_of(map(mapped_axes, out_names))
     if not _possible(specs, out_spec, (table, indices), mesh):
         return None
     row_of_indices = index_names.index(rows[0])
@@ -158,22 +161,15 @@ def _varying_alike(x: jax.Array, own: PartitionSpec, specs: Sequence[PartitionSp
     return varying_over(x, [a for a in mesh.axis_names if a in others])
 
 
-def _stored(names: Names, compute: Mapping[str, Axes], parameter_mapping: Mapping[str, Entry]) -> dict[str, Axes]:
-    """Return the storage sharding of the axes of an array, if it is a parameter."""
-    return {n: mesh_axes(parameter_mapping[n]) if n in parameter_mapping else compute[n] for n in names}
+def _extra(name: str) -> Axes:
+    """Return the mesh axes over which an axis of a parameter is gathered to be used."""
+    return tuple(a for a in storage_axes(name) if a not in mapped_axes(name))
 
 
-def _is_parameter(
-    i: int, in_names: Sequence[Names], compute: Mapping[str, Axes], stored: Sequence[Mapping[str, Axes]]
-) -> bool:
-    names = in_names[i]
-    own = {a for n in names for a in compute[n]}
-    extra = {a for n in names for a in stored[i][n] if a not in compute[n]}
-    others = {a for j, other in enumerate(in_names) if j != i for n in other for a in compute[n]}
+def _is_gathered(i: int, in_names: Sequence[Names]) -> bool:
+    """Return whether an operand is a parameter that is stored sharded over mesh axes of other operands."""
+    extra = {a for n in in_names[i] for a in _extra(n)}
+    others = {a for j, other in enumerate(in_names) if j != i for n in other for a in mapped_axes(n)}
     # The storage sharding must refine the compute sharding, because parameters are only gathered.
-    refines = all(stored[i][n][: len(compute[n])] == compute[n] for n in names)
-    return bool(extra) and refines and not extra & own and extra <= others
-
-
-def _spec(names: Names, placed: Mapping[str, Axes]) -> PartitionSpec:
-    return spec_of(placed.get(n, ()) for n in names)
+    refines = all(storage_axes(n)[: len(used)] == used for n in in_names[i] for used in [mapped_axes(n)])
+    return is_parameter(in_names[i]) and refines and extra <= others

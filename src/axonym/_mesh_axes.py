@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from . import _errors
-from ._context import Entry, active_mapping
+from ._context import Entry, active_mapping, active_parameter_mapping
 
 Axes: TypeAlias = tuple[str, ...]
 """Some mesh axes, the major one first."""
@@ -148,9 +148,45 @@ def mapped_axes(name: str, mapping: Mapping[str, Entry] | None = None) -> Axes:
     return mesh_axes(entries_by_name((name,), mapping)[0])
 
 
+def storage_axes(
+    name: str, parameters: Mapping[str, Entry] | None = None, mapping: Mapping[str, Entry] | None = None
+) -> Axes:
+    """Return the mesh axes over which an axis of a parameter is sharded where it is stored.
+
+    These are those of the parameter mapping, or of the other mapping if it lacks the axis; by default the active ones.
+    """
+    stored = active_parameter_mapping() if parameters is None else parameters
+    return mesh_axes(stored[name]) if name in stored else mapped_axes(name, mapping)
+
+
+def is_parameter(
+    names: Iterable[str], parameters: Mapping[str, Entry] | None = None, mapping: Mapping[str, Entry] | None = None
+) -> bool:
+    """Return whether an array with these axes is a parameter; the mappings are by default the active ones.
+
+    A parameter has an axis whose storage sharding is not its compute sharding, and none that is always sharded over the
+    same mesh axis: that would be a batch of something.
+    """
+    both = [(storage_axes(n, parameters, mapping), mapped_axes(n, mapping)) for n in names]
+    own = {a for stored, used in both if stored != used for a in stored}
+    return bool(own) and own.isdisjoint(a for stored, used in both if stored == used for a in used)
+
+
 def mapped_on(what: str, name: str, mesh: AnyMesh, *types: AxisType) -> Axes:
     """Return the mesh axes of some types over which the active mapping shards an axis; all must be in the mesh."""
     found, known = mapped_axes(name), types_of(mesh)
     if unknown := [a for a in found if a not in known]:
         raise ValueError(_errors.unknown_mesh_axis(what, name, unknown[0], mesh))
     return tuple(a for a in found if known[a] in types)
+
+
+def sharded_over(what: str, names: Iterable[str], x: Any, mesh: AnyMesh, *types: AxisType) -> tuple[Axes, ...]:
+    """Return the mesh axes that each axis of an operand is sharded over.
+
+    Explicit ones are those in its type; those of the types given are those of the active mapping.
+    """
+    explicit = axes_of_type(mesh, AxisType.Explicit)
+    return tuple(
+        (*(a for a in mesh_axes(entry) if a in explicit), *mapped_on(what, name, mesh, *types))
+        for name, entry in zip(names, entries_of(x), strict=True)
+    )

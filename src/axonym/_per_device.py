@@ -32,7 +32,7 @@ def run_per_device(
         axis_names: the mesh axes that are manual in `fn`; by default all that are not manual already.
         check_vma: whether JAX keeps track of which values are device-varying.
     """
-    around = set(getattr(mesh, "manual_axes", ()))
+    around = set(axes_of_type(mesh, AxisType.Manual))
     manual = set(axis_names) or set(mesh.axis_names) - around
     mapped = jax.shard_map(
         fn,

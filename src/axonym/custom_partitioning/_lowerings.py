@@ -28,10 +28,9 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .._jax_versions import varying_axes
-from .._mesh_axes import axes_in, axes_of_type, restricted
+from .._mesh_axes import AnyMesh, axes_in, axes_of_type
 from .._per_device import run_per_device
 from ..manual._axis_environment import activate
-from ..sharding.meshes import AnyMesh
 from .rule import (
     REPLICATED,
     Infer,
@@ -77,7 +76,7 @@ class PartitionedOperation:
                 results = self.per_shard(shapes, *arrays)
             if not checked:
                 return results
-            around = set(getattr(mesh, "manual_axes", ()))
+            around = set(axes_of_type(mesh, AxisType.Manual))
             kept = [around.union(*(shardings.get(f, ()) for f in itertools.chain(*term))) for term in self.rule.results]
             return tuple(_invariant(x, axes) for x, axes in zip(results, kept, strict=True))
 
@@ -115,7 +114,7 @@ def by_partitioner(operation: PartitionedOperation, known: AnyMesh | None, *arra
     def partition(mesh: Any, operands: Arrays, results: Arrays) -> Any:
         everything = (*operands, *results)
         if mesh.empty:
-            mesh = _with_devices(operation.what, known, everything)
+            mesh = _mesh_by_arrays(operation.what, known, everything)
         # Where operands disagree, the largest keeps its sharding.
         order = sorted(range(len(operands)), key=lambda i: -operands[i].size)
         terms = (*rule.operands, *rule.results)
@@ -180,7 +179,7 @@ def _invariant(x: Any, kept: set[str]) -> Any:
     return jax.lax.pmax(x.astype(jnp.int32), axes).astype(x.dtype) if x.dtype == bool else jax.lax.pmax(x, axes)
 
 
-def _with_devices(what: str, mesh: AnyMesh | None, arrays: Sequence[Any]) -> Mesh:
+def _mesh_by_arrays(what: str, mesh: AnyMesh | None, arrays: Sequence[Any]) -> Mesh:
     """Return the active mesh with devices. The partitioner forgets it if no argument of the program is on it."""
     if mesh is None:
         raise ValueError(f"{what}: the partitioner does not know of a mesh. Activate one with `jax.set_mesh`.")
@@ -205,9 +204,3 @@ def _entries(x: Any, mesh: Mesh) -> tuple[Any, ...]:
                 steps[axis] = starts[(0,) * i + (1,) + (0,) * (len(mesh.axis_names) - i - 1)][dimension]
         entries.append(tuple(sorted((a for a in steps if steps[a]), key=steps.__getitem__, reverse=True)) or None)
     return tuple(entries)
-
-
-def explicit_entries(x: Any) -> tuple[Any, ...]:
-    """Return how an array is sharded over Explicit mesh axes, one entry for each dimension."""
-    sharding = jax.typeof(x).sharding
-    return tuple(restricted(sharding.spec, axes_of_type(sharding.mesh, AxisType.Explicit)))

@@ -29,12 +29,12 @@ from .. import _context, _errors
 from .._function_cache import FunctionCache
 from .._jax_versions import INLINE
 from .._kernels import transpose_to
-from .._mesh_axes import NO_MESH, AnyMesh, axes_of_type, current_mesh, explicit_mesh, mapped_on, mesh_axes
+from .._mesh_axes import NO_MESH, AnyMesh, axes_of_type, current_mesh, explicit_mesh, sharded_over
 from .._tree_spec import StaticLeaf, TreeSpec, flatten
 from ..axis import Names
 from ..manual._axis_environment import ArgumentAxis, activate, interned
 from ..named_array import NamedArray, describe_array, raw, wrap
-from ._lowerings import Arrays, PartitionedOperation, all_manual, by_partitioner, explicit_entries, per_device
+from ._lowerings import Arrays, PartitionedOperation, all_manual, by_partitioner, per_device
 from ._terms import Described, by_names, by_string, parse, words
 from .rule import Infer, PartitioningRule, Shardings, derived_shardings, inferred_shardings, make_rule
 
@@ -340,7 +340,7 @@ def _run(plan: _PlannedOperation, arrays: Sequence[Any]) -> Arrays:
     mesh = around if not around.empty else _mesh_of_types(arrays)
     if mesh is None or not {AxisType.Explicit, AxisType.Manual} & set(mesh.axis_types):
         return plan.by_partitioner(*arrays)
-    shardings = _known_shardings(operation, mesh, [explicit_entries(x) for x in arrays], arrays)
+    shardings = _known_shardings(operation, mesh, arrays)
     if around.manual_axes:
         return _not_differentiated(operation, functools.partial(per_device, operation, mesh, shardings))(*arrays)
     # In a traced function, operands can be on a mesh that is not active.
@@ -388,7 +388,7 @@ def _left_to_partitioner(operation: PartitionedOperation, *arrays: Any) -> Array
             if mesh is None:  # there is none, or it is known to the compiler alone
                 return operation.call_unsharded(*given)
             with _context.activate(settings):
-                shardings = _known_shardings(operation, mesh, [(None,) * jnp.ndim(x) for x in given], given)
+                shardings = _known_shardings(operation, mesh, given)
             return per_device(operation, mesh, shardings, *given)
 
         return jax.jvp(of_moving, tuple(primals[i] for i in moving), tuple(tangents[i] for i in moving))
@@ -396,9 +396,7 @@ def _left_to_partitioner(operation: PartitionedOperation, *arrays: Any) -> Array
     return call(*arrays)
 
 
-def _known_shardings(
-    operation: PartitionedOperation, mesh: AnyMesh, known: Sequence[tuple[Any, ...]], arrays: Sequence[Any]
-) -> Shardings:
+def _known_shardings(operation: PartitionedOperation, mesh: AnyMesh, arrays: Sequence[Any]) -> Shardings:
     """Return the sharding of each factor where it must be known: by types, and on Auto mesh axes by the mapping."""
     auto = axes_of_type(mesh, AxisType.Auto)
     unmapped = not _context.active_mapping()
@@ -416,12 +414,8 @@ def _known_shardings(
         )
     rule, found = operation.rule, {}
     for i in sorted(range(len(arrays)), key=lambda i: -np.prod(jnp.shape(arrays[i]), dtype=float)):
-        entries = []
-        for dimension, entry in zip(rule.operands[i], known[i], strict=True):
-            axis = next((n for n, factors in rule.groups.items() if factors == dimension), dimension[0])
-            mapped = mapped_on(operation.what, axis, mesh, AxisType.Auto)
-            entries.append((*mesh_axes(entry), *mapped))
-        found[i] = entries
+        axes = (next((n for n, factors in rule.groups.items() if factors == d), d[0]) for d in rule.operands[i])
+        found[i] = sharded_over(operation.what, axes, arrays[i], mesh, AxisType.Auto)
     derived = derived_shardings(rule, mesh.shape, [(rule.operands[i], entries) for i, entries in found.items()])
     of_operands = [entries for _, entries in sorted(found.items())]
     return inferred_shardings(operation.what, rule, mesh.shape, operation.infer, derived, of_operands)

@@ -18,10 +18,10 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from .. import _context, _errors
-from .._mesh_axes import axes_in, mesh_axes, shard_count
+from .._mesh_axes import axes_in, axes_of_type, mesh_axes, shard_count
 from .._parameter_names import parameter_names
 from .._per_device import run_per_device
 from .._tree_spec import StaticLeaf, TreeSpec
@@ -182,7 +182,7 @@ class _Call:
                 f"{self.what}: `axis_names` has {listed}, which mesh {_errors.describe_shape(mesh.shape)} does not "
                 f"have.{_errors.suggestions(unknown, mesh.axis_names)}"
             )
-        already = set(getattr(mesh, "manual_axes", ()))
+        already = set(axes_of_type(mesh, AxisType.Manual))
         if taken := sorted(self.axis_names & already):
             raise ValueError(
                 f"{self.what}: mesh axis {_errors.quoted(taken)} of `axis_names` is manual already, by "

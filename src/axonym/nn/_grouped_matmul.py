@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _kernels
-from .._context import active_parameter_mapping
 from .._mesh_axes import (
     AnyMesh,
     Axes,
@@ -29,6 +28,7 @@ from .._mesh_axes import (
     mesh_axes,
     reshard,
     spec_of,
+    storage_axes,
 )
 from .._per_device import run_per_device, varying_over
 from ..axis import Names
@@ -102,7 +102,7 @@ class Grouped(NamedTuple):
 
 
 def _shards(product: Grouped, x: jax.Array, weight: jax.Array, mesh: AnyMesh) -> _Shards | None:
-    in_rows, in_weight = _mesh_axes(product, x, weight)
+    in_rows, in_weight = _sharded_over(product, x, weight)
     rows, groups = in_rows[product.rows], in_weight[product.groups]
     if not (rows or groups):
         return None
@@ -191,17 +191,13 @@ class _Shards(NamedTuple):
         return ends - starts, starts[0]
 
 
-def _mesh_axes(product: Grouped, x: jax.Array, weight: jax.Array) -> tuple[dict[str, Axes], dict[str, Axes]]:
+def _sharded_over(product: Grouped, x: jax.Array, weight: jax.Array) -> tuple[dict[str, Axes], dict[str, Axes]]:
     """Return the mesh axes that each axis of the rows, and of the matrices, is sharded over."""
     each = (product.names, x), (product.weight_names, weight)
     if explicit_mesh((x, weight)) is not None:
         found = [dict(zip(names, map(mesh_axes, entries_of(a)), strict=True)) for names, a in each]
         return found[0], found[1]
-    parameter_mapping = active_parameter_mapping()
-    in_weight = {
-        n: mesh_axes(parameter_mapping[n]) if n in parameter_mapping else mapped_axes(n) for n in product.weight_names
-    }
-    return {n: mapped_axes(n) for n in product.names}, in_weight
+    return {n: mapped_axes(n) for n in product.names}, {n: storage_axes(n) for n in product.weight_names}
 
 
 def _gather(x: jax.Array, names: Names, spec: PartitionSpec, keep: dict[str, Axes]) -> jax.Array:

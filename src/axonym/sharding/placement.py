@@ -30,7 +30,7 @@ from .._mesh_axes import (
     AnyMesh,
     axes_of_type,
     entries_by_name,
-    mapped_axes,
+    is_parameter,
     mesh_axes,
     restricted,
     shard_count,
@@ -230,23 +230,15 @@ def _child(parent: Any, key: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class ParameterOrComputeMapping(Rule):
-    """The parameter mapping for parameters, and the compute mapping for everything else.
-
-    A parameter has an axis that the parameter mapping shards in a way of its own, and none that the compute mapping
-    shards over the same mesh axis: that would be a batch of something.
-    """
+    """The parameter mapping for parameters, and the compute mapping for everything else."""
 
     parameters: Mapping[str, Entry]
     compute: Mapping[str, Entry]
 
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Mapping[str, Entry]:
         """Return the mapping that applies to a leaf."""
-        storage, compute = (
-            {n: mapped_axes(n, mapping) for n in leaf.names or ()} for mapping in (self.parameters, self.compute)
-        )
-        own = {a for n, axes in storage.items() if n in self.parameters and axes != compute[n] for a in axes}
-        batch = {a for n, axes in compute.items() if n not in self.parameters or axes == storage[n] for a in axes}
-        return self.parameters if own and not own & batch else self.compute
+        stored = is_parameter(leaf.names or (), self.parameters, self.compute)
+        return self.parameters if stored else self.compute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -436,7 +428,8 @@ def _checked(
                 + _errors.suggestion(axis, mesh.axis_names)
             )
         if not unknown and axes:
-            shards = shard_count(mesh, tuple(a for a in axes if a not in getattr(mesh, "manual_axes", ())))
+            manual = axes_of_type(mesh, AxisType.Manual)
+            shards = shard_count(mesh, tuple(a for a in axes if a not in manual))
             if size % shards:
                 over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
                 problems.append(

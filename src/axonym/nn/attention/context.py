@@ -27,15 +27,11 @@ from ... import _errors, _kernels
 from ..._mesh_axes import (
     AnyMesh,
     Axes,
-    active_mapping,
-    axes_of_type,
-    entries_of,
     fits,
     mapped_axes,
-    mapped_on,
     mesh_around,
-    mesh_axes,
     shard_count,
+    sharded_over,
     spec_of,
 )
 from ..._per_device import run_per_device
@@ -177,13 +173,11 @@ def _sharded_over(what: str, mesh: AnyMesh, operands: Sequence[NamedArray]) -> d
 
     Inside `shard_map`, they are those of the mapping that are manual.
     """
-    explicit = axes_of_type(mesh, AxisType.Explicit)
     by_mapping = AxisType.Manual if AxisType.Manual in mesh.axis_types else AxisType.Auto
     found: dict[str, Axes] = {}
-    for x in operands:
-        for n, entry in zip(x.names, entries_of(x.array), strict=True):
-            mapped = mapped_on(what, n, mesh, by_mapping) if n in active_mapping() and not mesh.empty else ()
-            found.setdefault(n, (*(a for a in mesh_axes(entry) if a in explicit), *mapped))
+    for x in () if mesh.empty else operands:
+        for n, axes in zip(x.names, sharded_over(what, x.names, x.array, mesh, by_mapping), strict=True):
+            found.setdefault(n, axes)
     return {n: axes for n, axes in found.items() if axes}
 
 
