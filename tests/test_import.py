@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 import axonym as axn
-from axonym import _lazily_imported
+from axonym import _late_names
 from tests.helpers import definitions, exports
 
 LIST = Path(__file__).parent / "public_names.txt"
@@ -60,7 +60,7 @@ def test_type_checkers_see_what_is_there() -> None:
     imported = [n for n in block.body if isinstance(n, ast.ImportFrom)]
     seen = [alias.name for n in imported if n.module is None for alias in n.names]
     assert seen == SUBMODULES
-    assert [n.module for n in imported if n.module is not None] == [_lazily_imported.__name__.rpartition(".")[2]]
+    assert [n.module for n in imported if n.module is not None] == [_late_names.__name__.rpartition(".")[2]]
 
 
 # --- loading on use ---
@@ -69,7 +69,7 @@ def test_type_checkers_see_what_is_there() -> None:
 def test_what_is_loaded() -> None:
     code = "import axonym, sys; print(*sorted(m for m in sys.modules if m.startswith('axonym.') and m.count('.') == 1))"
     loaded = set(fresh(code).replace("axonym.", "").split())
-    assert not loaded & {"nn", "state", "sharding", "transforms", "random", "_lazily_imported", *APART}
+    assert not loaded & {"nn", "state", "sharding", "transforms", "random", "_late_names", *APART}
     assert loaded >= set(ORDINARY)
 
 
@@ -91,7 +91,7 @@ print("equinox" in sys.modules)
 def test_names_load_on_use(name: str) -> None:
     """And are then what a plain import would have made of them."""
     assert fresh(f"import axonym; axonym.{name}; print({name!r} in vars(axonym))") == "True"
-    assert getattr(axn, name) is getattr(_lazily_imported, name)
+    assert getattr(axn, name) is getattr(_late_names, name)
 
 
 @pytest.mark.parametrize("name", SUBMODULES)
@@ -136,7 +136,7 @@ def test_unknown_names() -> None:
     with pytest.raises(ImportError, match="cannot import name 'vmpa'"):
         exec("from axonym import vmpa")
     code = "import axonym, sys; [hasattr(axonym, n) for n in ('__wrapped__', '_repr_html_', '_ipython_display_')]"
-    assert fresh(f"{code}; print('axonym._lazily_imported' in sys.modules)") == "False"
+    assert fresh(f"{code}; print('axonym._late_names' in sys.modules)") == "False"
 
 
 def test_dir_and_help() -> None:

@@ -19,7 +19,7 @@ ROOT = Path(axn.__file__).parent
 LAYERS = """
 haliax scalax
 __init__
-_lazily_imported debug insight precision testing
+_late_names debug insight precision testing
 quantization
 nn
 schedules state
@@ -31,7 +31,7 @@ _fsdp_ops sharding
 _function_cache
 _kernels _tree_spec typing
 _output_sharding _per_device named_array
-_lazy_imports _mesh_axes _parsing axis
+_lazy_loading _mesh_axes _parsing axis
 _context _errors _foreign_names _jax_versions _module_field _named_scope _parameter_names _processes
 """
 

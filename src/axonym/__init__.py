@@ -11,7 +11,7 @@ NamedArray(float32[mlp=4], [3. 3. 3. 3.])
 
 import typing as _typing
 
-from . import _lazy_imports
+from . import _lazy_loading
 from ._methods import attach as _attach
 from .axis import Axis as Axis, make_axes as make_axes
 from .named_array import NamedArray as NamedArray, is_named_array as is_named_array, named as named
@@ -272,6 +272,6 @@ if _typing.TYPE_CHECKING:
         tree as tree,
         typing as typing,
     )
-    from ._lazily_imported import *  # noqa: F403  # a list here would repeat the one there
+    from ._late_names import *  # noqa: F403  # a list here would repeat the one there
 else:  # so that type checkers refuse a name that does not exist
-    __getattr__, __dir__ = _lazy_imports.loaders(globals(), "_lazily_imported", apart=("haliax", "scalax"))
+    __getattr__, __dir__ = _lazy_loading.loaders(globals(), "_late_names", apart=("haliax", "scalax"))

@@ -202,7 +202,7 @@ class NamedArray(Methods):
         >>> axn.ones({"batch": 2}).resolve_axis("batch")
         Axis(name='batch', size=2)
         """
-        found = resolve(self.names, jnp.shape(self.array), axes, "resolve_axis")
+        found = resolve_axes(self.names, jnp.shape(self.array), axes, "resolve_axis")
         if isinstance(axes, (Axis, str)):
             return found[0]
         return {a.name: a.size for a in found} if isinstance(axes, Mapping) else found
@@ -469,7 +469,7 @@ def _axes(names: Names, shape: tuple[int, ...]) -> tuple[Axis, ...]:
     return tuple(map(Axis, names, shape))
 
 
-def resolve(names: Names, shape: tuple[int, ...], selection: AxisSelection, what: str) -> tuple[Axis, ...]:
+def resolve_axes(names: Names, shape: tuple[int, ...], selection: AxisSelection, what: str) -> tuple[Axis, ...]:
     """Return the selected axes of an array with these names and sizes; unknown names and other sizes are errors."""
     known = dict(zip(names, _axes(names, shape), strict=True))
     found = selectors(selection)

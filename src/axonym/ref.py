@@ -28,7 +28,7 @@ from jax.tree_util import register_dataclass
 from . import _errors
 from ._mesh_axes import explicit_mesh
 from .axis import Axis, AxisSelector, Names
-from .named_array import NamedArray, NamedOrNumeric, resolve, wrap
+from .named_array import NamedArray, NamedOrNumeric, resolve_axes, wrap
 from .ops._index_plan import Item, SliceSpec, ds, make_plan
 from .ops._operands import require_named
 from .ops.broadcasting import broadcast_to
@@ -111,7 +111,7 @@ class NamedRef:
         >>> axn.new_ref(axn.zeros({"x": 3})).resolve_axis("x")
         Axis(name='x', size=3)
         """
-        return resolve(self.names, tuple(a.size for a in self.axes), axis, "resolve_axis")[0]
+        return resolve_axes(self.names, tuple(a.size for a in self.axes), axis, "resolve_axis")[0]
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{a.name}={a.size}" for a in self.axes)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from . import _errors, _tree_spec
 from .axis import Axis, AxisSelector, name_of
-from .named_array import NamedArray, describe_array, is_named_array, resolve, wrap
+from .named_array import NamedArray, describe_array, is_named_array, resolve_axes, wrap
 from .ops.broadcasting import broadcast_axis
 from .ops.indexing import index
 from .ops.joining import concatenate
@@ -229,7 +229,7 @@ def resize_axis(tree: Any, old_axis: AxisSelector, new_size: int, key: jax.Array
     resized = [x for _, x in found]
     for i, k in zip(having, keys, strict=True):
         path, x = found[i]
-        (axis,) = resolve(x.names, jnp.shape(x.array), old_axis, "resize_axis")
+        (axis,) = resolve_axes(x.names, jnp.shape(x.array), old_axis, "resize_axis")
         if new_size > axis.size and not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TypeError(
                 f"resize_axis: {_path(path)} is {describe_array(x)}: axis {name!r} of an integer array cannot grow to "

@@ -17,7 +17,7 @@ from .._context import active_mapping
 from .._mesh_axes import axes_of_type, current_mesh
 from ..axis import Axis, AxisSelector, Names, name_of
 from ..manual.collectives import all_gather, axis_offset, axis_size
-from ..named_array import NamedArray, NamedOrNumeric, resolve, wrap
+from ..named_array import NamedArray, NamedOrNumeric, resolve_axes, wrap
 from ..ops._operands import check_new_axis, one_axis, operand, replaced, require_subset
 from .decorator import Partitioned, partitioned
 
@@ -76,7 +76,7 @@ def top_k(
     """
     if not isinstance(array, NamedArray):
         return _of_raw(array, axis, k, new_axis, max_k, replacement)
-    along = one_axis(_WHAT, "axis", resolve(array.names, jnp.shape(array.array), axis, _WHAT))
+    along = one_axis(_WHAT, "axis", resolve_axes(array.names, jnp.shape(array.array), axis, _WHAT))
     count = number_of_candidates(_WHAT, "k", k, max_k, along)
     new = along.name if new_axis is None else new_axis
     check_new_axis(_WHAT, new, count)

@@ -42,9 +42,8 @@ class MeshAxis(str):
         return f"MeshAxis({str(self)!r})"
 
 
-Word: TypeAlias = str | Axis
-"""A logical axis, by its name or as an `Axis`, or a mesh axis, by its name or as a `MeshAxis`."""
-Words: TypeAlias = Word | Sequence[Word]
+AxisOrMeshAxis: TypeAlias = str | Axis | Sequence[str | Axis]
+"""A logical axis, by its name or as an `Axis`, a mesh axis, by its name or as a `MeshAxis`, or several of them."""
 
 
 class ArgumentAxis(NamedTuple):
@@ -58,7 +57,7 @@ class ArgumentAxis(NamedTuple):
     """The manual mesh axes that it is sharded over; none if it is replicated."""
 
 
-class Layout(NamedTuple):
+class AxisSharding(NamedTuple):
     """A possible sharding of an axis of an array, found from its size."""
 
     size: int
@@ -113,7 +112,7 @@ def interned(argument_axes: frozenset[ArgumentAxis], checked: bool, any_sharding
 # --- the sharding of an axis ---
 
 
-def layouts(name: str, size: int) -> list[Layout]:
+def possible_shardings(name: str, size: int) -> list[AxisSharding]:
     """Return the possible shardings of an axis with this size: as in the arguments, or gathered over minor mesh axes.
 
     An axis that is replicated in the arguments may be sharded since, as the mapping says.
@@ -128,7 +127,7 @@ def layouts(name: str, size: int) -> list[Layout]:
         starts = [argument.axes] if as_there else [axes[:i] for i in range(len(axes) + 1)]
         now = next((start for start in starts if argument.size == size * count(start)), None)
         if now is not None:
-            found.append(Layout(argument.size, now, axes))
+            found.append(AxisSharding(argument.size, now, axes))
     return list(dict.fromkeys(found))
 
 
@@ -156,10 +155,10 @@ def without_trivial(axes: Axes) -> Axes:
 # --- from names to mesh axes ---
 
 
-def axes_meant(what: str, words: Words) -> Axes:
+def axes_meant(what: str, over: AxisOrMeshAxis) -> Axes:
     """Return the mesh axes that logical axes and mesh axes mean, for a collective that communicates over them."""
-    given = words if isinstance(words, Sequence) and not isinstance(words, str) else [words]
-    return _manual(what, words, tuple(dict.fromkeys(a for word in given for a in _meaning(what, word))))
+    given = over if isinstance(over, Sequence) and not isinstance(over, str) else [over]
+    return _manual(what, over, tuple(dict.fromkeys(a for word in given for a in _meaning(what, word))))
 
 
 def axes_of_sharded(what: str, name: str) -> Axes | None:
@@ -232,7 +231,7 @@ def _sharded_over(what: str, name: str) -> Axes:
     return found[0] if found else mapped_axes(name)
 
 
-def _manual(what: str, words: Words, axes: Axes) -> Axes:
+def _manual(what: str, over: AxisOrMeshAxis, axes: Axes) -> Axes:
     """Return the mesh axes that are manual here, among some; it is an error if there are none."""
     if not axes and active_environment().any_sharding:
         return axes
@@ -244,7 +243,7 @@ def _manual(what: str, words: Words, axes: Axes) -> Axes:
     found = tuple(a for a in axes if a in mesh.manual_axes)
     if axes and not found:
         raise ValueError(
-            f"{what}: {words!r} means mesh axis {_listed(axes)}, which is left to the partitioner here: "
+            f"{what}: {over!r} means mesh axis {_listed(axes)}, which is left to the partitioner here: "
             f"`axis_names` of the shard_map is {_listed(mesh.manual_axes)}."
         )
     return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..named_array import NamedArray, describe_array
-from ._axis_environment import Axes, count, declared, describe_axes, layouts, without_trivial
+from ._axis_environment import Axes, count, declared, describe_axes, possible_shardings, without_trivial
 
 
 def gather_order(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) -> Axes:
@@ -18,7 +18,7 @@ def gather_order(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) 
 
     `chosen`: the user asked for these mesh axes, rather than for all that the axis may be sharded over.
     """
-    found = layouts(name, x.axis_size(name))
+    found = possible_shardings(name, x.axis_size(name))
     sharded = [f for f in found if without_trivial(f.now)]
     if count(axes) == 1:
         return axes
@@ -57,7 +57,7 @@ def gather_order(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) 
 
 def scatter_order(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
     """Return the mesh axes to shard an axis over, of those asked for, major first."""
-    found, wanted = layouts(name, x.axis_size(name)), set(without_trivial(axes))
+    found, wanted = possible_shardings(name, x.axis_size(name)), set(without_trivial(axes))
     if not found:
         return _all_or_none(what, x, name, axes)
     for f in found:

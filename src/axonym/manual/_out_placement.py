@@ -19,21 +19,20 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from .. import _context, _errors, _mesh_axes
+from .. import _context, _errors
 from .._context import Entry, active_mapping
 from .._jax_versions import varying_axes
-from .._mesh_axes import axes_in, entry_of, mapped_axes, mesh_axes
+from .._mesh_axes import AnyMesh, axes_in, entry_of, mapped_axes, mesh_axes, restricted
 from ..named_array import raw, wrap_like
-from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Leaf, Placement, Rule, check_entries, is_placement, resolve
-from ._axis_environment import Axes, AxisEnvironment, count, describe_axes, layouts, of_size_one
+from ._axis_environment import Axes, AxisEnvironment, count, describe_axes, of_size_one, possible_shardings
 
 
-def restricted(spec: PartitionSpec, manual: Collection[str]) -> PartitionSpec:
-    """Return a spec restricted to some mesh axes."""
+def restricted_to_manual(spec: PartitionSpec, manual: Collection[str]) -> PartitionSpec:
+    """Return the spec with manual mesh axes only; an unconstrained entry is an error."""
     if PartitionSpec.UNCONSTRAINED in tuple(spec):
         raise ValueError(f"shard_map: {spec} leaves a dimension to the partitioner, but it is manual here.")
-    return _mesh_axes.restricted(spec, manual)
+    return restricted(spec, manual)
 
 
 def place_results(
@@ -54,7 +53,7 @@ def place_results(
             placed.append(leaf)
             continue
         spec, found = (leaf.spec, []) if leaf.spec is not None else _by_name(leaf, environment, mapping)
-        spec = restricted(spec, manual)
+        spec = restricted_to_manual(spec, manual)
         value = leaf.value
         if not found:
             found = check_entries(leaf, tuple(spec), mesh)
@@ -110,7 +109,7 @@ def _by_name(leaf: Leaf, environment: AxisEnvironment, mapping: Mapping[str, Ent
 def _ways(environment: AxisEnvironment, name: str, size: int) -> list[Axes]:
     """Return the possible shardings of an axis with this size."""
     found = []
-    for _, now, at_most in layouts(name, size):
+    for _, now, at_most in possible_shardings(name, size):
         found.append(now)
         if not environment.checked and 1 < count(now) < count(at_most):
             found.append(at_most)  # resized, or gathered over some mesh axes: only its type would tell

@@ -36,10 +36,10 @@ from ._axis_environment import (
     active_environment,
     describe_axes,
     interned,
-    layouts,
+    possible_shardings,
     sharded_here,
 )
-from ._out_placement import place_results, restricted
+from ._out_placement import place_results, restricted_to_manual
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -214,7 +214,7 @@ class _Call:
             if leaf.shape is not None:
                 if leaf.spec is None:
                     _check_not_sharded(leaf, manual, what)
-                spec = restricted(leaf.spec or PartitionSpec(*(None,) * len(leaf.shape)), manual)
+                spec = restricted_to_manual(leaf.spec or PartitionSpec(*(None,) * len(leaf.shape)), manual)
                 leaf = dataclasses.replace(leaf, spec=spec)
             found.append(leaf)
         return found, structure
@@ -265,7 +265,9 @@ def _environment_of(leaves: Sequence[Leaf], mesh: AnyMesh, checked: bool) -> Axi
             for name, size, entry in zip(leaf.names or (), leaf.shape or (), leaf.spec, strict=False):
                 axes = mesh_axes(entry)
                 local = size // shard_count(mesh, axes)
-                of_shards = [ArgumentAxis(name, f.size, local, f.now + axes) for f in layouts(name, size) if f.now]
+                of_shards = [
+                    ArgumentAxis(name, f.size, local, f.now + axes) for f in possible_shardings(name, size) if f.now
+                ]
                 found.update(of_shards or [ArgumentAxis(name, size, local, axes)])
     names = {axis.name for axis in found}
     return interned(frozenset(found.union(a for a in around.argument_axes if a.name not in names)), checked)

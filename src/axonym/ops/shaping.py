@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from .. import _errors, _kernels
 from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, axes_of_spec, name_of, selectors
-from ..named_array import NamedArray, resolve, wrap
+from ..named_array import NamedArray, resolve_axes, wrap
 from ._operands import by_axis, check_new_axis, distinct, replaced, require_named
 
 
@@ -155,7 +155,7 @@ def _flatten_kernel(what: str, names: Names, old_axes: Any, new_axis: AxisSelect
 
 def _flatten_spec(spec: AxisSpec, old_axes: AxisSelection, new_axis: AxisSelector) -> Any:
     sizes = {a.name: a.size for a in axes_of_spec(spec, "flatten_axes")}
-    old = resolve(tuple(sizes), tuple(sizes.values()), old_axes, "flatten_axes")
+    old = resolve_axes(tuple(sizes), tuple(sizes.values()), old_axes, "flatten_axes")
     names = distinct("flatten_axes", tuple(a.name for a in old))
     new = Axis(name_of(new_axis), math.prod(a.size for a in old))
     check_new_axis("flatten_axes", new_axis, new.size)

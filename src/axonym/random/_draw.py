@@ -20,7 +20,7 @@ from jax.core import Tracer
 from .. import _context, _errors, _kernels
 from .._mesh_axes import current_mesh, entries_by_name
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, axis_size
-from ..named_array import NamedArray, NamedOrNumeric, resolve as resolve_axes
+from ..named_array import NamedArray, NamedOrNumeric, resolve_axes
 from ..ops._new_array import sharded_kernel
 from ..ops._operands import distinct, dtype_key, one_axis, operand
 

@@ -16,7 +16,7 @@ from .._mesh_axes import NO_MESH, current_mesh, mapped_on
 from .._per_device import run_per_device
 from .._tree_spec import flatten
 from ..axis import Axis, AxisSelector
-from ..named_array import NamedArray, describe_array, resolve, wrap
+from ..named_array import NamedArray, describe_array, resolve_axes, wrap
 from ..ops._new_array import run_sharded
 from ..ops._operands import one_axis, private
 from ..sharding.jit import named_jit
@@ -59,7 +59,7 @@ def generate_sharded(fn: F, axis: AxisSelector | None = None) -> F:
         along = axes[0]
         if axis is not None:
             names, sizes = tuple(a.name for a in axes), tuple(a.size for a in axes)
-            along = one_axis(what, "axis", resolve(names, sizes, axis, what))
+            along = one_axis(what, "axis", resolve_axes(names, sizes, axis, what))
         functions = functions_of()
         generate = functions.compiled(_build, what)
         return generate(functions.arrays, one_key(what, key), axes, along, args, kwargs)

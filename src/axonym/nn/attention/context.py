@@ -46,7 +46,7 @@ Context: TypeAlias = Literal["ring", "all_to_all", "all_gather"]
 """The ways to attend along a sharded sequence: see `dot_product_attention`."""
 
 
-class Layout(NamedTuple):
+class AxisRoles(NamedTuple):
     """The roles of the axes; several axes with one role are merged."""
 
     batch: Names
@@ -128,19 +128,19 @@ def attend_along_sequence(
     problems = [f"it takes no {argument}" for argument in refused]
     mesh = mesh_around([x.array for x in operands])
     found = _sharded_over(what, mesh, operands)
-    layout = _layout(query, key, value, KPos, Key, mask, found, problems)
-    placed = layout and _placed(layout, mesh, found, operands, problems)
-    alike = layout and found.get(KPos[0]) and found.get(KPos[0]) == found.get(layout.positions[0])
+    roles = _roles(query, key, value, KPos, Key, mask, found, problems)
+    placed = roles and _placed(roles, mesh, found, operands, problems)
+    alike = roles and found.get(KPos[0]) and found.get(KPos[0]) == found.get(roles.positions[0])
     if context is None and (problems or not alike or AxisType.Manual in mesh.axis_types):
         return None
-    if not (layout and placed) or problems:
+    if not (roles and placed) or problems:
         raise ValueError(f"{what}: {'; and '.join(problems)}. Without `context`, attention has no such limits.")
-    terms = _terms(what, layout, mask, bias)
-    hops = _hops(placed, key.axis_size(KPos[0]), query.axis_size(layout.positions[0]), mask)
-    exchanged = _exchanged(layout, placed, query)
-    context = context or _cheapest(layout, placed, query, key, value, hops if exchanged is not None else 0)
+    terms = _terms(what, roles, mask, bias)
+    hops = _hops(placed, key.axis_size(KPos[0]), query.axis_size(roles.positions[0]), mask)
+    exchanged = _exchanged(roles, placed, query)
+    context = context or _cheapest(roles, placed, query, key, value, hops if exchanged is not None else 0)
     if context == "all_to_all" and exchanged is None:
-        axes = [*layout.batch, *layout.heads]
+        axes = [*roles.batch, *roles.heads]
         raise ValueError(
             f"{what}: the positions are sharded over {_errors.describe_axes(placed.sequence)}, which are "
             f"{placed.shards} devices. They must divide a shard of the key's heads or batch, and divide none of "
@@ -153,7 +153,7 @@ def attend_along_sequence(
     window = None if causal is None else causal.window
     plan = Blockwise(causal is not None, window, float(scale), precision, placed.sequence, placed.shards)
     names = tuple(x.names for x in (query, key, value, *terms.values()))
-    kernel = _kernel(what, context, layout, placed, plan, names, tuple(terms), hops, exchanged)
+    kernel = _kernel(what, context, roles, placed, plan, names, tuple(terms), hops, exchanged)
     return wrap(kernel.call(query.array, key.array, value.array, *(x.array for x in terms.values())), kernel.names)
 
 
@@ -181,7 +181,7 @@ def _sharded_over(what: str, mesh: AnyMesh, operands: Sequence[NamedArray]) -> d
     return {n: axes for n, axes in found.items() if axes}
 
 
-def _layout(
+def _roles(
     query: NamedArray,
     key: NamedArray,
     value: NamedArray,
@@ -190,7 +190,7 @@ def _layout(
     mask: Mask,
     found: dict[str, Axes],
     problems: list[str],
-) -> Layout | None:
+) -> AxisRoles | None:
     """Return the roles of the axes; None if there are problems, which are added to."""
     shared = tuple(n for n in key.names if n not in KPos and n != Key)
     for label, x in {"query": query, "value": value}.items():
@@ -217,16 +217,16 @@ def _layout(
     group = tuple(n for n in own if n not in positions)
     kept = query.names if Key in values else tuple(n for n in query.names if n != Key)
     out = (*kept, *(n for n in values if n not in kept))
-    return Layout(batch, heads, group, positions, KPos, (Key,), values, out)
+    return AxisRoles(batch, heads, group, positions, KPos, (Key,), values, out)
 
 
 def _placed(
-    layout: Layout, mesh: AnyMesh, found: dict[str, Axes], operands: Sequence[NamedArray], problems: list[str]
+    roles: AxisRoles, mesh: AnyMesh, found: dict[str, Axes], operands: Sequence[NamedArray], problems: list[str]
 ) -> Placed:
     """Return a placement of all operands, with the positions of keys sharded as those of queries, or the reverse."""
-    (queries,), (keys,) = layout.positions, layout.keys
+    (queries,), (keys,) = roles.positions, roles.keys
     sequence = found.get(queries) or found.get(keys, ())
-    others = [n for n in found if n not in (queries, keys, *layout.features, *layout.values)]
+    others = [n for n in found if n not in (queries, keys, *roles.features, *roles.values)]
     axes = {n: tuple(a for a in found[n] if a not in sequence) for n in others} | {queries: sequence, keys: sequence}
     if AxisType.Manual in mesh.axis_types:
         return Placed(mesh, (), sequence)
@@ -243,14 +243,14 @@ def _placed(
     return placed
 
 
-def _terms(what: str, layout: Layout, mask: Mask, bias: NamedArray | None) -> dict[str, NamedArray]:
+def _terms(what: str, roles: AxisRoles, mask: Mask, bias: NamedArray | None) -> dict[str, NamedArray]:
     """Return what the scores depend on besides queries and keys, as the fields of `ScoreTerms`."""
-    scores = tuple(n for role in (*layout.of_queries, layout.keys) for n in role)
+    scores = tuple(n for role in (*roles.of_queries, roles.keys) for n in role)
     causal = mask if isinstance(mask, Causal) else None
     found = {
         "bias": (bias, scores),
         "mask": (mask.also if isinstance(mask, Causal) else mask, scores),
-        "segments": (causal and causal.segments, (*layout.batch, *layout.positions)),
+        "segments": (causal and causal.segments, (*roles.batch, *roles.positions)),
     }
     for label, (x, known) in found.items():
         if x is not None:
@@ -269,20 +269,20 @@ def _hops(placed: Placed, keys: int, queries: int, mask: Mask) -> int:
     return min(placed.shards - 1, -(-(mask.window - 1) // shard))
 
 
-def _exchanged(layout: Layout, placed: Placed, query: NamedArray) -> int | None:
+def _exchanged(roles: AxisRoles, placed: Placed, query: NamedArray) -> int | None:
     """Return which merged axis is exchanged for positions: heads, or else the batch; None if neither can be."""
-    for position, names in ((HEADS, layout.heads), (BATCH, layout.batch)):
+    for position, names in ((HEADS, roles.heads), (BATCH, roles.batch)):
         if names and placed.local(query, names) % placed.shards == 0:
             return position
     return None
 
 
 def _cheapest(
-    layout: Layout, placed: Placed, query: NamedArray, key: NamedArray, value: NamedArray, hops: int
+    roles: AxisRoles, placed: Placed, query: NamedArray, key: NamedArray, value: NamedArray, hops: int
 ) -> Context:
     """Return the context that moves fewer bytes: so many hops of keys and values, or each operand and result once."""
     keys, queries = placed.local(key) + placed.local(value), placed.local(query)
-    result = queries // query.axis_size(layout.features[0]) * placed.local(value, layout.values)
+    result = queries // query.axis_size(roles.features[0]) * placed.local(value, roles.values)
     share = (placed.shards - 1) / placed.shards
     return "all_to_all" if share * (keys + queries + result) < hops * keys else "ring"
 
@@ -291,7 +291,7 @@ def _cheapest(
 def _kernel(
     what: str,
     context: Context,
-    layout: Layout,
+    roles: AxisRoles,
     placed: Placed,
     plan: Blockwise,
     names: tuple[Names, ...],
@@ -300,25 +300,25 @@ def _kernel(
     exchanged: int | None,
 ) -> _kernels.Kernel:
     manual = AxisType.Manual in placed.mesh.axis_types
-    whole = {"segments": layout.positions}  # every device has all segments, and all keys of masks and biases
+    whole = {"segments": roles.positions}  # every device has all segments, and all keys of masks and biases
     if context == "all_to_all":
-        whole |= dict.fromkeys(("bias", "mask"), (*layout.positions, *layout.keys))
+        whole |= dict.fromkeys(("bias", "mask"), (*roles.positions, *roles.keys))
 
     def positional(*arrays):
-        fn = functools.partial(_on_device, context, layout, plan, names, labels, hops, exchanged)
+        fn = functools.partial(_on_device, context, roles, plan, names, labels, hops, exchanged)
         if placed.mesh.empty or manual:
             return fn(*arrays)
         in_specs = [placed.spec(n) for n in names[:3]]
-        in_specs += [placed.spec(n, whole.get(label, layout.keys)) for label, n in zip(labels, names[3:], strict=True)]
-        return run_per_device(fn, arrays, in_specs, placed.spec(layout.out), placed.mesh)
+        in_specs += [placed.spec(n, whole.get(label, roles.keys)) for label, n in zip(labels, names[3:], strict=True)]
+        return run_per_device(fn, arrays, in_specs, placed.spec(roles.out), placed.mesh)
 
     # Inside another `shard_map`, masks have all keys, and keys are sharded.
-    return _kernels.make_kernel(what, positional, names, layout.out, mesh_aware=True, same_sizes=not manual)
+    return _kernels.make_kernel(what, positional, names, roles.out, mesh_aware=True, same_sizes=not manual)
 
 
 def _on_device(
     context: Context,
-    layout: Layout,
+    roles: AxisRoles,
     plan: Blockwise,
     names: tuple[Names, ...],
     labels: tuple[str, ...],
@@ -329,11 +329,11 @@ def _on_device(
     """Attend with the shards of one device."""
     sizes = {n: s for own, x in zip(names[:3], arrays, strict=False) for n, s in zip(own, x.shape, strict=True)}
     dtype = jnp.result_type(*arrays[:3])
-    features, values = layout.features, layout.values
-    parts = (*layout.of_queries, features), (*layout.of_keys, features), (*layout.of_keys, values)
+    features, values = roles.features, roles.values
+    parts = (*roles.of_queries, features), (*roles.of_keys, features), (*roles.of_keys, values)
     q, k, v = (merge_axes(x.astype(dtype), n, p) for x, n, p in zip(arrays[:3], names[:3], parts, strict=True))
-    scores = (*layout.of_queries, layout.keys)
-    of_terms = {"bias": scores, "mask": scores, "segments": (layout.batch, (), layout.positions)}
+    scores = (*roles.of_queries, roles.keys)
+    of_terms = {"bias": scores, "mask": scores, "segments": (roles.batch, (), roles.positions)}
     terms = ScoreTerms(
         **{
             label: merge_axes(x, own, of_terms[label], sizes | dict(zip(own, x.shape, strict=True)))
@@ -368,7 +368,7 @@ def _on_device(
         result = from_zigzag(result, QUERIES, axes, count)
     if count > 1 and context == "all_to_all":
         result = split(result, split_axis=QUERIES, concat_axis=exchanged)
-    return split_axes(result, (*layout.of_queries, values), sizes, layout.out)
+    return split_axes(result, (*roles.of_queries, values), sizes, roles.out)
 
 
 def _own_slice(axes: Axes, count: int, axis: int, x: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from ... import _errors, _kernels
 from ..._mesh_axes import axes_in, entries_of, entry_of, explicit_mesh, mesh_axes, reshard
 from ...axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
-from ...named_array import NamedArray, resolve
+from ...named_array import NamedArray, resolve_axes
 from ...ops._operands import dtype_key, require_named, require_subset
 from ...ops.contraction import dot
 from ...ops.elementwise import astype
@@ -227,7 +227,7 @@ def _checked_axes(what: str, Key: AxisSelector, KPos: AxisSelection, *arrays: Na
     for x, (label, selections) in zip(arrays, needed.items(), strict=False):
         require_named(what, x)
         for selection in selections:
-            resolve(x.names, jnp.shape(x.array), selection, f"{what}, {label}")
+            resolve_axes(x.names, jnp.shape(x.array), selection, f"{what}, {label}")
     positions = tuple(name_of(s) for s in selectors(KPos))
     taken = [n for n in positions if n in arrays[0].names]
     if taken:

@@ -22,7 +22,7 @@ import numpy as np
 
 from ... import _errors, _kernels
 from ...axis import AxisSelector, Names
-from ...named_array import NamedArray, resolve, wrap
+from ...named_array import NamedArray, resolve_axes, wrap
 from ...ops._operands import require_named, require_subset
 
 
@@ -252,7 +252,7 @@ def apply_rotary(
     """
     require_named("apply_rotary", x)
     if not isinstance(positions, NamedArray):
-        (along,) = resolve(x.names, jnp.shape(x.array), positions, "apply_rotary")
+        (along,) = resolve_axes(x.names, jnp.shape(x.array), positions, "apply_rotary")
         positions = wrap(jnp.arange(along.size), (along.name,))
     return _rotary_kernel(x.names, positions.names, HeadDim, config).apply(x.array, positions.array)
 
