@@ -151,10 +151,7 @@ def mapped_axes(name: str, mapping: Mapping[str, Entry] | None = None) -> Axes:
 def storage_axes(
     name: str, parameters: Mapping[str, Entry] | None = None, mapping: Mapping[str, Entry] | None = None
 ) -> Axes:
-    """Return the mesh axes over which an axis of a parameter is sharded where it is stored.
-
-    These are those of the parameter mapping, or of the other mapping if it lacks the axis; by default the active ones.
-    """
+    """Return the storage sharding of an axis of parameters; the mappings are by default the active ones."""
     stored = active_parameter_mapping() if parameters is None else parameters
     return mesh_axes(stored[name]) if name in stored else mapped_axes(name, mapping)
 
@@ -164,8 +161,8 @@ def is_parameter(
 ) -> bool:
     """Return whether an array with these axes is a parameter; the mappings are by default the active ones.
 
-    A parameter has an axis whose storage sharding is not its compute sharding, and none that is always sharded over the
-    same mesh axis: that would be a batch of something.
+    A parameter has an axis whose storage sharding differs from its compute sharding, and no other axis that is sharded
+    over the same mesh axes: that would be a batch of something.
     """
     both = [(storage_axes(n, parameters, mapping), mapped_axes(n, mapping)) for n in names]
     own = {a for stored, used in both if stored != used for a in stored}

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._jax_versions import called_by_grad
 from .named_array import NamedArray, NamedOrNumeric, describe_array
 from .ops import (
     broadcasting,
@@ -189,7 +190,7 @@ class Methods:
     @property
     def __jax_array__(self: Any) -> Callable[[], Any]:
         # `jax.grad` looks for this attribute on what the function returned, which is not an array for it.
-        if sys._getframe(1).f_code.co_name == "typeof" and sys._getframe(2).f_code.co_name == "_check_scalar":
+        if called_by_grad():
             end = ".scalar()" if not self.names else ".mean().scalar()"
             raise ValueError(  # JAX puts a text of its own in the place of a TypeError
                 f"The function to differentiate returned a named array, {describe_array(self)}: end it with `{end}`, "

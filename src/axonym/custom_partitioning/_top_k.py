@@ -18,7 +18,7 @@ from .._mesh_axes import axes_of_type, current_mesh
 from ..axis import Axis, AxisSelector, Names, name_of
 from ..manual.collectives import all_gather, axis_offset, axis_size
 from ..named_array import NamedArray, NamedOrNumeric, resolve_axes, wrap
-from ..ops._operands import check_new_axis, one_axis, operand, replaced, require_subset
+from ..ops._operands import check_new_axis, one_axis, operand, private, replaced, require_subset
 from .decorator import Partitioned, partitioned
 
 _WHAT = "top_k"
@@ -140,7 +140,7 @@ def _lowest(dtype: Any) -> Any:
 def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names) -> _kernels.Kernel:
     out_names = replaced(_WHAT, names, axis, (new,))
     in_names, position = (names, *limit_names), names.index(axis)
-    found_names = replaced(_WHAT, names, axis, (f"{axis} found",))  # it is one axis in operands, and another in results
+    found_names = replaced(_WHAT, names, axis, _found(axis))
 
     def positional(x, *limits):
         if limits:
@@ -191,10 +191,15 @@ def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names
     return _kernels.make_kernel(_WHAT, positional, in_names, (out_names,) * 2, mesh_aware=True)
 
 
+def _found(axis: str) -> Names:
+    """Return the name of the axis in results, which is not the axis of the operands."""
+    return private("the result", (axis,))
+
+
 @functools.lru_cache(maxsize=256)
 def _operation(axis: str) -> Partitioned:
     """Make the operation for an axis of this name."""
-    found = f"{axis} found"
+    (found,) = _found(axis)
 
     def top_k(array: NamedArray, *limits: NamedArray, k: int) -> tuple[NamedArray, NamedArray]:
         values, places = best(array, axis, k)

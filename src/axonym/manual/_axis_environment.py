@@ -42,7 +42,7 @@ class MeshAxis(str):
         return f"MeshAxis({str(self)!r})"
 
 
-AxisOrMeshAxis: TypeAlias = str | Axis | Sequence[str | Axis]
+AnyAxis: TypeAlias = str | Axis | Sequence[str | Axis]
 """A logical axis, by its name or as an `Axis`, a mesh axis, by its name or as a `MeshAxis`, or several of them."""
 
 
@@ -155,7 +155,7 @@ def without_trivial(axes: Axes) -> Axes:
 # --- from names to mesh axes ---
 
 
-def axes_meant(what: str, over: AxisOrMeshAxis) -> Axes:
+def axes_meant(what: str, over: AnyAxis) -> Axes:
     """Return the mesh axes that logical axes and mesh axes mean, for a collective that communicates over them."""
     given = over if isinstance(over, Sequence) and not isinstance(over, str) else [over]
     return _manual(what, over, tuple(dict.fromkeys(a for word in given for a in _meaning(what, word))))
@@ -231,7 +231,7 @@ def _sharded_over(what: str, name: str) -> Axes:
     return found[0] if found else mapped_axes(name)
 
 
-def _manual(what: str, over: AxisOrMeshAxis, axes: Axes) -> Axes:
+def _manual(what: str, over: AnyAxis, axes: Axes) -> Axes:
     """Return the mesh axes that are manual here, among some; it is an error if there are none."""
     if not axes and active_environment().any_sharding:
         return axes

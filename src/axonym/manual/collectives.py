@@ -34,8 +34,8 @@ from ..named_array import NamedArray, describe_array, raw, wrap, wrap_like
 from ..ops._op_types import map_tree, publish
 from ..ops._operands import require_named
 from ._axis_environment import (
+    AnyAxis,
     Axes,
-    AxisOrMeshAxis,
     MeshAxis as MeshAxis,
     active_environment,
     axes_meant,
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 class _Reduction(Protocol):
-    def __call__(self, x: T, axis: AxisOrMeshAxis) -> T: ...
+    def __call__(self, x: T, axis: AnyAxis) -> T: ...
 
 
 def _reduction(
@@ -122,12 +122,7 @@ pmin = _reduction(
 
 
 def all_gather(
-    x: NamedArray,
-    axis: AxisSelector,
-    over: AxisOrMeshAxis | None = None,
-    *,
-    invariant: bool = False,
-    tiled: bool = True,
+    x: NamedArray, axis: AxisSelector, over: AnyAxis | None = None, *, invariant: bool = False, tiled: bool = True
 ) -> NamedArray:
     """All-gather an axis, so that it is replicated.
 
@@ -156,9 +151,7 @@ def all_gather(
     return wrap(jax.lax.all_gather(x.array, axes, axis=position, tiled=True, to=_varies(invariant)), x.names)
 
 
-def psum_scatter(
-    x: NamedArray, axis: AxisSelector, over: AxisOrMeshAxis | None = None, *, tiled: bool = True
-) -> NamedArray:
+def psum_scatter(x: NamedArray, axis: AxisSelector, over: AnyAxis | None = None, *, tiled: bool = True) -> NamedArray:
     """Reduce-scatter: sum over devices, where each keeps its shard of an axis, at half the traffic of `psum`.
 
     This is the transpose of `all_gather`.
@@ -192,7 +185,7 @@ def psum_scatter(
 
 
 def all_to_all(
-    x: NamedArray, split: AxisSelector, gather: AxisSelector, over: AxisOrMeshAxis | None = None, *, tiled: bool = True
+    x: NamedArray, split: AxisSelector, gather: AxisSelector, over: AnyAxis | None = None, *, tiled: bool = True
 ) -> NamedArray:
     """Shard one axis and gather another: each device sends a block to every other device.
 
@@ -230,7 +223,7 @@ def all_to_all(
     return wrap(result, x.names)
 
 
-def ppermute(x: T, axis: AxisOrMeshAxis, perm: Sequence[tuple[int, int]]) -> T:
+def ppermute(x: T, axis: AnyAxis, perm: Sequence[tuple[int, int]]) -> T:
     """Send values between devices: each pair is a source and a destination. A device that is no destination gets zeros.
 
     Arguments:
@@ -260,7 +253,7 @@ def ppermute(x: T, axis: AxisOrMeshAxis, perm: Sequence[tuple[int, int]]) -> T:
     return jax.tree.map(lambda array: jax.lax.ppermute(array, axes, pairs), x)
 
 
-def shift(x: T, axis: AxisOrMeshAxis, offset: int = 1, *, wrap: bool = True) -> T:
+def shift(x: T, axis: AnyAxis, offset: int = 1, *, wrap: bool = True) -> T:
     """Shift values along a ring of devices: each device gets the value of the device `offset` places before.
 
     Arguments:
@@ -281,7 +274,7 @@ def shift(x: T, axis: AxisOrMeshAxis, offset: int = 1, *, wrap: bool = True) -> 
     return ppermute(x, axis, [(i, j) for i, j in pairs if 0 <= j < devices])
 
 
-def pvary(x: T, axis: AxisOrMeshAxis) -> T:
+def pvary(x: T, axis: AnyAxis) -> T:
     """Make a value device-varying, without changing it.
 
     Needed if JAX must know in advance, as for a carry of a scan that is the same on all devices only at the start. For
@@ -305,7 +298,7 @@ def pvary(x: T, axis: AxisOrMeshAxis) -> T:
     return jax.tree.map(vary, x)
 
 
-def axis_index(axis: AxisOrMeshAxis) -> jax.Array:
+def axis_index(axis: AnyAxis) -> jax.Array:
     """Return the index of this device along an axis, counted from 0.
 
     Arguments:
@@ -320,7 +313,7 @@ def axis_index(axis: AxisOrMeshAxis) -> jax.Array:
     return jax.lax.axis_index(axes) if axes else jnp.int32(0)
 
 
-def axis_size(axis: AxisOrMeshAxis) -> int:
+def axis_size(axis: AnyAxis) -> int:
     """Return the number of devices along an axis.
 
     >>> from axonym.manual.collectives import axis_size
@@ -375,7 +368,7 @@ def axis_offset(axis: AxisSelector, x: NamedArray | None = None) -> Any:
 
 
 def _gathered_along_new_axis(
-    what: str, x: NamedArray, axis: AxisSelector, over: AxisOrMeshAxis | None, invariant: bool
+    what: str, x: NamedArray, axis: AxisSelector, over: AnyAxis | None, invariant: bool
 ) -> NamedArray:
     name, axes = _new_axis(what, x, require_named(what, x).names, axis, over)
     if not axes:
@@ -385,7 +378,7 @@ def _gathered_along_new_axis(
 
 
 def _exchanged_entries(
-    what: str, x: NamedArray, split: AxisSelector, gather: AxisSelector, over: AxisOrMeshAxis | None
+    what: str, x: NamedArray, split: AxisSelector, gather: AxisSelector, over: AnyAxis | None
 ) -> NamedArray:
     others = [n for n in require_named(what, x).names if n != name_of(split)]
     name, axes = _new_axis(what, x, others, gather, split if over is None else over)
@@ -399,7 +392,7 @@ def _exchanged_entries(
 
 
 def _new_axis(
-    what: str, x: NamedArray, others: Sequence[str], axis: AxisSelector, over: AxisOrMeshAxis | None
+    what: str, x: NamedArray, others: Sequence[str], axis: AxisSelector, over: AnyAxis | None
 ) -> tuple[str, Axes]:
     """Return the name of a new axis with an entry for each device, and the mesh axes of these devices."""
     name = name_of(axis)
@@ -430,7 +423,7 @@ def _varies(invariant: bool) -> str:
 # --- shared checks ---
 
 
-def _axis_and_devices(what: str, x: Any, axis: AxisSelector, over: AxisOrMeshAxis | None) -> tuple[int, str, Axes]:
+def _axis_and_devices(what: str, x: Any, axis: AxisSelector, over: AnyAxis | None) -> tuple[int, str, Axes]:
     """Return the position and name of an axis of an array, and the mesh axes to communicate over."""
     x, name = require_named(what, x), name_of(axis)
     sizes = x.shape
@@ -451,7 +444,7 @@ def _axis_and_devices(what: str, x: Any, axis: AxisSelector, over: AxisOrMeshAxi
     return x.names.index(name), name, axes
 
 
-def _exchanged_over(what: str, x: NamedArray, split: str, gather: str) -> AxisOrMeshAxis | None:
+def _exchanged_over(what: str, x: NamedArray, split: str, gather: str) -> AnyAxis | None:
     """Return the mesh axes of an `all_to_all`, from the shardings of its axes."""
     of_gather, of_split = axes_of_sharded(what, gather), axes_of_sharded(what, split)
     # An axis that is sharded in the arguments is still sharded so, or over the first of these mesh axes.

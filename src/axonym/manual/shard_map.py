@@ -27,7 +27,7 @@ from .._per_device import run_per_device
 from .._tree_spec import StaticLeaf, TreeSpec
 from ..named_array import NamedArray
 from ..sharding.mapping import ResourceMapping, axis_mapping
-from ..sharding.meshes import AnyMesh, as_seen_here, current_mesh
+from ..sharding.meshes import AnyMesh, as_seen_here, required_mesh
 from ..sharding.placement import Leaf, Placement, is_placement, resolve
 from ._axis_environment import (
     ArgumentAxis,
@@ -164,9 +164,7 @@ class _Call:
 
     def _mesh_here(self) -> AnyMesh:
         around = jax.sharding.get_abstract_mesh()
-        mesh = current_mesh() if self.mesh is None else as_seen_here(self.mesh)
-        if mesh is None:
-            raise ValueError(f"{self.what}: no mesh is active. Use jax.set_mesh, or pass a mesh.")
+        mesh = required_mesh(self.what, None if self.mesh is None else as_seen_here(self.mesh))
         if not around.empty and (around.shape, around.axis_types) != (mesh.shape, mesh.axis_types):
             raise ValueError(
                 f"{self.what}: the mesh passed is {_described(mesh)}, but the active one is {_described(around)}. "

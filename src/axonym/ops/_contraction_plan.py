@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from .. import _fsdp_ops, _kernels, _output_sharding
 from .._mesh_axes import entries_of, explicit_mesh
 from ..axis import Axis, Names
+from ._operands import private
 
 DotGeneral = Callable[..., jax.Array]
 """A replacement for `jax.lax.dot_general`, such as a quantized one. It may be a pytree that holds arrays."""
@@ -45,7 +46,7 @@ def contract_with(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGener
     # The function is handed to the partitioner, so the arrays that it holds have to be operands like the others.
     parts, tree = jax.tree.flatten(dot_general)
     held = [i for i, part in enumerate(parts) if isinstance(part, jax.Array)]
-    held_names = [tuple(f"axis {d} of array {i} of dot_general" for d in range(parts[i].ndim)) for i in held]
+    held_names = [private(f"array {i} of dot_general", tuple(map(str, range(parts[i].ndim)))) for i in held]
 
     def positional(*operands):
         rebuilt = dict(enumerate(parts)) | dict(zip(held, operands[len(arrays) :], strict=True))

@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _errors
+from .._per_device import run_per_device
 from ..named_array import is_jax_array_like, raw, wrap_like
 from .meshes import AnyMesh, required_mesh, with_devices
 from .placement import Placement, resolve
@@ -143,7 +144,7 @@ def _cut(x: jax.Array, at: Any, sharding: NamedSharding, sizes: Sequence[int], l
         return piece.reshape([a * b for a, b in zip(shape[::2], shape[1::2], strict=True)])
 
     spec = sharding.spec
-    return jax.shard_map(local, mesh=sharding.mesh, in_specs=(spec, PartitionSpec()), out_specs=spec)(x, at)
+    return run_per_device(local, (x, at), (spec, PartitionSpec()), spec, sharding.mesh)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5), donate_argnums=0)
@@ -157,7 +158,7 @@ def _put(
         return blocks.reshape(x.shape)
 
     specs = (sharding.spec, sharding.spec, PartitionSpec())
-    return jax.shard_map(local, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec)(x, piece, at)
+    return run_per_device(local, (x, piece, at), specs, sharding.spec, sharding.mesh)
 
 
 def _in_blocks(x: jax.Array, sizes: Sequence[int]) -> jax.Array:

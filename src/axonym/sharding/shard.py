@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from .. import _context, _errors
 from .._jax_versions import INLINE, is_about_devices
 from .._kernels import operation_scope
-from .._mesh_axes import mesh_axes, types_of
+from .._mesh_axes import entry_of, mesh_axes, reshard, types_of
 from .._parameter_names import by_parameter, parameter_names
 from .._processes import fail_together
 from ..named_array import raw, wrap_like
@@ -339,45 +339,35 @@ def _constrain(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
                 f"{what}: a mesh with Explicit axes cannot be passed inside jit, since the arrays traced there "
                 "are not on it. Activate it outside: `with jax.set_mesh(mesh): ...`."
             )
-    return _constraint(spec, mesh if passed else None, tuple(types.items()))(x)
+    return _constraint(spec, mesh, passed)(x)
 
 
 @functools.lru_cache(maxsize=4096)
-def _constraint(
-    spec: PartitionSpec, mesh: AnyMesh | None, types: tuple[tuple[str, AxisType], ...]
-) -> Callable[[Any], jax.Array]:
+def _constraint(spec: PartitionSpec, mesh: AnyMesh, passed: bool) -> Callable[[Any], jax.Array]:
     """Make a jitted function that constrains an array to a spec.
 
     It is jitted so that it works on tracers of eager transformations too, where JAX has no rule of its own that keeps
     the axes of a spec apart from those that `vmap` adds.
     """
-    kind = dict(types)
+    types = types_of(mesh)
 
-    def over(wanted: AxisType, otherwise: Any) -> PartitionSpec:
-        entries = []
-        for entry in spec:
-            if entry is PartitionSpec.UNCONSTRAINED:
-                entries.append(entry)
-                continue
-            axes = tuple(a for a in mesh_axes(entry) if kind[a] == wanted)
-            if axes and len(axes) != len(mesh_axes(entry)):
-                raise ValueError(
-                    f"shard: {entry} shards one axis over mesh axes of different types, {dict(types)}; JAX has no way "
-                    "to say that. Use mesh axes of one type for it."
-                )
-            mixed = otherwise if entry is not None else None
-            entries.append(axes[0] if len(axes) == 1 else axes or mixed)
-        return PartitionSpec(*entries)
-
-    def target(wanted: PartitionSpec) -> Any:
-        return wanted if mesh is None else NamedSharding(mesh, wanted)
+    def over_auto(entry: Any) -> Any:
+        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+            return entry
+        axes = [a for a in mesh_axes(entry) if types[a] == AxisType.Auto]
+        if axes and len(axes) != len(mesh_axes(entry)):
+            raise ValueError(
+                f"shard: {entry} shards one axis over mesh axes of different types, {types}; JAX has no way "
+                "to say that. Use mesh axes of one type for it."
+            )
+        return entry_of(axes) or PartitionSpec.UNCONSTRAINED
 
     def constrain(x):
-        if AxisType.Explicit in kind.values():
-            x = jax.sharding.reshard(x, target(over(AxisType.Explicit, None)))
-            if AxisType.Auto not in kind.values():
-                return x
-        wanted = over(AxisType.Auto, PartitionSpec.UNCONSTRAINED)
-        return jax.lax.with_sharding_constraint(x, target(wanted))
+        wanted = PartitionSpec(*map(over_auto, spec))
+        if AxisType.Explicit in types.values():
+            x = reshard(x, spec, mesh)
+        if AxisType.Auto not in types.values():
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, wanted) if passed else wanted)
 
     return jax.jit(constrain, inline=INLINE)

@@ -11,6 +11,7 @@ import numpy as np
 from .. import tree as named_trees
 from ..axis import Axis, names_without
 from ..named_array import NamedArray, is_jax_array_like, raw, wrap
+from ..ops._operands import private
 from ..ops.indexing import index
 from ..sharding.shard import to_host
 from .naming import StateDict, children, is_number, layers_at, with_prefix
@@ -82,7 +83,7 @@ def _part(x: Any, name: str, i: int) -> Any:
     position = layers_at(x, name)
     if position is None:
         return x
-    named = x if isinstance(x, NamedArray) else wrap(x, (name, *(f"dimension {d}" for d in range(1, x.ndim))))
+    named = x if isinstance(x, NamedArray) else wrap(x, (name, *private("a layer", tuple(map(str, range(1, x.ndim))))))
     array, names = named.array, names_without(named.names, name)
     if isinstance(array, jax.ShapeDtypeStruct):
         shape = array.shape[:position] + array.shape[position + 1 :]

@@ -25,6 +25,7 @@ from .._mesh_axes import entries_of, explicit_mesh, reshard
 from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, StaticLeaf, TreeSpec, flatten
 from ..axis import Axis, AxisSelector, Names, names_without
 from ..named_array import wrap
+from ..ops._operands import private
 from . import _mapped_axis
 from ._carry import CARRY, Words, conform, settled
 from .rematerialization import ScanCheckpointPolicy, ScanCheckpointSpec, checkpointed_scan, policy_of
@@ -286,7 +287,7 @@ def _sharded_again(
     mesh = explicit_mesh([y, *(x for x, _ in scanned)])
     if mesh is None:
         return y
-    rest = names[1:] if names is not None else tuple(f"dimension {i}" for i in range(1, y.ndim))
+    rest = names[1:] if names is not None else private("an output", tuple(str(i) for i in range(1, y.ndim)))
     entries = entries_of(y)
     operands = [((name,), (entries_of(x)[p],)) for x, p in scanned]
     spec = _output_sharding.infer_output_spec(what, (name, *rest), y.shape, [*operands, (rest, entries[1:])], mesh)
