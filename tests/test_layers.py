@@ -93,3 +93,15 @@ def test_nothing_reaches_up_at_run_time() -> None:
     """A module that is looked up while the program runs is an import that no reader sees."""
     reaching = {m for m, path in MODULES.items() if 'sys.modules["axonym' in path.read_text()}
     assert {layer(m) for m in reaching} <= {"haliax"}  # which stands on top, and reaches down
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """A leading underscore does not count. The packages of compatibility have the names of the others' classes."""
+    seen: dict[str, str] = {}
+    for module, path in MODULES.items():
+        if module.split(".")[1:2] in (["haliax"], ["scalax"]):
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                known = seen.setdefault(node.name.lstrip("_"), module)
+                assert known == module, f"{node.name} in {module} and in {known}"
