@@ -28,6 +28,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "mixture_of_experts.py": ("A mixture of experts", "--steps 100 --every 50"),
     "language_model_fsdp.py": ("A model of plain arrays, by a rule", ""),
     "language_model_tensor_parallel.py": ("Tensor parallelism, by rules", ""),
+    "explain.py": ("What a mapping costs, before it runs", ""),
     "custom_partitioning.py": ("Operations with their own partitioning", ""),
     "pallas_kernel.py": ("A Pallas kernel on sharded arrays", ""),
 }

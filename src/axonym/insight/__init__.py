@@ -2,7 +2,7 @@
 
 `explain` compiles a step and reads the program: it neither runs the step nor estimates anything. What it cannot know,
 it says is not known. `compare` does so for several mappings, `contract` checks what a step must not do, and `blame`
-finds where an axis stops being sharded.
+finds where an axis stops being sharded. `python -m axonym.insight` does the first two from the command line.
 """
 
 from .blaming import Blame as Blame, blame as blame
