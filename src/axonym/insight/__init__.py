@@ -2,7 +2,8 @@
 
 `explain` compiles a step and reads the program: it neither runs the step nor estimates anything. What it cannot know,
 it says is not known. `compare` does so for several mappings, `contract` checks what a step must not do, and `blame`
-finds where an axis stops being sharded. `python -m axonym.insight` does the first two from the command line.
+finds where an axis stops being sharded. `snapshot` writes a text that is kept with the tests. From the command line,
+`python -m axonym.insight` does the first two.
 """
 
 from .blaming import Blame as Blame, blame as blame
@@ -17,3 +18,4 @@ from .report import (
     Report as Report,
     Source as Source,
 )
+from .snapshots import snapshot as snapshot

@@ -72,7 +72,7 @@ class Comparison:
         >>> axn.insight.compare(f, [x], {"a": {"batch": None}, "b": {}}, by="partitioner").differences("a", "b")
         ()
         """
-        before, after = (_counted(self.reports[name].collectives) for name in (first, second))
+        before, after = (counted(self.reports[name].collectives) for name in (first, second))
         lines = []
         for sign, more, less in (("+", after, before), ("-", before, after)):
             for key, (times, sent, text) in more.items():
@@ -124,7 +124,7 @@ class Comparison:
         ]
 
 
-def _counted(collectives: Sequence[Collective]) -> dict[str, tuple[int, int, str]]:
+def counted(collectives: Sequence[Collective]) -> dict[str, tuple[int, int, str]]:
     """Return how often each exchange runs, the bytes it sends, and what is said of it."""
     found: dict[str, tuple[int, int, str]] = {}
     times = collections.Counter[str]()

@@ -63,7 +63,7 @@ def explain(
                 f"explain: the chips with figures are {', '.join(CHIPS)}, got {chip!r}. Make a Chip of it."
             )
         chip = CHIPS[chip]
-    with _active(mesh):
+    with active(mesh):
         compiled_step = distributed(step, mapping)
         platform = jax.default_backend()
         if by == "partitioner" and platform != "cpu":
@@ -99,7 +99,7 @@ def distributed(step: Callable[..., Any], mapping: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _active(mesh: AnyMesh | None) -> Iterator[None]:
+def active(mesh: AnyMesh | None) -> Iterator[None]:
     """Make the mesh active, with devices of this machine if it has none."""
     if mesh is None:
         around = current_mesh()

@@ -122,7 +122,7 @@ class CompiledFunction(Generic[P, R]):
             else:
                 return result.tree() if type(result) is FlatTree else result
         with self._surroundings():
-            place = self._placed if self._arguments else None
+            place = self.placed if self._arguments else None
             return call_on_mesh(self._call, args, kwargs, place, [p for _, p in self._arguments])
 
     def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
@@ -186,11 +186,12 @@ class CompiledFunction(Generic[P, R]):
             if settings is not None and mesh is not None:
                 for mapping in (settings.mapping, settings.parameter_mapping):
                     check_mesh_axes(self._what, mapping, mesh)
-            args, kwargs = self._placed(args, kwargs)
+            args, kwargs = self.placed(args, kwargs)
             result = self._fn(*args, **kwargs)
             return result if self._results is None else self._results((args, kwargs), result)
 
-    def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments, sharded by their placements."""
         for label, placement in self._arguments:
             args, kwargs = shard_arguments(
                 self._fn, args, kwargs, placement, f"{self._what} ({label})", self._static_argnums

@@ -1,0 +1,70 @@
+"""A pytest plugin: the fixture `mapping_snapshot`, which keeps what a step does on a mesh in a file beside the test.
+
+A project turns it on in its `conftest.py`: `pytest_plugins = ["axonym.insight.pytest_plugin"]`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .._mesh_axes import AnyMesh
+from .snapshots import snapshot
+
+_UPDATE = "--update-snapshots"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that writes snapshots."""
+    parser.getgroup("axonym").addoption(
+        _UPDATE, action="store_true", help="write what steps do on their meshes to the files of `mapping_snapshot`"
+    )
+
+
+class MappingSnapshot:
+    """The fixture `mapping_snapshot` in one test."""
+
+    def __init__(self, folder: Path, stem: str, update: bool):
+        self._folder = folder
+        self._stem = stem
+        self._update = update
+        self._numbers = itertools.count(1)
+
+    def check(
+        self, step: Callable[..., Any], *args: Any, mapping: Any = None, mesh: AnyMesh | None = None, **kwargs: Any
+    ) -> None:
+        """Compare what a step does on a mesh with the file; with `--update-snapshots`, write the file.
+
+        The file is `snapshots/MODULE.TEST.txt` beside the test; later checks in one test count: `MODULE.TEST.2.txt`.
+
+        Arguments:
+            step, *args, mapping, mesh, **kwargs: as in `axonym.insight.explain`.
+        """
+        __tracebackhide__ = True
+        number = next(self._numbers)
+        path = self._folder / f"{self._stem}{'' if number == 1 else f'.{number}'}.txt"
+        found = snapshot(step, *args, mapping=mapping, mesh=mesh, **kwargs) + "\n"
+        if self._update:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(found, encoding="utf-8")
+        elif not path.exists():
+            pytest.fail(f"there is no {path}: run pytest with {_UPDATE}, and read what it writes.", pytrace=False)
+        elif found != (kept := path.read_text(encoding="utf-8")):
+            lines = difflib.ndiff(kept.splitlines(), found.splitlines())
+            changed = "\n".join(line for line in lines if line[0] in "+-")
+            advice = f"If that is meant, run pytest with {_UPDATE}."
+            pytest.fail(f"the step does something else than {path} says:\n{changed}\n{advice}", pytrace=False)
+
+
+@pytest.fixture
+def mapping_snapshot(request: pytest.FixtureRequest) -> MappingSnapshot:
+    """Keep what a step does on a mesh in a file beside the test: `mapping_snapshot.check(step, *abstract_args)`."""
+    name = re.sub(r"[^\w.=-]+", "_", request.node.name).strip("_")
+    folder = request.path.parent / "snapshots"
+    return MappingSnapshot(folder, f"{request.path.stem}.{name}", request.config.getoption(_UPDATE))
