@@ -67,4 +67,4 @@ def mapping_snapshot(request: pytest.FixtureRequest) -> MappingSnapshot:
     """Keep what a step does on a mesh in a file beside the test: `mapping_snapshot.check(step, *abstract_args)`."""
     name = re.sub(r"[^\w.=-]+", "_", request.node.name).strip("_")
     folder = request.path.parent / "snapshots"
-    return MappingSnapshot(folder, f"{request.path.stem}.{name}", request.config.getoption(_UPDATE))
+    return MappingSnapshot(folder, f"{request.path.stem}.{name}", bool(request.config.getoption(_UPDATE)))
