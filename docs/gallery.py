@@ -45,7 +45,7 @@ accelerator, eight devices are simulated. The outputs are from a CPU, and the lo
 
 
 def run(name: str, arguments: str, folder: Path) -> str:
-    """What is shown of what an example prints."""
+    """Run an example, and return what the page shows of its output."""
     command = [sys.executable, str(ROOT / "examples" / name), *arguments.split()]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src"), "COLUMNS": str(WIDTH)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
