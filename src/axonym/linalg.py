@@ -23,7 +23,7 @@ import jax.scipy.linalg
 from . import _errors, _kernels
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of
 from .named_array import NamedArray
-from .ops._operands import check_new_axis, distinct, require_named, static_number
+from .ops._operands import as_float, check_new_axis, distinct, require_named, static_number
 
 MatrixAxes: TypeAlias = "tuple[AxisSelector, AxisSelector]"
 
@@ -407,7 +407,7 @@ def _norm_kernel(names: Names, axis: Any, ord: Any) -> _kernels.Kernel:
         # JAX flattens for other orders; of a sharded array that would be costly.
         plain = ord is None or ord == 2
         vector_norm: Any = jnp.linalg.vector_norm
-        fn = jnp.linalg.norm if plain else functools.partial(vector_norm, axis=None, ord=ord)
+        fn = jnp.linalg.norm if plain else lambda x: vector_norm(as_float(x), axis=None, ord=ord)
     elif len(chosen) in (1, 2):
         fn = functools.partial(jnp.linalg.norm, axis=positions if len(chosen) == 2 else positions[0], ord=ord)
     else:

@@ -92,3 +92,8 @@ def test_errors() -> None:
         Dropout(0.5, "embde")(X, key=KEY)
     with pytest.raises(ValueError, match="dropout: expected one random key, got an array of shape"):
         Dropout(0.5)(X, key=jax.random.split(KEY))
+
+
+def test_a_traced_probability_of_one_has_a_gradient() -> None:
+    slopes = jax.jit(jax.grad(lambda x, p: dropout(x, p, inference=False, key=KEY).sum().array))(X, 1.0)
+    assert not slopes.array.any()

@@ -194,3 +194,12 @@ def test_more_labels_than_bytes() -> None:
     logits = axn.named(np.zeros(300, np.float32), "label")
     found = cross_entropy_loss(logits, "label", axn.named(np.array(255, np.uint8), ()))
     np.testing.assert_allclose(found.array, np.log(300), rtol=1e-6)
+
+
+def test_a_small_dtype_lacks_the_ignored_target() -> None:
+    """The number that stands in its place is not ignored."""
+    logits, targets = axn.zeros({"batch": 2, "label": 300}), axn.named(np.array([156, 3], np.uint8), "batch")
+    mean = cross_entropy_loss(logits, "label", targets, axn.sum, ignore_index=-100)
+    np.testing.assert_allclose(mean.array, 2 * np.log(300), rtol=1e-6)
+    each, _ = cross_entropy_loss_and_log_normalizers(logits, "label", targets, ignore_index=-100)
+    np.testing.assert_allclose(each.array, np.log(300), rtol=1e-6)

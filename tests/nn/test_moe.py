@@ -64,6 +64,18 @@ def test_each_row_has_the_weight_of_its_expert(out_first: bool) -> None:
     assert_close(jax.grad(loss, (0, 1))(layer, X), jax.grad(reference, (0, 1))(layer, X))
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32])
+def test_sizes_of_every_dtype(dtype: Any, explicit_mesh: Mesh) -> None:
+    """Small ones overflow if added up, and unsigned ones if compared with the first row of a device."""
+    rows, sizes = Rows.resize(160), axn.named(np.array([90, 0, 30, 40], dtype), "experts")
+    layer, x = make(), axn.random.normal(KEY, (rows, In))
+    expected = layer(x, sizes.astype(np.int32))
+    assert_named(layer(x, sizes), expected, rtol=1e-6)
+    with jax.set_mesh(explicit_mesh):
+        found = layer(axn.shard(x, {"rows": "data"}), sizes)
+    assert_named(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_initial_values() -> None:
     layer = MoELinear.init((Experts,), In.resize(256), Out.resize(64), key=KEY, init_scale=2.0)
     assert layer.bias is not None and not layer.bias.array.any() and layer.bias.axes == (Out.resize(64),)

@@ -51,6 +51,31 @@ def test_bincount_of_small_integers_on_a_long_axis() -> None:
     assert counts["value", 100] == 2 and counts.sum() == 2
 
 
+def test_bincount_adds_up_small_weights() -> None:
+    counts = axn.bincount(_int8(1, 1, 1), axn.Axis("value", 2), weights=_int8(100, 100, 100))
+    assert counts.dtype == jnp.int32 and counts.tolist() == [0, 300]
+
+
+@pytest.mark.parametrize("order", [None, 0, 1, 3, np.inf, -np.inf])
+def test_norms_of_integers_are_floats(order: Any) -> None:
+    x = _int8(-128, 100)
+    expected = np.linalg.norm([-128.0, 100.0], ord=order)
+    for found in (axn.linalg.norm(x, ord=order), axn.linalg.norm(x, "a", ord=order)):
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found.array, expected, rtol=1e-6)
+
+
+def test_slopes_of_integers_have_no_weak_type() -> None:
+    assert not axn.gradient(_int8(1, 2, 4), "a").array.weak_type
+
+
+def test_large_unsigned_positions_are_out_of_range() -> None:
+    """Not the last element, which JAX takes, since it makes them negative."""
+    positions = axn.named(np.array([2**32 - 1, 1], np.uint32), "a")
+    found = jax.jit(lambda i: axn.take_along_axis(X, i, "a"))(positions)
+    np.testing.assert_array_equal(found.array, [np.nan, 1.0])
+
+
 def test_put_along_axis_with_small_indices_on_a_long_axis() -> None:
     put = axn.put_along_axis(axn.zeros(LONG), _int8(100, -1), 5.0, "a")
     assert np.flatnonzero(put.array).tolist() == [100, 299]
@@ -66,6 +91,8 @@ def test_put_along_axis_with_small_indices_on_a_long_axis() -> None:
         lambda x: axn.nn.standardize(x, "a"),
         lambda x: axn.nn.standardize(x, "a", where=x > 0),
         axn.nn.squareplus,
+        lambda x: axn.nn.binary_cross_entropy_loss(x, x > 5, reduction=None),
+        lambda x: axn.nn.attention.apply_rotary(x, "a", axn.named(1, ())),
     ],
 )
 def test_integers_are_normalized_as_floats(normalize: Callable[[Any], Any], dtype: Any) -> None:

@@ -115,6 +115,14 @@ def test_dtypes() -> None:
     assert dtype(lambda key: random.randint(key, Batch, 0, 256, jnp.uint8)) == jnp.uint8
 
 
+def test_probabilities_of_a_small_dtype() -> None:
+    """Drawn in bfloat16, of which there are 128 numbers, one in 128 would be a success."""
+    many = {"draw": 20000}
+    assert random.bernoulli(KEY, many, jnp.bfloat16(0.001)).mean() < 0.002
+    chosen = random.choice(KEY, many, axn.arange({"x": 1000}), "x", p=axn.full({"x": 1000}, 0.001, jnp.bfloat16))
+    assert 0.48 < (chosen < 500).mean().item() < 0.52
+
+
 def test_traced_parameters_without_axes() -> None:
     drawn = jax.jit(lambda p: random.bernoulli(KEY, Batch, p))(0.25)
     assert_same(drawn, jax.random.bernoulli(KEY, 0.25, (8,)))

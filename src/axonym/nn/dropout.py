@@ -16,7 +16,7 @@ from ..named_array import NamedArray, NamedOrNumeric, wrap
 from ..ops._operands import require_named, scalar
 from ..ops.creation import zeros_like
 from ..ops.selection import where
-from ..random._draw import one_key
+from ..random._draw import at_least_float32, one_key
 
 
 def dropout(
@@ -57,18 +57,20 @@ def dropout(
     else:
         key = one_key("dropout", key)
         keep = 1 - scalar("dropout", "pdrop", pdrop)
-        kernel = _dropout_kernel(x.names, _kernels.hashable(broadcast_axes), key.ndim)
+        kernel = _dropout_kernel(x.names, _kernels.hashable(broadcast_axes), key.ndim, fixed)
         dropped = wrap(kernel.call(x.array, key, keep), kernel.names)
     return dropped if decided else where(inference, x, dropped)
 
 
 @_kernels.cached
-def _dropout_kernel(names: Names, broadcast_axes: AxisSelection | None, key_rank: int) -> _kernels.Kernel:
+def _dropout_kernel(names: Names, broadcast_axes: AxisSelection | None, key_rank: int, fixed: bool) -> _kernels.Kernel:
     together = () if broadcast_axes is None else _kernels.select("dropout", names, broadcast_axes)
 
     def positional(x, key, keep):
         shape = [1 if n in together else size for n, size in zip(names, x.shape, strict=True)]
-        kept = jnp.broadcast_to(jax.random.bernoulli(key, keep, shape), x.shape)
+        kept = jnp.broadcast_to(jax.random.bernoulli(key, at_least_float32(keep), shape), x.shape)
+        if not fixed:
+            keep = jnp.where(keep > 0, keep, 1)  # the gradient of a division by zero is NaN, also where it is not used
         return jnp.where(kept, x / keep, 0)
 
     key_names = ("words of the key",)[:key_rank]  # an old-style key is an array of numbers

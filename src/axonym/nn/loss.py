@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from .. import _errors, _kernels
 from ..axis import AxisSelection, AxisSelector, Names, name_of
 from ..named_array import NamedArray, NamedOrNumeric, describe_array
-from ..ops._operands import dtype_key, require_named, require_positions, require_subset
+from ..ops._operands import as_float, dtype_key, require_named, require_positions, require_subset
 from ..ops.elementwise import logical_and, not_equal
 from ..ops.reductions import mean
 from ..ops.selection import where as choose
@@ -89,7 +89,7 @@ def cross_entropy_loss(
     """
     loss, _ = _cross_entropy("cross_entropy_loss", logits, Label, targets, ignore_index, out_of_range, dtype)
     if ignore_index is not None:
-        labelled = not_equal(targets, ignore_index)
+        labelled = _labelled(targets, ignore_index)
         where = labelled if where is None else logical_and(where, labelled)
     return reduce_loss(loss, reduction, where, reduction_axis)
 
@@ -114,8 +114,15 @@ def cross_entropy_loss_and_log_normalizers(
     what = "cross_entropy_loss_and_log_normalizers"
     loss, normalizers = _cross_entropy(what, logits, Label, targets, ignore_index, out_of_range, dtype)
     if ignore_index is not None:
-        loss = choose(not_equal(targets, ignore_index), loss, 0)
+        loss = choose(_labelled(targets, ignore_index), loss, 0)
     return loss, normalizers
+
+
+def _labelled(targets: NamedArray, ignore_index: int) -> NamedArray:
+    """Return which examples have a label."""
+    if targets.dtype.itemsize < 4:  # a small dtype may not have the number, and has another in its place
+        targets = targets.astype(jnp.int32)
+    return not_equal(targets, ignore_index)
 
 
 def _cross_entropy(
@@ -163,6 +170,7 @@ def binary_cross_entropy_loss(
     >>> axn.nn.binary_cross_entropy_loss(axn.named([0., 9.], "x"), axn.named([True, False], "x"), reduction=None)
     NamedArray(float32[x=2], [0.6931 9.0001])
     """
+    logits = as_float(logits)  # unsigned integers have no negatives
     loss = -(targets * log_sigmoid(logits)) - (1 - targets) * log_sigmoid(-logits)
     return reduce_loss(loss, reduction, where, reduction_axis)
 

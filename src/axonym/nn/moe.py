@@ -147,12 +147,10 @@ def _grouped_kernel(
     distinct(what, product.out_names)
 
     def positional(x, weight, sizes):
-        _check(what, product, x, weight, sizes)
-        return product.by_partitioner(x, weight, sizes)
+        return product.by_partitioner(x, weight, _checked(what, product, x, weight, sizes))
 
     def per_device(x, weight, sizes):
-        _check(what, product, x, weight, sizes)
-        return product.by_device(x, weight, sizes)
+        return product.by_device(x, weight, _checked(what, product, x, weight, sizes))
 
     # Private names, since the summed axis can have the name of the output, and the sharding of the sizes must not
     # influence that of the result.
@@ -164,7 +162,8 @@ def _grouped_kernel(
     return _kernels.make_kernel(what, positional, in_names, product.out_names, per_device=per_device)
 
 
-def _check(what: str, product: Grouped, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> None:
+def _checked(what: str, product: Grouped, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Return the sizes as signed integers that can count all rows."""
     for name, given, stored in (
         (product.summed[0], x.shape[product.names.index(product.summed[0])], product.summed[1]),
         (product.groups, sizes.shape[0], product.groups),
@@ -174,3 +173,4 @@ def _check(what: str, product: Grouped, x: jax.Array, weight: jax.Array, sizes: 
             raise ValueError(_errors.size_mismatch(what, name, [("the argument", given), ("the layer", own)]))
     if not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise TypeError(f"{what}: `group_sizes` must be integers, got {sizes.dtype}.")
+    return sizes.astype(jnp.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ from .. import _errors, _kernels
 from .._errors import distinct
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
 from ..named_array import NamedArray
+
+ArrayT = TypeVar("ArrayT", jax.Array, NamedArray)
 
 
 def require_named(what: str, array: Any) -> NamedArray:
@@ -46,7 +48,7 @@ def scalar(what: str, argument: str, x: Any) -> Any:
     return x
 
 
-def as_float(x: jax.Array) -> jax.Array:
+def as_float(x: ArrayT) -> ArrayT:
     """Convert integers, whose sums, differences and squares overflow in a small dtype of their own."""
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jax.dtypes.canonicalize_dtype(float))
 

@@ -112,7 +112,9 @@ def _bincount_kernel(names: Names, Counts: Axis, own: tuple[Names, ...]) -> _ker
         if jnp.issubdtype(x.dtype, jnp.signedinteger):  # negative ones would count as zero
             x = jnp.where(x < 0, Counts.size, x.astype(jnp.promote_types(x.dtype, jnp.int32)))
         spread = _spread(weights, own, names, x.shape)
-        return jnp.bincount(x.reshape(-1), None if spread is None else spread.reshape(-1), length=Counts.size)
+        if spread is not None:
+            spread = spread.reshape(-1).astype(jax.eval_shape(jnp.sum, spread).dtype)  # sums overflow in a small dtype
+        return jnp.bincount(x.reshape(-1), spread, length=Counts.size)
 
     return _kernels.make_kernel("bincount", positional, (names, *own), (Counts.name,))
 

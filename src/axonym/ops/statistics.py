@@ -281,7 +281,7 @@ def _gradient_kernel(names: Names, axis: AxisSelector, spacing_names: Names) -> 
     def positional(x, spacing):
         if x.shape[position] < 2:
             raise ValueError(f"gradient: axis {along!r} has size {x.shape[position]}; a slope needs two elements.")
-        return jnp.gradient(x, spacing, axis=position)
+        return jnp.gradient(as_float(x), spacing, axis=position)
 
     return _kernels.make_kernel("gradient", positional, (names, spacing_names), names, selection=axis)
 

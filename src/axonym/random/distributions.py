@@ -14,7 +14,7 @@ from ..axis import Axis, AxisSelector, AxisSpec
 from ..named_array import NamedArray
 from ..ops._op_types import publish
 from ..ops._operands import one_axis, scalar
-from ._draw import Key, Parameter, axis_of, draw, new_axes
+from ._draw import Key, Parameter, at_least_float32, axis_of, draw, new_axes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -210,7 +210,11 @@ def weibull_min(
 
 @_row("Draw True or False.", "0.2", "bool", p="the probability of True.")
 def bernoulli(key: Key, shape: AxisSpec, p: Parameter = 0.5) -> NamedArray:
-    return draw(jax.random.bernoulli, key, shape, {"p": p})
+    return draw(_bernoulli, key, shape, {"p": p})
+
+
+def _bernoulli(key: Any, p: jax.Array, shape: Any) -> jax.Array:
+    return jax.random.bernoulli(key, at_least_float32(p), shape)
 
 
 @_row(

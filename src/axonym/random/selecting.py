@@ -10,7 +10,7 @@ from ..axis import Axis, AxisSelector, AxisSpec
 from ..named_array import NamedArray
 from ..ops._new_array import sharded_kernel
 from ..ops._operands import require_named
-from ._draw import Key, axis_of, check_enough, new_axes, one_key
+from ._draw import Key, at_least_float32, axis_of, check_enough, new_axes, one_key
 
 
 def choice(
@@ -55,6 +55,8 @@ def _choice_kernel(
     after = tuple(range(position + len(axes), len(axes) + len(rest)))
 
     def positional(key, a, p=None):
+        if p is not None:
+            p = at_least_float32(p)
         index = jax.random.choice(key, along.size, sizes, replace=replace, p=p)
         found = jnp.take(a, index, axis=position, mode="clip")
         return jnp.transpose(found, (*chosen, *before, *after)) if before else found

@@ -23,7 +23,7 @@ import numpy as np
 from ... import _errors, _kernels
 from ...axis import AxisSelector, Names
 from ...named_array import NamedArray, resolve_axes, wrap
-from ...ops._operands import require_named, require_subset
+from ...ops._operands import as_float, require_named, require_subset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,6 +272,7 @@ def _rotary_kernel(names: Names, position_names: Names, HeadDim: AxisSelector, c
                 f"an odd number: {_errors.describe_axes(names, x.shape)}, partial_rotary_factor="
                 f"{config.partial_rotary_factor}."
             )
+        x = as_float(x)
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         frequencies = jnp.asarray(config.frequencies(size), dtype)
         angles = _kernels.align(positions.astype(dtype), position_names, names)
