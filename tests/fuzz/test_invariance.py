@@ -1,4 +1,4 @@
-"""`check_shard_invariance` of what the programs of the fuzzer do not have: matrices, models, draws and Hessians."""
+"""`check_shard_invariance` of what the programs of the fuzzer do not have: matrices, models, experts, draws, ..."""
 
 from __future__ import annotations
 
@@ -55,6 +55,16 @@ def filtered(model: axn.nn.MLP, x: NamedArray) -> Any:
     return eqx.filter(eqx.filter_jit(loss)(model), eqx.is_array)
 
 
+def experts(layer: axn.nn.MoELinear, x: NamedArray) -> Any:
+    """Rows sorted by expert, each device with some of the rows, or of the experts."""
+    return layer(x, axn.named(np.array([3, 0, 4, 1], np.uint8), "expert"))
+
+
+def vocabulary(table: axn.nn.Embedding, ids: NamedArray) -> Any:
+    """Look-ups, logits and losses over a vocabulary that may be sharded."""
+    return axn.nn.cross_entropy_loss(table.unembed(table.embed(ids)), "vocab", ids, axn.sum, ignore_index=3)
+
+
 def narrow(x: NamedArray, z: NamedArray) -> Any:
     return axn.cumsum(axn.nn.softmax(x, "embed"), "batch"), axn.abs(axn.dot(z, axn.conj(z), axis="batch"))
 
@@ -65,6 +75,8 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     (norms, (X,)),
     (hessian, (axn.random.normal(KEY, {"embed": 8, "class": 4}), X)),
     (filtered, (MODEL, X)),
+    (experts, (axn.nn.MoELinear.init(Axis("expert", 4), Axis("embed", 8), Axis("out", 8), key=KEY), X)),
+    (vocabulary, (axn.nn.Embedding.init(Axis("vocab", 8), Axis("embed", 4), key=KEY), LABELS)),
     (narrow, (X.astype("float16"), X + 1j * X)),
 ]
 

@@ -178,3 +178,8 @@ def test_errors() -> None:
         LAYER.unembed(axn.ones({"batch": 2}))
     with pytest.raises(TypeError, match=r"Embedding\.embed: expected a NamedArray, got list"):
         LAYER.embed([1, 2])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_single_class_counts_from_the_end_in_every_dtype() -> None:
+    found = jax.jit(lambda i: axn.nn.one_hot(i, axn.Axis("class", 300)))(np.int8(-1))
+    assert found.array.argmax() == 299

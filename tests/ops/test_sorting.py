@@ -85,3 +85,9 @@ def test_partition_counts_from_the_end() -> None:
 def test_triangles_keep_the_dtype() -> None:
     for dtype in (jnp.bfloat16, np.int8, np.bool_):
         assert axn.tril(axn.ones((X, Y), dtype), "x", "y").dtype == dtype
+
+
+def test_a_nan_is_partitioned_last_whatever_its_sign() -> None:
+    x = axn.named(np.array([2.0, -np.nan, 0.0, np.nan, 1.0], np.float32), "x")
+    assert axn.partition(x, 2, "x")["x", :3].max() == 2.0
+    assert {0, 2, 4} == {*axn.argpartition(x, 2, "x")["x", :3].tolist()}

@@ -47,6 +47,8 @@ def one_hot(x: NamedOrNumeric, class_axis: Axis, *, dtype: Any = None) -> NamedA
 def _non_negative(number: Any, classes: Axis) -> Any:
     """Convert a single class that can be counted from the end to a non-negative one."""
     if isinstance(number, jax.Array):
+        if number.dtype.itemsize < 4:
+            number = number.astype(jnp.int32)  # a small dtype may not have the class
         return jnp.where(number < 0, number + classes.size, number)
     if not -classes.size <= number < classes.size:
         described = _errors.describe_axes((classes.name,), (classes.size,))

@@ -53,7 +53,7 @@ def partition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> Name
     >>> axn.partition(axn.named([3, 1, 2], "x"), 0, "x")[{"x": 0}]
     NamedArray(int32[], 1)
     """
-    return _partition(jnp.partition, "partition", a, kth, axis)
+    return _partition(_partitioned, "partition", a, kth, axis)
 
 
 def argpartition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> NamedArray:
@@ -62,7 +62,20 @@ def argpartition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> N
     >>> axn.argpartition(axn.named([3, 1, 2], "x"), 0, "x")[{"x": 0}]
     NamedArray(int32[], 1)
     """
-    return _partition(jnp.argpartition, "argpartition", a, kth, axis)
+    return _partition(_argpartitioned, "argpartition", a, kth, axis)
+
+
+def _partitioned(x: jax.Array, **options: Any) -> jax.Array:
+    return jnp.partition(_with_nan_last(x), **options)
+
+
+def _argpartitioned(x: jax.Array, **options: Any) -> jax.Array:
+    return jnp.argpartition(_with_nan_last(x), **options)
+
+
+def _with_nan_last(x: jax.Array) -> jax.Array:
+    """Clear the sign bit of NaN, with which JAX partitions it first."""
+    return jnp.where(jnp.isnan(x), jnp.nan, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def _partition(fn: Callable[..., Any], what: str, a: NamedArray, kth: int, axis: Any) -> NamedArray:

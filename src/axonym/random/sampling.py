@@ -202,9 +202,7 @@ def _operation(axis: str) -> Partitioned:
             positions = jnp.arange(logits.axis_size(axis)) + axis_offset(axis, logits)
             places = wrap(positions, (axis,))
         else:  # from here on, every device does the same
-            # XLA ranks a NaN with its sign bit set last, and inf - inf is one.
-            known = jnp.where(jnp.isnan(logits.array), jnp.nan, logits.array)
-            logits, places = best(wrap(known, logits.names), axis, count)
+            logits, places = best(wrap(_unsigned_nan(logits.array), logits.names), axis, count)
 
         def aligned(x: NamedArray) -> jax.Array:
             return _kernels.align(x.array, x.names, names)
@@ -223,6 +221,8 @@ def _operation(axis: str) -> Partitioned:
             least = jnp.maximum(least, jnp.minimum(given["min_p"], 1))
         noise = _noise(words, aligned(examples), aligned(places))
         scores = jnp.where(weights >= least, x + given["temperature"] * noise, -jnp.inf)
+        if chosen is not None:
+            scores = _unsigned_nan(scores)
         if chosen is not None and count is None:
             return best(wrap(scores, names), axis, chosen)[1].rename({axis: _drawn(axis)})
         if count is None:
@@ -234,6 +234,11 @@ def _operation(axis: str) -> Partitioned:
         return wrap(jnp.take_along_axis(aligned(places), drawn, axis=-1)[..., 0], names[:-1])
 
     return partitioned(reduced=axis)(sample)
+
+
+def _unsigned_nan(x: jax.Array) -> jax.Array:
+    """Clear the sign bit of NaN, with which XLA's top-k ranks it last; inf - inf has it."""
+    return jnp.where(jnp.isnan(x), jnp.nan, x)
 
 
 def _first_largest(x: NamedArray, axis: str) -> NamedArray:
