@@ -4,6 +4,7 @@ The devices must be asked for before JAX starts its backend, so this module does
 need several devices take a mesh fixture; they never skip.
 """
 
+import gc
 import os
 from collections.abc import Generator, Iterator
 
@@ -18,8 +19,15 @@ DEVICES = 8
 MESH_SHAPE = (4, 2)
 MESH_AXES = ("data", "model")
 
-if jax.__version_info__ < (0, 11):  # the new one of their two code generators takes longer
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+# Most of the time goes into compiling many small programs, which is quickest in one piece each; and of the two code
+# generators that older versions have, the new one takes longer.
+FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
+if jax.__version_info__ < (0, 11):
+    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
+
+# What JAX keeps lives until the end, and looking through it again and again would take a tenth of the time.
+gc.set_threshold(100_000, 50, 100)
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -49,16 +57,45 @@ SLOW = (
 )
 QUICK_FUNCTIONS = 2
 
+# What is `further` as a whole: names of other libraries for what is tested under ours; files, command lines and pages;
+# values that are put together from operations which are tested with every version.
+FURTHER = (
+    "tests/examples/test_run_folder.py",
+    "tests/fuzz/test_fuzz.py::test_planted",
+    "tests/fuzz/test_fuzz.py::test_a_program_that_ends_the_process",
+    "tests/fuzz/test_invariance.py",
+    "tests/haliax/",
+    "tests/interop/test_golden.py",
+    "tests/interop/test_models.py",
+    "tests/interop/test_xarray.py",
+    "tests/nn/test_activations.py",
+    "tests/nn/test_mup.py",
+    "tests/nn/test_pool.py",
+    "tests/ops/test_indexing_properties.py",
+    "tests/ops/test_shaping_properties.py",
+    "tests/quantization/test_weights.py",
+    "tests/random/test_vectors.py",
+    "tests/scalax/",
+    "tests/test_docstrings.py",
+    "tests/test_documentation.py",
+    "tests/test_interface.py",
+    "tests/test_properties.py",
+    "tests/test_testing.py",
+    "tests/test_why.py",
+)
+
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses among what is marked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks a sample of every area as `quick`: the first case of the first two test functions of each module.
+    """Marks what is `further`, and as `quick` a sample: the first case of the first two test functions of each module.
 
     Modules begin with what everything else there stands on. What is slow does not count. A test may also be marked
-    `quick` where it is defined, as one call of every operation is.
+    `quick` or `further` where it is defined, as one call of every operation is.
     """
     functions: dict[object, set[str]] = {}
     for item in items:
+        if item.nodeid.startswith(FURTHER):
+            item.add_marker("further")
         if item.nodeid.startswith(SLOW):
             continue
         seen = functions.setdefault(item.path, set())

@@ -73,7 +73,6 @@ def test_the_walk_finds_what_there_is() -> None:
     assert "axonym" in EVERYTHING
 
 
-@pytest.mark.further
 @pytest.mark.parametrize("module", PUBLIC_BY_MODULE)
 def test_summary(module: str) -> None:
     """One sentence on the first line, then nothing or an empty line, as `help` and the reference pages expect."""
@@ -89,7 +88,6 @@ def test_summary(module: str) -> None:
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.further
 @pytest.mark.parametrize("module", PUBLIC_BY_MODULE)
 def test_has_an_example(module: str) -> None:
     missing = [name for name, thing in PUBLIC_BY_MODULE[module].items() if not examples(thing)]
@@ -106,7 +104,6 @@ def test_examples_run(module: str) -> None:
     assert not report, "".join(report)
 
 
-@pytest.mark.further
 @pytest.mark.parametrize("module", PUBLIC_BY_MODULE)
 def test_arguments_that_are_described_exist(module: str) -> None:
     """The names under `Arguments:` are those of the signature."""

@@ -124,7 +124,6 @@ def test_cheat_sheet_has_rows() -> None:
     assert len(ROWS) > 50 and len(set(ROWS)) == len(ROWS)
 
 
-@pytest.mark.further
 @pytest.mark.parametrize(("by_name", "on_raw"), ROWS, ids=[by_name for by_name, _ in ROWS])
 def test_both_sides_of_the_cheat_sheet_agree(by_name: str, on_raw: str, sheet: dict[str, Any]) -> None:
     named = _raw(eval(by_name, sheet))

@@ -28,6 +28,8 @@ SMALL: dict[str, list[str]] = {
 # Training a language model has tests of its own, in tests/examples.
 SCRIPTS = {*(ROOT / "examples").glob("*.py"), ROOT / "examples" / "models" / "train.py"}
 EXAMPLES = sorted(SCRIPTS - {ROOT / "examples" / name for name in ("generate.py", "train_lm.py")})
+# Of the examples, those that show the most of what JAX may change. The others are further.
+WITH_EVERY_VERSION = ("custom_partitioning.py", "language_model_fsdp.py", "pallas_kernel.py", "tour.py")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
@@ -98,7 +100,13 @@ def _without_digits(text: str) -> str:
     return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "0", text)
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=_relative)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(path, id=_relative(path), marks=[] if path.name in WITH_EVERY_VERSION else pytest.mark.further)
+        for path in EXAMPLES
+    ],
+)
 def test_example_runs(example: Path, tmp_path: Path) -> None:
     result = _run(str(example), *SMALL.get(example.name, []), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
