@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +28,12 @@ X: Any = axn.ones({"batch": 2, "pos": 3})
         ("to", "`axonym.shard(x, {'batch': 'data'})`"),
         ("mm", "`axonym.dot(x, y, axis='pos')`"),
         ("relu", "`axonym.nn.relu`"),
+        ("softmax", "`axonym.nn.softmax(x, 'pos')`"),
+        ("topk", "`axonym.top_k(x, 'pos', k)`"),
+        ("clamp", "`axonym.clip(x, 0, 1)`"),
+        ("isel", "`x['batch', 0]` selects by position"),
+        ("value", "`x.array` is the JAX array"),
+        ("add_", "arrays are immutable: write `x = x + y`"),
     ],
 )
 def test_attributes_of_an_array(name: str, advice: str) -> None:
@@ -42,7 +49,11 @@ def test_attributes_of_an_array(name: str, advice: str) -> None:
         (axn, "squeeze", "`x['embed', 0]`"),
         (axn, "array", "`axonym.named(a, ('batch', 'embed'))`"),
         (axn, "randn", "`axonym.random.normal(key, {'batch': 8})`"),
-        (axn, "softmax", "`axonym.nn.softmax`"),
+        (axn, "softmax", "`axonym.nn.softmax(x, 'embed')`"),
+        (axn, "with_sharding_constraint", "`axonym.shard(x, {'batch': 'data'})`"),
+        (axn, "logical_axis_rules", "`with axonym.axis_mapping({'batch': 'data'}):`"),
+        (axn, "norm", "`axonym.linalg.norm(x, 'embed')`"),
+        (axn, "save", "`axonym.state.save_state_dict("),
         (axn, "cumsumm", "Did you mean 'cumsum'?"),
         (nn, "Conv2d", "`axonym.nn.Conv.init(('height', 'width'), In, Out, kernel_size=3, key=key)`"),
         (nn, "Sequential", "`axonym.nn.Stacked`"),
@@ -71,13 +82,87 @@ def test_keywords_of_a_reduction() -> None:
         X.sum(dim=1)
     with pytest.raises(TypeError, match=r"'keepdims'\. It is not needed: the result goes with the array by name"):
         axn.mean(X, "pos", keepdims=True)  # pyright: ignore[reportCallIssue]
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'what'\.$"):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'what'\. Write `std\(x, 'pos'\)`\.$"):
         X.std("pos", what=1)
+    with pytest.raises(TypeError, match=r"'unbiased'\. Write `ddof=1`"):
+        X.var(unbiased=True)
+
+
+untyped: Any = axn
+layers: Any = nn
+KEY = jax.random.key(0)
+BY_POSITION = "{} got an unexpected keyword argument {!r}. Axes are selected by name, `{}`."
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: layers.softmax(X, dim=-1), BY_POSITION.format("softmax()", "dim", "softmax(x, 'pos')")),
+        (lambda: X.argmax(dim=1), BY_POSITION.format("argmax()", "dim", "argmax(x, 'pos')")),
+        (lambda: X.cumsum(dim=1), BY_POSITION.format("cumsum()", "dim", "cumsum(x, 'pos')")),
+        (
+            lambda: untyped.concatenate([X, X], dim=0),
+            BY_POSITION.format("concatenate()", "dim", "concatenate([x, y], 'pos')"),
+        ),
+        (lambda: untyped.roll(X, 1, dims=1), BY_POSITION.format("roll()", "dims", "roll(x, 1, 'pos')")),
+        (lambda: untyped.sort(X, dim=1), BY_POSITION.format("sort()", "dim", "sort(x, 'pos')")),
+        (lambda: untyped.triu(X), "Write `triu(x, 'batch', 'pos')`."),
+        (lambda: untyped.top_k(X, 2), "Write `top_k(x, 'pos', k)`."),
+        (lambda: untyped.vmap(len)(X), "Write `vmap(f, 'batch')(x)`."),
+        (lambda: untyped.scan(len, 0.0, X), "Write `scan(f, 'batch')(carry, x)`."),
+        (lambda: untyped.named([1, 2], "a", "b"), "Write `named(a, ('batch', 'embed'))`."),
+        (lambda: untyped.linspace({"x": 3}, 0, 1), "Write `linspace(axonym.Axis('pos', 8), start=0, stop=1)`."),
+        (lambda: untyped.random.normal((3, 4), key=KEY), "Write `normal(key, {'batch': 8})`."),
+        (lambda: layers.cross_entropy_loss(X, X), "Write `cross_entropy_loss(logits, 'label', targets)`."),
+        (lambda: layers.Linear(3, 4), "Write `Linear.init(In, Out, key=key)`."),
+        (lambda: layers.Linear.init({"a": 3}, {"b": 4}), "Write `Linear.init(In, Out, key=key)`."),
+        (lambda: layers.LayerNorm(64), "Write `LayerNorm.init(Embed)`."),
+        (lambda: layers.Embedding(1000, 64), "Write `Embedding.init(Vocab, Embed, key=key)`."),
+        (
+            lambda: layers.Embedding.init(1000, 64, key=KEY),
+            "must be an Axis, got int. Write `axonym.Axis('vocab', 1000)`.",
+        ),
+        (lambda: layers.Conv(3, 4, 3), "Write `Conv.init(Spatial, In, Out, kernel_size, key=key)`."),
+        (lambda: layers.MLP(3, 4), "Write `MLP.init(In, Out, width, depth, key=key)`."),
+        (lambda: layers.Dropout(p=0.1), "Write `Dropout(0.1)`."),
+        (
+            lambda: layers.attention.KVCache.init({"batch": 2, "key_pos": 8, "head": 4}),
+            "missing 3 required positional arguments: 'KVHeads', 'KPos', and 'HeadSize'. "
+            "Write `KVCache.init(Batch, KVHeads, KPos, HeadSize)`.",
+        ),
+        (
+            lambda: len(X),
+            "A named array has no len(), but a size for each axis of (batch, pos): `x.axis_size('batch')`",
+        ),
+    ],
+)
+def test_calls_that_do_not_fit(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        call()
+
+
+def test_errors_of_the_body_are_its_own() -> None:
+    def body(x: Any) -> None:
+        raise TypeError("its own")
+
+    with pytest.raises(TypeError, match=r"^its own"):
+        axn.vmap(body, "batch")(X)
+    assert axn.vmap.__name__ == "vmap" and isinstance(nn.Linear.__dict__["init"], staticmethod)
+
+
+def test_values_are_not_assigned() -> None:
+    with pytest.raises(TypeError, match=r"immutable\. Write `x = x\.at\['batch', 0\]\.set\(value\)`"):
+        X["pos", 0] = 1
+    with pytest.raises(TypeError, match=r"`x\.all\(\)` and `x\.any\(\)` reduce all of them"):
+        assert X == X
+    with pytest.raises(TypeError, match=r"x\['batch', index, \.\.\.\].* `axonym\.where\(mask, x, other\)`"):
+        X[X > 0]
 
 
 def test_advice_names_what_exists() -> None:
     """Every name of the library that a sentence speaks of can be found."""
-    texts = {*_foreign_names.ARRAY.values(), *_foreign_names.PACKAGE.values(), *_foreign_names.NETWORKS.values()}
+    advice = [_foreign_names.ARRAY, _foreign_names.PACKAGE, _foreign_names.NETWORKS, _foreign_names.CALLS]
+    texts = {text for table in advice for text in table.values()}
     for path in {path for text in texts for path in re.findall(r"axonym((?:\.\w+)+)", text)}:
         found: Any = axn
         for part in path[1:].split("."):
@@ -109,11 +194,13 @@ def test_shapes_are_looked_up_by_name() -> None:
 @pytest.mark.parametrize(
     "call",
     [
+        lambda: axn.zeros([3, 4]),  # pyright: ignore[reportArgumentType]
+        lambda: axn.ones(3, 4),  # pyright: ignore[reportArgumentType]
         lambda: axn.zeros((3, 4)),  # pyright: ignore[reportArgumentType]
         lambda: nn.Linear.init(64, 32, key=jax.random.key(0)),  # pyright: ignore[reportArgumentType]
         lambda: axn.random.normal(jax.random.key(0), (3, 4)),  # pyright: ignore[reportArgumentType]
     ],
 )
 def test_sizes_without_names(call: Any) -> None:
-    with pytest.raises(TypeError, match=r"An axis has a name and a size, got int. Write `\{'batch': 8\}`"):
+    with pytest.raises(TypeError, match=r"An axis has a name and a size, got int. Write `\{'batch': (3|64)\}`"):
         call()

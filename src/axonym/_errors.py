@@ -1,16 +1,20 @@
 """Texts of errors and warnings about axes.
 
 Each message says the same four things: what was asked, what exists (names and sizes, never array contents), where, and
-what to do. The functions return strings, which callers raise, except `warn` and `distinct`.
+what to do. The functions return strings, which callers raise, except `warn`, `distinct` and the decorators.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T", bound=type)
 
 
 def warn(message: str) -> None:
@@ -58,18 +62,49 @@ def quoted(names: Iterable[Any]) -> str:
     return ", ".join(map(repr, names))
 
 
-def not_a_selector(found: Any) -> str:
-    """Return the message for an argument that should be an axis or its name."""
+def not_a_selector(found: Any, names: Sequence[str] | None = None) -> str:
+    """Return the message for an argument that should be an axis or its name; `names`: those of the array."""
+    refused = f"An axis is selected by an Axis or its name, got {type(found).__name__}."
+    if not names:
+        return f"{refused} Write a name such as 'embed', never a position; `x.shape` shows the names of the axes of x."
+    if isinstance(found, int) and -len(names) <= found < len(names):
+        return f"{refused} Write {names[found]!r} for position {found} of {describe_axes(names)}."
+    return f"{refused} The axes are {describe_axes(names)}."
+
+
+def not_an_axis(found: Any, name: str = "batch") -> str:
+    """Return the message for an argument that should be an axis with its size."""
+    size = found if type(found) is int else 8
     return (
-        f"An axis is selected by an Axis or its name, got {type(found).__name__}. Write a name such as 'embed', never "
-        "a position; `x.shape` shows the names of the axes of x."
+        f"An axis has a name and a size, got {type(found).__name__}. Write `{{{name!r}: {size}}}` or "
+        f"`axonym.Axis({name!r}, {size})`."
     )
 
 
-def not_an_axis(found: Any) -> str:
-    """Return the message for an argument that should be an axis with its size."""
-    found = type(found).__name__
-    return f"An axis has a name and a size, got {found}. Write `{{'batch': 8}}` or `axonym.Axis('batch', 8)`."
+def say_how_to_call(f: F) -> F:
+    """Decorate a function so that the error of a call that does not fit its parameters ends with one that does."""
+
+    @functools.wraps(f)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return f(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # raised by the body
+                raise
+            from . import _foreign_names
+
+            raise TypeError(_foreign_names.in_call(f, str(error), (*args, *kwargs.values()))) from None
+
+    return called  # pyright: ignore[reportReturnType]
+
+
+def say_how_to_make(layer: T) -> T:
+    """Decorate a class of layers so that the errors of calls that do not fit say how to make one."""
+    layer.__init__ = say_how_to_call(layer.__init__)
+    if "init" in vars(layer):
+        kind = type(vars(layer)["init"])  # a static method or a class method
+        layer.init = kind(say_how_to_call(vars(layer)["init"].__func__))
+    return layer
 
 
 def describe_bytes(count: float) -> str:

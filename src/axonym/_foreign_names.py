@@ -5,7 +5,9 @@ Loaded only when a program asks for a name that does not exist, to end its error
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
 
 _ORDER = "the order of axes never matters to an operation; `axonym.rearrange(x, ({reversed}))` lays the array out anew"
 _MERGE = (
@@ -17,6 +19,7 @@ _TAKE_AWAY = "`x[{last}, 0]` takes away an axis of size 1"
 _DOT = "`axonym.dot(x, y, axis={last})` sums products over an axis by name"
 _CAST = "`x.astype(jnp.float32)` casts to any dtype"
 _PLACE = "`axonym.shard(x, {{first}: 'data'})` places an array by name, and `jax.device_put(x, device)` on one device"
+_IN_PLACE = "arrays are immutable: write `x = x + y`"
 _IMMUTABLE = "arrays are immutable, so it is not needed"
 _GRADIENT = "`axonym.grad(loss)(model)` computes gradients"
 _NAME = "`axonym.named(a, ('batch', 'embed'))` names the axes of an array or a list"
@@ -24,9 +27,19 @@ _DRAW = "`axonym.random.{name}(key, {'batch': 8})` draws numbers with a key"
 _JOIN = "`axonym.concatenate([x, y], {last})` joins along an axis, and `axonym.stack([x, y], 'new')` along a new one"
 _NETWORK_FUNCTIONS = ("softmax", "log_softmax", "relu", "gelu", "silu", "sigmoid", "elu", "leaky_relu", "one_hot")
 _IN_NN = {name: f"it is `axonym.nn.{name}`" for name in _NETWORK_FUNCTIONS}
+for _along in ("softmax", "log_softmax"):
+    _IN_NN[_along] = f"it is `axonym.nn.{_along}(x, {{last}})`"
+_IN_LINALG = {"norm": "it is `axonym.linalg.norm(x, {last})`"}
+_LIMIT = "`axonym.clip(x, 0, 1)` limits elements"
 
 ARRAY = {
     **_IN_NN,
+    **_IN_LINALG,
+    **dict.fromkeys(("clamp", "clamp_", "clamp_min", "clamp_max"), _LIMIT),
+    "topk": "`axonym.top_k(x, {last}, k)` selects the largest elements",
+    "repeat": "`axonym.tile(x, {{last}: 2})` repeats the whole, and `axonym.repeat(x, 2, {last})` each element",
+    "index_select": "`x[{last}, indices]` selects elements by a named array of indices",
+    **dict.fromkeys(("add_", "sub_", "mul_", "div_", "zero_", "fill_", "copy_"), _IN_PLACE),
     **dict.fromkeys(("T", "mT", "transpose", "permute", "swapaxes", "moveaxis"), _ORDER),
     **dict.fromkeys(("reshape", "view"), _MERGE),
     **dict.fromkeys(("unsqueeze", "expand_dims", "expand", "expand_as"), _WIDEN),
@@ -42,6 +55,10 @@ ARRAY = {
     "numel": "`x.size` is the number of elements",
     "gather": "`x[{last}, indices]` selects elements by a named array of indices",
     **dict.fromkeys(("masked_fill", "masked_fill_"), "`axonym.where(mask, value, x)` chooses by a mask"),
+    **dict.fromkeys(("sel", "isel"), "`x[{first}, 0]` selects by position; xarray knows the coordinates"),
+    **dict.fromkeys(("coords", "groupby"), "`axonym.to_xarray(x, coords)` makes an array of xarray with coordinates"),
+    "dims": "`x.names` are the names of the axes",
+    **dict.fromkeys(("values", "data", "value"), "`x.array` is the JAX array"),
     **dict.fromkeys(("scatter", "index_add", "index_add_"), "`x.at[{last}, indices].set(values)` updates elements"),
     "chunk": "`axonym.split(x, {last}, [axonym.Axis({last}, 2), axonym.Axis({last}, 3)])` splits an axis",
 }
@@ -54,7 +71,12 @@ PACKAGE = {
         name: ARRAY[name]
         for name in ("unsqueeze", "expand_dims", "squeeze", "matmul", "mm", "bmm", "tensordot", "inner")
     },
-    **dict.fromkeys(("cat", "hstack", "vstack", "column_stack", "append"), _JOIN),
+    **_IN_LINALG,
+    "clamp": _LIMIT,
+    "topk": ARRAY["topk"],
+    "save": "`axonym.state.save_state_dict(axonym.state.to_state_dict(model), 'model.safetensors')` writes a model",
+    "load": "`axonym.state.load_state_dict('model.safetensors')` reads arrays, `axonym.state.from_state_dict` a model",
+    **dict.fromkeys(("cat", "hstack", "vstack", "column_stack", "append", "concat"), _JOIN),
     **dict.fromkeys(("array", "asarray", "tensor", "Tensor", "from_numpy", "as_tensor"), _NAME),
     "rand": _DRAW.replace("{name}", "uniform"),
     "randn": _DRAW.replace("{name}", "normal"),
@@ -62,6 +84,19 @@ PACKAGE = {
     **dict.fromkeys(("no_grad", "inference_mode"), "nothing records gradients here; " + _GRADIENT),
     "manual_seed": "random functions take a key, `jax.random.key(0)`",
     **dict.fromkeys(("jit", "compile"), "`jax.jit` takes functions of named arrays, and `axonym.named_jit` places too"),
+    **dict.fromkeys(
+        ("with_sharding_constraint", "with_logical_constraint", "device_put", "reshard"),
+        "`axonym.shard(x, {'batch': 'data'})` places an array by name",
+    ),
+    **dict.fromkeys(
+        ("logical_axis_rules", "axis_rules"),
+        "`with axonym.axis_mapping({'batch': 'data'}):` says which mesh axis each axis goes to",
+    ),
+    **dict.fromkeys(("Mesh", "PartitionSpec", "NamedSharding"), "JAX's own in `jax.sharding` are taken everywhere"),
+    **dict.fromkeys(("quantize_weights", "quantize_linear_layers"), "it is in `axonym.quantization`"),
+    **dict.fromkeys(("tree_map",), "`axonym.tree.map(f, model)` maps over named arrays"),
+    **dict.fromkeys(("float32", "bfloat16", "int32", "pi", "inf"), "it is in `jax.numpy`"),
+    "newaxis": _WIDEN,
     "Module": "models are Equinox modules, `class Model(equinox.Module)`",
 }
 """By name in `axonym`."""
@@ -97,6 +132,72 @@ NETWORKS = {
 """By name in `axonym.nn`."""
 
 
+CALLS = {
+    "arange": "arange({'pos': 8})",
+    "linspace": "linspace(axonym.Axis('pos', 8), start=0, stop=1)",
+    "geomspace": "geomspace(axonym.Axis('pos', 8), start=1, stop=100)",
+    "logspace": "logspace(axonym.Axis('pos', 8), start=0, stop=2)",
+    "named": "named(a, ('batch', 'embed'))",
+    "one_hot": "one_hot(x, axonym.Axis('label', 10))",
+    "cross_entropy_loss": "cross_entropy_loss(logits, 'label', targets)",
+    "vmap": "vmap(f, 'batch')(x)",
+    "scan": "scan(f, 'batch')(carry, x)",
+    "dot_product_attention": "dot_product_attention(query, key, value, 'key_pos', 'head_dim')",
+    "Dropout.__init__": "Dropout(0.1)",
+}
+"""How to call what cannot be called as `_call` writes it."""
+
+KEYWORDS = {
+    **dict.fromkeys(("dim", "dims"), "Axes are selected by name, `{call}`."),
+    **dict.fromkeys(("keepdim", "keepdims"), "It is not needed: the result goes with the array by name."),
+    **dict.fromkeys(("out", "inplace"), "Arrays are immutable: the result is what is returned."),
+    "unbiased": "Write `ddof=1` for the unbiased estimate, and `ddof=0`, the default, for that of a whole population.",
+    "correction": "It is called `ddof` here, and 0 by default.",
+}
+"""By keyword argument."""
+
+_ARGUMENTS = {
+    **dict.fromkeys(("a", "array"), "x"),
+    "arrays": "[x, y]",
+    **dict.fromkeys(("axis", "axis2"), "{last}"),
+    "axis1": "{first}",
+    "new_axes": "[axonym.Axis({last}, 2), axonym.Axis({last}, 3)]",
+    "new_axis_name": "'new'",
+    "shift": "1",
+    "repeats": "2",
+    "shape": "{'batch': 8}",
+}
+
+
+def in_call(f: Callable[..., Any], error: str, arguments: Sequence[Any]) -> str:
+    """Return the message of a call that does not fit the parameters of a function, with one that does."""
+    name = f.__qualname__.removesuffix(".__init__")
+    flat = [x for a in arguments for x in (a if isinstance(a, (list, tuple)) else [a])]
+    names = next((n for x in flat if isinstance(n := getattr(x, "names", ()), tuple) and n), ("batch", "embed"))
+    if f.__qualname__ in CALLS:
+        call = CALLS[f.__qualname__]
+    elif f.__qualname__.endswith(".__init__"):  # a layer is made by its `init`
+        call = _call(type(arguments[0]).init, f"{name}.init")
+    else:
+        call = _call(f, name)
+    keyword = error.partition("unexpected keyword argument ")[2].strip("'")
+    advice = KEYWORDS.get(keyword, "Write `{call}`.").replace("{call}", call)
+    return f"{error}. {_filled(advice, tuple(map(repr, names)))}"
+
+
+def _call(f: Callable[..., Any], name: str) -> str:
+    """Return a call with every argument that is needed, and with the axis."""
+    words = []
+    for p in inspect.signature(f).parameters.values():
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) or p.name == "cls":
+            continue
+        if p.default is not p.empty and p.name != "axis":
+            continue
+        word = ("Embed" if p.name == "axis" else p.name) if name.endswith(".init") else _ARGUMENTS.get(p.name, p.name)
+        words.append(f"{p.name}={word}" if p.kind is p.KEYWORD_ONLY else word)
+    return f"{name}({', '.join(words)})"
+
+
 def in_package(package: str, name: str) -> str:
     """Return one sentence for a name that a package lacks, or nothing."""
     known = NETWORKS if package.endswith(".nn") else PACKAGE
@@ -112,6 +213,11 @@ def sentence(advice: str | None, axes: Sequence[str]) -> str:
     """Return a piece of advice as a sentence that names the axes of an array."""
     if advice is None:
         return ""
+    advice = _filled(advice, axes)
+    return f" {advice[0].upper()}{advice[1:]}."
+
+
+def _filled(advice: str, axes: Sequence[str]) -> str:
     end = "," if len(axes) == 1 else ""
     words = {
         "{axes}": ", ".join(axes) + end,
@@ -121,4 +227,4 @@ def sentence(advice: str | None, axes: Sequence[str]) -> str:
     }
     for place, word in words.items():
         advice = advice.replace(place, word)
-    return f" {advice[0].upper()}{advice[1:]}."
+    return advice

@@ -81,7 +81,7 @@ def select(what: str, names: Names, selection: AxisSelection | None, operand: in
     """Return the selected names, all of which must be there; None selects every axis."""
     if selection is None:
         return names
-    chosen = tuple(name_of(s) for s in selectors(selection))
+    chosen = tuple(name_of(s) for s in selectors(selection, lambda found: _errors.not_a_selector(found, names)))
     missing = [n for n in chosen if n not in names]
     if missing:
         raise UnknownAxes(what, missing, names, operand)
@@ -98,8 +98,8 @@ def select_one(what: str, names: Names, selector: AxisSelector, operand: int = 0
 
 def one_selector(what: str, axis: Any) -> Any:
     """Return the one axis that a user selected, in a form that can be part of a cache key."""
-    if axis is None or isinstance(axis, (str, Axis)):
-        return axis  # None is refused later, where the axes of the array are known
+    if axis is None or isinstance(axis, (str, Axis, int)):
+        return axis  # None and positions are refused later, where the axes of the array are known
     chosen = selectors(axis)
     if len(chosen) != 1:
         raise ValueError(f"{what}: expected one axis, got {_errors.describe_axes(map(name_of, chosen))}.")
@@ -110,6 +110,9 @@ def hashable(selection: AxisSelection | None) -> Any:
     """Return a selection in a form that can be part of a cache key."""
     if selection is None or isinstance(selection, (str, Axis, tuple)):
         return selection
+    found = selection if isinstance(selection, list) else [selection]
+    if all(isinstance(s, (str, Axis, int, float)) for s in found):
+        return tuple(found)  # numbers are refused where the names of the axes are known
     return selectors(selection)
 
 

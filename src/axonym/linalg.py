@@ -420,6 +420,7 @@ def _norm_kernel(names: Names, axis: Any, ord: Any) -> _kernels.Kernel:
     return _kernels.make_kernel(what, fn, (names,), out_names, selection=axis)
 
 
+@_errors.say_how_to_call
 def norm(a: NamedArray, axis: AxisSelection | None = None, ord: Any = None) -> NamedArray:
     """Compute the norm of vectors or matrices.
 

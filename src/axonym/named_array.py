@@ -105,6 +105,17 @@ class NamedArray(Methods):
             hint = _foreign_names.of_array(name, self.names)
             raise AttributeError(f"'NamedArray' object has no attribute {name!r}.{hint}", name=name, obj=self)
 
+        def __setitem__(self, index: Any, value: Any) -> None:
+            first = self.names[0] if self.names else "axis"
+            raise TypeError(
+                "'NamedArray' object does not support item assignment: arrays are immutable. "
+                f"Write `x = x.at[{first!r}, 0].set(value)`."
+            )
+
+        def __len__(self) -> int:
+            axes = f"{_errors.describe_axes(self.names)}: `x.axis_size({self.names[0]!r})`" if self.names else "()"
+            raise TypeError(f"A named array has no len(), but a size for each axis of {axes}.")
+
     # --- properties ---
 
     @property
@@ -259,7 +270,7 @@ class NamedArray(Methods):
         return np.asarray(self.array).tobytes(order)
 
     def __bool__(self) -> bool:
-        return bool(self._only_element("a truth value"))
+        return bool(self._only_element("a truth value", " `x.all()` and `x.any()` reduce all of them."))
 
     def __int__(self) -> int:
         return int(self._only_element("int()"))
@@ -273,11 +284,11 @@ class NamedArray(Methods):
     def __index__(self) -> int:
         return self._only_element("an index").__index__()
 
-    def _only_element(self, what: str) -> Any:
+    def _only_element(self, what: str, way_out: str = "") -> Any:
         if self.names:
             raise TypeError(
                 f"{what} needs a named array without axes, got {describe_array(self)}. Reduce or index the axes away "
-                "first."
+                f"first.{way_out}"
             )
         return self.array
 
@@ -393,6 +404,7 @@ def wrap_like(array: Any, x: Any) -> Any:
     return wrap(array, x.names) if isinstance(x, NamedArray) else array
 
 
+@_errors.say_how_to_call
 def named(a: Any, axis: AxisSelection) -> NamedArray:
     """Name the axes of an array, of a (nested) list of numbers, or of a number.
 

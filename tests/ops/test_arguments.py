@@ -226,7 +226,8 @@ BY_POSITION: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("call", BY_POSITION.values(), ids=BY_POSITION)
 def test_positions_are_refused_with_what_to_write(call: Callable[[], Any]) -> None:
-    with pytest.raises(TypeError, match=r"^An axis is selected by an Axis or its name, got int. Write a name such"):
+    given = r"^An axis is selected by an Axis or its name, got int. Write ('[ab]' for position 0|a name such)"
+    with pytest.raises(TypeError, match=given):
         call()
 
 

@@ -215,7 +215,7 @@ def test_vander() -> None:
     [
         (lambda: axn.zeros((X, X)), ValueError, r"^zeros: 'x' would name more than one axis"),
         (lambda: untyped.ones(("x", Y)), ValueError, r"^ones needs axes with sizes, got only the name 'x'"),
-        (lambda: untyped.zeros(4), TypeError, r"An axis is selected by an Axis or its name, got int\."),
+        (lambda: untyped.zeros(4), TypeError, r"An axis has a name and a size, got int\. Write `\{'batch': 4\}`"),
         (lambda: axn.full(X, axn.ones(Y)), ValueError, r"^full: `fill_value` must be a scalar, .* axes \(y=3\)"),
         (lambda: axn.full(X, [1, 2]), ValueError, r"^full: `fill_value` must be a scalar, .* shape \(2,\)"),
         (lambda: untyped.zeros_like(jnp.ones(3)), TypeError, r"^zeros_like: expected a NamedArray, got ArrayImpl"),

@@ -47,7 +47,7 @@ KEYS = [
     (
         0,
         TypeError,
-        "expected axes and indices in turn, x['axis', index, ...], or a mapping {'axis': index}. There is no",
+        "expected axes and indices in turn, x['batch', index, ...], or a mapping {'batch': index}. There is no",
     ),
     ((0, 1), TypeError, "Indexing int32[batch=3, pos=4]: expected axes and indices in turn"),
     (slice(0, 2), TypeError, "There is no indexing by position."),

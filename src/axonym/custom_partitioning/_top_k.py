@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from .. import _kernels, _output_sharding
+from .. import _errors, _kernels, _output_sharding
 from .._context import active_mapping
 from .._mesh_axes import axes_of_type, current_mesh
 from ..axis import Axis, AxisSelector, Names, name_of
@@ -38,6 +38,7 @@ def top_k(
 def top_k(
     array: jax.Array, axis: int, k: Any, *, max_k: int | None = None, replacement: Any = None
 ) -> tuple[jax.Array, jax.Array]: ...
+@_errors.say_how_to_call
 def top_k(
     array: Any,
     axis: Any,

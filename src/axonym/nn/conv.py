@@ -56,6 +56,7 @@ class _Convolution(ModuleWithStateDictSerialization):
             return result if self.bias is None else result + self.bias
 
 
+@_errors.say_how_to_make
 class Conv(_Convolution):
     """A convolution along some axes: a learned product with every window of the input.
 
@@ -120,6 +121,7 @@ class Conv(_Convolution):
         return _Parameters(self.stride, (1,) * len(self.stride), self.dilation, self.padding, self.groups)
 
 
+@_errors.say_how_to_make
 class ConvTranspose(_Convolution):
     """A transposed convolution along some axes: the transpose of a convolution, with its own weight.
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .. import _kernels
+from .. import _errors, _kernels
 from .._named_scope import named_call
 from ..axis import AxisSelection, Names
 from ..named_array import NamedArray, NamedOrNumeric, wrap
@@ -77,6 +77,7 @@ def _dropout_kernel(names: Names, broadcast_axes: AxisSelection | None, key_rank
     return _kernels.make_kernel("dropout", positional, (names, key_names, ()), names, selection=broadcast_axes)
 
 
+@_errors.say_how_to_make
 class Dropout(eqx.Module):
     """A layer that drops elements during training, and does nothing in inference.
 

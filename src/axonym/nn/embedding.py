@@ -25,6 +25,7 @@ from .linear import BOUND, check_input, static_spec
 from .mup import AbstractEmbeddingReparam, EmbeddingStandardParam, ReparamEnabled
 
 
+@_errors.say_how_to_call
 def one_hot(x: NamedOrNumeric, class_axis: Axis, *, dtype: Any = None) -> NamedArray:
     """Encode classes along a new axis: one at the index of the class, zero elsewhere.
 
@@ -82,6 +83,7 @@ def _known_kernel(names: Names, id_names: Names, size: int) -> _kernels.Kernel:
     return _kernels.make_kernel("Embedding.embed", positional, (names, id_names), names, native=True)
 
 
+@_errors.say_how_to_make
 class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
     """A learned embedding for each token of a vocabulary.
 

@@ -49,6 +49,7 @@ def static_spec(spec: AxisSpec, what: str) -> Axis | tuple[Axis, ...]:
     return spec if isinstance(spec, Axis) else axes_of_spec(spec, what)
 
 
+@_errors.say_how_to_make
 class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
     """A linear layer from the axes `In` of its input to the axes `Out`.
 

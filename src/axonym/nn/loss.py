@@ -48,6 +48,7 @@ UNSPECIFIED = Unspecified()
 _WAY_OUT = " Say `ignore_index=...` for the target of examples without a label, or give `out_of_range` a loss for them."
 
 
+@_errors.say_how_to_call
 def cross_entropy_loss(
     logits: NamedArray,
     Label: AxisSelector,
@@ -152,6 +153,7 @@ def _cross_entropy(
     return result
 
 
+@_errors.say_how_to_call
 def binary_cross_entropy_loss(
     logits: NamedArray,
     targets: NamedArray,

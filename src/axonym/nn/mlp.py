@@ -9,6 +9,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
+from .. import _errors
 from .._named_scope import named_call
 from ..axis import Axis, AxisSpec
 from ..named_array import NamedArray
@@ -17,6 +18,7 @@ from .activations import relu
 from .linear import Linear
 
 
+@_errors.say_how_to_make
 class MLP(eqx.Module):
     """A multi-layer perceptron.
 
@@ -38,6 +40,13 @@ class MLP(eqx.Module):
 
     activation: Callable[[Any], Any] = eqx.field(static=True)
     layers: Sequence[Linear]
+
+    def __check_init__(self) -> None:
+        if not callable(self.activation):
+            raise TypeError(
+                f"MLP: `activation` is a function, got {type(self.activation).__name__}. "
+                "Write `MLP.init(In, Out, width, depth, key=key)`."
+            )
 
     @staticmethod
     def init(

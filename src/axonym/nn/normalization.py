@@ -11,7 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .. import _kernels
+from .. import _errors, _kernels
 from .._named_scope import named_call
 from ..axis import Axis, AxisSelection, AxisSpec, Names
 from ..named_array import NamedArray, NamedOrNumeric, wrap
@@ -51,6 +51,7 @@ def _along(fn: Callable[..., Any], name: str, a: Any, axis: AxisSelection | None
     return wrap(_along_kernel(fn, name, names, axis, mask_names).call(a.array, mask), names)
 
 
+@_errors.say_how_to_call
 def softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None) -> NamedArray:
     """Divide the exponential of each element by their sum along some axes.
 
@@ -65,6 +66,7 @@ def softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedOrN
     return _along(jax.nn.softmax, "softmax", a, axis, where)
 
 
+@_errors.say_how_to_call
 def log_softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedOrNumeric | None = None) -> NamedArray:
     """Compute the logarithm of `softmax` without overflow. Elements that `where` leaves out become minus infinity.
 
@@ -74,6 +76,7 @@ def log_softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: Name
     return _along(jax.nn.log_softmax, "log_softmax", a, axis, where)
 
 
+@_errors.say_how_to_call
 def logsumexp(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedArray | None = None) -> NamedArray:
     """Compute the logarithm of the sum of exponentials without overflow, with the arguments of `softmax`.
 
@@ -133,6 +136,7 @@ def _standardize_kernel(all_names: tuple[Names, ...], labels: tuple[str, ...], a
 # --- layers ---
 
 
+@_errors.say_how_to_make
 class LayerNormBase(ModuleWithStateDictSerialization):
     """The base class of normalization layers: axes, and a scale and shift along them. Subclasses define `__call__`.
 
@@ -208,6 +212,7 @@ class LayerNormBase(ModuleWithStateDictSerialization):
         return x if self.bias is None else x + self.bias
 
 
+@_errors.say_how_to_make
 class LayerNorm(LayerNormBase):
     """Layer normalization: subtract the mean, divide by the standard deviation, then scale and shift.
 
@@ -223,6 +228,7 @@ class LayerNorm(LayerNormBase):
         return self._apply(lambda x: (x - mean(x, self.axis)) * rsqrt(var(x, self.axis) + self.eps), x)
 
 
+@_errors.say_how_to_make
 class RmsNorm(LayerNormBase):
     """Root-mean-square normalization: divide by the root of the mean square, then scale and shift.
 

@@ -101,9 +101,12 @@ def _as_mapping(x: NamedArray, key: Any) -> list[tuple[str, Any]]:
     elif isinstance(key, tuple) and len(key) % 2 == 0 and all(isinstance(k, (str, Axis)) for k in key[::2]):
         pairs = list(zip(key[::2], key[1::2], strict=True))
     else:
+        masked = isinstance(key, NamedArray) and key.dtype == np.bool_
+        axis = x.names[0] if x.names else "axis"
         raise TypeError(
-            f"Indexing {describe_array(x)}: expected axes and indices in turn, x['axis', index, ...], or a mapping "
-            f"{{'axis': index}}. There is no indexing by position."
+            f"Indexing {describe_array(x)}: expected axes and indices in turn, x[{axis!r}, index, ...], or a mapping "
+            f"{{{axis!r}: index}}. There is no indexing by position."
+            + (" A mask chooses elements in `axonym.where(mask, x, other)`." if masked else "")
         )
     names = [name_of(selector) for selector, _ in pairs]
     missing = [n for n in names if n not in x.names]

@@ -101,7 +101,8 @@ def one_axis(what: str, argument: str, axis: AxisSpec) -> Axis:
     if isinstance(axis, Axis):
         return axis
     if not isinstance(axis, (str, Sequence, dict)):
-        raise TypeError(f"{what}: `{argument}` must be an Axis, got {type(axis).__name__}.")
+        written = f"axonym.Axis({argument.lower().removesuffix('_axis')!r}, {axis if type(axis) is int else 8})"
+        raise TypeError(f"{what}: `{argument}` must be an Axis, got {type(axis).__name__}. Write `{written}`.")
     found = axes_of_spec(axis, what)
     if len(found) != 1:
         described = _errors.describe_axes([a.name for a in found], [a.size for a in found])

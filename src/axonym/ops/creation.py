@@ -33,6 +33,7 @@ def _layout(what: str, spec: Any) -> tuple[Names, tuple[int, ...]]:
 # --- filled ---
 
 
+@_errors.say_how_to_call
 def zeros(shape: AxisSpec, dtype: Any = None) -> NamedArray:
     """Make an array of zeros, of JAX's default float by default.
 
@@ -43,6 +44,7 @@ def zeros(shape: AxisSpec, dtype: Any = None) -> NamedArray:
     return new_array("zeros", jnp.zeros, names, sizes, shape=sizes, dtype=dtype)
 
 
+@_errors.say_how_to_call
 def ones(shape: AxisSpec, dtype: Any = None) -> NamedArray:
     """Make an array of ones, of JAX's default float by default.
 
@@ -125,6 +127,7 @@ def from_dlpack(x: Any, axis: AxisSelection) -> NamedArray:
 # --- counted and spaced ---
 
 
+@_errors.say_how_to_call
 def arange(axis: AxisSpec, *, start: Any = 0, step: Any = 1, dtype: Any = None) -> NamedArray:
     """Count up from `start` in steps, both of which may be traced, with as many numbers as the axis is long.
 
@@ -172,6 +175,7 @@ def _spaced(what: str, fn: Callable[..., Any], axis: AxisSelector, start: Any, s
     return new_array(what, fn, names, (along.size,), start, stop, num=along.size, **options)
 
 
+@_errors.say_how_to_call
 def linspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True, dtype: Any = None) -> NamedArray:
     """Make evenly spaced numbers from `start` to `stop`, which is left out with `endpoint=False`.
 
@@ -183,6 +187,7 @@ def linspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True
     return _spaced("linspace", jnp.linspace, axis, start, stop, endpoint=endpoint, dtype=dtype)
 
 
+@_errors.say_how_to_call
 def geomspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True, dtype: Any = None) -> NamedArray:
     """Make numbers from `start` to `stop`, each the same multiple of the one before, with the arguments of `linspace`.
 
@@ -192,6 +197,7 @@ def geomspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = Tru
     return _spaced("geomspace", jnp.geomspace, axis, start, stop, endpoint=endpoint, dtype=dtype)
 
 
+@_errors.say_how_to_call
 def logspace(
     axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True, base: Any = 10.0, dtype: Any = None
 ) -> NamedArray:
@@ -206,6 +212,7 @@ def logspace(
 # --- by position ---
 
 
+@_errors.say_how_to_call
 def eye(Row: Axis, Col: Axis, k: int = 0, dtype: Any = None) -> NamedArray:
     """Make a matrix of zeros with ones on a diagonal: 0 is the main one, positive ones are above it, negative below.
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _kernels
+from .. import _errors, _kernels
 from ..axis import AxisSelector, Names, name_of
 from ..named_array import NamedArray
 from ._operands import check_new_axis, distinct, dtype_key, only_axis, replaced, require_named
@@ -61,6 +61,7 @@ def _apply(
     return _matrix_kernel(fn, what, array.names, axes, new_axis, *static).apply(array.array)
 
 
+@_errors.say_how_to_call
 def tril(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
     """Return the lower triangle: zero above a diagonal.
 
@@ -79,6 +80,7 @@ def _lower(x: jax.Array, row: int, col: int, k: int) -> jax.Array:
     return _where(operator.ge, x, row, col, k)
 
 
+@_errors.say_how_to_call
 def triu(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
     """Return the upper triangle: zero below a diagonal. The arguments are those of `tril`; `k` is the first kept.
 
@@ -92,6 +94,7 @@ def _upper(x: jax.Array, row: int, col: int, k: int) -> jax.Array:
     return _where(operator.le, x, row, col, k)
 
 
+@_errors.say_how_to_call
 def trace(
     array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, offset: int = 0, dtype: Any = None
 ) -> NamedArray:
@@ -107,6 +110,7 @@ def _trace(x: jax.Array, row: int, col: int, k: int, dtype: Any) -> jax.Array:
     return jnp.sum(_where(operator.eq, x, row, col, k), (row, col), dtype)
 
 
+@_errors.say_how_to_call
 def diagonal(
     array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, *, new_axis: AxisSelector, offset: int = 0
 ) -> NamedArray:
@@ -124,6 +128,7 @@ def _diagonal(x: jax.Array, row: int, col: int, k: int) -> jax.Array:
     return jnp.diagonal(x, k, row, col)
 
 
+@_errors.say_how_to_call
 def diag(
     vector: NamedArray, Row: AxisSelector, Col: AxisSelector, *, axis: AxisSelector | None = None, k: int = 0
 ) -> NamedArray:

@@ -21,6 +21,7 @@ from ._operands import by_axis, check_new_axis, distinct, operand, replaced, req
 # --- several arrays into one ---
 
 
+@_errors.say_how_to_call
 def stack(arrays: Sequence[NamedOrNumeric], axis: AxisSelector) -> NamedArray:
     """Join arrays with the same axes, or scalars, along a new axis, which comes first.
 
@@ -33,6 +34,7 @@ def stack(arrays: Sequence[NamedOrNumeric], axis: AxisSelector) -> NamedArray:
     return _stack_kernel(names, axis).apply(*raw)
 
 
+@_errors.say_how_to_call
 def concatenate(arrays: Sequence[NamedArray], axis: AxisSelector) -> NamedArray:
     """Join arrays with the same axes along one of them.
 
@@ -221,6 +223,7 @@ def _pad_left_kernel(names: Names, axis: AxisSelector, new_axis: Axis) -> _kerne
     return _kernels.make_kernel("pad_left", positional, (names, ()), out_names, selection=axis, successors=successors)
 
 
+@_errors.say_how_to_call
 def repeat(a: NamedArray, repeats: Any, axis: AxisSelector, total_repeat_length: int | None = None) -> NamedArray:
     """Repeat each element along an axis.
 
@@ -312,6 +315,7 @@ def _tile_kernel(names: Names, reps: tuple[tuple[AxisSelector, int], ...]) -> _k
 # --- moving elements ---
 
 
+@_errors.say_how_to_call
 def roll(array: NamedArray, shift: Any, axis: AxisSelection) -> NamedArray:
     """Move elements along an axis, or several; those that leave at one end enter at the other.
 
@@ -349,6 +353,7 @@ def _roll_kernel(names: Names, shifts: tuple[int, ...] | int, axis: Any) -> _ker
     return _kernels.make_kernel("roll", positional, in_names, names, selection=axis)
 
 
+@_errors.say_how_to_call
 def flip(array: NamedArray, axis: AxisSelection | None = None) -> NamedArray:
     """Reverse the order of elements along an axis, or several, or all by default.
 

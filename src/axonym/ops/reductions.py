@@ -7,8 +7,8 @@ name to the array. A cumulative operation runs along one axis and keeps it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -79,15 +79,12 @@ def _publish(op: Any, name: str, doc: str) -> Any:
     return publish(op, name, __name__, doc)
 
 
-def _unknown_keywords(name: str, array: Any, given: Iterable[str]) -> str:
-    """Return the message for keywords of NumPy and PyTorch."""
-    axes = array.names if isinstance(array, NamedArray) else ()
-    advice = {
-        "dim": f"Axes are selected by name, `{name}(x, {axes[-1] if axes else 'embed'!r})`.",
-        **dict.fromkeys(("keepdim", "keepdims"), "It is not needed: the result goes with the array by name."),
-    }
-    first = next(iter(given))
-    return f"{name}() got an unexpected keyword argument {first!r}. {advice.get(first, '')}".rstrip()
+def _refuse(op: Callable[..., Any], array: Any, given: Mapping[str, Any]) -> NoReturn:
+    """Raise the error for keywords of NumPy and PyTorch."""
+    from .. import _foreign_names
+
+    error = f"{op.__name__}() got an unexpected keyword argument {next(iter(given))!r}"
+    raise TypeError(_foreign_names.in_call(op, error, [array]))
 
 
 _ARGUMENTS = """
@@ -102,7 +99,7 @@ def _plain(
 ) -> ReductionFunction:
     def op(array, axis=None, *, where=None, **other):
         if other:
-            raise TypeError(_unknown_keywords(name, array, other))
+            _refuse(op, array, other)
         return _reduce(fn, name, array, axis, where, native)
 
     return _publish(op, name, _doc(name, summary, "", example, shown))
@@ -113,7 +110,7 @@ def _typed(
 ) -> TypedReduction:
     def op(array, axis=None, *, where=None, dtype=None, **other):
         if other:
-            raise TypeError(_unknown_keywords(name, array, other))
+            _refuse(op, array, other)
         return _reduce(fn, name, array, axis, where, native, _dtype_option(dtype))
 
     return _publish(op, name, _doc(name, summary, "\n        dtype: the dtype to compute in.", example, shown))
@@ -124,7 +121,7 @@ def _spread(
 ) -> SpreadReduction:
     def op(array, axis=None, *, where=None, ddof=0, dtype=None, **other):
         if other:
-            raise TypeError(_unknown_keywords(name, array, other))
+            _refuse(op, array, other)
         return _reduce(
             fn, name, array, axis, where, native, (("ddof", static_number(name, "ddof", ddof)), *_dtype_option(dtype))
         )
@@ -246,7 +243,7 @@ def _arg(name: str, fn: Callable[..., Any], summary: str, example: str, shown: s
     >>> axn.{name}(axn.named({example}, ("x", "y")), "y")
     NamedArray({shown})
     """
-    return publish(op, name, __name__, doc)
+    return _errors.say_how_to_call(publish(op, name, __name__, doc))
 
 
 # fmt: off
@@ -273,7 +270,7 @@ def _cumulative(name: str, fn: Callable[..., Any], summary: str, example: str, s
     >>> axn.{name}(axn.named({example}, "x"), "x")
     NamedArray({shown})
     """
-    return publish(op, name, __name__, doc)
+    return _errors.say_how_to_call(publish(op, name, __name__, doc))
 
 
 # fmt: off

@@ -75,6 +75,7 @@ def flatten_axes(array: Any, old_axes: AxisSelection, new_axis: AxisSelector) ->
     return _flatten_kernel("flatten_axes", array.names, _kernels.hashable(old_axes), new_axis).apply(array.array)
 
 
+@_errors.say_how_to_call
 def flatten(array: NamedArray, new_axis_name: AxisSelector) -> NamedArray:
     """Merge all axes into one, in their order.
 
@@ -109,6 +110,7 @@ def unbind(array: NamedArray, axis: AxisSelector) -> list[NamedArray]:
     return list(kernel.apply(raw))
 
 
+@_errors.say_how_to_call
 def split(a: NamedArray, axis: AxisSelector, new_axes: AxisSpec) -> list[NamedArray]:
     """Split the array along an axis into consecutive parts, given by their axes with sizes; names may repeat.
 

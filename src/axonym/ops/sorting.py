@@ -13,13 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _kernels
+from .. import _errors, _kernels
 from .._per_device import vary_like
 from ..axis import AxisSelector, Names, name_of
 from ..named_array import NamedArray
 from ._operands import apply_along, only_axis, require_named
 
 
+@_errors.say_how_to_call
 def sort(a: NamedArray, axis: AxisSelector | None = None, *, descending: bool = False) -> NamedArray:
     """Sort elements along an axis, the largest first if `descending`.
 
@@ -30,6 +31,7 @@ def sort(a: NamedArray, axis: AxisSelector | None = None, *, descending: bool = 
     return apply_along(jnp.sort, "sort", a, axis, descending=bool(descending))
 
 
+@_errors.say_how_to_call
 def argsort(
     a: NamedArray, axis: AxisSelector | None = None, *, stable: bool = False, descending: bool = False
 ) -> NamedArray:

@@ -156,7 +156,12 @@ def quantize_weights(
     >>> small.weight.dtype, small.weight.shape, small.scale.shape
     (dtype('int8'), {'mlp': 4, 'embed': 8}, {'mlp': 4})
     """
-    small = jnp.dtype(dtype)
+    try:
+        small = jnp.dtype(dtype)
+    except TypeError:
+        raise TypeError(
+            f"quantize_weights: no dtype is called {dtype!r}: write 'int8', 'int4' or 'float8_e4m3fn'."
+        ) from None
     number = jnp.issubdtype(small, jnp.signedinteger) or jnp.issubdtype(small, jnp.floating)
     if not number or small.itemsize > 1:
         raise ValueError(

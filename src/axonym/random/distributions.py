@@ -38,7 +38,7 @@ def _row(summary: str, example: str = "", shown: str = "float32", **arguments: s
     >>> print(axn.random.{op.__name__}(jax.random.key(0), {{"batch": 100}}{example and ", " + example}))
     {shown}[batch=100]
     """
-        return op
+        return _errors.say_how_to_call(op)
 
     return document
 

@@ -39,6 +39,7 @@ ScannedSpec: TypeAlias = bool | Callable[[Any], bool]
 """The arrays to scan, of those that could be: all, none, or those for which a function says so."""
 
 
+@_errors.say_how_to_call
 def scan(
     fn: Callable[Concatenate[Carry, P], tuple[Carry, R]],
     axis: AxisSelector,

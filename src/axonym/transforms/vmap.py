@@ -24,6 +24,7 @@ RawAxis: TypeAlias = Any
 prefix of them."""
 
 
+@_errors.say_how_to_call
 def vmap(
     fn: Callable[P, R],
     axis: AxisSelection,

@@ -40,6 +40,7 @@ from .fused import Implementation, fused_attention
 from .masks import Causal, Mask, as_truth_values
 
 
+@_errors.say_how_to_call
 def dot_product_attention(
     query: NamedArray,
     key: NamedArray,
