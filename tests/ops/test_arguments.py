@@ -117,6 +117,17 @@ def test_where_with_a_python_bool_promotes_as_with_an_array(chosen: bool, a: Any
     assert types(chosen) == types(jnp.bool_(chosen))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [lambda x: axn.tril(x, "a", "b"), lambda x: axn.triu(x, "a", "b"), lambda x: axn.diag(x, "a", "c", axis="a")],
+)
+@pytest.mark.parametrize("number", [2, 2.0, True])
+def test_triangles_and_diagonals_keep_a_weak_type(call: Callable[[Any], Any], number: Any) -> None:
+    x = jnp.broadcast_to(jnp.asarray(number), (2, 2))
+    found = jax.eval_shape(lambda x: call(axn.named(x, ("a", "b"))).array, x)
+    assert (found.dtype, found.weak_type) == (x.dtype, x.weak_type)
+
+
 def test_kernels_tell_integers_from_floats() -> None:
     phases = axn.named([0, 7, 14], "t")
     assert axn.unwrap(phases, "t", period=8).dtype == jnp.int32

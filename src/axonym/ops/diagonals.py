@@ -25,7 +25,7 @@ def _where(compare: Callable[..., Any], x: jax.Array, row: int, col: int, k: int
     plane = (x.shape[first], x.shape[second])
     rows, cols = (jax.lax.broadcasted_iota(jnp.int32, plane, int(axis == second)) for axis in (row, col))
     mask = jax.lax.broadcast_in_dim(compare(rows + k if k else rows, cols), x.shape, (first, second))
-    return jnp.where(mask, x, jnp.zeros((), x.dtype))
+    return jnp.where(mask, x, False)  # zero in every dtype, and it leaves a weak type as it is
 
 
 @_kernels.cached
@@ -159,7 +159,7 @@ def _diag_kernel(names: Names, axis: AxisSelector, Row: AxisSelector, Col: AxisS
         check_new_axis("diag", Col, size)
         # Along the columns, each element is in its column of every row; the mask leaves it on the diagonal only.
         widths = [(max(k, 0), max(-k, 0), 0) if i == row else (0, 0, 0) for i in range(x.ndim)]
-        columns = jax.lax.expand_dims(jax.lax.pad(x, jnp.zeros((), x.dtype), widths), (row,))
+        columns = jax.lax.expand_dims(jax.lax.pad(x, jax.lax.full_like(x, 0, shape=()), widths), (row,))
         square = jnp.broadcast_to(columns, (*columns.shape[:row], size, *columns.shape[row + 1 :]))
         return _where(operator.eq, square, row, row + 1, k)
 
