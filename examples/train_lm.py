@@ -9,6 +9,7 @@ in `training/`.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import shlex
@@ -221,16 +222,17 @@ class Training:
 
     def note(self, measured: Sequence[steps.Metrics], seconds: float | None) -> None:
         """Write down what the latest steps measured."""
-        values = [{name: float(x) for name, x in one.items()} for one in measured]
-        for step, row in enumerate(values, self.step - len(values) + 1):
-            if not math.isfinite(row["loss"]):
-                latest = self.files.checkpoints.latest()
-                raise Problem(
-                    f"The loss is {row['loss']} at step {step}, so a lower --learning-rate may help; "
-                    + (f"{latest} is from before." if latest else "nothing was saved yet.")
-                )
-            self.try_to("write down the losses", self.metrics.add, step=step, **row)
-        self.reporter.advance(self.step, seconds, [row["loss"] for row in values])
+        first = self.step - len(measured) + 1
+        rows = [{"step": i} | {name: float(x) for name, x in one.items()} for i, one in enumerate(measured, first)]
+        finite = list(itertools.takewhile(lambda row: math.isfinite(row["loss"]), rows))
+        self.try_to("write down the losses", self.metrics.add, *finite)
+        if len(finite) < len(rows):
+            bad, latest = rows[len(finite)], self.files.checkpoints.latest()
+            raise Problem(
+                f"The loss is {bad['loss']} at step {bad['step']}, so a lower --learning-rate may help; "
+                + (f"{latest} is from before." if latest else "nothing was saved yet.")
+            )
+        self.reporter.advance(self.step, seconds, [row["loss"] for row in rows])
 
     def evaluate(self) -> None:
         """The loss on held-out text, and texts by the model."""
@@ -239,8 +241,8 @@ class Training:
         losses = [float(self.functions.evaluate(model, self.prepared.batch(self.held_out, first))) for first in firsts]
         mean, speed = sum(losses) / count, self.reporter.tokens_per_second()
         self.reporter.say(f"step {self.step}: loss {mean:.3f} on held-out text, {mean / math.log(2):.2f} bits per byte")
-        values = {"held_out_loss": mean, "tokens_per_second": round(speed)}
-        self.try_to("write down the losses", self.metrics.add, step=self.step, **values)
+        row = {"step": self.step, "held_out_loss": mean, "tokens_per_second": round(speed)}
+        self.try_to("write down the losses", self.metrics.add, row)
         if self.config.reports.samples == 0:
             return
         texts = self.prepared.write(model, self.state.key, self.step)
@@ -278,15 +280,16 @@ class Training:
         self.reporter.say("\n" + "\n".join(pictures.curve_as_text(*curves)))
         self.try_to("draw the losses", pictures.save_curve, self.files.loss_picture, *curves)
 
-    def try_to(self, what: str, action: Callable[..., None], *args: object, **kwargs: object) -> None:
+    def try_to(self, what: str, action: Callable[..., None], *args: object) -> None:
         """Do what is only for looking at: by the first of several processes, and training does not fail with it."""
-        if jax.process_index() == 0:
-            try:
-                action(*args, **kwargs)
-            except OSError as e:
-                if what not in self.failed:  # each once, and not at each step
-                    warn(f"Could not {what}, because {reason_of(e)}.")
-                self.failed.add(what)
+        with fail_together(what):
+            if jax.process_index() == 0:
+                try:
+                    action(*args)
+                except OSError as e:
+                    if what not in self.failed:  # each once, and not at each step
+                        warn(f"Could not {what}, because {reason_of(e)}.")
+                    self.failed.add(what)
 
     def finish(self) -> None:
         """Export the model, and say where everything is."""

@@ -41,8 +41,9 @@ class Checkpoints:
     def save(self, state: Any, step: int, seen: int) -> Path:
         """Write a checkpoint, then delete those that are too many. What fails is a problem, and deletes nothing."""
         path = self.folder / f"step-{step:06d}"
-        if not self.folder.is_dir():
-            raise Problem(f"The checkpoint {path} could not be written, because the folder was deleted.")
+        with fail_together("save"):  # or those that see the folder would wait for the others
+            if not self.folder.is_dir():
+                raise Problem(f"The checkpoint {path} could not be written, because the folder was deleted.")
         try:
             with _quiet():
                 files.save_checkpoint(path, {"state": state, "step": step, "seen": seen})

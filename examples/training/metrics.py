@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,12 @@ class Metrics:
         os.replace(unfinished, self.path)
         return len(odd)
 
-    def add(self, **values: Any) -> None:
-        """Write a row, with the number of its step."""
-        row = {name: round(value, 6) if isinstance(value, float) else value for name, value in values.items()}
-        self.rows.append(row)
+    def add(self, *rows: Mapping[str, float]) -> None:
+        """Write rows, each with the number of its step."""
+        rounded = [{name: round(x, 6) if isinstance(x, float) else x for name, x in row.items()} for row in rows]
+        self.rows += rounded
         with self.path.open("a") as file:
-            file.write(_line(row))
+            file.writelines(map(_line, rounded))
 
     def column(self, name: str) -> list[tuple[int, float]]:
         """The steps at which something was measured, each with its value."""

@@ -16,7 +16,8 @@ def reason_of(error: BaseException) -> str:
     text = str(error)
     full = re.search(r"no space left|disk quota|RESOURCE_EXHAUSTED", text, flags=re.IGNORECASE)
     if full or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
-        return "the disk is full"
+        where = re.search(r"\w+ failed in process \d+ of \d+: ", text)
+        return f"{where[0] if where else ''}the disk is full"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror.lower()
     lines = [line.strip() for line in text.splitlines() if line.strip()]

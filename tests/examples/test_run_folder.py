@@ -162,6 +162,19 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
         lambda run: [(run / "new").mkdir(), (run / "new" / "checkpoints").touch()],
         "new cannot be made: file exists",
     ),
+    "a run already": (("--out", "RUN"), None, "has a run already, up to step-000006: go on with it by --resume"),
+    "another model": (
+        (*RESUMED, "--embed", "32"),
+        None,
+        "which cannot change when it is resumed; to train another model",
+    ),
+    "nothing to resume": (("--resume",), None, "There is no run in runs/ to resume"),
+    "no run": (("--resume", "--out", "nowhere"), None, "There is no run in nowhere to resume"),
+    "a file in place of the folder": (
+        ("--out", "RUN/config.json"),
+        None,
+        "The folder .*config.json cannot be made: ",
+    ),
     # Its settings.
     "binary settings": (
         RESUMED,
@@ -233,7 +246,64 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
     ),
     "a mesh axis twice": ((*NEW, "--mesh", "data=4,data=2"), None, "--mesh has the mesh axis 'data' twice"),
     "a huge size of the mesh": ((*NEW, "--mesh", f"data={10**30}"), None, "does not fit the devices"),
+    "a mapping that is none": (
+        (*NEW, "--mapping", "tensors"),
+        None,
+        "There is no mapping 'tensors'; choose one of data, fsdp, tensor,",
+    ),
+    "no such mapping": (
+        (*NEW, "--mapping", "nowhere.json"),
+        None,
+        "cannot be read from nowhere.json: no such file or directory",
+    ),
+    "a mesh axis that is none": (
+        (*NEW, "--mapping", "RUN/m.json"),
+        content("m.json", '{"mesh": {"data": 8}, "mapping": {"batch": "rows"}}'),
+        "shards axis 'batch' over mesh axis 'rows', but the mesh has data",
+    ),
+    "an axis that is none": (
+        (*NEW, "--mapping", "RUN/m.toml"),
+        content("m.toml", 'mesh = {data = 8}\nmapping = {batch = "data", embd = "data"}'),
+        "axis 'embd' is in the mapping but not in the tree. Did you mean 'emb",
+    ),
+    "one mesh axis for two": (
+        (*NEW, "--mapping", "RUN/m.toml"),
+        content("m.toml", 'mesh = {data = 8}\nmapping = {vocab = "data", embed = "data"}'),
+        "'vocab' and axis 'embed' both go to mesh axis 'data'",
+    ),
+    "a part of a mapping": (
+        (*NEW, "--mapping", "RUN/m.json"),
+        content("m.json", '{"mesh": {"data": 8}}'),
+        "has mesh, mapping and maybe parameter_mapping; .*m.json has mesh",
+    ),
+    "no TOML": ((*NEW, "--mapping", "RUN/m.toml"), content("m.toml", "mesh = "), "in .*m.toml is not valid TOML"),
+    # Sizes.
+    "heads": (
+        (*NEW, "--mapping", "tensor", "--mesh", "data=2,model=4"),
+        None,
+        "kv_heads=2 cannot be sharded over model=4, .* change --kv-heads",
+    ),
+    "batch": ((*NEW, "--batch", "9"), None, "batch=9 cannot be sharded over data=4, .* change --batch, --mesh or --m"),
+    "length": (
+        (*NEW, "--mapping", "sequence", "--length", "12"),
+        None,
+        "pos=12 cannot be sharded over data=8, .* change --length",
+    ),
+    "a mesh axis": ((*NEW, "--mesh", "rows=8"), None, "shards axis 'batch' over mesh axis 'data', but the mesh has r"),
+    "too many devices": ((*NEW, "--mesh", "data=16,model=1"), None, "needs 16 devices; there are 8"),
+    "too few devices": ((*NEW, "--mesh", "data=2,model=2"), None, "has 4 of the 8 devices"),
+    "a mesh without sizes": (
+        (*NEW, "--mesh", "8"),
+        None,
+        "--mesh gives each mesh axis a size, such as data=4,model=2, got '8'",
+    ),
+    "too little text": (
+        (*NEW, "--data", "RUN/m"),
+        content("m", "a" * 51),
+        "has 51 bytes, and a batch of 8 texts of 16 needs at least",
+    ),
     # Numbers.
+    "steps": ((*NEW, "--warmup", "6"), None, "--warmup must be less than --steps, got 6 and 6"),
     "a huge seed": ((*NEW, "--seed", str(10**30)), None, "--seed must be at most 2,147,483,647, got one of 31 digits"),
     "NaN": ((*NEW, "--learning-rate", "nan"), None, "--learning-rate must be a finite number, got nan"),
     "infinity": (
@@ -247,6 +317,7 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
         "--batch must be more than 0, got 0; --head-size must be even, .* got 3; --held-out must be between",
     ),
     "elastic on one host": ((*NEW, "--elastic"), None, "--elastic needs --distributed"),
+    "an address on one host": ((*NEW, "--coordinator", "localhost:1"), None, "--coordinator needs --distributed"),
     "no time": ((*NEW, "--host-timeout", "0"), None, "--host-timeout must be more than 0, got 0"),
     # Texts.
     "an unknown precision": ((*NEW, "--precision", "float7"), None, "--precision 'float7' is not understood"),
@@ -264,12 +335,15 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
     ),
     "a long name of an export": ((*NEW, "--export", f"RUN/{LONG}"), None, "cannot be used: file name too long"),
     "an export to a device": ((*NEW, "--export", "/dev/null"), None, "needs the name of a file, and /dev/null is none"),
+    "an export to a folder": ((*NEW, "--export", "RUN"), None, "--export needs the name of a file, and .* is a folder"),
+    "no text": ((*NEW, "--data", "nowhere"), None, "There is no file or folder nowhere; --data says where the text is"),
     "a text that is a pipe": ((*NEW, "--data", "RUN/pipe"), pipe("pipe"), "There is no file or folder .*pipe; --data"),
 }
 
 
-def snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    """What is in a folder: the bytes of each file, and None for what is none."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 @pytest.mark.parametrize(("arguments", "prepare", "expected"), BAD.values(), ids=list(BAD))
@@ -280,18 +354,20 @@ def test_bad_input(
     finished: Path,
     text: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     run = shutil.copytree(finished, tmp_path / "run")
     if prepare is not None:
         prepare(run)
-    before = snapshot(run)
+    before = snapshot(tmp_path)
     given = [*([] if "--resume" in arguments else [*SMALL, "--data", str(text)]), *arguments]
     assert train_lm.main([argument.replace("RUN", str(run)) for argument in given]) == 1
     printed, said = capsys.readouterr()
     assert re.search(expected, said) and said.startswith("train_lm.py: ") and said.count("\n") == 1, said
     assert not printed and len(said) < 900
-    assert snapshot(run) == before
+    assert snapshot(tmp_path) == before
 
 
 def test_stray_things_in_the_folder_are_left(

@@ -195,64 +195,20 @@ def test_the_command_to_go_on_says_what_runs_where() -> None:
     assert training.how_to_go_on().startswith("To go on:\n") and training.how_to_go_on().endswith("--out 'a run'")
 
 
+def test_the_commands_of_the_page() -> None:
+    """Also those in the manifest for Kubernetes, where a number comes from the environment."""
+    page = re.sub(r"\s+(?=--)", " ", (EXAMPLES.parent / "docs" / "several_hosts.md").read_text())
+    commands = re.findall(r"python examples/train_lm\.py (--.*)", page.replace("$JOB_COMPLETION_INDEX", "3"))
+    hosts = [train_lm.settings.parse(shlex.split(command)).hosts for command in commands]
+    assert all(one.distributed for one in hosts)
+    assert [(one.coordinator, one.processes, one.process_index) for one in hosts] == [
+        (None, None, None),
+        ("host0:1234", 2, 0),
+        ("train-0.train:1234", 4, 3),
+    ]
+
+
 # --- what is wrong ---
-
-FILES = {
-    "axes.json": '{"mesh": {"data": 8}, "mapping": {"batch": "rows"}}',
-    "names.toml": 'mesh = {data = 8}\nmapping = {batch = "data", embd = "data"}',
-    "twice.toml": 'mesh = {data = 8}\nmapping = {vocab = "data", embed = "data"}',
-    "parts.json": '{"mesh": {"data": 8}}',
-    "broken.toml": "mesh = ",
-}
-WRONG: dict[str, tuple[str, str]] = {
-    "a mapping that is none": ("--mapping tensors", "There is no mapping 'tensors'; choose one of data, fsdp, tensor,"),
-    "sizes": (
-        "--mapping tensor --mesh data=2,model=4",
-        "kv_heads=2 cannot be sharded over model=4, .* change --kv-heads",
-    ),
-    "batch": ("--batch 9", "batch=9 cannot be sharded over data=4, .* change --batch, --mesh or --mapping"),
-    "length": ("--mapping sequence --length 12", "pos=12 cannot be sharded over data=8, .* change --length"),
-    "a mesh axis": ("--mesh rows=8", "shards axis 'batch' over mesh axis 'data', but the mesh has rows=8"),
-    "too many devices": ("--mesh data=16,model=1", "needs 16 devices; there are 8"),
-    "too few devices": ("--mesh data=2,model=2", "has 4 of the 8 devices"),
-    "a mesh without sizes": ("--mesh 8", "--mesh gives each mesh axis a size, such as data=4,model=2, got '8'"),
-    "no such file": ("--mapping nowhere.json", "cannot be read from nowhere.json: no such file or directory"),
-    "a mesh axis in a file": (
-        "--mapping axes.json",
-        "shards axis 'batch' over mesh axis 'rows', but the mesh has data",
-    ),
-    "an axis in a file": (
-        "--mapping names.toml",
-        "axis 'embd' is in the mapping but not in the tree. Did you mean 'emb",
-    ),
-    "one mesh axis for two": ("--mapping twice.toml", "'vocab' and axis 'embed' both go to mesh axis 'data'"),
-    "a part of a file": ("--mapping parts.json", "has mesh, mapping and maybe parameter_mapping; parts.json has mesh"),
-    "no TOML": ("--mapping broken.toml", "in broken.toml is not valid TOML"),
-    "no text": ("--data nowhere", "There is no file or folder nowhere; --data says where the text is"),
-    "too little text": ("--data axes.json", "has 51 bytes, and a batch of 8 texts of 16 needs at least"),
-    "nothing to resume": ("--resume", "There is no run in runs/ to resume"),
-    "no run": ("--resume --out nowhere", "There is no run in nowhere to resume"),
-    "a folder in place of a file": ("--export .", "--export needs the name of a file, and . is a folder"),
-    "a file in place of a folder": ("--out axes.json", "The folder axes.json cannot be made: "),
-    "steps": ("--warmup 6", "--warmup must be less than --steps, got 6 and 6"),
-    "precision": ("--precision float33", "--precision 'float33' is not understood"),
-    "hosts": ("--coordinator localhost:1", "--coordinator needs --distributed"),
-}
-
-
-@pytest.mark.parametrize(("flags", "expected"), WRONG.values(), ids=list(WRONG))
-def test_problems_are_one_sentence(
-    flags: str, expected: str, text: Path, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, content in FILES.items():
-        Path(name).write_text(content)
-    arguments = SMALL if "--resume" in flags else [*SMALL, "--data", str(text)]
-    assert train_lm.main([*arguments, "--mapping", "fsdp+tensor", *flags.split()]) == 1
-    printed, said = capsys.readouterr()
-    assert re.search(expected, said) and said.startswith("train_lm.py: ") and said.count("\n") == 1
-    assert not printed
-    assert {path.name for path in tmp_path.iterdir()} == set(FILES)  # nothing is left behind
 
 
 def test_unknown_flags(capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,15 +216,6 @@ def test_unknown_flags(capsys: pytest.CaptureFixture[str]) -> None:
         train_lm.main(["--step", "3"])
     printed, said = capsys.readouterr()
     assert stopped.value.code == 2 and "Unrecognized options: --step" in said and not printed
-
-
-def test_runs_are_not_mixed(finished: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = (finished / "metrics.jsonl").read_bytes()
-    assert train(text, finished) == 1
-    assert "has a run already, up to step-000006: go on with it by --resume" in capsys.readouterr().err
-    assert train_lm.main(["--resume", "--out", str(finished), "--embed", "32"]) == 1
-    assert "which cannot change when it is resumed" in capsys.readouterr().err
-    assert (finished / "metrics.jsonl").read_bytes() == before
 
 
 # --- parts ---

@@ -78,24 +78,6 @@ def latest(out: Path) -> int:
     return max(steps, default=0)
 
 
-@pytest.mark.further
-def test_the_others_end(tmp_path: Path) -> None:
-    """Soon, and with one line, also when the process is killed that connects the others."""
-    out, killed = tmp_path / "run", 0.0
-
-    def kill(processes: Processes) -> None:
-        nonlocal killed
-        wait_for(lambda: latest(out))
-        os.kill(process(out, 0), signal.SIGKILL)
-        killed = time.monotonic()
-
-    ended = train(tmp_path, 2, kill)
-    assert time.monotonic() < killed + 10
-    assert ended.statuses == [128 + signal.SIGKILL, 1], ended.printed
-    assert said(ended, 0) == [f"The process of this host, 0 ({HOST}), was ended by signal 9."]
-    assert said(ended, 1) == [f"Host 0 ({HOST}) was lost: its process was ended by signal 9."]
-
-
 def test_the_others_go_on(tmp_path: Path) -> None:
     """The host is gone that has the lock and connects the others; what is left has the losses that all would have."""
     out = tmp_path / "run"
@@ -118,12 +100,39 @@ def test_the_others_go_on(tmp_path: Path) -> None:
     np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-3)
 
 
+def count(folder: Path, hosts: int, meanwhile: Callable[[Processes], None], *more: str) -> Ended:
+    """Start the script that counts, which takes a fraction of the time, and do something to its hosts."""
+    out = folder / "run"
+    out.mkdir()
+    same = ["--distributed", "--out", str(out), "--processes", str(hosts), "--coordinator", f"127.0.0.1:{free_port()}"]
+    commands = [[str(Path(counting.__file__)), *same, *more, "--process-index", str(i)] for i in range(hosts)]
+    return run(commands, folder, LIMIT, meanwhile=meanwhile)
+
+
 def steps(out: Path) -> list[tuple[int, int]]:
     """The steps that were counted, each with the number of hosts."""
     path = out / "steps.txt"
     return (
         [(int(a), int(b)) for a, b in (line.split() for line in path.read_text().splitlines())] if path.exists() else []
     )
+
+
+@pytest.mark.further
+def test_the_others_end(tmp_path: Path) -> None:
+    """Soon, and with one line, also when the process is killed that connects the others."""
+    out, killed = tmp_path / "run", 0.0
+
+    def kill(processes: Processes) -> None:
+        nonlocal killed
+        wait_for(lambda: steps(out))
+        os.kill(process(out, 0), signal.SIGKILL)
+        killed = time.monotonic()
+
+    ended = count(tmp_path, 2, kill, "--host-timeout", "5")
+    assert time.monotonic() < killed + 10
+    assert ended.statuses == [128 + signal.SIGKILL, 1], ended.printed
+    assert said(ended, 0) == [f"The process of this host, 0 ({HOST}), was ended by signal 9."]
+    assert said(ended, 1) == [f"Host 0 ({HOST}) was lost: its process was ended by signal 9."]
 
 
 LOST: dict[str, tuple[list[list[int]], list[int]]] = {
@@ -138,7 +147,6 @@ LOST: dict[str, tuple[list[list[int]], list[int]]] = {
 def test_four_hosts_of_which_some_are_lost(lost: list[list[int]], counts: list[int], tmp_path: Path) -> None:
     """Those go on whose number divides the one in the beginning; of steps, none is left out or done twice."""
     out = tmp_path / "run"
-    out.mkdir()
 
     def kill(processes: Processes) -> None:
         for i, together in enumerate(lost):
@@ -146,10 +154,7 @@ def test_four_hosts_of_which_some_are_lost(lost: list[list[int]], counts: list[i
             for process_of in [process(out, host) for host in together]:
                 os.kill(process_of, signal.SIGKILL)
 
-    same = ["--distributed", "--elastic", "--host-timeout", "60", "--out", str(out), "--processes", "4"]
-    same += ["--coordinator", f"127.0.0.1:{free_port()}"]
-    commands = [[str(Path(counting.__file__)), *same, "--process-index", str(i)] for i in range(4)]
-    ended = run(commands, tmp_path, LIMIT, meanwhile=kill)
+    ended = count(tmp_path, 4, kill, "--elastic", "--host-timeout", "60")
     gone = [host for together in lost for host in together]
     assert ended.statuses == [128 + signal.SIGKILL if i in gone else 0 for i in range(4)], ended.printed
     counted = steps(out)

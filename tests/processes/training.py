@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
+import io
 import json
 import shutil
 import sys
@@ -15,6 +18,7 @@ import numpy as np
 
 import axonym as axn
 from axonym.sharding import fail_together
+from tests.processes import faults
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # where a script finds what is beside it
 
@@ -101,6 +105,36 @@ def check_sequence(folder: Path) -> None:
 
 def check_context(folder: Path) -> None:
     go_on(folder, "context")
+
+
+def check_files_of_the_example(folder: Path) -> None:
+    """Exports, pictures, samples and losses: what one process cannot do is every process's error, or nobody's."""
+    rank, path = jax.process_index(), folder / "model.safetensors"
+
+    def broken(*args: Any, error: Exception | None = None, **kwargs: Any) -> None:
+        raise error or OSError(errno.ENOSPC, "No space left on device")
+
+    for at in range(jax.process_count()):
+        model = faults.spread()
+        export = functools.partial(train_lm.checkpoints.export, model, path)
+        with mock.patch.object(Path, "mkdir", broken) if rank == at else contextlib.nullcontext():
+            text = faults.raises_everywhere(train_lm.Problem, at, export)
+        assert text.startswith("The model could not be written to ") and "the disk is full" in text
+        if rank == at:
+            model["w1"].array.delete()
+        faults.raises_everywhere(RuntimeError, at, export)
+        kept = train_lm.checkpoints.Checkpoints(folder / ("gone" if rank == at else ""), keep=1)
+        text = faults.raises_everywhere(train_lm.Problem, at, functools.partial(kept.save, faults.spread(), 1, 8))
+        assert "step-000001 could not be written, because the folder was deleted" in text
+    assert not any(folder.iterdir())
+    training = object.__new__(train_lm.Training)
+    training.failed = set()
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for _ in range(2):
+            training.try_to("draw", broken)
+    assert said.getvalue() == ("" if rank else "train_lm.py: Could not draw, because the disk is full.\n")
+    bug = functools.partial(broken, error=ZeroDivisionError("by 0"))
+    faults.raises_everywhere(ZeroDivisionError, 0, lambda: training.try_to("draw", bug))
 
 
 def check_bytes_of_the_text(folder: Path) -> None:
