@@ -34,11 +34,17 @@ def fresh(code: str) -> str:
 # --- the list of public names ---
 
 
+def public_modules(package: ModuleType) -> list[ModuleType]:
+    """The modules that are public attributes of a package, and theirs."""
+    names = SUBMODULES if package is axn else exports(package)
+    found = [getattr(package, name) for name in names if isinstance(getattr(package, name), ModuleType)]
+    return [package, *(m for module in found for m in public_modules(module))]
+
+
 def listing() -> str:
     """The modules that users import from, and the public names of each."""
-    found = {name: getattr(axn, name) for name in SUBMODULES} | {"nn.attention": axn.nn.attention}
-    names = {name: sorted({*exports(module), *definitions(module)}) for name, module in found.items()}
-    names = {"axonym": sorted(exports(axn))} | {f"axonym.{name}": public for name, public in names.items() if public}
+    names = {m.__name__: sorted({*exports(m), *definitions(m)}) for m in public_modules(axn)}
+    names = {path: public for path, public in names.items() if public}
     return "".join(f"{path}: {' '.join(public)}\n" for path, public in sorted(names.items()))
 
 

@@ -36,14 +36,12 @@ __all__ = [
     "AxisSelection",
     "AxisSelector",
     "AxisSpec",
-    "PartialAxisSpec",
     "PartialShapeDict",
     "ShapeDict",
     "axis_name",
     "axis_size",
     "axis_spec_to_shape_dict",
     "concat_axes",
-    "eliminate_axes",
     "intersect_axes",
     "is_axis_compatible",
     "make_axes",
@@ -129,7 +127,6 @@ ShapeDict: TypeAlias = Mapping[str, int]
 PartialShapeDict: TypeAlias = Mapping[str, int | None]
 AxisSpec: TypeAlias = Axis | Sequence[Axis] | ShapeDict
 AxisSelection: TypeAlias = AxisSelector | Sequence[AxisSelector] | PartialShapeDict
-PartialAxisSpec: TypeAlias = AxisSelection
 
 _Ax = TypeVar("_Ax", bound=AxisSelector)
 
@@ -279,16 +276,6 @@ def without_axes(axis_spec: AxisSelection, to_remove: AxisSelection, allow_misma
     if not allow_mismatched_sizes:
         _check_sizes("without_axes", first, second)
     return _like(axis_spec, tuple(a for n, a in first.items() if n not in second))
-
-
-def eliminate_axes(axis_spec: AxisSelection, to_remove: AxisSelection) -> Any:
-    """Return the axes that are not in `to_remove`, all of which must be there.
-
-    >>> axn.axis.eliminate_axes(axn.make_axes(batch=8, pos=3), "pos")
-    (Axis(name='batch', size=8),)
-    """
-    _check_present("eliminate_axes", _by_name(to_remove), axis_spec)
-    return without_axes(axis_spec, to_remove)
 
 
 def replace_axis(axis_spec: AxisSelection, old: AxisSelector, new: AxisSelection) -> Any:

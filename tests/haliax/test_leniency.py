@@ -296,8 +296,7 @@ def test_logsumexp() -> None:
 
 
 def test_use_gmm_without_a_tpu() -> None:
-    E, I, O = hax.make_axes(e=2, i=4, o=3)  # noqa: E741
-    layer = hax.nn.MoELinear.init(E, I, O, key=jax.random.key(0), use_gmm=True)
+    layer = hax.nn.MoELinear.init(*hax.make_axes(e=2, i=4, o=3), key=jax.random.key(0), use_gmm=True)
     assert layer.use_gmm and isinstance(layer, axn.nn.MoELinear)
     out = layer(hax.ones({"t": 4, "i": 4}), hax.named([2, 2], "e"))
     np.testing.assert_allclose(out.sum().array, 5.94592, rtol=1e-5)
@@ -306,13 +305,14 @@ def test_use_gmm_without_a_tpu() -> None:
 @pytest.mark.parametrize("mapping", [{}, {"t": "data"}, {"i": "data"}], ids=str)
 def test_use_gmm_on_a_mesh(mapping: dict[str, str], auto_mesh: jax.sharding.Mesh) -> None:
     """The numbers are those of `use_gmm=False`; those of Haliax differ where the tokens or the inputs are sharded."""
-    E, I, O, T = hax.make_axes(e=2, i=4, o=3, t=8)  # noqa: E741
-    x, groups = hax.random.normal(jax.random.key(1), (T, I)), hax.named([3, 5], "e")
+    experts, inputs, outputs, tokens = hax.make_axes(e=2, i=4, o=3, t=8)
+    x, groups = hax.random.normal(jax.random.key(1), (tokens, inputs)), hax.named([3, 5], "e")
     found = []
     for use_gmm in (True, False):
-        layer = hax.nn.MoELinear.init(E, I, O, key=jax.random.key(0), use_gmm=use_gmm)
+        layer = hax.nn.MoELinear.init(experts, inputs, outputs, key=jax.random.key(0), use_gmm=use_gmm)
+        compute = hax.named_jit(lambda layer, x: layer(x, groups))
         with jax.set_mesh(auto_mesh), hax.axis_mapping(mapping):
-            found.append(jax.block_until_ready(hax.named_jit(lambda l, x: l(x, groups))(layer, hax.auto_sharded(x))))  # noqa: E741
+            found.append(jax.block_until_ready(compute(layer, hax.auto_sharded(x))))
     np.testing.assert_allclose(found[0].array, found[1].array, rtol=1e-5, atol=1e-5)
 
 

@@ -18,8 +18,8 @@ from tests.helpers import assert_named, spec
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 LIKE_JAX = [
-    *("celu", "elu", "gelu", "hard_sigmoid", "hard_silu", "hard_swish", "hard_tanh", "leaky_relu", "log_sigmoid"),
-    *("mish", "relu", "relu6", "selu", "sigmoid", "silu", "soft_sign", "softplus", "squareplus", "swish"),
+    *("celu", "elu", "gelu", "hard_sigmoid", "hard_silu", "hard_tanh", "leaky_relu", "log_sigmoid"),
+    *("mish", "relu", "relu6", "selu", "sigmoid", "silu", "soft_sign", "softplus", "squareplus"),
 ]
 POSITIONAL: dict[str, Callable[[Any], Any]] = {
     **{name: getattr(jax.nn, name) for name in LIKE_JAX},

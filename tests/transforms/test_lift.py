@@ -384,9 +384,12 @@ def test_refuses(call: Callable[[], Any], message: str) -> None:
         (lambda: lift(same, "row -> row")(A, B), r"argument 1 is an array for which 'row -> row' has no term"),
         (lambda: lift(lambda x: (x, x), "row -> row")(A), r"returned 2 results, where the spec has 1 result\."),
         (lambda: lift(same, "row -> row, row")(A), r"returned one array, where the spec has 2 results"),
-        (lambda: lift(lambda x: {"a": x}, "row -> row")(A), r"returned a dict, where it should return raw arrays"),
         (
-            lambda: lift(lambda x: axn.named(x, "a"), "row -> row")(A),
+            lambda: lift(lambda x: {"a": x}, "row -> row")(A),  # pyright: ignore
+            r"returned a dict, where it should return raw arrays",
+        ),
+        (
+            lambda: lift(lambda x: axn.named(x, "a"), "row -> row")(A),  # pyright: ignore
             r"returned a NamedArray, where it should return raw",
         ),
     ],

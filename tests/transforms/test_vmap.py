@@ -478,7 +478,10 @@ def test_refuses(call: Callable[[], Any], message: str) -> None:
             lambda: vmap(lambda x, scale: x, Batch, kwargs={"scael": None})(X, scale=1),
             r"`kwargs` says how to map 'scael', .* \['scale'\] by keyword\. Did you mean 'scale'\?",
         ),
-        (lambda: vmap(abs, Batch, default="batch"), r"`default` says where raw arrays are mapped, .* got str"),
+        (
+            lambda: vmap(abs, Batch, default="batch"),  # pyright: ignore[reportArgumentType]
+            r"`default` says where raw arrays are mapped, .* got str",
+        ),
     ],
 )
 def test_refuses_what_is_said_of_arguments(call: Callable[[], Any], message: str) -> None:

@@ -77,6 +77,13 @@ assert_type(axn.lift(both, "n -> n, n")(x, n="time"), tuple[NamedArray, ...])
 assert_type(shifted(x, n=Time), NamedArray)
 
 
+def one_or_both(a: jax.Array) -> jax.Array | tuple[jax.Array, jax.Array]:
+    return a
+
+
+assert_type(axn.lift(one_or_both, "n -> n")(x, n="time"), NamedArray | tuple[NamedArray, ...])
+
+
 def refused() -> None:
     """What type checkers find wrong, and say so: an `ignore` that is not needed is an error."""
     mapped(x)  # type: ignore[call-arg]

@@ -58,7 +58,7 @@ from .. import (
 )
 
 from ..axis import (
-    axis_name as axis_name, axis_size as axis_size, concat_axes as concat_axes, eliminate_axes as eliminate_axes,
+    axis_name as axis_name, axis_size as axis_size, concat_axes as concat_axes,
     replace_axis as replace_axis, resolve_axis as resolve_axis, selects_axis as selects_axis,
 )
 
@@ -75,7 +75,7 @@ from ..poly import (
 from ..typing import (
     AxisSelection as AxisSelection, AxisSelector as AxisSelector, AxisSpec as AxisSpec,
     NamedArrayAxes as NamedArrayAxes, NamedArrayAxesSpec as NamedArrayAxesSpec, NamedOrNumeric as NamedOrNumeric,
-    ReductionFunction as ReductionFunction, Scalar as Scalar, SimpleReductionFunction as SimpleReductionFunction,
+    ReductionFunction as ReductionFunction, SimpleReductionFunction as SimpleReductionFunction,
 )
 from .. import nn as _nn, ref as ref
 from .. import fft as _fft, poly as _poly, _module_field, typing as _typing
@@ -85,7 +85,10 @@ from . import (
     partitioning as partitioning, random as random, state_dict as state_dict, tree_util as tree_util, types as types,
     util as util,
 )
-from .axis import concat_axis_specs as concat_axis_specs, dblock as dblock, ds as ds, dslice as dslice
+from .axis import (
+    concat_axis_specs as concat_axis_specs, dblock as dblock, ds as ds, dslice as dslice,
+    eliminate_axes as eliminate_axes,
+)
 from .core import (
     are_shape_checks_enabled as are_shape_checks_enabled, enable_shape_checks as enable_shape_checks, ndim as ndim,
     rearrange as rearrange, rename as rename, slice as slice, top_k as top_k, updated_slice as updated_slice,
@@ -104,6 +107,7 @@ from .partitioning import (
     auto_sharded as auto_sharded, fsdp as fsdp, named_jit as named_jit, shard as shard,
     shard_with_axis_mapping as shard_with_axis_mapping,
 )
+from .types import Scalar as Scalar
 # fmt: on
 
 # --- operations under their other names ---
@@ -147,12 +151,10 @@ for _path, _module in {
     "fft.fft": _fft,
     "field": _module_field,
     "haxtyping": _typing,
-    "nn.activations": _nn.activations,
     "nn.conv": _nn.conv,
     "nn.dropout": _sys.modules["axonym.nn.dropout"],  # the attribute is the function of that name
     "nn.embedding": _nn.embedding,
     "nn.mup": _nn.mup,
-    "nn.normalization": _nn.normalization,
     "poly": _poly,
     "poly.poly": _poly,
     "quantization": quantization,

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from .. import ds as _ds
 from ..axis import *  # noqa: F403  # the same names, but for those below
-from ..axis import axes_of_spec, concat_axes, intersect_axes
-from ..typing import AxisSpec
+from ..axis import (
+    AxisSelection,
+    AxisSpec,
+    _check_present,
+    axes_of_spec,
+    axis_spec_to_shape_dict,
+    concat_axes,
+    intersect_axes,
+    without_axes,
+)
 
+PartialAxisSpec: TypeAlias = AxisSelection
 overlapping_axes = intersect_axes
 
 
@@ -47,3 +56,13 @@ def concat_axis_specs(a1: AxisSpec, a2: AxisSpec) -> Any:
     """
     axes_of_spec(a1, "concat_axis_specs"), axes_of_spec(a2, "concat_axis_specs")
     return concat_axes(a1, a2)
+
+
+def eliminate_axes(axis_spec: AxisSelection, to_remove: AxisSelection) -> Any:
+    """Return the axes that are not in `to_remove`, all of which must be there.
+
+    >>> hax.eliminate_axes(hax.make_axes(batch=8, pos=3), "pos")
+    (Axis(name='batch', size=8),)
+    """
+    _check_present("eliminate_axes", axis_spec_to_shape_dict(to_remove), axis_spec)
+    return without_axes(axis_spec, to_remove)

@@ -17,20 +17,23 @@ from .. import (
 )
 from ..named_array import shape_checks
 from ..axis import (
-    axis_name as axis_name, axis_spec_to_shape_dict as axis_spec_to_shape_dict, eliminate_axes as eliminate_axes,
-    rearrange_for_partial_order, selects_axis as selects_axis,
+    axis_name as axis_name, axis_spec_to_shape_dict as axis_spec_to_shape_dict, rearrange_for_partial_order,
+    selects_axis as selects_axis,
 )
 from .._parsing import parse
 from ..ops.rearranging import rearrange as _rearrange
 from ..ops.updating import updated_slice as _updated_slice
 from ..typing import (
     AxisSelection as AxisSelection, AxisSelector as AxisSelector, AxisSpec as AxisSpec,
-    GatherScatterModeStr as GatherScatterModeStr, IntScalar as IntScalar, NamedArrayAxes as NamedArrayAxes,
-    NamedArrayAxesSpec as NamedArrayAxesSpec, NamedOrNumeric as NamedOrNumeric, PartialShapeDict as PartialShapeDict,
-    PrecisionLike as PrecisionLike, Scalar as Scalar, ShapeDict as ShapeDict,
+    NamedArrayAxes as NamedArrayAxes, NamedArrayAxesSpec as NamedArrayAxesSpec, NamedOrNumeric as NamedOrNumeric,
+    PartialShapeDict as PartialShapeDict, ShapeDict as ShapeDict,
 )
 from ._signatures import with_parameters as _with_parameters
-from .axis import axis_name as _name, dslice as dslice
+from .axis import axis_name as _name, dslice as dslice, eliminate_axes as eliminate_axes
+from .types import (
+    GatherScatterModeStr as GatherScatterModeStr, IntScalar as IntScalar, PrecisionLike as PrecisionLike,
+    Scalar as Scalar,
+)
 # fmt: on
 
 ravel = flatten

@@ -88,7 +88,8 @@ class AxisEnvironment:
         return list(dict.fromkeys(p.axes for p in self.found(name) if p.axes))
 
 
-# Made once, on import: JAX asks that contexts are not made while it is in use.
+# Made once, on import: JAX asks that contexts are not made while it is in use. This is no part of `Settings`, since a
+# body may change these, and code that no mapping shall matter to drops them; the environment stays the same throughout.
 _ACTIVE = jax.make_user_context(None)
 _NOWHERE = AxisEnvironment()
 

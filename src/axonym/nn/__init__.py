@@ -24,7 +24,6 @@ from .activations import (
     glu as glu,
     hard_sigmoid as hard_sigmoid,
     hard_silu as hard_silu,
-    hard_swish as hard_swish,
     hard_tanh as hard_tanh,
     leaky_relu as leaky_relu,
     log_sigmoid as log_sigmoid,
@@ -39,7 +38,6 @@ from .activations import (
     soft_sign as soft_sign,
     softplus as softplus,
     squareplus as squareplus,
-    swish as swish,
 )
 from .conv import Conv as Conv, ConvTranspose as ConvTranspose
 from .dropout import Dropout as Dropout, dropout as dropout
@@ -57,7 +55,6 @@ from .normalization import (
     LayerNorm as LayerNorm,
     RmsNorm as RmsNorm,
     log_softmax as log_softmax,
-    logsumexp as logsumexp,
     softmax as softmax,
     standardize as standardize,
 )

@@ -70,7 +70,6 @@ def _hard_tanh(x: Any) -> jax.Array:
 # fmt: off
 hard_sigmoid = _activation("hard_sigmoid", jax.nn.hard_sigmoid, "Compute the piecewise linear sigmoid: relu6(x + 3) / 6.", "0.3333 0.8333")
 hard_silu = _activation("hard_silu", jax.nn.hard_silu, "Multiply each element by its hard sigmoid.", "-0.3333 1.6667")
-hard_swish = _activation("hard_swish", jax.nn.hard_swish, "Multiply each element by its hard sigmoid: `hard_silu`.", "-0.3333 1.6667")
 hard_tanh = _activation("hard_tanh", _hard_tanh, "Clamp each element to the range from -1 to 1.", "-1. 1.")
 log_sigmoid = _activation("log_sigmoid", _in_floats(jax.nn.log_sigmoid), "Compute the logarithm of the sigmoid.", "-1.3133 -0.1269")
 mish = _activation("mish", _in_floats(jax.nn.mish), "Multiply each element by the tanh of its softplus.", "-0.3034 1.944 ")
@@ -82,7 +81,6 @@ silu = _activation("silu", _in_floats(jax.nn.silu), "Multiply each element by it
 soft_sign = _activation("soft_sign", _in_floats(jax.nn.soft_sign), "Divide each element by one plus its absolute value.", "-0.5 0.6667")
 softplus = _activation("softplus", jax.nn.softplus, "Compute a smooth relu: log(1 + exp(x)).", "0.3133 2.1269")
 squareplus = _activation("squareplus", _in_floats(jax.nn.squareplus), "Compute a smooth relu without exp: (x + sqrt(x * x + 4)) / 2.", "0.618 2.4142")
-swish = _activation("swish", _in_floats(jax.nn.swish), "Multiply each element by its sigmoid: `silu`.", "-0.2689 1.7616")
 # fmt: on
 
 

@@ -18,7 +18,7 @@ from ..named_array import NamedArray, NamedOrNumeric, wrap
 from ..ops._operands import as_float, operand, require_named, require_subset
 from ..ops.creation import ones, zeros
 from ..ops.elementwise import rsqrt, square
-from ..ops.reductions import logsumexp as _logsumexp, mean, var
+from ..ops.reductions import mean, var
 from ..state.export_axes import OUT, merge_axes, merged_axis, split_axis
 from ..state.module import ModuleWithStateDictSerialization
 from .linear import static_spec
@@ -74,16 +74,6 @@ def log_softmax(a: NamedArray, axis: AxisSelection | None = None, *, where: Name
     NamedArray(float32[x=2, y=2], [[-0.6931 -0.6931] [-0.6931 -0.6931]])
     """
     return _along(jax.nn.log_softmax, "log_softmax", a, axis, where)
-
-
-@_errors.say_how_to_call
-def logsumexp(a: NamedArray, axis: AxisSelection | None = None, *, where: NamedArray | None = None) -> NamedArray:
-    """Compute the logarithm of the sum of exponentials without overflow, with the arguments of `softmax`.
-
-    >>> axn.nn.logsumexp(axn.named([[0., 0.], [1., 1.]], ("x", "y")), "y")
-    NamedArray(float32[x=2], [0.6931 1.6931])
-    """
-    return _logsumexp(a, axis, where=where)
 
 
 def standardize(

@@ -290,9 +290,9 @@ def checked_prefix(placement: Placement, what: str) -> Placement:
     def checked(p: Any) -> Placement:
         p = p.array if is_named_array(p) else p
         if not is_placement(p):
-            raise TypeError(
-                f"{what}: {p!r} is not a placement. Resource mappings, PartitionSpecs, shardings, rules, and None are."
-            )
+            shown = f"an array of shape {p.shape}" if isinstance(p, (jax.Array, np.ndarray)) else repr(p)
+            known = "Resource mappings, PartitionSpecs, shardings, rules, and None are."
+            raise TypeError(f"{what}: {shown} is not a placement. {known}")
         return p
 
     return jax.tree.map(checked, placement, is_leaf=lambda x: is_placement(x) or is_named_array(x))

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
+from jax.typing import ArrayLike
 
 from .. import _errors, _kernels, _parsing
 from .._function_cache import FunctionCache, Functions, WithArrays
@@ -28,6 +29,9 @@ from ..named_array import NamedArray, wrap, wrap_result
 from ..ops._operands import check_new_axis, private
 from . import _mapped_axis
 
+_Returned: TypeAlias = ArrayLike | Sequence[ArrayLike]
+"""What a positional function returns if its annotation leaves open whether that is one result or several."""
+
 
 class _Decorator(Protocol):
     """The type of `lift("i j -> i")` for type checkers."""
@@ -37,7 +41,7 @@ class _Decorator(Protocol):
     @overload
     def __call__(self, fn: Callable[..., Sequence[jax.Array]], /) -> Callable[..., tuple[NamedArray, ...]]: ...
     @overload
-    def __call__(self, fn: Callable[..., Any], /) -> Callable[..., Any]: ...
+    def __call__(self, fn: Callable[..., _Returned], /) -> Callable[..., NamedArray | tuple[NamedArray, ...]]: ...
 
 
 InAxes: TypeAlias = AxisSelection | Sequence[AxisSelection | None] | None
@@ -68,13 +72,13 @@ def lift(
 ) -> Callable[..., tuple[NamedArray, ...]]: ...
 @overload
 def lift(
-    fn: Callable[..., Any],
+    fn: Callable[..., _Returned],
     spec: str | None = None,
     *,
     in_axes: InAxes = None,
     out_axes: OutAxes = None,
     **axes: AxisSelector,
-) -> Callable[..., Any]: ...
+) -> Callable[..., NamedArray | tuple[NamedArray, ...]]: ...
 def lift(fn: Any, spec: str | None = None, *, in_axes: Any = None, out_axes: Any = None, **axes: AxisSelector) -> Any:
     """Make a named function of a positional one.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
 
@@ -16,12 +16,17 @@ from ..axis import Axis, AxisSelection, Names, name_of, names_without, selectors
 from ..named_array import NamedArray, wrap
 from . import _mapped_axis
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
-RawAxis: TypeAlias = Any
+RawAxis: TypeAlias = (
+    "int | Callable[[jax.Array], int | None] | Sequence[RawAxis] | Mapping[Any, RawAxis] | DataclassInstance | None"
+)
 """The way raw arrays are mapped: a position, None for not at all, a function from the array to one of these, or a tree
-prefix of them."""
+prefix of them: in a list, a tuple, a dictionary or a module."""
 
 
 @_errors.say_how_to_call

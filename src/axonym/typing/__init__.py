@@ -40,7 +40,6 @@ from ..axis import (
     AxisSelection as AxisSelection,
     AxisSelector as AxisSelector,
     AxisSpec as AxisSpec,
-    PartialAxisSpec as PartialAxisSpec,
     PartialShapeDict as PartialShapeDict,
     ShapeDict as ShapeDict,
 )
@@ -75,13 +74,7 @@ from .annotations import (
     u64 as u64,
 )
 from .arguments import (
-    FilterSpec as FilterSpec,
-    FilterTree as FilterTree,
-    GatherScatterModeStr as GatherScatterModeStr,
-    IntScalar as IntScalar,
-    PrecisionLike as PrecisionLike,
     ReductionFunction as ReductionFunction,
-    Scalar as Scalar,
     SimpleReductionFunction as SimpleReductionFunction,
 )
 from .matching import (

@@ -1,33 +1,11 @@
-"""Type aliases and protocols for the parameters of public functions."""
+"""Protocols for functions that reduce axes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, Protocol, TypeAlias, overload
-
-import jax
-from jax.lax import Precision
+from typing import Any, Protocol, overload
 
 from ..axis import AxisSelection, AxisSelector
 from ..named_array import NamedArray
-
-Scalar: TypeAlias = float | int | jax.Array
-"""A number, or an array that holds one."""
-
-IntScalar: TypeAlias = int | jax.Array
-"""An integer, or an array that holds one."""
-
-PrecisionLike: TypeAlias = str | Precision | tuple[str, str] | tuple[Precision, Precision] | None
-"""The `precision` of contractions, as in JAX."""
-
-GatherScatterModeStr: TypeAlias = Literal["promise_in_bounds", "clip", "drop", "fill"]
-"""The modes of indexing for positions out of range, in JAX's words."""
-
-FilterSpec: TypeAlias = bool | Callable[[Any], bool]
-"""Which leaves of a tree are meant: all, none, or those for which a function returns True."""
-
-FilterTree: TypeAlias = Any
-"""A filter for a whole tree, or a tree prefix of filters."""
 
 
 class _BoundReduction(Protocol):

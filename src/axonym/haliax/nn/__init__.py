@@ -7,23 +7,25 @@ from ...nn import (
     ConvTranspose as ConvTranspose, cross_entropy_loss as cross_entropy_loss,
     Dropout as Dropout,
     dropout as dropout, elu as elu, Embedding as Embedding, gelu as gelu, glu as glu, hard_sigmoid as hard_sigmoid,
-    hard_silu as hard_silu, hard_swish as hard_swish, hard_tanh as hard_tanh, LayerNorm as LayerNorm,
+    hard_silu as hard_silu, hard_tanh as hard_tanh, LayerNorm as LayerNorm,
     leaky_relu as leaky_relu, Linear as Linear, log_sigmoid as log_sigmoid, log_softmax as log_softmax,
-    logsumexp as logsumexp, MLP as MLP,
+    MLP as MLP,
     one_hot as one_hot, quick_gelu as quick_gelu, relu as relu,
     relu6 as relu6, relu_squared as relu_squared, RmsNorm as RmsNorm,
     selu as selu, sigmoid as sigmoid, silu as silu, soft_sign as soft_sign, softmax as softmax,
-    softplus as softplus, squareplus as squareplus, Stacked as Stacked, standardize as standardize, swish as swish,
+    softplus as softplus, squareplus as squareplus, Stacked as Stacked, standardize as standardize,
 )
-from ...nn import (
-    activations as activations, conv as conv, embedding as embedding, mup as mup,
-    normalization as normalization,
-)
+from ...nn import conv as conv, embedding as embedding, mup as mup
 from ..hof import ScanCheckpointPolicy as ScanCheckpointPolicy
-from . import attention as attention, linear as linear, loss as loss, mlp as mlp, pool as pool, scan as scan
+from . import (
+    activations as activations, attention as attention, linear as linear, loss as loss, mlp as mlp,
+    normalization as normalization, pool as pool, scan as scan,
+)
+from .activations import hard_swish as hard_swish, swish as swish
 from .linear import MoELinear as MoELinear
 from .loss import (
     cross_entropy_loss_and_log_normalizers as cross_entropy_loss_and_log_normalizers, reduce_loss as reduce_loss,
 )
+from .normalization import logsumexp as logsumexp
 from .pool import max_pool as max_pool, mean_pool as mean_pool, min_pool as min_pool
 # fmt: on
