@@ -31,8 +31,8 @@ def with_parameters(fn: Callable[..., Any], /, *first: str, **names: str) -> Cal
         options = given.pop(rest, {}) if rest else {}
         return fn(**{own.get(name, name): value for name, value in given.items()}, **options)
 
-    call.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]  # which `inspect` asks for
     functools.update_wrapper(call, fn, assigned=("__name__", "__qualname__"))
+    call.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]  # which `inspect` asks for
     call.__module__ = sys._getframe(1).f_globals["__name__"]  # where pickle looks it up
     documentation = fn.__doc__ or ""
     call.__doc__ = re.sub(r"(?m)^( +)(\w+): ", lambda m: f"{m[1]}{names.get(m[2], m[2])}: ", documentation)
