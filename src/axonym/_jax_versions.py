@@ -41,3 +41,12 @@ def set_apart(x: jax.Array) -> jax.Array:
     where each pads it with another value.
     """
     return x if jax.__version_info__ >= (0, 12) else jax.lax.optimization_barrier(x)
+
+
+def updates_other_shards() -> bool:
+    """Return whether XLA also updates other shards where one position of a sharded axis is updated.
+
+    Before jax 0.12 it does so in gradients, and where the array is a constant. Nothing tells a program that will run on
+    one device from one that will not.
+    """
+    return jax.__version_info__ < (0, 12) and jax.device_count() > 1

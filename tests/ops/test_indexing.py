@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import axonym as axn
 from axonym.ops.updating import updated_slice
@@ -357,3 +358,24 @@ def test_a_static_index_is_static_in_a_program() -> None:
     """In jit nothing is looked up at run time that was known before."""
     text = jax.jit(lambda x: (x["pos", 1], x["pos", 1:3], x["batch", ::2])).lower(X).as_text()
     assert "dynamic_slice" not in text and "gather" not in text
+
+
+@pytest.mark.parametrize("how", ["set", "multiply", "max"])
+@pytest.mark.parametrize(
+    "index", [{"x": 5}, {"x": slice(5, 6)}, {"x": slice(0, None, -1)}, {"x": 5, "y": 1}, {"x": 5, "z": 1}], ids=str
+)
+def test_gradients_of_updates_at_one_position_of_a_sharded_axis(how: str, index: Any, mesh: Mesh) -> None:
+    """In the other shards nothing is updated."""
+    x = axn.random.normal(jax.random.key(0), {"x": 8, "y": 2, "z": 3})
+    values = axn.random.normal(jax.random.key(1), {"y": 2, "z": 3})
+    weights = axn.random.normal(jax.random.key(2), {"x": 8, "y": 2, "z": 3})
+
+    def loss(x: axn.NamedArray, values: axn.NamedArray) -> jax.Array:
+        value = values[{n: i for n, i in index.items() if n != "x"}]
+        return axn.dot(getattr(x.at[index], how)(value), weights, axis=("x", "y", "z")).array
+
+    expected = jax.jit(jax.grad(loss, (0, 1)))(x, values)
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.grad(loss, (0, 1)))(axn.shard(x, {"x": "data"}), values)
+    for a, b in zip(found, expected, strict=True):
+        assert_named(a, b, rtol=1e-5, atol=1e-6)
