@@ -145,7 +145,7 @@ CALLS = {
     "dot_product_attention": "dot_product_attention(query, key, value, 'key_pos', 'head_dim')",
     "Dropout.__init__": "Dropout(0.1)",
 }
-"""How to call what cannot be called as `_call` writes it."""
+"""Calls of the functions whose call `_call` does not write well."""
 
 KEYWORDS = {
     **dict.fromkeys(("dim", "dims"), "Axes are selected by name, `{call}`."),

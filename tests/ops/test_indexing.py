@@ -379,3 +379,11 @@ def test_gradients_of_updates_at_one_position_of_a_sharded_axis(how: str, index:
         found = jax.jit(jax.grad(loss, (0, 1)))(axn.shard(x, {"x": "data"}), values)
     for a, b in zip(found, expected, strict=True):
         assert_named(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["multiply", "divide", "power"])
+def test_what_is_not_updated_does_not_matter_to_gradients(how: str) -> None:
+    x = axn.named([2.0, -1.0, 0.0, -jnp.inf], "x")
+    found = jax.grad(lambda value: getattr(x.at["x", 0], how)(value)["x", 0].array)(3.0)
+    expected = {"multiply": 2.0, "divide": -2 / 9, "power": 8 * np.log(2)}[how]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -396,8 +396,11 @@ class IndexLayout:
             if self.new or not _jax_versions.updates_other_shards():
                 return getattr(a.at[index], how)(value, **keywords)
             everywhere, value, chosen = _at_all_positions(index, value, a.shape, keywords.get("mode"))
-            updated = getattr(a.at[everywhere], how)(value, **keywords)
-            return updated if chosen is None else jnp.where(chosen, updated, a)
+            if chosen is None:
+                return getattr(a.at[everywhere], how)(value, **keywords)
+            # Ones elsewhere, for which no gradient is infinite: zero times that would be NaN.
+            updated = getattr(jnp.where(chosen, a, jax.lax.full_like(a, 1)).at[everywhere], how)(value, **keywords)
+            return jnp.where(chosen, updated, a)
 
         return self._mapped(change, (self.names, order, *self.operands), self.names)(a, value, *operands)
 

@@ -48,6 +48,11 @@ def scalar(what: str, argument: str, x: Any) -> Any:
     return x
 
 
+def unsigned_nan(x: jax.Array) -> jax.Array:
+    """Clear the sign bit of NaN, which inf - inf has: JAX partitions such a NaN first, and its top-k ranks it last."""
+    return jnp.where(jnp.isnan(x), jnp.nan, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
 def as_float(x: ArrayT) -> ArrayT:
     """Convert integers, whose sums, differences and squares overflow in a small dtype of their own."""
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jax.dtypes.canonicalize_dtype(float))

@@ -17,7 +17,7 @@ from .. import _errors, _kernels
 from .._per_device import vary_like
 from ..axis import AxisSelector, Names, name_of
 from ..named_array import NamedArray
-from ._operands import apply_along, only_axis, require_named
+from ._operands import apply_along, only_axis, require_named, unsigned_nan
 
 
 @_errors.say_how_to_call
@@ -68,16 +68,11 @@ def argpartition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> N
 
 
 def _partitioned(x: jax.Array, **options: Any) -> jax.Array:
-    return jnp.partition(_with_nan_last(x), **options)
+    return jnp.partition(unsigned_nan(x), **options)
 
 
 def _argpartitioned(x: jax.Array, **options: Any) -> jax.Array:
-    return jnp.argpartition(_with_nan_last(x), **options)
-
-
-def _with_nan_last(x: jax.Array) -> jax.Array:
-    """Clear the sign bit of NaN, with which JAX partitions it first."""
-    return jnp.where(jnp.isnan(x), jnp.nan, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return jnp.argpartition(unsigned_nan(x), **options)
 
 
 def _partition(fn: Callable[..., Any], what: str, a: NamedArray, kth: int, axis: Any) -> NamedArray:

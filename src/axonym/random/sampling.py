@@ -27,7 +27,7 @@ from ..custom_partitioning._top_k import best, number_of_candidates
 from ..custom_partitioning.decorator import Partitioned, partitioned
 from ..manual.collectives import all_gather, axis_offset, axis_size, pmax, psum
 from ..named_array import NamedArray, NamedOrNumeric, describe_array, wrap
-from ..ops._operands import distinct, operand, require_subset
+from ..ops._operands import distinct, operand, require_subset, unsigned_nan
 from ..sharding.shard import shard_quietly
 from ._draw import Key, axis_of, check_enough, check_parameters, describe, new_axes, one_key
 
@@ -203,7 +203,7 @@ def _operation(axis: str) -> Partitioned:
             positions = jnp.arange(logits.axis_size(axis)) + axis_offset(axis, logits)
             places = wrap(positions, (axis,))
         else:  # from here on, every device does the same
-            logits, places = best(wrap(_unsigned_nan(logits.array), logits.names), axis, count)
+            logits, places = best(wrap(unsigned_nan(logits.array), logits.names), axis, count)
 
         def aligned(x: NamedArray) -> jax.Array:
             return _kernels.align(x.array, x.names, names)
@@ -223,7 +223,7 @@ def _operation(axis: str) -> Partitioned:
         noise = _noise(words, aligned(examples), aligned(places))
         scores = jnp.where(weights >= least, x + given["temperature"] * noise, -jnp.inf)
         if chosen is not None:
-            scores = _unsigned_nan(scores)
+            scores = unsigned_nan(scores)
         if chosen is not None and count is None:
             return best(wrap(scores, names), axis, chosen)[1].rename({axis: _drawn(axis)})
         if count is None:
@@ -235,11 +235,6 @@ def _operation(axis: str) -> Partitioned:
         return wrap(jnp.take_along_axis(aligned(places), drawn, axis=-1)[..., 0], names[:-1])
 
     return partitioned(reduced=axis)(sample)
-
-
-def _unsigned_nan(x: jax.Array) -> jax.Array:
-    """Clear the sign bit of NaN, with which XLA's top-k ranks it last; inf - inf has it."""
-    return jnp.where(jnp.isnan(x), jnp.nan, x)
 
 
 def _first_largest(x: NamedArray, axis: str) -> NamedArray:

@@ -30,7 +30,7 @@ from ..ops._operands import check_new_axis, private
 from . import _mapped_axis
 
 _Returned: TypeAlias = ArrayLike | Sequence[ArrayLike]
-"""What a positional function returns if its annotation leaves open whether that is one result or several."""
+"""The result of a positional function whose annotation leaves open whether that is one array or several."""
 
 
 class _Decorator(Protocol):
