@@ -35,18 +35,10 @@ def called_by_grad() -> bool:
 
 
 def set_apart(x: jax.Array) -> jax.Array:
-    """Return an array that is to be padded with something else than zeros.
+    """Return an array that XLA cannot simplify together with what it was made from, or with what is made from it.
 
-    Before jax 0.12, XLA pads an array that is sharded over devices only once for all operations that pad it alike, also
-    where each pads it with another value.
+    Before jax 0.12, XLA simplifies two things wrongly where arrays are sharded. It pads an array only once for all
+    operations that pad it alike, also where each pads it with another value. And where one position of a constant is
+    updated (also of a cotangent that is constant), the other shards are updated too.
     """
     return x if jax.__version_info__ >= (0, 12) else jax.lax.optimization_barrier(x)
-
-
-def updates_other_shards() -> bool:
-    """Return whether XLA also updates other shards where one position of a sharded axis is updated.
-
-    Before jax 0.12 it does so in gradients, and where the array is a constant. Nothing tells a program that will run on
-    one device from one that will not.
-    """
-    return jax.__version_info__ < (0, 12) and jax.device_count() > 1

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .. import _errors, _jax_versions, _kernels
+from .. import _errors, _kernels
+from .._jax_versions import set_apart
 from ..axis import Axis, Names, name_of
 from ..named_array import NamedArray, describe_array
 
@@ -393,14 +394,7 @@ class IndexLayout:
             if inner_order:
                 value = _kernels.align(value, inner_order, self.inner_result)
             index = self._index(operands)
-            if self.new or not _jax_versions.updates_other_shards():
-                return getattr(a.at[index], how)(value, **keywords)
-            everywhere, value, chosen = _at_all_positions(index, value, a.shape, keywords.get("mode"))
-            if chosen is None:
-                return getattr(a.at[everywhere], how)(value, **keywords)
-            # Ones elsewhere, for which no gradient is infinite: zero times that would be NaN.
-            updated = getattr(jnp.where(chosen, a, jax.lax.full_like(a, 1)).at[everywhere], how)(value, **keywords)
-            return jnp.where(chosen, updated, a)
+            return set_apart(getattr(set_apart(a).at[index], how)(value, **keywords))
 
         return self._mapped(change, (self.names, order, *self.operands), self.names)(a, value, *operands)
 
@@ -454,30 +448,3 @@ def _position(layout: Names, name: str, taken: Names) -> int | None:
     """Return the position of an axis inside the outer maps, which took their axes; None if the operand lacks it."""
     left = [n for n in layout if n not in taken]
     return left.index(name) if name in left else None
-
-
-def _at_all_positions(
-    index: Sequence[Any], value: jax.Array, shape: Sequence[int], mode: Any
-) -> tuple[tuple[Any, ...], jax.Array, jax.Array | None]:
-    """Return an index with all positions of the axes of which the given index has one, the value for it, and a mask.
-
-    The mask is True where the given index points, and None if it has no axis of which it selects one position.
-    """
-    everywhere, chosen = list(index), None
-    for i, entry in enumerate(index):
-        if isinstance(entry, slice):
-            positions = range(*entry.indices(shape[i]))
-            if len(positions) != 1 or shape[i] == 1:
-                continue
-            position = positions[0]
-        else:
-            if jnp.ndim(value):
-                value = jnp.expand_dims(value, i)
-            position = jnp.asarray(entry, jnp.result_type(entry, jnp.int32))
-            position = jnp.where(position < 0, position + shape[i], position)
-            if mode in ("clip", jax.lax.GatherScatterMode.CLIP):
-                position = jnp.clip(position, 0, shape[i] - 1)
-        everywhere[i] = slice(None)
-        here = jnp.expand_dims(jnp.arange(shape[i]) == position, [d for d in range(len(shape)) if d != i])
-        chosen = here if chosen is None else chosen & here
-    return tuple(everywhere), value, chosen
