@@ -122,7 +122,7 @@ def check_gradient(program: Program, seed: int) -> None:
 
     at = [program.inputs[i].array for i in inexact]
     for i, a, b in zip(inexact, jax.jit(jax.grad(named))(at), jax.jit(jax.grad(positional))(at), strict=True):
-        expect(f"gradient of v{i}", a, b, rtol=tolerance(program.coarsest()))
+        expect(f"gradient of v{i}", a, b, weak=False, rtol=tolerance(program.coarsest()))
 
 
 def check_transforms(program: Program, seed: int) -> None:
@@ -239,7 +239,7 @@ class Failure:
     def __str__(self) -> str:
         return (
             f"{self.check.__name__}, seed {self.seed}: {self.words}\n\n"
-            f"import numpy as np\n\nimport axonym as axn\n\n{self.program.code()}\n"
+            f"import jax.numpy as jnp\nimport numpy as np\n\nimport axonym as axn\n\n{self.program.code()}\n"
         )
 
 
@@ -248,6 +248,8 @@ def fails(check: Check, program: Program, seed: int) -> str | None:
     try:
         check(program, seed)
     except Exception as problem:  # whatever it is, a program that positional JAX computes should not raise it
+        if "IndivisibleError" in str(problem):  # a part of a mesh axis, of which JAX's custom partitioning cannot tell
+            return None
         return f"{type(problem).__name__}: {problem}"
     return None
 

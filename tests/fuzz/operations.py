@@ -293,7 +293,8 @@ def _top_k(xp: Any, x: Value, axis: str, new: str) -> Any:
     # Of equal values the first comes first, so values are sorted backwards and then turned round.
     order = xp.flip(xp.argsort(xp.flip(x.array, axis=at), axis=at, stable=True), axis=at)
     largest = xp.take(x.size(axis) - 1 - order, np.arange(2), axis=at)
-    return xp.take_along_axis(x.array, largest, axis=at), tuple(new if n == axis else n for n in x.names)
+    found = xp.take_along_axis(x.array, largest, axis=at).astype(x.array.dtype)  # which is not weak
+    return found, tuple(new if n == axis else n for n in x.names)
 
 
 def _one_hot(xp: Any, x: Value, new: str) -> Any:
@@ -378,8 +379,15 @@ def _sorted_by_index(xp: Any, x: Value, axis: str) -> Any:
 
 def _running(xp: Any, x: Value, axis: str) -> Any:
     at = x.names.index(axis)
-    total = xp.cumsum(x.array, axis=at, dtype=x.array.dtype)
+    # A loop leaves weak types as they are, as the operations of `jax.lax` do.
+    total = jax.lax.cumsum(x.array, at) if xp is jnp else np.cumsum(x.array, axis=at, dtype=x.array.dtype)
     return xp.moveaxis(total, at, 0), (axis, *(n for n in x.names if n != axis))
+
+
+def _largest(xp: Any, x: Value, axis: str) -> Any:
+    at = x.names.index(axis)
+    found = jax.lax.reduce_max(x.array, (at,)) if xp is jnp else np.max(x.array, axis=at)
+    return found, tuple(n for n in x.names if n != axis)
 
 
 def _selected_sum(xp: Any, x: Value, axes: Names) -> Any:
@@ -602,7 +610,7 @@ OPERATIONS: dict[str, Operation] = {
     "fold": Operation(
         "axn.fold(lambda c, x: axn.maximum(c, x), {axis!r})({0}[{axis!r}, 0], {0})",
         one(_ordered, axis=long_axis),
-        lambda xp, x, axis: (xp.max(x.array, axis=x.names.index(axis)), tuple(n for n in x.names if n != axis)),
+        _largest,
         rounds=False,
     ),
     "associative_scan": Operation(

@@ -69,11 +69,12 @@ class Program:
 
     def code(self) -> str:
         """Return the program and its inputs as a script."""
-        inputs = [
-            f"v{i} = axn.named(np.array({np.asarray(v.array).tolist()}).astype({str(v.array.dtype)!r})"
-            f".reshape({v.array.shape}), {v.names})"
-            for i, v in enumerate(self.inputs)
-        ]
+        inputs = []
+        for i, v in enumerate(self.inputs):
+            array = f"np.array({np.asarray(v.array).tolist()}).astype({str(v.array.dtype)!r}).reshape({v.array.shape})"
+            if v.array.weak_type:
+                array = f"jnp.full({v.array.shape}, {_python_zero(v.array)}).at[...].set({array})"
+            inputs.append(f"v{i} = axn.named({array}, {v.names})")
         return "\n".join([self.body(), *inputs, f"program({', '.join(f'v{i}' for i in range(len(self.inputs)))})"])
 
     def named_inputs(self) -> list[axn.NamedArray]:
@@ -161,4 +162,12 @@ def _draw_input(rng: random.Random) -> Value:
         array = (numbers.integers(-8, 9, shape) / 4).astype(jnp.dtype(dtype))
         if dtype == "complex64":
             array = array + 1j * (numbers.integers(-8, 9, shape) / 4).astype(np.float32)
-    return Value(jnp.asarray(array), names)
+    x = jnp.asarray(array)
+    if str(x.dtype) in ("int32", "float32") and rng.random() < 0.2:
+        x = jnp.full(shape, _python_zero(x)).at[...].set(x)
+    return Value(x, names)
+
+
+def _python_zero(x: Any) -> Any:
+    """Return a number of Python, of which JAX makes an array of a weak type."""
+    return 0 if jnp.issubdtype(x.dtype, jnp.integer) else 0.0

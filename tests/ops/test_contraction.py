@@ -333,3 +333,11 @@ def test_a_second_call_compiles_nothing() -> None:
     with compilations() as compiled:
         calls()
     assert compiled == []
+
+
+def test_weak_types_stay() -> None:
+    """As in `jnp.einsum`: the product with an array of a smaller dtype has that dtype."""
+    weak = axn.full({"a": 2, "b": 3}, 2.0)
+    assert axn.dot(weak, weak, axis="a").array.weak_type
+    assert axn.dot(weak, weak.astype(jnp.float32), axis="a").dtype == jnp.float32
+    assert not axn.dot(weak, weak.astype(jnp.float32), axis="a").array.weak_type

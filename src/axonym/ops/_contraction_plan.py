@@ -72,7 +72,9 @@ _CLOSED_OVER = (
 def contract(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGeneral) -> jax.Array:
     """Multiply the operands and sum over every axis that is not in the output, two operands at a time."""
     dtype = jnp.result_type(*arrays)
-    terms = [_OperandTerm(n, a.astype(dtype)) for n, a in zip(plan.in_names, arrays, strict=True)]
+    # An array that has the dtype keeps its weak type.
+    arrays = [a if a.dtype == dtype else a.astype(dtype) for a in arrays]
+    terms = list(map(_OperandTerm, plan.in_names, arrays))
     for first, second in _order(plan, terms):
         left, right = terms[first], terms[second]
         terms = [t for i, t in enumerate(terms) if i not in (first, second)]
