@@ -492,7 +492,7 @@ OPERATIONS: dict[str, Operation] = {
     "cumsum": Operation("axn.cumsum({0}, {axis!r})", one(axis=some_axis), _along("cumsum")),
     "sort": Operation("axn.sort({0}, {axis!r})", one(_ordered, axis=some_axis), _along("sort"), rounds=False),
     "argsort": Operation(
-        "axn.argsort({0}, {axis!r}, stable=True)",
+        "axn.argsort({0}, {axis!r})",
         one(_ordered, axis=some_axis),
         lambda xp, x, axis: (
             xp.argsort(x.array, axis=x.names.index(axis), **({"stable": True} if xp is jnp else {"kind": "stable"})),
@@ -591,7 +591,7 @@ OPERATIONS: dict[str, Operation] = {
         rounds=False,
     ),
     "sorted_by_index": Operation(
-        "axn.take_along_axis({0}, axn.argsort({0}, {axis!r}, stable=True), {axis!r})",
+        "axn.take_along_axis({0}, axn.argsort({0}, {axis!r}), {axis!r})",
         one(_ordered, axis=long_axis),
         _sorted_by_index,
         rounds=False,
