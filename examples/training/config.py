@@ -163,7 +163,8 @@ def parse(arguments: Sequence[str] | None, default: Config | None = None) -> Con
     """The settings that the command line gives; the default has the others."""
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     config = tyro.cli(Config, args=arguments, default=default or Config(), config=options, prog="train_lm.py")
-    _check(config)
+    if default is not None or not config.resume:  # or the settings of the run are yet to be read
+        _check(config)
     return config
 
 

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -139,6 +140,30 @@ def of_an_earlier_version(run: Path) -> None:
     (run / "checkpoints" / "step-000006" / "about" / "metadata").write_bytes(b"\xff" * 9)
 
 
+def cut(run: Path) -> None:
+    """Damage everything that an earlier version wrote of the arrays: many reads fail at a time."""
+    path = run / "checkpoints" / "step-000006"
+    (path / "checksums.json").unlink()
+    for file in path.rglob("manifest.ocdbt"):
+        file.write_bytes(file.read_bytes()[:20])
+
+
+def strays(run: Path) -> None:
+    """Things of others in the folders, among them an empty folder with a higher number, and odd lines of losses."""
+    for name in ("step-backup", "step-000099", "step-"):
+        (run / "checkpoints" / name).mkdir()
+    (run / "checkpoints" / "notes-7").write_text("mine")
+    (run / "notes").write_text("mine")
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff\x00\n[1]\n{'lo")
+
+
+def interrupted(owner: Any, name: str) -> Callable[[Path], object]:
+    """Ctrl-C is pressed at a call."""
+    return lambda run: mock.patch.object(owner, name, side_effect=KeyboardInterrupt).start()
+
+
+STOPPED = "Stopped at once; what was saved before is complete"
 LONG = "n" * 300
 RESUMED = ("--resume", "--out", "RUN")
 NEW = ("--out", "RUN/new")
@@ -157,6 +182,22 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
         of_an_earlier_version,
         "step-000006 cannot be read: Unicode",
     ),
+    "a checkpoint of an earlier version that is cut": (
+        RESUMED,
+        cut,
+        r"step-000006 cannot be read: ValueError: DATA_LOSS: [^\n]*manifest\.ocdbt",
+    ),
+    "stray things beside a run": (("--out", "RUN"), strays, "has a run already, up to step-000006: go on with it"),
+    "stray things beside a damaged checkpoint": (
+        RESUMED,
+        lambda run: [strays(run), damaged(run)],
+        r"step-000006 is damaged: .* The last .* is \S+step-000004\.",
+    ),
+    "binary losses beside settings that are": (
+        RESUMED,
+        lambda run: [content("metrics.jsonl", b"\xff\x00\n" * 9)(run), settings(seed=-1)(run)],
+        "--seed must not be negative, got -1",
+    ),
     "a file in place of checkpoints": (
         NEW,
         lambda run: [(run / "new").mkdir(), (run / "new" / "checkpoints").touch()],
@@ -174,6 +215,14 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
         ("--out", "RUN/config.json"),
         None,
         "The folder .*config.json cannot be made: ",
+    ),
+    # Ctrl-C.
+    "Ctrl-C while a mapping is read": (NEW, interrupted(train_lm.strategies, "choose"), STOPPED),
+    "Ctrl-C while the text is read": (RESUMED, interrupted(train_lm.data, "read"), STOPPED),
+    "Ctrl-C while a checkpoint is read": (
+        RESUMED,
+        interrupted(train_lm.checkpoints.files, "restore_checkpoint"),
+        STOPPED,
     ),
     # Its settings.
     "binary settings": (
@@ -363,7 +412,11 @@ def test_bad_input(
         prepare(run)
     before = snapshot(tmp_path)
     given = [*([] if "--resume" in arguments else [*SMALL, "--data", str(text)]), *arguments]
-    assert train_lm.main([argument.replace("RUN", str(run)) for argument in given]) == 1
+    try:
+        status = train_lm.main([argument.replace("RUN", str(run)) for argument in given])
+    finally:
+        mock.patch.stopall()
+    assert status == (train_lm.INTERRUPTED if expected is STOPPED else 1)
     printed, said = capsys.readouterr()
     assert re.search(expected, said) and said.startswith("train_lm.py: ") and said.count("\n") == 1, said
     assert not printed and len(said) < 900

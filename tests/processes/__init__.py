@@ -58,6 +58,15 @@ def cluster(index: int, count: int, job: int) -> dict[str, str]:
     return {"OMPI_MCA_orte_hnp_uri": uri} | {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in sizes.items()}
 
 
+def slices(count: int) -> list[dict[str, str]]:
+    """What Kubernetes says to the processes on slices of a TPU, each of one host."""
+    same = {"WORKER_HOSTNAMES": "127.0.0.1", "WORKER_ID": 0, "SKIP_MDS_QUERY": 1}  # no server has metadata
+    found = {f"TPU_{name}": str(value) for name, value in same.items()}
+    found |= {"MEGASCALE_COORDINATOR_ADDRESS": "127.0.0.1", "MEGASCALE_NUM_SLICES": str(count)}
+    found |= {"JAX_COORDINATOR_PORT": str(free_port()), "JAX_FORCE_TPU_INIT": "1"}  # where there is no TPU
+    return [found | {"MEGASCALE_SLICE_ID": str(i)} for i in range(count)]
+
+
 def run(
     commands: Sequence[Sequence[str]],
     folder: Path,

@@ -1,4 +1,4 @@
-"""Data that two processes of four devices each load becomes one batch."""
+"""Data that several processes load becomes one batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rows(first: int, last: int) -> np.ndarray:
 def assert_shards(x: jax.Array, whole: np.ndarray, shape: tuple[int, ...]) -> None:
     """Every shard that this process holds has the values that are due at its place."""
     assert x.shape == whole.shape, (x.shape, whole.shape)
-    assert len(x.addressable_shards) == 4
+    assert len(x.addressable_shards) == jax.local_device_count()
     for shard in x.addressable_shards:
         assert shard.data.shape == shape, (shard.data.shape, shape)
         np.testing.assert_array_equal(shard.data, whole[shard.index])
@@ -32,9 +32,11 @@ def assert_shards(x: jax.Array, whole: np.ndarray, shape: tuple[int, ...]) -> No
 def check(rank: int, explicit: bool) -> None:
     helper = MeshShardingHelper([-1, 2], ["data", "model"], explicit=explicit)
     assert dict(helper.mesh.shape) == {"data": 4, "model": 2}
-    local = {"x": rows(8 * rank, 8 * rank + 8), "named": axn.named(rows(8 * rank, 8 * rank + 8), ("batch", "feature"))}
+    each = 16 // jax.process_count()
+    mine = rows(each * rank, each * rank + each)
+    local = {"x": mine, "named": axn.named(mine, ("batch", "feature"))}
 
-    # Each process holds half of the batch, over all mesh axes or over some of them.
+    # Each process holds its rows of the batch, over all mesh axes or over some of them.
     loaded = helper.local_data_to_global_array(local)
     assert_shards(loaded["x"], rows(0, 16), (2, FEATURES))
     over_data = helper.local_data_to_global_array(local, mesh_axis_subset=["data"])
@@ -57,12 +59,12 @@ def check(rank: int, explicit: bool) -> None:
     assert_shards(appended["named"].array, rows(0, 16), (8, FEATURES))
 
     try:
-        helper.local_data_to_global_array({"a": [rows(0, 6)]})
+        helper.local_data_to_global_array({"a": [rows(0, 5)]})
     except ValueError as error:
-        assert "a/0 (6, 3): 6 along axis 0 cannot be sharded over data=4 x model=2" in str(error), error
-        assert "hold 4 parts" in str(error), error
+        assert "a/0 (5, 3): 5 along axis 0 cannot be sharded over data=4 x model=2" in str(error), error
+        assert f"hold {jax.local_device_count()} parts" in str(error), error
     else:
-        raise AssertionError("six rows were sharded over four devices")
+        raise AssertionError("five rows were sharded over several devices")
 
     # What is loaded is computed with, and comes back whole.
     total = helper.sjit(lambda batch: {"sum": batch["x"].sum(0)}, in_shardings=(P("data"),), out_shardings=P())(loaded)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.processes import Ended, counting, free_port, run, training
+from tests.processes import Ended, counting, free_port, run, slices, training
 
 _Hosts = training.train_lm.hosts._Hosts
 
@@ -100,13 +100,25 @@ def test_the_others_go_on(tmp_path: Path) -> None:
     np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-3)
 
 
-def count(folder: Path, hosts: int, meanwhile: Callable[[Processes], None], *more: str) -> Ended:
-    """Start the script that counts, which takes a fraction of the time, and do something to its hosts."""
+def count(
+    folder: Path,
+    hosts: int,
+    meanwhile: Callable[[Processes], None],
+    *more: str,
+    environments: list[dict[str, str]] | None = None,
+) -> Ended:
+    """Start the script that counts, which takes a fraction of the time, and do something to its hosts.
+
+    They find each other by flags, or by what a cluster says in their environments.
+    """
     out = folder / "run"
     out.mkdir()
-    same = ["--distributed", "--out", str(out), "--processes", str(hosts), "--coordinator", f"127.0.0.1:{free_port()}"]
-    commands = [[str(Path(counting.__file__)), *same, *more, "--process-index", str(i)] for i in range(hosts)]
-    return run(commands, folder, LIMIT, meanwhile=meanwhile)
+    same = [str(Path(counting.__file__)), "--distributed", "--out", str(out), *more]
+    commands = [same] * hosts
+    if environments is None:
+        same += ["--processes", str(hosts), "--coordinator", f"127.0.0.1:{free_port()}"]
+        commands = [[*same, "--process-index", str(i)] for i in range(hosts)]
+    return run(commands, folder, LIMIT, environments=environments, meanwhile=meanwhile)
 
 
 def steps(out: Path) -> list[tuple[int, int]]:
@@ -119,7 +131,7 @@ def steps(out: Path) -> list[tuple[int, int]]:
 
 @pytest.mark.further
 def test_the_others_end(tmp_path: Path) -> None:
-    """Soon, and with one line, also when the process is killed that connects the others."""
+    """Soon, and with one line, also when the process is killed that connects the others; here on slices of a TPU."""
     out, killed = tmp_path / "run", 0.0
 
     def kill(processes: Processes) -> None:
@@ -128,7 +140,7 @@ def test_the_others_end(tmp_path: Path) -> None:
         os.kill(process(out, 0), signal.SIGKILL)
         killed = time.monotonic()
 
-    ended = count(tmp_path, 2, kill, "--host-timeout", "5")
+    ended = count(tmp_path, 2, kill, "--host-timeout", "5", environments=slices(2))
     assert time.monotonic() < killed + 10
     assert ended.statuses == [128 + signal.SIGKILL, 1], ended.printed
     assert said(ended, 0) == [f"The process of this host, 0 ({HOST}), was ended by signal 9."]

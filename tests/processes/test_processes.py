@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,20 +10,32 @@ import pytest
 from axonym.state import save_checkpoint
 from tests.processes import checks, faults, loading, names, outcomes, training
 
+OF_FOUR = ("fsdp", "tensor", "bytes_of_the_text", "files_of_the_example")
+"""What four processes do of the training example: the mappings that are quickest to compile, reading and writing."""
+
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of one process."""
+    folder = tmp_path_factory.mktemp("trained")
+    training.train_in_one_process(folder)
+    return folder
+
+
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.further)])
-def test_checks(count: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_checks(count: int, trained: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """All checks in one start: most of the time goes into starting processes, and into what each compiles."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     of_one = tmp_path / "check_checkpoint_of_one_process"
     of_one.mkdir()
     save_checkpoint(of_one / "of-one", checks.state())
-    chosen = names(checks, faults)
-    if count == 2:
-        chosen += names(loading)
-        training.train_in_one_process(tmp_path)
-        first, *rest = names(training)
+    chosen = names(checks, faults, loading)
+    first, *rest = names(training)
+    if count == 4:
+        chosen += [name for name in rest if name.rpartition(".check_")[2] in OF_FOUR]
+    else:
         chosen += [first] if "not further" in str(request.config.getoption("markexpr")) else [first, *rest]
     found = outcomes(*chosen, count=count, folder=tmp_path, limit=900)
     assert not any(found.values()), "\n".join(f"{name}{wrong}" for name, wrong in found.items() if wrong)

@@ -6,6 +6,8 @@ import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +148,39 @@ def test_checkpoints_of_earlier_versions(copied: Path, auto_mesh: Mesh) -> None:
     (path / "about" / "metadata").write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"^restore_checkpoint: \S+ cannot be read: UnicodeDecodeError: [^\n]*\.$"):
         assert_restored(path, auto_mesh)
+
+
+DAMAGED = """
+import sys
+import numpy as np
+from axonym.state import restore_checkpoint, save_checkpoint
+from pathlib import Path
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+folder = Path(sys.argv[1])
+tree = {f"w{i}": np.random.default_rng(i).normal(size=(64, 64)) for i in range(12)}
+for files in ("manifest.ocdbt", "d/*", "ocdbt.process_0/d/*"):
+    path = folder / files.replace("/", "-").replace("*", "")
+    save_checkpoint(path, tree)
+    (path / "checksums.json").unlink()
+    for file in (path / "arrays").glob(files):
+        cut(file)
+    try:
+        restore_checkpoint(path, tree)
+    except ValueError as e:
+        print(e)
+"""
+
+
+@pytest.mark.further
+def test_reads_that_are_left_say_nothing(tmp_path: Path) -> None:
+    """Of many arrays that cannot be read, an error names one, and the others do not complain of a closed loop."""
+    ended = subprocess.run([sys.executable, "-c", DAMAGED, tmp_path], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    lines = ended.stdout.splitlines()
+    assert len(lines) == 3 and all(re.search(r"cannot be read: ValueError: [A-Z_]+: Error .*\.$", x) for x in lines)
 
 
 def test_there_are_not_too_many_checksums() -> None:

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +141,41 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, monkeypatch: pyte
     save_state_dict({"w": np.zeros(1)}, path)
     assert set(os.listdir(tmp_path)) == {"a.safetensors", "b.safetensors", *kept}
     save_state_dict({"w": np.ones(1)}, tmp_path / f"{'n' * 243}.safetensors")  # as long as names can be
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+from axonym.state import save_state_dict
+from axonym.state import safetensors
+
+def fetched(x):
+    if x.ndim == 1:  # the second array
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+safetensors._fetched = fetched
+save_state_dict({"a": np.ones((512, 512)), "b": np.ones(2)}, sys.argv[1])
+"""
+
+
+@pytest.mark.further
+def test_a_process_that_is_killed_while_it_writes(tmp_path: Path) -> None:
+    """The older file stays whole, and the next export removes what was written of the other."""
+    path = tmp_path / "a.safetensors"
+    save_state_dict({"w": np.ones(1)}, path)
+    ended = subprocess.run([sys.executable, "-c", KILLED, path], capture_output=True, timeout=120)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    (left,) = tmp_path.glob(".*.unfinished")
+    assert left.stat().st_size > 2**20 and load_state_dict(path)["w"] == [1]  # one array of two
+    # A machine that is no more has left the same: after a while, nobody is asked any more whether it writes.
+    elsewhere = left.with_name(left.name.replace(socket.gethostname(), "pod-7"))
+    shutil.copy(left, elsewhere)
+    for age, names in ((3000, {path.name, elsewhere.name}), (4000, {path.name})):
+        os.utime(elsewhere, (time.time() - age, time.time() - age))
+        save_state_dict({"w": np.zeros(1)}, path)
+        assert set(os.listdir(tmp_path)) == names
+    assert load_state_dict(path)["w"] == [0]
 
 
 def test_what_cannot_be_written(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ Orbax is an optional dependency, `axonym[checkpoint]`.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -210,8 +211,26 @@ def restore_checkpoint(
 def _reader(orbax: Any) -> Any:
     """Make what reads a checkpoint, without barriers of its own: a process that fails would not reach them."""
     alone = orbax.options.MultiprocessingOptions(active_processes={jax.process_index()})
-    options = orbax.CompositeOptions(multiprocessing_options=alone)
-    handler = orbax.CompositeCheckpointHandler(composite_options=options)
+    arrays = orbax.type_handlers.ArrayHandler()
+    deserialize = arrays.deserialize
+
+    async def deserialize_all(*args: Any, **kwargs: Any) -> Any:
+        """Leave no reads behind when one fails: TensorStore would print a traceback for each that ends later."""
+        before = asyncio.all_tasks()
+        try:
+            return await deserialize(*args, **kwargs)
+        except Exception:
+            if left := asyncio.all_tasks() - before:
+                await asyncio.wait(left, timeout=60)
+            raise
+
+    arrays.deserialize = deserialize_all
+    registry = orbax.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    handler = orbax.CompositeCheckpointHandler(
+        about=orbax.JsonCheckpointHandler(multiprocessing_options=alone),
+        arrays=orbax.PyTreeCheckpointHandler(type_handler_registry=registry, multiprocessing_options=alone),
+        composite_options=orbax.CompositeOptions(multiprocessing_options=alone),
+    )
     return orbax.Checkpointer(handler, multiprocessing_options=alone)
 
 
@@ -221,7 +240,10 @@ def _read(checkpointer: Any, path: str, what: Any) -> Any:
     except jax.errors.JaxRuntimeError:  # too little memory
         raise
     except Exception as e:  # Orbax and TensorStore each have errors of their own, with all that they know of an array
-        reason = re.split(r" \[\w+(?:\[\d+\])?='|\n", f"{type(e).__name__}: {e}")[0]
+        cause: BaseException = e
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        reason = re.split(r" \[\w+(?:\[\d+\])?='|\n", f"{type(cause).__name__}: {cause}")[0]
         raise ValueError(f"restore_checkpoint: {path} cannot be read: {reason.removesuffix('.')}.") from None
 
 

@@ -11,7 +11,7 @@ entry, before anything is allocated for its arrays.
 
 from __future__ import annotations
 
-import glob
+import contextlib
 import json
 import os
 import socket
@@ -123,13 +123,13 @@ def _fetched(x: Any) -> np.ndarray:
 def _write(path: Path, head: Iterable[bytes], arrays: Iterator[np.ndarray]) -> None:
     """Write a file under a temporary name, and rename it once it is complete."""
     # The name is as long whatever that of the file, and says which process of which machine writes.
-    prefix = f".{zlib.crc32(path.name.encode(errors='surrogatepass')):08x}-{socket.gethostname()}-"
-    unfinished = path.with_name(f"{prefix}{os.getpid()}-{uuid.uuid4().hex[:8]}.unfinished")
+    number = zlib.crc32(path.name.encode(errors="surrogatepass"))
+    who = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    unfinished = path.with_name(f".{number:08x}-{who}.unfinished")
     try:
         if jax.process_index() == 0:
-            if os.name == "posix":  # elsewhere, asking for a process would end it
-                _remove_unfinished(path.parent, prefix)
             with open(unfinished, "xb") as file:
+                _remove_unfinished(unfinished)
                 file.writelines(head)
                 for array in arrays:
                     # As bytes, since the dtypes of ml_dtypes do not support Python's buffer protocol.
@@ -143,16 +143,33 @@ def _write(path: Path, head: Iterable[bytes], arrays: Iterator[np.ndarray]) -> N
         unfinished.unlink(missing_ok=True)
 
 
-def _remove_unfinished(folder: Path, prefix: str) -> None:
-    """Remove what processes of this machine that are no more have left of the same file."""
-    for path in folder.glob(f"{glob.escape(prefix)}*.unfinished"):
-        pid = path.name.removeprefix(prefix).partition("-")[0]
-        try:
-            os.kill(int(pid), 0)
-        except ProcessLookupError:
-            path.unlink(missing_ok=True)
-        except (ValueError, OverflowError, OSError):  # another name, or somebody else's process
-            pass
+_ABANDONED = 3600.0
+"""After so many seconds in which nothing was written, nobody writes a file any more."""
+
+
+def _remove_unfinished(mine: Path) -> None:
+    """Remove what other processes that are no more have left of the same file."""
+    number = mine.name.partition("-")[0]
+    for path in mine.parent.glob(f"{number}-*.unfinished"):
+        host, _, process = path.name.removesuffix(".unfinished").partition("-")[2].rpartition("-")[0].rpartition("-")
+        with contextlib.suppress(FileNotFoundError):  # another process was faster
+            # By the clock of the file system, which may be that of another machine.
+            idle = mine.stat().st_mtime - path.stat().st_mtime
+            if path != mine and (idle > _ABANDONED or (host == socket.gethostname() and _has_ended(process))):
+                path.unlink()
+
+
+def _has_ended(process: str) -> bool:
+    """Return whether this machine has no process with a number."""
+    if os.name != "posix":  # where asking for a process would end it
+        return False
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return True
+    except (ValueError, OverflowError, OSError):  # another name, or somebody else's process
+        pass
+    return False
 
 
 # --- reading ---

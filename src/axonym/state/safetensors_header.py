@@ -161,40 +161,40 @@ class _Text:
             seen.add(name)
             self._take(_COLON, "':'", name if key is None else key)
             yield name
-            more = self._take(_NEXT, "',' or '}'", name if key is None else key) == b","
+            more = self._take(_NEXT, "',' or '}'", name if key is None else key)[1] == b","
 
     def string(self, key: str | None = None) -> str:
         start = self.at
         try:
-            quoted = self._take(_STRING, "a string", key)
-            if b"\\" not in quoted:
-                return quoted[1:-1].decode()
-            value = json.loads(quoted.decode())
+            found = self._take(_STRING, "a string", key)
+            first, last = found.span(1)
+            if self.text.find(b"\\", first, last) < 0:  # without a copy, since a key may be all that the file has
+                return str(memoryview(self.text)[first + 1 : last - 1], "utf-8")
+            value = json.loads(found[1].decode())
             value.encode()  # an escape can be half a character, which Unicode does not have
         except ValueError:
             raise InvalidFile(f"has a string that is not Unicode at byte {start} of the header", key) from None
         return value
 
     def numbers(self, key: str) -> list[int]:
-        digits = self._take(_NUMBERS, f"a list of at most {_MAX_RANK} whole numbers from 0", key)
-        return [int(n) for n in re.findall(rb"[0-9]+", digits)]
+        found = self._take(_NUMBERS, f"a list of at most {_MAX_RANK} whole numbers from 0", key)
+        return [int(n) for n in re.findall(rb"[0-9]+", found[1])]
 
     def end(self) -> None:
         if self.at != len(self.text):
             raise self._unexpected("nothing more", None)
 
-    def _take(self, pattern: re.Pattern[bytes], expected: str, key: str | None) -> bytes:
+    def _take(self, pattern: re.Pattern[bytes], expected: str, key: str | None) -> re.Match[bytes]:
         found = self._match(pattern)
         if found is None:
             raise self._unexpected(expected, key)
         return found
 
-    def _match(self, pattern: re.Pattern[bytes]) -> bytes | None:
+    def _match(self, pattern: re.Pattern[bytes]) -> re.Match[bytes] | None:
         found = pattern.match(self.text, self.at)
-        if found is None:
-            return None
-        self.at = found.end()
-        return found[1]
+        if found is not None:
+            self.at = found.end()
+        return found
 
     def _unexpected(self, expected: str, key: str | None) -> InvalidFile:
         found = self.text[self.at : self.at + 20].decode(errors="backslashreplace") or "its end"
