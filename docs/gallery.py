@@ -25,10 +25,13 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "named_arrays_tour.py": ("A longer tour, as a notebook", ""),
     "image_classifier.py": ("An image classifier", "--epochs 3"),
     "train_lm.py": ("A language model", ""),
+    "small_weights.py": ("A Llama with weights of 8 and 4 bits", "--steps 100"),
+    "generate.py": ("Text from a model of Hugging Face's hub", "--help"),
     "mixture_of_experts.py": ("A mixture of experts", "--steps 100 --every 50"),
     "language_model_fsdp.py": ("A model of plain arrays, by a rule", ""),
     "language_model_tensor_parallel.py": ("Tensor parallelism, by rules", ""),
     "explain.py": ("What a mapping costs, before it runs", ""),
+    "per_device.py": ("Per-device code", ""),
     "custom_partitioning.py": ("Operations with their own partitioning", ""),
     "pallas_kernel.py": ("A Pallas kernel on sharded arrays", ""),
 }

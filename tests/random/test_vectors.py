@@ -31,9 +31,9 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 Space = axn.Axis("space", 5)
 VECTORS: dict[str, tuple[Callable[..., axn.NamedArray], Callable[..., jax.Array], tuple[tuple[axn.Axis, ...], ...]]] = {
     "ball": (
-        lambda key: random.ball(key, AXES, Space, 1.0),
-        lambda key: jax.random.ball(key, 5, 1.0, (8, 3, 4)),
-        (),
+        lambda key, p: random.ball(key, AXES, Space, p),
+        lambda key, p: jax.random.ball(key, 5, p, (8, 3, 4)),
+        ((),),
     ),
     "dirichlet": (
         lambda key, alpha: random.dirichlet(key, AXES, alpha, "space"),

@@ -67,11 +67,11 @@ def assert_restored(path: Path, mesh: Mesh) -> None:
 
 
 def test_flipped_bits(copied: Path, auto_mesh: Mesh) -> None:
-    path, rng, flips, restored = copied / "step-2", random.Random(0), 0, set()
-    for file in files_of(path):
+    path, rng, restored = copied / "step-2", random.Random(0), set()
+    files = files_of(path)
+    for file in files:
         name = file.relative_to(path).as_posix()
         for _ in range(10):
-            flips += 1
             content = flip(file, rng.randrange(file.stat().st_size), rng.randrange(8))
             try:
                 if name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
@@ -82,7 +82,8 @@ def test_flipped_bits(copied: Path, auto_mesh: Mesh) -> None:
                         assert_restored(path, auto_mesh)
             finally:
                 file.write_bytes(content)
-    assert flips >= 140 and len(restored) == 2  # the number of files depends on the version of Orbax
+    # How many files there are depends on the version of Orbax, which may also not write the second of these two.
+    assert len(files) > 9 and restored == {"_CHECKPOINT_METADATA", "commit_success.txt"} & {f.name for f in files}
     assert_restored(path, auto_mesh)
 
 
