@@ -55,13 +55,17 @@ def test_attributes_of_an_array(name: str, advice: str) -> None:
         (axn, "norm", "`axonym.linalg.norm(x, 'embed')`"),
         (axn, "save", "`axonym.state.save_state_dict("),
         (axn, "cumsumm", "Did you mean 'cumsum'?"),
+        (axn.random, "split", "It is `jax.random.split`."),
+        (axn.random, "randn", "`axonym.random.normal(key, {'batch': 8})`"),
+        (axn.random, "unifrom", "Did you mean 'uniform'?"),
+        (nn.Dropout, "init", "since it has no parameters. Write `Dropout(0.1)`."),
         (nn, "Conv2d", "`axonym.nn.Conv.init(('height', 'width'), In, Out, kernel_size=3, key=key)`"),
         (nn, "Sequential", "`axonym.nn.Stacked`"),
         (nn, "Linaer", "Did you mean 'Linear'?"),
     ],
 )
 def test_names_of_a_module(module: Any, name: str, advice: str) -> None:
-    with pytest.raises(AttributeError, match=f"has no attribute '{name}'.*{re.escape(advice)}"):
+    with pytest.raises(AttributeError, match=f"has no (attribute '|`){name}['`].*{re.escape(advice)}"):
         getattr(module, name)
 
 
@@ -125,6 +129,10 @@ BY_POSITION = "{} got an unexpected keyword argument {!r}. Axes are selected by 
         (lambda: layers.Conv(3, 4, 3), "Write `Conv.init(Spatial, In, Out, kernel_size, key=key)`."),
         (lambda: layers.MLP(3, 4), "Write `MLP.init(In, Out, width, depth, key=key)`."),
         (lambda: layers.Dropout(p=0.1), "Write `Dropout(0.1)`."),
+        (lambda: untyped.where(X > 0, dim=1), BY_POSITION.format("where()", "dim", "where(mask, x, y)")),
+        (lambda: X.clip(min=0), "The bounds are `a_min` and `a_max`: write `clip(x, 0, 1)`."),
+        (lambda: untyped.take(X, 0), "Write `take(x, 'pos', index)`."),
+        (lambda: X.shape(), "A shape is not called: `x.shape[name]` is a size. The axes are batch, pos."),
         (
             lambda: layers.attention.KVCache.init({"batch": 2, "key_pos": 8, "head": 4}),
             "missing 3 required positional arguments: 'KVHeads', 'KPos', and 'HeadSize'. "

@@ -101,10 +101,20 @@ def say_how_to_call(f: F) -> F:
 def say_how_to_make(layer: T) -> T:
     """Decorate a class of layers so that the errors of calls that do not fit say how to make one."""
     layer.__init__ = say_how_to_call(layer.__init__)
-    if "init" in vars(layer):
-        kind = type(vars(layer)["init"])  # a static method or a class method
-        layer.init = kind(say_how_to_call(vars(layer)["init"].__func__))
+    made = vars(layer).get("init")
+    if isinstance(made, (staticmethod, classmethod)):
+        layer.init = type(made)(say_how_to_call(made.__func__))
     return layer
+
+
+class NoInit:
+    """The `init` of a layer that has none: users of the others look for it."""
+
+    def __init__(self, call: str):
+        self.call = call
+
+    def __get__(self, _: Any, layer: type) -> Any:
+        raise AttributeError(f"{layer.__name__} has no `init`, since it has no parameters. Write `{self.call}`.")
 
 
 def describe_bytes(count: float) -> str:

@@ -9,6 +9,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 _ORDER = "the order of axes never matters to an operation; `axonym.rearrange(x, ({reversed}))` lays the array out anew"
 _MERGE = (
     "`axonym.flatten_axes(x, ({axes}), 'new')` merges axes, and "
@@ -144,6 +146,8 @@ CALLS = {
     "scan": "scan(f, 'batch')(carry, x)",
     "dot_product_attention": "dot_product_attention(query, key, value, 'key_pos', 'head_dim')",
     "Dropout.__init__": "Dropout(0.1)",
+    "where": "where(mask, x, y)",
+    "clip": "clip(x, 0, 1)",
 }
 """Calls of the functions whose call `_call` does not write well."""
 
@@ -152,6 +156,7 @@ KEYWORDS = {
     **dict.fromkeys(("keepdim", "keepdims"), "It is not needed: the result goes with the array by name."),
     **dict.fromkeys(("out", "inplace"), "Arrays are immutable: the result is what is returned."),
     "unbiased": "Write `ddof=1` for the unbiased estimate, and `ddof=0`, the default, for that of a whole population.",
+    **dict.fromkeys(("min", "max"), "The bounds are `a_min` and `a_max`: write `{call}`."),
     "correction": "It is called `ddof` here, and 0 by default.",
 }
 """By keyword argument."""
@@ -200,6 +205,8 @@ def _call(f: Callable[..., Any], name: str) -> str:
 
 def in_package(package: str, name: str) -> str:
     """Return one sentence for a name that a package lacks, or nothing."""
+    if package.endswith(".random") and hasattr(jax.random, name):
+        return f" It is `jax.random.{name}`."
     known = NETWORKS if package.endswith(".nn") else PACKAGE
     return sentence(known.get(name), ("'batch'", "'embed'"))
 

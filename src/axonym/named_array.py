@@ -16,7 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,9 @@ class Shape(dict[str, int]):
         raise KeyError(
             f"no axis {name!r} in {_errors.describe_shape(self)}.{_errors.suggestion(str(name), self.keys())}"
         )
+
+    def __call__(self, *args: Any) -> NoReturn:
+        raise TypeError(f"A shape is not called: `x.shape[name]` is a size. The axes are {', '.join(self.keys())}.")
 
     def __iter__(self) -> Iterator[str]:
         raise TypeError(

@@ -96,6 +96,8 @@ class Dropout(eqx.Module):
     NamedArray(float32[embed=4], [1. 1. 1. 1.])
     """
 
+    init = _errors.NoInit("Dropout(0.1)")
+
     pdrop: float = eqx.field(static=True, default=0.5)
     broadcast_axes: AxisSelection | None = eqx.field(static=True, default=None, converter=_kernels.hashable)
     inference: bool = False

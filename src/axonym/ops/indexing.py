@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import _fsdp_ops, _kernels
+from .. import _errors, _fsdp_ops, _kernels
 from .._tree_spec import StaticLeaf
 from ..axis import Axis, AxisSelector, Names, name_of
 from ..named_array import NamedArray, describe_array, wrap
@@ -53,6 +53,7 @@ def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
     return wrap(kernel.call(array.array, *operands), kernel.names)
 
 
+@_errors.say_how_to_call
 def take(array: NamedArray, axis: AxisSelector, index: Any) -> NamedArray:
     """Return the elements of one axis at an integer, or at a named array of integers: `array[axis, index]`.
 

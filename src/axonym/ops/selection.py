@@ -33,6 +33,7 @@ def where(condition: NamedArray, *, fill_value: Any, new_axis: Axis) -> tuple[Na
 def where(
     condition: Any, x: Any = None, y: Any = None, fill_value: Any = None, new_axis: Axis | None = None
 ) -> Any: ...
+@_errors.say_how_to_call
 def where(condition: Any, x: Any = None, y: Any = None, fill_value: Any = None, new_axis: Axis | None = None) -> Any:
     """Return elements of `x` where the condition is true, and of `y` where it is not.
 
@@ -132,6 +133,7 @@ def _positions_kernel(what: str, names: Names, size: Axis) -> _kernels.Kernel:
     )
 
 
+@_errors.say_how_to_call
 def clip(array: NamedOrNumeric, a_min: NamedOrNumeric | None = None, a_max: NamedOrNumeric | None = None) -> NamedArray:
     """Clip each element to a range, whose bounds may be arrays or None. The operands broadcast by name.
 

@@ -10,6 +10,8 @@ device draws only its own shard.
 {'batch': 8, 'kind': 2}
 """
 
+import typing as _typing
+
 from .distributions import (
     ball as ball,
     bernoulli as bernoulli,
@@ -50,3 +52,10 @@ from .distributions import (
 from .sampling import categorical as categorical
 from .selecting import choice as choice, permutation as permutation
 from .sharded import generate_sharded as generate_sharded
+
+if not _typing.TYPE_CHECKING:  # so that type checkers refuse a name that does not exist
+
+    def __getattr__(name: str) -> object:
+        from .._lazy_loading import missing_name
+
+        raise AttributeError(missing_name(__name__, name, globals()))
