@@ -7,6 +7,7 @@ process ends, the one before it is complete.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import re
@@ -112,9 +113,27 @@ def _step_of(path: Path) -> int:
 def _quiet() -> Iterator[None]:
     """Keep what Orbax tells of its workings out of the output; what goes wrong comes as an exception."""
     logger = logging.getLogger("absl")
-    level = logger.level
+    level, made = logger.level, asyncio.new_event_loop
     logger.setLevel(logging.CRITICAL)
+    asyncio.new_event_loop = lambda: _waiting(made())
     try:
         yield
     finally:
         logger.setLevel(level)
+        asyncio.new_event_loop = made
+
+
+def _waiting(loop: asyncio.AbstractEventLoop) -> asyncio.AbstractEventLoop:
+    """Let a loop wait for what still runs in it before it closes.
+
+    When one of many writes fails, Orbax closes the loop, and TensorStore prints a traceback for each that ends later.
+    """
+    close = loop.close
+
+    def wait_and_close() -> None:
+        if not loop.is_closed() and (left := asyncio.all_tasks(loop)):
+            loop.run_until_complete(asyncio.wait(left, timeout=60))
+        close()
+
+    loop.close = wait_and_close
+    return loop

@@ -130,11 +130,16 @@ def test_interrupted_run_goes_on_as_if_it_had_not_been(
 
 
 def test_killed_in_a_save(finished: Path, text: Path, tmp_path: Path) -> None:
-    """A process that is killed at the moment when a checkpoint is all but complete leaves the one before it whole."""
+    """A process that is killed at the moment when a checkpoint is all but complete leaves the one before it whole.
+
+    So does one that cannot write, and it says so in a line.
+    """
     script = tmp_path / "killed.py"
     script.write_text(_KILLED)
     process = subprocess.run([sys.executable, script, EXAMPLES, tmp_path], capture_output=True, text=True, timeout=120)
-    assert process.returncode == -signal.SIGKILL, process.stderr
+    assert (process.returncode, process.stderr) == (-signal.SIGKILL, "")
+    (failed,) = process.stdout.splitlines()
+    assert re.search(r"step-000002 could not be written, because .*; \S+step-000001 is complete\.$", failed)
     kept = Checkpoints(tmp_path, keep=2)
     assert any("step-000002" in path.name for path in tmp_path.iterdir())  # what was not finished
     assert kept.latest() == tmp_path / "step-000001"
@@ -149,14 +154,26 @@ def test_killed_in_a_save(finished: Path, text: Path, tmp_path: Path) -> None:
 
 
 _KILLED = """
-import os, signal, sys
+import os, resource, signal, sys
 sys.path.insert(0, sys.argv[1])
 import jax.numpy as jnp
+import numpy as np
 from pathlib import Path
 from training.checkpoints import Checkpoints
+from training.problems import Problem
 
 kept = Checkpoints(Path(sys.argv[2]), keep=2)
 kept.save({"x": jnp.zeros(4, int)}, 1, 8)
+
+# No file may be larger than a few thousand bytes: the write of each array fails.
+many = {str(i): np.random.default_rng(i).normal(size=(64, 64)) for i in range(24)}
+before = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+try:
+    kept.save(many, 2, 16)
+except Problem as e:
+    print(e)
+resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 def kill(event, arguments):
     if event == "os.rename" and str(arguments[1]).endswith("step-000002"):
