@@ -51,14 +51,19 @@ ARRAY = {
     **dict.fromkeys(("to", "cuda", "cpu", "device"), _PLACE),
     **dict.fromkeys(("clone", "contiguous"), _IMMUTABLE),
     **dict.fromkeys(("backward", "grad", "requires_grad", "requires_grad_"), _GRADIENT),
-    "numpy": "`numpy.asarray(x.array)` is the array in NumPy",
+    **dict.fromkeys(("numpy", "to_numpy"), "`numpy.asarray(x.array)` is the array in NumPy"),
+    **dict.fromkeys(("plot", "imshow"), "`axonym.debug.draw(x)` draws it, with Matplotlib"),
+    "interp": "`axonym.interp(new, positions, x)` interpolates",
+    "differentiate": "`axonym.gradient(x, {last})` takes differences",
     "detach": "`jax.lax.stop_gradient(x)` stops gradients",
     "dim": "`x.ndim` is the number of axes, and `x.names` their names",
     "numel": "`x.size` is the number of elements",
     "gather": "`x[{last}, indices]` selects elements by a named array of indices",
     **dict.fromkeys(("masked_fill", "masked_fill_"), "`axonym.where(mask, value, x)` chooses by a mask"),
     **dict.fromkeys(("sel", "isel"), "`x[{first}, 0]` selects by position; xarray knows the coordinates"),
-    **dict.fromkeys(("coords", "groupby"), "`axonym.to_xarray(x, coords)` makes an array of xarray with coordinates"),
+    **dict.fromkeys(
+        ("coords", "groupby", "to_xarray"), "`axonym.to_xarray(x, coords)` makes an array of xarray with coordinates"
+    ),
     "dims": "`x.names` are the names of the axes",
     **dict.fromkeys(("values", "data", "value"), "`x.array` is the JAX array"),
     **dict.fromkeys(("scatter", "index_add", "index_add_"), "`x.at[{last}, indices].set(values)` updates elements"),
@@ -97,7 +102,10 @@ PACKAGE = {
     **dict.fromkeys(("Mesh", "PartitionSpec", "NamedSharding"), "JAX's own in `jax.sharding` are taken everywhere"),
     **dict.fromkeys(("quantize_weights", "quantize_linear_layers"), "it is in `axonym.quantization`"),
     **dict.fromkeys(("tree_map",), "`axonym.tree.map(f, model)` maps over named arrays"),
-    **dict.fromkeys(("float32", "bfloat16", "int32", "pi", "inf"), "it is in `jax.numpy`"),
+    **dict.fromkeys(
+        ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "pi", "inf"),
+        "it is in `jax.numpy`",
+    ),
     "newaxis": _WIDEN,
     "Module": "models are Equinox modules, `class Model(equinox.Module)`",
 }
