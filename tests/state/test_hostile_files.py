@@ -270,6 +270,8 @@ WRONG_INDEX: dict[str, tuple[bytes, str]] = {
     "a map of numbers": (b'{"weight_map": {"w": 1}}', "it needs a weight_map"),
     "a key twice": (b'{"weight_map": {"w": "a.safetensors", "w": "a.safetensors"}}', "it has 'w' twice"),
     "deep": (b'{"weight_map": ' + b'{"a":' * 10**5, "is not an index of safetensors files: "),
+    "lists without end": (b'{"a": [' + b"[]," * 10**5 + b"[]]}", "it has more than 10,000 values that are no text"),
+    "numbers without end": (b'{"a": [' + b"7.5," * 10**5 + b"1]}", "it has more than 10,000 values that are no text"),
     "a number of many digits": (b'{"a": ' + b"9" * 10**5 + b"}", "is not an index of safetensors files: "),
     "a byte-order mark": (b'\xef\xbb\xbf{"weight_map": {}}', "is not an index of safetensors files: "),
     "a parent": (
@@ -292,9 +294,20 @@ def test_indices_that_are_wrong(content: bytes, expected: str, tmp_path: Path) -
     save_state_dict({"w": np.ones(1)}, tmp_path / "a.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_bytes(content)
-    with pytest.raises(ValueError, match=expected) as e:
-        load_state_dict(tmp_path)
-    assert str(index) in str(e.value) and "\n" not in str(e.value)
+    found, peak = measured(lambda: load_state_dict(tmp_path))
+    assert isinstance(found, ValueError) and re.search(expected, str(found)), found
+    assert str(index) in str(found) and "\n" not in str(found)
+    assert peak < 4 * len(content) + 2**17
+
+
+def test_an_index_with_many_faults_has_a_short_error(tmp_path: Path) -> None:
+    save_state_dict({"w": np.ones(1)}, tmp_path / "a.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    for name, many in (("a.safetensors", "keys"), ("../{}", "files outside"), ("{}" * 500, "files that do not exist")):
+        index.write_text(json.dumps({"weight_map": {"w" * 500 + str(i): name.format(*[i] * 500) for i in range(99)}}))
+        with pytest.raises((ValueError, FileNotFoundError), match=rf"lists {many}.* and 91 more\.$") as e:
+            load_state_dict(index)
+        assert len(str(e.value)) < 2500
 
 
 def test_mutated_indices(tmp_path: Path) -> None:

@@ -12,13 +12,15 @@ entry, before anything is allocated for its arrays.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import re
 import socket
 import uuid
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -207,10 +209,21 @@ def load_state_dict(path: str | os.PathLike[str]) -> StateDict:
 def _load_several(index: Path) -> StateDict:
     places = _read_index(index)
     files = {name: _load_file(index.parent / name) for name in sorted(set(places.values()))}
-    absent = [f"{key!r} in {name}" for key, name in places.items() if key not in files[name]]
+    absent = [f"{short(key)} in {short(name)[1:-1]}" for key, name in places.items() if key not in files[name]]
     if absent:
-        raise ValueError(f"load_state_dict: {index} lists keys that its files do not have: {', '.join(absent)}.")
+        raise ValueError(f"load_state_dict: {index} lists keys that its files do not have: {_some(absent)}.")
     return {key: files[name][key] for key, name in places.items()}
+
+
+_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|([^\s{}:,\[\]"]++|[\[{])', re.DOTALL)
+_MOST_OTHERS = 10_000
+"""So many values that are no text an index may have: lists and numbers take a hundred times their text in memory."""
+
+
+def _some(names: Sequence[str]) -> str:
+    """List the first of many names."""
+    more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -219,7 +232,11 @@ def _read_index(index: Path) -> dict[str, str]:
     try:
         if index.stat().st_size > MAX_HEADER:
             raise ValueError(f"it is larger than {MAX_HEADER:,} bytes")
-        content = json.loads(index.read_bytes().decode(), object_pairs_hook=_without_duplicates)
+        text = index.read_bytes()
+        others = (token for token in _TOKEN.finditer(text) if token[1])
+        if next(itertools.islice(others, _MOST_OTHERS, None), None):
+            raise ValueError(f"it has more than {_MOST_OTHERS:,} values that are no text")
+        content = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
         places = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
             raise ValueError("it needs a weight_map, with the name of a file for each key")
@@ -227,9 +244,9 @@ def _read_index(index: Path) -> dict[str, str]:
         raise ValueError(f"load_state_dict: {index} is not an index of safetensors files: {e}.") from None
     names = sorted(set(places.values()))
     if outside := [short(name) for name in names if not _is_inside(name)]:
-        raise ValueError(f"load_state_dict: {index} lists files outside its folder: {', '.join(outside)}.")
-    if missing := [name for name in names if not os.path.lexists(index.parent / name)]:
-        raise FileNotFoundError(f"load_state_dict: {index} lists files that do not exist: {', '.join(missing)}.")
+        raise ValueError(f"load_state_dict: {index} lists files outside its folder: {_some(outside)}.")
+    if missing := [short(name)[1:-1] for name in names if not os.path.lexists(index.parent / name)]:
+        raise FileNotFoundError(f"load_state_dict: {index} lists files that do not exist: {_some(missing)}.")
     return places
 
 
