@@ -3,7 +3,7 @@
 The folder has a `config.json` of one of the families in `models/llama.py`, weights in safetensors files, and the
 `tokenizer.json` of the model. Each device reads its shard of the weights, one array at a time. With `--mesh
 data=2,model=4` there are eight devices: texts are sharded over `data`; heads, hidden features and the vocabulary over
-`model`. With `--simulated-devices 8` that works without accelerators.
+`model`. With `--simulated-devices 8` that works without accelerators. `--weights int8` keeps the weights in 8 bits.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from models.llama import Config, Llama
 
 import axonym as axn
 from axonym import NamedArray
+from axonym.quantization import quantize_weights
 from axonym.state import from_torch_compatible_state_dict, load_state_dict
 
 try:
@@ -130,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--stop", action="append", default=[], help="a token that ends a text, besides the model's own")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", help="such as bfloat16; by default that of the weights")
+    parser.add_argument("--weights", choices=["int8", "int4", "float8_e4m3fn"], help="in what to keep the weights")
     parser.add_argument("--mesh", default="data=1,model=1", help="the mesh axes and their sizes")
     parser.add_argument("--simulated-devices", type=int, help="how many devices the CPU stands for")
     args = parser.parse_args(arguments)
@@ -153,7 +155,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = {name: int(size) for name, _, size in (axis.partition("=") for axis in args.mesh.split(","))}
     mesh = axn.make_mesh(sizes)
     with jax.set_mesh(mesh), axn.axis_mapping({n: axis for n, axis in MAPPING.items() if axis in sizes}):
-        writer = Writer(load(args.checkpoint, args.dtype), sampling)
+        model = load(args.checkpoint, args.dtype)
+        if args.weights:
+            model = quantize_weights(model, args.weights, group=64 if args.weights == "int4" else None)
+        writer = Writer(model, sampling)
         write(writer, tokenizer, args.prompt, args.length, stop, args.seed)
 
 

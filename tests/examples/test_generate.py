@@ -105,6 +105,15 @@ def test_command(folder: Path, expected: list[list[int]], capsys: pytest.Capture
         assert prompt + " ".join(map(str, kept)) in printed
 
 
+@pytest.mark.further
+def test_small_weights(folder: Path, expected: list[list[int]], capsys: pytest.CaptureFixture[str]) -> None:
+    """Sharded over two devices. The first token is as without them; this model's random weights are large."""
+    one = " ".join(map(str, PROMPTS[0]))
+    arguments = ["--checkpoint", str(folder), "--length", "2", "--temperature", "0", "--prompt", one]
+    generate.main([*arguments, "--weights", "int8", "--mesh", "model=2"])
+    assert capsys.readouterr().out.removeprefix(one).split()[0] == str(expected[0][0])
+
+
 def test_sampling(model: Llama) -> None:
     """Draws are of the tokens that the filters leave, and a penalty keeps tokens from coming again."""
     prompts = axn.named(np.array([PROMPTS[0]] * 4), ("batch", "pos"))
