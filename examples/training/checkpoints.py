@@ -70,7 +70,9 @@ class Checkpoints:
             with _quiet():
                 found = files.restore_checkpoint(path, template, placement)
         except Exception as e:
-            raise Problem(f"The checkpoint {path} cannot be read: {in_a_line(e)}") from e
+            text = in_a_line(e)
+            says = text.removeprefix(f"restore_checkpoint: {path} ")
+            raise Problem(f"The checkpoint {path} {says if says != text else f'cannot be read: {text}'}") from e
         return found["state"], found["step"], found["seen"]
 
     def remove_unfinished(self) -> None:

@@ -175,7 +175,8 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
     "a damaged checkpoint": (
         RESUMED,
         damaged,
-        r"step-000006 is damaged: about/metadata differs from what was written. The last .* is \S+step-000004",
+        r"^train_lm.py: The checkpoint \S+step-000006 is damaged: about/metadata differs from what was written. The "
+        r"last .* is \S+step-000004",
     ),
     "a damaged checkpoint of an earlier version": (
         RESUMED,
@@ -185,7 +186,7 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
     "a checkpoint of an earlier version that is cut": (
         RESUMED,
         cut,
-        r"step-000006 cannot be read: ValueError: DATA_LOSS: [^\n]*manifest\.ocdbt",
+        r"^train_lm.py: The checkpoint \S+step-000006 cannot be read: ValueError: DATA_LOSS: [^\n]*manifest\.ocdbt",
     ),
     "stray things beside a run": (("--out", "RUN"), strays, "has a run already, up to step-000006: go on with it"),
     "stray things beside a damaged checkpoint": (
