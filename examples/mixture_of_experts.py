@@ -5,8 +5,8 @@ sends each token to the experts that it scores highest, so that an expert can sp
 much work for each token has to serve all clusters at once, and learns more slowly.
 
 The same model is trained under two mappings. In the first, each device has its own tokens and all experts. In the
-second, devices also have their own experts. The losses are the same. Without an accelerator, there are eight simulated
-devices.
+second, devices also have their own experts, and exchange tokens. The losses are the same. Without an accelerator, there
+are eight simulated devices.
 """
 
 from __future__ import annotations
@@ -63,23 +63,16 @@ class Mixture(eqx.Module):
         weights, chosen = axn.top_k(scores, Experts, CHOICES, "choice")
         weights = weights / weights.sum("choice")
 
-        # An expert handles neighboring rows, so each pair of a token and a choice becomes a row, sorted by expert.
-        expert_of_row = chosen.flatten_axes(("tokens", "choice"), "rows")
-        order = axn.argsort(expert_of_row, "rows", stable=True)
-        load = axn.bincount(expert_of_row, Experts)
-        rows = x["tokens", order // CHOICES]
+        def of_experts(layers: Any, rows: axn.NamedArray, load: axn.NamedArray) -> axn.NamedArray:
+            up, down = layers
+            return down(nn.relu(up(rows, load)), load)
 
-        rows = self.down(nn.relu(self.up(rows, load)), load)
-
-        # Back to the order of the tokens, where the experts of each are added up by weight.
-        outputs = rows["rows", axn.argsort(order, "rows")].unflatten_axis(
-            "rows", weights.resolve_axis(("tokens", "choice"))
-        )
+        # Each token goes to the experts that were chosen for it, whatever devices these are on.
+        outputs = nn.dispatch(of_experts, (self.up, self.down), x, chosen, Experts)
         mixed = axn.dot(outputs, weights, axis="choice")
 
-        # The share of the tokens cannot be differentiated, but the mean score can. Their product is least when even.
-        share = load / (Tokens.size * CHOICES)
-        penalty = Experts.size * axn.dot(share, scores.mean("tokens"), axis=Experts)
+        load = axn.bincount(chosen.flatten_axes(("tokens", "choice"), "rows"), Experts)
+        penalty = nn.load_balancing_loss(scores, chosen, Experts)
         return mixed, load, penalty
 
 

@@ -43,7 +43,7 @@ KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
 
 def counted(text: str) -> dict[str, int]:
-    """Bytes of the results of each kind of collective, and `runs`, in one call."""
+    """Bytes of the results of each kind of collective, and `runs`, in one call that takes every branch."""
     bodies: dict[str, str] = {}
     for block in re.split(r"\n(?=(?:ENTRY )?%[\w.-]+ \()", text):
         head = re.match(r"(?:ENTRY )?%([\w.-]+) \(", block)
@@ -57,7 +57,10 @@ def counted(text: str) -> dict[str, int]:
                 found["runs"] += 1
                 for dtype, dims in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", collective[1]):
                     found[collective[2]] += WIDTH[dtype] * math.prod(int(n) for n in dims.split(",") if n)
-            for called in re.findall(r"(?: calls| to_apply|body)=%([\w.-]+)", line):
+            branches = re.findall(r"branch_computations=\{(.*?)\}", line)
+            for called in re.findall(
+                r"(?: calls| to_apply|body|true_computation|false_computation)=%([\w.-]+)", line
+            ) + [name for listed in branches for name in re.findall(r"%([\w.-]+)", listed)]:
                 times = re.search(r'known_trip_count":\{"n":"(\d+)"', line) if "body=" in line else None
                 for key, value in total(called).items():
                     found[key] += value * (int(times[1]) if times else 1)

@@ -216,6 +216,8 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
         if len(found) == len(gathered):
             return f"needs all of {_said(found)}"
         return f"{_listed(tuple(gathered))} came sharded over {_listed(over)}, by no active mapping, and is used whole"
+    if op.name == "dispatch" and kind == "all-to-all" and _covers(found := sharded(axes.keys()), mesh_axes):
+        return f"sends rows to {_said(found)}, or results back"
     if kind in ("collective-permute", "all-to-all") and not stored:
         # What moves are shards along an axis that the operation has over these mesh axes.
         if names := " or ".join(a.name for a in sharded(axes.keys()) if _covers([a], mesh_axes)):

@@ -59,6 +59,12 @@ from .normalization import (
     standardize as standardize,
 )
 from .pool import max_pool as max_pool, mean_pool as mean_pool, min_pool as min_pool
+from .routing import (
+    dispatch as dispatch,
+    limit_capacity as limit_capacity,
+    load_balancing_loss as load_balancing_loss,
+    router_z_loss as router_z_loss,
+)
 from .scan import BlockSeq as BlockSeq, ScanCheckpointPolicy as ScanCheckpointPolicy, Stacked as Stacked
 
 if not _typing.TYPE_CHECKING:  # so that type checkers refuse a name that does not exist

@@ -30,8 +30,8 @@ class MoELinear(eqx.Module):
 
     Rows and experts can be sharded, by the active mapping or, on Explicit mesh axes, by the arrays' own shardings. Each
     device then multiplies its shard of the rows with its shard of the weights. If experts are sharded, the results are
-    summed over their mesh axes; if rows are sharded over the same mesh axes, they are all-gathered first. To avoid this
-    traffic, the model can exchange rows with an all-to-all.
+    summed over their mesh axes; if rows are sharded over the same mesh axes, they are all-gathered first. With
+    `dispatch`, experts get their own rows instead, by an all-to-all.
 
     The fields besides `weight` and `bias` are arguments of `init`.
 

@@ -1,0 +1,243 @@
+"""Rows go to their experts and come back: values and gradients are those of all experts on all rows, and rows move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+import axonym as axn
+from axonym import nn
+from axonym.testing import check_shard_invariance
+from tests.executed import executed
+from tests.helpers import assert_named, spec
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+Experts, Tokens, Choice, Embed, Mlp, Out = axn.make_axes(experts=8, tokens=64, choice=2, embed=4, mlp=6, out=5)
+UP = nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0))
+DOWN = nn.MoELinear.init(Experts, Mlp, Out, key=jax.random.key(1))
+X = axn.random.normal(jax.random.key(2), (Tokens, Embed))
+WEIGHTS = axn.random.uniform(jax.random.key(3), (Tokens, Choice))
+CHOSEN = axn.random.randint(jax.random.key(4), (Tokens, Choice), -1, 9)  # -1 and 8 are no experts
+ONE_EXPERT = axn.full((Tokens, Choice), 3)
+
+
+def of_experts(layers: Any, rows: axn.NamedArray, sizes: axn.NamedArray) -> axn.NamedArray:
+    up, down = layers
+    return down(nn.gelu(up(rows, sizes)), sizes)
+
+
+def mixture(layers: Any, x: axn.NamedArray, chosen: axn.NamedArray, **options: Any) -> axn.NamedArray:
+    return nn.dispatch(of_experts, layers, x, chosen, Experts, **options)
+
+
+def dense(layers: Any, x: axn.NamedArray, chosen: axn.NamedArray) -> axn.NamedArray:
+    """All experts on all rows, of which each row takes one result."""
+    up, down = layers
+    hidden = nn.gelu(axn.dot(x, up.weight, axis=Embed) + up.bias)
+    return axn.dot(axn.dot(hidden, down.weight, axis=Mlp) + down.bias, nn.one_hot(chosen, Experts), axis=Experts)
+
+
+def loss(model: Any, layers: Any, x: Any, weights: Any, chosen: Any, **options: Any) -> tuple[jax.Array, Any]:
+    y = model(layers, x, chosen, **options)
+    return axn.sum(axn.sin(axn.dot(y, weights, axis=Choice))).scalar(), y
+
+
+def gradient(model: Any, **options: Any) -> Any:
+    return jax.jit(
+        jax.value_and_grad(lambda *xs: loss(model, *xs, **options), (0, 1, 2), has_aux=True),
+    )
+
+
+def close(found: Any, expected: Any) -> None:
+    for a, b in zip(axn.tree.leaves(found), axn.tree.leaves(expected), strict=True):
+        if isinstance(b, axn.NamedArray):
+            assert_named(a.rearrange(b.names), b, rtol=1e-4, atol=1e-5)
+        else:
+            np.testing.assert_allclose(a, b, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    compute = gradient(dense)
+    return [compute((UP, DOWN), X, WEIGHTS, chosen) for chosen in (CHOSEN, ONE_EXPERT)]
+
+
+def test_on_one_device(expected: Any) -> None:
+    compute = gradient(mixture)
+    for chosen, wanted in zip((CHOSEN, ONE_EXPERT), expected, strict=True):
+        close(compute((UP, DOWN), X, WEIGHTS, chosen), wanted)
+    y = mixture((UP, DOWN), X, CHOSEN)
+    assert y.names == ("tokens", "choice", "out")
+    close(y, dense((UP, DOWN), X, CHOSEN))
+
+
+MAPPINGS: list[dict[str, Any]] = [
+    {"tokens": "data", "experts": "data"},
+    {"tokens": "data", "experts": "model"},
+    {"tokens": ("data", "model"), "experts": ("data", "model"), "embed": None},
+    {"experts": "data", "mlp": "model"},
+    {"tokens": "data"},
+]
+
+
+@pytest.mark.parametrize("mapping", MAPPINGS, ids=str)
+def test_on_a_mesh(mapping: dict[str, Any], mesh: Mesh, expected: Any) -> None:
+    """As many rounds as it takes: with rounds of three rows, and where all rows go to one expert."""
+    with jax.set_mesh(mesh), axn.axis_mapping(mapping):
+        compute = gradient(mixture, round_size=3)
+        for chosen, wanted in zip((CHOSEN, ONE_EXPERT), expected, strict=True):
+            found = compute(*axn.shard(((UP, DOWN), X, WEIGHTS, chosen)))
+            close(found, wanted)
+            if mesh.axis_types[0] is AxisType.Explicit:
+                assert spec(found[0][1])[0] == mapping.get("tokens")
+
+
+def test_only_rows_move(mesh: Mesh) -> None:
+    """Each round moves rows, the numbers of their experts, and results: so many for each device, whatever is chosen."""
+    mapping = {"tokens": ("data", "model"), "experts": ("data", "model")}
+    with jax.set_mesh(mesh), axn.axis_mapping(mapping):
+        arguments = axn.shard(((UP, DOWN), X, CHOSEN))
+        program = jax.jit(lambda *xs: mixture(*xs, round_size=4)).lower(*arguments).compile()
+        found = executed(program)
+    rows = Tokens.size * Choice.size // 8
+    rounds = rows // 4  # at most: as many as it takes where all rows go to one device
+    assert set(found) == {"all-to-all", "all-reduce"}
+    assert found["all-to-all"] == (3 * rounds, rounds * 8 * 4 * 4 * (Embed.size + 1 + Out.size))
+    assert found["all-reduce"] == (1, 4), "how many rounds it takes"
+
+
+def test_gradients_of_experts_are_summed_once(auto_mesh: Mesh) -> None:
+    """Not in each round: experts are sharded over one mesh axis, and rows over both."""
+    with jax.set_mesh(auto_mesh), axn.axis_mapping({"tokens": "data", "experts": "model"}):
+        arguments = axn.shard(((UP, DOWN), X, WEIGHTS, CHOSEN))
+        found = executed(gradient(mixture, round_size=4).lower(*arguments).compile())
+    assert "all-gather" not in found
+    weights = sum(p.array.size for p in (UP.weight, UP.bias, DOWN.weight, DOWN.bias) if p is not None)
+    assert found["all-reduce"][1] < 4 * weights + 4 * X.array.size
+
+
+@pytest.mark.parametrize("chosen, rounds", [("even", 1), ("one", 4)])
+def test_rounds_are_as_many_as_needed(chosen: str, rounds: int, auto_mesh: Mesh) -> None:
+    calls: list[int] = []
+
+    def counted(layer: Any, rows: axn.NamedArray, sizes: axn.NamedArray) -> axn.NamedArray:
+        jax.debug.callback(lambda _: calls.append(1), sizes.array)
+        return layer(rows, sizes)
+
+    expert = axn.arange(Tokens) % 8 if chosen == "even" else axn.full(Tokens, 5)
+    with jax.set_mesh(auto_mesh), axn.axis_mapping({"tokens": ("data", "model"), "experts": ("data", "model")}):
+        compute = jax.jit(lambda up, x, expert: nn.dispatch(counted, up, x, expert, Experts, round_size=2))
+        y = jax.block_until_ready(compute(*axn.shard((UP, X, expert))))
+        jax.effects_barrier()
+        assert spec(y)[0] == ("data", "model")
+    assert len(calls) == 8 * rounds
+
+
+def test_memory_is_that_of_one_round(auto_mesh: Mesh) -> None:
+    """Where rounds are short, temporaries are, too, and for the gradient."""
+    tokens = axn.Axis("tokens", 1024)
+    x, chosen = axn.zeros((tokens, Embed)), axn.zeros((tokens, Choice), dtype=np.int32)
+    weights = axn.zeros((tokens, Choice))
+    with jax.set_mesh(auto_mesh), axn.axis_mapping({"tokens": ("data", "model"), "experts": ("data", "model")}):
+        arguments = axn.shard(((UP, DOWN), x, weights, chosen))
+        short, long = (
+            gradient(mixture, round_size=n).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+            for n in (16, 256)  # 256: what one device sends at most
+        )
+    assert short < long / 3
+
+
+def test_it_is_the_same_on_every_mesh() -> None:
+    found = check_shard_invariance(
+        lambda x, up: nn.dispatch(lambda up, x, n: up(x, n), up, x, CHOSEN, Experts), X, UP, draws=3, seed=2
+    )
+    assert found.compared >= 2
+
+
+def test_inside_shard_map_and_loops(auto_mesh: Mesh) -> None:
+    """Where mesh axes are manual already, and with a layer after another."""
+
+    def twice(layer: Any, x: axn.NamedArray, expert: axn.NamedArray) -> axn.NamedArray:
+        def step(x: axn.NamedArray) -> axn.NamedArray:
+            return x + nn.dispatch(lambda layer, x, n: layer(x, n), layer, x, expert, Experts)
+
+        return axn.fori_loop(0, 2, lambda i, x: step(x), x)
+
+    square = nn.MoELinear.init(Experts, Embed, Embed, key=jax.random.key(5))
+    expert = CHOSEN["choice", 0]
+    wanted = twice(square, X, expert)
+    with jax.set_mesh(auto_mesh), axn.axis_mapping({"tokens": "data", "experts": "data"}):
+        arguments = axn.shard((square, X, expert))
+        for compute in (jax.jit(twice), jax.jit(axn.shard_map(twice))):
+            assert_named(axn.to_host(compute(*arguments)), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"expert": X}, "integers, not float32"),
+        ({"expert": axn.zeros({"tokens": 8}, dtype=np.int32)}, r"'tokens'.*64.*8"),
+        ({"params": X}, r"no array of `params` has the axis 'experts' .*\(tokens, embed\)"),
+        ({"rows": "tokens"}, r"'tokens' is an axis of the rows .*`rows=\.\.\.`"),
+        ({"round_size": 0}, "at least 1, got 0"),
+        ({"fn": lambda layer, x, n: x.sum("rows")}, r"its axis 'rows' of rows, got \(embed=4\)"),
+    ],
+)
+def test_errors(change: dict[str, Any], words: str) -> None:
+    arguments: dict[str, Any] = {
+        "fn": lambda layer, x, n: layer(x, n),
+        "params": UP,
+        "x": X,
+        "expert": CHOSEN,
+        "experts": Experts,
+    }
+    with pytest.raises((TypeError, ValueError), match=words):
+        nn.dispatch(**arguments | change)
+
+
+def test_rows_that_devices_cannot_share(auto_mesh: Mesh) -> None:
+    x, expert = axn.ones({"tokens": 6, "embed": 4}), axn.zeros({"tokens": 6}, dtype=np.int32)
+    with jax.set_mesh(auto_mesh), axn.axis_mapping({"experts": "data"}):
+        with pytest.raises(ValueError, match=r"mesh axes 'data'.* cannot share the rows \(tokens=6\)"):
+            nn.dispatch(lambda layer, x, n: layer(x, n), axn.shard(UP), x, expert, Experts)
+
+
+# --- routers ---
+
+
+def test_limited_capacity() -> None:
+    rng = np.random.default_rng(0)
+    chosen = rng.integers(0, 8, (64, 2))
+    seen = np.zeros(8, int)
+    wanted = chosen.copy()
+    for place in np.ndindex(chosen.shape):
+        seen[chosen[place]] += 1
+        if seen[chosen[place]] > 12:  # 0.75 of 128 rows for 8 experts
+            wanted[place] = -1
+    found = nn.limit_capacity(axn.named(chosen, (Tokens, Choice)), Experts, 0.75)
+    np.testing.assert_array_equal(found.array, wanted)
+    assert 0 < int((found < 0).sum().array) < 64
+
+
+def test_dropped_rows_are_the_same_on_every_mesh() -> None:
+    def limited(x: axn.NamedArray) -> axn.NamedArray:
+        return nn.limit_capacity(axn.argmax(x, Embed), Embed, 0.75)
+
+    assert check_shard_invariance(limited, X, draws=4, gradients=False).compared >= 2
+
+
+def test_losses_of_routers() -> None:
+    logits = axn.random.normal(jax.random.key(6), (Tokens, Experts))
+    probabilities, chosen = nn.softmax(logits, Experts), axn.top_k(logits, Experts, 2, "choice")[1]
+    share = np.bincount(np.asarray(chosen.array).ravel(), minlength=8) / 128
+    wanted = 8 * np.sum(share * np.asarray(probabilities.array).mean(0))
+    np.testing.assert_allclose(nn.load_balancing_loss(probabilities, chosen, Experts).array, wanted, rtol=1e-5)
+    wanted = np.mean(np.log(np.exp(np.asarray(logits.array)).sum(1)) ** 2)
+    np.testing.assert_allclose(nn.router_z_loss(logits, Experts).array, wanted, rtol=1e-5)
+    even = nn.load_balancing_loss(axn.full((Tokens, Experts), 1 / 8), axn.arange(Tokens) % 8, Experts)
+    np.testing.assert_allclose(even.array, 1, rtol=1e-6)
