@@ -577,6 +577,12 @@ def test_raw_jacobians() -> None:
         raw + 1
 
 
+def test_raw_tree_maps_that_reduce() -> None:
+    mapped = jax.tree.map(lambda w: w.mean(), {"w": axn.ones({"embed": 3})})
+    with pytest.raises(ValueError, match=r"`jax\.tree\.map` with a function that reduces.*`axonym\.tree\.map`"):
+        mapped["w"] + 1
+
+
 def test_rank_mismatch() -> None:
     """What a positional transform leaves behind says so when it is used, and what to do."""
     broken = jax.vmap(lambda row: axn.named(row, "embed"))(x.array)
