@@ -74,6 +74,8 @@ def test_on_one_device(expected: Any) -> None:
     y = mixture((UP, DOWN), X, CHOSEN)
     assert y.names == ("tokens", "choice", "out")
     close(y, dense((UP, DOWN), X, CHOSEN))
+    numbers = axn.named(np.asarray(CHOSEN.array), CHOSEN.names)
+    close(jax.jit(lambda x: mixture((UP, DOWN), x, numbers))(X), y)
 
 
 MAPPINGS: list[dict[str, Any]] = [

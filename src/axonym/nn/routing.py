@@ -119,7 +119,8 @@ class _Dispatch:
                     f"{_errors.describe_axes(x.names)}, and the axis of "
                     f"{'sorted rows in `fn`: call that something else, `rows=...`' if n == rows else 'the experts'}."
                 )
-        self._x, self._expert = x.rearrange((*self._own_rows, *self._features)).array, expert.array
+        self._x = jnp.asarray(x.rearrange((*self._own_rows, *self._features)).array)
+        self._expert = jnp.asarray(expert.array)
         self._result: Names = ()
 
     def run(self, params: Sequence[Any]) -> NamedArray:
@@ -129,7 +130,7 @@ class _Dispatch:
                 f"dispatch: no array of `params` has the axis {self._experts!r} of the experts; the axes are "
                 f"{', '.join(_errors.describe_axes(n) for n in self._names if n is not None) or 'none'}."
             )
-        operands = (self._expert, self._x, *params)
+        operands = (self._expert, self._x, *map(jnp.asarray, params))
         in_names = (self._row_names, (*self._own_rows, *self._features), *(names or () for names in self._names))
         with jax.named_scope(_kernels.operation_scope("dispatch", in_names, self._row_names, operands)):
             return wrap(self._run(held, operands), (*self._row_names, *self._result))
