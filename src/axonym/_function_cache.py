@@ -6,6 +6,8 @@ the function lives, and used again if everything else that is static is equal.
 
 A function can hold arrays: those of a module whose method it is, or of a `functools.partial`. They are operands of the
 compiled code, so that another module of the same spec uses it too, and so that they may be traced, or sharded.
+
+Operations have a cache of their own, `axonym._kernels.cached`, and so has each function of `named_jit`.
 """
 
 from __future__ import annotations

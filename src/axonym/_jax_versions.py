@@ -1,4 +1,4 @@
-"""Differences between the versions of JAX that are supported."""
+"""Differences between the supported versions of JAX, and what can only be guessed of its inner workings."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
@@ -155,10 +156,94 @@ def test_memory_is_that_of_one_round(auto_mesh: Mesh) -> None:
 
 
 def test_it_is_the_same_on_every_mesh() -> None:
+    """With a norm among the experts, whose derivative at zero is not finite."""
+
+    def of_norm(up: Any, x: axn.NamedArray, n: axn.NamedArray) -> axn.NamedArray:
+        return up(x / axn.sqrt(axn.sum(x * x, Embed)), n)
+
     found = check_shard_invariance(
-        lambda x, up: nn.dispatch(lambda up, x, n: up(x, n), up, x, CHOSEN, Experts), X, UP, draws=3, seed=2
+        lambda x, up, chosen: nn.dispatch(of_norm, up, x, chosen, Experts), X, UP, CHOSEN, draws=3, seed=2
     )
     assert found.compared >= 2
+
+
+def test_numbers_of_experts_that_are_not_sharded(explicit_mesh: Mesh) -> None:
+    """The rows stay sharded as the array is."""
+    numbers = axn.named(np.asarray(CHOSEN.array), CHOSEN.names)
+    with jax.set_mesh(explicit_mesh), axn.axis_mapping({"tokens": "data"}):
+        y = jax.jit(lambda layers, x: mixture(layers, x, numbers))(*axn.shard(((UP, DOWN), X)))
+    assert spec(y)[0] == "data"
+    close(y, dense((UP, DOWN), X, CHOSEN))
+
+
+@pytest.mark.parametrize("numbers", [np.uint32, np.int8, np.int32])
+def test_dtypes(numbers: Any, auto_mesh: Mesh) -> None:
+    """Of the numbers of experts; and gradients of bfloat16 do not depend on how long a round is."""
+    tokens = axn.Axis("tokens", 1024)
+    x, weight = axn.ones(tokens, jnp.bfloat16), axn.ones(Experts, jnp.bfloat16)
+    expert = axn.zeros(tokens, dtype=numbers)
+
+    def total(weight: axn.NamedArray, x: axn.NamedArray, expert: axn.NamedArray) -> jax.Array:
+        y = nn.dispatch(lambda w, x, n: x * w["experts", 0], weight, x, expert, Experts, round_size=8)
+        return axn.sum(y.astype(jnp.float32)).scalar()
+
+    with jax.set_mesh(auto_mesh), axn.axis_mapping({"tokens": "model", "experts": "model"}):
+        found = jax.jit(jax.grad(total))(*axn.shard((weight, x, expert)))
+    assert found["experts", 0].item() == 1024 and found.dtype == jnp.bfloat16
+
+
+def test_shards_of_experts_that_are_stored_sharded(mesh: Mesh) -> None:
+    """They are gathered where they are used, and their gradients are scattered as they are summed."""
+    up = {"weight": UP.weight.rename({"embed": "hidden"})}
+
+    def total(up: Any, x: axn.NamedArray, chosen: axn.NamedArray) -> jax.Array:
+        x = x.rename({"embed": "hidden"})
+        y = nn.dispatch(lambda up, x, n: axn.dot(x, up["weight"]["experts", 0], axis="hidden"), up, x, chosen, Experts)
+        return axn.sum(y * y).scalar()
+
+    chosen = axn.zeros(Tokens, dtype=np.int32)
+    wanted = jax.grad(total)(up, X, chosen)
+    with jax.set_mesh(mesh), axn.axis_mapping({"tokens": "data", "hidden": "data"}):
+        arguments = axn.shard((up, X, chosen))
+        program = jax.jit(jax.grad(total)).lower(*arguments).compile()
+        close(axn.to_host(program(*arguments)), wanted)
+    found = executed(program)
+    assert "reduce-scatter" in found and "all-reduce" not in found
+
+
+def test_where_shards_are_there_already(auto_mesh: Mesh) -> None:
+    """In shard_map, how many experts there are tells whether they are sharded, and -1 and 8 are none."""
+    x, chosen = axn.ones({"tokens": 8, "embed": 4}), axn.named([0, 3, 8, 1, -1, 5, 7, 2], "tokens")
+    weight = axn.arange(Experts) + 1.0
+
+    def scaled(weight: axn.NamedArray, x: axn.NamedArray, chosen: axn.NamedArray, experts: Any = Experts) -> Any:
+        def fn(weight: axn.NamedArray, rows: axn.NamedArray, n: axn.NamedArray) -> axn.NamedArray:
+            ends = axn.cumsum(n, Experts.name)
+            places = axn.arange(rows.resolve_axis("rows")).broadcast_axis(ends.axes)
+            own = axn.sum((places >= ends).astype(jnp.int32), Experts.name)
+            return rows * weight["experts", own]
+
+        return nn.dispatch(fn, weight, x, chosen, experts, round_size=1)
+
+    wanted = x * axn.named([1.0, 4, 0, 2, 0, 6, 8, 3], "tokens")
+    both = {"tokens": "data", "experts": "data"}
+    with jax.set_mesh(auto_mesh), axn.axis_mapping(both):
+        for where in ({}, {"experts": None}):  # sharded, and replicated under a mapping that shards them
+            for checked in (True, False):
+                placed = (both | where, both, both)
+                compute = axn.shard_map(scaled, in_specs=placed, out_specs=both, check_vma=checked)
+                assert_named(axn.to_host(jax.jit(compute)(weight, x, chosen)), wanted)
+        with pytest.raises(ValueError, match=r"'experts'.*16.*2"):
+            axn.shard_map(lambda w, x, n: scaled(w, x, n, axn.Axis("experts", 16)))(weight, x, chosen)
+    with jax.set_mesh(auto_mesh), axn.axis_mapping({"tokens": "data", "experts": "model"}):
+        with pytest.raises(ValueError, match=r"mesh axis 'model', over which the rows \(tokens\) are replicated"):
+            jax.jit(axn.shard_map(scaled))(*axn.shard((weight, x, chosen)))
+
+
+def test_no_rows() -> None:
+    layers, x, chosen = (UP, DOWN), axn.ones({"tokens": 0, "embed": 4}), axn.zeros({"tokens": 0}, dtype=np.int32)
+    assert mixture(layers, x, chosen).shape == {"tokens": 0, "out": 5}
+    assert mixture(layers, X, axn.zeros({"choice": 0, "tokens": 64}, dtype=np.int32)).shape["choice"] == 0
 
 
 def test_inside_shard_map_and_loops(auto_mesh: Mesh) -> None:
@@ -187,6 +272,8 @@ def test_inside_shard_map_and_loops(auto_mesh: Mesh) -> None:
         ({"params": X}, r"no array of `params` has the axis 'experts' .*\(tokens, embed\)"),
         ({"rows": "tokens"}, r"'tokens' is an axis of the rows .*`rows=\.\.\.`"),
         ({"round_size": 0}, "at least 1, got 0"),
+        ({"experts": Experts.resize(9)}, r"'experts'.*9.*8"),
+        ({"fn": lambda layer, x, n: layer(x, n).rename({"mlp": "tokens"})}, "'tokens' would name more than one axis"),
         ({"fn": lambda layer, x, n: x.sum("rows")}, r"its axis 'rows' of rows, got \(embed=4\)"),
     ],
 )
@@ -221,9 +308,17 @@ def test_limited_capacity() -> None:
         seen[chosen[place]] += 1
         if seen[chosen[place]] > 12:  # 0.75 of 128 rows for 8 experts
             wanted[place] = -1
-    found = nn.limit_capacity(axn.named(chosen, (Tokens, Choice)), Experts, 0.75)
-    np.testing.assert_array_equal(found.array, wanted)
+    for layout in ((Tokens, Choice), (Choice, Tokens)):
+        expert = axn.named(chosen, (Tokens, Choice)).rearrange(layout).astype(np.uint32)
+        found = nn.limit_capacity(expert, Experts, 0.75, order=(Tokens, Choice))
+        assert found.axes == expert.axes
+        np.testing.assert_array_equal(found.rearrange((Tokens, Choice)).array, wanted)
     assert 0 < int((found < 0).sum().array) < 64
+    with pytest.raises(ValueError, match=r"say which rows are the first ones, such as `order=\('tokens', 'choice'\)`"):
+        nn.limit_capacity(expert, Experts, 0.75)
+    with pytest.raises(TypeError, match="integers, not float32"):
+        nn.limit_capacity(X, Experts, 1.0)
+    assert (nn.limit_capacity(axn.zeros(axn.Axis("x", 100), dtype=int), axn.Axis("e", 10), 1.1) == 0).sum().item() == 11
 
 
 def test_dropped_rows_are_the_same_on_every_mesh() -> None:

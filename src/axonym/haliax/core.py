@@ -1,4 +1,4 @@
-"""Named arrays, their layout and their parts."""
+"""Haliax's `core`: named arrays, their layout and their parts."""
 
 # ruff: noqa: I001
 # fmt: off

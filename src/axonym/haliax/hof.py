@@ -1,4 +1,4 @@
-"""Functions over an axis."""
+"""Haliax's `hof`: transforms over an axis, with its parameters."""
 
 from __future__ import annotations
 

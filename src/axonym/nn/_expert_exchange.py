@@ -3,6 +3,9 @@
 How many rows go from one device to another is known only at run time, and an all-to-all moves arrays of fixed sizes. So
 each round moves at most so many rows from each device to each other one, and there are as many rounds as the longest of
 these queues needs, at run time. Nothing is dropped, and nothing is padded for the worst case.
+
+A round is filled up with copies of rows, which go to some expert, and the results are not used. Experts see values that
+can occur, so that a derivative at zero, which may be infinite, does not spoil gradients.
 """
 
 from __future__ import annotations
@@ -28,15 +31,10 @@ class Exchange(NamedTuple):
     """The mesh axes that the experts are sharded over."""
     devices: int
     """The number of devices along these."""
-    experts: int
+    local_experts: int
     """The number of experts on each device."""
     round_size: int | None
-    """The largest number of rows that a device sends to another one in a round."""
-
-    def rows_of_round(self, rows: int) -> int:
-        """Return how many of its rows a device sends to another one in a round: by default 1.5 times an even share."""
-        size = -(-3 * rows // (2 * self.devices)) if self.round_size is None else self.round_size
-        return max(1, rows if self.devices == 1 else min(size, rows))
+    """The largest number of rows that a device sends to another one in a round; None for 1.5 times an even share."""
 
     def run(self, of_experts: OfExperts, x: jax.Array, source: jax.Array, expert: jax.Array) -> jax.Array:
         """Return the result of each row, from its expert; zeros for a row without an expert.
@@ -48,51 +46,60 @@ class Exchange(NamedTuple):
             expert: the number of the expert of each row, among the experts of all devices.
         """
         (rows,) = expert.shape
-        size = self.rows_of_round(rows)
-        known = (expert >= 0) & (expert < self.experts * self.devices)
-        device = jnp.where(known, expert // self.experts, self.devices)
+        expert = expert if expert.dtype.itemsize >= 4 else expert.astype(jnp.int32)  # which holds the number of experts
+        known = (expert >= 0) & (expert < self.local_experts * self.devices)
+        expert = jnp.where(known, expert, 0).astype(jnp.int32)
+        if not rows:
+            sizes = jnp.zeros(self.local_experts, jnp.int32).at[0].set(1)
+            return of_experts(jnp.zeros((1, *x.shape[1:]), x.dtype), sizes)[:0]
+        if self.devices == 1:
+            y = self._grouped(of_experts, x[source], expert)
+            return jnp.where(_beside(known, y), y, 0)
+
+        device = jnp.where(known, expert // self.local_experts, self.devices)
         order = vary_like(jnp.argsort(device), device)
         counts = jnp.bincount(device, length=self.devices + 1)[: self.devices]
         starts = jnp.cumsum(counts) - counts
+        even = -(-3 * rows // (2 * self.devices))
+        size = min(even if self.round_size is None else self.round_size, rows)
 
-        def one_round(number: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        def one_round(y: jax.Array | None, number: jax.Array | int) -> jax.Array:
             places = number * size + jnp.arange(size)[None]
             sent = places < counts[:, None]
-            row = order[jnp.clip(starts[:, None] + places, 0, max(rows - 1, 0))]
-            taken = jnp.expand_dims(sent, range(2, x.ndim + 1))
-            own = self._to_experts(jnp.where(taken, x[source[row]], 0))
-            group = self._to_experts(jnp.where(sent, expert[row] % self.experts, self.experts))
-            return row, jnp.where(taken, self._back(self._grouped(of_experts, own, group)), 0)
+            row = order[jnp.clip(starts[:, None] + places, 0, rows - 1)]
+            own = self._exchanged(x[source[row]]).reshape(-1, *x.shape[1:])
+            group = self._exchanged(expert[row] % self.local_experts).reshape(-1)
+            found = self._grouped(of_experts, own, group)
+            found = self._exchanged(found.reshape(*row.shape, *found.shape[1:]))
+            if y is None:
+                y = vary_like(jnp.zeros((rows, *found.shape[2:]), found.dtype), found)
+            return y.at[row].add(jnp.where(_beside(sent, found), found, 0))  # of copies, zeros
 
-        def added(y: jax.Array, row: jax.Array, found: jax.Array) -> jax.Array:
-            return y.at[row].add(found)  # what was not sent adds zeros
-
-        row, found = one_round(0)
-        y = added(vary_like(jnp.zeros((rows, *found.shape[2:]), found.dtype), found), row, found)
+        y = one_round(None, 0)
         rounds = -(-rows // size)
-        if rounds <= 1:
+        if rounds == 1:
             return y
-        longest = jnp.max(counts)
-        longest = jax.lax.pmax(longest, tuple(varying_axes(longest)))
+        # The same on all devices that exchange rows, whether JAX keeps track of what is device-varying or not.
+        longest = jax.lax.pmax(jnp.max(counts), tuple(sorted({*self.mesh_axes, *varying_axes(counts)})))
 
         # Only the operands are kept for the derivative, and once for all rounds.
         @jax.checkpoint
         def further(y: jax.Array, number: jax.Array) -> jax.Array:
-            return jax.lax.cond(number * size < longest, lambda y: added(y, *one_round(number)), lambda y: y, y)
+            return jax.lax.cond(number * size < longest, lambda y: one_round(y, number), lambda y: y, y)
 
         return jax.lax.scan(lambda y, number: (further(y, number), None), y, jnp.arange(1, rounds))[0]
 
     def _grouped(self, of_experts: OfExperts, x: jax.Array, group: jax.Array) -> jax.Array:
-        """Run the experts of this device on the rows that came from all devices."""
-        x, group, shape = x.reshape(-1, *x.shape[2:]), group.reshape(-1), group.shape
+        """Run the experts of this device on rows, each with its local expert."""
         order = vary_like(jnp.argsort(group), group)
-        sizes = jnp.bincount(group, length=self.experts + 1)[: self.experts].astype(jnp.int32)
-        y = of_experts(x[order], sizes)
-        inside = jnp.expand_dims(jnp.arange(y.shape[0]) < jnp.sum(sizes), range(1, y.ndim))
-        y = jnp.zeros_like(y).at[order].set(jnp.where(inside, y, 0), unique_indices=True)
-        return y.reshape(*shape, *y.shape[1:])
+        y = of_experts(x[order], jnp.bincount(group, length=self.local_experts).astype(jnp.int32))
+        return jnp.zeros_like(y).at[order].set(y, unique_indices=True)
 
-    def _to_experts(self, x: jax.Array) -> jax.Array:
-        return jax.lax.all_to_all(x, self.mesh_axes, 0, 0, tiled=True) if self.devices > 1 else x
+    def _exchanged(self, x: jax.Array) -> jax.Array:
+        """Send each device its part along the first axis, and get one from each."""
+        return jax.lax.all_to_all(x, self.mesh_axes, 0, 0, tiled=True)
 
-    _back = _to_experts
+
+def _beside(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """Append axes to a mask, for those that the array has besides."""
+    return jnp.expand_dims(mask, range(mask.ndim, x.ndim))

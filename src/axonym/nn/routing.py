@@ -8,27 +8,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 
 from .. import _errors, _kernels
 from .._jax_versions import varying_axes
 from .._mesh_axes import (
     AnyMesh,
     Axes,
-    axes_of_type,
+    entries_of,
     entry_of,
     explicit_mesh,
     fits,
     mapped_on,
     mesh_around,
+    mesh_axes,
     reshard,
     shard_count,
     sharded_over,
     spec_of,
+    storage_axes,
 )
-from .._per_device import run_per_device, vary_like, varying_over
-from .._tree_spec import flatten
-from ..axis import Axis, AxisSelector, Names, name_of
+from .._per_device import run_per_device, vary_like
+from .._tree_spec import TreeSpec, flatten
+from ..axis import Axis, AxisSelector, Names
 from ..named_array import NamedArray, wrap
 from ..ops._operands import one_axis, require_named
 from ..ops.contraction import dot
@@ -42,16 +44,17 @@ from .embedding import one_hot
 
 __all__ = ["dispatch", "limit_capacity", "load_balancing_loss", "router_z_loss"]
 
-Experts = Callable[[Any, NamedArray, NamedArray], NamedArray]
+Arrays = Sequence[jax.Array]
+OfExperts = Callable[[Any, NamedArray, NamedArray], NamedArray]
 
 
 @_errors.say_how_to_call
 def dispatch(
-    fn: Experts,
+    fn: OfExperts,
     params: Any,
     x: NamedArray,
     expert: NamedArray,
-    experts: AxisSelector,
+    experts: Axis,
     *,
     rows: str = "rows",
     round_size: int | None = None,
@@ -59,20 +62,22 @@ def dispatch(
     """Send each row to its expert, and return what the experts make of the rows, where the rows were.
 
     Experts that are sharded over mesh axes get their rows by an all-to-all, and send the results back by another one.
-    No device ever has all rows, or all experts. What moves has a fixed size, so rows are exchanged in rounds: as many
-    as it takes, so that no row is dropped.
+    Rows that are sharded over these mesh axes, too, stay so: no device has all of them, or all experts. What moves has
+    a fixed size, so rows are exchanged in rounds: as many as it takes, so that no row is dropped.
 
     Arguments:
         fn: what experts do: `fn(params, x, sizes)` takes rows that are sorted by expert, and the number of rows of each
-            expert, as `MoELinear` does. Rows after these are zeros.
-        params: a tree of arrays that `fn` needs. Those with the axis of the experts are sharded as the experts are.
-            Arrays that are not arguments cannot be used in `fn` where experts or rows are sharded.
+            expert, as `MoELinear` does. There can be copies of rows among them, whose results are not used.
+        params: a tree of arrays that `fn` needs. Those with the axis of the experts are sharded as the experts are. A
+            random key is the same in all rounds, and on all devices. Arrays that are not arguments cannot be used in
+            `fn` where experts or rows are sharded.
         x: the array with the rows.
         expert: the number of the expert of each row. Its axes are those of the rows; if `x` lacks some, such as one of
             several choices, each row is sent to several experts. Rows with a number that no expert has give zeros.
         experts: the axis of the experts.
         rows: the name of the axis of sorted rows, in `fn`.
-        round_size: how many of its rows a device sends to another one in a round; by default 1.5 times an even share.
+        round_size: how many of its rows a device sends to another one in a round, where experts are sharded; by default
+            1.5 times an even share.
 
     >>> Experts, Embed = axn.make_axes(experts=2, embed=1)
     >>> layer = axn.nn.MoELinear(axn.named([[[1.0]], [[10.0]]], ("experts", "embed", "out")), None, Experts, Embed,
@@ -82,27 +87,24 @@ def dispatch(
     NamedArray(float32[tokens=3, out=1], [[10.] [ 2.] [30.]])
     """
     arrays, tree = flatten(params)
-    return _Dispatch(fn, tree, tree.names, x, expert, name_of(experts), rows, round_size).run(arrays)
+    experts = one_axis("dispatch", "experts", experts)
+    return _Dispatch(fn, tree, x, expert, experts, rows, round_size).run([jnp.asarray(a) for a in arrays])
 
 
 class _Dispatch:
     def __init__(
         self,
-        fn: Experts,
-        tree: Any,
-        names: Sequence[Names | None],
+        fn: OfExperts,
+        tree: TreeSpec,
         x: NamedArray,
         expert: NamedArray,
-        experts: str,
+        experts: Axis,
         rows: str,
         round_size: int | None,
     ):
-        self._fn, self._tree, self._names, self._experts, self._rows = fn, tree, names, experts, rows
-        self._round_size = round_size
+        self._fn, self._tree, self._experts, self._rows, self._round_size = fn, tree, experts, rows, round_size
         require_named("dispatch", x)
-        require_named("dispatch", expert)
-        if not jnp.issubdtype(expert.dtype, jnp.integer):
-            raise TypeError(f"dispatch: `expert` has the number of each row's expert, so integers, not {expert.dtype}.")
+        _require_numbers("dispatch", expert)
         if round_size is not None and round_size < 1:
             raise ValueError(f"dispatch: `round_size` is a number of rows, at least 1, got {round_size}.")
         for n in expert.names:
@@ -112,7 +114,7 @@ class _Dispatch:
         self._row_names = expert.names
         self._own_rows = tuple(n for n in expert.names if n in x.names)
         self._features = tuple(n for n in x.names if n not in expert.names)
-        for n in (rows, experts):
+        for n in (rows, experts.name):
             if n in (*expert.names, *x.names):
                 raise ValueError(
                     f"dispatch: {n!r} is an axis of the rows {_errors.describe_axes(expert.names)} or of the array "
@@ -123,57 +125,89 @@ class _Dispatch:
         self._expert = jnp.asarray(expert.array)
         self._result: Names = ()
 
-    def run(self, params: Sequence[Any]) -> NamedArray:
-        held = next((i for i, names in enumerate(self._names) if names and self._experts in names), None)
-        if held is None:
+    def run(self, params: Sequence[jax.Array]) -> NamedArray:
+        held = [(p, n) for p, n in zip(params, self._tree.names, strict=True) if n and self._experts.name in n]
+        if not held:
             raise ValueError(
-                f"dispatch: no array of `params` has the axis {self._experts!r} of the experts; the axes are "
-                f"{', '.join(_errors.describe_axes(n) for n in self._names if n is not None) or 'none'}."
+                f"dispatch: no array of `params` has the axis {self._experts.name!r} of the experts; the axes are "
+                f"{', '.join(_errors.describe_axes(n) for n in self._tree.names if n is not None) or 'none'}."
             )
-        operands = (self._expert, self._x, *map(jnp.asarray, params))
-        in_names = (self._row_names, (*self._own_rows, *self._features), *(names or () for names in self._names))
+        operands = (self._expert, self._x, *params)
+        in_names = (self._row_names, (*self._own_rows, *self._features), *(names or () for names in self._tree.names))
         with jax.named_scope(_kernels.operation_scope("dispatch", in_names, self._row_names, operands)):
-            return wrap(self._run(held, operands), (*self._row_names, *self._result))
+            mesh = mesh_around(operands)
+            run = self._among_shards if AxisType.Manual in mesh.axis_types else self._on_mesh
+            y = run(mesh, held, operands)
+        return wrap(y, (*self._row_names, *self._result))
 
-    def _run(self, held: int, operands: Sequence[Any]) -> jax.Array:
-        mesh = mesh_around(operands)
-        names, array = self._names[held], operands[2 + held]
-        assert names is not None
-        position = names.index(self._experts)
-        manual = axes_of_type(mesh, AxisType.Manual)
-        if mesh.empty or manual:
-            axes = mapped_on("dispatch", self._experts, mesh, AxisType.Manual) if manual else ()
-            return self._on_device(axes, mesh, array.shape[position])(*operands)
-        of_rows = sharded_over("dispatch", self._row_names, self._expert, mesh, AxisType.Auto)
-        axes = sharded_over("dispatch", names, array, mesh, AxisType.Auto)[position]
-        placed = self._divided(of_rows, axes, mesh)
-        specs = [
-            spec_of(placed),
-            spec_of([axes for n, axes in zip(self._row_names, placed, strict=True) if n in self._own_rows]),
-            *(
-                spec_of([axes if n == self._experts else () for n in own]) if own else PartitionSpec()
-                for own in self._names
-            ),
-        ]
-        if not fits([entry_of(axes)], [array.shape[position]], mesh):
+    def _among_shards(self, mesh: AnyMesh, held: Sequence[tuple[jax.Array, Names]], operands: Arrays) -> jax.Array:
+        """Run where arrays are shards already. How many experts there are tells whether their axis is sharded."""
+        counts = {p.shape[names.index(self._experts.name)] for p, names in held}
+        axes = mapped_on("dispatch", self._experts.name, mesh, AxisType.Manual)
+        local = self._experts.size // shard_count(mesh, axes)
+        if counts == {self._experts.size}:
+            axes, local = (), self._experts.size
+        elif counts != {local}:
+            places = [("the argument", self._experts.size), *(("`params`, on each device", n) for n in sorted(counts))]
+            raise ValueError(_errors.size_mismatch("dispatch", self._experts.name, places))
+        same = set(axes) - varying_axes(operands[0]) - varying_axes(operands[1])
+        if same and varying_axes(held[0][0]):  # or JAX does not keep track of that
             raise ValueError(
-                f"dispatch: axis {self._experts!r} of size {array.shape[position]} cannot be sharded over mesh axes "
-                f"{_errors.quoted(axes)} of {shard_count(mesh, entry_of(axes))} devices: the sizes do not divide."
+                f"dispatch: the experts are sharded over mesh axis {_errors.quoted(sorted(same))}, over which the rows "
+                f"{_errors.describe_axes(self._row_names)} are replicated. Shard an axis of the rows over it, too."
             )
-        count = array.shape[position] // shard_count(mesh, entry_of(axes))
+        return self._on_device(Exchange(axes, shard_count(mesh, axes), local, self._round_size))(*operands)
+
+    def _on_mesh(self, mesh: AnyMesh, held: Sequence[tuple[jax.Array, Names]], operands: Arrays) -> jax.Array:
+        name, size = self._experts.name, self._experts.size
+        for p, names in held:
+            if p.shape[names.index(name)] != size:
+                places = [("the argument", size), ("`params`", p.shape[names.index(name)])]
+                raise ValueError(_errors.size_mismatch("dispatch", name, places))
+        if mesh.empty:
+            return self._on_device(Exchange((), 1, size, self._round_size))(*operands)
+        each = (sharded_over("dispatch", names, p, mesh, AxisType.Auto)[names.index(name)] for p, names in held)
+        axes = next(filter(None, each), ())
+        of_rows = self._rows_over(mesh)
+        placed = self._divided(of_rows, axes, mesh)
+        for n, count, over in ((name, size, axes), *zip(self._row_names, self._expert.shape, placed, strict=True)):
+            if count % shard_count(mesh, over):
+                raise ValueError(
+                    f"dispatch: axis {n!r} of size {count} cannot be sharded over mesh axis {_errors.quoted(over)}: "
+                    f"{count} is not a multiple of {shard_count(mesh, over)}. Pad it, or map it to None."
+                )
         used = {a for own in placed for a in own}
         explicit = AxisType.Explicit in mesh.axis_types
-        if not used and (not explicit or explicit_mesh((self._expert, self._x)) is None):
-            return self._on_device((), mesh, count)(*operands)
+        exchange = Exchange(axes, shard_count(mesh, axes), size // shard_count(mesh, axes), self._round_size)
+        if not used and (not explicit or explicit_mesh(operands) is None):
+            return self._on_device(exchange)(*operands)
+        stored = [
+            self._stored(p, names, axes, used, mesh) for p, names in zip(operands[2:], self._tree.names, strict=True)
+        ]
+        of_x = [own for n, own in zip(self._row_names, placed, strict=True) if n in self._own_rows]
         y = run_per_device(
-            self._on_device(axes, mesh, count),
+            self._on_device(exchange, stored),
             operands,
-            specs,
-            specs[0],
+            [spec_of(placed), spec_of(of_x), *map(spec_of, stored)],
+            spec_of(placed),
             mesh,
             axis_names=set(mesh.axis_names) if explicit else used,
         )
         return reshard(y, (*map(entry_of, of_rows), *[None] * (y.ndim - len(of_rows))), mesh)
+
+    def _rows_over(self, mesh: AnyMesh) -> list[Axes]:
+        """Return the mesh axes that each axis of the rows is sharded over, in the array or else in `expert`."""
+        of_x = sharded_over("dispatch", (*self._own_rows, *self._features), self._x, mesh, AxisType.Auto)
+        own = dict(zip(self._own_rows, of_x, strict=False))
+        found: list[Axes] = []
+        for n, axes in zip(
+            self._row_names,
+            sharded_over("dispatch", self._row_names, self._expert, mesh, AxisType.Auto),
+            strict=True,
+        ):
+            taken = {a for other in found for a in other}
+            found.append(tuple(a for a in own.get(n) or axes if a not in taken))
+        return found
 
     def _divided(self, of_rows: Sequence[Axes], axes: Axes, mesh: AnyMesh) -> list[Axes]:
         """Return the mesh axes of the rows, which are sharded over those of the experts, too."""
@@ -183,33 +217,56 @@ class _Dispatch:
             return placed
         for i, size in enumerate(self._expert.shape):
             wanted = (*placed[i], *missing)
-            if size % shard_count(mesh, entry_of(wanted)) == 0:
+            if size % shard_count(mesh, wanted) == 0:
                 placed[i] = wanted
                 return placed
         shown = _errors.describe_axes(self._row_names, self._expert.shape)
         raise ValueError(
             f"dispatch: the experts are sharded over mesh axes {_errors.quoted(axes)}, and the devices along "
             f"{_errors.quoted(missing)} cannot share the rows {shown}: no axis is a multiple of "
-            f"{shard_count(mesh, entry_of(missing))} times what it is sharded over already. Pad the rows, or map "
-            "one of their axes to these mesh axes."
+            f"{shard_count(mesh, missing)} times what it is sharded over already. Pad the rows, or map one of their "
+            "axes to these mesh axes."
         )
 
-    def _on_device(self, axes: Axes, mesh: AnyMesh, count: int) -> Callable[..., jax.Array]:
-        exchange = Exchange(axes, shard_count(mesh, entry_of(axes)), count, self._round_size)
+    def _stored(self, p: jax.Array, names: Names | None, axes: Axes, used: set[str], mesh: AnyMesh) -> list[Axes]:
+        """Return the mesh axes that a parameter comes sharded over: those of the experts, and of its storage."""
+        if names is None:
+            return []
+        if AxisType.Explicit in mesh.axis_types:
+            each = [mesh_axes(entry) for entry in entries_of(p)]
+        else:
+            each = [storage_axes(n) for n in names]
+        found = [
+            axes if n == self._experts.name else tuple(a for a in own if a in used - {*axes})
+            for n, own in zip(names, each, strict=True)
+        ]
+        if fits(map(entry_of, found), p.shape, mesh):
+            return found
+        return [axes if n == self._experts.name else () for n in names]
 
+    def _on_device(self, exchange: Exchange, stored: Sequence[Sequence[Axes]] = ()) -> Callable[..., jax.Array]:
         def on_device(expert: jax.Array, x: jax.Array, *params: jax.Array) -> jax.Array:
-            # Weights vary like the rows, so that their gradients are summed over devices once, not in each round.
-            over = varying_axes(expert) | varying_axes(x)
-            params = tuple(varying_over(p, sorted(over - varying_axes(p))) for p in params)
-            own = [n for n in self._row_names if n in self._own_rows]
+            gathered = list(params)
+            for i, (names, each) in enumerate(zip(self._tree.names, stored, strict=False)):
+                for position, (n, over) in enumerate(zip(names or (), each, strict=False)):
+                    if over and n != self._experts.name:
+                        gathered[i] = jax.lax.all_gather(gathered[i], over, axis=position, tiled=True)
+            # Weights vary like the rows, so that their gradients are summed over devices once, not in each round. The
+            # sum over rounds is in float32.
+            wide = [vary_like(p.astype(jnp.float32) if p.dtype in _NARROW else p, expert, x) for p in gathered]
             sizes = dict(zip(self._row_names, expert.shape, strict=True))
-            source = jnp.arange(math.prod(sizes[n] for n in own)).reshape([sizes[n] if n in own else 1 for n in sizes])
-            source = vary_like(jnp.broadcast_to(source, expert.shape).reshape(-1), expert)
+            shape = [size if n in self._own_rows else 1 for n, size in sizes.items()]
+            source = jnp.broadcast_to(jnp.arange(math.prod(shape)).reshape(shape), expert.shape)
+
+            def of_experts(x: jax.Array, sizes: jax.Array) -> jax.Array:
+                own = [w if w.dtype == p.dtype else w.astype(p.dtype) for w, p in zip(wide, params, strict=True)]
+                return self._of_experts(own, x, sizes)
+
             y = exchange.run(
-                lambda x, sizes: self._of_experts(params, x, sizes),
-                x.reshape(-1, *x.shape[len(own) :]),
-                source,
-                expert.reshape(-1).astype(jnp.int32),
+                of_experts,
+                x.reshape(math.prod(shape), *x.shape[len(self._own_rows) :]),
+                vary_like(source.reshape(-1), expert),
+                expert.reshape(-1),
             )
             return y.reshape(*expert.shape, *y.shape[1:])
 
@@ -217,7 +274,7 @@ class _Dispatch:
 
     def _of_experts(self, params: Sequence[jax.Array], x: jax.Array, sizes: jax.Array) -> jax.Array:
         rows = wrap(x, (self._rows, *self._features))
-        y = self._fn(self._tree.unflatten(params), rows, wrap(sizes, (self._experts,)))
+        y = self._fn(self._tree.unflatten(params), rows, wrap(sizes, (self._experts.name,)))
         if not isinstance(y, NamedArray) or y.shape.get(self._rows) != x.shape[0]:
             found = _errors.describe_axes(y.names, y.array.shape) if isinstance(y, NamedArray) else type(y).__name__
             raise ValueError(
@@ -225,34 +282,55 @@ class _Dispatch:
             )
         y = y.rearrange((self._rows, ...))
         self._result = y.names[1:]
+        _errors.distinct("dispatch", (*self._row_names, *self._result))
         return y.array
+
+
+_NARROW = (jnp.bfloat16, jnp.float16)
+
+
+def _require_numbers(what: str, expert: NamedArray) -> None:
+    if not jnp.issubdtype(require_named(what, expert).dtype, jnp.integer):
+        raise TypeError(f"{what}: `expert` has the number of each row's expert, so integers, not {expert.dtype}.")
 
 
 # --- what a router needs ---
 
 
 @_errors.say_how_to_call
-def limit_capacity(expert: NamedArray, experts: Axis, factor: float) -> NamedArray:
-    """Take rows away from experts that get too many: each keeps the first ones, in the order of the rows.
+def limit_capacity(
+    expert: NamedArray, experts: Axis, factor: float, *, order: Sequence[AxisSelector] | None = None
+) -> NamedArray:
+    """Take rows away from experts that get too many: each keeps the first ones.
 
     The rows that are taken away get -1, for which `dispatch` gives zeros, so `(expert < 0).sum()` counts them. Which
-    rows these are does not depend on how anything is sharded.
+    rows these are does not depend on the mapping.
 
     Arguments:
         expert: the number of the expert of each row.
         experts: the axis of the experts.
         factor: how many rows an expert keeps, as a multiple of an even share.
+        order: the axes of the rows, the outermost one first, which says what the first rows are. If there are several,
+            it is needed: `("choice", "tokens")` takes second choices away before first ones.
 
     >>> axn.nn.limit_capacity(axn.named([0, 0, 1, 0], "tokens"), axn.Axis("experts", 2), 1.0)
     NamedArray(int32[tokens=4], [ 0  0  1 -1])
     """
-    axes = require_named("limit_capacity", expert).axes
-    capacity = math.ceil(factor * expert.size / one_axis("limit_capacity", "experts", experts).size)
-    flat = expert.flatten_axes(axes, "rows")
-    order = argsort(flat, "rows")
-    ordered = flat["rows", order]
-    rank = arange(ordered.resolve_axis("rows")) - searchsorted(ordered, ordered)
-    return where(rank["rows", argsort(order, "rows")] < capacity, flat, -1).unflatten_axis("rows", axes)
+    what = "limit_capacity"
+    _require_numbers(what, expert)
+    if order is None and expert.ndim > 1:
+        raise ValueError(
+            f"{what}: the rows have axes {_errors.describe_axes(expert.names)}; say which rows are the first ones, "
+            f"such as `order={tuple(reversed(expert.names))}`."
+        )
+    ordered = expert if order is None else expert.rearrange(tuple(order))
+    capacity = math.ceil(round(factor * expert.size / one_axis(what, "experts", experts).size, 6))
+    flat = ordered.astype(jnp.int32).flatten_axes(ordered.axes, "rows")
+    by_expert = argsort(flat, "rows")
+    grouped = flat["rows", by_expert]
+    rank = arange(grouped.resolve_axis("rows")) - searchsorted(grouped, grouped)
+    kept = where(rank["rows", argsort(by_expert, "rows")] < capacity, flat, -1)
+    return kept.unflatten_axis("rows", ordered.axes).rearrange(expert.names)
 
 
 @_errors.say_how_to_call

@@ -1,4 +1,4 @@
-"""Contract any number of operands by name, for `dot` and `einsum`."""
+"""Plan a contraction of any number of operands by name, and run it, for `dot` and `einsum`."""
 
 from __future__ import annotations
 

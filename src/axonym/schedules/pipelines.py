@@ -1,4 +1,4 @@
-"""The schedules of pipelines: in which tick each stage works on which microbatch."""
+"""The schedules of pipelines: in which tick each stage works on which microbatch. `_stages` runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`named_jit`: `jax.jit` that shards arguments and results by name; and `fsdp`, which stores parameters sharded."""
+"""`named_jit`: `jax.jit` that shards arguments and results by name; and `fsdp`, which stores parameters sharded.
+
+Results are constrained inside the program. How a call is compiled is in `_compiled_function`.
+"""
 
 from __future__ import annotations
 

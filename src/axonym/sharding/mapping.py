@@ -1,4 +1,8 @@
-"""Resource mappings from logical axes to the mesh axes that they are sharded over."""
+"""Resource mappings from logical axes to the mesh axes that they are sharded over: how one is made active.
+
+What the active mapping says of an axis is asked in `axonym._mesh_axes`; `axonym.sharding.placement` applies mappings to
+trees.
+"""
 
 from __future__ import annotations
 

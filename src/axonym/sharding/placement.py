@@ -1,4 +1,4 @@
-"""Resolve a placement for a tree to a partition spec for every leaf. There is no other way to compute a spec.
+"""Resolve a placement for a tree to a partition spec for every leaf. Nothing else resolves placements.
 
 A *placement* says how the leaves of a tree are sharded. It is one of
 
