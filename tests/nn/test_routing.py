@@ -338,3 +338,25 @@ def test_losses_of_routers() -> None:
     np.testing.assert_allclose(nn.router_z_loss(logits, Experts).array, wanted, rtol=1e-5)
     even = nn.load_balancing_loss(axn.full((Tokens, Experts), 1 / 8), axn.arange(Tokens) % 8, Experts)
     np.testing.assert_allclose(even.array, 1, rtol=1e-6)
+
+
+def test_a_mixture_with_its_router(mesh: Mesh) -> None:
+    """Tokens and experts are sharded over one mesh axis, so the scores have an axis of their own."""
+    scores = axn.Axis("scores", 8)
+    router = nn.Linear.init(Embed, scores, key=jax.random.key(7))
+
+    def total(model: Any, x: axn.NamedArray) -> jax.Array:
+        router, layers = model
+        logits = router(x)
+        probabilities = nn.softmax(logits, scores)
+        weights, chosen = axn.top_k(probabilities, scores, 2, "choice")
+        balance = nn.load_balancing_loss(probabilities, chosen, scores) + nn.router_z_loss(logits, scores)
+        chosen = nn.limit_capacity(chosen, scores, 0.9, order=("choice", "tokens"))
+        y = axn.dot(mixture(layers, x, chosen), weights, axis="choice")
+        return (axn.mean(y * y) + balance).scalar()
+
+    compute = jax.jit(jax.value_and_grad(total))
+    model = router, (UP, DOWN)
+    wanted = compute(model, X)
+    with jax.set_mesh(mesh), axn.axis_mapping({"tokens": "data", "experts": "data"}):
+        close(axn.to_host(compute(*axn.shard((model, X)))), wanted)
