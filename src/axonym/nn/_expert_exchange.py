@@ -25,7 +25,7 @@ OfExperts = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Exchange(NamedTuple):
-    """Where experts are, and how many rows move in a round."""
+    """Exchange rows between the devices along some mesh axes, so many in a round."""
 
     mesh_axes: Axes
     """The mesh axes that the experts are sharded over."""

@@ -1,4 +1,4 @@
-"""What a mixture of experts needs besides its layers: rows sent to experts and back, and the losses of a router."""
+"""Send rows to the experts of a mixture and back, and compute the losses of its router."""
 
 from __future__ import annotations
 
