@@ -108,7 +108,7 @@ def say_how_to_make(layer: T) -> T:
 
 
 class NoInit:
-    """The `init` of a layer that has none: users of the others look for it."""
+    """Refuse `init` of a layer that has none, for users who know it from the others."""
 
     def __init__(self, call: str):
         self.call = call

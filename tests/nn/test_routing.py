@@ -124,6 +124,14 @@ def test_gradients_of_experts_are_summed_once(auto_mesh: Mesh) -> None:
     assert found["all-reduce"][1] < 4 * weights + 4 * X.array.size
 
 
+def test_weights_stay_sharded_over_other_auto_axes(auto_mesh: Mesh) -> None:
+    """Tensor parallelism among the devices that share an expert: results are summed, and nothing is gathered."""
+    with jax.set_mesh(auto_mesh), axn.axis_mapping({"tokens": "data", "experts": "data", "mlp": "model"}):
+        arguments = axn.shard(((UP, DOWN), X, WEIGHTS, CHOSEN))
+        found = executed(gradient(mixture).lower(*arguments).compile())
+    assert "all-gather" not in found and "all-reduce" in found
+
+
 @pytest.mark.parametrize("chosen, rounds", [("even", 1), ("one", 4)])
 def test_rounds_are_as_many_as_needed(chosen: str, rounds: int, auto_mesh: Mesh) -> None:
     calls: list[int] = []
