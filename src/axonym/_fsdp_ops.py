@@ -41,7 +41,7 @@ from ._mesh_axes import (
     spec_of,
     storage_axes,
 )
-from ._per_device import run_per_device, varying_over
+from ._per_device import gather_axes, run_per_device, varying_over
 from .axis import Names
 
 
@@ -70,9 +70,7 @@ def run_gathering_parameters(
         operands = []
         for i, x in enumerate(shards):
             if i in gathered:
-                x = _varying_alike(x, specs[i], specs, mesh)
-                for position, extra in enumerate(gathered[i]):
-                    x = jax.lax.all_gather(x, extra, axis=position, tiled=True) if extra else x
+                x = gather_axes(_varying_alike(x, specs[i], specs, mesh), gathered[i])
             operands.append(x)
         result = fn(*operands)
         return jax.lax.psum(result, reduced) if reduced else result

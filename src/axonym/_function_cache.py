@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import jax
 
-from ._tree_spec import StaticLeaf, TreeSpec, WeakLeaf, flatten, is_known_by_identity
+from ._tree_spec import StaticLeaf, TreeSpec, WeakLeaf, flatten_arrays, is_known_by_identity
 from .named_array import is_named_array
 
 R = TypeVar("R")
@@ -87,7 +87,7 @@ class Functions:
         if self._plain:
             self._spec = TreeSpec(jax.tree.structure(functions), map(WeakLeaf, functions))
         else:
-            self.arrays, spec = flatten(_opened(functions))
+            self.arrays, spec = flatten_arrays(_opened(functions))
             self._spec = spec.weak()
         self._own = own
         self._cache, self._key = self._where_kept()

@@ -66,6 +66,14 @@ def reshard_operands(
     return resharded
 
 
+def gather_axes(x: jax.Array, over: Iterable[Axes]) -> jax.Array:
+    """All-gather a local shard: each of its axes over the mesh axes that are given for it, if any."""
+    for position, axes in enumerate(over):
+        if axes:
+            x = jax.lax.all_gather(x, axes, axis=position, tiled=True)
+    return x
+
+
 def vary_like(x: jax.Array, *others: Any) -> jax.Array:
     """Make an array device-varying over all mesh axes over which one of the others is."""
     over = frozenset[str]().union(*map(varying_axes, others))

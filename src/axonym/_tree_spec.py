@@ -209,7 +209,7 @@ class FlatTree:
 jax.tree_util.register_dataclass(FlatTree, data_fields=["arrays"], meta_fields=["spec"])
 
 
-def flatten(tree: Any, arrays: tuple[type, ...] = ARRAYS, *, named: bool = True) -> tuple[list[Any], TreeSpec]:
+def flatten_arrays(tree: Any, arrays: tuple[type, ...] = ARRAYS, *, named: bool = True) -> tuple[list[Any], TreeSpec]:
     """Return the raw arrays of a tree, and its spec.
 
     Arguments:

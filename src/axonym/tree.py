@@ -268,7 +268,7 @@ def hashable_partition(tree: Any, filter_spec: Any) -> tuple[Any, Any]:
     import equinox as eqx
 
     dynamic, static = eqx.partition(tree, filter_spec)
-    _, spec = _tree_spec.flatten(static, (), named=False)
+    _, spec = _tree_spec.flatten_arrays(static, (), named=False)
     leaves = jax.tree.leaves_with_path(static)
     wrong = [f"{_path(path)} ({type(x).__name__})" for path, x in leaves if not _tree_spec.is_hashable(x)]
     if wrong:

@@ -30,7 +30,7 @@ from .._function_cache import FunctionCache
 from .._jax_versions import INLINE
 from .._kernels import transpose_to
 from .._mesh_axes import NO_MESH, AnyMesh, axes_of_type, current_mesh, explicit_mesh, sharded_over
-from .._tree_spec import StaticLeaf, TreeSpec, flatten
+from .._tree_spec import StaticLeaf, TreeSpec, flatten_arrays
 from ..axis import Names
 from ..manual._axis_environment import ArgumentAxis, activate, interned
 from ..named_array import NamedArray, describe_array, raw, wrap
@@ -216,7 +216,7 @@ class Partitioned:
 
     def _planned(self, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[_PlannedOperation, list[Any]]:
         try:
-            arrays, spec = flatten(args, _ARRAYS)
+            arrays, spec = flatten_arrays(args, _ARRAYS)
         except ValueError as e:
             raise ValueError(f"{self._what}: {e}") from None
         for i, slot in enumerate(spec.slots):
@@ -242,7 +242,7 @@ class Partitioned:
 
         def call(fn: Callable[..., Any], arrays: Sequence[Any]) -> tuple[list[Any], TreeSpec]:
             with _context.activate(None):  # the rule decides the sharding of axes
-                return flatten(fn(*spec.unflatten(arrays), **options), _ARRAYS)
+                return flatten_arrays(fn(*spec.unflatten(arrays), **options), _ARRAYS)
 
         def unsharded(*arrays: Any) -> Arrays:
             found, results.spec = call(self._fn, arrays)

@@ -30,7 +30,7 @@ from .._mesh_axes import (
     spec_of,
     storage_axes,
 )
-from .._per_device import run_per_device, varying_over
+from .._per_device import gather_axes, run_per_device, varying_over
 from ..axis import Names
 
 
@@ -202,10 +202,8 @@ def _sharded_over(product: Grouped, x: jax.Array, weight: jax.Array) -> tuple[di
 
 def _gather(x: jax.Array, names: Names, spec: PartitionSpec, keep: dict[str, Axes]) -> jax.Array:
     """All-gather the axes of a local shard whose sharding is not to be kept."""
-    for axis, (name, entry) in enumerate(zip(names, spec, strict=True)):
-        if mesh_axes(entry) != keep[name]:
-            x = jax.lax.all_gather(x, mesh_axes(entry), axis=axis, tiled=True)
-    return x
+    stored = map(mesh_axes, spec)
+    return gather_axes(x, [() if axes == keep[n] else axes for n, axes in zip(names, stored, strict=True)])
 
 
 def _last_common(first: Axes, second: Axes) -> Axes:

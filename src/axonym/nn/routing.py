@@ -28,8 +28,8 @@ from .._mesh_axes import (
     spec_of,
     storage_axes,
 )
-from .._per_device import run_per_device, vary_like
-from .._tree_spec import TreeSpec, flatten
+from .._per_device import gather_axes, run_per_device, vary_like
+from .._tree_spec import TreeSpec, flatten_arrays
 from ..axis import Axis, AxisSelector, Names
 from ..named_array import NamedArray, wrap
 from ..ops._operands import one_axis, require_named
@@ -86,7 +86,7 @@ def dispatch(
     >>> axn.nn.dispatch(lambda layer, x, sizes: layer(x, sizes), layer, x, expert, Experts)
     NamedArray(float32[tokens=3, out=1], [[10.] [ 2.] [30.]])
     """
-    arrays, tree = flatten(params)
+    arrays, tree = flatten_arrays(params)
     experts = one_axis("dispatch", "experts", experts)
     return _Dispatch(fn, tree, x, expert, experts, rows, round_size).run([jnp.asarray(a) for a in arrays])
 
@@ -248,9 +248,8 @@ class _Dispatch:
         def on_device(expert: jax.Array, x: jax.Array, *params: jax.Array) -> jax.Array:
             gathered = list(params)
             for i, (names, each) in enumerate(zip(self._tree.names, stored, strict=False)):
-                for position, (n, over) in enumerate(zip(names or (), each, strict=False)):
-                    if over and n != self._experts.name:
-                        gathered[i] = jax.lax.all_gather(gathered[i], over, axis=position, tiled=True)
+                over = [() if n == self._experts.name else axes for n, axes in zip(names or (), each, strict=True)]
+                gathered[i] = gather_axes(gathered[i], over)
             # Weights vary like the rows, so that their gradients are summed over devices once, not in each round. The
             # sum over rounds is in float32.
             wide = [vary_like(p.astype(jnp.float32) if p.dtype in _NARROW else p, expert, x) for p in gathered]

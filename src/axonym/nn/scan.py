@@ -39,8 +39,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 import equinox as eqx
 
 from ..axis import Axis
-from ..schedules._stages import fold_in_stages
-from ..schedules.pipelines import Schedule
+from ..schedules._pipeline import fold_in_stages
+from ..schedules.pipeline_schedules import Schedule
 from ..state.loading import lazy_loading, stacked_from_state_dict
 from ..state.module import ModuleWithStateDictSerialization
 from ..state.naming import KeyMap, StateDict

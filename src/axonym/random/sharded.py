@@ -14,7 +14,7 @@ from .. import _errors
 from .._function_cache import FunctionCache, Functions, HeldArrays, WithArrays
 from .._mesh_axes import NO_MESH, current_mesh, mapped_on
 from .._per_device import run_per_device
-from .._tree_spec import flatten
+from .._tree_spec import flatten_arrays
 from ..axis import Axis, AxisSelector
 from ..named_array import NamedArray, describe_array, resolve_axes, wrap
 from ..ops._new_array import run_sharded
@@ -81,7 +81,7 @@ class _BlockArguments:
     """The values that the function closes over and its arguments after the shape: arrays, and static parts."""
 
     def __init__(self, what: str, tree: Any, along: Axis):
-        self.arrays, spec = flatten(tree)
+        self.arrays, spec = flatten_arrays(tree)
         self.names = [
             private(f"argument {i}", tuple(map(str, range(jnp.ndim(x))))) if names is None else names
             for i, (x, names) in enumerate(zip(self.arrays, spec.names, strict=True))

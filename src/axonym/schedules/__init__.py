@@ -1,3 +1,3 @@
 """Schedules: which stage of a model works on which microbatch, and when."""
 
-from .pipelines import GPipe as GPipe, OneFOneB as OneFOneB
+from .pipeline_schedules import GPipe as GPipe, OneFOneB as OneFOneB

@@ -23,7 +23,7 @@ from .. import _context, _errors
 from .._function_cache import FunctionCache
 from .._jax_versions import is_about_devices
 from .._parameter_names import parameter_names
-from .._tree_spec import FlatTree, StaticLeaf, TreeSpec, flatten, same_static_fields
+from .._tree_spec import FlatTree, StaticLeaf, TreeSpec, flatten_arrays, same_static_fields
 from .meshes import current_mesh
 from .placement import Placement, check_mesh_axes
 from .shard import call_on_mesh, shard_arguments
@@ -385,7 +385,7 @@ def _checked(leaf: StaticLeaf) -> StaticLeaf:
 
 def _flat(result: Any) -> Any:
     """Return a result in the form of compiled functions: arrays alone, or arrays and a spec with the static leaves."""
-    arrays, spec = flatten(result, _ARRAYS, named=False)
+    arrays, spec = flatten_arrays(result, _ARRAYS, named=False)
     return FlatTree(arrays, spec) if list(map(_checked, spec.static_leaves)) else result
 
 
@@ -454,7 +454,7 @@ class Stage:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._program is None:
             return _tree(self._stage(*args, **kwargs))
-        arrays, spec = flatten((args, kwargs), _ARRAYS, named=False)
+        arrays, spec = flatten_arrays((args, kwargs), _ARRAYS, named=False)
         if spec != self._program.spec:
             raise TypeError(
                 "named_jit: a compiled program is for arguments of the structure for which it was lowered, and for the "

@@ -18,7 +18,7 @@ from .._context import Entry
 from .._jax_versions import varying_axes
 from .._mesh_axes import entry_of, mesh_around, mesh_axes, reshard
 from .._per_device import vary_like
-from .._tree_spec import ARRAYS_AND_NUMBERS, Slot, StaticLeaf, TreeSpec, flatten
+from .._tree_spec import ARRAYS_AND_NUMBERS, Slot, StaticLeaf, TreeSpec, flatten_arrays
 from ..axis import Names
 
 R = TypeVar("R")
@@ -103,7 +103,7 @@ def conform(
         settles: the tree is the carry of a loop. JAX gives a weak type among `types`, that of a Python number, the
             dtype it meets here, and `settled` starts the loop with the sharding it meets here.
     """
-    arrays, found = flatten(tree, ARRAYS_AND_NUMBERS)
+    arrays, found = flatten_arrays(tree, ARRAYS_AND_NUMBERS)
     if found.structure != spec.structure:
         raise TypeError(_other_structure(what, words, spec, found))
     expected, given = iter(types), iter(arrays)

@@ -16,7 +16,7 @@ import numpy as np
 
 from .._function_cache import Functions, HeldArrays, WithArrays
 from .._jax_versions import INLINE
-from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, TreeSpec, flatten
+from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, TreeSpec, flatten_arrays
 from ..named_array import NamedArray, describe_array
 from ._carry import CARRY, Words, conform, settled
 
@@ -30,7 +30,7 @@ def while_loop(cond_fn: Callable[[Any], Any], body_fn: Callable[[Any], Any], ini
     >>> axn.while_loop(lambda x: x.sum() < 100, lambda x: 2 * x, axn.ones({"x": 3}))
     NamedArray(float32[x=3], [64. 64. 64.])
     """
-    arrays, spec = flatten(init, ARRAYS_AND_NUMBERS)
+    arrays, spec = flatten_arrays(init, ARRAYS_AND_NUMBERS)
     functions = Functions(body_fn, cond_fn)
     return spec.unflatten(functions.compiled(_build_while, None, spec)(functions.arrays, arrays))
 
@@ -61,7 +61,7 @@ def fori_loop(lower: Any, upper: Any, body_fn: Callable[[Any, Any], Any], init: 
     >>> axn.fori_loop(0, 3, lambda i, x: x + i, axn.ones({"x": 2}))
     NamedArray(float32[x=2], [4. 4.])
     """
-    arrays, spec = flatten(init, ARRAYS_AND_NUMBERS)
+    arrays, spec = flatten_arrays(init, ARRAYS_AND_NUMBERS)
     bounds = _scalar("fori_loop", "`lower`", lower), _scalar("fori_loop", "`upper`", upper)
     static = tuple(map(int, bounds)) if all(isinstance(bound, (int, np.integer)) for bound in bounds) else None
     functions = Functions(body_fn)
@@ -112,7 +112,7 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
 
 
 def _choose(what: str, which: Any, branches: Sequence[Callable[..., Any]], operands: tuple[Any, ...]) -> Any:
-    arrays, spec = flatten(operands, ARRAYS_AND_NUMBERS)
+    arrays, spec = flatten_arrays(operands, ARRAYS_AND_NUMBERS)
     functions = Functions(*branches)
     return functions.compiled(_build_choice, what, spec)(functions.arrays, which, arrays).tree()
 
@@ -129,7 +129,7 @@ def _build_choice(functions: WithArrays, what: str, spec: TreeSpec) -> Callable[
             def call(arrays: list[Any]) -> list[Any]:
                 result = branch(*spec.unflatten(arrays))
                 if not agreed:
-                    outputs, out_spec = flatten(result, ARRAYS_AND_NUMBERS)
+                    outputs, out_spec = flatten_arrays(result, ARRAYS_AND_NUMBERS)
                     agreed.append((name, out_spec, [jax.typeof(x) for x in outputs]))
                     return outputs
                 first, out_spec, types = agreed[0]

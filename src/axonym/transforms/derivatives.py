@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors
-from .._tree_spec import StaticLeaf, flatten
+from .._tree_spec import StaticLeaf, flatten_arrays
 from ..axis import Names
 from ..named_array import NamedArray, raw, wrap
 
@@ -94,7 +94,7 @@ def jacobian(fn: Callable[..., Any], argnums: ArgNums = 0, *, prefix: str = "d_"
         specs = []
 
         def arrays_of(arrays: Sequence[Any]) -> list[Any]:
-            outputs, spec = flatten(fn(*argument.filled(arrays), **kwargs))
+            outputs, spec = flatten_arrays(fn(*argument.filled(arrays), **kwargs))
             specs[:] = [spec]
             return outputs
 
@@ -139,7 +139,7 @@ class _Argument:
             raise TypeError(f"{what}: `argnums` has an argument twice, {tuple(positions)}.")
         numbers = (float, complex, np.inexact)
         chosen = [jnp.asarray(a) if isinstance(a, numbers) else a for a in (args[i] for i in self._positions)]
-        self._all, self._spec = flatten(chosen)
+        self._all, self._spec = flatten_arrays(chosen)
         self._changes = [jnp.issubdtype(x.dtype, jnp.inexact) for x in self._all]
         self.arrays = list(itertools.compress(self._all, self._changes))
         self.names = list(itertools.compress(self._spec.names, self._changes))

@@ -23,7 +23,7 @@ from .. import _errors, _kernels, _parsing
 from .._function_cache import FunctionCache, Functions, WithArrays
 from .._mesh_axes import mesh_around
 from .._parameter_names import parameter_names
-from .._tree_spec import TreeSpec, flatten, is_hashable
+from .._tree_spec import TreeSpec, flatten_arrays, is_hashable
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, names_without, selectors
 from ..named_array import NamedArray, wrap, wrap_result
 from ..ops._operands import check_new_axis, private
@@ -251,7 +251,7 @@ class _Signature:
                 )
         if not handed_on and not call.kwargs:
             return _Arguments(operands, tuple(names), [], _NOTHING)
-        arrays, static = flatten((handed_on, dict(call.kwargs)))
+        arrays, static = flatten_arrays((handed_on, dict(call.kwargs)))
         if not is_hashable(static):
             raise TypeError(self._unhashable(what, call))
         return _Arguments(operands, tuple(names), arrays, static)
@@ -303,7 +303,7 @@ class _LiftedCall(NamedTuple):
         return f"argument {i}" if name.startswith("args[") else f"argument {i}, `{name}`,"
 
 
-_, _NOTHING = flatten(([], {}))
+_, _NOTHING = flatten_arrays(([], {}))
 
 
 def _make_signature(what: str, spec: str | None, in_axes: Any, out_axes: Any) -> _Signature:

@@ -25,7 +25,7 @@ import jax.ad_checkpoint
 import numpy as np
 
 from .. import _errors
-from .._tree_spec import FlatTree, flatten
+from .._tree_spec import FlatTree, flatten_arrays
 
 T = TypeVar("T")
 
@@ -116,7 +116,7 @@ class ScanCheckpointPolicy:
         policy = self._kept(moved)
 
         def step(*args: Any, **kwargs: Any) -> T:
-            arrays, spec = flatten((args, kwargs))
+            arrays, spec = flatten_arrays((args, kwargs))
 
             def of_arrays(arrays: list[Any]) -> FlatTree:
                 (carry, *inputs), options = spec.unflatten(arrays)
@@ -124,7 +124,7 @@ class ScanCheckpointPolicy:
                     carry = tree_checkpoint_name(carry, carry_name)
                 if moves_inputs:
                     inputs, options = tree_checkpoint_name((inputs, options), input_name)
-                return FlatTree(*flatten(fn(carry, *inputs, **options)))
+                return FlatTree(*flatten_arrays(fn(carry, *inputs, **options)))
 
             return jax.checkpoint(of_arrays, policy=policy, prevent_cse=self.prevent_cse)(arrays).tree()
 

@@ -22,7 +22,7 @@ from .. import _errors, _output_sharding
 from .._function_cache import Functions, HeldArrays, WithArrays
 from .._jax_versions import INLINE
 from .._mesh_axes import entries_of, explicit_mesh, reshard
-from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, StaticLeaf, TreeSpec, flatten
+from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, StaticLeaf, TreeSpec, flatten_arrays
 from ..axis import Axis, AxisSelector, Names, names_without
 from ..named_array import wrap
 from ..ops._operands import private
@@ -195,8 +195,8 @@ def _run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Any, Any]:
-    carry, carry_spec = flatten(init, ARRAYS_AND_NUMBERS)
-    arrays, spec = flatten((args, kwargs))
+    carry, carry_spec = flatten_arrays(init, ARRAYS_AND_NUMBERS)
+    arrays, spec = flatten_arrays((args, kwargs))
     choose = None if is_scanned is True else is_scanned if callable(is_scanned) else lambda _: False
     positions = tuple(_position(loop.name, x, names, choose) for x, names in zip(arrays, spec.names, strict=True))
     sizes = [x.shape[p] for x, p in zip(arrays, positions, strict=True) if p is not None]
@@ -247,7 +247,7 @@ def _build(functions: WithArrays, plan: _LoopPlan, carry_spec: TreeSpec, argumen
                 of_step[i] = x
             args, kwargs = in_step.unflatten(of_step)
             new, output = loop.step(fn, carry_spec.unflatten(carry), args, kwargs)
-            outputs, spec = flatten(output, ARRAYS_AND_NUMBERS)
+            outputs, spec = flatten_arrays(output, ARRAYS_AND_NUMBERS)
             returned[:] = [spec.weak(carry_spec, arguments)]  # a step can be traced again, with stronger types
             return conform(loop.what, CARRY, carry_spec, [jax.typeof(c) for c in carry], new, settles=True), outputs
 
@@ -359,7 +359,7 @@ def associative_scan(fn: Callable[[T, T], T], elems: T, axis: AxisSelector, *, r
     >>> axn.associative_scan(axn.maximum, axn.named([1, 3, 2, 5], "x"), "x")
     NamedArray(int32[x=4], [1 3 3 5])
     """
-    arrays, spec = flatten(elems)
+    arrays, spec = flatten_arrays(elems)
     name = _mapped_axis.one_name("associative_scan", axis)
     missing = [
         i for i, names in enumerate(spec.names) if (name not in names if names is not None else not arrays[i].ndim)

@@ -11,7 +11,7 @@ import jax
 
 from .. import _errors, _output_sharding
 from .._mesh_axes import axes_in, entries_of, explicit_mesh, reshard, restricted
-from .._tree_spec import Slot, StaticLeaf, TreeSpec, check_rank, flatten
+from .._tree_spec import Slot, StaticLeaf, TreeSpec, check_rank, flatten_arrays
 from ..axis import Axis, AxisSelection, Names, name_of, names_without, selectors
 from ..named_array import NamedArray, wrap
 from . import _mapped_axis
@@ -85,7 +85,7 @@ def vmap(
                 inner[operand.leaf] = x if operand.inner_names is None else wrap(x, operand.inner_names)
             one_args, one_kwargs = jax.tree.unflatten(structure, inner)
             result = fn(*one_args, **one_kwargs)  # pyright: ignore[reportCallIssue]
-            outputs, spec = flatten(result)
+            outputs, spec = flatten_arrays(result)
             _mapped_axis.check_placed_elsewhere("vmap", sizes, inner, _mapped_axis.flatten(result)[0])
             returned[:] = [TreeSpec(spec.structure, [_with_axes(slot, names) for slot in spec.slots])]
             return outputs

@@ -36,11 +36,11 @@ from .._mesh_axes import (
     restricted,
     shard_count,
 )
-from .._per_device import run_per_device, vary_like, varying_over
-from .._tree_spec import TreeSpec, flatten
+from .._per_device import gather_axes, run_per_device, vary_like, varying_over
+from .._tree_spec import TreeSpec, flatten_arrays
 from ..axis import Axis, Names, name_of
 from ..named_array import is_named_array
-from .pipelines import GPipe, Schedule
+from .pipeline_schedules import GPipe, Schedule
 
 Fold = Callable[..., Any]
 """Applies layers: from their arrays, their axis, a carry, and further arguments by position and keyword."""
@@ -89,7 +89,7 @@ class _Pipeline:
         self._batch = name_of(schedule.axis)
 
     def run(self, *groups: Any) -> Any:
-        arrays, trees = zip(*map(flatten, groups), strict=True)
+        arrays, trees = zip(*map(flatten_arrays, groups), strict=True)
         self._trees: Sequence[TreeSpec] = trees
         stored = {**active_mapping(), **active_parameter_mapping(), self._Layers.name: entry_of(self._stages)}
         of_head = {**stored, self._batch: active_mapping().get(self._batch)}
@@ -269,7 +269,7 @@ class _Pipeline:
         layers, carry = self._trees[0].unflatten(stacked), self._trees[1].unflatten(here)
         args, kwargs = self._trees[2].unflatten(self._own(2, rest, microbatch))
         result = self._fold(layers, self._Layers.resize(self._Layers.size // self._count), carry, *args, **kwargs)
-        return [x.astype(y.dtype) for x, y in zip(flatten(result)[0], here, strict=True)]
+        return [x.astype(y.dtype) for x, y in zip(flatten_arrays(result)[0], here, strict=True)]
 
     def _loss(self, results: Arrays, head: Arrays, microbatch: jax.Array) -> tuple[jax.Array, Arrays, Arrays]:
         """Return the loss of a microbatch, and its derivatives by the results and by the arguments of `then`."""
@@ -300,13 +300,11 @@ class _Pipeline:
 
     def _gathered(self, group: int, xs: Arrays) -> Arrays:
         """All-gather weights, except over stages."""
-        found = []
-        for x, names, spec in zip(xs, self._trees[group].names, self._specs[group], strict=True):
-            for position, (name, entry) in enumerate(zip(names or (), spec, strict=False)):
-                if name not in (self._Layers.name, self._batch) and entry is not None:
-                    x = jax.lax.all_gather(x, mesh_axes(entry), axis=position, tiled=True)
-            found.append(x)
-        return found
+        kept = self._Layers.name, self._batch
+        return [
+            gather_axes(x, [() if n in kept else mesh_axes(e) for n, e in zip(names or (), spec, strict=False)])
+            for x, names, spec in zip(xs, self._trees[group].names, self._specs[group], strict=True)
+        ]
 
     def _cut(self, names: Names | None, x: jax.Array) -> jax.Array:
         """Cut the local batch into microbatches, along a new first axis."""

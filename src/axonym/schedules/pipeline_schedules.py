@@ -1,4 +1,4 @@
-"""The schedules of pipelines: in which tick each stage works on which microbatch. `_stages` runs them."""
+"""The schedules of pipelines: in which tick each stage works on which microbatch. `_pipeline` runs them."""
 
 from __future__ import annotations
 
