@@ -45,6 +45,21 @@ def describe_shape(shape: Mapping[str, Any]) -> str:
     return describe_axes(shape.keys(), shape.values())
 
 
+def describe_sharded(
+    dtype: Any, names: Iterable[str] | None, sizes: Iterable[int], over: Iterable[Sequence[str]]
+) -> str:
+    """Return `float32[batch=8 over data, embed=4]`: an array and the mesh axes that each axis is sharded over."""
+    axes = [str(s) for s in sizes] if names is None else [f"{n}={s}" for n, s in zip(names, sizes, strict=True)]
+    shown = (f"{a} over {' and '.join(o)}" if o else a for a, o in zip(axes, over, strict=True))
+    return f"{dtype}[{', '.join(shown)}]"
+
+
+def describe_mesh(mesh: Any) -> str:
+    """Return `(data=4, model=2) of Auto axes`."""
+    kinds = " and ".join(dict.fromkeys(kind.name for kind in mesh.axis_types))
+    return describe_shape(mesh.shape) + (f" of {kinds} axes" if kinds else "")
+
+
 def suggestion(name: str, known: Iterable[str], nearness: float = 0.6) -> str:
     """Return ` Did you mean 'embed'?`, or nothing if no other known name is at least as similar as `nearness`."""
     near = difflib.get_close_matches(str(name), [k for k in known if k != name], n=1, cutoff=nearness)

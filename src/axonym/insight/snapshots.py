@@ -63,16 +63,11 @@ def _placed(step: Any, args: Any, kwargs: Any) -> Iterator[Leaf]:
 
 
 def _described(leaf: Leaf) -> str:
-    """Describe an array with its sharding: `float32[batch=8 over data, embed=4]`."""
     array = raw(leaf.value)
     sharding = getattr(array, "sharding", None)
     spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     spec += (None,) * (array.ndim - len(spec))
-    axes = []
-    for i, (size, entry) in enumerate(zip(array.shape, spec, strict=True)):
-        over = " and ".join(mesh_axes(entry))
-        axes.append((f"{leaf.names[i]}={size}" if leaf.names else str(size)) + (f" over {over}" if over else ""))
-    return f"{array.dtype}[{', '.join(axes)}]"
+    return _errors.describe_sharded(array.dtype, leaf.names, array.shape, map(mesh_axes, spec))
 
 
 def _bytes_on_each(leaf: Leaf) -> int:

@@ -167,8 +167,8 @@ class _Call:
         mesh = required_mesh(self.what, None if self.mesh is None else as_seen_here(self.mesh))
         if not around.empty and (around.shape, around.axis_types) != (mesh.shape, mesh.axis_types):
             raise ValueError(
-                f"{self.what}: the mesh passed is {_described(mesh)}, but the active one is {_described(around)}. "
-                "Leave it out, or activate that mesh."
+                f"{self.what}: the mesh passed is {_errors.describe_mesh(mesh)}, but the active one is "
+                f"{_errors.describe_mesh(around)}. Leave it out, or activate that mesh."
             )
         return mesh
 
@@ -287,11 +287,6 @@ def _check_not_sharded(leaf: Leaf, manual: Collection[str], what: str) -> None:
 
 
 # --- messages ---
-
-
-def _described(mesh: AnyMesh) -> str:
-    kinds = " and ".join(dict.fromkeys(kind.name for kind in mesh.axis_types))
-    return f"{_errors.describe_shape(mesh.shape)} of {kinds} axes"
 
 
 def _explain(error: Exception, what: str) -> None:

@@ -214,14 +214,9 @@ def _activate_mesh(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
     if around.shape == mesh.shape and (is_manual or around.axis_types == mesh.axis_types):
         return contextlib.nullcontext()
     raise ValueError(
-        f"sjit: called in a traced function under mesh {_described(around)}, but it is meant for mesh "
-        f"{_described(mesh)}. Activate that mesh outside: `with jax.set_mesh(mesh): ...`."
+        f"sjit: called in a traced function under mesh {_errors.describe_mesh(around)}, but it is meant for mesh "
+        f"{_errors.describe_mesh(mesh)}. Activate that mesh outside: `with jax.set_mesh(mesh): ...`."
     )
-
-
-def _described(mesh: AnyMesh) -> str:
-    kinds = ", ".join(dict.fromkeys(str(t) for t in mesh.axis_types))
-    return f"{_errors.describe_shape(mesh.shape)} of {kinds} axes" if mesh.axis_types else "()"
 
 
 # --- the mesh ---

@@ -204,15 +204,10 @@ def _entries(aval: Any) -> tuple[tuple[str, ...], ...]:
 
 
 def _described(names: Names | None, aval: Any) -> str:
-    """Describe an array with its sharding, as in `float32[batch=8 over 'data', embed=4]`."""
-    axes = []
-    for i, (size, entry) in enumerate(zip(aval.shape, _entries(aval), strict=True)):
-        axis = f"{names[i]}={size}" if names else str(size)
-        axes.append(axis + (f" over {' and '.join(map(repr, entry))}" if entry else ""))
     varying = sorted(varying_axes(aval))
     differs = f" that differs along mesh axis {_errors.quoted(varying)}" if varying else ""
     kind = "" if names is not None or not aval.shape else "raw "
-    return f"{kind}{aval.dtype}[{', '.join(axes)}]{differs}"
+    return f"{kind}{_errors.describe_sharded(aval.dtype, names, aval.shape, _entries(aval))}{differs}"
 
 
 def _kind(slot: Slot, leaf: Any) -> str:
