@@ -91,7 +91,8 @@ class Prepared:
     def __init__(self, config: settings.Config):
         self.config = config
         self.Batch, self.Pos = axn.make_axes(batch=config.batches.batch, pos=config.batches.length)
-        self.strategy = strategies.choose(config.mapping, config.mesh, config.model.kv_heads, jax.device_count())
+        count, microbatches = jax.device_count(), config.batches.microbatches
+        self.strategy = strategies.choose(config.mapping, config.mesh, config.model.kv_heads, count, microbatches)
         self.mesh = strategies.make_mesh(self.strategy)
         if config.hosts.elastic and -1 not in self.strategy.mesh.values():
             raise Problem("--elastic needs a mesh that fits fewer devices: let --mesh have -1 for one of the sizes.")
@@ -176,7 +177,8 @@ class Training:
         """Say what is trained, on what, and show what each device has of it."""
         say, prepared, corpus = self.reporter.say, self.prepared, self.prepared.corpus
         count = sum(x.size for x in jax.tree.leaves(self.state.model))
-        say(f"A Llama with {count:,} parameters on {devices.describe()}.")
+        experts = f" and {self.config.model.experts} experts" if self.config.model.experts else ""
+        say(f"A Llama with {count:,} parameters{experts} on {devices.describe()}.")
         say(f"Mapping {strategies.describe(prepared.strategy, prepared.mesh)}.")
         sizes = (
             f"{corpus.files:,} file{'s' if corpus.files > 1 else ''}, {table.readable(len(corpus.train))} to train on"

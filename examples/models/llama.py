@@ -13,6 +13,7 @@ What the axes are called, and what they are:
 | `group`     | heads of queries that share those of keys and values |
 | `head_size` | features of a head                                   |
 | `mlp`       | hidden features of the multilayer perceptron         |
+| `experts`   | perceptrons of a mixture; `scores` of its router     |
 
 Nothing here says how the model is distributed. That is a mapping from these names to the axes of a mesh: see
 `mappings.py`, and `train.py`, which trains the model under each of them.
@@ -56,6 +57,10 @@ class Config:
     window: int | None = None
     """How many positions a query attends to, including its own; all by default."""
     activation: Callable[[NamedArray], NamedArray] = nn.silu
+    Experts: Axis | None = None
+    """The perceptrons of each block's mixture; None for one perceptron, without a mixture."""
+    choices: int = 2
+    """How many experts of a mixture each token goes to."""
     norm: type[nn.RmsNorm] = nn.RmsNorm
     embedding_scale: float = 1.0
     """What embedded tokens are multiplied by."""
@@ -204,13 +209,48 @@ class Mlp(eqx.Module):
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Mixture(eqx.Module):
+    """A mixture of perceptrons with gates: each token goes to a few, those that a router scores highest."""
+
+    router: nn.Linear
+    gate_proj: nn.MoELinear
+    up_proj: nn.MoELinear
+    down_proj: nn.MoELinear
+    choices: int = eqx.field(static=True)
+    activation: Callable[[NamedArray], NamedArray] = eqx.field(static=True)
+
+    @staticmethod
+    def init(config: Config, Experts: Axis, *, key: jax.Array) -> Mixture:
+        router, gate, up, down = jax.random.split(key, 4)
+        # Every token has scores for all experts, which can be sharded as tokens are: so scores have their own axis.
+        return Mixture(
+            router=nn.Linear.init(config.Embed, Experts.alias("scores"), key=router, use_bias=False),
+            gate_proj=nn.MoELinear.init(Experts, config.Embed, config.Mlp, key=gate, use_bias=False),
+            up_proj=nn.MoELinear.init(Experts, config.Embed, config.Mlp, key=up, use_bias=False),
+            down_proj=nn.MoELinear.init(Experts, config.Mlp, config.Embed, key=down, use_bias=False),
+            choices=config.choices,
+            activation=config.activation,
+        )
+
+    def __call__(self, x: NamedArray) -> NamedArray:
+        def of_experts(layers: Any, rows: NamedArray, sizes: NamedArray) -> NamedArray:
+            gate, up, down = layers
+            return down(self.activation(gate(rows, sizes)) * up(rows, sizes), sizes)
+
+        scores = nn.softmax(self.router(x).astype("float32"), "scores")
+        weights, chosen = axn.top_k(scores, "scores", self.choices, "choice")
+        layers = self.gate_proj, self.up_proj, self.down_proj
+        found = nn.dispatch(of_experts, layers, x, chosen, self.gate_proj.Experts)
+        return axn.dot(found, (weights / weights.sum("choice")).astype(x.dtype), axis="choice")
+
+
 class Block(ModuleWithStateDictSerialization):
-    """Attention and a perceptron, each of which adds to the residual stream."""
+    """Attention and a perceptron, or a mixture of them, each of which adds to the residual stream."""
 
     attention_norm: nn.RmsNorm
     attention: Attention
     mlp_norm: nn.RmsNorm
-    mlp: Mlp
+    mlp: Mlp | Mixture
 
     @staticmethod
     def init(config: Config, *, key: jax.Array) -> Block:
@@ -219,7 +259,7 @@ class Block(ModuleWithStateDictSerialization):
             attention_norm=config.norm.init(config.Embed, config.norm_eps, use_bias=False),
             attention=Attention.init(config, key=attention),
             mlp_norm=config.norm.init(config.Embed, config.norm_eps, use_bias=False),
-            mlp=Mlp.init(config, key=mlp),
+            mlp=Mlp.init(config, key=mlp) if config.Experts is None else Mixture.init(config, config.Experts, key=mlp),
         )
 
     def __call__(self, x: NamedArray) -> NamedArray:
@@ -271,9 +311,17 @@ class Llama(ModuleWithStateDictSerialization):
     def __call__(self, tokens: NamedArray) -> NamedArray:
         return self._logits(self.blocks.fold(self._embedded(tokens)))
 
-    def loss(self, tokens: NamedArray) -> jax.Array:
-        """The mean surprise at each token but the first, given those before it."""
-        return next_token_loss(self(tokens), tokens)
+    def loss(self, tokens: NamedArray, schedule: Any = None) -> jax.Array:
+        """The mean surprise at each token but the first, given those before it.
+
+        Arguments:
+            tokens: the texts.
+            schedule: how blocks that are sharded over stages take turns, one of `axonym.schedules`.
+        """
+        ends = dataclasses.replace(self, blocks=None)
+        x = self._embedded(tokens)
+        total = self.blocks.fold(x, schedule=schedule, then=_total_loss, then_args=(ends, tokens))
+        return total / (tokens.size - tokens.size // tokens.axis_size("pos"))
 
     def empty_cache(self, Batch: Axis, KPos: Axis, dtype: Any = None) -> KVCache:
         """A cache for texts of up to so many tokens, in which every block has its part along the axis `layers`."""
@@ -315,9 +363,14 @@ class Llama(ModuleWithStateDictSerialization):
         return {"table": "model.embed_tokens", "blocks": "model.layers", "norm": "model.norm", "head": "lm_head"}
 
 
-def next_token_loss(logits: NamedArray, tokens: NamedArray) -> jax.Array:
-    """The mean surprise at each token but the first, given the logits at the one before it."""
+def _total_loss(x: NamedArray, model: Llama, tokens: NamedArray) -> jax.Array:
+    """The sum of the surprises, given what the last block makes of some texts, and the rest of the model."""
+    return next_token_loss(model._logits(x), tokens, axn.sum)
+
+
+def next_token_loss(logits: NamedArray, tokens: NamedArray, reduction: Any = axn.mean) -> jax.Array:
+    """The mean surprise at each token but the first, given the logits at the one before it; in float32."""
     Pos = tokens.resolve_axis("pos")
     targets = axn.roll(tokens, -1, Pos)
     followed = axn.arange(Pos) < Pos.size - 1  # the last token is followed by none
-    return nn.cross_entropy_loss(logits, "vocab", targets, where=followed).scalar()
+    return nn.cross_entropy_loss(logits, "vocab", targets, reduction, where=followed, dtype="float32").scalar()

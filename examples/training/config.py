@@ -40,6 +40,9 @@ class ModelSizes:
     """Features of a head."""
     tied: bool = False
     """Predict tokens with the table that embeds them."""
+    experts: int = 0
+    """Multilayer perceptrons of which each token uses two, in place of one for all; 0 for none. With `--mapping expert`
+    there are 8 by default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Batches:
     """Texts in a batch, over all devices and hosts."""
     length: int = 128
     """Tokens of a text."""
+    microbatches: int = 4
+    """With layers in stages of a pipeline: how many microbatches the texts of a device are cut into."""
     held_out: float = 0.05
     """The share of the text that is kept for evaluation."""
 
@@ -133,8 +138,8 @@ class Config:
     data: Annotated[str, arg(metavar="PATH")] = "stdlib"
     """A file or a folder of text; "stdlib" is the source text of Python's standard library."""
     mapping: Annotated[str, arg(metavar="MAPPING")] = "fsdp+tensor"
-    """How devices share the work: data, fsdp, tensor, fsdp+tensor, sequence, context, or a JSON or TOML file that has
-    `mesh`, `mapping` and, if parameters are stored otherwise, `parameter_mapping`."""
+    """How devices share the work: data, fsdp, tensor, fsdp+tensor, sequence, context, pipeline, pipeline+fsdp, expert,
+    or a JSON or TOML file that has `mesh`, `mapping` and, if parameters are stored otherwise, `parameter_mapping`."""
     mesh: Annotated[str, arg(metavar="SIZES")] = "auto"
     """The sizes of the mesh axes, such as data=4,model=2; -1 is what the others leave."""
     precision: str = "float32"
@@ -163,6 +168,8 @@ def parse(arguments: Sequence[str] | None, default: Config | None = None) -> Con
     """The settings that the command line gives; the default has the others."""
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     config = tyro.cli(Config, args=arguments, default=default or Config(), config=options, prog="train_lm.py")
+    if default is None and config.mapping == "expert" and not config.model.experts:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, experts=8))
     if default is not None or not config.resume:  # or the settings of the run are yet to be read
         _check(config)
     return config
@@ -247,6 +254,8 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"--length must be at least 2, so that there is a next token, got {batches.length}"
     if model.head_size % 2:
         yield f"--head-size must be even, since rotary embeddings turn pairs, got {model.head_size}"
+    if model.experts == 1:
+        yield "--experts must be 0 for none or at least 2, since each token uses two, got 1"
     if not 0 < batches.held_out < 1:
         yield f"--held-out must be between 0 and 1, got {batches.held_out}"
     if optimizer.warmup >= optimizer.steps:
@@ -267,11 +276,21 @@ def _problems(config: Config) -> Iterator[str]:
 
 
 _POSITIVE = {
-    *(field.name for field in dataclasses.fields(ModelSizes) if field.name != "tied"),
-    *("batch", "steps", "clip", "learning_rate", "log_every", "evaluate_every", "evaluate_batches", "sample_length"),
+    *(field.name for field in dataclasses.fields(ModelSizes) if field.name not in ("tied", "experts")),
+    *(
+        "batch",
+        "microbatches",
+        "steps",
+        "clip",
+        "learning_rate",
+        "log_every",
+        "evaluate_every",
+        "evaluate_batches",
+        "sample_length",
+    ),
     *("top_k", "save_every", "keep", "simulated_devices", "host_timeout"),
 }
-_NOT_NEGATIVE = {"seed", "warmup", "weight_decay", "samples", "temperature"}
+_NOT_NEGATIVE = {"experts", "seed", "warmup", "weight_decay", "samples", "temperature"}
 _LARGEST = 2**31 - 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -25,10 +26,10 @@ def make_writer(reports: settings.Reports, policy: Policy, strategy: Strategy, m
     """A function from a model, a key and the number of the step to texts."""
     # Devices that have texts of their own write as many each; those that are too many are not shown.
     Batch = Axis("batch", reports.samples)
-    # A single token has no positions to shard.
-    writing = Strategy(
-        strategy.name, strategy.mesh, _without(strategy.compute, "pos"), _without(strategy.storage, "pos")
-    )
+    # A single token has no positions to shard, and in a pipeline nothing would follow it: layers are all-gathered.
+    compute = {name: entry for name, entry in strategy.compute.items() if name not in ("pos", "layers")}
+    storage = {name: entry for name, entry in strategy.storage.items() if name != "pos"}
+    writing = dataclasses.replace(strategy, compute=compute, storage=storage)
     Batch = axn.sharding.round_axis_for_partitioning(Batch, writing.compute, mesh)
     prompt, sampling = data.encode(reports.prompt), Sampling(temperature=reports.temperature, top_k=reports.top_k)
     prompts = axn.named(np.tile(prompt, (Batch.size, 1)), (Batch, Axis("pos", prompt.size)))
@@ -46,7 +47,3 @@ def make_writer(reports: settings.Reports, policy: Policy, strategy: Strategy, m
         return [reports.prompt + data.decode(row) for row in tokens]
 
     return texts
-
-
-def _without(mapping: Any, axis: str) -> dict[str, Any]:
-    return {name: entry for name, entry in mapping.items() if name != axis}

@@ -61,6 +61,7 @@ def model_config(sizes: settings.ModelSizes) -> llama.Config:
         Group=Group,
         HeadSize=HeadSize,
         Mlp=Mlp,
+        Experts=Axis("experts", sizes.experts) if sizes.experts else None,
         tied=sizes.tied,
     )
 
@@ -75,6 +76,7 @@ def make_functions(
 ) -> Functions:
     """The functions of a run under a strategy."""
     axes, optimizer = model_config(sizes), make_optimizer(optimizer_settings)
+    of_policy = functools.partial(loss, policy=policy, schedule=strategy.schedule())
 
     def start(key: jax.Array) -> State:
         for_model, rest = jax.random.split(key)
@@ -82,7 +84,7 @@ def make_functions(
         return State(model, optimizer.init(model), rest)  # pyright: ignore[reportArgumentType]
 
     def train(state: State, tokens: NamedArray) -> tuple[State, Metrics]:
-        value, gradients = jax.value_and_grad(loss)(state.model, tokens, policy)
+        value, gradients = jax.value_and_grad(of_policy)(state.model, tokens)
         updates, kept = optimizer.update(gradients, state.optimizer, state.model)  # pyright: ignore[reportArgumentType]
         metrics = {"loss": value, "gradient_norm": optax.tree.norm(gradients)}
         return State(optax.apply_updates(state.model, updates), kept, state.key), metrics  # pyright: ignore[reportArgumentType]
@@ -94,7 +96,7 @@ def make_functions(
     return Functions(
         start=axn.named_jit(start, strategy.storage, compiler_options=quick),
         train=distributed(train, strategy, donate_args=(True, False)),
-        evaluate=distributed(functools.partial(loss, policy=policy), strategy),
+        evaluate=distributed(of_policy, strategy),
         abstract=jax.eval_shape(start, jax.random.key(0)),
     )
 
@@ -106,10 +108,10 @@ def distributed(fn: Callable[..., Any], strategy: Strategy, **options: Any) -> C
     return axn.fsdp(fn, strategy.storage, strategy.compute, **options)
 
 
-def loss(model: llama.Llama, tokens: NamedArray, policy: Policy) -> jax.Array:
+def loss(model: llama.Llama, tokens: NamedArray, policy: Policy, schedule: Any = None) -> jax.Array:
     """The mean surprise at the next token. The model computes as the policy says, the loss in float32."""
-    logits = mixed_precision(policy.with_output_dtype("float32"), llama.Llama.__call__)(model, tokens)
-    return llama.next_token_loss(logits, tokens)
+    of_model = functools.partial(llama.Llama.loss, schedule=schedule)
+    return mixed_precision(policy.with_output_dtype("float32"), of_model)(model, tokens)
 
 
 def make_optimizer(config: settings.Optimizer) -> optax.GradientTransformation:

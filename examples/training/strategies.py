@@ -34,10 +34,19 @@ class Strategy:
     mesh: Mesh
     compute: ResourceMapping
     storage: ResourceMapping
+    microbatches: int = 1
+    """Where layers are sharded over stages: how many microbatches the batch of a device is cut into."""
+
+    def schedule(self) -> axn.schedules.OneFOneB | None:
+        """The schedule of the stages; None if there are none."""
+        return axn.schedules.OneFOneB(self.microbatches, axis="batch") if self.compute.get("layers") else None
 
 
 # Axes along which devices compute independently: heads of attention, hidden features, tokens to predict.
 TENSOR = dict.fromkeys(("kv_heads", "mlp", "vocab"), "model")
+
+# Layers in stages of a pipeline. What comes before and after them, the vocabulary, is sharded over the stages.
+PIPELINE = dict.fromkeys(("layers", "vocab"), "stage")
 
 # Positions of queries and of keys.
 SEQUENCE = dict.fromkeys(("pos", "key_pos"), "data")
@@ -55,17 +64,23 @@ BUILT_IN: dict[str, tuple[ResourceMapping, ResourceMapping]] = {
     "sequence": (SEQUENCE, SEQUENCE),
     # The devices along `model` share texts, of which each has a stretch; parameters are stored sharded over `data`.
     "context": ({"batch": "data"} | dict.fromkeys(SEQUENCE, "model"), {"embed": "data"}),
+    # Each device along `stage` has some of the layers, and passes on one microbatch of texts after another.
+    "pipeline": ({"batch": "data"} | PIPELINE, {"batch": "data"} | PIPELINE),
+    # The same, but parameters are stored sharded over `data` too.
+    "pipeline+fsdp": ({"batch": "data"} | PIPELINE, {"embed": "data"} | PIPELINE),
+    # Each device has its own texts; those along `expert` have some of the experts each, and exchange tokens.
+    "expert": ({"batch": ("data", "expert"), "experts": "expert"}, {"embed": "data", "experts": "expert"}),
 }
 
 _FLAGS = {"pos": "length", "batch": "batch"}
 
 
-def choose(mapping: str, mesh: str, kv_heads: int, devices: int) -> Strategy:
+def choose(mapping: str, mesh: str, kv_heads: int, devices: int, microbatches: int = 1) -> Strategy:
     """The strategy of a name, or of a file; `mesh` is what the command line says about it."""
     if mapping in BUILT_IN:
         compute, storage = BUILT_IN[mapping]
-        split = math.gcd(devices, kv_heads if mapping == "tensor" else 2) if "model" in compute.values() else 1
-        sizes = {"data": -1} | ({"model": split} if "model" in compute.values() else {})
+        split = math.gcd(devices, kv_heads if mapping == "tensor" else 2)
+        sizes = {"data": -1} | {a: split for a in ("model", "stage", "expert") if a in compute.values()}
         found = Strategy(mapping, sizes, compute, storage)
     elif Path(mapping).suffix in (".json", ".toml"):
         found = _read(Path(mapping))
@@ -73,7 +88,8 @@ def choose(mapping: str, mesh: str, kv_heads: int, devices: int) -> Strategy:
         raise Problem(
             f"There is no mapping {mapping!r}; choose one of {', '.join(BUILT_IN)}, or give a .json or .toml file."
         )
-    return found if mesh == "auto" else dataclasses.replace(found, mesh=_parsed_mesh(mesh))
+    sizes = found.mesh if mesh == "auto" else _parsed_mesh(mesh)
+    return dataclasses.replace(found, mesh=sizes, microbatches=microbatches)
 
 
 def describe(strategy: Strategy, mesh: jax.sharding.Mesh) -> str:
@@ -116,9 +132,19 @@ def check(strategy: Strategy, mesh: jax.sharding.Mesh, model: Any, tokens: Named
                     f"{_sizes({a: mesh.shape[a] for a in over})}, since it is not a multiple of {parts}; change "
                     f"{flag(_FLAGS.get(axis, axis))}, --mesh or --mapping."
                 )
+        if "experts" in mapping and "experts" not in sizes:
+            raise Problem(
+                f"Mapping {strategy.name!r} shards experts, and the model has none; give it some by --experts."
+            )
         for finding in axn.lint_mapping(known, mapping, mesh):
             if finding.kind == "problem" or (finding.kind == "unused" and strategy.name not in BUILT_IN):
                 raise Problem(f"Mapping {strategy.name!r} does not fit the model: {finding.message}")
+    own = axn.sharding.sharding_for_axis(tokens.axes, strategy.compute, mesh).shard_shape(tokens.array.shape)[0]
+    if strategy.schedule() and own % strategy.microbatches:
+        raise Problem(
+            f"The {own} texts of a device cannot be cut into {strategy.microbatches} microbatches of one size; change "
+            "--batch, --microbatches or --mesh."
+        )
 
 
 # --- reading ---

@@ -339,6 +339,17 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
         None,
         "pos=12 cannot be sharded over data=8, .* change --length",
     ),
+    "microbatches": (
+        (*NEW, "--mapping", "pipeline", "--microbatches", "3"),
+        None,
+        "The 2 texts of a device cannot be cut into 3 microbatches of one size; change --batch, --microb",
+    ),
+    "no experts": (
+        (*NEW, "--mapping", "RUN/m.toml"),
+        content("m.toml", 'mesh = {data = 8}\nmapping = {experts = "data"}'),
+        "shards experts, and the model has none; give it some by --experts",
+    ),
+    "one expert": ((*NEW, "--experts", "1"), None, "--experts must be 0 for none or at least 2, .* got 1"),
     "a mesh axis": ((*NEW, "--mesh", "rows=8"), None, "shards axis 'batch' over mesh axis 'data', but the mesh has r"),
     "too many devices": ((*NEW, "--mesh", "data=16,model=1"), None, "needs 16 devices; there are 8"),
     "too few devices": ((*NEW, "--mesh", "data=2,model=2"), None, "has 4 of the 8 devices"),

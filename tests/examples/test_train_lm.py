@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import re
 import shlex
 import shutil
@@ -40,6 +41,44 @@ def abstract_state() -> Any:
     config, strategy = train_lm.settings.parse(SMALL), train_lm.strategies.choose("data", "auto", 2, 8)
     policy = train_lm.Policy.parse(config.precision)
     return train_lm.steps.make_functions(config.model, config.optimizer, policy, strategy).abstract
+
+
+# --- mappings ---
+
+
+def loss_and_gradients(mapping: str | None, experts: int) -> Any:
+    """Those of a model of the script under a mapping, or on one device; without all that a run does besides."""
+    config, steps = train_lm.settings.parse([*SMALL, "--experts", str(experts)]), train_lm.steps
+    strategy = train_lm.strategies.choose(mapping or "data", "auto", 2, 8, microbatches=2)
+    policy, axes = train_lm.Policy.parse(config.precision), steps.model_config(config.model)
+    rng = np.random.default_rng(0)
+    tokens = axn.named(rng.integers(0, 256, (8, 16)), ("batch", "pos"))
+    model = jax.eval_shape(functools.partial(steps.llama.Llama.init, axes), key=jax.random.key(0))
+    model = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) * 0.2, x.dtype), model)
+    schedule = None if mapping is None else strategy.schedule()
+    step = jax.value_and_grad(functools.partial(steps.loss, policy=policy, schedule=schedule))
+    if mapping is None:
+        return jax.jit(step)(model, tokens)
+    with jax.set_mesh(train_lm.strategies.make_mesh(strategy)):
+        return jax.block_until_ready(steps.distributed(step, strategy)(model, tokens))
+
+
+@pytest.mark.parametrize(
+    ("experts", "mappings"), [(0, ["pipeline", "pipeline+fsdp", "context"]), (8, ["expert"])], ids=["dense", "mixture"]
+)
+def test_the_same_is_learned(experts: int, mappings: list[str]) -> None:
+    expected = jax.tree.map(np.asarray, loss_and_gradients(None, experts))
+    for mapping in mappings:
+        found = jax.tree.map(np.asarray, loss_and_gradients(mapping, experts))
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4, err_msg=mapping), found, expected
+        )
+
+
+def test_experts_by_default() -> None:
+    parse = train_lm.settings.parse
+    assert parse(["--mapping", "expert"]).model.experts == 8 and parse([]).model.experts == 0
+    assert parse(["--mapping", "expert", "--experts", "4"]).model.experts == 4
 
 
 # --- runs ---
