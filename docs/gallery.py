@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,10 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "image_classifier.py": ("An image classifier", "--epochs 3"),
     "train_lm.py": ("A language model", ""),
     "small_weights.py": ("A Llama with weights of 8 and 4 bits", "--steps 100"),
-    "generate.py": ("Text from a model of Hugging Face's hub", "--help"),
+    "generate.py": (
+        "Text from a model of Hugging Face's hub",
+        '--checkpoint runs/rhyme --prompt "The rain" --length 36',
+    ),
     "mixture_of_experts.py": ("A mixture of experts", "--steps 100 --every 50"),
     "language_model_fsdp.py": ("A model of plain arrays, by a rule", ""),
     "language_model_tensor_parallel.py": ("Tensor parallelism, by rules", ""),
@@ -36,6 +40,9 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "pallas_kernel.py": ("A Pallas kernel on sharded arrays", ""),
 }
 """The title of each example, and the arguments that it is run with here."""
+
+BEFORE = {"generate.py": "small_weights.py --out runs/rhyme"}
+"""What is run before an example, to make what it reads."""
 
 WIDE = '<div class="wide" markdown>'
 """Around an output whose lines are not to be broken, since it has tables and drawings."""
@@ -49,7 +56,9 @@ accelerator, eight devices are simulated. The outputs are from a CPU, and the lo
 
 def run(name: str, arguments: str, folder: Path) -> str:
     """Run an example, and return what the page shows of its output."""
-    command = [sys.executable, str(ROOT / "examples" / name), *arguments.split()]
+    if name in BEFORE:
+        run(*BEFORE[name].split(maxsplit=1), folder)
+    command = [sys.executable, str(ROOT / "examples" / name), *shlex.split(arguments)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT / "src"), "COLUMNS": str(WIDTH)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
     return cut(done.stdout)
@@ -71,7 +80,8 @@ def page(outputs: dict[str, str]) -> str:
     """The text of the page."""
     parts = [HEAD]
     for name, (title, arguments) in EXAMPLES.items():
-        command = f"python examples/{name} {arguments}".rstrip()
+        commands = [BEFORE[name]] if name in BEFORE else []
+        command = "\n".join(f"python examples/{c}".rstrip() for c in (*commands, f"{name} {arguments}"))
         parts.append(
             f"## {title}\n\n{about(name)}\n\n[Source of `{name}`]({SOURCE}/examples/{name})\n\n"
             f"```bash\n{command}\n```\n\n{WIDE}\n\n```output\n{outputs.get(name, '')}\n```\n\n</div>\n"
@@ -92,9 +102,7 @@ def about(name: str) -> str:
 def shown(text: str) -> dict[str, str]:
     """The outputs that a page shows, by example."""
     return dict(
-        re.findall(
-            r"```bash\npython examples/(\S+)[^\n]*\n```\n\n[^\n]*\n\n```output\n(.*?)\n```", text, flags=re.DOTALL
-        )
+        re.findall(r"\npython examples/(\S+)[^\n]*\n```\n\n[^\n]*\n\n```output\n(.*?)\n```", text, flags=re.DOTALL)
     )
 
 

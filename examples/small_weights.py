@@ -1,12 +1,15 @@
 """Write text with weights of 8 and 4 bits: `python examples/small_weights.py`.
 
 A small Llama learns a rhyme by heart, letter by letter. Then its weights are stored in fewer bits, and it writes the
-rhyme from its first letters: what a parameter takes, how surprised the model is by the rhyme, and what it writes.
+rhyme from its first letters: what a parameter takes, how surprised the model is by the rhyme, and what it writes. With
+`--out FOLDER` the model is kept, in files as on Hugging Face's hub, which `generate.py` reads.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,9 +18,11 @@ from models.llama import Config, Llama
 
 import axonym as axn
 from axonym.quantization import quantize_weights
+from axonym.state import save_state_dict, to_torch_compatible_state_dict
 
 try:
     import optax
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 except ImportError as e:
     raise ImportError(f"{e}. What this example needs is optional: install axonym[examples].") from e
 
@@ -75,12 +80,38 @@ def written(model: Llama, prompt: axn.NamedArray) -> axn.NamedArray:
     return axn.scan(step, More)((first, cache), axn.arange(More))[1]
 
 
+def save(model: Llama, folder: Path) -> None:
+    """Write a model's configuration, its weights, and a tokenizer whose tokens are the letters."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "model_type": "llama",
+        "vocab_size": CONFIG.Vocab.size,
+        "hidden_size": CONFIG.Embed.size,
+        "intermediate_size": CONFIG.Mlp.size,
+        "num_hidden_layers": CONFIG.Layers.size,
+        "num_attention_heads": CONFIG.KVHeads.size * CONFIG.Group.size,
+        "num_key_value_heads": CONFIG.KVHeads.size,
+        "head_dim": CONFIG.HeadSize.size,
+        "rms_norm_eps": CONFIG.norm_eps,
+        "rope_theta": CONFIG.rotary.theta,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    save_state_dict(to_torch_compatible_state_dict(model), folder / "model.safetensors")
+    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--out", type=Path, help="where to keep the model")
     args = parser.parse_args()
     tokens = axn.named(np.array([[LETTERS.index(c) for c in RHYME]], np.int32), ("batch", "pos"))
     model = trained(tokens, args.steps)
+    if args.out:
+        save(model, args.out)
     count = sum(x.size for x in jax.tree.leaves(model))
     loss = jax.jit(Llama.loss)
     small = {name: quantize_weights(model, **options) for name, options in STORED.items()}

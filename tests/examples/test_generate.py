@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import axonym as axn
 from axonym.state import save_state_dict
-from examples import generate
+from examples import generate, small_weights
 from examples.models.llama import Llama
 from tests.examples.runs import EXAMPLES
 
@@ -112,6 +112,18 @@ def test_small_weights(folder: Path, expected: list[list[int]], capsys: pytest.C
     arguments = ["--checkpoint", str(folder), "--length", "2", "--temperature", "0", "--prompt", one]
     generate.main([*arguments, "--weights", "int8", "--mesh", "model=2"])
     assert capsys.readouterr().out.removeprefix(one).split()[0] == str(expected[0][0])
+
+
+@pytest.mark.further
+def test_a_folder_of_our_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It reads what `small_weights.py` keeps, and the tokenizer puts letters side by side."""
+    model = Llama.init(small_weights.CONFIG, key=jax.random.key(0))
+    small_weights.save(model, tmp_path)
+    with jax.set_mesh(axn.make_mesh({"data": 1, "model": 1})):
+        assert all(map(np.array_equal, jax.tree.leaves(generate.load(tmp_path)), jax.tree.leaves(model)))
+    generate.main(["--checkpoint", str(tmp_path), "--prompt", "The rain", "--length", "2"])
+    printed = capsys.readouterr().out.removesuffix("\n")
+    assert printed.startswith("The rain") and len(printed) == 10 and set(printed) <= set(small_weights.LETTERS)
 
 
 def test_sampling(model: Llama) -> None:
