@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any, cast
 
 import equinox as eqx
@@ -154,6 +155,63 @@ def test_what_is_executed_with_the_loss_inside(optimized: None) -> None:
     assert found["collective-permute"][0] == 2 * schedule.ticks(stages=4)
     assert set(found) == {"collective-permute", "all-reduce"}
     assert found["all-reduce"][0] <= 12
+
+
+Vocab = axn.Axis("vocab", 96)
+TIED = MAPPING | {"vocab": "stage"}
+TOKENS = axn.named(RNG.integers(0, 96, (16, 2)), (Batch, Pos))
+TABLE = nn.Embedding(axn.named(RNG.normal(size=(96, 8)).astype(np.float32) / 3, (Vocab, Embed)), Vocab, Embed)
+NORM = nn.RmsNorm.init(Embed)
+
+
+def tied(schedule: Any = None, of_logits: Any = None) -> Any:
+    """A model whose tokens are embedded and predicted with one table."""
+
+    def head(y: Any, table: Any, norm: Any, labels: Any) -> Any:
+        logits = table.unembed(norm(y))
+        if of_logits is not None:
+            return of_logits(logits).scalar()
+        return nn.cross_entropy_loss(logits, "vocab", labels, axn.sum, where=labels > 2).scalar()
+
+    def loss(model: Any, table: Any, norm: Any, tokens: Any) -> Any:
+        then_args = table, norm, tokens
+        return model.fold(table.embed(tokens), SCALE, shift=SHIFT, schedule=schedule, then=head, then_args=then_args)
+
+    return jax.value_and_grad(loss, (0, 1, 2))
+
+
+@functools.cache
+def plain_tied() -> Any:
+    return jax.jit(tied())(MODEL, TABLE, NORM, TOKENS)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
+@pytest.mark.parametrize("schedule", [GPipe(4), OneFOneB(8)], ids=["gpipe", "1f1b"])
+def test_the_vocabulary_is_sharded_over_stages(schedule: Any, kind: AxisType, optimized: None) -> None:
+    """No collective has the table; those in a tick of `OneFOneB` have a microbatch, or numbers for each example."""
+    with jax.set_mesh(mesh_of(kind, stage=4, data=2)):
+        jitted: Any = axn.named_jit(tied(schedule), TIED, in_placement=TIED)
+        compiled = jitted.lower(MODEL, TABLE, NORM, TOKENS).compile()
+        found = jax.block_until_ready(jitted(MODEL, TABLE, NORM, TOKENS))
+    assert_close(found, plain_tied())
+    assert spec(found[1][1].weight) == ("stage", None)
+    shapes = re.findall(r"= (.*?) (?:all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", compiled.as_text())
+    assert shapes and not [s for s in shapes if "96,8]" in s]
+    counts = executed(compiled)
+    assert set(counts) == {"collective-permute", "all-reduce"}
+    if isinstance(schedule, OneFOneB):
+        assert counts["collective-permute"][0] == 2 * schedule.ticks(stages=4)
+        assert counts["all-reduce"][0] <= 6 * schedule.ticks(stages=4) + 16
+
+
+def test_other_functions_of_the_vocabulary_get_all_of_it() -> None:
+    def of_logits(logits: Any) -> Any:
+        return axn.sum(axn.logsumexp(logits, "vocab") + axn.max(logits, "vocab"))
+
+    with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)):
+        jitted: Any = axn.named_jit(tied(OneFOneB(4), of_logits), TIED, in_placement=TIED)
+        found = jax.block_until_ready(jitted(MODEL, TABLE, NORM, TOKENS))
+    assert_close(found, jax.jit(tied(of_logits=of_logits))(MODEL, TABLE, NORM, TOKENS))
 
 
 def test_memory_does_not_grow_with_microbatches(optimized: None) -> None:

@@ -78,6 +78,8 @@ class AxisEnvironment:
     any_sharding: bool = False
     """True if the body must work for any sharding of its axes. A collective over a replicated axis then does nothing,
     and a name means a logical axis first, because the body does not know the mesh."""
+    combined: bool = False
+    """True if operations that can do so reduce an axis over its shards on all devices, not over that of each alone."""
 
     def found(self, name: str) -> list[ArgumentAxis]:
         """Return the shardings of the arguments that have an axis."""
@@ -105,9 +107,11 @@ def activate(environment: AxisEnvironment) -> contextlib.AbstractContextManager[
 
 
 @functools.lru_cache(maxsize=1024)
-def interned(argument_axes: frozenset[ArgumentAxis], checked: bool, any_sharding: bool = False) -> AxisEnvironment:
+def interned(
+    argument_axes: frozenset[ArgumentAxis], checked: bool, any_sharding: bool = False, combined: bool = False
+) -> AxisEnvironment:
     """Return the same object for equal arguments while it is in use: JAX compares the environment on every call."""
-    return AxisEnvironment(tuple(sorted(argument_axes)), checked, any_sharding)
+    return AxisEnvironment(tuple(sorted(argument_axes)), checked, any_sharding, combined)
 
 
 # --- the sharding of an axis ---
@@ -130,6 +134,12 @@ def possible_shardings(name: str, size: int) -> list[AxisSharding]:
         if now is not None:
             found.append(AxisSharding(argument.size, now, axes))
     return list(dict.fromkeys(found))
+
+
+def combined_over(name: str, local: int) -> Axes:
+    """Return the mesh axes over which an operation is to reduce an axis of a local size; none if it is not to."""
+    environment = active_environment()
+    return next((a.axes for a in environment.found(name) if environment.combined and a.local == local), ())
 
 
 def declared(name: str) -> list[Axes]:

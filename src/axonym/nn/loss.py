@@ -13,7 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
+from .._mesh_axes import Axes
 from ..axis import AxisSelection, AxisSelector, Names, name_of
+from ..manual._axis_environment import combined_over
 from ..named_array import NamedArray, NamedOrNumeric, describe_array
 from ..ops._operands import as_float, dtype_key, require_named, require_positions, require_subset
 from ..ops.elementwise import logical_and, not_equal
@@ -223,20 +225,21 @@ def _cross_entropy_kernel(
             described = _errors.describe_axes(names, logits.shape)
             raise TypeError(f"{what}: logits are floating point numbers, got {logits.dtype} {described}.")
         x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        largest, remainder = _log_normalizer(position, x)
+        over = combined_over(chosen, x.shape[position])
+        largest, remainder = _log_normalizer(position, over, x)
         if chosen in target_names:
-            loss = of_probabilities(x - largest, remainder, _kernels.align(targets, target_names, names))
+            loss = of_probabilities(over, x - largest, remainder, _kernels.align(targets, target_names, names))
         else:
-            loss = of_positions(x, largest, remainder, targets)
+            loss = of_positions(over, x, largest, remainder, targets)
         results = jax.lax.squeeze(loss, (position,)), jax.lax.squeeze(largest + remainder, (position,))
         return tuple(r.astype(logits.dtype if dtype is None else dtype) for r in results)
 
-    def of_probabilities(x, remainder, targets):
+    def of_probabilities(over, x, remainder, targets):
         # A label with logit -inf and probability zero adds nothing to the loss.
         x = jnp.where((targets == 0) & (x == -jnp.inf), 0, x)
-        return jnp.sum(targets * (remainder - x), position, keepdims=True)
+        return _sum(position, over, targets * (remainder - x))
 
-    def of_positions(x, largest, remainder, targets):
+    def of_positions(over, x, largest, remainder, targets):
         if not jnp.issubdtype(targets.dtype, jnp.integer):
             described = _errors.describe_axes(target_names, targets.shape)
             raise TypeError(
@@ -248,31 +251,40 @@ def _cross_entropy_kernel(
         targets = _kernels.align(targets, target_names, names)
         # Comparing every position with the right one, rather than looking that up, needs no more memory, since it
         # becomes part of the sum; and where the axis is sharded, each device does it alone, in the gradient too.
-        right = targets == jax.lax.broadcasted_iota(targets.dtype, x.shape, position)
-        found = jnp.sum(jnp.where(right, x, 0), position, keepdims=True)
-        is_position = (targets >= 0) & (targets < x.shape[position])
+        own, count = jax.lax.broadcasted_iota(targets.dtype, x.shape, position), x.shape[position]
+        if over:
+            own, count = own + count * jax.lax.axis_index(over).astype(own.dtype), count * jax.lax.axis_size(over)
+        found = _sum(position, over, jnp.where(targets == own, x, 0))
+        is_position = (targets >= 0) & (targets < count)
         return jnp.where(is_position, remainder - (found - largest), jnp.nan if out_of_range is None else out_of_range)
 
     return _kernels.make_kernel(what, positional, (names, target_names), (rest, rest), selection=axis)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _log_normalizer(position: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _sum(position: int, over: Axes, x: jax.Array) -> jax.Array:
+    """Sum along an axis, which stays with size one, and over its shards along some mesh axes."""
+    found = jnp.sum(x, position, keepdims=True)
+    return jax.lax.psum(found, over) if over else found
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _log_normalizer(position: int, over: Axes, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Compute the logarithm of the sum of exponentials along an axis, which stays with size one, as two terms.
 
     These are the largest logit and the remainder. Their sum would lose digits; with both, the loss of a good prediction
     is exact however large the logits are.
     """
     largest = jnp.max(x, position, keepdims=True)
+    largest = jax.lax.pmax(largest, over) if over else largest
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
-    return largest, jnp.log(jnp.sum(jnp.exp(x - largest), position, keepdims=True))
+    return largest, jnp.log(_sum(position, over, jnp.exp(x - largest)))
 
 
 @_log_normalizer.defjvp
-def _(position: int, primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _(position: int, over: Axes, primals: Any, tangents: Any) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
     # The sum is the same for any choice of the first term, so its derivative is counted as that of the remainder alone.
     # The exponentials are those of the sum itself, so the compiler has them already.
-    largest, remainder = _log_normalizer(position, x)
-    change = jnp.sum(jnp.exp(x - largest) * t, position, keepdims=True) * jnp.exp(-remainder)
+    largest, remainder = _log_normalizer(position, over, x)
+    change = _sum(position, over, jnp.exp(x - largest) * t) * jnp.exp(-remainder)
     return (largest, remainder), (jnp.zeros_like(largest), change)

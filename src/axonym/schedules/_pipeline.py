@@ -12,6 +12,7 @@ forward and backward, and whose results are the gradients.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,8 @@ from .._mesh_axes import (
 from .._per_device import gather_axes, run_per_device, vary_like, varying_over
 from .._tree_spec import TreeSpec, flatten_arrays
 from ..axis import Axis, Names, name_of
+from ..manual import _axis_environment
+from ..manual._axis_environment import ArgumentAxis
 from ..named_array import is_named_array
 from .pipeline_schedules import GPipe, Schedule
 
@@ -104,6 +107,13 @@ class _Pipeline:
         kept = manual & self._of_batch(specs)
         specs = [[restricted(spec, manual if i in (1, 2) else kept) for spec in own] for i, own in enumerate(specs)]
         self._specs = specs
+        each = zip(trees[3].names, arrays[3], specs[3], strict=True)
+        self._shards = frozenset(
+            ArgumentAxis(n, size, size // shard_count(self._mesh, self._kept(n, entry)), self._kept(n, entry))
+            for names, x, spec in each
+            for n, size, entry in zip(names or (), x.shape, spec, strict=False)
+            if self._kept(n, entry)
+        )
         ends = list(itertools.accumulate(map(len, arrays)))
 
         def on_device(*shards: jax.Array) -> Any:
@@ -121,6 +131,12 @@ class _Pipeline:
             return PartitionSpec(*entries_by_name(names, mapping))
         # As in `axonym.scan`, raw arrays are sliced along their first axis, but not those of `then`.
         return PartitionSpec(*([entry_of(self._stages) if raw else None] if x.ndim else []), *[None] * (x.ndim - 1))
+
+    def _kept(self, name: str, entry: Entry) -> Axes:
+        """Return the mesh axes of stages that an axis of an argument of `then` stays sharded over, as mapped."""
+        own = mesh_axes(active_mapping().get(name))
+        mapped = own == mesh_axes(entry)[: len(own)] and {*own} <= {*self._stages}
+        return own if mapped and name not in (self._Layers.name, self._batch) else ()
 
     def _manual(self, specs: Sequence[Sequence[PartitionSpec]]) -> set[str]:
         """Return the mesh axes that are manual: not Auto ones that only weights are sharded over in computations.
@@ -174,15 +190,18 @@ class _Pipeline:
 
     def _on_device(self, stacked: Arrays, carry: Arrays, rest: Arrays, head: Arrays) -> Any:
         stages, last = self._stages, self._count - 1
+        batches = [self._cut(names, x) for names, x in zip(self._trees[1].names, carry, strict=True)]
+        if self._shards and not self._can_combine(batches, head):
+            self._shards = frozenset()
         # Device-varying before the loop, so that gradients are summed over devices once, after it.
         over = {*stages}.union(*map(varying_axes, (*carry, *rest)))
-        stacked, carry, rest, head = (
-            [varying_over(x, sorted(over - varying_axes(x))) for x in xs] for xs in (stacked, carry, rest, head)
+        stacked, rest, head = (
+            [varying_over(x, sorted(over - varying_axes(x))) for x in xs] for xs in (stacked, rest, head)
         )
         head = self._gathered(3, head)
+        batches = [varying_over(x, sorted(over - varying_axes(x))) for x in batches]
         if self._schedule.gather == "before":
             stacked = self._gathered(0, stacked)
-        batches = [self._cut(names, x) for names, x in zip(self._trees[1].names, carry, strict=True)]
         if isinstance(self._schedule, GPipe):
             results = self.forward(stacked, batches, rest, self._schedule.remat)
         elif self._then is None:
@@ -226,11 +245,17 @@ class _Pipeline:
             leaving = self._compute(stacked, here, rest, jnp.clip(up, 0, M - 1))
             # The last stage goes backward in the tick in which it went forward.
             down_here, working = jnp.clip(down, 0, M - 1), (down >= 0) & (down < M)
-            if given is None:
+            ending = working & (stage == last)
+            if given is not None:
+                of_results, of_head, of_all = _at(given, down_here), [], ending
+            elif not self._shards:
                 loss, of_results, of_head = self._loss(leaving, head, down_here)
-                total = total + jnp.where(working & (stage == last), loss, 0)
-            else:
-                of_results, of_head = _at(given, down_here), []
+                total, of_all = total + jnp.where(ending, loss, 0), ending
+            else:  # of a microbatch on the last stage, all stages compute the loss together
+                ended = jnp.clip(t - last, 0, M - 1)
+                loss, of_results, of_head = self._loss(self._of_last(leaving), head, ended)
+                of_results = [jax.lax.psum(x, self._stages) for x in of_results]
+                total, of_all = total + jnp.where(ending, loss, 0), (t >= last) & (t - last < M)
             _, backward = jax.vjp(
                 lambda xs, here, ys: self._compute(with_weights(xs), here, with_further(ys), down_here),
                 weights,
@@ -239,27 +264,34 @@ class _Pipeline:
             )
             of_weights, of_here, of_further = backward(_chosen(stage == last, of_results, returning))
             sums = [
-                [x + jnp.where(condition, y, 0) for x, y in zip(xs, ys, strict=True)]
+                [x + jnp.where(condition, y, 0).astype(x.dtype) for x, y in zip(xs, ys, strict=True)]
                 for xs, ys, condition in (
                     (sums[0], of_weights, working),
                     (sums[1], of_further, working),
-                    (sums[2], of_head, working & (stage == last)),
+                    (sums[2], of_head, of_all),
                 )
             ]
             return (self._sent(leaving, 1), self._sent(of_here, -1), stored, total, sums), of_here
 
         first = _at(batches, 0)
         stored = [jnp.broadcast_to(x, (slots, *x.shape)) for x in first]
-        sums = [[jnp.zeros_like(x) for x in xs] for xs in (weights, further, of_then if given is None else [])]
+        summed = weights, further, of_then if given is None else []
+        sums = [[jnp.zeros_like(x, _wide(x.dtype)) for x in xs] for xs in summed]
         total = vary_like(jnp.zeros((), jnp.float32), *first)
         state = first, [jnp.zeros_like(x) for x in first], stored, total, sums
         (*_, total, sums), of_carry = jax.lax.scan(tick, state, jnp.arange(M + 2 * last))
+        sums = [[x.astype(y.dtype) for x, y in zip(*both, strict=True)] for both in zip(sums, summed, strict=True)]
         # The first stage is the last to go backward.
         return total, (sums[0], [jnp.where(stage == 0, x[2 * last :], 0) for x in of_carry], sums[1], sums[2])
 
     def loss_of(self, results: Arrays, head: Arrays) -> jax.Array:
         """Return the sum of losses of the results of the last stage."""
-        each = jax.lax.map(lambda m: self._loss(_at(results, m), head, m)[0], jnp.arange(self._schedule.microbatches))
+
+        def of_one(m: jax.Array) -> jax.Array:
+            own = self._of_last(_at(results, m)) if self._shards else _at(results, m)
+            return self._value(own, head, m)
+
+        each = jax.lax.map(of_one, jnp.arange(self._schedule.microbatches))
         return jnp.where(jax.lax.axis_index(self._stages) == self._count - 1, jnp.sum(each), 0)
 
     def _compute(self, stacked: Arrays, here: Arrays, rest: Arrays, microbatch: jax.Array) -> Arrays:
@@ -276,15 +308,52 @@ class _Pipeline:
         floats, with_floats = _floating(head)
 
         def loss(results: Arrays, floats: Arrays) -> jax.Array:
-            args = self._trees[3].unflatten(self._own(3, with_floats(floats), microbatch))
-            found: Any = self._then and self._then(self._trees[1].unflatten(results), *args)
-            found = found.array if is_named_array(found) else jnp.asarray(found)
-            if found.shape:
-                raise ValueError(f"{self._what}: `then` must return one number, got an array of shape {found.shape}.")
-            return found.astype(jnp.float32)
+            return self._value(results, with_floats(floats), microbatch)
 
         value, (of_results, of_head) = jax.value_and_grad(loss, (0, 1))(results, floats)
         return value, of_results, of_head
+
+    def _value(self, results: Arrays, head: Arrays, microbatch: jax.Array) -> jax.Array:
+        """Return the loss of a microbatch. If the stages compute it together, each has all of it."""
+        found = self._of_then(results, head, microbatch)
+        same = [a for a in self._stages if self._shards and a in varying_axes(found)]
+        return jax.lax.pmean(found, same) if same else found
+
+    def _of_then(self, results: Arrays, head: Arrays, microbatch: jax.Array | int) -> jax.Array:
+        environment = _axis_environment.interned(self._shards, checked=True, combined=True)
+        with _axis_environment.activate(environment) if self._shards else contextlib.nullcontext():
+            args = self._trees[3].unflatten(self._own(3, head, microbatch))
+            found: Any = self._then and self._then(self._trees[1].unflatten(results), *args)
+        found = found.array if is_named_array(found) else jnp.asarray(found)
+        if found.shape:
+            raise ValueError(f"{self._what}: `then` must return one number, got an array of shape {found.shape}.")
+        return found.astype(jnp.float32)
+
+    def _can_combine(self, batches: Arrays, head: Arrays) -> bool:
+        """Return whether `then` reduces shards over all stages, as `axonym.nn.cross_entropy_loss` does.
+
+        The result is then the same on all stages, if all is that is not sharded over them. If `then` reduces on each
+        device alone, the result differs, and the arguments are to be all-gathered.
+        """
+        differs: list[frozenset[str]] = []
+
+        def compute() -> jax.Array:
+            results = [jax.lax.psum(varying_over(x[0], self._stages), self._stages) for x in batches]
+            found = self._of_then(results, self._gathered(3, head), 0)
+            differs.append(varying_axes(found) & {*self._stages})
+            return found
+
+        try:
+            jax.eval_shape(compute)
+        except Exception:  # what is wrong besides is an error with all-gathered arguments, too
+            return False
+        return not differs[-1]
+
+    def _of_last(self, xs: Arrays) -> Arrays:
+        """Return the arrays of the last stage, on all of them."""
+        here = jax.lax.axis_index(self._stages) == self._count - 1
+        found = [jax.lax.psum(jnp.where(here, x, 0), self._stages) for x in xs]
+        return [varying_over(x, self._stages) for x in found]
 
     # --- arrays ---
 
@@ -300,9 +369,13 @@ class _Pipeline:
 
     def _gathered(self, group: int, xs: Arrays) -> Arrays:
         """All-gather weights, except over stages."""
-        kept = self._Layers.name, self._batch
+        shards = {s.name: len(s.axes) for s in self._shards} if group == 3 else {}
+
+        def over(name: str, entry: Entry) -> Axes:
+            return () if name in (self._Layers.name, self._batch) else mesh_axes(entry)[shards.get(name, 0) :]
+
         return [
-            gather_axes(x, [() if n in kept else mesh_axes(e) for n, e in zip(names or (), spec, strict=False)])
+            gather_axes(x, [over(n, e) for n, e in zip(names or (), spec, strict=False)])
             for x, names, spec in zip(xs, self._trees[group].names, self._specs[group], strict=True)
         ]
 
@@ -325,6 +398,11 @@ def _at(xs: Arrays, i: Any) -> Arrays:
 
 def _chosen(condition: Any, xs: Arrays, others: Arrays) -> Arrays:
     return [jnp.where(condition, x, y) for x, y in zip(xs, others, strict=True)]
+
+
+def _wide(dtype: Any) -> Any:
+    """Return the dtype of a sum over microbatches."""
+    return jnp.float32 if dtype in (jnp.bfloat16, jnp.float16) else dtype
 
 
 def _floating(xs: Arrays) -> tuple[Arrays, Callable[..., list[Any]]]:
