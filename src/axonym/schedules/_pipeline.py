@@ -362,7 +362,7 @@ class _Pipeline:
         pairs = [(i, i + offset) for i in range(self._count) if 0 <= i + offset < self._count]
         return [jax.lax.ppermute(x, self._stages, pairs) for x in xs]
 
-    def _own(self, group: int, xs: Arrays, microbatch: jax.Array) -> Arrays:
+    def _own(self, group: int, xs: Arrays, microbatch: jax.Array | int) -> Arrays:
         """Return the slices of arrays that are for a microbatch."""
         each = zip(self._trees[group].names, xs, strict=True)
         return [self._cut(names, x)[microbatch] if names and self._batch in names else x for names, x in each]
