@@ -144,6 +144,24 @@ class HloProgram:
             found.append((producer, shapes))
         return found
 
+    def users(self, visit: Visit) -> Iterator[Instruction]:
+        """Go through what uses a result in the same computation, then what uses the results of these, and so on."""
+        waiting, seen = [visit.instruction.name], {visit.instruction.name}
+        for name in waiting:
+            for user in self._users(visit.computation).get(name, ()):
+                if user.name not in seen:
+                    seen.add(user.name)
+                    waiting.append(user.name)
+                    yield user
+
+    @functools.cache  # noqa: B019  # it lives as long as the report is made
+    def _users(self, computation: str) -> dict[str, list[Instruction]]:
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.computations[computation].values():
+            for name in instruction.operands:
+                found.setdefault(name, []).append(instruction)
+        return found
+
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
         """Return the lines that an instruction comes from, the innermost first."""
         return self._frames.of(instruction.metadata)

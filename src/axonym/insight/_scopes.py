@@ -8,6 +8,8 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 
+from ..ops import elementwise
+
 Axes = tuple[str, ...]
 
 _SCOPE = re.compile(r"([^/()\[\]:]+)\[([^\[\]]*)->([^\[\]]*)\]")
@@ -206,12 +208,15 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
                 cause = f"the gradient of [{', '.join(a.name for a in term)}] sums over {_said(found)}"
                 causes += [cause] if cause not in causes else []
         return "; or ".join(causes) or None
-    stored = [a for a in axes.values() if mesh_axes & set(a.stored or ()) - set(a.compute)]
+    stored = _stored(op, mesh_axes)
     if kind == "all-gather" and gathered:
         if set(gathered) <= {a.name for a in stored}:
             return f"{' and '.join(gathered)} is stored sharded over {_listed(over)}, and used whole"
+        if op.name == "index" and stored:
+            table = f"{stored[0].name}, which is stored sharded over {_listed(over)}"
+            return f"looks up all of {_listed(gathered)} in each shard of {table}"
         if op.name == "shard":
-            return f"a placement replicates {_listed(gathered)}, which came sharded over {_listed(over)}"
+            return reason_of_placement(gathered, over)
         found = sharded(gathered)
         if len(found) == len(gathered):
             return f"needs all of {_said(found)}"
@@ -230,10 +235,43 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
     return None
 
 
+def reason_of_placement(gathered: Collection[str], over: Collection[str]) -> str:
+    """Say that a placement needs some axes whole."""
+    return f"a placement replicates {_listed(gathered)}, which came sharded over {_listed(over)}"
+
+
+def reason_of_use(op: ScopedOperation, gathered: Collection[str], moved: Collection[str]) -> str:
+    """Say that what uses the result of an operation needs all of some axes, or shards along others."""
+    said = _said([a for a in dict.fromkeys(a for term in op.results for a in term) if a.name in (*gathered, *moved)])
+    if gathered:
+        return f"uses the result of {op.name} with all of {said}"
+    return f"uses the result of {op.name} with shards along another axis than {said}"
+
+
+def _stored(op: ScopedOperation, over: Collection[str]) -> list[NamedAxis]:
+    """Return the axes of parameters that are stored sharded over some mesh axes.
+
+    What has an axis that is sharded over the same mesh axis in the operation is no parameter.
+    """
+    found = {
+        a.name: a
+        for term in op.operands
+        for a in term
+        if set(over) & set(a.stored or ()) and not any(set(over) & set(other.compute) for other in term)
+    }
+    return list(found.values())
+
+
+def keeps(op: ScopedOperation, axes: Collection[str]) -> bool:
+    """Return whether an operation computes each shard along some axes for itself, as elementwise operations do."""
+    in_results = {a.name for term in op.results for a in term}
+    return (op.name == "dot" or hasattr(elementwise, op.name)) and in_results.issuperset(axes)
+
+
 def moved(op: ScopedOperation, over: Collection[str]) -> Axes:
     """Return the only axis of an operation that is sharded over some mesh axes, which an all-to-all over them moves."""
     axes = {a.name: a for term in (*op.operands, *op.results) for a in term}
-    if any(set(over) & set(a.stored or ()) - set(a.compute) for a in axes.values()):
+    if _stored(op, over):
         return ()
     found = [a for a in axes.values() if set(over) & set(a.compute)]
     return (found[0].name,) if len(found) == 1 and _covers(found, over) else ()

@@ -50,6 +50,8 @@ def blame(
 ) -> Blame:
     """Find the first operation at which an axis stops being sharded, because it is gathered or moved.
 
+    The indices of look-ups do not count: a table that is stored sharded is looked up with all of them.
+
     Arguments:
         step, args, mapping, mesh, kwargs: as in `explain`.
         axis: the name of the axis.
@@ -63,8 +65,10 @@ def blame(
     report = explain(step, *args, mapping=mapping, mesh=mesh, by=by, **kwargs)
     unknown = []
     for c in report.collectives:
+        if c.of_indices:
+            continue
         if axis in (*c.gathered, *c.moved):
             return Blame(axis, c, tuple(unknown))
-        if c.kind in ("all-gather", "all-to-all") and not (c.gathered or c.moved):
+        if c.kind in ("all-gather", "all-to-all") and c.reason is None:
             unknown.append(c)
     return Blame(axis, None, tuple(unknown))

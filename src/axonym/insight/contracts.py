@@ -44,8 +44,8 @@ def contract(
 
     Arguments:
         max_sent: by mesh axis, the bytes that each device may send over it in a call: a number, or `"1.5 MiB"`.
-        never_gathers: axes that no all-gather may complete on a device. One that may do so, because sizes that coincide
-            leave open what it gathers, breaks the contract too.
+        never_gathers: axes that no all-gather may complete on a device, except those of indices of a look-up. One that
+            may do so, because sizes that coincide leave open what it gathers, breaks the contract too.
         scatters_gradients: whether gradients of parameters that `fsdp` stores sharded over a mesh axis must be summed
             over it by reduce-scatters.
         max_memory: the bytes that a device may hold: arguments, results and temporaries.
@@ -178,7 +178,7 @@ class Contract:
     def _gathers(self, report: Report) -> list[str]:
         found = []
         for c in report.collectives:
-            if c.kind != "all-gather":
+            if c.kind != "all-gather" or c.of_indices:
                 continue
             for axis in self.never_gathers:
                 if axis in c.gathered:

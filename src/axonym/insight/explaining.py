@@ -21,6 +21,7 @@ from ..sharding.jit import fsdp, named_jit
 from ..sharding.mapping import is_resource_mapping
 from ..sharding.meshes import current_mesh, set_mesh, with_devices
 from . import _compiling, _scopes
+from ._constraints import Constraints
 from ._hlo import COLLECTIVES, Frame, Groups, HloProgram, HloShape, Instruction, Visit, groups
 from .chips import CHIPS, Chip
 from .report import Bounds, Collective, Memory, Report, Source
@@ -76,7 +77,7 @@ def explain(
             text, memory = _compiling.partitioned(lowered), None
         program = HloProgram(text, _compiling.device_count(lowered))
         found = _mesh(args, kwargs, program.devices)
-        return _report(_name(step), program, found, platform, by, memory, chip)
+        return _report(_name(step), program, Constraints(lowered), found, platform, by, memory, chip)
 
 
 def distributed(step: Callable[..., Any], mapping: Any) -> Any:
@@ -153,6 +154,7 @@ def _over(found: Groups, mesh: Mapping[str, int], pairs: bool) -> tuple[tuple[st
 def _report(
     step: str,
     program: HloProgram,
+    constraints: Constraints,
     mesh: dict[str, int] | None,
     platform: str,
     by: str,
@@ -166,7 +168,7 @@ def _report(
         instruction = visit.instruction
         kind = instruction.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
-            collectives += _collectives(program, visit, kind, mesh)
+            collectives += _collectives(program, constraints, visit, kind, mesh)
         elif kind in ("dot", "convolution"):
             each = _flops(instruction, [shape for _, shapes in program.operands(visit) for shape in shapes])
             flops = None if flops is None or visit.times is None else flops + each * visit.times
@@ -189,7 +191,9 @@ def _report(
     return Report(step, platform, mesh or {}, by, tuple(collectives), memory, flops, bounds, tuple(notes))
 
 
-def _collectives(program: HloProgram, visit: Visit, kind: str, mesh: dict[str, int] | None) -> Iterator[Collective]:
+def _collectives(
+    program: HloProgram, constraints: Constraints, visit: Visit, kind: str, mesh: dict[str, int] | None
+) -> Iterator[Collective]:
     """Describe a collective: one for each array that it carries."""
     instruction = visit.instruction
     found = groups(instruction, program.devices)
@@ -207,17 +211,28 @@ def _collectives(program: HloProgram, visit: Visit, kind: str, mesh: dict[str, i
         operation, phase = _scopes.operation(origin.scope), _scopes.phase(origin.scope or instruction.scope)
         shown = result if kind in ("all-gather", "all-to-all") else operand
         array = None
+        longer = {at: b for at, (a, b) in enumerate(zip(operand.sizes, result.sizes, strict=False)) if a < b}
         if operation is not None:
-            longer = [at for at, (a, b) in enumerate(zip(operand.sizes, result.sizes, strict=False)) if a < b]
             array = _scopes.array(operation, kind, phase, shown.sizes, mesh or {}, dict.fromkeys(longer, axes or ()))
             if not own and array is None:  # where the producer is from says nothing of this array
                 operation = None
         gathered = ()
         if kind == "all-gather" and array is not None:
             gathered = tuple(a.name for a, at in array.places or () if operand.sizes[at] != result.sizes[at])
-        reason = None
+        stored = () if array is None else array.stored_over(axes or ())
+        frames, reason, moved = program.frames(origin), None, ()
         if operation is not None and axes:
             reason = _scopes.reason(operation, kind, axes, phase, gathered)
+            # The compiler writes the scope of what computes an array that is gathered for another operation.
+            moved = _scopes.moved(operation, axes) if kind == "all-to-all" else ()
+            if (gathered or moved) and not stored:
+                constraint = constraints.that_gathers(origin.scope, longer, axes, mesh or {})
+                if constraint is not None:
+                    frames, reason = constraint.frames, _scopes.reason_of_placement(gathered, axes)
+                elif _scopes.keeps(operation, gathered or moved):
+                    user = _user(program, visit, gathered or moved)
+                    frames = program.frames(user) if user else frames
+                    reason = _scopes.reason_of_use(operation, gathered, moved)
         yield Collective(
             kind=kind,
             axes=axes,
@@ -233,12 +248,21 @@ def _collectives(program: HloProgram, visit: Visit, kind: str, mesh: dict[str, i
             operation=None if operation is None else str(operation),
             named_axes=() if operation is None else operation.axes,
             gathered=gathered,
-            moved=_scopes.moved(operation, axes) if operation is not None and axes and kind == "all-to-all" else (),
-            stored=() if array is None else array.stored_over(axes or ()),
+            moved=moved,
+            stored=stored,
             reason=reason,
-            source=_source(program.frames(origin)) or _source(program.frames(instruction)),
+            source=_source(frames) or _source(program.frames(instruction)),
             scope=origin.scope or instruction.scope,
         )
+
+
+def _user(program: HloProgram, visit: Visit, axes: Sequence[str]) -> Instruction | None:
+    """Return the first instruction that uses a result and does not compute each shard along some axes for itself."""
+    for user in program.users(visit):
+        operation = _scopes.operation(user.scope)
+        if user.scope and not (operation and _scopes.keeps(operation, axes)):
+            return user
+    return None
 
 
 def _sent(kind: str, given: int, count: int) -> int | None:

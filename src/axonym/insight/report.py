@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -88,6 +89,16 @@ class Collective:
         []
         """
         return None if self.sent is None or self.times is None else self.sent * self.times
+
+    @property
+    def of_indices(self) -> bool:
+        """Return whether it carries the indices of a look-up, which are few beside what is looked up.
+
+        >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
+        >>> [c.of_indices for c in report.collectives]
+        []
+        """
+        return (self.operation or "").startswith("index[") and re.match(r"[su]\d+\[", self.array) is not None
 
     def __str__(self) -> str:
         times = "some" if self.times is None else str(self.times)

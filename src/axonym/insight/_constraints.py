@@ -1,0 +1,106 @@
+"""Find the sharding constraints of a lowered function, whose lines a compiled program does not show."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from ._hlo import Frame
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+    """A sharding constraint on what another operation computes."""
+
+    of: tuple[str, ...]
+    """The scopes of the operation whose result is constrained, and of those before it if it is elementwise: XLA shards
+    what these compute alike."""
+    sizes: tuple[int, ...]
+    """The sizes of the array on all devices together."""
+    over: tuple[tuple[str, ...], ...]
+    """The mesh axes that the constraint shards each axis over."""
+    frames: tuple[Frame, ...]
+
+    def local_sizes(self, mesh: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the sizes of the array on each device."""
+        shards = [math.prod(mesh.get(a, 1) for a in axes) for axes in self.over]
+        return tuple(size // count for size, count in zip(self.sizes, shards, strict=True))
+
+
+class Constraints:
+    """The sharding constraints of a lowered function, which are looked for when they are first asked for."""
+
+    def __init__(self, lowered: Any):
+        self._lowered = lowered
+        self._by_scope: dict[str, list[Constraint]] | None = None
+
+    def that_gathers(
+        self, scope: str, sizes: Mapping[int, int], over: Collection[str], mesh: Mapping[str, int]
+    ) -> Constraint | None:
+        """Find the constraint for which the result of an operation is gathered over some mesh axes, if there is one.
+
+        Arguments:
+            scope: that of the operation.
+            sizes: the sizes of the array on each device along the axes that become longer, by their places.
+        """
+        if self._by_scope is None:
+            self._by_scope = {}
+            for constraint in _constraints(self._lowered.compiler_ir("stablehlo").operation):
+                for of in constraint.of:
+                    self._by_scope.setdefault(of, []).append(constraint)
+        for constraint in self._by_scope.get(scope, ()):
+            kept = {a for axes in constraint.over for a in axes}
+            local = dict(enumerate(constraint.local_sizes(mesh)))
+            if kept.isdisjoint(over) and sizes.items() <= local.items():
+                return constraint
+        return None
+
+
+def _constraints(operation: Any) -> Iterator[Constraint]:
+    """Go through the constraints in an operation, but for those that JAX writes for the type of a result."""
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                inner = inner.operation
+                if inner.name == "sdy.sharding_constraint":
+                    own, of = str(inner.location), tuple(dict.fromkeys(_computing(inner.operands[0])))
+                    if _scope(own) not in of:
+                        sharding = str(inner.attributes["sharding"])
+                        yield Constraint(of, tuple(inner.results[0].type.shape), _over(sharding), _frames(own))
+                yield from _constraints(inner)
+
+
+_ELEMENTWISE = {"comparison_direction", "compare_type", "result_accuracy", "sharding"}
+"""The attributes of elementwise operations, which say nothing of axes, and of the constraints between them."""
+
+
+def _computing(value: Any) -> Iterator[str]:
+    """Go through the scopes of what computes an array, back through elementwise operations."""
+    waiting = [value]
+    for inner in itertools.islice(waiting, 32):
+        producer = getattr(inner.owner, "operation", inner.owner)
+        if hasattr(producer, "location"):  # it is not an argument of the function
+            yield _scope(str(producer.location))
+            if _ELEMENTWISE.issuperset(producer.attributes) and not len(producer.regions):
+                waiting += [x for x in producer.operands if x.type == value.type]
+
+
+def _scope(location: str) -> str:
+    found = re.match(r'loc\("((?:[^"\\]|\\.)*)"', location)
+    return found[1] if found else ""
+
+
+def _frames(location: str) -> tuple[Frame, ...]:
+    """Return the lines in a location, the innermost first."""
+    found = re.findall(r'"([^"]*)"\("([^"]+)":(\d+)', location)
+    return tuple(Frame(file, int(line), function) for function, file, line in found)
+
+
+def _over(sharding: str) -> tuple[tuple[str, ...], ...]:
+    """Return the mesh axes of each axis in a sharding such as `#sdy.sharding<@mesh, [{"data"}, {}]>`."""
+    listed = sharding[sharding.index("[") : sharding.rindex("]")]
+    return tuple(tuple(re.findall(r'"([^"]+)"', axes)) for axes in re.findall(r"\{([^{}]*)\}", listed))
