@@ -201,3 +201,15 @@ def test_a_contract_on_bytes_sees_wrong_mappings(bug: str) -> None:
 def test_an_axis_that_does_not_divide_is_named(mesh: Mesh) -> None:
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"'vocab'.*81"):
         contract(max_sent=ALLOWED, mapping=FSDP).check(step(), *arguments(Vocab.resize(81)))
+
+
+def test_axes_that_a_placement_leaves_open_are_not_its_doing() -> None:
+    """The line is that of the operation for which they are gathered."""
+
+    def changed(x: axn.NamedArray) -> axn.NamedArray:
+        open_ = jax.lax.with_sharding_constraint(x.array, jax.P("data", None, jax.P.UNCONSTRAINED))
+        return axn.cumsum(axn.named(open_, x.names), "mlp")
+
+    with jax.set_mesh(cases.mesh_of(data=4, model=2)):
+        culprit = blame(step(hidden=changed), *arguments(), axis="mlp", mapping=FSDP).culprit
+    assert culprit is not None and culprit.reason == "needs all of mlp, which is sharded over model"

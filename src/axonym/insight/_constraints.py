@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -16,19 +17,22 @@ from ._hlo import Frame
 class Constraint:
     """A sharding constraint on what another operation computes."""
 
-    of: tuple[str, ...]
-    """The scopes of the operation whose result is constrained, and of those before it if it is elementwise: XLA shards
-    what these compute alike."""
+    scopes: tuple[str, ...]
+    """Its own, that of the operation whose result is constrained, and of those before it if it is elementwise: XLA
+    shards what these compute alike."""
     sizes: tuple[int, ...]
     """The sizes of the array on all devices together."""
-    over: tuple[tuple[str, ...], ...]
-    """The mesh axes that the constraint shards each axis over."""
+    over: tuple[tuple[str, ...] | None, ...]
+    """The mesh axes that the constraint shards each axis over; None if it leaves that to the compiler."""
     frames: tuple[Frame, ...]
 
-    def local_sizes(self, mesh: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the sizes of the array on each device."""
-        shards = [math.prod(mesh.get(a, 1) for a in axes) for axes in self.over]
-        return tuple(size // count for size, count in zip(self.sizes, shards, strict=True))
+    def local_sizes(self, mesh: Mapping[str, int]) -> dict[int, int]:
+        """Return the sizes of the array on each device, by the places of the axes for which it says so."""
+        return {
+            place: size // math.prod(mesh.get(a, 1) for a in axes)
+            for place, (size, axes) in enumerate(zip(self.sizes, self.over, strict=True))
+            if axes is not None
+        }
 
 
 class Constraints:
@@ -49,13 +53,14 @@ class Constraints:
         """
         if self._by_scope is None:
             self._by_scope = {}
-            for constraint in _constraints(self._lowered.compiler_ir("stablehlo").operation):
-                for of in constraint.of:
-                    self._by_scope.setdefault(of, []).append(constraint)
+            # How a module is read is no public interface. Without it, lines are those that the compiler keeps.
+            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+                for constraint in _constraints(self._lowered.compiler_ir("stablehlo").operation):
+                    for known in constraint.scopes:
+                        self._by_scope.setdefault(known, []).append(constraint)
         for constraint in self._by_scope.get(scope, ()):
-            kept = {a for axes in constraint.over for a in axes}
-            local = dict(enumerate(constraint.local_sizes(mesh)))
-            if kept.isdisjoint(over) and sizes.items() <= local.items():
+            kept = {a for axes in constraint.over for a in axes or ()}
+            if kept.isdisjoint(over) and sizes.items() <= constraint.local_sizes(mesh).items():
                 return constraint
         return None
 
@@ -67,10 +72,11 @@ def _constraints(operation: Any) -> Iterator[Constraint]:
             for inner in block.operations:
                 inner = inner.operation
                 if inner.name == "sdy.sharding_constraint":
-                    own, of = str(inner.location), tuple(dict.fromkeys(_computing(inner.operands[0])))
-                    if _scope(own) not in of:
-                        sharding = str(inner.attributes["sharding"])
-                        yield Constraint(of, tuple(inner.results[0].type.shape), _over(sharding), _frames(own))
+                    location, before = str(inner.location), dict.fromkeys(_computing(inner.operands[0]))
+                    own = _scope(location)
+                    if own not in before:
+                        sizes, over = tuple(inner.results[0].type.shape), _over(str(inner.attributes["sharding"]))
+                        yield Constraint((own, *before), sizes, over, _frames(location))
                 yield from _constraints(inner)
 
 
@@ -100,7 +106,7 @@ def _frames(location: str) -> tuple[Frame, ...]:
     return tuple(Frame(file, int(line), function) for function, file, line in found)
 
 
-def _over(sharding: str) -> tuple[tuple[str, ...], ...]:
-    """Return the mesh axes of each axis in a sharding such as `#sdy.sharding<@mesh, [{"data"}, {}]>`."""
-    listed = sharding[sharding.index("[") : sharding.rindex("]")]
-    return tuple(tuple(re.findall(r'"([^"]+)"', axes)) for axes in re.findall(r"\{([^{}]*)\}", listed))
+def _over(sharding: str) -> tuple[tuple[str, ...] | None, ...]:
+    """Return the mesh axes of each axis in a sharding such as `#sdy.sharding<@mesh, [{"data"}, {}, {?}]>`."""
+    listed = re.findall(r"\{([^{}]*)\}", sharding[sharding.index("[") : sharding.rindex("]")])
+    return tuple(None if axes == "?" else tuple(re.findall(r'"([^"]+)"', axes)) for axes in listed)
