@@ -223,16 +223,17 @@ def _collectives(
         frames, reason, moved = program.frames(origin), None, ()
         if operation is not None and axes:
             reason = _scopes.reason(operation, kind, axes, phase, gathered)
-            # The compiler writes the scope of what computes an array that is gathered for another operation.
             moved = _scopes.moved(operation, axes) if kind == "all-to-all" else ()
-            if (gathered or moved) and not stored:
+            # The compiler writes the scope of what computes an array, also if it is gathered for something else.
+            constraint = None
+            if gathered and not stored:
                 constraint = constraints.that_gathers(origin.scope, longer, axes, mesh or {})
-                if constraint is not None:
-                    frames, reason = constraint.frames, _scopes.reason_of_placement(gathered, axes)
-                elif _scopes.keeps(operation, gathered or moved):
-                    user = _user(program, visit, gathered or moved)
-                    frames = program.frames(user) if user else frames
-                    reason = _scopes.reason_of_use(operation, gathered, moved)
+            if constraint is not None:
+                frames, reason = constraint.frames, _scopes.reason_of_placement(gathered, axes)
+            elif (gathered or moved) and not stored and _scopes.keeps(operation, gathered or moved):
+                user = _user(program, visit, gathered or moved)
+                frames = program.frames(user) if user else frames
+                reason = _scopes.reason_of_use(operation, gathered, moved)
         yield Collective(
             kind=kind,
             axes=axes,
