@@ -51,6 +51,9 @@ _INTERNING = threading.Lock()
 # Made once, on import: JAX asks that contexts are not made while it is in use.
 ACTIVE = jax.make_user_context(None)
 
+activated = False
+"""Whether there have ever been active settings. To ask JAX for its value takes longer than the rest of an operation."""
+
 
 def intern_settings(**parts: Mapping[str, Any]) -> Settings | None:
     """Return the same object for equal settings; None if they are empty."""
@@ -90,4 +93,6 @@ def active_parameter_mapping() -> Mapping[str, Entry]:
 
 def activate(settings: Settings | None) -> contextlib.AbstractContextManager[None]:
     """Activate settings in a with-block."""
+    global activated
+    activated = activated or settings is not None
     return ACTIVE(settings)

@@ -5,6 +5,8 @@ Both happen once for each operation, operand names and static arguments: a *kern
 over raw arrays, found again by one dictionary lookup. A kernel is inlined into a program that is being traced, so the
 compiled program is that of hand-written positional code.
 
+Outside of a trace, operations that differ only in names run one compiled function: see `shared`.
+
 Names and axes are checked inside the kernel, that is once for each new shape. Shapes, dtypes, shardings and the mesh
 are part of jit's own cache key, so nothing decided there can go stale.
 """
@@ -12,38 +14,81 @@ are part of jit's own cache key, so nothing decided there can go stale.
 from __future__ import annotations
 
 import functools
+import inspect
 import re
-from collections.abc import Callable, Collection, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec
 
-from . import _errors, _output_sharding
-from ._context import active_mapping, active_parameter_mapping
+from . import _context, _errors, _output_sharding
+from ._context import ACTIVE, active_mapping, active_parameter_mapping
 from ._jax_versions import INLINE
 from ._mesh_axes import explicit_mesh, mesh_axes, reshard
 from ._per_device import run_per_device
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
-from .named_array import wrap_result
+from .named_array import NamedArray, wrap_result
 
 CACHE_SIZE = 8192
 
 _PLAIN = re.compile(r"[^\w.\- ]")
 """What a name must not have in a scope."""
 
+_NUMBER = re.compile(r"#\d")
+"""How a number that stands for a name begins: see `shared`."""
 
-class Kernel(NamedTuple):
-    """A compiled positional function, and the names of its result."""
 
-    call: Callable[..., Any]
-    names: Any
+class Kernel:
+    """A compiled positional function, and the names of its result.
+
+    Arguments:
+        call: the function.
+        names: the axes of its result, or a tuple of them for several.
+        shared: the same function compiled for any names, for calls in which names decide nothing: see `shared`.
+    """
+
+    __slots__ = ("call", "names", "shared")
+
+    def __init__(self, call: Callable[..., Any], names: Any, shared: Callable[..., Any] | None = None):
+        self.call = call
+        self.names = names
+        self.shared = shared
 
     def apply(self, *arrays: Any) -> Any:
         """Call the function, and name its result, or each of its results."""
+        # All that an eager operation does in Python, but for finding the kernel: every frame counts here.
+        shared = self.shared
+        if shared is not None and (not _context.activated or ACTIVE.value is None):
+            for x in arrays:
+                if type(x) not in _concrete and _is_traced(x):
+                    break
+            else:
+                try:
+                    result = shared(*arrays)
+                except Exception:
+                    pass  # the call below raises the same in the user's words
+                else:
+                    if type(result) in _concrete:
+                        return NamedArray(result, (), self.names)
+                    return wrap_result(result, self.names)
         return wrap_result(self.call(*arrays), self.names)
+
+
+_concrete: set[type] = {int, float}
+"""The types that are no tracers: cheaper to ask than `isinstance`."""
+
+
+def _is_traced(x: Any) -> bool:
+    if isinstance(x, Tracer):
+        return True
+    if isinstance(x, jax.Array):
+        _concrete.add(type(x))
+    return False
 
 
 class UnknownAxes(Exception):
@@ -71,6 +116,76 @@ def cached(build: Callable[..., Kernel]) -> Callable[..., Kernel]:
             return Kernel(functools.partial(_raise_unknown, e.what, e.missing, e.names, e.operand), None)
 
     return lookup
+
+
+def shared(*holders: str) -> Callable[[Callable[..., Kernel]], Callable[..., Kernel]]:
+    """Decorate a builder as `cached` does, and let kernels that differ only in names share one compiled function.
+
+    With no mapping active, names decide nothing but which axes are the same. So the builder is called with numbers for
+    the names, "#0" for the first that occurs, and that kernel is the one that runs outside of a trace. It makes the
+    same checks. If it raises, the kernel of the names themselves is called, which raises in the user's words. That
+    kernel also runs in a trace, because its scope says the names: see `operation_scope`.
+
+    It is for builders that only compare names. One that sorts them, or reads a text that contains them, is `cached`.
+
+    Arguments:
+        holders: the parameters of the builder that hold names: as strings, in axes, in tuples of these, or in objects
+            with a method `renamed`, which takes a function of names, axes and tuples of them.
+    """
+
+    def decorate(build: Callable[..., Kernel]) -> Callable[..., Kernel]:
+        own = cached(build)
+        numbered = functools.lru_cache(maxsize=CACHE_SIZE, typed=True)(build)
+        parameters = [*inspect.signature(build).parameters]
+        holds = [parameter in holders for parameter in parameters]
+
+        @functools.lru_cache(maxsize=CACHE_SIZE, typed=True)
+        @functools.wraps(build)
+        def lookup(*key):
+            numbers: dict[str, str] = {}
+            held = [holds[min(i, len(holds) - 1)] for i in range(len(key))]
+            replaced = [_numbered(x, numbers) if h else x for x, h in zip(key, held, strict=True)]
+            found = None
+            if not any(_mentions(x, numbers) for x, h in zip(key, held, strict=True) if not h):
+                try:
+                    kernel = numbered(*replaced)
+                    found = kernel.call, _restored(kernel.names, {number: name for name, number in numbers.items()})
+                except Exception:
+                    pass  # the builder refuses these arguments, and says so below, or it makes up names
+            return own(*key) if found is None else Kernel(functools.partial(_call, own, key), found[1], found[0])
+
+        return lookup
+
+    return decorate
+
+
+def _numbered(x: Any, numbers: dict[str, str]) -> Any:
+    """Return a part of a key with numbers for its names, in the order in which they first occur."""
+    if isinstance(x, str):
+        return numbers.setdefault(x, f"#{len(numbers)}")
+    if isinstance(x, Axis):
+        return Axis(_numbered(x.name, numbers), x.size)
+    if hasattr(x, "renamed"):
+        return x.renamed(lambda part: _numbered(part, numbers))
+    return tuple(_numbered(part, numbers) for part in x) if isinstance(x, tuple) else x
+
+
+def _mentions(x: Any, names: Collection[str]) -> bool:
+    """Return whether a part of a key that holds no names has one of them all the same."""
+    if type(x) is tuple:
+        return any(_mentions(part, names) for part in x)
+    return isinstance(x, Axis) or (isinstance(x, str) and x in names)
+
+
+def _restored(numbers: Any, names: Mapping[str, str]) -> Any:
+    """Return the names of a result, or of several, from their numbers."""
+    if isinstance(numbers, tuple):
+        return tuple(_restored(number, names) for number in numbers)
+    return sys.intern(names[numbers])
+
+
+def _call(build: Callable[..., Kernel], key: tuple[Any, ...], *arrays: Any) -> Any:
+    return build(*key).call(*arrays)
 
 
 def _raise_unknown(what: str, missing: Sequence[str], names: Names, operand: int, *arrays: Any) -> None:
@@ -172,6 +287,10 @@ def operation_scope(what: str, in_names: Sequence[Names], out_names: Any, arrays
     where an axis is first named its size, the mesh axes that the active mapping shards it over, and those that the
     parameter mapping does, if they are others. `axonym.insight` reads it. XLA keeps nothing that follows an `@`.
     """
+    several = out_names and not isinstance(out_names[0], str)
+    layouts: Sequence[Names] = out_names if several else (out_names or (),)
+    if any(_NUMBER.match(n) for names in (*in_names, *layouts) for n in names):
+        return _PLAIN.sub("_", what)  # the kernel is for any names
     mapping, stored_by = active_mapping(), active_parameter_mapping()
     seen: dict[str, int | None] = {}
 
@@ -189,13 +308,12 @@ def operation_scope(what: str, in_names: Sequence[Names], out_names: Any, arrays
             text += f"={size}"
         return text + (f"|{over}" if over else "") + (f"~{stored}" if stored and stored != over else "")
 
-    several = out_names and not isinstance(out_names[0], str)
     inputs = [term(names, jnp.shape(x)) for names, x in zip(in_names, arrays, strict=True)]
-    results = [term(names, (None,) * len(names)) for names in (out_names if several else (out_names or (),))]
+    results = [term(names, (None,) * len(names)) for names in layouts]
     return f"{_PLAIN.sub('_', what)}[{';'.join(inputs)}->{';'.join(results)}]"
 
 
-@cached
+@shared("names", "axis")
 def axis_kernel(
     fn: Callable[..., Any], what: str, names: Names, axis: AxisSelector, options: Sequence[str], *values: Any
 ) -> Kernel:

@@ -57,7 +57,7 @@ def _request(what: str, key: AxisSelector, wanted: Any) -> AxisSelector | int:
         ) from None
 
 
-@_kernels.cached
+@_kernels.shared("names", "requests")
 def _transform_kernel(
     what: str,
     one: Callable[..., Any],
@@ -182,7 +182,7 @@ def ihfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = N
 # --- shifts ---
 
 
-@_kernels.cached
+@_kernels.shared("names", "axes")
 def _shift_kernel(fn: Callable[..., Any], what: str, names: Names, axes: Any) -> _kernels.Kernel:
     positions = tuple(names.index(n) for n in _kernels.select(what, names, axes))
     return _kernels.make_kernel(what, lambda x: fn(x, axes=positions), (names,), names, selection=axes)

@@ -64,7 +64,7 @@ def _check_matrix(what: str, form: _Form, matrix: Names, x: jax.Array) -> None:
         raise TypeError(f"{what}: there is no {x.dtype} routine for it. Convert with `.astype(jnp.float32)` first.")
 
 
-@_kernels.cached
+@_kernels.shared("names", "axes", "new_axis")
 def _matrix_kernel(
     fn: Callable[..., Any],
     what: str,
@@ -317,7 +317,7 @@ def eigvals(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> NamedArr
 # --- systems of equations ---
 
 
-@_kernels.cached
+@_kernels.shared("a_names", "b_names", "axes")
 def _system_kernel(
     fn: Callable[..., Any],
     what: str,
@@ -397,7 +397,7 @@ def _lstsq(a: jax.Array, b: jax.Array, rcond: float | None) -> jax.Array:
 # --- norms ---
 
 
-@_kernels.cached
+@_kernels.shared("names", "axis")
 def _norm_kernel(names: Names, axis: Any, ord: Any) -> _kernels.Kernel:
     what = "linalg.norm"
     chosen = _kernels.select(what, names, axis)

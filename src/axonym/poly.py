@@ -50,7 +50,7 @@ def _names(*operands: PolynomialLike) -> Names:
 # --- from coefficients to coefficients ---
 
 
-@_kernels.cached
+@_kernels.shared("in_names", "out_names")
 def _poly_kernel(
     fn: Callable[..., Any], name: str, in_names: tuple[Names, ...], out_names: Any, static: tuple[Any, ...] = ()
 ) -> _kernels.Kernel:
@@ -170,7 +170,7 @@ def polyval(p: PolynomialLike, x: NamedOrNumeric) -> Any:
     return _polyval_kernel(own, x.names).apply(coefficients, x.array)
 
 
-@_kernels.cached
+@_kernels.shared("own", "names")
 def _polyval_kernel(own: Names, names: Names) -> _kernels.Kernel:
     return _kernels.make_along_kernel("polyval", jnp.polyval, (own, names), names, own)
 

@@ -21,7 +21,7 @@ from ..ops._operands import as_float, require_named, scalar
 A = TypeVar("A")
 
 
-@_kernels.cached
+@_kernels.shared("names")
 def _kernel(
     fn: Callable[..., Any], name: str, names: Names, operands: int, options: tuple[tuple[str, Any], ...]
 ) -> _kernels.Kernel:
@@ -172,7 +172,7 @@ def glu(x: NamedArray, axis: AxisSelector) -> NamedArray:
     return _glu_kernel(require_named("glu", x).names, _kernels.one_selector("glu", axis)).apply(x.array)
 
 
-@_kernels.cached
+@_kernels.shared("names", "axis")
 def _glu_kernel(names: Names, axis: AxisSelector) -> _kernels.Kernel:
     position = names.index(_kernels.select_one("glu", names, axis))
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from .. import _errors, _kernels, random
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
-from ..named_array import NamedArray, is_jax_array_like, wrap
+from ..named_array import NamedArray, is_jax_array_like
 from ..ops._operands import distinct, private, require_named
 from ..ops.joining import flip
 from ..ops.rearranging import rearrange
@@ -52,7 +52,7 @@ class _Convolution(ModuleWithStateDictSerialization):
         spatial, channels = tuple(map(name_of, self.Spatial)), (self.In.name, self.Out.name)
         with jax.named_scope(what):
             kernel = _convolution_kernel(what, inputs.names, self.weight.names, spatial, channels, self._parameters())
-            result = wrap(kernel.call(inputs.array, self.weight.array), kernel.names)
+            result = kernel.apply(inputs.array, self.weight.array)
             return result if self.bias is None else result + self.bias
 
 
@@ -287,7 +287,7 @@ class _Parameters(NamedTuple):
     groups: int
 
 
-@_kernels.cached
+@_kernels.shared("names", "weight_names", "spatial", "channels")
 def _convolution_kernel(
     what: str, names: Names, weight_names: Names, spatial: Names, channels: tuple[str, str], config: _Parameters
 ) -> _kernels.Kernel:

@@ -12,7 +12,7 @@ from jax.core import Tracer
 from .. import _errors, _kernels
 from .._named_scope import named_call
 from ..axis import AxisSelection, Names
-from ..named_array import NamedArray, NamedOrNumeric, wrap
+from ..named_array import NamedArray, NamedOrNumeric
 from ..ops._operands import require_named, scalar
 from ..ops.creation import zeros_like
 from ..ops.selection import where
@@ -58,11 +58,11 @@ def dropout(
         key = one_key("dropout", key)
         keep = 1 - scalar("dropout", "pdrop", pdrop)
         kernel = _dropout_kernel(x.names, _kernels.hashable(broadcast_axes), key.ndim, fixed)
-        dropped = wrap(kernel.call(x.array, key, keep), kernel.names)
+        dropped = kernel.apply(x.array, key, keep)
     return dropped if decided else where(inference, x, dropped)
 
 
-@_kernels.cached
+@_kernels.shared("names", "broadcast_axes")
 def _dropout_kernel(names: Names, broadcast_axes: AxisSelection | None, key_rank: int, fixed: bool) -> _kernels.Kernel:
     together = () if broadcast_axes is None else _kernels.select("dropout", names, broadcast_axes)
 

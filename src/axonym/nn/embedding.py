@@ -13,7 +13,7 @@ import numpy as np
 from .. import _errors, _kernels, random
 from .._named_scope import named_call
 from ..axis import Axis, AxisSpec, Names, axes_of_spec
-from ..named_array import NamedArray, NamedOrNumeric, wrap
+from ..named_array import NamedArray, NamedOrNumeric
 from ..ops._operands import distinct, dtype_key, one_axis, operand, require_named, require_positions
 from ..ops.contraction import dot
 from ..ops.indexing import take
@@ -57,7 +57,7 @@ def _non_negative(number: Any, classes: Axis) -> Any:
     return number % classes.size
 
 
-@_kernels.cached
+@_kernels.shared("names", "class_axis")
 def _one_hot_kernel(names: Names, class_axis: Axis, dtype: Any) -> _kernels.Kernel:
     out_names = distinct("one_hot", (*names, class_axis.name))
 
@@ -69,7 +69,7 @@ def _one_hot_kernel(names: Names, class_axis: Axis, dtype: Any) -> _kernels.Kern
     return _kernels.make_kernel("one_hot", positional, (names,), out_names)
 
 
-@_kernels.cached
+@_kernels.shared("names", "id_names")
 def _known_kernel(names: Names, id_names: Names, size: int) -> _kernels.Kernel:
     """Replace the embeddings of tokens outside the vocabulary by NaN, since indexing would clamp them to others."""
 
@@ -170,7 +170,7 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
         ids, table = require_named("Embedding.embed", input_ids), self.weight
         found = take(table, self.Vocab.name, ids)
         kernel = _known_kernel(found.names, ids.names, table.axis_size(self.Vocab.name))
-        found = wrap(kernel.call(found.array, ids.array), kernel.names)
+        found = kernel.apply(found.array, ids.array)
         require_positions("Embedding.embed", "token", ids, table.resolve_axis(self.Vocab.name), from_end=True)
         scale = self.reparam.active_scale
         return shard_quietly(found if scale == 1 else found * scale, None, "Embedding.embed")

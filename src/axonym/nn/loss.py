@@ -211,7 +211,7 @@ def reduce_loss(
 # --- cross-entropy ---
 
 
-@_kernels.cached
+@_kernels.shared("names", "target_names", "axis")
 def _cross_entropy_kernel(
     what: str, names: Names, target_names: Names, axis: AxisSelector, out_of_range: float | None, dtype: Any
 ) -> _kernels.Kernel:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from .. import _errors, _kernels
 from .._named_scope import named_call
 from ..axis import Axis, AxisSelection, AxisSpec, Names
-from ..named_array import NamedArray, NamedOrNumeric, wrap
+from ..named_array import NamedArray, NamedOrNumeric
 from ..ops._operands import as_float, operand, require_named, require_subset
 from ..ops.creation import ones, zeros
 from ..ops.elementwise import rsqrt, square
@@ -26,7 +26,7 @@ from .linear import static_spec
 # --- functions ---
 
 
-@_kernels.cached
+@_kernels.shared("names", "axis", "where")
 def _along_kernel(
     fn: Callable[..., Any], name: str, names: Names, axis: AxisSelection | None, where: Names | None
 ) -> _kernels.Kernel:
@@ -46,9 +46,9 @@ def _along_kernel(
 def _along(fn: Callable[..., Any], name: str, a: Any, axis: AxisSelection | None, where: Any) -> NamedArray:
     names, axis = require_named(name, a).names, _kernels.hashable(axis)
     if where is None:
-        return wrap(_along_kernel(fn, name, names, axis, None).call(a.array), names)
+        return _along_kernel(fn, name, names, axis, None).apply(a.array)
     mask, mask_names = operand(where)
-    return wrap(_along_kernel(fn, name, names, axis, mask_names).call(a.array, mask), names)
+    return _along_kernel(fn, name, names, axis, mask_names).apply(a.array, mask)
 
 
 @_errors.say_how_to_call
@@ -102,10 +102,10 @@ def standardize(
     labels = tuple(label for label, value in given.items() if value is not None)
     arrays, all_names = zip(operand(require_named("standardize", x)), *(operand(given[n]) for n in labels), strict=True)
     kernel = _standardize_kernel(all_names, labels, _kernels.hashable(axis))
-    return wrap(kernel.call(*arrays, epsilon), x.names)
+    return kernel.apply(*arrays, epsilon)
 
 
-@_kernels.cached
+@_kernels.shared("all_names", "axis")
 def _standardize_kernel(all_names: tuple[Names, ...], labels: tuple[str, ...], axis: AxisSelection) -> _kernels.Kernel:
     names = all_names[0]
     positions = tuple(names.index(n) for n in _kernels.select("standardize", names, axis))

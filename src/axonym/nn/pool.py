@@ -129,7 +129,7 @@ def _pool(
     return _pool_kernel(what, inputs.names, names, sizes, strides, pads, use_ceil, reduction).apply(inputs.array, *init)
 
 
-@_kernels.cached
+@_kernels.shared("names", "along")
 def _pool_kernel(
     what: str,
     names: Names,

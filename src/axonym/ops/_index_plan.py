@@ -92,6 +92,11 @@ class Item(NamedTuple):
             return self.static
         return () if self.kind.startswith("dynamic") else None
 
+    def renamed(self, rename: Callable[[Any], Any]) -> Item:
+        """Return the item for other names."""
+        static = rename(self.static) if self.kind == "gather" else self.static
+        return self._replace(name=rename(self.name), static=static)
+
 
 def _as_mapping(x: NamedArray, key: Any) -> list[tuple[str, Any]]:
     """Return the index as pairs of axis name and index; every name must be known and occur once."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .. import _errors, _kernels
 from ..axis import Axis, AxisSpec, Names, axes_of_spec
-from ..named_array import NamedArray, NamedOrNumeric, wrap_result
+from ..named_array import NamedArray, NamedOrNumeric
 from ._operands import distinct, operand, require_named
 
 MaybeArray = TypeVar("MaybeArray", bound="NamedOrNumeric | None")
@@ -75,7 +75,7 @@ def broadcast_arrays(
     every = tuple(x.names for _, x in found)
     kernel = _together_kernel(what, every, tuple(i for i, _ in found), require_subset, ensure_order)
     result = list(arrays)
-    broadcast = wrap_result(kernel.call(*(x.array for _, x in found)), kernel.names)
+    broadcast = kernel.apply(*(x.array for _, x in found))
     for (i, _), x in zip(found, broadcast, strict=True):
         result[i] = x
     return tuple(result)
@@ -97,7 +97,7 @@ def meshgrid(*arrays: NamedArray) -> tuple[NamedArray, ...]:
 # --- kernels ---
 
 
-@_kernels.cached
+@_kernels.shared("names", "spec")
 def _broadcast_kernel(
     what: str, names: Names, spec: tuple[Axis, ...], ensure_order: bool, no_extra_axes: bool
 ) -> _kernels.Kernel:
@@ -122,7 +122,7 @@ def _broadcast_kernel(
     return _kernels.make_kernel(what, positional, (names,), out_names, native=True, selection=known)
 
 
-@_kernels.cached
+@_kernels.shared("every")
 def _together_kernel(
     what: str, every: tuple[Names, ...], positions: tuple[int, ...], require_subset: bool, ensure_order: bool
 ) -> _kernels.Kernel:
@@ -138,7 +138,7 @@ def _together_kernel(
     return _make_together_kernel(what, every, positions, out_names)
 
 
-@_kernels.cached
+@_kernels.shared("every")
 def _meshgrid_kernel(every: tuple[Names, ...]) -> _kernels.Kernel:
     for names in every:
         if len(names) != 1:

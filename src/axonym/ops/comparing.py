@@ -93,7 +93,7 @@ def _compare(fn: Callable[..., Any], what: str, a: Any, b: Any, *, equal_nan: bo
     return _compare_kernel(fn, what, in_names, bool(equal_nan)).apply(a, b, *numbers)
 
 
-@_kernels.cached
+@_kernels.shared("in_names")
 def _compare_kernel(fn: Callable[..., Any], what: str, in_names: tuple[Names, ...], equal_nan: bool) -> _kernels.Kernel:
     names = _kernels.broadcast_names(what, in_names)
 

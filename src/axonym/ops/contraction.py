@@ -70,21 +70,31 @@ def dot(
         preferred_element_type = dtype_key(preferred_element_type)
     if dot_general is jax.lax.dot_general:
         kernel = _contraction_kernel(_dot_plan, names, axis, out_axes, precision, preferred_element_type)
-        return wrap(kernel.call(*raw), kernel.names)
+        return kernel.apply(*raw)
     plan = _dot_plan(names, axis, out_axes, precision, preferred_element_type)
     return wrap(contract_with(plan, raw, dot_general), plan.out_names)
 
 
 @_kernels.cached
 def _contraction_kernel(make_plan: Callable[..., Plan], *key: Any) -> _kernels.Kernel:
-    plan = make_plan(*key)
+    return _plan_kernel(*make_plan(*key))
+
+
+@_kernels.shared("in_names", "out_names", "sized")
+def _plan_kernel(
+    what: str,
+    in_names: tuple[Names, ...],
+    out_names: Names,
+    precision: Any,
+    preferred_element_type: Any,
+    sized: tuple[Axis, ...],
+) -> _kernels.Kernel:
+    plan = Plan(what, in_names, out_names, precision, preferred_element_type, sized)
 
     def positional(*arrays):
         return contract(plan, arrays, jax.lax.dot_general)
 
-    return _kernels.make_kernel(
-        plan.what, positional, plan.in_names, plan.out_names, mesh_aware=True, selection=plan.sized
-    )
+    return _kernels.make_kernel(what, positional, in_names, out_names, mesh_aware=True, selection=sized)
 
 
 def _dot_plan(

@@ -256,7 +256,7 @@ def vander(x: NamedArray, degree: AxisSelector, *, increasing: bool = False) -> 
     return _vander_kernel(x.names, degree, bool(increasing)).apply(x.array)
 
 
-@_kernels.cached
+@_kernels.shared("names", "degree")
 def _vander_kernel(names: Names, degree: AxisSelector, increasing: bool) -> _kernels.Kernel:
     def positional(x):
         count = x.shape[0] if isinstance(degree, str) else degree.size

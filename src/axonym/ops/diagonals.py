@@ -28,7 +28,7 @@ def _where(compare: Callable[..., Any], x: jax.Array, row: int, col: int, k: int
     return jnp.where(mask, x, False)  # zero in every dtype, and it leaves a weak type as it is
 
 
-@_kernels.cached
+@_kernels.shared("names", "axes", "new_axis")
 def _matrix_kernel(
     fn: Callable[..., jax.Array],
     what: str,
@@ -147,7 +147,7 @@ def diag(
     return _diag_kernel(vector.names, only_axis("diag", vector, axis), Row, Col, operator.index(k)).apply(vector.array)
 
 
-@_kernels.cached
+@_kernels.shared("names", "axis", "Row", "Col")
 def _diag_kernel(names: Names, axis: AxisSelector, Row: AxisSelector, Col: AxisSelector, k: int) -> _kernels.Kernel:
     along = _kernels.select_one("diag", names, axis)
     row = names.index(along)

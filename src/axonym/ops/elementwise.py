@@ -23,17 +23,17 @@ from ._operands import operand, require_named, scalar
 # --- the two factories ---
 
 
-@_kernels.cached
+@_kernels.shared("names")
 def _unary_kernel(
-    fn: Callable[..., Any], name: str, names: Names, outputs: int, constant: bool = False
+    fn: Callable[..., Any], name: str, names: Names, outputs: int = 1, constant: bool = False
 ) -> _kernels.Kernel:
     out_names = names if outputs == 1 else (names,) * outputs
     return _kernels.make_kernel(name, fn, (names,), out_names, native=not constant)
 
 
-@_kernels.cached
+@_kernels.shared("a_names", "b_names")
 def _binary_kernel(
-    fn: Callable[..., Any], name: str, a_names: Names, b_names: Names, outputs: int, static: Any = None
+    fn: Callable[..., Any], name: str, a_names: Names, b_names: Names, outputs: int = 1, static: Any = None
 ) -> _kernels.Kernel:
     names = _kernels.broadcast_names(name, (a_names, b_names))
 
@@ -52,8 +52,8 @@ def _unary(name: str, fn: Callable[..., Any], summary: str, example: str, shown:
     # `constant`: the result is a constant for some dtypes, so it does not get its sharding from the operand.
     def op(a: Any) -> Any:
         if isinstance(a, NamedArray):
-            kernel = _unary_kernel(fn, name, a.names, 1, constant)
-            return wrap(kernel.call(a.array), kernel.names)
+            kernel = _unary_kernel(fn, name, a.names, 1, True) if constant else _unary_kernel(fn, name, a.names)
+            return kernel.apply(a.array)
         return map_tree(op, a) if is_tree(a) else fn(a)
 
     doc = f"""{summary}
@@ -71,13 +71,10 @@ def _binary(name: str, fn: Callable[..., Any], summary: str, a: str, b: str, sho
     def op(a, b):
         if isinstance(a, NamedArray):
             if isinstance(b, NamedArray):
-                kernel = _binary_kernel(fn, name, a.names, b.names, 1)
-                return wrap(kernel.call(a.array, b.array), kernel.names)
-            kernel = _binary_kernel(fn, name, a.names, (), 1)
-            return wrap(kernel.call(a.array, b), kernel.names)
+                return _binary_kernel(fn, name, a.names, b.names).apply(a.array, b.array)
+            return _binary_kernel(fn, name, a.names, ()).apply(a.array, b)
         if isinstance(b, NamedArray):
-            kernel = _binary_kernel(fn, name, (), b.names, 1)
-            return wrap(kernel.call(a, b.array), kernel.names)
+            return _binary_kernel(fn, name, (), b.names).apply(a, b.array)
         return fn(a, b)
 
     doc = f"""{summary}
@@ -205,11 +202,11 @@ def round(a: Any, decimals: int = 0) -> Any:
     """
     if isinstance(a, NamedArray):
         kernel = _round_kernel(a.names, operator.index(decimals))
-        return wrap(kernel.call(a.array), kernel.names)
+        return kernel.apply(a.array)
     return map_tree(lambda leaf: round(leaf, decimals), a) if is_tree(a) else jnp.round(a, decimals)
 
 
-@_kernels.cached
+@_kernels.shared("names")
 def _round_kernel(names: Names, decimals: int) -> _kernels.Kernel:
     return _kernels.make_kernel("round", lambda x: jnp.round(x, decimals), (names,), names, native=True)
 
@@ -232,13 +229,13 @@ def power(a: NamedOrNumeric, b: NamedOrNumeric) -> Any:
     a = a.array if isinstance(a, NamedArray) else a
     if type(b) is int:
         kernel = _integer_power_kernel(a_names, b)
-        return wrap(kernel.call(a), kernel.names)
+        return kernel.apply(a)
     b_names = b.names if isinstance(b, NamedArray) else ()
-    kernel = _binary_kernel(jnp.power, "power", a_names, b_names, 1)
-    return wrap(kernel.call(a, b.array if isinstance(b, NamedArray) else b), kernel.names)
+    kernel = _binary_kernel(jnp.power, "power", a_names, b_names)
+    return kernel.apply(a, b.array if isinstance(b, NamedArray) else b)
 
 
-@_kernels.cached
+@_kernels.shared("names")
 def _integer_power_kernel(names: Names, exponent: int) -> _kernels.Kernel:
     return _kernels.make_kernel("power", lambda x: jnp.power(x, exponent), (names,), names, native=exponent != 0)
 
@@ -298,13 +295,13 @@ def nan_to_num(a: Any, *, nan: float = 0.0, posinf: float | None = None, neginf:
         given = {"nan": nan, "posinf": posinf, "neginf": neginf}
         values = {name: scalar("nan_to_num", name, x) for name, x in given.items() if x is not None}
         kernel = _nan_to_num_kernel(a.names, tuple(values))
-        return wrap(kernel.call(a.array, *values.values()), kernel.names)
+        return kernel.apply(a.array, *values.values())
     if is_tree(a):
         return map_tree(lambda leaf: nan_to_num(leaf, nan=nan, posinf=posinf, neginf=neginf), a)
     return jnp.nan_to_num(a, nan=nan, posinf=posinf, neginf=neginf)
 
 
-@_kernels.cached
+@_kernels.shared("names")
 def _nan_to_num_kernel(names: Names, given: tuple[str, ...]) -> _kernels.Kernel:
     def positional(x, *values):
         return jnp.nan_to_num(x, **dict(zip(given, values, strict=True)))

@@ -50,7 +50,7 @@ def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
     if not items:
         return array
     kernel = get_kernel(array.names, items, _ZEROS_OUTSIDE if any([i.padded for i in items]) else ())
-    return wrap(kernel.call(array.array, *operands), kernel.names)
+    return kernel.apply(array.array, *operands)
 
 
 @_errors.say_how_to_call
@@ -120,7 +120,7 @@ def _sized(axis: Any, length: Any) -> Any:
     return Axis(name_of(axis), size)
 
 
-@_kernels.cached
+@_kernels.shared("names", "items")
 def get_kernel(names: Names, items: tuple[Item, ...], options: tuple[tuple[str, Any], ...]) -> _kernels.Kernel:
     """Return the kernel of a look-up; with options, JAX's gather treats indices that are out of range."""
     cut = tuple(i for i in items if i.kind in _BLOCKS or not (options or i.kind == "gather"))

@@ -74,7 +74,7 @@ def _same_axes(what: str, every: tuple[Names, ...]) -> Names:
     return first
 
 
-@_kernels.cached
+@_kernels.shared("every", "axis")
 def _stack_kernel(every: tuple[Names, ...], axis: AxisSelector) -> _kernels.Kernel:
     names = _same_axes("stack", every)
     out_names = distinct("stack", (sys.intern(name_of(axis)), *names))
@@ -86,7 +86,7 @@ def _stack_kernel(every: tuple[Names, ...], axis: AxisSelector) -> _kernels.Kern
     return _kernels.make_kernel("stack", positional, every, out_names)
 
 
-@_kernels.cached
+@_kernels.shared("every", "axis")
 def _concatenate_kernel(every: tuple[Names, ...], axis: AxisSelector) -> _kernels.Kernel:
     what = "concatenate"
     joined = name_of(axis)
@@ -175,7 +175,7 @@ def _pad_widths(axis: AxisSelector, width: Any) -> tuple[int, int]:
     return low, high
 
 
-@_kernels.cached
+@_kernels.shared("names", "widths")
 def _pad_kernel(
     names: Names, widths: tuple[tuple[AxisSelector, tuple[int, int]], ...], mode: Any, constants: int, options: Any
 ) -> _kernels.Kernel:
@@ -205,7 +205,7 @@ def pad_left(array: NamedArray, axis: AxisSelector, new_axis: Axis, value: Any =
     return kernel.apply(array.array, scalar("pad_left", "value", value))
 
 
-@_kernels.cached
+@_kernels.shared("names", "axis", "new_axis")
 def _pad_left_kernel(names: Names, axis: AxisSelector, new_axis: Axis) -> _kernels.Kernel:
     old = _kernels.select_one("pad_left", names, axis)
     where = names.index(old)
@@ -265,7 +265,7 @@ def _total(repeats: Any, a: NamedArray, axis: AxisSelector) -> int | None:
     return int(np.sum(np.asarray(repeats)))
 
 
-@_kernels.cached
+@_kernels.shared("names", "repeats", "axis")
 def _repeat_kernel(names: Names, repeats: int | Names, axis: AxisSelector, total: int | None) -> _kernels.Kernel:
     """Make a kernel; the repeats are known numbers, or an operand with the given names."""
     where = names.index(_kernels.select_one("repeat", names, axis))
@@ -296,7 +296,7 @@ def tile(a: NamedArray, reps: Mapping[AxisSelector, int]) -> NamedArray:
     return _tile_kernel(names, tuple((axis, operator.index(n)) for axis, n in reps.items())).apply(a.array)
 
 
-@_kernels.cached
+@_kernels.shared("names", "reps")
 def _tile_kernel(names: Names, reps: tuple[tuple[AxisSelector, int], ...]) -> _kernels.Kernel:
     distinct("tile", tuple(name_of(axis) for axis, _ in reps))
     times = {name_of(axis): n for axis, n in reps}
@@ -336,7 +336,7 @@ def roll(array: NamedArray, shift: Any, axis: AxisSelection) -> NamedArray:
     return _roll_kernel(names, key, _kernels.hashable(axis)).apply(array.array, *(() if static else values))
 
 
-@_kernels.cached
+@_kernels.shared("names", "axis")
 def _roll_kernel(names: Names, shifts: tuple[int, ...] | int, axis: Any) -> _kernels.Kernel:
     """Make a kernel for shifts that are known, or else for as many operands that hold them."""
     chosen = _kernels.select("roll", names, axis)
@@ -363,7 +363,7 @@ def flip(array: NamedArray, axis: AxisSelection | None = None) -> NamedArray:
     return _flip_kernel(require_named("flip", array).names, _kernels.hashable(axis)).apply(array.array)
 
 
-@_kernels.cached
+@_kernels.shared("names", "axis")
 def _flip_kernel(names: Names, axis: Any) -> _kernels.Kernel:
     where = tuple(names.index(n) for n in _kernels.select("flip", names, axis))
     return _kernels.make_kernel("flip", lambda x: jnp.flip(x, where), (names,), names, native=True, selection=axis)

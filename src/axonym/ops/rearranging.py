@@ -70,7 +70,7 @@ def _order(args: tuple[Any, ...]) -> tuple[AxisSelector | EllipsisType, ...]:
     return args
 
 
-@_kernels.cached
+@_kernels.shared("names", "order")
 def _order_kernel(names: Names, order: tuple[AxisSelector | EllipsisType, ...]) -> _kernels.Kernel:
     named = tuple(s for s in order if not isinstance(s, EllipsisType))
     _kernels.select("rearrange", names, named)
@@ -122,19 +122,36 @@ def _expression_kernel(
     transposed = order != tuple(range(len(order)))
     split = len(before) != len(axes)
     merged = len(flat) != len(after)
-    shape = [math.prod(f.size for f in factors) for factors in after.values()]
+    return _reshape_kernel(
+        tuple(a.name for a in axes),
+        tuple(after),
+        tuple(f.size for f in before) if split and (transposed or not merged) else None,
+        order if transposed else None,
+        tuple(math.prod(f.size for f in factors) for factors in after.values()) if merged else None,
+        not split and not merged,
+        tuple(_successors(before, after).items()),
+    )
+
+
+@_kernels.shared("names", "out_names", "successors")
+def _reshape_kernel(
+    names: Names,
+    out_names: Names,
+    split: tuple[int, ...] | None,
+    order: tuple[int, ...] | None,
+    merged: tuple[int, ...] | None,
+    native: bool,
+    successors: tuple[tuple[str, Names], ...],
+) -> _kernels.Kernel:
+    """Make a kernel that splits, transposes and merges; None for what there is not to do."""
 
     def positional(x):
-        if split and (transposed or not merged):
-            x = jax.lax.reshape(x, [f.size for f in before])
-        if transposed:
-            x = jax.lax.transpose(x, order)
-        return jax.lax.reshape(x, shape) if merged else x
+        x = x if split is None else jax.lax.reshape(x, split)
+        x = x if order is None else jax.lax.transpose(x, order)
+        return x if merged is None else jax.lax.reshape(x, merged)
 
-    names, out_names = tuple(a.name for a in axes), tuple(after)
-    reshaped = split or merged
     return _kernels.make_kernel(
-        "rearrange", positional, (names,), out_names, native=not reshaped, successors=_successors(before, after)
+        "rearrange", positional, (names,), out_names, native=native, successors=dict(successors)
     )
 
 

@@ -16,13 +16,13 @@ import numpy as np
 
 from .. import _errors, _kernels
 from ..axis import Names
-from ..named_array import NamedArray, wrap
+from ..named_array import NamedArray
 from ..typing.arguments import ReductionFunction, SimpleReductionFunction
 from ._op_types import Cumulative, SpreadReduction, TypedReduction, map_tree, publish
 from ._operands import apply_along, dtype_key, operand, require_named, require_subset, static_number
 
 
-@_kernels.cached
+@_kernels.shared("names", "axis", "where")
 def _reduction_kernel(
     fn: Callable[..., Any], name: str, names: Names, axis: Any, where: Names | None, native: bool, options: Any
 ) -> _kernels.Kernel:
@@ -63,7 +63,7 @@ def _reduce_leaf(
     axis = _kernels.hashable(axis)
     if where is None:
         kernel = _reduction_kernel(fn, name, array.names, axis, None, native, options)
-        return wrap(kernel.call(array.array), kernel.names)
+        return kernel.apply(array.array)
     where, where_names = operand(where)
     return _reduction_kernel(fn, name, array.names, axis, where_names, native, options).apply(array.array, where)
 
@@ -220,7 +220,7 @@ count_nonzero = _plain("count_nonzero", _count_nonzero, "Count the elements that
 # --- the index of an element ---
 
 
-@_kernels.cached
+@_kernels.shared("names", "axis")
 def _arg_kernel(fn: Callable[..., Any], name: str, names: Names, axis: Any) -> _kernels.Kernel:
     if axis is None:
         return _kernels.make_kernel(name, lambda x: fn(x.reshape(-1), axis=0), (names,), ())
@@ -233,7 +233,7 @@ def _arg_kernel(fn: Callable[..., Any], name: str, names: Names, axis: Any) -> _
 def _arg(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> SimpleReductionFunction:
     def op(array, axis=None):
         kernel = _arg_kernel(fn, name, require_named(name, array).names, _kernels.one_selector(name, axis))
-        return wrap(kernel.call(array.array), kernel.names)
+        return kernel.apply(array.array)
 
     doc = f"""{summary}
 

@@ -73,7 +73,7 @@ def where(condition: Any, x: Any = None, y: Any = None, fill_value: Any = None, 
     return _broadcast_kernel(jnp.where, "where", (names, x_names, y_names)).apply(condition, x, y)
 
 
-@_kernels.cached
+@_kernels.shared("all_names")
 def _broadcast_kernel(fn: Callable[..., Any], name: str, all_names: tuple[Names, ...]) -> _kernels.Kernel:
     names = _kernels.broadcast_names(name, all_names)
 
@@ -83,7 +83,7 @@ def _broadcast_kernel(fn: Callable[..., Any], name: str, all_names: tuple[Names,
     return _kernels.make_kernel(name, positional, all_names, names, native=True)
 
 
-@_kernels.cached
+@_kernels.shared("x_names", "y_names")
 def _chosen_kernel(first: bool, x_names: Names, y_names: Names) -> _kernels.Kernel:
     names = _kernels.broadcast_names("where", (x_names, y_names))
 
@@ -125,7 +125,7 @@ def _positions(what: str, array: Any, size: Axis, fill_value: Any) -> tuple[Name
     return _positions_kernel(what, array.names, one_axis(what, "size", size)).apply(array.array, *fill)
 
 
-@_kernels.cached
+@_kernels.shared("names", "size")
 def _positions_kernel(what: str, names: Names, size: Axis) -> _kernels.Kernel:
     in_names, out_names = (names, *[()] * len(names)), ((size.name,),) * len(names)
     return _kernels.make_kernel(
@@ -198,7 +198,7 @@ def take_along_axis(
     return kernel.apply(array.array, indices)
 
 
-@_kernels.cached
+@_kernels.shared("names", "index_names", "axis")
 def _take_along_kernel(names: Names, index_names: Names, axis: AxisSelector, mode: str | None) -> _kernels.Kernel:
     what = "take_along_axis"
     along = _kernels.select_one(what, names, axis)
@@ -245,7 +245,7 @@ def put_along_axis(
     return kernel.apply(array.array, indices, values)
 
 
-@_kernels.cached
+@_kernels.shared("names", "index_names", "value_names", "axis")
 def _put_along_kernel(
     names: Names, index_names: Names, value_names: Names, axis: AxisSelector, mode: str | None
 ) -> _kernels.Kernel:
@@ -275,7 +275,7 @@ def _put_along_kernel(
 # --- by comparison with other values ---
 
 
-@_kernels.cached
+@_kernels.shared("all_names")
 def _lookup_kernel(
     fn: Callable[..., Any], name: str, all_names: tuple[Names, ...], options: tuple[tuple[str, Any], ...]
 ) -> _kernels.Kernel:
@@ -359,7 +359,7 @@ def interp(
     return _interp_kernel(names, own, given, static).apply(x, *points, *(scalar("interp", k, extra[k]) for k in given))
 
 
-@_kernels.cached
+@_kernels.shared("names", "own")
 def _interp_kernel(
     names: Names, own: Names, given: tuple[str, ...], static: tuple[tuple[str, str], ...]
 ) -> _kernels.Kernel:

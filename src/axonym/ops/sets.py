@@ -49,7 +49,7 @@ def unique(
     return kernel.apply(array.array, *fill)
 
 
-@_kernels.cached
+@_kernels.shared("names", "Unique", "axis")
 def _unique_kernel(
     names: Names, Unique: Axis, axis: AxisSelector | None, returned: tuple[bool, bool, bool], fills: int
 ) -> _kernels.Kernel:
@@ -105,7 +105,7 @@ def _weights(what: str, weights: NamedOrNumeric | None, names: Names) -> tuple[t
     return (array,), (own,)
 
 
-@_kernels.cached
+@_kernels.shared("names", "Counts", "own")
 def _bincount_kernel(names: Names, Counts: Axis, own: tuple[Names, ...]) -> _kernels.Kernel:
     def positional(x, *weights):
         _require_dtype("bincount", x, jnp.integer, "integers")
@@ -160,7 +160,7 @@ def histogram(
     return kernel.apply(array.array, *limits, *weight)
 
 
-@_kernels.cached
+@_kernels.shared("names", "bins", "own", "of_weight")
 def _histogram_kernel(
     names: Names, bins: Axis | str, limits: int, own: Names, of_weight: tuple[Names, ...], density: bool
 ) -> _kernels.Kernel:

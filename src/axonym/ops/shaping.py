@@ -136,7 +136,7 @@ def _flattened(what: str, names: Names, old: Names, new: str) -> tuple[Names, Na
     return (*before, *old, *after), distinct(what, (*before, new, *after))
 
 
-@_kernels.cached
+@_kernels.shared("names", "old_axes", "new_axis")
 def _flatten_kernel(what: str, names: Names, old_axes: Any, new_axis: AxisSelector) -> _kernels.Kernel:
     old = _kernels.select(what, names, old_axes)
     new = sys.intern(name_of(new_axis))
@@ -166,7 +166,7 @@ def _flatten_spec(spec: AxisSpec, old_axes: AxisSelection, new_axis: AxisSelecto
     return {a.name: a.size for a in found} if isinstance(spec, Mapping) else found
 
 
-@_kernels.cached
+@_kernels.shared("names", "axis", "new_axes")
 def _unflatten_kernel(names: Names, axis: AxisSelector, new_axes: Any) -> _kernels.Kernel:
     what = "unflatten_axis"
     old = _kernels.select_one(what, names, axis)
@@ -195,7 +195,7 @@ def _unflatten_kernel(names: Names, axis: AxisSelector, new_axes: Any) -> _kerne
     return _kernels.make_kernel(what, positional, (names,), out_names, selection=axis, successors=successors)
 
 
-@_kernels.cached
+@_kernels.shared("names", "axis")
 def _unbind_kernel(names: Names, axis: AxisSelector, shape: tuple[int, ...]) -> _kernels.Kernel:
     old = _kernels.select_one("unbind", names, axis)
     where = names.index(old)
@@ -208,7 +208,7 @@ def _unbind_kernel(names: Names, axis: AxisSelector, shape: tuple[int, ...]) -> 
     return _kernels.make_kernel("unbind", positional, (names,), (out_names,) * count, selection=axis)
 
 
-@_kernels.cached
+@_kernels.shared("names", "axis", "new_axes")
 def _split_kernel(names: Names, axis: AxisSelector, new_axes: tuple[Axis, ...]) -> _kernels.Kernel:
     old = _kernels.select_one("split", names, axis)
     where = names.index(old)

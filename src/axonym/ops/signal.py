@@ -27,7 +27,7 @@ def _privately(argument: str, names: Names, chosen: Names) -> Names:
 # --- along one axis ---
 
 
-@_kernels.cached
+@_kernels.shared("a_names", "v_names", "axis")
 def _convolution_kernel(
     fn: Callable[..., Any], what: str, a_names: Names, v_names: Names, axis: AxisSelector, mode: str, precision: Any
 ) -> _kernels.Kernel:
@@ -119,7 +119,7 @@ def cross(a: NamedArray, b: NamedArray, axis: AxisSelector) -> NamedArray:
     return _cross_kernel(a.names, b.names, _kernels.one_selector("cross", axis)).apply(a.array, b.array)
 
 
-@_kernels.cached
+@_kernels.shared("a_names", "b_names", "axis")
 def _cross_kernel(a_names: Names, b_names: Names, axis: AxisSelector) -> _kernels.Kernel:
     chosen = _kernels.select_one("cross", a_names, axis)
     _kernels.select_one("cross", b_names, chosen, operand=1)
@@ -151,7 +151,7 @@ def outer(a: NamedOrNumeric, b: NamedOrNumeric) -> NamedArray:
     return _outer_kernel(a_names, b_names).apply(a_array, b_array)
 
 
-@_kernels.cached
+@_kernels.shared("a_names", "b_names")
 def _outer_kernel(a_names: Names, b_names: Names) -> _kernels.Kernel:
     shared = [n for n in a_names if n in b_names]
     if shared:
@@ -181,7 +181,7 @@ def kron(a: NamedArray, b: NamedArray, axis: AxisSelection | None = None) -> Nam
     return _kron_kernel(a.names, b.names, _kernels.hashable(axis)).apply(a.array, b.array)
 
 
-@_kernels.cached
+@_kernels.shared("a_names", "b_names", "axis")
 def _kron_kernel(a_names: Names, b_names: Names, axis: Any) -> _kernels.Kernel:
     chosen = tuple(n for n in a_names if n in b_names) if axis is None else _kernels.select("kron", a_names, axis)
     _kernels.select("kron", b_names, chosen, operand=1)

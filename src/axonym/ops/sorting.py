@@ -104,7 +104,7 @@ def lexsort(keys: Sequence[NamedArray], axis: AxisSelector | None = None) -> Nam
     return kernel.apply(*(k.array for k in keys))
 
 
-@_kernels.cached
+@_kernels.shared("all_names", "axis")
 def _lexsort_kernel(all_names: tuple[Names, ...], axis: AxisSelector) -> _kernels.Kernel:
     names = _kernels.broadcast_names("lexsort", all_names)
     widest = all_names.index(names)

@@ -43,7 +43,7 @@ def _positions(names: Names, reduced: Names) -> Any:
     return names.index(reduced[0]) if len(reduced) == 1 else tuple(names.index(n) for n in reduced)
 
 
-@_kernels.cached
+@_kernels.shared("names", "axis", "q_names")
 def _order_kernel(
     fn: Callable[..., Any], name: str, names: Names, axis: Any, q_names: Names | None, method: str | None
 ) -> _kernels.Kernel:
@@ -141,7 +141,7 @@ def average(
     return _average_kernel(array.names, axis, weight_names).apply(array.array, weights)
 
 
-@_kernels.cached
+@_kernels.shared("names", "axis", "weight_names")
 def _average_kernel(names: Names, axis: Any, weight_names: Names) -> _kernels.Kernel:
     reduced = _kernels.select("average", names, axis)
     positions = tuple(names.index(n) for n in reduced)
@@ -197,7 +197,7 @@ def _covariance(
     return kernel.apply(array.array)
 
 
-@_kernels.cached
+@_kernels.shared("names", "variables", "observations", "new_axis")
 def _covariance_kernel(
     what: str, names: Names, variables: AxisSelector, observations: Any, new_axis: AxisSelector, ddof: int | None
 ) -> _kernels.Kernel:
@@ -270,7 +270,7 @@ def gradient(array: NamedArray, axis: AxisSelector, *, spacing: NamedOrNumeric =
     return kernel.apply(array.array, spacing)
 
 
-@_kernels.cached
+@_kernels.shared("names", "axis", "spacing_names")
 def _gradient_kernel(names: Names, axis: AxisSelector, spacing_names: Names) -> _kernels.Kernel:
     along = _kernels.select_one("gradient", names, axis)
     if spacing_names not in ((), (along,)):
@@ -307,7 +307,7 @@ def trapezoid(
     return _trapezoid_kernel(array.names, _kernels.one_selector("trapezoid", axis), x.names).apply(array.array, x.array)
 
 
-@_kernels.cached
+@_kernels.shared("names", "axis", "x_names")
 def _trapezoid_kernel(names: Names, axis: AxisSelector, x_names: Names | None) -> _kernels.Kernel:
     along = _kernels.select_one("trapezoid", names, axis)
     position = names.index(along)

@@ -138,7 +138,7 @@ def _apply_update(how: str, x: NamedArray, index: SliceSpec, value: NamedOrNumer
     return _update_kernel(how, x.names, items, value_names, options).apply(x.array, value, *operands)
 
 
-@_kernels.cached
+@_kernels.shared("names", "items", "value_names")
 def _update_kernel(
     how: str, names: Names, items: tuple[Item, ...], value_names: Names, options: Any
 ) -> _kernels.Kernel:
@@ -197,7 +197,7 @@ def _checked_start(array: NamedArray, update: NamedArray, name: str, start: Any)
     return start
 
 
-@_kernels.cached
+@_kernels.shared("names", "update_names", "starts")
 def _updated_slice_kernel(names: Names, update_names: Names, starts: tuple[tuple[str, Names], ...]) -> _kernels.Kernel:
     what = "updated_slice"
     _kernels.select(what, names, tuple(n for n, _ in starts))

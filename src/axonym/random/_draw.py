@@ -103,25 +103,27 @@ def draw(
     operands = [operand(x) for x in parameters.values()]
     if dtype is not None:
         options["dtype"] = dtype_key(dtype)
-    layouts = tuple(
-        (label, names, further.get(label, ())) for label, (_, names) in zip(parameters, operands, strict=True)
-    )
+    in_names = tuple(names for _, names in operands)
+    also = tuple(further.get(label, ()) for label in parameters)
     merges = not along and _is_threefry(key) and _placement_is_known(key)
-    kernel = _draw_kernel(what, fn, axes, along, layouts, tuple(options.items()), merges)
+    kernel = _draw_kernel(what, fn, axes, along, tuple(parameters), in_names, also, tuple(options.items()), merges)
     return kernel.apply(key, *(x for x, _ in operands))
 
 
-@_kernels.cached
+@_kernels.shared("axes", "along", "in_names", "further")
 def _draw_kernel(
     what: str,
     fn: Callable[..., jax.Array],
     axes: tuple[Axis, ...],
     along: tuple[Axis, ...],
-    layouts: tuple[tuple[str, Names, tuple[Axis, ...]], ...],
+    labels: tuple[str, ...],
+    in_names: tuple[Names, ...],
+    further: tuple[tuple[Axis, ...], ...],
     options: tuple[tuple[str, Any], ...],
     merges: bool,
 ) -> _kernels.Kernel:
     sizes = tuple(a.size for a in axes)
+    layouts = tuple(zip(labels, in_names, further, strict=True))
 
     def positional(key, *arrays):
         check_parameters(what, axes, layouts, arrays)

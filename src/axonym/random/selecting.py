@@ -43,7 +43,7 @@ def choice(
     return kernel.apply(key, *arrays)
 
 
-@_kernels.cached
+@_kernels.shared("from_axes", "along", "axes")
 def _choice_kernel(
     what: str, from_axes: tuple[Axis, ...], along: Axis, axes: tuple[Axis, ...], replace: bool, weighted: bool
 ) -> _kernels.Kernel:
@@ -81,7 +81,7 @@ def permutation(key: Key, x: NamedArray, axis: AxisSelector, independent: bool =
     return _permutation_kernel(what, x.axes, along, bool(independent)).apply(key, x.array)
 
 
-@_kernels.cached
+@_kernels.shared("axes", "along")
 def _permutation_kernel(what: str, axes: tuple[Axis, ...], along: Axis, independent: bool) -> _kernels.Kernel:
     position = axes.index(along)
 

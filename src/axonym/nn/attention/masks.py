@@ -94,7 +94,7 @@ def _by_position(what: str, rule: Callable[..., jax.Array], QPos: Axis, KPos: Ax
     return _position_kernel(what, rule, q, k, tuple(names for _, names in operands)).apply(*(x for x, _ in operands))
 
 
-@_kernels.cached
+@_kernels.shared("QPos", "KPos", "in_names")
 def _position_kernel(
     what: str, rule: Callable[..., jax.Array], QPos: Axis, KPos: Axis, in_names: tuple[Names, ...]
 ) -> _kernels.Kernel:

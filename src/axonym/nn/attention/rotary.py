@@ -257,7 +257,7 @@ def apply_rotary(
     return _rotary_kernel(x.names, positions.names, HeadDim, config).apply(x.array, positions.array)
 
 
-@_kernels.cached
+@_kernels.shared("names", "position_names", "HeadDim")
 def _rotary_kernel(names: Names, position_names: Names, HeadDim: AxisSelector, config: Rotary) -> _kernels.Kernel:
     what = "apply_rotary"
     features = _kernels.select_one(what, names, HeadDim)
