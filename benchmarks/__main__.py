@@ -17,6 +17,7 @@ from . import (
     importing,
     llama,
     named_jit,
+    names,
     program,
     rules,
     sampling,
@@ -31,6 +32,7 @@ from .harness import print_table
 SECTIONS = {
     "calls": calls.rows,
     "eager": eager.rows,
+    "names": names.rows,
     "tracing": tracing.rows,
     "program": program.rows,
     "llama": llama.rows,

@@ -79,6 +79,21 @@ def test_what_is_loaded() -> None:
     assert loaded >= set(ORDINARY)
 
 
+def test_loading_a_module_keeps_what_is_compiled() -> None:
+    """A module that changed the key of JAX's caches would make everything compile again when it is first used."""
+    code = """
+import jax, axonym
+from tests.helpers import compilations, modules
+f = jax.jit(lambda x: x + 1)
+f(1.0)
+modules()
+with compilations() as compiled:
+    f(1.0)
+print(len(compiled))
+"""
+    assert fresh(code) == "0"
+
+
 def test_equinox_loads_where_it_is_used() -> None:
     code = """
 import sys, axonym as axn, jax

@@ -48,8 +48,11 @@ class Settings:
 _INTERNED: weakref.WeakValueDictionary[Any, Settings] = weakref.WeakValueDictionary()
 _INTERNING = threading.Lock()
 
-# Made once, on import: JAX asks that contexts are not made while it is in use.
+# Made when the package is imported, and not when a module is first used: each context is part of every jit cache key,
+# so a new one makes JAX compile everything again.
 ACTIVE = jax.make_user_context(None)
+ENVIRONMENT = jax.make_user_context(None)
+"""Holds the names that stand for mesh axes inside `shard_map`: see `axonym.manual._axis_environment`."""
 
 activated = False
 """Whether there have ever been active settings. To ask JAX for its value takes longer than the rest of an operation."""

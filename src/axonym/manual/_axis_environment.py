@@ -18,7 +18,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from .. import _errors
-from .._context import active_mapping
+from .._context import ENVIRONMENT, active_mapping
 from .._jax_versions import varying_axes
 from .._mesh_axes import Axes, mapped_axes, mesh_axes, shard_count
 from ..axis import Axis
@@ -90,20 +90,19 @@ class AxisEnvironment:
         return list(dict.fromkeys(p.axes for p in self.found(name) if p.axes))
 
 
-# Made once, on import: JAX asks that contexts are not made while it is in use. This is no part of `Settings`, since a
-# body may change these, and code that no mapping shall matter to drops them; the environment stays the same throughout.
-_ACTIVE = jax.make_user_context(None)
+# This is no part of `Settings`, since a body may change these, and code that no mapping shall matter to drops them; the
+# environment stays the same throughout.
 _NOWHERE = AxisEnvironment()
 
 
 def active_environment() -> AxisEnvironment:
     """Return the environment of the surrounding `shard_map`; an empty one outside of any."""
-    return _ACTIVE.value or _NOWHERE
+    return ENVIRONMENT.value or _NOWHERE
 
 
 def activate(environment: AxisEnvironment) -> contextlib.AbstractContextManager[None]:
     """Activate an environment."""
-    return _ACTIVE(environment)
+    return ENVIRONMENT(environment)
 
 
 @functools.lru_cache(maxsize=1024)

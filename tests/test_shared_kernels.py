@@ -1,0 +1,305 @@
+"""Kernels that differ only in names share one compiled function, and nobody can tell."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import axonym as axn
+from axonym import nn
+from axonym.nn import attention
+from axonym.ops.updating import updated_slice
+from tests.helpers import compilations
+
+FIRST = ("batch", "embed", "mlp")
+# The same axes under other names: in the opposite alphabetical order, and some that look like something else.
+OTHERS = [("x", "y", "z"), ("z", "y", "x"), ("#1", "#0", "embed")]
+
+KEY = jax.random.key(0)
+RAW = np.linspace(-2.0, 3.0, 12, dtype=np.float32).reshape(3, 4)
+SQUARE = np.eye(3, dtype=np.float32) * 2 + np.linspace(0, 1, 9, dtype=np.float32).reshape(3, 3)
+
+
+def _x(*names: str) -> axn.NamedArray:
+    """An array of 3, 4, or 3 x 4 numbers."""
+    return axn.named(jnp.asarray(RAW if len(names) == 2 else RAW[0]), names)
+
+
+def _ids(*names: str) -> axn.NamedArray:
+    return axn.named(jnp.asarray([2, 0]), names)
+
+
+def _square(a: str, b: str) -> axn.NamedArray:
+    return axn.named(jnp.asarray(SQUARE), (a, b))
+
+
+# One or more calls of every family of operations. `a`, `b` and `c` are the names of axes.
+FAMILIES: dict[str, Callable[[str, str, str], Any]] = {
+    "elementwise": lambda a, b, c: [axn.exp(_x(a, b)), axn.frexp(_x(a, b)), axn.round(_x(a, b), 1), -_x(a, b)],
+    "binary": lambda a, b, c: [_x(a, b) + _x(b), _x(b) * _x(a, b), _x(a, b) - 1.0, 2 / _x(a, b), _x(a, b) ** 2],
+    "transposed": lambda a, b, c: _x(a, b) + axn.rearrange(_x(a, b), (b, a)),
+    "reductions": lambda a, b, c: [axn.sum(_x(a, b), a), axn.max(_x(a, b), (b, a)), axn.mean(_x(a, b), axn.Axis(b, 4))],
+    "masked": lambda a, b, c: axn.var(_x(a, b), a, where=_x(b) > -2),
+    "index of": lambda a, b, c: [axn.argmax(_x(a, b), b), axn.argmin(_x(a, b))],
+    "cumulative": lambda a, b, c: [axn.cumsum(_x(a, b), a), axn.diff(_x(a, b), b)],
+    "contraction": lambda a, b, c: [
+        axn.dot(_x(a, b), axn.rename(_x(a, b), {a: c}), axis=b),
+        axn.dot(_x(a, b), _x(b), axis=None),
+        axn.einsum("i j, k j -> k i", _x(a, b), _x(c, b)),
+        axn.einsum("{A B} -> B", _x(a, b), A=a, B=b),
+    ],
+    "rearranging": lambda a, b, c: [
+        axn.rearrange(_x(a, b), (b, ...)),
+        axn.rearrange(_x(a, b), "i (j k) -> k i j", j=2),
+        axn.rearrange(_x(a, b), "i j -> (new: j i)", new=c),
+        axn.flatten_axes(_x(a, b), (b, a), c),
+        axn.unflatten_axis(_x(a, b), b, (axn.Axis(b, 2), axn.Axis(c, 2))),
+        axn.unbind(_x(a, b), b)[1],
+        axn.split(_x(a, b), b, [axn.Axis(b, 1), axn.Axis(c, 3)]),
+    ],
+    "indexing": lambda a, b, c: [
+        _x(a, b)[a, 1],
+        _x(a, b)[b, 1:3],
+        _x(a, b)[a, _ids(c)],
+        _x(a, b)[{a: axn.named(jnp.asarray([2, 0, 1, 1]), b)}],
+        _x(a, b)[a, 1, b, [2, 0]],
+    ],
+    "updates": lambda a, b, c: [
+        _x(a, b).at[a, 1].set(0.0),
+        _x(a, b).at[b, _ids(c)].add(axn.named(jnp.ones(2), c)),
+        updated_slice(_x(a, b), {b: 1}, _x(a, b)[b, 0:2]),
+    ],
+    "concatenation": lambda a, b, c: [
+        axn.concatenate([_x(a, b), axn.rearrange(_x(a, b), (b, a))], a),
+        axn.stack([_x(a, b), _x(a, b)], c),
+    ],
+    "padding": lambda a, b, c: [axn.pad(_x(a, b), {b: (1, 2)}), axn.tile(_x(a, b), {c: 2, a: 2})],
+    "moving": lambda a, b, c: [axn.roll(_x(a, b), 1, b), axn.flip(_x(a, b), a), axn.repeat(_x(a, b), 2, a)],
+    "broadcasting": lambda a, b, c: [
+        axn.broadcast_axis(_x(a, b), axn.Axis(c, 2)),
+        axn.broadcast_arrays(_x(b), _x(a, b)),
+        axn.broadcast_to(_x(b), {a: 2, b: 4}),
+    ],
+    "selection": lambda a, b, c: [
+        axn.where(_x(b) > 0, _x(a, b), 0.0),
+        axn.clip(_x(a, b), _x(b), 1.0),
+        axn.take_along_axis(_x(a, b), _ids(b)[b, 0:1], b),
+        axn.nonzero(_x(a, b) > 0, size=axn.Axis(c, 5)),
+        axn.isin(_x(a, b), [1.0, -2.0]),
+    ],
+    "sorting": lambda a, b, c: [axn.sort(_x(a, b), a), axn.argsort(_x(a, b), b), axn.lexsort((_x(b), _x(a, b)), b)],
+    "statistics": lambda a, b, c: [
+        axn.median(_x(a, b), a),
+        axn.quantile(_x(a, b), axn.named([0.25, 0.5], c), b),
+        axn.cov(_x(a, b), a, b, new_axis=c),
+    ],
+    "sets": lambda a, b, c: [
+        axn.unique(_x(a, b), axn.Axis(c, 3)),
+        axn.histogram(_x(a, b), axn.Axis(c, 3)),
+        axn.bincount(_ids(a), axn.Axis(c, 3)),
+    ],
+    "diagonals": lambda a, b, c: [axn.tril(_square(a, b), a, b), axn.diagonal(_square(a, b), a, b, new_axis=c)],
+    "signal": lambda a, b, c: [axn.convolve(_x(a, b), _x(b), b), axn.outer(_x(a, b), _x(c)), axn.kron(_x(b), _x(b))],
+    "linalg": lambda a, b, c: [
+        axn.linalg.inv(_square(a, b), (a, b)),
+        axn.linalg.solve(_square(a, b), axn.named(jnp.ones(3), a), (a, b)),
+        axn.linalg.norm(_x(a, b), b),
+    ],
+    "fft": lambda a, b, c: [axn.fft.rfft(_x(a, b), {b: c}), axn.fft.fftshift(_x(a, b), a)],
+    "polynomials": lambda a, b, c: [axn.poly.polyval(_x(b), _x(a)), axn.poly.polymul(_x(a), _x(b))],
+    "creation": lambda a, b, c: [
+        axn.zeros({a: 2, b: 3}),
+        axn.arange(axn.Axis(a, 4)),
+        axn.vander(_x(a), axn.Axis(b, 2)),
+    ],
+    "random": lambda a, b, c: [
+        axn.random.normal(KEY, {a: 3, b: 2}),
+        axn.random.uniform(KEY, {a: 3, b: 4}, minval=_x(b) - 9.0),
+        axn.random.permutation(KEY, _x(a, b), b),
+    ],
+    "activations": lambda a, b, c: [nn.relu(_x(a, b)), nn.softmax(_x(a, b), b), nn.glu(_x(a, b), b)],
+    "layers": lambda a, b, c: [
+        nn.one_hot(_ids(a), axn.Axis(b, 3)),
+        nn.cross_entropy_loss(_x(a, b), b, axn.named(jnp.asarray([1, 0, 3]), a)),
+        nn.standardize(_x(a, b), b),
+        nn.dropout(_x(a, b), 0.5, inference=False, key=KEY),
+        nn.max_pool(_x(a, b), axn.Axis(b, 2)),
+        attention.apply_rotary(_x(a, b), b, a),
+        attention.causal_mask(axn.Axis(a, 3), axn.Axis(b, 3)),
+    ],
+}
+
+
+def _spec(x: axn.NamedArray) -> Any:
+    sharding: Any = x.array.sharding
+    return sharding.spec
+
+
+def _leaves(result: Any) -> list[axn.NamedArray]:
+    return jax.tree.leaves(result, is_leaf=axn.is_named_array)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_names_compile_nothing_and_give_the_same(family: str) -> None:
+    first = _leaves(FAMILIES[family](*FIRST))
+    others = []
+    with compilations() as compiled:
+        for names in OTHERS:
+            others.append(_leaves(FAMILIES[family](*names)))
+    assert compiled == []
+    for names, found in zip(OTHERS, others, strict=True):
+        meaning: dict[str, str] = dict(zip(FIRST, names, strict=True))
+        for x, y in zip(first, found, strict=True):
+            assert y.names == tuple(meaning.get(n, n) for n in x.names)
+            np.testing.assert_array_equal(x.array, y.array)
+
+
+def test_which_names_are_equal_decides() -> None:
+    """Other patterns of equal names are other programs."""
+    x, y = _square("a", "b"), _square("b", "c")
+    np.testing.assert_allclose(axn.dot(x, y, axis="b").array, SQUARE @ SQUARE, rtol=1e-6)
+    np.testing.assert_allclose(axn.dot(x, y.rename({"b": "c", "c": "b"}), axis="b").array, SQUARE @ SQUARE.T, rtol=1e-6)
+    np.testing.assert_array_equal((x + x.rename({"a": "b", "b": "a"})).array, SQUARE + SQUARE.T)
+    np.testing.assert_array_equal((x + x).array, SQUARE + SQUARE)
+
+
+def test_an_axis_may_be_called_as_an_option() -> None:
+    padded = axn.pad(_x("constant"), {"constant": (1, 0)}, mode="constant")
+    assert padded.names == ("constant",)
+    np.testing.assert_array_equal(padded.array, np.pad(RAW[0], (1, 0)))
+    assert axn.sort(_x("sort", "axis"), "axis").names == ("sort", "axis")
+
+
+# Calls that the compiled function refuses, and words that the message must have.
+MISTAKES: dict[str, tuple[Callable[[str, str], Any], tuple[str, ...]]] = {
+    "sizes": (lambda a, b: _x(a, b) + _x(b)[b, 0:2], ("4", "2")),
+    "no axis": (lambda a, b: axn.sum(_x(a, b), f"{b}s"), ()),
+    "size of the argument": (lambda a, b: axn.max(_x(a, b), axn.Axis(b, 7)), ("7", "4")),
+    "outer product": (lambda a, b: _x(a) + _x(b), ("broadcast_axis",)),
+    "contraction": (lambda a, b: axn.dot(_x(a, b), _x(b)[b, 0:3], axis=b), ("4", "3")),
+    "look-up": (lambda a, b: axn.take_along_axis(_x(b, a), axn.named(jnp.zeros(2, int), b), a), ("3", "2")),
+    "update": (lambda a, b: _x(a, b).at[a, 0].set(axn.named(jnp.ones(2), b)), ("4", "2")),
+    "concatenation": (lambda a, b: axn.concatenate([_x(a, b), _x(a, b)[b, 0:2]], a), ("4", "2")),
+    "size of the result": (lambda a, b: axn.flatten_axes(_x(a, b), (a, b), axn.Axis(f"{a}{b}", 11)), ("12", "11")),
+    "matrix": (lambda a, b: axn.linalg.inv(_x(a, b), (a, b)), ("not square",)),
+    "rearrange": (lambda a, b: axn.rearrange(_x(a, b), f"{{({b}: i j)}} -> i j", i=3), ("3",)),
+    "transform": (lambda a, b: axn.fft.irfft(_x(a, b)[b, 0:1], b), ("no elements",)),
+    "layer": (lambda a, b: nn.glu(_x(a, b)[b, 0:3], b), ("even",)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_errors_speak_of_the_names_that_the_user_gave(mistake: str) -> None:
+    call, words = MISTAKES[mistake]
+    for names in (("batch", "embed"), ("row", "col")):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            call(*names)
+        message = str(caught.value)
+        assert names[1] in message and "#" not in message
+        assert all(word in message for word in words)
+        assert caught.value.__context__ is None or "#" not in str(caught.value.__context__)
+
+
+def test_programs_say_the_names() -> None:
+    """A kernel that other names have compiled leaves no trace in a program that is explained."""
+    x = _x("row", "col")
+    axn.sum(axn.exp(x), "col"), axn.exp(_x("other", "names"))
+    text = jax.jit(lambda x: axn.sum(axn.exp(x), "col")).lower(x).as_text(debug_info=True)
+    assert "exp[row=3,col=4->row,col]" in text and "sum[row=3,col=4->row]" in text
+    constant = jax.jit(lambda: axn.exp(x) + 1.0).lower().as_text(debug_info=True)
+    assert "#0" not in constant and "_0=" not in constant
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mapping_shards_by_the_names_themselves(kind: AxisType) -> None:
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(kind,))):
+        axn.random.normal(KEY, {"b": 8})
+        with axn.axis_mapping({"batch": "data"}):
+            for name, sharded in (("batch", True), ("other", False), ("batch", True)):
+                drawn = axn.random.normal(KEY, {name: 8})
+                assert drawn.array.sharding.is_fully_replicated != sharded
+        assert axn.random.normal(KEY, {"batch": 8}).array.sharding.is_fully_replicated
+
+
+def test_the_names_themselves_settle_where_operands_disagree() -> None:
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        for name in ("batch", "row"):
+            x, y = (axn.shard(axn.ones({name: 8}), {name: over}) for over in ("data", "model"))
+            with pytest.raises(ValueError, match=f"axis {name!r} over different mesh axes"):
+                x + y
+            for over in ("data", "model"):
+                with axn.axis_mapping({name: over}):
+                    assert _spec(x + y) == jax.P(over)
+
+
+def test_the_sharding_of_the_operands_is_kept_by_any_names() -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        for a, b in (("batch", "embed"), ("x", "y"), ("y", "x")):
+            x = axn.shard(axn.ones({a: 8, b: 4}), {a: "data"})
+            assert _spec(axn.exp(x)) == jax.P("data", None)
+            assert _spec(axn.sum(x, b)) == jax.P("data")
+            assert _spec(x + axn.ones({b: 4})) == jax.P("data", None)
+            assert _spec(axn.dot(x, axn.ones({b: 4, "c": 2}), axis=b)) == jax.P("data", None)
+
+
+def test_gradients_outside_of_jit() -> None:
+    for names in (("a", "b"), ("b", "a"), ("x", "y")):
+        gradient = jax.grad(lambda x: axn.sum(x * x).array)(_x(*names))
+        assert gradient.names == names
+        np.testing.assert_array_equal(gradient.array, 2 * RAW)
+
+
+def test_threads() -> None:
+    """Several threads find the same compiled function at once, each by its own names."""
+    results: dict[int, axn.NamedArray] = {}
+    start = threading.Barrier(8)
+
+    def work(i: int) -> None:
+        start.wait()
+        x = axn.named(jnp.asarray(RAW), (f"a{i}", f"b{i}"))
+        results[i] = axn.logsumexp(x * float(i) + x, f"b{i}")
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, found in results.items():
+        assert found.names == (f"a{i}",)
+        np.testing.assert_allclose(found.array, jax.nn.logsumexp(RAW * (i + 1.0), axis=1), rtol=1e-5)
+
+
+def test_builders_declare_every_parameter_that_holds_names() -> None:
+    """One that is forgotten would be part of the program."""
+    found, missing = 0, []
+    for path in sorted(Path(axn.__file__).parent.rglob("*.py")):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            for decorator in function.decorator_list:
+                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("shared"):
+                    declared = {ast.literal_eval(argument) for argument in decorator.args}
+                    given = [*function.args.args, *([function.args.vararg] if function.args.vararg else [])]
+                    types = {p.arg: ast.unparse(p.annotation) if p.annotation else "" for p in given}
+                    assert declared <= types.keys()
+                    holding = {n for n, t in types.items() if _speaks_of_names(n, t)}
+                    missing += [f"{path.name}: {function.name}({n})" for n in holding - declared]
+                    found += 1
+    assert found > 60
+    assert missing == []
+
+
+def _speaks_of_names(parameter: str, annotation: str) -> bool:
+    called_so = parameter.endswith(("axis", "axes", "names")) and annotation != "bool"
+    return called_so or any(word in annotation for word in ("Names", "Axis", "Axes", "Item"))
