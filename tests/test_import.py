@@ -79,6 +79,7 @@ def test_what_is_loaded() -> None:
     assert loaded >= set(ORDINARY)
 
 
+@pytest.mark.further
 def test_loading_a_module_keeps_what_is_compiled() -> None:
     """A module that changed the key of JAX's caches would make everything compile again when it is first used."""
     code = """
