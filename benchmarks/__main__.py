@@ -21,6 +21,7 @@ from . import (
     program,
     rules,
     sampling,
+    schedules,
     shard_map,
     stacked,
     tracing,
@@ -45,6 +46,7 @@ SECTIONS = {
     "sampling": sampling.rows,
     "draws": draws.rows,
     "weights": weights.rows,
+    "schedules": schedules.rows,
     "checkpoints": checkpoints.rows,
     "import": importing.rows,
 }

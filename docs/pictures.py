@@ -257,6 +257,37 @@ def _rows_of(x: NamedArray, device: int) -> tuple[float, float]:
     return start / x.axes[0].size, (stop - start) / x.axes[0].size
 
 
+# --- schedules ---
+
+
+def schedules() -> Picture:
+    """Which stage works on which microbatch, under both schedules, forward and backward."""
+    stages, width, left = 4, 31, 76
+    picture = Picture("Four microbatches in four stages, under two schedules", 520, 340)
+    gpipe, both = axn.schedules.GPipe(4), axn.schedules.OneFOneB(4)
+    there = gpipe.table(stages)
+    cells = [[(m, None) for m in row] + [(None, m) for m in row[::-1]] for row in there]
+    for top, schedule, table in ((40, gpipe, cells), (212, both, both.table(stages))):
+        picture.text(left, top - 12, type(schedule).__name__, "code")
+        idle = f"a stage is idle in {schedule.idle(stages):.0%}"
+        picture.text(left + 14 * width - 2, top - 12, idle, "muted", "end")
+        for stage, row in enumerate(table):
+            y = top + 29 * stage
+            picture.text(left - 8, y + 18, f"stage {stage}", "small", "end")
+            for tick, cell in enumerate(row):
+                x, halves = left + width * tick, None not in cell
+                picture.box(x, y, width - 2, 27, "empty")
+                for way, microbatch in enumerate(cell):
+                    if microbatch is not None:
+                        height = 13 if halves else 27
+                        place = y + 14 * way if halves else y
+                        picture.box(x, place, width - 2, height, f"d{2 * microbatch + way}")
+                        picture.text(x + width / 2 - 1, place + height / 2 + 4, str(microbatch), "id", "middle")
+    picture.text(left, 174, "forward", "small")
+    picture.text(left + 7 * width, 174, "and backward, in deeper colors", "small")
+    return picture
+
+
 # --- words and files ---
 
 
@@ -273,6 +304,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "mappings": mappings,
     "contraction": contraction,
     "fsdp": fsdp,
+    "schedules": schedules,
 }
 
 

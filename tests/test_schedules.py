@@ -280,6 +280,16 @@ def test_errors(call: Any, text: str) -> None:
         call()
 
 
+@pytest.mark.further
+@pytest.mark.parametrize("schedule", [GPipe(3), OneFOneB(3)])
+def test_draw_into_axes(schedule: Any) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    ax = schedule.draw(2, ax=figure.subplots())
+    assert [x.get_text() for x in ax.get_yticklabels()] == ["stage 0", "stage 1"]
+    assert sorted(int(x.get_text()) for x in ax.texts) == sorted([0, 1, 2] * 2 * (1 + isinstance(schedule, OneFOneB)))
+    assert ax.get_title().startswith(f"{type(schedule).__name__}, 3 microbatches: ")
+
+
 def test_layers_in_a_sequence_have_no_stages() -> None:
     layers = nn.BlockSeq.init(Layers, Block)(key=jax.random.key(0))
     with pytest.raises(TypeError, match="cannot be stages of a pipeline"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
 
 from ..axis import AxisSelector
 
@@ -57,13 +58,19 @@ class GPipe:
         ticks = range(self.ticks(stages))
         return [[t - s if 0 <= t - s < self.microbatches else None for t in ticks] for s in range(stages)]
 
-    def draw(self, stages: int) -> str:
-        """Return a picture of `table`: a row for each stage, a column for each tick, and dots where it is idle.
+    def draw(self, stages: int, ax: Any = None) -> Any:
+        """Draw `table`: a row for each stage, a column for each tick, and dots where it is idle.
+
+        Arguments:
+            stages: the number of stages.
+            ax: Matplotlib's axes to draw into, which are returned. Without them, the picture is returned as text.
 
         >>> print(axn.schedules.GPipe(microbatches=3).draw(stages=2))
         stage 0  0 1 2 .
         stage 1  . 0 1 2
         """
+        if ax is not None:
+            return _draw_into(ax, self, stages, [[(m,) for m in row] for row in self.table(stages)])
         return _drawn([[_cell(m) for m in row] for row in self.table(stages)])
 
 
@@ -122,13 +129,18 @@ class OneFOneB:
         ticks = range(self.ticks(stages))
         return [[(known(t - s), known(t - last + s)) for t in ticks] for s in range(stages)]
 
-    def draw(self, stages: int) -> str:
-        """Return a picture of `table`: in each tick the microbatch that goes forward, and the one that goes backward.
+    def draw(self, stages: int, ax: Any = None) -> Any:
+        """Draw `table`: in each tick the microbatch that goes forward, and the one that goes backward.
+
+        Arguments:
+            stages, ax: as in `GPipe.draw`.
 
         >>> print(axn.schedules.OneFOneB(microbatches=3).draw(stages=2))
         stage 0  0/. 1/. 2/0 ./1 ./2
         stage 1  ./. 0/0 1/1 2/2 ./.
         """
+        if ax is not None:
+            return _draw_into(ax, self, stages, self.table(stages))
         return _drawn([[f"{_cell(f)}/{_cell(b)}" for f, b in row] for row in self.table(stages)])
 
 
@@ -150,3 +162,22 @@ def _cell(microbatch: int | None) -> str:
 def _drawn(rows: list[list[str]]) -> str:
     width = max(len(cell) for row in rows for cell in row)
     return "\n".join(f"stage {s}  {' '.join(f'{c:>{width}}' for c in row)}" for s, row in enumerate(rows))
+
+
+def _draw_into(ax: Any, schedule: Schedule, stages: int, table: Sequence[Sequence[tuple[int | None, ...]]]) -> Any:
+    """Draw a box for each microbatch that is worked on, a lighter one below it for what goes backward."""
+    for stage, row in enumerate(table):
+        for tick, cell in enumerate(row):
+            height = 0.9 / len(cell)
+            for way, microbatch in enumerate(cell):
+                y = stage + (way + 0.5) * height - 0.45
+                color = "0.95" if microbatch is None else f"C{microbatch % 10}"
+                ax.barh(y, 0.95, height, tick - 0.475, color=color, alpha=0.5 if way else 0.9)
+                if microbatch is not None:
+                    ax.text(tick, y, str(microbatch), ha="center", va="center")
+    ax.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
+    ax.invert_yaxis()
+    ax.set_xlabel("tick")
+    name, idle = type(schedule).__name__, schedule.idle(stages)
+    ax.set_title(f"{name}, {schedule.microbatches} microbatches: {idle:.0%} idle")
+    return ax

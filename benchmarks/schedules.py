@@ -1,0 +1,127 @@
+"""Pipelines, rings and the exchange of experts' rows, against what they replace or the least that is possible."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+
+import axonym as axn
+from axonym import nn
+from axonym.nn.attention import Causal, dot_product_attention
+from axonym.schedules import GPipe, OneFOneB
+from tests.executed import executed
+
+from .harness import Row
+
+STAGES, MICROBATCHES = 4, 16
+LIMITS = {GPipe: 1.0, OneFOneB: 1.3}
+"""The work of a step beyond that of its ticks: `OneFOneB` runs one more forward pass."""
+
+
+def rows() -> list[Row]:
+    return [*_pipelines(), *_attention(), *_experts()]
+
+
+class _Block(eqx.Module):
+    up: nn.Linear
+    down: nn.Linear
+
+    @staticmethod
+    def init(Embed: axn.Axis, Mlp: axn.Axis, *, key: Any) -> _Block:
+        up, down = jax.random.split(key)
+        return _Block(nn.Linear.init(Embed, Mlp, key=up), nn.Linear.init(Mlp, Embed, key=down))
+
+    def __call__(self, x: axn.NamedArray) -> axn.NamedArray:
+        return x + self.down(nn.gelu(self.up(x)))
+
+
+def _pipelines() -> list[Row]:
+    """The work of a step, of all stages together, idle ones too."""
+    Layers, Batch, Pos, Embed, Mlp = axn.make_axes(layers=8, batch=32, pos=32, embed=64, mlp=256)
+    layers = nn.Stacked.init(Layers, _Block, gradient_checkpointing=True)(Embed, Mlp, key=jax.random.key(0))
+    x = axn.random.normal(jax.random.key(1), (Batch, Pos, Embed))
+
+    def work(schedule: Any = None) -> int:
+        def loss(layers: Any, x: Any) -> jax.Array:
+            return layers.fold(x, schedule=schedule, then=lambda y: axn.sum(y * y).scalar())
+
+        return _flops(jax.make_jaxpr(jax.value_and_grad(loss))(layers, x).jaxpr)
+
+    found, plain, mesh = [], work(), axn.make_mesh({"stage": STAGES}, devices=jax.devices()[:STAGES])
+    for schedule in (GPipe(MICROBATCHES, remat=False), OneFOneB(MICROBATCHES)):
+        with jax.set_mesh(mesh), axn.axis_mapping({"layers": "stage"}):
+            staged = work(schedule)
+        share = schedule.ticks(STAGES) / MICROBATCHES
+        what = f"{type(schedule).__name__}, {STAGES} stages: work of a step, against the plain fold on one device"
+        shown = f"{staged / 1e6:.0f} MFLOP", f"{plain / 1e6:.0f} MFLOP"
+        found.append(Row("schedules", what, *shown, staged / plain, LIMITS[type(schedule)] * share))
+    return found
+
+
+def _attention() -> list[Row]:
+    """Value and gradient of causal attention over 8 devices."""
+    axes = {"pos": 4096, "heads": 8, "head_size": 64}
+    measured: dict[str, tuple[int, int]] = {}
+    for context in ("ring", "all_gather"):
+
+        def loss(q: Any, k: Any, v: Any, context: Any = context) -> jax.Array:
+            y = dot_product_attention(q, k, v, "key_pos", "head_size", mask=Causal("pos"), context=context)
+            return axn.sum(y * y).scalar()
+
+        with jax.set_mesh(axn.make_mesh({"ring": 8})), axn.axis_mapping({"pos": "ring", "key_pos": "ring"}):
+            q = axn.shard(axn.zeros(axes))
+            k = q.rename({"pos": "key_pos"})
+            compiled = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).lower(q, k, k).compile()
+        memory: Any = compiled.memory_analysis()
+        measured[context] = _delivered(compiled, 8), memory.temp_size_in_bytes
+    return [
+        Row("schedules", f"ring against all_gather: {what}", _mb(ours), _mb(theirs), ours / theirs, limit)
+        for what, ours, theirs, limit in zip(
+            ("bytes moved", "temporaries"), measured["ring"], measured["all_gather"], (1.7, 0.5), strict=True
+        )
+    ]
+
+
+def _experts() -> list[Row]:
+    """A round sends rows, the numbers of their experts, and results."""
+    Experts, Tokens, Embed, Mlp = axn.make_axes(experts=16, tokens=1024, embed=64, mlp=128)
+    size, devices = Tokens.size // 8, 8
+    layer = nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0), use_bias=False)
+
+    def mixture(layer: Any, x: Any, expert: Any) -> Any:
+        return nn.dispatch(lambda layer, x, n: layer(x, n), layer, x, expert, Experts, round_size=size)
+
+    with jax.set_mesh(axn.make_mesh({"expert": devices})), axn.axis_mapping({"tokens": "expert", "experts": "expert"}):
+        arguments = axn.shard((layer, axn.zeros((Tokens, Embed)), axn.zeros(Tokens, dtype=int)))
+        moved = _delivered(jax.jit(mixture).lower(*arguments).compile(), devices)
+    least = (devices - 1) * size * 4 * (Embed.size + Mlp.size + 1)
+    return [Row("schedules", "dispatch: bytes moved, against the formula", _mb(moved), _mb(least), moved / least, 1.0)]
+
+
+def _flops(jaxpr: Any) -> int:
+    """The operations of all matrix products on all devices, in loops as often as these turn."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (summed, _), _ = eqn.params["dimension_numbers"]
+            total += 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[i] for i in summed)
+        times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        times *= eqn.params["mesh"].size if eqn.primitive.name == "shard_map" else 1
+        for value in eqn.params.values():
+            inner = getattr(value, "jaxpr", value)
+            total += times * _flops(inner) if hasattr(inner, "eqns") else 0
+    return total
+
+
+def _delivered(compiled: Any, devices: int) -> int:
+    """The bytes that each device gets from others."""
+    share = {"collective-permute": 1, "reduce-scatter": devices - 1}
+    others = (devices - 1) / devices
+    return round(sum(size * share.get(kind, others) for kind, (_, size) in executed(compiled).items()))
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
