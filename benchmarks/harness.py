@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -30,16 +30,25 @@ class Row:
 def side_by_side(
     ours: Callable[[], Any], theirs: Callable[[], Any], *, repeats: int, rounds: int = 5, warm: int = 3
 ) -> tuple[list[float], list[float]]:
+    """Seconds of single calls of two functions."""
+    first, second = in_turn([ours, theirs], repeats=repeats, rounds=rounds, warm=warm)
+    return first, second
+
+
+def in_turn(
+    fns: Sequence[Callable[[], Any]], *, repeats: int, rounds: int = 5, warm: int = 3
+) -> tuple[list[float], ...]:
     """Seconds of single calls, taken in turn. Each round starts with the garbage collected and the collector off."""
     for _ in range(warm):
-        ours(), theirs()
-    times: tuple[list[float], list[float]] = ([], [])
+        for fn in fns:
+            fn()
+    times: tuple[list[float], ...] = tuple([] for _ in fns)
     for _ in range(rounds):
         gc.collect()
         gc.disable()
         try:
             for _ in range(repeats):
-                for fn, into in ((ours, times[0]), (theirs, times[1])):
+                for fn, into in zip(fns, times, strict=True):
                     start = time.perf_counter()
                     fn()
                     into.append(time.perf_counter() - start)

@@ -7,6 +7,7 @@ this script draws.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,28 @@ def fsdp() -> Picture:
     return picture
 
 
+def peers() -> Picture:
+    """What a training step costs with other libraries, as `docs/peers.py` has measured it, to plain JAX."""
+    recorded = json.loads((FOLDER.parent.parent / "peers.json").read_text())["figures"]
+    shown = {
+        "calling a step with small arrays": ("step", "call"),
+        "tracing and lowering a step": ("step", "trace"),
+        "bytes that a sharded step sends": ("sharded_step", "moved"),
+    }
+    picture = Picture("What a training step costs with each library, to plain JAX", 520, 12 + 158 * len(shown))
+    for i, (title, (program, measure)) in enumerate(shown.items()):
+        figures = {name: values[measure] for name, values in recorded[program].items()}
+        ratios = {name: value / figures["plain JAX"] for name, value in figures.items()}
+        top = 22 + 158 * i
+        picture.text(8, top, title)
+        for j, (name, ratio) in enumerate(ratios.items()):
+            y, length = top + 10 + 22 * j, 330 * ratio / max(ratios.values())
+            picture.text(88, y + 13, name, "accent" if name == "Axonym" else "small", "end")
+            picture.box(96, y, length, 17, "d1" if name == "Axonym" else "d0")
+            picture.text(102 + length, y + 13, f"{ratio:.2f}", "small")
+    return picture
+
+
 def _rows_of(x: NamedArray, device: int) -> tuple[float, float]:
     """Where the shard of a device starts along the first axis, and how long it is, as shares of the axis."""
     indices = {d.id: i for d, i in x.array.sharding.devices_indices_map(x.array.shape).items()}
@@ -305,6 +328,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "contraction": contraction,
     "fsdp": fsdp,
     "schedules": schedules,
+    "peers": peers,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -194,6 +195,12 @@ def test_gallery_is_what_the_script_writes() -> None:
     assert gallery.page(outputs) == text, "write it again: python docs/gallery.py"
     assert all(output and len(output.splitlines()) <= gallery.LINES + 1 for output in outputs.values())
     assert outputs.keys() == gallery.EXAMPLES.keys()
+
+
+def test_the_page_of_peers_is_what_the_script_writes() -> None:
+    peers = _script("peers")
+    recorded = json.loads(peers.FIGURES.read_text())
+    assert peers.page(recorded) == peers.PAGE.read_text(), "write it again: python docs/peers.py --write"
 
 
 # --- what the site says of itself ---
