@@ -128,11 +128,12 @@ def test_with_parameters_stored_sharded(gather: Any, kind: AxisType) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
-def test_with_tensor_parallelism(kind: AxisType) -> None:
+@pytest.mark.parametrize("schedule", [GPipe(4), OneFOneB(4)], ids=["gpipe", "1f1b"])
+def test_with_tensor_parallelism(schedule: Any, kind: AxisType) -> None:
     """By the partitioner inside of ticks on Auto mesh axes, and by gathering on Explicit ones."""
     mapping = {"layers": "stage", "mlp": "model", "batch": "data"}
     with jax.set_mesh(mesh_of(kind, stage=2, data=2, model=2)), axn.axis_mapping(mapping):
-        found = jax.block_until_ready(jax.jit(gradient(GPipe(4)))(*axn.shard(ARGUMENTS)))
+        found = jax.block_until_ready(jax.jit(gradient(schedule))(*axn.shard(ARGUMENTS)))
     assert_close(found, plain())
 
 
