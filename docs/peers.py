@@ -38,9 +38,10 @@ measured. The libraries take turns in one process.
 ![What each library adds to plain JAX](assets/pictures/peers-light.svg#gh-light-mode-only)
 ![What each library adds to plain JAX](assets/pictures/peers-dark.svg#gh-dark-mode-only)
 
-Measured on {date} with {versions}, on {device}, which had other work too. Times are medians of calls in turn, so their
-order says more than their size; a first call is a single one, and varies by half. Instructions and bytes do not vary.
-Measure on your machine:
+Measured on {date} on {device}, with {versions}.
+
+The machine had other work too. Times are medians of calls in turn, and differences of less than a third may be chance;
+a first call is a single one, and varies by half. Instructions and bytes do not vary. Measure on your machine:
 
 ```bash
 python -m pip install -e '.[peers]'
@@ -48,8 +49,8 @@ python -m benchmarks peers
 ```
 
 The transformer has {layers} blocks with {embed} features, {heads} heads and {mlp} hidden features, for {batch} texts of
-{pos} tokens. Its arrays are small, so that what the libraries add shows. For "call, small" they are smaller still, and
-nearly all of the time is Python's.
+{pos} tokens. Its arrays are small, so that what the libraries add shows. For "call, small" they are smaller still,
+and nearly all of the time is Python's.
 """
 
 COLUMNS = {
