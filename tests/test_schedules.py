@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from typing import Any, cast
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
@@ -15,6 +17,7 @@ from jax.sharding import AxisType
 import axonym as axn
 from axonym import nn
 from axonym.schedules import GPipe, OneFOneB
+from axonym.schedules._sharded_loss import is_computed_from_shards
 from tests.executed import executed
 from tests.helpers import spec
 
@@ -158,6 +161,21 @@ def test_what_is_executed_with_the_loss_inside(optimized: None) -> None:
     assert found["all-reduce"][0] <= 12
 
 
+def test_gradients_of_narrow_floats_are_summed_in_float32() -> None:
+    """A sum over examples that float16 does not hold, although the mean fits."""
+    head = (HEAD * 0 + 4.0).astype(jnp.float16)
+
+    def loss(head: Any, x: Any) -> Any:
+        then = lambda y, head: axn.sum(axn.dot(y, head, axis="embed")).astype(jnp.float32).scalar()
+        total = MODEL.fold(x, SCALE, shift=SHIFT, schedule=OneFOneB(8), then=then, then_args=(head,))
+        return total / 1e4
+
+    big = X * 0 + 4000.0
+    with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)), axn.axis_mapping(MAPPING):
+        found = jax.jit(jax.grad(loss))(*axn.shard((head, big)))
+    assert np.isfinite(found.array).all() and (abs(found.array) > 10).all()
+
+
 Vocab = axn.Axis("vocab", 96)
 TIED = MAPPING | {"vocab": "stage"}
 TOKENS = axn.named(RNG.integers(0, 96, (16, 2)), (Batch, Pos))
@@ -171,7 +189,7 @@ def tied(schedule: Any = None, of_logits: Any = None) -> Any:
     def head(y: Any, table: Any, norm: Any, labels: Any) -> Any:
         logits = table.unembed(norm(y))
         if of_logits is not None:
-            return of_logits(logits).scalar()
+            return of_logits(logits, labels).scalar()
         return nn.cross_entropy_loss(logits, "vocab", labels, axn.sum, where=labels > 2).scalar()
 
     def loss(model: Any, table: Any, norm: Any, tokens: Any) -> Any:
@@ -205,14 +223,50 @@ def test_the_vocabulary_is_sharded_over_stages(schedule: Any, kind: AxisType, op
         assert counts["all-reduce"][0] <= 6 * schedule.ticks(stages=4) + 16
 
 
-def test_other_functions_of_the_vocabulary_get_all_of_it() -> None:
-    def of_logits(logits: Any) -> Any:
-        return axn.sum(axn.logsumexp(logits, "vocab") + axn.max(logits, "vocab"))
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    return nn.cross_entropy_loss(logits, "vocab", labels, axn.sum)
 
+
+OTHERS: dict[str, Callable[[Any, Any], Any]] = {
+    "reduced on its own": lambda x, t: axn.sum(axn.logsumexp(x, "vocab") + axn.max(x, "vocab")),
+    "reduced before": lambda x, t: cross_entropy(nn.standardize(x, "vocab"), t),
+    "some of it": lambda x, t: cross_entropy(x["vocab", :90], t),
+    "positions": lambda x, t: cross_entropy(axn.where(axn.arange(x.resolve_axis("vocab")) < 90, x, -9.0), t),
+    "its size": lambda x, t: cross_entropy(x, t) / x.axis_size("vocab"),
+    "its order": lambda x, t: cross_entropy(axn.flip(x, "vocab"), t),
+    "without names": lambda x, t: cross_entropy(axn.named(jnp.cumsum(x.array, -1), x.names), t),
+}
+
+
+SHARDED: dict[str, Callable[[Any, Any], Any]] = {
+    "the loss": cross_entropy,
+    "with a mask of labels": lambda x, t: nn.cross_entropy_loss(x, "vocab", t, axn.sum, where=t > 2),
+    "capped": lambda x, t: cross_entropy(30.0 * axn.tanh(x / 30.0), t) / t.size,
+    "computed again": lambda x, t: jax.checkpoint(cross_entropy)(x.astype("bfloat16").astype("float32"), t),
+    "with its normalizers": lambda x, t: axn.sum(nn.cross_entropy_loss_and_log_normalizers(x, "vocab", t)[1] ** 2),
+}
+
+
+@pytest.mark.parametrize("of_logits", [*OTHERS, *SHARDED])
+def test_what_may_be_computed_from_shards(of_logits: str) -> None:
+    def traced(size: int) -> Any:
+        then = lambda y, table, labels: (OTHERS | SHARDED)[of_logits](axn.dot(y, table, axis="embed"), labels).scalar()
+        return jax.make_jaxpr(then)(X, axn.ones((Embed, Vocab.resize(size))), TOKENS)
+
+    try:
+        found = is_computed_from_shards(traced(96), traced(24))
+    except (LookupError, ValueError):  # shards are too small
+        found = False
+    assert found == (of_logits in SHARDED)
+
+
+@pytest.mark.parametrize("other", ["reduced on its own", "reduced before", "its size"])
+def test_other_functions_of_the_vocabulary_get_all_of_it(other: str) -> None:
+    """Also if the cross-entropy, which reduces shards, comes after them."""
     with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)):
-        jitted: Any = axn.named_jit(tied(OneFOneB(4), of_logits), TIED, in_placement=TIED)
+        jitted: Any = axn.named_jit(tied(OneFOneB(4), OTHERS[other]), TIED, in_placement=TIED)
         found = jax.block_until_ready(jitted(MODEL, TABLE, NORM, TOKENS))
-    assert_close(found, jax.jit(tied(of_logits=of_logits))(MODEL, TABLE, NORM, TOKENS))
+    assert_close(found, jax.jit(tied(of_logits=OTHERS[other]))(MODEL, TABLE, NORM, TOKENS))
 
 
 def test_memory_does_not_grow_with_microbatches(optimized: None) -> None:

@@ -43,6 +43,7 @@ from ..axis import Axis, Names, name_of
 from ..manual import _axis_environment
 from ..manual._axis_environment import ArgumentAxis
 from ..named_array import is_named_array
+from ._sharded_loss import is_computed_from_shards
 from .pipeline_schedules import GPipe, Schedule
 
 Fold = Callable[..., Any]
@@ -230,6 +231,8 @@ class _Pipeline:
     def both_ways(self, stacked: Arrays, batches: Arrays, rest: Arrays, head: Arrays, given: Arrays | None) -> Any:
         """Run each microbatch forward and backward; return the sum of losses, and the gradients of all four groups.
 
+        Gradients that are summed over microbatches are wider than the arrays if these are narrow floats.
+
         Arguments:
             given: the derivative of each result; None for that of the loss.
         """
@@ -280,7 +283,6 @@ class _Pipeline:
         total = vary_like(jnp.zeros((), jnp.float32), *first)
         state = first, [jnp.zeros_like(x) for x in first], stored, total, sums
         (*_, total, sums), of_carry = jax.lax.scan(tick, state, jnp.arange(M + 2 * last))
-        sums = [[x.astype(y.dtype) for x, y in zip(*both, strict=True)] for both in zip(sums, summed, strict=True)]
         # The first stage is the last to go backward.
         return total, (sums[0], [jnp.where(stage == 0, x[2 * last :], 0) for x in of_carry], sums[1], sums[2])
 
@@ -330,24 +332,29 @@ class _Pipeline:
         return found.astype(jnp.float32)
 
     def _can_combine(self, batches: Arrays, head: Arrays) -> bool:
-        """Return whether `then` reduces shards over all stages, as `axonym.nn.cross_entropy_loss` does.
+        """Return whether `then` may be computed from shards of the axes that are sharded over the stages.
 
-        The result is then the same on all stages, if all is that is not sharded over them. If `then` reduces on each
-        device alone, the result differs, and the arguments are to be all-gathered.
+        If not, its arguments are all-gathered.
         """
-        differs: list[frozenset[str]] = []
+        shards, programs = self._shards, []
 
-        def compute() -> jax.Array:
+        def trace() -> None:
             results = [jax.lax.psum(varying_over(x[0], self._stages), self._stages) for x in batches]
-            found = self._of_then(results, self._gathered(3, head), 0)
-            differs.append(varying_axes(found) & {*self._stages})
-            return found
+            for self._shards in (frozenset(), shards):
+                of_then = functools.partial(self._of_then, microbatch=0)
+                programs.append(jax.make_jaxpr(of_then)(results, self._gathered(3, head)))
 
         try:
-            jax.eval_shape(compute)
-        except Exception:  # what is wrong besides is an error with all-gathered arguments, too
-            return False
-        return not differs[-1]
+            jax.eval_shape(trace)
+        except (LookupError, TypeError, ValueError):
+            if not programs:
+                raise
+            return False  # it needs all of an axis: shards do not fit other arrays
+        finally:
+            self._shards = shards
+        whole, of_shards = programs
+        differs = varying_axes(of_shards.out_avals[0]) & {*self._stages}
+        return not differs and is_computed_from_shards(whole, of_shards)
 
     def _of_last(self, xs: Arrays) -> Arrays:
         """Return the arrays of the last stage, on all of them."""
@@ -427,11 +434,12 @@ def _total(pipeline: _Pipeline, stacked: Arrays, batches: Arrays, rest: Arrays, 
 
 def _total_forward(pipeline: _Pipeline, *groups: Arrays) -> Any:
     total, gradients = pipeline.both_ways(*groups, given=None)
-    return total, tuple(map(_with_none, groups, gradients))
+    return total, (groups, gradients)
 
 
-def _total_backward(pipeline: _Pipeline, gradients: Any, given: jax.Array) -> Any:
-    return jax.tree.map(lambda x: (x * given).astype(x.dtype), gradients)
+def _total_backward(pipeline: _Pipeline, kept: Any, given: jax.Array) -> Any:
+    groups, gradients = kept  # in the dtype of sums, which holds them before they are divided by a number of examples
+    return tuple(_with_none(xs, [x * given for x in own]) for xs, own in zip(groups, gradients, strict=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -451,9 +459,9 @@ def _recomputed_backward(pipeline: _Pipeline, groups: Any, given: Arrays) -> Any
 
 
 def _with_none(xs: Arrays, gradients: Arrays) -> list[Any]:
-    """Return gradients for all arrays, None for those that cannot be differentiated."""
-    _, with_others = _floating(xs)
-    return with_others(gradients, [None] * len(xs))
+    """Return gradients for all arrays, in their dtypes; None for those that cannot be differentiated."""
+    floats, with_others = _floating(xs)
+    return with_others([g.astype(x.dtype) for g, x in zip(gradients, floats, strict=True)], [None] * len(xs))
 
 
 _total.defvjp(_total_forward, _total_backward)
