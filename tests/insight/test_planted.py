@@ -39,6 +39,7 @@ def as_it_is(x: axn.NamedArray) -> axn.NamedArray:
 def step(
     *,
     up: Callable[[Arrays], axn.NamedArray] = lambda w: w["up"],
+    ids: Change = as_it_is,
     hidden: Change = as_it_is,
     after: Change = as_it_is,
     scores: Change = as_it_is,
@@ -48,7 +49,7 @@ def step(
 
     def trained(w: Arrays, tokens: axn.NamedArray) -> Any:
         def total(w: Arrays) -> jax.Array:
-            x = nn.standardize(w["table"]["vocab", tokens], "embed") * w["scale"]
+            x = nn.standardize(w["table"]["vocab", ids(tokens)], "embed") * w["scale"]
             mlp = hidden(axn.tanh(axn.dot(x, up(w), axis="embed")))
             x = after(x + axn.dot(mlp, w["down"], axis="mlp"))
             return axn.mean(loss(scores(axn.dot(x, w["table"], axis="embed")), tokens)).scalar()
@@ -68,6 +69,22 @@ NEVER: dict[str, Any] = {"never_gathers": ["vocab", "batch", "mlp"], "scatters_g
 LOST: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "a placement without batch": ("batch", "hidden", lambda x: axn.shard(x, {"batch": None, "mlp": "model"})),
     "a placement without mlp": ("mlp", "hidden", lambda x: axn.shard(x, {"batch": "data"})),
+    "a placement after another": (
+        "batch",
+        "hidden",
+        lambda x: axn.shard(axn.tanh(axn.shard(x, {"batch": "data", "mlp": "model"})), {"mlp": "model"}),
+    ),
+    "a placement in a compiled function": (
+        "batch",
+        "hidden",
+        lambda x: jax.jit(lambda x: axn.shard(axn.tanh(x), {"mlp": "model"}))(x),
+    ),
+    "a placement along another axis": (
+        "batch",
+        "hidden",
+        lambda x: axn.shard(x, {"pos": "data", "mlp": "model"}),
+    ),
+    "a placement of the tokens": ("batch", "ids", lambda x: axn.cumsum(axn.shard(x * 2, {"batch": None}), "pos")),
     "a positional placement": (
         "batch",
         "hidden",

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ._hlo import Frame
@@ -25,6 +25,11 @@ class Constraint:
     over: tuple[tuple[str, ...] | None, ...]
     """The mesh axes that the constraint shards each axis over; None if it leaves that to the compiler."""
     frames: tuple[Frame, ...]
+
+    @property
+    def kept(self) -> set[str]:
+        """Return the mesh axes that the array is sharded over."""
+        return {a for axes in self.over for a in axes or ()}
 
     def local_sizes(self, mesh: Mapping[str, int]) -> dict[int, int]:
         """Return the sizes of the array on each device, by the places of the axes for which it says so."""
@@ -51,6 +56,26 @@ class Constraints:
             scope: that of the operation.
             sizes: the sizes of the array on each device along the axes that become longer, by their places.
         """
+        for constraint in self._after(scope):
+            if constraint.kept.isdisjoint(over) and sizes.items() <= constraint.local_sizes(mesh).items():
+                return constraint
+        return None
+
+    def that_moves(self, scope: str, place: int, over: Collection[str]) -> Constraint | None:
+        """Find the constraint for which the result of an operation is sharded along another axis, if there is one.
+
+        Arguments:
+            scope: that of the operation.
+            place: the place of the axis that is sharded over these mesh axes before.
+        """
+        for constraint in self._after(scope):
+            own = constraint.over[place] if place < len(constraint.over) else None
+            if own is not None and constraint.kept.issuperset(over) and set(over).isdisjoint(own):
+                return constraint
+        return None
+
+    def _after(self, scope: str) -> Sequence[Constraint]:
+        """Return the constraints on what an operation computes."""
         if self._by_scope is None:
             self._by_scope = {}
             # How a module is read is no public interface. Without it, lines are those that the compiler keeps.
@@ -58,11 +83,10 @@ class Constraints:
                 for constraint in _constraints(self._lowered.compiler_ir("stablehlo").operation):
                     for known in constraint.scopes:
                         self._by_scope.setdefault(known, []).append(constraint)
-        for constraint in self._by_scope.get(scope, ()):
-            kept = {a for axes in constraint.over for a in axes or ()}
-            if kept.isdisjoint(over) and sizes.items() <= constraint.local_sizes(mesh).items():
-                return constraint
-        return None
+        # In a function that a compiled function calls, scopes lack those of the call, and what is done with it.
+        called = re.sub(r"(jvp|transpose)\(|\)", "", scope)
+        inner = (c for known, c in self._by_scope.items() if known and called.endswith(f"/{known}"))
+        return self._by_scope.get(scope) or next(inner, ())
 
 
 def _constraints(operation: Any) -> Iterator[Constraint]:
@@ -72,26 +96,34 @@ def _constraints(operation: Any) -> Iterator[Constraint]:
             for inner in block.operations:
                 inner = inner.operation
                 if inner.name == "sdy.sharding_constraint":
-                    location, before = str(inner.location), dict.fromkeys(_computing(inner.operands[0]))
+                    location, before = str(inner.location), tuple(_computing(inner.operands[0]))
                     own = _scope(location)
-                    if own not in before:
+                    if before[:1] != ((own, False),):
                         sizes, over = tuple(inner.results[0].type.shape), _over(str(inner.attributes["sharding"]))
-                        yield Constraint((own, *before), sizes, over, _frames(location))
+                        yield Constraint((own, *(of for of, _ in before)), sizes, over, _frames(location))
                 yield from _constraints(inner)
 
 
-_ELEMENTWISE = {"comparison_direction", "compare_type", "result_accuracy", "sharding"}
-"""The attributes of elementwise operations, which say nothing of axes, and of the constraints between them."""
+_SAY_NOTHING_OF_AXES = {"comparison_direction", "compare_type", "result_accuracy"}
 
 
-def _computing(value: Any) -> Iterator[str]:
-    """Go through the scopes of what computes an array, back through elementwise operations."""
+def _is_elementwise(operation: Any) -> bool:
+    plain = _SAY_NOTHING_OF_AXES.issuperset(operation.attributes) and not len(operation.regions)
+    return plain and operation.name.startswith("stablehlo.") and "dynamic" not in operation.name
+
+
+def _computing(value: Any) -> Iterator[tuple[str, bool]]:
+    """Go through the scopes of what computes an array, back through elementwise operations and other constraints.
+
+    With each comes whether it is one of these.
+    """
     waiting = [value]
     for inner in itertools.islice(waiting, 32):
         producer = getattr(inner.owner, "operation", inner.owner)
         if hasattr(producer, "location"):  # it is not an argument of the function
-            yield _scope(str(producer.location))
-            if _ELEMENTWISE.issuperset(producer.attributes) and not len(producer.regions):
+            placed = producer.name == "sdy.sharding_constraint"
+            yield _scope(str(producer.location)), placed
+            if placed or _is_elementwise(producer):
                 waiting += [x for x in producer.operands if x.type == value.type]
 
 

@@ -128,6 +128,7 @@ class HloProgram:
         self.entry = ""
         self._read()
         self._frames = _Frames(text)
+        self._known_users: dict[str, dict[str, list[Instruction]]] = {}
 
     def visits(self) -> Iterator[Visit]:
         """Go through all instructions that run, in the order in which they do."""
@@ -154,13 +155,13 @@ class HloProgram:
                     waiting.append(user.name)
                     yield user
 
-    @functools.cache  # noqa: B019  # it lives as long as the report is made
     def _users(self, computation: str) -> dict[str, list[Instruction]]:
-        found: dict[str, list[Instruction]] = {}
-        for instruction in self.computations[computation].values():
-            for name in instruction.operands:
-                found.setdefault(name, []).append(instruction)
-        return found
+        if computation not in self._known_users:
+            found = self._known_users.setdefault(computation, {})
+            for instruction in self.computations[computation].values():
+                for name in instruction.operands:
+                    found.setdefault(name, []).append(instruction)
+        return self._known_users[computation]
 
     def frames(self, instruction: Instruction) -> tuple[Frame, ...]:
         """Return the lines that an instruction comes from, the innermost first."""

@@ -43,6 +43,10 @@ class ScopedOperation:
     def axes(self) -> Axes:
         return tuple(dict.fromkeys(a.name for term in (*self.operands, *self.results) for a in term))
 
+    def looks_up(self, term: Term) -> bool:
+        """Return whether the operation looks up values, and one of its operands has these axes of indices."""
+        return self.name == "index" and term in self.operands[1:] and term != self.operands[0]
+
     def __str__(self) -> str:
         def listed(terms: Sequence[Term]) -> str:
             return "; ".join(", ".join(a.name for a in term) for term in terms)
@@ -216,7 +220,7 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
             table = f"{stored[0].name}, which is stored sharded over {_listed(over)}"
             return f"looks up all of {_listed(gathered)} in each shard of {table}"
         if op.name == "shard":
-            return reason_of_placement(gathered, over)
+            return reason_of_placement(gathered, (), over)
         found = sharded(gathered)
         if len(found) == len(gathered):
             return f"needs all of {_said(found)}"
@@ -235,9 +239,10 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
     return None
 
 
-def reason_of_placement(gathered: Collection[str], over: Collection[str]) -> str:
-    """Say that a placement needs some axes whole."""
-    return f"a placement replicates {_listed(gathered)}, which came sharded over {_listed(over)}"
+def reason_of_placement(gathered: Collection[str], moved: Collection[str], over: Collection[str]) -> str:
+    """Say that a placement needs all of some axes, or shards along others."""
+    does = f"replicates {_listed(gathered)}" if gathered else f"shards another axis than {_listed(moved)}"
+    return f"a placement {does}, which came sharded over {_listed(over)}"
 
 
 def reason_of_use(op: ScopedOperation, gathered: Collection[str], moved: Collection[str]) -> str:
@@ -265,7 +270,12 @@ def _stored(op: ScopedOperation, over: Collection[str]) -> list[NamedAxis]:
 def keeps(op: ScopedOperation, axes: Collection[str]) -> bool:
     """Return whether an operation computes each shard along some axes for itself, as elementwise operations do."""
     in_results = {a.name for term in op.results for a in term}
-    return (op.name == "dot" or hasattr(elementwise, op.name)) and in_results.issuperset(axes)
+    return op.name in _KEEPS_SHARDS and in_results.issuperset(axes)
+
+
+_KEEPS_SHARDS = {"dot", "where"}.union(
+    name for name, value in vars(elementwise).items() if getattr(value, "__module__", "") == elementwise.__name__
+)
 
 
 def moved(op: ScopedOperation, over: Collection[str]) -> Axes:

@@ -228,8 +228,10 @@ def _collectives(
             constraint = None
             if gathered and not stored:
                 constraint = constraints.that_gathers(origin.scope, longer, axes, mesh or {})
+            elif moved and moved[0] in (names := [a.name for a in operation.results[0]]):
+                constraint = constraints.that_moves(origin.scope, names.index(moved[0]), axes)
             if constraint is not None:
-                frames, reason = constraint.frames, _scopes.reason_of_placement(gathered, axes)
+                frames, reason = constraint.frames, _scopes.reason_of_placement(gathered, moved, axes)
             elif (gathered or moved) and not stored and _scopes.keeps(operation, gathered or moved):
                 user = _user(program, visit, gathered or moved)
                 frames = program.frames(user) if user else frames
@@ -251,6 +253,7 @@ def _collectives(
             gathered=gathered,
             moved=moved,
             stored=stored,
+            of_indices=operation is not None and array is not None and operation.looks_up(array.term),
             reason=reason,
             source=_source(frames) or _source(program.frames(instruction)),
             scope=origin.scope or instruction.scope,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -73,6 +72,8 @@ class Collective:
     """The named axis along which an `all-to-all` trades shards for those along another axis, as far as known."""
     stored: tuple[str, ...]
     """The named axes of the array that the parameter mapping shards over these mesh axes, if it is a parameter."""
+    of_indices: bool
+    """Whether it carries the indices of a look-up, which are few beside what is looked up."""
     reason: str | None
     """Why it is there, in names; None if that is not known."""
     source: Source | None
@@ -89,16 +90,6 @@ class Collective:
         []
         """
         return None if self.sent is None or self.times is None else self.sent * self.times
-
-    @property
-    def of_indices(self) -> bool:
-        """Return whether it carries the indices of a look-up, which are few beside what is looked up.
-
-        >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
-        >>> [c.of_indices for c in report.collectives]
-        []
-        """
-        return (self.operation or "").startswith("index[") and re.match(r"[su]\d+\[", self.array) is not None
 
     def __str__(self) -> str:
         times = "some" if self.times is None else str(self.times)
