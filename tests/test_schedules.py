@@ -335,6 +335,15 @@ def test_errors(call: Any, text: str) -> None:
         call()
 
 
+def test_with_the_loss_inside_only_the_batch_is_sharded() -> None:
+    with (
+        jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)),
+        axn.axis_mapping({"layers": "stage", "pos": "data"}),
+        pytest.raises(ValueError, match=r"may be sharded along 'batch' only, and the active mapping shards 'pos' too"),
+    ):
+        inside(OneFOneB(2))(*ARGUMENTS, HEAD)
+
+
 @pytest.mark.further
 @pytest.mark.parametrize("schedule", [GPipe(3), OneFOneB(3)])
 def test_draw_into_axes(schedule: Any) -> None:

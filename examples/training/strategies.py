@@ -140,7 +140,8 @@ def check(strategy: Strategy, mesh: jax.sharding.Mesh, model: Any, tokens: Named
             if finding.kind == "problem" or (finding.kind == "unused" and strategy.name not in BUILT_IN):
                 raise Problem(f"Mapping {strategy.name!r} does not fit the model: {finding.message}")
     own = axn.sharding.sharding_for_axis(tokens.axes, strategy.compute, mesh).shard_shape(tokens.array.shape)[0]
-    if strategy.schedule() and own % strategy.microbatches:
+    stages = axn.sharding.physical_axis_size("layers", strategy.compute, mesh) or 1
+    if stages > 1 and own % strategy.microbatches:
         raise Problem(
             f"The {own} texts of a device cannot be cut into {strategy.microbatches} microbatches of one size; change "
             "--batch, --microbatches or --mesh."

@@ -181,6 +181,13 @@ class _Pipeline:
                     f"{what}: OneFOneB differentiates the carry, which must consist of floating point numbers, and has "
                     f"{x.dtype}{_errors.describe_axes(names, x.shape)}."
                 )
+            others = [n for n, entry in zip(names, spec, strict=True) if mesh_axes(entry) and n != self._batch]
+            if others and self._then is not None:
+                raise ValueError(
+                    f"{what}: with `then`, the carry {_errors.describe_axes(names, x.shape)} may be sharded along "
+                    f"{self._batch!r} only, and the active mapping shards {_errors.quoted(others)} too. Map it to "
+                    "None, or compute the loss after the fold."
+                )
             if {*self._stages} & {*axes_in(spec)}:
                 raise ValueError(
                     f"{what}: the carry {_errors.describe_axes(names, x.shape)} is sharded over a mesh axis of the "
