@@ -26,9 +26,10 @@ from examples import train_lm
 
 STEPS = 3
 SMALL = (
-    "--layers 1 --embed 16 --mlp 16 --kv-heads 2 --group 1 --head-size 8 --batch 8 --length 16 --warmup 1 "
+    "--layers 2 --embed 16 --mlp 16 --kv-heads 2 --group 1 --head-size 8 --batch 8 --length 16 --warmup 1 "
     "--learning-rate 0.02 --evaluate-every 3 --evaluate-batches 1 --save-every 2 --sample-length 4 --held-out 0.2"
 ).split()
+MIXTURE = ("--experts", "4")
 
 
 def text(folder: Path) -> Path:
@@ -52,15 +53,16 @@ def train(folder: Path, *more: str, pictures: bool = False) -> list[float]:
 
 
 def train_in_one_process(folder: Path) -> None:
-    """Leave a run, whose losses several processes are to have, and from whose first step they go on."""
+    """Leave runs, whose losses several processes are to have, one of which they go on with from its first step."""
     text(folder)
-    (folder / "one").mkdir()
-    losses = train(folder / "one", "--mapping", "data", "--samples", "0", "--save-every", "1", "--keep", "9")
-    (folder / "losses.json").write_text(json.dumps(losses))
+    for name, *more in (("one", "--save-every", "1", "--keep", "9"), ("mixture", *MIXTURE)):
+        (folder / name).mkdir()
+        losses = train(folder / name, "--mapping", "data", "--samples", "0", *more)
+        (folder / f"{name}.json").write_text(json.dumps(losses))
 
 
-def assert_losses(folder: Path, found: list[float]) -> None:
-    expected = json.loads((folder.parent / "losses.json").read_text())
+def assert_losses(folder: Path, found: list[float], of: str = "one") -> None:
+    expected = json.loads((folder.parent / f"{of}.json").read_text())
     np.testing.assert_allclose(found, expected, rtol=1e-4)
     if jax.process_index() == 0:  # which deletes those that are too many
         kept = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
@@ -74,7 +76,7 @@ def check_fsdp_and_tensor(folder: Path) -> None:
     assert export.exists() and (folder / "run" / "loss.png").exists() and (folder / "run" / "placement.png").exists()
 
 
-def go_on(folder: Path, mapping: str, samples: int = 0) -> None:
+def go_on(folder: Path, mapping: str, *options: str, samples: int = 0) -> None:
     """Under a mapping, go on with the run of one process from its first step: compiling the start takes long."""
     with fail_together("copy"):
         if jax.process_index() == 0:
@@ -82,7 +84,7 @@ def go_on(folder: Path, mapping: str, samples: int = 0) -> None:
             shutil.copytree(one / "checkpoints" / "step-000001", run / "checkpoints" / "step-000001")
             for name in ("config.json", "metrics.jsonl"):
                 shutil.copy(one / name, run)
-    more = ["--samples", str(samples), "--save-every", "2", "--keep", "2"]
+    more = ["--samples", str(samples), "--save-every", "2", "--keep", "2", *options]
     assert_losses(folder, train(folder, "--resume", "--mapping", mapping, *more))
 
 
@@ -105,6 +107,18 @@ def check_sequence(folder: Path) -> None:
 
 def check_context(folder: Path) -> None:
     go_on(folder, "context")
+
+
+def check_pipeline(folder: Path) -> None:
+    go_on(folder, "pipeline", "--microbatches", "2")
+
+
+def check_pipeline_and_fsdp(folder: Path) -> None:
+    go_on(folder, "pipeline+fsdp", "--microbatches", "2")
+
+
+def check_expert(folder: Path) -> None:
+    assert_losses(folder, train(folder, "--mapping", "expert", "--samples", "0", *MIXTURE), of="mixture")
 
 
 def check_files_of_the_example(folder: Path) -> None:
