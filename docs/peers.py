@@ -19,7 +19,10 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import peers  # noqa: E402
 
 PROGRAMS = {
-    "block": ("A block", "The forward pass of one block, jitted."),
+    "block": (
+        "A block",
+        "The forward pass of one block, jitted. A call of Haliax or Penzai also orders the axes of its result.",
+    ),
     "step": ("A training step", "The loss, its gradient and an AdamW update, jitted, on one device."),
     "sharded_step": (
         "A sharded training step",
@@ -50,7 +53,7 @@ python -m benchmarks peers
 
 The transformer has {layers} blocks with {embed} features, {heads} heads and {mlp} hidden features, for {batch} texts of
 {pos} tokens. Its arrays are small, so that what the libraries add shows. For "call, small" they are smaller still,
-and nearly all of the time is Python's.
+and nearly all of the time of a block is Python's.
 """
 
 COLUMNS = {
@@ -73,7 +76,10 @@ def page(recorded: dict[str, Any]) -> str:
         columns = [c for c in COLUMNS if figures[peers.PLAIN][c]]
         rows = [[name, *(peers.shown(c, values[c]) for c in columns)] for name, values in figures.items()]
         parts.append(f"## {title}\n\n{about}\n\n{table(['library', *(COLUMNS[c] for c in columns)], rows)}\n")
-    about = "Of the model, the loss, the step and its placement, without imports and docstrings, at 120 columns:"
+    about = (
+        "Of the model, the loss, the step and functions that place arrays. For Axonym and Haliax these are calls, not "
+        "counted:"
+    )
     parts.append(f"## Lines of code\n\n{about}\n\n{table([*recorded['lines']], [[*recorded['lines'].values()]])}\n")
     parts.append("## Where others are ahead\n\n" + ahead(recorded) + "\n")
     return "\n".join(parts)

@@ -70,6 +70,8 @@ class Kernel:
             else:
                 try:
                     result = shared(*arrays)
+                except (FloatingPointError, jax.errors.JaxRuntimeError):
+                    raise  # from running the program, not from its checks
                 except Exception:
                     pass  # the call below raises the same in the user's words
                 else:

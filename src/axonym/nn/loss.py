@@ -148,7 +148,8 @@ def _cross_entropy(
     checked, out_of_range = out_of_range is None, out_of_range or 0.0
     # NaN is not equal to itself, so a cache would not find it again: None stands for it.
     other = None if out_of_range != out_of_range else float(out_of_range)
-    kernel = _cross_entropy_kernel(what, logits.names, targets.names, axis, other, dtype_key(dtype))
+    over = combined_over(name, logits.axis_size(name)) if name in logits.names else ()
+    kernel = _cross_entropy_kernel(what, logits.names, targets.names, axis, over, other, dtype_key(dtype))
     result = kernel.apply(logits.array, targets.array)
     if checked and name in logits.names and name not in targets.names:
         require_positions(what, "target", targets, logits.resolve_axis(name), ignore_index, _WAY_OUT)
@@ -213,7 +214,13 @@ def reduce_loss(
 
 @_kernels.shared("names", "target_names", "axis")
 def _cross_entropy_kernel(
-    what: str, names: Names, target_names: Names, axis: AxisSelector, out_of_range: float | None, dtype: Any
+    what: str,
+    names: Names,
+    target_names: Names,
+    axis: AxisSelector,
+    over: tuple[str, ...],
+    out_of_range: float | None,
+    dtype: Any,
 ) -> _kernels.Kernel:
     chosen = _kernels.select_one(what, names, axis)
     position = names.index(chosen)
@@ -225,21 +232,20 @@ def _cross_entropy_kernel(
             described = _errors.describe_axes(names, logits.shape)
             raise TypeError(f"{what}: logits are floating point numbers, got {logits.dtype} {described}.")
         x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-        over = combined_over(chosen, x.shape[position])
         largest, remainder = _log_normalizer(position, over, x)
         if chosen in target_names:
-            loss = of_probabilities(over, x - largest, remainder, _kernels.align(targets, target_names, names))
+            loss = of_probabilities(x - largest, remainder, _kernels.align(targets, target_names, names))
         else:
-            loss = of_positions(over, x, largest, remainder, targets)
+            loss = of_positions(x, largest, remainder, targets)
         results = jax.lax.squeeze(loss, (position,)), jax.lax.squeeze(largest + remainder, (position,))
         return tuple(r.astype(logits.dtype if dtype is None else dtype) for r in results)
 
-    def of_probabilities(over, x, remainder, targets):
+    def of_probabilities(x, remainder, targets):
         # A label with logit -inf and probability zero adds nothing to the loss.
         x = jnp.where((targets == 0) & (x == -jnp.inf), 0, x)
         return _sum(position, over, targets * (remainder - x))
 
-    def of_positions(over, x, largest, remainder, targets):
+    def of_positions(x, largest, remainder, targets):
         if not jnp.issubdtype(targets.dtype, jnp.integer):
             described = _errors.describe_axes(target_names, targets.shape)
             raise TypeError(
