@@ -42,7 +42,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
 """The title of each example, and the arguments that it is run with here."""
 
 BEFORE = {"generate.py": "small_weights.py --out runs/rhyme"}
-"""What is run before an example, to make what it reads."""
+"""The command to run before an example, which makes what the example reads."""
 
 WIDE = '<div class="wide" markdown>'
 """Around an output whose lines are not to be broken, since it has tables and drawings."""

@@ -91,7 +91,7 @@ def table(head: list[str], rows: list[list[Any]]) -> str:
 
 
 def ahead(recorded: dict[str, Any]) -> str:
-    """Where another library needs less than Axonym by more than what figures vary."""
+    """List where another library needs less than Axonym, by more than the figures vary."""
     found = []
     for program, (title, _) in PROGRAMS.items():
         figures = recorded["figures"][program]

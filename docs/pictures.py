@@ -252,7 +252,7 @@ def fsdp() -> Picture:
 
 
 def peers() -> Picture:
-    """What a training step costs with other libraries, as `docs/peers.py` has measured it, to plain JAX."""
+    """Draw what a training step costs with each library, relative to plain JAX, as `docs/peers.py` has measured."""
     recorded = json.loads((FOLDER.parent.parent / "peers.json").read_text())["figures"]
     shown = {
         "calling a step with small arrays": ("step", "call"),

@@ -55,7 +55,7 @@ ENVIRONMENT = jax.make_user_context(None)
 """Holds the names that stand for mesh axes inside `shard_map`: see `axonym.manual._axis_environment`."""
 
 activated = False
-"""Whether there have ever been active settings. If not, an eager operation need not ask JAX for them."""
+"""Whether settings were ever active. If not, an eager operation need not ask JAX for them."""
 
 
 def intern_settings(**parts: Mapping[str, Any]) -> Settings | None:

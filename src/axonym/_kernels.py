@@ -5,7 +5,7 @@ Both happen once for each operation, operand names and static arguments: a *kern
 over raw arrays, found again by one dictionary lookup. A kernel is inlined into a program that is being traced, so the
 compiled program is that of hand-written positional code.
 
-Outside of a trace, operations that differ only in names run one compiled function: see `shared`.
+On arrays that are not traced, operations that differ only in names run one compiled function: see `shared`.
 
 Names and axes are checked inside the kernel, that is once for each new shape. Shapes, dtypes, shardings and the mesh
 are part of jit's own cache key, so nothing decided there can go stale.
@@ -40,7 +40,7 @@ _PLAIN = re.compile(r"[^\w.\- ]")
 """What a name must not have in a scope."""
 
 _NUMBER = re.compile(r"#\d")
-"""How a number that stands for a name begins: see `shared`."""
+"""Matches a number that stands for a name: see `shared`."""
 
 
 class Kernel:
@@ -124,9 +124,9 @@ def shared(*holders: str) -> Callable[[Callable[..., Kernel]], Callable[..., Ker
     """Decorate a builder as `cached` does, and let kernels that differ only in names share one compiled function.
 
     With no mapping active, names decide nothing but which axes are the same. So the builder is called with numbers for
-    the names, "#0" for the first that occurs, and that kernel is the one that runs outside of a trace. It makes the
-    same checks. If it raises, the kernel of the names themselves is called, which raises in the user's words. That
-    kernel also runs in a trace, because its scope says the names: see `operation_scope`.
+    the names, "#0" for the first that occurs, and that kernel runs where no operand is traced. It makes the same
+    checks. If it raises, the kernel of the names themselves is called, which raises in the user's words. That kernel
+    also runs on traced operands, because its scope says the names: see `operation_scope`.
 
     It is for builders that only compare names. One that sorts them, or reads a text that contains them, is `cached`.
 

@@ -73,7 +73,7 @@ class Collective:
     stored: tuple[str, ...]
     """The named axes of the array that the parameter mapping shards over these mesh axes, if it is a parameter."""
     of_indices: bool
-    """Whether it carries the indices of a look-up, which are few beside what is looked up."""
+    """Whether the array holds the indices of a look-up, which are few beside what is looked up."""
     reason: str | None
     """Why it is there, in names; None if that is not known."""
     source: Source | None
