@@ -114,6 +114,24 @@ def test_with_the_loss_inside(schedule: Any, kind: AxisType) -> None:
     assert_close(found, expected)
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
+def test_loops_inside(kind: AxisType) -> None:
+    """Their carries start as numbers and zeros, which are the same on all devices."""
+
+    def layer(block: Any, x: axn.NamedArray) -> axn.NamedArray:
+        zeros = axn.zeros(x["pos", 0].axes)
+        return x + axn.fold(lambda total, y: total + axn.tanh(block.up(y)).rename({"mlp": "embed"}), "pos")(zeros, x)
+
+    def loss(model: Any, x: axn.NamedArray, schedule: Any = None) -> Any:
+        then = lambda y: axn.fold(lambda total, y: total + axn.sum(y * y).scalar(), "pos")(0.0, y)
+        return model.fold_via(layer, schedule=schedule, then=then)(x)
+
+    expected = jax.jit(jax.value_and_grad(loss))(MODEL, X)
+    with jax.set_mesh(mesh_of(kind, stage=4, data=2)), axn.axis_mapping(MAPPING):
+        step = jax.jit(jax.value_and_grad(functools.partial(loss, schedule=OneFOneB(4))))
+        assert_close(jax.block_until_ready(step(*axn.shard((MODEL, X)))), expected)
+
+
 @pytest.mark.parametrize("gather", ["before", "inside"])
 @pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
 def test_with_parameters_stored_sharded(gather: Any, kind: AxisType) -> None:

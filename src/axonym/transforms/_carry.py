@@ -17,7 +17,7 @@ from .. import _errors, _kernels
 from .._context import Entry
 from .._jax_versions import varying_axes
 from .._mesh_axes import entry_of, mesh_around, mesh_axes, reshard
-from .._per_device import vary_like
+from .._per_device import vary_like, varying_over
 from .._tree_spec import ARRAYS_AND_NUMBERS, Slot, StaticLeaf, TreeSpec, flatten_arrays
 from ..axis import Names
 
@@ -52,20 +52,27 @@ CARRY = Words(
 )
 
 
-class BecomesSharded(Exception):
-    """Raised while a loop is traced whose carry comes out sharded over more mesh axes than it went in with."""
+class StartsOtherwise(Exception):
+    """Raised while a loop is traced whose carry comes out sharded, or device-varying, over more mesh axes than before.
 
-    def __init__(self, specs: Sequence[Sequence[Entry]]):
-        super().__init__(specs)
+    Arguments:
+        specs: the sharding of each array as it comes out.
+        varying: the mesh axes over which each becomes device-varying.
+    """
+
+    def __init__(self, specs: Sequence[Sequence[Entry]], varying: Sequence[Sequence[str]]):
+        super().__init__(specs, varying)
         self.specs = specs
+        self.varying = varying
 
 
 def settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) -> R:
-    """Trace a loop with a carry that starts out sharded as it will be.
+    """Trace a loop with a carry that starts out sharded, and device-varying, as it will be.
 
-    On Explicit mesh axes the sharding is part of the type, so a carry made by `zeros`, which is replicated, has another
-    type after the first step. Sharding a replicated array costs no communication. Every attempt shards at least one
-    axis more, so there are few; an axis that a step replicates again is refused.
+    On Explicit mesh axes the sharding is part of the type, and inside `shard_map` it is part of the type whether a
+    value is device-varying. So a carry made by `zeros` has another type after the first step. Sharding a replicated
+    array costs no communication, nor does making it device-varying. Every attempt adds at least one mesh axis, so there
+    are few; an axis that a step replicates again is refused.
 
     Arguments:
         run: traces the loop, with a body that calls `conform` with `settles`.
@@ -75,9 +82,9 @@ def settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) -> R
     while True:
         try:
             return run(start)
-        except BecomesSharded as became:
-            mesh = mesh_around(start)
-            start = [reshard(jnp.asarray(x), spec, mesh) for x, spec in zip(start, became.specs, strict=True)]
+        except StartsOtherwise as found:
+            mesh, changes = mesh_around(start), zip(start, found.specs, found.varying, strict=True)
+            start = [varying_over(reshard(jnp.asarray(x), spec, mesh), varying) for x, spec, varying in changes]
             attempted = True
         except TypeError as refusal:
             if not attempted:
@@ -101,7 +108,7 @@ def conform(
         spec: the spec it must have.
         types: the types its arrays must have.
         settles: the tree is the carry of a loop. JAX gives a weak type among `types`, that of a Python number, the
-            dtype it meets here, and `settled` starts the loop with the sharding it meets here.
+            dtype it meets here, and `settled` starts the loop sharded, and device-varying, as it is here.
     """
     arrays, found = flatten_arrays(tree, ARRAYS_AND_NUMBERS)
     if found.structure != spec.structure:
@@ -121,7 +128,7 @@ def conform(
             after, new = _kernels.transpose_to(after, new, slot), slot
         after = vary_like(after, before)
         remedy = _difference(words, slot, before, new, jax.typeof(after), settles)
-        if remedy and settles and _becomes_sharded(slot, before, new, jax.typeof(after)):
+        if remedy and settles and _starts_otherwise(slot, before, new, jax.typeof(after)):
             moved = True
         elif remedy:
             shown = f"{_described(slot, before)} and {words.after} {_described(new, jax.typeof(after))}"
@@ -131,17 +138,19 @@ def conform(
         paths = spec.paths()
         raise TypeError(_listed(what, words, [(paths[i], shown, remedy) for i, shown, remedy in problems]))
     if moved:
-        raise BecomesSharded([tuple(jax.typeof(x).sharding.spec) for x in result])
+        pairs = [(before, jax.typeof(x)) for before, x in zip(types, result, strict=True)]
+        added = [sorted(varying_axes(after) - varying_axes(before)) for before, after in pairs]
+        raise StartsOtherwise([tuple(after.sharding.spec) for _, after in pairs], added)
     return result
 
 
-def _becomes_sharded(slot: Names | None, before: Any, new: Names | None, after: Any) -> bool:
-    """Return whether two arrays differ only in that axes replicated before are sharded after."""
-    if slot != new or before.shape != after.shape or varying_axes(after) - varying_axes(before):
+def _starts_otherwise(slot: Names | None, before: Any, new: Names | None, after: Any) -> bool:
+    """Return whether two arrays differ only in that the second is sharded, or device-varying, over more mesh axes."""
+    if slot != new or before.shape != after.shape:
         return False
     was, now = _entries(before), _entries(after)
     same_dtype = before.dtype == after.dtype or _yields(before, after)
-    return same_dtype and was != now and all(n[: len(w)] == w for w, n in zip(was, now, strict=True))
+    return same_dtype and all(n[: len(w)] == w for w, n in zip(was, now, strict=True))
 
 
 def _difference(
