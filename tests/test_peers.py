@@ -15,8 +15,8 @@ pytestmark = pytest.mark.further
 @pytest.mark.usefixtures("quick_compilation")
 def test_libraries_agree() -> None:
     """On the forward pass; the steps, which take long to compile, are compared before they are measured."""
-    made, firsts = peers.prepare("block", Sizes(**peers.SMALL, batch=8, layers=1))
-    assert {peers.PLAIN, peers.OURS} <= made.keys() == firsts.keys()
+    made = peers.prepare("block", Sizes(**peers.SMALL, batch=8, layers=1))
+    assert {peers.PLAIN, peers.OURS} <= made.keys()
 
 
 def test_lines_are_those_above_the_comparison() -> None:

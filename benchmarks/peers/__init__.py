@@ -98,43 +98,41 @@ def lines_of(module: ModuleType) -> int:
     return len({row for t in tokens if t.type not in skipped for row in range(t.start[0], t.end[0] + 1)})
 
 
-def prepare(program: str, sizes: Any) -> tuple[dict[str, Any], dict[str, float]]:
-    """Make a program with every library, check that all compute the same, and take the seconds of first calls."""
+def prepare(program: str, sizes: Any) -> dict[str, Any]:
+    """Make a program with every library, and check that all compute the same."""
     libraries = installed()
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)) if program == "sharded_step" else None
     weights = libraries[PLAIN].make_weights(sizes)
-    made, results, firsts = {}, {}, {}
+    made, results = {}, {}
     with _jax_defaults():
         for name, module in libraries.items():
             make = _scoped(getattr(module, f"make_{program}"), mesh)
             unscoped = make(sizes, weights, *() if mesh is None else (mesh,))
             made[name] = type(unscoped)(_scoped(unscoped.call, mesh), _scoped(unscoped.lower, mesh))
-            start = time.perf_counter()
-            first = made[name].call()
-            firsts[name] = time.perf_counter() - start
-            results[name] = [first, made[name].call(), made[name].call()]
+            results[name] = [_scoped(unscoped.array, mesh)(made[name].call()) for _ in range(3)]
         for name, values in results.items():
             for value, expected in zip(values, results[PLAIN], strict=True):
                 np.testing.assert_allclose(value, expected, rtol=1e-4, atol=1e-4, err_msg=name)
-    return made, firsts
+    return made
 
 
 def measure(program: str, sizes: Any, *, repeats: int = 10, rounds: int = 3) -> dict[str, Figures]:
     """Measure a program of all libraries, in turn. JAX forgets what it has compiled."""
-    tiny, _ = prepare(program, type(sizes)(**SMALL, batch=sizes.batch, layers=sizes.layers))
-    large, firsts = prepare(program, sizes)
+    tiny = prepare(program, type(sizes)(**SMALL, batch=sizes.batch, layers=sizes.layers))
+    large = prepare(program, sizes)
     with _jax_defaults():
         calls = in_turn([p.call for p in tiny.values()], repeats=5 * repeats, rounds=rounds)
         runs = in_turn([p.call for p in large.values()], repeats=repeats, rounds=rounds)
         lowered = {name: p.lower() for name, p in large.items()}
         compiled = {name: getattr(low, "lowered", low).compile() for name, low in lowered.items()}
-        traces = [[_cold(p.lower) for p in large.values()] for _ in range(rounds)]
+        traces = [_colds({name: p.lower for name, p in large.items()}, i) for i in range(rounds)]
+        firsts = [_colds({name: p.call for name, p in large.items()}, i) for i in range(rounds)]
     return {
         name: Figures(
             call=statistics.median(calls[i]),
             run=statistics.median(runs[i]),
-            trace=statistics.median(times[i] for times in traces),
-            first=firsts[name],
+            trace=statistics.median(times[name] for times in traces),
+            first=statistics.median(times[name] for times in firsts),
             instructions=sum(instructions(made).values()),
             memory=made.memory_analysis().temp_size_in_bytes,
             moved=sum(m.bytes for m in bytes_moved(made).values()),
@@ -161,12 +159,15 @@ def _jax_defaults() -> Iterator[None]:
         yield
 
 
-def _cold(fn: Callable[[], Any]) -> float:
-    """Seconds of a call when JAX has compiled nothing yet."""
-    jax.clear_caches()
-    start = time.perf_counter()
-    fn()
-    return time.perf_counter() - start
+def _colds(fns: Mapping[str, Callable[[], Any]], start_with: int) -> dict[str, float]:
+    """Seconds of a call of each when JAX has compiled nothing yet. What the libraries keep themselves stays."""
+    seconds, names = {}, list(fns)
+    for name in names[2 * start_with :] + names[: 2 * start_with]:
+        jax.clear_caches()
+        start = time.perf_counter()
+        fns[name]()
+        seconds[name] = time.perf_counter() - start
+    return seconds
 
 
 def shown(measure: str, value: float) -> str:

@@ -31,8 +31,10 @@ class Program:
     """A program of one library: how it is called as in a loop of training, and how it is lowered."""
 
     call: Callable[[], Any]
-    """Runs it once, keeps what it changes, and returns the array that all libraries must agree on."""
+    """Runs it once, and keeps what it changes."""
     lower: Callable[[], Any]
+    array: Callable[[Any], Any] = lambda result: result
+    """The array that all libraries must agree on, from what a call returned."""
 
 
 OPTIMIZER = optax.adamw(1e-3)

@@ -18,7 +18,7 @@ from ..named_array import NamedArray, NamedOrNumeric
 from ..ops._operands import as_float, operand, require_named, require_subset
 from ..ops.creation import ones, zeros
 from ..ops.elementwise import rsqrt, square
-from ..ops.reductions import mean, var
+from ..ops.reductions import mean
 from ..state.export_axes import OUT, merge_axes, merged_axis, split_axis
 from ..state.module import ModuleWithStateDictSerialization
 from .linear import static_spec
@@ -215,7 +215,11 @@ class LayerNorm(LayerNormBase):
 
     @named_call
     def __call__(self, x: NamedArray) -> NamedArray:
-        return self._apply(lambda x: (x - mean(x, self.axis)) * rsqrt(var(x, self.axis) + self.eps), x)
+        def normalize(x: NamedArray) -> NamedArray:
+            x = x - mean(x, self.axis)
+            return x * rsqrt(_mean_square(x, self.axis) + self.eps)
+
+        return self._apply(normalize, x)
 
 
 @_errors.say_how_to_make
@@ -231,4 +235,8 @@ class RmsNorm(LayerNormBase):
 
     @named_call
     def __call__(self, x: NamedArray) -> NamedArray:
-        return self._apply(lambda x: x * rsqrt(mean(square(x), self.axis) + self.eps), x)
+        return self._apply(lambda x: x * rsqrt(_mean_square(x, self.axis) + self.eps), x)
+
+
+def _mean_square(x: NamedArray, axis: AxisSpec) -> NamedArray:
+    return mean(square(abs(x) if jnp.iscomplexobj(x.array) else x), axis)
