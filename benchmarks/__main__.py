@@ -9,8 +9,10 @@ import sys
 import jax
 
 from . import (
+    accelerator,
     calls,
     checkpoints,
+    deep,
     draws,
     eager,
     fsdp,
@@ -44,6 +46,7 @@ SECTIONS = {
     "shard_map": shard_map.rows,
     "transforms": transforms.rows,
     "stacked": stacked.rows,
+    "deep": deep.rows,
     "sampling": sampling.rows,
     "draws": draws.rows,
     "weights": weights.rows,
@@ -51,14 +54,20 @@ SECTIONS = {
     "checkpoints": checkpoints.rows,
     "import": importing.rows,
     "peers": peers.rows,
+    "accelerator": accelerator.rows,
 }
+ON_REQUEST = "peers", "accelerator"
+"""Sections that run when they are named."""
 
 
 def main() -> int:
     jax.config.update("jax_num_cpu_devices", 8)
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "sections", nargs="*", metavar="section", help=f"any of {', '.join(SECTIONS)}; all but peers by default"
+        "sections",
+        nargs="*",
+        metavar="section",
+        help=f"any of {', '.join(SECTIONS)}; by default all but {', '.join(ON_REQUEST)}",
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 when a row is over budget")
     args = parser.parse_args()
@@ -66,7 +75,7 @@ def main() -> int:
     if unknown:
         parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
     print(f"jax {jax.__version__}, Python {platform.python_version()}, {jax.default_backend()}\n")
-    sections = args.sections or [name for name in SECTIONS if name != "peers"]
+    sections = args.sections or [name for name in SECTIONS if name not in ON_REQUEST]
     rows = [row for name in sections for row in SECTIONS[name]()]
     print_table(rows)
     return int(args.strict and any(r.over for r in rows))

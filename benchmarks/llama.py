@@ -1,21 +1,22 @@
-"""A step of training Llama: the model of `examples/models/llama.py`, against the same in plain JAX."""
+"""Training Llama, and writing with it: the model of `examples/models/llama.py`, against the same in plain JAX."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import axonym as axn
-from examples.models import llama
+from examples.models import generation, llama
 
-from .harness import Row
+from . import plain_llama
+from .harness import Row, timed_row
 from .program import compared
 
-LEARNING_RATE = 0.1
-BATCH, POS = 4, 32
+BATCH, POS, ROOM = 4, 32, 256
 CONFIG = llama.Config(
     Vocab=axn.Axis("vocab", 128),
     Embed=axn.Axis("embed", 64),
@@ -25,98 +26,65 @@ CONFIG = llama.Config(
     HeadSize=axn.Axis("head_size", 16),
     Mlp=axn.Axis("mlp", 128),
 )
+WRITER = dataclasses.replace(
+    CONFIG, Vocab=axn.Axis("vocab", 4096), Embed=axn.Axis("embed", 256), Mlp=axn.Axis("mlp", 1024)
+)
+"""The model that writes: as large as it takes for a token to cost more than its call."""
 
 
-# --- with names ---
-
-
-def named_step(model: llama.Llama, tokens: axn.NamedArray) -> tuple[jax.Array, llama.Llama]:
+def step(model: llama.Llama, tokens: axn.NamedArray) -> tuple[jax.Array, llama.Llama]:
+    """A training step by gradient descent."""
     value, gradients = jax.value_and_grad(llama.Llama.loss)(model, tokens)
-    return value, jax.tree.map(lambda p, g: p - LEARNING_RATE * g, model, gradients)
+    return value, jax.tree.map(lambda p, g: p - plain_llama.LEARNING_RATE * g, model, gradients)
 
 
-# --- in plain JAX ---
+def decode(model: llama.Llama, text: Any) -> Any:
+    """Take the likeliest token."""
+    return generation.step(model, text, jax.random.key(0), generation.Sampling(temperature=0))
 
 
-def raw_params(model: llama.Llama) -> dict[str, Any]:
-    """The arrays of a model."""
-    block = model.blocks.stacked
-    blocks = {
-        "norm1": block.attention_norm.weight,
-        "q": block.attention.q_proj.weight,
-        "k": block.attention.k_proj.weight,
-        "v": block.attention.v_proj.weight,
-        "o": block.attention.o_proj.weight,
-        "norm2": block.mlp_norm.weight,
-        "gate": block.mlp.gate_proj.weight,
-        "up": block.mlp.up_proj.weight,
-        "down": block.mlp.down_proj.weight,
-    }
-    assert model.head is not None
-    named = {"table": model.table.weight, "blocks": blocks, "norm": model.norm.weight, "head": model.head.weight}
-    return jax.tree.map(jnp.asarray, jax.tree.map(lambda x: x.array, named, is_leaf=axn.is_named_array))
-
-
-def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + CONFIG.norm_eps) * scale[None, None]
-
-
-def rotary(x: jax.Array) -> jax.Array:
-    """Of an array whose axes are batch, position, any number of heads, feature."""
-    half = x.shape[-1] // 2
-    heads = tuple(range(2, x.ndim - 1))
-    frequencies = jnp.asarray(CONFIG.rotary.theta ** -(np.arange(half) / half), jnp.float32)
-    angles = jnp.expand_dims(jnp.arange(POS, dtype=jnp.float32)[None, :, None] * frequencies[None, None, :], heads)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second = jnp.split(x, 2, -1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-def attention(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    q = rotary(jnp.einsum("bpe,kgse->bpkgs", x, weights["q"]))
-    k = rotary(jnp.einsum("bpe,kse->bpks", x, weights["k"]))
-    v = jnp.einsum("bpe,kse->bpks", x, weights["v"])
-    scores = jnp.einsum("bpkgs,bqks->bkpgq", q, k) * CONFIG.HeadSize.size**-0.5
-    causal = jnp.arange(POS)[None, :] <= jnp.arange(POS)[:, None]
-    scores = jnp.where(causal[None, None, :, None, :], scores, float(jnp.finfo(jnp.float32).min))
-    attended = jnp.einsum("bkpgq,bqks->bpkgs", jax.nn.softmax(scores, -1), v)
-    return jnp.einsum("bpkgs,ekgs->bpe", attended, weights["o"])
-
-
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Find the right logit without a look-up, so that tokens could be sharded, and targets need not be tokens."""
-    largest = jax.lax.stop_gradient(jnp.max(logits, -1, keepdims=True))
-    logits = logits - jnp.where(jnp.isfinite(largest), largest, 0)
-    right = targets[..., None] == jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2)
-    surprise = jnp.log(jnp.sum(jnp.exp(logits), -1)) - jnp.sum(jnp.where(right, logits, 0), -1)
-    return jnp.where((targets >= 0) & (targets < logits.shape[-1]), surprise, 0)
-
-
-def raw_loss(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
-    def block(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
-        x = x + attention(weights, norm(x, weights["norm1"]))
-        h = norm(x, weights["norm2"])
-        h = jax.nn.silu(jnp.einsum("bpe,me->bpm", h, weights["gate"])) * jnp.einsum("bpe,me->bpm", h, weights["up"])
-        return x + jnp.einsum("bpm,em->bpe", h, weights["down"]), None
-
-    block = jax.checkpoint(block, prevent_cse=False)
-    x, _ = jax.lax.scan(block, params["table"][tokens], params["blocks"])
-    logits = jnp.einsum("bpe,ve->bpv", norm(x, params["norm"]), params["head"])
-    surprise = cross_entropy(logits, jnp.roll(tokens, -1, 1))
-    followed = jnp.broadcast_to(jnp.arange(POS)[None] < POS - 1, surprise.shape)
-    return jnp.mean(surprise, where=followed)
-
-
-def raw_step(params: dict[str, Any], tokens: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
-    value, gradients = jax.value_and_grad(raw_loss)(params, tokens)
-    return value, jax.tree.map(lambda p, g: p - LEARNING_RATE * g, params, gradients)
+def empty_text(model: llama.Llama, batch: int, room: int) -> generation.Text:
+    """Texts of one token each, which is the first of the vocabulary."""
+    Batch, KPos = axn.Axis("batch", batch), axn.Axis("key_pos", room)
+    token, written = axn.zeros(Batch, "int32"), jax.numpy.zeros((), "int32")
+    return generation.Text(token, model.empty_cache(Batch, KPos), None, written)
 
 
 def rows() -> list[Row]:
-    """The optimized step, against the hand-written one."""
+    """The optimized steps, against the hand-written ones."""
+    return [*_training_rows(), *_decoding_rows()]
+
+
+def _training_rows() -> list[Row]:
     model = llama.Llama.init(CONFIG, key=jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (BATCH, POS), 0, CONFIG.Vocab.size)
-    named_tokens, params = axn.named(tokens, ("batch", "pos")), raw_params(model)
-    ours, theirs = jax.jit(named_step), jax.jit(raw_step)
+    named_tokens, params = axn.named(tokens, ("batch", "pos")), plain_llama.params_of(model)
+    ours, theirs = jax.jit(step), jax.jit(functools.partial(plain_llama.step, CONFIG))
     np.testing.assert_allclose(ours(model, named_tokens)[0], theirs(params, tokens)[0], rtol=1e-5)
     return compared("llama", ours.lower(model, named_tokens).compile(), theirs.lower(params, tokens).compile())
+
+
+def _decoding_rows() -> list[Row]:
+    model = llama.Llama.init(WRITER, key=jax.random.key(0))
+    params = plain_llama.params_of(model)
+    ours = axn.named_jit(decode, donate_args=(False, True))
+    theirs = jax.jit(functools.partial(plain_llama.decode, WRITER), donate_argnums=1)
+    texts: list[Any] = [empty_text(model, BATCH, ROOM), plain_llama.empty_text(WRITER, BATCH, ROOM)]
+    programs = ours.lower(model, texts[0]).compile(), theirs.lower(params, texts[1]).compile()
+    found = [dataclasses.replace(row, what=f"decoding: {row.what}", limit=1.2) for row in compared("llama", *programs)]
+    memory = [program.memory_analysis().temp_size_in_bytes for program in programs]
+    found.append(Row("llama", "decoding: temporary memory", *map(str, memory), memory[0] / memory[1], 1.0))
+
+    def next_named() -> None:
+        texts[0] = ours(model, texts[0])
+        jax.block_until_ready(texts[0].token.array)
+
+    def next_plain() -> None:
+        texts[1] = theirs(params, texts[1])
+        jax.block_until_ready(texts[1]["token"])
+
+    for _ in range(ROOM // 2):
+        next_named()
+        next_plain()
+        np.testing.assert_array_equal(texts[0].token.array, texts[1]["token"])
+    return [*found, timed_row("llama", "decoding: time of a token", next_named, next_plain, 1.1, repeats=20)]

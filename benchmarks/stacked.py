@@ -75,19 +75,21 @@ def rows() -> list[Row]:
     return found + _fsdp_rows(block)
 
 
-def _named_loss(layers: Stacked[Block], x: axn.NamedArray) -> jax.Array:
+def named_loss(layers: Stacked[Block], x: axn.NamedArray) -> jax.Array:
+    """What the layers make of an array, as one number."""
     return axn.sum(layers.fold(x) ** 2).scalar()
 
 
-def _raw_loss(remat: bool) -> Callable[..., jax.Array]:
+def raw_loss(remat: bool) -> Callable[..., jax.Array]:
+    """The same in plain JAX."""
     block = jax.checkpoint(_raw_block, prevent_cse=False) if remat else _raw_block
     return lambda layers, x: jnp.sum(jax.lax.scan(lambda x, w: (block(x, w), None), x, layers)[0] ** 2)
 
 
 def _program_rows(what: str, ours: Any, theirs: Any, remat: bool) -> list[Row]:
     """The optimized value and gradient."""
-    a: Any = jax.jit(jax.value_and_grad(_named_loss)).lower(*ours).compile()
-    b: Any = jax.jit(jax.value_and_grad(_raw_loss(remat))).lower(*theirs).compile()
+    a: Any = jax.jit(jax.value_and_grad(named_loss)).lower(*ours).compile()
+    b: Any = jax.jit(jax.value_and_grad(raw_loss(remat))).lower(*theirs).compile()
     m, n = instructions(a), instructions(b)
     counts = [("all instructions", sum(m.values()), sum(n.values()))]
     counts += [(kind, m[kind], n[kind]) for kind in ("dot", "transpose", "copy", "while")]
@@ -102,7 +104,7 @@ def _fsdp_rows(block: Block) -> list[Row]:
     found = []
     for explicit in (False, True):
         with jax.set_mesh(axn.make_mesh({"data": 8}, explicit=explicit)):
-            step = axn.fsdp(jax.value_and_grad(_named_loss), STORAGE, COMPUTE)
+            step = axn.fsdp(jax.value_and_grad(named_loss), STORAGE, COMPUTE)
             inside, outside = bytes_moved_in_loops(step.lower(Stacked(block, Layers), x).compile())
         what = f"fsdp, {'Explicit' if explicit else 'Auto'}"
         found.append(_against(f"{what}: gathered in a turn, against one layer", _gathered(inside), layer))

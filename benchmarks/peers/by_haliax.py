@@ -92,8 +92,8 @@ def make_block(sizes: Sizes, weights: Any) -> Program:
     fn = hax.named_jit(lambda block, x: block(x))
     x = hax.named(jax.numpy.asarray(make_inputs(sizes)), ("batch", "pos", "embed"))
     args = (_model(sizes, weights).blocks[0], x)
-    array = lambda y: y.rearrange(("batch", "pos", "embed")).array
-    return Program(lambda: fn(*args), lambda: fn.lower(*args), array)
+    order = ("batch", "pos", "embed")
+    return Program(lambda: fn(*args), lambda: fn.lower(*args), lambda y: y.rearrange(order).array)
 
 
 def make_step(sizes: Sizes, weights: Any) -> Program:

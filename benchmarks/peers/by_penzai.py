@@ -101,8 +101,8 @@ def make_block(sizes: Sizes, weights: Any) -> Program:
     block = pz.freeze_variables(model.sublayers[1])
     x = pz.nx.wrap(jnp.asarray(make_inputs(sizes))).tag("batch", "pos", "embed")
     fn = jax.jit(lambda block, x: block(x, token_positions=pz.nx.arange("pos", sizes.pos)))
-    array = lambda y: y.unwrap("batch", "pos", "embed")
-    return Program(lambda: fn(block, x), lambda: fn.lower(block, x), array)
+    order = ("batch", "pos", "embed")
+    return Program(lambda: fn(block, x), lambda: fn.lower(block, x), lambda y: y.unwrap(*order))
 
 
 def make_step(sizes: Sizes, weights: Any) -> Program:

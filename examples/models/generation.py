@@ -39,6 +39,8 @@ class Sampling:
         if seen is not None:
             weaker = axn.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
             logits = axn.where(seen, weaker, logits)
+        if self.temperature == 0:
+            return logits.argmax("vocab")
         top_k = None if self.top_k is None else min(self.top_k, logits.axis_size("vocab"))
         options = {"temperature": self.temperature, "top_k": top_k, "top_p": self.top_p, "min_p": self.min_p}
         return categorical(key, logits, "vocab", **options)

@@ -163,16 +163,22 @@ class Attention(eqx.Module):
         attended = dot_product_attention(q, k, v, "key_pos", "head_size", mask=Causal("pos", self.window))
         return self.o_proj(attended)
 
-    def extend(self, x: NamedArray, cache: KVCache, count: NamedArray | None = None) -> tuple[NamedArray, KVCache]:
-        """The same for tokens that come after those in a cache, of which `count` are valid, and the cache with them."""
-        positions = cache.positions(x.resolve_axis("pos"))
+    def extend(
+        self, x: NamedArray, cache: KVCache, layer: NamedArray, count: NamedArray | None = None
+    ) -> tuple[NamedArray, KVCache]:
+        """The same for tokens that come after those in a cache, of which `count` are valid, and the cache with them.
+
+        The cache is that of all layers, of which this is one.
+        """
+        positions = cache["layers", layer].positions(x.resolve_axis("pos"))
         q, k, v = self._projected(x, positions)
-        cache = cache.update(k, v, count)
-        mask = cache.mask(positions)
+        cache = cache.update(k, v, count, at={"layers": layer})
+        own = cache["layers", layer]
+        mask = own.mask(positions)
         if self.window is not None:
-            keys = axn.arange(cache.keys.resolve_axis("key_pos")).broadcast_axis(positions.axes)
+            keys = axn.arange(own.keys.resolve_axis("key_pos")).broadcast_axis(positions.axes)
             mask &= keys > positions - self.window
-        attended = dot_product_attention(q, cache.keys, cache.values, "key_pos", "head_size", mask=mask)
+        attended = dot_product_attention(q, own.keys, own.values, "key_pos", "head_size", mask=mask)
         return self.o_proj(attended), cache
 
     def _projected(self, x: NamedArray, positions: str | NamedArray) -> tuple[NamedArray, NamedArray, NamedArray]:
@@ -266,9 +272,11 @@ class Block(ModuleWithStateDictSerialization):
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
-    def extend(self, x: NamedArray, cache: KVCache, count: NamedArray | None = None) -> tuple[NamedArray, KVCache]:
-        """The same for tokens that come after those in a cache, of which `count` are valid, and the cache with them."""
-        attended, cache = self.attention.extend(self.attention_norm(x), cache, count)
+    def extend(
+        self, x: NamedArray, cache: KVCache, layer: NamedArray, count: NamedArray | None = None
+    ) -> tuple[NamedArray, KVCache]:
+        """The same for tokens that come after those in a cache of all layers, and the cache with them."""
+        attended, cache = self.attention.extend(self.attention_norm(x), cache, layer, count)
         x = x + attended
         return x + self.mlp(self.mlp_norm(x)), cache
 
@@ -328,7 +336,7 @@ class Llama(ModuleWithStateDictSerialization):
         keys = self.blocks.stacked.attention.k_proj
         KVHeads, HeadSize = (keys.weight.resolve_axis(name) for name in ("kv_heads", "head_size"))
         dtype = dtype or self.norm.weight.dtype  # weights can be stored small
-        return KVCache.init((self.blocks.Block, Batch), KVHeads, KPos, HeadSize, dtype)
+        return KVCache.init((Batch, self.blocks.Block), KVHeads, KPos, HeadSize, dtype)
 
     def extend(self, tokens: NamedArray, cache: KVCache, count: NamedArray | None = None) -> tuple[NamedArray, KVCache]:
         """The logits for the token after those given, which come after those in a cache, and the cache with them.
@@ -342,9 +350,7 @@ class Llama(ModuleWithStateDictSerialization):
         def extend(block: Block, carry: tuple[NamedArray, KVCache], layer: NamedArray) -> tuple[NamedArray, KVCache]:
             # The cache of all blocks is carried through the loop rather than scanned, so that it can stay where it is.
             x, cache = carry
-            own = axn.tree.map(lambda all_blocks: all_blocks["layers", layer], cache)
-            x, own = block.extend(x, own, count)
-            return x, axn.tree.map(lambda all_blocks, new: all_blocks.at["layers", layer].set(new), cache, own)
+            return block.extend(x, cache, layer, count)
 
         cache = cache.require_room(tokens.axis_size("pos"))  # in the loop over the blocks, lengths are not known
         layers = axn.arange(self.blocks.Block)

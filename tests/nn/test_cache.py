@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -202,6 +203,47 @@ def test_a_full_cache_in_a_compiled_program(per_example: bool) -> None:
         jax.block_until_ready(eqx.filter_jit(lambda cache: cache.require_room(9))(cache))
 
 
+Layers = axn.Axis("layers", 8)
+
+
+def write_all(cache: KVCache, keys: axn.NamedArray) -> KVCache:
+    """Each layer writes its keys, in a loop that carries the cache of all."""
+
+    def write(cache: KVCache, layer: Any) -> KVCache:
+        new = keys * (layer + 1)
+        return cache.update(new, -new, at={"layers": layer})
+
+    return axn.fold(write, Layers)(cache, axn.arange(Layers))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_cache_of_all_layers(window: int | None, count: int, mesh: Mesh) -> None:
+    """Updated at one layer after another, it is that of each layer, with lengths that differ."""
+    with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data", "heads": "model"}):
+        cache = KVCache.init((Batch, Layers), Heads, KPos, Size, window=window)
+        one = KVCache.init(Batch, Heads, KPos, Size, window=window)
+        start = axn.shard(axn.named([0, 3, 5, 2], Batch).astype("int32"))
+        cache = dataclasses.replace(cache, lengths=cache.lengths + start)
+        keys = axn.shard(as_keys(K)["key_pos", axn.ds(0, count)])
+        written = jax.jit(write_all)(cache, keys)
+        for layer in (0, 7):
+            own = keys * (layer + 1)
+            expected = dataclasses.replace(one, lengths=start).update(own, -own)
+            jax.tree.map(np.testing.assert_array_equal, written["layers", layer], expected)
+        assert spec(written.keys)[:3] == ("data", None, "model")
+
+
+@pytest.mark.usefixtures("optimized")
+def test_only_new_positions_are_written() -> None:
+    """A step needs no memory for what is in the cache, which it updates where it is."""
+    cache = KVCache.init((Batch, Layers), Heads, KPos.resize(4096), Size)
+    keys = as_keys(K)["key_pos", axn.ds(0, 1)]
+    compiled = jax.jit(write_all, donate_argnums=0).lower(cache, keys).compile()
+    memory: Any = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 50_000 < cache.keys.size
+
+
 def test_axes_as_mappings() -> None:
     sizes = ({a.name: a.size} for a in (Batch, Heads, KPos, Size))
     assert KVCache.init(*sizes).keys.axes == (Batch, Heads, KPos, Size)  # pyright: ignore[reportArgumentType]
@@ -218,6 +260,14 @@ def test_axes_as_mappings() -> None:
         (
             lambda cache: cache.update(*[axn.ones((Batch, Heads, KPos.resize(9), Size))] * 2),
             r"9 positions do not fit .* room for 8",
+        ),
+        (
+            lambda cache: cache.update(K, K, at={"layers": 0}),
+            r"at: \(layers\) must be among the axes of the cache's lengths, \(batch=4\)",
+        ),
+        (
+            lambda cache: cache.update(as_keys(K), as_keys(V), at={"batch": 0}),
+            r"the keys \(batch=4, key_pos=8.*\) have \(batch\) besides",
         ),
         (lambda cache: KVCache.init(Batch, Heads, KPos, Size, window=9), "a window of 9 positions needs a capacity"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -112,9 +113,27 @@ class KVCache(eqx.Module):
         >>> KVCache.init(axn.Axis("batch", 1), (), *axn.make_axes(key_pos=4, head_size=2)).positions(axn.Axis("pos", 2))
         NamedArray(int32[batch=1, pos=2], [[0 1]])
         """
-        return self._counted(Pos) + self.lengths
+        return _counted(Pos, self.lengths) + self.lengths
 
-    def update(self, keys: NamedArray, values: NamedArray, count: NamedOrNumeric | None = None) -> KVCache:
+    def __getitem__(self, index: Any) -> KVCache:
+        """Return the cache of one example, or of one layer: keys, values and lengths are indexed alike.
+
+        >>> from axonym.nn.attention import KVCache
+        >>> cache = KVCache.init(axn.make_axes(layers=2, batch=4), (), *axn.make_axes(key_pos=16, head_size=4))
+        >>> cache["layers", 0].keys.shape
+        {'batch': 4, 'key_pos': 16, 'head_size': 4}
+        """
+        keys, values, lengths = (x[index] for x in (self.keys, self.values, self.lengths))
+        return dataclasses.replace(self, keys=keys, values=values, lengths=lengths)
+
+    def update(
+        self,
+        keys: NamedArray,
+        values: NamedArray,
+        count: NamedOrNumeric | None = None,
+        *,
+        at: Mapping[str, NamedOrNumeric] | None = None,
+    ) -> KVCache:
         """Append keys and values to the cache.
 
         There must be room for them; outside of jit, an error is raised if there is not. In jit, and in a loop over
@@ -126,14 +145,23 @@ class KVCache(eqx.Module):
             values: the values, likewise.
             count: the number of new positions that are valid, all by default: prompts of different lengths are padded
                 at their end to one length, and `count` is the length of each. The padding is overwritten later.
+            at: to which of several caches, such as `{"layers": layer}`; the keys and values are for that one. In a loop
+                over layers that carries the cache of all, only the new positions are written, if the axes of examples
+                come before `layers` in the cache.
 
         >>> cache = axn.nn.attention.KVCache.init(axn.Axis("batch", 2), (), *axn.make_axes(key_pos=4, head_size=1))
         >>> prompts = axn.ones({"batch": 2, "key_pos": 3, "head_size": 1})
         >>> cache.update(prompts, prompts, count=axn.named([3, 1], "batch")).lengths
         NamedArray(int32[batch=2], [3 1])
         """
+        at = dict(at or {})
+        if unknown := [n for n in at if not self.lengths.has_axis(n)]:
+            raise ValueError(
+                f"KVCache.update: at: {_errors.describe_axes(unknown)} must be among the axes of the cache's lengths, "
+                f"{_errors.describe_shape(self.lengths.shape)}."
+            )
         for label, new, old in (("keys", keys, self.keys), ("values", values, self.values)):
-            _check_new(label, require_named("KVCache.update", new), old, self.KPos)
+            _check_new(label, require_named("KVCache.update", new), old, self.KPos, at)
         sizes = {x.axis_size(self.KPos) if x.has_axis(self.KPos) else 1 for x in (keys, values)}
         if len(sizes) > 1:
             raise ValueError(
@@ -152,24 +180,27 @@ class KVCache(eqx.Module):
                 f"with room for {room} and a window of {self.window}, at most {most} fit. Write fewer at a time, or "
                 "make the cache larger."
             )
-        lengths = astype(self.lengths + (new.size if count is None else count), self.lengths.dtype)
-        if self.lengths.names or count is not None or (self.window is not None and new.size > 1):
-            positions = self._counted(new) + self.lengths
+        before = self.lengths[at] if at else self.lengths
+        lengths = astype(before + (new.size if count is None else count), before.dtype)
+        if before.names or count is not None or (self.window is not None and new.size > 1):
+            positions = _counted(new, before) + before
             if self.window is not None:
                 positions = positions % room
 
             def write(old: NamedArray, new: NamedArray) -> NamedArray:
                 # Padding beyond the end is dropped.
-                return old.at[self.KPos, positions].set(astype(new, old.dtype), mode="drop", unique_indices=True)
+                index = {**at, self.KPos: positions}
+                return old.at[index].set(astype(new, old.dtype), mode="drop", unique_indices=True)
         else:
-            start = self.lengths if self.window is None else self.lengths % room
+            start = before if self.window is None else before % room
 
             def write(old: NamedArray, new: NamedArray) -> NamedArray:
-                return updated_slice(old, {self.KPos: start}, new)
+                return updated_slice(old, {**at, self.KPos: start}, new)
 
         # Lengths are waited for when the writing is under way.
         keys, values = write(self.keys, keys), write(self.values, values)
         lengths = self._within_room("update", lengths, new.size)
+        lengths = self.lengths.at[at].set(lengths) if at else lengths
         return dataclasses.replace(self, keys=keys, values=values, lengths=lengths)
 
     def require_room(self, count: int) -> KVCache:
@@ -228,15 +259,16 @@ class KVCache(eqx.Module):
         allowed = held <= positions
         return allowed if self.window is None else allowed & (held > positions - self.window) & (held >= 0)
 
-    def _counted(self, Pos: Axis) -> NamedArray:
-        """Return the numbers from 0 along an axis, broadcast to the axes of `lengths`."""
-        return wrap(jnp.arange(Pos.size), (Pos.name,)).broadcast_to((*self.lengths.axes, Pos))
+
+def _counted(Pos: Axis, lengths: NamedArray) -> NamedArray:
+    """Return the numbers from 0 along an axis, broadcast to the axes of lengths."""
+    return wrap(jnp.arange(Pos.size), (Pos.name,)).broadcast_to((*lengths.axes, Pos))
 
 
-def _check_new(label: str, new: NamedArray, old: NamedArray, KPos: str) -> None:
+def _check_new(label: str, new: NamedArray, old: NamedArray, KPos: str, at: Collection[str]) -> None:
     """Raise an error unless new keys or values have the axes of the cache; the axis of positions can be missing."""
-    missing = [n for n in old.names if n not in new.names and n != KPos]
-    extra = [n for n in new.names if n not in old.names]
+    missing = [n for n in old.names if n not in new.names and n != KPos and n not in at]
+    extra = [n for n in new.names if n not in old.names or n in at]
     if missing or extra:
         problems = [f"lack {_errors.describe_axes(missing)}"] if missing else []
         problems += [f"have {_errors.describe_axes(extra)} besides"] if extra else []

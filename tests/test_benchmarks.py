@@ -1,4 +1,4 @@
-"""The programs of `benchmarks/peers`: those of all libraries that are installed compute the same."""
+"""What `benchmarks` compares computes the same: other libraries' programs, and the steps on accelerators."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("optax")
 
-from benchmarks import peers
+from benchmarks import accelerator, peers
 from benchmarks.peers.case import Sizes
 
 pytestmark = pytest.mark.further
@@ -21,3 +21,9 @@ def test_libraries_agree() -> None:
 
 def test_lines_are_those_above_the_comparison() -> None:
     assert all(40 < peers.lines_of(module) < 120 for module in peers.installed().values())
+
+
+@pytest.mark.usefixtures("quick_compilation")
+def test_steps_on_accelerators() -> None:
+    """Tried with a toy on the CPU; the losses of ours and of plain JAX are compared before they are timed."""
+    assert len(accelerator.rows()) == 6

@@ -1,0 +1,52 @@
+"""How long a deep model takes to trace, lower and compile: 64 layers, in a loop and one by one, against plain JAX."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import axonym as axn
+from axonym.nn import Stacked
+
+from . import models
+from .harness import Row
+from .stacked import Block, named_loss, raw_loss
+
+LAYERS, ROUNDS = 64, 3
+
+
+def rows() -> list[Row]:
+    """All rows of the section: a value and gradient, for which JAX has nothing traced or compiled yet."""
+    params, batch = models.make_params(LAYERS), models.make_batch()
+    layers = params["layers"]
+    Layers = axn.Axis("layers", LAYERS)
+    raw = {name: jnp.stack([layer[name] for layer in layers]) for name in layers[0]}
+    stacked = Stacked(Block({name: axn.named(w, (Layers, *models.AXES[name])) for name, w in raw.items()}), Layers)
+    x = jax.random.normal(jax.random.key(2), (models.BATCH, models.POS, models.EMBED))
+    named_x = axn.named(x, (models.Batch, models.Pos, models.Embed))
+    found = _compared("a loop", (named_loss, stacked, named_x), (raw_loss(False), raw, x))
+    ours = models.named_loss, models.name_params(params), *models.name_batch(batch)
+    return found + _compared("one by one", ours, (models.raw_loss, params, *batch))
+
+
+def _compared(what: str, ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> list[Row]:
+    pairs = [(_seconds(*ours), _seconds(*theirs)) for _ in range(ROUNDS)]
+    found = []
+    for i, stage in enumerate(("trace and lower", "compile")):
+        a, b = (statistics.median(pair[side][i] for pair in pairs) for side in (0, 1))
+        found.append(Row("deep", f"{LAYERS} layers, {what}: {stage}", f"{a:.2f} s", f"{b:.2f} s", a / b, 1.1))
+    return found
+
+
+def _seconds(loss: Callable[..., Any], *args: Any) -> tuple[float, float]:
+    jax.clear_caches()
+    start = time.perf_counter()
+    lowered = jax.jit(jax.value_and_grad(loss)).lower(*args)
+    middle = time.perf_counter()
+    lowered.compile()
+    return middle - start, time.perf_counter() - middle
