@@ -278,6 +278,11 @@ _KEEPS_SHARDS = {"dot", "where"}.union(
 )
 
 
+def gathers_parameters(op: ScopedOperation) -> bool:
+    """Return whether an operation gathers parameters itself: see `axonym._fsdp_ops`."""
+    return op.name in _KEEPS_SHARDS - {"where"}
+
+
 def moved(op: ScopedOperation, over: Collection[str]) -> Axes:
     """Return the only axis of an operation that is sharded over some mesh axes, which an all-to-all over them moves."""
     axes = {a.name: a for term in (*op.operands, *op.results) for a in term}

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import site
-import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from .._context import Entry
 from .._mesh_axes import AnyMesh
 from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
 from ..sharding.jit import fsdp, named_jit
-from ..sharding.mapping import is_resource_mapping
+from ..sharding.mapping import is_resource_mapping, normalize_mapping
 from ..sharding.meshes import current_mesh, set_mesh, with_devices
 from . import _compiling, _scopes
+from ._by_names import by_names
 from ._constraints import Constraints
-from ._hlo import COLLECTIVES, Frame, Groups, HloProgram, HloShape, Instruction, Visit, groups
+from ._hlo import COLLECTIVES, Groups, HloProgram, HloShape, Instruction, Visit, groups
+from ._lines import source
+from ._named_trace import named_trace
 from .chips import CHIPS, Chip
-from .report import Bounds, Collective, Memory, Report, Source
+from .report import Collective, Memory, Report, bounds_on, sent_by
 
-TIERS = ("compiled", "partitioner")
+TIERS = ("compiled", "partitioner", "names")
 
 
 def explain(
@@ -48,7 +48,9 @@ def explain(
         mesh: the mesh; by default the active one. One without devices takes those of this machine, if there are enough.
         by: where the report is from. `"compiled"` compiles the step to the end. `"partitioner"`, on CPUs, stops before
             the code is generated, which takes most of the time, and so knows nothing of memory; collectives and flops
-            are the same.
+            are the same. `"names"` compiles nothing: it traces the step and works out by name what the mapping makes
+            of it, on a mesh of any size. It takes a function that does not say how it is distributed, assumes that
+            every array is sharded by the mapping, and raises an error where names do not tell what is exchanged.
         chip: the chip for which to give lower bounds on time: a `Chip`, or the name of one of `CHIPS`.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -64,6 +66,10 @@ def explain(
                 f"explain: the chips with figures are {', '.join(CHIPS)}, got {chip!r}. Make a Chip of it."
             )
         chip = CHIPS[chip]
+    if by == "names":
+        storage, compute = mappings_of(step, mapping)
+        around = current_mesh() if mesh is None else mesh
+        return by_names(named_trace(step, args, kwargs), dict(around.shape) if around else {}, compute, storage, chip)
     with active(mesh):
         compiled_step = distributed(step, mapping)
         platform = jax.default_backend()
@@ -94,6 +100,15 @@ def distributed(step: Callable[..., Any], mapping: Any) -> Any:
         "explain: a mapping is a resource mapping, or a pair of a parameter and a compute mapping, got "
         f"{type(mapping).__name__}."
     )
+
+
+def mappings_of(step: Callable[..., Any], mapping: Any) -> tuple[Mapping[str, Entry], Mapping[str, Entry]]:
+    """Return the parameter and the compute mapping by which to distribute a function that does not say how."""
+    if mapping is None or hasattr(step, "lower"):
+        raise ValueError("explain: by='names' takes the function that is compiled, and its mapping as `mapping=`.")
+    distributed(step, mapping)  # which says what is wrong with it
+    storage, compute = ({}, mapping) if is_resource_mapping(mapping) else mapping
+    return normalize_mapping(storage, "explain"), normalize_mapping(compute, "explain")
 
 
 # --- meshes ---
@@ -187,7 +202,7 @@ def _report(
         notes.append("collectives in a branch run only if it is taken; they are counted as if it always were")
     if any(c.sent is None for c in collectives):
         notes.append("what a ragged all-to-all sends depends on values")
-    bounds = None if chip is None else _bounds(chip, collectives, memory, flops)
+    bounds = None if chip is None else bounds_on(chip, collectives, memory, flops)
     return Report(step, platform, mesh or {}, by, tuple(collectives), memory, flops, bounds, tuple(notes))
 
 
@@ -246,7 +261,7 @@ def _collectives(
             array=(f"{pieces} x " if pieces > 1 else "") + _described(shown, array),
             place=(i, len(carried)),
             size=pieces * result.bytes,
-            sent=_sent(kind, pieces * operand.bytes, count),
+            sent=sent_by(kind, pieces * operand.bytes, count),
             phase=phase,
             operation=None if operation is None else str(operation),
             named_axes=() if operation is None else operation.axes,
@@ -255,7 +270,7 @@ def _collectives(
             stored=stored,
             of_indices=operation is not None and array is not None and operation.looks_up(array.term),
             reason=reason,
-            source=_source(frames) or _source(program.frames(instruction)),
+            source=source(frames) or source(program.frames(instruction)),
             scope=origin.scope or instruction.scope,
         )
 
@@ -267,17 +282,6 @@ def _user(program: HloProgram, visit: Visit, axes: Sequence[str]) -> Instruction
         if user.scope and not (operation and _scopes.keeps(operation, axes)):
             return user
     return None
-
-
-def _sent(kind: str, given: int, count: int) -> int | None:
-    """Return the bytes that a device sends at least, of operands of so many bytes, to the others of its group."""
-    if kind == "all-gather":
-        return given * (count - 1)
-    if kind == "all-reduce":
-        return 2 * given * (count - 1) // count
-    if kind in ("reduce-scatter", "all-to-all"):
-        return given * (count - 1) // count
-    return given if kind in ("collective-permute", "collective-broadcast") else None
 
 
 def _result_shapes(instruction: Instruction, carried: int) -> tuple[HloShape, ...]:
@@ -293,25 +297,6 @@ def _described(shape: HloShape, array: _scopes.Array | None) -> str:
     if array.places is None:
         return f"{shape} of [{', '.join(a.name for a in array.term)}]"
     return f"{shape.dtype}[{', '.join(f'{a.name}={shape.sizes[place]}' for a, place in array.places)}]"
-
-
-# --- lines ---
-
-_LIBRARIES = tuple(
-    dict.fromkeys(
-        os.path.realpath(path) + os.sep
-        for path in (*site.getsitepackages(), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
-    )
-)
-_OWN = os.path.realpath(Path(__file__).parent.parent) + os.sep
-
-
-def _source(frames: Sequence[Frame]) -> Source | None:
-    """Return the innermost line that is not of this library, and rather none of another library."""
-    others = [f for f in frames if not os.path.realpath(f.file).startswith(_OWN)]
-    users = [f for f in others if not os.path.realpath(f.file).startswith(_LIBRARIES)]
-    best = (users or others or [None])[0]
-    return None if best is None else Source(best.file, best.line, best.function)
 
 
 # --- computing ---
@@ -340,20 +325,6 @@ def _memory(compiled: Any) -> Memory | None:
         results=found.output_size_in_bytes,
         aliased=found.alias_size_in_bytes,
         temporaries=found.temp_size_in_bytes,
-    )
-
-
-def _bounds(chip: Chip, collectives: Sequence[Collective], memory: Memory | None, flops: int | None) -> Bounds:
-    links: dict[tuple[str, ...], float] = {}
-    for c in collectives:
-        if c.axes and c.total_sent is not None and not c.in_branch:
-            links[c.axes] = links.get(c.axes, 0) + c.total_sent / chip.link_bandwidth
-    touched = None if memory is None else memory.arguments + memory.results
-    return Bounds(
-        chip=chip.name,
-        compute=None if flops is None else flops / chip.flops,
-        memory=None if touched is None else touched / chip.memory_bandwidth,
-        links=links,
     )
 
 

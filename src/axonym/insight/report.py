@@ -9,6 +9,7 @@ from typing import Any
 
 from .._errors import describe_bytes
 from ._text import aligned, markdown_table, written_number
+from .chips import Chip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +179,7 @@ class Report:
     platform: str
     mesh: Mapping[str, int]
     by: str
-    """Where it is from: `compiled`, or `partitioner`."""
+    """Where it is from: `compiled`, `partitioner` or `names`."""
     collectives: tuple[Collective, ...]
     memory: Memory | None
     """None where nothing was compiled to the end."""
@@ -186,6 +187,8 @@ class Report:
     """Floating-point operations of each device in products and convolutions; None if that depends on values."""
     bounds: Bounds | None
     notes: tuple[str, ...]
+    uncertain: int = 0
+    """By how many bytes what each device sends may be off, beyond what the notes say. What is compiled is exact."""
 
     def total_sent(
         self,
@@ -287,6 +290,8 @@ class Report:
                 f"memory of each device: {describe_bytes(m.total)}: {describe_bytes(m.arguments)} of arguments, "
                 f"{describe_bytes(m.results)} of results{aliased}, and {describe_bytes(m.temporaries)} of temporaries"
             )
+        if self.uncertain:
+            yield f"what is sent may be off by {describe_bytes(self.uncertain)}"
         flops = "not known, because it depends on values" if self.flops is None else written_number(self.flops)
         yield f"flops of each device, in products and convolutions: {flops}"
         if self.bounds is not None:
@@ -350,6 +355,31 @@ def described_axes(axes: Collection[str] | None) -> str:
     if axes is None:
         return "mesh axes that are not known"
     return " and ".join(axes) if axes else "no mesh axis"
+
+
+def sent_by(kind: str, given: int, count: int) -> int | None:
+    """Return the bytes that a device sends at least, of operands of so many bytes, to the others of its group."""
+    if kind == "all-gather":
+        return given * (count - 1)
+    if kind == "all-reduce":
+        return 2 * given * (count - 1) // count
+    if kind in ("reduce-scatter", "all-to-all"):
+        return given * (count - 1) // count
+    return given if kind in ("collective-permute", "collective-broadcast") else None
+
+
+def bounds_on(chip: Chip, collectives: Sequence[Collective], memory: Memory | None, flops: int | None) -> Bounds:
+    links: dict[tuple[str, ...], float] = {}
+    for c in collectives:
+        if c.axes and c.total_sent is not None and not c.in_branch:
+            links[c.axes] = links.get(c.axes, 0) + c.total_sent / chip.link_bandwidth
+    touched = None if memory is None else memory.arguments + memory.results
+    return Bounds(
+        chip=chip.name,
+        compute=None if flops is None else flops / chip.flops,
+        memory=None if touched is None else touched / chip.memory_bandwidth,
+        links=links,
+    )
 
 
 def _sum(values: Sequence[int | None]) -> int | None:

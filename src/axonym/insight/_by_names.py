@@ -1,0 +1,341 @@
+"""Work out by arithmetic on names what a traced step does under a mapping."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from .._context import Entry
+from .._errors import describe_axes
+from .._mesh_axes import Axes, is_parameter, mapped_axes, storage_axes
+from . import _scopes
+from ._lines import source
+from ._named_trace import Dims, Lookup, NamedTrace, Open, Place, Sum, Together, Use, Value
+from .chips import Chip
+from .report import Collective, Memory, Report, bounds_on, sent_by
+
+NOTES = (
+    "by='names' takes every array to be sharded by the mappings, and counts each exchange for itself: a compiler may "
+    "combine some, leave some out, or send another dtype",
+)
+
+
+class NotKnown(ValueError):
+    """The names of a step do not tell what it does under a mapping."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Over which mesh axes names are sharded."""
+
+    mesh: Mapping[str, int]
+    compute: Mapping[str, Entry]
+    storage: Mapping[str, Entry]
+
+    def used(self, name: str | None) -> Axes:
+        """Return the mesh axes that an axis is sharded over where it is used."""
+        return () if name is None else self._large(mapped_axes(name, self.compute))
+
+    def stored(self, name: str | None) -> Axes:
+        """Return those of an axis of a parameter between uses."""
+        return () if name is None else self._large(storage_axes(name, self.storage, self.compute))
+
+    def _large(self, axes: Axes) -> Axes:
+        return tuple(a for a in axes if self.mesh.get(a, 1) > 1)
+
+    def is_stored(self, names: Iterable[str | None]) -> bool:
+        """Return whether an array with these axes is a parameter, which is sharded as it is stored."""
+        return is_parameter([n for n in names if n is not None], self.storage, self.compute)
+
+    def extra(self, names: Iterable[str | None]) -> Axes:
+        """Return the mesh axes that a parameter is gathered over to be used."""
+        return _distinct(a for n in names for a in self.stored(n) if a not in self.used(n))
+
+    def over(self, dims: Dims) -> list[Axes]:
+        """Return the mesh axes that each axis of an array is sharded over."""
+        at = self.stored if self.is_stored(n for n, _ in dims) else self.used
+        return [at(n) for n, _ in dims]
+
+    def count(self, axes: Iterable[str]) -> int:
+        """Return the devices along some mesh axes."""
+        return math.prod(self.mesh[a] for a in axes)
+
+    def local(self, dims: Dims, over: Sequence[Axes] | None = None) -> tuple[int, ...]:
+        """Return the sizes of a shard."""
+        over = [self.used(n) for n, _ in dims] if over is None else over
+        return tuple(size // self.count(axes) for (_, size), axes in zip(dims, over, strict=True))
+
+    def bytes(self, x: Value, over: Sequence[Axes] | None = None) -> int:
+        """Return the bytes of a shard."""
+        return math.prod(self.local(x.base, over)) * x.dtype.itemsize
+
+
+def by_names(
+    trace: NamedTrace,
+    mesh: Mapping[str, int],
+    compute: Mapping[str, Entry],
+    storage: Mapping[str, Entry],
+    chip: Chip | None = None,
+) -> Report:
+    """Report what a traced step does under a compute and a parameter mapping."""
+    layout = Layout(mesh, compute, storage)
+    _check(layout, trace.arguments)
+    account = _Account(layout)
+    for event in trace.events:
+        account.add(event)
+    if account.open:
+        raise NotKnown(_refusal(account.open))
+    memory = Memory(
+        arguments=sum(layout.bytes(x, layout.over(x.base)) for x in trace.arguments),
+        results=sum(layout.bytes(x, layout.over(x.base)) for x in trace.results),
+        aliased=0,
+        temporaries=sum(layout.bytes(x) for x in trace.kept),
+    )
+    notes = list(NOTES)
+    notes.append("of temporaries it knows what loops keep for the backward pass: there are more")
+    if trace.unnamed:
+        notes.append(f"{trace.unnamed} products have axes without names, which are taken to be replicated")
+    found = tuple(account.collectives)
+    limits = None if chip is None else bounds_on(chip, found, memory, account.flops)
+    return Report(
+        trace.name, "names", dict(mesh), "names", found, memory, account.flops, limits, tuple(notes), account.uncertain
+    )
+
+
+def _check(layout: Layout, arguments: Sequence[Value]) -> None:
+    """Raise an error if a mesh axis is unknown, or does not divide an axis of an argument."""
+    for mapping in (layout.compute, layout.storage):
+        for name in mapping:
+            if unknown := [a for a in mapped_axes(name, mapping) if a not in layout.mesh]:
+                raise ValueError(
+                    f"explain: axis {name!r} is mapped to mesh axis {unknown[0]!r}, but the mesh has "
+                    f"{describe_axes(layout.mesh)}."
+                )
+    for x in arguments:
+        for (name, size), axes in zip(x.dims, layout.over(x.dims), strict=True):
+            if size % layout.count(axes):
+                raise ValueError(
+                    f"explain: {name}={size} cannot be sharded over {' and '.join(axes)}, which are "
+                    f"{layout.count(axes)} devices: they do not divide it."
+                )
+
+
+def _refusal(found: Mapping[str, Place]) -> str:
+    lines = []
+    for what, place in list(found.items())[:4]:
+        line = source(place.frames)
+        lines.append(f"{what}{f' (at {line})' if line else ''}")
+    more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+    listed = "; ".join(lines)
+    return f"explain: by='names' cannot know what this mapping exchanges: {listed}{more}. by='partitioner' says it."
+
+
+class _Account:
+    """The collectives and the flops of a step, one event after another."""
+
+    def __init__(self, layout: Layout):
+        self.layout = layout
+        self.collectives: list[Collective] = []
+        self.flops: int | None = 0
+        self.open: dict[str, Place] = {}
+        self.uncertain = 0
+        self._gathered: set[tuple[int, int, str]] = set()
+
+    def add(self, event: object) -> None:
+        if isinstance(event, Sum):
+            self._sum(event)
+        elif isinstance(event, Use):
+            self._use(event)
+        elif isinstance(event, Lookup):
+            (self._updated if event.backward else self._looked_up)(event)
+        elif isinstance(event, Together):
+            self._together(event)
+        elif isinstance(event, Open):
+            if sharded := sorted(n for n in event.names if self.layout.used(n) or self._only_stored(event, n)):
+                self.open.setdefault(f"{event.what} along {', '.join(sharded)}{_within(event.place)}", event.place)
+
+    def _only_stored(self, event: Open, name: str) -> bool:
+        return self.layout.is_stored(event.names) and bool(self.layout.stored(name))
+
+    def _together(self, event: Together) -> None:
+        if event.renamed:
+            before, after = event.names
+            if self.layout.used(before) != self.layout.used(after):
+                self.open.setdefault(f"{before} becomes {after}, which is sharded otherwise", event.place)
+            return
+        at = self.layout.stored if self.layout.is_stored(event.names) else self.layout.used
+        seen: dict[str, str] = {}
+        for name in event.names:
+            for axis in at(name):
+                if axis in seen:
+                    self.open.setdefault(
+                        f"{seen[axis]} and {name} are both sharded over {axis}{_within(event.place)}", event.place
+                    )
+                seen[axis] = name
+
+    # --- sums ---
+
+    def _sum(self, event: Sum) -> None:
+        layout, result = self.layout, event.result
+        if event.flops:
+            used = _distinct(a for n, _ in event.axes for a in layout.used(n))
+            times = event.place.times
+            each = 2 * math.prod(size for _, size in event.axes) // layout.count(used)
+            self.flops = None if times is None or self.flops is None else self.flops + each * times
+        whole = layout.is_stored(n for n, _ in event.axes) and not event.flops
+        at = layout.stored if whole else layout.used
+        over = _distinct(a for n, _ in event.summed for a in at(n))
+        if not over:
+            return
+        extra = layout.extra(result.names) if layout.is_stored(result.names) else ()
+        if extra and set(extra) <= set(over):
+            self._exchange(event.place, "reduce-scatter", extra, result, scattered=extra)
+            rest = tuple(a for a in over if a not in extra)
+            if rest:
+                self._exchange(event.place, "all-reduce", rest, result, layout.over(result.base))
+        elif set(extra) & set(over):
+            self.open.setdefault(
+                f"a gradient summed over some of {', '.join(extra)}{_within(event.place)}", event.place
+            )
+        else:
+            self._exchange(event.place, "all-reduce", over, result)
+
+    # --- parameters ---
+
+    def _gathers(self, operand: Value, others: Iterable[str]) -> Axes | None:
+        """Return the mesh axes that a parameter is gathered over for an operation with operands of other axes."""
+        layout, names = self.layout, operand.names
+        if not layout.is_stored(names) or not (extra := layout.extra(names)):
+            return ()
+        refines = all(layout.stored(n)[: len(used)] == used for n in names for used in [layout.used(n)])
+        return extra if refines and set(extra) <= {a for n in others for a in layout.used(n)} else None
+
+    def _use(self, event: Use) -> None:
+        place, extra = event.place, self._gathers(event.operand, event.others)
+        known = place.operation is not None and _scopes.gathers_parameters(place.operation)
+        if extra is None or (extra and not known):
+            named = ", ".join(event.operand.names)
+            self.open.setdefault(f"[{named}] is stored sharded over mesh axes{_within(place)} does not use", place)
+        elif extra and (place.recomputes or place.phase != "backward"):
+            key = place.within, event.operand.origin, str(place.operation)
+            if key not in self._gathered:
+                self._gathered.add(key)
+                phase = "recomputed" if place.recomputes else place.phase
+                self._exchange(dataclasses.replace(place, phase=phase), "all-gather", extra, event.operand)
+
+    # --- look-ups ---
+
+    def _columns_move(self, event: Lookup) -> Axes:
+        """Return the mesh axes over which columns of a table are exchanged for rows."""
+        layout = self.layout
+        table = event.table.names
+        extra = self._gathers(event.table, event.indices.names)
+        if not extra:
+            return ()
+        columns = [n for n in table if layout.stored(n) != layout.used(n)]
+        rows = [n for n in event.indices.names if set(extra) & set(layout.used(n))]
+        simple = len(columns) == 1 and columns != [event.rows[0]] and len(rows) == 1
+        return extra if simple and set(extra) <= set(layout.used(rows[0])) else ()
+
+    def _looked_up(self, event: Lookup) -> None:
+        layout, place = self.layout, event.place
+        of_rows = layout.used(event.rows[0])
+        if moved := self._columns_move(event):
+            over = [tuple(a for a in layout.used(n) if a not in moved) for n, _ in event.indices.base]
+            self._exchange(place, "all-gather", moved, event.indices, over, of_indices=True)
+            self._exchange(place, "all-to-all", moved, event.result)
+        elif layout.is_stored(event.table.names) and not layout.is_stored(event.result.names):
+            self.open.setdefault(f"a table that is stored sharded{_within(place)}", place)
+        elif over := layout.extra(event.result.names) if layout.is_stored(event.result.names) else ():
+            # The compiler may gather it here, again where it is used, and once more in the backward pass.
+            size, count = layout.bytes(event.result), layout.count(over)
+            self.uncertain += 3 * (size // count) * (count - 1)
+        if of_rows:
+            if set(of_rows) & {a for n in event.indices.names for a in layout.used(n)}:
+                self.open.setdefault(f"indices that are sharded like rows{_within(place)}", place)
+            self._exchange(place, "all-reduce", of_rows, event.result)
+
+    def _updated(self, event: Lookup) -> None:
+        layout, place = self.layout, event.place
+        over = _distinct(a for n in event.indices.names for a in layout.used(n))
+        if moved := self._columns_move(event):
+            self._exchange(place, "all-to-all", moved, event.result)
+            over = tuple(a for a in over if a not in moved)
+        if over:
+            self._exchange(place, "all-reduce", over, event.table, layout.over(event.table.base))
+
+    # --- collectives ---
+
+    def _exchange(
+        self,
+        place: Place,
+        kind: str,
+        axes: Axes,
+        x: Value,
+        over: Sequence[Axes] | None = None,
+        scattered: Axes = (),
+        of_indices: bool = False,
+    ) -> None:
+        """Note a collective; `x` is the whole array of which it exchanges shards that lie over mesh axes."""
+        layout, count = self.layout, self.layout.count(axes)
+        axes = tuple(a for a in layout.mesh if a in axes)
+        size = layout.bytes(x, over)
+        given = size // count if kind == "all-gather" else size
+        operation = place.operation and _located(place.operation, layout)
+        local = zip(x.base, layout.local(x.base, over), strict=True)
+        shown = ", ".join(f"{n}={size}" for (n, _), size in local if n is not None)
+        names = tuple(n for n in x.names if set(axes) & {*layout.stored(n), *layout.used(n)})
+        gathered = names if kind == "all-gather" else ()
+        reason = operation and _scopes.reason(operation, kind, axes, place.phase, gathered)
+        self.collectives.append(
+            Collective(
+                kind=kind,
+                axes=axes,
+                devices=count,
+                along_all=True,
+                times=place.times,
+                in_branch=place.in_branch,
+                array=f"{_short(x)}[{shown}]",
+                place=(0, 1),
+                size=size // count if scattered else size,
+                sent=sent_by(kind, given, count),
+                phase=place.phase,
+                operation=None if operation is None else str(operation),
+                named_axes=() if operation is None else operation.axes,
+                gathered=gathered,
+                moved=(),
+                stored=names if kind == "all-gather" and not of_indices else (),
+                of_indices=of_indices,
+                reason=reason,
+                source=source(place.frames),
+                scope=place.scope,
+            )
+        )
+
+
+def _located(operation: _scopes.ScopedOperation, layout: Layout) -> _scopes.ScopedOperation:
+    """Return an operation with the mesh axes that a mapping shards its axes over."""
+
+    def term(axes: _scopes.Term) -> _scopes.Term:
+        return tuple(dataclasses.replace(a, compute=layout.used(a.name), stored=layout.stored(a.name)) for a in axes)
+
+    operands, results = (tuple(map(term, terms)) for terms in (operation.operands, operation.results))
+    return _scopes.ScopedOperation(operation.name, operands, results)
+
+
+def _within(place: Place) -> str:
+    return "" if place.operation is None else f" in {place.operation}"
+
+
+def _short(x: Value) -> str:
+    kinds = {"f": "f", "i": "s", "u": "u", "c": "c"}
+    if x.dtype.name == "bool":
+        return "pred"
+    return (
+        f"{kinds[x.dtype.kind]}{8 * x.dtype.itemsize}" if x.dtype.kind in kinds else x.dtype.name.replace("float", "f")
+    )
+
+
+def _distinct(axes: Iterable[str]) -> Axes:
+    return tuple(dict.fromkeys(axes))

@@ -1,0 +1,28 @@
+"""Find the user's line among those that an operation comes from."""
+
+from __future__ import annotations
+
+import os
+import site
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+from ._hlo import Frame
+from .report import Source
+
+_LIBRARIES = tuple(
+    dict.fromkeys(
+        os.path.realpath(path) + os.sep
+        for path in (*site.getsitepackages(), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
+    )
+)
+_OWN = os.path.realpath(Path(__file__).parent.parent) + os.sep
+
+
+def source(frames: Sequence[Frame]) -> Source | None:
+    """Return the innermost line that is not of this library, and rather none of another library."""
+    others = [f for f in frames if not os.path.realpath(f.file).startswith(_OWN)]
+    users = [f for f in others if not os.path.realpath(f.file).startswith(_LIBRARIES)]
+    best = (users or others or [None])[0]
+    return None if best is None else Source(best.file, best.line, best.function)

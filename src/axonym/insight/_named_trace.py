@@ -1,0 +1,517 @@
+"""Trace a step once, without a mesh or a mapping, and note by name what a mapping would make devices exchange.
+
+Every axis of every array in the trace gets the name that it has in the model. Names come with the arguments, and are
+followed through the operations; the scopes of named operations (see `axonym._kernels.operation_scope`) name axes that
+arise on the way. What operations sum over, look up, and use of parameters is then arithmetic: see `_by_names`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from .._context import activate
+from .._mesh_axes import NO_MESH
+from ..sharding.placement import leaves_of
+from . import _scopes
+from ._hlo import Frame
+
+Dims = tuple[tuple[str | None, int], ...]
+"""The axes of an array, each with its name, or None if it has none, and its size."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """An array in the trace."""
+
+    dims: Dims
+    dtype: np.dtype
+    origin: int
+    """The same number for an array and for what is the same array in another layout."""
+    base: Dims
+    """Its axes before any were added by broadcasting."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(n for n, _ in self.base if n is not None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where in the step an operation is, and how often it runs."""
+
+    scope: str
+    operation: _scopes.ScopedOperation | None
+    phase: str
+    times: int | None
+    in_branch: bool
+    within: int
+    """The number of the function or loop body."""
+    recomputes: bool
+    """Whether this body computes values again for the backward pass."""
+    frames: tuple[Frame, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A result that is summed over some axes of the operands: by a product, a reduction, or an update of a table."""
+
+    place: Place
+    result: Value
+    summed: Dims
+    axes: Dims
+    """Those of all operands."""
+    flops: bool
+    """Whether it is a product."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """A look-up of rows in a table."""
+
+    place: Place
+    table: Value
+    indices: Value
+    result: Value
+    rows: tuple[str | None, int]
+    backward: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """The use of an operand by an operation that gathers parameters."""
+
+    place: Place
+    operand: Value
+    others: frozenset[str]
+    """The axes of the other operands."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Open:
+    """An operation that is exact only if some axes are not sharded."""
+
+    place: Place
+    what: str
+    names: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Together:
+    """Axes of one array, or two names of the same one, that cannot be sharded in any way."""
+
+    place: Place
+    names: tuple[str, ...]
+    renamed: bool
+
+
+Event = Sum | Lookup | Use | Open | Together
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedTrace:
+    """What a traced step does, by name."""
+
+    name: str
+    events: tuple[Event, ...]
+    arguments: tuple[Value, ...]
+    results: tuple[Value, ...]
+    kept: tuple[Value, ...]
+    """What the loops of the forward pass keep for the backward pass."""
+    unnamed: int
+    """How many products have operands with axes that have no names."""
+
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> NamedTrace:
+    """Trace a step with abstract arguments."""
+    values, structure = jax.tree.flatten((args, dict(kwargs)))
+    dynamic = [i for i, x in enumerate(values) if isinstance(x, _ARRAYS)]
+
+    def flat(*arrays: Any) -> list[Any]:
+        mixed = list(values)  # what is no array stays as it is
+        for i, array in zip(dynamic, arrays, strict=True):
+            mixed[i] = array
+        args, kwargs = jax.tree.unflatten(structure, mixed)
+        return [x for x in jax.tree.leaves(step(*args, **kwargs)) if isinstance(x, _ARRAYS)]
+
+    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (values[i] for i in dynamic)]
+    with activate(None), jax.sharding.use_abstract_mesh(NO_MESH):
+        closed = jax.make_jaxpr(flat)(*abstract)
+    walk = _Walk()
+    leaves = [leaf for leaf in leaves_of((args, dict(kwargs)))[0] if leaf.shape is not None]
+    names = [leaf.names or (None,) * len(leaf.shape or ()) for leaf in leaves]
+    arguments = [
+        walk.value(var.aval, tuple(zip(own, var.aval.shape, strict=True)))
+        for var, own in zip(closed.jaxpr.invars, names, strict=True)
+    ]
+    results = walk.run(closed.jaxpr, arguments, _Around())
+    kept = tuple(walk.kept)
+    name = getattr(step, "__name__", None) or type(step).__name__
+    return NamedTrace(name, tuple(dict.fromkeys(walk.events)), tuple(arguments), tuple(results), kept, walk.unnamed)
+
+
+# --- following names ---
+
+
+@dataclasses.dataclass(frozen=True)
+class _Around:
+    """What is around the equations of a function or loop body."""
+
+    scope: str = ""
+    times: int | None = 1
+    in_branch: bool = False
+    within: int = 0
+    recomputes: bool = False
+    frames: tuple[Frame, ...] = ()
+
+
+_LAYOUT = {"convert_element_type", "copy", "reduce_precision", "stop_gradient", "optimization_barrier", "name"}
+_LAYOUT |= {"transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
+"""Primitives whose result is their operand in another layout."""
+_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
+_ALONG = {"concatenate": "dimension", "split": "axis", "cumsum": "axis", "cumprod": "axis", "cummax": "axis"}
+_ALONG |= {"cummin": "axis", "cumlogsumexp": "axis", "sort": "dimension", "rev": "dimensions"}
+
+
+_ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
+    cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le
+    lgamma log log1p logistic lt max min mul ne neg nextafter not one_minus_square or polygamma population_count pow
+    real regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin
+    sinh sqrt square sub tan tanh xor zeta""".split()
+)
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.kept: list[Value] = []
+        self.unnamed = 0
+        self._numbers = itertools.count(1)
+
+    def value(self, aval: Any, dims: Dims | None = None, like: Value | None = None) -> Value:
+        """Make a value; `like` is the one that it is in another layout."""
+        if dims is None:
+            dims = tuple((None, n) for n in aval.shape)
+        number, base = (next(self._numbers), dims) if like is None else (like.origin, like.base)
+        return Value(dims, aval.dtype, number, base)
+
+    def run(self, jaxpr: Jaxpr, given: Sequence[Value], around: _Around) -> list[Value]:
+        """Follow names through a jaxpr, and return its results."""
+        known: dict[Any, Value] = dict(zip(jaxpr.invars, given, strict=True))
+        known |= {var: self.value(var.aval) for var in jaxpr.constvars}
+
+        def read(var: Any) -> Value:
+            return self.value(var.aval) if isinstance(var, Literal) else known[var]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(var) for var in eqn.invars]
+            for var, found in zip(eqn.outvars, self._results(eqn, operands, around), strict=True):
+                known[var] = found
+        return [read(var) for var in jaxpr.outvars]
+
+    def _results(self, eqn: JaxprEqn, operands: list[Value], around: _Around) -> list[Value]:
+        own = str(eqn.source_info.name_stack)
+        scope = "/".join(part for part in (around.scope, own) if part)
+        inner = dataclasses.replace(around, scope=scope, frames=(*_frames(eqn), *around.frames))
+        name, params = eqn.primitive.name, eqn.params
+        if name == "scan":
+            return self._scan(eqn, operands, inner)
+        if name == "while":
+            return self._while(params, operands, inner)
+        if name == "cond":
+            return self._cond(params, operands, inner)
+        called = params.get("jaxpr") or params.get("call_jaxpr") or params.get("fun_jaxpr")
+        if called is not None and name != "shard_map":
+            jaxpr = getattr(called, "jaxpr", called)
+            if len(jaxpr.invars) == len(operands):
+                # Names that a named operation gives to its operands hold in what it calls, too.
+                operation = _scopes.operation(scope)
+                operands = self._renamed(operands, operation, self._place(inner, operation))
+                again = "remat" in name or "checkpoint" in name
+                body = dataclasses.replace(inner, within=next(self._numbers), recomputes=True) if again else inner
+                return self.run(jaxpr, operands, body)
+        return self._operation(eqn, operands, inner)
+
+    def _place(self, around: _Around, operation: _scopes.ScopedOperation | None) -> Place:
+        a = around
+        return Place(a.scope, operation, _scopes.phase(a.scope), a.times, a.in_branch, a.within, a.recomputes, a.frames)
+
+    # --- loops and branches ---
+
+    def _scan(self, eqn: JaxprEqn, operands: list[Value], around: _Around) -> list[Value]:
+        params = eqn.params
+        jaxpr, length = params["jaxpr"].jaxpr, params["length"]
+        # What is scanned has one axis more outside; how JAX counts the others differs between versions.
+        carried = sum(a.aval.shape == b.aval.shape for a, b in zip(eqn.outvars, jaxpr.outvars, strict=True))
+        scanned = sum(a.aval.shape != b.aval.shape for a, b in zip(eqn.invars, jaxpr.invars, strict=True))
+        consts = len(eqn.invars) - carried - scanned
+        stacked = operands[consts + carried :]
+        along = next((x.dims[0][0] for x in stacked if x.dims[0][0] is not None), None)
+        slices = [Value(x.dims[1:], x.dtype, next(self._numbers), x.dims[1:]) for x in stacked]
+        times = None if around.times is None else around.times * length
+        body = dataclasses.replace(around, times=times, within=next(self._numbers))
+        if along is not None:
+            self.events.append(Open(self._place(around, None), "a loop", frozenset({along})))
+        state, results = self._repeated(
+            lambda state: self.run(jaxpr, [*operands[:consts], *state, *slices], body),
+            operands[consts : consts + carried],
+        )
+        ends = [Value(((along, length), *x.dims), x.dtype, next(self._numbers), ((along, length), *x.dims))
+                for x in results[carried:]]  # fmt: skip
+        if _scopes.phase(around.scope) == "forward":
+            self.kept += ends
+        return [*state, *ends]
+
+    def _while(self, params: Any, operands: list[Value], around: _Around) -> list[Value]:
+        tests, consts = params["cond_nconsts"], params["body_nconsts"]
+        of_body, start = operands[tests : tests + consts], operands[tests + consts :]
+        body = dataclasses.replace(around, times=None, within=next(self._numbers))
+        state, _ = self._repeated(lambda state: self.run(params["body_jaxpr"].jaxpr, [*of_body, *state], body), start)
+        return state
+
+    def _repeated(
+        self, turn: Callable[[list[Value]], list[Value]], start: Sequence[Value]
+    ) -> tuple[list[Value], list[Value]]:
+        """Go through the body of a loop until it gives its state no more names; note only what the last turn does."""
+        state = list(start)
+        while True:
+            kept = len(self.events), len(self.kept), self.unnamed
+            results = turn(state)
+            merged = [_with_names(a, b.dims) for a, b in zip(state, results, strict=False)]
+            if [x.dims for x in merged] == [x.dims for x in state]:
+                return merged, results
+            state, self.unnamed = merged, kept[2]
+            del self.events[kept[0] :], self.kept[kept[1] :]
+
+    def _cond(self, params: Any, operands: list[Value], around: _Around) -> list[Value]:
+        body = dataclasses.replace(around, in_branch=True)
+        found = [self.run(branch.jaxpr, operands[1:], body) for branch in params["branches"]]
+        merged = found[0]
+        for other in found[1:]:
+            merged = [_with_names(a, b.dims) for a, b in zip(merged, other, strict=True)]
+        return merged
+
+    # --- operations ---
+
+    def _operation(self, eqn: JaxprEqn, operands: list[Value], around: _Around) -> list[Value]:
+        operation = _scopes.operation(around.scope)
+        place = self._place(around, operation)
+        operands = self._renamed(operands, operation, place)
+        name, params = eqn.primitive.name, eqn.params
+        shape = eqn.outvars[0].aval.shape if eqn.outvars else ()
+        if name == "dot_general":
+            result = self._product(place, params["dimension_numbers"], operands, eqn.outvars[0].aval)
+            return [self._noted(place, operands, result)]
+        if name in _REDUCTIONS:
+            # Of what is the same along an axis, the compiler sums nothing.
+            gone = tuple(d for d in (operands[0].dims[i] for i in params["axes"]) if d in operands[0].base)
+            left = tuple(d for i, d in enumerate(operands[0].dims) if i not in params["axes"])
+            result = self.value(eqn.outvars[0].aval, left)
+            self.events.append(Sum(place, result, gone, operands[0].dims, False))
+            return [result]
+        if name == "gather" and (looked := self._gather(place, params, operands, eqn.outvars[0].aval)):
+            return [looked]
+        if name == "scatter-add" and (updated := self._scatter(place, params, operands)):
+            return [updated]
+        if name in _LAYOUT and len(eqn.outvars) == 1:
+            dims = _moved(name, params, operands[0].dims, shape)
+            if dims is not None:
+                dims = _by_scope(dims, operation)
+                aval = eqn.outvars[0].aval
+                found = self.value(aval, dims, operands[0])
+                if not any(n for n, _ in found.base):  # the operand says nothing
+                    found = self.value(aval, dims)
+                return [found]
+            self._open(place, name, operands[0].dims)
+        elif name in ("iota", "random_bits", "random_wrap", "random_unwrap", "random_seed"):
+            return [self.value(v.aval, _by_scope(self.value(v.aval).dims, operation)) for v in eqn.outvars]
+        elif name in _ALONG and operands:
+            along = params[_ALONG[name]]
+            for i in along if isinstance(along, tuple) else (along,):
+                self._open(place, name, operands[0].dims[i : i + 1])
+            return [self._alike(v.aval, operands, operation) for v in eqn.outvars]
+        elif name == "unstack":
+            (x,) = operands
+            self._open(place, name, x.dims[params["axis"] : params["axis"] + 1])
+            left = (*x.dims[: params["axis"]], *x.dims[params["axis"] + 1 :])
+            return [self.value(v.aval, _by_scope(left, operation)) for v in eqn.outvars]
+        elif name == "stack":
+            named = self._alike(eqn.invars[0].aval, operands, operation).dims
+            dims = (*named[: params["axis"]], (None, len(operands)), *named[params["axis"] :])
+            return [self.value(eqn.outvars[0].aval, _by_scope(dims, operation))]
+        elif name in ("slice", "pad", "dynamic_slice", "dynamic_update_slice"):
+            pairs = zip(operands[0].dims, shape, strict=True)
+            cut = [d for d, n in pairs if d[1] != n]
+            if name == "dynamic_update_slice":
+                cut = [d for d, u in zip(operands[0].dims, operands[1].dims, strict=True) if d[1] != u[1]]
+            self._open(place, name, cut)
+            return [self._alike(v.aval, operands[:1], operation) for v in eqn.outvars]
+        elif name in _ELEMENTWISE:
+            results = [self._alike(v.aval, operands, operation) for v in eqn.outvars]
+            return [self._noted(place, operands, r) for r in results]
+        else:
+            self._open(place, name, [d for x in operands for d in x.dims])
+        return [self._alike(v.aval, operands, operation) for v in eqn.outvars]
+
+    def _open(self, place: Place, what: str, dims: Sequence[tuple[str | None, int]]) -> None:
+        names = frozenset(n for n, size in dims if n is not None and size > 1)
+        if names:
+            self.events.append(Open(place, what, names))
+
+    def _noted(self, place: Place, operands: Sequence[Value], result: Value) -> Value:
+        """Note what an operation uses, and return its result."""
+        for x in operands:
+            others = frozenset(n for other in operands if other is not x for n in other.names)
+            if x.names and not others.issubset(x.names):
+                self.events.append(Use(place, x, others))
+        names = tuple(dict.fromkeys(n for n, _ in result.dims if n is not None))
+        if len(names) > 1:
+            self.events.append(Together(place, names, False))
+        return result
+
+    def _product(self, place: Place, numbers: Any, operands: Sequence[Value], aval: Any) -> Value:
+        (left_summed, right_summed), (left_batch, right_batch) = numbers
+        left, right = operands
+        free = [d for i, d in enumerate(left.dims) if i not in (*left_summed, *left_batch)]
+        free += [d for i, d in enumerate(right.dims) if i not in (*right_summed, *right_batch)]
+
+        def either(a: Sequence[int], b: Sequence[int]) -> Dims:
+            pairs = ((left.dims[i], right.dims[j]) for i, j in zip(a, b, strict=True))
+            return tuple(x if x[0] is not None else y for x, y in pairs)
+
+        batch, summed = either(left_batch, right_batch), either(left_summed, right_summed)
+        if any(n is None and size > 1 for n, size in (*batch, *summed, *free)):
+            self.unnamed += 1
+        result = self.value(aval, (*batch, *free))
+        self.events.append(Sum(place, result, summed, (*batch, *free, *summed), True))
+        return result
+
+    def _gather(self, place: Place, params: Any, operands: Sequence[Value], aval: Any) -> Value | None:
+        """Follow a look-up of whole rows of a table, along one axis."""
+        numbers, (table, indices) = params["dimension_numbers"], operands
+        if len(numbers.start_index_map) != 1 or numbers.collapsed_slice_dims != numbers.start_index_map:
+            return None
+        (at,) = numbers.start_index_map
+        wholes = [n == size for i, (n, (_, size)) in enumerate(zip(params["slice_sizes"], table.dims, strict=True))
+                  if i != at]  # fmt: skip
+        if numbers.operand_batching_dims or not all(wholes) or indices.dims[-1][1] != 1:
+            return None
+        columns = iter(d for i, d in enumerate(table.dims) if i != at)
+        rows = iter(indices.dims[:-1])
+        dims = tuple(next(columns) if i in numbers.offset_dims else next(rows) for i in range(len(aval.shape)))
+        result = self.value(aval, dims)
+        self.events.append(Lookup(place, table, indices, result, table.dims[at], False))
+        return result
+
+    def _scatter(self, place: Place, params: Any, operands: Sequence[Value]) -> Value | None:
+        """Follow the gradient of a look-up."""
+        numbers, (table, indices, updates) = params["dimension_numbers"], operands
+        if len(numbers.scatter_dims_to_operand_dims) != 1 or numbers.operand_batching_dims:
+            return None
+        (at,) = numbers.scatter_dims_to_operand_dims
+        if numbers.inserted_window_dims != (at,) or indices.dims[-1][1] != 1:
+            return None
+        columns = iter(updates.dims[i] for i in numbers.update_window_dims)
+        dims = tuple(d if i == at else next(columns) for i, d in enumerate(table.dims))
+        dims = _by_scope(dims, place.operation)
+        result = Value(dims, table.dtype, next(self._numbers), dims)
+        self.events.append(Lookup(place, result, indices, updates, dims[at], True))
+        return result
+
+    def _alike(self, aval: Any, operands: Sequence[Value], operation: _scopes.ScopedOperation | None) -> Value:
+        """Return a result each of whose axes is that of an operand."""
+        names: list[str | None] = [None] * len(aval.shape)
+        for x in operands:
+            if len(x.dims) == len(names):
+                names = [a if a is not None or size != n else b
+                         for a, (b, size), n in zip(names, x.dims, aval.shape, strict=True)]  # fmt: skip
+        return self.value(aval, _by_scope(tuple(zip(names, aval.shape, strict=True)), operation))
+
+    def _renamed(self, operands: list[Value], operation: _scopes.ScopedOperation | None, place: Place) -> list[Value]:
+        """Give operands the names that the operation knows them by, if they had others before."""
+        if operation is None:
+            return operands
+        own, found = set(operation.axes), []
+        for x in operands:
+            stale = [n for n, size in x.dims if n is not None and n not in own]
+            names = {n for n, _ in x.dims if n is not None}.difference(stale)
+            new = dict[str, str]()
+            for term in (*operation.operands, *operation.results) if stale else ():
+                missing = {a.name: a.size for a in term if a.name not in names}
+                if names <= {a.name for a in term} and len(missing) >= len(stale):
+                    new = _matched({n: s for n, s in x.dims if n in stale}, missing)
+                    if new:
+                        break
+            for before, after in new.items():
+                self.events.append(Together(place, (before, after), True))
+            if new:
+                x = dataclasses.replace(
+                    x,
+                    dims=tuple((new.get(n or "", n), s) for n, s in x.dims),
+                    base=tuple((new.get(n or "", n), s) for n, s in x.base),
+                )
+            found.append(x)
+        return found
+
+
+def _matched(old: dict[str, int], new: dict[str, int | None]) -> dict[str, str]:
+    """Match axes by size, in their order."""
+    found, left = {}, dict(new)
+    for name, size in old.items():
+        for other, known in left.items():
+            if known == size:
+                found[name] = other
+                del left[other]
+                break
+    return found if len(found) == len(old) else {}
+
+
+def _with_names(x: Value, dims: Dims) -> Value:
+    """Return a value with names for axes that have none."""
+    merged = tuple((a if a is not None else b, n) for (a, n), (b, _) in zip(x.dims, dims, strict=True))
+    return x if merged == x.dims else dataclasses.replace(x, dims=merged, base=merged)
+
+
+def _by_scope(dims: Dims, operation: _scopes.ScopedOperation | None) -> Dims:
+    """Name axes that have no name as the operation does whose operand or result has their sizes."""
+    if operation is None or all(n is not None or size == 1 for n, size in dims):
+        return dims
+    for term in (*operation.operands, *operation.results):
+        if len(term) == len(dims) and all(
+            size == 1 or (a.size == size and n in (None, a.name)) for a, (n, size) in zip(term, dims, strict=True)
+        ):
+            return tuple((a.name if size > 1 else n, size) for a, (n, size) in zip(term, dims, strict=True))
+    return dims
+
+
+def _moved(name: str, params: Any, dims: Dims, shape: tuple[int, ...]) -> Dims | None:
+    """Return the axes of a result that is its operand in another layout; None if that is not known."""
+    if name == "transpose":
+        return tuple(dims[i] for i in params["permutation"])
+    if name == "broadcast_in_dim":
+        found: list[tuple[str | None, int]] = [(None, n) for n in shape]
+        for at, d in zip(params["broadcast_dimensions"], dims, strict=True):
+            found[at] = d if d[1] == shape[at] else (None, shape[at])
+        return tuple(found)
+    if name in ("reshape", "squeeze", "expand_dims"):
+        large = [d for d in dims if d[1] != 1]
+        if [n for _, n in large] != [n for n in shape if n != 1]:
+            return None
+        left = iter(large)
+        return tuple((None, 1) if n == 1 else next(left) for n in shape)
+    return dims if tuple(n for _, n in dims) == shape else None
+
+
+def _frames(eqn: JaxprEqn) -> Iterator[Frame]:
+    for frame in getattr(getattr(eqn.source_info, "traceback", None), "frames", ()):
+        yield Frame(frame.file_name, frame.line_num, frame.function_name)
