@@ -11,18 +11,15 @@ from .._errors import describe_axes
 from .._mesh_axes import Axes, is_parameter, mapped_axes, storage_axes
 from . import _scopes
 from ._lines import source
-from ._named_trace import Dims, Lookup, NamedTrace, Open, Place, Sum, Together, Use, Value
+from ._named_trace import Dims, Lookup, NamedTrace, NotKnown, Occurrence, Open, Sum, Together, Use, Value
 from .chips import Chip
 from .report import Collective, Memory, Report, bounds_on, sent_by
 
-NOTES = (
+NOTES: tuple[str, ...] = (
     "by='names' takes every array to be sharded by the mappings, and counts each exchange for itself: a compiler may "
     "combine some, leave some out, or send another dtype",
+    "of temporaries it knows what loops keep for the backward pass: there are more",
 )
-
-
-class NotKnown(ValueError):
-    """The names of a step do not tell what it does under a mapping."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +89,7 @@ def by_names(
         aliased=0,
         temporaries=sum(layout.bytes(x) for x in trace.kept),
     )
-    notes = list(NOTES)
-    notes.append("of temporaries it knows what loops keep for the backward pass: there are more")
+    notes = [*NOTES]
     if trace.unnamed:
         notes.append(f"{trace.unnamed} products have axes without names, which are taken to be replicated")
     found = tuple(account.collectives)
@@ -121,7 +117,7 @@ def _check(layout: Layout, arguments: Sequence[Value]) -> None:
                 )
 
 
-def _refusal(found: Mapping[str, Place]) -> str:
+def _refusal(found: Mapping[str, Occurrence]) -> str:
     lines = []
     for what, place in list(found.items())[:4]:
         line = source(place.frames)
@@ -138,7 +134,7 @@ class _Account:
         self.layout = layout
         self.collectives: list[Collective] = []
         self.flops: int | None = 0
-        self.open: dict[str, Place] = {}
+        self.open: dict[str, Occurrence] = {}
         self.uncertain = 0
         self._gathered: set[tuple[int, int, str]] = set()
 
@@ -215,8 +211,8 @@ class _Account:
         place, extra = event.place, self._gathers(event.operand, event.others)
         known = place.operation is not None and _scopes.gathers_parameters(place.operation)
         if extra is None or (extra and not known):
-            named = ", ".join(event.operand.names)
-            self.open.setdefault(f"[{named}] is stored sharded over mesh axes{_within(place)} does not use", place)
+            stored = f"[{', '.join(event.operand.names)}], which is stored sharded and used"
+            self.open.setdefault(f"{stored}{_within(place)} by devices that do not share its mesh axes", place)
         elif extra and (place.recomputes or place.phase != "backward"):
             key = place.within, event.operand.origin, str(place.operation)
             if key not in self._gathered:
@@ -269,7 +265,7 @@ class _Account:
 
     def _exchange(
         self,
-        place: Place,
+        place: Occurrence,
         kind: str,
         axes: Axes,
         x: Value,
@@ -283,8 +279,11 @@ class _Account:
         size = layout.bytes(x, over)
         given = size // count if kind == "all-gather" else size
         operation = place.operation and _located(place.operation, layout)
-        local = zip(x.base, layout.local(x.base, over), strict=True)
-        shown = ", ".join(f"{n}={size}" for (n, _), size in local if n is not None)
+        local = {n: size for (n, _), size in zip(x.base, layout.local(x.base, over), strict=True) if n is not None}
+        terms = () if operation is None else (*operation.operands, *operation.results)
+        # In the order of the operand or result that it is: transposes are part of products.
+        known = next((t for t in ([a.name for a in term] for term in terms) if set(t) == set(local)), local)
+        shown = ", ".join(f"{n}={local[n]}" for n in known)
         names = tuple(n for n in x.names if set(axes) & {*layout.stored(n), *layout.used(n)})
         gathered = names if kind == "all-gather" else ()
         reason = operation and _scopes.reason(operation, kind, axes, place.phase, gathered)
@@ -324,7 +323,7 @@ def _located(operation: _scopes.ScopedOperation, layout: Layout) -> _scopes.Scop
     return _scopes.ScopedOperation(operation.name, operands, results)
 
 
-def _within(place: Place) -> str:
+def _within(place: Occurrence) -> str:
     return "" if place.operation is None else f" in {place.operation}"
 
 

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from .._context import activate
 from .._mesh_axes import NO_MESH
 from ..sharding.placement import leaves_of
 from . import _scopes
 from ._hlo import Frame
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, JaxprEqn
 
 Dims = tuple[tuple[str | None, int], ...]
 """The axes of an array, each with its name, or None if it has none, and its size."""
@@ -43,7 +46,7 @@ class Value:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Occurrence:
     """Where in the step an operation is, and how often it runs."""
 
     scope: str
@@ -62,7 +65,7 @@ class Place:
 class Sum:
     """A result that is summed over some axes of the operands: by a product, a reduction, or an update of a table."""
 
-    place: Place
+    place: Occurrence
     result: Value
     summed: Dims
     axes: Dims
@@ -75,7 +78,7 @@ class Sum:
 class Lookup:
     """A look-up of rows in a table."""
 
-    place: Place
+    place: Occurrence
     table: Value
     indices: Value
     result: Value
@@ -87,7 +90,7 @@ class Lookup:
 class Use:
     """The use of an operand by an operation that gathers parameters."""
 
-    place: Place
+    place: Occurrence
     operand: Value
     others: frozenset[str]
     """The axes of the other operands."""
@@ -97,7 +100,7 @@ class Use:
 class Open:
     """An operation that is exact only if some axes are not sharded."""
 
-    place: Place
+    place: Occurrence
     what: str
     names: frozenset[str]
 
@@ -106,7 +109,7 @@ class Open:
 class Together:
     """Axes of one array, or two names of the same one, that cannot be sharded in any way."""
 
-    place: Place
+    place: Occurrence
     names: tuple[str, ...]
     renamed: bool
 
@@ -128,6 +131,10 @@ class NamedTrace:
     """How many products have operands with axes that have no names."""
 
 
+class NotKnown(ValueError):
+    """The names of a step do not tell what it does under a mapping."""
+
+
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
@@ -144,10 +151,20 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         return [x for x in jax.tree.leaves(step(*args, **kwargs)) if isinstance(x, _ARRAYS)]
 
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (values[i] for i in dynamic)]
-    with activate(None), jax.sharding.use_abstract_mesh(NO_MESH):
-        closed = jax.make_jaxpr(flat)(*abstract)
+    try:
+        with activate(None), jax.sharding.use_abstract_mesh(NO_MESH), warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*nothing was placed")
+            closed = jax.make_jaxpr(flat)(*abstract)
+    except (RuntimeError, UserWarning) as e:
+        if "mesh" not in str(e):
+            raise
+        raise NotKnown(f"explain: by='names' traces a step without a mesh, which it asks for: {e}") from e
     walk = _Walk()
     leaves = [leaf for leaf in leaves_of((args, dict(kwargs)))[0] if leaf.shape is not None]
+    for leaf in leaves:
+        spec = getattr(getattr(leaf.value, "sharding", None), "spec", ())
+        if leaf.names is None and any(entry is not None for entry in spec):
+            raise NotKnown(f"explain: by='names' cannot follow an array without names that is sharded by {spec}.")
     names = [leaf.names or (None,) * len(leaf.shape or ()) for leaf in leaves]
     arguments = [
         walk.value(var.aval, tuple(zip(own, var.aval.shape, strict=True)))
@@ -186,8 +203,8 @@ _ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
     cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le
     lgamma log log1p logistic lt max min mul ne neg nextafter not one_minus_square or polygamma population_count pow
-    real regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin
-    sinh sqrt square sub tan tanh xor zeta""".split()
+    real regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
+    sin sinh sqrt square sub tan tanh xor zeta""".split()
 )
 
 
@@ -211,7 +228,7 @@ class _Walk:
         known |= {var: self.value(var.aval) for var in jaxpr.constvars}
 
         def read(var: Any) -> Value:
-            return self.value(var.aval) if isinstance(var, Literal) else known[var]
+            return self.value(var.aval) if hasattr(var, "val") else known[var]
 
         for eqn in jaxpr.eqns:
             operands = [read(var) for var in eqn.invars]
@@ -242,9 +259,11 @@ class _Walk:
                 return self.run(jaxpr, operands, body)
         return self._operation(eqn, operands, inner)
 
-    def _place(self, around: _Around, operation: _scopes.ScopedOperation | None) -> Place:
+    def _place(self, around: _Around, operation: _scopes.ScopedOperation | None) -> Occurrence:
         a = around
-        return Place(a.scope, operation, _scopes.phase(a.scope), a.times, a.in_branch, a.within, a.recomputes, a.frames)
+        return Occurrence(
+            a.scope, operation, _scopes.phase(a.scope), a.times, a.in_branch, a.within, a.recomputes, a.frames
+        )
 
     # --- loops and branches ---
 
@@ -252,8 +271,8 @@ class _Walk:
         params = eqn.params
         jaxpr, length = params["jaxpr"].jaxpr, params["length"]
         # What is scanned has one axis more outside; how JAX counts the others differs between versions.
-        carried = sum(a.aval.shape == b.aval.shape for a, b in zip(eqn.outvars, jaxpr.outvars, strict=True))
-        scanned = sum(a.aval.shape != b.aval.shape for a, b in zip(eqn.invars, jaxpr.invars, strict=True))
+        carried = sum(_shape(a) == _shape(b) for a, b in zip(eqn.outvars, jaxpr.outvars, strict=True))
+        scanned = sum(_shape(a) != _shape(b) for a, b in zip(eqn.invars, jaxpr.invars, strict=True))
         consts = len(eqn.invars) - carried - scanned
         stacked = operands[consts + carried :]
         along = next((x.dims[0][0] for x in stacked if x.dims[0][0] is not None), None)
@@ -308,10 +327,9 @@ class _Walk:
         place = self._place(around, operation)
         operands = self._renamed(operands, operation, place)
         name, params = eqn.primitive.name, eqn.params
-        shape = eqn.outvars[0].aval.shape if eqn.outvars else ()
+        shape = _shape(eqn.outvars[0]) if eqn.outvars else ()
         if name == "dot_general":
-            result = self._product(place, params["dimension_numbers"], operands, eqn.outvars[0].aval)
-            return [self._noted(place, operands, result)]
+            return [self._product(place, params["dimension_numbers"], operands, eqn.outvars[0].aval)]
         if name in _REDUCTIONS:
             # Of what is the same along an axis, the compiler sums nothing.
             gone = tuple(d for d in (operands[0].dims[i] for i in params["axes"]) if d in operands[0].base)
@@ -363,12 +381,12 @@ class _Walk:
             self._open(place, name, [d for x in operands for d in x.dims])
         return [self._alike(v.aval, operands, operation) for v in eqn.outvars]
 
-    def _open(self, place: Place, what: str, dims: Sequence[tuple[str | None, int]]) -> None:
+    def _open(self, place: Occurrence, what: str, dims: Sequence[tuple[str | None, int]]) -> None:
         names = frozenset(n for n, size in dims if n is not None and size > 1)
         if names:
             self.events.append(Open(place, what, names))
 
-    def _noted(self, place: Place, operands: Sequence[Value], result: Value) -> Value:
+    def _noted(self, place: Occurrence, operands: Sequence[Value], result: Value) -> Value:
         """Note what an operation uses, and return its result."""
         for x in operands:
             others = frozenset(n for other in operands if other is not x for n in other.names)
@@ -379,7 +397,7 @@ class _Walk:
             self.events.append(Together(place, names, False))
         return result
 
-    def _product(self, place: Place, numbers: Any, operands: Sequence[Value], aval: Any) -> Value:
+    def _product(self, place: Occurrence, numbers: Any, operands: Sequence[Value], aval: Any) -> Value:
         (left_summed, right_summed), (left_batch, right_batch) = numbers
         left, right = operands
         free = [d for i, d in enumerate(left.dims) if i not in (*left_summed, *left_batch)]
@@ -392,11 +410,11 @@ class _Walk:
         batch, summed = either(left_batch, right_batch), either(left_summed, right_summed)
         if any(n is None and size > 1 for n, size in (*batch, *summed, *free)):
             self.unnamed += 1
-        result = self.value(aval, (*batch, *free))
+        result = self._noted(place, operands, self.value(aval, (*batch, *free)))
         self.events.append(Sum(place, result, summed, (*batch, *free, *summed), True))
         return result
 
-    def _gather(self, place: Place, params: Any, operands: Sequence[Value], aval: Any) -> Value | None:
+    def _gather(self, place: Occurrence, params: Any, operands: Sequence[Value], aval: Any) -> Value | None:
         """Follow a look-up of whole rows of a table, along one axis."""
         numbers, (table, indices) = params["dimension_numbers"], operands
         if len(numbers.start_index_map) != 1 or numbers.collapsed_slice_dims != numbers.start_index_map:
@@ -413,7 +431,7 @@ class _Walk:
         self.events.append(Lookup(place, table, indices, result, table.dims[at], False))
         return result
 
-    def _scatter(self, place: Place, params: Any, operands: Sequence[Value]) -> Value | None:
+    def _scatter(self, place: Occurrence, params: Any, operands: Sequence[Value]) -> Value | None:
         """Follow the gradient of a look-up."""
         numbers, (table, indices, updates) = params["dimension_numbers"], operands
         if len(numbers.scatter_dims_to_operand_dims) != 1 or numbers.operand_batching_dims:
@@ -437,12 +455,16 @@ class _Walk:
                          for a, (b, size), n in zip(names, x.dims, aval.shape, strict=True)]  # fmt: skip
         return self.value(aval, _by_scope(tuple(zip(names, aval.shape, strict=True)), operation))
 
-    def _renamed(self, operands: list[Value], operation: _scopes.ScopedOperation | None, place: Place) -> list[Value]:
+    def _renamed(
+        self, operands: list[Value], operation: _scopes.ScopedOperation | None, place: Occurrence
+    ) -> list[Value]:
         """Give operands the names that the operation knows them by, if they had others before."""
         if operation is None:
             return operands
         own, found = set(operation.axes), []
         for x in operands:
+            if x.base == x.dims and (dims := _by_scope(x.dims, operation, alone=True)) != x.dims:
+                x = dataclasses.replace(x, dims=dims, base=dims)  # an array that the step closes over
             stale = [n for n, size in x.dims if n is not None and n not in own]
             names = {n for n, _ in x.dims if n is not None}.difference(stale)
             new = dict[str, str]()
@@ -464,6 +486,10 @@ class _Walk:
         return found
 
 
+def _shape(var: Any) -> tuple[int, ...]:
+    return var.aval.shape
+
+
 def _matched(old: dict[str, int], new: dict[str, int | None]) -> dict[str, str]:
     """Match axes by size, in their order."""
     found, left = {}, dict(new)
@@ -482,16 +508,21 @@ def _with_names(x: Value, dims: Dims) -> Value:
     return x if merged == x.dims else dataclasses.replace(x, dims=merged, base=merged)
 
 
-def _by_scope(dims: Dims, operation: _scopes.ScopedOperation | None) -> Dims:
-    """Name axes that have no name as the operation does whose operand or result has their sizes."""
+def _by_scope(dims: Dims, operation: _scopes.ScopedOperation | None, alone: bool = False) -> Dims:
+    """Name axes that have no name as the operation does whose operand or result has their sizes.
+
+    Arguments:
+        alone: whether to do so only if there is one such operand, whatever the results are.
+    """
     if operation is None or all(n is not None or size == 1 for n, size in dims):
         return dims
-    for term in (*operation.operands, *operation.results):
-        if len(term) == len(dims) and all(
-            size == 1 or (a.size == size and n in (None, a.name)) for a, (n, size) in zip(term, dims, strict=True)
-        ):
-            return tuple((a.name if size > 1 else n, size) for a, (n, size) in zip(term, dims, strict=True))
-    return dims
+    found = [
+        tuple((a.name if size > 1 else n, size) for a, (n, size) in zip(term, dims, strict=True))
+        for term in (operation.operands if alone else (*operation.operands, *operation.results))
+        if len(term) == len(dims)
+        and all(size == 1 or (a.size == size and n in (None, a.name)) for a, (n, size) in zip(term, dims, strict=True))
+    ]
+    return dims if not found or (alone and len(set(found)) > 1) else found[0]
 
 
 def _moved(name: str, params: Any, dims: Dims, shape: tuple[int, ...]) -> Dims | None:
