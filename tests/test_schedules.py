@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import equinox as eqx
 import jax
@@ -23,7 +23,7 @@ from tests.helpers import spec
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-Batch, Pos, Embed, Mlp, Layers = axn.make_axes(batch=16, pos=2, embed=8, mlp=8, layers=8)
+Batch, Pos, Embed, Mlp, Layers = axn.make_axes(batch=16, pos=16, embed=8, mlp=8, layers=8)
 MAPPING = {"layers": "stage", "batch": "data"}
 
 
@@ -43,7 +43,7 @@ class Block(eqx.Module):
 
 MODEL = nn.Stacked.init(Layers, Block, gradient_checkpointing=False)(key=jax.random.key(0))
 RNG = np.random.default_rng(0)
-X = axn.named(RNG.normal(size=(16, 2, 8)).astype(np.float32), (Batch, Pos, Embed))
+X = axn.named(RNG.normal(size=(16, 16, 8)).astype(np.float32), (Batch, Pos, Embed))
 SCALE = axn.named(RNG.normal(size=16).astype(np.float32), Batch)  # of each example
 SHIFT = axn.named(RNG.normal(size=8).astype(np.float32), Layers)  # of each layer
 
@@ -59,7 +59,7 @@ def gradient(schedule: Any = None) -> Any:
 
 ARGUMENTS = MODEL, X, SCALE, SHIFT
 HEAD = axn.named(RNG.normal(size=(8, 6)).astype(np.float32), (Embed, axn.Axis("vocab", 6)))
-LABELS = axn.named(RNG.integers(0, 6, (16, 2)), (Batch, Pos))
+LABELS = axn.named(RNG.integers(0, 6, (16, 16)), (Batch, Pos))
 
 
 def head_and_loss(y: axn.NamedArray, head: axn.NamedArray, labels: axn.NamedArray) -> Any:
@@ -75,11 +75,6 @@ def inside(schedule: Any = None) -> Any:
     return jax.value_and_grad(loss, (0, 1, 2, 3, 4))
 
 
-@functools.cache
-def plain() -> Any:
-    return jax.jit(gradient())(*ARGUMENTS)
-
-
 def mesh_of(kind: AxisType, **sizes: int) -> jax.sharding.Mesh:
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
 
@@ -90,28 +85,6 @@ def assert_close(found: Any, expected: Any) -> None:
 
 
 KINDS = (AxisType.Auto, AxisType.Explicit)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
-@pytest.mark.parametrize("schedule", [GPipe(4), GPipe(2, remat=False), OneFOneB(4)], ids=["gpipe", "kept", "1f1b"])
-def test_equals_the_plain_fold(schedule: GPipe, kind: AxisType) -> None:
-    with jax.set_mesh(mesh_of(kind, stage=4, data=2)), axn.axis_mapping(MAPPING):
-        arguments = axn.shard(ARGUMENTS)
-        found = jax.block_until_ready(jax.jit(gradient(schedule))(*arguments))
-    assert_close(found, plain())
-    assert spec(found[0][1]) == ("data", None, None)
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
-@pytest.mark.parametrize("schedule", [GPipe(4), OneFOneB(8), OneFOneB(2, gather="inside")])
-def test_with_the_loss_inside(schedule: Any, kind: AxisType) -> None:
-    """As many microbatches as stages, more and fewer; the head is stored sharded, as the layers are."""
-    expected = jax.jit(inside())(*ARGUMENTS, HEAD)
-    storage = {"layers": "stage", "embed": "data"}
-    with jax.set_mesh(mesh_of(kind, stage=4, data=2)):
-        compiled = axn.fsdp(lambda *args: inside(schedule)(*args), storage, MAPPING)
-        found = jax.block_until_ready(compiled(*ARGUMENTS, HEAD))
-    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
@@ -132,53 +105,6 @@ def test_loops_inside(kind: AxisType) -> None:
         assert_close(jax.block_until_ready(step(*axn.shard((MODEL, X)))), expected)
 
 
-@pytest.mark.parametrize("gather", ["before", "inside"])
-@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
-def test_with_parameters_stored_sharded(gather: Any, kind: AxisType) -> None:
-    """One all-gather of each parameter, or one in every tick, and as many to gather them again for the derivative."""
-    storage = {"layers": "stage", "embed": "data"}
-    schedule = GPipe(4, gather=gather)
-
-    def step(model: Any, *rest: Any) -> Any:
-        return gradient(schedule)(model, *rest)
-
-    with jax.set_mesh(mesh_of(kind, stage=4, data=2)):
-        compiled = axn.fsdp(step, storage, MAPPING)
-        found = jax.block_until_ready(compiled(*ARGUMENTS))
-    assert_close(found, plain())
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
-@pytest.mark.parametrize("schedule", [GPipe(4), OneFOneB(4)], ids=["gpipe", "1f1b"])
-def test_with_tensor_parallelism(schedule: Any, kind: AxisType) -> None:
-    """By the partitioner inside of ticks on Auto mesh axes, and by gathering on Explicit ones."""
-    mapping = {"layers": "stage", "mlp": "model", "batch": "data"}
-    with jax.set_mesh(mesh_of(kind, stage=2, data=2, model=2)), axn.axis_mapping(mapping):
-        found = jax.block_until_ready(jax.jit(gradient(schedule))(*axn.shard(ARGUMENTS)))
-    assert_close(found, plain())
-
-
-@pytest.mark.parametrize("microbatches", [2, 8])
-def test_what_is_executed_is_what_the_schedule_says(microbatches: int, optimized: None) -> None:
-    """A collective of weights in a tick would be executed as often as there are ticks."""
-    schedule = GPipe(microbatches)
-    with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)), axn.axis_mapping(MAPPING):
-        compiled = jax.jit(gradient(schedule)).lower(*axn.shard(ARGUMENTS)).compile()
-    found = executed(compiled)
-    assert found["collective-permute"][0] == 2 * schedule.ticks(stages=4)
-    assert set(found) == {"collective-permute", "all-reduce"}
-    assert found["all-reduce"][0] <= 12  # the result, the loss, and the gradient of each array, in any number of ticks
-
-
-def test_what_is_executed_with_the_loss_inside(optimized: None) -> None:
-    schedule = OneFOneB(8)
-    with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)), axn.axis_mapping(MAPPING):
-        found = executed(jax.jit(inside(schedule)).lower(*axn.shard((*ARGUMENTS, HEAD))).compile())
-    assert found["collective-permute"][0] == 2 * schedule.ticks(stages=4)
-    assert set(found) == {"collective-permute", "all-reduce"}
-    assert found["all-reduce"][0] <= 12
-
-
 def test_gradients_of_narrow_floats_are_summed_in_float32() -> None:
     """A sum over examples that float16 does not hold, although the mean fits."""
     head = (HEAD * 0 + 4.0).astype(jnp.float16)
@@ -195,8 +121,8 @@ def test_gradients_of_narrow_floats_are_summed_in_float32() -> None:
 
 
 Vocab = axn.Axis("vocab", 96)
-TIED = MAPPING | {"vocab": "stage"}
-TOKENS = axn.named(RNG.integers(0, 96, (16, 2)), (Batch, Pos))
+VOCABULARY = MAPPING | {"vocab": "stage"}
+TOKENS = axn.named(RNG.integers(0, 96, (16, 16)), (Batch, Pos))
 TABLE = nn.Embedding(axn.named(RNG.normal(size=(96, 8)).astype(np.float32) / 3, (Vocab, Embed)), Vocab, Embed)
 NORM = nn.RmsNorm.init(Embed)
 
@@ -217,28 +143,126 @@ def tied(schedule: Any = None, of_logits: Any = None) -> Any:
     return jax.value_and_grad(loss, (0, 1, 2))
 
 
+DATA, SHARDED_STORAGE, TENSOR, TIED = (
+    (MAPPING, MAPPING, {"stage": 4, "data": 2}),
+    ({"layers": "stage", "embed": "data"}, MAPPING, {"stage": 4, "data": 2}),
+    (MAPPING | {"mlp": "model"},) * 2 + ({"stage": 2, "data": 2, "model": 2},),
+    (VOCABULARY, VOCABULARY, {"stage": 4, "data": 2}),
+)
+"""Storage and compute mapping, and mesh."""
+
+
+class Row(NamedTuple):
+    schedule: Any
+    mappings: Any
+    step: Callable[[Any], Any]
+    bytes: int
+    """The temporaries of a device."""
+    gathers: tuple[int, ...] = (0,)
+    """How many there may be."""
+    scatters: int = 0
+
+
+ROWS = {
+    "gpipe": Row(GPipe(4), DATA, gradient, 41088),
+    "gpipe, kept": Row(GPipe(2, remat=False), DATA, gradient, 204376),
+    "gpipe, rounds": Row(GPipe(4, rounds=2), DATA, gradient, 38536),
+    "gpipe, fsdp before": Row(GPipe(4), SHARDED_STORAGE, gradient, 42816, (5,), 5),
+    # Each of five parameters in each of seven ticks, and again for the derivative.
+    "gpipe, fsdp inside": Row(GPipe(4, gather="inside"), SHARDED_STORAGE, gradient, 42816, (70,), 35),
+    "gpipe, tensor": Row(GPipe(4), TENSOR, gradient, 54464),
+    "1f1b, behind": Row(OneFOneB(4), DATA, gradient, 38240),
+    "1f1b": Row(OneFOneB(8), DATA, inside, 20152),
+    "1f1b, rounds": Row(OneFOneB(8, rounds=2), DATA, inside, 21496),
+    # In each of eight ticks, for each way, if XLA does not merge these; and the head's, once.
+    "1f1b, fsdp inside": Row(OneFOneB(2, gather="inside"), SHARDED_STORAGE, inside, 66296, (41, 81), 41),
+    "1f1b, rounds, fsdp": Row(OneFOneB(4, rounds=2), SHARDED_STORAGE, inside, 33464, (6,), 6),
+    "1f1b, tensor": Row(OneFOneB(4), TENSOR, inside, 50168),
+    "gpipe, vocabulary": Row(GPipe(4), TIED, tied, 62128),
+    "1f1b, vocabulary": Row(OneFOneB(8), TIED, tied, 31752),
+    "1f1b, rounds, vocabulary": Row(OneFOneB(4, rounds=2), TIED, tied, 48392),
+}
+
+
 @functools.cache
-def plain_tied() -> Any:
-    return jax.jit(tied())(MODEL, TABLE, NORM, TOKENS)
+def plain(step: Any) -> Any:
+    return jax.jit(step())(*arguments_of(step))
+
+
+def arguments_of(step: Any) -> tuple[Any, ...]:
+    return {gradient: ARGUMENTS, inside: (*ARGUMENTS, HEAD), tied: (MODEL, TABLE, NORM, TOKENS)}[step]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
-@pytest.mark.parametrize("schedule", [GPipe(4), OneFOneB(8)], ids=["gpipe", "1f1b"])
-def test_the_vocabulary_is_sharded_over_stages(schedule: Any, kind: AxisType, optimized: None) -> None:
-    """No collective has the table; those in a tick of `OneFOneB` have a microbatch, or numbers for each example."""
-    with jax.set_mesh(mesh_of(kind, stage=4, data=2)):
-        jitted: Any = axn.named_jit(tied(schedule), TIED, in_placement=TIED)
-        compiled = jitted.lower(MODEL, TABLE, NORM, TOKENS).compile()
-        found = jax.block_until_ready(jitted(MODEL, TABLE, NORM, TOKENS))
-    assert_close(found, plain_tied())
-    assert spec(found[1][1].weight) == ("stage", None)
-    shapes = re.findall(r"= (.*?) (?:all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", compiled.as_text())
-    assert shapes and not [s for s in shapes if "96,8]" in s]
-    counts = executed(compiled)
-    assert set(counts) == {"collective-permute", "all-reduce"}
-    if isinstance(schedule, OneFOneB):
-        assert counts["collective-permute"][0] == 2 * schedule.ticks(stages=4)
-        assert counts["all-reduce"][0] <= 6 * schedule.ticks(stages=4) + 16
+@pytest.mark.parametrize("name", ROWS)
+def test_table(name: str, kind: AxisType, optimized: None) -> None:
+    """Values and gradients are those of the plain fold, and the program does what the schedule says.
+
+    A collective of weights in a tick would be executed as often as there are ticks.
+    """
+    row = ROWS[name]
+    schedule, (storage, compute, sizes), step = row.schedule, row.mappings, row.step
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # the same collectives
+    fn = lambda *args: step(schedule)(*args)
+    with jax.set_mesh(mesh_of(kind, **sizes)):
+        jitted: Any = (
+            axn.named_jit(fn, compute, in_placement=compute, compiler_options=quick)
+            if storage == compute
+            else axn.fsdp(fn, storage, compute, compiler_options=quick)
+        )
+        compiled = jitted.lower(*arguments_of(step)).compile()
+        found = jax.block_until_ready(jitted(*arguments_of(step)))
+    assert_close(found, plain(step))
+
+    stages, M, R = sizes["stage"], schedule.microbatches, schedule.rounds
+    ticks, counts, text = schedule.ticks(stages), executed(compiled), compiled.as_text()
+    turns = [int(n) for n in re.findall(r'known_trip_count":\{"n":"(\d+)"', text)]
+    behind = isinstance(schedule, OneFOneB) and step is gradient
+    sent = 2 * ticks + behind * (M + stages - 1)
+    # In rounds, each array of the layers is moved, and so is its gradient.
+    moved = R * (7 + (6 if step is tied else 7)) if R > 1 else 0
+    assert ticks in turns and schedule.idle(stages) == pytest.approx(1 - M * R / ticks)
+    assert counts.pop("collective-permute")[0] == sent + moved
+    sums, _ = counts.pop("all-reduce")
+    in_ticks = (step is tied and isinstance(schedule, OneFOneB)) or (sizes.get("model") and kind == AxisType.Auto)
+    assert sums <= 12 or (in_ticks and sums <= 20 * ticks)  # the result, the loss, and the gradient of each array
+    gathers, scatters = (counts.pop(what, (0, 0))[0] for what in ("all-gather", "reduce-scatter"))
+    in_model = 3 if sizes.get("model") and kind == AxisType.Explicit else 0
+    assert not counts and scatters == row.scatters
+    assert gathers - in_model in row.gathers
+    memory: Any = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 1.1 * row.bytes
+    if step is tied:
+        assert spec(found[1][1].weight) == ("stage", None)
+        shapes = re.findall(r"= (.*?) (?:all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", text)
+        assert shapes and not [s for s in shapes if "96,8]" in s]
+    elif step is gradient:
+        assert spec(found[0][1]) == ("data", None, None)
+
+
+class Affine(eqx.Module):
+    scale: axn.NamedArray
+    shift: jax.Array
+
+    def __call__(self, x: axn.NamedArray, key: Any) -> axn.NamedArray:
+        return x * self.scale + self.shift + axn.random.normal(key, x["batch", 0].axes)
+
+
+@pytest.mark.parametrize(("stages", "rounds"), [(4, 2), (4, 3), (2, 4)])
+def test_layers_get_to_their_stages(stages: int, rounds: int) -> None:
+    """Each after the other, with its own random key."""
+    L = axn.Axis("layers", stages * rounds * 2)
+    scale = axn.named(jnp.linspace(0.5, 1.5, L.size), L)
+    layers = nn.Stacked(Affine(scale, jnp.arange(L.size, dtype=jnp.float32)), L)
+    arguments = layers, axn.ones({"batch": 8, "embed": 2})
+
+    def fold(layers: Any, x: Any, schedule: Any = None) -> Any:
+        return layers.fold(x, key=jax.random.key(3), schedule=schedule)
+
+    mesh = mesh_of(AxisType.Explicit, stage=stages, data=8 // stages)
+    with jax.set_mesh(mesh), axn.axis_mapping({"layers": "stage"}):
+        found = jax.jit(lambda *args: fold(*args, schedule=GPipe(4, rounds=rounds)))(*axn.shard(arguments))
+        assert_close(jax.block_until_ready(found), fold(*arguments))
 
 
 def cross_entropy(logits: Any, labels: Any) -> Any:
@@ -282,7 +306,7 @@ def test_what_may_be_computed_from_shards(of_logits: str) -> None:
 def test_other_functions_of_the_vocabulary_get_all_of_it(other: str) -> None:
     """Also if the cross-entropy, which reduces shards, comes after them."""
     with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)):
-        jitted: Any = axn.named_jit(tied(OneFOneB(4), OTHERS[other]), TIED, in_placement=TIED)
+        jitted: Any = axn.named_jit(tied(OneFOneB(4), OTHERS[other]), VOCABULARY, in_placement=VOCABULARY)
         found = jax.block_until_ready(jitted(MODEL, TABLE, NORM, TOKENS))
     assert_close(found, jax.jit(tied(of_logits=OTHERS[other]))(MODEL, TABLE, NORM, TOKENS))
 
@@ -317,17 +341,21 @@ def test_memory_of_rematerialized_stages(optimized: None) -> None:
 
 
 def test_one_stage_is_the_plain_fold() -> None:
-    assert_close(loss(*ARGUMENTS, schedule=GPipe(4)), plain()[0])
+    assert_close(loss(*ARGUMENTS, schedule=GPipe(4)), loss(*ARGUMENTS))
 
 
-def test_schedule() -> None:
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_schedule(rounds: int) -> None:
     """The table and the numbers agree."""
-    for schedule, stages in ((GPipe(5), 3), (GPipe(1), 4), (GPipe(12), 2), (OneFOneB(5), 3), (OneFOneB(1), 4)):
+    some = ((GPipe, 12, 2), (OneFOneB, 4, 4)) if rounds > 1 else ((GPipe, 5, 3), (GPipe, 1, 4), (OneFOneB, 5, 3))
+    for make, microbatches, stages in some:
+        schedule: Any = make(microbatches, rounds=rounds)
         both = isinstance(schedule, OneFOneB)
         table: Any = [[m if both else (m,) for m in row] for row in schedule.table(stages)]
         assert len(table) == stages and {len(row) for row in table} == {schedule.ticks(stages)}
         for way in range(1 + both):
-            assert all([m[way] for m in row if m[way] is not None] == [*range(schedule.microbatches)] for row in table)
+            rows = [[m[way] for m in row if m[way] is not None] for row in table]
+            assert all(sorted(row) == sorted([*range(microbatches)] * rounds) for row in rows)
         idle = sum(m is None for row in table for both in row for m in both)
         assert idle / (stages * schedule.ticks(stages) * (1 + both)) == pytest.approx(schedule.idle(stages))
         assert len(schedule.draw(stages).splitlines()) == stages
@@ -339,9 +367,16 @@ def test_schedule() -> None:
         (lambda: MODEL.fold(X, SCALE, SHIFT, schedule=GPipe(3)),
          "axis 'batch' of size 16 cannot be cut into 3 microbatches of one size on each of 2 devices"),
         (lambda: MODEL.fold(X, SCALE, SHIFT, schedule=GPipe(2, axis="examples")),
-         r"cuts axis 'examples' into microbatches, .* got \(batch=16, pos=2, embed=8\)"),
+         r"cuts axis 'examples' into microbatches, .* got \(batch=16, pos=16, embed=8\)"),
         (lambda: nn.Stacked.init(axn.Axis("layers", 6), Block)(key=jax.random.key(0)).fold(
             X, SCALE, 0.0, schedule=GPipe(2)), r"the 6 layers of axis 'layers' cannot be .* 4 stages of \(stage=4\)"),
+        (lambda: MODEL.fold(X, SCALE, 0.0, schedule=GPipe(4, rounds=4)),
+         r"the 8 layers of axis 'layers' cannot be .* 4 stages of \(stage=4\) in 4 rounds"),
+        (lambda: MODEL.fold(X, SCALE, 0.0, schedule=OneFOneB(2, rounds=2)),
+         r"OneFOneB: with several rounds, .*; 2 microbatches are no multiple of 4 stages"),
+        (lambda: GPipe(6, rounds=2).idle(4), "GPipe: .* 6 microbatches are no multiple of 4 stages"),
+        (lambda: GPipe(4, rounds=2, remat=False), "`remat` cannot be False"),
+        (lambda: OneFOneB(4, rounds=0), "at least one round, got 0"),
         (lambda: GPipe(0), "at least one microbatch, got 0"),
         (lambda: OneFOneB(2, gather=cast(Any, "never")), "not 'never'"),
         (lambda: MODEL.fold(X, SCALE, SHIFT, schedule=OneFOneB(2), then=lambda y: y), "`then` must return one number"),

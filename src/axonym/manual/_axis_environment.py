@@ -78,7 +78,7 @@ class AxisEnvironment:
     any_sharding: bool = False
     """True if the body must work for any sharding of its axes. A collective over a replicated axis then does nothing,
     and a name means a logical axis first, because the body does not know the mesh."""
-    combined: bool = False
+    reduces_shards: bool = False
     """True if operations that can do so reduce an axis over its shards on all devices, not over that of each alone."""
 
     def found(self, name: str) -> list[ArgumentAxis]:
@@ -107,10 +107,10 @@ def activate(environment: AxisEnvironment) -> contextlib.AbstractContextManager[
 
 @functools.lru_cache(maxsize=1024)
 def interned(
-    argument_axes: frozenset[ArgumentAxis], checked: bool, any_sharding: bool = False, combined: bool = False
+    argument_axes: frozenset[ArgumentAxis], checked: bool, any_sharding: bool = False, reduces_shards: bool = False
 ) -> AxisEnvironment:
     """Return the same object for equal arguments while it is in use: JAX compares the environment on every call."""
-    return AxisEnvironment(tuple(sorted(argument_axes)), checked, any_sharding, combined)
+    return AxisEnvironment(tuple(sorted(argument_axes)), checked, any_sharding, reduces_shards)
 
 
 # --- the sharding of an axis ---
@@ -135,10 +135,10 @@ def possible_shardings(name: str, size: int) -> list[AxisSharding]:
     return list(dict.fromkeys(found))
 
 
-def combined_over(name: str, local: int) -> Axes:
+def reduced_over(name: str, local: int) -> Axes:
     """Return the mesh axes over which an operation is to reduce an axis of a local size; none if it is not to."""
     environment = active_environment()
-    return next((a.axes for a in environment.found(name) if environment.combined and a.local == local), ())
+    return next((a.axes for a in environment.found(name) if environment.reduces_shards and a.local == local), ())
 
 
 def declared(name: str) -> list[Axes]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from .. import _errors, _kernels
 from .._mesh_axes import Axes
 from ..axis import AxisSelection, AxisSelector, Names, name_of
-from ..manual._axis_environment import combined_over
+from ..manual._axis_environment import reduced_over
 from ..named_array import NamedArray, NamedOrNumeric, describe_array
 from ..ops._operands import as_float, dtype_key, require_named, require_positions, require_subset
 from ..ops.elementwise import logical_and, not_equal
@@ -148,7 +148,7 @@ def _cross_entropy(
     checked, out_of_range = out_of_range is None, out_of_range or 0.0
     # NaN is not equal to itself, so a cache would not find it again: None stands for it.
     other = None if out_of_range != out_of_range else float(out_of_range)
-    over = combined_over(name, logits.axis_size(name)) if name in logits.names else ()
+    over = reduced_over(name, logits.axis_size(name)) if name in logits.names else ()
     kernel = _cross_entropy_kernel(what, logits.names, targets.names, axis, over, other, dtype_key(dtype))
     result = kernel.apply(logits.array, targets.array)
     if checked and name in logits.names and name not in targets.names:

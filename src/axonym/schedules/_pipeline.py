@@ -8,6 +8,9 @@ The program is one loop over ticks inside `shard_map`. Devices run the same prog
 too, from the values of some microbatch, and the results are not used. A condition would save nothing, and a collective
 inside it would be wrong. The derivative of `GPipe` is that of the loop. `OneFOneB` has a loop of its own, which runs
 forward and backward, and whose results are the gradients.
+
+In rounds, a microbatch passes all stages several times, and a stage has the layers for each of them. Layers are stored
+as ever, in one stretch for each stage, so the stages first send each other the layers that they will apply.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from .. import _errors
@@ -44,7 +49,7 @@ from ..manual import _axis_environment
 from ..manual._axis_environment import ArgumentAxis
 from ..named_array import is_named_array
 from ._sharded_loss import is_computed_from_shards
-from .pipeline_schedules import GPipe, Schedule
+from .pipeline_schedules import GPipe, Schedule, check_stages, first_ticks, work_of
 
 Fold = Callable[..., Any]
 """Applies layers: from their arrays, their axis, a carry, and further arguments by position and keyword."""
@@ -91,13 +96,14 @@ class _Pipeline:
         self._schedule, self._what, self._Layers, self._fold, self._then = schedule, what, Layers, fold, then
         self._mesh, self._stages, self._count = mesh, stages, shard_count(mesh, stages)
         self._batch = name_of(schedule.axis)
+        self._rounds = schedule.rounds
 
     def run(self, *groups: Any) -> Any:
         arrays, trees = zip(*map(flatten_arrays, groups), strict=True)
         self._trees: Sequence[TreeSpec] = trees
         stored = {**active_mapping(), **active_parameter_mapping(), self._Layers.name: entry_of(self._stages)}
-        of_head = {**stored, self._batch: active_mapping().get(self._batch)}
-        mappings = stored, active_mapping(), active_mapping(), of_head
+        head = {**stored, self._batch: active_mapping().get(self._batch)}
+        mappings = stored, active_mapping(), active_mapping(), head
         specs = [
             [self._spec(names, x, mapping, raw=i < 3) for names, x in zip(tree.names, xs, strict=True)]
             for i, (tree, xs, mapping) in enumerate(zip(trees, arrays, mappings, strict=True))
@@ -105,15 +111,15 @@ class _Pipeline:
         self._check(arrays[1], specs[1])
         manual = self._manual(specs)
         # Weights are sharded over mesh axes that the batch is sharded over, too. Over others they are gathered here.
-        kept = manual & self._of_batch(specs)
+        kept = manual & self._mesh_axes_of_work(specs)
         specs = [[restricted(spec, manual if i in (1, 2) else kept) for spec in own] for i, own in enumerate(specs)]
         self._specs = specs
         each = zip(trees[3].names, arrays[3], specs[3], strict=True)
         self._shards = frozenset(
-            ArgumentAxis(n, size, size // shard_count(self._mesh, self._kept(n, entry)), self._kept(n, entry))
+            ArgumentAxis(n, size, size // shard_count(self._mesh, axes), axes)
             for names, x, spec in each
             for n, size, entry in zip(names or (), x.shape, spec, strict=False)
-            if self._kept(n, entry)
+            if (axes := self._stages_of(n, entry))
         )
         ends = list(itertools.accumulate(map(len, arrays)))
 
@@ -133,7 +139,7 @@ class _Pipeline:
         # As in `axonym.scan`, raw arrays are sliced along their first axis, but not those of `then`.
         return PartitionSpec(*([entry_of(self._stages) if raw else None] if x.ndim else []), *[None] * (x.ndim - 1))
 
-    def _kept(self, name: str, entry: Entry) -> Axes:
+    def _stages_of(self, name: str, entry: Entry) -> Axes:
         """Return the mesh axes of stages that an axis of an argument of `then` stays sharded over, as mapped."""
         own = mesh_axes(active_mapping().get(name))
         mapped = own == mesh_axes(entry)[: len(own)] and {*own} <= {*self._stages}
@@ -149,19 +155,22 @@ class _Pipeline:
             return set(self._mesh.axis_names)
         weights = (*self._trees[0].names, *self._trees[3].names)
         computed = {a for names in weights for a in axes_in(entries_by_name(names or ()))}
-        return set(self._mesh.axis_names) - (computed - self._of_batch(specs))
+        return set(self._mesh.axis_names) - (computed - self._mesh_axes_of_work(specs))
 
-    def _of_batch(self, specs: Sequence[Sequence[PartitionSpec]]) -> set[str]:
+    def _mesh_axes_of_work(self, specs: Sequence[Sequence[PartitionSpec]]) -> set[str]:
         """Return the mesh axes over which devices have different stages or examples."""
         return {*self._stages, *(a for group in specs[1:3] for spec in group for a in axes_in(spec))}
 
     def _check(self, arrays: Sequence[Any], specs: Sequence[PartitionSpec]) -> None:
         what, M = self._what, self._schedule.microbatches
-        if self._Layers.size % self._count:
+        if self._Layers.size % (self._count * self._rounds):
+            rounds = f" in {self._rounds} rounds" if self._rounds > 1 else ""
             raise ValueError(
                 f"{what}: the {self._Layers.size} layers of axis {self._Layers.name!r} cannot be divided among the "
-                f"{self._count} stages of {_errors.describe_shape({a: self._mesh.shape[a] for a in self._stages})}."
+                f"{self._count} stages of {_errors.describe_shape({a: self._mesh.shape[a] for a in self._stages})}"
+                f"{rounds}."
             )
+        check_stages(self._schedule, self._count)
         for names, x, spec in zip(self._trees[1].names, arrays, specs, strict=True):
             if names is None or self._batch not in names:
                 raise ValueError(
@@ -199,15 +208,13 @@ class _Pipeline:
     def _on_device(self, stacked: Arrays, carry: Arrays, rest: Arrays, head: Arrays) -> Any:
         stages, last = self._stages, self._count - 1
         batches = [self._cut(names, x) for names, x in zip(self._trees[1].names, carry, strict=True)]
-        if self._shards and not self._can_combine(batches, head):
+        if self._shards and not self._then_fits_shards(batches, head):
             self._shards = frozenset()
+        stacked, rest = self._by_rounds(0, stacked), self._by_rounds(2, rest)
         # Device-varying before the loop, so that gradients are summed over devices once, after it.
-        over = {*stages}.union(*map(varying_axes, (*carry, *rest)))
-        stacked, rest, head = (
-            [varying_over(x, sorted(over - varying_axes(x))) for x in xs] for xs in (stacked, rest, head)
-        )
+        self._over = {*stages}.union(*map(varying_axes, (*carry, *rest)))
+        stacked, rest, head, batches = map(self._varying, (stacked, rest, head, batches))
         head = self._gathered(3, head)
-        batches = [varying_over(x, sorted(over - varying_axes(x))) for x in batches]
         if self._schedule.gather == "before":
             stacked = self._gathered(0, stacked)
         if isinstance(self._schedule, GPipe):
@@ -216,24 +223,36 @@ class _Pipeline:
             results = cast(Arrays, _recomputed(self, stacked, batches, rest))
         else:
             total = _total(self, stacked, batches, rest, head)
-            return jax.lax.psum(total, sorted(over))
+            return jax.lax.psum(total, sorted(self._over))
         here = jax.lax.axis_index(stages) == last
         results = [jax.lax.psum(jnp.where(here, x, 0), stages) for x in results]
         return tuple(self._joined(names, x) for names, x in zip(self._trees[1].names, results, strict=True))
 
     def forward(self, stacked: Arrays, batches: Arrays, rest: Arrays, remat: bool) -> Arrays:
         """Run all microbatches forward; the results are those of the last stage."""
-        stage, compute = jax.lax.axis_index(self._stages), jax.checkpoint(self._compute) if remat else self._compute
-        M = self._schedule.microbatches
+        S, stage = self._count, jax.lax.axis_index(self._stages)
+
+        def compute(stacked: Arrays, here: Arrays, rest: Arrays, microbatch: jax.Array, round_: jax.Array) -> Arrays:
+            own, further = self._of_round(0, stacked, round_), self._of_round(2, rest, round_)
+            return self._compute(own, here, further, microbatch)
+
+        if remat:
+            compute = jax.checkpoint(compute)
 
         def tick(arriving: Arrays, t: jax.Array) -> Any:
-            here = _chosen(stage == 0, _at(batches, jnp.minimum(t, M - 1)), arriving)
-            leaving = compute(stacked, here, rest, jnp.clip(t - stage, 0, M - 1))
+            _, microbatch, round_ = self._work(t - stage)
+            here = _chosen((stage == 0) & (round_ == 0), _at(batches, microbatch), arriving)
+            leaving = compute(stacked, here, rest, microbatch, round_)
             return self._sent(leaving, 1), leaving
 
         # Idle stages compute with values that can occur, so that they are finite, and so are their derivatives.
-        _, left = jax.lax.scan(tick, _at(batches, 0), jnp.arange(M + self._count - 1))
-        return [x[self._count - 1 :] for x in left]
+        ticks = self._schedule.microbatches * self._rounds + S - 1
+        _, left = jax.lax.scan(tick, _at(batches, 0), jnp.arange(ticks))
+        left = [x[S - 1 :] for x in left]
+        if self._rounds == 1:
+            return left
+        groups = [x.reshape(-1, self._rounds, S, *x.shape[1:])[:, -1] for x in left]  # of the last round
+        return [x.reshape(-1, *x.shape[2:]) for x in groups]
 
     def both_ways(self, stacked: Arrays, batches: Arrays, rest: Arrays, head: Arrays, given: Arrays | None) -> Any:
         """Run each microbatch forward and backward; return the sum of losses, and the gradients of all four groups.
@@ -243,102 +262,129 @@ class _Pipeline:
         Arguments:
             given: the derivative of each result; None for that of the loss.
         """
-        M, last = self._schedule.microbatches, self._count - 1
-        stage, slots = jax.lax.axis_index(self._stages), 2 * last + 1
-        (weights, with_weights), (further, with_further), (of_then, _) = map(_floating, (stacked, rest, head))
+        S, R = self._count, self._rounds
+        stage, last, slots = jax.lax.axis_index(self._stages), S - 1, 2 * R * S - 1
+        first_up, first_down = first_ticks(self._schedule, S, stage)
+        _, first_ending = first_ticks(self._schedule, S, last)
+        head_floats, with_head_floats = _floating(head)
+
+        def add_loss(total: jax.Array, head_sums: Arrays, leaving: Arrays, microbatch: jax.Array) -> Any:
+            # All stages compute the loss together if they have shards of its arguments, or else the last one does.
+            results = self._from_last(leaving) if self._shards else leaving
+            value, (result_grads, head_grads) = jax.value_and_grad(
+                lambda results, floats: self._value(results, with_head_floats(floats), microbatch), (0, 1)
+            )(results, head_floats)
+            if self._shards:
+                result_grads = [jax.lax.psum(x.astype(_wide(x.dtype)), self._stages) for x in result_grads]
+                result_grads = [x.astype(y.dtype) for x, y in zip(result_grads, leaving, strict=True)]
+            else:
+                head_grads = [jnp.where(stage == last, x, 0) for x in head_grads]
+            head_sums = [x + y.astype(x.dtype) for x, y in zip(head_sums, head_grads, strict=True)]
+            return total + jnp.where(stage == last, value, 0), head_sums, self._varying(result_grads)
+
+        def add_nothing(total: jax.Array, head_sums: Arrays, leaving: Arrays, microbatch: jax.Array) -> Any:
+            return total, head_sums, [jnp.zeros_like(x) for x in leaving]
 
         def tick(state: Any, t: jax.Array) -> Any:
-            arriving, returning, stored, total, sums = state
-            up, down = t - stage, t - 2 * last + stage
-            here = _chosen(stage == 0, _at(batches, jnp.clip(up, 0, M - 1)), arriving)
-            stored = [x.at[up % slots].set(y) for x, y in zip(stored, here, strict=True)]
-            leaving = self._compute(stacked, here, rest, jnp.clip(up, 0, M - 1))
-            # The last stage goes backward in the tick in which it went forward.
-            down_here, working = jnp.clip(down, 0, M - 1), (down >= 0) & (down < M)
-            ending = working & (stage == last)
+            arriving, returning, stored, total, sums, carry_grads = state
+            _, microbatch, round_ = self._work(t - first_up)
+            here = _chosen((stage == 0) & (round_ == 0), _at(batches, microbatch), arriving)
+            stored = [x.at[(t - first_up) % slots].set(y) for x, y in zip(stored, here, strict=True)]
+            own, further = self._of_round(0, stacked, round_), self._of_round(2, rest, round_)
+            leaving = self._compute(own, here, further, microbatch)
+
+            # The last stage goes backward in the tick in which it went forward. Whether it does is known to all stages,
+            # so a condition may stand around collectives.
+            working, microbatch, round_ = self._work(t - first_down, backward=True)
             if given is not None:
-                of_results, of_head, of_all = _at(given, down_here), [], ending
-            elif not self._shards:
-                loss, of_results, of_head = self._loss(leaving, head, down_here)
-                total, of_all = total + jnp.where(ending, loss, 0), ending
-            else:  # of a microbatch on the last stage, all stages compute the loss together
-                ended = jnp.clip(t - last, 0, M - 1)
-                loss, of_results, of_head = self._loss(self._of_last(leaving), head, ended)
-                of_results = [jax.lax.psum(x, self._stages) for x in of_results]
-                total, of_all = total + jnp.where(ending, loss, 0), (t >= last) & (t - last < M)
-            _, backward = jax.vjp(
-                lambda xs, here, ys: self._compute(with_weights(xs), here, with_further(ys), down_here),
-                weights,
-                _at(stored, down % slots),
-                further,
-            )
-            of_weights, of_here, of_further = backward(_chosen(stage == last, of_results, returning))
-            sums = [
-                [x + jnp.where(condition, y, 0).astype(x.dtype) for x, y in zip(xs, ys, strict=True)]
-                for xs, ys, condition in (
-                    (sums[0], of_weights, working),
-                    (sums[1], of_further, working),
-                    (sums[2], of_head, of_all),
+                result_grads, head_sums = _at(given, microbatch), []
+            else:
+                ending, ended, round_there = self._work(t - first_ending, backward=True)
+                total, head_sums, result_grads = jax.lax.cond(
+                    ending & (round_there == R - 1), add_loss, add_nothing, total, sums[2], leaving, ended
                 )
+            own, further = self._of_round(0, stacked, round_), self._of_round(2, rest, round_)
+            (floats, with_floats), (further_floats, with_further) = _floating(own), _floating(further)
+            place = self._forward_index(microbatch, round_) % slots
+            _, backward = jax.vjp(
+                lambda xs, here, ys: self._compute(with_floats(xs), here, with_further(ys), microbatch),
+                floats,
+                _at(stored, place),
+                further_floats,
+            )
+            arriving_grads = _chosen((stage == last) & (round_ == R - 1), result_grads, returning)
+            layer_grads, here_grads, further_grads = backward(arriving_grads)
+            layer_sums, further_sums = (
+                [
+                    _added(x, jnp.where(working, y, 0).astype(x.dtype), None if p is None else (p, R, round_))
+                    for x, y, p in zip(own_sums, grads, own_positions, strict=True)
+                ]
+                for own_sums, grads, own_positions in zip(sums, (layer_grads, further_grads), positions, strict=False)
+            )
+            done = working & (stage == 0) & (round_ == 0)
+            carry_grads = [
+                x.at[microbatch].set(jnp.where(done, y, x[microbatch]))
+                for x, y in zip(carry_grads, here_grads, strict=True)
             ]
-            return (self._sent(leaving, 1), self._sent(of_here, -1), stored, total, sums), of_here
+            sums = layer_sums, further_sums, head_sums
+            return (self._sent(leaving, 1), self._sent(here_grads, -1), stored, total, sums, carry_grads), None
 
         first = _at(batches, 0)
         stored = [jnp.broadcast_to(x, (slots, *x.shape)) for x in first]
-        summed = weights, further, of_then if given is None else []
-        sums = [[jnp.zeros_like(x, _wide(x.dtype)) for x in xs] for xs in summed]
+        summed = _floating(stacked)[0], _floating(rest)[0], head_floats if given is None else []
+        sums = tuple([jnp.zeros_like(x, _wide(x.dtype)) for x in xs] for xs in summed)
+        positions = [
+            [
+                p
+                for x, p in zip(xs, self._layer_positions(group, xs), strict=True)
+                if jnp.issubdtype(x.dtype, jnp.inexact)
+            ]
+            for group, xs in ((0, stacked), (2, rest))
+        ]
         total = vary_like(jnp.zeros((), jnp.float32), *first)
-        state = first, [jnp.zeros_like(x) for x in first], stored, total, sums
-        (*_, total, sums), of_carry = jax.lax.scan(tick, state, jnp.arange(M + 2 * last))
-        # The first stage is the last to go backward.
-        return total, (sums[0], [jnp.where(stage == 0, x[2 * last :], 0) for x in of_carry], sums[1], sums[2])
+        state = first, [jnp.zeros_like(x) for x in first], stored, total, sums, [jnp.zeros_like(x) for x in batches]
+        (*_, total, sums, carry_grads), _ = jax.lax.scan(tick, state, jnp.arange(self._schedule.ticks(S)))
+        return total, (sums[0], carry_grads, sums[1], sums[2])
 
     def loss_of(self, results: Arrays, head: Arrays) -> jax.Array:
         """Return the sum of losses of the results of the last stage."""
 
         def of_one(m: jax.Array) -> jax.Array:
-            own = self._of_last(_at(results, m)) if self._shards else _at(results, m)
+            own = self._from_last(_at(results, m)) if self._shards else _at(results, m)
             return self._value(own, head, m)
 
         each = jax.lax.map(of_one, jnp.arange(self._schedule.microbatches))
         return jnp.where(jax.lax.axis_index(self._stages) == self._count - 1, jnp.sum(each), 0)
 
     def _compute(self, stacked: Arrays, here: Arrays, rest: Arrays, microbatch: jax.Array) -> Arrays:
-        """Apply the layers of this stage."""
+        """Apply the layers of this stage, in a round."""
         if self._schedule.gather == "inside":
+            # In each tick, also where a compiler would take out of the loop what is the same in each.
+            stacked, here = jax.lax.optimization_barrier((stacked, here))
             stacked = self._gathered(0, stacked)
         layers, carry = self._trees[0].unflatten(stacked), self._trees[1].unflatten(here)
-        args, kwargs = self._trees[2].unflatten(self._own(2, rest, microbatch))
-        result = self._fold(layers, self._Layers.resize(self._Layers.size // self._count), carry, *args, **kwargs)
+        args, kwargs = self._trees[2].unflatten(self._microbatch(2, rest, microbatch))
+        Layers = self._Layers.resize(self._Layers.size // (self._count * self._rounds))
+        result = self._fold(layers, Layers, carry, *args, **kwargs)
         return [x.astype(y.dtype) for x, y in zip(flatten_arrays(result)[0], here, strict=True)]
-
-    def _loss(self, results: Arrays, head: Arrays, microbatch: jax.Array) -> tuple[jax.Array, Arrays, Arrays]:
-        """Return the loss of a microbatch, and its derivatives by the results and by the arguments of `then`."""
-        floats, with_floats = _floating(head)
-
-        def loss(results: Arrays, floats: Arrays) -> jax.Array:
-            return self._value(results, with_floats(floats), microbatch)
-
-        value, (of_results, of_head) = jax.value_and_grad(loss, (0, 1))(results, floats)
-        return value, of_results, of_head
 
     def _value(self, results: Arrays, head: Arrays, microbatch: jax.Array) -> jax.Array:
         """Return the loss of a microbatch. If the stages compute it together, each has all of it."""
-        found = self._of_then(results, head, microbatch)
+        found = self._call_then(results, head, microbatch)
         same = [a for a in self._stages if self._shards and a in varying_axes(found)]
         return jax.lax.pmean(found, same) if same else found
 
-    def _of_then(self, results: Arrays, head: Arrays, microbatch: jax.Array | int) -> jax.Array:
-        environment = _axis_environment.interned(self._shards, checked=True, combined=True)
+    def _call_then(self, results: Arrays, head: Arrays, microbatch: jax.Array | int) -> jax.Array:
+        environment = _axis_environment.interned(self._shards, checked=True, reduces_shards=True)
         with _axis_environment.activate(environment) if self._shards else contextlib.nullcontext():
-            args = self._trees[3].unflatten(self._own(3, head, microbatch))
+            args = self._trees[3].unflatten(self._microbatch(3, head, microbatch))
             found: Any = self._then and self._then(self._trees[1].unflatten(results), *args)
         found = found.array if is_named_array(found) else jnp.asarray(found)
         if found.shape:
             raise ValueError(f"{self._what}: `then` must return one number, got an array of shape {found.shape}.")
         return found.astype(jnp.float32)
 
-    def _can_combine(self, batches: Arrays, head: Arrays) -> bool:
+    def _then_fits_shards(self, batches: Arrays, head: Arrays) -> bool:
         """Return whether `then` may be computed from shards of the axes that are sharded over the stages.
 
         If not, its arguments are all-gathered.
@@ -348,8 +394,8 @@ class _Pipeline:
         def trace() -> None:
             results = [jax.lax.psum(varying_over(x[0], self._stages), self._stages) for x in batches]
             for self._shards in (frozenset(), shards):
-                of_then = functools.partial(self._of_then, microbatch=0)
-                programs.append(jax.make_jaxpr(of_then)(results, self._gathered(3, head)))
+                call = functools.partial(self._call_then, microbatch=0)
+                programs.append(jax.make_jaxpr(call)(results, self._gathered(3, head)))
 
         try:
             jax.eval_shape(trace)
@@ -359,24 +405,87 @@ class _Pipeline:
             return False  # it needs all of an axis: shards do not fit other arrays
         finally:
             self._shards = shards
-        whole, of_shards = programs
-        differs = varying_axes(of_shards.out_avals[0]) & {*self._stages}
-        return not differs and is_computed_from_shards(whole, of_shards)
+        whole, shard = programs
+        differs = varying_axes(shard.out_avals[0]) & {*self._stages}
+        return not differs and is_computed_from_shards(whole, shard)
 
-    def _of_last(self, xs: Arrays) -> Arrays:
+    def _from_last(self, xs: Arrays) -> Arrays:
         """Return the arrays of the last stage, on all of them."""
         here = jax.lax.axis_index(self._stages) == self._count - 1
         found = [jax.lax.psum(jnp.where(here, x, 0), self._stages) for x in xs]
         return [varying_over(x, self._stages) for x in found]
 
+    # --- when ---
+
+    def _work(self, index: Any, backward: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return whether a stage has an `index`-th work, and its microbatch and round; of the nearest one, if not."""
+        count = self._schedule.microbatches * self._rounds
+        near = jnp.clip(index, 0, count - 1)
+        return (index >= 0) & (index < count), *work_of(self._schedule, self._count, near, backward)
+
+    def _forward_index(self, microbatch: jax.Array, round_: jax.Array) -> jax.Array:
+        """Return as which work a stage runs a microbatch forward in a round."""
+        group, member = divmod(microbatch, self._count)
+        return (group * self._rounds + round_) * self._count + member
+
+    # --- layers in rounds ---
+
+    def _layer_positions(self, group: int, xs: Arrays) -> list[int | None]:
+        """Return the position of the axis of layers in each array; None if it has none."""
+        name = self._Layers.name
+        return [
+            (0 if x.ndim else None) if names is None else names.index(name) if name in names else None
+            for names, x in zip(self._trees[group].names, xs, strict=True)
+        ]
+
+    def _by_rounds(self, group: int, xs: Arrays) -> Arrays:
+        """Send each stage the layers that it works on: in rounds, several stretches far apart.
+
+        Stage `d` stores the stretches `d R` to `d R + R - 1`, and works on `s`, `S + s`, `2 S + s`, ... Each step sends
+        one stretch from each stage, chosen so that each stage also gets one.
+        """
+        S, R = self._count, self._rounds
+        if R == 1:
+            return xs
+        stage, common, device = jax.lax.axis_index(self._stages), math.gcd(R, S), np.arange(S)
+        steps = []  # for each stage: which of its stretches it sends, to which stage, and in which round it comes there
+        for m in range(R):
+            stretch = (m + device * common // S) % R
+            turn, to = divmod(device * R + stretch, S)
+            steps.append((stretch, list(enumerate(to)), turn[np.argsort(to)]))
+
+        def moved(x: jax.Array, position: int | None) -> jax.Array:
+            if position is None:
+                return x
+            result, size = jax.lax.stop_gradient(x), x.shape[position] // R  # all of it is replaced
+            for stretch, pairs, turn in steps:
+                came = jax.lax.ppermute(_slice(x, position, R, jnp.asarray(stretch)[stage]), self._stages, pairs)
+                start = jnp.asarray(turn)[stage] * size
+                result = jax.lax.dynamic_update_slice_in_dim(result, came, start, position)
+            return result
+
+        return [moved(x, position) for x, position in zip(xs, self._layer_positions(group, xs), strict=True)]
+
+    def _of_round(self, group: int, xs: Arrays, round_: jax.Array) -> Arrays:
+        """Return the arrays with the layers of a round only."""
+        if self._rounds == 1:
+            return xs
+        positions = self._layer_positions(group, xs)
+        return [x if p is None else _slice(x, p, self._rounds, round_) for x, p in zip(xs, positions, strict=True)]
+
     # --- arrays ---
 
     def _sent(self, xs: Arrays, offset: int) -> Arrays:
-        """Send arrays to the next stage, or to the previous one."""
-        pairs = [(i, i + offset) for i in range(self._count) if 0 <= i + offset < self._count]
+        """Send arrays to the next stage, or to the previous one; in rounds, from the last one to the first."""
+        S = self._count
+        pairs = [(i, (i + offset) % S) for i in range(S) if self._rounds > 1 or 0 <= i + offset < S]
         return [jax.lax.ppermute(x, self._stages, pairs) for x in xs]
 
-    def _own(self, group: int, xs: Arrays, microbatch: jax.Array | int) -> Arrays:
+    def _varying(self, xs: Arrays) -> Arrays:
+        """Make arrays device-varying as the carry is."""
+        return [_summed_wide(lambda x: varying_over(x, sorted(self._over - varying_axes(x))), x) for x in xs]
+
+    def _microbatch(self, group: int, xs: Arrays, microbatch: jax.Array | int) -> Arrays:
         """Return the slices of arrays that are for a microbatch."""
         each = zip(self._trees[group].names, xs, strict=True)
         return [self._cut(names, x)[microbatch] if names and self._batch in names else x for names, x in each]
@@ -388,9 +497,13 @@ class _Pipeline:
         def over(name: str, entry: Entry) -> Axes:
             return () if name in (self._Layers.name, self._batch) else mesh_axes(entry)[shards.get(name, 0) :]
 
+        axes = [
+            [over(n, e) for n, e in zip(names or (), spec, strict=False)]
+            for names, spec in zip(self._trees[group].names, self._specs[group], strict=True)
+        ]
         return [
-            gather_axes(x, [over(n, e) for n, e in zip(names or (), spec, strict=False)])
-            for x, names, spec in zip(xs, self._trees[group].names, self._specs[group], strict=True)
+            _summed_wide(functools.partial(gather_axes, over=own), x) if any(own) else x
+            for x, own in zip(xs, axes, strict=True)
         ]
 
     def _cut(self, names: Names | None, x: jax.Array) -> jax.Array:
@@ -408,6 +521,20 @@ class _Pipeline:
 
 def _at(xs: Arrays, i: Any) -> Arrays:
     return [x[i] for x in xs]
+
+
+def _slice(x: jax.Array, position: int, count: int, i: jax.Array) -> jax.Array:
+    """Return the `i`-th of so many slices of an array."""
+    size = x.shape[position] // count
+    return jax.lax.dynamic_slice_in_dim(x, i * size, size, position)
+
+
+def _added(x: jax.Array, y: jax.Array, place: tuple[int, int, jax.Array] | None) -> jax.Array:
+    """Add to an array, or to a slice of it, which is given by what `_slice` takes."""
+    if place is None or place[1] == 1:
+        return x + y
+    position, _, i = place
+    return jax.lax.dynamic_update_slice_in_dim(x, _slice(x, *place) + y, i * y.shape[position], position)
 
 
 def _chosen(condition: Any, xs: Arrays, others: Arrays) -> Arrays:
@@ -431,6 +558,21 @@ def _floating(xs: Arrays) -> tuple[Arrays, Callable[..., list[Any]]]:
 
 
 # --- derivatives ---
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _moved(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Apply a linear function whose transpose is a sum over devices, which is computed in a wide dtype."""
+    return move(x)
+
+
+def _moved_backward(move: Callable[[jax.Array], jax.Array], x: jax.Array, given: jax.Array) -> tuple[jax.Array]:
+    wide = _wide(x.dtype)
+    return (jax.vjp(move, x.astype(wide))[1](given.astype(wide))[0].astype(x.dtype),)
+
+
+def _summed_wide(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    return move(x) if _wide(x.dtype) == x.dtype else _moved(move, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -471,5 +613,6 @@ def _with_none(xs: Arrays, gradients: Arrays) -> list[Any]:
     return with_others([g.astype(x.dtype) for g, x in zip(gradients, floats, strict=True)], [None] * len(xs))
 
 
+_moved.defvjp(lambda move, x: (move(x), x), _moved_backward)
 _total.defvjp(_total_forward, _total_backward)
 _recomputed.defvjp(_recomputed_forward, _recomputed_backward)

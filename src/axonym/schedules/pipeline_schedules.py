@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 from ..axis import AxisSelector
@@ -19,6 +18,9 @@ class GPipe:
         remat: whether a stage is computed again for its derivative, so that only its input is kept in each tick.
         gather: when parameters that are stored sharded (see `axonym.fsdp`) are all-gathered: "before" the ticks, once,
             or "inside" each of them, so that the parameters of one stage are not in memory all the time.
+        rounds: how often a microbatch passes all stages. In each round, a stage applies other layers, so a tick is
+            shorter, and so is the time in which a stage is idle. The microbatches must be a multiple of the stages, and
+            `remat` be True: otherwise the layers of a round would be stored for each tick.
 
     >>> schedule = axn.schedules.GPipe(microbatches=8)
     >>> schedule.ticks(stages=3), schedule.idle(stages=3)
@@ -29,6 +31,7 @@ class GPipe:
     axis: AxisSelector = "batch"
     remat: bool = True
     gather: Literal["before", "inside"] = "before"
+    rounds: int = 1
 
     def __post_init__(self) -> None:
         _check(self)
@@ -39,7 +42,8 @@ class GPipe:
         >>> axn.schedules.GPipe(microbatches=8).ticks(stages=4)
         11
         """
-        return self.microbatches + stages - 1
+        check_stages(self, stages)
+        return self.microbatches * self.rounds + stages - 1
 
     def idle(self, stages: int) -> float:
         """Return the share of ticks in which a stage is idle.
@@ -55,11 +59,12 @@ class GPipe:
         >>> axn.schedules.GPipe(microbatches=2).table(stages=2)
         [[0, 1, None], [None, 0, 1]]
         """
-        ticks = range(self.ticks(stages))
-        return [[t - s if 0 <= t - s < self.microbatches else None for t in ticks] for s in range(stages)]
+        return [[_microbatch(work) for (work,) in row] for row in _works(self, stages)]
 
     def draw(self, stages: int, ax: Any = None) -> Any:
         """Draw `table`: a row for each stage, a column for each tick, and dots where it is idle.
+
+        With several rounds, a letter after the microbatch is the round.
 
         Arguments:
             stages: the number of stages.
@@ -68,10 +73,11 @@ class GPipe:
         >>> print(axn.schedules.GPipe(microbatches=3).draw(stages=2))
         stage 0  0 1 2 .
         stage 1  . 0 1 2
+        >>> print(axn.schedules.GPipe(microbatches=2, rounds=2).draw(stages=2))
+        stage 0  0a 1a 0b 1b  .
+        stage 1   . 0a 1a 0b 1b
         """
-        if ax is not None:
-            return _draw_into(ax, self, stages, [[(m,) for m in row] for row in self.table(stages)])
-        return _drawn([[_cell(m) for m in row] for row in self.table(stages)])
+        return _drawn(self, stages) if ax is None else _draw_into(ax, self, stages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +91,8 @@ class OneFOneB:
     `Stacked.fold` computes it from a microbatch of results. Without it, the derivative runs everything forward again.
 
     Arguments:
-        microbatches, axis, gather: as in `GPipe`.
+        microbatches, axis, gather, rounds: as in `GPipe`. With several rounds, `2 * rounds * stages - 1` inputs are
+            stored.
 
     >>> schedule = axn.schedules.OneFOneB(microbatches=8)
     >>> schedule.ticks(stages=3), round(schedule.idle(stages=3), 2)
@@ -95,6 +102,7 @@ class OneFOneB:
     microbatches: int
     axis: AxisSelector = "batch"
     gather: Literal["before", "inside"] = "before"
+    rounds: int = 1
 
     def __post_init__(self) -> None:
         _check(self)
@@ -105,7 +113,8 @@ class OneFOneB:
         >>> axn.schedules.OneFOneB(microbatches=8).ticks(stages=4)
         14
         """
-        return self.microbatches + 2 * (stages - 1)
+        check_stages(self, stages)
+        return self.microbatches * self.rounds + _delay(self, stages)
 
     def idle(self, stages: int) -> float:
         """Return the share of work in which a stage is idle.
@@ -113,7 +122,7 @@ class OneFOneB:
         >>> axn.schedules.OneFOneB(microbatches=2).idle(stages=2)
         0.5
         """
-        return 2 * (stages - 1) / self.ticks(stages)
+        return _delay(self, stages) / self.ticks(stages)
 
     def table(self, stages: int) -> list[list[tuple[int | None, int | None]]]:
         """Return for each stage which microbatch goes forward in each tick, and which one backward, or None.
@@ -121,13 +130,7 @@ class OneFOneB:
         >>> axn.schedules.OneFOneB(microbatches=1).table(stages=2)
         [[(0, None), (None, None), (None, 0)], [(None, None), (0, 0), (None, None)]]
         """
-
-        def known(microbatch: int) -> int | None:
-            return microbatch if 0 <= microbatch < self.microbatches else None
-
-        last = 2 * (stages - 1)
-        ticks = range(self.ticks(stages))
-        return [[(known(t - s), known(t - last + s)) for t in ticks] for s in range(stages)]
+        return [[(_microbatch(up), _microbatch(down)) for up, down in row] for row in _works(self, stages)]
 
     def draw(self, stages: int, ax: Any = None) -> Any:
         """Draw `table`: in each tick the microbatch that goes forward, and the one that goes backward.
@@ -139,45 +142,103 @@ class OneFOneB:
         stage 0  0/. 1/. 2/0 ./1 ./2
         stage 1  ./. 0/0 1/1 2/2 ./.
         """
-        if ax is not None:
-            return _draw_into(ax, self, stages, self.table(stages))
-        return _drawn([[f"{_cell(f)}/{_cell(b)}" for f, b in row] for row in self.table(stages)])
+        return _drawn(self, stages) if ax is None else _draw_into(ax, self, stages)
 
 
 Schedule: TypeAlias = GPipe | OneFOneB
 
 
+def work_of(schedule: Schedule, stages: int, index: Any, backward: bool = False) -> tuple[Any, Any]:
+    """Return the microbatch and the round that a stage works on as its `index`-th work; both may be arrays.
+
+    In rounds, microbatches come in groups of one for each stage, so that the first of a group comes back to the first
+    stage when the last one has left it.
+    """
+    group, rest = divmod(index, schedule.rounds * stages)
+    turn, member = divmod(rest, stages)
+    return group * stages + member, schedule.rounds - 1 - turn if backward else turn
+
+
+def first_ticks(schedule: Schedule, stages: int, stage: Any) -> tuple[Any, Any]:
+    """Return the ticks of `OneFOneB` in which a stage has its first work, forward and backward."""
+    return stage, _delay(schedule, stages) - stage
+
+
+def check_stages(schedule: Schedule, stages: int) -> None:
+    """Check that a schedule is possible with a number of stages."""
+    if schedule.rounds > 1 and schedule.microbatches % stages:
+        raise ValueError(
+            f"{type(schedule).__name__}: with several rounds, as many microbatches as there are stages follow each "
+            f"other; {schedule.microbatches} microbatches are no multiple of {stages} stages."
+        )
+
+
+def _delay(schedule: Schedule, stages: int) -> int:
+    """Return how many ticks the first stage waits for the first microbatch to go backward for the last time."""
+    return schedule.rounds * stages + stages - 2
+
+
 def _check(schedule: Schedule) -> None:
     what = type(schedule).__name__
-    if schedule.microbatches < 1:
-        raise ValueError(f"{what}: there must be at least one microbatch, got {schedule.microbatches}.")
+    for counted, number in (("microbatch", schedule.microbatches), ("round", schedule.rounds)):
+        if number < 1:
+            raise ValueError(f"{what}: there must be at least one {counted}, got {number}.")
+    if schedule.rounds > 1 and isinstance(schedule, GPipe) and not schedule.remat:
+        raise ValueError(f"{what}: with several rounds, stages are computed again; `remat` cannot be False.")
     if schedule.gather not in ("before", "inside"):
         raise ValueError(f"{what}: parameters are gathered 'before' or 'inside' the ticks, not {schedule.gather!r}.")
 
 
-def _cell(microbatch: int | None) -> str:
-    return "." if microbatch is None else str(microbatch)
+Work: TypeAlias = tuple[int, int] | None
+"""A microbatch and a round; None for a stage that is idle."""
 
 
-def _drawn(rows: list[list[str]]) -> str:
+def _works(schedule: Schedule, stages: int) -> list[list[tuple[Work, ...]]]:
+    """Return for each stage and tick what it works on, and, if that is part of the schedule, what goes backward."""
+
+    def work(index: int, backward: bool = False) -> Work:
+        known = 0 <= index < schedule.microbatches * schedule.rounds
+        return work_of(schedule, stages, index, backward) if known else None
+
+    def at(stage: int, tick: int) -> tuple[Work, ...]:
+        up, down = first_ticks(schedule, stages, stage)
+        return (work(tick - up),) if isinstance(schedule, GPipe) else (work(tick - up), work(tick - down, True))
+
+    return [[at(stage, tick) for tick in range(schedule.ticks(stages))] for stage in range(stages)]
+
+
+def _microbatch(work: Work) -> int | None:
+    return None if work is None else work[0]
+
+
+def _text(schedule: Schedule, work: Work) -> str:
+    if work is None:
+        return "."
+    microbatch, turn = work
+    return str(microbatch) if schedule.rounds == 1 else f"{microbatch}{chr(ord('a') + turn)}"
+
+
+def _drawn(schedule: Schedule, stages: int) -> str:
+    rows = [["/".join(_text(schedule, work) for work in cell) for cell in row] for row in _works(schedule, stages)]
     width = max(len(cell) for row in rows for cell in row)
     return "\n".join(f"stage {s}  {' '.join(f'{c:>{width}}' for c in row)}" for s, row in enumerate(rows))
 
 
-def _draw_into(ax: Any, schedule: Schedule, stages: int, table: Sequence[Sequence[tuple[int | None, ...]]]) -> Any:
+def _draw_into(ax: Any, schedule: Schedule, stages: int) -> Any:
     """Draw a box for each microbatch that is worked on, a lighter one below it for what goes backward."""
-    for stage, row in enumerate(table):
+    for stage, row in enumerate(_works(schedule, stages)):
         for tick, cell in enumerate(row):
             height = 0.9 / len(cell)
-            for way, microbatch in enumerate(cell):
+            for way, work in enumerate(cell):
                 y = stage + (way + 0.5) * height - 0.45
-                color = "0.95" if microbatch is None else f"C{microbatch % 10}"
+                color = "0.95" if work is None else f"C{work[0] % 10}"
                 ax.barh(y, 0.95, height, tick - 0.475, color=color, alpha=0.5 if way else 0.9)
-                if microbatch is not None:
-                    ax.text(tick, y, str(microbatch), ha="center", va="center")
+                if work is not None:
+                    ax.text(tick, y, _text(schedule, work), ha="center", va="center")
     ax.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
     ax.invert_yaxis()
     ax.set_xlabel("tick")
     name, idle = type(schedule).__name__, schedule.idle(stages)
-    ax.set_title(f"{name}, {schedule.microbatches} microbatches: {idle:.0%} idle")
+    rounds = f", {schedule.rounds} rounds" if schedule.rounds > 1 else ""
+    ax.set_title(f"{name}, {schedule.microbatches} microbatches{rounds}: {idle:.0%} idle")
     return ax
