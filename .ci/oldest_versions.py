@@ -5,4 +5,5 @@ import tomllib
 
 project = tomllib.loads((pathlib.Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
 requirements = set(project["dependencies"]).union(*project["optional-dependencies"].values())
-print(*sorted(r.replace(">=", "==") for r in requirements if ">=" in r), sep="\n")
+# Constraints name no extras.
+print(*sorted(r.replace(">=", "==") for r in requirements if ">=" in r and "[" not in r), sep="\n")

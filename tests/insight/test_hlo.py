@@ -86,3 +86,70 @@ def test_sizes_of_types() -> None:
     sizes = {"pred": 1, "bf16": 2, "f8e4m3fn": 1, "s4": 1, "c64": 8, "token": 0}
     assert {dtype: HloShape(dtype, ()).bytes for dtype in sizes} == sizes
     assert HloShape("s4", (3,)).bytes == 2
+
+
+# --- as compilers for TPUs write it ---
+
+LOOP = HEAD + (
+    "%part (p.0: f32[4]) -> f32[8] {\n"
+    "  %p.0 = f32[4]{0} parameter(0)\n"
+    "  ROOT %g = f32[8]{0:T(128)S(1)} all-gather(%p.0), channel_id=7, replica_groups={{0,1}}, dimensions={0}, "
+    'use_global_device_ids=true, frontend_attributes={chain_id="CHAIN"}\n'
+    "}\n\n"
+    "%again (p.3: f32[4]) -> f32[8] {\n"
+    "  %p.3 = f32[4]{0} parameter(0)\n"
+    "  ROOT %g.1 = f32[8]{0:T(128)S(1)} all-gather(%p.3), channel_id=7, replica_groups={{0,1}}, dimensions={0}, "
+    'use_global_device_ids=true, frontend_attributes={chain_id="3"}\n'
+    "}\n\n"
+    "%body (p.1: (s32[], f32[4])) -> (s32[], f32[4]) {\n"
+    "  %p.1 = (s32[]{:T(128)}, f32[4]{0}) parameter(0)\n"
+    "  %x = f32[4]{0} get-tuple-element(%p.1), index=1\n"
+    "  %i = s32[] get-tuple-element(%p.1), index=0\n"
+    "  %one = s32[] constant(1)\n"
+    "  ROOT %next = (s32[], f32[4]{0}) tuple(%added, %x)\n"
+    "  %added = s32[]{:T(128)} add(%i, %one)\n"
+    "  %first = f32[8]{0} fusion(%x), kind=kCustom, calls=%part\n"
+    "  %second = f32[8]{0} fusion(%x), kind=kCustom, calls=%again\n"
+    "}\n\n"
+    "%test (p.2: (s32[], f32[4])) -> pred[] {\n"
+    "  %p.2 = (s32[], f32[4]{0}) parameter(0)\n"
+    "  %end = s32[] constant(5)\n"
+    "  %at = s32[] get-tuple-element(%p.2), index=0\n"
+    "  ROOT %lt = pred[]{:T(512)} compare(%at, %end), direction=LT\n"
+    "}\n\n"
+    "ENTRY %main (p: f32[4]) -> f32[4] {\n"
+    "  %p = f32[4]{0} parameter(0)\n"
+    "  %start = s32[]{:T(128)} constant(2)\n"
+    "  %copied = s32[] copy(%start)\n"
+    "  %given = (s32[], f32[4]{0}) tuple(%copied, %p)\n"
+    "  %loop = (s32[], f32[4]{0}) while(%given), condition=%test, body=%body\n"
+    "  ROOT %out = f32[4]{0} get-tuple-element(%loop), index=1\n"
+    "}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "times"),
+    [
+        ("", "", 3),
+        ("constant(2)", "constant(0)", 5),
+        ("constant(2)", "constant(9)", 0),
+        ("direction=LT", "direction=NE", None),
+        ("constant(1)", "constant(2)", None),
+        ("add(%i, %one)", "add(%one, %i)", None),
+        ("%start = s32[]{:T(128)} constant(2)", "%start = s32[]{:T(128)} custom-call()", None),
+        ("tuple(%added, %x)", "tuple(%i, %x)", None),
+        ("compare(%at, %end)", "compare(%end, %at)", None),
+    ],
+)
+def test_loops_are_counted_without_their_number(old: str, new: str, times: int | None) -> None:
+    """Only one that counts up from a constant to a constant."""
+    text = LOOP.replace("CHAIN", "3").replace(old, new) if old else LOOP.replace("CHAIN", "3")
+    found = [v for v in HloProgram(text, 2).visits() if v.instruction.opcode == "all-gather"]
+    assert [v.times for v in found] == [times]
+
+
+def test_an_asynchronous_collective_is_visited_once() -> None:
+    for chain, count in (("3", 1), ("4", 2)):
+        visits = HloProgram(LOOP.replace("CHAIN", chain), 2).visits()
+        assert sum(v.instruction.opcode == "all-gather" for v in visits) == count

@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module, (step, *args) = _case(options.case)
         mappings = {text: _mapping(module, text) for text in options.mapping or ()}
         settings: dict[str, Any] = {"mesh": make_mesh(sizes), "by": options.by, "chip": options.chip}
+        if options.topology:
+            settings |= {"by": "compiled", "topology": options.topology}
         if len(mappings) > 1:
             found: Any = compare(step, args, mappings, **settings)
         else:
@@ -58,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         "are compared",
     )
     parser.add_argument("--by", choices=TIERS, default="partitioner", help="what the report is from; %(default)s")
+    parser.add_argument("--topology", help="TPUs to compile for with their own compiler, as in v5e:4x4")
     parser.add_argument("--chip", choices=CHIPS, help="the chip to give lower bounds on time for")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--markdown", action="store_true", help="write Markdown")

@@ -83,6 +83,8 @@ class Instruction:
     attributes: str
     """What follows the operands, without the metadata."""
     metadata: str
+    value: str = ""
+    """What a constant is, as it is written."""
 
     @functools.cached_property
     def scope(self) -> str:
@@ -125,14 +127,25 @@ class HloProgram:
         self.text = text
         self.devices = devices
         self.computations: dict[str, dict[str, Instruction]] = {}
+        self._roots: dict[str, Instruction] = {}
         self.entry = ""
         self._read()
         self._frames = _Frames(text)
         self._known_users: dict[str, dict[str, list[Instruction]]] = {}
 
     def visits(self) -> Iterator[Visit]:
-        """Go through all instructions that run, in the order in which they do."""
-        yield from self._visits(self.entry, 1, False)
+        """Go through all instructions that run, in the order in which they do.
+
+        Compilers for TPUs spread an asynchronous collective over several fusions that run beside other work. Each has
+        the collective, with the number of the chain that they are, and it is visited once.
+        """
+        chains: set[str] = set()
+        for visit in self._visits(self.entry, 1, False):
+            chain = re.search(r'chain_id="(\d+)"', visit.instruction.attributes)
+            if chain is None or chain[1] not in chains:
+                yield visit
+            if chain is not None and visit.instruction.opcode in COLLECTIVES:
+                chains.add(chain[1])
 
     def operands(self, visit: Visit) -> list[tuple[Instruction, tuple[HloShape, ...]]]:
         """Return the operands of an instruction: what produces each, and its shapes."""
@@ -171,7 +184,7 @@ class HloProgram:
         for instruction in self.computations[name].values():
             yield Visit(instruction, name, times, in_branch)
             if instruction.opcode == "while":
-                turns = _trip_count(instruction)
+                turns = self._trip_count(name, instruction)
                 inside = None if times is None or turns is None else times * turns
                 tests = None if times is None or turns is None else times * (turns + 1)
                 yield from self._visits(instruction.computation("condition") or "", tests, in_branch)
@@ -184,13 +197,50 @@ class HloProgram:
             elif instruction.opcode == "call":
                 yield from self._visits(instruction.computation("to_apply") or "", times, in_branch)
 
+    def _trip_count(self, around: str, loop: Instruction) -> int | None:
+        """Return how often the body of a loop runs; None if that depends on values.
+
+        Compilers for TPUs do not write it down, so it is worked out for a loop that counts up from one constant to
+        another in steps of one, as those of `jax.lax.scan` do.
+        """
+        written = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+        if written:
+            return int(written[1])
+        outer = self.computations[around]
+        conditions, bodies = (loop.computation(which) or "" for which in ("condition", "body"))
+        test, results, given = self._roots[conditions], self._roots[bodies], self._producer(outer, loop.operands[0])
+        if test.opcode != "compare" or test.attribute("direction") != "LT":
+            return None
+        condition, body = self.computations[conditions], self.computations[bodies]
+        place = _place(self._producer(condition, test.operands[0]))
+        if place is None or results.opcode != "tuple" or given.opcode != "tuple":
+            return None
+        start, end = self._constant(outer, given.operands[place]), self._constant(condition, test.operands[1])
+        count = self._producer(body, results.operands[place])
+        if count.opcode != "add" or _place(self._producer(body, count.operands[0])) != place:
+            return None
+        step = self._constant(body, count.operands[1])
+        return None if start is None or end is None or step != 1 else max(end - start, 0)
+
+    def _producer(self, around: dict[str, Instruction], name: str) -> Instruction:
+        """Return what produces an operand, past copies of it."""
+        found = around[name]
+        while found.opcode in ("copy", "bitcast"):
+            found = around[found.operands[0]]
+        return found
+
+    def _constant(self, around: dict[str, Instruction], name: str) -> int | None:
+        found = self._producer(around, name)
+        return int(found.value) if found.opcode == "constant" and found.value.lstrip("-").isdecimal() else None
+
     def _read(self) -> None:
+        name = ""
         current: dict[str, Instruction] | None = None
         for line in self.text.splitlines():
             if current is None:
                 head = re.match(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$", line)
                 if head:
-                    current = self.computations.setdefault(head[2], {})
+                    name, current = head[2], self.computations.setdefault(head[2], {})
                     if head[1]:
                         self.entry = head[2]
             elif line.startswith("}"):
@@ -198,6 +248,8 @@ class HloProgram:
             elif line.strip():
                 instruction = _instruction(_COMMENT.sub("", line))
                 current[instruction.name] = instruction
+                if line.lstrip().startswith("ROOT "):
+                    self._roots[name] = instruction
         if not self.entry:
             raise UnknownForm("the text of the program has no entry computation")
         seen = sum(
@@ -226,13 +278,14 @@ def _instruction(line: str) -> Instruction:
     closing = _closing(rest, opening)
     inside = rest[opening + 1 : closing]
     operands = () if opcode in ("constant", "parameter", "iota") else tuple(_operand_names(inside))
+    value = inside if opcode == "constant" else ""
     attributes, metadata = rest[closing + 1 :].removeprefix(", "), ""
     at = attributes.find("metadata={")
     if at >= 0:
         last = _closing(attributes, at + len("metadata="))
         metadata = attributes[at : last + 1]
         attributes = attributes[:at] + attributes[last + 1 :].removeprefix(", ")
-    return Instruction(found[1], opcode, shapes, operands, attributes.strip().removesuffix(","), metadata)
+    return Instruction(found[1], opcode, shapes, operands, attributes.strip().removesuffix(","), metadata, value)
 
 
 def _operand_names(text: str) -> Iterator[str]:
@@ -286,9 +339,9 @@ def _until_comma(text: str) -> str:
     return next(_split(text))
 
 
-def _trip_count(instruction: Instruction) -> int | None:
-    found = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
-    return int(found[1]) if found else None
+def _place(instruction: Instruction) -> int | None:
+    """Return which element of a tuple an instruction takes; None if it does something else."""
+    return int(instruction.attribute("index") or 0) if instruction.opcode == "get-tuple-element" else None
 
 
 def _branches(instruction: Instruction) -> Sequence[str]:

@@ -22,6 +22,7 @@ def compare(
     *,
     mesh: AnyMesh | None = None,
     by: str = "compiled",
+    topology: str | None = None,
     chip: Chip | str | None = None,
 ) -> Comparison:
     """Explain a step under several mappings, and put what differs in one table.
@@ -30,7 +31,7 @@ def compare(
         step: the function. None if each entry of `mappings` is a step.
         args: its arguments, which may be abstract.
         mappings: by name, what `explain` takes as `mapping`, or a step that is compiled already.
-        mesh, by, chip: as in `explain`.
+        mesh, by, topology, chip: as in `explain`.
 
     >>> f = lambda x: axn.sum(x, "batch")
     >>> x = axn.ones({"batch": 8, "embed": 8})
@@ -44,11 +45,11 @@ def compare(
     reports = {}
     for name, mapping in mappings.items():
         if callable(mapping):
-            reports[name] = explain(mapping, *args, mesh=mesh, by=by, chip=chip)
+            reports[name] = explain(mapping, *args, mesh=mesh, by=by, topology=topology, chip=chip)
         elif step is None:
             raise TypeError(f"compare: without a step, each entry is a step, but {name!r} is a mapping.")
         else:
-            reports[name] = explain(step, *args, mapping=mapping, mesh=mesh, by=by, chip=chip)
+            reports[name] = explain(step, *args, mapping=mapping, mesh=mesh, by=by, topology=topology, chip=chip)
     return Comparison(reports)
 
 

@@ -23,8 +23,12 @@ from ._constraints import Constraints
 from ._hlo import COLLECTIVES, Groups, HloProgram, HloShape, Instruction, Visit, groups
 from ._lines import source
 from ._named_trace import named_trace
+from ._topologies import moved_to, on_topology
 from .chips import CHIPS, Chip
 from .report import Collective, Memory, Report, bounds_on, sent_by
+
+WITHOUT_FLOPS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart"}
+"""Calls in programs for TPUs that compute nothing."""
 
 TIERS = ("compiled", "partitioner", "names")
 
@@ -35,6 +39,7 @@ def explain(
     mapping: Any = None,
     mesh: AnyMesh | None = None,
     by: str = "compiled",
+    topology: str | None = None,
     chip: Chip | str | None = None,
     **kwargs: Any,
 ) -> Report:
@@ -70,9 +75,14 @@ def explain(
         storage, compute = mappings_of(step, mapping)
         around = current_mesh() if mesh is None else mesh
         return by_names(named_trace(step, args, kwargs), dict(around.shape) if around else {}, compute, storage, chip)
+    if topology is not None:
+        if by != "compiled":
+            raise ValueError(f"explain: by={by!r} is not for a topology; TPUs are compiled for with by='compiled'.")
+        mesh = on_topology(current_mesh() if mesh is None else mesh, topology)
+        args, kwargs = moved_to(mesh, (args, kwargs))
     with active(mesh):
         compiled_step = distributed(step, mapping)
-        platform = jax.default_backend()
+        platform = jax.default_backend() if topology is None else "tpu"
         if by == "partitioner" and platform != "cpu":
             raise ValueError(f"explain: by='partitioner' is for CPUs, and the devices here are {platform!r}.")
         lowered = compiled_step.lower(*args, **kwargs)
@@ -178,7 +188,7 @@ def _report(
 ) -> Report:
     collectives: list[Collective] = []
     flops: int | None = 0
-    unknown_calls: dict[str, int] = {}
+    custom_calls: set[str] = set()
     for visit in program.visits():
         instruction = visit.instruction
         kind = instruction.opcode.removesuffix("-start")
@@ -188,13 +198,12 @@ def _report(
             each = _flops(instruction, [shape for _, shapes in program.operands(visit) for shape in shapes])
             flops = None if flops is None or visit.times is None else flops + each * visit.times
         elif kind == "custom-call":
-            target = (instruction.attribute("custom_call_target") or "").strip('"')
-            unknown_calls[target] = unknown_calls.get(target, 0) + 1
+            custom_calls.add((instruction.attribute("custom_call_target") or "").strip('"'))
     notes = []
     if mesh is None:
         notes.append("no mesh of as many devices is active or that of an argument, so mesh axes are not known")
-    if unknown_calls:
-        listed = ", ".join(sorted(unknown_calls))
+    if custom_calls := custom_calls - WITHOUT_FLOPS:
+        listed = ", ".join(sorted(custom_calls))
         notes.append(f"flops do not include those of custom calls: {listed}")
     if any(c.times is None for c in collectives):
         notes.append("a loop whose length depends on values: how often its collectives run is not known")
@@ -309,11 +318,33 @@ def _flops(instruction: Instruction, operands: Sequence[HloShape]) -> int:
     if instruction.opcode == "dot":
         summed = re.findall(r"\d+", instruction.attribute("lhs_contracting_dims") or "")
         return 2 * result * int(np.prod([left.sizes[int(i)] for i in summed], dtype=object))
-    # Of a kernel such as `01io`, each output sees all that is not an output feature.
-    labels = re.search(r"_([0-9a-z]+)->", instruction.attribute("dim_labels") or "")
+    # Every output feature sees the input features of the kernel, at the places that are neither padding nor, in what is
+    # spread out, between elements. Compilers for TPUs write products as such convolutions.
+    labels = re.fullmatch(r"([0-9a-z]+)_([0-9a-z]+)->([0-9a-z]+)", instruction.attribute("dim_labels") or "")
     assert labels, f"a convolution without dim_labels: {instruction.attributes}"
-    seen = [n for n, label in zip(right.sizes, labels[1], strict=True) if label != "o"]
-    return 2 * result * int(np.prod(seen, dtype=object))
+    shapes = (left, right, instruction.shapes[0])
+    image, kernel, out = (
+        dict(zip(of, shape.sizes, strict=True)) for of, shape in zip(labels.groups(), shapes, strict=True)
+    )
+    spatial = sorted(label for label in kernel if label.isdecimal())
+    places = [_seen_places(instruction, i, image[d], out[d]) for i, d in enumerate(spatial)]
+    return 2 * out["b"] * out["f"] * kernel["i"] * int(np.prod(places, dtype=object))
+
+
+def _seen_places(convolution: Instruction, i: int, size: int, out: int) -> int:
+    """Return how many pairs of an output and an element of the window meet an element of the input, along one axis."""
+    settings = dict(part.split("=") for part in (convolution.attribute("window") or "{}").strip("{}").split())
+    window, stride, spread, apart = (
+        int(settings[name].split("x")[i]) if name in settings else 1
+        for name in ("size", "stride", "lhs_dilate", "rhs_dilate")
+    )
+    before = int(settings["pad"].split("x")[i].split("_")[0]) if "pad" in settings else 0
+    starts = np.arange(out, dtype=np.int64) * stride - before
+    seen = 0
+    for place in range(window):
+        at = starts + place * apart
+        seen += int(((at >= 0) & (at <= (size - 1) * spread) & (at % spread == 0)).sum())
+    return seen
 
 
 def _memory(compiled: Any) -> Memory | None:

@@ -1,0 +1,72 @@
+"""Steps are compiled for TPUs that this machine does not have. The compiler for TPUs is optional."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import axonym as axn
+from axonym.insight import compare, explain
+from tests.insight import cases
+
+MESH = {"data": 4, "model": 2}
+TOPOLOGY = "v5e:2x4"
+
+
+def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    with pytest.raises(ImportError, match=r"install axonym\[tpu-plan\]"):
+        explain(lambda x: x, axn.ones({"batch": 4}), mesh=axn.make_mesh(MESH), topology=TOPOLOGY)
+
+
+def test_what_is_wrong_is_said_first() -> None:
+    with pytest.raises(ValueError, match=r"a mesh is needed for the topology 'v5e:2x4'"):
+        explain(lambda x: x, 1.0, topology=TOPOLOGY)
+    with pytest.raises(ValueError, match=r"by='partitioner' is not for a topology"):
+        explain(lambda x: x, 1.0, mesh=axn.make_mesh(MESH), topology=TOPOLOGY, by="partitioner")
+
+
+class TestWithTheCompiler:
+    @pytest.fixture(autouse=True)
+    def _installed(self) -> None:
+        pytest.importorskip("libtpu", reason="needs the extra: pip install -e '.[tpu-plan]'")
+
+    @pytest.mark.parametrize("strategy", ["data", "fsdp", "tensor"])
+    def test_a_step_exchanges_and_computes_what_it_does_on_a_cpu(self, strategy: str, mesh: jax.sharding.Mesh) -> None:
+        """Loops are counted, and asynchronous collectives once. Weights may be gathered in bfloat16."""
+        _, step, args = cases.language_model("llama", strategy, mesh.axis_types[0])
+        here = explain(step, *args, mesh=mesh, by="partitioner")
+        there = explain(step, *args, mesh=mesh, topology=TOPOLOGY)
+        assert there.platform == "tpu" and there.flops == here.flops and there.memory is not None
+        assert all(c.times is not None for c in there.collectives)
+        for axis in mesh.axis_names:
+            sent, expected = there.total_sent(axis), here.total_sent(axis)
+            assert sent is not None and expected is not None
+            assert expected / 2 <= sent <= expected, axis
+
+    def test_arguments_that_are_placed(self) -> None:
+        mesh = axn.make_mesh(MESH)
+        x = jax.ShapeDtypeStruct((8, 128), jnp.bfloat16, sharding=jax.NamedSharding(mesh, jax.P("data")))
+        report = compare(lambda x: jnp.sum(x, 0), [x], {"none": None}, mesh=mesh, topology=TOPOLOGY).reports["none"]
+        assert [c.kind for c in report.collectives] == ["all-reduce"] and report.mesh == MESH
+        elsewhere = axn.make_mesh({"data": 8})
+        with pytest.raises(ValueError, match=r"an argument is on the mesh \{'data': 4, 'model': 2\}"):
+            explain(lambda x: x, x, mesh=elsewhere, topology=TOPOLOGY)
+
+    def test_what_does_not_fit_is_the_compilers_error(self) -> None:
+        mesh = axn.make_mesh(MESH)
+        x = jax.ShapeDtypeStruct((2**18, 2**16), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("data")))
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?s)RESOURCE_EXHAUSTED.*HBM"):
+            explain(lambda x: x @ x.T, x, mesh=mesh, topology=TOPOLOGY)
+
+    @pytest.mark.parametrize(
+        ("topology", "message"),
+        [("v5e:2x2", "'v5e:2x2' has 4 devices and the mesh {'data': 4, 'model': 2} has 8"), ("v0", "does not know")],
+    )
+    def test_topologies_that_do_not_fit(self, topology: str, message: str) -> None:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            explain(lambda x: x, 1.0, mesh=axn.make_mesh(MESH), topology=topology)
