@@ -6,9 +6,11 @@ need several devices take a mesh fixture; they never skip.
 
 import gc
 import os
-from collections.abc import Generator, Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most of the time goes into compiling, here and in processes that tests start. Machine code need not be fast for that:
+# what a compiled program says, communicates and keeps in memory is the same.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import hypothesis
 import jax
@@ -19,8 +21,8 @@ DEVICES = 8
 MESH_SHAPE = (4, 2)
 MESH_AXES = ("data", "model")
 
-# Most of the time goes into compiling many small programs, which is quickest in one piece each; and of the two code
-# generators that older versions have, the new one takes longer. That of jax 0.10.0 rounds wrongly to 8-bit floats.
+# Many small programs are compiled quickest in one piece each; and of the two code generators that older versions have,
+# the new one takes longer. That of jax 0.10.0 rounds wrongly to 8-bit floats.
 FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
 if (0, 10, 0) < jax.__version_info__ < (0, 11):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
@@ -105,17 +107,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("quick")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Modules draw arrays when they are imported, and for that too, compiling quickly is what counts."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        return (yield)
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
-
-
 # --- fixtures ---
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _older_modules_are_not_searched() -> None:
+    """What other modules have left is no garbage of this one, and `gc.collect()` would take seconds to look at it."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -148,20 +146,8 @@ def mesh(request: pytest.FixtureRequest, auto_mesh: Mesh, explicit_mesh: Mesh) -
 
 
 @pytest.fixture(scope="module")
-def quick_compilation() -> Iterator[None]:
-    """Values and placements do not depend on optimization, and without it the compiler takes half the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
+def quick_compilation() -> None: ...
 
 
 @pytest.fixture
-def optimized() -> Iterator[None]:
-    """For tests that read an optimized program in modules that are compiled quickly."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", True)
+def optimized() -> None: ...

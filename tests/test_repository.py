@@ -36,7 +36,6 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 def _run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Runs Python as a reader would, in a process of its own, with warnings as errors."""
     settings = {"JAX_PLATFORMS": "cpu", "JAX_NUMPY_RANK_PROMOTION": "raise"}
-    settings["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # most of the time goes into compiling
     environment = os.environ | settings
     command = [sys.executable, "-W", "error", *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)

@@ -5,7 +5,9 @@ import pytest
 
 import axonym as axn
 
-MAPPINGS = [{"batch": "data"}, {"vocab": "model"}, {"batch": "data", "vocab": "model"}, {"batch": None}]
+# The one that asks most is tried with every version of JAX.
+BOTH = {"batch": "data", "vocab": "model"}
+FURTHER = [pytest.param(m, marks=pytest.mark.further) for m in ({"batch": "data"}, {"vocab": "model"}, {"batch": None})]
 
 
 @pytest.fixture(params=["auto", "explicit"])
@@ -15,7 +17,7 @@ def mesh(request, auto_mesh, explicit_mesh):
         yield mesh
 
 
-@pytest.fixture(params=MAPPINGS, ids=lambda m: "+".join(n for n, a in m.items() if a) or "neither")
+@pytest.fixture(params=[BOTH, *FURTHER], ids=lambda m: "+".join(n for n, a in m.items() if a) or "neither")
 def mapping(request):
     with axn.axis_mapping(request.param):
         yield request.param
@@ -24,5 +26,5 @@ def mapping(request):
 @pytest.fixture
 def both_split():
     """The one mapping that asks most, for what would take long with all of them."""
-    with axn.axis_mapping({"batch": "data", "vocab": "model"}):
+    with axn.axis_mapping(BOTH):
         yield

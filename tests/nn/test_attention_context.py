@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import axonym as axn
 from axonym import Axis
@@ -78,7 +78,11 @@ def assert_close(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    "name",
+    # With every version of JAX a mask of each kind, and a bias.
+    [name if name in ("causal", "any", "a bias") else pytest.param(name, marks=pytest.mark.further) for name in MASKS],
+)
 def test_equals_plain_attention(name: str, way: str, auto_mesh: Mesh, explicit_mesh: Mesh) -> None:
     """On Explicit meshes half of the table, since only what is around differs."""
     mask, bias = MASKS[name]
@@ -139,7 +143,7 @@ def test_in_a_loop_with_rematerialization(mesh: Mesh) -> None:
     x = draw(Batch, Pos, Heads, Size)
     expected = jax.jit(jax.grad(model, (0, 1)))(w, x)
     with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):
-        for way in ("ring", None):
+        for way in ("ring", None) if mesh.axis_types[0] is AxisType.Auto else ("ring",):
             found = jax.jit(jax.grad(functools.partial(model, context=way), (0, 1)))(w, axn.shard(x))
             assert_close(jax.block_until_ready(found), expected)
 

@@ -24,7 +24,7 @@ DOWN = nn.MoELinear.init(Experts, Mlp, Out, key=jax.random.key(1))
 X = axn.random.normal(jax.random.key(2), (Tokens, Embed))
 WEIGHTS = axn.random.uniform(jax.random.key(3), (Tokens, Choice))
 CHOSEN = axn.random.randint(jax.random.key(4), (Tokens, Choice), -1, 9)  # -1 and 8 are no experts
-ONE_EXPERT = axn.full((Tokens, Choice), 3)
+ONE_EXPERT = CHOSEN * 0 + 3  # of the same type, for which nothing is compiled again
 
 
 def of_experts(layers: Any, rows: axn.NamedArray, sizes: axn.NamedArray) -> axn.NamedArray:
@@ -57,7 +57,7 @@ def gradient(model: Any, **options: Any) -> Any:
 def close(found: Any, expected: Any) -> None:
     for a, b in zip(axn.tree.leaves(found), axn.tree.leaves(expected), strict=True):
         if isinstance(b, axn.NamedArray):
-            assert_named(a.rearrange(b.names), b, rtol=1e-4, atol=1e-5)
+            assert_named(axn.to_host(a).rearrange(b.names), b, rtol=1e-4, atol=1e-5)
         else:
             np.testing.assert_allclose(a, b, rtol=1e-4)
 
@@ -79,12 +79,12 @@ def test_on_one_device(expected: Any) -> None:
     close(jax.jit(lambda x: mixture((UP, DOWN), x, numbers))(X), y)
 
 
-MAPPINGS: list[dict[str, Any]] = [
+MAPPINGS: list[Any] = [
     {"tokens": "data", "experts": "data"},
     {"tokens": "data", "experts": "model"},
-    {"tokens": ("data", "model"), "experts": ("data", "model"), "embed": None},
     {"experts": "data", "mlp": "model"},
-    {"tokens": "data"},
+    pytest.param({"tokens": ("data", "model"), "experts": ("data", "model"), "embed": None}, marks=pytest.mark.further),
+    pytest.param({"tokens": "data"}, marks=pytest.mark.further),
 ]
 
 

@@ -23,13 +23,6 @@ In, Hidden, Out, Batch = axn.make_axes(features=8, hidden=16, targets=8, batch=1
 OPTIMIZER = optax.sgd(0.2, momentum=0.9)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @dataclasses.dataclass
 class Model:
     """One two-layer network, written with some library or none. Its weights are called the same in all of them."""

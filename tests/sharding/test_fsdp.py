@@ -55,9 +55,10 @@ def expected(params) -> Any:
     return jax.jit(step)(params, *batch())
 
 
-@pytest.mark.usefixtures("expected", "optimized")
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["one axis", pytest.param("replicas", marks=pytest.mark.further), "with tensor parallelism"]
+)
 def test_a_step_gives_the_result_of_one_device_and_moves_little(params, expected, layout: str, explicit: bool) -> None:
     sizes, storage, compute = LAYOUTS[layout]
     with jax.set_mesh(axn.make_mesh(sizes, explicit=explicit)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import pytest
@@ -10,12 +11,11 @@ from jax.sharding import Mesh
 
 import axonym as axn
 
-MAPPINGS: list[axn.sharding.ResourceMapping] = [
-    {"batch": "data"},
-    {"vocab": "model"},
+# Those that ask most are tried with every version of JAX.
+MAPPINGS: list[Any] = [
     {"batch": "data", "vocab": "model"},
     {"vocab": ("data", "model")},
-    {"batch": None},
+    *(pytest.param(m, marks=pytest.mark.further) for m in ({"batch": "data"}, {"vocab": "model"}, {"batch": None})),
 ]
 
 
