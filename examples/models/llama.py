@@ -215,6 +215,10 @@ class Mlp(eqx.Module):
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
+BALANCE, SMALL_LOGITS = 1e-2, 1e-3
+"""How much an uneven load of the experts counts in the loss, and large logits of their router, for each block."""
+
+
 class Mixture(eqx.Module):
     """A mixture of perceptrons with gates: each token goes to a few, those that a router scores highest."""
 
@@ -239,15 +243,35 @@ class Mixture(eqx.Module):
         )
 
     def __call__(self, x: NamedArray) -> NamedArray:
+        return self._routed(x)[0]
+
+    def with_penalty(self, x: NamedArray) -> tuple[NamedArray, NamedArray]:
+        """The output, and how much an uneven load and large logits of the router count, for each text.
+
+        The load is that of each text on its own, so that it does not matter how texts are distributed.
+        """
+
+        def penalty(logits: NamedArray, scores: NamedArray, chosen: NamedArray) -> NamedArray:
+            uneven = nn.load_balancing_loss(scores, chosen, scores.resolve_axis("scores"))
+            return BALANCE * uneven + SMALL_LOGITS * nn.router_z_loss(logits, "scores")
+
+        y, *routing = self._routed(x)
+        return y, axn.vmap(penalty, "batch")(*routing)
+
+    def _routed(self, x: NamedArray) -> tuple[NamedArray, NamedArray, NamedArray, NamedArray]:
+        """The output; the router's logits and scores, and the experts it chose."""
+
         def of_experts(layers: Any, rows: NamedArray, sizes: NamedArray) -> NamedArray:
             gate, up, down = layers
             return down(self.activation(gate(rows, sizes)) * up(rows, sizes), sizes)
 
-        scores = nn.softmax(self.router(x).astype("float32"), "scores")
+        logits = self.router(x).astype("float32")
+        scores = nn.softmax(logits, "scores")
         weights, chosen = axn.top_k(scores, "scores", self.choices, "choice")
         layers = self.gate_proj, self.up_proj, self.down_proj
         found = nn.dispatch(of_experts, layers, x, chosen, self.gate_proj.Experts)
-        return axn.dot(found, (weights / weights.sum("choice")).astype(x.dtype), axis="choice")
+        mixed = axn.dot(found, (weights / weights.sum("choice")).astype(x.dtype), axis="choice")
+        return mixed, logits, scores, chosen
 
 
 class Block(ModuleWithStateDictSerialization):
@@ -271,6 +295,14 @@ class Block(ModuleWithStateDictSerialization):
     def __call__(self, x: NamedArray) -> NamedArray:
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
+
+    def with_penalty(self, carry: tuple[NamedArray, NamedArray]) -> tuple[NamedArray, NamedArray]:
+        """The same with a mixture, whose penalty for each text is added to those of other blocks."""
+        assert isinstance(self.mlp, Mixture)
+        x, penalties = carry
+        x = x + self.attention(self.attention_norm(x))
+        y, penalty = self.mlp.with_penalty(self.mlp_norm(x))
+        return x + y, penalties + penalty
 
     def extend(
         self, x: NamedArray, cache: KVCache, layer: NamedArray, count: NamedArray | None = None
@@ -319,16 +351,21 @@ class Llama(ModuleWithStateDictSerialization):
     def __call__(self, tokens: NamedArray) -> NamedArray:
         return self._logits(self.blocks.fold(self._embedded(tokens)))
 
-    def loss(self, tokens: NamedArray, schedule: Any = None) -> jax.Array:
+    def loss(self, tokens: NamedArray, schedule: Any = None, penalties: bool = False) -> jax.Array:
         """The mean surprise at each token but the first, given those before it.
 
         Arguments:
             tokens: the texts.
             schedule: how blocks that are sharded over stages take turns, one of `axonym.schedules`.
+            penalties: whether to add those of mixtures of experts, for training.
         """
-        ends = dataclasses.replace(self, blocks=None)
-        x = self._embedded(tokens)
-        total = self.blocks.fold(x, schedule=schedule, then=_total_loss, then_args=(ends, tokens))
+        x, then_args = self._embedded(tokens), (dataclasses.replace(self, blocks=None), tokens)
+        if penalties and isinstance(self.blocks.stacked.mlp, Mixture):
+            carry = x, axn.zeros(tokens.resolve_axis("batch"))
+            then: Any = _total_loss_and_penalties
+            total = self.blocks.fold_via(Block.with_penalty, schedule=schedule, then=then, then_args=then_args)(carry)
+        else:
+            total = self.blocks.fold(x, schedule=schedule, then=_total_loss, then_args=then_args)
         return total / (tokens.size - tokens.size // tokens.axis_size("pos"))
 
     def empty_cache(self, Batch: Axis, KPos: Axis, dtype: Any = None) -> KVCache:
@@ -372,6 +409,12 @@ class Llama(ModuleWithStateDictSerialization):
 def _total_loss(x: NamedArray, model: Llama, tokens: NamedArray) -> jax.Array:
     """The sum of the surprises, given what the last block makes of some texts, and the rest of the model."""
     return next_token_loss(model._logits(x), tokens, axn.sum)
+
+
+def _total_loss_and_penalties(carry: tuple[NamedArray, NamedArray], model: Llama, tokens: NamedArray) -> jax.Array:
+    """The same with penalties, each for as many tokens as are predicted in a text."""
+    x, penalties = carry
+    return _total_loss(x, model, tokens) + (tokens.axis_size("pos") - 1) * axn.sum(penalties).scalar()
 
 
 def next_token_loss(logits: NamedArray, tokens: NamedArray, reduction: Any = axn.mean) -> jax.Array:

@@ -168,8 +168,9 @@ def parse(arguments: Sequence[str] | None, default: Config | None = None) -> Con
     """The settings that the command line gives; the default has the others."""
     options = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     config = tyro.cli(Config, args=arguments, default=default or Config(), config=options, prog="train_lm.py")
-    if default is None and config.mapping == "expert" and not config.model.experts:
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, experts=8))
+    if default is None and config.mapping == "expert":  # with another default, which --experts 0 is not to become
+        experts = Config(model=ModelSizes(experts=8))
+        config = tyro.cli(Config, args=arguments, default=experts, config=options, prog="train_lm.py")
     if default is not None or not config.resume:  # or the settings of the run are yet to be read
         _check(config)
     return config

@@ -84,7 +84,8 @@ def make_functions(
         return State(model, optimizer.init(model), rest)  # pyright: ignore[reportArgumentType]
 
     def train(state: State, tokens: NamedArray) -> tuple[State, Metrics]:
-        value, gradients = jax.value_and_grad(of_policy)(state.model, tokens)
+        of_training = functools.partial(of_policy, penalties=True)
+        value, gradients = jax.value_and_grad(of_training)(state.model, tokens)
         updates, kept = optimizer.update(gradients, state.optimizer, state.model)  # pyright: ignore[reportArgumentType]
         metrics = {"loss": value, "gradient_norm": optax.tree.norm(gradients)}
         return State(optax.apply_updates(state.model, updates), kept, state.key), metrics  # pyright: ignore[reportArgumentType]
@@ -108,9 +109,14 @@ def distributed(fn: Callable[..., Any], strategy: Strategy, **options: Any) -> C
     return axn.fsdp(fn, strategy.storage, strategy.compute, **options)
 
 
-def loss(model: llama.Llama, tokens: NamedArray, policy: Policy, schedule: Any = None) -> jax.Array:
-    """The mean surprise at the next token. The model computes as the policy says, the loss in float32."""
-    of_model = functools.partial(llama.Llama.loss, schedule=schedule)
+def loss(
+    model: llama.Llama, tokens: NamedArray, policy: Policy, schedule: Any = None, penalties: bool = False
+) -> jax.Array:
+    """The mean surprise at the next token, with penalties of mixtures if these are wanted.
+
+    The model computes as the policy says, the loss in float32.
+    """
+    of_model = functools.partial(llama.Llama.loss, schedule=schedule, penalties=penalties)
     return mixed_precision(policy.with_output_dtype("float32"), of_model)(model, tokens)
 
 

@@ -56,7 +56,7 @@ def loss_and_gradients(mapping: str | None, experts: int) -> Any:
     model = jax.eval_shape(functools.partial(steps.llama.Llama.init, axes), key=jax.random.key(0))
     model = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) * 0.2, x.dtype), model)
     schedule = None if mapping is None else strategy.schedule()
-    step = jax.value_and_grad(functools.partial(steps.loss, policy=policy, schedule=schedule))
+    step = jax.value_and_grad(functools.partial(steps.loss, policy=policy, schedule=schedule, penalties=True))
     if mapping is None:
         return jax.jit(step)(model, tokens)
     with jax.set_mesh(train_lm.strategies.make_mesh(strategy)):
@@ -64,7 +64,9 @@ def loss_and_gradients(mapping: str | None, experts: int) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("experts", "mappings"), [(0, ["pipeline", "pipeline+fsdp", "context"]), (8, ["expert"])], ids=["dense", "mixture"]
+    ("experts", "mappings"),
+    [(0, ["pipeline", "pipeline+fsdp", "context"]), (8, ["expert", "pipeline"])],
+    ids=["dense", "mixture"],
 )
 def test_the_same_is_learned(experts: int, mappings: list[str]) -> None:
     expected = jax.tree.map(np.asarray, loss_and_gradients(None, experts))
@@ -78,7 +80,7 @@ def test_the_same_is_learned(experts: int, mappings: list[str]) -> None:
 def test_experts_by_default() -> None:
     parse = train_lm.settings.parse
     assert parse(["--mapping", "expert"]).model.experts == 8 and parse([]).model.experts == 0
-    assert parse(["--mapping", "expert", "--experts", "4"]).model.experts == 4
+    assert [parse(["--mapping", "expert", "--experts", n]).model.experts for n in ("4", "0")] == [4, 0]
 
 
 # --- runs ---

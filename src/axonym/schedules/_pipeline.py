@@ -213,7 +213,8 @@ class _Pipeline:
         stacked, rest = self._by_rounds(0, stacked), self._by_rounds(2, rest)
         # Device-varying before the loop, so that gradients are summed over devices once, after it.
         self._over = {*stages}.union(*map(varying_axes, (*carry, *rest)))
-        stacked, rest, head, batches = map(self._varying, (stacked, rest, head, batches))
+        stacked, rest, head = map(self._varying, (stacked, rest, head))
+        batches = [varying_over(x, sorted(self._over - varying_axes(x))) for x in batches]
         head = self._gathered(3, head)
         if self._schedule.gather == "before":
             stacked = self._gathered(0, stacked)
@@ -233,7 +234,7 @@ class _Pipeline:
         S, stage = self._count, jax.lax.axis_index(self._stages)
 
         def compute(stacked: Arrays, here: Arrays, rest: Arrays, microbatch: jax.Array, round_: jax.Array) -> Arrays:
-            own, further = self._of_round(0, stacked, round_), self._of_round(2, rest, round_)
+            own, further = self._in_round(0, stacked, round_), self._in_round(2, rest, round_)
             return self._compute(own, here, further, microbatch)
 
         if remat:
@@ -290,7 +291,7 @@ class _Pipeline:
             _, microbatch, round_ = self._work(t - first_up)
             here = _chosen((stage == 0) & (round_ == 0), _at(batches, microbatch), arriving)
             stored = [x.at[(t - first_up) % slots].set(y) for x, y in zip(stored, here, strict=True)]
-            own, further = self._of_round(0, stacked, round_), self._of_round(2, rest, round_)
+            own, further = self._in_round(0, stacked, round_), self._in_round(2, rest, round_)
             leaving = self._compute(own, here, further, microbatch)
 
             # The last stage goes backward in the tick in which it went forward. Whether it does is known to all stages,
@@ -303,7 +304,7 @@ class _Pipeline:
                 total, head_sums, result_grads = jax.lax.cond(
                     ending & (round_there == R - 1), add_loss, add_nothing, total, sums[2], leaving, ended
                 )
-            own, further = self._of_round(0, stacked, round_), self._of_round(2, rest, round_)
+            own, further = self._in_round(0, stacked, round_), self._in_round(2, rest, round_)
             (floats, with_floats), (further_floats, with_further) = _floating(own), _floating(further)
             place = self._forward_index(microbatch, round_) % slots
             _, backward = jax.vjp(
@@ -466,7 +467,7 @@ class _Pipeline:
 
         return [moved(x, position) for x, position in zip(xs, self._layer_positions(group, xs), strict=True)]
 
-    def _of_round(self, group: int, xs: Arrays, round_: jax.Array) -> Arrays:
+    def _in_round(self, group: int, xs: Arrays, round_: jax.Array) -> Arrays:
         """Return the arrays with the layers of a round only."""
         if self._rounds == 1:
             return xs
