@@ -2,8 +2,8 @@
 
 `explain` compiles a step and reads the program: it neither runs the step nor estimates anything. What it cannot know,
 it says is not known. `compare` does so for several mappings, `contract` checks what a step must not do, and `blame`
-finds where an axis stops being sharded. `snapshot` writes a text that is kept with the tests. From the command line,
-`python -m axonym.insight` does the first two.
+finds where an axis stops being sharded. `plan` searches for the mapping with which a step takes least time. `snapshot`
+writes a text that is kept with the tests. From the command line, `python -m axonym.insight` explains and compares.
 """
 
 from .blaming import Blame as Blame, blame as blame
@@ -11,6 +11,7 @@ from .chips import CHIPS as CHIPS, Chip as Chip
 from .comparing import Comparison as Comparison, compare as compare
 from .contracts import BrokenContract as BrokenContract, Contract as Contract, contract as contract
 from .explaining import explain as explain
+from .planning import MappingPlan as MappingPlan, PlannedMapping as PlannedMapping, plan as plan
 from .report import (
     Bounds as Bounds,
     Collective as Collective,

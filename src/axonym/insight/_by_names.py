@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -18,23 +19,25 @@ from .report import Collective, Memory, Report, bounds_on, sent_by
 NOTES: tuple[str, ...] = (
     "by='names' takes every array to be sharded by the mappings, and counts each exchange for itself: a compiler may "
     "combine some, leave some out, or send another dtype",
-    "of temporaries it knows what loops keep for the backward pass: there are more",
+    "of temporaries it knows what loops keep for the backward pass, and the largest product: there are more",
 )
 
 
-@dataclasses.dataclass(frozen=True)
 class Layout:
     """Over which mesh axes names are sharded."""
 
-    mesh: Mapping[str, int]
-    compute: Mapping[str, Entry]
-    storage: Mapping[str, Entry]
+    def __init__(self, mesh: Mapping[str, int], compute: Mapping[str, Entry], storage: Mapping[str, Entry]):
+        self.mesh, self.compute, self.storage = mesh, compute, storage
+        # A step asks for the same few names again and again.
+        self.used = functools.cache(self._used)
+        self.stored = functools.cache(self._stored)
+        self._is_stored = functools.cache(lambda names: is_parameter(names, storage, compute))
 
-    def used(self, name: str | None) -> Axes:
+    def _used(self, name: str | None) -> Axes:
         """Return the mesh axes that an axis is sharded over where it is used."""
         return () if name is None else self._large(mapped_axes(name, self.compute))
 
-    def stored(self, name: str | None) -> Axes:
+    def _stored(self, name: str | None) -> Axes:
         """Return those of an axis of a parameter between uses."""
         return () if name is None else self._large(storage_axes(name, self.storage, self.compute))
 
@@ -43,7 +46,7 @@ class Layout:
 
     def is_stored(self, names: Iterable[str | None]) -> bool:
         """Return whether an array with these axes is a parameter, which is sharded as it is stored."""
-        return is_parameter([n for n in names if n is not None], self.storage, self.compute)
+        return self._is_stored(tuple(n for n in names if n is not None))
 
     def extra(self, names: Iterable[str | None]) -> Axes:
         """Return the mesh axes that a parameter is gathered over to be used."""
@@ -68,6 +71,31 @@ class Layout:
         return math.prod(self.local(x.base, over)) * x.dtype.itemsize
 
 
+@dataclasses.dataclass(frozen=True)
+class CountedExchange:
+    """A collective, before it is described."""
+
+    place: Occurrence
+    kind: str
+    axes: Axes
+    value: Value
+    over: tuple[Axes, ...] | None
+    """The mesh axes that the array is sharded over; those of the compute mapping if None."""
+    of_indices: bool
+    size: int
+    """The bytes of the array on each device."""
+    sent: int | None
+
+    @property
+    def total_sent(self) -> int | None:
+        times = self.place.times
+        return None if self.sent is None or times is None else self.sent * times
+
+    @property
+    def in_branch(self) -> bool:
+        return self.place.in_branch
+
+
 def by_names(
     trace: NamedTrace,
     mesh: Mapping[str, int],
@@ -76,27 +104,16 @@ def by_names(
     chip: Chip | None = None,
 ) -> Report:
     """Report what a traced step does under a compute and a parameter mapping."""
-    layout = Layout(mesh, compute, storage)
-    _check(layout, trace.arguments)
-    account = _Account(layout)
-    for event in trace.events:
-        account.add(event)
-    if account.open:
-        raise NotKnown(_refusal(account.open))
-    memory = Memory(
-        arguments=sum(layout.bytes(x, layout.over(x.base)) for x in trace.arguments),
-        results=sum(layout.bytes(x, layout.over(x.base)) for x in trace.results),
-        aliased=0,
-        temporaries=sum(layout.bytes(x) for x in trace.kept),
-    )
+    account = Account(trace, Layout(mesh, compute, storage))
     notes = [*NOTES]
     if trace.unnamed:
         notes.append(f"{trace.unnamed} products have axes without names, which are taken to be replicated")
-    found = tuple(account.collectives)
+    found, memory = tuple(map(account.described, account.exchanges)), account.memory()
     limits = None if chip is None else bounds_on(chip, found, memory, account.flops)
     return Report(
-        trace.name, "names", dict(mesh), "names", found, memory, account.flops, limits, tuple(notes), account.uncertain
-    )
+        trace.name, "any platform", dict(mesh), "names", found, memory, account.flops, limits, tuple(notes),
+        account.uncertain,
+    )  # fmt: skip
 
 
 def _check(layout: Layout, arguments: Sequence[Value]) -> None:
@@ -117,28 +134,51 @@ def _check(layout: Layout, arguments: Sequence[Value]) -> None:
                 )
 
 
-def _refusal(found: Mapping[str, Occurrence]) -> str:
+def _refusal(found: Mapping[str, Occurrence]) -> NotKnown:
     lines = []
     for what, place in list(found.items())[:4]:
         line = source(place.frames)
         lines.append(f"{what}{f' (at {line})' if line else ''}")
     more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
     listed = "; ".join(lines)
-    return f"explain: by='names' cannot know what this mapping exchanges: {listed}{more}. by='partitioner' says it."
+    message = f"explain: by='names' cannot know what this mapping exchanges: {listed}{more}. by='partitioner' says it."
+    return NotKnown(message, lines[0])
 
 
-class _Account:
-    """The collectives and the flops of a step, one event after another."""
+class Account:
+    """The collectives and the flops of a step under a mapping."""
 
-    def __init__(self, layout: Layout):
-        self.layout = layout
-        self.collectives: list[Collective] = []
+    def __init__(self, trace: NamedTrace, layout: Layout, divides: bool = True):
+        """Arguments:
+        trace: what the step does.
+        layout: the mesh and the mappings.
+        divides: whether mesh axes must divide the axes of arguments.
+        """
+        self.trace, self.layout = trace, layout
+        self.exchanges: list[CountedExchange] = []
         self.flops: int | None = 0
         self.open: dict[str, Occurrence] = {}
         self.uncertain = 0
         self._gathered: set[tuple[int, int, str]] = set()
+        if divides:
+            _check(layout, trace.arguments)
+        for event in trace.events:
+            self._add(event)
+        if self.open:
+            raise _refusal(self.open)
 
-    def add(self, event: object) -> None:
+    def memory(self) -> Memory:
+        """Return what each device keeps: all arguments and results, and the least of temporaries."""
+        layout, trace = self.layout, self.trace
+        products = [layout.bytes(e.result) for e in trace.events if isinstance(e, Sum) and e.flops]
+        return Memory(
+            arguments=sum(layout.bytes(x, layout.over(x.base)) for x in trace.arguments),
+            results=sum(layout.bytes(x, layout.over(x.base)) for x in trace.results),
+            aliased=0,
+            temporaries=sum(layout.bytes(x) for x in trace.kept) + max(products, default=0),
+        )
+
+    def _add(self, event: object) -> None:
         if isinstance(event, Sum):
             self._sum(event)
         elif isinstance(event, Use):
@@ -186,7 +226,7 @@ class _Account:
             return
         extra = layout.extra(result.names) if layout.is_stored(result.names) else ()
         if extra and set(extra) <= set(over):
-            self._exchange(event.place, "reduce-scatter", extra, result, scattered=extra)
+            self._exchange(event.place, "reduce-scatter", extra, result)
             rest = tuple(a for a in over if a not in extra)
             if rest:
                 self._exchange(event.place, "all-reduce", rest, result, layout.over(result.base))
@@ -196,6 +236,11 @@ class _Account:
             )
         else:
             self._exchange(event.place, "all-reduce", over, result)
+            parts = [axes for axes in (at(n) for n, _ in event.summed) if axes]
+            if len(parts) > 1:  # the compiler may send to the devices along one of them after the other
+                size, times = layout.bytes(result), event.place.times or 1
+                apart = sum(2 * size * (layout.count(axes) - 1) // layout.count(axes) for axes in parts)
+                self.uncertain += times * max(0, apart - 2 * size * (layout.count(over) - 1) // layout.count(over))
 
     # --- parameters ---
 
@@ -246,7 +291,7 @@ class _Account:
         elif over := layout.extra(event.result.names) if layout.is_stored(event.result.names) else ():
             # The compiler may gather it here, again where it is used, and once more in the backward pass.
             size, count = layout.bytes(event.result), layout.count(over)
-            self.uncertain += 3 * (size // count) * (count - 1)
+            self.uncertain += (place.times or 1) * 3 * (size // count) * (count - 1)
         if of_rows:
             if set(of_rows) & {a for n in event.indices.names for a in layout.used(n)}:
                 self.open.setdefault(f"indices that are sharded like rows{_within(place)}", place)
@@ -268,48 +313,52 @@ class _Account:
         place: Occurrence,
         kind: str,
         axes: Axes,
-        x: Value,
+        value: Value,
         over: Sequence[Axes] | None = None,
-        scattered: Axes = (),
         of_indices: bool = False,
     ) -> None:
-        """Note a collective; `x` is the whole array of which it exchanges shards that lie over mesh axes."""
+        """Note a collective; `over` says how the array is sharded that a gather makes, and others start from."""
         layout, count = self.layout, self.layout.count(axes)
+        size = layout.bytes(value, over)
+        sent = sent_by(kind, size // count if kind == "all-gather" else size, count)
         axes = tuple(a for a in layout.mesh if a in axes)
-        size = layout.bytes(x, over)
-        given = size // count if kind == "all-gather" else size
+        own = None if over is None else tuple(over)
+        self.exchanges.append(CountedExchange(place, kind, axes, value, own, of_indices, size, sent))
+
+    def described(self, found: CountedExchange) -> Collective:
+        """Describe a collective."""
+        layout, place, x, axes = self.layout, found.place, found.value, found.axes
         operation = place.operation and _located(place.operation, layout)
-        local = {n: size for (n, _), size in zip(x.base, layout.local(x.base, over), strict=True) if n is not None}
+        local = {n: s for (n, _), s in zip(x.base, layout.local(x.base, found.over), strict=True) if n is not None}
         terms = () if operation is None else (*operation.operands, *operation.results)
         # In the order of the operand or result that it is: transposes are part of products.
         known = next((t for t in ([a.name for a in term] for term in terms) if set(t) == set(local)), local)
         shown = ", ".join(f"{n}={local[n]}" for n in known)
         names = tuple(n for n in x.names if set(axes) & {*layout.stored(n), *layout.used(n)})
-        gathered = names if kind == "all-gather" else ()
-        reason = operation and _scopes.reason(operation, kind, axes, place.phase, gathered)
-        self.collectives.append(
-            Collective(
-                kind=kind,
-                axes=axes,
-                devices=count,
-                along_all=True,
-                times=place.times,
-                in_branch=place.in_branch,
-                array=f"{_short(x)}[{shown}]",
-                place=(0, 1),
-                size=size // count if scattered else size,
-                sent=sent_by(kind, given, count),
-                phase=place.phase,
-                operation=None if operation is None else str(operation),
-                named_axes=() if operation is None else operation.axes,
-                gathered=gathered,
-                moved=(),
-                stored=names if kind == "all-gather" and not of_indices else (),
-                of_indices=of_indices,
-                reason=reason,
-                source=source(place.frames),
-                scope=place.scope,
-            )
+        gathered = names if found.kind == "all-gather" else ()
+        reason = operation and _scopes.reason(operation, found.kind, axes, place.phase, gathered)
+        count = layout.count(axes)
+        return Collective(
+            kind=found.kind,
+            axes=axes,
+            devices=count,
+            along_all=True,
+            times=place.times,
+            in_branch=place.in_branch,
+            array=f"{_short(x)}[{shown}]",
+            place=(0, 1),
+            size=found.size // count if found.kind == "reduce-scatter" else found.size,
+            sent=found.sent,
+            phase=place.phase,
+            operation=None if operation is None else str(operation),
+            named_axes=() if operation is None else operation.axes,
+            gathered=gathered,
+            moved=(),
+            stored=names if found.kind == "all-gather" and not found.of_indices else (),
+            of_indices=found.of_indices,
+            reason=reason,
+            source=source(place.frames),
+            scope=place.scope,
         )
 
 

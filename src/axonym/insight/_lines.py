@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import site
 import sysconfig
@@ -22,7 +23,12 @@ _OWN = os.path.realpath(Path(__file__).parent.parent) + os.sep
 
 def source(frames: Sequence[Frame]) -> Source | None:
     """Return the innermost line that is not of this library, and rather none of another library."""
-    others = [f for f in frames if not os.path.realpath(f.file).startswith(_OWN)]
-    users = [f for f in others if not os.path.realpath(f.file).startswith(_LIBRARIES)]
+    others = [f for f in frames if not _real(f.file).startswith(_OWN)]
+    users = [f for f in others if not _real(f.file).startswith(_LIBRARIES)]
     best = (users or others or [None])[0]
     return None if best is None else Source(best.file, best.line, best.function)
+
+
+@functools.cache
+def _real(file: str) -> str:
+    return os.path.realpath(file)

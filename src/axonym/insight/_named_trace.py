@@ -134,6 +134,10 @@ class NamedTrace:
 class NotKnown(ValueError):
     """The names of a step do not tell what it does under a mapping."""
 
+    def __init__(self, message: str, reason: str = ""):
+        super().__init__(message)
+        self.reason = reason or message
+
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 

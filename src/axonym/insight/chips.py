@@ -39,3 +39,12 @@ CHIPS = MappingProxyType(
     }
 )
 """Chips by name."""
+
+
+def known_chip(chip: Chip | str, what: str = "explain") -> Chip:
+    """Return a chip by its name."""
+    if isinstance(chip, Chip):
+        return chip
+    if chip not in CHIPS:
+        raise ValueError(f"{what}: the chips with figures are {', '.join(CHIPS)}, got {chip!r}. Make a Chip of it.")
+    return CHIPS[chip]

@@ -24,7 +24,7 @@ from ._hlo import COLLECTIVES, Groups, HloProgram, HloShape, Instruction, Visit,
 from ._lines import source
 from ._named_trace import named_trace
 from ._topologies import moved_to, on_topology
-from .chips import CHIPS, Chip
+from .chips import Chip, known_chip
 from .report import Collective, Memory, Report, bounds_on, sent_by
 
 WITHOUT_FLOPS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart"}
@@ -56,6 +56,7 @@ def explain(
             are the same. `"names"` compiles nothing: it traces the step and works out by name what the mapping makes
             of it, on a mesh of any size. It takes a function that does not say how it is distributed, assumes that
             every array is sharded by the mapping, and raises an error where names do not tell what is exchanged.
+        topology: the TPUs to compile for, such as `"v5e:4x4"`, which need not be here. Takes the extra `tpu-plan`.
         chip: the chip for which to give lower bounds on time: a `Chip`, or the name of one of `CHIPS`.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -65,21 +66,16 @@ def explain(
     """
     if by not in TIERS:
         raise ValueError(f"explain: `by` is one of {', '.join(map(repr, TIERS))}, got {by!r}.")
-    if isinstance(chip, str):
-        if chip not in CHIPS:
-            raise ValueError(
-                f"explain: the chips with figures are {', '.join(CHIPS)}, got {chip!r}. Make a Chip of it."
-            )
-        chip = CHIPS[chip]
-    if by == "names":
-        storage, compute = mappings_of(step, mapping)
-        around = current_mesh() if mesh is None else mesh
-        return by_names(named_trace(step, args, kwargs), dict(around.shape) if around else {}, compute, storage, chip)
+    chip = None if chip is None else known_chip(chip)
     if topology is not None:
         if by != "compiled":
             raise ValueError(f"explain: by={by!r} is not for a topology; TPUs are compiled for with by='compiled'.")
         mesh = on_topology(current_mesh() if mesh is None else mesh, topology)
         args, kwargs = moved_to(mesh, (args, kwargs))
+    if by == "names":
+        storage, compute = mappings_of(step, mapping)
+        around = current_mesh() if mesh is None else mesh
+        return by_names(named_trace(step, args, kwargs), dict(around.shape) if around else {}, compute, storage, chip)
     with active(mesh):
         compiled_step = distributed(step, mapping)
         platform = jax.default_backend() if topology is None else "tpu"

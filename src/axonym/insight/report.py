@@ -368,7 +368,7 @@ def sent_by(kind: str, given: int, count: int) -> int | None:
     return given if kind in ("collective-permute", "collective-broadcast") else None
 
 
-def bounds_on(chip: Chip, collectives: Sequence[Collective], memory: Memory | None, flops: int | None) -> Bounds:
+def bounds_on(chip: Chip, collectives: Sequence[Any], memory: Memory | None, flops: int | None) -> Bounds:
     links: dict[tuple[str, ...], float] = {}
     for c in collectives:
         if c.axes and c.total_sent is not None and not c.in_branch:

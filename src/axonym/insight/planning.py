@@ -1,0 +1,337 @@
+"""`plan`: the mesh and the mappings with which a step takes least time, as far as names tell."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from .._errors import describe_bytes
+from ..sharding.placement import leaves_of
+from ._by_names import Account, Layout
+from ._named_trace import NamedTrace, NotKnown, named_trace
+from ._text import aligned, markdown_table, parsed_bytes, written_number
+from .chips import Chip, known_chip
+from .explaining import explain
+from .report import Bounds, Report, bounds_on, described_seconds
+
+Over = str | tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedMapping:
+    """A mesh and two mappings, and what they cost.
+
+    >>> step = lambda w, x: axn.dot(x, w, axis="embed")
+    >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
+    >>> axn.insight.plan(step, w, x, chips=2).best.mesh
+    {'data': 2}
+    """
+
+    mesh: Mapping[str, int]
+    compute: Mapping[str, Over]
+    storage: Mapping[str, Over]
+    """The parameter mapping, for `axonym.fsdp`; empty if parameters are stored as they are used."""
+    bounds: Bounds
+    memory: int
+    """The bytes that each device keeps at least."""
+    flops: int | None
+    sent: int
+    """The bytes that each device sends."""
+    uncertain: int
+    verified: Report | None = None
+    """What the partitioner makes of it, if it was asked."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the least time of a step: the longest of its bounds.
+
+        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
+        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
+        >>> axn.insight.plan(step, w, x, chips=2).best.seconds > 0
+        True
+        """
+        return self.bounds.longest
+
+    @property
+    def mapping(self) -> Any:
+        """Return what `explain` and `compare` take as `mapping`.
+
+        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
+        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
+        >>> axn.insight.plan(step, w, x, chips=2).best.mapping
+        {'batch': 'data'}
+        """
+        return (dict(self.storage), dict(self.compute)) if self.storage else dict(self.compute)
+
+    def code(self) -> str:
+        """Return the mesh and the mappings as Python.
+
+        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
+        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
+        >>> print(axn.insight.plan(step, w, x, chips=2).best.code())
+        mesh = axn.make_mesh({'data': 2})
+        compute = {'batch': 'data'}
+        step = axn.named_jit(step, compute, in_placement=compute)
+        """
+        lines = [f"mesh = axn.make_mesh({dict(self.mesh)!r})", f"compute = {dict(self.compute)!r}"]
+        if self.storage:
+            lines += [f"storage = {dict(self.storage)!r}", "step = axn.fsdp(step, storage, compute)"]
+        else:
+            lines.append("step = axn.named_jit(step, compute, in_placement=compute)")
+        return "\n".join(lines)
+
+    def _order(self) -> tuple[float, float, int]:
+        """Return what plans are ordered by: bounds that agree to two digits are told apart by their sum."""
+        total = sum(t for t in (self.bounds.compute, *self.bounds.links.values()) if t is not None)
+        return float(f"{self.seconds:.2g}"), total, len(self.mesh) + len(self.compute) + len(self.storage)
+
+
+@dataclasses.dataclass(frozen=True)
+class MappingPlan:
+    """The mappings that `plan` found, the best first: printed as a table, with the best as code.
+
+    >>> step = lambda w, x: axn.dot(x, w, axis="embed")
+    >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
+    >>> isinstance(axn.insight.plan(step, w, x, chips=2), axn.insight.MappingPlan)
+    True
+    """
+
+    step: str
+    chips: int
+    chip: Chip
+    memory: int
+    found: tuple[PlannedMapping, ...]
+    """Those that fit into the memory, by the time they take."""
+    too_large: tuple[PlannedMapping, ...]
+    """Those that do not, the smallest first."""
+    considered: int
+    left_out: Mapping[str, str]
+    """What was not considered, and why."""
+
+    @property
+    def best(self) -> PlannedMapping:
+        """Return the mapping that takes least time.
+
+        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
+        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
+        >>> axn.insight.plan(step, w, x, chips=2).best.compute
+        {'batch': 'data'}
+        """
+        return self.found[0]
+
+    def to_markdown(self) -> str:
+        """Return the table in Markdown.
+
+        >>> step = lambda w, x: axn.dot(x, w, axis="embed")
+        >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
+        >>> "| mesh |" in axn.insight.plan(step, w, x, chips=2).to_markdown()
+        True
+        """
+        header, *rows = self._table()
+        return "\n\n".join([self._title(), markdown_table(header, rows), f"```python\n{self.best.code()}\n```"])
+
+    def __str__(self) -> str:
+        notes = [f"{what} is not considered: {why}" for what, why in self.left_out.items()]
+        if self.best.verified is None:
+            notes.append("not compiled: by names alone")
+        notes.append("times are least times, and memory is what is kept at least: measure the first few")
+        parts = [self._title(), "\n".join(aligned(self._table())), self.best.code()]
+        return "\n\n".join([*parts, "\n".join(f"note: {n}" for n in notes)])
+
+    def _repr_markdown_(self) -> str:
+        return self.to_markdown()
+
+    def _title(self) -> str:
+        large = f", {len(self.too_large)} of which need more memory" if self.too_large else ""
+        return (
+            f"{self.step} on {self.chips} x {self.chip.name} with {describe_bytes(self.memory)} each: "
+            f"{self.considered} mappings{large}"
+        )
+
+    def _table(self) -> list[list[str]]:
+        header = ["mesh", "compute", "and stored by", "at least", "binding", "sent", "memory", "flops", "partitioner"]
+        rows = []
+        for p in self.found[:8]:
+            verified = "-" if p.verified is None else _agreement(p)
+            own = {n: over for n, over in p.storage.items() if p.compute.get(n) != over}
+            flops = "not known" if p.flops is None else written_number(p.flops)
+            rows.append(
+                [_listed(p.mesh, "="), _listed(p.compute), _listed(own) or "as used",
+                 described_seconds(p.seconds), p.bounds.binding, describe_bytes(p.sent), describe_bytes(p.memory),
+                 flops, verified]
+            )  # fmt: skip
+        return [header, *rows]
+
+
+def plan(
+    step: Callable[..., Any],
+    model: Any,
+    *batch: Any,
+    chips: int,
+    chip: Chip | str = "v5p",
+    memory: int | str | None = None,
+    verify: int = 3,
+) -> MappingPlan:
+    """Search for the mesh and the mappings with which a step of training takes least time, and fits into memory.
+
+    The step is traced once, and each mapping is worked out by name, as `explain` does with `by="names"`: mappings of
+    the batch (data parallelism), of the parameters between uses (FSDP), of axes along which devices can compute
+    independently (tensor parallelism), and of these together, on all meshes of one or two axes. What names do not tell
+    is not considered, and the result says so: sharding a sequence, experts, and stages of a pipeline.
+
+    The time of a mapping is the longest of its bounds: to compute, or to send over a mesh axis. Bounds that agree to
+    two digits are told apart by their sum.
+
+    Arguments:
+        step: a function of the model and more arguments, with the whole step in it: loss, gradients, update. It does
+            not say how it is distributed, and is not run.
+        model: its first argument, whose axes are those of the model. May be abstract.
+        *batch: the others. Axes that the model has not are those of the batch.
+        chips: how many there are.
+        chip: which: a `Chip`, or the name of one of `CHIPS`.
+        memory: the bytes that a device may keep, such as `"80 GiB"`; all that the chip has by default.
+        verify: how many of the best to explain by the partitioner too, where this process has as many devices, which on
+            a CPU can be simulated. They are ordered by what it says.
+
+    >>> step = lambda w, x: axn.dot(x, w, axis="embed")
+    >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
+    >>> print(axn.insight.plan(step, w, x, chips=2).best.code())
+    mesh = axn.make_mesh({'data': 2})
+    compute = {'batch': 'data'}
+    step = axn.named_jit(step, compute, in_placement=compute)
+    """
+    chip, limit = known_chip(chip, "plan"), parsed_bytes(memory) if isinstance(memory, str) else memory
+    limit = chip.memory if limit is None else limit
+    args = (model, *batch)
+    trace = named_trace(step, args, {})
+    search = _Search(trace, chip, _names(model), _names(batch))
+    found = list(search.run(chips))
+    fitting = sorted((p for p in found if p.memory <= limit), key=PlannedMapping._order)
+    too_large = sorted((p for p in found if p.memory > limit), key=lambda p: p.memory)
+    if not fitting:
+        least = f"; the least is {describe_bytes(too_large[0].memory)} ({too_large[0].mapping})" if too_large else ""
+        raise ValueError(
+            f"plan: of {len(found)} mappings on {chips} devices, none fits into {describe_bytes(limit)}{least}. "
+            + "; ".join(f"{what} was not considered: {why}" for what, why in search.left_out.items())
+        )
+    if verify and jax.default_backend() == "cpu" and jax.device_count() >= chips:
+        checked = [_verified(p, step, args, chip) for p in fitting[:verify]]
+        fitting = sorted(checked, key=PlannedMapping._order) + fitting[verify:]
+    return MappingPlan(
+        trace.name, chips, chip, limit, tuple(fitting), tuple(too_large), len(found), dict(search.left_out)
+    )
+
+
+def _names(tree: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(n for leaf in leaves_of(tree)[0] for n in leaf.names or ()))
+
+
+def _verified(p: PlannedMapping, step: Callable[..., Any], args: Sequence[Any], chip: Chip) -> PlannedMapping:
+    """Explain a planned mapping by the partitioner."""
+    mesh = AbstractMesh(tuple(p.mesh.values()), tuple(p.mesh), axis_types=(AxisType.Auto,) * len(p.mesh))
+    report = explain(step, *args, mapping=p.mapping, mesh=mesh, by="partitioner", chip=chip)
+    assert report.bounds is not None, "there is a chip"
+    return dataclasses.replace(p, bounds=report.bounds, verified=report)
+
+
+# --- searching ---
+
+
+class _Search:
+    """All meshes and mappings of a traced step that names tell the cost of."""
+
+    def __init__(self, trace: NamedTrace, chip: Chip, of_model: Sequence[str], of_batch: Sequence[str]):
+        self.trace, self.chip = trace, chip
+        self.left_out: dict[str, str] = {}
+        sizes = {n: size for x in trace.arguments for n, size in x.dims if n is not None}
+        alone = [n for n in sizes if self._told({n: "model"}, {})]
+        self.batch = [n for n in of_batch if n not in of_model and n in alone]
+        self.tensor = [n for n in alone if n in of_model or n in of_batch]
+        data: dict[str, Over] = {self.batch[0]: "data"} if self.batch else {}
+        self.stored = [n for n in of_model if data and self._told(data, {n: "data"})]
+        apart: set[frozenset[str]] = set()
+        for a, b in itertools.combinations(self.tensor, 2):
+            if not self._told({a: "model", b: "model"}, {}, note=False):
+                apart.add(frozenset((a, b)))
+        self.groups = [
+            group
+            for count in range(len(self.tensor) + 1)
+            for group in itertools.combinations(self.tensor, count)
+            if not any(frozenset(pair) in apart for pair in itertools.combinations(group, 2))
+        ]
+
+    def _told(self, compute: Mapping[str, Over], storage: Mapping[str, Over], note: bool = True) -> bool:
+        """Return whether names tell what a mapping does on a mesh whose axes divide everything."""
+        try:
+            Account(self.trace, Layout({"data": 2, "model": 2}, compute, storage), divides=False)
+        except NotKnown as e:
+            if note:
+                what = f"storing {', '.join(storage)} sharded" if storage else f"sharding {', '.join(compute)}"
+                self.left_out.setdefault(what, e.reason)
+            return False
+        return True
+
+    def run(self, chips: int) -> Iterator[PlannedMapping]:
+        """Go through all mappings that divide the axes."""
+        for mesh, compute, storage in self._candidates(chips):
+            try:
+                account = Account(self.trace, Layout(mesh, compute, storage))
+            except ValueError:  # they do not divide the axes, or names do not tell
+                continue
+            yield self._planned(account, mesh, compute, storage)
+
+    def _candidates(self, chips: int) -> Iterator[tuple[dict[str, int], dict[str, Over], dict[str, Over]]]:
+        for model in (n for n in range(1, chips + 1) if chips % n == 0):
+            data = chips // model
+            mesh = {axis: n for axis, n in (("data", data), ("model", model)) if n > 1} or {"data": 1}
+            for batch, group in itertools.product(self.batch or [None], self.groups):
+                if batch in group:
+                    continue
+                if bool(group) != (model > 1) and not (model > 1 and data > 1 and batch and not group):
+                    continue
+                over: Over = ("data", "model") if model > 1 and not group else "data"
+                compute: dict[str, Over] = {batch: over} if batch and data > 1 else {}
+                compute |= dict.fromkeys(group, "model")
+                used: dict[str, Over] = dict.fromkeys(group, "model")
+                # Two mesh axes that both shard the batch differ from one only if parameters are stored over one.
+                if group or model == 1:
+                    yield mesh, compute, {}
+                if data > 1 and batch:
+                    for name in self.stored:
+                        if name not in group:
+                            yield mesh, compute, {name: "data"} | used
+
+    def _planned(
+        self, account: Account, mesh: dict[str, int], compute: dict[str, Over], storage: dict[str, Over]
+    ) -> PlannedMapping:
+        kept = account.memory()
+        bounds = bounds_on(self.chip, account.exchanges, None, account.flops)
+        sent = sum(e.total_sent or 0 for e in account.exchanges)
+        # Results that are arguments of the next step take their place.
+        memory = max(kept.arguments, kept.results) + kept.temporaries
+        return PlannedMapping(mesh, compute, storage, bounds, memory, account.flops, sent, account.uncertain)
+
+
+# --- writing ---
+
+
+def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:
+    def one(over: Any) -> str:
+        return "+".join(over) if isinstance(over, tuple) else str(over)
+
+    gap = "" if sign == "=" else " "
+    return ", ".join(f"{n}{sign}{gap}{one(over)}" for n, over in mapping.items())
+
+
+def _agreement(p: PlannedMapping) -> str:
+    """Say how what the partitioner makes of a mapping differs from what names tell."""
+    assert p.verified is not None
+    true = p.verified.total_sent()
+    if true == p.sent:
+        return "the same"
+    return "sends " + ("not known" if true is None else describe_bytes(true))

@@ -1,0 +1,103 @@
+"""Plans are the best that there is by the true program, and say what they leave out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+import axonym as axn
+from axonym.insight import PlannedMapping, plan
+from tests.insight import cases
+from tests.insight.test_by_names import TENSOR, language_model
+from tests.insight.test_explain import batch, step, weights
+
+
+def truth(p: PlannedMapping, case: tuple[Any, ...]) -> PlannedMapping:
+    """A planned mapping with the bounds of the partitioner."""
+    mesh = AbstractMesh(tuple(p.mesh.values()), tuple(p.mesh), axis_types=(AxisType.Auto,) * len(p.mesh))
+    report = axn.insight.explain(*case, mapping=p.mapping, mesh=mesh, by="partitioner", chip="v5e")
+    assert report.bounds is not None
+    assert abs((report.total_sent() or 0) - p.sent) <= p.uncertain and report.flops == p.flops, p
+    return dataclasses.replace(p, bounds=report.bounds)
+
+
+def test_the_best_is_the_best_of_all_by_the_true_program() -> None:
+    case = step, weights(), batch()
+    found = plan(*case, chips=8, chip="v5e", verify=0)
+    assert len(found.found) == found.considered > 15 and found.best.verified is None
+    true = [truth(p, case) for p in found.found]
+    order = [p._order() for p in true]
+    (seconds, total, _), (least, least_total, _) = order[0], min(order)
+    assert seconds == least < max(order)[0] and total < 1.001 * least_total
+    meshes = {tuple(p.mesh.values()) for p in true}
+    assert meshes == {(8,), (2, 4), (4, 2)}
+
+
+def test_it_does_not_lose_to_the_strategies_of_the_examples() -> None:
+    """Those that names tell the cost of, and all axes of one of which are divided."""
+    case = language_model("llama")
+    found = plan(*case, chips=8, chip="v5e", verify=1)
+    assert found.best.verified is not None
+    assert found.best.verified.total_sent() == found.best.sent
+    data, used = {"batch": "data"}, {"batch": "data"} | TENSOR
+    strategies = {
+        "data": ({"data": 8}, data, {}),
+        "fsdp": ({"data": 8}, data, {"embed": "data"}),
+        "tensor": ({"data": 2, "model": 4}, used, {}),
+        "fsdp+tensor": ({"data": 4, "model": 2}, used, {"embed": "data"} | TENSOR),
+    }
+    for mesh, compute, storage in strategies.values():
+        mapping = (storage, compute) if storage else compute
+        with jax.set_mesh(cases.mesh_of(**mesh)):
+            report = axn.insight.explain(*case, mapping=mapping, by="partitioner", chip="v5e")
+        assert report.bounds is not None and found.best.seconds <= report.bounds.longest
+
+
+def test_memory_decides() -> None:
+    case = step, weights(), batch()
+    found = plan(*case, chips=8, verify=0)
+    least = min(p.memory for p in found.found)
+    small = plan(*case, chips=8, memory=least, verify=0)
+    assert {p.memory for p in small.found} == {least} and small.considered == found.considered
+    assert [p.memory for p in small.too_large] == sorted(p.memory for p in found.found if p.memory > least)
+    assert f"{len(small.too_large)} of which need more memory" in str(small)
+    with pytest.raises(ValueError, match=r"none fits into 1 KiB; the least is .*KiB"):
+        plan(*case, chips=8, memory="1 KiB")
+
+
+def test_what_is_printed_can_be_run() -> None:
+    found = plan(step, weights(), batch(), chips=8, verify=0)
+    stored = next(p for p in found.found if p.storage)
+    for p in (found.best, stored):
+        names: dict[str, Any] = {"axn": axn, "step": step}
+        exec(p.code(), names)
+        with jax.set_mesh(names["mesh"]):
+            value, _ = names["step"](*jax.tree.map(lambda x: jax.numpy.ones(x.shape, x.dtype), (weights(), batch())))
+        assert math.isfinite(value)
+    assert found.best.code() in str(found) and found.best.code() in found.to_markdown()
+
+
+def test_what_names_do_not_tell_is_left_out_and_said() -> None:
+    def sorted_first(w: Any, x: Any) -> Any:
+        return step(w, axn.sort(x, "batch"))
+
+    found = plan(sorted_first, weights(), batch(), chips=2, verify=0)
+    assert all("batch" not in p.compute for p in found.found)
+    assert "sort along batch" in found.left_out["sharding batch"]
+    assert "sharding batch is not considered: sort along batch" in str(found)
+
+
+def test_a_plan_for_many_devices() -> None:
+    found = plan(*language_model("llama", optimizer=True), chips=16, chip="v5p")
+    assert math.prod(found.best.mesh.values()) == 16 and found.best.verified is None
+    assert "not compiled: by names alone" in str(found)
+
+
+def test_a_chip_without_figures() -> None:
+    with pytest.raises(ValueError, match="plan: the chips with figures are"):
+        plan(step, weights(), batch(), chips=8, chip="v9")
