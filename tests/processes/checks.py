@@ -203,7 +203,7 @@ def check_vocabulary(folder: Path) -> None:
 
 def check_schedules(folder: Path) -> None:
     """Stages, a ring and experts whose neighbours are in other processes: values and gradients."""
-    Layers, Experts = axn.make_axes(layers=8, experts=8)
+    Layers, Experts = axn.make_axes(layers=16, experts=8)
     blocks = axn.nn.Stacked.init(Layers, axn.nn.Linear)(Embed, Embed, key=jax.random.key(0))
     mixture = axn.nn.MoELinear.init(Experts, Embed, Embed, key=jax.random.key(1))
     expert = axn.named(np.arange(8) * 3 % 8, Batch)
@@ -236,7 +236,7 @@ def check_schedules(folder: Path) -> None:
     compute = jax.jit(jax.value_and_grad(loss_inside, (0, 1)), static_argnums=3)
     mapping = {"layers": "ring", "vocab": "ring"}
     with axn.set_mesh(axn.make_mesh({"ring": 8})), axn.axis_mapping(mapping):
-        schedule = axn.schedules.OneFOneB(microbatches=8, axis="batch")
+        schedule = axn.schedules.OneFOneB(microbatches=8, axis="batch", rounds=2)
         found = compute(*axn.shard((blocks, table, x)), schedule)
     assert_values(found, lambda: compute(blocks, table, x, None), atol=2e-4)
 
