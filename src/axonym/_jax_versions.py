@@ -42,3 +42,14 @@ def set_apart(x: jax.Array) -> jax.Array:
     updated (also of a cotangent that is constant), the other shards are updated too.
     """
     return x if jax.__version_info__ >= (0, 12) else jax.lax.optimization_barrier(x)
+
+
+def active_platform() -> str:
+    """Return the platform of the devices of the active mesh, or without one, that of JAX."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return jax.default_backend()
+    if hasattr(device, "platform"):
+        return device.platform
+    # Before jax 0.10.2, a device of a mesh has no platform.
+    return "tpu" if device.device_kind.startswith("TPU") else jax.default_backend()

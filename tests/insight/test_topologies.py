@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import axonym as axn
+from axonym import nn
 from axonym.insight import compare, explain
+from axonym.nn.attention import Causal, dot_product_attention
 from tests.insight import cases
 
 MESH = {"data": 4, "model": 2}
@@ -56,6 +59,42 @@ class TestWithTheCompiler:
         elsewhere = axn.make_mesh({"data": 8})
         with pytest.raises(ValueError, match=r"an argument is on the mesh \{'data': 4, 'model': 2\}"):
             explain(lambda x: x, x, mesh=elsewhere, topology=TOPOLOGY)
+
+    def test_kernels_and_what_brings_its_own_partitioning(
+        self, explicit_mesh: jax.sharding.Mesh, auto_mesh: Any
+    ) -> None:
+        """Kernels of the platform that is compiled for are chosen, and run device by device."""
+        Batch, Pos, Heads, Size, Experts, Vocab = axn.make_axes(
+            batch=8, pos=128, heads=2, head_size=128, experts=4, vocab=512
+        )
+        compute = {"batch": "data", "heads": "model", "vocab": "model"}
+        x = jax.eval_shape(lambda: axn.zeros((Batch, Pos, Heads, Size), "bfloat16"))
+        logits, sizes = jax.eval_shape(lambda: (axn.zeros((Batch, Vocab)), axn.zeros(Experts, "int32")))
+        rows = jax.eval_shape(lambda: axn.zeros((Vocab.alias("rows"), Size)))
+        layer = jax.eval_shape(
+            lambda: nn.MoELinear.init(Experts, Size, Size.alias("out"), key=jax.random.key(0), use_gmm=True)
+        )
+
+        def attend(x: axn.NamedArray) -> Any:
+            def total(x: axn.NamedArray) -> Any:
+                keys, mask = x.rename({"pos": "key_pos"}), Causal("pos")
+                y = dot_product_attention(x, keys, keys, "key_pos", "head_size", mask, implementation="fused")
+                return y.astype("float32").sum().scalar()
+
+            return jax.grad(total)(x)
+
+        for mesh in (auto_mesh, explicit_mesh):
+            settings: Any = {"mesh": mesh, "topology": TOPOLOGY}
+            report = explain(attend, x, mapping=compute, **settings)
+            assert report.total_sent() == 0 and "tpu_custom_call" in report.notes[0]
+            multiply = lambda layer, x, sizes: layer(x, sizes)
+            report = explain(multiply, layer, rows, sizes, mapping={"experts": None}, **settings)
+            assert report.total_sent() == 0 and "tpu_custom_call" in report.notes[0]
+        largest = lambda x: axn.top_k(x, "vocab", 4)
+        sent = explain(largest, logits, mapping=compute, mesh=explicit_mesh, topology=TOPOLOGY).total_sent("model")
+        assert sent is not None and 0 < sent < 512, "candidates, not logits"
+        with pytest.raises(ValueError, match=r"only on a mesh whose axes are Explicit"):
+            explain(largest, logits, mapping=compute, mesh=auto_mesh, topology=TOPOLOGY)
 
     def test_what_does_not_fit_is_the_compilers_error(self) -> None:
         mesh = axn.make_mesh(MESH)

@@ -125,10 +125,13 @@ def test_splash(auto_mesh: Mesh) -> None:
     ("call", "message"),
     [
         (lambda: attend(Q, K, V, implementation="cudn"), "no such implementation.* Did you mean 'cudnn'"),
-        (lambda: attend(Q, K, V, implementation="cudnn"), "'cudnn'.*: this kernel needs a GPU, and JAX runs on a CPU"),
+        (
+            lambda: attend(Q, K, V, implementation="cudnn"),
+            "'cudnn'.*: this kernel needs a GPU, and the devices here are CPUs",
+        ),
         (
             lambda: attend(Q, K, V, implementation="splash"),
-            "'splash'.*: this kernel needs a TPU, and JAX runs on a CPU",
+            "'splash'.*: this kernel needs a TPU, and the devices here are CPUs",
         ),
         (
             lambda: attend(Q, K, V, dropout=0.1, precision="highest", implementation="xla"),

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import Mesh
 
 import axonym as axn
-from axonym.nn import MoELinear, _grouped_matmul
+from axonym.nn import MoELinear, _grouped_matmul, moe
 from tests.helpers import assert_named, spec
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -222,8 +222,9 @@ def _collectives(fn: Any, *args: Any) -> set[str]:
 def test_gmm(monkeypatch: pytest.MonkeyPatch, explicit_mesh: Mesh) -> None:
     """The Pallas kernel, simulated: also for rows that are no multiple of its tiles, and device by device."""
     layer, gmm = make(out_first=True), make(out_first=True, use_gmm=True)
-    with pytest.raises(ValueError, match="megablox, which runs on TPU only; JAX runs on cpu here"):
+    with pytest.raises(ValueError, match="megablox, which runs on TPU only; the devices here are CPUs"):
         gmm(X, SIZES)
+    monkeypatch.setattr(moe, "active_platform", lambda: "tpu")
     monkeypatch.setattr(_grouped_matmul, "megablox", functools.partial(_grouped_matmul.megablox, interpret=True))
     gmm = MoELinear(gmm.weight, gmm.bias, Experts, In, Out.alias("mlp"), use_gmm=True)
     x = X["rows", axn.ds(0, 31)]

@@ -32,7 +32,16 @@ def own_lines() -> Iterator[None]:
 def compiled(lowered: Any) -> Any:
     """Compile a lowered function with its own options."""
     with own_lines():
-        return lowered.compile()
+        try:
+            return lowered.compile()
+        except jax.errors.JaxRuntimeError as e:
+            if "CustomSPMDPartitioning not found" not in str(e):
+                raise
+            raise ValueError(
+                "explain: an operation with its own partitioning, such as `top_k` or `random.categorical` along a "
+                "sharded axis, can be compiled for a topology only on a mesh whose axes are Explicit: "
+                "axonym.make_mesh(..., explicit=True)."
+            ) from e
 
 
 class _Enough(Exception):

@@ -236,14 +236,14 @@ class HloProgram:
     def _read(self) -> None:
         name = ""
         current: dict[str, Instruction] | None = None
-        for line in self.text.splitlines():
+        for line in _joined(self.text):
             if current is None:
                 head = re.match(r"(ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .* )?\{$", line)
                 if head:
                     name, current = head[2], self.computations.setdefault(head[2], {})
                     if head[1]:
                         self.entry = head[2]
-            elif line.startswith("}"):
+            elif _END.match(line):
                 current = None
             elif line.strip():
                 instruction = _instruction(_COMMENT.sub("", line))
@@ -264,6 +264,24 @@ class HloProgram:
 
 
 # --- instructions ---
+
+
+_START = re.compile(r"\s+(?:ROOT )?%?[\w.\-]+ = ")
+_END = re.compile(r"\}(?:$|, execution_thread)")
+
+
+def _joined(text: str) -> Iterator[str]:
+    """Go through the lines of a program. The attributes of a kernel may break an instruction into several."""
+    inside = ""
+    for line in text.splitlines():
+        if inside and not (_START.match(line) or _END.match(line)):
+            inside += line
+            continue
+        if inside:
+            yield inside
+        inside = line if _START.match(line) else ""
+        if not inside:
+            yield line
 
 
 def _instruction(line: str) -> Instruction:

@@ -73,6 +73,9 @@ class Grouped(NamedTuple):
     def by_partitioner(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
         """Multiply replicated operands, or leave them to the partitioner."""
         mesh = mesh_around((x, weight, sizes))
+        if self.use_gmm and not mesh.empty and AxisType.Manual not in mesh.axis_types:  # XLA does not partition kernels
+            whole = [PartitionSpec(*[None] * a.ndim) for a in (x, weight, sizes)]
+            return run_per_device(self.multiply, (x, weight, sizes), whole, whole[0], mesh, check_vma=False)
         explicit = axes_of_type(mesh, AxisType.Explicit)
         if not explicit:
             return self.multiply(x, weight, sizes)
@@ -226,11 +229,6 @@ def megablox(
 
     The rows come first in `x`, the groups in `weight`; `transposed`: the summed axis is the last of the matrices.
     """
-    if not interpret and jax.default_backend() != "tpu":
-        raise ValueError(
-            "MoELinear: `use_gmm` selects the Pallas kernel megablox, which runs on TPU only; JAX runs on "
-            f"{jax.default_backend()} here. Without `use_gmm`, `jax.lax.ragged_dot` computes the same everywhere."
-        )
     from jax.experimental.pallas.ops.tpu.megablox import gmm  # importing Pallas takes long
 
     # The kernel takes complete tiles of rows, and leaves rows after the last group undefined, in gradients too.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels, random
+from .._jax_versions import active_platform
 from .._named_scope import named_call
 from ..axis import Axis, AxisSpec, Names
 from ..named_array import NamedArray, named, wrap
@@ -112,6 +113,11 @@ class MoELinear(eqx.Module):
         NamedArray(float32[rows=3, y=1], [[ 1.] [ 1.] [10.]])
         """
         require_named("MoELinear", inputs)
+        if self.use_gmm and (platform := active_platform()) != "tpu":
+            raise ValueError(
+                "MoELinear: `use_gmm` selects the Pallas kernel megablox, which runs on TPU only; the devices here are "
+                f"{platform.upper()}s. Without `use_gmm`, `jax.lax.ragged_dot` computes the same everywhere."
+            )
         if not isinstance(group_sizes, NamedArray):
             group_sizes = named(group_sizes, self.Experts.name)
         kernel = _grouped_kernel(

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _errors, _kernels
+from ..._jax_versions import active_platform
 from ...axis import Names
 from ...named_array import NamedArray, wrap
 from ...ops._operands import require_subset
@@ -92,7 +93,7 @@ def fused_attention(
 
 def _choose_kernel(what: str, implementation: str) -> str:
     """Return the name of the kernel to use; raise an error if this platform does not have it."""
-    platform = jax.default_backend()
+    platform = active_platform()
     if implementation == "fused":
         return next((name for name, needed in PLATFORMS.items() if needed == platform), "xla")
     if implementation != "xla" and implementation not in PLATFORMS:
@@ -102,7 +103,7 @@ def _choose_kernel(what: str, implementation: str) -> str:
     needed = PLATFORMS.get(implementation, platform)
     if needed != platform:
         raise ValueError(
-            f"{what}: this kernel needs a {needed.upper()}, and JAX runs on a {platform.upper()}. Use "
+            f"{what}: this kernel needs a {needed.upper()}, and the devices here are {platform.upper()}s. Use "
             "implementation='fused' for the kernel of any platform."
         )
     return implementation
