@@ -60,7 +60,8 @@ SLOW = (
 QUICK_FUNCTIONS = 2
 
 # What is `further` as a whole: names of other libraries for what is tested under ours; files, command lines and pages;
-# values that are put together from operations which are tested with every version.
+# values that are put together from operations which are tested with every version; and what is parsed, compared and
+# worded without JAX.
 FURTHER = (
     "tests/examples/test_run_folder.py",
     "tests/fuzz/test_fuzz.py::test_planted",
@@ -78,9 +79,14 @@ FURTHER = (
     "tests/quantization/test_weights.py",
     "tests/random/test_vectors.py",
     "tests/scalax/",
+    "tests/state/test_hostile_files.py",
+    "tests/test_axis.py",
     "tests/test_docstrings.py",
     "tests/test_documentation.py",
+    "tests/test_foreign_names.py",
     "tests/test_interface.py",
+    "tests/test_layers.py",
+    "tests/test_parsing.py",
     "tests/test_properties.py",
     "tests/test_testing.py",
     "tests/test_why.py",

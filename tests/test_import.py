@@ -109,6 +109,7 @@ print("equinox" in sys.modules)
     assert fresh(code).split() == ["False", "False", "True"]
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("name", ["named_jit", "vmap", "NamedRef", "psum", "field"])
 def test_names_load_on_use(name: str) -> None:
     """And are then what a plain import would have made of them."""
@@ -122,6 +123,7 @@ def test_submodules_are_attributes(name: str) -> None:
     assert isinstance(module, ModuleType) and module.__name__ == f"axonym.{name}"
 
 
+@pytest.mark.further
 def test_any_way_of_importing() -> None:
     code = """
 import axonym.nn as nn, axonym.sharding
@@ -142,6 +144,7 @@ def test_everything_at_once() -> None:
     assert sorted(names) == sorted(axn.__all__) == sorted(exports(axn))  # pyright: ignore
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     "path", ["axonym.named_array", "axonym.ops.reductions", "axonym.nn.linear", "axonym.sharding.jit"]
 )
@@ -150,6 +153,7 @@ def test_arrays_have_methods_whatever_is_imported_first(path: str) -> None:
     assert fresh(code).startswith("sum")
 
 
+@pytest.mark.further
 def test_unknown_names() -> None:
     with pytest.raises(AttributeError, match=r"^module 'axonym' has no attribute 'vmpa'\. Did you mean 'vmap'\?$"):
         axn.vmpa  # pyright: ignore
@@ -161,6 +165,7 @@ def test_unknown_names() -> None:
     assert fresh(f"{code}; print('axonym._late_names' in sys.modules)") == "False"
 
 
+@pytest.mark.further
 def test_dir_and_help() -> None:
     found = fresh("import axonym; print(*(name for name in dir(axonym) if not name.startswith('_')))")
     assert {*exports(axn), *SUBMODULES} == set(found.split())
@@ -169,6 +174,7 @@ def test_dir_and_help() -> None:
     assert [test.name for test in doctest.DocTestFinder(recurse=False).find(axn)] == ["axonym"]
 
 
+@pytest.mark.further
 def test_pickling() -> None:
     for thing in (axn.named_jit, axn.vmap, axn.NamedRef, axn.nn.Linear, axn.MeshAxis):
         assert pickle.loads(pickle.dumps(thing)) is thing

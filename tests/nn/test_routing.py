@@ -163,6 +163,7 @@ def test_memory_is_that_of_one_round(auto_mesh: Mesh) -> None:
     assert short < long / 3
 
 
+@pytest.mark.further
 def test_it_is_the_same_on_every_mesh() -> None:
     """With a norm among the experts, whose derivative at zero is not finite."""
 
