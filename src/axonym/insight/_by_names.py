@@ -230,17 +230,22 @@ class Account:
             rest = tuple(a for a in over if a not in extra)
             if rest:
                 self._exchange(event.place, "all-reduce", rest, result, layout.over(result.base))
-        elif set(extra) & set(over):
+            return
+        if set(extra) & set(over):
             self.open.setdefault(
                 f"a gradient summed over some of {', '.join(extra)}{_within(event.place)}", event.place
             )
-        else:
-            self._exchange(event.place, "all-reduce", over, result)
-            parts = [axes for axes in (at(n) for n, _ in event.summed) if axes]
-            if len(parts) > 1:  # the compiler may send to the devices along one of them after the other
-                size, times = layout.bytes(result), event.place.times or 1
-                apart = sum(2 * size * (layout.count(axes) - 1) // layout.count(axes) for axes in parts)
-                self.uncertain += times * max(0, apart - 2 * size * (layout.count(over) - 1) // layout.count(over))
+            return
+        parts = [axes for axes in (at(n) for n, _ in event.summed) if axes]
+        if not event.flops:  # the partitioner reduces along one axis after the other
+            for axes in parts:
+                self._exchange(event.place, "all-reduce", axes, result)
+            return
+        self._exchange(event.place, "all-reduce", over, result)
+        if len(parts) > 1:  # it may do so here
+            size, times = layout.bytes(result), event.place.times or 1
+            apart = sum(2 * size * (layout.count(axes) - 1) // layout.count(axes) for axes in parts)
+            self.uncertain += times * max(0, apart - 2 * size * (layout.count(over) - 1) // layout.count(over))
 
     # --- parameters ---
 
