@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from typing import Any
@@ -14,6 +15,8 @@ import axonym as axn
 from axonym import nn
 from axonym.insight import compare, explain
 from axonym.nn.attention import Causal, dot_product_attention
+from benchmarks.llama import CONFIG
+from examples.models.llama import Llama
 from tests.insight import cases
 
 MESH = {"data": 4, "model": 2}
@@ -50,6 +53,25 @@ class TestWithTheCompiler:
             sent, expected = there.total_sent(axis), here.total_sent(axis)
             assert sent is not None and expected is not None
             assert expected / 2 <= sent <= expected, axis
+
+    @pytest.mark.parametrize("name", ["context", "pipeline+fsdp", "expert"])
+    def test_mappings_of_the_training_script(self, name: str) -> None:
+        """Rings, pipelines and exchanges of experts, too. Flops are not compared: experts have kernels on TPUs."""
+        compute, storage = cases.example("training.strategies").BUILT_IN[name]
+        second = {"context": "model", "pipeline+fsdp": "stage", "expert": "expert"}[name]
+        config = dataclasses.replace(CONFIG, Experts=axn.Axis("experts", 4) if name == "expert" else None)
+        model = jax.eval_shape(lambda: Llama.init(config, key=jax.random.key(0)))
+        tokens = jax.eval_shape(lambda: axn.zeros({"batch": 16, "pos": 32}, "int32"))
+        schedule = axn.schedules.OneFOneB(4, axis="batch") if "layers" in compute else None
+
+        def step(model: Llama, tokens: axn.NamedArray) -> Any:
+            return jax.value_and_grad(lambda model: model.loss(tokens, schedule))(model)
+
+        mesh = axn.make_mesh({"data": 4, second: 2})
+        report = explain(step, model, tokens, mapping=(storage, compute), mesh=mesh, topology=TOPOLOGY)
+        assert all(c.times is not None for c in report.collectives)
+        kind = {"context": "collective-permute", "pipeline+fsdp": "collective-permute", "expert": "all-to-all"}[name]
+        assert report.count(kind), name
 
     def test_arguments_that_are_placed(self) -> None:
         mesh = axn.make_mesh(MESH)
