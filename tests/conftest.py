@@ -149,11 +149,3 @@ def explicit_mesh() -> Mesh:
 def mesh(request: pytest.FixtureRequest, auto_mesh: Mesh, explicit_mesh: Mesh) -> Mesh:
     """The (4, 2) mesh, once with Auto and once with Explicit axes."""
     return auto_mesh if request.param == "auto" else explicit_mesh
-
-
-@pytest.fixture(scope="module")
-def quick_compilation() -> None: ...
-
-
-@pytest.fixture
-def optimized() -> None: ...

@@ -16,8 +16,6 @@ import axonym.haliax as hax
 from axonym import scalax
 from tests.helpers import definitions, examples, exports, modules
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 NAMESPACE = {"axn": axn, "hax": hax, "jax": jax, "jnp": jnp, "np": np, "scalax": scalax}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

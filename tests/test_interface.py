@@ -15,8 +15,6 @@ import pytest
 import axonym as axn
 from tests.helpers import examples, exports, modules, public_name
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 OPERATIONS: dict[str, dict[str, Callable[..., Any]]] = {}  # by the module that defines them
 for module in modules(native=True):
     for name, fn in exports(module).items():

@@ -21,8 +21,6 @@ from jax.sharding import Mesh
 import axonym as axn
 from tests.helpers import assert_named
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, Embed = axn.make_axes(batch=2, embed=3)
 
 

@@ -15,8 +15,6 @@ import pytest
 import axonym as axn
 from tests.helpers import assert_named, compilations
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FLOATS = np.array([[0.5, 1.5, -2.0], [3.0, -0.25, 1.0]], np.float32)
 OTHER = np.array([[2.0, 0.5], [1.0, -1.5], [3.0, 2.5]], np.float32)
 INTS, OTHER_INTS = np.array([[5, -3, 7], [2, 9, -8]], np.int32), np.array([[1, 2], [3, 1], [2, 3]], np.int32)

@@ -13,8 +13,6 @@ from hypothesis import given, settings, strategies as st
 
 import axonym as axn
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # Sizes from a small range and few names, so that what was compiled for one example serves others.
 SIZES = {"a": 1, "b": 2, "c": 3, "d": 2}
 NAMES = list(SIZES)

@@ -15,8 +15,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import axonym as axn
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 GRID = np.arange(12.0, dtype=np.float32).reshape(3, 4)
 Row, Col = axn.make_axes(row=3, col=4)
 

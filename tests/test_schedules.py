@@ -21,8 +21,6 @@ from axonym.schedules._sharded_loss import is_computed_from_shards
 from tests.executed import executed
 from tests.helpers import spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, Pos, Embed, Mlp, Layers = axn.make_axes(batch=16, pos=16, embed=8, mlp=8, layers=8)
 MAPPING = {"layers": "stage", "batch": "data"}
 
@@ -207,7 +205,7 @@ def arguments_of(step: Any) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
 @pytest.mark.parametrize("name", ROWS)
-def test_table(name: str, kind: AxisType, optimized: None) -> None:
+def test_table(name: str, kind: AxisType) -> None:
     """Values and gradients are those of the plain fold, and the program does what the schedule says.
 
     A collective of weights in a tick would be executed as often as there are ticks.
@@ -323,7 +321,7 @@ def test_other_functions_of_the_vocabulary_get_all_of_it(other: str) -> None:
     assert_close(found, jax.jit(tied(of_logits=OTHERS[other]))(MODEL, TABLE, NORM, TOKENS))
 
 
-def test_memory_does_not_grow_with_microbatches(optimized: None) -> None:
+def test_memory_does_not_grow_with_microbatches() -> None:
     """Of one batch cut into more microbatches, and with twice as many microbatches of one size."""
 
     def temporaries(microbatches: int) -> int:
@@ -341,7 +339,7 @@ def test_memory_does_not_grow_with_microbatches(optimized: None) -> None:
     assert temporaries(32) < temporaries(8)
 
 
-def test_memory_of_rematerialized_stages(optimized: None) -> None:
+def test_memory_of_rematerialized_stages() -> None:
     def temporaries(schedule: Any) -> int:
         with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)), axn.axis_mapping(MAPPING):
             wide = axn.zeros({"batch": 256, "pos": 8, "embed": 8}), axn.zeros({"batch": 256}), SHIFT

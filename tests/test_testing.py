@@ -11,8 +11,6 @@ import pytest
 import axonym as axn
 from axonym.testing import check_shard_invariance
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 X = axn.random.normal(jax.random.key(0), {"batch": 8, "embed": 16})
 W = axn.random.normal(jax.random.key(1), {"embed": 16, "mlp": 8})
 

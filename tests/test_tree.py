@@ -22,9 +22,6 @@ from axonym.sharding.shard import shard
 from axonym.transforms.vmap import vmap
 from tests.helpers import assert_named
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 In, Out, Layers = axn.make_axes(embed=4, mlp=3, layers=2)
 
 

@@ -8,7 +8,6 @@ import pytest
 SCRIPTS = sorted((Path(__file__).parent / "typing_examples").glob("[a-z]*.py"))
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_runs(script: Path) -> None:
     assert callable(runpy.run_path(str(script))["refused"])

@@ -28,9 +28,6 @@ from tests.custom_partitioning.operations import (
 LOGITS = draw(Batch, Vocab)
 
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 @jax.jit
 def expected_normalizer(x, temperature):
     return jax.nn.logsumexp(x / temperature, axis=1)

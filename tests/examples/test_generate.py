@@ -19,8 +19,6 @@ from tests.examples.runs import EXAMPLES
 
 write: Any = generate.generation.generate
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 GOLDEN = EXAMPLES.parent / "tests" / "interop" / "golden" / "llama.npz"
 STOP = 7
 

@@ -20,8 +20,6 @@ import pytest
 
 from tests.examples.runs import EXAMPLES, SMALL, Problem, losses, rows, train, train_lm
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 lock = train_lm.lock
 
 # --- the lock ---

@@ -33,8 +33,6 @@ from tests.examples.runs import (
     train_lm,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def abstract_state() -> Any:
     """What is trained, without values."""

@@ -13,8 +13,6 @@ from tests.fuzz.checks import check_steps, failure, try_seed
 from tests.fuzz.programs import Program, draw_program
 from tests.fuzz.worker import ABORTED, Worker
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.mark.parametrize("seed", range(6))
 def test_random_programs(seed: int) -> None:

@@ -15,8 +15,6 @@ from axonym import Axis, NamedArray
 from axonym.nn.attention import apply_rotary
 from axonym.testing import check_shard_invariance
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KEY = jax.random.key(0)
 PAIR = ("row", "col")
 X = axn.random.normal(KEY, {"batch": 8, "embed": 8})

@@ -18,8 +18,6 @@ import axonym as axn
 from axonym import nn
 from tests.helpers import assert_named
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, Pos, Embed, Mlp = axn.make_axes(batch=3, pos=5, embed=4, mlp=6)
 
 

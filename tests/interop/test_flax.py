@@ -14,8 +14,6 @@ import axonym as axn
 from axonym.sharding import LogicalAxesRule
 from tests.helpers import spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 MAPPING = {"embed": "data", "mlp": "model"}
 
 

@@ -21,8 +21,6 @@ from examples.models import gpt2, llama
 from examples.models.mappings import COMPUTE, STORAGE, distributed_step
 from tests.helpers import spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FOLDER = Path(__file__).parent / "golden"
 MODELS: dict[str, tuple[Any, Any]] = {
     "gpt2": (gpt2.Gpt2, gpt2.Config),

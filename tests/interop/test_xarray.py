@@ -16,8 +16,6 @@ import xarray as xr
 import axonym as axn
 from tests.helpers import compilations, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def weather(seed: int = 0) -> xr.DataArray:
     """Coordinates of every kind: dates, strings, one that is not an index, one without axes."""

@@ -12,8 +12,6 @@ from jax.sharding import Mesh, PartitionSpec as P
 import axonym as axn
 from axonym.manual.collectives import axis_size
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 MAPPING = {"batch": "data", "pos": "model"}
 X = np.arange(8 * 6 * 4, dtype=np.float32).reshape(8, 6, 4)
 

@@ -11,8 +11,6 @@ from jax.sharding import Mesh, PartitionSpec as P
 
 import axonym as axn
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 BOTH = ("data", "model")
 MAPPING = {"batch": BOTH}
 X = np.arange(64).reshape(8, 8)

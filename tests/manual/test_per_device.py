@@ -54,8 +54,6 @@ def test_what_the_forms_of_a_product_move() -> None:
     assert moved["product_ring"]["collective-permute"].bytes == 8 * 16 * 4 // 8 * 7
 
 
-# The last one, so that the programs read above are optimized.
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("program", PROGRAMS, ids=name)
 def test_program_on_explicit_axes_and_its_gradient(program: Program) -> None:
     arguments = program.arguments()

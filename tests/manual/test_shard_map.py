@@ -23,8 +23,6 @@ from tests.conftest import MESH_AXES
 from tests.helpers import compilations
 from tests.sharding.test_shard import spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 MAPPING = {"batch": "data", "mlp": "model"}
 
 

@@ -15,8 +15,6 @@ import axonym as axn
 from axonym.nn import activations
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 LIKE_JAX = [
     *("celu", "elu", "gelu", "hard_sigmoid", "hard_silu", "hard_tanh", "leaky_relu", "log_sigmoid"),
     *("mish", "relu", "relu6", "selu", "sigmoid", "silu", "soft_sign", "softplus", "squareplus"),

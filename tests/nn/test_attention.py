@@ -22,8 +22,6 @@ from axonym.nn.attention import (
 )
 from tests.helpers import assert_named
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CLOSE: Any = {"rtol": 1e-5, "atol": 1e-6}
 
 Batch, Pos, KPos, Heads, Group, Size = axn.make_axes(batch=2, pos=4, key_pos=5, heads=2, group=3, head_size=8)

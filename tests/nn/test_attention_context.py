@@ -17,8 +17,6 @@ from axonym.nn.attention import Causal, KVCache, apply_rotary, combine_masks_and
 from tests.executed import executed
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, Pos, KPos, Heads, Group, Size = axn.make_axes(batch=2, pos=16, key_pos=16, heads=8, group=2, head_size=2)
 CLOSE: Any = {"rtol": 1e-4, "atol": 1e-5}
 MAPPING = {"pos": "data", "key_pos": "data", "heads": "model"}
@@ -179,7 +177,7 @@ def compiled(operands: Any, mask: Any, way: Any, **sizes: int) -> Any:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mask", [None, Causal("pos"), Causal("pos", window=5)], ids=["all", "causal", "window"])
-def test_bytes_are_those_of_the_formula(way: str, mask: Any, optimized: None) -> None:
+def test_bytes_are_those_of_the_formula(way: str, mask: Any) -> None:
     """Of value and gradient, on each of `n` devices."""
     mesh, n = axn.make_mesh({"data": 8}), 8
     k = draw(KPos, Axis("heads", 8), Size)
@@ -198,7 +196,7 @@ def test_bytes_are_those_of_the_formula(way: str, mask: Any, optimized: None) ->
         assert found == {"all-gather": (2, 2 * n * shard), "reduce-scatter": (2, 2 * shard)} | halves
 
 
-def test_memory_falls_with_the_ring(optimized: None) -> None:
+def test_memory_falls_with_the_ring() -> None:
     """Compiled, not run: temporaries of value and gradient in MB, by positions; plain attention takes gigabytes."""
     table = {}
     shape = {"heads": 8, "head_size": 64}

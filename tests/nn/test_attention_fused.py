@@ -19,8 +19,6 @@ import axonym as axn
 from axonym.nn.attention import Causal, causal_mask, dot_product_attention
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CLOSE: Any = {"rtol": 1e-5, "atol": 1e-5}
 Batch, Pos, KPos, Heads, Group, Size = axn.make_axes(batch=2, pos=4, key_pos=5, heads=2, group=3, head_size=8)
 More = axn.Axis("more", 2)

@@ -22,8 +22,6 @@ from axonym.nn.attention import (
 )
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, Pos, KPos = axn.make_axes(batch=8, pos=4, key_pos=6)
 
 CAUSAL: Any = Causal("pos")

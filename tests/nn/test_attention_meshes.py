@@ -15,8 +15,6 @@ from axonym.nn.attention import Causal, apply_rotary, dot_product_attention
 from tests.helpers import assert_named, spec
 from tests.ops.test_contraction_program import COLLECTIVES
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, Pos, KPos, Heads, Group, Size = axn.make_axes(batch=8, pos=8, key_pos=8, heads=2, group=3, head_size=4)
 CLOSE: Any = {"rtol": 1e-4, "atol": 1e-5}
 

@@ -23,8 +23,6 @@ from axonym.nn.attention import (
 )
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CLOSE: Any = {"rtol": 1e-5, "atol": 1e-5}
 Batch, Pos, KPos, Heads, Group, Size = axn.make_axes(batch=4, pos=8, key_pos=8, heads=2, group=2, head_size=4)
 
@@ -234,7 +232,6 @@ def test_the_cache_of_all_layers(window: int | None, count: int, mesh: Mesh) -> 
         assert spec(written.keys)[:3] == ("data", None, "model")
 
 
-@pytest.mark.usefixtures("optimized")
 def test_only_new_positions_are_written() -> None:
     """A step needs no memory for what is in the cache, which it updates where it is."""
     cache = KVCache.init((Batch, Layers), Heads, KPos.resize(4096), Size)

@@ -16,8 +16,6 @@ from axonym.nn import Conv, ConvTranspose
 from axonym.state import from_torch_compatible_state_dict, to_torch_compatible_state_dict
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 H, W, In, Out = axn.make_axes(height=6, width=5, channels=4, features=6)
 KEY = jax.random.key(0)
 UNEVEN: dict[str, Any] = {"stride": (2, 1), "padding": ((1, 2), (0, 1)), "dilation": (1, 2), "groups": 2}

@@ -13,8 +13,6 @@ import axonym as axn
 from axonym.nn.dropout import Dropout, dropout
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, Pos, Embed = axn.make_axes(batch=4, pos=2, embed=6)
 KEY = jax.random.key(0)
 X = axn.named(np.arange(1, 49, dtype=np.float32).reshape(4, 2, 6), (Batch, Pos, Embed))

@@ -17,8 +17,6 @@ from axonym.nn.mup import EmbeddingMup
 from benchmarks.communication import bytes_moved
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, Pos, Vocab, Heads, Size = axn.make_axes(batch=4, pos=2, vocab=10, heads=3, size=2)
 Embed = axn.Axis("embed", 6)
 KEY = jax.random.key(0, impl="rbg")  # which compiles faster
@@ -93,7 +91,6 @@ def test_embed_and_unembed(mesh: Mesh) -> None:
     np.testing.assert_allclose(gradient.weight.array, raw, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("dtype", [np.int32, np.uint32])
 def test_tables_split_both_ways(dtype: type, mesh: Mesh) -> None:
     """Each device finds the rows that it has, with its columns; tokens and what was found are all that is sent."""

@@ -17,8 +17,6 @@ from axonym.nn.mup import HiddenLinearMup, InputLinearMup, LinearStandardParam, 
 from benchmarks.program import instructions
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, Embed, Mlp, Heads, Size = axn.make_axes(batch=4, embed=8, mlp=6, heads=2, size=3)
 KEY = jax.random.key(0, impl="rbg")  # which compiles faster
 
@@ -164,7 +162,6 @@ def test_placements(mesh: Mesh) -> None:
             assert spec(found[0]) == spec(found[1]) == ("data", "model")
 
 
-@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("out_first", [True, False])
 def test_the_program_is_that_of_the_positional_form(out_first: bool) -> None:
     layer, x = _layer(Embed, Mlp, out_first=out_first), _input(Batch, Embed)

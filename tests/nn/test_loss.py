@@ -21,8 +21,6 @@ from axonym.nn.loss import (
 )
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, Label, Pos = axn.make_axes(batch=4, label=6, pos=2)
 RAW = np.random.default_rng(0).normal(size=(4, 6, 2)).astype(np.float32) * 3
 LOGITS = axn.named(RAW, (Batch, Label, Pos))
@@ -121,7 +119,6 @@ def test_low_precision_is_left_and_comes_back() -> None:
     np.testing.assert_array_equal(loss.array, expected.astype(jnp.bfloat16))
 
 
-@pytest.mark.usefixtures("optimized")
 def test_split_labels_are_not_gathered(mesh: Mesh) -> None:
     """Only numbers without labels are exchanged, in the gradient too."""
     right = (LABELS[:, None] == np.arange(6)[None, :, None]).astype(np.float32)

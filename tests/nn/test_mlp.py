@@ -14,8 +14,6 @@ import axonym as axn
 from axonym.nn.mlp import MLP
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, In, Out = axn.make_axes(batch=4, feature=3, label=2)
 KEY = jax.random.key(0, impl="rbg")  # which compiles faster
 

@@ -17,8 +17,6 @@ import axonym as axn
 from axonym.nn import MoELinear, _grouped_matmul, moe
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Experts, In, Out, Rows = axn.make_axes(experts=4, embed=8, mlp=16, rows=32)
 SIZES = axn.named([7, 0, 21, 4], "experts")
 KEY = jax.random.key(0)

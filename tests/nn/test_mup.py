@@ -18,8 +18,6 @@ from axonym.nn.embedding import Embedding
 from axonym.nn.linear import Linear
 from axonym.nn.mup import learning_rate_scales
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 In, Out = axn.make_axes(a=2, b=8), axn.Axis("c", 5)
 WIDTHS = 16, 256
 STEPS, LEARNING_RATE = 3, 0.001

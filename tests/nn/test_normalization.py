@@ -14,8 +14,6 @@ import axonym as axn
 from axonym.nn.normalization import LayerNorm, RmsNorm, log_softmax, softmax, standardize
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, Pos, Embed = axn.make_axes(batch=4, pos=2, embed=6)
 X = axn.named(np.random.default_rng(0).normal(1, 3, (4, 2, 6)).astype(np.float32), (Batch, Pos, Embed))
 RAW = np.asarray(X.array, np.float64)

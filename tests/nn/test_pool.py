@@ -17,8 +17,6 @@ from axonym.nn import max_pool, mean_pool, min_pool
 from axonym.nn.pool import pool
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 H, B, W = axn.make_axes(height=7, batch=2, width=6)
 WINDOW = {"width": 3, "height": 2}
 X = axn.random.normal(jax.random.key(0), (H, B, W))

@@ -13,8 +13,6 @@ import axonym as axn
 from axonym.nn.attention import LinearRotary, Llama3Rotary, Rotary, YarnRotary, apply_rotary
 from tests.helpers import assert_named
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, Pos, Heads, Size = axn.make_axes(batch=2, pos=3, heads=2, head_size=8)
 X = axn.named(np.random.default_rng(0).normal(size=(2, 3, 2, 8)).astype(np.float32), (Batch, Pos, Heads, Size))
 POSITIONS = np.array([[0, 1, 2], [7, 100, 3]])

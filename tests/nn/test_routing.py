@@ -16,8 +16,6 @@ from axonym.testing import check_shard_invariance
 from tests.executed import executed
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Experts, Tokens, Choice, Embed, Mlp, Out = axn.make_axes(experts=8, tokens=64, choice=2, embed=4, mlp=6, out=5)
 UP = nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0))
 DOWN = nn.MoELinear.init(Experts, Mlp, Out, key=jax.random.key(1))

@@ -21,8 +21,6 @@ from axonym.state import to_numpy_state_dict, to_state_dict
 from tests.helpers import assert_named
 from tests.nn.layers import KEY, STACKED, Batch, Embed, Layer, Layers, X, make, raw_fold, raw_parts
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KINDS = pytest.mark.parametrize("kind", [Stacked, BlockSeq])
 
 

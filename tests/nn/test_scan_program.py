@@ -138,7 +138,6 @@ def test_named_jit_gathers_one_layer_at_a_time(mesh: Mesh) -> None:
     assert inside["all-gather"].bytes == ONE_LAYER and not outside["all-gather"].count
 
 
-@pytest.mark.usefixtures("quick_compilation")
 class TestResults:
     """Values and placements."""
 

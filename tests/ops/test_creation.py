@@ -14,8 +14,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import axonym as axn
 from tests.helpers import assert_named, compilations
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 untyped: Any = axn  # for calls that a type checker would refuse
 X, Y = axn.make_axes(x=4, y=3)
 

@@ -15,8 +15,6 @@ import axonym as axn
 from axonym.ops.updating import updated_slice
 from tests.helpers import assert_named, compilations
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 X = axn.arange(axn.make_axes(batch=3, pos=4))
 LINE = axn.named(jnp.arange(5.0), "x")
 EMPTY = axn.zeros({"x": 0})

@@ -13,8 +13,6 @@ import pytest
 import axonym as axn
 from axonym import linalg
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 untyped: Any = linalg  # for calls that a type checker would refuse
 RC = ("row", "col")
 A = axn.named(4 * np.eye(3, dtype=np.float32), RC) + axn.ones({"batch": 2, "row": 3, "col": 3})

@@ -26,8 +26,6 @@ from tests.conftest import DEVICES, MESH_AXES, MESH_SHAPE
 from tests.helpers import compilations, definitions, examples, exports, modules, public_name, spec
 from tests.ops.case import SIZES, Case
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FOLDER = Path(__file__).parent
 CASES: list[Case] = [
     case

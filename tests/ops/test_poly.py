@@ -14,8 +14,6 @@ import axonym as axn
 from axonym import poly
 from axonym.poly import DEFAULT_POLY_AXIS_NAME
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 untyped: Any = poly  # for calls that a type checker would refuse
 E = axn.named([1.0, 2.0, 3.0, 4.0], "e")
 V = axn.named([1.0, -3.0, 2.0, 0.0, 5.0], "v")

@@ -13,8 +13,6 @@ import pytest
 import axonym as axn
 from tests.helpers import compilations
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 untyped: Any = axn  # for calls that a type checker would refuse
 X, Y, Z, U = axn.make_axes(x=4, y=3, z=2, u=5)
 A = axn.arange((X, Y))

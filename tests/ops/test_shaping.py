@@ -15,8 +15,6 @@ import axonym as axn
 from axonym import Axis
 from tests.helpers import spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture
 def x() -> axn.NamedArray:

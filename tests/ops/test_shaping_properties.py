@@ -7,13 +7,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings, strategies as st
 
 import axonym as axn
 from axonym import Axis, NamedArray
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 NAMES = ("a", "b", "c", "d", "e")
 FEW = settings(max_examples=12)

@@ -19,8 +19,6 @@ from tests.processes import Ended, counting, free_port, run, slices, training
 
 _Hosts = training.train_lm.hosts._Hosts
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Processes = list[Popen[bytes]]
 STEPS = 12
 LIMIT = 400

@@ -13,8 +13,6 @@ from tests.processes import checks, faults, loading, names, outcomes, training
 OF_FOUR = ("fsdp", "tensor", "bytes_of_the_text", "files_of_the_example")
 """What four processes do of the training example: the mappings that are quickest to compile, reading and writing."""
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -25,8 +25,6 @@ from axonym.quantization import (
 )
 from tests.helpers import assert_named
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, Embed, Mlp = axn.make_axes(batch=16, embed=8, mlp=4)
 X = axn.random.normal(jax.random.key(0), (Batch, Embed))
 PLAIN = Linear.init(Embed, Mlp, key=jax.random.key(1))

@@ -16,8 +16,6 @@ from axonym.nn import Linear
 from axonym.quantization import Int8DotGeneralOp, QuantizationConfig, quantize_linear_layers
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, Embed, Mlp = axn.make_axes(batch=16, embed=8, mlp=4)
 X = axn.random.normal(jax.random.key(0), (Batch, Embed))
 OP = Int8DotGeneralOp.init()

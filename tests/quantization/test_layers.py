@@ -22,8 +22,6 @@ from axonym.quantization import (
 )
 from tests.helpers import assert_named
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Embed, Mlp = axn.make_axes(embed=4, mlp=4)
 KEY = jax.random.key(0)
 

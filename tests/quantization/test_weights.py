@@ -22,8 +22,6 @@ from axonym.state import from_torch_compatible_state_dict
 from examples.models.llama import Config, Llama
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, Embed, Mlp, Vocab = axn.make_axes(batch=8, embed=16, mlp=8, vocab=10)
 GOLDEN = Path(__file__).parent.parent / "interop" / "golden" / "llama.npz"
 

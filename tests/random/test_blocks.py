@@ -17,8 +17,6 @@ from axonym import random
 from tests.helpers import compilations
 from tests.random.samplers import AXES, KEY, LARGE, MAPPING, Batch, Embed, assert_same, entries, largest_buffer, noise
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.mark.parametrize("axis", [None, "pos"])
 def test_blocks(axis: Any) -> None:

@@ -30,8 +30,6 @@ from tests.random.samplers import (
 )
 from tests.random.test_vectors import VECTORS
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # --- what is drawn ---
 
 

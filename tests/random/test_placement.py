@@ -32,8 +32,6 @@ from tests.random.samplers import (
     sample,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_types_on_explicit_axes(name: str, explicit_mesh: Mesh) -> None:

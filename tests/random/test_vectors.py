@@ -23,8 +23,6 @@ from tests.random.samplers import (
     entries,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # --- vectors ---
 
 

@@ -27,8 +27,6 @@ from axonym.scalax.sharding import (
 
 ANY_FSDP = FSDPShardingRule("data", min_fsdp_size=0)
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(params=["auto", "explicit"])
 def helper(request) -> MeshShardingHelper:

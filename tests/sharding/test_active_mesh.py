@@ -17,8 +17,6 @@ from axonym.nn.attention import dot_product_attention
 from axonym.schedules import GPipe
 from tests.executed import executed
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KEY = jax.random.key(0)
 Batch, Embed, Mlp, Vocab, Experts = axn.make_axes(batch=8, embed=16, mlp=8, vocab=32, experts=4)
 STORED: dict[str, Any] = {"embed": "data"}

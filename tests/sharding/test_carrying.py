@@ -14,8 +14,6 @@ from jax.sharding import Mesh
 
 import axonym as axn
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 THREADS = 32
 MAPPINGS = [{"batch": "data"}, {"batch": "model"}, {"embed": "data"}, {"batch": "data", "embed": "model"}]
 X = {"batch": 8, "embed": 8}

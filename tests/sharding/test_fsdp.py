@@ -19,8 +19,6 @@ from benchmarks import models
 from benchmarks.communication import bytes_moved
 from tests.sharding.test_shard import spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 BATCH = 8
 LAYOUTS = {
     "one axis": ({"data": 8}, {"embed": "data"}, {"batch": "data"}),
@@ -215,7 +213,6 @@ def test_the_optimizer_state_lies_with_the_parameters(mesh) -> None:
         np.testing.assert_allclose(losses[i], float(loss), rtol=1e-4)
 
 
-@pytest.mark.usefixtures("optimized")
 def test_gathering_inside_a_scan_and_under_rematerialization(mesh) -> None:
     w = axn.ones(axn.make_axes(layer=3, embed=8, mlp=8)) * 0.1
     x = axn.ones(axn.make_axes(batch=8, embed=8))

@@ -17,8 +17,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Embed, Mlp = axn.make_axes(embed=16, mlp=8)
 OLD = {"embed": "data"}
 NEW = {"embed": "model", "mlp": "data"}

@@ -16,8 +16,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import axonym as axn
 from tests.helpers import spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 MAPPING = {"batch": "data", "embed": "model"}
 
 

@@ -10,8 +10,6 @@ import pytest
 
 import axonym as axn
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 In, Hidden, Out, Batch = axn.make_axes(features=8, hidden=16, targets=8, batch=16)
 STEPS = 4
 

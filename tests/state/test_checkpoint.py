@@ -20,8 +20,6 @@ from axonym.state import latest_checkpoint, restore_checkpoint, save_checkpoint
 from tests.helpers import compilations
 from tests.state.models import assert_same_tree
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 A, B = axn.make_axes(a=8, b=4)
 
 

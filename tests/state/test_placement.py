@@ -23,8 +23,6 @@ from axonym.state import (
 )
 from tests.state.models import Model, assert_same_entries, assert_same_tree, torch_form
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 MAPPING = {"embed": "data", "heads": "model", "vocab": "data"}
 
 

@@ -20,8 +20,6 @@ from axonym.state import (
 )
 from tests.state.models import assert_same_tree
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 W = axn.named(np.arange(6.0, dtype=np.float32).reshape(2, 3), ("out", "in"))
 
 

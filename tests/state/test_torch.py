@@ -35,8 +35,6 @@ from tests.state.models import (
     torch_form,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KINDS = pytest.mark.parametrize("kind", [nn.Stacked, nn.BlockSeq])
 
 

@@ -17,8 +17,6 @@ from axonym.transforms.scan import associative_scan
 from axonym.transforms.vmap import vmap
 from tests.helpers import assert_named, compilations, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Row, Col = axn.make_axes(row=4, col=8)
 X = axn.named(jnp.asarray(np.random.default_rng(0).normal(size=(4, 8)), jnp.float32), (Row, Col))
 PLACED = {"row": "model", "col": "data"}

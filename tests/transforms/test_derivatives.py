@@ -15,8 +15,6 @@ from jax.sharding import Mesh, PartitionSpec as P
 import axonym as axn
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 X = axn.named([1.0, 2.0], "x")
 
 

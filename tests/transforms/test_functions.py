@@ -24,8 +24,6 @@ from axonym.transforms.lift import lift
 from axonym.transforms.scan import associative_scan, fold, map, scan
 from tests.helpers import assert_named, compilations, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, Embed, Out, Time = axn.make_axes(batch=8, embed=4, out=3, time=5)
 X = axn.named(jnp.asarray(np.random.default_rng(0).normal(size=(8, 4)), jnp.float32), (Batch, Embed))
 WEIGHT = np.random.default_rng(1).normal(size=(4, 3)).astype(np.float32)

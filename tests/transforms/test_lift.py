@@ -22,8 +22,6 @@ from axonym.transforms.lift import lift
 from axonym.transforms.vmap import vmap
 from tests.helpers import assert_named, compilations, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, Heads, Row, Col, Time = axn.make_axes(batch=8, heads=2, row=4, col=4, time=6)
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = .*?\s([a-z][a-z0-9-]*)\(", re.MULTILINE)
 
@@ -213,7 +211,7 @@ def test_a_lifted_function_can_be_collected() -> None:
     assert gone() is None
 
 
-def test_adds_nothing_to_the_program(optimized: None) -> None:
+def test_adds_nothing_to_the_program() -> None:
     def instructions(fn: Callable[..., Any], *args: Any) -> list[str]:
         return sorted(INSTRUCTION.findall(jax.jit(fn).lower(*args).compile().as_text() or ""))
 
@@ -260,7 +258,7 @@ def test_contracts_a_sharded_axis(mesh: Mesh, mapping: Any, transform: Any) -> N
     assert_named(axn.to_host(found), axn.dot(x, vector, axis="row"), rtol=1e-5, atol=1e-5)
 
 
-def test_a_contraction_gathers_nothing(mesh: Mesh, optimized: None) -> None:
+def test_a_contraction_gathers_nothing(mesh: Mesh) -> None:
     x, vector = draw(Batch, axn.Axis("row", 8)), draw(axn.Axis("row", 8))
     with jax.set_mesh(mesh):
         program = jax.jit(lift(jnp.vdot, "row, row ->")).lower(*axn.shard((x, vector), {"row": "data"})).compile()

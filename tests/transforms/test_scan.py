@@ -31,9 +31,6 @@ from tests.transforms.scan_cases import (
     step,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-
 # --- against the positional form ---
 
 

@@ -29,8 +29,6 @@ from tests.transforms.scan_cases import (
     loss_of,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PLACED = {"time": "data", "batch": "model"}
 
 

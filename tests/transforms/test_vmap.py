@@ -19,8 +19,6 @@ import axonym as axn
 from axonym.transforms.vmap import vmap
 from tests.helpers import assert_named, spec
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Batch, Heads, Pos, Embed, Mlp = axn.make_axes(batch=8, heads=2, pos=4, embed=8, mlp=4)
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+ = .*?\s([a-z][a-z0-9-]*)\(", re.MULTILINE)
 COLLECTIVE = re.compile(r"= (\S+) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)\(")
@@ -340,7 +338,7 @@ def test_the_mapping_is_not_baked_in(auto_mesh: Mesh) -> None:
                 assert spec(mapped(X)) == (batch, None, None)
 
 
-def test_shard_map_inside_gathers_nothing(auto_mesh: Mesh, optimized: None) -> None:
+def test_shard_map_inside_gathers_nothing(auto_mesh: Mesh) -> None:
     def fn(x: axn.NamedArray) -> axn.NamedArray:
         total = jax.shard_map(lambda v: jax.lax.psum(v, "model"), in_specs=P(None, "model"), out_specs=P())
         return axn.named(total(x.array), ("pos", axn.Axis("half", 4)))
@@ -413,7 +411,7 @@ def test_two_axes_on_one_mesh_axis(mesh: Mesh) -> None:
 # --- the program ---
 
 
-def test_adds_nothing_to_the_program(optimized: None) -> None:
+def test_adds_nothing_to_the_program() -> None:
     def instructions(fn: Callable[..., Any], *args: Any) -> list[str]:
         return sorted(INSTRUCTION.findall(jax.jit(fn).lower(*args).compile().as_text() or ""))
 

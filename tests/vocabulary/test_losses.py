@@ -12,8 +12,6 @@ import pytest
 import axonym as axn
 from tests.vocabulary.helpers import LOGITS, Batch, Vocab, draw, moved, run
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 cross_entropy = functools.partial(
     axn.nn.cross_entropy_loss, reduction=None, out_of_range=float("nan"), dtype=jnp.float32
 )
@@ -88,7 +86,6 @@ def test_no_mapping_is_needed(mesh):
     assert gradient.array.sharding.is_equivalent_to(x.array.sharding, 2)
 
 
-@pytest.mark.usefixtures("optimized")
 def test_logits_do_not_move(mesh):
     # the largest logit, the sum of exponentials, and the logit of the target
     numbers = {"all-reduce": 3 * 4 * 8}

@@ -15,8 +15,6 @@ from axonym.random.sampling import STEPS
 from benchmarks.communication import bytes_moved
 from tests.vocabulary.helpers import LOGITS, Batch, run
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 KEY = jax.random.key(7)
 BOTH = {"batch": "data", "vocab": "model"}
 PER_EXAMPLE: dict[str, Any] = {

@@ -11,8 +11,6 @@ import axonym as axn
 from axonym import argmax, top_k
 from tests.vocabulary.helpers import LOGITS, Batch, Vocab, moved, run
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 BOTH = {"batch": "data", "vocab": "model"}
 COUNTS = axn.named(np.arange(8) % 5, Batch)
 TIES = axn.named(np.tile(np.arange(4, dtype=np.float32), (8, 16)), (Batch, Vocab))
