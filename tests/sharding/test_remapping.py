@@ -107,6 +107,7 @@ def test_pieces_of_arrays(
 MEASURED = """
 from pathlib import Path
 import jax, jax.numpy as jnp
+jax.config.update("jax_disable_most_optimizations", False)  # it computes more than it compiles
 jax.config.update("jax_num_cpu_devices", 8)
 import axonym as axn
 
