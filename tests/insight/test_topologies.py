@@ -41,7 +41,7 @@ class TestWithTheCompiler:
     def _installed(self) -> None:
         pytest.importorskip("libtpu", reason="needs the extra: pip install -e '.[tpu-plan]'")
 
-    @pytest.mark.parametrize("strategy", ["data", "fsdp", "tensor"])
+    @pytest.mark.parametrize("strategy", ["fsdp", "tensor", "mixed"])
     def test_a_step_exchanges_and_computes_what_it_does_on_a_cpu(self, strategy: str, mesh: jax.sharding.Mesh) -> None:
         """Loops are counted, and asynchronous collectives once. Weights may be gathered in bfloat16."""
         _, step, args = cases.language_model("llama", strategy, mesh.axis_types[0])
@@ -121,7 +121,7 @@ class TestWithTheCompiler:
     def test_what_does_not_fit_is_the_compilers_error(self) -> None:
         mesh = axn.make_mesh(MESH)
         x = jax.ShapeDtypeStruct((2**18, 2**16), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P("data")))
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?s)RESOURCE_EXHAUSTED.*HBM"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
             explain(lambda x: x @ x.T, x, mesh=mesh, topology=TOPOLOGY)
 
     @pytest.mark.parametrize(
