@@ -126,7 +126,10 @@ class TestWithTheCompiler:
 
     @pytest.mark.parametrize(
         ("topology", "message"),
-        [("v5e:2x2", "'v5e:2x2' has 4 devices and the mesh {'data': 4, 'model': 2} has 8"), ("v0", "does not know")],
+        [
+            ("v5e:2x2", "'v5e:2x2' has 4 devices and the mesh {'data': 4, 'model': 2} has 8"),
+            ("v0", "cannot be asked for the topology 'v0'"),
+        ],
     )
     def test_topologies_that_do_not_fit(self, topology: str, message: str) -> None:
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -241,6 +241,21 @@ def test_only_new_positions_are_written() -> None:
     assert memory.temp_size_in_bytes < 50_000 < cache.keys.size
 
 
+@pytest.mark.parametrize("layer", [3, 100, -4])
+@pytest.mark.parametrize("per_example", [True, False])
+def test_nothing_is_written_to_a_cache_that_does_not_exist(layer: int, per_example: bool) -> None:
+    """In jit, where an index cannot be checked."""
+    Three = Layers.resize(3)
+    cache = KVCache.init((Batch, Three), Heads, KPos, Size)
+    cache = cache if per_example else dataclasses.replace(cache, lengths=axn.zeros(Three, "int32"))
+    new = as_keys(K)["key_pos", :1]
+    update: Any = jax.jit(lambda cache, layer: cache.update(new, new, at={"layers": layer}))
+    jax.tree.map(np.testing.assert_array_equal, update(cache, layer), cache)
+    written = update(cache, 1)["layers", 1]
+    np.testing.assert_array_equal(written.keys["key_pos", 0].array, K["pos", 0].array)
+    assert (written.lengths.array == 1).all()
+
+
 def test_axes_as_mappings() -> None:
     sizes = ({a.name: a.size} for a in (Batch, Heads, KPos, Size))
     assert KVCache.init(*sizes).keys.axes == (Batch, Heads, KPos, Size)  # pyright: ignore[reportArgumentType]

@@ -29,9 +29,9 @@ class Layout:
     def __init__(self, mesh: Mapping[str, int], compute: Mapping[str, Entry], storage: Mapping[str, Entry]):
         self.mesh, self.compute, self.storage = mesh, compute, storage
         # A step asks for the same few names again and again.
-        self.used = functools.cache(self._used)
-        self.stored = functools.cache(self._stored)
-        self._is_stored = functools.cache(lambda names: is_parameter(names, storage, compute))
+        cached = functools.lru_cache(maxsize=4096)
+        self.used, self.stored = cached(self._used), cached(self._stored)
+        self._is_stored = cached(lambda names: is_parameter(names, storage, compute))
 
     def _used(self, name: str | None) -> Axes:
         """Return the mesh axes that an axis is sharded over where it is used."""

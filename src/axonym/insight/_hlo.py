@@ -212,12 +212,12 @@ class HloProgram:
         if test.opcode != "compare" or test.attribute("direction") != "LT":
             return None
         condition, body = self.computations[conditions], self.computations[bodies]
-        place = _place(self._producer(condition, test.operands[0]))
+        place = self._place(condition, test.operands[0])
         if place is None or results.opcode != "tuple" or given.opcode != "tuple":
             return None
         start, end = self._constant(outer, given.operands[place]), self._constant(condition, test.operands[1])
         count = self._producer(body, results.operands[place])
-        if count.opcode != "add" or _place(self._producer(body, count.operands[0])) != place:
+        if count.opcode != "add" or self._place(body, count.operands[0]) != place:
             return None
         step = self._constant(body, count.operands[1])
         return None if start is None or end is None or step != 1 else max(end - start, 0)
@@ -228,6 +228,13 @@ class HloProgram:
         while found.opcode in ("copy", "bitcast"):
             found = around[found.operands[0]]
         return found
+
+    def _place(self, around: dict[str, Instruction], name: str) -> int | None:
+        """Return which element of a loop's state an operand is; None if it is something else."""
+        found = self._producer(around, name)
+        if found.opcode != "get-tuple-element" or around[found.operands[0]].opcode != "parameter":
+            return None
+        return int(found.attribute("index") or 0)
 
     def _constant(self, around: dict[str, Instruction], name: str) -> int | None:
         found = self._producer(around, name)
@@ -355,11 +362,6 @@ def _split(text: str) -> Iterator[str]:
 
 def _until_comma(text: str) -> str:
     return next(_split(text))
-
-
-def _place(instruction: Instruction) -> int | None:
-    """Return which element of a tuple an instruction takes; None if it does something else."""
-    return int(instruction.attribute("index") or 0) if instruction.opcode == "get-tuple-element" else None
 
 
 def _branches(instruction: Instruction) -> Sequence[str]:

@@ -29,6 +29,6 @@ def source(frames: Sequence[Frame]) -> Source | None:
     return None if best is None else Source(best.file, best.line, best.function)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def _real(file: str) -> str:
     return os.path.realpath(file)

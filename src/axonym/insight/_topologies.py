@@ -11,8 +11,14 @@ from jax.sharding import Mesh, NamedSharding
 
 from .._mesh_axes import AnyMesh
 
-_MACHINE = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_WORKER_HOSTNAMES": "localhost"}
-"""What the TPU compiler would otherwise ask a machine with TPUs for, and wait. None of it changes what it compiles."""
+_MACHINE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""What the TPU compiler would otherwise ask a machine with TPUs for, and wait; and that other processes may load it,
+too. None of it changes what it compiles. It reads them when it is first used, and they stay in the environment."""
 
 
 def on_topology(mesh: AnyMesh | None, topology: str) -> Mesh:
@@ -33,7 +39,7 @@ def on_topology(mesh: AnyMesh | None, topology: str) -> Mesh:
     try:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except (RuntimeError, NotImplementedError) as e:
-        raise ValueError(f"explain: the TPU compiler does not know the topology {topology!r}: {e}") from e
+        raise ValueError(f"explain: the TPU compiler cannot be asked for the topology {topology!r}: {e}") from e
     if len(devices) != mesh.size:
         raise ValueError(
             f"explain: the topology {topology!r} has {len(devices)} devices and the mesh {dict(mesh.shape)} has "

@@ -158,7 +158,8 @@ class KVCache(eqx.Module):
         if unknown := [n for n in at if not self.lengths.has_axis(n)]:
             raise ValueError(
                 f"KVCache.update: at: {_errors.describe_axes(unknown)} must be among the axes of the cache's lengths, "
-                f"{_errors.describe_shape(self.lengths.shape)}."
+                f"{_errors.describe_shape(self.lengths.shape)}. Make the cache with `per_example=True`, or give it "
+                "lengths along these axes: `dataclasses.replace(cache, lengths=...)`."
             )
         for label, new, old in (("keys", keys, self.keys), ("values", values, self.values)):
             _check_new(label, require_named("KVCache.update", new), old, self.KPos, at)
@@ -182,13 +183,13 @@ class KVCache(eqx.Module):
             )
         before = self.lengths[at] if at else self.lengths
         lengths = astype(before + (new.size if count is None else count), before.dtype)
-        if before.names or count is not None or (self.window is not None and new.size > 1):
+        if at or before.names or count is not None or (self.window is not None and new.size > 1):
             positions = _counted(new, before) + before
             if self.window is not None:
                 positions = positions % room
 
             def write(old: NamedArray, new: NamedArray) -> NamedArray:
-                # Padding beyond the end is dropped.
+                # Padding beyond the end is dropped, and so is all if there is no such cache.
                 index = {**at, self.KPos: positions}
                 return old.at[index].set(astype(new, old.dtype), mode="drop", unique_indices=True)
         else:
