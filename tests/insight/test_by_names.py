@@ -107,6 +107,59 @@ def test_small_floats_are_sent_as_they_are() -> None:
     assert doubled == sent(true) != sent(early)
 
 
+STORED = ({"embed": "data"}, {"batch": "data"})
+
+
+def test_what_no_result_needs_is_not_counted() -> None:
+    """The loss is not returned, and the gradient gathers what the forward pass does not use."""
+
+    def update(weights: Any, x: Any) -> Any:
+        up, down = weights
+        loss = lambda up, down: axn.mean(axn.dot(axn.tanh(axn.dot(x, up, axis="embed")), down, axis="mlp")).scalar()
+        return jax.grad(loss, (0, 1))(up, down)
+
+    sizes = {"batch": 8, "embed": 8, "mlp": 16}
+    up, down, x = (
+        jax.eval_shape(lambda n=n: axn.ones({a: sizes[a] for a in n}))
+        for n in (("embed", "mlp"), ("mlp", "embed"), ("batch", "embed"))
+    )
+    early, true = both((update, (up, down), x), STORED)
+    assert sent(early) == sent(true) and early.uncertain == 0 and early.flops == true.flops
+    assert sent(true)[("data",), "all-gather", "forward"] == 2 * 8 * 16 * 4 * 3 // 4
+
+
+def test_what_is_gathered_twice_is_within_what_the_report_says() -> None:
+    """One weight in two products is gathered once by the compiler."""
+
+    def loss(w: Any, x: Any) -> Any:
+        return axn.sum(axn.square(axn.dot(axn.dot(x, w, axis="embed"), w, axis="mlp"))).scalar()
+
+    w, x = (jax.eval_shape(lambda n=n: axn.ones(n)) for n in ({"embed": 8, "mlp": 16}, {"batch": 8, "embed": 8}))
+    early, true = both((jax.value_and_grad(loss), w, x), STORED)
+    assert 0 < abs((early.total_sent() or 0) - (true.total_sent() or 0)) <= early.uncertain
+
+
+def test_what_a_loop_does_not_change_is_within_what_the_report_says() -> None:
+    """The compiler gathers weights once for all microbatches."""
+
+    def loss(w: Any, x: Any) -> Any:
+        one = lambda total, x: total + axn.sum(axn.square(axn.dot(x, w, axis="embed"))).scalar()
+        return axn.fold(one, "micro")(0.0, x)
+
+    w, x = (
+        jax.eval_shape(lambda n=n: axn.ones(n)) for n in ({"embed": 8, "mlp": 16}, {"micro": 2, "batch": 8, "embed": 8})
+    )
+    early, true = both((jax.value_and_grad(loss), w, x), STORED)
+    assert 0 < abs((early.total_sent() or 0) - (true.total_sent() or 0)) <= early.uncertain
+
+
+def test_flops_of_convolutions_are_not_known() -> None:
+    x, kernel = jax.ShapeDtypeStruct((2, 2, 4), "float32"), jax.ShapeDtypeStruct((2, 2, 3), "float32")
+    convolve = lambda x, kernel: jax.lax.conv_general_dilated(x, kernel, (1,), "SAME")
+    report = axn.insight.explain(convolve, x, kernel, mapping={}, mesh=cases.mesh_of(data=8), by="names")
+    assert report.flops is None and "conv_general_dilated are not counted" in str(report)
+
+
 def test_any_mesh_will_do() -> None:
     case = language_model("llama")
     mesh = AbstractMesh((2, 512), ("data", "unused"), (AxisType.Auto,) * 2)
@@ -128,6 +181,12 @@ def test_a_loop_whose_length_is_not_known() -> None:
 X = jax.ShapeDtypeStruct((8, 8), "float32")
 
 
+def causal(x: Any) -> Any:
+    """Attend along "batch", as along a sequence."""
+    keys = x.rename({"batch": "key_pos"})
+    return axn.nn.attention.dot_product_attention(x, keys, keys, "key_pos", "size", axn.nn.attention.Causal("batch"))
+
+
 @pytest.mark.parametrize(
     ("what", "function", "mapping", "message"),
     [
@@ -136,6 +195,18 @@ X = jax.ShapeDtypeStruct((8, 8), "float32")
         ("reshape", lambda x: x.flatten_axes(("batch", "embed"), "all"), {"batch": "data"}, "reshape along batch"),
         ("plain", lambda x: jnp.linalg.qr(x.array)[0], {"batch": "data"}, "along batch"),
         ("rename", lambda x: x.rename({"batch": "other"}) * 2, {"batch": "data"}, "batch becomes other"),
+        ("product", lambda x: axn.dot(x, x.rename({"batch": "b"}), axis="embed"), {"batch": "data"}, "batch becomes b"),
+        ("both", lambda x: x + x.rename({"batch": "embed", "embed": "batch"}), {"batch": "data"}, "becomes batch"),
+        ("named", lambda x: x + axn.named(x.array, ("embed", "batch")), {"batch": "data"}, "batch becomes embed"),
+        ("returned", lambda x: (x * 2).rename({"batch": "b"}), {"batch": "data"}, "otherwise where it is returned"),
+        (
+            "gradient",
+            jax.grad(lambda x: axn.sum(x + x.rename({"batch": "embed", "embed": "batch"})).scalar()),
+            {"batch": "data"},
+            "becomes batch",
+        ),
+        ("attention", lambda x: causal(x.broadcast_axis({"size": 4})), {"batch": "model"}, "batch becomes key_pos"),
+        ("argmax", lambda x: axn.argmax(x, "batch"), {"batch": "data"}, "argmax along batch"),
         ("placement", lambda x: axn.shard(x, {"batch": None}), {"batch": "data"}, "without a mesh, which it asks for"),
         ("constraint", lambda x: jax.lax.with_sharding_constraint(x, P("model")), {"batch": "data"}, "asks for"),
         (

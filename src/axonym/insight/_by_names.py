@@ -12,7 +12,7 @@ from .._errors import describe_axes
 from .._mesh_axes import Axes, is_parameter, mapped_axes, storage_axes
 from . import _scopes
 from ._lines import source
-from ._named_trace import Dims, Lookup, NamedTrace, NotKnown, Occurrence, Open, Sum, Together, Use, Value
+from ._named_trace import Dims, Lookup, NamedTrace, NotKnown, Occurrence, Open, Renamed, Sum, Together, Use, Value
 from .chips import Chip
 from .report import Collective, Memory, Report, bounds_on, sent_by
 
@@ -108,6 +108,8 @@ def by_names(
     notes = [*NOTES]
     if trace.unnamed:
         notes.append(f"{trace.unnamed} products have axes without names, which are taken to be replicated")
+    if trace.uncounted:
+        notes.append(f"flops are not known, because those of {', '.join(trace.uncounted)} are not counted")
     found, memory = tuple(map(account.described, account.exchanges)), account.memory()
     limits = None if chip is None else bounds_on(chip, found, memory, account.flops)
     return Report(
@@ -156,10 +158,11 @@ class Account:
         """
         self.trace, self.layout = trace, layout
         self.exchanges: list[CountedExchange] = []
-        self.flops: int | None = 0
+        self.flops: int | None = None if trace.uncounted else 0
         self.open: dict[str, Occurrence] = {}
         self.uncertain = 0
         self._gathered: set[tuple[int, int, str]] = set()
+        self._given = {x.origin for x in trace.arguments}
         if divides:
             _check(layout, trace.arguments)
         for event in trace.events:
@@ -187,6 +190,8 @@ class Account:
             (self._updated if event.backward else self._looked_up)(event)
         elif isinstance(event, Together):
             self._together(event)
+        elif isinstance(event, Renamed):
+            self._renamed(event)
         elif isinstance(event, Open):
             if sharded := sorted(n for n in event.names if self.layout.used(n) or self._only_stored(event, n)):
                 self.open.setdefault(f"{event.what} along {', '.join(sharded)}{_within(event.place)}", event.place)
@@ -194,12 +199,15 @@ class Account:
     def _only_stored(self, event: Open, name: str) -> bool:
         return self.layout.is_stored(event.names) and bool(self.layout.stored(name))
 
+    def _renamed(self, event: Renamed) -> None:
+        over = (self.layout.over(dims) for dims in (event.before, event.after))
+        for (before, _), (after, _), a, b in zip(event.before, event.after, *over, strict=True):
+            if before != after and None not in (before, after) and (a != b or (event.whole and a)):
+                sharded = "otherwise" if a != b else f"over {', '.join(a)}, too"
+                what = f"{before} becomes {after}, which is sharded {sharded}"
+                self.open.setdefault(f"{what}{_within(event.place)}", event.place)
+
     def _together(self, event: Together) -> None:
-        if event.renamed:
-            before, after = event.names
-            if self.layout.used(before) != self.layout.used(after):
-                self.open.setdefault(f"{before} becomes {after}, which is sharded otherwise", event.place)
-            return
         at = self.layout.stored if self.layout.is_stored(event.names) else self.layout.used
         seen: dict[str, str] = {}
         for name in event.names:
@@ -263,12 +271,22 @@ class Account:
         if extra is None or (extra and not known):
             stored = f"[{', '.join(event.operand.names)}], which is stored sharded and used"
             self.open.setdefault(f"{stored}{_within(place)} by devices that do not share its mesh axes", place)
-        elif extra and (place.recomputes or place.phase != "backward"):
-            key = place.within, event.operand.origin, str(place.operation)
-            if key not in self._gathered:
-                self._gathered.add(key)
-                phase = "recomputed" if place.recomputes else place.phase
-                self._exchange(dataclasses.replace(place, phase=phase), "all-gather", extra, event.operand)
+        elif extra:
+            origin, known = event.operand.origin, {key[1] for key in self._gathered}
+            if place.phase == "backward" and not place.recomputes and (origin in known or origin not in self._given):
+                return  # the forward pass keeps what it gathers
+            key = place.within, origin, str(place.operation)
+            if key in self._gathered:
+                return
+            self._gathered.add(key)
+            # If only the gradient needs it, it is still the forward pass that gathers it.
+            phase = "recomputed" if place.recomputes else "forward" if place.phase == "backward" else place.phase
+            self._exchange(dataclasses.replace(place, phase=phase), "all-gather", extra, event.operand)
+            if origin in self._given:
+                # The compiler may gather what has been gathered before only once, and what a loop does not change
+                # outside of it.
+                sent, times = self.exchanges[-1].sent or 0, place.times or 1
+                self.uncertain += sent * (times if origin in known else times - 1)
 
     # --- look-ups ---
 
@@ -378,7 +396,9 @@ def _located(operation: _scopes.ScopedOperation, layout: Layout) -> _scopes.Scop
 
 
 def _within(place: Occurrence) -> str:
-    return "" if place.operation is None else f" in {place.operation}"
+    if place.operation is None:
+        return "" if place.frames else " where it is returned"
+    return f" in {place.operation}"
 
 
 def _short(x: Value) -> str:

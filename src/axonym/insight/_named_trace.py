@@ -8,6 +8,7 @@ arise on the way. What operations sum over, look up, and use of parameters is th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._context import activate
 from .._mesh_axes import NO_MESH
@@ -107,14 +109,24 @@ class Open:
 
 @dataclasses.dataclass(frozen=True)
 class Together:
-    """Axes of one array, or two names of the same one, that cannot be sharded in any way."""
+    """Axes of one array, which cannot be sharded in any way."""
 
     place: Occurrence
     names: tuple[str, ...]
-    renamed: bool
 
 
-Event = Sum | Lookup | Use | Open | Together
+@dataclasses.dataclass(frozen=True)
+class Renamed:
+    """An array whose axes have other names from here on."""
+
+    place: Occurrence
+    before: Dims
+    after: Dims
+    whole: bool
+    """Whether the axes that are renamed may not be sharded at all."""
+
+
+Event = Sum | Lookup | Use | Open | Together | Renamed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +141,8 @@ class NamedTrace:
     """What the loops of the forward pass keep for the backward pass."""
     unnamed: int
     """How many products have operands with axes that have no names."""
+    uncounted: tuple[str, ...]
+    """The primitives whose flops are not known."""
 
 
 class NotKnown(ValueError):
@@ -147,18 +161,26 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     values, structure = jax.tree.flatten((args, dict(kwargs)))
     dynamic = [i for i, x in enumerate(values) if isinstance(x, _ARRAYS)]
 
+    returned: list[Any] = []
+
     def flat(*arrays: Any) -> list[Any]:
         mixed = list(values)  # what is no array stays as it is
         for i, array in zip(dynamic, arrays, strict=True):
             mixed[i] = array
         args, kwargs = jax.tree.unflatten(structure, mixed)
-        return [x for x in jax.tree.leaves(step(*args, **kwargs)) if isinstance(x, _ARRAYS)]
+        leaves = leaves_of(step(*args, **kwargs))[0]
+        found = [(getattr(x.value, "array", x.value), x.names) for x in leaves]
+        found = [(x, names) for x, names in found if isinstance(x, _ARRAYS)]
+        returned[:] = [names for _, names in found]
+        return [x for x, _ in found]
 
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (values[i] for i in dynamic)]
     try:
         with activate(None), jax.sharding.use_abstract_mesh(NO_MESH), warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*nothing was placed")
             closed = jax.make_jaxpr(flat)(*abstract)
+            # What no result needs is not compiled, such as a loss of which only the gradients are returned.
+            jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     except (RuntimeError, UserWarning) as e:
         if "mesh" not in str(e):
             raise
@@ -172,12 +194,19 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     names = [leaf.names or (None,) * len(leaf.shape or ()) for leaf in leaves]
     arguments = [
         walk.value(var.aval, tuple(zip(own, var.aval.shape, strict=True)))
-        for var, own in zip(closed.jaxpr.invars, names, strict=True)
+        for var, own in zip(jaxpr.invars, names, strict=True)
     ]
-    results = walk.run(closed.jaxpr, arguments, _Around())
+    whole = _Walk()
+    for own, x in zip(returned, whole.run(closed.jaxpr, arguments, _Around()), strict=True):
+        if own is not None:
+            whole.differ(whole.place(_Around()), x.dims, tuple(zip(own, (n for _, n in x.dims), strict=True)))
+    # The operation that renames an axis may itself be needed by no result, while its gradient is.
+    walk.events += [event for event in whole.events if isinstance(event, Renamed)]
+    results = walk.run(jaxpr, arguments, _Around())
     kept = tuple(walk.kept)
     name = getattr(step, "__name__", None) or type(step).__name__
-    return NamedTrace(name, tuple(dict.fromkeys(walk.events)), tuple(arguments), tuple(results), kept, walk.unnamed)
+    events = tuple(dict.fromkeys(walk.events))
+    return NamedTrace(name, events, tuple(arguments), tuple(results), kept, walk.unnamed, tuple(walk.uncounted))
 
 
 # --- following names ---
@@ -195,10 +224,27 @@ class _Around:
     frames: tuple[Frame, ...] = ()
 
 
+@dataclasses.dataclass
+class _Entered:
+    """The arrays from elsewhere that the equations of one named operation use."""
+
+    place: Occurrence | None = None
+    uses: list[list[Value]] = dataclasses.field(default_factory=list)
+
+
 _LAYOUT = {"convert_element_type", "copy", "reduce_precision", "stop_gradient", "optimization_barrier", "name"}
 _LAYOUT |= {"transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
 """Primitives whose result is their operand in another layout."""
-_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
+_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
+_UNCOUNTED = {
+    "conv_general_dilated",
+    "ragged_dot",
+    "ragged_dot_general",
+    "shard_map",
+    "pallas_call",
+    "custom_partitioning",
+}
+"""Primitives that multiply, or may, whose flops are not known."""
 _ALONG = {"concatenate": "dimension", "split": "axis", "cumsum": "axis", "cumprod": "axis", "cummax": "axis"}
 _ALONG |= {"cummin": "axis", "cumlogsumexp": "axis", "sort": "dimension", "rev": "dimensions"}
 
@@ -217,6 +263,7 @@ class _Walk:
         self.events: list[Event] = []
         self.kept: list[Value] = []
         self.unnamed = 0
+        self.uncounted: dict[str, None] = {}
         self._numbers = itertools.count(1)
 
     def value(self, aval: Any, dims: Dims | None = None, like: Value | None = None) -> Value:
@@ -234,16 +281,57 @@ class _Walk:
         def read(var: Any) -> Value:
             return self.value(var.aval) if hasattr(var, "val") else known[var]
 
+        made = dict.fromkeys(jaxpr.invars, _named_part(around.scope))
+        current, entered = _Entered(), ""
         for eqn in jaxpr.eqns:
             operands = [read(var) for var in eqn.invars]
+            scope = _joined(around.scope, eqn)
+            if (part := _named_part(scope)) != entered:
+                self._enter(current)
+                current, entered = _Entered(), part
+            if part and _scopes.phase(scope) != "backward":
+                inner = dataclasses.replace(around, scope=scope, frames=_all_frames(eqn, around))
+                current.place = self.place(inner, _scopes.operation(scope))
+                current.uses.append(
+                    [x for var, x in zip(eqn.invars, operands, strict=True)
+                     if not hasattr(var, "val") and made.get(var) != part]
+                )  # fmt: skip
             for var, found in zip(eqn.outvars, self._results(eqn, operands, around), strict=True):
                 known[var] = found
+                made[var] = part
+        self._enter(current)
         return [read(var) for var in jaxpr.outvars]
 
+    def _enter(self, entered: _Entered) -> None:
+        """Compare the names of the arrays that a named operation takes with those by which it knows its operands."""
+        if entered.place is None or entered.place.operation is None:
+            return
+        operation, place = entered.place.operation, entered.place
+        terms = [term for term in operation.operands if any(a.size != 1 for a in term)]
+        arrays = [x for use in entered.uses for x in use if any(n is not None for n, _ in x.dims)]
+        everything = [x for use in entered.uses for x in use if x.dims]
+        pairs = [(x, term) for term in terms if not any(_aligned(x.dims, term) for x in everything) for x in arrays]
+        pairs += [(x, term) for x in arrays if not any(_aligned(x.dims, term) for term in terms) for term in terms]
+        for use in entered.uses:
+            if len(use) == len(terms) == len(operation.operands) < 5 and not any(
+                all(_aligned(x.dims, term) for x, term in zip(use, order, strict=True))
+                for order in itertools.permutations(terms)
+            ):
+                pairs += zip(use, terms, strict=True)
+        for x, term in pairs:
+            if aligned := _aligned(x.dims, term, by_name=False):
+                after = tuple((aligned.get(i, n), size) for i, (n, size) in enumerate(x.dims))
+                self.differ(place, x.dims, after, whole=any(n in operation.axes for n, _ in x.dims))
+
+    def differ(self, place: Occurrence, before: Dims, after: Dims, whole: bool = False) -> None:
+        """Note that an array had some names, and has others."""
+        if any(None not in (a, b) and a != b and size > 1 for (a, size), (b, _) in zip(before, after, strict=True)):
+            filled = tuple((b if b is not None else a, n) for (a, n), (b, _) in zip(before, after, strict=True))
+            self.events.append(Renamed(place, before, filled, whole))
+
     def _results(self, eqn: JaxprEqn, operands: list[Value], around: _Around) -> list[Value]:
-        own = str(eqn.source_info.name_stack)
-        scope = "/".join(part for part in (around.scope, own) if part)
-        inner = dataclasses.replace(around, scope=scope, frames=(*_frames(eqn), *around.frames))
+        scope = _joined(around.scope, eqn)
+        inner = dataclasses.replace(around, scope=scope, frames=_all_frames(eqn, around))
         name, params = eqn.primitive.name, eqn.params
         if name == "scan":
             return self._scan(eqn, operands, inner)
@@ -257,13 +345,13 @@ class _Walk:
             if len(jaxpr.invars) == len(operands):
                 # Names that a named operation gives to its operands hold in what it calls, too.
                 operation = _scopes.operation(scope)
-                operands = self._renamed(operands, operation, self._place(inner, operation))
+                operands = self._renamed(operands, operation, self.place(inner, operation))
                 again = "remat" in name or "checkpoint" in name
                 body = dataclasses.replace(inner, within=next(self._numbers), recomputes=True) if again else inner
                 return self.run(jaxpr, operands, body)
         return self._operation(eqn, operands, inner)
 
-    def _place(self, around: _Around, operation: _scopes.ScopedOperation | None) -> Occurrence:
+    def place(self, around: _Around, operation: _scopes.ScopedOperation | None = None) -> Occurrence:
         a = around
         return Occurrence(
             a.scope, operation, _scopes.phase(a.scope), a.times, a.in_branch, a.within, a.recomputes, a.frames
@@ -284,8 +372,9 @@ class _Walk:
         times = None if around.times is None else around.times * length
         body = dataclasses.replace(around, times=times, within=next(self._numbers))
         if along is not None:
-            self.events.append(Open(self._place(around, None), "a loop", frozenset({along})))
+            self.events.append(Open(self.place(around), "a loop", frozenset({along})))
         state, results = self._repeated(
+            self.place(around),
             lambda state: self.run(jaxpr, [*operands[:consts], *state, *slices], body),
             operands[consts : consts + carried],
         )
@@ -299,17 +388,23 @@ class _Walk:
         tests, consts = params["cond_nconsts"], params["body_nconsts"]
         of_body, start = operands[tests : tests + consts], operands[tests + consts :]
         body = dataclasses.replace(around, times=None, within=next(self._numbers))
-        state, _ = self._repeated(lambda state: self.run(params["body_jaxpr"].jaxpr, [*of_body, *state], body), start)
+        state, _ = self._repeated(
+            self.place(around),
+            lambda state: self.run(params["body_jaxpr"].jaxpr, [*of_body, *state], body),
+            start,
+        )
         return state
 
     def _repeated(
-        self, turn: Callable[[list[Value]], list[Value]], start: Sequence[Value]
+        self, place: Occurrence, turn: Callable[[list[Value]], list[Value]], start: Sequence[Value]
     ) -> tuple[list[Value], list[Value]]:
         """Go through the body of a loop until it gives its state no more names; note only what the last turn does."""
         state = list(start)
         while True:
             kept = len(self.events), len(self.kept), self.unnamed
             results = turn(state)
+            for a, b in zip(state, results, strict=False):
+                self.differ(place, b.dims, a.dims)
             merged = [_with_names(a, b.dims) for a, b in zip(state, results, strict=False)]
             if [x.dims for x in merged] == [x.dims for x in state]:
                 return merged, results
@@ -321,6 +416,8 @@ class _Walk:
         found = [self.run(branch.jaxpr, operands[1:], body) for branch in params["branches"]]
         merged = found[0]
         for other in found[1:]:
+            for a, b in zip(merged, other, strict=True):
+                self.differ(self.place(around), b.dims, a.dims)
             merged = [_with_names(a, b.dims) for a, b in zip(merged, other, strict=True)]
         return merged
 
@@ -328,7 +425,7 @@ class _Walk:
 
     def _operation(self, eqn: JaxprEqn, operands: list[Value], around: _Around) -> list[Value]:
         operation = _scopes.operation(around.scope)
-        place = self._place(around, operation)
+        place = self.place(around, operation)
         operands = self._renamed(operands, operation, place)
         name, params = eqn.primitive.name, eqn.params
         shape = _shape(eqn.outvars[0]) if eqn.outvars else ()
@@ -341,6 +438,12 @@ class _Walk:
             result = self.value(eqn.outvars[0].aval, left)
             self.events.append(Sum(place, result, gone, operands[0].dims, False))
             return [result]
+        if name in ("argmax", "argmin"):
+            (at,) = params["axes"]
+            self._open(place, name, operands[0].dims[at : at + 1])
+            return [self.value(eqn.outvars[0].aval, (*operands[0].dims[:at], *operands[0].dims[at + 1 :]))]
+        if name in _UNCOUNTED:
+            self.uncounted.setdefault(name)
         if name == "gather" and (looked := self._gather(place, params, operands, eqn.outvars[0].aval)):
             return [looked]
         if name == "scatter-add" and (updated := self._scatter(place, params, operands)):
@@ -380,6 +483,10 @@ class _Walk:
             return [self._alike(v.aval, operands[:1], operation) for v in eqn.outvars]
         elif name in _ELEMENTWISE:
             results = [self._alike(v.aval, operands, operation) for v in eqn.outvars]
+            for x, r in itertools.product(operands, results):
+                if len(x.dims) == len(r.dims):
+                    pairs = zip(x.dims, r.dims, strict=True)
+                    self.differ(place, x.dims, tuple((n if m == size else None, m) for (_, m), (n, size) in pairs))
             return [self._noted(place, operands, r) for r in results]
         else:
             self._open(place, name, [d for x in operands for d in x.dims])
@@ -390,15 +497,17 @@ class _Walk:
         if names:
             self.events.append(Open(place, what, names))
 
-    def _noted(self, place: Occurrence, operands: Sequence[Value], result: Value) -> Value:
+    def _noted(self, place: Occurrence, operands: Sequence[Value], result: Value, product: bool = False) -> Value:
         """Note what an operation uses, and return its result."""
         for x in operands:
-            others = frozenset(n for other in operands if other is not x for n in other.names)
+            # For a product, what was broadcast has all its axes.
+            dims = [d for other in operands if other is not x for d in (other.dims if product else other.base)]
+            others = frozenset(n for n, _ in dims if n is not None)
             if x.names and not others.issubset(x.names):
                 self.events.append(Use(place, x, others))
         names = tuple(dict.fromkeys(n for n, _ in result.dims if n is not None))
         if len(names) > 1:
-            self.events.append(Together(place, names, False))
+            self.events.append(Together(place, names))
         return result
 
     def _product(self, place: Occurrence, numbers: Any, operands: Sequence[Value], aval: Any) -> Value:
@@ -408,13 +517,14 @@ class _Walk:
         free += [d for i, d in enumerate(right.dims) if i not in (*right_summed, *right_batch)]
 
         def either(a: Sequence[int], b: Sequence[int]) -> Dims:
-            pairs = ((left.dims[i], right.dims[j]) for i, j in zip(a, b, strict=True))
+            pairs = [(left.dims[i], right.dims[j]) for i, j in zip(a, b, strict=True)]
+            self.differ(place, tuple(x for x, _ in pairs), tuple(y for _, y in pairs))
             return tuple(x if x[0] is not None else y for x, y in pairs)
 
         batch, summed = either(left_batch, right_batch), either(left_summed, right_summed)
         if any(n is None and size > 1 for n, size in (*batch, *summed, *free)):
             self.unnamed += 1
-        result = self._noted(place, operands, self.value(aval, (*batch, *free)))
+        result = self._noted(place, operands, self.value(aval, (*batch, *free)), product=True)
         self.events.append(Sum(place, result, summed, (*batch, *free, *summed), True))
         return result
 
@@ -478,12 +588,12 @@ class _Walk:
                     new = _matched({n: s for n, s in x.dims if n in stale}, missing)
                     if new:
                         break
-            for before, after in new.items():
-                self.events.append(Together(place, (before, after), True))
             if new:
+                dims = tuple((new.get(n or "", n), s) for n, s in x.dims)
+                self.events.append(Renamed(place, x.dims, dims, False))
                 x = dataclasses.replace(
                     x,
-                    dims=tuple((new.get(n or "", n), s) for n, s in x.dims),
+                    dims=dims,
                     base=tuple((new.get(n or "", n), s) for n, s in x.base),
                 )
             found.append(x)
@@ -545,6 +655,34 @@ def _moved(name: str, params: Any, dims: Dims, shape: tuple[int, ...]) -> Dims |
         left = iter(large)
         return tuple((None, 1) if n == 1 else next(left) for n in shape)
     return dims if tuple(n for _, n in dims) == shape else None
+
+
+def _aligned(dims: Dims, term: _scopes.Term, by_name: bool = True) -> dict[int, str]:
+    """Find the axes of an operand in an array, in their order, by size and by name; return their names by place."""
+    found: dict[int, str] = {}
+    left = iter([(i, n, size) for i, (n, size) in enumerate(dims) if size != 1])
+    for a in term:
+        if a.size == 1:
+            continue
+        at = next((i for i, n, size in left if size == a.size and (not by_name or n in (None, a.name))), None)
+        if at is None:
+            return {}
+        found[at] = a.name
+    return found
+
+
+@functools.cache
+def _named_part(scope: str) -> str:
+    """Return a scope up to its innermost named operation; nothing if there is none."""
+    return scope[: scope.rindex("]") + 1] if _scopes.operation(scope) else ""
+
+
+def _joined(outer: str, eqn: JaxprEqn) -> str:
+    return "/".join(part for part in (outer, str(eqn.source_info.name_stack)) if part)
+
+
+def _all_frames(eqn: JaxprEqn, around: _Around) -> tuple[Frame, ...]:
+    return (*_frames(eqn), *around.frames)
 
 
 def _frames(eqn: JaxprEqn) -> Iterator[Frame]:
