@@ -275,6 +275,23 @@ def test_layers_get_to_their_stages(stages: int, rounds: int) -> None:
         assert_close(jax.block_until_ready(found), fold(*arguments))
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
+@pytest.mark.parametrize("schedule", [OneFOneB(2)], ids=["1f1b"])
+def test_stages_in_the_order_of_the_mapping(schedule: Any, kind: AxisType) -> None:
+    """Over mesh axes that the mesh has in another order."""
+    L = axn.Axis("layers", 16)
+    layers = nn.Stacked(Affine(axn.named(jnp.linspace(0.5, 1.5, 16), L), jnp.arange(16.0) / 16), L)
+    arguments = layers, axn.ones({"batch": 4, "embed": 2})
+
+    def loss(layers: Any, x: Any, schedule: Any = None) -> Any:
+        return axn.sum(axn.sin(layers.fold(x, key=jax.random.key(3), schedule=schedule))).scalar()
+
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(*arguments)
+    with jax.set_mesh(mesh_of(kind, stage=4, data=2)), axn.axis_mapping({"layers": ("data", "stage")}):
+        step = jax.jit(jax.value_and_grad(functools.partial(loss, schedule=schedule), (0, 1)))
+        assert_close(jax.block_until_ready(step(*axn.shard(arguments))), expected)
+
+
 def cross_entropy(logits: Any, labels: Any) -> Any:
     return nn.cross_entropy_loss(logits, "vocab", labels, axn.sum)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from ._jax_versions import INLINE, varying_axes
@@ -72,6 +74,19 @@ def gather_axes(x: jax.Array, over: Iterable[Axes]) -> jax.Array:
         if axes:
             x = jax.lax.all_gather(x, axes, axis=position, tiled=True)
     return x
+
+
+def permute(x: jax.Array, axes: Axes, pairs: Iterable[tuple[int, int]]) -> jax.Array:
+    """Send an array from the first to the second device of each pair, counted along mesh axes in the order given.
+
+    `jax.lax.axis_index` and shardings count like this. `jax.lax.ppermute` counts in the order of the mesh, and from jax
+    0.12 on refuses another one.
+    """
+    sizes = jax.sharding.get_abstract_mesh().shape
+    ordered = sorted(axes, key=tuple(sizes).index)
+    by_mesh = np.arange(math.prod(sizes[a] for a in axes)).reshape([sizes[a] for a in ordered])
+    place = by_mesh.transpose([ordered.index(a) for a in axes]).ravel().tolist()
+    return jax.lax.ppermute(x, tuple(ordered), [(place[i], place[j]) for i, j in pairs])
 
 
 def vary_like(x: jax.Array, *others: Any) -> jax.Array:

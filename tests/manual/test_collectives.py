@@ -82,6 +82,21 @@ def test_gives(auto_mesh: Mesh, x, case: str) -> None:
     np.testing.assert_allclose(np.asarray(found.array), expected, rtol=1e-6)
 
 
+def test_devices_are_counted_in_the_order_of_the_mapping(mesh: Mesh, x) -> None:
+    """Which is not the order of the mesh, in which `jax.lax.ppermute` counts."""
+
+    def body(x):
+        return axn.shift(x, "batch"), axn.ppermute(x, "batch", [(0, 5), (1, 3)]), x * 0 + axn.axis_index("batch")
+
+    with jax.set_mesh(mesh):
+        shifted, sent, index = (y.array for y in run(body, x, mapping={"batch": ("model", "data")}))
+    expected = X * 0
+    expected[[5, 3]] = X[[0, 1]]
+    np.testing.assert_array_equal(shifted, np.roll(X, 1, 0))
+    np.testing.assert_array_equal(sent, expected)
+    np.testing.assert_array_equal(index[:, 0, 0], np.arange(8))
+
+
 EXCHANGES: dict[str, tuple[Any, dict[str, str], Any, dict[str, int]]] = {
     "psum_scatter": (
         lambda x: axn.psum_scatter(axn.sum(x, "batch"), "embed", over="batch"),

@@ -106,6 +106,16 @@ def test_what_remains_of_other_shapes(way: str, mesh: Mesh) -> None:
     assert_named(axn.to_host(found), expected, **CLOSE)
 
 
+def test_the_order_of_mesh_axes(mesh: Mesh) -> None:
+    """Shards go around in the order of the mapping, also where the mesh has another one."""
+    q, k = draw(Axis("pos", 16), Size), draw(Axis("key_pos", 16), Size)
+    expected = values_and_gradients(Causal("pos"))((q, k, k), None)
+    order = ("model", "data")
+    with jax.set_mesh(mesh), axn.axis_mapping({"pos": order, "key_pos": order}):
+        found = jax.block_until_ready(values_and_gradients(Causal("pos"), "ring")(axn.shard((q, k, k)), None))
+    assert_close(found, expected)
+
+
 def test_cross_attention_and_blocks(auto_mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer keys than queries, and shards of several blocks."""
     monkeypatch.setattr("axonym.nn.attention._blockwise.BLOCK", 8)

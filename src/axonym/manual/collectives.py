@@ -29,6 +29,7 @@ import numpy as np
 
 from .. import _errors
 from .._jax_versions import varying_axes
+from .._per_device import permute
 from ..axis import Axis, AxisSelector, name_of, names_without
 from ..named_array import NamedArray, describe_array, raw, wrap, wrap_like
 from ..ops._op_types import map_tree, publish
@@ -250,7 +251,7 @@ def ppermute(x: T, axis: AnyAxis, perm: Sequence[tuple[int, int]]) -> T:
             raise ValueError(f"ppermute: device {_errors.quoted(twice)} is the {role} of more than one pair.")
     if not axes:  # one device, which keeps its value or gets zeros
         return x if pairs else jax.tree.map(jnp.zeros_like, x)
-    return jax.tree.map(lambda array: jax.lax.ppermute(array, axes, pairs), x)
+    return jax.tree.map(lambda array: permute(array, axes, pairs), x)
 
 
 def shift(x: T, axis: AnyAxis, offset: int = 1, *, wrap: bool = True) -> T:

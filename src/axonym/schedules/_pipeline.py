@@ -42,7 +42,7 @@ from .._mesh_axes import (
     restricted,
     shard_count,
 )
-from .._per_device import gather_axes, run_per_device, vary_like, varying_over
+from .._per_device import gather_axes, permute, run_per_device, vary_like, varying_over
 from .._tree_spec import TreeSpec, flatten_arrays
 from ..axis import Axis, Names, name_of
 from ..manual import _axis_environment
@@ -460,7 +460,7 @@ class _Pipeline:
                 return x
             result, size = jax.lax.stop_gradient(x), x.shape[position] // R  # all of it is replaced
             for stretch, pairs, turn in steps:
-                came = jax.lax.ppermute(_slice(x, position, R, jnp.asarray(stretch)[stage]), self._stages, pairs)
+                came = permute(_slice(x, position, R, jnp.asarray(stretch)[stage]), self._stages, pairs)
                 start = jnp.asarray(turn)[stage] * size
                 result = jax.lax.dynamic_update_slice_in_dim(result, came, start, position)
             return result
@@ -480,7 +480,7 @@ class _Pipeline:
         """Send arrays to the next stage, or to the previous one; in rounds, from the last one to the first."""
         S = self._count
         pairs = [(i, (i + offset) % S) for i in range(S) if self._rounds > 1 or 0 <= i + offset < S]
-        return [jax.lax.ppermute(x, self._stages, pairs) for x in xs]
+        return [permute(x, self._stages, pairs) for x in xs]
 
     def _varying(self, xs: Arrays) -> Arrays:
         """Make arrays device-varying as the carry is."""

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from ..._jax_versions import varying_axes
 from ..._mesh_axes import Axes
-from ..._per_device import vary_like, varying_over
+from ..._per_device import permute, vary_like, varying_over
 
 BLOCK = 512
 """The largest number of positions of a block."""
@@ -68,7 +68,7 @@ class Blockwise(NamedTuple):
     def passed_on(self, xs: Any, hops: int = 1) -> Any:
         """Send arrays to the device that is some hops further."""
         pairs = [(i, (i + hops) % self.shards) for i in range(self.shards)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, pairs), xs)
+        return jax.tree.map(lambda x: permute(x, self.axes, pairs), xs)
 
 
 class ScoreTerms(NamedTuple):
@@ -104,7 +104,7 @@ def _exchange_halves(x: jax.Array, axis: int, axes: Axes, count: int, inverse: b
     halves = []
     for i, half in enumerate(jnp.split(x, 2, axis)):
         pairs = [(d, min(2 * d + i, 2 * count - 1 - 2 * d - i)) for d in range(count)]
-        halves.append(jax.lax.ppermute(half, axes, [p[::-1] for p in pairs] if inverse else pairs))
+        halves.append(permute(half, axes, [p[::-1] for p in pairs] if inverse else pairs))
     return jnp.concatenate(halves, axis)
 
 
