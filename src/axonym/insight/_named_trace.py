@@ -193,7 +193,7 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             raise NotKnown(f"explain: by='names' cannot follow an array without names that is sharded by {spec}.")
     names = [leaf.names or (None,) * len(leaf.shape or ()) for leaf in leaves]
     arguments = [
-        walk.value(var.aval, tuple(zip(own, var.aval.shape, strict=True)))
+        walk.value(var.aval, tuple(zip(own, _shape(var), strict=True)))
         for var, own in zip(jaxpr.invars, names, strict=True)
     ]
     whole = _Walk()
@@ -281,7 +281,7 @@ class _Walk:
         def read(var: Any) -> Value:
             return self.value(var.aval) if hasattr(var, "val") else known[var]
 
-        made = dict.fromkeys(jaxpr.invars, _named_part(around.scope))
+        made: dict[Any, str] = dict.fromkeys(jaxpr.invars, _named_part(around.scope))
         current, entered = _Entered(), ""
         for eqn in jaxpr.eqns:
             operands = [read(var) for var in eqn.invars]
