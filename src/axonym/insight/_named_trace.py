@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.interpreters.partial_eval import dce_jaxpr
+
+try:
+    from jax.interpreters.partial_eval import dce_jaxpr
+except ImportError:  # then what no result needs is counted, too
+    dce_jaxpr = None
 
 from .._context import activate
 from .._mesh_axes import NO_MESH
@@ -180,7 +184,9 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             warnings.filterwarnings("error", message=".*nothing was placed")
             closed = jax.make_jaxpr(flat)(*abstract)
             # What no result needs is not compiled, such as a loss of which only the gradients are returned.
-            jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+            jaxpr = closed.jaxpr
+            if dce_jaxpr is not None:
+                jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     except (RuntimeError, UserWarning) as e:
         if "mesh" not in str(e):
             raise
@@ -671,7 +677,7 @@ def _aligned(dims: Dims, term: _scopes.Term, by_name: bool = True) -> dict[int, 
     return found
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _named_part(scope: str) -> str:
     """Return a scope up to its innermost named operation; nothing if there is none."""
     return scope[: scope.rindex("]") + 1] if _scopes.operation(scope) else ""

@@ -104,7 +104,7 @@ def _exchange_halves(x: jax.Array, axis: int, axes: Axes, count: int, inverse: b
     halves = []
     for i, half in enumerate(jnp.split(x, 2, axis)):
         pairs = [(d, min(2 * d + i, 2 * count - 1 - 2 * d - i)) for d in range(count)]
-        halves.append(permute(half, axes, [p[::-1] for p in pairs] if inverse else pairs))
+        halves.append(permute(half, axes, [(b, a) for a, b in pairs] if inverse else pairs))
     return jnp.concatenate(halves, axis)
 
 
