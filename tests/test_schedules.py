@@ -276,12 +276,12 @@ def test_layers_get_to_their_stages(stages: int, rounds: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
-@pytest.mark.parametrize("schedule", [OneFOneB(2)], ids=["1f1b"])
+@pytest.mark.parametrize("schedule", [GPipe(8, rounds=2), OneFOneB(2)], ids=["gpipe, rounds", "1f1b"])
 def test_stages_in_the_order_of_the_mapping(schedule: Any, kind: AxisType) -> None:
     """Over mesh axes that the mesh has in another order."""
     L = axn.Axis("layers", 16)
     layers = nn.Stacked(Affine(axn.named(jnp.linspace(0.5, 1.5, 16), L), jnp.arange(16.0) / 16), L)
-    arguments = layers, axn.ones({"batch": 4, "embed": 2})
+    arguments = layers, axn.ones({"batch": 8, "embed": 2})
 
     def loss(layers: Any, x: Any, schedule: Any = None) -> Any:
         return axn.sum(axn.sin(layers.fold(x, key=jax.random.key(3), schedule=schedule))).scalar()
