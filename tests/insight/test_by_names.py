@@ -153,6 +153,24 @@ def test_what_a_loop_does_not_change_is_within_what_the_report_says() -> None:
     assert 0 < abs((early.total_sent() or 0) - (true.total_sent() or 0)) <= early.uncertain
 
 
+def test_a_table_under_another_name() -> None:
+    """Tokens are embedded and predicted with one table, whose rows have two names that are sharded alike."""
+
+    def step(table: axn.NamedArray, tokens: axn.NamedArray) -> Any:
+        def loss(table: axn.NamedArray) -> jax.Array:
+            scores = axn.dot(table["vocab", tokens], table.rename({"vocab": "out"}), axis="embed")
+            return axn.mean(scores**2).scalar()
+
+        return jax.value_and_grad(loss)(table)
+
+    table, tokens = jax.eval_shape(
+        lambda: (axn.ones({"vocab": 64, "embed": 32}), axn.zeros({"batch": 16}, dtype="int32"))
+    )
+    mapping = {"vocab": "model", "out": "model", "batch": "data"}
+    early, true = both((step, table, tokens), mapping)
+    assert sent(early) == sent(true) and early.flops == true.flops and early.uncertain == 0
+
+
 def test_flops_of_convolutions_are_not_known() -> None:
     x, kernel = jax.ShapeDtypeStruct((2, 2, 4), "float32"), jax.ShapeDtypeStruct((2, 2, 3), "float32")
     convolve = lambda x, kernel: jax.lax.conv_general_dilated(x, kernel, (1,), "SAME")

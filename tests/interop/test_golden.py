@@ -32,7 +32,8 @@ def test_files_agree_with_transformers(path: Path, fresh: Path) -> None:
     with np.load(path) as kept, np.load(fresh / path.name) as made:
         assert set(kept) == set(made)
         for name in set(kept) - {"config"}:  # which also has the version of transformers
-            np.testing.assert_allclose(kept[name], made[name], rtol=1e-4, atol=1e-5, err_msg=name)
+            # PyTorch sums in an order of its own, which depends on its threads.
+            np.testing.assert_allclose(kept[name], made[name], rtol=1e-4, atol=1e-4, err_msg=name)
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)

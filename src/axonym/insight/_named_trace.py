@@ -327,7 +327,8 @@ class _Walk:
         for x, term in pairs:
             if aligned := _aligned(x.dims, term, by_name=False):
                 after = tuple((aligned.get(i, n), size) for i, (n, size) in enumerate(x.dims))
-                self.differ(place, x.dims, after, whole=any(n in operation.axes for n, _ in x.dims))
+                renamed = {n for (n, _), (new, _) in zip(x.dims, after, strict=True) if n != new}
+                self.differ(place, x.dims, after, whole=not renamed.isdisjoint(operation.axes))
 
     def differ(self, place: Occurrence, before: Dims, after: Dims, whole: bool = False) -> None:
         """Note that an array had some names, and has others."""

@@ -201,6 +201,8 @@ def _report(
     if custom_calls := custom_calls - WITHOUT_FLOPS:
         listed = ", ".join(sorted(custom_calls))
         notes.append(f"flops do not include those of custom calls: {listed}")
+    if flops is None:
+        notes.append("flops are not known, because the length of a loop depends on values")
     if any(c.times is None for c in collectives):
         notes.append("a loop whose length depends on values: how often its collectives run is not known")
     if any(c.in_branch for c in collectives):

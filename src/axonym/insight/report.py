@@ -184,7 +184,7 @@ class Report:
     memory: Memory | None
     """None where nothing was compiled to the end."""
     flops: int | None
-    """Floating-point operations of each device in products and convolutions; None if that depends on values."""
+    """Floating-point operations of each device in products and convolutions; None if that is not known."""
     bounds: Bounds | None
     notes: tuple[str, ...]
     uncertain: int = 0
@@ -292,7 +292,7 @@ class Report:
             )
         if self.uncertain:
             yield f"what is sent may be off by {describe_bytes(self.uncertain)}"
-        flops = "not known, because it depends on values" if self.flops is None else written_number(self.flops)
+        flops = "not known" if self.flops is None else written_number(self.flops)
         yield f"flops of each device, in products and convolutions: {flops}"
         if self.bounds is not None:
             times = ", ".join(f"{name} {described_seconds(t)}" for name, t in self.bounds._named())
