@@ -28,7 +28,7 @@ def on_topology(mesh: AnyMesh | None, topology: str) -> Mesh:
             f"explain: a mesh is needed for the topology {topology!r}: pass `mesh`, which needs no devices."
         )
     try:
-        import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]
+        import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]  # only whether it is there
     except ImportError as e:
         raise ImportError(f"{e}. Compiling for TPUs needs their compiler: install axonym[tpu-plan].") from e
     from jax.experimental import topologies
