@@ -116,8 +116,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 # --- fixtures ---
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _hypothesis_has_started() -> None:
+    """At its first use, Hypothesis looks for what refers to its random generator. What is frozen is not found."""
+    hypothesis.find(hypothesis.strategies.none(), lambda _: True)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _older_modules_are_not_searched() -> None:
+def _older_modules_are_not_searched(_hypothesis_has_started: None) -> None:
     """What other modules have left is no garbage of this one, and `gc.collect()` would take seconds to look at it."""
     gc.freeze()
 
