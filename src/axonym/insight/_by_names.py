@@ -12,7 +12,7 @@ from .._errors import describe_axes
 from .._mesh_axes import Axes, is_parameter, mapped_axes, storage_axes
 from . import _scopes
 from ._lines import source
-from ._named_trace import Dims, Lookup, NamedTrace, NotKnown, Occurrence, Open, Renamed, Sum, Together, Use, Value
+from ._named_events import Dims, Lookup, NamedTrace, NotKnown, Occurrence, Open, Renamed, Sum, Together, Use, Value
 from .chips import Chip
 from .report import Collective, Memory, Report, bounds_on, sent_by
 

@@ -27,135 +27,24 @@ from .._mesh_axes import NO_MESH
 from ..sharding.placement import leaves_of
 from . import _scopes
 from ._hlo import Frame
+from ._named_dims import aligned, by_scope, matched, moved, with_names
+from ._named_events import (
+    Dims,
+    Event,
+    Lookup,
+    NamedTrace,
+    NotKnown,
+    Occurrence,
+    Open,
+    Renamed,
+    Sum,
+    Together,
+    Use,
+    Value,
+)
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
-
-Dims = tuple[tuple[str | None, int], ...]
-"""The axes of an array, each with its name, or None if it has none, and its size."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Value:
-    """An array in the trace."""
-
-    dims: Dims
-    dtype: np.dtype
-    origin: int
-    """The same number for an array and for what is the same array in another layout."""
-    base: Dims
-    """Its axes before any were added by broadcasting."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(n for n, _ in self.base if n is not None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Occurrence:
-    """Where in the step an operation is, and how often it runs."""
-
-    scope: str
-    operation: _scopes.ScopedOperation | None
-    phase: str
-    times: int | None
-    in_branch: bool
-    within: int
-    """The number of the function or loop body."""
-    recomputes: bool
-    """Whether this body computes values again for the backward pass."""
-    frames: tuple[Frame, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Sum:
-    """A result that is summed over some axes of the operands: by a product, a reduction, or an update of a table."""
-
-    place: Occurrence
-    result: Value
-    summed: Dims
-    axes: Dims
-    """Those of all operands."""
-    flops: bool
-    """Whether it is a product."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Lookup:
-    """A look-up of rows in a table."""
-
-    place: Occurrence
-    table: Value
-    indices: Value
-    result: Value
-    rows: tuple[str | None, int]
-    backward: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Use:
-    """The use of an operand by an operation that gathers parameters."""
-
-    place: Occurrence
-    operand: Value
-    others: frozenset[str]
-    """The axes of the other operands."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Open:
-    """An operation that is exact only if some axes are not sharded."""
-
-    place: Occurrence
-    what: str
-    names: frozenset[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Together:
-    """Axes of one array, which cannot be sharded in any way."""
-
-    place: Occurrence
-    names: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Renamed:
-    """An array whose axes have other names from here on."""
-
-    place: Occurrence
-    before: Dims
-    after: Dims
-    whole: bool
-    """Whether the axes that are renamed may not be sharded at all."""
-
-
-Event = Sum | Lookup | Use | Open | Together | Renamed
-
-
-@dataclasses.dataclass(frozen=True)
-class NamedTrace:
-    """What a traced step does, by name."""
-
-    name: str
-    events: tuple[Event, ...]
-    arguments: tuple[Value, ...]
-    results: tuple[Value, ...]
-    kept: tuple[Value, ...]
-    """What the loops of the forward pass keep for the backward pass."""
-    unnamed: int
-    """How many products have operands with axes that have no names."""
-    uncounted: tuple[str, ...]
-    """The primitives whose flops are not known."""
-
-
-class NotKnown(ValueError):
-    """The names of a step do not tell what it does under a mapping."""
-
-    def __init__(self, message: str, reason: str = ""):
-        super().__init__(message)
-        self.reason = reason or message
-
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
@@ -316,17 +205,17 @@ class _Walk:
         terms = [term for term in operation.operands if any(a.size != 1 for a in term)]
         arrays = [x for use in entered.uses for x in use if any(n is not None for n, _ in x.dims)]
         everything = [x for use in entered.uses for x in use if x.dims]
-        pairs = [(x, term) for term in terms if not any(_aligned(x.dims, term) for x in everything) for x in arrays]
-        pairs += [(x, term) for x in arrays if not any(_aligned(x.dims, term) for term in terms) for term in terms]
+        pairs = [(x, term) for term in terms if not any(aligned(x.dims, term) for x in everything) for x in arrays]
+        pairs += [(x, term) for x in arrays if not any(aligned(x.dims, term) for term in terms) for term in terms]
         for use in entered.uses:
             if len(use) == len(terms) == len(operation.operands) < 5 and not any(
-                all(_aligned(x.dims, term) for x, term in zip(use, order, strict=True))
+                all(aligned(x.dims, term) for x, term in zip(use, order, strict=True))
                 for order in itertools.permutations(terms)
             ):
                 pairs += zip(use, terms, strict=True)
         for x, term in pairs:
-            if aligned := _aligned(x.dims, term, by_name=False):
-                after = tuple((aligned.get(i, n), size) for i, (n, size) in enumerate(x.dims))
+            if found := aligned(x.dims, term, by_name=False):
+                after = tuple((found.get(i, n), size) for i, (n, size) in enumerate(x.dims))
                 renamed = {n for (n, _), (new, _) in zip(x.dims, after, strict=True) if n != new}
                 self.differ(place, x.dims, after, whole=not renamed.isdisjoint(operation.axes))
 
@@ -412,7 +301,7 @@ class _Walk:
             results = turn(state)
             for a, b in zip(state, results, strict=False):
                 self.differ(place, b.dims, a.dims)
-            merged = [_with_names(a, b.dims) for a, b in zip(state, results, strict=False)]
+            merged = [with_names(a, b.dims) for a, b in zip(state, results, strict=False)]
             if [x.dims for x in merged] == [x.dims for x in state]:
                 return merged, results
             state, self.unnamed = merged, kept[2]
@@ -425,7 +314,7 @@ class _Walk:
         for other in found[1:]:
             for a, b in zip(merged, other, strict=True):
                 self.differ(self.place(around), b.dims, a.dims)
-            merged = [_with_names(a, b.dims) for a, b in zip(merged, other, strict=True)]
+            merged = [with_names(a, b.dims) for a, b in zip(merged, other, strict=True)]
         return merged
 
     # --- operations ---
@@ -456,9 +345,9 @@ class _Walk:
         if name == "scatter-add" and (updated := self._scatter(place, params, operands)):
             return [updated]
         if name in _LAYOUT and len(eqn.outvars) == 1:
-            dims = _moved(name, params, operands[0].dims, shape)
+            dims = moved(name, params, operands[0].dims, shape)
             if dims is not None:
-                dims = _by_scope(dims, operation)
+                dims = by_scope(dims, operation)
                 aval = eqn.outvars[0].aval
                 found = self.value(aval, dims, operands[0])
                 if not any(n for n, _ in found.base):  # the operand says nothing
@@ -466,7 +355,7 @@ class _Walk:
                 return [found]
             self._open(place, name, operands[0].dims)
         elif name in ("iota", "random_bits", "random_wrap", "random_unwrap", "random_seed"):
-            return [self.value(v.aval, _by_scope(self.value(v.aval).dims, operation)) for v in eqn.outvars]
+            return [self.value(v.aval, by_scope(self.value(v.aval).dims, operation)) for v in eqn.outvars]
         elif name in _ALONG and operands:
             along = params[_ALONG[name]]
             for i in along if isinstance(along, tuple) else (along,):
@@ -476,11 +365,11 @@ class _Walk:
             (x,) = operands
             self._open(place, name, x.dims[params["axis"] : params["axis"] + 1])
             left = (*x.dims[: params["axis"]], *x.dims[params["axis"] + 1 :])
-            return [self.value(v.aval, _by_scope(left, operation)) for v in eqn.outvars]
+            return [self.value(v.aval, by_scope(left, operation)) for v in eqn.outvars]
         elif name == "stack":
             named = self._alike(eqn.invars[0].aval, operands, operation).dims
             dims = (*named[: params["axis"]], (None, len(operands)), *named[params["axis"] :])
-            return [self.value(eqn.outvars[0].aval, _by_scope(dims, operation))]
+            return [self.value(eqn.outvars[0].aval, by_scope(dims, operation))]
         elif name in ("slice", "pad", "dynamic_slice", "dynamic_update_slice"):
             pairs = zip(operands[0].dims, shape, strict=True)
             cut = [d for d, n in pairs if d[1] != n]
@@ -562,7 +451,7 @@ class _Walk:
             return None
         columns = iter(updates.dims[i] for i in numbers.update_window_dims)
         dims = tuple(d if i == at else next(columns) for i, d in enumerate(table.dims))
-        dims = _by_scope(dims, place.operation)
+        dims = by_scope(dims, place.operation)
         result = Value(dims, table.dtype, next(self._numbers), dims)
         self.events.append(Lookup(place, result, indices, updates, dims[at], True))
         return result
@@ -574,7 +463,7 @@ class _Walk:
             if len(x.dims) == len(names):
                 names = [a if a is not None or size != n else b
                          for a, (b, size), n in zip(names, x.dims, aval.shape, strict=True)]  # fmt: skip
-        return self.value(aval, _by_scope(tuple(zip(names, aval.shape, strict=True)), operation))
+        return self.value(aval, by_scope(tuple(zip(names, aval.shape, strict=True)), operation))
 
     def _renamed(
         self, operands: list[Value], operation: _scopes.ScopedOperation | None, place: Occurrence
@@ -584,7 +473,7 @@ class _Walk:
             return operands
         own, found = set(operation.axes), []
         for x in operands:
-            if x.base == x.dims and (dims := _by_scope(x.dims, operation, alone=True)) != x.dims:
+            if x.base == x.dims and (dims := by_scope(x.dims, operation, alone=True)) != x.dims:
                 x = dataclasses.replace(x, dims=dims, base=dims)  # an array that the step closes over
             stale = [n for n, size in x.dims if n is not None and n not in own]
             names = {n for n, _ in x.dims if n is not None}.difference(stale)
@@ -592,7 +481,7 @@ class _Walk:
             for term in (*operation.operands, *operation.results) if stale else ():
                 missing = {a.name: a.size for a in term if a.name not in names}
                 if names <= {a.name for a in term} and len(missing) >= len(stale):
-                    new = _matched({n: s for n, s in x.dims if n in stale}, missing)
+                    new = matched({n: s for n, s in x.dims if n in stale}, missing)
                     if new:
                         break
             if new:
@@ -609,73 +498,6 @@ class _Walk:
 
 def _shape(var: Any) -> tuple[int, ...]:
     return var.aval.shape
-
-
-def _matched(old: dict[str, int], new: dict[str, int | None]) -> dict[str, str]:
-    """Match axes by size, in their order."""
-    found, left = {}, dict(new)
-    for name, size in old.items():
-        for other, known in left.items():
-            if known == size:
-                found[name] = other
-                del left[other]
-                break
-    return found if len(found) == len(old) else {}
-
-
-def _with_names(x: Value, dims: Dims) -> Value:
-    """Return a value with names for axes that have none."""
-    merged = tuple((a if a is not None else b, n) for (a, n), (b, _) in zip(x.dims, dims, strict=True))
-    return x if merged == x.dims else dataclasses.replace(x, dims=merged, base=merged)
-
-
-def _by_scope(dims: Dims, operation: _scopes.ScopedOperation | None, alone: bool = False) -> Dims:
-    """Name axes that have no name as the operation does whose operand or result has their sizes.
-
-    Arguments:
-        alone: whether to do so only if there is one such operand, whatever the results are.
-    """
-    if operation is None or all(n is not None or size == 1 for n, size in dims):
-        return dims
-    found = [
-        tuple((a.name if size > 1 else n, size) for a, (n, size) in zip(term, dims, strict=True))
-        for term in (operation.operands if alone else (*operation.operands, *operation.results))
-        if len(term) == len(dims)
-        and all(size == 1 or (a.size == size and n in (None, a.name)) for a, (n, size) in zip(term, dims, strict=True))
-    ]
-    return dims if not found or (alone and len(set(found)) > 1) else found[0]
-
-
-def _moved(name: str, params: Any, dims: Dims, shape: tuple[int, ...]) -> Dims | None:
-    """Return the axes of a result that is its operand in another layout; None if that is not known."""
-    if name == "transpose":
-        return tuple(dims[i] for i in params["permutation"])
-    if name == "broadcast_in_dim":
-        found: list[tuple[str | None, int]] = [(None, n) for n in shape]
-        for at, d in zip(params["broadcast_dimensions"], dims, strict=True):
-            found[at] = d if d[1] == shape[at] else (None, shape[at])
-        return tuple(found)
-    if name in ("reshape", "squeeze", "expand_dims"):
-        large = [d for d in dims if d[1] != 1]
-        if [n for _, n in large] != [n for n in shape if n != 1]:
-            return None
-        left = iter(large)
-        return tuple((None, 1) if n == 1 else next(left) for n in shape)
-    return dims if tuple(n for _, n in dims) == shape else None
-
-
-def _aligned(dims: Dims, term: _scopes.Term, by_name: bool = True) -> dict[int, str]:
-    """Find the axes of an operand in an array, in their order, by size and by name; return their names by place."""
-    found: dict[int, str] = {}
-    left = iter([(i, n, size) for i, (n, size) in enumerate(dims) if size != 1])
-    for a in term:
-        if a.size == 1:
-            continue
-        at = next((i for i, n, size in left if size == a.size and (not by_name or n in (None, a.name))), None)
-        if at is None:
-            return {}
-        found[at] = a.name
-    return found
 
 
 @functools.lru_cache(maxsize=4096)

@@ -13,7 +13,8 @@ from jax.sharding import AbstractMesh, AxisType
 from .._errors import describe_bytes
 from ..sharding.placement import leaves_of
 from ._by_names import Account, Layout
-from ._named_trace import NamedTrace, NotKnown, named_trace
+from ._named_events import NamedTrace, NotKnown
+from ._named_trace import named_trace
 from ._text import aligned, markdown_table, parsed_bytes, written_number
 from .chips import Chip, known_chip
 from .explaining import explain

@@ -1,0 +1,76 @@
+"""Find out what axes of arrays are called."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from . import _scopes
+from ._named_events import Dims, Value
+
+
+def matched(old: dict[str, int], new: dict[str, int | None]) -> dict[str, str]:
+    """Match axes by size, in their order."""
+    found, left = {}, dict(new)
+    for name, size in old.items():
+        for other, known in left.items():
+            if known == size:
+                found[name] = other
+                del left[other]
+                break
+    return found if len(found) == len(old) else {}
+
+
+def with_names(x: Value, dims: Dims) -> Value:
+    """Return a value with names for axes that have none."""
+    merged = tuple((a if a is not None else b, n) for (a, n), (b, _) in zip(x.dims, dims, strict=True))
+    return x if merged == x.dims else dataclasses.replace(x, dims=merged, base=merged)
+
+
+def by_scope(dims: Dims, operation: _scopes.ScopedOperation | None, alone: bool = False) -> Dims:
+    """Name axes that have no name as the operation does whose operand or result has their sizes.
+
+    Arguments:
+        alone: whether to do so only if there is one such operand, whatever the results are.
+    """
+    if operation is None or all(n is not None or size == 1 for n, size in dims):
+        return dims
+    found = [
+        tuple((a.name if size > 1 else n, size) for a, (n, size) in zip(term, dims, strict=True))
+        for term in (operation.operands if alone else (*operation.operands, *operation.results))
+        if len(term) == len(dims)
+        and all(size == 1 or (a.size == size and n in (None, a.name)) for a, (n, size) in zip(term, dims, strict=True))
+    ]
+    return dims if not found or (alone and len(set(found)) > 1) else found[0]
+
+
+def moved(name: str, params: Any, dims: Dims, shape: tuple[int, ...]) -> Dims | None:
+    """Return the axes of a result that is its operand in another layout; None if that is not known."""
+    if name == "transpose":
+        return tuple(dims[i] for i in params["permutation"])
+    if name == "broadcast_in_dim":
+        found: list[tuple[str | None, int]] = [(None, n) for n in shape]
+        for at, d in zip(params["broadcast_dimensions"], dims, strict=True):
+            found[at] = d if d[1] == shape[at] else (None, shape[at])
+        return tuple(found)
+    if name in ("reshape", "squeeze", "expand_dims"):
+        large = [d for d in dims if d[1] != 1]
+        if [n for _, n in large] != [n for n in shape if n != 1]:
+            return None
+        left = iter(large)
+        return tuple((None, 1) if n == 1 else next(left) for n in shape)
+    return dims if tuple(n for _, n in dims) == shape else None
+
+
+def aligned(dims: Dims, term: _scopes.Term, by_name: bool = True) -> dict[int, str]:
+    """Find the axes of an operand in an array, in their order, by size and by name; return their names by place."""
+    found: dict[int, str] = {}
+    left = iter([(i, n, size) for i, (n, size) in enumerate(dims) if size != 1])
+    for a in term:
+        if a.size == 1:
+            continue
+        at = next((i for i, n, size in left if size == a.size and (not by_name or n in (None, a.name))), None)
+        if at is None:
+            return {}
+        found[at] = a.name
+    return found
