@@ -15,6 +15,7 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 import hypothesis
 import jax
 import pytest
+from hypothesis import strategies
 from jax.sharding import AxisType, Mesh
 
 DEVICES = 8
@@ -119,7 +120,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _hypothesis_has_started() -> None:
     """At its first use, Hypothesis looks for what refers to its random generator. What is frozen is not found."""
-    hypothesis.find(hypothesis.strategies.none(), lambda _: True)
+    hypothesis.find(strategies.none(), lambda _: True)
 
 
 @pytest.fixture(scope="module", autouse=True)
