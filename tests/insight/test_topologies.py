@@ -70,8 +70,13 @@ class TestWithTheCompiler:
         mesh = axn.make_mesh({"data": 4, second: 2})
         report = explain(step, model, tokens, mapping=(storage, compute), mesh=mesh, topology=TOPOLOGY)
         assert all(c.times is not None for c in report.collectives)
-        kind = {"context": "collective-permute", "pipeline+fsdp": "collective-permute", "expert": "all-to-all"}[name]
-        assert report.count(kind), name
+        permute = "collective-permute"
+        kind = {"context": permute, "pipeline+fsdp": permute, "expert": "ragged-all-to-all"}[name]
+        found = [c for c in report.collectives if c.kind == kind]
+        assert found and all(second in (c.axes or ()) for c in found)
+        if name == "expert":
+            assert {c.reason for c in found} == {"sends rows to experts, which is sharded over expert, or results back"}
+            assert not any("experts" in c.gathered for c in report.collectives)
 
     def test_arguments_that_are_placed(self) -> None:
         mesh = axn.make_mesh(MESH)

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 import axonym as axn
 from axonym import nn
+from axonym.nn import routing
 from axonym.testing import check_shard_invariance
 from tests.executed import executed
 from tests.helpers import assert_named, spec
@@ -128,6 +129,66 @@ def test_weights_stay_sharded_over_other_auto_axes(auto_mesh: Mesh) -> None:
         arguments = axn.shard(((UP, DOWN), X, WEIGHTS, CHOSEN))
         found = executed(gradient(mixture).lower(*arguments).compile())
     assert "all-gather" not in found and "all-reduce" in found
+
+
+# --- ragged: XLA's CPU backend does not have it, so the rows move by an all-gather, and as the definition says ---
+
+
+def by_all_gather(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: tuple[str, ...],
+) -> jax.Array:
+    rows, starts, sizes, places = (
+        jax.lax.all_gather(x, axis_name) for x in (operand, input_offsets, send_sizes, output_offsets)
+    )
+    me = jax.lax.axis_index(axis_name)
+    at = jnp.arange(len(output))
+    for device in range(len(rows)):
+        place, size, start = (x[device, me] for x in (places, sizes, starts))
+        size = jnp.where(size == recv_sizes[device], size, 0)  # what both sides do not agree on does not move
+        here = (at >= place) & (at < place + size)
+        moved = rows[device, jnp.clip(at - place + start, 0, len(operand) - 1)]
+        output = jnp.where(here.reshape(-1, *[1] * (output.ndim - 1)), moved, output)
+    return output
+
+
+@pytest.fixture
+def ragged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "active_platform", lambda: "tpu")
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", by_all_gather)
+
+
+@pytest.mark.usefixtures("ragged")
+@pytest.mark.parametrize("mapping", MAPPINGS[:3], ids=str)
+def test_ragged_exchange(mapping: dict[str, Any], mesh: Mesh, expected: Any) -> None:
+    with jax.set_mesh(mesh), axn.axis_mapping(mapping):
+        for options in ({"round_size": 3}, {"exchange": "ragged"}):
+            compute = gradient(mixture, **options)
+            for chosen, wanted in zip((CHOSEN, ONE_EXPERT), expected, strict=True):
+                close(compute(*axn.shard(((UP, DOWN), X, WEIGHTS, chosen))), wanted)
+
+
+@pytest.mark.usefixtures("ragged")
+def test_what_does_not_arrive_has_no_part(auto_mesh: Mesh) -> None:
+    """Rows without an expert move nowhere, and have no gradient."""
+    chosen = axn.where(axn.arange(Tokens) % 3 == 0, axn.arange(Tokens) % 8, -1)
+    x = axn.exp(X)
+
+    def total(up: Any, x: axn.NamedArray) -> jax.Array:
+        y = nn.dispatch(lambda up, x, n: up(axn.log(x), n), up, x, chosen, Experts)
+        return axn.sum(y * y).scalar()
+
+    wanted = jax.grad(total, (0, 1))(UP, x)
+    with jax.set_mesh(auto_mesh), axn.axis_mapping({"tokens": ("data", "model"), "experts": ("data", "model")}):
+        found = axn.to_host(jax.jit(jax.grad(total, (0, 1)))(*axn.shard((UP, x))))
+    close(found, wanted)
+    assert not np.asarray(found[1].array)[np.asarray(chosen.array) < 0].any()
 
 
 @pytest.mark.parametrize("chosen, rounds", [("even", 1), ("one", 4)])
@@ -279,6 +340,8 @@ def test_inside_shard_map_and_loops(auto_mesh: Mesh) -> None:
         ({"params": X}, r"no array of `params` has the axis 'experts' .*\(tokens, embed\)"),
         ({"rows": "tokens"}, r"'tokens' is an axis of the rows .*`rows=\.\.\.`"),
         ({"round_size": 0}, "at least 1, got 0"),
+        ({"exchange": "gather"}, '"all_to_all", "ragged" or None, got .gather.'),
+        ({"exchange": "ragged"}, 'no ragged all-to-all for CPUs.*`exchange="all_to_all"`'),
         ({"experts": Experts.resize(9)}, r"'experts'.*9.*8"),
         ({"fn": lambda layer, x, n: layer(x, n).rename({"mlp": "tokens"})}, "'tokens' would name more than one axis"),
         ({"fn": lambda layer, x, n: x.sum("rows")}, r"its axis 'rows' of rows, got \(embed=4\)"),

@@ -225,7 +225,12 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
         if len(found) == len(gathered):
             return f"needs all of {_said(found)}"
         return f"{_listed(tuple(gathered))} came sharded over {_listed(over)}, by no active mapping, and is used whole"
-    if op.name == "dispatch" and kind == "all-to-all" and _covers(found := sharded(axes.keys()), mesh_axes):
+    rows = {a.name for term in op.results for a in term}
+    if (
+        op.name == "dispatch"
+        and kind.endswith("all-to-all")
+        and _covers(found := sharded(axes.keys() - rows), mesh_axes)
+    ):
         return f"sends rows to {_said(found)}, or results back"
     if kind in ("collective-permute", "all-to-all") and not stored:
         # What moves are shards along an axis that the operation has over these mesh axes.

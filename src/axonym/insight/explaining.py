@@ -225,6 +225,8 @@ def _collectives(
     carried = [(producer, shape) for producer, shapes in program.operands(visit) for shape in shapes]
     results = _result_shapes(instruction, len(carried))
     pieces = 1
+    if kind == "ragged-all-to-all":  # what it is written to, offsets and sizes come with the operand
+        carried, results = carried[:1], results[:1]
     if kind == "all-to-all" and len(carried) == count > 1:  # of one array, a piece for each device
         pieces, carried, results = count, carried[:1], results[:1]
     for i, ((producer, operand), result) in enumerate(zip(carried, results, strict=True)):

@@ -6,6 +6,8 @@ these queues needs, at run time. Nothing is dropped, and nothing is padded for t
 
 A round is filled up with copies of rows, which go to some expert, and the results are not used. Experts see values that
 can occur, so that a derivative at zero, which may be infinite, does not spoil gradients.
+
+A ragged all-to-all moves only the rows, and leaves the copies where they are. XLA has it for GPUs and TPUs.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ class Exchange(NamedTuple):
     """The number of experts on each device."""
     round_size: int | None
     """The largest number of rows that a device sends to another one in a round; None for 1.5 times an even share."""
+    ragged: bool
+    """Whether only rows move, by ragged all-to-alls, or also the copies that fill up a round."""
 
     def run(self, of_experts: OfExperts, x: jax.Array, source: jax.Array, expert: jax.Array) -> jax.Array:
         """Return the result of each row, from its expert; zeros for a row without an expert.
@@ -67,10 +71,12 @@ class Exchange(NamedTuple):
             places = number * size + jnp.arange(size)[None]
             sent = places < counts[:, None]
             row = order[jnp.clip(starts[:, None] + places, 0, rows - 1)]
-            own = self._exchanged(x[source[row]]).reshape(-1, *x.shape[1:])
-            group = self._exchanged(expert[row] % self.local_experts).reshape(-1)
+            sizes = jnp.sum(sent, 1, dtype=jnp.int32)
+            received = self._exchanged(sizes) if self.ragged else sizes
+            own = self._moved(x[source[row]], sizes, received).reshape(-1, *x.shape[1:])
+            group = self._moved(expert[row] % self.local_experts, sizes, received).reshape(-1)
             found = self._grouped(of_experts, own, group)
-            found = self._exchanged(found.reshape(*row.shape, *found.shape[1:]))
+            found = self._moved(found.reshape(*row.shape, *found.shape[1:]), received, sizes)
             if y is None:
                 y = vary_like(jnp.zeros((rows, *found.shape[2:]), found.dtype), found)
             return y.at[row].add(jnp.where(_beside(sent, found), found, 0))  # of copies, zeros
@@ -94,6 +100,19 @@ class Exchange(NamedTuple):
         order = vary_like(jnp.argsort(group), group)
         y = of_experts(x[order], jnp.bincount(group, length=self.local_experts).astype(jnp.int32))
         return jnp.zeros_like(y).at[order].set(y, unique_indices=True)
+
+    def _moved(self, x: jax.Array, sent: jax.Array, received: jax.Array) -> jax.Array:
+        """Send each device the first rows of its part along the first axis, so many as `sent` says of it."""
+        if not self.ragged:
+            return self._exchanged(x)
+        flat = x.reshape(-1, *x.shape[2:])
+        starts = vary_like(jnp.arange(self.devices, dtype=jnp.int32) * x.shape[1], sent)
+        place = jnp.zeros_like(starts) + jax.lax.axis_index(self.mesh_axes) * x.shape[1]
+        # Places at which nothing arrives keep their own copies, which have no part in derivatives.
+        y = jax.lax.ragged_all_to_all(
+            flat, jax.lax.stop_gradient(flat), starts, sent, place, received, axis_name=self.mesh_axes
+        )
+        return y.reshape(x.shape)
 
     def _exchanged(self, x: jax.Array) -> jax.Array:
         """Send each device its part along the first axis, and get one from each."""

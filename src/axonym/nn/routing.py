@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from .. import _errors, _kernels
-from .._jax_versions import varying_axes
+from .._jax_versions import active_platform, varying_axes
 from .._mesh_axes import (
     AnyMesh,
     Axes,
@@ -58,12 +58,14 @@ def dispatch(
     *,
     rows: str = "rows",
     round_size: int | None = None,
+    exchange: Literal["all_to_all", "ragged"] | None = None,
 ) -> NamedArray:
     """Send each row to its expert, and return what the experts make of the rows, where the rows were.
 
     Experts that are sharded over mesh axes get their rows by an all-to-all, and send the results back by another one.
     Rows that are sharded over these mesh axes, too, stay so: no device has all of them, or all experts. What moves has
-    a fixed size, so rows are exchanged in rounds: as many as it takes, so that no row is dropped.
+    a fixed size, so rows are exchanged in rounds: as many as it takes, so that no row is dropped. On GPUs and TPUs a
+    ragged all-to-all moves only those rows of a round that there are.
 
     Arguments:
         fn: what experts do: `fn(params, x, sizes)` takes rows that are sorted by expert, and the number of rows of each
@@ -78,6 +80,7 @@ def dispatch(
         rows: the name of the axis of sorted rows, in `fn`.
         round_size: how many of its rows a device sends to another one in a round, where experts are sharded; by default
             1.5 times an even share.
+        exchange: `"ragged"` or `"all_to_all"`; by default `"ragged"` but on CPUs, for which XLA does not have it.
 
     >>> Experts, Embed = axn.make_axes(experts=2, embed=1)
     >>> layer = axn.nn.MoELinear(axn.named([[[1.0]], [[10.0]]], ("experts", "embed", "out")), None, Experts, Embed,
@@ -88,7 +91,20 @@ def dispatch(
     """
     arrays, tree = flatten_arrays(params)
     experts = one_axis("dispatch", "experts", experts)
-    return _Dispatch(fn, tree, x, expert, experts, rows, round_size).run([jnp.asarray(a) for a in arrays])
+    dispatched = _Dispatch(fn, tree, x, expert, experts, rows, round_size, _is_ragged(exchange))
+    return dispatched.run([jnp.asarray(a) for a in arrays])
+
+
+def _is_ragged(exchange: str | None) -> bool:
+    if exchange not in ("all_to_all", "ragged", None):
+        raise ValueError(f'dispatch: `exchange` is "all_to_all", "ragged" or None, got {exchange!r}.')
+    has = active_platform() != "cpu"
+    if exchange == "ragged" and not has:
+        raise ValueError(
+            'dispatch: XLA has no ragged all-to-all for CPUs, on which this runs: use `exchange="all_to_all"` or None, '
+            "which is ragged on GPUs and TPUs."
+        )
+    return has if exchange is None else exchange == "ragged"
 
 
 class _Dispatch:
@@ -101,8 +117,10 @@ class _Dispatch:
         experts: Axis,
         rows: str,
         round_size: int | None,
+        ragged: bool,
     ):
-        self._fn, self._tree, self._experts, self._rows, self._round_size = fn, tree, experts, rows, round_size
+        self._fn, self._tree, self._experts, self._rows = fn, tree, experts, rows
+        self._round_size, self._ragged = round_size, ragged
         require_named("dispatch", x)
         _require_numbers("dispatch", expert)
         if round_size is not None and round_size < 1:
@@ -156,7 +174,10 @@ class _Dispatch:
                 f"dispatch: the experts are sharded over mesh axis {_errors.quoted(sorted(same))}, over which the rows "
                 f"{_errors.describe_axes(self._row_names)} are replicated. Shard an axis of the rows over it, too."
             )
-        return self._on_device(Exchange(axes, shard_count(mesh, axes), local, self._round_size))(*operands)
+        return self._on_device(self._exchange(axes, mesh, local))(*operands)
+
+    def _exchange(self, axes: Axes, mesh: AnyMesh, local_experts: int) -> Exchange:
+        return Exchange(axes, shard_count(mesh, axes), local_experts, self._round_size, self._ragged)
 
     def _on_mesh(self, mesh: AnyMesh, held: Sequence[tuple[jax.Array, Names]], operands: Arrays) -> jax.Array:
         name, size = self._experts.name, self._experts.size
@@ -165,7 +186,7 @@ class _Dispatch:
                 places = [("the argument", size), ("`params`", p.shape[names.index(name)])]
                 raise ValueError(_errors.size_mismatch("dispatch", name, places))
         if mesh.empty:
-            return self._on_device(Exchange((), 1, size, self._round_size))(*operands)
+            return self._on_device(self._exchange((), mesh, size))(*operands)
         each = (sharded_over("dispatch", names, p, mesh, AxisType.Auto)[names.index(name)] for p, names in held)
         axes = next(filter(None, each), ())
         of_rows = self._rows_over(mesh)
@@ -178,7 +199,7 @@ class _Dispatch:
                 )
         used = {a for own in placed for a in own}
         explicit = AxisType.Explicit in mesh.axis_types
-        exchange = Exchange(axes, shard_count(mesh, axes), size // shard_count(mesh, axes), self._round_size)
+        exchange = self._exchange(axes, mesh, size // shard_count(mesh, axes))
         if not used and (not explicit or explicit_mesh(operands) is None):
             return self._on_device(exchange)(*operands)
         stored = [
