@@ -203,6 +203,18 @@ def arguments_of(step: Any) -> tuple[Any, ...]:
     return {gradient: ARGUMENTS, inside: (*ARGUMENTS, HEAD), tied: (MODEL, TABLE, NORM, TOKENS)}[step]
 
 
+def distributed(row: Row, kind: AxisType) -> tuple[Any, jax.sharding.Mesh]:
+    """The step of a row, and its mesh."""
+    storage, compute, sizes = row.mappings
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # the same collectives
+    fn = lambda *args: row.step(row.schedule)(*args)
+    if storage == compute:
+        jitted: Any = axn.named_jit(fn, compute, in_placement=compute, compiler_options=quick)
+    else:
+        jitted = axn.fsdp(fn, storage, compute, compiler_options=quick)
+    return jitted, mesh_of(kind, **sizes)
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
 @pytest.mark.parametrize("name", ROWS)
 def test_table(name: str, kind: AxisType) -> None:
@@ -211,15 +223,9 @@ def test_table(name: str, kind: AxisType) -> None:
     A collective of weights in a tick would be executed as often as there are ticks.
     """
     row = ROWS[name]
-    schedule, (storage, compute, sizes), step = row.schedule, row.mappings, row.step
-    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # the same collectives
-    fn = lambda *args: step(schedule)(*args)
-    with jax.set_mesh(mesh_of(kind, **sizes)):
-        jitted: Any = (
-            axn.named_jit(fn, compute, in_placement=compute, compiler_options=quick)
-            if storage == compute
-            else axn.fsdp(fn, storage, compute, compiler_options=quick)
-        )
+    schedule, sizes, step = row.schedule, row.mappings[2], row.step
+    jitted, mesh = distributed(row, kind)
+    with jax.set_mesh(mesh):
         compiled = jitted.lower(*arguments_of(step)).compile()
         found = jax.block_until_ready(jitted(*arguments_of(step)))
     assert_close(found, plain(step))

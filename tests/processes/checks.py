@@ -225,21 +225,6 @@ def check_schedules(folder: Path) -> None:
         found = compute(*axn.shard(((blocks, mixture), x)), schedule)
     assert_values(found, lambda: compute((blocks, mixture), x, None), atol=2e-4)  # of gradients up to 75
 
-    def surprise(y: axn.NamedArray, table: axn.NamedArray, labels: axn.NamedArray) -> jax.Array:
-        logits = axn.dot(y, table, axis="embed")
-        return axn.nn.cross_entropy_loss(logits, "vocab", labels, axn.sum).scalar()
-
-    def loss_inside(blocks: Any, table: axn.NamedArray, x: axn.NamedArray, schedule: Any) -> jax.Array:
-        return blocks.fold(x, schedule=schedule, then=surprise, then_args=(table, expert))
-
-    table = draw(axn.Axis("vocab", 16), Embed)
-    compute = jax.jit(jax.value_and_grad(loss_inside, (0, 1)), static_argnums=3)
-    mapping = {"layers": "ring", "vocab": "ring"}
-    with axn.set_mesh(axn.make_mesh({"ring": 8})), axn.axis_mapping(mapping):
-        schedule = axn.schedules.OneFOneB(microbatches=8, axis="batch", rounds=2)
-        found = compute(*axn.shard((blocks, table, x)), schedule)
-    assert_values(found, lambda: compute(blocks, table, x, None), atol=2e-4)
-
 
 def check_pictures(folder: Path) -> None:
     """Every process shows the same, with the numbers of hosts and of their devices."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from axonym.state import save_checkpoint
-from tests.processes import checks, faults, loading, names, outcomes, training
+from tests.processes import checks, faults, loading, names, outcomes, schedules, training
 
 OF_FOUR = ("fsdp", "tensor", "bytes_of_the_text", "files_of_the_example")
 """What four processes do of the training example: the mappings that are quickest to compile, reading and writing."""
@@ -30,7 +30,7 @@ def test_checks(count: int, trained: Path, tmp_path: Path, request: pytest.Fixtu
     of_one.mkdir()
     save_checkpoint(of_one / "of-one", checks.state())
     chosen = names(checks, faults, loading)
-    first, *rest = names(training)
+    first, *rest = *names(training), *names(schedules)
     if count == 4:
         chosen += [name for name in rest if name.rpartition(".check_")[2] in OF_FOUR]
     else:
