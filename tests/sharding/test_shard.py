@@ -99,6 +99,24 @@ def test_older_mesh_context(x, auto_mesh) -> None:
                 jax.jit(lambda: axn.shard(axn.ones({"batch": 3}), MAPPING))()
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("other", [slice(4, 8), slice(3, None, -1)], ids=["other devices", "another order"])
+def test_the_same_shape_of_mesh_on_other_devices(x, other: slice, kind: AxisType) -> None:
+    devices = np.array(jax.devices())
+    old, new = (Mesh(found, ("data",), axis_types=(kind,)) for found in (devices[:4], devices[other]))
+    mapping = {"batch": "data"}
+    y, raw = axn.shard(x, mapping, old), jax.device_put(x.array, NamedSharding(old, P("data")))
+    with jax.set_mesh(new), axn.axis_mapping(mapping):
+        moved = axn.shard(y)
+        assert axn.shard(moved).array is moved.array
+        made, by_mapping = axn.named_jit(lambda y, raw: (y + axn.named(raw, y.names), y), in_placement=mapping)(y, raw)
+    for z in (moved, by_mapping):
+        assert z.array.sharding == NamedSharding(new, P("data", None))
+        np.testing.assert_array_equal(z.array, x.array)
+    assert made.array.sharding.mesh == new
+    np.testing.assert_array_equal(made.array, 2 * x.array)
+
+
 def test_mesh_axes_of_size_one(x) -> None:
     mesh = axn.make_mesh({"data": 1, "model": 1}, devices=jax.devices()[:1])
     with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):

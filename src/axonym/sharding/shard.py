@@ -176,11 +176,17 @@ def call_on_mesh(
     except ValueError as refusal:
         if place is None or not is_about_devices(refusal) or in_trace() or (mesh := _devices_for(placement)) is None:
             raise
-    devices = set(mesh.devices.flat)
+    devices = list(mesh.devices.flat)
+
+    def elsewhere(x: Any) -> bool:
+        if not isinstance(x, jax.Array) or isinstance(x, Tracer):
+            return isinstance(x, Tracer)
+        has = x.sharding
+        found = has.mesh.devices.flat if isinstance(has, NamedSharding) and isinstance(has.mesh, Mesh) else devices
+        return has.device_set != set(devices) or list(found) != devices
 
     def moved(x: Any) -> Any:
-        elsewhere = isinstance(x, jax.Array) and (isinstance(x, Tracer) or x.sharding.device_set != devices)
-        return jax.device_put(x, NamedSharding(mesh, PartitionSpec())) if elsewhere else x
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec())) if elsewhere(x) else x
 
     # The devices of a tracer of an eager transform are not known, and it cannot be constrained on other devices.
     arguments = jax.tree.map(lambda x: moved(x) if isinstance(x, Tracer) else x, (args, kwargs))
@@ -271,7 +277,7 @@ def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
     if isinstance(x, Tracer):
         return _constrain(x, spec, mesh, what)
     has = x.sharding if isinstance(x, jax.Array) else None
-    if isinstance(has, NamedSharding) and _is(has, spec, mesh, x.ndim):
+    if isinstance(has, NamedSharding) and _is(has, spec, mesh, x.ndim) and _on_devices_of(mesh, has):
         return x
     if in_trace():
         return _constrain(x, spec, mesh, what)
@@ -311,6 +317,12 @@ def _is(sharding: NamedSharding, spec: PartitionSpec, mesh: AnyMesh, ndim: int) 
     same_mesh = (sharding.mesh.abstract_mesh if isinstance(mesh, AbstractMesh) else sharding.mesh) == mesh
     has, wanted = ([*map(mesh_axes, s), *[()] * (ndim - len(s))] for s in (sharding.spec, spec))
     return same_mesh and has == wanted
+
+
+def _on_devices_of(mesh: AnyMesh, sharding: NamedSharding) -> bool:
+    """Return whether an array on a mesh of this shape is on its devices, which the active mesh does not show."""
+    found = with_devices(mesh)
+    return isinstance(found, AbstractMesh) or found == sharding.mesh
 
 
 def in_trace() -> bool:
