@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -398,6 +398,18 @@ def groups(instruction: Instruction, devices: int) -> Groups:
         if on_mesh:
             return _on_mesh(*on_mesh.groups())
     raise UnknownForm(f"groups of devices in a form that is not known here: {instruction.attributes[:200]!r}")
+
+
+def along(found: Groups, mesh: Mapping[str, int], pairs: bool) -> tuple[tuple[str, ...], bool]:
+    """Return the mesh axes along which the devices of a group differ, and whether each group has all along them."""
+    sizes = tuple(mesh.values())
+    differ = np.zeros(len(sizes), bool)
+    for group in found:
+        places = np.stack(np.unravel_index(np.array(group), sizes))
+        differ |= (places != places[:, :1]).any(axis=1)
+    axes = tuple(name for name, d in zip(mesh, differ, strict=True) if d)
+    whole = int(np.prod([mesh[a] for a in axes], dtype=int))
+    return axes, pairs or all(len(group) == whole for group in found)
 
 
 def _listed(text: str) -> Groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,15 +18,15 @@ from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunctio
 from ..sharding.jit import fsdp, named_jit
 from ..sharding.mapping import is_resource_mapping, normalize_mapping
 from ..sharding.meshes import current_mesh, set_mesh, with_devices
-from . import _compiling, _scopes
+from . import _compiling
 from ._by_names import by_names
 from ._constraints import Constraints
-from ._hlo import COLLECTIVES, Groups, HloProgram, HloShape, Instruction, Visit, groups
-from ._lines import source
+from ._describing import Exchange, Origin, describe
+from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, Visit, along, groups
 from ._named_trace import named_trace
 from ._topologies import moved_to, on_topology
 from .chips import Chip, known_chip
-from .report import Collective, Memory, Report, bounds_on, sent_by
+from .report import Collective, Memory, Report, bounds_on
 
 WITHOUT_FLOPS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart"}
 """Calls in programs for TPUs that compute nothing."""
@@ -157,18 +158,6 @@ def _mesh(args: Any, kwargs: Any, devices: int) -> dict[str, int] | None:
     return {} if devices == 1 else None
 
 
-def _over(found: Groups, mesh: Mapping[str, int], pairs: bool) -> tuple[tuple[str, ...], bool]:
-    """Return the mesh axes along which the devices of a group differ, and whether each group has all along them."""
-    sizes = tuple(mesh.values())
-    differ = np.zeros(len(sizes), bool)
-    for group in found:
-        places = np.stack(np.unravel_index(np.array(group), sizes))
-        differ |= (places != places[:, :1]).any(axis=1)
-    axes = tuple(name for name, d in zip(mesh, differ, strict=True) if d)
-    whole = int(np.prod([mesh[a] for a in axes], dtype=int))
-    return axes, pairs or all(len(group) == whole for group in found)
-
-
 # --- the report ---
 
 
@@ -189,7 +178,7 @@ def _report(
         instruction = visit.instruction
         kind = instruction.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
-            collectives += _collectives(program, constraints, visit, kind, mesh)
+            collectives += describe(_exchange(program, visit, kind, mesh), constraints, mesh or {})
         elif kind in ("dot", "convolution"):
             each = _flops(instruction, [shape for _, shapes in program.operands(visit) for shape in shapes])
             flops = None if flops is None or visit.times is None else flops + each * visit.times
@@ -213,84 +202,36 @@ def _report(
     return Report(step, platform, mesh or {}, by, tuple(collectives), memory, flops, bounds, tuple(notes))
 
 
-def _collectives(
-    program: HloProgram, constraints: Constraints, visit: Visit, kind: str, mesh: dict[str, int] | None
-) -> Iterator[Collective]:
-    """Describe a collective: one for each array that it carries."""
+def _exchange(program: HloProgram, visit: Visit, kind: str, mesh: dict[str, int] | None) -> Exchange:
+    """Read what a collective carries."""
     instruction = visit.instruction
     found = groups(instruction, program.devices)
     pairs = kind == "collective-permute"
     count = 2 if pairs else max(map(len, found))
-    axes, along_all = (None, True) if mesh is None else _over(found, mesh, pairs)
-    carried = [(producer, shape) for producer, shapes in program.operands(visit) for shape in shapes]
+    axes, along_all = (None, True) if mesh is None else along(found, mesh, pairs)
+
+    def origin(of: Instruction) -> Origin:
+        return Origin(of.scope, functools.partial(program.frames, of))
+
+    carried = [(origin(producer), shape) for producer, shapes in program.operands(visit) for shape in shapes]
     results = _result_shapes(instruction, len(carried))
     pieces = 1
     if kind == "ragged-all-to-all":  # what it is written to, offsets and sizes come with the operand
         carried, results = carried[:1], results[:1]
     if kind == "all-to-all" and len(carried) == count > 1:  # of one array, a piece for each device
         pieces, carried, results = count, carried[:1], results[:1]
-    for i, ((producer, operand), result) in enumerate(zip(carried, results, strict=True)):
-        own = len(carried) == 1 and _scopes.operation(instruction.scope) is not None
-        origin = instruction if own else producer
-        operation, phase = _scopes.operation(origin.scope), _scopes.phase(origin.scope or instruction.scope)
-        shown = result if kind in ("all-gather", "all-to-all") else operand
-        array = None
-        longer = {at: b for at, (a, b) in enumerate(zip(operand.sizes, result.sizes, strict=False)) if a < b}
-        if operation is not None:
-            array = _scopes.array(operation, kind, phase, shown.sizes, mesh or {}, dict.fromkeys(longer, axes or ()))
-            if not own and array is None:  # where the producer is from says nothing of this array
-                operation = None
-        gathered = ()
-        if kind == "all-gather" and array is not None:
-            gathered = tuple(a.name for a, at in array.places or () if operand.sizes[at] != result.sizes[at])
-        stored = () if array is None else array.stored_over(axes or ())
-        frames, reason, moved = program.frames(origin), None, ()
-        if operation is not None and axes:
-            reason = _scopes.reason(operation, kind, axes, phase, gathered)
-            moved = _scopes.moved(operation, axes) if kind == "all-to-all" else ()
-            # The compiler writes the scope of what computes an array, also if it is gathered for something else.
-            constraint = None
-            if gathered and not stored:
-                constraint = constraints.that_gathers(origin.scope, longer, axes, mesh or {})
-            elif moved and moved[0] in (names := [a.name for a in operation.results[0]]):
-                constraint = constraints.that_moves(origin.scope, names.index(moved[0]), axes)
-            if constraint is not None:
-                frames, reason = constraint.frames, _scopes.reason_of_placement(gathered, moved, axes)
-            elif (gathered or moved) and not stored and _scopes.keeps(operation, gathered or moved):
-                user = _user(program, visit, gathered or moved)
-                frames = program.frames(user) if user else frames
-                reason = _scopes.reason_of_use(operation, gathered, moved)
-        yield Collective(
-            kind=kind,
-            axes=axes,
-            devices=count,
-            along_all=along_all,
-            times=visit.times,
-            in_branch=visit.in_branch,
-            array=(f"{pieces} x " if pieces > 1 else "") + _described(shown, array),
-            place=(i, len(carried)),
-            size=pieces * result.bytes,
-            sent=sent_by(kind, pieces * operand.bytes, count),
-            phase=phase,
-            operation=None if operation is None else str(operation),
-            named_axes=() if operation is None else operation.axes,
-            gathered=gathered,
-            moved=moved,
-            stored=stored,
-            of_indices=operation is not None and array is not None and operation.looks_up(array.term),
-            reason=reason,
-            source=source(frames) or source(program.frames(instruction)),
-            scope=origin.scope or instruction.scope,
-        )
-
-
-def _user(program: HloProgram, visit: Visit, axes: Sequence[str]) -> Instruction | None:
-    """Return the first instruction that uses a result and does not compute each shard along some axes for itself."""
-    for user in program.users(visit):
-        operation = _scopes.operation(user.scope)
-        if user.scope and not (operation and _scopes.keeps(operation, axes)):
-            return user
-    return None
+    return Exchange(
+        kind=kind,
+        axes=axes,
+        devices=count,
+        along_all=along_all,
+        times=visit.times,
+        in_branch=visit.in_branch,
+        origin=origin(instruction),
+        carried=[(producer, operand, result) for (producer, operand), result in zip(carried, results, strict=True)],
+        pieces=pieces,
+        users=lambda: map(origin, program.users(visit)),
+    )
 
 
 def _result_shapes(instruction: Instruction, carried: int) -> tuple[HloShape, ...]:
@@ -298,14 +239,6 @@ def _result_shapes(instruction: Instruction, carried: int) -> tuple[HloShape, ..
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
         return instruction.shapes
     return instruction.shapes[carried : 2 * carried]
-
-
-def _described(shape: HloShape, array: _scopes.Array | None) -> str:
-    if array is None:
-        return str(shape)
-    if array.places is None:
-        return f"{shape} of [{', '.join(a.name for a in array.term)}]"
-    return f"{shape.dtype}[{', '.join(f'{a.name}={shape.sizes[place]}' for a, place in array.places)}]"
 
 
 # --- computing ---

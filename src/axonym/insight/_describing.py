@@ -1,0 +1,118 @@
+"""Describe what a collective exchanges: each array by the names of its axes, the reason, and the user's line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from . import _scopes
+from ._constraints import Constraints
+from ._hlo import Frame, HloShape
+from ._lines import source
+from .report import Collective, sent_by
+
+
+class Origin(NamedTuple):
+    """Where a part of a program is from."""
+
+    scope: str
+    frames: Callable[[], tuple[Frame, ...]]
+    """Returns the lines, the innermost first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """A collective, as it is read from a program."""
+
+    kind: str
+    axes: tuple[str, ...] | None
+    """The mesh axes along which the devices of a group differ; None if the mesh is not known."""
+    devices: int
+    """How many devices there are in a group."""
+    along_all: bool
+    """Whether a group has all devices along these mesh axes."""
+    times: int | None
+    in_branch: bool
+    origin: Origin
+    carried: Sequence[tuple[Origin, HloShape, HloShape]]
+    """For each array that it carries, what produces the operand, and the operand and the result on each device."""
+    pieces: int
+    """Into how many arrays the one that it carries is cut."""
+    users: Callable[[], Iterator[Origin]]
+    """Goes through what uses the result, then what uses the results of these, and so on."""
+
+
+def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, int]) -> Iterator[Collective]:
+    """Describe a collective: one for each array that it carries."""
+    kind, axes, pieces = exchange.kind, exchange.axes, exchange.pieces
+    for i, (producer, operand, result) in enumerate(exchange.carried):
+        own = len(exchange.carried) == 1 and _scopes.operation(exchange.origin.scope) is not None
+        origin = exchange.origin if own else producer
+        operation, phase = _scopes.operation(origin.scope), _scopes.phase(origin.scope or exchange.origin.scope)
+        shown = result if kind in ("all-gather", "all-to-all") else operand
+        array = None
+        longer = {at: b for at, (a, b) in enumerate(zip(operand.sizes, result.sizes, strict=False)) if a < b}
+        if operation is not None:
+            array = _scopes.array(operation, kind, phase, shown.sizes, mesh, dict.fromkeys(longer, axes or ()))
+            if not own and array is None:  # where the producer is from says nothing of this array
+                operation = None
+        gathered = ()
+        if kind == "all-gather" and array is not None:
+            gathered = tuple(a.name for a, at in array.places or () if operand.sizes[at] != result.sizes[at])
+        stored = () if array is None else array.stored_over(axes or ())
+        frames, reason, moved = origin.frames(), None, ()
+        if operation is not None and axes:
+            reason = _scopes.reason(operation, kind, axes, phase, gathered)
+            moved = _scopes.moved(operation, axes) if kind == "all-to-all" else ()
+            # The compiler writes the scope of what computes an array, also if it is gathered for something else.
+            constraint = None
+            if gathered and not stored:
+                constraint = constraints.that_gathers(origin.scope, longer, axes, mesh)
+            elif moved and moved[0] in (names := [a.name for a in operation.results[0]]):
+                constraint = constraints.that_moves(origin.scope, names.index(moved[0]), axes)
+            if constraint is not None:
+                frames, reason = constraint.frames, _scopes.reason_of_placement(gathered, moved, axes)
+            elif (gathered or moved) and not stored and _scopes.keeps(operation, gathered or moved):
+                user = _user(exchange, gathered or moved)
+                frames = user.frames() if user else frames
+                reason = _scopes.reason_of_use(operation, gathered, moved)
+        yield Collective(
+            kind=kind,
+            axes=axes,
+            devices=exchange.devices,
+            along_all=exchange.along_all,
+            times=exchange.times,
+            in_branch=exchange.in_branch,
+            array=(f"{pieces} x " if pieces > 1 else "") + _described(shown, array),
+            place=(i, len(exchange.carried)),
+            size=pieces * result.bytes,
+            sent=sent_by(kind, pieces * operand.bytes, exchange.devices),
+            phase=phase,
+            operation=None if operation is None else str(operation),
+            named_axes=() if operation is None else operation.axes,
+            gathered=gathered,
+            moved=moved,
+            stored=stored,
+            of_indices=operation is not None and array is not None and operation.looks_up(array.term),
+            reason=reason,
+            source=source(frames) or source(exchange.origin.frames()),
+            scope=origin.scope or exchange.origin.scope,
+        )
+
+
+def _user(exchange: Exchange, axes: Sequence[str]) -> Origin | None:
+    """Return the first that uses a result and does not compute each shard along some axes for itself."""
+    for user in exchange.users():
+        operation = _scopes.operation(user.scope)
+        if user.scope and not (operation and _scopes.keeps(operation, axes)):
+            return user
+    return None
+
+
+def _described(shape: HloShape, array: _scopes.Array | None) -> str:
+    if array is None:
+        return str(shape)
+    if array.places is None:
+        return f"{shape} of [{', '.join(a.name for a in array.term)}]"
+    return f"{shape.dtype}[{', '.join(f'{a.name}={shape.sizes[place]}' for a, place in array.places)}]"
