@@ -39,7 +39,7 @@ from ..ops.elementwise import square
 from ..ops.reductions import logsumexp, mean
 from ..ops.selection import searchsorted, where
 from ..ops.sorting import argsort
-from ._expert_exchange import Exchange
+from ._expert_exchange import ExpertExchange
 from .embedding import one_hot
 
 __all__ = ["dispatch", "limit_capacity", "load_balancing_loss", "router_z_loss"]
@@ -176,8 +176,8 @@ class _Dispatch:
             )
         return self._on_device(self._exchange(axes, mesh, local))(*operands)
 
-    def _exchange(self, axes: Axes, mesh: AnyMesh, local_experts: int) -> Exchange:
-        return Exchange(axes, shard_count(mesh, axes), local_experts, self._round_size, self._ragged)
+    def _exchange(self, axes: Axes, mesh: AnyMesh, local_experts: int) -> ExpertExchange:
+        return ExpertExchange(axes, shard_count(mesh, axes), local_experts, self._round_size, self._ragged)
 
     def _on_mesh(self, mesh: AnyMesh, held: Sequence[tuple[jax.Array, Names]], operands: Arrays) -> jax.Array:
         name, size = self._experts.name, self._experts.size
@@ -265,7 +265,7 @@ class _Dispatch:
             return found
         return [axes if n == self._experts.name else () for n in names]
 
-    def _on_device(self, exchange: Exchange, stored: Sequence[Sequence[Axes]] = ()) -> Callable[..., jax.Array]:
+    def _on_device(self, exchange: ExpertExchange, stored: Sequence[Sequence[Axes]] = ()) -> Callable[..., jax.Array]:
         def on_device(expert: jax.Array, x: jax.Array, *params: jax.Array) -> jax.Array:
             gathered = list(params)
             for i, (names, each) in enumerate(zip(self._tree.names, stored, strict=False)):
