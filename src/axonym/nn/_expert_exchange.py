@@ -1,4 +1,4 @@
-"""ExpertExchange rows between devices that hold different experts, in rounds, inside `jax.shard_map`.
+"""Exchange rows between devices that hold different experts, in rounds, inside `jax.shard_map`.
 
 How many rows go from one device to another is known only at run time, and an all-to-all moves arrays of fixed sizes. So
 each round moves at most so many rows from each device to each other one, and there are as many rounds as the longest of
@@ -27,7 +27,7 @@ OfExperts = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class ExpertExchange(NamedTuple):
-    """ExpertExchange rows between the devices along some mesh axes, so many in a round."""
+    """Exchange rows between the devices along some mesh axes, so many in a round."""
 
     mesh_axes: Axes
     """The mesh axes that the experts are sharded over."""
