@@ -33,6 +33,7 @@ from training import (
     generation,
     lock,
     pictures,
+    plans,
     runs,
     steps,
     strategies,
@@ -44,6 +45,7 @@ from training.problems import Problem, in_a_line, reason_of
 from training.progress import Reporter
 
 import axonym as axn
+from axonym import insight
 from axonym.precision import Policy
 from axonym.sharding import fail_together
 
@@ -61,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.ExitStack() as stack:
             with fail_together("The start") as agree:
                 agree({"settings": "\n".join(f"{name} {value}" for name, value in settings.as_json(config).items())})
-                prepared = Prepared(config)
+                prepared = Prepared(config, folder)
+                agree({"mapping": "" if prepared.plan is None else prepared.plan.as_json()})
                 run = runs.new(config) if folder is None else runs.Run(folder, config.saving.keep)
                 if jax.process_index() == 0:
                     stack.enter_context(lock.held(run.folder))
@@ -88,18 +91,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class Prepared:
     """What follows from the settings, checked before a run leaves anything behind."""
 
-    def __init__(self, config: settings.Config):
+    def __init__(self, config: settings.Config, folder: Path | None):
+        """`folder` is that of the run to go on with, if it is not a new one."""
         self.config = config
         self.Batch, self.Pos = axn.make_axes(batch=config.batches.batch, pos=config.batches.length)
+        self.tokens = steps.abstract_tokens(self.Batch, self.Pos)
+        self.plan: plans.Plan | None = None
         count, microbatches = jax.device_count(), config.batches.microbatches
-        self.strategy = strategies.choose(config.mapping, config.mesh, config.model.kv_heads, count, microbatches)
+        if config.mapping == "plan":
+            kept = None if folder is None else runs.Run(folder, config.saving.keep).plan
+            self.plan = plans.choose(config, self.tokens, kept)
+            self.strategy = self.plan.strategy
+        else:
+            self.strategy = strategies.choose(config.mapping, config.mesh, config.model.kv_heads, count, microbatches)
         self.mesh = strategies.make_mesh(self.strategy)
-        if config.hosts.elastic and -1 not in self.strategy.mesh.values():
+        if config.hosts.elastic and self.plan is None and -1 not in self.strategy.mesh.values():
             raise Problem("--elastic needs a mesh that fits fewer devices: let --mesh have -1 for one of the sizes.")
         policy = Policy.parse(config.precision)
         self.functions = steps.make_functions(config.model, config.optimizer, policy, self.strategy)
-        tokens = steps.abstract_tokens(self.Batch, self.Pos)
-        strategies.check(self.strategy, self.mesh, self.functions.abstract.model, tokens)
+        strategies.check(self.strategy, self.mesh, self.functions.abstract.model, self.tokens)
         self.write = generation.make_writer(config.reports, policy, self.strategy, self.mesh)
         self.corpus = data.read(config.data, config.batches.held_out, self.Batch, self.Pos)
         if config.export is not None and os.path.exists(config.export) and not os.path.isfile(config.export):
@@ -162,10 +172,14 @@ class Training:
                 warn("The text is another one than when the run was started, so it will not go on as it would have.")
         else:
             self.state = jax.block_until_ready(self.functions.start(jax.random.key(self.config.seed)))
+        if (plan := self.prepared.plan) is not None and plan.table is not None:
+            self.try_to("keep the table of the plan", self.files.plan_table.write_text, plan.table + "\n", "utf-8")
         self.metrics = Metrics(self.files.metrics)
         self.try_to("read the losses", self.read_losses)
         with fail_together("The start"):
             if jax.process_index() == 0:
+                if self.prepared.plan is not None:
+                    self.prepared.plan.keep(self.files.plan)
                 self.files.keep_settings(self.config, fingerprint)
 
     def read_losses(self) -> None:
@@ -179,6 +193,8 @@ class Training:
         count = sum(x.size for x in jax.tree.leaves(self.state.model))
         experts = f" and {self.config.model.experts} experts" if self.config.model.experts else ""
         say(f"A Llama with {count:,} parameters{experts} on {devices.describe()}.")
+        if prepared.plan is not None:
+            say(f"\n{prepared.plan.said}\n")
         say(f"Mapping {strategies.describe(prepared.strategy, prepared.mesh)}.")
         sizes = (
             f"{corpus.files:,} file{'s' if corpus.files > 1 else ''}, {table.readable(len(corpus.train))} to train on"
@@ -191,8 +207,18 @@ class Training:
         self.try_to(
             "draw the placement", pictures.save_placement, self.files.placement_picture, self.state.model, tokens
         )
+        if self.config.explain:
+            self.explain()
         word = "Going on from step" if self.step else "Training from step"
         say(f"\n{word} {self.step} to {self.reporter.total}; the folder of the run is {self.files.folder}.")
+
+    def explain(self) -> None:
+        """Say what a step sends, keeps and computes. It is compiled for that, which training need not do again."""
+        tokens = self.prepared.batch(self.texts, self.seen)
+        with fail_together("The explanation of a step"):
+            report = insight.explain(self.functions.train, self.state, tokens, chip=devices.chip(self.config.chip))
+        self.reporter.say(f"\n{report}")
+        self.try_to("keep the explanation", self.files.explanation.write_text, report.to_markdown() + "\n", "utf-8")
 
     def train_until(self, total: int, interrupts: Interrupts) -> None:
         """Take steps; evaluate, write samples and save where it is due."""
@@ -259,8 +285,10 @@ class Training:
     # --- saving ---
 
     def save(self) -> None:
-        self.files.checkpoints.save(self.state, self.step, self.seen)
+        path = self.files.checkpoints.save(self.state, self.step, self.seen)
         self.saved = self.step
+        if self.prepared.plan is not None:
+            self.try_to("keep the plan with the checkpoint", self.prepared.plan.keep, path / self.files.plan.name)
 
     def save_if_possible(self) -> None:
         """On the way, a full disk is no reason to lose what was learned: there may be room again later."""
@@ -282,7 +310,7 @@ class Training:
         self.reporter.say("\n" + "\n".join(pictures.curve_as_text(*curves)))
         self.try_to("draw the losses", pictures.save_curve, self.files.loss_picture, *curves)
 
-    def try_to(self, what: str, action: Callable[..., None], *args: object) -> None:
+    def try_to(self, what: str, action: Callable[..., object], *args: object) -> None:
         """Do what is only for looking at: by the first of several processes, and training does not fail with it."""
         with fail_together(what):
             if jax.process_index() == 0:

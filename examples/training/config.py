@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import tyro
 from tyro.conf import arg
 
-from axonym import precision
+from axonym import insight, precision
 
 from .problems import Problem, listed
 
@@ -139,9 +139,14 @@ class Config:
     """A file or a folder of text; "stdlib" is the source text of Python's standard library."""
     mapping: Annotated[str, arg(metavar="MAPPING")] = "fsdp+tensor"
     """How devices share the work: data, fsdp, tensor, fsdp+tensor, sequence, context, pipeline, pipeline+fsdp, expert,
-    or a JSON or TOML file that has `mesh`, `mapping` and, if parameters are stored otherwise, `parameter_mapping`."""
+    or a JSON or TOML file that has `mesh`, `mapping` and, if parameters are stored otherwise, `parameter_mapping`; or
+    plan, for the mesh and the mapping with which a step takes least time, as far as names tell."""
     mesh: Annotated[str, arg(metavar="SIZES")] = "auto"
     """The sizes of the mesh axes, such as data=4,model=2; -1 is what the others leave."""
+    chip: Annotated[str, arg(metavar="CHIP")] = "auto"
+    """The chip to plan and explain for: v5e, v5p, v6e or h100. By default the one that is here, and v5e on a CPU."""
+    explain: bool = False
+    """Before training, print what a step sends, keeps and computes, and keep that in the folder of the run."""
     precision: str = "float32"
     """What parameters are kept in and what is computed in, such as params=float32,compute=bfloat16."""
     seed: int = 0
@@ -160,7 +165,7 @@ class Config:
     hosts: Hosts = dataclasses.field(default_factory=Hosts)
 
 
-_OF_THE_CALL = ("out", "resume", "export", "hosts")
+_OF_THE_CALL = ("explain", "out", "resume", "export", "hosts")
 """Settings that say what is done now, and so are not those of the run."""
 
 
@@ -257,6 +262,10 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"--head-size must be even, since rotary embeddings turn pairs, got {model.head_size}"
     if model.experts == 1:
         yield "--experts must be 0 for none or at least 2, since each token uses two, got 1"
+    if config.chip != "auto" and config.chip not in insight.CHIPS:
+        yield f"--chip must be one of {', '.join(insight.CHIPS)}, got {config.chip!r:.40}"
+    if config.mapping == "plan" and config.mesh != "auto":
+        yield f"--mesh cannot be given with --mapping plan, which chooses one, got {config.mesh!r:.40}"
     if not 0 < batches.held_out < 1:
         yield f"--held-out must be between 0 and 1, got {batches.held_out}"
     if optimizer.warmup >= optimizer.steps:

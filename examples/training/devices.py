@@ -42,3 +42,13 @@ def describe() -> str:
     kind = "CPU" if device.platform == "cpu" else device.device_kind
     hosts = f" on {jax.process_count()} hosts" if jax.process_count() > 1 else ""
     return f"{count} {simulated}{kind} device{'s' if count > 1 else ''}{hosts}"
+
+
+_CHIPS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "NVIDIA H100 80GB HBM3": "h100"}
+"""The names of chips whose figures `axonym.insight` has, by what JAX calls them."""
+
+
+def chip(name: str) -> str | None:
+    """The chip of a name; for "auto" the one that is here, if its figures are known. A CPU simulates a v5e."""
+    device = jax.devices()[0]
+    return name if name != "auto" else "v5e" if device.platform == "cpu" else _CHIPS.get(device.device_kind)

@@ -24,6 +24,8 @@ class Run:
         self.checkpoints = Checkpoints(folder / _CHECKPOINTS, keep)
         self.metrics, self.samples = folder / "metrics.jsonl", folder / "samples.txt"
         self.loss_picture, self.placement_picture = folder / "loss.png", folder / "placement.png"
+        self.plan, self.plan_table = folder / "plan.json", folder / "plan.md"
+        self.explanation = folder / "explanation.md"
 
     def keep_settings(self, config: Config, fingerprint: int) -> None:
         """Write down what the run was started with, and a number that tells its text from others."""

@@ -75,8 +75,25 @@ def make_functions(
     sizes: settings.ModelSizes, optimizer_settings: settings.Optimizer, policy: Policy, strategy: Strategy
 ) -> Functions:
     """The functions of a run under a strategy."""
+    start, train, evaluate = plain_functions(sizes, optimizer_settings, policy, strategy.schedule())
+    # Each device makes its own shards, so none ever holds more. This runs once, so it need not be fast; on a
+    # CPU, most of the time would go into compiling how random numbers are drawn.
+    on_cpu = jax.default_backend() == "cpu"
+    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True} if on_cpu else None
+    return Functions(
+        start=axn.named_jit(start, strategy.storage, compiler_options=quick),
+        train=distributed(train, strategy, donate_args=(True, False)),
+        evaluate=distributed(evaluate, strategy),
+        abstract=jax.eval_shape(start, jax.random.key(0)),
+    )
+
+
+def plain_functions(
+    sizes: settings.ModelSizes, optimizer_settings: settings.Optimizer, policy: Policy, schedule: Any = None
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """What starts, trains and evaluates, not yet compiled."""
     axes, optimizer = model_config(sizes), make_optimizer(optimizer_settings)
-    of_policy = functools.partial(loss, policy=policy, schedule=strategy.schedule())
+    of_policy = functools.partial(loss, policy=policy, schedule=schedule)
 
     def start(key: jax.Array) -> State:
         for_model, rest = jax.random.split(key)
@@ -90,16 +107,7 @@ def make_functions(
         metrics = {"loss": value, "gradient_norm": optax.tree.norm(gradients)}
         return State(optax.apply_updates(state.model, updates), kept, state.key), metrics  # pyright: ignore[reportArgumentType]
 
-    # Each device makes its own shards, so none ever holds more. This runs once, so it need not be fast; on a
-    # CPU, most of the time would go into compiling how random numbers are drawn.
-    on_cpu = jax.default_backend() == "cpu"
-    quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True} if on_cpu else None
-    return Functions(
-        start=axn.named_jit(start, strategy.storage, compiler_options=quick),
-        train=distributed(train, strategy, donate_args=(True, False)),
-        evaluate=distributed(of_policy, strategy),
-        abstract=jax.eval_shape(start, jax.random.key(0)),
-    )
+    return start, train, of_policy
 
 
 def distributed(fn: Callable[..., Any], strategy: Strategy, **options: Any) -> Callable[..., Any]:

@@ -83,11 +83,10 @@ def choose(mapping: str, mesh: str, kv_heads: int, devices: int, microbatches: i
         sizes = {"data": -1} | {a: split for a in ("model", "stage", "expert") if a in compute.values()}
         found = Strategy(mapping, sizes, compute, storage)
     elif Path(mapping).suffix in (".json", ".toml"):
-        found = _read(Path(mapping))
+        found = read(Path(mapping))
     else:
-        raise Problem(
-            f"There is no mapping {mapping!r}; choose one of {', '.join(BUILT_IN)}, or give a .json or .toml file."
-        )
+        names = ", ".join([*BUILT_IN, "plan"])
+        raise Problem(f"There is no mapping {mapping!r}; choose one of {names}, or give a .json or .toml file.")
     sizes = found.mesh if mesh == "auto" else _parsed_mesh(mesh)
     return dataclasses.replace(found, mesh=sizes, microbatches=microbatches)
 
@@ -151,7 +150,8 @@ def check(strategy: Strategy, mesh: jax.sharding.Mesh, model: Any, tokens: Named
 # --- reading ---
 
 
-def _read(path: Path) -> Strategy:
+def read(path: Path) -> Strategy:
+    """The strategy in a file."""
     try:
         if path.exists() and not path.is_file():  # reading a pipe might wait for ever
             raise Problem(f"The mapping cannot be read from {path}: it is not a file.")

@@ -299,6 +299,26 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
         None,
         "There is no mapping 'tensors'; choose one of data, fsdp, tensor,",
     ),
+    "a mesh for a plan": (
+        (*NEW, "--mapping", "plan", "--mesh", "data=8"),
+        None,
+        "--mesh cannot be given with --mapping plan, which chooses one, got 'data=8'",
+    ),
+    "a plan of what is not counted": (
+        (*NEW, "--mapping", "plan", "--experts", "4"),
+        None,
+        "--mapping plan finds no mapping: plan: how long train computes is not known, because the flops of .*Choose",
+    ),
+    "a damaged plan": (
+        (*RESUMED, "--mapping", "plan"),
+        content("plan.json", '{"mesh": '),
+        "The mapping in .*plan.json is not valid JSON",
+    ),
+    "a chip without figures": (
+        (*NEW, "--chip", "v9"),
+        None,
+        "--chip must be one of v5e, v5p, v6e, h100, got 'v9'",
+    ),
     "no such mapping": (
         (*NEW, "--mapping", "nowhere.json"),
         None,

@@ -98,6 +98,15 @@ def test_a_plan_for_many_devices() -> None:
     assert "not compiled: by names alone" in str(found)
 
 
+def test_a_step_whose_flops_are_not_known() -> None:
+    def convolved(w: Any, x: Any) -> Any:
+        kernel = jax.numpy.ones((3, 1, 1))
+        return step(w, x), jax.lax.conv_general_dilated(x.array[:, None], kernel.T, (1,), "SAME")
+
+    with pytest.raises(ValueError, match="plan: how long convolved computes is not known, because the flops of conv"):
+        plan(convolved, weights(), batch(), chips=8)
+
+
 def test_a_chip_without_figures() -> None:
     with pytest.raises(ValueError, match="plan: the chips with figures are"):
         plan(step, weights(), batch(), chips=8, chip="v9")

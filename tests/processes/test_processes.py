@@ -42,4 +42,4 @@ def test_checks(count: int, trained: Path, tmp_path: Path, request: pytest.Fixtu
 
 def test_every_mapping_is_checked() -> None:
     checked = {name.rpartition(".check_")[2] for name in names(training)}
-    assert {name.replace("+", "_and_") for name in training.train_lm.strategies.BUILT_IN} <= checked
+    assert {name.replace("+", "_and_") for name in ("plan", *training.train_lm.strategies.BUILT_IN)} <= checked

@@ -117,6 +117,16 @@ def check_pipeline_and_fsdp(folder: Path) -> None:
     go_on(folder, "pipeline+fsdp", "--microbatches", "2")
 
 
+def check_plan(folder: Path) -> None:
+    """Each process plans, and all find the same; a run that was begun otherwise goes on under a plan."""
+    go_on(folder, "plan", "--explain")
+    plan = (folder / "run" / "plan.json").read_text()
+    assert (folder / "run" / "checkpoints" / "step-000003" / "plan.json").read_text() == plan
+    explanation = (folder / "run" / "explanation.md").read_text()
+    mesh = ", ".join(f"{name}={size}" for name, size in json.loads(plan)["mesh"].items())
+    assert f"train on the mesh {mesh} (cpu, by='compiled')" in explanation
+
+
 def check_expert(folder: Path) -> None:
     assert_losses(folder, train(folder, "--mapping", "expert", "--samples", "0", *MIXTURE), of="mixture")
 

@@ -183,7 +183,8 @@ def plan(
     The step is traced once, and each mapping is worked out by name, as `explain` does with `by="names"`: mappings of
     the batch (data parallelism), of the parameters between uses (FSDP), of axes along which devices can compute
     independently (tensor parallelism), and of these together, on all meshes of one or two axes. What names do not tell
-    is not considered, and the result says so: sharding a sequence, experts, and stages of a pipeline.
+    is not considered, and the result says so: sharding a sequence, experts, and stages of a pipeline. A step with
+    operations whose flops are not known, such as convolutions, is refused.
 
     The time of a mapping is the longest of its bounds: to compute, or to send over a mesh axis. Bounds that agree to
     two digits are told apart by their sum.
@@ -210,6 +211,11 @@ def plan(
     limit = chip.memory if limit is None else limit
     args = (model, *batch)
     trace = named_trace(step, args, {})
+    if trace.uncounted:
+        raise ValueError(
+            f"plan: how long {trace.name} computes is not known, because the flops of {', '.join(trace.uncounted)} are "
+            "not counted. Compare mappings that you choose, with `compare`."
+        )
     search = _Search(trace, chip, _names(model), _names(batch))
     found = list(search.run(chips))
     fitting = sorted((p for p in found if p.memory <= limit), key=PlannedMapping._order)

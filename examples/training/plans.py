@@ -1,0 +1,72 @@
+"""The plan of `--mapping plan`: the mesh and the mappings with which a step takes least time, as far as names tell.
+
+What is chosen is kept in the folder of the run, as a file that `--mapping` reads too, with the table of the candidates
+beside it. Going on with the run takes it from there, unless the number of devices is another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+
+import jax
+
+from axonym import NamedArray, insight
+from axonym.precision import Policy
+
+from . import devices, steps, strategies
+from .config import Config
+from .problems import Problem
+from .strategies import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A strategy that was chosen, and how."""
+
+    strategy: Strategy
+    said: str
+    """What to print."""
+    table: str | None
+    """The best candidates in Markdown; None if the plan is an earlier one."""
+
+    def as_json(self) -> str:
+        """The strategy as a file that `--mapping` reads."""
+        chosen = self.strategy
+        parts = {"mesh": chosen.mesh, "mapping": chosen.compute, "parameter_mapping": chosen.storage}
+        return json.dumps(parts, indent=2) + "\n"
+
+    def keep(self, path: Path) -> None:
+        """Write the strategy to such a file."""
+        unfinished = path.with_name(path.name + ".new")
+        unfinished.write_text(self.as_json())
+        os.replace(unfinished, path)
+
+
+def choose(config: Config, tokens: NamedArray, kept: Path | None) -> Plan:
+    """The plan that is kept in a file, or a new one if there is none for as many devices as there are."""
+    said = ""
+    if kept is not None and kept.exists():
+        found = dataclasses.replace(strategies.read(kept), name="plan")
+        planned = math.prod(found.mesh.values())
+        if planned == jax.device_count():
+            return Plan(found, f"The plan is the one in {kept}.", None)
+        said = (
+            f"The plan in {kept} is for {planned} devices. There are {jax.device_count()} now, so this is a new one.\n"
+        )
+    chip = devices.chip(config.chip)
+    if chip is None:
+        known = ", ".join(insight.CHIPS)
+        raise Problem(f"--mapping plan has no figures of {devices.describe()}: let --chip be one of {known}.")
+    start, train, _ = steps.plain_functions(config.model, config.optimizer, Policy.parse(config.precision))
+    abstract = jax.eval_shape(start, jax.random.key(0))
+    try:
+        found = insight.plan(train, abstract, tokens, chips=jax.device_count(), chip=chip)
+    except ValueError as e:
+        raise Problem(f"--mapping plan finds no mapping: {e} Choose another --mapping.") from None
+    best = found.best
+    strategy = Strategy("plan", best.mesh, best.compute, best.storage or best.compute)
+    return Plan(strategy, f"{said}{found}", found.to_markdown())

@@ -1,0 +1,119 @@
+"""The training script under a plan, and the explanation of its step."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from axonym import insight
+from tests.examples.runs import SMALL, Problem, losses, saved_steps, train, train_lm
+
+plans, devices = train_lm.plans, train_lm.devices
+
+
+@pytest.fixture(scope="module")
+def planned(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a run under a plan that was explained, and what it printed."""
+    out = tmp_path_factory.mktemp("planned") / "run"
+    said: list[str] = []
+    patch = pytest.MonkeyPatch()
+    with patch.context() as p:
+        p.setattr(train_lm.Reporter, "say", lambda self, text="": said.append(text))
+        assert train(text, out, "--mapping", "plan", "--explain", "--samples", "0") == 0
+    return out, "\n".join(said)
+
+
+def kept(out: Path) -> dict[str, Any]:
+    return json.loads((out / "plan.json").read_text())
+
+
+def test_the_winner_is_trained_under(planned: tuple[Path, str], finished: Path) -> None:
+    out, said = planned
+    config = train_lm.settings.parse(SMALL)
+    _, step, _ = train_lm.steps.plain_functions(config.model, config.optimizer, train_lm.Policy.parse("float32"))
+    Batch, Pos = train_lm.axn.make_axes(batch=8, pos=16)
+    best = insight.plan(
+        step, abstract_state(config), train_lm.steps.abstract_tokens(Batch, Pos), chips=8, chip="v5e"
+    ).best
+    stored = best.storage or best.compute
+    assert kept(out) == json.loads(
+        json.dumps({"mesh": best.mesh, "mapping": best.compute, "parameter_mapping": stored})
+    )
+    assert best.code() in said and best.code() in (out / "plan.md").read_text()
+    np.testing.assert_allclose(losses(out), losses(finished), rtol=1e-4)
+    for name in saved_steps(out):
+        assert (out / "checkpoints" / name / "plan.json").read_text() == (out / "plan.json").read_text()
+    strategy = train_lm.strategies.choose(str(out / "plan.json"), "auto", 2, 8)
+    assert (dict(strategy.mesh), strategy.schedule()) == (kept(out)["mesh"], None)
+
+
+def abstract_state(config: Any) -> Any:
+    start, _, _ = train_lm.steps.plain_functions(config.model, config.optimizer, train_lm.Policy.parse("float32"))
+    return train_lm.jax.eval_shape(start, train_lm.jax.random.key(0))
+
+
+def test_what_is_explained_is_the_step_that_trains(planned: tuple[Path, str]) -> None:
+    out, said = planned
+    explanation = (out / "explanation.md").read_text()
+    mesh = ", ".join(f"{name}={size}" for name, size in kept(out)["mesh"].items())
+    for text in (said, explanation):
+        assert f"train on the mesh {mesh} (cpu, by='compiled')" in text
+        assert "memory of each device: " in text and "least times on v5e: compute " in text
+        assert "the gradient of [vocab, embed] sums over batch, which is sharded over data" in text
+    assert said.index("memory of each device") < said.index("Training from step 0 to 6")
+
+
+def test_a_run_goes_on_under_its_plan(
+    planned: tuple[Path, str], finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also under one that a new plan would not be; and what is not asked for again is not explained again."""
+    out = tmp_path / "run"
+    shutil.copytree(planned[0], out)
+    shutil.rmtree(out / "checkpoints" / "step-000006")
+    (out / "explanation.md").unlink()
+    other = {"mesh": {"data": 4, "model": 2}, "mapping": {"batch": "data", "mlp": "model"}}
+    (out / "plan.json").write_text(json.dumps(other))
+    monkeypatch.setattr(insight, "plan", None)
+    assert train_lm.main(["--resume", "--out", str(out)]) == 0
+    np.testing.assert_allclose(losses(out), losses(finished), rtol=1e-4)
+    assert kept(out) == other | {"parameter_mapping": other["mapping"]}
+    assert (out / "checkpoints" / "step-000006" / "plan.json").read_text() == (out / "plan.json").read_text()
+    assert not (out / "explanation.md").exists()
+
+
+def test_other_devices_have_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = train_lm.settings.parse([*SMALL, "--mapping", "plan"])
+    tokens = train_lm.steps.abstract_tokens(*train_lm.axn.make_axes(batch=8, pos=16))
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"mesh": {"data": 4}, "mapping": {"batch": "data"}}))
+    made = insight.plan
+    monkeypatch.setattr(insight, "plan", lambda *args, **options: made(*args, **options, verify=0))
+    found = plans.choose(config, tokens, file)
+    assert (
+        f"The plan in {file} is for 4 devices. There are 8 now, so this is a new one.\ntrain on 8 x v5e" in found.said
+    )
+    assert np.prod(list(found.strategy.mesh.values())) == 8 and found.table is not None
+    found.keep(file)
+    again = plans.choose(config, tokens, file)
+    assert again.strategy == found.strategy and again.table is None
+
+
+@pytest.mark.further
+def test_chips(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device:
+        platform, device_kind = "tpu", "TPU v6 lite"
+
+    assert devices.chip("auto") == "v5e"
+    monkeypatch.setattr(train_lm.jax, "devices", lambda: [Device] * 8)
+    assert devices.chip("auto") == "v6e" and devices.chip("h100") == "h100"
+    assert {devices.chip(name) for name in devices._CHIPS.values()} <= set(insight.CHIPS)
+    Device.device_kind = "TPU v99"
+    assert devices.chip("auto") is None
+    config = train_lm.settings.parse([*SMALL, "--mapping", "plan"])
+    with pytest.raises(Problem, match="--mapping plan has no figures of 8 TPU v99 devices: let --chip be one of v5e, "):
+        plans.choose(config, None, None)
