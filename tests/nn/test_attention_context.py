@@ -106,6 +106,32 @@ def test_what_remains_of_other_shapes(way: str, mesh: Mesh) -> None:
     assert_named(axn.to_host(found), expected, **CLOSE)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_queries_beyond_the_keys_in_their_window(way: str, mesh: Mesh) -> None:
+    """They attend to nothing, so they get the mean of all values."""
+    operands = (
+        draw(Axis("pos", 24), Heads, Size),
+        draw(Axis("key_pos", 8), Heads, Size),
+        draw(KPos.resize(8), Heads, Size),
+    )
+    mask = Causal("pos", window=3)
+    expected = values_and_gradients(mask)(operands, None)
+    with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):
+        found = jax.block_until_ready(values_and_gradients(mask, way)(axn.shard(operands), None))
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_segments_of_any_batch_axis(way: str, mesh: Mesh) -> None:
+    """The order of the axes of keys does not matter."""
+    k, v = (x.rearrange(("heads", "key_pos", "batch", "head_size")) for x in (K, V))
+    with jax.set_mesh(mesh), axn.axis_mapping(MAPPING):
+        found = jax.block_until_ready(values_and_gradients(MASKS["segments"][0], way)(axn.shard((Q, k, v)), None))
+    (value, result), ((of_q, of_k, of_v), _) = found
+    gradients = of_q, *(x.rearrange(K.names) for x in (of_k, of_v))
+    assert_close(((value, result), (gradients, None)), plain("segments"))
+
+
 def test_the_order_of_mesh_axes(mesh: Mesh) -> None:
     """Shards go around in the order of the mapping, also where the mesh has another one."""
     q, k = draw(Axis("pos", 16), Size), draw(Axis("key_pos", 16), Size)

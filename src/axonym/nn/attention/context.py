@@ -250,7 +250,7 @@ def _terms(what: str, roles: AxisRoles, mask: Mask, bias: NamedArray | None) -> 
     found = {
         "bias": (bias, scores),
         "mask": (mask.also if isinstance(mask, Causal) else mask, scores),
-        "segments": (causal and causal.segments, (*roles.batch, *roles.positions)),
+        "segments": (causal and causal.segments, (*roles.batch, *roles.heads, *roles.positions)),
     }
     for label, (x, known) in found.items():
         if x is not None:
@@ -333,7 +333,7 @@ def _on_device(
     parts = (*roles.of_queries, features), (*roles.of_keys, features), (*roles.of_keys, values)
     q, k, v = (merge_axes(x.astype(dtype), n, p) for x, n, p in zip(arrays[:3], names[:3], parts, strict=True))
     scores = (*roles.of_queries, roles.keys)
-    of_terms = {"bias": scores, "mask": scores, "segments": (roles.batch, (), roles.positions)}
+    of_terms = {"bias": scores, "mask": scores, "segments": (roles.batch, roles.heads, roles.positions)}
     terms = ScoreTerms(
         **{
             label: merge_axes(x, own, of_terms[label], sizes | dict(zip(own, x.shape, strict=True)))
@@ -360,7 +360,9 @@ def _on_device(
         if zigzag:
             q = to_zigzag(q, QUERIES, axes, count)
     result, log_total = attend(plan, q, k, v, terms)
-    if terms.mask is not None or (plan.window is not None and q.shape[QUERIES] > k.shape[KEYS]):
+    queries, keys = q.shape[QUERIES], k.shape[KEYS]
+    queries, keys = queries * (count if plan.sharded_queries else 1), keys * (count if plan.sharded_keys else 1)
+    if terms.mask is not None or (plan.window is not None and queries > keys):
         mean = jnp.mean(v, KEYS)
         mean = jax.lax.pmean(mean, axes) if plan.sharded_keys else mean
         result = jnp.where(jnp.isinf(log_total)[..., None], mean[:, :, None, None], result)
