@@ -97,6 +97,10 @@ FAMILIES: dict[str, Callable[[str, str, str], Any]] = {
         axn.isin(_x(a, b), [1.0, -2.0]),
     ],
     "sorting": lambda a, b, c: [axn.sort(_x(a, b), a), axn.argsort(_x(a, b), b), axn.lexsort((_x(b), _x(a, b)), b)],
+    "largest": lambda a, b, c: [
+        *axn.top_k(_x(a, b), b, 2, c),
+        *axn.top_k(_x(a, b), b, _ids(a)[a, [1, 0, 1]] + 1, max_k=3, replacement=_x(a)[a, [0, 1, 2]]),
+    ],
     "statistics": lambda a, b, c: [
         axn.median(_x(a, b), a),
         axn.quantile(_x(a, b), axn.named([0.25, 0.5], c), b),
@@ -125,6 +129,8 @@ FAMILIES: dict[str, Callable[[str, str, str], Any]] = {
         axn.random.normal(KEY, {a: 3, b: 2}),
         axn.random.uniform(KEY, {a: 3, b: 4}, minval=_x(b) - 9.0),
         axn.random.permutation(KEY, _x(a, b), b),
+        # What is drawn depends on the order of the examples' axes by name, so there is one of them.
+        axn.random.categorical(KEY, _x(a, b), b, temperature=axn.exp(_x(a)[a, 0:3]), top_k=3),
     ],
     "activations": lambda a, b, c: [nn.relu(_x(a, b)), nn.softmax(_x(a, b), b), nn.glu(_x(a, b), b)],
     "layers": lambda a, b, c: [
@@ -135,6 +141,9 @@ FAMILIES: dict[str, Callable[[str, str, str], Any]] = {
         nn.max_pool(_x(a, b), axn.Axis(b, 2)),
         attention.apply_rotary(_x(a, b), b, a),
         attention.causal_mask(axn.Axis(a, 3), axn.Axis(b, 3)),
+        nn.MoELinear.init(axn.Axis(a, 2), axn.Axis(b, 4), axn.Axis(c, 5), key=KEY)(
+            _x("rows", b), axn.named(jnp.asarray([1, 2]), a)
+        ),
     ],
 }
 

@@ -137,7 +137,7 @@ def _lowest(dtype: Any) -> Any:
     return -np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
-@_kernels.cached
+@_kernels.shared("names", "axis", "new", "limit_names")
 def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names) -> _kernels.Kernel:
     out_names = replaced(_WHAT, names, axis, (new,))
     in_names, position = (names, *limit_names), names.index(axis)

@@ -13,7 +13,7 @@ from .. import _errors, _kernels, random
 from .._jax_versions import active_platform
 from .._named_scope import named_call
 from ..axis import Axis, AxisSpec, Names
-from ..named_array import NamedArray, named, wrap
+from ..named_array import NamedArray, named
 from ..ops._operands import distinct, one_axis, private, require_named
 from ..ops.creation import zeros
 from ._grouped_matmul import Grouped
@@ -123,11 +123,11 @@ class MoELinear(eqx.Module):
         kernel = _grouped_kernel(
             inputs.names, self.weight.names, group_sizes.names, self.Experts.name, self.In, self.Out, self.use_gmm
         )
-        result = wrap(kernel.call(inputs.array, self.weight.array, group_sizes.array), kernel.names)
+        result = kernel.apply(inputs.array, self.weight.array, group_sizes.array)
         return result if self.bias is None else result + self.bias
 
 
-@_kernels.cached
+@_kernels.shared("names", "weight_names", "size_names", "experts", "In", "Out")
 def _grouped_kernel(
     names: Names, weight_names: Names, size_names: Names, experts: str, In: Axis, Out: Axis, use_gmm: bool
 ) -> _kernels.Kernel:

@@ -126,10 +126,14 @@ def categorical(
     may_have = tuple(a.name for a in (axes if replace else batch))
     for argument, (_, names) in operands.items():
         require_subset(_WHAT, argument, names, may_have, " There is one for all examples, or one for each.")
-    layouts = tuple((argument, names) for argument, (_, names) in operands.items())
     draws = tuple(a for a in axes if a.name not in logits.names)
     out = tuple(a.name for a in axes)
-    kernel = _categorical_kernel(logits.names, categories.name, out, draws, bool(replace), layouts, count)
+    # Sorted, so that the order of axes does not matter to what is drawn.
+    in_order = tuple(sorted(n for n in out if replace or n in logits.names))
+    layouts = tuple(names for _, names in operands.values())
+    kernel = _categorical_kernel(
+        logits.names, categories.name, in_order, out, draws, bool(replace), tuple(operands), layouts, count
+    )
     if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
         one = jax.random.wrap_key_data(one)
     return kernel.apply(logits.array, one, *(x for x, _ in operands.values()))
@@ -142,18 +146,18 @@ def _check(argument: str, x: Any, least: float, most: float) -> None:
         raise ValueError(f"{_WHAT}: `{argument}` must be at least {least}{upper}, got {x}.")
 
 
-@_kernels.cached
+@_kernels.shared("names", "axis", "in_order", "out", "draws", "layouts")
 def _categorical_kernel(
     names: Names,
     axis: str,
+    in_order: Names,
     out: Names,
     draws: tuple[Axis, ...],
     replace: bool,
-    layouts: tuple[tuple[str, Names], ...],
+    arguments: tuple[str, ...],
+    layouts: tuple[Names, ...],
     count: int | None,
 ) -> _kernels.Kernel:
-    # Sorted, so that the order of axes does not matter to what is drawn.
-    in_order = tuple(sorted(n for n in out if replace or n in names))
     chosen = None if replace else math.prod(a.size for a in draws)
 
     def positional(logits, key, *parameters):
@@ -163,7 +167,7 @@ def _categorical_kernel(
         examples = wrap(jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape), in_order)
         given = {
             argument: wrap(jnp.asarray(x, None if argument == "top_k" else jnp.float32), own)
-            for (argument, own), x in zip(layouts, parameters, strict=True)
+            for argument, own, x in zip(arguments, layouts, parameters, strict=True)
         }
         # A key of this kind is two words, and what is drawn with many at once is what is drawn with each alone.
         threefry = jax.random.key_impl(key) == "threefry2x32"
@@ -175,7 +179,7 @@ def _categorical_kernel(
             drawn = drawn.unflatten_axis(_drawn(axis), draws) if draws else drawn[_drawn(axis), 0]
         return shard_quietly(drawn.rearrange(out), None, _WHAT).array
 
-    in_names = (names, (), *(own for _, own in layouts))
+    in_names = (names, (), *layouts)
     return _kernels.make_kernel(_WHAT, positional, in_names, out, mesh_aware=True)
 
 
