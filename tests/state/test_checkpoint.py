@@ -101,6 +101,25 @@ def test_a_part_of_it(saved: Path) -> None:
     assert restore_checkpoint(saved, more, strict=False)["new"] is more["new"]
 
 
+def test_numbers_are_never_rounded(tmp_path: Path) -> None:
+    numbers = {"rate": 1.5, "many": 3, "z": 1 + 2j, "steps": 2**60 + 1, "kept": np.float64(2.5), "whole": 2.0}
+    save_checkpoint(tmp_path / "1", numbers)
+    restored = restore_checkpoint(
+        tmp_path / "1", {**dict.fromkeys(numbers, 0), "rate": 0.0, "z": 0j, "kept": np.float64(0)}
+    )
+    assert restored == numbers and type(restored["whole"]) is int and type(restored["kept"]) is np.float64
+    with pytest.raises(ValueError) as e:
+        template = {"rate": 0, "many": False, "z": 0.0, "steps": 0.0, "kept": 0, "whole": 0}
+        restore_checkpoint(tmp_path / "1", template)
+    assert sorted(line.strip() for line in str(e.value).splitlines()[1:]) == [
+        "'kept' is 2.5, but in the tree it is a number, int.",
+        "'many' is 3, but in the tree it is a number, bool.",
+        "'rate' is 1.5, but in the tree it is a number, int.",
+        f"'steps' is {2**60 + 1}, but in the tree it is a number, float.",
+        "'z' is (1+2j), but in the tree it is a number, float.",
+    ]
+
+
 def test_everything_that_does_not_fit_is_one_error(saved: Path) -> None:
     template = state()
     template["model"] = {"w": axn.zeros((A, B.alias("c"))), "raw": jnp.zeros(6), "more": jnp.zeros(2)}

@@ -332,8 +332,14 @@ def _as_stored(template: Any, about: Mapping[str, Any], strict: bool, ignore: Se
         key, x = _key(leaf), leaf.value
         entry = about.get(key)
         found.append(x)
-        if is_number(x) and (entry is None or "number" not in entry):
-            context.add_missing(key, f"a number, {type(x).__name__}")
+        if is_number(x):
+            if entry is None or "number" not in entry:
+                context.add_missing(key, f"a number, {type(x).__name__}")
+            elif _number(x, entry) is None:
+                context.misfits.append(
+                    f"{key!r} is {_stored_number(entry)}, but in the tree it is a number, {type(x).__name__}."
+                )
+            continue
         if not is_jax_array_like(x):
             continue
         if entry is None or "number" in entry:
@@ -364,6 +370,21 @@ def _misfit(x: Any, entry: Mapping[str, Any]) -> str | None:
     return None if same else f"has dtype {dtype}"
 
 
+def _stored_number(entry: Mapping[str, Any]) -> Any:
+    value = entry["number"]
+    return complex(*value) if isinstance(value, list) else value
+
+
+def _number(x: Any, entry: Mapping[str, Any]) -> Any:
+    """Return a stored number with the type of the template's; None if that type does not have it."""
+    value = _stored_number(entry)
+    try:
+        found = type(x)(value)
+    except (OverflowError, TypeError, ValueError):
+        return None
+    return found if found == value or found != found else None
+
+
 def _abstract(x: Any, entry: Mapping[str, Any]) -> Any:
     struct = jax.ShapeDtypeStruct(tuple(entry["shape"]), x.dtype)
     return wrap(struct, tuple(entry["axes"] or x.names)) if isinstance(x, NamedArray) else struct
@@ -374,8 +395,7 @@ def _restored(leaf: Leaf, mine: Any, entry: Mapping[str, Any] | None, arrays: Ma
     if entry is None:
         return mine
     if is_number(mine) and "number" in entry:
-        value = entry["number"]
-        return complex(*value) if isinstance(value, list) else type(mine)(value)
+        return _number(mine, entry)
     if not is_jax_array_like(mine):
         return mine
     array = arrays[_key(leaf)]
