@@ -65,6 +65,7 @@ def test_what_is_explained_is_the_step_that_trains(planned: tuple[Path, str]) ->
         assert f"train on the mesh {mesh} (cpu, by='compiled')" in text
         assert "memory of each device: " in text and "least times on v5e: compute " in text
         assert "the gradient of [vocab, embed] sums over batch, which is sharded over data" in text
+    assert (out / "explanation.png").read_bytes().startswith(b"\x89PNG")
     assert said.index("memory of each device") < said.index("Training from step 0 to 6")
 
 

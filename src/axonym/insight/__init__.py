@@ -20,3 +20,4 @@ from .report import (
     Source as Source,
 )
 from .snapshots import snapshot as snapshot
+from .timeline import HeldArray as HeldArray, MemoryTimeline as MemoryTimeline

@@ -1,16 +1,19 @@
-"""Describe what a collective exchanges: each array by the names of its axes, the reason, and the user's line."""
+"""Describe what a program exchanges and holds: each array by its named axes, the reason, and the user's line."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from . import _scopes
 from ._constraints import Constraints
-from ._hlo import Frame, HloShape
+from ._hlo import Frame, HloProgram, HloShape, Instruction
+from ._lifetimes import Buffer, Lifetimes
 from ._lines import source
 from .report import Collective, sent_by
+from .timeline import HeldArray, MemoryTimeline
 
 
 class Origin(NamedTuple):
@@ -99,6 +102,49 @@ def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, in
             source=source(frames) or source(exchange.origin.frames()),
             scope=origin.scope or exchange.origin.scope,
         )
+
+
+def timeline(program: HloProgram, mesh: Mapping[str, int]) -> MemoryTimeline:
+    """Describe what is held in the course of a program."""
+    found = Lifetimes(program)
+    moments = found.moments()
+    phases = tuple(_scopes.phase(m.instruction.scope) for m in moments)
+    held = tuple(m.held for m in moments)
+    same: dict[HeldArray, list[int]] = {}
+    for buffer in found.held_at(held.index(max(held))):
+        same.setdefault(_held(program, buffer, mesh), []).append(buffer.shape.bytes)
+    rows = [dataclasses.replace(one, count=len(sizes), bytes=sum(sizes)) for one, sizes in same.items()]
+    return MemoryTimeline(held, phases, tuple(sorted(rows, key=lambda h: -h.bytes)))
+
+
+def _held(program: HloProgram, buffer: Buffer, mesh: Mapping[str, int]) -> HeldArray:
+    """Describe an array, by the first instruction that writes it and has a named operation.
+
+    What a loop keeps of its turns, such as what the backward pass needs, is described by what it writes in each.
+    """
+    written: list[tuple[Instruction | None, HloShape]] = [(i, buffer.shape) for i in buffer.makers]
+    if len(buffer.makers) > 1:
+        turn = HloShape(buffer.shape.dtype, buffer.shape.sizes[1:])
+        written += [(program.updates_with(i), turn) for i in buffer.makers if buffer.shape.sizes]
+    named = ((i, shape) for i, shape in written if i and _scopes.operation(i.scope) is not None)
+    scoped = ((i, buffer.shape) for i in buffer.makers if i.scope)
+    maker, shape = next(named, None) or next(scoped, (buffer.makers[0], buffer.shape))
+    operation, phase = _scopes.operation(maker.scope), _scopes.phase(maker.scope)
+    array = None
+    if operation is not None:  # it is a result, or the gradient of an operand, as what is all-reduced
+        array = _scopes.array(operation, "all-reduce", phase, shape.sizes, mesh, {})
+        if array is None:
+            array = _scopes.array_in_other_shape(operation, phase, math.prod(shape.sizes), mesh)
+    times = f"{buffer.shape.sizes[0]} x " if shape is not buffer.shape else ""
+    return HeldArray(
+        kind="argument" if buffer.argument else "result" if buffer.result else "temporary",
+        array=times + _described(shape, array),
+        count=1,
+        bytes=buffer.shape.bytes,
+        phase=phase,
+        operation=None if operation is None else str(operation),
+        source=source(program.frames(maker)),
+    )
 
 
 def _user(exchange: Exchange, axes: Sequence[str]) -> Origin | None:

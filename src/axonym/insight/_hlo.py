@@ -36,6 +36,9 @@ _COMMENT = re.compile(r"/\*index=\d+\*/")
 _PASSING_ON = frozenset({"bitcast", "copy", "get-tuple-element", "transpose", "convert", "reshape"})
 """Instructions that say less of where an array is from than what produces their operand."""
 
+_NAMED = re.compile(r"\[[^\[\]]*->[^\[\]]*\]")
+"""What the scope of a named operation has: see `_scopes`."""
+
 Groups = tuple[tuple[int, ...], ...]
 """The devices that exchange data with each other, by their place in the mesh."""
 
@@ -84,7 +87,7 @@ class Instruction:
     """What follows the operands, without the metadata."""
     metadata: str
     value: str = ""
-    """What a constant is, as it is written."""
+    """What a constant is, as it is written, or the number of a parameter."""
 
     @functools.cached_property
     def scope(self) -> str:
@@ -147,6 +150,15 @@ class HloProgram:
             if chain is not None and visit.instruction.opcode in COLLECTIVES:
                 chains.add(chain[1])
 
+    @functools.cached_property
+    def donated(self) -> frozenset[int]:
+        """Return the numbers of the parameters whose memory results may take."""
+        return frozenset(int(n) for n in re.findall(r"\}: \((\d+), \{", self.text.partition("\n")[0]))
+
+    def root(self, computation: str) -> Instruction:
+        """Return the instruction whose result is that of a computation."""
+        return self._roots[computation]
+
     def operands(self, visit: Visit) -> list[tuple[Instruction, tuple[HloShape, ...]]]:
         """Return the operands of an instruction: what produces each, and its shapes."""
         around = self.computations[visit.computation]
@@ -157,6 +169,30 @@ class HloProgram:
                 producer = around[producer.operands[0]]
             found.append((producer, shapes))
         return found
+
+    def updates_with(self, instruction: Instruction) -> Instruction | None:
+        """Return what computes the part that an instruction writes into an array, or None if it is not such a one."""
+        inside, update = self._computation_of(instruction), instruction
+        outside, fusion = inside, instruction
+        if instruction.opcode == "fusion":
+            name = instruction.computation("calls") or ""
+            inside, update = self.computations[name], self._roots[name]
+            while update.opcode in _PASSING_ON and update.operands:
+                update = inside[update.operands[0]]
+        if update.opcode != "dynamic-update-slice":
+            return None
+        found = inside[update.operands[1]]
+        while not _NAMED.search(found.scope):
+            if found.opcode == "parameter" and inside is not outside:
+                inside, found = outside, outside[fusion.operands[int(found.value)]]
+            elif found.opcode in _PASSING_ON:
+                found = inside[found.operands[0]]
+            else:
+                break
+        return found
+
+    def _computation_of(self, instruction: Instruction) -> dict[str, Instruction]:
+        return next(c for c in self.computations.values() if c.get(instruction.name) is instruction)
 
     def users(self, visit: Visit) -> Iterator[Instruction]:
         """Go through what uses a result in the same computation, then what uses the results of these, and so on."""
@@ -190,7 +226,7 @@ class HloProgram:
                 yield from self._visits(instruction.computation("condition") or "", tests, in_branch)
                 yield from self._visits(instruction.computation("body") or "", inside, in_branch)
             elif instruction.opcode == "conditional":
-                for branch in _branches(instruction):
+                for branch in branches(instruction):
                     yield from self._visits(branch, times, True)
             elif instruction.opcode in ("fusion", "async-start"):
                 yield from self._visits(instruction.computation("calls") or "", times, in_branch)
@@ -303,7 +339,7 @@ def _instruction(line: str) -> Instruction:
     closing = _closing(rest, opening)
     inside = rest[opening + 1 : closing]
     operands = () if opcode in ("constant", "parameter", "iota") else tuple(_operand_names(inside))
-    value = inside if opcode == "constant" else ""
+    value = inside if opcode in ("constant", "parameter") else ""
     attributes, metadata = rest[closing + 1 :].removeprefix(", "), ""
     at = attributes.find("metadata={")
     if at >= 0:
@@ -364,7 +400,8 @@ def _until_comma(text: str) -> str:
     return next(_split(text))
 
 
-def _branches(instruction: Instruction) -> Sequence[str]:
+def branches(instruction: Instruction) -> Sequence[str]:
+    """Return the computations of which a condition chooses one."""
     listed = instruction.attribute("branch_computations")
     if listed is not None:
         return [name.strip().lstrip("%") for name in listed.strip("{}").split(",")]

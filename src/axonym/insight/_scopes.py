@@ -139,6 +139,20 @@ def array(
     return found[0] if len(found) == 1 else None
 
 
+def array_in_other_shape(op: ScopedOperation, when: str, elements: int, mesh: Mapping[str, int]) -> Array | None:
+    """Find the result, or the operand whose gradient it is, that an array with so many elements on one device is.
+
+    Returns None if there is none, or if there are several with other axes.
+    """
+
+    def local(term: Term) -> int:
+        return math.prod((a.size or 0) // math.prod(mesh.get(m, 1) for m in a.compute) for a in term)
+
+    terms = (*op.operands, *op.results) if when == "backward" else op.results
+    found = {frozenset(a.name for a in term): Array(term, None) for term in terms if local(term) == elements}
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
 def _matches(
     terms: Sequence[Term], sizes: Sequence[int], mesh: Mapping[str, int], exchanged: Mapping[int, Collection[str]]
 ) -> list[Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 def parsed_bytes(given: int | str) -> int:
@@ -31,3 +31,10 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Write a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
+
+
+def described_axes(axes: Collection[str] | None) -> str:
+    """Write mesh axes: `data and model`."""
+    if axes is None:
+        return "mesh axes that are not known"
+    return " and ".join(axes) if axes else "no mesh axis"

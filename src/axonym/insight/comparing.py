@@ -9,10 +9,10 @@ from typing import Any
 
 from .._errors import describe_bytes
 from .._mesh_axes import AnyMesh
-from ._text import aligned, markdown_table, written_number
+from ._text import aligned, described_axes, markdown_table, written_number
 from .chips import Chip
 from .explaining import explain
-from .report import Collective, Report, described_axes, described_seconds
+from .report import Collective, Report, described_seconds
 
 
 def compare(

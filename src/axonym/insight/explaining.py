@@ -21,8 +21,8 @@ from ..sharding.meshes import current_mesh, set_mesh, with_devices
 from . import _compiling
 from ._by_names import by_names
 from ._constraints import Constraints
-from ._describing import Exchange, Origin, describe
-from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, Visit, along, groups
+from ._describing import Exchange, Origin, describe, timeline
+from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, Visit, along, groups
 from ._named_trace import named_trace
 from ._topologies import moved_to, on_topology
 from .chips import Chip, known_chip
@@ -199,7 +199,16 @@ def _report(
     if any(c.sent is None for c in collectives):
         notes.append("what a ragged all-to-all sends depends on values")
     bounds = None if chip is None else bounds_on(chip, collectives, memory, flops)
-    return Report(step, platform, mesh or {}, by, tuple(collectives), memory, flops, bounds, tuple(notes))
+    # Programs for others are in several kinds of memory, and their collectives run beside other work.
+    course = None
+    if platform == "cpu":
+        try:
+            course = timeline(program, mesh or {})
+        except UnknownForm as e:
+            notes.append(f"what is held in the course of the step is not known: {e}")
+    return Report(
+        step, platform, mesh or {}, by, tuple(collectives), memory, flops, bounds, tuple(notes), timeline=course
+    )
 
 
 def _exchange(program: HloProgram, visit: Visit, kind: str, mesh: dict[str, int] | None) -> Exchange:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .._errors import describe_bytes
-from ._text import aligned, markdown_table, written_number
+from ._text import aligned, described_axes, markdown_table, written_number
 from .chips import Chip
+from .timeline import MemoryTimeline, draw
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +190,8 @@ class Report:
     notes: tuple[str, ...]
     uncertain: int = 0
     """By how many bytes what each device sends may be off, beyond what the notes say. What is compiled is exact."""
+    timeline: MemoryTimeline | None = None
+    """What each device holds in the course of the step; None where the program was not compiled for CPUs."""
 
     def total_sent(
         self,
@@ -259,6 +262,20 @@ class Report:
         """
         return self._written(markdown=True)
 
+    def draw(self, figure: Any = None) -> Any:
+        """Draw what each device holds in the course of the step, and what it sends over each set of mesh axes.
+
+        Takes the extra `plot`.
+
+        Arguments:
+            figure: Matplotlib's figure to draw into; by default a new one. It is returned, and can be saved.
+
+        >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
+        >>> report.draw().axes[0].get_ylabel()
+        'held by each device (B)'
+        """
+        return draw(self, figure)
+
     def __str__(self) -> str:
         return self._written(markdown=False)
 
@@ -277,6 +294,8 @@ class Report:
             total = _total([c.total_sent for c in found])
             title = f"over {described_axes(axes)}: each device sends {total}"
             parts += [f"### {title}\n\n{_table(found)}" if markdown else f"{title}\n{_lines(found)}"]
+        if self.timeline is not None:
+            parts += self.timeline._written(markdown)
         parts.append("\n".join(f"- {line}" if markdown else line for line in self._figures()))
         if self.notes:
             parts.append("\n".join(f"- {n}" if markdown else f"note: {n}" for n in self.notes))
@@ -348,13 +367,6 @@ def _lines(found: Sequence[Collective]) -> str:
     rows = _rows(found)
     first = aligned([(f"{r.times} x {r.sent}", r.kind, r.when, r.array, r.line) for r in rows])
     return "\n".join(f"  {a}\n      {r.operation}: {r.why}" for a, r in zip(first, rows, strict=True))
-
-
-def described_axes(axes: Collection[str] | None) -> str:
-    """Write mesh axes: `data and model`."""
-    if axes is None:
-        return "mesh axes that are not known"
-    return " and ".join(axes) if axes else "no mesh axis"
 
 
 def sent_by(kind: str, given: int, count: int) -> int | None:
