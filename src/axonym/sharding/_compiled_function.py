@@ -3,7 +3,8 @@
 There are two ways to call into `jax.jit`. As long as every leaf of the arguments is an array, they go in as they are,
 and there is one Python frame above `jax.jit`. When there was something else, or something is donated, the arguments are
 flattened, and for each structure it is decided once which leaves are donated, which are kept and which are static.
-`jax.jit` then gets the arrays alone, and the static leaves are part of the function that it compiles.
+`jax.jit` then gets the arrays alone, and the static leaves are part of the function that it compiles. In both ways,
+Equinox modules go in as flat trees: see `_flat_modules`.
 
 Placements are applied inside the compiled function: arguments on the host arrive sharded, those placed otherwise are
 moved. Only arguments on devices outside of the mesh are moved before the call, after `jax.jit` has refused them.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypedDict, TypeVar, overload
 
@@ -24,6 +26,7 @@ from .._function_cache import FunctionCache
 from .._jax_versions import is_about_devices
 from .._parameter_names import parameter_names
 from .._tree_spec import FlatTree, StaticLeaf, TreeSpec, flatten_arrays, same_static_fields
+from ._flat_modules import ARRAYS, UNCHANGED, flattened, unflattened
 from .meshes import current_mesh
 from .placement import Placement, check_mesh_axes
 from .shard import call_on_mesh, shard_arguments
@@ -42,10 +45,6 @@ class JitOptions(TypedDict, total=False):
     backend: str | None
     inline: bool
     compiler_options: dict[str, object] | None
-
-
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-"""The types of arrays of a compiled function whose other leaves are static."""
 
 
 class CompiledFunction(Generic[P, R]):
@@ -103,6 +102,8 @@ class CompiledFunction(Generic[P, R]):
         self._unseen = donate == (None, None)
         self._direct = around is None
         self._always_direct = self._direct and not active
+        # A prefix of what is donated that says more than that of whole arguments is for their trees.
+        self._flattens = static_leaves and not self._static_argnums and all(map(_is_of_whole, donate))
         self._donates_by_leaf = any(map(callable, jax.tree.leaves(donate, is_leaf=callable)))
         static = {"static_argnums": self._static_argnums} if self._static_argnums else {}
         self._jitted = jax.jit(self._make_jitted(checks=static_leaves), **static, **self._options)
@@ -112,15 +113,19 @@ class CompiledFunction(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # Where nothing is to be entered around the call, this is the only frame above `jax.jit`.
         if self._always_direct or (self._direct and _context.ACTIVE.value is None):
-            unseen = self._unseen  # another thread may change it
+            unseen, given = self._unseen, args  # another thread may change whether something was seen
+            for x in args:
+                if type(x) not in UNCHANGED:
+                    given = self._given(args)
+                    break
             try:
-                result: Any = self._jitted(*args, **kwargs) if unseen else self._call_flat(args, kwargs)
+                result: Any = self._jitted(*given, **kwargs) if unseen else self._call_flat(given, kwargs)
             except Exception as error:
                 elsewhere = isinstance(error, ValueError) and is_about_devices(error)
-                if not elsewhere and not (unseen and self._has_static(error, args, kwargs)):
+                if not elsewhere and not (unseen and self._has_static(error, given, kwargs)):
                     raise
             else:
-                return result.tree() if type(result) is FlatTree else result
+                return result if type(result) in UNCHANGED else unflattened(result)
         with self._surroundings():
             place = self.placed if self._arguments else None
             return call_on_mesh(self._call, args, kwargs, place, [p for _, p in self._arguments])
@@ -186,9 +191,12 @@ class CompiledFunction(Generic[P, R]):
             if settings is not None and mesh is not None:
                 for mapping in (settings.mapping, settings.parameter_mapping):
                     check_mesh_axes(self._what, mapping, mesh)
-            args, kwargs = self.placed(args, kwargs)
+            trees = tuple(map(unflattened, args))
+            flat = not all(map(operator.is_, trees, args))
+            args, kwargs = self.placed(trees, kwargs)
             result = self._fn(*args, **kwargs)
-            return result if self._results is None else self._results((args, kwargs), result)
+            result = result if self._results is None else self._results((args, kwargs), result)
+            return flattened(result) if flat else result
 
     def placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments, sharded by their placements."""
@@ -199,6 +207,10 @@ class CompiledFunction(Generic[P, R]):
         return args, kwargs
 
     # --- arguments as they are ---
+
+    def _given(self, args: Any) -> Any:
+        """Return the positional arguments, with flat trees for modules."""
+        return tuple(map(flattened, args)) if self._flattens else args
 
     def _make_jitted(self, *, checks: bool) -> Callable[..., Any]:
         """Make the function that takes the arguments as they are.
@@ -230,6 +242,7 @@ class CompiledFunction(Generic[P, R]):
         return True
 
     def _call(self, args: Any, kwargs: Any) -> Any:
+        args = self._given(args)
         if self._unseen:
             try:
                 result = self._jitted(*args, **kwargs)
@@ -237,8 +250,8 @@ class CompiledFunction(Generic[P, R]):
                 if not self._has_static(error, args, kwargs):
                     raise
             else:
-                return _tree(result)
-        return _tree(self._call_flat(args, kwargs))
+                return unflattened(result)
+        return unflattened(self._call_flat(args, kwargs))
 
     # --- arguments by structure ---
 
@@ -358,9 +371,15 @@ class _Program:
         return [x for x, d in both if not d], [x for x, d in both if d]
 
 
+def _is_of_whole(prefix: Any) -> bool:
+    """Return whether a prefix of what is donated has one value for each argument."""
+    each = prefix.values() if isinstance(prefix, Mapping) else prefix if isinstance(prefix, tuple) else (prefix,)
+    return all(x is None or jax.tree_util.treedef_is_leaf(jax.tree.structure(x)) for x in each)
+
+
 def _is_array(leaf: Any) -> bool:
     """Return whether a leaf is an array; NumPy's strings are strings."""
-    return isinstance(leaf, _ARRAYS) and not isinstance(leaf, np.character)
+    return isinstance(leaf, ARRAYS) and not isinstance(leaf, np.character)
 
 
 def _is_same_value(a: Any, b: Any) -> bool:
@@ -385,7 +404,7 @@ def _checked(leaf: StaticLeaf) -> StaticLeaf:
 
 def _flat(result: Any) -> Any:
     """Return a result in the form of compiled functions: arrays alone, or arrays and a spec with the static leaves."""
-    arrays, spec = flatten_arrays(result, _ARRAYS, named=False)
+    arrays, spec = flatten_arrays(result, ARRAYS, named=False)
     return FlatTree(arrays, spec) if list(map(_checked, spec.static_leaves)) else result
 
 
@@ -454,7 +473,7 @@ class Stage:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._program is None:
             return _tree(self._stage(*args, **kwargs))
-        arrays, spec = flatten_arrays((args, kwargs), _ARRAYS, named=False)
+        arrays, spec = flatten_arrays((args, kwargs), ARRAYS, named=False)
         if spec != self._program.spec:
             raise TypeError(
                 "named_jit: a compiled program is for arguments of the structure for which it was lowered, and for the "
