@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import axonym as axn
 from axonym.transforms.control import cond, fori_loop, switch, while_loop
@@ -158,6 +158,36 @@ def test_associative_scan_on_meshes(mesh: Mesh) -> None:
     assert_named(on_mesh(mesh, recurrence, DECAY, X), expected, rtol=1e-4, atol=1e-5)
     gradient = jax.grad(lambda d, x: (recurrence(d, x) ** 2).sum().array, argnums=1)
     assert_named(on_mesh(mesh, gradient, DECAY, X), gradient(DECAY, X), rtol=1e-4, atol=1e-4)
+
+
+PREFIXES: dict[str, Callable[[axn.NamedArray], axn.NamedArray]] = {
+    "cumprod": lambda x: axn.cumprod(x, "x"),
+    "nancumprod": lambda x: axn.nancumprod(x, "x"),
+    "associative_scan": lambda x: associative_scan(lambda p, q: (p[0] * q[0], p[1] * q[0] + q[1]), (x, x), "x")[1],
+}
+
+
+@pytest.mark.parametrize("size", [8, 12])
+@pytest.mark.parametrize("name", PREFIXES)
+def test_gradients_along_a_sharded_axis(name: str, size: int, auto_mesh: Mesh) -> None:
+    """If the cotangent is replicated, XLA partitions the strided slices and pads that others have wrongly."""
+    rng = np.random.default_rng(0)
+    x, given = (axn.named(rng.uniform(0.5, 1.5, size).astype(np.float32), "x") for _ in range(2))
+
+    def gradient(x: axn.NamedArray, given: axn.NamedArray) -> axn.NamedArray:
+        return jax.vjp(PREFIXES[name], x)[1](given)[0]
+
+    def value(raw: jax.Array) -> jax.Array:
+        return axn.dot(PREFIXES[name](axn.named(raw, "x")), given, axis="x").array
+
+    expected, step = gradient(x, given), 1e-2 * np.eye(size, dtype=np.float32)
+    slopes = (jax.vmap(value)(x.array + step) - jax.vmap(value)(x.array - step)) / 2e-2
+    np.testing.assert_allclose(expected.array, slopes, rtol=2e-2)
+    for placement in (PartitionSpec("data"), PartitionSpec()):
+        operands = axn.shard(x, placement, auto_mesh), axn.shard(given, PartitionSpec(), auto_mesh)
+        for out in (None, NamedSharding(auto_mesh, PartitionSpec("data"))):
+            found = jax.block_until_ready(jax.jit(gradient, out_shardings=out)(*operands))
+            np.testing.assert_allclose(found.array, expected.array, rtol=1e-4)
 
 
 def test_associative_scan_of_raw_arrays() -> None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _errors, _kernels
+from .. import _errors, _kernels, _prefixes
 from ..axis import Names
 from ..named_array import NamedArray
 from ..typing.arguments import ReductionFunction, SimpleReductionFunction
@@ -275,7 +275,7 @@ def _cumulative(name: str, fn: Callable[..., Any], summary: str, example: str, s
 
 # fmt: off
 cumsum = _cumulative("cumsum", jnp.cumsum, "Compute the running sum.", "[1, 2, 3]", "int32[x=3], [1 3 6]")
-cumprod = _cumulative("cumprod", jnp.cumprod, "Compute the running product.", "[1, 2, 3]", "int32[x=3], [1 2 6]")
+cumprod = _cumulative("cumprod", _prefixes.cumprod, "Compute the running product.", "[1, 2, 3]", "int32[x=3], [1 2 6]")
 nancumsum = _cumulative("nancumsum", jnp.nancumsum, "Compute the running sum, with NaN as zero.", "[1., jnp.nan, 3.]", "float32[x=3], [1. 1. 4.]")
-nancumprod = _cumulative("nancumprod", jnp.nancumprod, "Compute the running product, with NaN as one.", "[2., jnp.nan, 3.]", "float32[x=3], [2. 2. 6.]")
+nancumprod = _cumulative("nancumprod", _prefixes.nancumprod, "Compute the running product, with NaN as one.", "[2., jnp.nan, 3.]", "float32[x=3], [2. 2. 6.]")
 # fmt: on

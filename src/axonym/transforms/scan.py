@@ -18,7 +18,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .. import _errors, _output_sharding
+from .. import _errors, _output_sharding, _prefixes
 from .._function_cache import Functions, HeldArrays, WithArrays
 from .._jax_versions import INLINE
 from .._mesh_axes import entries_of, explicit_mesh, reshard
@@ -399,7 +399,9 @@ def _build_associative(functions: WithArrays, plan: _AssociativePlan, spec: Tree
             types = [jax.typeof(x) for x in a]
             return conform("associative_scan", _RESULT, inner, types, fn(inner.unflatten(a), inner.unflatten(b)))
 
-        results = jax.lax.associative_scan(combine, xs, plan.reverse, position)
+        xs = [jnp.flip(x, position) for x in xs] if plan.reverse else xs
+        results = _prefixes.associative_scan(combine, xs, position)
+        results = [jnp.flip(y, position) for y in results] if plan.reverse else results
         results = [jnp.moveaxis(y, position, p) for y, p in zip(results, plan.positions, strict=True)]
         return [reshard(y, entries_of(x), jax.typeof(x).sharding.mesh) for y, x in zip(results, arrays, strict=True)]
 
