@@ -25,7 +25,7 @@ MAPPINGS: dict[str, Any] = {
 }
 OFF = 1.05
 """How far what is sent may be off."""
-TIMES = {"names": 0.25, "partitioner": 0.8}
+TIMES = {"names": 0.25, "shardy": 0.4, "partitioner": 0.8}
 """The share of the time of compiling to the end that a tier may take."""
 
 

@@ -37,9 +37,9 @@ def language_model(name: str, optimizer: bool = False) -> tuple[Any, ...]:
     return train.step, model, jax.eval_shape(train.OPTIMIZER.init, model), tokens
 
 
-def both(case: tuple[Any, ...], mapping: Any) -> tuple[axn.insight.Report, axn.insight.Report]:
+def both(case: tuple[Any, ...], mapping: Any, tier: str = "names") -> tuple[axn.insight.Report, axn.insight.Report]:
     with jax.set_mesh(cases.mesh_of(data=4, model=2)):
-        early, true = (axn.insight.explain(*case, mapping=mapping, by=by) for by in ("names", "partitioner"))
+        early, true = (axn.insight.explain(*case, mapping=mapping, by=by) for by in (tier, "partitioner"))
     return early, true
 
 

@@ -97,10 +97,10 @@ def _constraints(operation: Any) -> Iterator[Constraint]:
                 inner = inner.operation
                 if inner.name == "sdy.sharding_constraint":
                     location, before = str(inner.location), tuple(_computing(inner.operands[0]))
-                    own = _scope(location)
+                    own = scope_of(location)
                     if before[:1] != ((own, False),):
                         sizes, over = tuple(inner.results[0].type.shape), _over(str(inner.attributes["sharding"]))
-                        yield Constraint((own, *(of for of, _ in before)), sizes, over, _frames(location))
+                        yield Constraint((own, *(of for of, _ in before)), sizes, over, frames_of(location))
                 yield from _constraints(inner)
 
 
@@ -122,17 +122,17 @@ def _computing(value: Any) -> Iterator[tuple[str, bool]]:
         producer = getattr(inner.owner, "operation", inner.owner)
         if hasattr(producer, "location"):  # it is not an argument of the function
             placed = producer.name == "sdy.sharding_constraint"
-            yield _scope(str(producer.location)), placed
+            yield scope_of(str(producer.location)), placed
             if placed or _is_elementwise(producer):
                 waiting += [x for x in producer.operands if x.type == value.type]
 
 
-def _scope(location: str) -> str:
+def scope_of(location: str) -> str:
     found = re.match(r'loc\("((?:[^"\\]|\\.)*)"', location)
     return found[1] if found else ""
 
 
-def _frames(location: str) -> tuple[Frame, ...]:
+def frames_of(location: str) -> tuple[Frame, ...]:
     """Return the lines in a location, the innermost first."""
     found = re.findall(r'"([^"]*)"\("([^"]+)":(\d+)', location)
     return tuple(Frame(file, int(line), function) for function, file, line in found)

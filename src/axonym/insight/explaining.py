@@ -18,7 +18,7 @@ from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunctio
 from ..sharding.jit import fsdp, named_jit
 from ..sharding.mapping import is_resource_mapping, normalize_mapping
 from ..sharding.meshes import current_mesh, set_mesh, with_devices
-from . import _compiling
+from . import _compiling, _shardy
 from ._by_names import by_names
 from ._constraints import Constraints
 from ._describing import Exchange, Origin, describe, timeline
@@ -31,7 +31,7 @@ from .report import Collective, Memory, Report, bounds_on
 WITHOUT_FLOPS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart"}
 """Calls in programs for TPUs that compute nothing."""
 
-TIERS = ("compiled", "partitioner", "names")
+TIERS = ("compiled", "partitioner", "shardy", "names")
 
 
 def explain(
@@ -54,9 +54,11 @@ def explain(
         mesh: the mesh; by default the active one. One without devices takes those of this machine, if there are enough.
         by: where the report is from. `"compiled"` compiles the step to the end. `"partitioner"`, on CPUs, stops before
             the code is generated, which takes most of the time, and so knows nothing of memory; collectives and flops
-            are the same. `"names"` compiles nothing: it traces the step and works out by name what the mapping makes
-            of it, on a mesh of any size. It takes a function that does not say how it is distributed, assumes that
-            every array is sharded by the mapping, and raises an error where names do not tell what is exchanged.
+            are the same. `"shardy"` runs only the passes that shard the program, on a mesh of any size, whose devices
+            need not exist; the report says by how much what is sent may be off. `"names"` compiles nothing: it traces
+            the step and works out by name what the mapping makes of it, on a mesh of any size. It takes a function that
+            does not say how it is distributed, assumes that every array is sharded by the mapping, and raises an error
+            where names do not tell what is exchanged.
         topology: the TPUs to compile for, such as `"v5e:4x4"`, which need not be here. Takes the extra `tpu-plan`.
         chip: the chip for which to give lower bounds on time: a `Chip`, or the name of one of `CHIPS`.
 
@@ -77,6 +79,10 @@ def explain(
         storage, compute = mappings_of(step, mapping)
         around = current_mesh() if mesh is None else mesh
         return by_names(named_trace(step, args, kwargs), dict(around.shape) if around else {}, compute, storage, chip)
+    if by == "shardy":
+        with contextlib.nullcontext() if mesh is None else set_mesh(mesh):
+            lowered = distributed(step, mapping).trace(*args, **kwargs).lower(lowering_platforms=("cpu",))
+            return _sharded(_name(step), lowered, chip)
     with active(mesh):
         compiled_step = distributed(step, mapping)
         platform = jax.default_backend() if topology is None else "tpu"
@@ -190,14 +196,7 @@ def _report(
     if custom_calls := custom_calls - WITHOUT_FLOPS:
         listed = ", ".join(sorted(custom_calls))
         notes.append(f"flops do not include those of custom calls: {listed}")
-    if flops is None:
-        notes.append("flops are not known, because the length of a loop depends on values")
-    if any(c.times is None for c in collectives):
-        notes.append("a loop whose length depends on values: how often its collectives run is not known")
-    if any(c.in_branch for c in collectives):
-        notes.append("collectives in a branch run only if it is taken; they are counted as if it always were")
-    if any(c.sent is None for c in collectives):
-        notes.append("what a ragged all-to-all sends depends on values")
+    notes += _notes_on(collectives, flops is None)
     bounds = None if chip is None else bounds_on(chip, collectives, memory, flops)
     # Programs for others are in several kinds of memory, and their collectives run beside other work.
     course = None
@@ -209,6 +208,38 @@ def _report(
     return Report(
         step, platform, mesh or {}, by, tuple(collectives), memory, flops, bounds, tuple(notes), timeline=course
     )
+
+
+def _sharded(step: str, lowered: Any, chip: Chip | None) -> Report:
+    """Report what a lowered step does after the passes of Shardy."""
+    program, constraints = _shardy.sharded_program(lowered), Constraints(lowered)
+    collectives = [c for found in program.exchanges for c in describe(found, constraints, program.mesh)]
+    notes = [
+        "by='shardy' reads the program as it is sharded, before the compiler changes it, which may combine "
+        "collectives, simplify products, or send another dtype"
+    ]
+    if program.moved:
+        notes.append(f"what {', '.join(program.moved)} exchange along sharded axes, the compiler decides")
+    if program.uncounted:
+        notes.append(f"flops are not known, because those of {', '.join(program.uncounted)} are not counted")
+    notes += _notes_on(collectives, program.flops is None and not program.uncounted)
+    bounds = None if chip is None else bounds_on(chip, collectives, None, program.flops)
+    return Report(
+        step, "any platform", program.mesh, "shardy", tuple(collectives), None, program.flops, bounds, tuple(notes),
+        program.uncertain,
+    )  # fmt: skip
+
+
+def _notes_on(collectives: Sequence[Collective], loops: bool) -> Iterator[str]:
+    """Say what depends on values; `loops` is whether flops do."""
+    if loops:
+        yield "flops are not known, because the length of a loop depends on values"
+    if any(c.times is None for c in collectives):
+        yield "a loop whose length depends on values: how often its collectives run is not known"
+    if any(c.in_branch for c in collectives):
+        yield "collectives in a branch run only if it is taken; they are counted as if it always were"
+    if any(c.sent is None for c in collectives):
+        yield "what a ragged all-to-all sends depends on values"
 
 
 def _exchange(program: HloProgram, visit: Visit, kind: str, mesh: dict[str, int] | None) -> Exchange:

@@ -180,7 +180,7 @@ class Report:
     platform: str
     mesh: Mapping[str, int]
     by: str
-    """Where it is from: `compiled`, `partitioner` or `names`."""
+    """Where it is from: `compiled`, `partitioner`, `shardy` or `names`."""
     collectives: tuple[Collective, ...]
     memory: Memory | None
     """None where nothing was compiled to the end."""

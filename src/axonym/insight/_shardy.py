@@ -1,0 +1,449 @@
+"""Read what Shardy, the part of the compiler that shards a program, makes of a lowered step. It takes no devices.
+
+Its passes put collectives with the names of mesh axes in the program that JAX makes. The compiler still changes that
+program: what it may leave out, and what it may add, is summed up as `uncertain`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ._constraints import frames_of, scope_of
+from ._describing import Exchange, Origin
+from ._hlo import Frame, HloShape, along
+from .report import sent_by
+
+_PLACED = "inline,symbol-dce,sdy-propagation-pipeline"
+_EXCHANGED = "sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives"
+_PASSES = f"builtin.module({_PLACED},func.func({_EXCHANGED},sdy-populate-op-sharding-rules))"
+
+_OF_SHARDY = {
+    "sdy.all_gather": ("all-gather", "gathering_axes"),
+    "sdy.all_reduce": ("all-reduce", "reduction_axes"),
+    "sdy.reduce_scatter": ("reduce-scatter", "reduce_scatter_axes"),
+    "sdy.all_to_all": ("all-to-all", "params"),
+    "sdy.collective_permute": ("collective-permute", "out_sharding"),
+}
+"""The collectives that the passes make, with what says their mesh axes. They have the types of whole arrays."""
+_OF_STEP = {
+    f"stablehlo.{kind.replace('-', '_')}": kind
+    for kind in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
+                 "collective-broadcast")
+}  # fmt: skip
+"""Those that the step asks for. They have the types of the arrays on one device."""
+_MOVES_NOTHING = {
+    "stablehlo.constant", "stablehlo.iota", "stablehlo.return", "stablehlo.optimization_barrier", "func.return",
+    "stablehlo.partition_id", "stablehlo.create_token", "stablehlo.after_all",
+}  # fmt: skip
+"""Operations for which there is no rule, and need be none."""
+
+Over = tuple[tuple[str, ...], ...]
+"""The mesh axes of each axis of an array. One that is used in part is `name:(before)size`, as in the program."""
+
+
+def sharded_program(lowered: Any) -> ShardyProgram:
+    """Return what a lowered function does after the passes of Shardy."""
+    # How modules are read and changed is no public interface.
+    try:
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.passmanager import PassManager
+
+        module = lowered.compiler_ir("stablehlo")
+        with module.context:
+            passes, copy = PassManager.parse(_PASSES), module.operation.clone()
+            for operation in [op for op in _all(copy) if op.name.startswith("chlo.")]:
+                _replace_chlo(operation, ir)
+            passes.run(copy)
+            return ShardyProgram(copy)
+    except (ImportError, AttributeError, KeyError, IndexError, TypeError, ValueError) as e:
+        raise NotImplementedError(
+            f"explain: by='shardy' cannot shard or read this program with this version of jaxlib: {e}. "
+            "by='partitioner' compiles the step instead."
+        ) from e
+
+
+def _replace_chlo(operation: Any, ir: Any) -> None:
+    """Replace an elementwise operation of which Shardy knows nothing by one that it knows, with the same shapes."""
+    operands, types = list(operation.operands), [result.type for result in operation.results]
+    if len(types) != 1 or any(x.type.shape != types[0].shape for x in operands) or len(operands) not in (1, 2):
+        return
+    alike = all(x.type == types[0] for x in operands)
+    name, given = ("stablehlo.add", [operands[0], operands[-1]]) if alike else ("stablehlo.is_finite", operands[:1])
+    if alike or str(types[0].element_type) == "i1":
+        at = ir.InsertionPoint(operation)
+        new = ir.Operation.create(name, results=types, operands=given, loc=operation.location, ip=at)
+        operation.results[0].replace_all_uses_with(new.results[0])
+        operation.erase()
+
+
+def _all(operation: Any) -> Iterator[Any]:
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield inner.operation
+                yield from _all(inner.operation)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Within:
+    """What is around the operations of a block."""
+
+    times: int | None = 1
+    in_branch: bool = False
+    scope: str = ""
+    frames: tuple[Frame, ...] = ()
+    manual: bool = False
+
+
+class ShardyProgram:
+    """What a module does, after the passes of Shardy."""
+
+    def __init__(self, module: Any):
+        self.exchanges: list[Exchange] = []
+        self.flops: int | None = 0
+        self.uncounted: dict[str, None] = {}
+        """Operations whose flops are not counted."""
+        self.moved: dict[str, None] = {}
+        """Operations along sharded axes of which the compiler decides what they exchange."""
+        self.uncertain = 0
+        """How many bytes each device may send more or less."""
+        self.mesh: dict[str, int] = {}
+        self._functions: dict[str, Any] = {}
+        self._over: dict[Any, Over] = {}
+        """The mesh axes of the arguments of blocks."""
+        self._loops: list[tuple[int | None, set[Any]]] = []
+        """Of each loop around, how often it runs, and the values that may differ between its turns."""
+        self._outer: dict[Any, Any] = {}
+        """What is given for the arguments of blocks that are entered once."""
+        self._seen: set[Any] = set()
+        for operation in (op.operation for op in module.regions[0].blocks[0].operations):
+            if operation.name == "sdy.mesh":
+                self.mesh |= {n: int(s) for n, s in re.findall(r'"([^"]+)"=(\d+)', str(operation.attributes["mesh"]))}
+            elif operation.name == "func.func":
+                self._functions[str(operation.attributes["sym_name"]).strip('"')] = operation
+        self._enter(self._functions["main"], (), _Within())
+
+    # --- where operations are ---
+
+    def _enter(self, function: Any, given: Sequence[Any], around: _Within) -> None:
+        block, attributes = function.regions[0].blocks[0], function.attributes
+        for i, argument in enumerate(block.arguments):
+            own = attributes["arg_attrs"][i] if "arg_attrs" in attributes else {}
+            if "sdy.sharding" in own:
+                (self._over[argument],) = _shardings(str(own["sdy.sharding"]))
+        self._argue(block, given)
+        self._block(block, around)
+
+    def _argue(self, block: Any, given: Sequence[Any]) -> None:
+        """Note what is given for the arguments of a block."""
+        for argument, value in zip(block.arguments, given, strict=False):
+            self._outer[argument] = value
+            self._follow([value], [argument])
+
+    def _follow(self, given: Sequence[Any], made: Sequence[Any]) -> None:
+        """Note whether what is made of values differs between the turns of loops."""
+        for _, changing in self._loops:
+            (changing.difference_update if changing.isdisjoint(given) else changing.update)(made)
+
+    def _block(self, block: Any, around: _Within) -> None:
+        for operation in block.operations:
+            op = operation.operation
+            self._operation(op, around)
+            if self._loops:
+                self._follow(list(op.operands), list(op.results))
+
+    def _operation(self, op: Any, around: _Within) -> None:
+        name = op.name
+        if name == "stablehlo.while":
+            self._loop(op, around)
+        elif name in ("stablehlo.case", "stablehlo.if"):
+            for region in op.regions:
+                self._block(region.blocks[0], dataclasses.replace(around, in_branch=True))
+        elif name == "func.call":
+            called = self._functions[str(op.attributes["callee"]).lstrip("@").strip('"')]
+            self._enter(called, op.operands, self._within(op, around))
+        elif name in ("sdy.manual_computation", "sdy.named_computation"):
+            manual = name == "sdy.manual_computation"
+            names = set(re.findall(r'"([^"]+)"', str(op.attributes["manual_axes"]))) if manual else set()
+            block, inner = op.regions[0].blocks[0], self._within(op, around)
+            for argument, over in zip(block.arguments, _shardings(str(op.attributes["in_shardings"])), strict=True):
+                self._over[argument] = tuple(tuple(a for a in axes if _name(a) not in names) for axes in over)
+            self._argue(block, op.operands)
+            self._block(block, dataclasses.replace(inner, manual=inner.manual or manual))
+        elif name in _OF_SHARDY:
+            self._collective(op, *_OF_SHARDY[name], around)
+        elif name in _OF_STEP:
+            self._asked_for(op, _OF_STEP[name], around)
+        else:
+            self._other(op, around)
+
+    def _loop(self, op: Any, around: _Within) -> None:
+        test, body = (region.blocks[0] for region in op.regions)
+        ends = body.operations[len(body.operations) - 1].operation.operands
+        for i, result in enumerate(op.results):
+            self._over[test.arguments[i]] = self._over[body.arguments[i]] = self.over(result)
+            self._outer.pop(body.arguments[i], None)
+        turns = _turns(op)
+        times = None if around.times is None or turns is None else around.times * turns
+        changed = {x for x, end in zip(body.arguments, ends, strict=True) if x != _moved_from(end)}
+        self._loops.append((turns, changed))
+        self._block(body, dataclasses.replace(around, times=times))
+        self._loops.pop()
+
+    def _within(self, op: Any, around: _Within) -> _Within:
+        scope, frames = self._origin(op, around)
+        return dataclasses.replace(around, scope=scope, frames=frames())
+
+    def _origin(self, op: Any, around: _Within) -> Origin:
+        location = str(op.location)
+        scope = "/".join(part for part in (around.scope, scope_of(location)) if part)
+        return Origin(scope, lambda: (*frames_of(location), *around.frames))
+
+    def _repeats(self, values: Sequence[Any]) -> int:
+        """Return how often loops do again what they can do once, with the same values."""
+        count = 1
+        for turns, changing in reversed(self._loops):
+            if not changing.isdisjoint(values):
+                break
+            count *= turns or 1
+        return count
+
+    def _source(self, value: Any) -> Any:
+        """Return what is outside the value of an argument."""
+        while value in self._outer:
+            value = self._outer[value]
+        return value
+
+    # --- arrays ---
+
+    def over(self, value: Any) -> Over:
+        """Return the mesh axes that an array is sharded over."""
+        owner = getattr(value.owner, "attributes", None)
+        if owner is None:
+            found = self._over.get(value)
+        else:
+            names = ("out_sharding", "sharding", "out_shardings", "sdy.sharding")
+            text = next((str(owner[name]) for name in names if name in owner), None)
+            each = [] if text is None else _shardings(text)
+            found = each[min(value.result_number, len(each) - 1)] if each else None
+        return found or ((),) * len(getattr(value.type, "shape", ()))
+
+    def _local(self, value: Any) -> HloShape:
+        sizes = (-(-n // self._count(axes)) for n, axes in zip(value.type.shape, self.over(value), strict=True))
+        return HloShape(_dtype(str(value.type.element_type)), tuple(sizes))
+
+    def _count(self, axes: Sequence[str]) -> int:
+        return math.prod(int(a.rpartition(")")[2]) if ":" in a else self.mesh[a] for a in axes)
+
+    # --- collectives ---
+
+    def _collective(self, op: Any, kind: str, attribute: str, around: _Within) -> None:
+        (operand,), (result,) = op.operands, op.results
+        before, after, text = self._local(operand), self._local(result), str(op.attributes[attribute])
+        if kind == "collective-permute":
+            pairs = list(zip(self.over(operand), self.over(result), strict=True))
+            axes = tuple(dict.fromkeys(a for x, y in pairs if x != y for a in (*x, *y)))
+            self._note(op, kind, axes, 2, True, [(operand, before, after)], around)
+            return
+        given = after if kind in ("all-to-all", "all-reduce") else before
+        # All-to-alls are one after the other, the other kinds along all axes at once.
+        for listed in re.findall(r"\{([^{}]*)\}", text) if kind == "all-to-all" else [text]:
+            axes = _axes(listed)
+            if (count := self._count(axes)) > 1:
+                whole = not any(":" in a for a in axes)
+                self._note(op, kind, axes, count, whole, [(operand, given, after)], around)
+                if kind == "all-reduce":
+                    self._reduced(operand, axes, after.bytes, around)
+
+    def _reduced(self, operand: Any, axes: Sequence[str], size: int, around: _Within) -> None:
+        """Add up what is sent if the compiler reduces along one axis of an array after the other."""
+        summed = operand.owner
+        rule = str(summed.attributes["sdy.sharding_rule"]) if "sdy.sharding_rule" in summed.attributes else ""
+        found = self._along(list(summed.operands), rule, "reduction")
+        parts = {tuple(a for a in over if a in axes) for _, over in found} - {()}
+        if len(parts) > 1:
+            apart = sum(sent_by("all-reduce", size, self._count(part)) or 0 for part in parts)
+            together = sent_by("all-reduce", size, self._count(axes)) or 0
+            self.uncertain += (around.times or 1) * max(0, apart - together)
+
+    def _asked_for(self, op: Any, kind: str, around: _Within) -> None:
+        pairs = kind == "collective-permute"
+        groups = op.attributes["source_target_pairs" if pairs else "replica_groups"]
+        if listed := re.search(r"axes = \[(.*)\]", str(groups)):
+            axes, whole = tuple(re.findall(r'"([^"]+)"', listed[1])), True
+            if not axes or "sub_axis" in listed[1]:
+                raise NotImplementedError(f"explain: by='shardy' cannot read {groups}. by='partitioner' does.")
+            count = self._count(axes)
+        else:
+            found = tuple(map(tuple, np.array(groups).tolist()))
+            (axes, whole), count = along(found, self.mesh, pairs), len(found[0])
+        carried, pieces = (
+            [(x, self._local(x), self._local(y)) for x, y in zip(op.operands, op.results, strict=False)],
+            1,
+        )
+        if kind == "all-to-all":  # as the compiler for CPUs writes it
+            (operand, shape, _), at, pieces = carried[0], int(op.attributes["split_dimension"]), count
+            piece = HloShape(shape.dtype, (*shape.sizes[:at], shape.sizes[at] // count, *shape.sizes[at + 1 :]))
+            carried = [(operand, piece, piece)]
+        if count > 1:
+            self._note(op, kind, axes, count, whole, carried, around, pieces)
+
+    def _note(
+        self, op: Any, kind: str, axes: Sequence[str], devices: int, whole: bool,
+        carried: Sequence[tuple[Any, HloShape, HloShape]], around: _Within, pieces: int = 1,
+    ) -> None:  # fmt: skip
+        origin, names = self._origin(op, around), set(map(_name, axes))
+        key = kind, frozenset(names), tuple(self._source(x) for x, _, _ in carried), str(around.times)
+        times = around.times or 1
+        avoided = times if key in self._seen else times - times // self._repeats([x for x, _, _ in carried])
+        self._seen.add(key)
+        self.uncertain += avoided * sum(sent_by(kind, pieces * x.bytes, devices) or 0 for _, x, _ in carried)
+        self.exchanges.append(
+            Exchange(
+                kind=kind,
+                axes=tuple(a for a in self.mesh if a in names),
+                devices=devices,
+                along_all=whole,
+                times=around.times,
+                in_branch=around.in_branch,
+                origin=origin,
+                carried=[(self._producer(x, origin, around), before, after) for x, before, after in carried],
+                pieces=pieces,
+                users=functools.partial(self._users, op, around),
+            )
+        )
+
+    def _producer(self, value: Any, otherwise: Origin, around: _Within) -> Origin:
+        return self._origin(value.owner, around) if hasattr(value.owner, "regions") else otherwise
+
+    def _users(self, op: Any, around: _Within) -> Iterator[Origin]:
+        waiting = list(op.results)
+        for value in waiting:
+            for use in value.uses:
+                yield self._origin(use.owner, around)
+                if len(waiting) < 64:
+                    waiting += use.owner.results
+
+    # --- everything else ---
+
+    def _other(self, op: Any, around: _Within) -> None:
+        name = op.name.partition(".")[2]
+        if op.name == "stablehlo.dot_general":
+            left, result = self._local(op.operands[0]), self._local(op.results[0])
+            numbers = re.search(
+                r"lhs_contracting_dimensions = \[([^\]]*)\]", str(op.attributes["dot_dimension_numbers"])
+            )
+            summed = [left.sizes[int(i)] for i in re.findall(r"\d+", numbers[1])] if numbers else []
+            each = 2 * math.prod(result.sizes) * math.prod(summed)
+            self.flops = None if self.flops is None or around.times is None else self.flops + each * around.times
+        elif op.name == "sdy.reshard":
+            raise NotImplementedError(
+                "explain: by='shardy' found a reshard that is no collective. by='partitioner' does."
+            )
+        elif op.name in ("stablehlo.convolution", "chlo.ragged_dot"):
+            self.uncounted.setdefault(name)
+            self.flops = None
+        if op.name == "stablehlo.custom_call" and (called := str(op.attributes["call_target_name"]).strip('"')):
+            if called == "CustomSPMDPartitioning":
+                raise NotImplementedError(
+                    "explain: by='shardy' cannot see what an operation with its own partitioning exchanges, such as "
+                    "`top_k` or `random.categorical` along a sharded axis. by='partitioner' does."
+                )
+            name = called
+        values = [x for x in (*op.operands, *op.results) if hasattr(x.type, "shape")]
+        if name == "gather" and not around.manual and not any(self.over(op.operands[1])):
+            # Where it is looked up, where it is used, and in the backward pass, the compiler may gather it.
+            over = [a for axes in self.over(op.results[0]) for a in axes]
+            self.uncertain += 3 * (around.times or 1) * self._local(op.results[0]).bytes * (self._count(over) - 1)
+        if "sdy.sharding_rule" in op.attributes:
+            rule = str(op.attributes["sdy.sharding_rule"])
+            values = [x for x, _ in self._along(values, rule, "permutation", "need_replication")]
+        elif op.name.startswith("sdy.") or op.name in _MOVES_NOTHING or op.name == "func.return":
+            return
+        sharded = [x for x in values if any(self.over(x))]
+        if sharded:  # at most, all of them are gathered
+            self.moved.setdefault(name)
+            most = (
+                self._local(x).bytes * (self._count([a for axes in self.over(x) for a in axes]) - 1) for x in sharded
+            )
+            self.uncertain += (around.times or 1) * sum(most)
+
+    def _along(self, values: Sequence[Any], rule: str, *kinds: str) -> list[tuple[Any, tuple[str, ...]]]:
+        """Return the arrays that are sharded along factors of some kinds in the rule of an operation, and over what."""
+        listed = re.findall(rf"(?:{'|'.join(kinds)})=\{{([^}}]*)\}}", rule)
+        factors = {factor for found in listed for factor in re.findall(_FACTOR, found)}
+        terms = re.findall(r"\[([^\[\]]*)\]", rule.partition("{")[0])
+        return [
+            (value, axes)
+            for value, term in zip(values, terms, strict=False)
+            for found, axes in zip(filter(None, term.split(", ")), self.over(value), strict=True)
+            if axes and not factors.isdisjoint(re.findall(_FACTOR, found))
+        ]
+
+
+_FACTOR = r"[a-z](?:_\d+)?"
+
+
+def _name(axis: str) -> str:
+    return axis.partition(":")[0]
+
+
+def _axes(text: str) -> tuple[str, ...]:
+    """Return the mesh axes in a list of them: `"data", "model":(1)2`."""
+    return tuple(name + part for name, part in re.findall(r'"([^"]+)"(:\(\d+\)\d+)?', text))
+
+
+def _shardings(text: str) -> list[Over]:
+    """Return what is in a list of shardings, or in one: `<@mesh, [{"data"}, {}]>`."""
+    axis = r'(?:"[^"]+"(?::\(\d+\)\d+)?|\?)'
+    found = re.findall(rf"<@[^,\s]+, \[((?:\{{(?:{axis}(?:, )?)*\}}(?:p\d+)?(?:, )?)*)\]", text)
+    if len(found) != text.count("<@") or (not found and not text.endswith("<[]>")):
+        raise NotImplementedError(f"explain: by='shardy' cannot read the sharding {text}. by='partitioner' does.")
+    return [tuple(_axes(axes) for axes in re.findall(r"\{([^{}]*)\}", listed)) for listed in found]
+
+
+def _dtype(element: str) -> str:
+    """Return a type as XLA writes it."""
+    if element == "i1":
+        return "pred"
+    found = re.fullmatch(r"(u?)i(\d+)", element)
+    return f"{found[1] or 's'}{found[2]}" if found else element.lower()
+
+
+def _moved_from(value: Any) -> Any:
+    """Return the array that was only given other shardings to make this one."""
+    while getattr(value.owner, "name", "") in ("sdy.all_gather", "sdy.all_slice", "sdy.all_to_all"):
+        value = value.owner.operands[0]
+    return value
+
+
+def _turns(loop: Any) -> int | None:
+    """Return how often a loop runs that counts from one constant to another; None if it is another loop."""
+    test, body = (region.blocks[0] for region in loop.regions)
+    compare, step = (block.operations[len(block.operations) - 1].operation for block in (test, body))
+    compare = compare.operands[0].owner
+    if getattr(compare, "name", "") != "stablehlo.compare" or " LT" not in str(
+        compare.attributes["comparison_direction"]
+    ):
+        return None
+    counter, end = compare.operands
+    at = next((i for i, argument in enumerate(test.arguments) if argument == counter), None)
+    if at is None or getattr(add := step.operands[at].owner, "name", "") != "stablehlo.add":
+        return None
+    by = [_constant(x) for x in add.operands if x != body.arguments[at]]
+    start, stop = _constant(loop.operands[at]), _constant(end)
+    return None if len(by) != 1 or not by[0] or None in (start, stop) else -((start - stop) // by[0])  # pyright: ignore
+
+
+def _constant(value: Any) -> int | None:
+    if getattr(value.owner, "name", "") not in ("sdy.constant", "stablehlo.constant"):
+        return None
+    found = re.search(r"dense<(-?\d+)>", str(value.owner.attributes["value"]))
+    return int(found[1]) if found else None
