@@ -12,6 +12,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 import axonym as axn
 from axonym.insight import PlannedMapping, plan
+from benchmarks.llama import CONFIG
+from examples.models.llama import Llama
 from tests.insight import cases
 from tests.insight.test_by_names import TENSOR, language_model
 from tests.insight.test_explain import batch, step, weights
@@ -41,15 +43,17 @@ def test_the_best_is_the_best_of_all_by_the_true_program() -> None:
 def test_it_does_not_lose_to_the_strategies_of_the_examples() -> None:
     """Those that names tell the cost of, and all axes of one of which are divided."""
     case = language_model("llama")
-    found = plan(*case, chips=8, chip="v5e", verify=1)
+    found = plan(*case, chips=8, chip="v5e", ask=2, verify=1)
     assert found.best.verified is not None
     assert found.best.verified.total_sent() == found.best.sent
+    sequence = {"pos": "model", "key_pos": "model"}
     data, used = {"batch": "data"}, {"batch": "data"} | TENSOR
     strategies = {
         "data": ({"data": 8}, data, {}),
         "fsdp": ({"data": 8}, data, {"embed": "data"}),
         "tensor": ({"data": 2, "model": 4}, used, {}),
         "fsdp+tensor": ({"data": 4, "model": 2}, used, {"embed": "data"} | TENSOR),
+        "context": ({"data": 4, "model": 2}, data | sequence, {"embed": "data"}),
     }
     for mesh, compute, storage in strategies.values():
         mapping = (storage, compute) if storage else compute
@@ -86,16 +90,37 @@ def test_what_names_do_not_tell_is_left_out_and_said() -> None:
     def sorted_first(w: Any, x: Any) -> Any:
         return step(w, axn.sort(x, "batch"))
 
-    found = plan(sorted_first, weights(), batch(), chips=2, verify=0)
+    found = plan(sorted_first, weights(), batch(), chips=2, ask=0, verify=0)
     assert all("batch" not in p.compute for p in found.found)
     assert "sort along batch" in found.left_out["sharding batch"]
     assert "sharding batch is not considered: sort along batch" in str(found)
 
 
 def test_a_plan_for_many_devices() -> None:
-    found = plan(*language_model("llama", optimizer=True), chips=16, chip="v5p")
+    found = plan(*language_model("llama", optimizer=True), chips=16, chip="v5p", ask=0)
     assert math.prod(found.best.mesh.values()) == 16 and found.best.verified is None
     assert "not compiled: by names alone" in str(found)
+
+
+@pytest.mark.parametrize(("pos", "texts", "over", "ask"), [(2048, 2, {"pos", "key_pos"}, 2), (32, 16, {"layers"}, 8)])
+def test_shardy_is_asked_for_what_names_do_not_tell(pos: int, texts: int, over: set[str], ask: int) -> None:
+    """A sequence is sharded if it is long and the batch small, and layers if they run as a pipeline."""
+    schedule = axn.schedules.OneFOneB(8, axis="batch") if "layers" in over else None
+
+    def train(model: Llama, tokens: axn.NamedArray) -> Any:
+        value, gradient = jax.value_and_grad(lambda model: model.loss(tokens, schedule))(model)
+        return value, jax.tree.map(lambda w, g: w - 0.1 * g, model, gradient)
+
+    model = jax.eval_shape(lambda: Llama.init(CONFIG, key=jax.random.key(0)))
+    tokens = jax.eval_shape(lambda: axn.zeros({"batch": texts, "pos": pos}, "int32"))
+    found = plan(train, model, tokens, chips=8, chip="v5e", ask=ask, verify=1)
+    best = found.best
+    assert found.asked == ask and best.by == "shardy" and over <= best.compute.keys() and best.verified is not None
+    true = best.verified.total_sent()
+    assert true is not None and abs(true - best.sent) <= best.uncertain
+    assert f"sharding {', '.join(sorted(over))}" not in found.left_out and "  shardy  " in str(found)
+    unasked = plan(train, model, tokens, chips=8, chip="v5e", ask=0, verify=0)
+    assert best.seconds < unasked.best.seconds and any("sharding" in what for what in unasked.left_out)
 
 
 def test_a_step_whose_flops_are_not_known() -> None:

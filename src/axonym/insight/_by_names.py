@@ -110,7 +110,7 @@ def by_names(
         notes.append(f"{trace.unnamed} products have axes without names, which are taken to be replicated")
     if trace.uncounted:
         notes.append(f"flops are not known, because those of {', '.join(trace.uncounted)} are not counted")
-    found, memory = tuple(map(account.described, account.exchanges)), account.memory()
+    found, memory = tuple(map(account.described, account.exchanges)), memory_of(trace, account.layout)
     limits = None if chip is None else bounds_on(chip, found, memory, account.flops)
     return Report(
         trace.name, "any platform", dict(mesh), "names", found, memory, account.flops, limits, tuple(notes),
@@ -118,7 +118,7 @@ def by_names(
     )  # fmt: skip
 
 
-def _check(layout: Layout, arguments: Sequence[Value]) -> None:
+def check_sizes(layout: Layout, arguments: Sequence[Value]) -> None:
     """Raise an error if a mesh axis is unknown, or does not divide an axis of an argument."""
     for mapping in (layout.compute, layout.storage):
         for name in mapping:
@@ -147,6 +147,17 @@ def _refusal(found: Mapping[str, Occurrence]) -> NotKnown:
     return NotKnown(message, lines[0])
 
 
+def memory_of(trace: NamedTrace, layout: Layout) -> Memory:
+    """Return what each device keeps: all arguments and results, and the least of temporaries."""
+    products = [layout.bytes(e.result) for e in trace.events if isinstance(e, Sum) and e.flops]
+    return Memory(
+        arguments=sum(layout.bytes(x, layout.over(x.base)) for x in trace.arguments),
+        results=sum(layout.bytes(x, layout.over(x.base)) for x in trace.results),
+        aliased=0,
+        temporaries=sum(layout.bytes(x) for x in trace.kept) + max(products, default=0),
+    )
+
+
 class Account:
     """The collectives and the flops of a step under a mapping."""
 
@@ -164,22 +175,11 @@ class Account:
         self._gathered: set[tuple[int, int, str]] = set()
         self._given = {x.origin for x in trace.arguments}
         if divides:
-            _check(layout, trace.arguments)
+            check_sizes(layout, trace.arguments)
         for event in trace.events:
             self._add(event)
         if self.open:
             raise _refusal(self.open)
-
-    def memory(self) -> Memory:
-        """Return what each device keeps: all arguments and results, and the least of temporaries."""
-        layout, trace = self.layout, self.trace
-        products = [layout.bytes(e.result) for e in trace.events if isinstance(e, Sum) and e.flops]
-        return Memory(
-            arguments=sum(layout.bytes(x, layout.over(x.base)) for x in trace.arguments),
-            results=sum(layout.bytes(x, layout.over(x.base)) for x in trace.results),
-            aliased=0,
-            temporaries=sum(layout.bytes(x) for x in trace.kept) + max(products, default=0),
-        )
 
     def _add(self, event: object) -> None:
         if isinstance(event, Sum):

@@ -12,13 +12,13 @@ from jax.sharding import AbstractMesh, AxisType
 
 from .._errors import describe_bytes
 from ..sharding.placement import leaves_of
-from ._by_names import Account, Layout
-from ._named_events import NamedTrace, NotKnown
+from ._by_names import Account, Layout, check_sizes, memory_of
+from ._named_events import NamedTrace, NotKnown, Renamed
 from ._named_trace import named_trace
 from ._text import aligned, markdown_table, parsed_bytes, written_number
 from .chips import Chip, known_chip
 from .explaining import explain
-from .report import Bounds, Report, bounds_on, described_seconds
+from .report import Bounds, Memory, Report, bounds_on, described_seconds
 
 Over = str | tuple[str, ...]
 
@@ -44,6 +44,8 @@ class PlannedMapping:
     sent: int
     """The bytes that each device sends."""
     uncertain: int
+    by: str = "names"
+    """Where that is from: `names`, or `shardy` for what names do not tell."""
     verified: Report | None = None
     """What the partitioner makes of it, if it was asked."""
 
@@ -111,6 +113,8 @@ class MappingPlan:
     too_large: tuple[PlannedMapping, ...]
     """Those that do not, the smallest first."""
     considered: int
+    asked: int
+    """How many of these Shardy was asked for."""
     left_out: Mapping[str, str]
     """What was not considered, and why."""
 
@@ -139,7 +143,7 @@ class MappingPlan:
     def __str__(self) -> str:
         notes = [f"{what} is not considered: {why}" for what, why in self.left_out.items()]
         if self.best.verified is None:
-            notes.append("not compiled: by names alone")
+            notes.append("not compiled: by names and Shardy alone" if self.asked else "not compiled: by names alone")
         notes.append("times are least times, and memory is what is kept at least: measure the first few")
         parts = [self._title(), "\n".join(aligned(self._table())), self.best.code()]
         return "\n\n".join([*parts, "\n".join(f"note: {n}" for n in notes)])
@@ -155,7 +159,8 @@ class MappingPlan:
         )
 
     def _table(self) -> list[list[str]]:
-        header = ["mesh", "compute", "and stored by", "at least", "binding", "sent", "memory", "flops", "partitioner"]
+        header = ["mesh", "compute", "and stored by", "at least", "binding", "sent", "memory", "flops", "told by",
+                  "partitioner"]  # fmt: skip
         rows = []
         for p in self.found[:8]:
             verified = "-" if p.verified is None else _agreement(p)
@@ -164,7 +169,7 @@ class MappingPlan:
             rows.append(
                 [_listed(p.mesh, "="), _listed(p.compute), _listed(own) or "as used",
                  described_seconds(p.seconds), p.bounds.binding, describe_bytes(p.sent), describe_bytes(p.memory),
-                 flops, verified]
+                 flops, p.by, verified]
             )  # fmt: skip
         return [header, *rows]
 
@@ -176,18 +181,21 @@ def plan(
     chips: int,
     chip: Chip | str = "v5p",
     memory: int | str | None = None,
+    ask: int = 12,
     verify: int = 3,
 ) -> MappingPlan:
     """Search for the mesh and the mappings with which a step of training takes least time, and fits into memory.
 
     The step is traced once, and each mapping is worked out by name, as `explain` does with `by="names"`: mappings of
     the batch (data parallelism), of the parameters between uses (FSDP), of axes along which devices can compute
-    independently (tensor parallelism), and of these together, on all meshes of one or two axes. What names do not tell
-    is not considered, and the result says so: sharding a sequence, experts, and stages of a pipeline. A step with
-    operations whose flops are not known, such as convolutions, is refused.
+    independently (tensor parallelism), and of these together, on all meshes of one or two axes. For axes of which names
+    do not tell what is exchanged, such as those of a sequence, or of layers that run as a pipeline, Shardy is asked, as
+    by `explain` with `by="shardy"`: for a few mappings, since each takes as long as to lower the step. What is left is
+    not considered, and the result says so. A step with operations whose flops are not known, such as convolutions, is
+    refused.
 
     The time of a mapping is the longest of its bounds: to compute, or to send over a mesh axis. Bounds that agree to
-    two digits are told apart by their sum.
+    two digits are told apart by their sum. What Shardy is not certain of counts as sent.
 
     Arguments:
         step: a function of the model and more arguments, with the whole step in it: loss, gradients, update. It does
@@ -197,6 +205,7 @@ def plan(
         chips: how many there are.
         chip: which: a `Chip`, or the name of one of `CHIPS`.
         memory: the bytes that a device may keep, such as `"80 GiB"`; all that the chip has by default.
+        ask: for how many mappings to ask Shardy at most.
         verify: how many of the best to explain by the partitioner too, where this process has as many devices, which on
             a CPU can be simulated. They are ordered by what it says.
 
@@ -218,6 +227,10 @@ def plan(
         )
     search = _Search(trace, chip, _names(model), _names(batch))
     found = list(search.run(chips))
+    asked = list(itertools.islice(search.ask(chips, step, args, limit), ask))
+    for p in asked:
+        search.left_out.pop(search.of_refused(p.compute), None)
+    found += asked
     fitting = sorted((p for p in found if p.memory <= limit), key=PlannedMapping._order)
     too_large = sorted((p for p in found if p.memory > limit), key=lambda p: p.memory)
     if not fitting:
@@ -230,7 +243,7 @@ def plan(
         checked = [_verified(p, step, args, chip) for p in fitting[:verify]]
         fitting = sorted(checked, key=PlannedMapping._order) + fitting[verify:]
     return MappingPlan(
-        trace.name, chips, chip, limit, tuple(fitting), tuple(too_large), len(found), dict(search.left_out)
+        trace.name, chips, chip, limit, tuple(fitting), tuple(too_large), len(found), len(asked), dict(search.left_out)
     )
 
 
@@ -240,8 +253,7 @@ def _names(tree: Any) -> tuple[str, ...]:
 
 def _verified(p: PlannedMapping, step: Callable[..., Any], args: Sequence[Any], chip: Chip) -> PlannedMapping:
     """Explain a planned mapping by the partitioner."""
-    mesh = AbstractMesh(tuple(p.mesh.values()), tuple(p.mesh), axis_types=(AxisType.Auto,) * len(p.mesh))
-    report = explain(step, *args, mapping=p.mapping, mesh=mesh, by="partitioner", chip=chip)
+    report = explain(step, *args, mapping=p.mapping, mesh=_abstract(p.mesh), by="partitioner", chip=chip)
     assert report.bounds is not None, "there is a chip"
     return dataclasses.replace(p, bounds=report.bounds, verified=report)
 
@@ -257,6 +269,7 @@ class _Search:
         self.left_out: dict[str, str] = {}
         sizes = {n: size for x in trace.arguments for n, size in x.dims if n is not None}
         alone = [n for n in sizes if self._told({n: "model"}, {})]
+        self.refused = sorted((n for n in sizes if n not in alone), key=lambda n: n not in of_batch)
         self.batch = [n for n in of_batch if n not in of_model and n in alone]
         self.tensor = [n for n in alone if n in of_model or n in of_batch]
         data: dict[str, Over] = {self.batch[0]: "data"} if self.batch else {}
@@ -313,15 +326,85 @@ class _Search:
                         if name not in group:
                             yield mesh, compute, {name: "data"} | used
 
+    def ask(self, chips: int, step: Callable[..., Any], args: Sequence[Any], limit: int) -> Iterator[PlannedMapping]:
+        """Ask Shardy for mappings of which names do not tell what they exchange, few devices along an axis first."""
+        for model in (n for n in range(2, chips + 1) if chips % n == 0):
+            for name in self.refused:
+                axes = self._called(name)
+                mesh = {axis: n for axis, n in (("data", chips // model), ("model", model)) if n > 1}
+                batch = next((b for b in self.batch if b not in axes), None)
+                if len(mesh) > 1 and batch is None:
+                    continue
+                compute: dict[str, Over] = {batch: "data"} if batch is not None and len(mesh) > 1 else {}
+                compute |= dict.fromkeys(axes, "model")
+                stored = [n for n in self.stored if n not in axes][:1] if "data" in mesh else []
+                storages: list[dict[str, Over]] = [{n: "data", **dict.fromkeys(axes, "model")} for n in stored]
+                for storage in (*storages, {}):
+                    yield from self._asked(mesh, compute, storage, step, args, limit)
+
+    def of_refused(self, compute: Mapping[str, Over]) -> str:
+        """Say which axes a mapping shards of which names do not tell what they exchange."""
+        return f"sharding {', '.join(n for n in compute if n in self.refused)}"
+
+    def _called(self, name: str) -> list[str]:
+        """Return the names of an axis in the course of the step, such as those of positions and of key positions."""
+        found = [name]
+        for known in found:
+            for event in self.trace.events:
+                if isinstance(event, Renamed):
+                    pairs = [(a, b) for (a, _), (b, _) in zip(event.before, event.after, strict=True) if a and b]
+                    found += [n for n in {m for p in pairs if known in p for m in p} if n not in found]
+        return found
+
+    def _asked(
+        self,
+        mesh: dict[str, int],
+        compute: dict[str, Over],
+        storage: dict[str, Over],
+        step: Callable[..., Any],
+        args: Sequence[Any],
+        limit: int,
+    ) -> Iterator[PlannedMapping]:
+        """Ask Shardy for a mapping, if it divides the axes and fits into memory."""
+        layout = Layout(mesh, compute, storage)
+        try:
+            check_sizes(layout, self.trace.arguments)
+        except ValueError:
+            return
+        if (memory := _kept(memory_of(self.trace, layout))) > limit:
+            return
+        mapping = (storage, compute) if storage else compute
+        try:
+            report = explain(step, *args, mapping=mapping, mesh=_abstract(mesh), by="shardy", chip=self.chip)
+        except (NotImplementedError, TypeError, ValueError) as e:
+            self.left_out[self.of_refused(compute)] = str(e)
+            return
+        sent, bounds = report.total_sent(), report.bounds
+        if sent is None or bounds is None or report.flops is None:
+            self.left_out[self.of_refused(compute)] = "; ".join(report.notes)
+            return
+        slowest = max(bounds.links, key=bounds.links.__getitem__, default=("model",))
+        uncertain = report.uncertain / self.chip.link_bandwidth
+        links = {**bounds.links, slowest: bounds.links.get(slowest, 0.0) + uncertain}
+        bounds = dataclasses.replace(bounds, links=links)
+        yield PlannedMapping(mesh, compute, storage, bounds, memory, report.flops, sent, report.uncertain, "shardy")
+
     def _planned(
         self, account: Account, mesh: dict[str, int], compute: dict[str, Over], storage: dict[str, Over]
     ) -> PlannedMapping:
-        kept = account.memory()
         bounds = bounds_on(self.chip, account.exchanges, None, account.flops)
         sent = sum(e.total_sent or 0 for e in account.exchanges)
-        # Results that are arguments of the next step take their place.
-        memory = max(kept.arguments, kept.results) + kept.temporaries
+        memory = _kept(memory_of(self.trace, account.layout))
         return PlannedMapping(mesh, compute, storage, bounds, memory, account.flops, sent, account.uncertain)
+
+
+def _kept(memory: Memory) -> int:
+    """Return the bytes that a device keeps: results that are arguments of the next step take their place."""
+    return max(memory.arguments, memory.results) + memory.temporaries
+
+
+def _abstract(mesh: Mapping[str, int]) -> AbstractMesh:
+    return AbstractMesh(tuple(mesh.values()), tuple(mesh), axis_types=(AxisType.Auto,) * len(mesh))
 
 
 # --- writing ---
