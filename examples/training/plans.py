@@ -64,7 +64,7 @@ def choose(config: Config, tokens: NamedArray, kept: Path | None) -> Plan:
     start, train, _ = steps.plain_functions(config.model, config.optimizer, Policy.parse(config.precision))
     abstract = jax.eval_shape(start, jax.random.key(0))
     try:
-        found = insight.plan(train, abstract, tokens, chips=jax.device_count(), chip=chip)
+        found = insight.plan(train, abstract, tokens, chips=jax.device_count(), chip=chip, ask=4)
     except ValueError as e:
         raise Problem(f"--mapping plan finds no mapping: {e} Choose another --mapping.") from None
     best = found.best
