@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import axonym as axn
 from axonym.ops.updating import updated_slice
@@ -385,3 +385,26 @@ def test_what_is_not_updated_does_not_matter_to_gradients(how: str) -> None:
     found = jax.grad(lambda value: getattr(x.at["x", 0], how)(value)["x", 0].array)(3.0)
     expected = {"multiply": 2.0, "divide": -2 / 9, "power": 8 * np.log(2)}[how]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        pytest.param(lambda x: x["x", :-3:3] + x["x", 1:-2:3], id="gaps of two"),
+        pytest.param(lambda x: x["x", ::-2] - x["x", ::2], id="both ways"),
+        pytest.param(lambda x: axn.nn.pool.pool(x, axn.Axis("x", 2), 0.0, jax.lax.add, stride=3), id="pool"),
+    ],
+)
+def test_gradients_of_several_strides_along_a_sharded_axis(fn: Any, auto_mesh: Mesh) -> None:
+    """XLA pads what is replicated once for all, where each gradient needs a padding of its own."""
+    x = axn.arange(axn.Axis("x", 16)) * 1.0
+    given = axn.sin(axn.arange(fn(x).axes) * 1.0 + 1.0)
+
+    def gradient(x: axn.NamedArray, given: axn.NamedArray) -> axn.NamedArray:
+        return jax.vjp(fn, x)[1](given)[0]
+
+    expected = np.array([axn.dot(fn(axn.named(row, "x")), given, axis="x").item() for row in np.eye(16, dtype="f4")])
+    for placement in (PartitionSpec("data"), PartitionSpec()):
+        operands = axn.shard(x, placement, auto_mesh), axn.shard(given, PartitionSpec(), auto_mesh)
+        step = jax.jit(gradient, out_shardings=NamedSharding(auto_mesh, PartitionSpec("data")))
+        np.testing.assert_allclose(jax.block_until_ready(step(*operands)).array, expected, rtol=1e-5, atol=1e-6)

@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .. import _errors, _kernels
-from .._jax_versions import set_apart
+from .._jax_versions import set_apart, strided
 from ..axis import Axis, Names, name_of
 from ..named_array import NamedArray, describe_array
 
@@ -312,10 +312,14 @@ def cut_block(a: jax.Array, names: Names, items: Sequence[Item], operands: Mappi
     }
     if static:
         bounds = [static.get(n, (0, size, 1)) for n, size in zip(names, a.shape, strict=True)]
-        if all(step > 0 for _, _, step in bounds):
-            a = jax.lax.slice(a, *zip(*((b, max(b, e), s) for b, e, s in bounds), strict=True))
-        else:
-            a = a[tuple(slice(b, None if e < 0 else e, s) for b, e, s in bounds)]
+
+        def cut(a: jax.Array) -> jax.Array:
+            if all(step > 0 for _, _, step in bounds):
+                return jax.lax.slice(a, *zip(*((b, max(b, e), s) for b, e, s in bounds), strict=True))
+            return a[tuple(slice(b, None if e < 0 else e, s) for b, e, s in bounds)]
+
+        has_gaps = any(step not in (1, -1) for _, _, step in bounds)
+        a = strided(cut, a) if has_gaps and jnp.issubdtype(a.dtype, jnp.inexact) else cut(a)
     if operands:
         starts: list[Any] = [np.int32(0)] * a.ndim
         sizes = list(a.shape)
