@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 from typing import Any
 
 import jax
@@ -66,7 +67,7 @@ def sent(report: axn.insight.Report) -> dict[Any, int]:
 def test_bytes_and_flops_are_those_of_the_partitioner(name: str, mapping: str, optimizer: bool) -> None:
     early, true = both(language_model(name, optimizer), MAPPINGS[mapping])
     assert sent(early) == sent(true)
-    assert early.flops == true.flops and early.uncertain == 0
+    assert early.flops == true.flops and early.uncertain <= 0.0002 * (true.total_sent() or 0)
 
 
 def test_what_is_off_is_within_what_the_report_says() -> None:
@@ -153,6 +154,29 @@ def test_what_a_loop_does_not_change_is_within_what_the_report_says() -> None:
     assert 0 < abs((early.total_sent() or 0) - (true.total_sent() or 0)) <= early.uncertain
 
 
+@pytest.mark.parametrize("what", ["product", "sum of constants", "look-up"])
+def test_what_is_computed_twice_is_within_what_the_report_says(what: str) -> None:
+    """The compiler computes it once, or before the program runs."""
+
+    def loss(w: Any, x: Any, tokens: Any) -> Any:
+        if what == "product":
+            first, second = (axn.dot(x, w, axis="embed") for _ in range(2))
+            return axn.sum(axn.tanh(first) * second).scalar()
+        if what == "sum of constants":
+            return axn.sum(axn.square(axn.dot(x + axn.ones({"pos": 4, "embed": 16}), w, axis="embed"))).scalar()
+        return axn.sum(axn.tanh(w["mlp", tokens]) * w["mlp", tokens]).scalar()
+
+    args = jax.eval_shape(
+        lambda: (axn.ones({"embed": 16, "mlp": 32}), axn.ones({"batch": 8, "pos": 4, "embed": 16}),
+                 axn.zeros({"batch": 8}, dtype="int32"))
+    )  # fmt: skip
+    early, true = both((jax.value_and_grad(loss), *args), STORED)
+    assert 0 < abs((early.total_sent() or 0) - (true.total_sent() or 0)) + (early.flops or 0) - (true.flops or 0)
+    assert abs((early.total_sent() or 0) - (true.total_sent() or 0)) <= early.uncertain
+    saved = re.search(r"save up to ([\d,]+) of the flops", str(early))
+    assert (early.flops or 0) - (true.flops or 0) <= (int(saved[1].replace(",", "")) if saved else 0)
+
+
 def test_a_table_under_another_name() -> None:
     """Tokens are embedded and predicted with one table, whose rows have two names that are sharded alike."""
 
@@ -224,6 +248,12 @@ def causal(x: Any) -> Any:
             "becomes batch",
         ),
         ("attention", lambda x: causal(x.broadcast_axis({"size": 4})), {"batch": "model"}, "batch becomes key_pos"),
+        (
+            "no gradient",
+            lambda x: axn.dot(x.rename({"embed": "a"}), x, axis="batch"),
+            ({"embed": "data"}, {"batch": "data"}),
+            "which is no gradient",
+        ),
         ("argmax", lambda x: axn.argmax(x, "batch"), {"batch": "data"}, "argmax along batch"),
         ("placement", lambda x: axn.shard(x, {"batch": None}), {"batch": "data"}, "without a mesh, which it asks for"),
         ("constraint", lambda x: jax.lax.with_sharding_constraint(x, P("model")), {"batch": "data"}, "asks for"),

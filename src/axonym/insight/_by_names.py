@@ -110,6 +110,14 @@ def by_names(
         notes.append(f"{trace.unnamed} products have axes without names, which are taken to be replicated")
     if trace.uncounted:
         notes.append(f"flops are not known, because those of {', '.join(trace.uncounted)} are not counted")
+    if account.saved:
+        notes.append(
+            f"a compiler may save up to {account.saved:,} of the flops, of constants and of what is computed twice"
+        )
+    if any(len(e.axes) > 1 and e.kind == "all-gather" for e in account.exchanges):
+        notes.append(
+            "what is gathered over several mesh axes may be gathered over one after the other, at the same bytes"
+        )
     found, memory = tuple(map(account.described, account.exchanges)), memory_of(trace, account.layout)
     limits = None if chip is None else bounds_on(chip, found, memory, account.flops)
     return Report(
@@ -172,6 +180,9 @@ class Account:
         self.flops: int | None = None if trace.uncounted else 0
         self.open: dict[str, Occurrence] = {}
         self.uncertain = 0
+        self.saved = 0
+        """How many of the flops a compiler may save."""
+        self._indices: set[tuple[int, Axes]] = set()
         self._gathered: set[tuple[int, int, str]] = set()
         self._given = {x.origin for x in trace.arguments}
         if divides:
@@ -227,12 +238,17 @@ class Account:
             times = event.place.times
             each = 2 * math.prod(size for _, size in event.axes) // layout.count(used)
             self.flops = None if times is None or self.flops is None else self.flops + each * times
+            self.saved += each * (times or 1) if event.place.avoidable else 0
         whole = layout.is_stored(n for n, _ in event.axes) and not event.flops
         at = layout.stored if whole else layout.used
         over = _distinct(a for n, _ in event.summed for a in at(n))
         if not over:
             return
         extra = layout.extra(result.names) if layout.is_stored(result.names) else ()
+        if extra and event.flops and event.place.phase != "backward":
+            what = f"a sum with the axes of a parameter, [{', '.join(result.names)}], which is no gradient"
+            self.open.setdefault(f"{what}{_within(event.place)}", event.place)
+            return
         if extra and set(extra) <= set(over):
             self._exchange(event.place, "reduce-scatter", extra, result)
             rest = tuple(a for a in over if a not in extra)
@@ -280,7 +296,13 @@ class Account:
                 return
             self._gathered.add(key)
             # If only the gradient needs it, it is still the forward pass that gathers it.
-            phase = "recomputed" if place.recomputes else "forward" if place.phase == "backward" else place.phase
+            phase = (
+                "recomputed"
+                if place.recomputes and place.phase
+                else "forward"
+                if place.phase == "backward"
+                else place.phase
+            )
             self._exchange(dataclasses.replace(place, phase=phase), "all-gather", extra, event.operand)
             if origin in self._given:
                 # The compiler may gather what has been gathered before only once, and what a loop does not change
@@ -347,6 +369,11 @@ class Account:
         axes = tuple(a for a in layout.mesh if a in axes)
         own = None if over is None else tuple(over)
         self.exchanges.append(CountedExchange(place, kind, axes, value, own, of_indices, size, sent))
+        known = of_indices and (value.origin, axes) in self._indices
+        if place.avoidable or known:
+            self.uncertain += (sent or 0) * (place.times or 1)
+        if of_indices:
+            self._indices.add((value.origin, axes))
 
     def described(self, found: CountedExchange) -> Collective:
         """Describe a collective."""

@@ -43,6 +43,8 @@ class Occurrence:
     recomputes: bool
     """Whether this body computes values again for the backward pass."""
     frames: tuple[Frame, ...]
+    avoidable: bool = False
+    """Whether a compiler may leave it out, because it is of constants, or of what has been computed before."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -160,6 +160,11 @@ class _Walk:
         self.unnamed = 0
         self.uncounted: dict[str, None] = {}
         self._numbers = itertools.count(1)
+        self._made: dict[Any, list[int]] = {}
+        """The numbers of results, by the operation and the numbers of its operands."""
+        self._constants: set[int] = set()
+        """The numbers of what depends on no argument."""
+        self._avoidable = False
 
     def value(self, aval: Any, dims: Dims | None = None, like: Value | None = None) -> Value:
         """Make a value; `like` is the one that it is in another layout."""
@@ -174,7 +179,10 @@ class _Walk:
         known |= {var: self.value(var.aval) for var in jaxpr.constvars}
 
         def read(var: Any) -> Value:
-            return self.value(var.aval) if hasattr(var, "val") else known[var]
+            if not hasattr(var, "val"):
+                return known[var]
+            self._constants.add((literal := self.value(var.aval)).origin)
+            return literal
 
         made: dict[Any, str] = dict.fromkeys(jaxpr.invars, _named_part(around.scope))
         current, entered = _Entered(), ""
@@ -191,7 +199,15 @@ class _Walk:
                     [x for var, x in zip(eqn.invars, operands, strict=True)
                      if not hasattr(var, "val") and made.get(var) != part]
                 )  # fmt: skip
-            for var, found in zip(eqn.outvars, self._results(eqn, operands, around), strict=True):
+            key = _key(eqn, operands)
+            constant = key is not None and self._constants.issuperset(x.origin for x in operands)
+            self._avoidable = constant or key in self._made
+            results = self._results(eqn, operands, around)
+            if key is not None:
+                origins = self._made.setdefault(key, [x.origin for x in results])
+                results = [dataclasses.replace(x, origin=n) for x, n in zip(results, origins, strict=True)]
+                self._constants.update(origins if constant else ())
+            for var, found in zip(eqn.outvars, results, strict=True):
                 known[var] = found
                 made[var] = part
         self._enter(current)
@@ -297,14 +313,14 @@ class _Walk:
         """Go through the body of a loop until it gives its state no more names; note only what the last turn does."""
         state = list(start)
         while True:
-            kept = len(self.events), len(self.kept), self.unnamed
+            kept, made = (len(self.events), len(self.kept), self.unnamed), dict(self._made)
             results = turn(state)
             for a, b in zip(state, results, strict=False):
                 self.differ(place, b.dims, a.dims)
             merged = [with_names(a, b.dims) for a, b in zip(state, results, strict=False)]
             if [x.dims for x in merged] == [x.dims for x in state]:
                 return merged, results
-            state, self.unnamed = merged, kept[2]
+            state, self.unnamed, self._made = merged, kept[2], made
             del self.events[kept[0] :], self.kept[kept[1] :]
 
     def _cond(self, params: Any, operands: list[Value], around: _Around) -> list[Value]:
@@ -321,7 +337,7 @@ class _Walk:
 
     def _operation(self, eqn: JaxprEqn, operands: list[Value], around: _Around) -> list[Value]:
         operation = _scopes.operation(around.scope)
-        place = self.place(around, operation)
+        place = dataclasses.replace(self.place(around, operation), avoidable=self._avoidable)
         operands = self._renamed(operands, operation, place)
         name, params = eqn.primitive.name, eqn.params
         shape = _shape(eqn.outvars[0]) if eqn.outvars else ()
@@ -400,7 +416,8 @@ class _Walk:
             dims = [d for other in operands if other is not x for d in (other.dims if product else other.base)]
             others = frozenset(n for n, _ in dims if n is not None)
             if x.names and not others.issubset(x.names):
-                self.events.append(Use(place, x, others))
+                constant = x.origin in self._constants
+                self.events.append(Use(dataclasses.replace(place, avoidable=place.avoidable or constant), x, others))
         names = tuple(dict.fromkeys(n for n, _ in result.dims if n is not None))
         if len(names) > 1:
             self.events.append(Together(place, names))
@@ -494,6 +511,20 @@ class _Walk:
                 )
             found.append(x)
         return found
+
+
+def _key(eqn: JaxprEqn, operands: Sequence[Value]) -> Any:
+    """Return the same for operations that compute the same; None for those that call functions."""
+    given = tuple(
+        (str(var), x.dtype) if hasattr(var, "val") else (x.origin, x.dims)
+        for var, x in zip(eqn.invars, operands, strict=True)
+    )
+    key = eqn.primitive, tuple(sorted(eqn.params.items())), given
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return None if any(hasattr(value, "eqns") or hasattr(value, "jaxpr") for value in eqn.params.values()) else key
 
 
 def _shape(var: Any) -> tuple[int, ...]:
