@@ -37,6 +37,10 @@ R = TypeVar("R")
 S = TypeVar("S")
 
 
+_flatten = jax.tree_util.default_registry.flatten
+"""`jax.tree.flatten`, which is a frame of Python around this."""
+
+
 class JitOptions(TypedDict, total=False):
     """The arguments of `jax.jit` that are passed on to it."""
 
@@ -98,6 +102,8 @@ class CompiledFunction(Generic[P, R]):
         self._programs = FunctionCache()
         self._latest: dict[Any, _Program] = {}
         """By structure of the arguments, the program that was called last."""
+        self._last: tuple[Any, _Program | None] = jax.tree.structure(None), None
+        """The last structure, and its program."""
         # As long as there was nothing but arrays, and nothing is donated, arguments are not looked at.
         self._unseen = donate == (None, None)
         self._direct = around is None
@@ -256,8 +262,10 @@ class CompiledFunction(Generic[P, R]):
     # --- arguments by structure ---
 
     def _call_flat(self, args: Any, kwargs: Any) -> Any:
-        leaves, structure = jax.tree_util.tree_flatten((args, kwargs))
-        program = self._latest.get(structure)
+        leaves, structure = _flatten((args, kwargs))
+        last, program = self._last
+        if structure != last:
+            program = self._latest.get(structure)
         if program is None or not program.takes(leaves, structure):
             program = self._find_program(args, kwargs, leaves, structure)
         if not program.unflattened:
@@ -279,6 +287,7 @@ class CompiledFunction(Generic[P, R]):
                 self._latest.clear()
             program.types = list(map(type, leaves))
             self._latest[structure] = program
+            self._last = structure, program
         return program
 
     def _make_program(self, spec: TreeSpec, donated: tuple[bool, ...], leaves: list[Any]) -> _Program:
@@ -343,7 +352,8 @@ class _Program:
         """Takes the arguments as they are, rather than lists of the kept and of the donated arrays."""
         self._donated = donated
         self._donates = any(donated)
-        self._static = [(i, s.value) for i, s in reversed([*enumerate(spec.slots)]) if isinstance(s, StaticLeaf)]
+        static = [(i, s.value) for i, s in enumerate(spec.slots) if isinstance(s, StaticLeaf)]
+        self._static = [(i, value, type(value) in (int, float, str)) for i, value in reversed(static)]
         self._plain_structure = not spec.static_fields
         self.types: list[type] = []
         """The types of the leaves that it was called with last."""
@@ -352,16 +362,18 @@ class _Program:
         """Return whether it is surely the program for these leaves: the same static values, all others arrays."""
         if list(map(type, leaves)) != self.types:
             return False
-        for i, value in self._static:
-            if leaves[i] is not value and not _is_same_value(leaves[i], value):
+        for i, value, compares in self._static:
+            leaf = leaves[i]
+            # Zero has a sign, so it is not sure.
+            if leaf is not value and not (compares and leaf == value and leaf != 0):
                 return False
         return self._plain_structure or same_static_fields(structure, self.spec)
 
     def picked(self, leaves: list[Any]) -> tuple[list[Any], ...]:
         """Take the arrays out of the list of leaves, and return those that are kept and those that are donated."""
-        for i, _ in self._static:
+        for i, _, _ in self._static:
             del leaves[i]
-        return self.apart(leaves)
+        return self.apart(leaves) if self._donates else (leaves,)
 
     def apart(self, arrays: list[Any]) -> tuple[list[Any], ...]:
         """Return the arrays that are kept, and those that are donated."""
@@ -380,11 +392,6 @@ def _is_of_whole(prefix: Any) -> bool:
 def _is_array(leaf: Any) -> bool:
     """Return whether a leaf is an array; NumPy's strings are strings."""
     return isinstance(leaf, ARRAYS) and not isinstance(leaf, np.character)
-
-
-def _is_same_value(a: Any, b: Any) -> bool:
-    """Return whether two values of one type are surely the same; zero has a sign, so it is not sure."""
-    return type(a) in (int, float, str) and a == b and a != 0
 
 
 def _is_surely_array(leaf: Any) -> bool:
