@@ -217,9 +217,12 @@ class ShardyProgram:
 
     def _source(self, value: Any) -> Any:
         """Return what is outside the value of an argument."""
-        while value in self._outer:
-            value = self._outer[value]
-        return value
+        while True:
+            value = _moved_from(self._outer.get(value, value))
+            if getattr(value.owner, "name", "") == "stablehlo.optimization_barrier":
+                value = value.owner.operands[value.result_number]
+            elif value not in self._outer:
+                return value
 
     # --- arrays ---
 

@@ -216,7 +216,7 @@ def _sharded(step: str, lowered: Any, chip: Chip | None) -> Report:
     collectives = [c for found in program.exchanges for c in describe(found, constraints, program.mesh)]
     notes = [
         "by='shardy' reads the program as it is sharded, before the compiler changes it, which may combine "
-        "collectives, simplify products, or send another dtype"
+        "collectives, compute once what is there twice, fold constants, simplify products, or send another dtype"
     ]
     if program.moved:
         notes.append(f"what {', '.join(program.moved)} exchange along sharded axes, the compiler decides")
