@@ -90,6 +90,8 @@ def test_the_peak_is_nearly_that_of_the_compiler(case: str) -> None:
         assert timeline is not None and len(timeline.held) == len(timeline.phases)
         assert abs(timeline.peak - memory.total) < 0.1 * memory.temporaries
         assert sum(h.bytes for h in timeline.at_peak) == timeline.peak
+        assert 0 < sum(h.bytes for h in timeline.kept_for_backward) < timeline.peak
+        assert sum(report.arguments.values()) == memory.arguments
         assert sum(h.bytes for h in timeline.at_peak if h.kind == "argument") <= memory.arguments
 
 

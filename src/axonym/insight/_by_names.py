@@ -11,6 +11,7 @@ from .._context import Entry
 from .._errors import describe_axes
 from .._mesh_axes import Axes, is_parameter, mapped_axes, storage_axes
 from . import _scopes
+from ._arguments import added_up
 from ._lines import source
 from ._named_events import Dims, Lookup, NamedTrace, NotKnown, Occurrence, Open, Renamed, Sum, Together, Use, Value
 from .chips import Chip
@@ -102,8 +103,18 @@ def by_names(
     compute: Mapping[str, Entry],
     storage: Mapping[str, Entry],
     chip: Chip | None = None,
+    names: Sequence[str] = (),
 ) -> Report:
-    """Report what a traced step does under a compute and a parameter mapping."""
+    """Report what a traced step does under a compute and a parameter mapping.
+
+    Arguments:
+        trace: what the step does.
+        mesh: the mesh axes and their sizes.
+        compute: the compute mapping.
+        storage: the parameter mapping.
+        chip: the chip for which to give lower bounds on time.
+        names: of which argument of the step each array in the arguments is.
+    """
     account = Account(trace, Layout(mesh, compute, storage))
     notes = [*NOTES]
     if trace.unnamed:
@@ -122,7 +133,7 @@ def by_names(
     limits = None if chip is None else bounds_on(chip, found, memory, account.flops)
     return Report(
         trace.name, "any platform", dict(mesh), "names", found, memory, account.flops, limits, tuple(notes),
-        account.uncertain,
+        account.uncertain, arguments=added_up(zip(names, _of_arguments(trace, account.layout), strict=True)),
     )  # fmt: skip
 
 
@@ -155,11 +166,16 @@ def _refusal(found: Mapping[str, Occurrence]) -> NotKnown:
     return NotKnown(message, lines[0])
 
 
+def _of_arguments(trace: NamedTrace, layout: Layout) -> list[int]:
+    """Return the bytes of each array in the arguments on each device."""
+    return [layout.bytes(x, layout.over(x.base)) for x in trace.arguments]
+
+
 def memory_of(trace: NamedTrace, layout: Layout) -> Memory:
     """Return what each device keeps: all arguments and results, and the least of temporaries."""
     products = [layout.bytes(e.result) for e in trace.events if isinstance(e, Sum) and e.flops]
     return Memory(
-        arguments=sum(layout.bytes(x, layout.over(x.base)) for x in trace.arguments),
+        arguments=sum(_of_arguments(trace, layout)),
         results=sum(layout.bytes(x, layout.over(x.base)) for x in trace.results),
         aliased=0,
         temporaries=sum(layout.bytes(x) for x in trace.kept) + max(products, default=0),

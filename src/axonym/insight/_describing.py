@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from . import _scopes
@@ -110,11 +111,37 @@ def timeline(program: HloProgram, mesh: Mapping[str, int]) -> MemoryTimeline:
     moments = found.moments()
     phases = tuple(_scopes.phase(m.instruction.scope) for m in moments)
     held = tuple(m.held for m in moments)
-    same: dict[HeldArray, list[int]] = {}
-    for buffer in found.held_at(held.index(max(held))):
-        same.setdefault(_held(program, buffer, mesh), []).append(buffer.shape.bytes)
-    rows = [dataclasses.replace(one, count=len(sizes), bytes=sum(sizes)) for one, sizes in same.items()]
-    return MemoryTimeline(held, phases, tuple(sorted(rows, key=lambda h: -h.bytes)))
+    at_peak = found.held_at(held.index(max(held)))
+    backward = {m.at for m, phase in zip(moments, phases, strict=True) if phase in ("backward", "recomputed")}
+    kept = _kept(program, found, backward, mesh)
+    return MemoryTimeline(held, phases, _together(_held(program, b, mesh) for b in at_peak), _together(kept))
+
+
+def _kept(program: HloProgram, found: Lifetimes, backward: Set[int], mesh: Mapping[str, int]) -> list[HeldArray]:
+    """Describe what the forward pass makes and the backward pass uses, when there is most of it.
+
+    The compiler runs some instructions of the forward pass late, and of the backward pass early, so that there is no
+    moment at which one ends and the other begins.
+    """
+    kept: list[tuple[int, int, HeldArray]] = []
+    for buffer in found.buffers:
+        until = max(backward & set(buffer.uses), default=0)
+        if until and not buffer.argument and not buffer.result:
+            described = _held(program, buffer, mesh)
+            if described.phase == "forward":
+                kept.append((buffer.first, until, described))
+
+    def held_at(moment: int) -> list[HeldArray]:
+        return [described for first, last, described in kept if first <= moment <= last]
+
+    return max((held_at(first) for first, _, _ in kept), key=lambda held: sum(h.bytes for h in held), default=[])
+
+
+def _together(arrays: Iterable[HeldArray]) -> tuple[HeldArray, ...]:
+    """Count arrays that are alike, and return the largest first."""
+    counted = Counter(arrays).items()
+    rows = (dataclasses.replace(one, count=count, bytes=count * one.bytes) for one, count in counted)
+    return tuple(sorted(rows, key=lambda h: -h.bytes))
 
 
 def _held(program: HloProgram, buffer: Buffer, mesh: Mapping[str, int]) -> HeldArray:

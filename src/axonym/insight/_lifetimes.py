@@ -32,6 +32,8 @@ class Buffer:
         self.shape, self.first, self.last, self.argument = shape, at, at, argument
         self.makers = [instruction]
         """What writes it: several instructions if a loop does."""
+        self.uses: list[int] = []
+        """When it is used."""
         self.result = False
         self._same_as: Buffer | None = None
 
@@ -47,6 +49,7 @@ class Buffer:
             early, late = (mine, other) if mine.first <= other.first else (other, mine)
             early.last, early.argument = max(mine.last, other.last), mine.argument or other.argument
             early.makers += late.makers
+            early.uses += late.uses
             late._same_as = early
 
 
@@ -55,6 +58,7 @@ class Moment:
     """An instruction where it runs, and what is held then."""
 
     instruction: Instruction
+    at: int
     held: int
     """The bytes of all arrays."""
 
@@ -88,7 +92,7 @@ class Lifetimes:
         held = [0]
         for difference in change:
             held.append(held[-1] + difference)
-        return tuple(Moment(instruction, held[at + 1]) for at, instruction in self._ran)
+        return tuple(Moment(instruction, at, held[at + 1]) for at, instruction in self._ran)
 
     def held_at(self, moment: int) -> list[Buffer]:
         """Return the arrays that are held at one of the moments."""
@@ -119,6 +123,7 @@ class Lifetimes:
                 raise UnknownForm(f"{instruction.opcode} has {len(instruction.shapes)} results, not {len(found)}")
             for array in (*(a for operand in operands for a in operand), *found):
                 array.itself.last = max(array.itself.last, self._now)
+                array.itself.uses.append(self._now)
             self._ran.append((self._now, instruction))
             values[instruction.name] = found
         return values[self._program.root(computation).name]

@@ -129,6 +129,9 @@ class ShardyProgram:
             elif operation.name == "func.func":
                 self._functions[str(operation.attributes["sym_name"]).strip('"')] = operation
         self._enter(self._functions["main"], (), _Within())
+        given = self._functions["main"].regions[0].blocks[0].arguments
+        self.arguments = [(scope_of(str(x.location)), self._local(x).bytes) for x in given]
+        """The scope of each array in the arguments, and its bytes on each device."""
 
     # --- where operations are ---
 

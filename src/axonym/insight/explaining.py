@@ -19,6 +19,7 @@ from ..sharding.jit import fsdp, named_jit
 from ..sharding.mapping import is_resource_mapping, normalize_mapping
 from ..sharding.meshes import current_mesh, set_mesh, with_devices
 from . import _compiling, _shardy
+from ._arguments import ArgumentNames, names_of_arrays
 from ._by_names import by_names
 from ._constraints import Constraints
 from ._describing import Exchange, Origin, describe, timeline
@@ -78,11 +79,12 @@ def explain(
     if by == "names":
         storage, compute = mappings_of(step, mapping)
         around = current_mesh() if mesh is None else mesh
-        return by_names(named_trace(step, args, kwargs), dict(around.shape) if around else {}, compute, storage, chip)
+        trace, sizes = named_trace(step, args, kwargs), dict(around.shape) if around else {}
+        return by_names(trace, sizes, compute, storage, chip, names_of_arrays(step, args, kwargs))
     if by == "shardy":
         with contextlib.nullcontext() if mesh is None else set_mesh(mesh):
             lowered = distributed(step, mapping).trace(*args, **kwargs).lower(lowering_platforms=("cpu",))
-            return _sharded(_name(step), lowered, chip)
+            return _sharded(_name(step), lowered, ArgumentNames(lowered, step, args, kwargs), chip)
     with active(mesh):
         compiled_step = distributed(step, mapping)
         platform = jax.default_backend() if topology is None else "tpu"
@@ -96,7 +98,8 @@ def explain(
             text, memory = _compiling.partitioned(lowered), None
         program = HloProgram(text, _compiling.device_count(lowered))
         found = _mesh(args, kwargs, program.devices)
-        return _report(_name(step), program, Constraints(lowered), found, platform, by, memory, chip)
+        names = ArgumentNames(lowered, step, args, kwargs)
+        return _report(_name(step), program, Constraints(lowered), names, found, platform, by, memory, chip)
 
 
 def distributed(step: Callable[..., Any], mapping: Any) -> Any:
@@ -171,6 +174,7 @@ def _report(
     step: str,
     program: HloProgram,
     constraints: Constraints,
+    names: ArgumentNames,
     mesh: dict[str, int] | None,
     platform: str,
     by: str,
@@ -205,12 +209,16 @@ def _report(
             course = timeline(program, mesh or {})
         except UnknownForm as e:
             notes.append(f"what is held in the course of the step is not known: {e}")
+    given = [i for i in program.computations[program.entry].values() if i.opcode == "parameter"]
+    given.sort(key=lambda i: int(i.value))
+    arguments = names.added_up((i.scope, sum(shape.bytes for shape in i.shapes)) for i in given)
     return Report(
-        step, platform, mesh or {}, by, tuple(collectives), memory, flops, bounds, tuple(notes), timeline=course
-    )
+        step, platform, mesh or {}, by, tuple(collectives), memory, flops, bounds, tuple(notes), timeline=course,
+        arguments=arguments,
+    )  # fmt: skip
 
 
-def _sharded(step: str, lowered: Any, chip: Chip | None) -> Report:
+def _sharded(step: str, lowered: Any, names: ArgumentNames, chip: Chip | None) -> Report:
     """Report what a lowered step does after the passes of Shardy."""
     program, constraints = _shardy.sharded_program(lowered), Constraints(lowered)
     collectives = [c for found in program.exchanges for c in describe(found, constraints, program.mesh)]
@@ -226,7 +234,7 @@ def _sharded(step: str, lowered: Any, chip: Chip | None) -> Report:
     bounds = None if chip is None else bounds_on(chip, collectives, None, program.flops)
     return Report(
         step, "any platform", program.mesh, "shardy", tuple(collectives), None, program.flops, bounds, tuple(notes),
-        program.uncertain,
+        program.uncertain, arguments=names.added_up(program.arguments),
     )  # fmt: skip
 
 

@@ -12,6 +12,9 @@ from ._text import aligned, described_axes, markdown_table, written_number
 from .chips import Chip
 from .timeline import MemoryTimeline, draw
 
+_SHOWN = 8
+"""How many arguments are written."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -192,6 +195,9 @@ class Report:
     """By how many bytes what each device sends may be off, beyond what the notes say. What is compiled is exact."""
     timeline: MemoryTimeline | None = None
     """What each device holds in the course of the step; None where the program was not compiled for CPUs."""
+    arguments: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """The bytes of each argument of the step on each device, by the name of its parameter, without what a compiler for
+    another device pads them with."""
 
     def total_sent(
         self,
@@ -309,6 +315,16 @@ class Report:
                 f"memory of each device: {describe_bytes(m.total)}: {describe_bytes(m.arguments)} of arguments, "
                 f"{describe_bytes(m.results)} of results{aliased}, and {describe_bytes(m.temporaries)} of temporaries"
             )
+        if self.arguments:
+            largest = sorted(self.arguments.items(), key=lambda pair: -pair[1])
+            each = [f"{name} {describe_bytes(size)}" for name, size in largest[:_SHOWN]]
+            if rest := largest[_SHOWN:]:
+                each.append(f"{len(rest)} others {describe_bytes(sum(size for _, size in rest))}")
+            padding = 0 if self.memory is None else self.memory.arguments - sum(self.arguments.values())
+            each += [f"padding {describe_bytes(padding)}"] if padding > 0 else []
+            yield f"arguments on each device: {', '.join(each)}"
+        if self.timeline is not None and self.timeline.kept_for_backward:
+            yield f"kept for the backward pass, of the temporaries: {self.timeline._kept()}"
         if self.uncertain:
             yield f"what is sent may be off by {describe_bytes(self.uncertain)}"
         flops = "not known" if self.flops is None else written_number(self.flops)

@@ -57,6 +57,9 @@ class MemoryTimeline:
     """The phase of each instruction."""
     at_peak: tuple[HeldArray, ...]
     """What is held when that is most, the largest first."""
+    kept_for_backward: tuple[HeldArray, ...] = ()
+    """What the forward pass makes and the backward pass uses, when there is most of it, the largest first. Arguments
+    and results are not among it."""
 
     @property
     def peak(self) -> int:
@@ -67,6 +70,13 @@ class MemoryTimeline:
         True
         """
         return max(self.held)
+
+    def _kept(self) -> str:
+        """Write what is kept for the backward pass, with the largest arrays."""
+        rows = [f"{f'{h.count} x ' if h.count > 1 else ''}{h.array}" for h in self.kept_for_backward]
+        rest = sum(h.count for h in self.kept_for_backward[3:])
+        more = f", and {rest} smaller" if rest else ""
+        return f"{describe_bytes(sum(h.bytes for h in self.kept_for_backward))}: {', '.join(rows[:3])}{more}"
 
     def _written(self, markdown: bool) -> Iterator[str]:
         """Write the peak, and below it the arrays, of which arguments are one row."""

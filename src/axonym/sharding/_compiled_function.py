@@ -295,7 +295,7 @@ class CompiledFunction(Generic[P, R]):
             sure = not self._static_leaves or all(map(_is_surely_array, leaves))
             return _Program(spec, donated, self._jitted if sure else self._unchecked, unflattened=True)
 
-        def split(kept_arrays, donated_arrays=()):
+        def split(kept_arrays, donated_arrays=()):  # `Stage.by_parameter` has these names
             sources = {True: iter(donated_arrays), False: iter(kept_arrays)}
             return _flat(self._run(*spec.unflatten(next(sources[d]) for d in donated)))
 
@@ -468,6 +468,11 @@ class Stage:
     def out_info(self) -> Any:
         """Return the result of the function with abstract arrays."""
         return _tree(self._stage.out_info)
+
+    def by_parameter(self, values: Sequence[Any]) -> dict[str, Sequence[Any]]:
+        """Return a value for each array of the arguments by the parameters of the program that are lists of them."""
+        lists = () if self._program is None else self._program.apart(list(values))
+        return dict(zip(("kept_arrays", "donated_arrays"), lists, strict=False))
 
     def lower(self, *args: Any, **kwargs: Any) -> Stage:
         """See `jax.stages.Traced.lower`."""
