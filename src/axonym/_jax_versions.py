@@ -39,9 +39,10 @@ def called_by_grad() -> bool:
 def set_apart(x: jax.Array) -> jax.Array:
     """Return an array that XLA cannot simplify together with what it was made from, or with what is made from it.
 
-    Before jax 0.12, XLA simplifies two things wrongly where arrays are sharded. It pads an array only once for all
-    operations that pad it alike, also where each pads it with another value. And where one position of a constant is
-    updated (also of a cotangent that is constant), the other shards are updated too.
+    Before jax 0.12, XLA does three things wrongly where arrays are sharded. It pads an array only once for all
+    operations that pad it alike, also where each pads it with another value. Where one position of a constant is
+    updated (also of a cotangent that is constant), the other shards are updated too. And pieces that an all-to-all
+    exchanges may get layouts of their own, which XLA then refuses.
     """
     return x if jax.__version_info__ >= (0, 12) else jax.lax.optimization_barrier(x)
 

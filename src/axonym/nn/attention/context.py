@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from ... import _errors, _kernels
+from ..._jax_versions import set_apart
 from ..._mesh_axes import (
     AnyMesh,
     Axes,
@@ -341,7 +342,10 @@ def _on_device(
         }
     )
     axes, count = plan.axes, plan.shards
-    split = functools.partial(jax.lax.all_to_all, axis_name=axes, tiled=True)
+
+    def split(x: jax.Array, **dims: int) -> jax.Array:
+        return set_apart(jax.lax.all_to_all(set_apart(x), axes, **dims, tiled=True))
+
     if count > 1 and context == "all_to_all":
         assert exchanged is not None
         q = split(q, split_axis=exchanged, concat_axis=QUERIES)
