@@ -159,3 +159,19 @@ def test_placements_and_derivatives(mesh: Mesh) -> None:
         np.testing.assert_allclose(found.weight.array, wanted.weight.array, rtol=1e-6)
         with axn.axis_mapping({"x": "model"}):  # where settings are to be activated around the call
             np.testing.assert_allclose(loss(model.layers[0], X), axn.sum(model.layers[0](X)).array, rtol=1e-6)
+
+
+def test_what_is_compiled_ahead_is_what_is_called() -> None:
+    """Compiled once, whether modules come back, are donated, or have static leaves."""
+    for donated in (None, (True, False)):
+        fn = axn.named_jit(lambda model, x: (model.layers[0](x), model), donate_args=donated)
+        model = Model((layer(),))
+        lowered = fn.lower(model, X)
+        assert type(lowered.out_info[1]) is Model
+        compiled = lowered.compile()
+        with compilations() as seen:
+            y, again = fn(model, X)
+            found, last = compiled(again, X)
+        assert not [event for event in seen if event.endswith("backend_compile_duration")]
+        assert type(last) is Model
+        np.testing.assert_array_equal(y.array, found.array)

@@ -306,15 +306,17 @@ class CompiledFunction(Generic[P, R]):
         with self._surroundings():
             if not self._static_leaves:
                 return getattr(self._jitted, stage)(*args, **kwargs)
-            leaves, structure = jax.tree.flatten((args, kwargs))
-            program = self._find_program(args, kwargs, leaves, structure)
+            given = self._given(args)
+            leaves, structure = _flatten((given, kwargs))
+            program = self._find_program(given, kwargs, leaves, structure)
             if program.unflattened:
                 try:
-                    made = getattr(program.jitted, stage)(*args, **kwargs)
+                    made = getattr(program.jitted, stage)(*given, **kwargs)
                 except _LooksAlikeError:  # they are arrays, which was looked at
-                    made = getattr(self._unchecked, stage)(*args, **kwargs)
-                return Stage(made, None) if isinstance(made.out_info, FlatTree) else made
-            return Stage(getattr(program.jitted, stage)(*program.picked(leaves)), program)
+                    made = getattr(self._unchecked, stage)(*given, **kwargs)
+                unchanged = all(map(operator.is_, given, args)) and unflattened(made.out_info) is made.out_info
+                return made if unchanged else Stage(made, None, self._flattens)
+            return Stage(getattr(program.jitted, stage)(*program.picked(leaves)), program, self._flattens)
 
     def _donates(self, args: Any, kwargs: Any, count: int) -> Sequence[bool]:
         """Return whether each leaf of the arguments may be overwritten."""
@@ -454,20 +456,23 @@ jax.tree_util.register_pytree_with_keys(
 
 
 class Stage:
-    """One of `jax.stages` of a function with static leaves or donated arguments, to be called like the function.
+    """One of `jax.stages` of a function with modules, static leaves or donated arguments, called like the function.
 
     All other attributes are those of the stage of JAX.
     """
 
-    def __init__(self, stage: Any, program: _Program | None):
-        self._stage = stage
-        self._program = program
-        """The spec of the arguments; None if they go in as they are."""
+    def __init__(self, stage: Any, program: _Program | None, flattens: bool):
+        """Arguments:
+        stage: that of JAX.
+        program: has the spec of the arguments; None if they go in as they are.
+        flattens: whether modules go in as flat trees.
+        """
+        self._stage, self._program, self._flattens = stage, program, flattens
 
     @property
     def out_info(self) -> Any:
         """Return the result of the function with abstract arrays."""
-        return _tree(self._stage.out_info)
+        return unflattened(self._stage.out_info)
 
     def by_parameter(self, values: Sequence[Any]) -> dict[str, Sequence[Any]]:
         """Return a value for each array of the arguments by the parameters of the program that are lists of them."""
@@ -476,26 +481,24 @@ class Stage:
 
     def lower(self, *args: Any, **kwargs: Any) -> Stage:
         """See `jax.stages.Traced.lower`."""
-        return Stage(self._stage.lower(*args, **kwargs), self._program)
+        return Stage(self._stage.lower(*args, **kwargs), self._program, self._flattens)
 
     def compile(self, *args: Any, **kwargs: Any) -> Stage:
         """See `jax.stages.Lowered.compile`."""
-        return Stage(self._stage.compile(*args, **kwargs), self._program)
+        return Stage(self._stage.compile(*args, **kwargs), self._program, self._flattens)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._flattens:
+            args = tuple(map(flattened, args))
         if self._program is None:
-            return _tree(self._stage(*args, **kwargs))
+            return unflattened(self._stage(*args, **kwargs))
         arrays, spec = flatten_arrays((args, kwargs), ARRAYS, named=False)
         if spec != self._program.spec:
             raise TypeError(
                 "named_jit: a compiled program is for arguments of the structure for which it was lowered, and for the "
                 "same values of those that are not arrays; these arguments are others."
             )
-        return _tree(self._stage(*self._program.apart(arrays)))
+        return unflattened(self._stage(*self._program.apart(arrays)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
-
-
-def _tree(result: Any) -> Any:
-    return result.tree() if type(result) is FlatTree else result
