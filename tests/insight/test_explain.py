@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import inspect
+import io
 import json
 import math
 import re
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
+from rich.console import Console
 
 import axonym as axn
 from axonym.insight import _compiling
@@ -276,3 +278,22 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
 def test_a_compiled_step_takes_no_other_mapping() -> None:
     with pytest.raises(ValueError, match="compiled with mappings of its own"):
         axn.insight.explain(axn.named_jit(step), weights(), batch(), mapping={"batch": "data"})
+
+
+def test_rich_tables() -> None:
+    """All that is in the Markdown, in tables as wide as the terminal."""
+    _, fsdp, args = cases.language_model("llama", "fsdp")
+    with jax.set_mesh(cases.mesh_of(data=4, model=2)):
+        report = axn.insight.explain(fsdp, *args, by="partitioner", chip="v5e")
+
+    def shown(width: int) -> str:
+        text = io.StringIO()
+        Console(width=width, file=text, color_system=None).print(report)
+        return text.getvalue()
+
+    cells = [cell.strip() for line in report.to_markdown().splitlines() for cell in line.split("|")]
+    wide = shown(400)
+    assert len(cells) > 200
+    for cell in cells:
+        assert re.sub("^(### |- |---)", "", cell) in wide, cell
+    assert max(map(len, shown(60).splitlines())) <= 60

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from typing import Any, TypeAlias
+
+Section: TypeAlias = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+"""The title, the header and the rows of a table."""
 
 
 def parsed_bytes(given: int | str) -> int:
@@ -31,6 +35,18 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Write a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
+
+
+def rich_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    """Return a table of Rich."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*header, title=Text(title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
 
 
 def described_axes(axes: Collection[str] | None) -> str:

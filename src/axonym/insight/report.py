@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .._errors import describe_bytes
-from ._text import aligned, described_axes, markdown_table, written_number
+from ._text import Section, aligned, described_axes, markdown_table, rich_table, written_number
 from .chips import Chip
 from .timeline import MemoryTimeline, draw
 
@@ -288,24 +288,43 @@ class Report:
     def _repr_markdown_(self) -> str:
         return self.to_markdown()
 
+    def __rich__(self) -> Any:
+        """Return what `rich.print` shows: tables that fit the terminal."""
+        from rich.console import Group
+        from rich.text import Text
+
+        parts: list[Any] = [Text(part, "bold") for part in self._head()]
+        parts += [rich_table(*section) for section in self._sections()]
+        parts += [Text("\n".join(self._figures())), *(Text(f"note: {n}", "dim") for n in self.notes)]
+        return Group(*parts)
+
     # --- writing ---
 
     def _written(self, markdown: bool) -> str:
-        mesh = ", ".join(f"{n}={s}" for n, s in self.mesh.items())
-        on = f"the mesh {mesh}" if mesh else "one device"
-        parts = [f"{self.step} on {on} ({self.platform}, by={self.by!r})"]
-        if not self.collectives:
-            parts.append("Nothing is sent between devices.")
-        for axes, found in self.by_axes().items():
-            total = _total([c.total_sent for c in found])
-            title = f"over {described_axes(axes)}: each device sends {total}"
-            parts += [f"### {title}\n\n{_table(found)}" if markdown else f"{title}\n{_lines(found)}"]
-        if self.timeline is not None:
-            parts += self.timeline._written(markdown)
+        parts = [*self._head()]
+        if markdown:
+            parts += [f"### {title}\n\n{markdown_table(header, rows)}" for title, header, rows in self._sections()]
+        else:
+            parts += [f"{_title(axes, found)}\n{_lines(found)}" for axes, found in self.by_axes().items()]
+            parts += [] if self.timeline is None else [self.timeline._text()]
         parts.append("\n".join(f"- {line}" if markdown else line for line in self._figures()))
         if self.notes:
             parts.append("\n".join(f"- {n}" if markdown else f"note: {n}" for n in self.notes))
         return "\n\n".join(parts)
+
+    def _head(self) -> Iterator[str]:
+        mesh = ", ".join(f"{n}={s}" for n, s in self.mesh.items())
+        on = f"the mesh {mesh}" if mesh else "one device"
+        yield f"{self.step} on {on} ({self.platform}, by={self.by!r})"
+        if not self.collectives:
+            yield "Nothing is sent between devices."
+
+    def _sections(self) -> Iterator[Section]:
+        """Go through the tables: what is sent over each set of mesh axes, and what is held at the peak."""
+        for axes, found in self.by_axes().items():
+            yield _title(axes, found), _HEADER, [_cells(row) for row in _rows(found)]
+        if self.timeline is not None:
+            yield self.timeline._section()
 
     def _figures(self) -> Iterable[str]:
         if self.memory is not None:
@@ -371,11 +390,15 @@ def _rows(found: Sequence[Collective]) -> list[_Row]:
     return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
 
 
-def _table(found: Sequence[Collective]) -> str:
-    """Write collectives as a table in Markdown."""
-    header = ("kind", "when", "times", "sent each time", "array", "operation", "line", "why")
-    cells = [(r.kind, r.when, r.times, r.sent, r.array, r.operation, r.line, r.why) for r in _rows(found)]
-    return markdown_table(header, cells)
+def _title(axes: tuple[str, ...] | None, found: Sequence[Collective]) -> str:
+    return f"over {described_axes(axes)}: each device sends {_total([c.total_sent for c in found])}"
+
+
+_HEADER = ("kind", "when", "times", "sent each time", "array", "operation", "line", "why")
+
+
+def _cells(row: _Row) -> tuple[str, ...]:
+    return row.kind, row.when, row.times, row.sent, row.array, row.operation, row.line, row.why
 
 
 def _lines(found: Sequence[Collective]) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._errors import describe_bytes
-from ._text import aligned, described_axes, markdown_table
+from ._text import Section, aligned, described_axes
 
 if TYPE_CHECKING:
     from .report import Report, Source
@@ -78,8 +78,8 @@ class MemoryTimeline:
         more = f", and {rest} smaller" if rest else ""
         return f"{describe_bytes(sum(h.bytes for h in self.kept_for_backward))}: {', '.join(rows[:3])}{more}"
 
-    def _written(self, markdown: bool) -> Iterator[str]:
-        """Write the peak, and below it the arrays, of which arguments are one row."""
+    def _section(self) -> Section:
+        """Return the table of the arrays at the peak, of which arguments are one row."""
         phase = self.phases[self.held.index(self.peak)]
         when = {"": "", "recomputed": ", where the backward pass computes again"}.get(phase, f", in the {phase} pass")
         title = f"at the peak{when}: each device holds about {describe_bytes(self.peak)}"
@@ -94,10 +94,11 @@ class MemoryTimeline:
         if rest := others[_SHOWN:]:
             count = sum(h.count for h in rest)
             rows.append((f"{count} smaller ones", describe_bytes(sum(h.bytes for h in rest)), "-", "-", "-"))
-        if markdown:
-            yield f"### {title}\n\n{markdown_table(('array', 'bytes', 'when', 'line', 'operation'), rows)}"
-        else:
-            yield "\n".join([title, *(f"  {line.rstrip()}" for line in aligned(rows))])
+        return title, ("array", "bytes", "when", "line", "operation"), rows
+
+    def _text(self) -> str:
+        title, _, rows = self._section()
+        return "\n".join([title, *(f"  {line.rstrip()}" for line in aligned(rows))])
 
 
 def draw(report: Report, figure: Any) -> Any:
