@@ -343,7 +343,7 @@ def _on_device(
     )
     axes, count = plan.axes, plan.shards
 
-    def split(x: jax.Array, **dims: int) -> jax.Array:
+    def split(x: jax.Array, **dims: Any) -> jax.Array:
         return set_apart(jax.lax.all_to_all(set_apart(x), axes, **dims, tiled=True))
 
     if count > 1 and context == "all_to_all":
