@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import axonym as axn
-from axonym import nn
 
 from .harness import Row, timed_row
 
@@ -23,63 +19,8 @@ def _add_one_with(leaves, activation, rate):
     return _add_one(leaves)
 
 
-class Block(eqx.Module):
-    """A layer of nine parameters in nine modules."""
-
-    norms: tuple[nn.RmsNorm, ...]
-    products: tuple[nn.Linear, ...]
-
-    @staticmethod
-    def init(key: Any) -> Block:
-        row, col = axn.make_axes(row=8, col=4)
-        norms = tuple(nn.RmsNorm.init(row, use_bias=False) for _ in range(2))
-        return Block(norms, tuple(nn.Linear.init(row, col, key=key, use_bias=False) for _ in range(7)))
-
-
-class Model(eqx.Module):
-    """A hundred layers, which are not stacked."""
-
-    blocks: tuple[Block, ...]
-
-
 def rows() -> list[Row]:
     """Without a mesh, with a mesh and mappings, and with arguments that are not arrays."""
-    return [*_rows_of_arrays(), *_rows_of_modules()]
-
-
-def _rows_of_modules() -> list[Row]:
-    """A model of many modules, against its arrays in a flat tuple."""
-    model = Model(tuple(Block.init(jax.random.key(0)) for _ in range(100)))
-    raw = tuple(jax.tree.leaves(model))
-    used, changed = axn.named_jit(lambda model, x: x + 1), axn.named_jit(lambda model: _add_one(model))
-    raw_used, raw_changed = jax.jit(lambda leaves, x: x + 1), jax.jit(_add_one)
-    x, state = jnp.ones(4), [model]
-
-    def step() -> None:
-        state[0] = changed(state[0])
-        jax.block_until_ready(state[0].blocks[-1].products[-1].weight.array)
-
-    return [
-        timed_row(
-            "named_jit",
-            f"a model of 100 layers, {len(raw)} leaves",
-            lambda: jax.block_until_ready(used(model, x)),
-            lambda: jax.block_until_ready(raw_used(raw, x)),
-            1.15,
-            repeats=50,
-        ),
-        timed_row(
-            "named_jit",
-            "the same, which returns another one",
-            step,
-            lambda: jax.block_until_ready(raw_changed(raw)[-1]),
-            2.2,
-            repeats=20,
-        ),
-    ]
-
-
-def _rows_of_arrays() -> list[Row]:
     found = []
     mesh = axn.make_mesh({"data": 8})
     lies = NamedSharding(mesh, PartitionSpec("data"))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import sys
 import types
 import weakref
 from collections.abc import Iterable, Iterator
@@ -108,14 +107,13 @@ Slot: TypeAlias = Names | StaticLeaf | None
 class TreeSpec:
     """A tree without its arrays."""
 
-    __slots__ = ("_hash", "_is_immutable", "_node_data", "_static_fields", "slots", "structure")
+    __slots__ = ("_hash", "_node_data", "_static_fields", "slots", "structure")
 
     def __init__(self, structure: Any, slots: Iterable[Slot]):
         self.structure = structure
         self.slots = tuple(slots)
         self._static_fields: tuple[Any, ...] | None = None
         self._node_data: list[Any] | None = None
-        self._is_immutable: bool | None = None
         self._hash: int | None = None
 
     @property
@@ -131,17 +129,6 @@ class TreeSpec:
         if self._node_data is None:
             self._node_data = [_CHANGES if _is_mutable(data) else data for data in _node_data(self.structure)]
         return self._node_data
-
-    @property
-    def is_immutable(self) -> bool:
-        """Return whether a tree with this spec always has the same arrays and the same static values."""
-        if self._is_immutable is None:
-            self._is_immutable = (
-                _has_immutable_nodes(self.structure)
-                and _CHANGES not in self.node_data
-                and all(_is_plain(s.value) or isinstance(s.value, NUMBERS) for s in self.static_leaves)
-            )
-        return self._is_immutable
 
     @property
     def names(self) -> list[Names | None]:
@@ -180,8 +167,6 @@ class TreeSpec:
 
     def unflatten(self, arrays: Iterable[Any] = ()) -> Any:
         """Return the tree with these arrays."""
-        if self.slots.count(None) == len(self.slots):  # the arrays are all there is
-            return jax.tree.unflatten(self.structure, arrays)
         left = iter(arrays)
         return jax.tree.unflatten(self.structure, [_leaf(slot, left) for slot in self.slots])
 
@@ -270,7 +255,7 @@ def _leaf(slot: Slot, left: Iterator[Any]) -> Any:
 
 # --- values by type and sign ---
 
-_PLAIN = {type(None), str, types.FunctionType, types.BuiltinFunctionType, TreeSpec}
+_PLAIN = {type(None), str, types.FunctionType, types.BuiltinFunctionType}
 """The types of values that are the same if they are equal."""
 
 
@@ -293,16 +278,6 @@ def _node_data(structure: Any) -> list[Any]:
 def _is_plain(value: Any) -> bool:
     kind = type(value)
     return all(map(_is_plain, value)) if kind is tuple else kind in _PLAIN or kind.__eq__ is object.__eq__
-
-
-def _has_immutable_nodes(structure: Any) -> bool:
-    """Return whether a structure consists of tuples, named arrays and Equinox modules, and of nothing else."""
-    node = structure.node_data()
-    if node is None:
-        return True
-    equinox = sys.modules.get("equinox")  # where nobody has imported it, there are no modules
-    kinds = (tuple, NamedArray, type(None), *(() if equinox is None else (equinox.Module,)))
-    return issubclass(node[0], kinds) and all(map(_has_immutable_nodes, structure.children()))
 
 
 def _is_mutable(value: Any) -> bool:

@@ -10,8 +10,7 @@ import jax
 import numpy as np
 
 from .._parameter_names import parameter_names
-from ..sharding._compiled_function import BoundCompiledFunction, Stage
-from ..sharding._flat_modules import ARRAYS
+from ..sharding._compiled_function import ARRAYS, BoundCompiledFunction, Stage
 
 
 def names_of_arrays(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:

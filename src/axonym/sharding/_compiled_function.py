@@ -3,8 +3,7 @@
 There are two ways to call into `jax.jit`. As long as every leaf of the arguments is an array, they go in as they are,
 and there is one Python frame above `jax.jit`. When there was something else, or something is donated, the arguments are
 flattened, and for each structure it is decided once which leaves are donated, which are kept and which are static.
-`jax.jit` then gets the arrays alone, and the static leaves are part of the function that it compiles. In both ways,
-Equinox modules go in as flat trees: see `_flat_modules`.
+`jax.jit` then gets the arrays alone, and the static leaves are part of the function that it compiles.
 
 Placements are applied inside the compiled function: arguments on the host arrive sharded, those placed otherwise are
 moved. Only arguments on devices outside of the mesh are moved before the call, after `jax.jit` has refused them.
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypedDict, TypeVar, overload
 
@@ -26,7 +24,6 @@ from .._function_cache import FunctionCache
 from .._jax_versions import is_about_devices
 from .._parameter_names import parameter_names
 from .._tree_spec import FlatTree, StaticLeaf, TreeSpec, flatten_arrays, same_static_fields
-from ._flat_modules import ARRAYS, UNCHANGED, flattened, unflattened
 from .meshes import current_mesh
 from .placement import Placement, check_mesh_axes
 from .shard import call_on_mesh, shard_arguments
@@ -49,6 +46,10 @@ class JitOptions(TypedDict, total=False):
     backend: str | None
     inline: bool
     compiler_options: dict[str, object] | None
+
+
+ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+"""The types of arrays of a compiled function whose other leaves are static."""
 
 
 class CompiledFunction(Generic[P, R]):
@@ -108,8 +109,6 @@ class CompiledFunction(Generic[P, R]):
         self._unseen = donate == (None, None)
         self._direct = around is None
         self._always_direct = self._direct and not active
-        # A prefix of what is donated that says more than that of whole arguments is for their trees.
-        self._flattens = static_leaves and not self._static_argnums and all(map(_is_of_whole, donate))
         self._donates_by_leaf = any(map(callable, jax.tree.leaves(donate, is_leaf=callable)))
         static = {"static_argnums": self._static_argnums} if self._static_argnums else {}
         self._jitted = jax.jit(self._make_jitted(checks=static_leaves), **static, **self._options)
@@ -119,19 +118,15 @@ class CompiledFunction(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # Where nothing is to be entered around the call, this is the only frame above `jax.jit`.
         if self._always_direct or (self._direct and _context.ACTIVE.value is None):
-            unseen, given = self._unseen, args  # another thread may change whether something was seen
-            for x in args:
-                if type(x) not in UNCHANGED:
-                    given = self._given(args)
-                    break
+            unseen = self._unseen  # another thread may change it
             try:
-                result: Any = self._jitted(*given, **kwargs) if unseen else self._call_flat(given, kwargs)
+                result: Any = self._jitted(*args, **kwargs) if unseen else self._call_flat(args, kwargs)
             except Exception as error:
                 elsewhere = isinstance(error, ValueError) and is_about_devices(error)
-                if not elsewhere and not (unseen and self._has_static(error, given, kwargs)):
+                if not elsewhere and not (unseen and self._has_static(error, args, kwargs)):
                     raise
             else:
-                return result if type(result) in UNCHANGED else unflattened(result)
+                return result.tree() if type(result) is FlatTree else result
         with self._surroundings():
             place = self.placed if self._arguments else None
             return call_on_mesh(self._call, args, kwargs, place, [p for _, p in self._arguments])
@@ -197,12 +192,9 @@ class CompiledFunction(Generic[P, R]):
             if settings is not None and mesh is not None:
                 for mapping in (settings.mapping, settings.parameter_mapping):
                     check_mesh_axes(self._what, mapping, mesh)
-            trees = tuple(map(unflattened, args))
-            flat = not all(map(operator.is_, trees, args))
-            args, kwargs = self.placed(trees, kwargs)
+            args, kwargs = self.placed(args, kwargs)
             result = self._fn(*args, **kwargs)
-            result = result if self._results is None else self._results((args, kwargs), result)
-            return flattened(result) if flat else result
+            return result if self._results is None else self._results((args, kwargs), result)
 
     def placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments, sharded by their placements."""
@@ -213,10 +205,6 @@ class CompiledFunction(Generic[P, R]):
         return args, kwargs
 
     # --- arguments as they are ---
-
-    def _given(self, args: Any) -> Any:
-        """Return the positional arguments, with flat trees for modules."""
-        return tuple(map(flattened, args)) if self._flattens else args
 
     def _make_jitted(self, *, checks: bool) -> Callable[..., Any]:
         """Make the function that takes the arguments as they are.
@@ -248,7 +236,6 @@ class CompiledFunction(Generic[P, R]):
         return True
 
     def _call(self, args: Any, kwargs: Any) -> Any:
-        args = self._given(args)
         if self._unseen:
             try:
                 result = self._jitted(*args, **kwargs)
@@ -256,8 +243,8 @@ class CompiledFunction(Generic[P, R]):
                 if not self._has_static(error, args, kwargs):
                     raise
             else:
-                return unflattened(result)
-        return unflattened(self._call_flat(args, kwargs))
+                return _tree(result)
+        return _tree(self._call_flat(args, kwargs))
 
     # --- arguments by structure ---
 
@@ -306,17 +293,15 @@ class CompiledFunction(Generic[P, R]):
         with self._surroundings():
             if not self._static_leaves:
                 return getattr(self._jitted, stage)(*args, **kwargs)
-            given = self._given(args)
-            leaves, structure = _flatten((given, kwargs))
-            program = self._find_program(given, kwargs, leaves, structure)
+            leaves, structure = jax.tree.flatten((args, kwargs))
+            program = self._find_program(args, kwargs, leaves, structure)
             if program.unflattened:
                 try:
-                    made = getattr(program.jitted, stage)(*given, **kwargs)
+                    made = getattr(program.jitted, stage)(*args, **kwargs)
                 except _LooksAlikeError:  # they are arrays, which was looked at
-                    made = getattr(self._unchecked, stage)(*given, **kwargs)
-                unchanged = all(map(operator.is_, given, args)) and unflattened(made.out_info) is made.out_info
-                return made if unchanged else Stage(made, None, self._flattens)
-            return Stage(getattr(program.jitted, stage)(*program.picked(leaves)), program, self._flattens)
+                    made = getattr(self._unchecked, stage)(*args, **kwargs)
+                return Stage(made, None) if isinstance(made.out_info, FlatTree) else made
+            return Stage(getattr(program.jitted, stage)(*program.picked(leaves)), program)
 
     def _donates(self, args: Any, kwargs: Any, count: int) -> Sequence[bool]:
         """Return whether each leaf of the arguments may be overwritten."""
@@ -385,12 +370,6 @@ class _Program:
         return [x for x, d in both if not d], [x for x, d in both if d]
 
 
-def _is_of_whole(prefix: Any) -> bool:
-    """Return whether a prefix of what is donated has one value for each argument."""
-    each = prefix.values() if isinstance(prefix, Mapping) else prefix if isinstance(prefix, tuple) else (prefix,)
-    return all(x is None or jax.tree_util.treedef_is_leaf(jax.tree.structure(x)) for x in each)
-
-
 def _is_array(leaf: Any) -> bool:
     """Return whether a leaf is an array; NumPy's strings are strings."""
     return isinstance(leaf, ARRAYS) and not isinstance(leaf, np.character)
@@ -456,23 +435,20 @@ jax.tree_util.register_pytree_with_keys(
 
 
 class Stage:
-    """One of `jax.stages` of a function with modules, static leaves or donated arguments, called like the function.
+    """One of `jax.stages` of a function with static leaves or donated arguments, to be called like the function.
 
     All other attributes are those of the stage of JAX.
     """
 
-    def __init__(self, stage: Any, program: _Program | None, flattens: bool):
-        """Arguments:
-        stage: that of JAX.
-        program: has the spec of the arguments; None if they go in as they are.
-        flattens: whether modules go in as flat trees.
-        """
-        self._stage, self._program, self._flattens = stage, program, flattens
+    def __init__(self, stage: Any, program: _Program | None):
+        self._stage = stage
+        self._program = program
+        """The spec of the arguments; None if they go in as they are."""
 
     @property
     def out_info(self) -> Any:
         """Return the result of the function with abstract arrays."""
-        return unflattened(self._stage.out_info)
+        return _tree(self._stage.out_info)
 
     def by_parameter(self, values: Sequence[Any]) -> dict[str, Sequence[Any]]:
         """Return a value for each array of the arguments by the parameters of the program that are lists of them."""
@@ -481,24 +457,26 @@ class Stage:
 
     def lower(self, *args: Any, **kwargs: Any) -> Stage:
         """See `jax.stages.Traced.lower`."""
-        return Stage(self._stage.lower(*args, **kwargs), self._program, self._flattens)
+        return Stage(self._stage.lower(*args, **kwargs), self._program)
 
     def compile(self, *args: Any, **kwargs: Any) -> Stage:
         """See `jax.stages.Lowered.compile`."""
-        return Stage(self._stage.compile(*args, **kwargs), self._program, self._flattens)
+        return Stage(self._stage.compile(*args, **kwargs), self._program)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._flattens:
-            args = tuple(map(flattened, args))
         if self._program is None:
-            return unflattened(self._stage(*args, **kwargs))
+            return _tree(self._stage(*args, **kwargs))
         arrays, spec = flatten_arrays((args, kwargs), ARRAYS, named=False)
         if spec != self._program.spec:
             raise TypeError(
                 "named_jit: a compiled program is for arguments of the structure for which it was lowered, and for the "
                 "same values of those that are not arrays; these arguments are others."
             )
-        return unflattened(self._stage(*self._program.apart(arrays)))
+        return _tree(self._stage(*self._program.apart(arrays)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stage, name)
+
+
+def _tree(result: Any) -> Any:
+    return result.tree() if type(result) is FlatTree else result
