@@ -197,7 +197,7 @@ class Account:
         self.open: dict[str, Occurrence] = {}
         self.uncertain = 0
         self.saved = 0
-        """How many of the flops a compiler may save."""
+        """The flops that a compiler may save, of those that are counted."""
         self._indices: set[tuple[int, Axes]] = set()
         self._gathered: set[tuple[int, int, str]] = set()
         self._given = {x.origin for x in trace.arguments}
@@ -312,13 +312,8 @@ class Account:
                 return
             self._gathered.add(key)
             # If only the gradient needs it, it is still the forward pass that gathers it.
-            phase = (
-                "recomputed"
-                if place.recomputes and place.phase
-                else "forward"
-                if place.phase == "backward"
-                else place.phase
-            )
+            phase = "forward" if place.phase == "backward" else place.phase
+            phase = "recomputed" if place.recomputes and place.phase else phase
             self._exchange(dataclasses.replace(place, phase=phase), "all-gather", extra, event.operand)
             if origin in self._given:
                 # The compiler may gather what has been gathered before only once, and what a loop does not change

@@ -18,7 +18,7 @@ from .timeline import HeldArray, MemoryTimeline
 
 
 class Origin(NamedTuple):
-    """Where a part of a program is from."""
+    """The scope and the lines of Python that a part of a program comes from."""
 
     scope: str
     frames: Callable[[], tuple[Frame, ...]]
@@ -33,9 +33,9 @@ class Exchange:
     axes: tuple[str, ...] | None
     """The mesh axes along which the devices of a group differ; None if the mesh is not known."""
     devices: int
-    """How many devices there are in a group."""
+    """The number of devices in a group."""
     along_all: bool
-    """Whether a group has all devices along these mesh axes."""
+    """False if a group has only some of the devices along these mesh axes."""
     times: int | None
     in_branch: bool
     origin: Origin

@@ -37,7 +37,7 @@ _PASSING_ON = frozenset({"bitcast", "copy", "get-tuple-element", "transpose", "c
 """Instructions that say less of where an array is from than what produces their operand."""
 
 _NAMED = re.compile(r"\[[^\[\]]*->[^\[\]]*\]")
-"""What the scope of a named operation has: see `_scopes`."""
+"""Matches the scope of a named operation: see `_scopes`."""
 
 Groups = tuple[tuple[int, ...], ...]
 """The devices that exchange data with each other, by their place in the mesh."""
@@ -87,7 +87,7 @@ class Instruction:
     """What follows the operands, without the metadata."""
     metadata: str
     value: str = ""
-    """What a constant is, as it is written, or the number of a parameter."""
+    """The value of a constant, as it is written, or the number of a parameter."""
 
     @functools.cached_property
     def scope(self) -> str:

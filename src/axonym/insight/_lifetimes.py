@@ -31,7 +31,7 @@ class Buffer:
     def __init__(self, shape: HloShape, instruction: Instruction, at: int, argument: bool = False):
         self.shape, self.first, self.last, self.argument = shape, at, at, argument
         self.makers = [instruction]
-        """What writes it: several instructions if a loop does."""
+        """The instructions that write the array: several if a loop does."""
         self.uses: list[int] = []
         """When it is used."""
         self.result = False

@@ -44,7 +44,7 @@ class Occurrence:
     """Whether this body computes values again for the backward pass."""
     frames: tuple[Frame, ...]
     avoidable: bool = False
-    """Whether a compiler may leave it out, because it is of constants, or of what has been computed before."""
+    """True if a compiler may leave the operation out: its operands are constants, or it was computed before."""
 
 
 @dataclasses.dataclass(frozen=True)

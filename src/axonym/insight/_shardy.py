@@ -93,7 +93,7 @@ def _all(operation: Any) -> Iterator[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Within:
-    """What is around the operations of a block."""
+    """The loops, branches, scopes and lines around the operations of a block."""
 
     times: int | None = 1
     in_branch: bool = False
@@ -103,7 +103,7 @@ class _Within:
 
 
 class ShardyProgram:
-    """What a module does, after the passes of Shardy."""
+    """The collectives and the flops of a module, after the passes of Shardy."""
 
     def __init__(self, module: Any):
         self.exchanges: list[Exchange] = []
@@ -113,7 +113,7 @@ class ShardyProgram:
         self.moved: dict[str, None] = {}
         """Operations along sharded axes of which the compiler decides what they exchange."""
         self.uncertain = 0
-        """How many bytes each device may send more or less."""
+        """The bytes by which the sent ones may be off, for each device."""
         self.mesh: dict[str, int] = {}
         self._functions: dict[str, Any] = {}
         self._over: dict[Any, Over] = {}
@@ -121,7 +121,7 @@ class ShardyProgram:
         self._loops: list[tuple[int | None, set[Any]]] = []
         """Of each loop around, how often it runs, and the values that may differ between its turns."""
         self._outer: dict[Any, Any] = {}
-        """What is given for the arguments of blocks that are entered once."""
+        """The values that arguments of blocks have, for blocks that are entered once."""
         self._seen: set[Any] = set()
         for operation in (op.operation for op in module.regions[0].blocks[0].operations):
             if operation.name == "sdy.mesh":
