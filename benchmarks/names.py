@@ -6,7 +6,7 @@ import contextlib
 import gc
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -69,8 +69,41 @@ OPERATIONS: list[Operation] = [
 ]
 
 
+def _loss(w: axn.NamedArray, x: axn.NamedArray, a: str, b: str, c: str) -> jax.Array:
+    h = axn.tanh(axn.dot(x, w, axis=b))
+    return axn.sum(axn.mean((nn.softmax(h, c) - h) ** 2, a)).array
+
+
+def _plain_loss(w: jax.Array, x: jax.Array) -> jax.Array:
+    h = jnp.tanh(x @ w)
+    return jnp.sum(jnp.mean((jax.nn.softmax(h, 1) - h) ** 2, 0))
+
+
+# Derivatives of a loss of seven operations, the operations being eager.
+DERIVATIVES: list[Operation] = [
+    (lambda x, w, a, b, c: jax.grad(_loss)(w, x, a, b, c), lambda x, w: jax.grad(_plain_loss)(w, x)),
+    (
+        lambda x, w, a, b, c: jax.jvp(lambda w: _loss(w, x, a, b, c), (w,), (w,)),
+        lambda x, w: jax.jvp(lambda w: _plain_loss(w, x), (w,), (w,)),
+    ),
+    (
+        lambda x, w, a, b, c: jax.vmap(lambda by: jax.grad(_loss)(w * by, x, a, b, c))(jnp.ones(3)),
+        lambda x, w: jax.vmap(lambda by: jax.grad(_plain_loss)(w * by, x))(jnp.ones(3)),
+    ),
+]
+
+
 def rows() -> list[Row]:
-    """The first operations of a notebook, compiled anew, and the memory after many sets of names."""
+    """The first operations of a notebook, compiled anew, its derivatives, and the memory after many sets of names."""
+    kept = _kept()
+    return [
+        *_first_calls("operations", OPERATIONS),
+        *_first_calls("derivatives", DERIVATIVES),
+        Row("names", f"KiB kept for each of {MANY} sets of names", f"{kept:.1f}", "", kept, 4.0),
+    ]
+
+
+def _first_calls(what: str, operations: Sequence[Operation]) -> list[Row]:
     X, W = jnp.linspace(0.1, 1.0, 37 * 53).reshape(37, 53), jnp.ones((53, 29))
     jax.clear_caches()
     jax.block_until_ready((X + 0, W + 0))
@@ -78,7 +111,7 @@ def rows() -> list[Row]:
     for i in range(SETS):
         a, b, c = (f"{name}_{i}" for name in ("batch", "embed", "mlp"))
         named, raw = (axn.named(X, (a, b)), axn.named(W, (b, c)), a, b, c), (X, W)
-        for k, (ours, theirs) in enumerate(OPERATIONS):
+        for k, (ours, theirs) in enumerate(operations):
             calls = [(0, ours, named), (1, theirs, raw)]
             for side, call, arguments in calls if k % 2 else reversed(calls):
                 with compilations() as seen:
@@ -86,14 +119,11 @@ def rows() -> list[Row]:
                     jax.block_until_ready(call(*arguments))
                     seconds[side] += time.perf_counter() - start
                 compiled[side] += len(seen)
-    count = SETS * len(OPERATIONS)
-    first = f"first {count} operations, by {SETS} sets of names"
+    first = f"first {SETS * len(operations)} {what}, by {SETS} sets of names"
     (mine, others), (ours_took, theirs_took) = compiled, seconds
-    kept = _kept()
     return [
         Row("names", f"{first}: programs compiled", f"{mine}", f"{others}", mine / others, 1.0),
         Row("names", f"{first}: time", f"{ours_took:.2f} s", f"{theirs_took:.2f} s", ours_took / theirs_took, 1.1),
-        Row("names", f"KiB kept for each of {MANY} sets of names", f"{kept:.1f}", "", kept, 4.0),
     ]
 
 

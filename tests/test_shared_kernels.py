@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
 import axonym as axn
 from axonym import nn
@@ -172,6 +173,86 @@ def test_other_names_compile_nothing_and_give_the_same(family: str) -> None:
             np.testing.assert_array_equal(x.array, y.array)
 
 
+def _loss(p: Any, x: axn.NamedArray, a: str, b: str, c: str) -> jax.Array:
+    """A loss of twelve operations, among them those of two layers."""
+    weight, bias = p
+    h = nn.relu(axn.dot(x, weight, axis=b) + bias)
+    h = nn.softmax(h * axn.mean(h, c), c)[c, 0:3]
+    h = axn.concatenate([h, axn.sum(h, c).broadcast_axis(axn.Axis(c, 1))], c)
+    return axn.sum(axn.tanh(h) - axn.max(h, a)).array
+
+
+def _plain_loss(p: Any, x: jax.Array) -> jax.Array:
+    weight, bias = p
+    h = jax.nn.relu(x @ weight + bias[None])
+    h = jax.nn.softmax(h * jnp.mean(h, 1)[:, None], 1)[:, 0:3]
+    h = jnp.concatenate([h, jnp.sum(h, 1)[:, None]], 1)
+    return jnp.sum(jnp.tanh(h) - jnp.max(h, 0)[None])
+
+
+def _sized(rows: int, inner: int, columns: int, *names: str) -> tuple[Any, axn.NamedArray]:
+    """The parameters and the input of the losses."""
+    a, b, c = names
+
+    def ramp(*shape: int) -> jax.Array:
+        return jnp.asarray(np.linspace(-2, 2, math.prod(shape), dtype=np.float32).reshape(shape))
+
+    parts = (axn.named(ramp(inner, columns), (b, c)), axn.named(ramp(columns), c))
+    return parts, axn.named(ramp(rows, inner), (a, b))
+
+
+def _raw(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.array if axn.is_named_array(x) else x, tree, is_leaf=axn.is_named_array)
+
+
+def _scaled(p: Any, by: jax.Array) -> Any:
+    return jax.tree.map(lambda x: x * by, p)
+
+
+# What follows arrays outside of jit, each with sizes of its own, so that none finds what another compiled.
+FOLLOWING: dict[str, tuple[tuple[int, int, int], Callable[[Callable[[Any], jax.Array], Any], Any]]] = {
+    "grad": ((3, 5, 11), lambda f, p: jax.grad(f)(p)),
+    "jvp": ((3, 5, 12), lambda f, p: jax.jvp(f, (p,), (p,))),
+    "linearize": ((3, 5, 13), lambda f, p: jax.linearize(f, p)[1](p)),
+    "vjp": ((3, 5, 14), lambda f, p: jax.vjp(f, p)[1](jnp.float32(2.0))),
+    "vmap": ((3, 5, 15), lambda f, p: jax.vmap(lambda by: f(_scaled(p, by)))(jnp.arange(3.0))),
+    "vmap of grad": ((3, 5, 16), lambda f, p: jax.vmap(lambda by: jax.grad(f)(_scaled(p, by)))(jnp.arange(3.0))),
+    "jvp of grad": ((3, 5, 17), lambda f, p: jax.jvp(jax.grad(f), (p,), (p,))[1]),
+}
+
+
+@pytest.mark.parametrize("following", FOLLOWING)
+def test_derivatives_by_other_names_compile_nothing(following: str) -> None:
+    """Nor do they compile more than those of positional code."""
+    sizes, follow = FOLLOWING[following]
+    found = []
+    plain_p, plain_x = _raw(_sized(*sizes, *FIRST))
+    with compilations() as plain:
+        expected = follow(lambda p: _plain_loss(p, plain_x), plain_p)
+    for names in (FIRST, *OTHERS, ("row", "col", "out")):
+        p, x = _sized(*sizes, *names)
+        with compilations() as compiled:
+            found.append(_raw(follow(lambda p, x=x, names=names: _loss(p, x, *names), p)))
+        assert len(compiled) <= (len(plain) if names == FIRST else 0)
+    for each in found:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), each, expected)
+
+
+def test_derivatives_on_a_mesh_by_any_names(mesh: Mesh) -> None:
+    """The values are those of one device, and a gradient lies as its parameter does."""
+    expected = jax.grad(_plain_loss)(*_raw(_sized(8, 4, 8, *FIRST)))
+    with jax.set_mesh(mesh):
+        for names, active in ((FIRST, False), (OTHERS[1], False), (OTHERS[1], True)):
+            mapping = {names[0]: "data", names[1]: "model"}
+            p, x = axn.shard(_sized(8, 4, 8, *names), mapping)
+            with axn.axis_mapping(mapping if active else {}):
+                found = jax.grad(lambda p, x=x, names=names: _loss(p, x, *names))(p)
+            for gradient, values, parameter in zip(found, expected, p, strict=True):
+                assert gradient.names == parameter.names
+                assert gradient.array.sharding.is_equivalent_to(parameter.array.sharding, parameter.ndim)
+                np.testing.assert_allclose(gradient.array, values, rtol=1e-5, atol=1e-6)
+
+
 def test_which_names_are_equal_decides() -> None:
     """Other patterns of equal names are other programs."""
     x, y = _square("a", "b"), _square("b", "c")
@@ -206,12 +287,32 @@ MISTAKES: dict[str, tuple[Callable[[str, str], Any], tuple[str, ...]]] = {
 }
 
 
+def _traced(tracer: Callable[..., Any], call: Callable[[str, str], Any], names: tuple[str, str]) -> None:
+    """Call with operands that a transformation follows."""
+
+    def follow(by: jax.Array) -> jax.Array:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(globals(), "_x", lambda *names, make=_x: make(*names) * by)
+            call(*names)
+        return by
+
+    tracer(follow)
+
+
+TRACERS: dict[str, Callable[[Callable[[jax.Array], jax.Array]], Any]] = {
+    "none": lambda f: f(jnp.float32(1.0)),
+    "grad": lambda f: jax.grad(f)(1.0),
+    "vmap": lambda f: jax.vmap(f)(jnp.ones(2)),
+}
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_errors_speak_of_the_names_that_the_user_gave(mistake: str) -> None:
+def test_errors_speak_of_the_names_that_the_user_gave(mistake: str, tracer: str) -> None:
     call, words = MISTAKES[mistake]
     for names in (("batch", "embed"), ("row", "col")):
         with pytest.raises((ValueError, TypeError)) as caught:
-            call(*names)
+            _traced(TRACERS[tracer], call, names)
         message = str(caught.value)
         assert names[1] in message and "#" not in message
         assert all(word in message for word in words)
@@ -224,6 +325,9 @@ def test_programs_say_the_names() -> None:
     axn.sum(axn.exp(x), "col"), axn.exp(_x("other", "names"))
     text = jax.jit(lambda x: axn.sum(axn.exp(x), "col")).lower(x).as_text(debug_info=True)
     assert "exp[row=3,col=4->row,col]" in text and "sum[row=3,col=4->row]" in text
+    for followed, by in ((jax.grad, jnp.float32(2.0)), (jax.vmap, jnp.ones(2))):
+        program = jax.jit(followed(lambda by: axn.sum(axn.exp(x * by), "col")["row", 0].array))
+        assert "exp[row=3,col=4->row,col]" in program.lower(by).as_text(debug_info=True)
     constant = jax.jit(lambda: axn.exp(x) + 1.0).lower().as_text(debug_info=True)
     assert "#0" not in constant and "_0=" not in constant
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.core import ShapedArray
+from jax.core import ShapedArray, Tracer
 
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore[reportAttributeAccessIssue]
 """The `inline` of `jax.jit` for what shall leave no trace in a program that is being traced.
@@ -61,6 +61,16 @@ def strided(cut: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
 def _(cut: Callable[[jax.Array], jax.Array], primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (x,), (change,) = primals, tangents
     return cut(x), jax.lax.optimization_barrier(cut(change))
+
+
+def is_staged(x: Tracer) -> bool:
+    """Return whether operations on a tracer become part of a program, and do not run at once.
+
+    They run at once on the tracers with which `jax.grad`, `jax.jvp` and `jax.vmap` follow arrays outside of jit. Such a
+    tracer refers to the array that it follows. With a version of JAX that does not tell, every tracer counts as staged.
+    """
+    referent: Any = getattr(x, "get_referent", None)
+    return referent is None or isinstance(referent(), Tracer)
 
 
 def active_platform() -> str:

@@ -5,7 +5,7 @@ Both happen once for each operation, operand names and static arguments: a *kern
 over raw arrays, found again by one dictionary lookup. A kernel is inlined into a program that is being traced, so the
 compiled program is that of hand-written positional code.
 
-On arrays that are not traced, operations that differ only in names run one compiled function: see `shared`.
+Outside of jit, operations that differ only in names run one compiled function: see `shared`.
 
 Names and axes are checked inside the kernel, that is once for each new shape. Shapes, dtypes, shardings and the mesh
 are part of jit's own cache key, so nothing decided there can go stale.
@@ -28,7 +28,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from . import _context, _errors, _output_sharding
 from ._context import ACTIVE, active_mapping, active_parameter_mapping
-from ._jax_versions import INLINE
+from ._jax_versions import INLINE, is_staged
 from ._mesh_axes import explicit_mesh, mesh_axes, reshard
 from ._per_device import run_per_device
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
@@ -65,7 +65,7 @@ class Kernel:
         shared = self.shared
         if shared is not None and (not _context.activated or ACTIVE.value is None):
             for x in arrays:
-                if type(x) not in _concrete and _is_traced(x):
+                if type(x) not in _concrete and _is_staged(x):
                     break
             else:
                 try:
@@ -85,9 +85,9 @@ _concrete: set[type] = {int, float}
 """The types that are no tracers: cheaper to ask than `isinstance`."""
 
 
-def _is_traced(x: Any) -> bool:
+def _is_staged(x: Any) -> bool:
     if isinstance(x, Tracer):
-        return True
+        return is_staged(x)
     if isinstance(x, jax.Array):
         _concrete.add(type(x))
     return False
@@ -124,9 +124,10 @@ def shared(*holders: str) -> Callable[[Callable[..., Kernel]], Callable[..., Ker
     """Decorate a builder as `cached` does, and let kernels that differ only in names share one compiled function.
 
     With no mapping active, names decide nothing but which axes are the same. So the builder is called with numbers for
-    the names, "#0" for the first that occurs, and that kernel runs where no operand is traced. It makes the same
-    checks. If it raises, the kernel of the names themselves is called, which raises in the user's words. That kernel
-    also runs on traced operands, because its scope says the names: see `operation_scope`.
+    the names, "#0" for the first that occurs, and that kernel runs where operations run at once: on arrays, also under
+    `jax.grad` and `jax.vmap` outside of jit. It makes the same checks. If it raises, the kernel of the names themselves
+    is called, which raises in the user's words. That kernel also runs where an operation becomes part of a program,
+    because its scope says the names: see `operation_scope`.
 
     It is for builders that only compare names. One that sorts them, or reads a text that contains them, is `cached`.
 
