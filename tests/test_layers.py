@@ -32,7 +32,7 @@ _function_cache
 _kernels _tree_spec typing
 _output_sharding _per_device named_array
 _lazy_loading _mesh_axes _parsing axis
-_context _errors _jax_versions _module_field _named_scope _parameter_names _prefixes _processes
+_context _errors _jax_versions _module_field _named_scope _parameter_names _prefixes _processes _strided_slices
 _foreign_names
 """
 

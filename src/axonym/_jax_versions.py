@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,22 +43,6 @@ def set_apart(x: jax.Array) -> jax.Array:
     exchanges may get layouts of their own, which XLA then refuses.
     """
     return x if jax.__version_info__ >= (0, 12) else jax.lax.optimization_barrier(x)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def strided(cut: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Take every n-th element by `cut`, with a gradient that is right along a sharded axis.
-
-    Where several such gradients, which are pads with gaps, are of one array, XLA partitions them with wrong values, or
-    not at all. So each pads an array of its own.
-    """
-    return cut(x)
-
-
-@strided.defjvp
-def _(cut: Callable[[jax.Array], jax.Array], primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (x,), (change,) = primals, tangents
-    return cut(x), jax.lax.optimization_barrier(cut(change))
 
 
 def is_staged(x: Tracer) -> bool:

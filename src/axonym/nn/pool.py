@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _kernels
-from .._jax_versions import set_apart, strided
+from .._jax_versions import set_apart
+from .._strided_slices import strided_slice
 from ..axis import AxisSpec, Names, axes_of_spec
 from ..named_array import NamedArray
 from ..ops._operands import distinct, require_named, scalar
@@ -313,5 +314,4 @@ def _each_position(padded: jax.Array, windows: _Windows) -> Iterator[jax.Array]:
         sizes = zip(padded.shape, windows.window, offsets, strict=True)
         ends = [size - span + offset + 1 for size, span, offset in sizes]
         cut = functools.partial(jax.lax.slice, start_indices=offsets, limit_indices=ends, strides=windows.strides)
-        has_gaps = set(windows.strides) != {1} and jnp.issubdtype(padded.dtype, jnp.inexact)
-        yield strided(cut, padded) if has_gaps else cut(padded)
+        yield cut(padded) if set(windows.strides) == {1} else strided_slice(cut, padded)

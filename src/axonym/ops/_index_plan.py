@@ -18,7 +18,8 @@ import numpy as np
 from jax.core import Tracer
 
 from .. import _errors, _kernels
-from .._jax_versions import set_apart, strided
+from .._jax_versions import set_apart
+from .._strided_slices import strided_slice
 from ..axis import Axis, Names, name_of
 from ..named_array import NamedArray, describe_array
 
@@ -319,7 +320,7 @@ def cut_block(a: jax.Array, names: Names, items: Sequence[Item], operands: Mappi
             return a[tuple(slice(b, None if e < 0 else e, s) for b, e, s in bounds)]
 
         has_gaps = any(step not in (1, -1) for _, _, step in bounds)
-        a = strided(cut, a) if has_gaps and jnp.issubdtype(a.dtype, jnp.inexact) else cut(a)
+        a = strided_slice(cut, a) if has_gaps else cut(a)
     if operands:
         starts: list[Any] = [np.int32(0)] * a.ndim
         sizes = list(a.shape)
