@@ -125,7 +125,7 @@ class TreeSpec:
 
     @property
     def node_data(self) -> list[Any]:
-        """Return the immutable data of the nodes of the structure, besides their children."""
+        """Return the data of the nodes of the structure, with `_CHANGES` for what may change."""
         if self._node_data is None:
             self._node_data = [_CHANGES if _is_mutable(data) else data for data in _node_data(self.structure)]
         return self._node_data
@@ -237,8 +237,13 @@ def same_static_fields(structure: Any, spec: TreeSpec) -> bool:
     """Return whether a structure that JAX finds equal to that of a spec is the same by type and sign."""
     if not spec.static_fields:
         return True
-    same = all(map(_same_objects, _node_data(structure), spec.node_data))
-    return same or _static_fields(structure) == spec.static_fields
+    data, known = _node_data(structure), spec.node_data
+    if all(map(operator.is_, data, known)):
+        return True
+    others = [(a, b) for a, b in zip(data, known, strict=True) if a is not b]
+    if any(b is _CHANGES for _, b in others):
+        return _static_fields(structure) == spec.static_fields
+    return all(_typed(a) == _typed(b) for a, b in others)
 
 
 def check_rank(x: NamedArray) -> None:
@@ -265,11 +270,14 @@ def _static_fields(structure: Any) -> tuple[Any, ...]:
 
 
 def _node_data(structure: Any) -> list[Any]:
-    """Return the data of the nodes of a structure. The keys of a dictionary become a tuple."""
+    """Return what the nodes of a structure consist of, besides their children."""
     found: list[Any] = []
 
     def keep(_: Any, data: Any) -> None:
-        found.append(tuple(data) if type(data) is list else data)
+        if type(data) is tuple or type(data) is list:  # the fields of a module, the keys of a dictionary
+            found.extend(data)
+        else:
+            found.append(data)
 
     structure.walk(keep, id, range(structure.num_leaves))
     return found
@@ -285,10 +293,6 @@ def _is_mutable(value: Any) -> bool:
 
 
 _CHANGES = object()
-
-
-def _same_objects(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) is tuple and len(a) == len(b) and all(map(operator.is_, a, b)))
 
 
 def is_hashable(value: Any) -> bool:

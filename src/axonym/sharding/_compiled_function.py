@@ -249,33 +249,37 @@ class CompiledFunction(Generic[P, R]):
     # --- arguments by structure ---
 
     def _call_flat(self, args: Any, kwargs: Any) -> Any:
-        leaves, structure = _flatten((args, kwargs))
+        # The list tells a call with keywords from one with a dictionary.
+        leaves, structure = _flatten([args, kwargs] if kwargs else args)
         last, program = self._last
         if structure != last:
             program = self._latest.get(structure)
-        if program is None or not program.takes(leaves, structure):
-            program = self._find_program(args, kwargs, leaves, structure)
+        arrays = None if program is None else program.arrays(leaves, structure)
+        if program is None or arrays is None:
+            program = self._find_program(args, kwargs)
+            leaves = jax.tree.leaves((args, kwargs))
+            if not self._donates_by_leaf:
+                program.expect(leaves, structure)
+                if len(self._latest) >= 256:
+                    self._latest.clear()
+                self._latest[structure] = program
+                self._last = structure, program
+            arrays = program.picked(leaves)
         if not program.unflattened:
-            return program.jitted(*program.picked(leaves))
+            return program.jitted(*arrays)
         try:
             return program.jitted(*args, **kwargs)
         except _LooksAlikeError:  # they are arrays, which was looked at
             return self._unchecked(*args, **kwargs)
 
-    def _find_program(self, args: Any, kwargs: Any, leaves: list[Any], structure: Any) -> _Program:
-        """Return the program for the leaves of a call, which is then the latest for their structure."""
+    def _find_program(self, args: Any, kwargs: Any) -> _Program:
+        """Return the program for the arguments of a call."""
+        leaves, structure = jax.tree.flatten((args, kwargs))
         donates = self._donates(args, kwargs, len(leaves))
         slots = [None if _is_array(leaf) else _checked(StaticLeaf(leaf)) for leaf in leaves]
         spec = TreeSpec(structure, slots)
         donated = tuple([d for d, slot in zip(donates, slots, strict=True) if slot is None])
-        program = self._programs.find((spec, donated), (), lambda: self._make_program(spec, donated, leaves))
-        if not self._donates_by_leaf:
-            if len(self._latest) >= 256:
-                self._latest.clear()
-            program.types = list(map(type, leaves))
-            self._latest[structure] = program
-            self._last = structure, program
-        return program
+        return self._programs.find((spec, donated), (), lambda: self._make_program(spec, donated, leaves))
 
     def _make_program(self, spec: TreeSpec, donated: tuple[bool, ...], leaves: list[Any]) -> _Program:
         if self._donate == (None, None) and not spec.static_leaves and not spec.static_fields:
@@ -293,15 +297,14 @@ class CompiledFunction(Generic[P, R]):
         with self._surroundings():
             if not self._static_leaves:
                 return getattr(self._jitted, stage)(*args, **kwargs)
-            leaves, structure = jax.tree.flatten((args, kwargs))
-            program = self._find_program(args, kwargs, leaves, structure)
+            program = self._find_program(args, kwargs)
             if program.unflattened:
                 try:
                     made = getattr(program.jitted, stage)(*args, **kwargs)
                 except _LooksAlikeError:  # they are arrays, which was looked at
                     made = getattr(self._unchecked, stage)(*args, **kwargs)
                 return Stage(made, None) if isinstance(made.out_info, FlatTree) else made
-            return Stage(getattr(program.jitted, stage)(*program.picked(leaves)), program)
+            return Stage(getattr(program.jitted, stage)(*program.picked(jax.tree.leaves((args, kwargs)))), program)
 
     def _donates(self, args: Any, kwargs: Any, count: int) -> Sequence[bool]:
         """Return whether each leaf of the arguments may be overwritten."""
@@ -330,7 +333,7 @@ class CompiledFunction(Generic[P, R]):
 
 
 class _Program:
-    """The compiled code for arguments of one spec, and the leaves that it was called with last."""
+    """The compiled code for arguments of one spec."""
 
     def __init__(self, spec: TreeSpec, donated: tuple[bool, ...], jitted: Any, *, unflattened: bool):
         self.spec = spec
@@ -341,26 +344,34 @@ class _Program:
         self._donates = any(donated)
         static = [(i, s.value) for i, s in enumerate(spec.slots) if isinstance(s, StaticLeaf)]
         self._static = [(i, value, type(value) in (int, float, str)) for i, value in reversed(static)]
-        self._plain_structure = not spec.static_fields
-        self.types: list[type] = []
-        """The types of the leaves that it was called with last."""
+        self._types: list[type] = []
+        self._structure = TreeSpec(None, ())
+        self._has_static_fields = False
 
-    def takes(self, leaves: list[Any], structure: Any) -> bool:
-        """Return whether it is surely the program for these leaves: the same static values, all others arrays."""
-        if list(map(type, leaves)) != self.types:
-            return False
+    def expect(self, leaves: list[Any], structure: Any) -> None:
+        """Keep the types of the leaves of a call, and their structure, which the next call may have, too."""
+        self._types, self._structure = list(map(type, leaves)), TreeSpec(structure, ())
+        self._has_static_fields = bool(self._structure.static_fields)
+
+    def arrays(self, leaves: list[Any], structure: Any) -> tuple[list[Any], ...] | None:
+        """Take the arrays out of the list of leaves, if it is surely the program for these.
+
+        That is so if they are as expected: the same static values, all others arrays.
+        """
+        if list(map(type, leaves)) != self._types:
+            return None
         for i, value, compares in self._static:
-            leaf = leaves[i]
+            leaf = leaves.pop(i)
             # Zero has a sign, so it is not sure.
             if leaf is not value and not (compares and leaf == value and leaf != 0):
-                return False
-        return self._plain_structure or same_static_fields(structure, self.spec)
+                return None
+        if self._has_static_fields and not same_static_fields(structure, self._structure):
+            return None
+        return self.apart(leaves) if self._donates else (leaves,)
 
     def picked(self, leaves: list[Any]) -> tuple[list[Any], ...]:
-        """Take the arrays out of the list of leaves, and return those that are kept and those that are donated."""
-        for i, _, _ in self._static:
-            del leaves[i]
-        return self.apart(leaves) if self._donates else (leaves,)
+        """Return the arrays of leaves that it is for: those that are kept and those that are donated."""
+        return self.apart([leaf for leaf, slot in zip(leaves, self.spec.slots, strict=True) if slot is None])
 
     def apart(self, arrays: list[Any]) -> tuple[list[Any], ...]:
         """Return the arrays that are kept, and those that are donated."""
