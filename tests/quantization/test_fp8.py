@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 import axonym as axn
 from axonym.nn import Linear
+from axonym.precision import Policy
 from axonym.quantization import (
     Fp8DotGeneralOp,
     QuantizationConfig,
@@ -111,6 +112,26 @@ def test_compute_dtype() -> None:
     result = layer(X)
     assert result.dtype == jnp.float32
     np.testing.assert_allclose(result.array, PLAIN(X).array, rtol=0.2, atol=0.3)
+
+
+@pytest.mark.parametrize("largest", [1e-5, 1e-3, 1.0])
+def test_small_gradients_in_float16(largest: float) -> None:
+    """Their scale is too small for float16, which does not make them zero."""
+    layer = quantize_linear_layers(PLAIN, QuantizationConfig(fp8=True, amax_history_length=3))
+    layer, x, g = Policy.parse("f16").cast_to_param((layer, X, largest * axn.cos(axn.arange((Batch, Mlp)))))
+
+    def product(layer: Linear, x: axn.NamedArray) -> jax.Array:
+        return axn.sum((layer(x) * g).astype(jnp.float32)).scalar()
+
+    layer = dataclasses.replace(layer, dot_general=jax.grad(product)(layer, x).dot_general)
+    found = np.asarray(jax.grad(product, 1)(layer, x).array, np.float32)
+    exact = np.asarray(g.array, np.float32) @ np.asarray(layer.weight.array, np.float32)
+    np.testing.assert_allclose(found, exact, atol=0.15 * np.abs(exact).max())
+
+
+def test_empty_batches() -> None:
+    found = jax.grad(loss)(LAYER, axn.zeros({"batch": 0, "embed": 8})).dot_general
+    np.testing.assert_array_equal(found.input_amax_history, [0, 0, 0])
 
 
 @pytest.mark.parametrize("how", ["partitioner", "shard_map"])

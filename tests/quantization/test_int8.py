@@ -82,6 +82,13 @@ def test_zeros_and_dtypes() -> None:
     assert dot(half.rename({"y": "x"}), axn.ones({"x": 2}), preferred_element_type=jnp.float16).dtype == jnp.float16
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_shows(bad: float) -> None:
+    """Integers cannot say it, so the scale does."""
+    found = axn.dot(X.at["batch", 1, "embed", 2].set(bad), axn.ones(Embed), axis=Embed, dot_general=OP)
+    np.testing.assert_array_equal(jnp.isnan(found.array), np.arange(16) == 1)
+
+
 def test_on_meshes(mesh: Mesh) -> None:
     layer = quantize_linear_layers(Linear.init(Embed, Mlp, key=jax.random.key(1)), QuantizationConfig(int8=True))
 

@@ -105,6 +105,23 @@ def test_zeros_and_abstract_arrays() -> None:
     assert str(abstract.weight) == "int8[mlp=8, embed=16]" and str(abstract.scale) == "float32[mlp=8, embed=4]"
 
 
+@pytest.mark.parametrize("group", [None, 4])
+def test_weights_that_are_not_finite_show(group: int | None) -> None:
+    layer = linear()
+    layer = dataclasses.replace(layer, weight=layer.weight.at["mlp", 1, "embed", 2].set(jnp.nan))
+    found = quantize_weights(layer, group=group)(axn.ones(Embed))
+    np.testing.assert_array_equal(jnp.isnan(found.array), np.arange(8) == 1)
+
+
+def test_rounding_of_half_precision() -> None:
+    """Half a step at most, as that of float32: quotients are not rounded before they are rounded to integers."""
+    weight = axn.random.normal(jax.random.key(0), (Embed, Mlp)).astype(jnp.bfloat16)
+    small = quantize_weights(dataclasses.replace(linear(use_bias=False), weight=weight))
+    assert small.scale.dtype == jnp.bfloat16
+    steps = axn.abs(restored(small) - weight.astype(jnp.float32)) / small.scale.astype(jnp.float32)
+    assert steps.max().item() < 0.51
+
+
 def test_chosen_layers() -> None:
     model = {"up": linear(), "down": Linear.init(Mlp, Embed, key=jax.random.key(0))}
     small = quantize_weights(model, targets=["up"])
@@ -116,6 +133,8 @@ def test_what_is_refused() -> None:
         ValueError, match=r"weights are stored in at most 8 bits, as int8 or float8_e4m3fn, not bfloat16"
     ):
         quantize_weights(linear(), "bfloat16")
+    with pytest.raises(ValueError, match="not float8_e8m0fnu"):  # it has no negative numbers
+        quantize_weights(linear(), "float8_e8m0fnu")
     with pytest.raises(ValueError, match=r"axis 'embed' of up, of size 16, cannot be cut into groups of 5"):
         quantize_weights({"up": linear()}, group=5)
     with pytest.raises(ValueError, match=r"no linear layer or embedding matches targets 'down'; the layers are up"):

@@ -151,6 +151,7 @@ out_qdq.defvjp(_out_forward, _out_backward)
 
 def _rounded(compute_dtype: Any, dtype: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
     factor = jnp.reshape(scale, ()).astype(compute_dtype)
+    factor = jnp.maximum(factor, jnp.finfo(compute_dtype).tiny)  # that of small gradients is zero in float16
     largest = jnp.finfo(dtype).max.astype(compute_dtype)
     short = jnp.clip(x.astype(compute_dtype) / factor, -largest, largest).astype(dtype)
     return short.astype(compute_dtype) * factor
@@ -165,7 +166,7 @@ def _new_scale(dtype: Any, scale: jax.Array, history: jax.Array) -> jax.Array:
 
 def _new_history(x: jax.Array, history: jax.Array) -> jax.Array:
     """Return the history with the largest absolute value of an array in place of its oldest entry."""
-    largest = jnp.max(jnp.abs(x)).astype(history.dtype)
+    largest = jnp.max(jnp.abs(x), initial=0).astype(history.dtype)
     axes = tuple(varying_axes(largest) - varying_axes(history))
     if axes:  # device-varying inside `shard_map`: take the largest value of all devices
         largest = jax.lax.pmax(largest, axes)

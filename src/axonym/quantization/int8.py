@@ -104,7 +104,7 @@ def _rounded(x: jax.Array, names: Names, out: Names) -> tuple[jax.Array, jax.Arr
     x = x.astype(jnp.float32)
     summed = tuple(i for i, n in enumerate(names) if n not in out)
     largest = jnp.max(jnp.abs(x), axis=summed, keepdims=True, initial=0)
-    scale = jnp.where(largest > 0, largest / 127, 1)
+    scale = jnp.where(largest == 0, 1, largest / 127)  # that of NaN is NaN, and so is what is multiplied by it
     kept = tuple(n for n in names if n in out)
     return _kernels.align(jax.lax.squeeze(scale, summed), kept, out), jnp.round(x / scale).astype(jnp.int8)
 

@@ -163,7 +163,7 @@ def quantize_weights(
             f"quantize_weights: no dtype is called {dtype!r}: write 'int8', 'int4' or 'float8_e4m3fn'."
         ) from None
     number = jnp.issubdtype(small, jnp.signedinteger) or jnp.issubdtype(small, jnp.floating)
-    if not number or small.itemsize > 1:
+    if not number or small.itemsize > 1 or small == jnp.float8_e8m0fnu:  # which has no negative numbers
         raise ValueError(
             f"quantize_weights: weights are stored in at most 8 bits, as int8 or float8_e4m3fn, not {small}."
         )
@@ -197,8 +197,10 @@ def _quantized(
     numbers: Any = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
     low, high, half = float(numbers.min), float(numbers.max), 0.5 if jnp.issubdtype(dtype, jnp.integer) else 0
     largest = max(abs(weight), summed)
-    scale = where(largest > 0, largest / (high + half), 1)  # half a step beyond the largest integer is rounded to it
-    values = weight / scale
+    # Half a step beyond the largest integer is rounded to it. The scale of NaN is NaN, since small integers have none.
+    scale = where(largest == 0, 1, largest / (high + half))
+    wide = jnp.promote_types(weight.dtype, jnp.float32)  # in bfloat16, quotients would be rounded before they are
+    values = weight.astype(wide) / scale.astype(wide)
     values = clip(round(values) if half else values, low, high).astype(dtype)
     return flatten_axes(values, (axis, _WITHIN), axis) if grouped else values, scale
 
