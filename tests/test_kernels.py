@@ -15,6 +15,7 @@ import pytest
 
 import axonym as axn
 from axonym import _kernels
+from axonym.ops.updating import updated_slice
 from tests.helpers import compilations
 
 
@@ -54,6 +55,33 @@ def test_compilations_are_seen() -> None:
     with compilations() as compiled:
         jax.jit(lambda x: x + 12345)(jnp.ones(3))
     assert any("backend_compile" in event for event in compiled)
+
+
+WITH_NUMBERS: dict[str, Callable[[axn.NamedArray], axn.NamedArray]] = {
+    "update": lambda x: x.at["a", 1].set(5.0),
+    "update of integers": lambda x: x.astype(int).at["a", axn.named([0, 1], "i")].add(2),
+    "updated_slice": lambda x: updated_slice(x, {"a": 1}, axn.zeros({"a": 2})),
+    "quantile": lambda x: axn.quantile(x, 0.25, "a"),
+    "trapezoid": lambda x: axn.trapezoid(x, "a", dx=0.5),
+}
+
+
+@pytest.mark.parametrize("name", WITH_NUMBERS)
+def test_numbers_without_jit(name: str) -> None:
+    """They come as they are, and take part as they do in jit."""
+    x = _array("a")
+    expected = WITH_NUMBERS[name](x)
+    with jax.disable_jit():
+        found = WITH_NUMBERS[name](x)
+    np.testing.assert_array_equal(found.array, expected.array)
+    assert found.dtype == expected.dtype
+
+
+def test_triangles_need_no_promotion() -> None:
+    x = _array("a", "b")
+    with jax.numpy_dtype_promotion("strict"):
+        assert axn.tril(x, "a", "b").sum().item() == 6 and axn.trace(x, "a", "b", dtype=jnp.int32).item() == 3
+        assert axn.diag(x["b", 0], "a", "b").dtype == jnp.float32
 
 
 def test_values_are_no_part_of_a_kernel() -> None:

@@ -270,6 +270,8 @@ def make_kernel(
     def kernel(*arrays):
         check_operands(what, in_names, arrays, same_sizes)
         check_selection(what, in_names, arrays, sized)
+        # Under `jax.disable_jit`, numbers and NumPy's arrays come as they are.
+        arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
         with jax.named_scope(operation_scope(what, in_names, out_names, arrays)):
             if mesh_aware:
                 return fn(*arrays)

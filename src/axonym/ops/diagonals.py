@@ -25,7 +25,7 @@ def _where(compare: Callable[..., Any], x: jax.Array, row: int, col: int, k: int
     plane = (x.shape[first], x.shape[second])
     rows, cols = (jax.lax.broadcasted_iota(jnp.int32, plane, int(axis == second)) for axis in (row, col))
     mask = jax.lax.broadcast_in_dim(compare(rows + k if k else rows, cols), x.shape, (first, second))
-    return jnp.where(mask, x, False)  # zero in every dtype, and it leaves a weak type as it is
+    return jnp.where(mask, x, jax.lax.full_like(x, 0, shape=()))  # which leaves a weak type as it is
 
 
 @_kernels.shared("names", "axes", "new_axis")
