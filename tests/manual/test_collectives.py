@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec as P
@@ -443,3 +444,19 @@ def test_one_value_of_what_is_gathered_without_tiling(mesh: Mesh, x) -> None:
 def test_what_is_wrong_without_tiling(mesh: Mesh, x, fn, message: str) -> None:
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
         run(fn, x)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_gradient_of_one_value_that_is_gathered(check_vma: bool, mesh: Mesh) -> None:
+    """Without `check_vma` JAX would take the result for one value of each device, and each device's share for all."""
+    x = axn.random.normal(jax.random.key(0), {"batch": 8, "embed": 4})
+
+    def loss(x: axn.NamedArray) -> jax.Array:
+        def of_all(x: axn.NamedArray) -> axn.NamedArray:
+            return axn.all_gather(axn.all_gather(x, "embed", invariant=True), "batch", invariant=True)
+
+        return axn.sum(axn.sin(axn.shard_map(of_all, check_vma=check_vma)(x))).scalar()
+
+    with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data", "embed": "model"}):
+        found = jax.block_until_ready(jax.jit(jax.grad(loss))(axn.shard(x)))
+    np.testing.assert_allclose(found.array, jnp.cos(x.array), rtol=1e-5)

@@ -149,7 +149,8 @@ def all_gather(
         return x
     axes = gather_order(what, x, name, axes, over is not None)
     require_varying(what, x, axes, f"axis {name!r} would be repeated.")
-    return wrap(jax.lax.all_gather(x.array, axes, axis=position, tiled=True, to=_varies(invariant)), x.names)
+    varies = _varies(x.array, axes, invariant)
+    return wrap(jax.lax.all_gather(x.array, axes, axis=position, tiled=True, to=varies), x.names)
 
 
 def psum_scatter(x: NamedArray, axis: AxisSelector, over: AnyAxis | None = None, *, tiled: bool = True) -> NamedArray:
@@ -375,7 +376,8 @@ def _gathered_along_new_axis(
     if not axes:
         return wrap(x.array[None], (name, *x.names))
     require_varying(what, x, axes, f"axis {name!r} would repeat it.")
-    return wrap(jax.lax.all_gather(x.array, axes, axis=0, to=_varies(invariant)), (name, *x.names))
+    varies = _varies(x.array, axes, invariant)
+    return wrap(jax.lax.all_gather(x.array, axes, axis=0, to=varies), (name, *x.names))
 
 
 def _exchanged_entries(
@@ -414,11 +416,10 @@ def _check_one_each(what: str, x: NamedArray, position: int, axes: Axes) -> None
         )
 
 
-def _varies(invariant: bool) -> str:
-    # A function that works for any sharding may ask for this without `check_vma`; then every value counts as one for
-    # each device.
-    environment = active_environment()
-    return "invarying" if invariant and (environment.checked or not environment.any_sharding) else "varying"
+def _varies(x: jax.Array, axes: Axes, invariant: bool) -> str:
+    # Without `check_vma`, every value counts as one for each device: JAX would take the gradient of an invariant one to
+    # be a share of it.
+    return "invarying" if invariant and {*axes} <= varying_axes(x) else "varying"
 
 
 # --- shared checks ---
