@@ -341,3 +341,12 @@ def test_weak_types_stay() -> None:
     assert axn.dot(weak, weak, axis="a").array.weak_type
     assert axn.dot(weak, weak.astype(jnp.float32), axis="a").dtype == jnp.float32
     assert not axn.dot(weak, weak.astype(jnp.float32), axis="a").array.weak_type
+
+
+def test_dots_in_braces_stand_for_axes_that_the_output_may_name() -> None:
+    x = axn.ones({"a": 2, "b": 3, "c": 4})
+    assert axn.einsum("{a ...} -> c a", x).shape == {"c": 4, "a": 2}
+    assert axn.einsum("{...} -> b", x).tolist() == [8, 8, 8]
+    assert axn.einsum("{a ...} -> Other ...", x, Other="b").shape == {"b": 3, "c": 4}
+    with pytest.raises(ValueError, match="'c' is not among the axes of the input"):
+        axn.einsum("{a b} -> c", x)

@@ -181,7 +181,8 @@ def einsum(
       in the output, or in front;
     - not at all, `"-> batch h"`: all other axes are summed over.
 
-    `...` stands for the axes that are not named, each matched by name; the output has them only if it has a `...`.
+    `...` stands for the axes that are not named, each matched by name; the output has those that it names, or all if it
+    has a `...`.
 
     Arguments:
         equation: the axes of the operands, `->`, and the axes of the result in order.
@@ -251,6 +252,11 @@ class _Meaning:
                 expression.fail(in_braces, "one term in braces is for all arrays; there can be no other term.")
             self.rest = self._bind_by_name(in_braces)
             self.rest_is_kept = in_braces.dots is None
+            if in_braces.dots is not None:  # which stands for axes that the output may name
+                for word in _words(expression.rhs[0]):
+                    name = self.aliases.get(word.name, word.name)
+                    if word.name not in self.axes and name in self.rest:
+                        self._bind(word, name)
         elif len(lhs) == 1 and not lhs[0].elements:
             self.rest = self._bind_by_name(expression.rhs[0])
         else:
