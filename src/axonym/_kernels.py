@@ -270,8 +270,7 @@ def make_kernel(
     def kernel(*arrays):
         check_operands(what, in_names, arrays, same_sizes)
         check_selection(what, in_names, arrays, sized)
-        # Under `jax.disable_jit`, numbers and NumPy's arrays come as they are.
-        arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
+        arrays = as_in_jit(arrays)
         with jax.named_scope(operation_scope(what, in_names, out_names, arrays)):
             if mesh_aware:
                 return fn(*arrays)
@@ -283,6 +282,11 @@ def make_kernel(
 
     kernel.__name__ = kernel.__qualname__ = what
     return Kernel(jax.jit(kernel, inline=INLINE, keep_unused=keep_unused), out_names)
+
+
+def as_in_jit(arrays: Sequence[Any]) -> list[jax.Array]:
+    """Return operands as JAX arrays: under `jax.disable_jit`, numbers and NumPy's arrays come as they are."""
+    return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
 
 
 def operation_scope(what: str, in_names: Sequence[Names], out_names: Any, arrays: Sequence[Any]) -> str:

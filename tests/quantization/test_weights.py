@@ -116,7 +116,7 @@ def test_weights_that_are_not_finite_show(group: int | None) -> None:
 def test_rounding_of_half_precision() -> None:
     """Half a step at most, as that of float32: quotients are not rounded before they are rounded to integers."""
     weight = axn.random.normal(jax.random.key(0), (Embed, Mlp)).astype(jnp.bfloat16)
-    small = quantize_weights(dataclasses.replace(linear(use_bias=False), weight=weight))
+    small: Any = quantize_weights(dataclasses.replace(linear(use_bias=False), weight=weight))
     assert small.scale.dtype == jnp.bfloat16
     steps = axn.abs(restored(small) - weight.astype(jnp.float32)) / small.scale.astype(jnp.float32)
     assert steps.max().item() < 0.51

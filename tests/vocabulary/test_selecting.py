@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,6 +110,9 @@ def test_refusals():
         top_k(LOGITS, "vocab", 3, max_k=-1)
     with pytest.raises(TypeError, match=r"`k` is an array, .* Say with `max_k` how many there are at most"):
         top_k(LOGITS, "vocab", COUNTS)
+    axis: Any = axn.Axis("k", 2)
+    with pytest.raises(TypeError, match=r"`k` is a number of elements, got k\(2\): pass its size, 2\."):
+        top_k(LOGITS, "vocab", axis)
     with pytest.raises(TypeError, match=r"`replacement` stands for what is beyond `k`, so it needs `max_k`"):
         top_k(LOGITS, "vocab", 3, replacement=0.0)
     with pytest.raises(ValueError, match=r"`k` has axes \(pos\) that the array \(batch\) lacks"):

@@ -127,6 +127,8 @@ def number_of_candidates(what: str, argument: str, k: Any, max_k: int | None, ax
                 f"{what}: `{argument}` is an array, so how many candidates there are is not known when the program is "
                 "compiled. Say with `max_k` how many there are at most."
             )
+        if isinstance(k, Axis):
+            raise TypeError(f"{what}: `{argument}` is a number of elements, got {k}: pass its size, {k.size}.")
         count, asked = operator.index(k), f"{argument}={k}"
     if not 0 <= count <= axis.size:
         raise ValueError(f"{what}: {asked}, but axis {axis.name!r} has {axis.size} elements.")

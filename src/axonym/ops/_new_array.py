@@ -49,7 +49,7 @@ def sharded_kernel(
     """Make a kernel for a positional function whose result is sharded by the active mapping."""
 
     def kernel(*arrays):
-        return run_sharded(what, fn, in_names, arrays, out)
+        return run_sharded(what, fn, in_names, _kernels.as_in_jit(arrays), out)
 
     kernel.__name__ = kernel.__qualname__ = what
     return _kernels.Kernel(jax.jit(kernel, inline=INLINE), tuple(a.name for a in out))
