@@ -30,7 +30,7 @@ def is_about_devices(error: ValueError) -> bool:
 
 
 def called_by_grad() -> bool:
-    """Return whether what calls this was called by `jax.grad`, where it checks that a result is a scalar."""
+    """Return whether the calling function was called by `jax.grad`, where that checks that a result is a scalar."""
     return sys._getframe(2).f_code.co_name == "typeof" and sys._getframe(3).f_code.co_name == "_check_scalar"
 
 

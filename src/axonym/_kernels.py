@@ -174,7 +174,7 @@ def _numbered(x: Any, numbers: dict[str, str]) -> Any:
 
 
 def _mentions(x: Any, names: Collection[str]) -> bool:
-    """Return whether a part of a key that holds no names has one of them all the same."""
+    """Return whether a part of a key, of a parameter that is declared to hold no names, has one of these names."""
     if type(x) is tuple:
         return any(_mentions(part, names) for part in x)
     return isinstance(x, Axis) or (isinstance(x, str) and x in names)

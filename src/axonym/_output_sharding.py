@@ -84,7 +84,7 @@ def infer_output_spec(
 def _settle_collisions(
     what: str, chosen: dict[str, tuple[str, ...]], mapping: Mapping[str, tuple[str, ...]], mesh: AbstractMesh
 ) -> None:
-    """Resolve collisions: of axes that share a mesh axis, only the one that the mapping shards over it keeps it."""
+    """Leave each mesh axis to one axis: where several are sharded over it, to the one that the mapping says."""
     for axis in mesh.axis_names:
         users = [n for n, axes in chosen.items() if axis in axes]
         if len(users) < 2:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 
@@ -16,30 +17,61 @@ from tests.examples.runs import SMALL, Problem, losses, saved_steps, train, trai
 plans, devices = train_lm.plans, train_lm.devices
 
 
+class Planned(NamedTuple):
+    """A run under a plan that was explained."""
+
+    out: Path
+    said: str
+    """What it printed."""
+    args: tuple[Any, ...]
+    """What `insight.plan` was called with, once: a search takes most of the time of these tests."""
+    options: dict[str, Any]
+    plan: insight.MappingPlan
+
+
 @pytest.fixture(scope="module")
-def planned(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a run under a plan that was explained, and what it printed."""
-    out = tmp_path_factory.mktemp("planned") / "run"
+def planned(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Planned:
+    out, make = tmp_path_factory.mktemp("planned") / "run", insight.plan
     said: list[str] = []
-    patch = pytest.MonkeyPatch()
-    with patch.context() as p:
+    calls: list[tuple[Any, Any, insight.MappingPlan]] = []
+
+    def plan(*args: Any, **options: Any) -> insight.MappingPlan:
+        calls.append((args, options, make(*args, **options)))
+        return calls[-1][-1]
+
+    with pytest.MonkeyPatch.context() as p:
         p.setattr(train_lm.Reporter, "say", lambda self, text="": said.append(text))
+        p.setattr(insight, "plan", plan)
         assert train(text, out, "--mapping", "plan", "--explain", "--samples", "0") == 0
-    return out, "\n".join(said)
+    ((args, options, found),) = calls
+    return Planned(out, "\n".join(said), args, options, found)
 
 
 def kept(out: Path) -> dict[str, Any]:
     return json.loads((out / "plan.json").read_text())
 
 
-def test_the_winner_is_trained_under(planned: tuple[Path, str], finished: Path) -> None:
-    out, said = planned
+def test_the_plan_is_of_the_step_that_trains(planned: Planned) -> None:
     config = train_lm.settings.parse(SMALL)
-    _, step, _ = train_lm.steps.plain_functions(config.model, config.optimizer, train_lm.Policy.parse("float32"))
-    Batch, Pos = train_lm.axn.make_axes(batch=8, pos=16)
-    best = insight.plan(
-        step, abstract_state(config), train_lm.steps.abstract_tokens(Batch, Pos), chips=8, chip="v5e"
-    ).best
+    start, step, _ = train_lm.steps.plain_functions(config.model, config.optimizer, train_lm.Policy.parse("float32"))
+    state = train_lm.jax.eval_shape(start, train_lm.jax.random.key(0))
+    tokens = train_lm.steps.abstract_tokens(*train_lm.axn.make_axes(batch=8, pos=16))
+    of, *arguments = planned.args
+    assert jax.tree.structure(arguments) == jax.tree.structure([state, tokens])
+    assert jax.tree.leaves(arguments) == jax.tree.leaves([state, tokens])
+    assert str(jax.make_jaxpr(of)(*arguments)) == str(jax.make_jaxpr(step)(state, tokens))
+    assert planned.options == {"chips": 8, "chip": "v5e", "ask": 4}
+
+
+@pytest.mark.further
+def test_more_questions_find_no_better_plan(planned: Planned) -> None:
+    """The script asks Shardy for fewer mappings than `plan` does by default."""
+    best = insight.plan(*planned.args, chips=8, chip="v5e").best
+    assert (best.mesh, best.mapping) == (planned.plan.best.mesh, planned.plan.best.mapping)
+
+
+def test_the_winner_is_trained_under(planned: Planned, finished: Path) -> None:
+    out, said, best = planned.out, planned.said, planned.plan.best
     stored = best.storage or best.compute
     assert kept(out) == json.loads(
         json.dumps({"mesh": best.mesh, "mapping": best.compute, "parameter_mapping": stored})
@@ -52,13 +84,8 @@ def test_the_winner_is_trained_under(planned: tuple[Path, str], finished: Path) 
     assert (dict(strategy.mesh), strategy.schedule()) == (kept(out)["mesh"], None)
 
 
-def abstract_state(config: Any) -> Any:
-    start, _, _ = train_lm.steps.plain_functions(config.model, config.optimizer, train_lm.Policy.parse("float32"))
-    return train_lm.jax.eval_shape(start, train_lm.jax.random.key(0))
-
-
-def test_what_is_explained_is_the_step_that_trains(planned: tuple[Path, str]) -> None:
-    out, said = planned
+def test_what_is_explained_is_the_step_that_trains(planned: Planned) -> None:
+    out, said = planned.out, planned.said
     explanation = (out / "explanation.md").read_text()
     mesh = ", ".join(f"{name}={size}" for name, size in kept(out)["mesh"].items())
     for text in (said, explanation):
@@ -70,11 +97,11 @@ def test_what_is_explained_is_the_step_that_trains(planned: tuple[Path, str]) ->
 
 
 def test_a_run_goes_on_under_its_plan(
-    planned: tuple[Path, str], finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    planned: Planned, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also under one that a new plan would not be; and what is not asked for again is not explained again."""
     out = tmp_path / "run"
-    shutil.copytree(planned[0], out)
+    shutil.copytree(planned.out, out)
     shutil.rmtree(out / "checkpoints" / "step-000006")
     (out / "explanation.md").unlink()
     other = {"mesh": {"data": 4, "model": 2}, "mapping": {"batch": "data", "mlp": "model"}}
@@ -87,13 +114,12 @@ def test_a_run_goes_on_under_its_plan(
     assert not (out / "explanation.md").exists()
 
 
-def test_other_devices_have_another_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_devices_have_another_plan(planned: Planned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = train_lm.settings.parse([*SMALL, "--mapping", "plan"])
     tokens = train_lm.steps.abstract_tokens(*train_lm.axn.make_axes(batch=8, pos=16))
     file = tmp_path / "plan.json"
     file.write_text(json.dumps({"mesh": {"data": 4}, "mapping": {"batch": "data"}}))
-    made = insight.plan
-    monkeypatch.setattr(insight, "plan", lambda *args, **options: made(*args, **options, verify=0))
+    monkeypatch.setattr(insight, "plan", lambda *args, **options: planned.plan)
     found = plans.choose(config, tokens, file)
     assert (
         f"The plan in {file} is for 4 devices. There are 8 now, so this is a new one.\ntrain on 8 x v5e" in found.said

@@ -11,10 +11,12 @@ from tests.test_schedules import KINDS, ROWS, arguments_of, distributed, plain
 
 
 def check_table(folder: Path) -> None:
-    """Every schedule, under every mapping and on both types of meshes: values and gradients."""
-    for row in ROWS.values():
-        for kind in KINDS:
-            step, mesh = distributed(row, kind)
-            with jax.set_mesh(mesh):
-                found = step(*arguments_of(row.step))
-            assert_values(found, lambda step=row.step: plain(step), atol=1e-4)
+    """Every schedule, under every mapping: values and gradients.
+
+    Each row is on one type of mesh. Rows 6 apart, which are much alike, and neighbours are on different ones.
+    """
+    for i, row in enumerate(ROWS.values()):
+        step, mesh = distributed(row, KINDS[(i + i // 6) % 2])
+        with jax.set_mesh(mesh):
+            found = step(*arguments_of(row.step))
+        assert_values(found, lambda step=row.step: plain(step), atol=1e-4)

@@ -165,7 +165,7 @@ def per_device(operation: PartitionedOperation, mesh: AnyMesh, shardings: Shardi
 
 
 def all_manual(mesh: AnyMesh) -> AbstractMesh:
-    """Return a mesh as the per-shard function sees it."""
+    """Return a mesh with Manual axes only, as the per-shard function sees it."""
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Manual,) * len(mesh.axis_names))
 
 

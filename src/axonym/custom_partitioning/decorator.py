@@ -292,7 +292,7 @@ class Partitioned:
 
 
 class _Results:
-    """The results of the function of unsharded arrays, when it was traced."""
+    """The structure and dtypes of the results, from tracing the function of unsharded arrays."""
 
     spec: TreeSpec
     dtypes: list[Any]

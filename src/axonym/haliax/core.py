@@ -124,8 +124,8 @@ def slice(array: NamedArray, axis: Any = None, new_axis: Any = None, *, start: A
     NamedArray(int32[x=2], [2 3])
     """
     if isinstance(axis, Mapping):
-        return _slice(array, {k: _movable(v) for k, v in axis.items()}, new_axis, start=start, length=length)
-    start = {k: _movable(v) for k, v in start.items()} if isinstance(start, Mapping) else _movable(start)
+        return _slice(array, {k: _as_movable(v) for k, v in axis.items()}, new_axis, start=start, length=length)
+    start = {k: _as_movable(v) for k, v in start.items()} if isinstance(start, Mapping) else _as_movable(start)
     return _slice(array, axis, new_axis, start=start, length=length)
 
 
@@ -142,11 +142,11 @@ def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArra
                 raise ValueError(
                     f"updated_slice: {size} elements from {first} on do not fit axis {_name(axis)!r} of size {room}."
                 )
-    return _updated_slice(array, {k: _movable(v) for k, v in start.items()}, update)
+    return _updated_slice(array, {k: _as_movable(v) for k, v in start.items()}, update)
 
 
-def _movable(start: Any) -> Any:
-    """Turn a known position into an array: those are moved, where integers are checked."""
+def _as_movable(start: Any) -> Any:
+    """Turn an integer position into an array: out of range, an array is moved, where an integer is refused."""
     return np.asarray(start, np.int32) if isinstance(start, (int, np.integer)) else start
 
 

@@ -227,7 +227,7 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
 
 
 def _check_same(leaves: Sequence[Leaf], mesh: AnyMesh | None, what: str) -> None:
-    """Check that arrays of single processes that become arrays of all of them are the same in each."""
+    """Check that where each process has an array of its own, to become one array of all processes, they are equal."""
     lines = []
     for leaf in leaves:
         x = raw(leaf.value)
@@ -290,7 +290,7 @@ def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
 
 
 def _from_each_process(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Make an array of all processes from one that is the same in each.
+    """Make one array of all processes from the array of each, which are equal.
 
     `jax.device_put` would gather the values of all processes to compare them, and takes no random keys.
     """
@@ -320,7 +320,7 @@ def _is(sharding: NamedSharding, spec: PartitionSpec, mesh: AnyMesh, ndim: int) 
 
 
 def _on_devices_of(mesh: AnyMesh, sharding: NamedSharding) -> bool:
-    """Return whether an array on a mesh of this shape is on its devices, which the active mesh does not show."""
+    """Return whether a sharding is on the devices of a mesh of its shape; an active mesh does not show its devices."""
     found = with_devices(mesh)
     return isinstance(found, AbstractMesh) or found == sharding.mesh
 

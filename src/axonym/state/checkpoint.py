@@ -248,7 +248,7 @@ def _read(checkpointer: Any, path: str, what: Any) -> Any:
 
 
 def _last_intact(damaged: Any) -> str:
-    """Say which checkpoint beside a damaged one is the last that is not."""
+    """Say which is the last undamaged checkpoint in the folder of a damaged one."""
     for _, folder in sorted(_complete(damaged.parent), reverse=True):
         if folder != damaged and damage_of(folder) == []:
             return f"The last checkpoint beside it that is not damaged is {folder}."

@@ -186,7 +186,7 @@ _VALUE = re.compile(r"value:(.*):(\d+):(\d+)")
 
 
 def _values(store: str) -> Iterator[tuple[str, str, int, int]]:
-    """Yield what TensorStore's database has in files of its own: the array, the file, and where in it."""
+    """Yield for each value that TensorStore stores in a file: the array, the file, its offset and its length."""
     import tensorstore
 
     files = tensorstore.KvStore.open(store if "://" in store else {"driver": "file", "path": store}).result()

@@ -150,7 +150,7 @@ _ABANDONED = 3600.0
 
 
 def _remove_unfinished(mine: Path) -> None:
-    """Remove what other processes that are no more have left of the same file."""
+    """Remove the unfinished copies of a file that processes left when they were ended."""
     number = mine.name.partition("-")[0]
     for path in mine.parent.glob(f"{number}-*.unfinished"):
         host, _, process = path.name.removesuffix(".unfinished").partition("-")[2].rpartition("-")[0].rpartition("-")

@@ -98,7 +98,7 @@ def settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) -> R
 def conform(
     what: str, words: Words, spec: TreeSpec, types: Sequence[Any], tree: Any, *, settles: bool = False
 ) -> list[Any]:
-    """Return the arrays of a tree that must have a given spec, in its layout.
+    """Check that a tree has the required spec, and return its arrays in the layout of that spec.
 
     The order of axes is only layout, so it is made to agree. All else must: what does not is one error that lists every
     leaf, what it was and what it became.

@@ -474,7 +474,7 @@ def _layout(what: str, in_names: tuple[Names, ...], rest: Sequence[Names], takes
 
 
 def _out_names(what: str, layout: Names, mapped: Names, own: Names) -> Names:
-    """Return the axes of a result: those of the layout that it has, and its own in place of the first that is gone."""
+    """Return the axes of a result: in the order of the layout, with new axes where the first one is missing."""
     twice = [n for n in own if n in mapped or own.count(n) > 1]
     if twice:
         raise ValueError(_errors.duplicate_names(what, (*mapped, *own)))
