@@ -84,6 +84,18 @@ def test_the_winner_is_trained_under(planned: Planned, finished: Path) -> None:
     assert (dict(strategy.mesh), strategy.schedule()) == (kept(out)["mesh"], None)
 
 
+def test_experts_are_planned(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices that have not the memory for all experts have some of them each, and exchange tokens."""
+    made = insight.plan
+    monkeypatch.setattr(insight, "plan", lambda *args, **options: made(*args, **options, memory="600 KiB", verify=0))
+    more = "--experts 8 --mlp 64 --embed 32 --samples 0".split()
+    assert train(text, tmp_path / "run", "--mapping", "plan", *more) == 0
+    mapping = kept(tmp_path / "run")["mapping"]
+    assert mapping == {"batch": ["data", "model"], "experts": "model"}
+    found = losses(tmp_path / "run")
+    assert found[-1] < found[0]
+
+
 def test_what_is_explained_is_the_step_that_trains(planned: Planned) -> None:
     out, said = planned.out, planned.said
     explanation = (out / "explanation.md").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import re
 from typing import Any
 
@@ -13,6 +14,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 import axonym as axn
 from axonym.precision import Policy, mixed_precision
+from benchmarks.llama import CONFIG
+from examples.models.llama import Llama
 from tests.insight import cases
 from tests.insight.test_explain import FSDP_AND_TENSOR, batch, step, weights
 
@@ -68,6 +71,65 @@ def test_bytes_and_flops_are_those_of_the_partitioner(name: str, mapping: str, o
     early, true = both(language_model(name, optimizer), MAPPINGS[mapping])
     assert sent(early) == sent(true)
     assert early.flops == true.flops and early.uncertain <= 0.0002 * (true.total_sent() or 0)
+
+
+MIXTURES: dict[str, Any] = {
+    "data": {"batch": ALL},
+    "hybrid": ({"embed": "data"}, {"batch": ALL}),
+    "tensor": {"batch": "data"} | TENSOR,
+}
+
+
+@pytest.mark.parametrize("mapping", MIXTURES)
+def test_mixtures_of_experts(mapping: str) -> None:
+    """Each device sorts its own rows by expert. The compiler for CPUs multiplies each row by the weights of all."""
+    config = dataclasses.replace(CONFIG, Experts=axn.Axis("experts", 8))
+    model = jax.eval_shape(lambda: Llama.init(config, key=jax.random.key(0)))
+    tokens = jax.eval_shape(lambda: axn.zeros({"batch": 16, "pos": 32}, "int32"))
+
+    def step(model: Any, tokens: Any) -> Any:
+        return jax.value_and_grad(lambda model: model.loss(tokens, penalties=True))(model)
+
+    with jax.set_mesh(cases.mesh_of(data=4, model=2)):
+        early, near, true = (
+            axn.insight.explain(step, model, tokens, mapping=MIXTURES[mapping], by=by, chip="v5e")
+            for by in ("names", "shardy", "partitioner")
+        )
+    assert sent(early) == sent(near) == sent(true) and early.uncertain < 0.001 * (true.total_sent() or 0)
+    assert early.flops == near.flops and "at most so many, as rows in no group take none" in str(early)
+    extra = re.search(r"([\d,]+) of the flops are of rows with the matrices of other groups", str(true))
+    assert extra and early.flops and early.bounds and true.bounds
+    least = (true.flops or 0) - int(extra[1].replace(",", ""))  # where small products are simplified
+    assert 0.999 * early.flops < least <= early.flops
+    assert true.bounds.compute == pytest.approx(early.bounds.compute, rel=1e-3)
+
+
+def test_what_mixtures_exchange_otherwise_is_refused() -> None:
+    case = cases.example("mixture_of_experts")
+    model = jax.eval_shape(lambda: case.Mixture.init(key=jax.random.key(0)))
+    x = jax.eval_shape(lambda: axn.zeros({"tokens": 64, "embed": 16}))
+    tensor = {"tokens": "data", "mlp": "model"}
+    for mapping, why in (
+        ({"tokens": "data", "experts": "model"}, "an exchange of rows along experts in dispatch"),
+        (({"embed": "data"} | tensor, tensor), "which is stored sharded, and sharded where it is used in MoELinear"),
+    ):
+        with jax.set_mesh(cases.mesh_of(data=4, model=2)), pytest.raises(ValueError, match=why):
+            axn.insight.explain(lambda model, x: model(x)[0], model, x, mapping=mapping, by="names")
+
+
+def test_flops_of_grouped_products() -> None:
+    x, w, sizes = (
+        jax.ShapeDtypeStruct(n, t) for n, t in (((64, 8), "float32"), ((4, 8, 16), "float32"), ((4,), "int32"))
+    )
+    product = jax.value_and_grad(lambda x, w, sizes: jax.lax.ragged_dot(x, w, sizes).sum(), (0, 1))
+    report = axn.insight.explain(product, x, w, sizes, mapping={}, mesh=cases.mesh_of(data=8), by="names")
+    assert report.flops == 3 * 2 * 64 * 8 * 16
+    named = axn.named(x, ("rows", "embed"))
+    with pytest.raises(ValueError, match="a grouped product along rows"):
+        axn.insight.explain(
+            lambda x, w, sizes: jax.lax.ragged_dot(x.array, w, sizes), named, w, sizes,
+            mapping={"rows": "data"}, mesh=cases.mesh_of(data=8), by="names",
+        )  # fmt: skip
 
 
 def test_what_is_off_is_within_what_the_report_says() -> None:
@@ -175,6 +237,44 @@ def test_what_is_computed_twice_is_within_what_the_report_says(what: str) -> Non
     assert abs((early.total_sent() or 0) - (true.total_sent() or 0)) <= early.uncertain
     saved = re.search(r"save up to ([\d,]+) of the flops", str(early))
     assert (early.flops or 0) - (true.flops or 0) <= (int(saved[1].replace(",", "")) if saved else 0)
+
+
+def test_a_sum_that_is_no_gradient() -> None:
+    """It has the axes of a parameter, but is summed up whole, and sharded as parameters are after that."""
+
+    def loss(w: Any, x: Any) -> Any:
+        return axn.mean(axn.square((x + axn.sum(x, "batch")) * w)).scalar()
+
+    w, x = jax.eval_shape(lambda: (axn.ones({"embed": 32}), axn.ones({"batch": 16, "pos": 8, "embed": 32})))
+    early, true = both((jax.value_and_grad(loss), w, x), STORED)
+    assert sent(early) == sent(true) and early.uncertain == 0
+    assert sent(true)[("data",), "all-reduce", "forward"] == 2 * 8 * 32 * 4 * 3 // 4 + 6
+
+
+def test_a_table_that_is_updated_from_two_mesh_axes() -> None:
+    def loss(table: Any, tokens: Any) -> Any:
+        return axn.mean(axn.square(table["vocab", tokens])).scalar()
+
+    args = jax.eval_shape(
+        lambda: (axn.ones({"vocab": 128, "embed": 32}), axn.zeros({"batch": 16, "pos": 8}, dtype="int32"))
+    )
+    early, true = both((jax.value_and_grad(loss), *args), {"batch": "data", "pos": "model"})
+    assert abs((early.total_sent() or 0) - (true.total_sent() or 0)) <= early.uncertain
+
+
+def test_axes_of_one_size_in_a_vmap() -> None:
+    """What the operation calls by no name there is the axis of the `vmap`, and none of its own of that size."""
+
+    def loss(w: Any, x: Any) -> Any:
+        scores = axn.dot(x, w, axis="embed")
+        each = axn.vmap(lambda scores: axn.square(axn.logsumexp(scores, "scores")).mean(), "batch")(scores)
+        return axn.mean(each).scalar()
+
+    w, x = jax.eval_shape(
+        lambda: (axn.ones({"embed": 32, "scores": 16}), axn.ones({"batch": 16, "pos": 8, "embed": 32}))
+    )
+    early, true = both((jax.value_and_grad(loss), w, x), {"batch": "data"})
+    assert sent(early) == sent(true) and early.flops == true.flops
 
 
 def test_a_table_under_another_name() -> None:

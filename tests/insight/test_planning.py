@@ -123,6 +123,40 @@ def test_shardy_is_asked_for_what_names_do_not_tell(pos: int, texts: int, over: 
     assert best.seconds < unasked.best.seconds and any("sharding" in what for what in unasked.left_out)
 
 
+def small_mixture() -> tuple[Any, ...]:
+    """A step of a mixture of experts with few tokens, of which each device has the weights of few experts at best."""
+    moe = cases.example("mixture_of_experts")
+
+    def train(model: Any, x: axn.NamedArray, y: axn.NamedArray) -> Any:
+        def loss(model: Any) -> jax.Array:
+            predicted, _, penalty = model(x)
+            return (axn.mean((predicted - y) ** 2) + moe.BALANCE * penalty).scalar()
+
+        value, gradient = jax.value_and_grad(loss)(model)
+        return value, jax.tree.map(lambda w, g: w - 0.1 * g, model, gradient)
+
+    model = jax.eval_shape(lambda: moe.Mixture.init(key=jax.random.key(0)))
+    x = jax.eval_shape(lambda: axn.zeros({"tokens": 128, "embed": 16}))
+    return train, model, x, x
+
+
+def test_experts_are_sharded_where_that_is_the_best_of_all_by_the_true_program() -> None:
+    case = small_mixture()
+    found = plan(*case, chips=8, chip="v5e", ask=8, verify=0)
+    assert found.best.by == "shardy" and found.best.compute["experts"] == "model"
+    assert {p.by for p in found.found} == {"names", "shardy"} and "sharding experts" not in found.left_out
+    true = []
+    for p in found.found:
+        mesh = AbstractMesh(tuple(p.mesh.values()), tuple(p.mesh), axis_types=(AxisType.Auto,) * len(p.mesh))
+        report = axn.insight.explain(*case, mapping=p.mapping, mesh=mesh, by="partitioner", chip="v5e")
+        assert report.bounds is not None and abs((report.total_sent() or 0) - p.sent) <= p.uncertain
+        assert p.bounds.compute is not None and report.bounds.compute is not None
+        assert 0.9 * p.bounds.compute <= report.bounds.compute <= p.bounds.compute  # small products are simplified
+        true.append(dataclasses.replace(p, bounds=report.bounds))
+    (seconds, total, _), (least, least_total, _) = true[0]._order(), min(p._order() for p in true)
+    assert seconds == least and total < 1.001 * least_total
+
+
 def test_a_step_whose_flops_are_not_known() -> None:
     def convolved(w: Any, x: Any) -> Any:
         kernel = jax.numpy.ones((3, 1, 1))

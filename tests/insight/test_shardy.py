@@ -113,6 +113,49 @@ def test_what_a_loop_does_not_change_is_within_what_the_report_says() -> None:
     assert 0 < total(true) < total(early) <= total(true) + early.uncertain
 
 
+Embed, Mlp = axn.make_axes(embed=32, mlp=64)
+
+
+def multilayer(x: axn.NamedArray, up: axn.NamedArray, down: axn.NamedArray) -> axn.NamedArray:
+    return x + axn.dot(axn.tanh(axn.dot(x, up, axis=Embed)), down, axis=Mlp)
+
+
+REPEATED: dict[str, Any] = {
+    "the same": lambda x, up, down: multilayer(x, up, down) + multilayer(x, up, down),
+    "times one": lambda x, up, down: multilayer(x, up, down) + multilayer(x * 1, up, down),
+    "checkpoint": lambda x, up, down: jax.checkpoint(multilayer)(multilayer(x, up, down), up, down),
+    "of a constant": lambda x, up, down: x + multilayer(axn.ones(x.axes), up, down),
+}
+
+
+@pytest.mark.parametrize("what", REPEATED)
+@pytest.mark.parametrize(
+    "mapping", [({"embed": "data"}, {"batch": "data"}), {"batch": "data", "mlp": "model"}], ids=["fsdp", "tensor"]
+)
+def test_what_is_computed_twice_is_within_what_the_report_says(what: str, mapping: Any) -> None:
+    def loss(up: axn.NamedArray, down: axn.NamedArray, x: axn.NamedArray) -> jax.Array:
+        return axn.mean(axn.square(REPEATED[what](x, up, down))).scalar()
+
+    args = jax.eval_shape(
+        lambda: (axn.ones((Embed, Mlp)), axn.ones((Mlp, Embed)), axn.ones({"batch": 16, "embed": 32}))
+    )
+    early, true = both((jax.value_and_grad(loss, (0, 1)), *args), mapping, "shardy")
+    assert total(true) <= total(early) <= total(true) + early.uncertain < 3 * total(true)
+
+
+def test_what_the_compiler_gathers_around_code_for_each_device_is_within_what_the_report_says() -> None:
+    """In the exchange of experts, parameters are gathered over one mesh axis and sharded over another one."""
+    moe, tensor = cases.example("mixture_of_experts"), {"tokens": "data", "mlp": "model"}
+
+    def loss(model: Any, x: Any) -> Any:
+        return jax.value_and_grad(lambda model: axn.mean(axn.square(model(x)[0])).scalar())(model)
+
+    model = jax.eval_shape(lambda: moe.Mixture.init(key=jax.random.key(0)))
+    x = jax.eval_shape(lambda: axn.zeros({"tokens": 128, "embed": 16}))
+    early, true = both((loss, model, x), ({"embed": "data"} | tensor, tensor), "shardy")
+    assert total(early) < total(true) <= total(early) + early.uncertain
+
+
 def test_what_other_passes_would_say_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     x = jax.eval_shape(lambda: axn.ones({"batch": 8}))
     mesh = cases.mesh_of(data=8)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from .._context import Entry
 from .._errors import describe_axes
@@ -13,7 +14,20 @@ from .._mesh_axes import Axes, is_parameter, mapped_axes, storage_axes
 from . import _scopes
 from ._arguments import added_up
 from ._lines import source
-from ._named_events import Dims, Lookup, NamedTrace, NotKnown, Occurrence, Open, Renamed, Sum, Together, Use, Value
+from ._named_events import (
+    Dims,
+    Lookup,
+    NamedTrace,
+    NotKnown,
+    Occurrence,
+    Open,
+    PerDevice,
+    Renamed,
+    Sum,
+    Together,
+    Use,
+    Value,
+)
 from .chips import Chip
 from .report import Collective, Memory, Report, bounds_on, sent_by
 
@@ -24,11 +38,23 @@ NOTES: tuple[str, ...] = (
 )
 
 
+OF_GROUPS = (
+    "flops of products of groups of rows, as experts', are those of each row with the matrix of its group: at most so "
+    "many, as rows in no group take none"
+)
+
+
 class Layout:
     """Over which mesh axes names are sharded."""
 
-    def __init__(self, mesh: Mapping[str, int], compute: Mapping[str, Entry], storage: Mapping[str, Entry]):
-        self.mesh, self.compute, self.storage = mesh, compute, storage
+    def __init__(
+        self,
+        mesh: Mapping[str, int],
+        compute: Mapping[str, Entry],
+        storage: Mapping[str, Entry],
+        joined: Mapping[str, Axes] = MappingProxyType({}),
+    ):
+        self.mesh, self.compute, self.storage, self.joined = mesh, compute, storage, joined
         # A step asks for the same few names again and again.
         cached = functools.lru_cache(maxsize=4096)
         self.used, self.stored = cached(self._used), cached(self._stored)
@@ -36,18 +62,22 @@ class Layout:
 
     def _used(self, name: str | None) -> Axes:
         """Return the mesh axes that an axis is sharded over where it is used."""
-        return () if name is None else self._large(mapped_axes(name, self.compute))
+        return self._large(a for n in self._parts(name) for a in mapped_axes(n, self.compute))
 
     def _stored(self, name: str | None) -> Axes:
         """Return those of an axis of a parameter between uses."""
-        return () if name is None else self._large(storage_axes(name, self.storage, self.compute))
+        return self._large(a for n in self._parts(name) for a in storage_axes(n, self.storage, self.compute))
 
-    def _large(self, axes: Axes) -> Axes:
+    def _parts(self, name: str | None) -> Axes:
+        """Return the names of the axes that were joined to one, or its own."""
+        return () if name is None else self.joined.get(name, (name,))
+
+    def _large(self, axes: Iterable[str]) -> Axes:
         return tuple(a for a in axes if self.mesh.get(a, 1) > 1)
 
     def is_stored(self, names: Iterable[str | None]) -> bool:
         """Return whether an array with these axes is a parameter, which is sharded as it is stored."""
-        return self._is_stored(tuple(n for n in names if n is not None))
+        return self._is_stored(tuple(n for name in names for n in self._parts(name)))
 
     def extra(self, names: Iterable[str | None]) -> Axes:
         """Return the mesh axes that a parameter is gathered over to be used."""
@@ -115,12 +145,14 @@ def by_names(
         chip: the chip for which to give lower bounds on time.
         names: of which argument of the step each array in the arguments is.
     """
-    account = Account(trace, Layout(mesh, compute, storage))
+    account = Account(trace, Layout(mesh, compute, storage, trace.joined))
     notes = [*NOTES]
     if trace.unnamed:
         notes.append(f"{trace.unnamed} products have axes without names, which are taken to be replicated")
     if trace.uncounted:
         notes.append(f"flops are not known, because those of {', '.join(trace.uncounted)} are not counted")
+    if trace.grouped:
+        notes.append(OF_GROUPS)
     if account.saved:
         notes.append(
             f"a compiler may save up to {account.saved:,} of the flops, of constants and of what is computed twice"
@@ -219,6 +251,10 @@ class Account:
             self._together(event)
         elif isinstance(event, Renamed):
             self._renamed(event)
+        elif isinstance(event, PerDevice):
+            used = {a for n, _ in event.result.dims for a in self.layout.used(n)}
+            if idle := tuple(a for a, n in self.layout.mesh.items() if n > 1 and a not in used):
+                self._exchange(event.place, "all-reduce", idle, event.result)
         elif isinstance(event, Open):
             if sharded := sorted(n for n in event.names if self.layout.used(n) or self._only_stored(event, n)):
                 self.open.setdefault(f"{event.what} along {', '.join(sharded)}{_within(event.place)}", event.place)
@@ -261,11 +297,17 @@ class Account:
         if not over:
             return
         extra = layout.extra(result.names) if layout.is_stored(result.names) else ()
+        if not event.flops and event.place.phase != "backward":
+            extra = ()  # it is no gradient, and summed up whole
         if extra and event.flops and event.place.phase != "backward":
             what = f"a sum with the axes of a parameter, [{', '.join(result.names)}], which is no gradient"
             self.open.setdefault(f"{what}{_within(event.place)}", event.place)
             return
         if extra and set(extra) <= set(over):
+            if _scopes.dispatch(event.place.scope) and (rest := tuple(a for a in over if a not in extra)):
+                # What is gathered for several rounds is summed up before it is scattered.
+                self._exchange(event.place, "all-reduce", rest, result)
+                over = extra
             self._exchange(event.place, "reduce-scatter", extra, result)
             rest = tuple(a for a in over if a not in extra)
             if rest:
@@ -282,10 +324,13 @@ class Account:
                 self._exchange(event.place, "all-reduce", axes, result)
             return
         self._exchange(event.place, "all-reduce", over, result)
-        if len(parts) > 1:  # it may do so here
-            size, times = layout.bytes(result), event.place.times or 1
-            apart = sum(2 * size * (layout.count(axes) - 1) // layout.count(axes) for axes in parts)
-            self.uncertain += times * max(0, apart - 2 * size * (layout.count(over) - 1) // layout.count(over))
+        self._may_be_apart(event.place, layout.bytes(result), parts)
+
+    def _may_be_apart(self, place: Occurrence, size: int, parts: Sequence[Axes]) -> None:
+        """Add what is sent if the compiler reduces along one axis of an array after the other."""
+        together = sent_by("all-reduce", size, self.layout.count(_distinct(a for axes in parts for a in axes))) or 0
+        apart = sum(sent_by("all-reduce", size, self.layout.count(axes)) or 0 for axes in parts)
+        self.uncertain += (place.times or 1) * max(0, apart - together)
 
     # --- parameters ---
 
@@ -298,11 +343,14 @@ class Account:
         return extra if refines and set(extra) <= {a for n in others for a in layout.used(n)} else None
 
     def _use(self, event: Use) -> None:
-        place, extra = event.place, self._gathers(event.operand, event.others)
+        layout, place, extra = self.layout, event.place, self._gathers(event.operand, event.others)
         known = place.operation is not None and _scopes.gathers_parameters(place.operation)
         if extra is None or (extra and not known):
             stored = f"[{', '.join(event.operand.names)}], which is stored sharded and used"
             self.open.setdefault(f"{stored}{_within(place)} by devices that do not share its mesh axes", place)
+        elif extra and _scopes.dispatch(place.scope) and any(layout.used(n) for n in event.operand.names):
+            stored = f"[{', '.join(event.operand.names)}], which is stored sharded, and sharded where it is used"
+            self.open.setdefault(f"{stored}{_within(place)}", place)
         elif extra:
             origin, known = event.operand.origin, {key[1] for key in self._gathered}
             if place.phase == "backward" and not place.recomputes and (origin in known or origin not in self._given):
@@ -360,7 +408,10 @@ class Account:
             self._exchange(place, "all-to-all", moved, event.result)
             over = tuple(a for a in over if a not in moved)
         if over:
-            self._exchange(place, "all-reduce", over, event.table, layout.over(event.table.base))
+            own = layout.over(event.table.base)
+            self._exchange(place, "all-reduce", over, event.table, own)
+            parts = [tuple(a for a in layout.used(n) if a in over) for n in event.indices.names]
+            self._may_be_apart(place, layout.bytes(event.table, own), [axes for axes in parts if axes])
 
     # --- collectives ---
 

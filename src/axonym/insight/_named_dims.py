@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from . import _scopes
@@ -35,6 +36,10 @@ def by_scope(dims: Dims, operation: _scopes.ScopedOperation | None, alone: bool 
     """
     if operation is None or all(n is not None or size == 1 for n, size in dims):
         return dims
+    own = set(operation.axes)
+    if not alone and any(n is not None and n not in own for n, _ in dims):  # it runs in a `vmap` over these axes
+        left = iter(by_scope(tuple(d for d in dims if d[0] is None or d[0] in own), operation))
+        return tuple(next(left) if n is None or n in own else (n, size) for n, size in dims)
     found = [
         tuple((a.name if size > 1 else n, size) for a, (n, size) in zip(term, dims, strict=True))
         for term in (operation.operands if alone else (*operation.operands, *operation.results))
@@ -60,6 +65,44 @@ def moved(name: str, params: Any, dims: Dims, shape: tuple[int, ...]) -> Dims | 
         left = iter(large)
         return tuple((None, 1) if n == 1 else next(left) for n in shape)
     return dims if tuple(n for _, n in dims) == shape else None
+
+
+def joined_axes(axes: _scopes.Term) -> tuple[str, int]:
+    """Return a name and the size for the axis that several axes are joined to."""
+    return "*".join(a.name for a in axes), math.prod(a.size or 1 for a in axes)
+
+
+def moved_rows(
+    dispatch: _scopes.ScopedOperation, dims: Dims, shape: tuple[int, ...]
+) -> tuple[Dims, dict[str, tuple[str, ...]]] | None:
+    """Return the axes of rows that are sorted, repeated, joined or put back, and the names of the joined ones.
+
+    Returns None if the operand or the result does not begin with the axes of the rows.
+
+    Arguments:
+        dispatch: the dispatch of the rows to experts. Those that go to several experts lack some axes of the others.
+        dims: the axes of the operand.
+        shape: that of the result.
+    """
+    rows = dispatch.operands[0]
+    kinds = [axes for axes in (rows, tuple(a for a in rows if a in dispatch.operands[1])) if axes]
+    apart = [tuple(a.size or 1 for a in axes) for axes in kinds]
+    given = tuple(n for _, n in dims)
+    if not any(given[: len(sizes)] == sizes or given[:1] == (math.prod(sizes),) for sizes in apart):
+        return None
+    for axes, sizes in zip(kinds, apart, strict=True):
+        name, joined = joined_axes(axes)
+        if shape[: len(sizes)] == sizes:
+            leading, names = tuple((a.name, a.size or 1) for a in axes), {}
+        elif shape[:1] == (joined,):
+            leading, names = ((name, joined),), {name: tuple(a.name for a in axes)}
+        else:
+            continue
+        rest = shape[len(leading) :]
+        features = dims[len(dims) - len(rest) :] if rest else ()
+        same = tuple(n for _, n in features) == rest
+        return (*leading, *(features if same else ((None, n) for n in rest))), names
+    return None
 
 
 def aligned(dims: Dims, term: _scopes.Term, by_name: bool = True) -> dict[int, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -110,7 +111,15 @@ class Renamed:
     """Whether the axes that are renamed may not be sharded at all."""
 
 
-Event = Sum | Lookup | Use | Open | Together | Renamed
+@dataclasses.dataclass(frozen=True)
+class PerDevice:
+    """The gradient of an operation per device, which JAX sums over all mesh axes that it is not sharded over."""
+
+    place: Occurrence
+    result: Value
+
+
+Event = Sum | Lookup | Use | Open | Together | Renamed | PerDevice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +136,12 @@ class NamedTrace:
     """How many products have operands with axes that have no names."""
     uncounted: tuple[str, ...]
     """The primitives whose flops are not known."""
+    grouped: bool
+    """Whether there are grouped products, whose flops are counted as if each row were in one group."""
+    exchanged: frozenset[str]
+    """The axes of experts, along which rows are exchanged."""
+    joined: Mapping[str, tuple[str, ...]]
+    """The names of axes that several axes were joined to, which each device does with its shards of them."""
 
 
 class NotKnown(ValueError):

@@ -27,7 +27,7 @@ from .._mesh_axes import NO_MESH
 from ..sharding.placement import leaves_of
 from . import _scopes
 from ._hlo import Frame
-from ._named_dims import aligned, by_scope, matched, moved, with_names
+from ._named_dims import aligned, by_scope, joined_axes, matched, moved, moved_rows, with_names
 from ._named_events import (
     Dims,
     Event,
@@ -36,6 +36,7 @@ from ._named_events import (
     NotKnown,
     Occurrence,
     Open,
+    PerDevice,
     Renamed,
     Sum,
     Together,
@@ -92,16 +93,21 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         for var, own in zip(jaxpr.invars, names, strict=True)
     ]
     whole = _Walk()
+    walk.given = whole.given = {n for x in arguments for n, _ in x.dims if n is not None}
     for own, x in zip(returned, whole.run(closed.jaxpr, arguments, _Around()), strict=True):
         if own is not None:
             whole.differ(whole.place(_Around()), x.dims, tuple(zip(own, (n for _, n in x.dims), strict=True)))
     # The operation that renames an axis may itself be needed by no result, while its gradient is.
     walk.events += [event for event in whole.events if isinstance(event, Renamed)]
     results = walk.run(jaxpr, arguments, _Around())
+    exchanged = walk.close_dispatches()
     kept = tuple(walk.kept)
     name = getattr(step, "__name__", None) or type(step).__name__
     events = tuple(dict.fromkeys(walk.events))
-    return NamedTrace(name, events, tuple(arguments), tuple(results), kept, walk.unnamed, tuple(walk.uncounted))
+    return NamedTrace(
+        name, events, tuple(arguments), tuple(results), kept, walk.unnamed, tuple(walk.uncounted), walk.grouped,
+        frozenset(exchanged), walk.joined,
+    )  # fmt: skip
 
 
 # --- following names ---
@@ -133,8 +139,6 @@ _LAYOUT |= {"transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
 _UNCOUNTED = {
     "conv_general_dilated",
-    "ragged_dot",
-    "ragged_dot_general",
     "shard_map",
     "pallas_call",
     "custom_partitioning",
@@ -159,6 +163,12 @@ class _Walk:
         self.kept: list[Value] = []
         self.unnamed = 0
         self.uncounted: dict[str, None] = {}
+        self.grouped = False
+        self.joined: dict[str, tuple[str, ...]] = {}
+        self.given: set[str] = set()
+        """The names of the axes of arguments."""
+        self._dispatches: dict[_scopes.ScopedOperation, tuple[Occurrence, set[str]]] = {}
+        """Each dispatch of rows to experts, with the names of the groups of its products."""
         self._numbers = itertools.count(1)
         self._made: dict[Any, list[int]] = {}
         """The numbers of results, by the operation and the numbers of its operands."""
@@ -237,9 +247,17 @@ class _Walk:
 
     def differ(self, place: Occurrence, before: Dims, after: Dims, whole: bool = False) -> None:
         """Note that an array had some names, and has others."""
+        for (a, _), (b, _) in zip(before, after, strict=True):
+            if a in self.joined and b is not None and b not in self.joined and b not in self.given:
+                self.joined[b] = self.joined[a]  # what the experts call the rows
+        before, after = self._parted(before), self._parted(after)
         if any(None not in (a, b) and a != b and size > 1 for (a, size), (b, _) in zip(before, after, strict=True)):
             filled = tuple((b if b is not None else a, n) for (a, n), (b, _) in zip(before, after, strict=True))
             self.events.append(Renamed(place, before, filled, whole))
+
+    def _parted(self, dims: Dims) -> Dims:
+        """Return the axes of an array with one name for each that the same axes were joined to."""
+        return tuple(("*".join(self.joined.get(n or "", (n,))) if n else n, size) for n, size in dims)  # pyright: ignore
 
     def _results(self, eqn: JaxprEqn, operands: list[Value], around: _Around) -> list[Value]:
         scope = _joined(around.scope, eqn)
@@ -336,19 +354,29 @@ class _Walk:
     # --- operations ---
 
     def _operation(self, eqn: JaxprEqn, operands: list[Value], around: _Around) -> list[Value]:
+        dispatch = _scopes.dispatch(around.scope)
+        if dispatch is None:
+            return self._usual(eqn, operands, around)
+        self._dispatches.setdefault(dispatch, (self.place(around, dispatch), set()))
+        found = self._among_rows(dispatch, eqn, operands) or self._usual(eqn, operands, around)
+        return [self._joined_rows(dispatch, x) for x in found]
+
+    def _usual(self, eqn: JaxprEqn, operands: list[Value], around: _Around) -> list[Value]:
         operation = _scopes.operation(around.scope)
         place = dataclasses.replace(self.place(around, operation), avoidable=self._avoidable)
         operands = self._renamed(operands, operation, place)
         name, params = eqn.primitive.name, eqn.params
-        shape = _shape(eqn.outvars[0]) if eqn.outvars else ()
+        shape = _result_shape(eqn)
         if name == "dot_general":
             return [self._product(place, params["dimension_numbers"], operands, eqn.outvars[0].aval)]
+        if name == "ragged_dot_general":
+            return [self._grouped_product(place, params["ragged_dot_dimension_numbers"], operands, eqn.outvars[0].aval)]
         if name in _REDUCTIONS:
             # Of what is the same along an axis, the compiler sums nothing.
             gone = tuple(d for d in (operands[0].dims[i] for i in params["axes"]) if d in operands[0].base)
             left = tuple(d for i, d in enumerate(operands[0].dims) if i not in params["axes"])
             result = self.value(eqn.outvars[0].aval, left)
-            self.events.append(Sum(place, result, gone, operands[0].dims, False))
+            self.events.append(Sum(place, result, self._summed(place, gone), operands[0].dims, False))
             return [result]
         if name in ("argmax", "argmin"):
             (at,) = params["axes"]
@@ -360,6 +388,22 @@ class _Walk:
             return [looked]
         if name == "scatter-add" and (updated := self._scatter(place, params, operands)):
             return [updated]
+        if name == "top_k":
+            at = params.get("axis", len(shape) - 1)
+            self._open(place, name, operands[0].dims[at : at + 1])
+            found = [*operands[0].dims]
+            found[at] = None, shape[at]
+            return [self.value(v.aval, by_scope(tuple(found), operation)) for v in eqn.outvars]
+        if name in ("gather", "scatter-add") and params["dimension_numbers"].operand_batching_dims:
+            batch, result = (
+                params["dimension_numbers"].operand_batching_dims,
+                self._alike(eqn.outvars[0].aval, [], operation),
+            )
+            along = operands[0] if name == "gather" else result
+            self._open(place, name, [d for i, d in enumerate(along.dims) if i not in batch])
+            if name == "scatter-add" and operation is not None and operation.name == "top_k":
+                self.events.append(PerDevice(place, result))
+            return [result]
         if name in _LAYOUT and len(eqn.outvars) == 1:
             dims = moved(name, params, operands[0].dims, shape)
             if dims is not None:
@@ -405,7 +449,9 @@ class _Walk:
         return [self._alike(v.aval, operands, operation) for v in eqn.outvars]
 
     def _open(self, place: Occurrence, what: str, dims: Sequence[tuple[str | None, int]]) -> None:
-        names = frozenset(n for n, size in dims if n is not None and size > 1)
+        names = frozenset(n for n, size in dims if n is not None and size > 1 and n not in self.joined)
+        if (dispatch := _scopes.dispatch(place.scope)) is not None:
+            names -= {a.name for a in dispatch.operands[0]}
         if names:
             self.events.append(Open(place, what, names))
 
@@ -438,8 +484,81 @@ class _Walk:
         if any(n is None and size > 1 for n, size in (*batch, *summed, *free)):
             self.unnamed += 1
         result = self._noted(place, operands, self.value(aval, (*batch, *free)), product=True)
-        self.events.append(Sum(place, result, summed, (*batch, *free, *summed), True))
+        self.events.append(Sum(place, result, self._summed(place, summed), (*batch, *free, *summed), True))
         return result
+
+    # --- experts ---
+
+    def _grouped_product(self, place: Occurrence, numbers: Any, operands: list[Value], aval: Any) -> Value:
+        """Follow a product of groups of rows, each with the matrix of its group."""
+        self.grouped = True
+        ((left_summed, right_summed), (left_batch, right_batch)) = numbers.dot_dimension_numbers
+        left, right = operands[:2]
+        ragged, groups = numbers.lhs_ragged_dimensions, tuple(numbers.rhs_group_dimensions)
+        batch, summed = (
+            tuple(
+                x if x[0] is not None else y
+                for x, y in ((left.dims[i], right.dims[j]) for i, j in zip(*pair, strict=True))
+            )
+            for pair in ((left_batch, right_batch), (left_summed, right_summed))
+        )
+        free = [d for i, d in enumerate(left.dims) if i not in (*left_summed, *left_batch)]
+        free += [d for i, d in enumerate(right.dims) if i not in (*right_summed, *right_batch, *groups)]
+        made = [] if groups else [(None, aval.shape[0])]
+        dims = by_scope((*made, *batch, *free), place.operation)
+        of_groups = [right.dims[i] for i in groups] or list(dims[: len(made)])
+        dispatch = _scopes.dispatch(place.scope)
+        if dispatch is None:  # how rows in groups are sharded is up to the compiler, or to code for each device
+            self._open(place, "a grouped product", [*(left.dims[i] for i in ragged), *of_groups])
+        else:
+            self._dispatches[dispatch][1].update(n for n, _ in of_groups if n is not None)
+        result = self._noted(place, [left, right], self.value(aval, dims), product=True)
+        if dispatch is not None and made:
+            # What gradients of experts are summed up in.
+            result = dataclasses.replace(result, dtype=np.promote_types(np.float32, result.dtype))
+        self.events.append(Sum(place, result, self._summed(place, summed), (*batch, *free, *summed), True))
+        return result
+
+    def _among_rows(
+        self, dispatch: _scopes.ScopedOperation, eqn: JaxprEqn, operands: list[Value]
+    ) -> list[Value] | None:
+        """Follow what moves rows on their device, to their experts or back; None if it is something else."""
+        name, shape = eqn.primitive.name, _result_shape(eqn)
+        counts = name == "scatter-add" and operands[0].dtype.kind in "iu"
+        found = None
+        if name in ("reshape", "gather", "scatter", "scatter-add"):
+            found = moved_rows(dispatch, operands[0].dims, shape)
+        if found is None:
+            return [self.value(eqn.outvars[0].aval)] if counts else None
+        dims, joined = found
+        self.joined |= joined
+        return [self.value(eqn.outvars[0].aval, dims)]
+
+    def _joined_rows(self, dispatch: _scopes.ScopedOperation, x: Value) -> Value:
+        """Name the first axis of an array that has all rows."""
+        name, rows = joined_axes(dispatch.operands[0])
+        if not x.dims or x.dims[0] != (None, rows):
+            return x
+        self.joined[name] = tuple(a.name for a in dispatch.operands[0])
+        return with_names(x, ((name, rows), *x.dims[1:]))
+
+    def _summed(self, place: Occurrence, dims: Dims) -> Dims:
+        """Leave out the rows among those that an operation sums over, if each device does so with its own."""
+        if place.phase == "backward" or (dispatch := _scopes.dispatch(place.scope)) is None:
+            return dims
+        rows = {a.name for a in dispatch.operands[0]}
+        return tuple(d for d in dims if d[0] not in self.joined and d[0] not in rows)
+
+    def close_dispatches(self) -> set[str]:
+        """Note along which axes rows are exchanged, those of the experts, and return them."""
+        found: set[str] = set()
+        for dispatch, (place, groups) in self._dispatches.items():
+            of_x = {a.name for term in dispatch.operands[:2] for a in term}
+            own = {a.name for term in dispatch.operands[2:] for a in term}
+            along = frozenset(groups or own - of_x)
+            found |= along
+            self.events.append(Open(place, "an exchange of rows", along))
+        return found
 
     def _gather(self, place: Occurrence, params: Any, operands: Sequence[Value], aval: Any) -> Value | None:
         """Follow a look-up of whole rows of a table, along one axis."""
@@ -494,8 +613,14 @@ class _Walk:
                 x = dataclasses.replace(x, dims=dims, base=dims)  # an array that the step closes over
             stale = [n for n, size in x.dims if n is not None and n not in own]
             names = {n for n, _ in x.dims if n is not None}.difference(stale)
+            terms = (*operation.operands, *operation.results)
+            if stale and "vmap(" in place.scope:
+                rest = by_scope(tuple((n, size) for n, size in x.dims if n not in stale), operation)
+                known = {n for n, size in rest if n is not None or size > 1}
+                if any(known == {a.name for a in term} for term in terms):
+                    stale = []  # they are what `vmap` runs over
             new = dict[str, str]()
-            for term in (*operation.operands, *operation.results) if stale else ():
+            for term in terms if stale else ():
                 missing = {a.name: a.size for a in term if a.name not in names}
                 if names <= {a.name for a in term} and len(missing) >= len(stale):
                     new = matched({n: s for n, s in x.dims if n in stale}, missing)
@@ -529,6 +654,11 @@ def _key(eqn: JaxprEqn, operands: Sequence[Value]) -> Any:
 
 def _shape(var: Any) -> tuple[int, ...]:
     return var.aval.shape
+
+
+def _result_shape(eqn: JaxprEqn) -> tuple[int, ...]:
+    """Return the shape of the first result, if there is one."""
+    return _shape(eqn.outvars[0]) if len(eqn.outvars) else ()
 
 
 @functools.lru_cache(maxsize=4096)

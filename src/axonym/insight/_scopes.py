@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import re
@@ -68,6 +69,8 @@ def operation(scope: str) -> ScopedOperation | None:
             match = _AXIS.fullmatch(part)
             assert match, f"not the scope of an operation: {scope!r}"
             axis, size, compute, stored = match.groups()
+            if name == "MoELinear":  # its kernel tells axes of the operands apart that are the same for products
+                axis = re.sub(" of (the input|the weight|group_sizes)$", "", axis)
             if axis not in known or size:
                 known[axis] = NamedAxis(
                     axis,
@@ -79,6 +82,13 @@ def operation(scope: str) -> ScopedOperation | None:
         return tuple(axes)
 
     return ScopedOperation(name.strip(), tuple(map(term, operands.split(";"))), tuple(map(term, results.split(";"))))
+
+
+@functools.lru_cache(maxsize=4096)
+def dispatch(scope: str) -> ScopedOperation | None:
+    """Return the dispatch of rows to experts that a scope is in, or None if it is in none."""
+    found = re.search(r"dispatch\[[^\[\]]*\]", scope)
+    return operation(found[0]) if found else None
 
 
 def phase(scope: str) -> str:
@@ -199,6 +209,12 @@ def _local_sizes(axis: NamedAxis, mesh: Mapping[str, int], without: Collection[s
 # --- reasons ---
 
 
+def groups(scope: str) -> int:
+    """Return by the matrices of how many groups a compiler for CPUs multiplies each row of a grouped product; or 1."""
+    found = operation(scope)
+    return (found.operands[2][0].size or 1) if found is not None and found.name == "MoELinear" else 1
+
+
 def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gathered: Collection[str]) -> str | None:
     """Say in names why an operation needs a collective over some mesh axes, or return None if it is not known.
 
@@ -220,7 +236,7 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
             found = sharded(axes.keys() - kept)
             return f"sums over {_said(found)}" if _covers(found, mesh_axes) else None
         causes = []
-        for term in op.operands:
+        for term in op.operands[:2] if op.name == "MoELinear" else op.operands:  # the sizes of groups have no gradient
             found = sharded(axes.keys() - {a.name for a in term})
             if _covers(found, mesh_axes):
                 cause = f"the gradient of [{', '.join(a.name for a in term)}] sums over {_said(found)}"
@@ -299,7 +315,7 @@ _KEEPS_SHARDS = {"dot", "where"}.union(
 
 def gathers_parameters(op: ScopedOperation) -> bool:
     """Return whether an operation gathers parameters itself: see `axonym._fsdp_ops`."""
-    return op.name in _KEEPS_SHARDS - {"where"}
+    return op.name in _KEEPS_SHARDS - {"where"} | {"MoELinear"}
 
 
 def moved(op: ScopedOperation, over: Collection[str]) -> Axes:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from . import _scopes
 from ._constraints import frames_of, scope_of
 from ._describing import Exchange, Origin
 from ._hlo import Frame, HloShape, along
@@ -106,8 +107,13 @@ class ShardyProgram:
     """The collectives and the flops of a module, after the passes of Shardy."""
 
     def __init__(self, module: Any):
+        self._module = module  # what is told of users later is read from it
         self.exchanges: list[Exchange] = []
         self.flops: int | None = 0
+        self.needed_flops: int | None = 0
+        """Those that do not depend on branches."""
+        self.grouped = False
+        """Whether there are grouped products."""
         self.uncounted: dict[str, None] = {}
         """Operations whose flops are not counted."""
         self.moved: dict[str, None] = {}
@@ -120,8 +126,12 @@ class ShardyProgram:
         """The mesh axes of the arguments of blocks."""
         self._loops: list[tuple[int | None, set[Any]]] = []
         """Of each loop around, how often it runs, and the values that may differ between its turns."""
-        self._outer: dict[Any, Any] = {}
-        """The values that arguments of blocks have, for blocks that are entered once."""
+        self._numbers: dict[Any, int] = {}
+        """A number for each array, the same for arrays that are computed alike, which the compiler may compute once."""
+        self._known: dict[Any, int] = {}
+        """The number of what an operation computes from arrays of some numbers."""
+        self._constant: set[int] = set()
+        """The numbers of what depends on no argument."""
         self._seen: set[Any] = set()
         for operation in (op.operation for op in module.regions[0].blocks[0].operations):
             if operation.name == "sdy.mesh":
@@ -147,7 +157,7 @@ class ShardyProgram:
     def _argue(self, block: Any, given: Sequence[Any]) -> None:
         """Note what is given for the arguments of a block."""
         for argument, value in zip(block.arguments, given, strict=False):
-            self._outer[argument] = value
+            self._numbers[argument] = self._number(value)
             self._follow([value], [argument])
 
     def _follow(self, given: Sequence[Any], made: Sequence[Any]) -> None:
@@ -159,6 +169,7 @@ class ShardyProgram:
         for operation in block.operations:
             op = operation.operation
             self._operation(op, around)
+            self._numbers.update(zip(op.results, self._computed(op), strict=True))
             if self._loops:
                 self._follow(list(op.operands), list(op.results))
 
@@ -190,12 +201,13 @@ class ShardyProgram:
     def _loop(self, op: Any, around: _Within) -> None:
         test, body = (region.blocks[0] for region in op.regions)
         ends = body.operations[len(body.operations) - 1].operation.operands
-        for i, result in enumerate(op.results):
-            self._over[test.arguments[i]] = self._over[body.arguments[i]] = self.over(result)
-            self._outer.pop(body.arguments[i], None)
-        turns = _turns(op)
+        turns, loop = _turns(op), self._key(op)
         times = None if around.times is None or turns is None else around.times * turns
         changed = {x for x, end in zip(body.arguments, ends, strict=True) if x != _moved_from(end)}
+        for i, (start, result) in enumerate(zip(op.operands, op.results, strict=True)):
+            self._over[test.arguments[i]] = self._over[body.arguments[i]] = self.over(result)
+            turn = body.arguments[i]
+            self._numbers[turn] = self._numbered((loop, i)) if turn in changed else self._number(start)
         self._loops.append((turns, changed))
         self._block(body, dataclasses.replace(around, times=times))
         self._loops.pop()
@@ -218,14 +230,37 @@ class ShardyProgram:
             count *= turns or 1
         return count
 
-    def _source(self, value: Any) -> Any:
-        """Return what is outside the value of an argument."""
-        while True:
-            value = _moved_from(self._outer.get(value, value))
-            if getattr(value.owner, "name", "") == "stablehlo.optimization_barrier":
-                value = value.owner.operands[value.result_number]
-            elif value not in self._outer:
-                return value
+    # --- what is computed alike ---
+
+    def _number(self, value: Any) -> int:
+        """Return the number of an array, whatever its sharding is."""
+        value = _moved_from(value)
+        return (
+            self._numbers[value] if value in self._numbers else self._numbers.setdefault(value, self._numbered(value))
+        )
+
+    def _numbered(self, key: Any) -> int:
+        return self._known.setdefault(key, len(self._known))
+
+    def _computed(self, op: Any) -> Iterator[int]:
+        """Return the numbers of the results of an operation."""
+        if op.name == "func.call":
+            called = self._functions[str(op.attributes["callee"]).lstrip("@").strip('"')].regions[0].blocks[0]
+            yield from map(self._number, called.operations[len(called.operations) - 1].operation.operands)
+        elif op.name in _THE_SAME or _changes_nothing(op):
+            yield from (self._number(op.operands[i]) for i in range(len(op.results)))
+        else:
+            key = self._key(op)
+            found = [self._numbered((key, i)) for i in range(len(op.results))]
+            made_of = set(map(self._number, op.operands))
+            if self._constant.issuperset(made_of) and (made_of or op.name in _CONSTANTS):
+                self._constant.update(found)
+            yield from found
+
+    def _key(self, op: Any) -> Any:
+        """Return the same for operations that compute the same."""
+        inner = tuple((x.name, _said(x)) for x in _all(op)) if len(op.regions) else ()
+        return op.name, _said(op), tuple(map(self._number, op.operands)), inner
 
     # --- arrays ---
 
@@ -300,15 +335,22 @@ class ShardyProgram:
             carried = [(operand, piece, piece)]
         if count > 1:
             self._note(op, kind, axes, count, whole, carried, around, pieces)
+            for value, before, after in carried if kind not in ("all-reduce", "collective-permute") else ():
+                # What is sharded over mesh axes that are left to the compiler, it may gather before, and again after.
+                if (shards := self._count([a for over in self.over(value) for a in over])) > 1:
+                    most = (sent_by(kind, pieces * before.bytes, count) or 0) + pieces * (before.bytes + after.bytes)
+                    self.uncertain += (around.times or 1) * (shards - 1) * most
 
     def _note(
         self, op: Any, kind: str, axes: Sequence[str], devices: int, whole: bool,
         carried: Sequence[tuple[Any, HloShape, HloShape]], around: _Within, pieces: int = 1,
     ) -> None:  # fmt: skip
         origin, names = self._origin(op, around), set(map(_name, axes))
-        key = kind, frozenset(names), tuple(self._source(x) for x, _, _ in carried), str(around.times)
+        numbers = tuple(self._number(x) for x, _, _ in carried)
+        key = kind, frozenset(names), numbers
         times = around.times or 1
-        avoided = times if key in self._seen else times - times // self._repeats([x for x, _, _ in carried])
+        once = key in self._seen or self._constant.issuperset(numbers)
+        avoided = times if once else times - times // self._repeats([x for x, _, _ in carried])
         self._seen.add(key)
         self.uncertain += avoided * sum(sent_by(kind, pieces * x.bytes, devices) or 0 for _, x, _ in carried)
         self.exchanges.append(
@@ -347,15 +389,22 @@ class ShardyProgram:
                 r"lhs_contracting_dimensions = \[([^\]]*)\]", str(op.attributes["dot_dimension_numbers"])
             )
             summed = [left.sizes[int(i)] for i in re.findall(r"\d+", numbers[1])] if numbers else []
-            each = 2 * math.prod(result.sizes) * math.prod(summed)
-            self.flops = None if self.flops is None or around.times is None else self.flops + each * around.times
+            # Without grouped products, as for CPUs, each row is multiplied by the matrices of all groups.
+            groups = _scopes.groups(self._origin(op, around).scope)
+            self.grouped = self.grouped or groups > 1
+            each = 2 * math.prod(result.sizes) * math.prod(summed) // groups
+            if around.times is None:
+                self.flops = self.needed_flops = None
+            elif self.flops is not None and self.needed_flops is not None:
+                self.flops += each * around.times
+                self.needed_flops += 0 if around.in_branch else each * around.times
         elif op.name == "sdy.reshard":
             raise NotImplementedError(
                 "explain: by='shardy' found a reshard that is no collective. by='partitioner' does."
             )
         elif op.name in ("stablehlo.convolution", "chlo.ragged_dot"):
             self.uncounted.setdefault(name)
-            self.flops = None
+            self.flops = self.needed_flops = None
         if op.name == "stablehlo.custom_call" and (called := str(op.attributes["call_target_name"]).strip('"')):
             if called == "CustomSPMDPartitioning":
                 raise NotImplementedError(
@@ -392,6 +441,34 @@ class ShardyProgram:
             for found, axes in zip(filter(None, term.split(", ")), self.over(value), strict=True)
             if axes and not factors.isdisjoint(re.findall(_FACTOR, found))
         ]
+
+
+_CONSTANTS = {"sdy.constant", "stablehlo.constant", "stablehlo.iota"}
+"""Operations without operands."""
+_THE_SAME = {"stablehlo.optimization_barrier", "sdy.sharding_constraint", "sdy.reshard"}
+"""Operations whose results are their operands."""
+_NEUTRAL = {"stablehlo.add": 0, "stablehlo.subtract": 0, "stablehlo.multiply": 1, "stablehlo.divide": 1}
+
+
+def _changes_nothing(op: Any) -> bool:
+    """Return whether an operation adds zero, or multiplies by one."""
+    return op.name in _NEUTRAL and _splat(op.operands[1]) == _NEUTRAL[op.name]
+
+
+def _splat(value: Any) -> float | None:
+    """Return the number that all elements of a constant are."""
+    while getattr(value.owner, "name", "") in ("stablehlo.broadcast_in_dim", "stablehlo.convert"):
+        value = value.owner.operands[0]
+    if getattr(value.owner, "name", "") not in ("sdy.constant", "stablehlo.constant"):
+        return None
+    found = re.match(r"dense<(-?[\d.]+(?:[eE][+-]?\d+)?)>", str(value.owner.attributes["value"]))
+    return float(found[1]) if found else None
+
+
+def _said(op: Any) -> Any:
+    """Return what an operation says besides its operands and their shardings."""
+    said = tuple((name, str(op.attributes[name])) for name in op.attributes if not name.startswith("sdy."))
+    return said, tuple(str(result.type) for result in op.results)
 
 
 _FACTOR = r"[a-z](?:_\d+)?"
@@ -449,7 +526,5 @@ def _turns(loop: Any) -> int | None:
 
 
 def _constant(value: Any) -> int | None:
-    if getattr(value.owner, "name", "") not in ("sdy.constant", "stablehlo.constant"):
-        return None
-    found = re.search(r"dense<(-?\d+)>", str(value.owner.attributes["value"]))
-    return int(found[1]) if found else None
+    number = _splat(value)
+    return None if number is None or number % 1 else int(number)

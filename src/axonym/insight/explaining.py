@@ -18,9 +18,9 @@ from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunctio
 from ..sharding.jit import fsdp, named_jit
 from ..sharding.mapping import is_resource_mapping, normalize_mapping
 from ..sharding.meshes import current_mesh, set_mesh, with_devices
-from . import _compiling, _shardy
+from . import _compiling, _scopes, _shardy
 from ._arguments import ArgumentNames, names_of_arrays
-from ._by_names import by_names
+from ._by_names import OF_GROUPS, by_names
 from ._constraints import Constraints
 from ._describing import Exchange, Origin, describe, timeline
 from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, Visit, along, groups
@@ -183,6 +183,8 @@ def _report(
 ) -> Report:
     collectives: list[Collective] = []
     flops: int | None = 0
+    needed: int | None = 0
+    grouped = 0
     custom_calls: set[str] = set()
     for visit in program.visits():
         instruction = visit.instruction
@@ -191,7 +193,11 @@ def _report(
             collectives += describe(_exchange(program, visit, kind, mesh), constraints, mesh or {})
         elif kind in ("dot", "convolution"):
             each = _flops(instruction, [shape for _, shapes in program.operands(visit) for shape in shapes])
+            own = each // _scopes.groups(instruction.scope)
+            grouped += (each - own) * (visit.times or 1)
             flops = None if flops is None or visit.times is None else flops + each * visit.times
+            if not visit.in_branch:
+                needed = None if needed is None or visit.times is None else needed + own * visit.times
         elif kind == "custom-call":
             custom_calls.add((instruction.attribute("custom_call_target") or "").strip('"'))
     notes = []
@@ -200,8 +206,13 @@ def _report(
     if custom_calls := custom_calls - WITHOUT_FLOPS:
         listed = ", ".join(sorted(custom_calls))
         notes.append(f"flops do not include those of custom calls: {listed}")
+    if grouped:
+        notes.append(
+            f"{grouped:,} of the flops are of rows with the matrices of other groups than theirs, which compilers with "
+            "grouped products do not compute, and bounds on time leave out"
+        )
     notes += _notes_on(collectives, flops is None)
-    bounds = None if chip is None else bounds_on(chip, collectives, memory, flops)
+    bounds = None if chip is None else bounds_on(chip, collectives, memory, needed)
     # Programs for others are in several kinds of memory, and their collectives run beside other work.
     course = None
     if platform == "cpu":
@@ -228,10 +239,12 @@ def _sharded(step: str, lowered: Any, names: ArgumentNames, chip: Chip | None) -
     ]
     if program.moved:
         notes.append(f"what {', '.join(program.moved)} exchange along sharded axes, the compiler decides")
+    if program.grouped:
+        notes.append(OF_GROUPS)
     if program.uncounted:
         notes.append(f"flops are not known, because those of {', '.join(program.uncounted)} are not counted")
     notes += _notes_on(collectives, program.flops is None and not program.uncounted)
-    bounds = None if chip is None else bounds_on(chip, collectives, None, program.flops)
+    bounds = None if chip is None else bounds_on(chip, collectives, None, program.needed_flops)
     return Report(
         step, "any platform", program.mesh, "shardy", tuple(collectives), None, program.flops, bounds, tuple(notes),
         program.uncertain, arguments=names.added_up(program.arguments),

@@ -189,13 +189,14 @@ def plan(
     The step is traced once, and each mapping is worked out by name, as `explain` does with `by="names"`: mappings of
     the batch (data parallelism), of the parameters between uses (FSDP), of axes along which devices can compute
     independently (tensor parallelism), and of these together, on all meshes of one or two axes. For axes of which names
-    do not tell what is exchanged, such as those of a sequence, or of layers that run as a pipeline, Shardy is asked, as
-    by `explain` with `by="shardy"`: for a few mappings, since each takes as long as to lower the step. What is left is
-    not considered, and the result says so. A step with operations whose flops are not known, such as convolutions, is
-    refused.
+    do not tell what is exchanged, such as those of experts, of a sequence, or of layers that run as a pipeline, Shardy
+    is asked, as by `explain` with `by="shardy"`: for a few mappings, since each takes as long as to lower the step.
+    What is left is not considered, and the result says so. A step with operations whose flops are not known, such as
+    convolutions, is refused.
 
     The time of a mapping is the longest of its bounds: to compute, or to send over a mesh axis. Bounds that agree to
-    two digits are told apart by their sum. What Shardy is not certain of counts as sent.
+    two digits are told apart by their sum. What Shardy is not certain of counts as sent. What runs only for some values
+    does not count: experts get as many rows each.
 
     Arguments:
         step: a function of the model and more arguments, with the whole step in it: loss, gradients, update. It does
@@ -288,7 +289,7 @@ class _Search:
     def _told(self, compute: Mapping[str, Over], storage: Mapping[str, Over], note: bool = True) -> bool:
         """Return whether names tell what a mapping does on a mesh whose axes divide everything."""
         try:
-            Account(self.trace, Layout({"data": 2, "model": 2}, compute, storage), divides=False)
+            Account(self.trace, Layout({"data": 2, "model": 2}, compute, storage, self.trace.joined), divides=False)
         except NotKnown as e:
             if note:
                 what = f"storing {', '.join(storage)} sharded" if storage else f"sharding {', '.join(compute)}"
@@ -300,7 +301,7 @@ class _Search:
         """Go through all mappings that divide the axes."""
         for mesh, compute, storage in self._candidates(chips):
             try:
-                account = Account(self.trace, Layout(mesh, compute, storage))
+                account = Account(self.trace, Layout(mesh, compute, storage, self.trace.joined))
             except ValueError:  # they do not divide the axes, or names do not tell
                 continue
             yield self._planned(account, mesh, compute, storage)
@@ -328,19 +329,27 @@ class _Search:
 
     def ask(self, chips: int, step: Callable[..., Any], args: Sequence[Any], limit: int) -> Iterator[PlannedMapping]:
         """Ask Shardy for mappings of which names do not tell what they exchange, few devices along an axis first."""
-        for model in (n for n in range(2, chips + 1) if chips % n == 0):
-            for name in self.refused:
-                axes = self._called(name)
-                mesh = {axis: n for axis, n in (("data", chips // model), ("model", model)) if n > 1}
-                batch = next((b for b in self.batch if b not in axes), None)
-                if len(mesh) > 1 and batch is None:
-                    continue
-                compute: dict[str, Over] = {batch: "data"} if batch is not None and len(mesh) > 1 else {}
-                compute |= dict.fromkeys(axes, "model")
-                stored = [n for n in self.stored if n not in axes][:1] if "data" in mesh else []
-                storages: list[dict[str, Over]] = [{n: "data", **dict.fromkeys(axes, "model")} for n in stored]
-                for storage in (*storages, {}):
-                    yield from self._asked(mesh, compute, storage, step, args, limit)
+        sizes = [n for n in range(2, chips + 1) if chips % n == 0]
+        # Devices with other experts have other rows, too, if no array has both axes.
+        experts = [n for n in self.refused if n in self.trace.exchanged]
+        others = [n for n in self.refused if n not in experts]
+        tried = [(alike, pair) for alike, names in ((True, experts), (False, others), (False, experts))
+                 for pair in itertools.product(sizes, names)]  # fmt: skip
+        for alike, (model, name) in tried:
+            axes = self._called(name)
+            mesh = {axis: n for axis, n in (("data", chips // model), ("model", model)) if n > 1}
+            batch = next((b for b in self.batch if b not in axes), None)
+            if len(mesh) > 1 and batch is None:
+                continue
+            over = list(mesh) if alike else [a for a in mesh if a == "data"]
+            compute: dict[str, Over] = (
+                {batch: tuple(over) if len(over) > 1 else over[0]} if batch is not None and over else {}
+            )
+            compute |= dict.fromkeys(axes, "model")
+            stored = [n for n in self.stored if n not in axes][:1] if "data" in mesh else []
+            storages: list[dict[str, Over]] = [{n: "data", **dict.fromkeys(axes, "model")} for n in stored]
+            for storage in (*storages, {}):
+                yield from self._asked(mesh, compute, storage, step, args, limit)
 
     def of_refused(self, compute: Mapping[str, Over]) -> str:
         """Say which axes a mapping shards of which names do not tell what they exchange."""
@@ -366,7 +375,7 @@ class _Search:
         limit: int,
     ) -> Iterator[PlannedMapping]:
         """Ask Shardy for a mapping, if it divides the axes and fits into memory."""
-        layout = Layout(mesh, compute, storage)
+        layout = Layout(mesh, compute, storage, self.trace.joined)
         try:
             check_sizes(layout, self.trace.arguments)
         except ValueError:
