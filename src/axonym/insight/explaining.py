@@ -193,7 +193,7 @@ def _report(
             collectives += describe(_exchange(program, visit, kind, mesh), constraints, mesh or {})
         elif kind in ("dot", "convolution"):
             each = _flops(instruction, [shape for _, shapes in program.operands(visit) for shape in shapes])
-            own = each // _scopes.groups(instruction.scope)
+            own = each // _scopes.groups(instruction.scope) if platform == "cpu" else each
             grouped += (each - own) * (visit.times or 1)
             flops = None if flops is None or visit.times is None else flops + each * visit.times
             if not visit.in_branch:
