@@ -104,3 +104,11 @@ def test_correlations_stay_within_one() -> None:
     found = np.asarray(axn.corrcoef(x, "y", "x", new_axis="z").array)
     assert np.abs(found).max() <= 1
     np.testing.assert_allclose(found, [[1, 1, -1], [1, 1, -1], [-1, -1, 1]], rtol=1e-5)
+
+
+def test_no_elements() -> None:
+    x = axn.zeros({"a": 0, "b": 2})
+    for of_none in (lambda: axn.median(x, "a"), lambda: axn.nanmedian(x), lambda: axn.quantile(x, 0.5, ("a", "b"))):
+        with pytest.raises(ValueError, match=r"no elements along \(a=0"):
+            of_none()
+    assert axn.median(x, "b").shape == axn.quantile(x, 0.5, "b").shape == {"a": 0}

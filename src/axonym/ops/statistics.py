@@ -50,12 +50,23 @@ def _order_kernel(
     reduced = _kernels.select(name, names, axis)
     kept = tuple(n for n in names if n not in reduced)
     positions = _positions(names, reduced)
+
+    def require_elements(x):
+        sizes = [x.shape[names.index(n)] for n in reduced]
+        if 0 in sizes and fn is not jnp.mean:
+            raise ValueError(f"{name}: there are no elements along {_errors.describe_axes(reduced, sizes)}.")
+
+    def of_all(x):
+        require_elements(x)
+        return fn(x, axis=positions)
+
     if q_names is None:
-        return _kernels.make_kernel(name, lambda x: fn(x, axis=positions), (names,), kept, selection=axis)
+        return _kernels.make_kernel(name, of_all, (names,), kept, selection=axis)
     if len(q_names) > 1:
         raise ValueError(f"{name}: `q` must be a scalar or have one axis, got {_errors.describe_axes(q_names)}.")
 
     def positional(x, q):
+        require_elements(x)
         q = q if jnp.issubdtype(q.dtype, jnp.floating) else q * 1.0
         return fn(x, q, axis=positions, method=method)
 
