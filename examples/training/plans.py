@@ -66,7 +66,8 @@ def choose(config: Config, tokens: NamedArray, kept: Path | None) -> Plan:
     try:
         found = insight.plan(train, abstract, tokens, chips=jax.device_count(), chip=chip, ask=4)
     except ValueError as e:
-        raise Problem(f"--mapping plan finds no mapping: {e} Choose another --mapping.") from None
+        why = str(e).split(". ")[0].rstrip(".")  # what follows is what was not considered
+        raise Problem(f"--mapping plan finds no mapping: {why}. Choose another --mapping.") from None
     best = found.best
     strategy = Strategy("plan", best.mesh, best.compute, best.storage or best.compute)
     return Plan(strategy, f"{said}{found}", found.to_markdown())

@@ -304,10 +304,10 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
         None,
         "--mesh cannot be given with --mapping plan, which chooses one, got 'data=8'",
     ),
-    "a plan of what is not counted": (
-        (*NEW, "--mapping", "plan", "--experts", "4"),
+    "a plan for too large a model": (
+        (*NEW, "--mapping", "plan", "--embed", "65536", "--mlp", "262144"),
         None,
-        "--mapping plan finds no mapping: plan: how long train computes is not known, because the flops of .*Choose",
+        "--mapping plan finds no mapping: plan: of .* on 8 devices, none fits .*; the least is .*\\)\\. Choose another",
     ),
     "a damaged plan": (
         (*RESUMED, "--mapping", "plan"),

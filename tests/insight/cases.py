@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import axonym as axn
 from axonym import nn
@@ -66,7 +67,7 @@ def mixture(mapping: str, kind: AxisType = AxisType.Auto) -> Case:
     return mesh, axn.named_jit(step, placement, in_placement=(None, placement, placement)), (model, x, x)
 
 
-def classifier(mapping: str) -> Case:
+def classifier(mapping: str, kind: AxisType = AxisType.Auto) -> Case:
     example_ = example("image_classifier")
     placement = example_.MAPPINGS[mapping]
 
@@ -82,4 +83,41 @@ def classifier(mapping: str) -> Case:
     compiled = axn.named_jit(
         step, in_placement={"images": placement, "labels": placement}, out_placement=PartitionSpec()
     )
-    return mesh_of(data=4, rows=2), compiled, (model, images, labels, jax.eval_shape(lambda: jax.random.key(0)))
+    return mesh_of(kind, data=4, rows=2), compiled, (model, images, labels, jax.eval_shape(lambda: jax.random.key(0)))
+
+
+def pipeline(kind: AxisType = AxisType.Auto) -> Case:
+    Batch, Embed, Layers = axn.make_axes(batch=16, embed=8, layers=8)
+    schedule = axn.schedules.OneFOneB(4, axis="batch")
+
+    def step(model: Any, x: axn.NamedArray) -> Any:
+        def loss(model: Any) -> jax.Array:
+            y = model.fold_via(lambda layer, x: x + axn.tanh(layer(x)), schedule=schedule)(x)
+            return axn.mean(y * y).scalar()
+
+        return jax.value_and_grad(loss)(model)
+
+    model = jax.eval_shape(lambda: nn.Stacked.init(Layers, nn.Linear)(Embed, Embed, key=jax.random.key(0)))
+    x = jax.eval_shape(lambda: axn.zeros((Batch, Embed)))
+    mapping = {"layers": "stage", "batch": "data"}
+    return mesh_of(kind, stage=4, data=2), axn.named_jit(step, mapping, in_placement=mapping), (model, x)
+
+
+def plain_jax(kind: AxisType = AxisType.Auto) -> Case:
+    mesh = mesh_of(kind, data=4, model=2)
+
+    def array(shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    rows = NamedSharding(mesh, PartitionSpec("data", None)) if kind is AxisType.Explicit else None
+
+    def step(weights: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> Any:
+        def loss(weights: dict[str, jax.Array]) -> jax.Array:
+            hidden = jnp.tanh(x @ weights["up"])
+            return jnp.mean((jnp.einsum("bm,me->be", hidden, weights["down"], out_sharding=rows) - y) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(weights)
+        return value, jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradient)
+
+    weights = {"up": array((16, 32), None, "model"), "down": array((32, 16), "model", None)}
+    return mesh, jax.jit(step), (weights, array((8, 16), "data"), array((8, 16), "data"))
