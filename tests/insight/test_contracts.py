@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -187,3 +188,14 @@ def test_what_is_compared() -> None:
         compare(None, [x], {"data": {"batch": "data"}})
     with pytest.raises(ValueError, match="nothing to compare"):
         compare(None, [x], {})
+
+
+def test_each_broken_rule_says_two_ways_to_mend_it() -> None:
+    mesh = cases.mesh_of(data=4, model=2)
+    strict = contract(max_sent={"data": 0, "model": 0}, max_memory=1, mapping=FSDP, mesh=mesh)
+    with pytest.raises(BrokenContract) as caught:
+        strict.check(clean, *arguments())
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 3 and all(re.search(r"\. Either .*; or .*\.$", line) for line in lines)
+    for line in lines[:2]:  # which line of code, which array, how many bytes
+        assert "test_contracts.py:" in line and re.search(r"f32\[\w+=\d+", line) and re.search(r"[\d.]+ KiB", line)

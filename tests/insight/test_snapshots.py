@@ -8,6 +8,7 @@ import jax
 import pytest
 
 import axonym as axn
+from axonym.insight.snapshots import differences
 
 pytest_plugins = ["pytester"]
 
@@ -79,5 +80,63 @@ def test_fixture(pytester: pytest.Pytester) -> None:
     changed = pytester.runpytest_inprocess()
     changed.assert_outcomes(failed=1)
     changed.stdout.fnmatch_lines(
-        ["*float32[[]batch=8 over data, embed=8 over model]*", "*+*all-reduce over model*sums over embed*"]
+        [
+            "embed is sharded over model now in x: -32 B on each device",
+            "+1 all-reduce over model",
+            "*float32[[]batch=8 over data, embed=8 over model]*",
+            "*+*all-reduce over model*sums over embed*",
+        ]
     )
+
+
+def test_differences_are_said_in_names() -> None:
+    weights, x = arguments()
+    mesh = axn.make_mesh({"data": 2, "model": 2}, devices=jax.devices()[:4])
+
+    def text(mapping: Any) -> str:
+        return axn.insight.snapshot(step, weights, x, mapping=mapping, mesh=mesh)
+
+    stored, whole, moved = text(FSDP), text({"batch": "data"}), text({"batch": "model", "embed": "data"})
+    assert differences(stored, whole) == [
+        "embed is no longer sharded over data in weights/up: +1 KiB on each device",
+        "-1 all-gather over data",
+        "+1 all-reduce over data",
+        "-1 reduce-scatter over data",
+    ]
+    assert differences(whole, stored)[0] == "embed is sharded over data now in weights/up: -1 KiB on each device"
+    assert "batch is sharded over model instead of data in x" in " ".join(differences(stored, moved))
+    assert differences(stored, text(FSDP)) == []
+    other = axn.insight.snapshot(lambda y: y, x, mapping={}, mesh=mesh)
+    assert differences(stored, other)[:3] == [
+        "argument y is new", "argument weights/up is gone", "argument x is gone",
+    ]  # fmt: skip
+
+
+CONTRACTS = """
+import jax
+import axonym as axn
+
+def rules(mapping_contract):
+    mesh = axn.make_mesh({"data": 4, "model": 2})
+    return mapping_contract(never_gathers=["batch"], mapping={"batch": "data"}, mesh=mesh)
+
+def checked(mapping_contract, step):
+    rules(mapping_contract).check(step, jax.eval_shape(lambda: axn.ones({"batch": 8, "embed": 8})))
+
+def test_keeps(mapping_contract):
+    checked(mapping_contract, lambda x: x * 2)
+
+def test_breaks(mapping_contract):
+    checked(mapping_contract, lambda x: axn.shard(x, {"batch": None}) * 2)
+
+def test_forgets(mapping_contract):
+    rules(mapping_contract)
+"""
+
+
+def test_contracts_as_a_fixture(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest('pytest_plugins = ["axonym.insight.pytest_plugin"]')
+    pytester.makepyfile(CONTRACTS)
+    found = pytester.runpytest_inprocess()
+    found.assert_outcomes(passed=2, failed=1, errors=1)
+    found.stdout.fnmatch_lines(["*nothing was checked by a contract*", "*BrokenContract: *gathers batch: all-gather*"])

@@ -16,7 +16,7 @@ from .._mesh_axes import AnyMesh
 from ..sharding.meshes import current_mesh
 from ._text import parsed_bytes
 from .explaining import explain
-from .report import Report
+from .report import Collective, Memory, Report
 
 
 class BrokenContract(AssertionError):
@@ -86,12 +86,22 @@ class Contract:
     """In a with-block, what is broken so far."""
     _checked: int = dataclasses.field(default=0, init=False, repr=False)
 
+    @property
+    def has_checked(self) -> bool:
+        """Return whether a step was checked, in a with-block whether one was checked in it.
+
+        >>> axn.insight.contract(max_sent={}).has_checked
+        False
+        """
+        return self._checked > 0
+
     def check(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         """Explain a step, and raise if it breaks the contract; in a with-block, at its end.
 
         >>> axn.insight.contract(max_sent={}).check(lambda x: x * 2, axn.ones({"x": 8})).total_sent()
         0
         """
+        __tracebackhide__ = True  # pytest shows the line of the test
         by = "partitioner" if self.max_memory is None and jax.default_backend() == "cpu" else "compiled"
         report = explain(step, *args, mapping=self.mapping, mesh=self.mesh, by=by, **kwargs)
         broken = self.broken(report)
@@ -106,8 +116,9 @@ class Contract:
         """Say what a report has that the contract rules out.
 
         >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"x": 8}))
-        >>> axn.insight.contract(max_memory=8).broken(report)
-        ('<lambda>: a device holds 64 B, but may hold 8 B: 32 B of arguments, 32 B of results and 0 B of temporaries.',)
+        >>> (line,) = axn.insight.contract(max_memory=8).broken(report)
+        >>> print(line.partition(" Either")[0])
+        <lambda>: a device holds 64 B, but may hold 8 B: 32 B of arguments, 32 B of results and 0 B of temporaries.
         """
         found = [*self._too_much_sent(report), *self._gathers(report), *self._unscattered(report)]
         if self.max_memory is not None:
@@ -118,7 +129,7 @@ class Contract:
                 found.append(
                     f"a device holds {describe_bytes(m.total)}, but may hold {describe_bytes(self.max_memory)}: "
                     f"{describe_bytes(m.arguments)} of arguments, {describe_bytes(m.results - m.aliased)} of results "
-                    f"and {describe_bytes(m.temporaries)} of temporaries."
+                    f"and {describe_bytes(m.temporaries)} of temporaries. {_remedies_for_memory(m)}"
                 )
         return tuple(f"{report.step}: {line}" for line in found)
 
@@ -132,7 +143,7 @@ class Contract:
         found, self._found = self._found or [], None
         if kind is not None:
             return
-        if not self._checked:
+        if not self.has_checked:
             raise BrokenContract("contract: nothing was checked; call `check(step, *args)` in the with-block.")
         if found:
             raise BrokenContract("\n".join(found))
@@ -171,7 +182,8 @@ class Contract:
                 often = " at least, and what a loop of unknown length sends," if unknown else ""
                 found.append(
                     f"each device sends {describe_bytes(sent)}{often} over {axis}, but may send "
-                    f"{describe_bytes(limit)}. The most is sent by: {'; '.join(map(str, largest))}"
+                    f"{describe_bytes(limit)}. The most is sent by: {'; '.join(map(str, largest))}. "
+                    f"{_remedies_for_sending(largest[0], axis)}"
                 )
         return found
 
@@ -206,3 +218,42 @@ def _remedies(axis: str) -> str:
         f"Either keep {axis} sharded in what this operation needs, by axn.shard or another operation; or map {axis} to "
         "None."
     )
+
+
+def _remedies_for_sending(c: Collective, mesh_axis: str) -> str:
+    """Return the two nearest ways to send less than a collective does."""
+    stored = " and ".join(c.stored)
+    if c.kind == "all-gather" and stored:
+        return (
+            f"Either map {stored} to None in the parameter mapping, so that the parameter is stored whole; or map it to "
+            f"{mesh_axis} in the compute mapping too, so that the operation computes with shards."
+        )
+    if c.kind == "all-gather" and c.gathered:
+        return _remedies(" and ".join(c.gathered))
+    if c.kind == "all-reduce" and c.phase == "backward":
+        return (
+            f"Either store the parameter sharded over {mesh_axis}, by `fsdp`, which reduce-scatters its gradient; or "
+            f"map the axes that the gradient sums over to another mesh axis than {mesh_axis}."
+        )
+    if c.kind == "all-reduce":
+        return (
+            f"Either map the axes that it sums over to another mesh axis than {mesh_axis}; or reduce what is summed "
+            "before, to fewer elements or a smaller dtype."
+        )
+    moved = " and ".join(c.moved or c.named_axes) or "what it moves"
+    return (
+        f"Either keep {moved} sharded alike before and after, by axn.shard; or map that to another mesh axis than "
+        f"{mesh_axis}."
+    )
+
+
+def _remedies_for_memory(memory: Memory) -> str:
+    """Return the two nearest ways to hold less in memory."""
+    if memory.temporaries >= max(memory.arguments, memory.results - memory.aliased):
+        return (
+            "Either keep less for the backward pass, by jax.checkpoint or `gradient_checkpointing` of nn.Stacked; or "
+            "shard the batch over more devices."
+        )
+    if memory.results - memory.aliased >= memory.arguments:
+        return "Either donate the arguments that results replace, by `donate_args`; or shard the results further."
+    return "Either store parameters sharded over more mesh axes, by `fsdp`; or in a smaller dtype."

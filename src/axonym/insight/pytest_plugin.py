@@ -1,4 +1,4 @@
-"""A pytest plugin: the fixture `mapping_snapshot`, which keeps what a step does on a mesh in a file beside the test.
+"""A pytest plugin: fixtures that hold a step to a snapshot of its distribution, or to a contract.
 
 A project turns it on in its `conftest.py`: `pytest_plugins = ["axonym.insight.pytest_plugin"]`.
 """
@@ -8,14 +8,15 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .._mesh_axes import AnyMesh
-from .snapshots import snapshot
+from .contracts import Contract, contract
+from .snapshots import differences, snapshot
 
 _UPDATE = "--update-snapshots"
 
@@ -58,8 +59,9 @@ class MappingSnapshot:
         elif found != (kept := path.read_text(encoding="utf-8")):
             lines = difflib.ndiff(kept.splitlines(), found.splitlines())
             changed = "\n".join(line for line in lines if line[0] in "+-")
+            said = "".join(f"\n{line}" for line in differences(kept, found))
             advice = f"If that is meant, run pytest with {_UPDATE}."
-            pytest.fail(f"the step does something else than {path} says:\n{changed}\n{advice}", pytrace=False)
+            pytest.fail(f"the step does something else than {path} says:{said}\n\n{changed}\n{advice}", pytrace=False)
 
 
 @pytest.fixture
@@ -68,3 +70,20 @@ def mapping_snapshot(request: pytest.FixtureRequest) -> MappingSnapshot:
     name = re.sub(r"[^\w.=-]+", "_", request.node.name).strip("_")
     folder = request.path.parent / "snapshots"
     return MappingSnapshot(folder, f"{request.path.stem}.{name}", bool(request.config.getoption(_UPDATE)))
+
+
+@pytest.fixture
+def mapping_contract() -> Iterator[Callable[..., Contract]]:
+    """Make contracts for steps: `mapping_contract(never_gathers=["vocab"], mesh=mesh).check(step, *abstract_args)`.
+
+    The arguments are those of `axonym.insight.contract`. A contract by which nothing was checked fails the test.
+    """
+    made: list[Contract] = []
+
+    def make(**rules: Any) -> Contract:
+        made.append(contract(**rules))
+        return made[-1]
+
+    yield make
+    if any(not each.has_checked for each in made):
+        pytest.fail("nothing was checked by a contract; call its `check(step, *args)`.", pytrace=False)

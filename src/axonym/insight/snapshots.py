@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ from .._parameter_names import parameter_names
 from ..named_array import raw
 from ..sharding._compiled_function import CompiledFunction
 from ..sharding.placement import Leaf, leaves_of
-from ._text import aligned
+from ._text import aligned, parsed_bytes
 from .comparing import counted
 from .explaining import active, distributed, explain
 
@@ -52,6 +54,54 @@ def snapshot(
     lines = [f"{times} x {_errors.describe_bytes(n)}  {text}" for times, n, text in sent]
     parts.append("\n  ".join(["sent by each device:", *lines]) if lines else "nothing is sent between devices")
     return "\n\n".join(parts)
+
+
+def differences(before: str, after: str) -> list[str]:
+    """Say in words how the distribution of one snapshot differs from that of another."""
+    found: list[str] = []
+    old, new = _arguments(before), _arguments(after)
+    changed: dict[str, list[str]] = {}
+    bytes_more: collections.Counter[str] = collections.Counter()
+    for path in old.keys() & new.keys():
+        (axes, size), (new_axes, new_size) = old[path], new[path]
+        for axis in axes.keys() & new_axes.keys():
+            if axes[axis] != new_axes[axis]:
+                what = _said(axis, axes[axis], new_axes[axis])
+                changed.setdefault(what, []).append(path)
+                bytes_more[what] += new_size - size
+    for what, paths in sorted(changed.items()):
+        more = bytes_more[what]
+        cost = f": {'+' if more > 0 else ''}{_errors.describe_bytes(more)} on each device" if more else ""
+        found.append(f"{what} in {', '.join(sorted(paths))}{cost}")
+    found += [f"argument {path} is new" for path in sorted(new.keys() - old.keys())]
+    found += [f"argument {path} is gone" for path in sorted(old.keys() - new.keys())]
+    sent = _exchanges(after)
+    sent.subtract(_exchanges(before))
+    found += [f"{times:+} {kind}{'s' * (abs(times) > 1)}" for kind, times in sorted(sent.items()) if times]
+    return found
+
+
+def _arguments(text: str) -> dict[str, tuple[dict[str, str], int]]:
+    """Return for each argument of a snapshot what its axes are sharded over, and its bytes on each device."""
+    found: dict[str, tuple[dict[str, str], int]] = {}
+    for path, axes, size in re.findall(r"^  (\S+) +\w+\[(.*)\]  +([\d.]+ \w+)$", text, re.MULTILINE):
+        parts = re.findall(r"(?:([^\s,=]+)=)?\d+(?: over ([^,]+))?(?:, |$)", axes)
+        found[path] = {name or f"axis {i}": over for i, (name, over) in enumerate(parts)}, parsed_bytes(size)
+    return found
+
+
+def _said(axis: str, before: str, after: str) -> str:
+    if not after:
+        return f"{axis} is no longer sharded over {before}"
+    return f"{axis} is sharded over {after}" + (f" instead of {before}" if before else " now")
+
+
+def _exchanges(text: str) -> collections.Counter[str]:
+    """Return how often each kind of collective runs over each mesh axis."""
+    found: collections.Counter[str] = collections.Counter()
+    for times, kind in re.findall(r"^  (\d+) x .*?  (\S+ over [^,]+), ", text, re.MULTILINE):
+        found[kind] += int(times)
+    return found
 
 
 def _placed(step: Any, args: Any, kwargs: Any) -> Iterator[Leaf]:
