@@ -372,3 +372,13 @@ def test_dataclasses_with_a_hash_of_their_own_are_static() -> None:
 
     scale = axn.named_jit(lambda x, c: x * c.n)
     assert scale(jnp.ones(()), Config({"a": 1})) == 2.0 and scale(jnp.ones(()), Config({"a": 1}, 3)) == 3.0
+
+
+def test_keywords_are_told_from_a_dictionary() -> None:
+    """Also where some argument is static, and each call is found again by its structure."""
+    fn = axn.named_jit(lambda *args, **kwargs: (len(args), sorted(kwargs)))
+    x = jnp.ones(2)
+    for _ in range(2):
+        assert fn((x, 3), {"k": x}) == (2, [])
+        assert fn(x, 3, k=x) == (2, ["k"])
+        assert fn([(x, 3), {"k": x}]) == (1, [])

@@ -137,7 +137,7 @@ class NamedTrace:
     uncounted: tuple[str, ...]
     """The primitives whose flops are not known."""
     grouped: bool
-    """Whether there are grouped products, whose flops are counted as if each row were in one group."""
+    """Whether the step has grouped products. Their flops are counted as if each row were in one group."""
     exchanged: frozenset[str]
     """The axes of experts, along which rows are exchanged."""
     joined: Mapping[str, tuple[str, ...]]

@@ -113,7 +113,7 @@ class ShardyProgram:
         self.needed_flops: int | None = 0
         """Those that do not depend on branches."""
         self.grouped = False
-        """Whether there are grouped products."""
+        """Whether the module has grouped products."""
         self.uncounted: dict[str, None] = {}
         """Operations whose flops are not counted."""
         self.moved: dict[str, None] = {}
