@@ -376,7 +376,11 @@ def test_dataclasses_with_a_hash_of_their_own_are_static() -> None:
 
 def test_keywords_are_told_from_a_dictionary() -> None:
     """Also where some argument is static, and each call is found again by its structure."""
-    fn = axn.named_jit(lambda *args, **kwargs: (len(args), sorted(kwargs)))
+
+    def count(*args: Any, **kwargs: Any) -> tuple[int, list[str]]:
+        return len(args), sorted(kwargs)
+
+    fn = axn.named_jit(count)
     x = jnp.ones(2)
     for _ in range(2):
         assert fn((x, 3), {"k": x}) == (2, [])
