@@ -260,8 +260,12 @@ def test_dtypes(numbers: Any, auto_mesh: Mesh) -> None:
     assert found["experts", 0].item() == 1024 and found.dtype == jnp.bfloat16
 
 
-def test_shards_of_experts_that_are_stored_sharded(mesh: Mesh) -> None:
-    """They are gathered where they are used, and their gradients are scattered as they are summed."""
+@pytest.mark.parametrize("tokens", ["data", ("model", "data")], ids=str)
+def test_shards_of_experts_that_are_stored_sharded(tokens: Any, mesh: Mesh) -> None:
+    """They are gathered where they are used, and their gradients are scattered as they are summed.
+
+    Over mesh axes that only the rows are sharded over, shards of gradients are summed.
+    """
     up = {"weight": UP.weight.rename({"embed": "hidden"})}
 
     def total(up: Any, x: axn.NamedArray, chosen: axn.NamedArray) -> jax.Array:
@@ -271,12 +275,14 @@ def test_shards_of_experts_that_are_stored_sharded(mesh: Mesh) -> None:
 
     chosen = axn.zeros(Tokens, dtype=np.int32)
     wanted = jax.grad(total)(up, X, chosen)
-    with jax.set_mesh(mesh), axn.axis_mapping({"tokens": "data", "hidden": "data"}):
+    with jax.set_mesh(mesh), axn.axis_mapping({"tokens": tokens, "hidden": "data"}):
         arguments = axn.shard((up, X, chosen))
         program = jax.jit(jax.grad(total)).lower(*arguments).compile()
         close(axn.to_host(program(*arguments)), wanted)
     found = executed(program)
-    assert "reduce-scatter" in found and "all-reduce" not in found
+    shard = 4 * UP.weight.array.size // mesh.shape["data"]
+    assert found["reduce-scatter"][1] == shard
+    assert found.get("all-reduce", (0, 0))[1] == (0 if tokens == "data" else shard)
 
 
 def test_where_shards_are_there_already(auto_mesh: Mesh) -> None:

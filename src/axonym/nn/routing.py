@@ -270,7 +270,8 @@ class _Dispatch:
             gathered = list(params)
             for i, (names, each) in enumerate(zip(self._tree.names, stored, strict=False)):
                 over = [() if n == self._experts.name else axes for n, axes in zip(names or (), each, strict=True)]
-                gathered[i] = gather_axes(gathered[i], over)
+                # A shard varies before it is gathered, so that of its gradients shards are summed over other mesh axes.
+                gathered[i] = gather_axes(vary_like(gathered[i], expert, x), over) if any(over) else gathered[i]
             # Weights vary like the rows, so that their gradients are summed over devices once, not in each round. The
             # sum over rounds is in float32.
             wide = [vary_like(p.astype(jnp.float32) if p.dtype in _NARROW else p, expert, x) for p in gathered]
