@@ -1,7 +1,7 @@
 """Imports point down: from each package or module to those on the lines below it, and never in a cycle.
 
-Imports inside functions count. Those under `TYPE_CHECKING` do not: `NamedArray` and its methods know each other's
-types.
+Imports inside functions count, and so do those under `TYPE_CHECKING`. There is one exception: `NamedArray` and its
+methods know each other's types.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ MODULES = {
 
 
 def imports(module: str) -> Iterator[str]:
-    """The modules of the package that a module imports, in functions too."""
+    """Yield the modules of the package that a module imports, in functions too."""
     path = MODULES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     waiting: list[ast.AST] = [ast.parse(path.read_text())]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and module == "axonym.named_array":
             waiting += node.orelse
             continue
         waiting += ast.iter_child_nodes(node)

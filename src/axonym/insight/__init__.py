@@ -8,16 +8,11 @@ writes a text that is kept with the tests. From the command line, `python -m axo
 
 from .blaming import Blame as Blame, blame as blame
 from .chips import CHIPS as CHIPS, Chip as Chip
+from .collectives import Collective as Collective, Source as Source
 from .comparing import Comparison as Comparison, compare as compare
 from .contracts import BrokenContract as BrokenContract, Contract as Contract, contract as contract
 from .explaining import explain as explain
 from .planning import MappingPlan as MappingPlan, PlannedMapping as PlannedMapping, plan as plan
-from .report import (
-    Bounds as Bounds,
-    Collective as Collective,
-    Memory as Memory,
-    Report as Report,
-    Source as Source,
-)
+from .report import Bounds as Bounds, Memory as Memory, Report as Report
 from .snapshots import snapshot as snapshot
 from .timeline import HeldArray as HeldArray, MemoryTimeline as MemoryTimeline

@@ -29,7 +29,8 @@ from ._named_events import (
     Value,
 )
 from .chips import Chip
-from .report import Collective, Memory, Report, bounds_on, sent_by
+from .collectives import Collective, sent_by
+from .report import Memory, Report, bounds_on
 
 NOTES: tuple[str, ...] = (
     "by='names' takes every array to be sharded by the mappings, and counts each exchange for itself: a compiler may "

@@ -13,7 +13,7 @@ from ._constraints import Constraints
 from ._hlo import Frame, HloProgram, HloShape, Instruction
 from ._lifetimes import Buffer, Lifetimes
 from ._lines import source
-from .report import Collective, sent_by
+from .collectives import Collective, sent_by
 from .timeline import HeldArray, MemoryTimeline
 
 

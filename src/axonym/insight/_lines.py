@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ._hlo import Frame
-from .report import Source
+from .collectives import Source
 
 _LIBRARIES = tuple(
     dict.fromkeys(

@@ -19,7 +19,7 @@ from . import _scopes
 from ._constraints import frames_of, scope_of
 from ._describing import Exchange, Origin
 from ._hlo import Frame, HloShape, along
-from .report import sent_by
+from .collectives import sent_by
 
 _PLACED = "inline,symbol-dce,sdy-propagation-pipeline"
 _EXCHANGED = "sdy-insert-explicit-reshards{enable-full-version=true},sdy-reshard-to-collectives"

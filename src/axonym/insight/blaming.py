@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from .._mesh_axes import AnyMesh
+from .collectives import Collective
 from .explaining import explain
-from .report import Collective
 
 
 @dataclasses.dataclass(frozen=True)

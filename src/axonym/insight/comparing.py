@@ -11,8 +11,9 @@ from .._errors import describe_bytes
 from .._mesh_axes import AnyMesh
 from ._text import aligned, described_axes, markdown_table, written_number
 from .chips import Chip
+from .collectives import Collective
 from .explaining import explain
-from .report import Collective, Report, described_seconds
+from .report import Report, described_seconds
 
 
 def compare(

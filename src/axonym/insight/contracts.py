@@ -15,8 +15,9 @@ from .._errors import describe_bytes
 from .._mesh_axes import AnyMesh
 from ..sharding.meshes import current_mesh
 from ._text import parsed_bytes
+from .collectives import Collective
 from .explaining import explain
-from .report import Collective, Memory, Report
+from .report import Memory, Report
 
 
 class BrokenContract(AssertionError):

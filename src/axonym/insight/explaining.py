@@ -27,7 +27,8 @@ from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, V
 from ._named_trace import named_trace
 from ._topologies import moved_to, on_topology
 from .chips import Chip, known_chip
-from .report import Collective, Memory, Report, bounds_on
+from .collectives import Collective
+from .report import Memory, Report, bounds_on
 
 WITHOUT_FLOPS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart"}
 """Calls in programs for TPUs that compute nothing."""

@@ -10,100 +10,11 @@ from typing import Any
 from .._errors import describe_bytes
 from ._text import Section, aligned, described_axes, markdown_table, rich_table, written_number
 from .chips import Chip
+from .collectives import Collective
 from .timeline import MemoryTimeline, draw
 
 _SHOWN = 8
 """How many arguments are written."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A line of the user's code.
-
-    >>> print(axn.insight.Source("/home/me/model.py", 12, "loss"))
-    model.py:12
-    """
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.file.replace(chr(92), '/').rpartition('/')[2]}:{self.line}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """An array that is exchanged between devices, by one instruction of a compiled program.
-
-    >>> f = lambda x: jax.lax.with_sharding_constraint(x.sum(), jax.sharding.PartitionSpec())
-    >>> x = jax.ShapeDtypeStruct((8,), "float32")
-    >>> mesh = axn.make_mesh({"data": -1})
-    >>> collectives = axn.insight.explain(f, x, mesh=mesh, by="partitioner").collectives
-    >>> all(isinstance(c, axn.insight.Collective) for c in collectives)
-    True
-    """
-
-    kind: str
-    """As XLA calls it: `all-gather`, `all-reduce`, `reduce-scatter`, `all-to-all`, `collective-permute`, ..."""
-    axes: tuple[str, ...] | None
-    """The mesh axes along which the devices of a group differ; None if the mesh is not known."""
-    devices: int
-    """How many devices exchange data with each other."""
-    along_all: bool
-    """Whether a group has all devices along these mesh axes, rather than some."""
-    times: int | None
-    """How often it runs in a call; None if that depends on values."""
-    in_branch: bool
-    """Whether it runs only if a condition has a certain value. It is counted."""
-    array: str
-    """The array as it is on each device: the result of an `all-gather` or `all-to-all`, the operand of the others. With
-    the names of its axes if they are known."""
-    place: tuple[int, int]
-    """Which of how many arrays it is that the instruction carries; the first has place 0."""
-    size: int
-    """The bytes of its result on each device, each time."""
-    sent: int | None
-    """The bytes that each device sends at least, each time; None if that depends on values."""
-    phase: str
-    """`forward`, `backward` or `recomputed`; empty for what is not differentiated, such as an optimizer's update."""
-    operation: str | None
-    """The named operation that it belongs to, with the axes of its operands and results; None if there is none."""
-    named_axes: tuple[str, ...]
-    """The axes of the operands and results of that operation."""
-    gathered: tuple[str, ...]
-    """The named axes that an `all-gather` makes complete on each device, as far as known."""
-    moved: tuple[str, ...]
-    """The named axis along which an `all-to-all` trades shards for those along another axis, as far as known."""
-    stored: tuple[str, ...]
-    """The named axes of the array that the parameter mapping shards over these mesh axes, if it is a parameter."""
-    of_indices: bool
-    """Whether the array holds the indices of a look-up, which are few beside what is looked up."""
-    reason: str | None
-    """Why it is there, in names; None if that is not known."""
-    source: Source | None
-    """The line of the user's code that it comes from."""
-    scope: str
-    """The scopes around it, as JAX writes them."""
-
-    @property
-    def total_sent(self) -> int | None:
-        """Return the bytes that each device sends in a call; None if that depends on values.
-
-        >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
-        >>> [c.total_sent for c in report.collectives]
-        []
-        """
-        return None if self.sent is None or self.times is None else self.sent * self.times
-
-    def __str__(self) -> str:
-        times = "some" if self.times is None else str(self.times)
-        sent = "some bytes" if self.sent is None else describe_bytes(self.sent)
-        text = f"{self.kind} over {described_axes(self.axes)} of {self.array}, {times} x {sent}"
-        text += f", {self.phase}" if self.phase else ""
-        text += f", at {self.source}" if self.source else ""
-        text += f", in {self.operation}" if self.operation else ""
-        return f"{text}: {self.reason or 'why is not known'}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,7 +191,7 @@ class Report:
         >>> report.draw().axes[0].get_ylabel()
         'held by each device (B)'
         """
-        return draw(self, figure)
+        return draw(self.timeline, self.by_axes(), figure)
 
     def __str__(self) -> str:
         return self._written(markdown=False)
@@ -406,17 +317,6 @@ def _lines(found: Sequence[Collective]) -> str:
     rows = _rows(found)
     first = aligned([(f"{r.times} x {r.sent}", r.kind, r.when, r.array, r.line) for r in rows])
     return "\n".join(f"  {a}\n      {r.operation}: {r.why}" for a, r in zip(first, rows, strict=True))
-
-
-def sent_by(kind: str, given: int, count: int) -> int | None:
-    """Return the bytes that a device sends at least, of operands of so many bytes, to the others of its group."""
-    if kind == "all-gather":
-        return given * (count - 1)
-    if kind == "all-reduce":
-        return 2 * given * (count - 1) // count
-    if kind in ("reduce-scatter", "all-to-all"):
-        return given * (count - 1) // count
-    return given if kind in ("collective-permute", "collective-broadcast") else None
 
 
 def bounds_on(chip: Chip, collectives: Sequence[Any], memory: Memory | None, flops: int | None) -> Bounds:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 from .._errors import describe_bytes
 from ._text import Section, aligned, described_axes
+from .collectives import Collective, Source
 
-if TYPE_CHECKING:
-    from .report import Report, Source
+CollectivesByAxes: TypeAlias = Mapping[tuple[str, ...] | None, Sequence[Collective]]
+"""Collectives by the mesh axes that they run over; None if the mesh is not known."""
 
 _SHOWN = 8
 """How many rows of arrays are written."""
@@ -101,7 +102,7 @@ class MemoryTimeline:
         return "\n".join([title, *(f"  {line.rstrip()}" for line in aligned(rows))])
 
 
-def draw(report: Report, figure: Any) -> Any:
+def draw(timeline: MemoryTimeline | None, sent: CollectivesByAxes, figure: Any) -> Any:
     """Draw what a device holds in the course of a step, and what it sends over each set of mesh axes."""
     if figure is None:
         try:
@@ -109,13 +110,12 @@ def draw(report: Report, figure: Any) -> Any:
         except ImportError as e:
             raise ImportError("Report.draw needs Matplotlib: pip install 'axonym[plot]'.") from e
         figure = Figure(figsize=(9, 4), layout="constrained")
-    timeline, sent = report.timeline, report.by_axes()
     parts = [part for part, wanted in (("memory", timeline is not None), ("sent", bool(sent))) if wanted]
     places = dict(zip(parts, figure.subplots(1, len(parts), squeeze=False)[0], strict=True)) if parts else {}
     if timeline is not None:
         _draw_memory(places["memory"], timeline)
     if sent:
-        _draw_sent(places["sent"], report)
+        _draw_sent(places["sent"], sent)
     return figure
 
 
@@ -136,9 +136,8 @@ def _draw_memory(axes: Any, timeline: MemoryTimeline) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def _draw_sent(axes: Any, report: Report) -> None:
+def _draw_sent(axes: Any, found: CollectivesByAxes) -> None:
     """Draw a bar for each set of mesh axes, with a part for each kind of collective."""
-    found = report.by_axes()
     kinds = list(dict.fromkeys(c.kind for same in found.values() for c in same))
     sums = {kind: [sum(c.total_sent or 0 for c in s if c.kind == kind) for s in found.values()] for kind in kinds}
     scale, unit = _unit(max(map(sum, zip(*sums.values(), strict=True))))
