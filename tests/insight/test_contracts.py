@@ -149,7 +149,8 @@ def test_a_decorated_step_is_checked_once_for_each_program(monkeypatch: pytest.M
 
     @contract(max_sent={})
     def scaled(x: axn.NamedArray, by: Any) -> axn.NamedArray:
-        return x * (by() if callable(by) else by)
+        factor: Any = by() if callable(by) else by
+        return x * factor
 
     x = axn.ones({"batch": 8})
     for by in (1, 1, True, 1.0, 0.0, -0.0, 1):  # equal for Python, but not the same programs
