@@ -37,6 +37,8 @@ from .._mesh_axes import (
     current_mesh,
     entries_by_name,
     entry_of,
+    has_explicit,
+    mapped_axes,
     mapped_on,
     mesh_axes,
     restricted,
@@ -141,7 +143,7 @@ class _Pipeline:
 
     def _stages_of(self, name: str, entry: Entry) -> Axes:
         """Return the mesh axes of stages that an axis of an argument of `then` stays sharded over, as mapped."""
-        own = mesh_axes(active_mapping().get(name))
+        own = mapped_axes(name)
         mapped = own == mesh_axes(entry)[: len(own)] and {*own} <= {*self._stages}
         return own if mapped and name not in (self._Layers.name, self._batch) else ()
 
@@ -151,7 +153,7 @@ class _Pipeline:
         With these the partitioner does tensor parallelism inside of a tick. On Explicit mesh axes JAX cannot
         differentiate that, so weights that are sharded over these are all-gathered.
         """
-        if AxisType.Explicit in self._mesh.axis_types:
+        if has_explicit(self._mesh):
             return set(self._mesh.axis_names)
         weights = (*self._trees[0].names, *self._trees[3].names)
         computed = {a for names in weights for a in axes_in(entries_by_name(names or ()))}
