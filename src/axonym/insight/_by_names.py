@@ -305,10 +305,6 @@ class Account:
             self.open.setdefault(f"{what}{_within(event.place)}", event.place)
             return
         if extra and set(extra) <= set(over):
-            if _scopes.dispatch(event.place.scope) and (rest := tuple(a for a in over if a not in extra)):
-                # What is gathered for several rounds is summed up before it is scattered.
-                self._exchange(event.place, "all-reduce", rest, result)
-                over = extra
             self._exchange(event.place, "reduce-scatter", extra, result)
             rest = tuple(a for a in over if a not in extra)
             if rest:
