@@ -1,8 +1,8 @@
 """Check that a function computes the same on every mesh and under every mapping.
 
-How a program is distributed must not change what it computes. Most functions keep that promise by themselves; those
-with per-device code, with partitioning of their own or with assumptions about shards can break it, and then they do it
-silently. `check_shard_invariance` runs a function under many placements and compares.
+How a program is distributed must not change what it computes. Most functions keep this promise automatically; those
+with per-device code, their own partitioning or assumptions about shards can break it silently. `check_shard_invariance`
+runs a function under many placements and compares.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["ShardInvariance", "check_shard_invariance"]
 
 @dataclasses.dataclass(frozen=True)
 class ShardInvariance:
-    """Hold what `check_shard_invariance` did.
+    """Hold the outcome of `check_shard_invariance`.
 
     >>> found = axn.testing.check_shard_invariance(lambda x: x * 2, axn.ones({"batch": 8}), draws=2)
     >>> found.compared + len(found.refusals)

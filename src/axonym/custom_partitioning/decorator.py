@@ -68,7 +68,7 @@ def partitioned(
     permuted: str | Sequence[str] = (),
     **sizes: int,
 ) -> Any:
-    """Make an operation on sharded arrays from a function, and from a second one that each device runs on its shards.
+    """Make an operation on sharded arrays from a function and a second one that each device runs on its shards.
 
     The function defines the operation, on unsharded arrays. The second function is decorated with the `per_shard` of
     the first. It must work for every sharding of its operands, with collectives by axis: `axonym.psum(x, "vocab")` sums

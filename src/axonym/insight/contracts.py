@@ -36,7 +36,7 @@ def contract(
     mapping: Any = None,
     mesh: AnyMesh | None = None,
 ) -> Contract:
-    """Make a contract: what a step may send between devices, and keep.
+    """Make a contract: limits on what a step may send between devices, and keep in memory.
 
     It is used in three ways. `contract(...).check(step, *args)` checks a step. In `with contract(...) as c:`, what
     `c.check` finds is raised together at the end; a block that checks nothing is an error. And as a decorator of a
@@ -88,7 +88,7 @@ class Contract:
 
     @property
     def has_checked(self) -> bool:
-        """Return whether a step was checked, in a with-block whether one was checked in it.
+        """Return whether any step was checked; in a with-block, whether any was checked inside it.
 
         >>> axn.insight.contract(max_sent={}).has_checked
         False
@@ -96,7 +96,7 @@ class Contract:
         return self._checked > 0
 
     def check(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
-        """Explain a step, and raise if it breaks the contract; in a with-block, at its end.
+        """Explain a step, and raise an error if it breaks the contract; in a with-block, at its end.
 
         >>> axn.insight.contract(max_sent={}).check(lambda x: x * 2, axn.ones({"x": 8})).total_sent()
         0
@@ -113,7 +113,7 @@ class Contract:
         return report
 
     def broken(self, report: Report) -> tuple[str, ...]:
-        """Say what a report has that the contract rules out.
+        """Return the parts of a report that break the contract, one message for each.
 
         >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"x": 8}))
         >>> (line,) = axn.insight.contract(max_memory=8).broken(report)

@@ -1,4 +1,4 @@
-"""`plan`: the mesh and the mappings with which a step takes least time, as far as names tell."""
+"""`plan`: find the mesh and the mappings under which a step takes the least time, as far as names tell."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PlannedMapping:
 
     @property
     def seconds(self) -> float:
-        """Return the least time of a step: the longest of its bounds.
+        """Return the lower bound on the time of a step: the longest of its bounds.
 
         >>> step = lambda w, x: axn.dot(x, w, axis="embed")
         >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
@@ -96,7 +96,7 @@ class PlannedMapping:
 
 @dataclasses.dataclass(frozen=True)
 class MappingPlan:
-    """The mappings that `plan` found, the best first: printed as a table, with the best as code.
+    """The mappings that `plan` found, the best first. Prints as a table, with the best one as code.
 
     >>> step = lambda w, x: axn.dot(x, w, axis="embed")
     >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
@@ -120,7 +120,7 @@ class MappingPlan:
 
     @property
     def best(self) -> PlannedMapping:
-        """Return the mapping that takes least time.
+        """Return the mapping that takes the least time.
 
         >>> step = lambda w, x: axn.dot(x, w, axis="embed")
         >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
@@ -184,7 +184,7 @@ def plan(
     ask: int = 12,
     verify: int = 3,
 ) -> MappingPlan:
-    """Search for the mesh and the mappings with which a step of training takes least time, and fits into memory.
+    """Search for the mesh and the mappings under which a training step fits into memory and takes the least time.
 
     The step is traced once, and each mapping is worked out by name, as `explain` does with `by="names"`: mappings of
     the batch (data parallelism), of the parameters between uses (FSDP), of axes along which devices can compute

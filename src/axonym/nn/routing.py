@@ -60,7 +60,7 @@ def dispatch(
     round_size: int | None = None,
     exchange: Literal["all_to_all", "ragged"] | None = None,
 ) -> NamedArray:
-    """Send each row to its expert, and return what the experts make of the rows, where the rows were.
+    """Send each row to its expert, and return the results in the original order of the rows.
 
     Experts that are sharded over mesh axes get their rows by an all-to-all, and send the results back by another one.
     Rows that are sharded over these mesh axes, too, stay so: no device has all of them, or all experts. What moves has
@@ -322,7 +322,7 @@ def _require_numbers(what: str, expert: NamedArray) -> None:
 def limit_capacity(
     expert: NamedArray, experts: Axis, factor: float, *, order: Sequence[AxisSelector] | None = None
 ) -> NamedArray:
-    """Take rows away from experts that get too many: each keeps the first ones.
+    """Drop rows from experts that get too many: each expert keeps its first rows.
 
     The rows that are taken away get -1, for which `dispatch` gives zeros, so `(expert < 0).sum()` counts them. Which
     rows these are does not depend on the mapping.
@@ -356,7 +356,7 @@ def limit_capacity(
 
 @_errors.say_how_to_call
 def load_balancing_loss(probabilities: NamedArray, expert: NamedArray, experts: Axis) -> NamedArray:
-    """Return a loss that is least, 1, where all experts get as many rows, as in Switch Transformers.
+    """Return the load-balancing loss of Switch Transformers: 1, its minimum, if all experts get equally many rows.
 
     The loss is the number of experts times the sum, over experts, of the share of the rows that an expert gets and the
     mean probability that the router gives it. Only the latter has a gradient.
@@ -378,7 +378,7 @@ def load_balancing_loss(probabilities: NamedArray, expert: NamedArray, experts: 
 
 @_errors.say_how_to_call
 def router_z_loss(logits: NamedArray, experts: AxisSelector) -> NamedArray:
-    """Return the mean squared log-sum-exp of a router's logits, a loss that keeps them small, as in ST-MoE.
+    """Return the z-loss of ST-MoE, which keeps a router's logits small: the mean of their squared log-sum-exp.
 
     >>> axn.nn.router_z_loss(axn.zeros({"tokens": 4, "experts": 1}), "experts")
     NamedArray(float32[], 0.)

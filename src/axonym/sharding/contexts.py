@@ -1,8 +1,8 @@
 """`in_context`: take the active mesh and mapping along into threads and tasks.
 
-JAX keeps the active mesh for each thread, and so does this library the active settings. A new thread starts without
-either. The tasks of an event loop share a thread, so what one of them activates is active in the others too, as soon as
-it waits for something inside the with-block.
+JAX keeps the active mesh per thread, and this library the active settings. A new thread starts without either. The
+tasks of an event loop share a thread, so a mesh or mapping that one task activates is active in the others too, as soon
+as that task waits for something inside its with-block.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Resource mappings from logical axes to the mesh axes that they are sharded over: how one is made active.
+"""Activate resource mappings, from logical axes to the mesh axes that they are sharded over.
 
-What the active mapping says of an axis is asked in `axonym._mesh_axes`; `axonym.sharding.placement` applies mappings to
-trees.
+`axonym._mesh_axes` looks axes up in the active mapping; `axonym.sharding.placement` applies mappings to trees.
 """
 
 from __future__ import annotations

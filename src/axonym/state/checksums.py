@@ -2,7 +2,7 @@
 
 Orbax stores the values of arrays without a checksum, so that a flipped bit would load as another weight. A checkpoint
 therefore has a file with the checksum of each block of each file. It does not depend on the mesh, and is compared
-before Orbax reads anything. Which arrays a damaged block belongs to is looked up only then.
+before Orbax reads anything. Only then is it looked up which arrays a damaged block belongs to.
 """
 
 from __future__ import annotations

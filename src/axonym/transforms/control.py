@@ -1,8 +1,8 @@
 """`while_loop`, `fori_loop`, `cond` and `switch` on trees of named arrays.
 
-JAX's own take named arrays too, since they are trees. These add what names are good for: an axis order that differs
-between two steps, or two branches, is brought into line, since order is only layout, and what really differs is said
-by path and axis. What is not an array (a function in a module, say) is passed on.
+JAX's own functions take named arrays too, since they are trees. These add the benefits of names: if the order of axes
+differs between two steps or two branches, it is aligned, since order is only layout, and errors describe real
+differences by path and axis. Values that are not arrays, such as a function in a module, are passed on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`lift`: make a named function of a positional one.
 
-A positional function knows how many axes its arrays have and which is which. Lifting says once, in order, what those
-axes are called. All other axes that named arrays bring along are matched by name and mapped over.
+A positional function knows how many axes its arrays have and which is which. Lifting names those axes once, in order.
+All other axes of the named arrays are matched by name and mapped over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`scan`, `fold`, `map` and `associative_scan`: loops over a named axis.
 
 The first three are `jax.lax.scan` over the slices of the arguments that have the axis. The body sees the arguments
-without it; the carry goes from step to step; what the body returns besides is stacked along the axis.
+without it; the carry goes from step to step; the body's other results are stacked along the axis.
 
 On Explicit mesh axes a loop visits every slice on every device, so an argument that is sharded over the looped axis is
 gathered along it first. The stacked outputs are sharded again as the arguments were: an output axis keeps the sharding
