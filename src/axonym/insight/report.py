@@ -271,7 +271,7 @@ class Report:
     def draw(self, figure: Any = None) -> Any:
         """Draw what each device holds over the course of the step, and what it sends over each set of mesh axes.
 
-        Takes the extra `plot`.
+        Needs the extra `plot`.
 
         Arguments:
             figure: Matplotlib's figure to draw into; by default a new one. It is returned, and can be saved.

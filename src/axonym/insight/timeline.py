@@ -42,9 +42,8 @@ class HeldArray:
 class MemoryTimeline:
     """What each device holds over the course of a step, from when each array is made and last used.
 
-    The compiler puts arrays into one block, in which there can be gaps, and may put some in one place of which this
-    does not know. In the tests, the peak differs from the compiler's own figure by less than a tenth of the
-    temporaries.
+    The compiler puts arrays into one block, which can have gaps, and may let some share memory in ways that this does
+    not know. In the tests, the peak differs from the compiler's own figure by less than a tenth of the temporaries.
 
     >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
     >>> report.timeline.peak

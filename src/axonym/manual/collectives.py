@@ -279,8 +279,8 @@ def shift(x: T, axis: AnyAxis, offset: int = 1, *, wrap: bool = True) -> T:
 def pvary(x: T, axis: AnyAxis) -> T:
     """Make a value device-varying, without changing it.
 
-    Needed if JAX must know in advance, as for a carry of a scan that is the same on all devices only at the start. For
-    differentiation, this makes a copy for each device, and the gradients of the copies are summed.
+    This is needed if JAX must know in advance, as for a carry of a scan that is the same on all devices only at the
+    start. For differentiation, this makes a copy for each device, and the gradients of the copies are summed.
 
     Arguments:
         x: a named array, a raw array, or a tree of them.

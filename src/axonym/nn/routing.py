@@ -62,10 +62,10 @@ def dispatch(
 ) -> NamedArray:
     """Send each row to its expert, and return the results in the original order of the rows.
 
-    Experts that are sharded over mesh axes get their rows by an all-to-all, and send the results back by another one.
-    Rows that are sharded over these mesh axes, too, stay so: no device has all of them, or all experts. What moves has
-    a fixed size, so rows are exchanged in rounds: as many as it takes, so that no row is dropped. On GPUs and TPUs a
-    ragged all-to-all moves only those rows of a round that there are.
+    Experts that are sharded over mesh axes get their rows by an all-to-all, and send the results back by another. If
+    rows are sharded over these mesh axes too, they stay so: no device has all rows, or all experts. Messages have a
+    fixed size, so rows are exchanged in as many rounds as needed, and no row is dropped. On GPUs and TPUs, a ragged
+    all-to-all moves only the existing rows of a round.
 
     Arguments:
         fn: what experts do: `fn(params, x, sizes)` takes rows that are sorted by expert, and the number of rows of each
@@ -80,7 +80,7 @@ def dispatch(
         rows: the name of the axis of sorted rows, in `fn`.
         round_size: how many of its rows a device sends to another one in a round, where experts are sharded; by default
             1.5 times an even share.
-        exchange: `"ragged"` or `"all_to_all"`; by default `"ragged"` but on CPUs, for which XLA does not have it.
+        exchange: `"ragged"` or `"all_to_all"`; by default `"ragged"`, except on CPUs, for which XLA does not have it.
 
     >>> Experts, Embed = axn.make_axes(experts=2, embed=1)
     >>> layer = axn.nn.MoELinear(axn.named([[[1.0]], [[10.0]]], ("experts", "embed", "out")), None, Experts, Embed,
@@ -324,15 +324,15 @@ def limit_capacity(
 ) -> NamedArray:
     """Drop rows from experts that get too many: each expert keeps its first rows.
 
-    The rows that are taken away get -1, for which `dispatch` gives zeros, so `(expert < 0).sum()` counts them. Which
-    rows these are does not depend on the mapping.
+    The dropped rows get -1, for which `dispatch` gives zeros, so `(expert < 0).sum()` counts them. Which rows are
+    dropped does not depend on the mapping.
 
     Arguments:
         expert: the number of the expert of each row.
         experts: the axis of the experts.
         factor: how many rows an expert keeps, as a multiple of an even share.
         order: the axes of the rows, the outermost one first, which says what the first rows are. If there are several,
-            it is needed: `("choice", "tokens")` takes second choices away before first ones.
+            it is needed: `("choice", "tokens")` drops second choices before first ones.
 
     >>> axn.nn.limit_capacity(axn.named([0, 0, 1, 0], "tokens"), axn.Axis("experts", 2), 1.0)
     NamedArray(int32[tokens=4], [ 0  0  1 -1])

@@ -109,7 +109,7 @@ def _like(what: str, a: Any, fn: Callable[..., jax.Array], *arguments: Any) -> N
 def from_dlpack(x: Any, axis: AxisSelection) -> NamedArray:
     """Name the axes of an array from another library, such as a PyTorch tensor, without a copy if possible.
 
-    In the other direction, a named array is what functions called `from_dlpack` take: the axes come in their order.
+    In the other direction, functions called `from_dlpack` take named arrays: the axes keep their order.
 
     Arguments:
         x: an array that supports DLPack.

@@ -17,10 +17,11 @@ class GPipe:
         axis: the axis of the batch. Each device cuts its own shard of it.
         remat: whether a stage is computed again for its derivative, so that only its input is kept in each tick.
         gather: when parameters that are stored sharded (see `axonym.fsdp`) are all-gathered: "before" the ticks, once,
-            or "inside" each of them, so that the parameters of one stage are not in memory all the time.
-        rounds: how often a microbatch passes all stages. In each round, a stage applies other layers, so a tick is
-            shorter, and so is the time in which a stage is idle. The microbatches must be a multiple of the stages, and
-            `remat` be True: otherwise the layers of a round would be stored for each tick.
+            or "inside" each of them, so that the gathered parameters of a stage do not stay in memory.
+        rounds: how often a microbatch passes through all stages. In each round, a stage applies different layers, so
+            ticks are shorter, and so is the time in which a stage is idle. The number of microbatches must be a
+            multiple of the number of stages, and `remat` must be True: otherwise the layers of a round would be stored
+            for each tick.
 
     >>> schedule = axn.schedules.GPipe(microbatches=8)
     >>> schedule.ticks(stages=3), schedule.idle(stages=3)
@@ -87,8 +88,9 @@ class OneFOneB:
     In a tick, each stage runs one microbatch forward and another one backward, which it computes again from its stored
     input. A stage stores `2 * stages - 1` inputs at most, for any number of microbatches.
 
-    A microbatch can go backward only if its loss is known. So the loss is part of the pipeline: `then` of
-    `Stacked.fold` computes it from a microbatch of results. Without it, the derivative runs everything forward again.
+    A microbatch can go backward only once its loss is known. So the loss is part of the pipeline: `then` of
+    `Stacked.fold` computes it from a microbatch of results. Without `then`, the backward pass runs everything forward
+    again.
 
     Arguments:
         microbatches, axis, gather, rounds: as in `GPipe`. With several rounds, `2 * rounds * stages - 1` inputs are

@@ -84,8 +84,8 @@ def axis_mapping(
 ) -> ActiveSettings:
     """Activate a resource mapping, in a with-block or as a decorator.
 
-    The active mapping is part of jit's cache key: a function is compiled again for another mapping, and not again when
-    a mapping returns. A new thread starts with no mapping, as it does with JAX's mesh.
+    The active mapping is part of jit's cache key: a function is compiled again for another mapping, but not when an
+    earlier mapping is active again. A new thread starts without a mapping, as it starts without JAX's mesh.
 
     Arguments:
         mapping: from axes to mesh axes. None for an axis means replicated. An empty mapping is the same as none.

@@ -88,8 +88,8 @@ def damage_of(folder: Any, process: int = 0, processes: int = 1) -> list[str] | 
 def verify(path: str | os.PathLike[str]) -> None:
     """Check that a checkpoint has the bytes that were written to it, without loading it.
 
-    Raises a ValueError that lists the damaged files, and the arrays that have values there. The same is
-    `python -m axonym.state verify PATH`. `restore_checkpoint` does it by itself.
+    Raises a ValueError that lists the damaged files, and the arrays stored in them.
+    `python -m axonym.state verify PATH` does the same, and `restore_checkpoint` does it automatically.
 
     Arguments:
         path: the folder of the checkpoint.

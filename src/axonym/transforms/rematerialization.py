@@ -98,7 +98,7 @@ class ScanCheckpointPolicy:
     def checkpoint(self, carry_name: str, input_name: str, fn: Callable[..., T]) -> Callable[..., T]:
         """Return a step that keeps for its backward pass what the policy says.
 
-        It does not do what concerns all steps together: nested scans, and not keeping the carries.
+        It does not handle options that concern all steps together: nested scans, and not keeping the carries.
 
         Arguments:
             carry_name: what the carry is called where it is moved to the host.
