@@ -1,7 +1,7 @@
 """Make arrays from axes: filled, counted, spaced, and by the position of their elements.
 
-The active mapping shards the new arrays, as it shards random draws; without one, JAX places them. The
-`*_like` functions make an array with the axes, dtype and sharding of another.
+The active mapping shards the new arrays, as it shards random draws; without one, JAX places them. The `*_like`
+functions make an array with the axes, dtype and sharding of another.
 """
 
 from __future__ import annotations
