@@ -1,7 +1,8 @@
 """The methods and operators of `NamedArray`.
 
-A method is the function of the same name: `axn.NamedArray.sum is axn.sum`. The list below is the only place where that
-is said. Type checkers see `NamedArray` derive from `Methods`; on import, `attach` puts the same entries on the class.
+A method is the function of the same name: `axn.NamedArray.sum is axn.sum`. The list below is the only place that
+defines this. Type checkers see `NamedArray` derive from `Methods`; on import, `attach` puts the same entries on the
+class.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Agree(Protocol):
 
 @contextlib.contextmanager
 def fail_together(what: str) -> Iterator[Agree]:
-    """Raise an error that one process raises in a with-block in all processes; the message names the process.
+    """Raise in all processes an error that one of them raises in a with-block; the message names the process.
 
     All processes must enter the block. A process that fails skips the rest of the block, so a collective in it must not
     come after something that can fail in some processes only, unless they have agreed in between: the block gets a

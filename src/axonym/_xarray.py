@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Coordinates(Mapping[str, Any]):
     """The coordinates of xarray data, as static metadata: hashable, and a tree without leaves.
 
-    Equal coordinates are the same to `jax.jit`, and a function that gets others is compiled again. So pass them to a
-    compiled function only if it computes with them, and keep them outside otherwise.
+    Equal coordinates are the same to `jax.jit`; a function that gets different ones is compiled again. So pass them to
+    a compiled function only if it computes with them, and keep them outside otherwise.
 
     >>> import xarray
     >>> da = xarray.DataArray(np.ones((2, 3)), dims=("time", "x"), coords={"time": [10, 20]})
@@ -76,8 +76,8 @@ class Coordinates(Mapping[str, Any]):
 def from_xarray(data: Any, *, coords: bool = False, placement: Placement = None) -> Any:
     """Convert a `DataArray` to a named array, or a `Dataset` to a dictionary of named arrays.
 
-    JAX has arrays of numbers and booleans only: dates, durations and strings are an error that lists them all. Missing
-    values are NaN, as in xarray.
+    JAX has only arrays of numbers and booleans: dates, durations and strings raise an error that lists them all.
+    Missing values are NaN, as in xarray.
 
     Arguments:
         data: a `DataArray`, a `Variable`, or a `Dataset` or other mapping of them.
@@ -151,8 +151,8 @@ def to_xarray(tree: Any, coords: Any = None, *, name: str | None = None) -> Any:
     """Convert a named array to a `DataArray`, or a dictionary of named arrays to a `Dataset`.
 
     Sharded arrays are gathered; with several hosts, each must call this. Coordinates along axes that an array lacks,
-    because they were reduced or indexed away, are left out, as xarray does. Coordinates along an axis whose size is
-    another now are an error.
+    because they were reduced or indexed away, are left out, as xarray does. Coordinates along an axis whose size has
+    changed are an error.
 
     Arguments:
         tree: a named array, or a dictionary of them.

@@ -133,7 +133,7 @@ def fft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = Non
 
 
 def ifft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
-    """Compute the inverse of `fft`, whose arguments it takes.
+    """Compute the inverse of `fft`, with the same arguments.
 
     >>> axn.fft.ifft(axn.named([3., -1.], "t"), "t")
     NamedArray(complex64[t=2], [1.+0.j 2.+0.j])
@@ -160,7 +160,7 @@ def irfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = N
 
 
 def hfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
-    """Compute the discrete Fourier transform of values that are conjugate-symmetric, so that it is real.
+    """Compute the discrete Fourier transform of conjugate-symmetric values, which is real.
 
     The arguments are as in `fft`, but it runs along one axis.
 
@@ -171,7 +171,7 @@ def hfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = No
 
 
 def ihfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
-    """Compute the inverse of `hfft`, whose arguments it takes.
+    """Compute the inverse of `hfft`, with the same arguments.
 
     >>> axn.fft.ihfft(axn.named([5., 1., -3., 1.], "t"), "t")
     NamedArray(complex64[t=3], [1.+0.j 2.+0.j 0.+0.j])
@@ -199,7 +199,7 @@ def fftshift(x: NamedArray, axes: AxisSelection | None = None) -> NamedArray:
 
 
 def ifftshift(x: NamedArray, axes: AxisSelection | None = None) -> NamedArray:
-    """Undo `fftshift`, whose arguments it takes.
+    """Undo `fftshift`, with the same arguments.
 
     >>> axn.fft.ifftshift(axn.named([-2, -1, 0, 1], "freq"))
     NamedArray(int32[freq=4], [ 0 1 -2 -1])

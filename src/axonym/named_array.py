@@ -1,10 +1,10 @@
 """The named array: a JAX array and the names of its axes.
 
-A `NamedArray` stores two things, the array and a tuple of names. Sizes are those of the array, so `axes` is derived. So
-an abstract array, a tracer, a shard inside `shard_map` or the slice that a scan passes to its body need no special
-case. The names are static pytree metadata; the array is the only leaf.
+A `NamedArray` stores two things, the array and a tuple of names. Sizes come from the array, so `axes` is derived.
+Therefore an abstract array, a tracer, a shard inside `shard_map` or the slice that a scan passes to its body needs no
+special case. The names are static pytree metadata; the array is the only leaf.
 
-The class holds what belongs to the storage. The operations live in `axonym.ops`, and those that are also methods or
+The class has only what concerns this storage. The operations are in `axonym.ops`, and those that are also methods or
 operators are listed in `axonym._methods`: a method *is* the function of the same name.
 """
 
@@ -211,7 +211,7 @@ class NamedArray(Methods):
     @overload
     def resolve_axis(self, axes: AxisSelection) -> Any: ...
     def resolve_axis(self, axes: AxisSelection) -> Any:
-        """Return the axis of a name with its size, or several of them.
+        """Return the axis with a given name, including its size, or several of them.
 
         >>> axn.ones({"batch": 2}).resolve_axis("batch")
         Axis(name='batch', size=2)

@@ -2,7 +2,7 @@
 
 A polynomial is a named array with one axis, that of its coefficients, the highest power first. This axis can have
 another name in each operand; the result has the name and, if it fits, the sharding of the first operand with a name.
-Raw arrays, lists and numbers are polynomials too: if no operand has a name, the axis of the result is called
+Raw arrays, lists and numbers are polynomials too; if no operand has a name, the axis of the result is called
 `DEFAULT_POLY_AXIS_NAME`.
 """
 

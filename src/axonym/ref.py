@@ -106,7 +106,7 @@ class NamedRef:
         return len(self.names)
 
     def resolve_axis(self, axis: AxisSelector) -> Axis:
-        """Return the axis of a name, with its size.
+        """Return the axis with a given name, including its size.
 
         >>> axn.new_ref(axn.zeros({"x": 3})).resolve_axis("x")
         Axis(name='x', size=3)

@@ -1,8 +1,8 @@
 """Check that a function computes the same on every mesh and under every mapping.
 
-How a program is distributed must not change what it computes. Most functions keep that promise by themselves; those
-with per-device code, with partitioning of their own or with assumptions about shards can break it, and then they do it
-silently. `check_shard_invariance` runs a function under many placements and compares.
+How a program is distributed must not change what it computes. Most functions keep this promise automatically; those
+with per-device code, their own partitioning or assumptions about shards can break it silently. `check_shard_invariance`
+runs a function under many placements and compares.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["ShardInvariance", "check_shard_invariance"]
 
 @dataclasses.dataclass(frozen=True)
 class ShardInvariance:
-    """Hold what `check_shard_invariance` did.
+    """Hold the outcome of `check_shard_invariance`.
 
     >>> found = axn.testing.check_shard_invariance(lambda x: x * 2, axn.ones({"batch": 8}), draws=2)
     >>> found.compared + len(found.refusals)
@@ -60,20 +60,20 @@ def check_shard_invariance(
     different sizes, with Auto axes, Explicit axes or both, and mappings of the arguments' axes to one mesh axis or two.
     What the function returns is compared each time, values, dtypes and axes, and so are the gradients with respect to
     all floating-point arguments. Random draws are compared like everything else: pass the key as an argument. The first
-    difference is made as small as it goes, the fewest entries in the mapping and the fewest devices, and raised as an
-    AssertionError that shows the mesh and the mapping as code. An error that the function raises under one of the
-    placements is a difference too.
+    difference is reduced to the fewest mapping entries and devices that still show it, and raised as an AssertionError
+    that shows the mesh and the mapping as code. An error that the function raises under one of the placements is a
+    difference too.
 
-    Some mappings do not fit a function, such as one that shards two axes of a result over the same mesh axis. Where the
-    library refuses one for that reason, the placement is passed over and listed among the refusals of the result. It
-    is an error if every placement is refused.
+    Some mappings do not fit a function, such as one that shards two axes of a result over the same mesh axis. If the
+    library refuses one for that reason, the placement is skipped and listed among the refusals of the result. It is an
+    error if every placement is refused.
 
     Arguments:
         fn: the function. It may use `axonym.shard_map`, which then runs under the drawn mapping.
         *args: its arguments; named arrays among them provide the axes that are mapped.
-        mesh_axes: the names of the mesh axes. Name those that the function itself speaks of.
+        mesh_axes: the names of the mesh axes. Include those that the function itself mentions.
         draws: how many placements to draw.
-        seed: which ones; the same seed draws the same placements.
+        seed: the same seed draws the same placements.
         rtol: how much floating-point values may differ, relative to the largest value of the array. By default a
             tolerance for the dtype that allows for another order of summation.
         gradients: whether to compare gradients too.

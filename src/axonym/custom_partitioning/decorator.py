@@ -68,7 +68,7 @@ def partitioned(
     permuted: str | Sequence[str] = (),
     **sizes: int,
 ) -> Any:
-    """Make an operation on sharded arrays from a function, and from a second one that each device runs on its shards.
+    """Make an operation on sharded arrays from a function and a second one that each device runs on its shards.
 
     The function defines the operation, on unsharded arrays. The second function is decorated with the `per_shard` of
     the first. It must work for every sharding of its operands, with collectives by axis: `axonym.psum(x, "vocab")` sums
@@ -81,12 +81,12 @@ def partitioned(
     and axes without names.
 
     Operands are the positional arguments: named arrays, raw arrays, numbers, and trees of these. Keyword arguments are
-    handed on as they are and must be hashable.
+    passed on unchanged and must be hashable.
 
-    Instead of a function, the rule can be given as a string, and `partitioned` is a decorator then. The string has a
-    term for each operand and result, `"batch vocab, -> batch k"`, with words for the axes of named arrays, and in order
-    for those of raw ones. `...` stands for all other axes, `(row col)` for one axis of several factors, and a blank
-    term for a scalar.
+    Instead of a function, you can pass the rule as a string; then `partitioned` is a decorator. The string has a term
+    for each operand and result, `"batch vocab, -> batch k"`, with words for the axes of named arrays by name, and of
+    raw arrays in order. `...` stands for all other axes, `(row col)` for one axis of several factors, and an empty term
+    for a scalar.
 
     Arguments:
         fn: the function of unsharded arrays, or the rule as a string. Without it, `partitioned` is a decorator.

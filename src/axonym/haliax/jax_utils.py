@@ -65,7 +65,7 @@ class Static:
 
 
 def broadcast_prefix(prefix_tree: Any, full_tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Repeat the leaves of a tree prefix, and of what `is_leaf` says is one, for each leaf of a tree below them.
+    """Repeat each leaf of a tree prefix for all leaves of a tree below it; `is_leaf` is as in `jax.tree.broadcast`.
 
     >>> hax.jax_utils.broadcast_prefix((1, 2), ("a", {"b": "c"}))
     (1, {'b': 2})
@@ -111,7 +111,7 @@ def _equal(tree: Any) -> bool:
 
 
 def sync_global_devices(name: str) -> None:
-    """Wait until all processes have come here, and given the same name for it.
+    """Wait until all processes have reached this call, with the same name.
 
     >>> hax.jax_utils.sync_global_devices("checkpoint written")
     """
@@ -160,7 +160,7 @@ def multilevel_scan(
 
 
 def shaped_rng_split(key: jax.Array, split_shape: int | Axis | Sequence[int | Axis] = 2) -> jax.Array:
-    """Split a random key into an array of keys of any shape; one that has one key has the key itself.
+    """Split a random key into an array of keys of any shape; a shape with one element holds the key itself.
 
     >>> hax.jax_utils.shaped_rng_split(jax.random.key(0), (2, 3)).shape
     (2, 3)

@@ -1,6 +1,6 @@
 """`python -m axonym.insight FILE:CASE --mesh data=64,model=8 --mapping NAME` explains a step on a mesh of any size.
 
-The devices are simulated, as many as the mesh has, so the machine needs none of them.
+It simulates as many devices as the mesh has, so the machine needs none of them.
 """
 
 from __future__ import annotations

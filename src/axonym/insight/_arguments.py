@@ -1,4 +1,4 @@
-"""Find out of which argument of a step the arrays are that its program takes."""
+"""Find which argument of a step each array that its program takes belongs to."""
 
 from __future__ import annotations
 

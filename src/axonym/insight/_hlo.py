@@ -1,7 +1,7 @@
 """Read the text of a compiled program: its instructions, how often they run, and the lines of Python they come from.
 
-The text is XLA's own, of the program of one device. What this module does not know, it refuses: a report must not miss
-a collective because its form is new.
+The text is XLA's own, of the program of one device. This module refuses forms that it does not know, so that a report
+never misses a collective.
 """
 
 from __future__ import annotations

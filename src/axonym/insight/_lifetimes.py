@@ -1,7 +1,7 @@
-"""Find out from a scheduled program when each array is made, and when it is used for the last time.
+"""Find out from a scheduled program when each array is made and last used.
 
-The compiler's own account of memory is one block for all temporaries, which says nothing of what is in it. Here each
-array takes its bytes from where it is made to its last use. Gaps between arrays, which a block has, are not known.
+The compiler's own account of memory is one block for all temporaries, which does not show what is in it. Here each
+array takes its bytes from where it is made to its last use. Gaps between arrays in the block are not known.
 """
 
 from __future__ import annotations

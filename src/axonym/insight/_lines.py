@@ -1,4 +1,4 @@
-"""Find the user's line among those that an operation comes from."""
+"""Find the user's line among the lines that an operation comes from."""
 
 from __future__ import annotations
 

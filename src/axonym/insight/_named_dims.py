@@ -1,4 +1,4 @@
-"""Find out what axes of arrays are called."""
+"""Find the names of the axes of arrays."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Trace a step once, without a mesh or a mapping, and note by name what a mapping would make devices exchange.
+"""Trace a step once, without a mesh or a mapping, and record by name what devices would exchange under a mapping.
 
 Every axis of every array in the trace gets the name that it has in the model. Names come with the arguments, and are
-followed through the operations; the scopes of named operations (see `axonym._kernels.operation_scope`) name axes that
-arise on the way. What operations sum over, look up, and use of parameters is then arithmetic: see `_by_names`.
+followed through the operations; the scopes of named operations (see `axonym._kernels.operation_scope`) name new axes.
+What operations sum over, look up and use of the parameters is then arithmetic: see `_by_names`.
 """
 
 from __future__ import annotations

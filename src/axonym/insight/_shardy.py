@@ -1,7 +1,7 @@
-"""Read what Shardy, the part of the compiler that shards a program, makes of a lowered step. It takes no devices.
+"""Read what Shardy, the part of the compiler that shards a program, makes of a lowered step. It needs no devices.
 
-Its passes put collectives with the names of mesh axes in the program that JAX makes. The compiler still changes that
-program: what it may leave out, and what it may add, is summed up as `uncertain`.
+Its passes put collectives with the names of mesh axes into the program that JAX makes. The compiler still changes that
+program: `uncertain` sums up what it may leave out or add.
 """
 
 from __future__ import annotations

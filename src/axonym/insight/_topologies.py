@@ -1,4 +1,4 @@
-"""Meshes of TPUs that this machine does not have, for which XLA compiles all the same."""
+"""Meshes of TPUs that this machine does not have, for which XLA can still compile."""
 
 from __future__ import annotations
 

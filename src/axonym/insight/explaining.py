@@ -51,17 +51,17 @@ def explain(
     Arguments:
         step: a function, or one compiled by `named_jit`, `fsdp` or `jax.jit`. It is not run.
         *args: its arguments, which may be abstract; also those by keyword. `axonym.shard` places abstract arrays too.
-        mapping: how to distribute a function that does not say so itself: a resource mapping, for `named_jit` with its
-            arguments placed by it, or a parameter mapping and a compute mapping, for `fsdp`.
+        mapping: how to distribute a plain function: a resource mapping, for `named_jit` with its arguments placed by
+            it, or a parameter mapping and a compute mapping, for `fsdp`.
         mesh: the mesh; by default the active one. One without devices takes those of this machine, if there are enough.
-        by: where the report is from. `"compiled"` compiles the step to the end. `"partitioner"`, on CPUs, stops before
-            the code is generated, which takes most of the time, and so knows nothing of memory; collectives and flops
-            are the same. `"shardy"` runs only the passes that shard the program, on a mesh of any size, whose devices
-            need not exist; the report says by how much what is sent may be off. `"names"` compiles nothing: it traces
-            the step and works out by name what the mapping makes of it, on a mesh of any size. It takes a function that
-            does not say how it is distributed, assumes that every array is sharded by the mapping, and raises an error
-            where names do not tell what is exchanged.
-        topology: the TPUs to compile for, such as `"v5e:4x4"`, which need not be here. Takes the extra `tpu-plan`.
+        by: how the report is made. `"compiled"` compiles the step to the end. `"partitioner"`, on CPUs, stops before
+            code generation, which takes most of the time, so memory is not known; collectives and flops are the same.
+            `"shardy"` runs only the passes that shard the program, on a mesh of any size, whose devices need not exist;
+            the report says by how much the bytes sent may be off. `"names"` compiles nothing: it traces the step and
+            works out by name what each operation does under the mapping, on a mesh of any size. It takes a plain
+            function that does not say how it is distributed, assumes that the mapping shards every array, and raises an
+            error where names do not determine what is exchanged.
+        topology: the TPUs to compile for, such as `"v5e:4x4"`, which need not exist here. Needs the extra `tpu-plan`.
         chip: the chip for which to give lower bounds on time: a `Chip`, or the name of one of `CHIPS`.
 
     >>> mesh = jax.make_mesh((1,), ("data",))

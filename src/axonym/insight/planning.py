@@ -1,4 +1,4 @@
-"""`plan`: the mesh and the mappings with which a step takes least time, as far as names tell."""
+"""`plan`: find the mesh and the mappings under which a step takes the least time, as far as names tell."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PlannedMapping:
 
     @property
     def seconds(self) -> float:
-        """Return the least time of a step: the longest of its bounds.
+        """Return the lower bound on the time of a step: the longest of its bounds.
 
         >>> step = lambda w, x: axn.dot(x, w, axis="embed")
         >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
@@ -96,7 +96,7 @@ class PlannedMapping:
 
 @dataclasses.dataclass(frozen=True)
 class MappingPlan:
-    """The mappings that `plan` found, the best first: printed as a table, with the best as code.
+    """The mappings that `plan` found, the best first. Prints as a table, with the best one as code.
 
     >>> step = lambda w, x: axn.dot(x, w, axis="embed")
     >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
@@ -120,7 +120,7 @@ class MappingPlan:
 
     @property
     def best(self) -> PlannedMapping:
-        """Return the mapping that takes least time.
+        """Return the mapping that takes the least time.
 
         >>> step = lambda w, x: axn.dot(x, w, axis="embed")
         >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
@@ -184,31 +184,31 @@ def plan(
     ask: int = 12,
     verify: int = 3,
 ) -> MappingPlan:
-    """Search for the mesh and the mappings with which a step of training takes least time, and fits into memory.
+    """Search for the mesh and the mappings under which a training step fits into memory and takes the least time.
 
     The step is traced once, and each mapping is worked out by name, as `explain` does with `by="names"`: mappings of
     the batch (data parallelism), of the parameters between uses (FSDP), of axes along which devices can compute
-    independently (tensor parallelism), and of these together, on all meshes of one or two axes. For axes of which names
-    do not tell what is exchanged, such as those of experts, of a sequence, or of layers that run as a pipeline, Shardy
-    is asked, as by `explain` with `by="shardy"`: for a few mappings, since each takes as long as to lower the step.
-    What is left is not considered, and the result says so. A step with operations whose flops are not known, such as
-    convolutions, is refused.
+    independently (tensor parallelism), and of these together, on all meshes of one or two axes. For axes where names do
+    not determine what is exchanged, such as those of experts, of a sequence, or of layers that run as a pipeline, it
+    uses Shardy, like `explain` with `by="shardy"`: only for a few mappings, since each takes as long as lowering the
+    step. The remaining mappings are not considered, and the result says so. A step with operations whose flops are not
+    known, such as convolutions, is refused.
 
     The time of a mapping is the longest of its bounds: to compute, or to send over a mesh axis. Bounds that agree to
-    two digits are told apart by their sum. What Shardy is not certain of counts as sent. What runs only for some values
-    does not count: experts get as many rows each.
+    two digits are ordered by their sum. Bytes that Shardy is uncertain about count as sent. Anything that runs only for
+    some values does not count: all experts are assumed to get equally many rows.
 
     Arguments:
         step: a function of the model and more arguments, with the whole step in it: loss, gradients, update. It does
             not say how it is distributed, and is not run.
         model: its first argument, whose axes are those of the model. May be abstract.
-        *batch: the others. Axes that the model has not are those of the batch.
-        chips: how many there are.
-        chip: which: a `Chip`, or the name of one of `CHIPS`.
+        *batch: its other arguments. Axes that the model lacks are those of the batch.
+        chips: the number of chips.
+        chip: the kind of chip: a `Chip`, or the name of one of `CHIPS`.
         memory: the bytes that a device may keep, such as `"80 GiB"`; all that the chip has by default.
-        ask: for how many mappings to ask Shardy at most.
-        verify: how many of the best to explain by the partitioner too, where this process has as many devices, which on
-            a CPU can be simulated. They are ordered by what it says.
+        ask: the largest number of mappings to run Shardy on.
+        verify: how many of the best to explain by the partitioner too, if this process has enough devices, which a CPU
+            can simulate. These are ordered by its figures.
 
     >>> step = lambda w, x: axn.dot(x, w, axis="embed")
     >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})

@@ -1,4 +1,4 @@
-"""What a device holds in the course of a step, and the pictures of that and of what it sends."""
+"""What a device holds over the course of a step, and the pictures of this and of what it sends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class HeldArray:
-    """Arrays that a device holds at the peak, and that are alike in all that is known of them.
+    """Arrays that a device holds at the peak, grouped if everything known about them is the same.
 
     >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
     >>> [(held.kind, held.array) for held in report.timeline.at_peak]
@@ -41,11 +41,10 @@ class HeldArray:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryTimeline:
-    """What each device holds in the course of a step, by when each array is made and used for the last time.
+    """What each device holds over the course of a step, from when each array is made and last used.
 
-    The compiler puts arrays into one block, in which there can be gaps, and may put some in one place of which this
-    does not know. In the tests, the peak differs from the compiler's own figure by less than a tenth of the
-    temporaries.
+    The compiler puts arrays into one block, which can have gaps, and may let some share memory in ways that this does
+    not know. In the tests, the peak differs from the compiler's own figure by less than a tenth of the temporaries.
 
     >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
     >>> report.timeline.peak
@@ -64,7 +63,7 @@ class MemoryTimeline:
 
     @property
     def peak(self) -> int:
-        """Return the most bytes that each device holds at a time.
+        """Return the most bytes that each device holds at any time.
 
         >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
         >>> report.timeline.peak == max(report.timeline.held)

@@ -29,8 +29,8 @@ from ..sharding.mapping import ResourceAxis
 class MeshAxis(str):
     """The name of a mesh axis, marked as one.
 
-    A collective takes a plain string for a logical axis or a mesh axis, and refuses one that could be either. Then a
-    `MeshAxis` says that the mesh axis is meant, and an `Axis` that the logical axis is.
+    A collective takes a plain string for a logical axis or a mesh axis, and refuses one that could be either. Then use
+    a `MeshAxis` for the mesh axis, or an `Axis` for the logical axis.
 
     >>> axn.MeshAxis("data")
     MeshAxis('data')

@@ -7,8 +7,8 @@ For each axis of a result, in this order:
    over minor mesh axes is sharded over the remaining ones;
 3. any other axis, which is new or was resized, is sharded as the mapping says.
 
-The type of a result decides whether that can be right. A result that is device-varying over a mesh axis must be sharded
-over it, because it has no single value; a result that is invariant over it would be copies of one shard.
+The type of a result determines whether this can be correct. A result that is device-varying over a mesh axis must be
+sharded over it, because it has no single value; a result that is invariant over it would be copies of one shard.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def all_gather(
 
 
 def psum_scatter(x: NamedArray, axis: AxisSelector, over: AnyAxis | None = None, *, tiled: bool = True) -> NamedArray:
-    """Reduce-scatter: sum over devices, where each keeps its shard of an axis, at half the traffic of `psum`.
+    """Reduce-scatter: sum over devices, and leave each its shard of an axis, at half the traffic of `psum`.
 
     This is the transpose of `all_gather`.
 
@@ -226,7 +226,7 @@ def all_to_all(
 
 
 def ppermute(x: T, axis: AnyAxis, perm: Sequence[tuple[int, int]]) -> T:
-    """Send values between devices: each pair is a source and a destination. A device that is no destination gets zeros.
+    """Send values between devices: each pair is a source and a destination. Devices that receive nothing get zeros.
 
     Arguments:
         x: a named array, a raw array, or a tree of them.
@@ -279,8 +279,8 @@ def shift(x: T, axis: AnyAxis, offset: int = 1, *, wrap: bool = True) -> T:
 def pvary(x: T, axis: AnyAxis) -> T:
     """Make a value device-varying, without changing it.
 
-    Needed if JAX must know in advance, as for a carry of a scan that is the same on all devices only at the start. For
-    differentiation, this makes a copy for each device, and the gradients of the copies are summed.
+    This is needed if JAX must know in advance, as for a carry of a scan that is the same on all devices only at the
+    start. For differentiation, this makes a copy for each device, and the gradients of the copies are summed.
 
     Arguments:
         x: a named array, a raw array, or a tree of them.

@@ -5,7 +5,7 @@ not by position; named arrays have their local sizes inside; collectives take lo
 `axonym.manual.collectives`); and errors come before those of JAX, and name the axes of the model.
 
 JAX takes the partition specs of results before it runs the body, and the names of results are known only afterwards.
-But JAX reads the specs after the body has run. So it gets a list that the body fills, and the body is traced once.
+But JAX reads them only after the body has run. So it gets a list that the body fills, and the body is traced once.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
     @property
     def Layers(self) -> Axis:
-        """Return the axis of the layers: another name of `Block`.
+        """Return the axis of the layers: another name for `Block`.
 
         >>> Layers, Embed = axn.make_axes(layers=3, embed=2)
         >>> axn.nn.Stacked.init(Layers, axn.nn.LayerNorm)(Embed).Layers

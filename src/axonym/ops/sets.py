@@ -184,7 +184,7 @@ def _histogram_kernel(
 
 
 def packbits(a: NamedArray, axis: AxisSelector, *, bitorder: str = "big") -> NamedArray:
-    """Pack each eight elements along an axis as the bits of one byte, with zeros added at the end if needed.
+    """Pack every eight elements along an axis into the bits of one byte, padding with zeros at the end if needed.
 
     Arguments:
         a: a named array of integers or bools; an element that is not zero is a bit that is set.
@@ -198,7 +198,7 @@ def packbits(a: NamedArray, axis: AxisSelector, *, bitorder: str = "big") -> Nam
 
 
 def unpackbits(a: NamedArray, axis: AxisSelector, *, count: int | None = None, bitorder: str = "big") -> NamedArray:
-    """Unpack the bits of each byte to eight elements along an axis.
+    """Unpack the bits of each byte into eight elements along an axis.
 
     Arguments:
         a: a named array of bytes, `uint8`.

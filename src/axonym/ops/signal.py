@@ -70,7 +70,7 @@ def convolve(
     Arguments:
         v: a named array; its axis may have another size.
         mode: "full" for every position where the operands overlap, "same" for as many as the longer one has elements,
-            "valid" for those where they overlap wholly.
+            "valid" for those where they overlap completely.
         precision: how exactly to multiply, as in `jax.lax`.
 
     >>> axn.convolve(axn.named([1., 2., 3.], "t"), axn.named([1., 10.], "t"), "t")

@@ -105,7 +105,7 @@ def _quantile(
         return _order_kernel(fn, name, array.names, _kernels.hashable(axis), q_names, method).apply(array.array, q)
 
     (elements, example), (kind, highest) = among, share
-    doc = f"""Return the element below which a given {kind} of {elements} lies.
+    doc = f"""Return the value below which a given {kind} of {elements} falls.
 
     Arguments:
         q: which one, from 0 (the smallest element) to {highest} (the largest). A named array with one axis gives
@@ -256,7 +256,7 @@ def _clipped(x: jax.Array) -> jax.Array:
 
 @_errors.say_how_to_call
 def diff(array: NamedArray, axis: AxisSelector, *, n: int = 1) -> NamedArray:
-    """Compute the difference of each two neighbors along an axis, `n` times; each time it becomes shorter by one.
+    """Compute the differences of neighbors along an axis, `n` times; each time, the axis becomes shorter by one.
 
     >>> axn.diff(axn.named([1, 3, 6], "x"), "x")
     NamedArray(int32[x=2], [2 3])

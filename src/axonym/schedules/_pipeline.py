@@ -1,4 +1,4 @@
-"""Pipelines: layers over stages, each of which works on another microbatch at a time.
+"""Pipelines: layers sharded over stages, each of which works on a different microbatch at a time.
 
 If the axis of stacked layers is sharded over a mesh axis, each device along it is a *stage* and has some of the
 layers. The batch is cut into microbatches. In every *tick*, each stage applies its layers to a microbatch and sends the
@@ -9,8 +9,9 @@ too, from the values of some microbatch, and the results are not used. A conditi
 inside it would be wrong. The derivative of `GPipe` is that of the loop. `OneFOneB` has a loop of its own, which runs
 forward and backward, and whose results are the gradients.
 
-In rounds, a microbatch passes all stages several times, and a stage has the layers for each of them. Layers are stored
-as ever, in one stretch for each stage, so the stages first send each other the layers that they will apply.
+With rounds, a microbatch passes through all stages several times, and a stage applies different layers each time.
+Layers are still stored in one contiguous block for each stage, so the stages first send each other the layers that they
+will apply.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from ...ops._operands import as_float, require_named, require_subset
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Rotary embeddings as first published.
+    """Rotary position embeddings in their original form.
 
     Arguments:
         theta: the base: frequencies fall from 1 to about `1 / theta`.
