@@ -455,6 +455,16 @@ def test_layers_reduce_axes_of_further_arguments_over_the_mesh_axis_of_the_batch
     assert_close(found, X + 8 * axn.mean(context, "key_pos"))
 
 
+@pytest.mark.parametrize("schedule", [GPipe(4), OneFOneB(2)], ids=["gpipe", "1f1b"])
+def test_narrow_floats_beside_the_partitioner(schedule: Any) -> None:
+    """XLA for CPUs would abort on a sum of bfloat16 over some mesh axes."""
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (MODEL, X, SCALE, SHIFT, HEAD * 0.3))
+    expected = jax.jit(inside())(*narrow)
+    with jax.set_mesh(mesh_of(AxisType.Auto, stage=2, data=2, model=2)), axn.axis_mapping(MAPPING | {"mlp": "model"}):
+        value, _ = jax.block_until_ready(jax.jit(inside(schedule))(*axn.shard(narrow)))
+    np.testing.assert_allclose(value, expected[0], rtol=2e-2)
+
+
 def test_results_are_sharded_like_the_carry() -> None:
     """Where the partitioner shards a sequence nothing is gathered; on Explicit mesh axes stages have all of it."""
     mapping = MAPPING | {"pos": "model"}

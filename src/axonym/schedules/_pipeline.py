@@ -29,7 +29,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from .. import _errors
 from .._context import Entry, active_mapping, active_parameter_mapping
-from .._jax_versions import varying_axes
+from .._jax_versions import active_platform, varying_axes
 from .._mesh_axes import (
     AnyMesh,
     Axes,
@@ -112,6 +112,8 @@ class _Pipeline:
         ]
         self._check(arrays[1], specs[1])
         manual = self._manual(specs)
+        # XLA for CPUs aborts on such a sum of bfloat16 over devices if some mesh axes are left to the partitioner.
+        self._sums_wide = active_platform() == "cpu" and manual != {*self._mesh.axis_names}
         # Weights are sharded over mesh axes that the batch is sharded over, too. Over others they are gathered here.
         kept = manual & self._mesh_axes_of_work(specs)
         specs = [[restricted(spec, kept) for spec in own] for own in specs]
@@ -216,7 +218,7 @@ class _Pipeline:
         # Device-varying before the loop, so that gradients are summed over devices once, after it.
         self._over = {*stages}.union(*map(varying_axes, (*carry, *rest)))
         stacked, rest, head = map(self._varying, (stacked, rest, head))
-        batches = [varying_over(x, sorted(self._over - varying_axes(x))) for x in batches]
+        batches = self._varying(batches) if self._sums_wide else [self._made_varying(x) for x in batches]
         head = self._gathered(3, head)
         if self._schedule.gather == "before":
             stacked = self._gathered(0, stacked)
@@ -228,7 +230,7 @@ class _Pipeline:
             total = _total(self, stacked, batches, rest, head)
             return jax.lax.psum(total, sorted(self._over))
         here = jax.lax.axis_index(stages) == last
-        results = [jax.lax.psum(jnp.where(here, x, 0), stages) for x in results]
+        results = [self._sum(jnp.where(here, x, 0)) for x in results]
         return tuple(self._joined(names, x) for names, x in zip(self._trees[1].names, results, strict=True))
 
     def forward(self, stacked: Arrays, batches: Arrays, rest: Arrays, remat: bool) -> Arrays:
@@ -415,7 +417,7 @@ class _Pipeline:
     def _from_last(self, xs: Arrays) -> Arrays:
         """Return the arrays of the last stage, on all of them."""
         here = jax.lax.axis_index(self._stages) == self._count - 1
-        found = [jax.lax.psum(jnp.where(here, x, 0), self._stages) for x in xs]
+        found = [self._sum(jnp.where(here, x, 0)) for x in xs]
         return [varying_over(x, self._stages) for x in found]
 
     # --- when ---
@@ -486,7 +488,15 @@ class _Pipeline:
 
     def _varying(self, xs: Arrays) -> Arrays:
         """Make arrays device-varying as the carry is."""
-        return [_summed_wide(lambda x: varying_over(x, sorted(self._over - varying_axes(x))), x) for x in xs]
+        return [_summed_wide(self._made_varying, x) for x in xs]
+
+    def _made_varying(self, x: jax.Array) -> jax.Array:
+        return varying_over(x, sorted(self._over - varying_axes(x)))
+
+    def _sum(self, x: jax.Array) -> jax.Array:
+        """Sum over stages what is zero on all but one of them, which is exact in any dtype."""
+        wide = x.astype(_wide(x.dtype)) if self._sums_wide else x
+        return jax.lax.psum(wide, self._stages).astype(x.dtype)
 
     def _microbatch(self, group: int, xs: Arrays, microbatch: jax.Array | int) -> Arrays:
         """Return the slices of arrays that are for a microbatch."""
