@@ -29,7 +29,7 @@ from jax.sharding import AxisType, PartitionSpec
 from . import _context, _errors, _output_sharding
 from ._context import ACTIVE, active_mapping, active_parameter_mapping
 from ._jax_versions import INLINE, is_staged
-from ._mesh_axes import explicit_mesh, mesh_axes, reshard
+from ._mesh_axes import explicit_mesh, mesh_around, mesh_axes, reshard
 from ._per_device import run_per_device
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 from .named_array import NamedArray, wrap_result
@@ -338,6 +338,7 @@ def make_along_kernel(
     out_names: Any,
     along: Collection[str],
     *,
+    replicated: bool = False,
     selection: AxisSelection | None = None,
     successors: _output_sharding.Successors = MappingProxyType({}),
 ) -> Kernel:
@@ -350,9 +351,12 @@ def make_along_kernel(
     Arguments:
         along: the axes of the operands that the operation runs along. All others are batch axes, which every result
             has. As `fn` is called with a shard of the batch, it takes sizes from its operands.
+        replicated: whether these axes are replicated on Auto mesh axes, too: see `_replicating`.
 
     The other arguments are those of `make_kernel`.
     """
+    if replicated:
+        fn = _replicating(fn, in_names, out_names, along)
 
     def positional(*arrays):
         mesh = explicit_mesh(arrays)
@@ -377,6 +381,31 @@ def make_along_kernel(
         return tuple(results) if several else results[0]
 
     return make_kernel(what, positional, in_names, out_names, mesh_aware=True, selection=selection)
+
+
+def _replicating(
+    fn: Callable[..., Any], in_names: Sequence[Names], out_names: Any, along: Collection[str]
+) -> Callable[..., Any]:
+    """Return a function that keeps some axes of its operands and results replicated where the partitioner is wrong.
+
+    XLA adds up the shards of a convolution along a sharded axis over all mesh axes, also over those along which devices
+    have equal shards. With one mesh axis there are none.
+    """
+
+    def kept(names: Names, x: jax.Array) -> jax.Array:
+        entries = (None if n in along else PartitionSpec.UNCONSTRAINED for n in names)
+        return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+
+    def call(*arrays):
+        mesh = mesh_around()
+        if AxisType.Auto not in mesh.axis_types or sum(size > 1 for size in mesh.shape.values()) < 2:
+            return fn(*arrays)
+        found = fn(*map(kept, in_names, arrays))
+        if isinstance(found, (tuple, list)):
+            return tuple(map(kept, out_names, found))
+        return kept(out_names, found)
+
+    return call
 
 
 def check_operands(what: str, in_names: Sequence[Names], arrays: Sequence[Any], same_sizes: bool = True) -> None:

@@ -29,7 +29,7 @@ from . import _errors, _kernels
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 from .named_array import NamedArray
 from .ops._new_array import new_array
-from .ops._operands import distinct, one_axis, require_named
+from .ops._operands import at_least_float32, distinct, one_axis, require_named
 
 TransformAxes: TypeAlias = AxisSelection | Mapping[AxisSelector, AxisSelector | int | None]
 
@@ -97,6 +97,7 @@ def _transform_kernel(
                 f"{what}: the result for {_errors.describe_axes(names, x.shape)} would have no elements on {listed}. "
                 "Ask for a length with Axis(name, size)."
             )
+        x = at_least_float32(x)  # there are no half-precision routines
         if len(chosen) == 1 or several is None:
             return one(x, n=lengths[0], axis=positions[0], norm=norm)
         same = all(length is None for length in lengths)

@@ -12,6 +12,7 @@ not be last or adjacent.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -60,7 +61,13 @@ def _check_matrix(what: str, form: _Form, matrix: Names, x: jax.Array) -> None:
         raise ValueError(
             f"{what}: the matrix {_errors.describe_axes(matrix, (rows, cols))} is not square.{form.way_out}"
         )
-    if form.decomposes and jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits < 32:
+    if form.decomposes:
+        _check_dtype(what, x)
+
+
+def _check_dtype(what: str, x: jax.Array) -> None:
+    """Raise for a dtype in which nothing can be decomposed."""
+    if jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits < 32:
         raise TypeError(f"{what}: there is no {x.dtype} routine for it. Convert with `.astype(jnp.float32)` first.")
 
 
@@ -216,6 +223,8 @@ def matrix_rank(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> N
 
 
 def _matrix_rank(x: jax.Array, rtol: float | None) -> jax.Array:
+    if 0 in x.shape[-2:]:
+        return jnp.zeros(x.shape[:-2], int)
     if rtol is None:
         return jnp.linalg.matrix_rank(x)
     # `jnp.linalg.matrix_rank` takes the fraction for an absolute bound.
@@ -346,7 +355,7 @@ def _system_kernel(
         b = _kernels.align(b, b_names, (*batch, row, *sides))
         many = b.shape[len(batch) + 1 :]
         # Each right-hand side is a column of one matrix.
-        x = fn(a, b.reshape(*b.shape[: len(batch) + 1], -1), *static)
+        x = fn(a, b.reshape(*b.shape[: len(batch) + 1], math.prod(many)), *static)
         return _kernels.transpose_to(x.reshape(*x.shape[:-1], *many), canonical, out_names)
 
     return _kernels.make_along_kernel(what, positional, (a_names, b_names), out_names, (row, col), selection=axes)
@@ -416,7 +425,12 @@ def _norm_kernel(names: Names, axis: Any, ord: Any) -> _kernels.Kernel:
             "Flatten them first, or leave `axis` out for all."
         )
     if axis is not None and len(chosen) == 2 and ord in (2, -2, "nuc"):  # these are norms of the singular values
-        return _kernels.make_along_kernel(what, fn, (names,), out_names, chosen, selection=axis)
+
+        def of_singular_values(x):
+            _check_dtype(what, x)
+            return fn(x)
+
+        return _kernels.make_along_kernel(what, of_singular_values, (names,), out_names, chosen, selection=axis)
     return _kernels.make_kernel(what, fn, (names,), out_names, selection=axis)
 
 
