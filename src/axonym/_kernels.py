@@ -29,7 +29,7 @@ from jax.sharding import AxisType, PartitionSpec
 from . import _context, _errors, _output_sharding
 from ._context import ACTIVE, active_mapping, active_parameter_mapping
 from ._jax_versions import INLINE, is_staged
-from ._mesh_axes import explicit_mesh, mesh_around, mesh_axes, reshard
+from ._mesh_axes import check_mapped, explicit_mesh, mesh_around, mesh_axes, reshard
 from ._per_device import run_per_device
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 from .named_array import NamedArray, wrap_result
@@ -266,10 +266,12 @@ def make_kernel(
         successors: for axes that are split, merged or renamed, the output axes that can take over their sharding.
     """
     sized = [s for s in selectors(selection) if isinstance(s, Axis)]
+    all_names = dict.fromkeys(_unmarked(n) for names in (*in_names, *_layouts(out_names)) for n in names)
 
     def kernel(*arrays):
         check_operands(what, in_names, arrays, same_sizes)
         check_selection(what, in_names, arrays, sized)
+        check_mapped(what, all_names)
         arrays = as_in_jit(arrays)
         with jax.named_scope(operation_scope(what, in_names, out_names, arrays)):
             if mesh_aware:
@@ -296,8 +298,7 @@ def operation_scope(what: str, in_names: Sequence[Names], out_names: Any, arrays
     where an axis is first named its size, the mesh axes that the active mapping shards it over, and those that the
     parameter mapping does, if they are others. `axonym.insight` reads it. XLA keeps nothing that follows an `@`.
     """
-    several = out_names and not isinstance(out_names[0], str)
-    layouts: Sequence[Names] = out_names if several else (out_names or (),)
+    layouts = _layouts(out_names)
     if any(_NUMBER.match(n) for names in (*in_names, *layouts) for n in names):
         return _PLAIN.sub("_", what)  # the kernel is for any names
     mapping, stored_by = active_mapping(), active_parameter_mapping()
@@ -307,7 +308,7 @@ def operation_scope(what: str, in_names: Sequence[Names], out_names: Any, arrays
         return ",".join(map(axis, names, shape))
 
     def axis(name: str, size: int | None) -> str:
-        name = name.partition(" (")[0]  # an axis that is indexed is marked so
+        name = _unmarked(name)
         text = _PLAIN.sub("_", name)
         if name in seen and size in (None, seen[name]):
             return text
@@ -320,6 +321,16 @@ def operation_scope(what: str, in_names: Sequence[Names], out_names: Any, arrays
     inputs = [term(names, jnp.shape(x)) for names, x in zip(in_names, arrays, strict=True)]
     results = [term(names, (None,) * len(names)) for names in layouts]
     return f"{_PLAIN.sub('_', what)}[{';'.join(inputs)}->{';'.join(results)}]"
+
+
+def _layouts(out_names: Any) -> Sequence[Names]:
+    """Return the axes of each result."""
+    return out_names if out_names and not isinstance(out_names[0], str) else (out_names or (),)
+
+
+def _unmarked(name: str) -> str:
+    """Return the name of an axis that may be marked, as those that are indexed."""
+    return name.partition(" (")[0]
 
 
 @shared("names", "axis")

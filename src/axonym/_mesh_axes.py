@@ -169,11 +169,27 @@ def is_parameter(
     return bool(own) and own.isdisjoint(a for stored, used in both if stored == used for a in used)
 
 
+def check_mesh_axes(what: str, mapping: Mapping[str, Entry], mesh: AnyMesh) -> None:
+    """Check that the mesh has all mesh axes of a mapping."""
+    for name, entry in mapping.items():
+        for mesh_axis in mesh_axes(entry):
+            if mesh_axis not in mesh.shape:
+                raise ValueError(_errors.unknown_mesh_axis(what, name, mesh_axis, mesh))
+
+
+def check_mapped(what: str, names: Iterable[str]) -> None:
+    """Check that the active mesh has all mesh axes over which the active mapping shards some axes."""
+    mapping = active_mapping()
+    mapped = {n: mapping[n] for n in names if n in mapping} if mapping else {}
+    mesh = current_mesh() if any(mapped.values()) else None
+    if mesh is not None:
+        check_mesh_axes(what, mapped, mesh)
+
+
 def mapped_on(what: str, name: str, mesh: AnyMesh, *types: AxisType) -> Axes:
     """Return the mesh axes of some types over which the active mapping shards an axis; all must be in the mesh."""
     found, known = mapped_axes(name), types_of(mesh)
-    if unknown := [a for a in found if a not in known]:
-        raise ValueError(_errors.unknown_mesh_axis(what, name, unknown[0], mesh))
+    check_mesh_axes(what, {name: found}, mesh)
     return tuple(a for a in found if known[a] in types)
 
 

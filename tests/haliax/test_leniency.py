@@ -25,9 +25,54 @@ def test_a_class_of_strings() -> None:
 
 
 def test_meshes(auto_mesh: jax.sharding.Mesh) -> None:
-    assert hax.partitioning._get_mesh() is None
-    with hax.partitioning.mesh_context(auto_mesh):
+    with pytest.warns(DeprecationWarning, match="`axonym.current_mesh` is public"):
+        assert hax.partitioning._get_mesh() is None
+    with hax.partitioning.mesh_context(auto_mesh), pytest.warns(DeprecationWarning):
         assert hax.partitioning._get_mesh().shape == auto_mesh.shape  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_dot_with_the_axis_first() -> None:
+    x = hax.ones({"a": 2})
+    with pytest.warns(DeprecationWarning, match="`axis` is a keyword argument"):
+        assert hax.dot("a", x, x).item() == 2
+    assert hax.dot(x, x, axis="a").item() == 2
+
+
+TAKEN = [
+    (hax.named([9, -4, -5], "k"), ("b", "k"), [[np.nan, 0, np.nan], [np.nan, 4, np.nan]]),
+    (hax.named([9, 0], "b"), ("b",), [np.nan, 4]),
+    (hax.named([[9, 0], [1, -9]], ("k", "b")), ("k", "b"), [[np.nan, 4], [1, np.nan]]),
+    (hax.named([[9, 0], [1, -9]], ("a", "b")), ("a", "b"), [[np.nan, 4], [1, np.nan]]),
+    (9, ("b",), [np.nan, np.nan]),
+    (-1, ("b",), [3, 7]),
+]
+
+
+@pytest.mark.parametrize("index, names, expected", TAKEN)
+def test_take_fills_what_is_out_of_range(index: Any, names: tuple[str, ...], expected: list[Any]) -> None:
+    x = hax.named(jnp.arange(8.0).reshape(2, 4), ("b", "a"))
+    for taken in (hax.take(x, "a", index), jax.jit(lambda x: hax.take(x, "a", index))(x)):
+        assert taken.names == names
+        np.testing.assert_array_equal(taken.array, expected)
+
+
+def test_what_take_fills_integers_with() -> None:
+    for dtype, expected in ((jnp.int8, -128), (jnp.uint8, 255), (jnp.int32, -(2**31)), (jnp.bool_, True)):
+        assert hax.take(hax.zeros({"a": 2}, dtype=dtype), "a", hax.named([5, 0], "b")).tolist() == [expected, 0]
+
+
+def test_embeddings_of_tokens_out_of_range() -> None:
+    layer = hax.nn.Embedding.init(hax.Axis("v", 3), hax.Axis("e", 1), key=jax.random.key(0))
+    embedded = hax.named_jit(layer.embed)(hax.named(jnp.array([5, 0]), "b"))
+    np.testing.assert_array_equal(embedded.array, [[np.nan], *layer.weight.array[:1]])
+
+
+def test_check_shape() -> None:
+    assert hax.core.check_shape((2, 3), ("a", hax.Axis("b", 3))) == (hax.Axis("a", 2), hax.Axis("b", 3))
+    assert hax.core.check_shape((2,), "a") == (hax.Axis("a", 2),)
+    for axes in (("a", hax.Axis("b", 4)), ("a",)):
+        with pytest.raises(ValueError, match="axes"):
+            hax.core.check_shape((2, 3), axes)
 
 
 def test_keywords(auto_mesh: jax.sharding.Mesh) -> None:
@@ -137,6 +182,9 @@ def test_slice_moves_what_does_not_fit() -> None:
     assert hax.slice(x, "a", start=3, length=3).tolist() == [1, 2, 3]
     assert [hax.slice(x, "a", start=s, length=2).tolist() for s in (-1, -3, -9)] == [[2, 3], [1, 2], [0, 1]]
     assert hax.slice(x, {"a": -1}, {"a": hax.Axis("b", 2)}).axes == (hax.Axis("b", 2),)
+    for lengths in ({"a": 3}, {hax.Axis("a", 4): hax.Axis("b", 3)}):
+        with pytest.raises(ValueError, match="slice: 3 elements from 2 on do not fit axis 'a' of size 4"):
+            hax.slice(x, {"a": 2}, lengths)
 
 
 def test_updated_slice_moves_what_does_not_fit() -> None:

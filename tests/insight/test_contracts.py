@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ import jax
 import pytest
 
 import axonym as axn
-from axonym.insight import BrokenContract, blame, compare, contract
+from axonym.insight import BrokenContract, Contract, blame, compare, contract
 from tests.insight import cases
 
 Batch, Embed, Mlp, Vocab = axn.make_axes(batch=16, embed=32, mlp=48, vocab=80)
@@ -133,6 +135,43 @@ def test_a_decorated_step_is_checked_before_it_runs() -> None:
         assert total(axn.ones({"batch": 8, "embed": 16})).shape == {"batch": 8}
         with pytest.raises(BrokenContract, match=r"total: each device sends .* over data, but may send 0 B"):
             total(axn.ones({"batch": 8, "embed": 8}))
+
+
+def test_a_decorated_step_is_checked_once_for_each_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+    check = Contract.check
+
+    def counted(self: Contract, step: Any, *args: Any, **kwargs: Any) -> Any:
+        checked.append(args[1])
+        return check(self, step, *args, **kwargs)
+
+    monkeypatch.setattr(Contract, "check", counted)
+
+    @contract(max_sent={})
+    def scaled(x: axn.NamedArray, by: Any) -> axn.NamedArray:
+        factor: Any = by() if callable(by) else by
+        return x * factor
+
+    x = axn.ones({"batch": 8})
+    for by in (1, 1, True, 1.0, 0.0, -0.0, 1):  # equal for Python, but not the same programs
+        scaled(x, by)
+    assert list(map(repr, checked)) == ["1", "True", "1.0", "0.0", "-0.0"]
+    with pytest.raises(TypeError, match="must be hashable, which this set is not"):
+        scaled(x, {1, 2})
+
+    checked.clear()
+
+    def two() -> int:
+        return 2
+
+    known = weakref.ref(two)
+    scaled(x, two)
+    scaled(x, two)
+    assert len(checked) == 1
+    del two
+    checked.clear()
+    gc.collect()
+    assert known() is None
 
 
 def test_mesh_axes_and_options_of_contracts_are_checked() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import concurrent.futures
+import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import axonym as axn
@@ -224,3 +226,39 @@ def test_as_a_decorator_it_refuses_what_runs_between_other_code() -> None:
     for fn in (numbers, later):
         with pytest.raises(TypeError, match="runs between other code"):
             axn.axis_mapping({"batch": "data"})(fn)
+
+
+UNKNOWN: dict[str, Callable[[axn.NamedArray], Any]] = {
+    "exp": axn.exp,
+    "add": lambda x: x + 1,
+    "sum": lambda x: axn.sum(x, "x"),
+    "cumsum": lambda x: axn.cumsum(x, "x"),
+    "sort": lambda x: axn.sort(x, "x"),
+    "dot": lambda x: axn.dot(x, x, axis="d"),
+    "index": lambda x: axn.take(x, "x", axn.named([1, 2], "j")),
+    "top_k": lambda x: axn.top_k(x, "x", 2),
+    "cross_entropy_loss": lambda x: axn.nn.cross_entropy_loss(x, "x", axn.named(np.arange(8), "d")),
+    "random.categorical": lambda x: axn.random.categorical(jax.random.key(0), x, "x"),
+    "zeros": lambda x: axn.zeros(x.axes),
+    "vmap": axn.vmap(lambda row: row.array, "x"),
+    "fold": lambda x: axn.fold(lambda total, row: total + row.array.sum(), "x")(0.0, x),
+    "map": axn.map(lambda row: row.array, "x"),
+    "lift(sum)": axn.lift(jnp.sum, "x ->"),
+    "shard": axn.shard,
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_every_operation_refuses_a_mesh_axis_that_the_mesh_lacks(what: str, mesh: jax.sharding.Mesh) -> None:
+    """On Auto mesh axes as on Explicit ones, outside of jit and inside, by the public name."""
+    x = axn.named(np.ones((8, 8), np.float32), ("x", "d"))
+    with axn.axis_mapping({"x": "modle"}):
+        for run in (UNKNOWN[what], jax.jit(UNKNOWN[what])):
+            message = rf"{re.escape(what)}.* 'modle', which .*\. Did you mean 'model'"
+            with jax.set_mesh(mesh), pytest.raises(ValueError, match=message):
+                run(x)
+
+
+def test_without_a_mesh_no_mesh_axis_is_lacking() -> None:
+    with axn.axis_mapping({"x": "modle"}):
+        assert axn.exp(axn.zeros({"x": 8})).sum().item() == 8

@@ -28,7 +28,7 @@ from .. import (
     bitwise_xor as bitwise_xor, broadcast_arrays as broadcast_arrays, broadcast_axis as broadcast_axis,
     broadcast_to as broadcast_to, cbrt as cbrt, ceil as ceil, clip as clip,
     conj as conj, copy as copy, cos as cos, cosh as cosh, cumprod as cumprod, cumsum as cumsum, deg2rad as deg2rad,
-    divide as divide, divmod as divmod, dot as dot, equal as equal, exp as exp,
+    divide as divide, divmod as divmod, equal as equal, exp as exp,
     exp2 as exp2, expm1 as expm1, fabs as fabs, field as field, flatten as flatten, flatten_axes as flatten_axes,
     float_power as float_power, floor as floor, floor_divide as floor_divide, fmax as fmax, fmin as fmin,
     fmod as fmod, fold as fold, freeze as freeze, frexp as frexp,
@@ -51,7 +51,7 @@ from .. import (
     roll as roll, round as round, rsqrt as rsqrt,
     searchsorted as searchsorted, set_mesh as set_mesh, sign as sign, signbit as signbit,
     sin as sin, sinc as sinc, sinh as sinh, sort as sort, split as split, sqrt as sqrt,
-    square as square, std as std, subtract as subtract, sum as sum, swap as swap, take as take,
+    square as square, std as std, subtract as subtract, sum as sum, swap as swap,
     tan as tan, tanh as tanh, tile as tile, trace as trace, tree as tree,
     tril as tril, triu as triu, trunc as trunc, unbind as unbind,
     unflatten_axis as unflatten_axis, unique as unique, unpackbits as unpackbits, vander as vander, var as var,
@@ -92,13 +92,14 @@ from .axis import (
 )
 from .core import (
     are_shape_checks_enabled as are_shape_checks_enabled, enable_shape_checks as enable_shape_checks, ndim as ndim,
-    rearrange as rearrange, rename as rename, slice as slice, top_k as top_k, updated_slice as updated_slice,
+    rearrange as rearrange, rename as rename, slice as slice, take as take, top_k as top_k,
+    updated_slice as updated_slice,
 )
 from ._signatures import with_parameters as _with_parameters
 from .hof import ScanCheckpointPolicy as ScanCheckpointPolicy, scan as scan
 from .jax_utils import tree_checkpoint_name as tree_checkpoint_name
 from .ops import (
-    arange as arange, argsort as argsort, concatenate as concatenate, einsum as einsum, fftfreq as fftfreq,
+    arange as arange, argsort as argsort, concatenate as concatenate, dot as dot, einsum as einsum, fftfreq as fftfreq,
     full as full, geomspace as geomspace, linspace as linspace, logspace as logspace, ones as ones,
     rfftfreq as rfftfreq,
     stack as stack, unique_all as unique_all, unique_counts as unique_counts, unique_inverse as unique_inverse,

@@ -3,9 +3,10 @@
 # ruff: noqa: I001
 # fmt: off
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,7 +14,7 @@ from .. import (
     Axis as Axis, NamedArray as NamedArray, broadcast_arrays as broadcast_arrays, broadcast_axis as broadcast_axis,
     broadcast_to as broadcast_to, flatten as flatten, flatten_axes as flatten_axes, index as index,
     is_named_array as is_named_array, named as named, rename as _rename, roll as roll, slice as _slice, split as split,
-    take as take, top_k as _top_k, unbind as unbind, unflatten_axis as unflatten_axis,
+    top_k as _top_k, unbind as unbind, unflatten_axis as unflatten_axis,
 )
 from ..named_array import shape_checks
 from ..axis import (
@@ -21,6 +22,7 @@ from ..axis import (
     selects_axis as selects_axis,
 )
 from .._parsing import parse
+from ..ops._index_plan import SliceSpec as SliceSpec
 from ..ops.rearranging import rearrange as _rearrange
 from ..ops.updating import updated_slice as _updated_slice
 from ..typing import (
@@ -117,16 +119,33 @@ def rename(array: NamedArray, renames: Mapping[AxisSelector, AxisSelector]) -> N
     return _rename(array, {old: new for old, new in renames.items() if _name(old) in array.names})
 
 
+def take(array: NamedArray, axis: AxisSelector, index: Any) -> NamedArray:
+    """Take as `axonym.take` does; out of range there is NaN, the least integer of a signed dtype, or the largest.
+
+    >>> hax.take(hax.arange(hax.Axis("x", 3), dtype=float), "x", hax.named([2, 5], "picked"))
+    NamedArray(float32[picked=2], [ 2. nan])
+    """
+    index = index if isinstance(index, NamedArray) else named(index, ()) if np.ndim(index) == 0 else index
+    taken = array.at[axis, index].get(mode="fill")
+    kept = [n for n in array.names if n != _name(axis)]
+    if not isinstance(index, NamedArray) or not any(n in kept for n in index.names):
+        return taken
+    return _rearrange(taken, (*(n for n in index.names if n not in kept), *kept))
+
+
 def slice(array: NamedArray, axis: Any = None, new_axis: Any = None, *, start: Any = None, length: Any = None) -> Any:
-    """Slice as `axonym.slice` does, but move a slice that does not fit until it does.
+    """Slice as `axonym.slice` does, but move a slice that does not fit until it does, if no mapping gives its start.
 
     >>> hax.slice(hax.arange(hax.Axis("x", 4)), "x", start=3, length=2)
     NamedArray(int32[x=2], [2 3])
     """
-    if isinstance(axis, Mapping):
-        return _slice(array, {k: _as_movable(v) for k, v in axis.items()}, new_axis, start=start, length=length)
-    start = {k: _as_movable(v) for k, v in start.items()} if isinstance(start, Mapping) else _as_movable(start)
-    return _slice(array, axis, new_axis, start=start, length=length)
+    starts = axis if isinstance(axis, Mapping) else start
+    if not isinstance(starts, Mapping):
+        return _slice(array, axis, new_axis, start=_as_movable(start), length=length)
+    lengths = new_axis if isinstance(new_axis, Mapping) else length
+    if isinstance(lengths, Mapping):
+        _check_room("slice", array, starts, {_name(k): v for k, v in lengths.items()})
+    return _slice(array, {k: _as_movable(v) for k, v in starts.items()}, lengths)
 
 
 def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArray) -> NamedArray:
@@ -135,14 +154,29 @@ def updated_slice(array: NamedArray, start: Mapping[Any, Any], update: NamedArra
     >>> hax.updated_slice(hax.zeros({"x": 4}), {"x": -1}, hax.ones({"x": 2}))
     NamedArray(float32[x=4], [0. 0. 1. 1.])
     """
-    for axis, first in start.items():
-        if isinstance(first, int) and update.has_axis(_name(axis)) and array.has_axis(_name(axis)):
-            size, room = update.axis_size(_name(axis)), array.axis_size(_name(axis))
-            if first + size > room:
-                raise ValueError(
-                    f"updated_slice: {size} elements from {first} on do not fit axis {_name(axis)!r} of size {room}."
-                )
+    _check_room("updated_slice", array, start, update.shape)
     return _updated_slice(array, {k: _as_movable(v) for k, v in start.items()}, update)
+
+
+def _check_room(what: str, array: NamedArray, starts: Mapping[Any, Any], sizes: Mapping[str, Any]) -> None:
+    """Check that slices whose starts are known end inside of their axes."""
+    for axis, first in starts.items():
+        name = _name(axis)
+        size = sizes[name] if name in sizes else None
+        size = size.size if isinstance(size, Axis) else size
+        if isinstance(first, int) and size is not None and array.has_axis(name):
+            room = array.axis_size(name)
+            if first + size > room:
+                raise ValueError(f"{what}: {size} elements from {first} on do not fit axis {name!r} of size {room}.")
+
+
+def check_shape(jnp_shape: Sequence[int], hax_axes: AxisSelection) -> tuple[Axis, ...]:
+    """Return the axes of an array with a shape; axes that are given with a size must fit it.
+
+    >>> hax.core.check_shape((2, 3), ("x", hax.Axis("y", 3)))
+    (Axis(name='x', size=2), Axis(name='y', size=3))
+    """
+    return named(jax.ShapeDtypeStruct(tuple(jnp_shape), bool), hax_axes).axes
 
 
 def _as_movable(start: Any) -> Any:

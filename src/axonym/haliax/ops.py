@@ -3,6 +3,7 @@
 # ruff: noqa: I001
 # fmt: off
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from .. import (
     Axis, NamedArray, allclose as allclose, arange as _arange, argsort as _argsort, array_equal as array_equal,
     array_equiv as array_equiv, axis_mapping, bincount as bincount, clip as clip, concatenate as _concatenate,
-    einsum as _einsum, full as _full, geomspace as _geomspace, isclose as isclose, linspace as _linspace,
+    dot as _dot, einsum as _einsum, full as _full, geomspace as _geomspace, isclose as isclose, linspace as _linspace,
     logspace as _logspace,
     nonzero as nonzero, ones as _ones, packbits as packbits, pad as pad, pad_left as pad_left,
     searchsorted as searchsorted, stack as _stack, trace as trace, tril as tril, triu as triu, unique as unique,
@@ -50,6 +51,13 @@ def argsort(a: NamedArray, axis: AxisSelector | None, *, stable: bool = False) -
     Array([3, 1, 2, 0], dtype=int32)
     """
     return jnp.argsort(a.array, axis=None, stable=stable) if axis is None else _argsort(a, axis, stable=stable)
+
+
+@functools.wraps(_dot, assigned=("__name__", "__qualname__", "__doc__"))
+def dot(*arrays: Any, **options: Any) -> NamedArray:
+    if "axis" not in options:
+        warnings.warn("dot: `axis` is a keyword argument now.", DeprecationWarning, stacklevel=2)
+    return _dot(*arrays, **options)
 
 
 def einsum(

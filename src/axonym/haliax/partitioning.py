@@ -50,6 +50,7 @@ class ResourceAxis(metaclass=StringHolderEnum):
 
 def _get_mesh() -> AnyMesh | None:
     """Return the active mesh: code reaches for this name, although it begins with an underscore."""
+    warnings.warn("_get_mesh: `axonym.current_mesh` is public.", DeprecationWarning, stacklevel=2)
     return current_mesh()
 
 

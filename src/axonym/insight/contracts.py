@@ -12,7 +12,9 @@ import jax
 
 from .. import _context, _errors
 from .._errors import describe_bytes
+from .._function_cache import FunctionCache
 from .._mesh_axes import AnyMesh
+from .._tree_spec import flatten_arrays
 from ..sharding.meshes import current_mesh
 from ._text import parsed_bytes
 from .collectives import Collective
@@ -151,16 +153,15 @@ class Contract:
 
     def __call__(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate a step, so that each of its programs is checked before it runs for the first time."""
-        checked: set[Any] = set()
+        checked = FunctionCache()
 
         @functools.wraps(step, updated=())
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            leaves, structure = jax.tree.flatten((args, kwargs))
-            types = tuple((jax.typeof(x), getattr(x, "sharding", None)) if hasattr(x, "dtype") else x for x in leaves)
-            key = structure, types, _context.active_settings(), current_mesh()
-            if key not in checked:
-                self.check(step, *args, **kwargs)
-                checked.add(key)
+            arrays, spec = flatten_arrays((args, kwargs))
+            spec = spec.weak()
+            types = tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in arrays)
+            key = spec, types, _context.active_settings(), current_mesh()
+            checked.find(key, (spec,), lambda: self.check(step, *args, **kwargs).step)
             return step(*args, **kwargs)
 
         return guarded

@@ -23,10 +23,11 @@ import numpy as np
 from .. import _context, _errors
 from .._function_cache import FunctionCache
 from .._jax_versions import is_about_devices
+from .._mesh_axes import check_mesh_axes
 from .._parameter_names import parameter_names
 from .._tree_spec import FlatTree, StaticLeaf, TreeSpec, flatten_arrays, same_static_fields
 from .meshes import current_mesh
-from .placement import Placement, check_mesh_axes
+from .placement import Placement
 from .shard import call_on_mesh, shard_arguments
 
 P = ParamSpec("P")

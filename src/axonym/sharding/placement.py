@@ -386,14 +386,6 @@ def check_entries(leaf: Leaf, entries: Sequence[Entry], mesh: AnyMesh | None) ->
     return [f"{leaf.path} {p}" for p in _checked(leaf.names, leaf.shape, tuple(entries), mesh)[1]]
 
 
-def check_mesh_axes(what: str, mapping: Mapping[str, Entry], mesh: AnyMesh) -> None:
-    """Check that the mesh has all mesh axes of a mapping, also for axes that no array has."""
-    for name, entry in mapping.items():
-        for mesh_axis in mesh_axes(entry):
-            if mesh_axis not in mesh.shape:
-                raise ValueError(_errors.unknown_mesh_axis(what, name, mesh_axis, mesh))
-
-
 _WAY_OUT = (
     "Make it one (axonym.sharding.round_axis_for_partitioning gives {size}), or map it elsewhere.",
     "Make it one ({size} is), or place it otherwise; a rule can be `.lenient()`.",

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _errors
 from .._context import active_mapping
-from .._mesh_axes import axes_in, entries_by_name, mapped_axes, mesh_axes, shard_count
+from .._mesh_axes import axes_in, check_mesh_axes, entries_by_name, mapped_axes, mesh_axes, shard_count
 from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
 from ..named_array import raw, wrap
 from .mapping import PhysicalAxisSpec, ResourceMapping, normalize_mapping
@@ -21,7 +21,6 @@ from .meshes import AnyMesh, current_mesh, required_mesh, with_devices
 from .placement import (
     Leaf,
     Placement,
-    check_mesh_axes,
     described,
     examine,
     is_placement,

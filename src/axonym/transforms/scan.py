@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from .. import _errors, _output_sharding, _prefixes
 from .._function_cache import Functions, HeldArrays, WithArrays
 from .._jax_versions import INLINE
-from .._mesh_axes import entries_of, explicit_mesh, reshard
+from .._mesh_axes import check_mapped, entries_of, explicit_mesh, reshard
 from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, StaticLeaf, TreeSpec, flatten_arrays
 from ..axis import Axis, AxisSelector, Names, names_without
 from ..named_array import wrap
@@ -236,6 +236,7 @@ def _build(functions: WithArrays, plan: _LoopPlan, carry_spec: TreeSpec, argumen
     )
 
     def run(held: HeldArrays, carry: list[Any], arrays: list[Any]) -> tuple[list[Any], FlatTree]:
+        check_mapped(loop.what, (name,))
         (fn,) = functions(held)
         scanned = [(i, p) for i, p in enumerate(plan.positions) if p is not None]
         xs = [jnp.moveaxis(_mapped_axis.gathered_along(arrays[i], p), p, 0) for i, p in scanned]
