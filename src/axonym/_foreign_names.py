@@ -90,7 +90,7 @@ PACKAGE = {
     "randint": "`axonym.random.randint(key, {'batch': 8}, 0, 10)` draws numbers with a key",
     **dict.fromkeys(("no_grad", "inference_mode"), "nothing records gradients here; " + _GRADIENT),
     "manual_seed": "random functions take a key, `jax.random.key(0)`",
-    **dict.fromkeys(("jit", "compile"), "`jax.jit` takes functions of named arrays, and `axonym.named_jit` also shards"),
+    **dict.fromkeys(("jit", "compile"), "`jax.jit` takes functions of named arrays, and `axonym.named_jit` shards too"),
     **dict.fromkeys(
         ("with_sharding_constraint", "with_logical_constraint", "device_put", "reshard"),
         "`axonym.shard(x, {'batch': 'data'})` places an array by name",
