@@ -118,7 +118,7 @@ def _intern(cls: type[Axis], name: str, size: Any) -> Axis:
     axis = object.__new__(cls)
     object.__setattr__(axis, "name", name)
     object.__setattr__(axis, "size", size)
-    with _INTERNING:  # two threads must not make two axes of one name and size
+    with _INTERNING:  # two threads must not create two axes of the same name and size
         return _INTERNED.setdefault((name, size), axis)
 
 

@@ -46,7 +46,7 @@ def _requests(what: str, axis: TransformAxes | None) -> _Requests | None:
 
 
 def _request(what: str, key: AxisSelector, wanted: Any) -> AxisSelector | int:
-    """Return the request for an axis: a new axis, a new name or a length."""
+    """Return what is requested for an axis: a new axis, a new name or a length."""
     if isinstance(wanted, (Axis, str)):
         return wanted
     try:
@@ -67,7 +67,7 @@ def _transform_kernel(
     requests: _Requests | None,
     norm: str | None,
 ) -> _kernels.Kernel:
-    """Make a kernel from the function along one axis, and that along several axes at once, if there is one.
+    """Make a kernel from a function along one axis and, if it exists, the function along several axes at once.
 
     If the input has only half of the terms (`from_half`), the result has 2 (n - 1) elements by default.
     """

@@ -62,7 +62,7 @@ def _poly_kernel(
 
 
 def _of_two(fn: Callable[..., Any], name: str, p1: PolynomialLike, p2: PolynomialLike, results: int) -> Any:
-    """Apply a function of two polynomials."""
+    """Apply a function to two polynomials."""
     names = _names(p1, p2)
     # The axis of the result is that of the first named operand; that of the other operand is not matched.
     in_names = (names, private("p2", names)) if isinstance(p1, NamedArray) else (private("p1", names), names)
@@ -71,7 +71,7 @@ def _of_two(fn: Callable[..., Any], name: str, p1: PolynomialLike, p2: Polynomia
 
 
 def _of_one(fn: Callable[..., Any], name: str, p: PolynomialLike, *static: Any) -> NamedArray:
-    """Apply a function of one polynomial, and of static arguments."""
+    """Apply a function to one polynomial and static arguments."""
     names = _names(p)
     return _poly_kernel(fn, name, (names,), names, static).apply(_coefficients(name, p))
 
@@ -348,5 +348,5 @@ def _polyfit_kernel(
 
 
 def _inexact(x: jax.Array) -> jax.Array:
-    """Convert to a dtype that has a singular value decomposition."""
+    """Convert to a dtype for which JAX has a singular value decomposition."""
     return x.astype(jnp.promote_types(jnp.result_type(x, float), jnp.float32))

@@ -142,7 +142,7 @@ for _name, _method in {
     setattr(_NamedArray, _name, _method)
 NamedRef.named_shape = NamedRef.shape  # pyright: ignore[reportAttributeAccessIssue]
 
-# --- modules that serve as they are ---
+# --- modules that are used unchanged ---
 
 haxtyping = wrap = _typing
 specialized_fns = core

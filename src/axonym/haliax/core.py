@@ -180,7 +180,7 @@ def check_shape(jnp_shape: Sequence[int], hax_axes: AxisSelection) -> tuple[Axis
 
 
 def _as_movable(start: Any) -> Any:
-    """Turn an integer position into an array: out of range, an array is moved, where an integer is refused."""
+    """Turn an integer position into an array: arrays out of range are clamped, where integers raise an error."""
     return np.asarray(start, np.int32) if isinstance(start, (int, np.integer)) else start
 
 

@@ -21,7 +21,7 @@ class ScanCheckpointPolicy(_ScanCheckpointPolicy):
     checkpoint = with_parameters(_ScanCheckpointPolicy.checkpoint, fn="callable")
 
     def __post_init__(self) -> None:
-        # The checks of the fields are left out; sequences become tuples, which can be part of a cache key.
+        # Does not check the fields; sequences become tuples, which can be part of a cache key.
         for field in ("save_block_internals", "offload_block_internals"):
             if not isinstance(given := getattr(self, field), (bool, str)):
                 object.__setattr__(self, field, tuple(given))

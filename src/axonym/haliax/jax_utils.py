@@ -92,7 +92,7 @@ def assert_equal(in_tree: Any, fail_message: str = "") -> None:
     """
     if _equal(in_tree):
         return
-    # Every process came to the same answer, so all of them ask once more, leaf by leaf.
+    # Every process got the same answer, so all of them ask once more, leaf by leaf.
     differing = [
         jax.tree_util.keystr(path, simple=True, separator="/") or "the array"
         for path, leaf in jax.tree.leaves_with_path(in_tree)
@@ -146,7 +146,7 @@ def multilevel_scan(
         raise ValueError(f"multilevel_scan: {length} steps, but `xs` has {sorted(wrong)} elements.")
     inner_size = length // outer_size
 
-    # What JAX does so that a compiler cannot undo the recomputation is not needed inside a loop.
+    # JAX's protection against a compiler that undoes the recomputation is not necessary inside a loop.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def inner(carry: Any, xs: Any) -> tuple[Any, Any]:
         return jax.lax.scan(f, carry, xs, length=inner_size, reverse=reverse, unroll=unroll)
@@ -232,5 +232,5 @@ def is_pallas_dslice(x: object) -> bool:
     >>> hax.jax_utils.is_pallas_dslice(slice(0, 3))
     False
     """
-    pallas = sys.modules.get("jax.experimental.pallas")  # importing it takes long; without it there is no such slice
+    pallas = sys.modules.get("jax.experimental.pallas")  # slow to import; if it is not, there is no such slice
     return pallas is not None and isinstance(x, pallas.Slice)

@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _unsharded(fn: F) -> F:
-    """Return a function that makes an array as JAX places it, whatever mapping is active."""
+    """Wrap a function so that JAX places the array that it makes, whatever mapping is active."""
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -223,7 +223,7 @@ def _remedies(axis: str) -> str:
 
 
 def _remedies_for_sending(c: Collective, mesh_axis: str) -> str:
-    """Return the two nearest ways to send less than a collective does."""
+    """Return the two most direct ways to reduce the bytes that a collective sends."""
     stored = " and ".join(c.stored)
     if c.kind == "all-gather" and stored:
         return (
@@ -250,7 +250,7 @@ def _remedies_for_sending(c: Collective, mesh_axis: str) -> str:
 
 
 def _remedies_for_memory(memory: Memory) -> str:
-    """Return the two nearest ways to hold less in memory."""
+    """Return the two most direct ways to use less memory."""
     if memory.temporaries >= max(memory.arguments, memory.results - memory.aliased):
         return (
             "Either keep less for the backward pass, by jax.checkpoint or `gradient_checkpointing` of nn.Stacked; or "

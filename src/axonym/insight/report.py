@@ -231,7 +231,7 @@ class Report:
             yield "Nothing is sent between devices."
 
     def _sections(self) -> Iterator[Section]:
-        """Go through the tables: what is sent over each set of mesh axes, and what is held at the peak."""
+        """Yield the tables: the bytes sent over each set of mesh axes, and the arrays in memory at the peak."""
         for axes, found in self.by_axes().items():
             yield _title(axes, found), _HEADER, [_cells(row) for row in _rows(found)]
         if self.timeline is not None:
@@ -266,7 +266,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """What is written of collectives that differ in nothing but how often they run."""
+    """A row for collectives that differ only in how often they run."""
 
     kind: str
     when: str
@@ -279,7 +279,7 @@ class _Row:
 
 
 def _rows(found: Sequence[Collective]) -> list[_Row]:
-    """Return the rows for some collectives, those that send most first."""
+    """Return the rows for some collectives, largest bytes first."""
     merged: dict[_Row, list[Collective]] = {}
     for c in found:
         row = _Row(

@@ -72,14 +72,14 @@ class MemoryTimeline:
         return max(self.held)
 
     def _kept(self) -> str:
-        """Write what is kept for the backward pass, with the largest arrays."""
+        """Describe the memory kept for the backward pass, with the largest arrays."""
         rows = [f"{f'{h.count} x ' if h.count > 1 else ''}{h.array}" for h in self.kept_for_backward]
         rest = sum(h.count for h in self.kept_for_backward[3:])
         more = f", and {rest} smaller" if rest else ""
         return f"{describe_bytes(sum(h.bytes for h in self.kept_for_backward))}: {', '.join(rows[:3])}{more}"
 
     def _section(self) -> Section:
-        """Return the table of the arrays at the peak, of which arguments are one row."""
+        """Return the table of the arrays at the peak, with one row for all arguments."""
         phase = self.phases[self.held.index(self.peak)]
         when = {"": "", "recomputed": ", where the backward pass computes again"}.get(phase, f", in the {phase} pass")
         title = f"at the peak{when}: each device holds about {describe_bytes(self.peak)}"
@@ -123,7 +123,7 @@ _COLORS = {"forward": "C0", "backward": "C1", "recomputed": "C2", "": "0.6"}
 
 
 def _draw_memory(axes: Any, timeline: MemoryTimeline) -> None:
-    """Draw the bytes at each instruction, in the color of its phase; what arguments take is below a line."""
+    """Draw the bytes at each instruction, in the color of its phase; a line marks the bytes of arguments."""
     scale, unit = _unit(timeline.peak)
     at = range(len(timeline.held))
     for phase in dict.fromkeys(timeline.phases):

@@ -397,7 +397,7 @@ def _exchanged_entries(
 def _new_axis(
     what: str, x: NamedArray, others: Sequence[str], axis: AxisSelector, over: AnyAxis | None
 ) -> tuple[str, Axes]:
-    """Return the name of a new axis with an entry for each device, and the mesh axes of these devices."""
+    """Return the name of a new axis with one entry for each device, and the mesh axes of these devices."""
     name = name_of(axis)
     if name in others:
         raise ValueError(f"{what}: without tiling, {name!r} is a new axis, but {describe_array(x)} has it already.")
@@ -417,8 +417,8 @@ def _check_one_each(what: str, x: NamedArray, position: int, axes: Axes) -> None
 
 
 def _varies(x: jax.Array, axes: Axes, invariant: bool) -> str:
-    # Without `check_vma`, every value counts as one for each device: JAX would take the gradient of an invariant one to
-    # be a share of it.
+    # Without `check_vma`, every value counts as device-varying: JAX would treat the gradient of an invariant value as a
+    # share of it.
     return "invarying" if invariant and {*axes} <= varying_axes(x) else "varying"
 
 
@@ -475,7 +475,7 @@ def _check_divides(what: str, x: NamedArray, position: int, axes: Axes) -> None:
 
 
 def _exchange_order(what: str, x: NamedArray, split: str, gather: str, axes: Axes) -> Axes:
-    """Return the order of mesh axes that is right for both the axis to shard and the axis to gather."""
+    """Return the order of mesh axes that suits both the axis to shard and the axis to gather."""
     gathered = gather_order(what, x, gather, scatter_order(what, x, split, axes), chosen=True)
     if scatter_order(what, x, split, gathered) != gathered:
         raise ValueError(
