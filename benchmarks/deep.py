@@ -1,7 +1,12 @@
-"""How long a deep model takes to trace, lower and compile: 64 layers, in a loop and one by one, against plain JAX."""
+"""How long a deep model takes to trace, lower and compile: 64 layers, in a loop and one by one, against plain JAX.
+
+And what a device holds while the layers are made: no array is larger than a shard.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -11,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import axonym as axn
-from axonym.nn import Stacked
+from axonym.nn import Linear, Stacked
 
 from . import models
 from .harness import Row
@@ -31,7 +36,23 @@ def rows() -> list[Row]:
     named_x = axn.named(x, (models.Batch, models.Pos, models.Embed))
     found = _compared("a loop", (named_loss, stacked, named_x), (raw_loss(False), raw, x))
     ours = models.named_loss, models.name_params(params), *models.name_batch(batch)
-    return found + _compared("one by one", ours, (models.raw_loss, params, *batch))
+    found += _compared("one by one", ours, (models.raw_loss, params, *batch))
+    return found + [_made(explicit, mapping) for explicit in (False, True) for mapping in MAPPINGS]
+
+
+MAPPINGS = {"embed": ("data", "model")}, {"layers": "data", "mlp": "model"}
+
+
+def _made(explicit: bool, mapping: dict[str, Any]) -> Row:
+    """Compare the largest array in the program that makes layers on eight devices with a shard of the layers."""
+    Layers = axn.Axis("layers", LAYERS)
+    with jax.set_mesh(axn.make_mesh({"data": 4, "model": 2}, explicit=explicit)):
+        make = axn.named_jit(lambda key: Stacked.init(Layers, Linear)(models.Embed, models.Mlp, key=key), mapping)
+        program = make.lower(jax.random.key(0)).compile()
+    largest = max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"\w\d+\[([\d,]+)\]", program.as_text()))
+    shard = LAYERS * models.EMBED * models.MLP // 8
+    what = f"making layers sharded by {mapping} on {'Explicit' if explicit else 'Auto'} axes: largest array, to a shard"
+    return Row("deep", what, f"{largest:,}", f"{shard:,}", largest / shard, 1.0)
 
 
 def _compared(what: str, ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> list[Row]:

@@ -26,25 +26,25 @@ PROGRAMS = {
     "step": ("A training step", "The loss, its gradient and an AdamW update, jitted, on one device."),
     "sharded_step": (
         "A sharded training step",
-        "The same step on eight simulated devices: the batch is sharded over all, and so are parameters and optimizer "
-        "state, along the features of the residual stream.",
+        "The same step on eight simulated devices: the batch is sharded over all of them, and so are parameters and "
+        "optimizer state, along the features of the residual stream.",
     ),
 }
 
 HEAD = """# Beside other libraries
 
-See what the same transformer costs in plain JAX, Axonym, Haliax, Flax NNX, Equinox and Penzai. Each is written as its
-documentation does it, in a file of `benchmarks/peers`. In the sharded step, Equinox and Penzai then leave activations
-to the compiler; the others constrain them. All are given the same weights, and must compute the same before anything is
-measured. The libraries take turns in one process.
+See what the same transformer costs in plain JAX, Axonym, Haliax, Flax NNX, Equinox and Penzai. Each version follows its
+library's documentation, in a file of `benchmarks/peers`. In the sharded step, Equinox and Penzai therefore leave
+activations to the compiler; the others constrain them. All get the same weights, and must compute the same results
+before anything is measured. The libraries take turns in one process.
 
 ![What each library adds to plain JAX](assets/pictures/peers-light.svg#gh-light-mode-only)
 ![What each library adds to plain JAX](assets/pictures/peers-dark.svg#gh-dark-mode-only)
 
 Measured on {date} on {device}, with {versions}.
 
-Times are medians of calls in turn; differences of less than a tenth may be chance. For a first call, and for tracing,
-JAX forgets all that it compiled; what the libraries keep themselves, they keep. Instructions and bytes do not vary.
+Times are medians of alternating calls; differences of less than a tenth may be chance. Before a first call, and before
+tracing, JAX's caches are cleared; the libraries' own caches are not. Instructions and bytes do not vary.
 Measure on your machine:
 
 ```bash
@@ -53,8 +53,8 @@ python -m benchmarks peers
 ```
 
 The transformer has {layers} blocks with {embed} features, {heads} heads and {mlp} hidden features, for {batch} texts of
-{pos} tokens. Its arrays are small, so that what the libraries add shows. For "call, small" they are smaller still,
-and nearly all of the time of a block is Python's.
+{pos} tokens. Its arrays are small, so that the libraries' overhead shows. For "call, small" they are smaller still,
+and a block spends nearly all of its time in Python.
 """
 
 COLUMNS = {
@@ -78,8 +78,8 @@ def page(recorded: dict[str, Any]) -> str:
         rows = [[name, *(peers.shown(c, values[c]) for c in columns)] for name, values in figures.items()]
         parts.append(f"## {title}\n\n{about}\n\n{table(['library', *(COLUMNS[c] for c in columns)], rows)}\n")
     about = (
-        "Of the model, the loss, the step and functions that place arrays. For Axonym and Haliax these are calls, not "
-        "counted:"
+        "Lines of the model, the loss, the step and functions that place arrays. Axonym and Haliax place arrays with "
+        "calls, which are not counted:"
     )
     parts.append(f"## Lines of code\n\n{about}\n\n{table([*recorded['lines']], [[*recorded['lines'].values()]])}\n")
     parts.append("## Where others are ahead\n\n" + ahead(recorded) + "\n")

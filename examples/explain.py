@@ -1,4 +1,4 @@
-"""A step of training and three ways to distribute it, to be explained before it runs anywhere.
+"""Explain a training step under three mappings, before it runs anywhere.
 
     python examples/explain.py
     python -m axonym.insight examples/explain.py:case --mesh data=64,model=8 --mapping fsdp --chip v5p

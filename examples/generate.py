@@ -1,9 +1,9 @@
-"""Write text with a model of Hugging Face's hub: `python examples/generate.py --checkpoint FOLDER --prompt TEXT`.
+"""Write text with a model from the Hugging Face Hub: `python examples/generate.py --checkpoint FOLDER --prompt TEXT`.
 
 The folder has a `config.json` of one of the families in `models/llama.py`, weights in safetensors files, and the
 `tokenizer.json` of the model. Each device reads its shard of the weights, one array at a time. With `--mesh
 data=2,model=4` there are eight devices: texts are sharded over `data`; heads, hidden features and the vocabulary over
-`model`. With `--simulated-devices 8` that works without accelerators. `--weights int8` keeps the weights in 8 bits.
+`model`. `--simulated-devices 8` makes this work without accelerators. `--weights int8` keeps the weights in 8 bits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train a mixture of experts, whose experts are sharded over devices: `python examples/mixture_of_experts.py`.
 
-Tokens lie in a few clusters, and each cluster has a linear function of its own. The task is to learn them all. A router
+Tokens form a few clusters, and each cluster has its own linear function. The task is to learn all of them. A router
 sends each token to the experts that it scores highest, so that an expert can specialize. A dense layer that does as
 much work for each token has to serve all clusters at once, and learns more slowly.
 

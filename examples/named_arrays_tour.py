@@ -1,10 +1,10 @@
 # %% [markdown]
 # # A tour of named arrays
 #
-# This is a notebook in the form of a program. Run it as it stands, `python examples/named_arrays_tour.py`, or open it
-# cell by cell: VS Code shows a button above each `# %%`, and Jupytext opens it in Jupyter.
+# This is a notebook in the form of a program. Run it, `python examples/named_arrays_tour.py`, or open it cell by cell:
+# VS Code shows a button above each `# %%`, and Jupytext opens it in Jupyter.
 #
-# It starts where arrays get names and ends where they are sharded over eight devices. `tour.py` is the short form.
+# It starts by naming axes and ends by sharding arrays over eight devices. `tour.py` is the short form.
 
 # %%
 import jax

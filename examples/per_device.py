@@ -1,7 +1,7 @@
 """Models as per-device code: contractions, FSDP and tensor parallelism, sequences, experts, pipeline stages.
 
-Each program is the function that one device runs, with `axonym.shard_map` around it. It is compared with the same
-formula on one device, and the collectives of the compiled program are counted: `python examples/per_device.py`.
+Each program is the function that one device runs, wrapped in `axonym.shard_map`. Its result is compared with that on
+one device, and the collectives of the compiled program are counted: `python examples/per_device.py`.
 """
 
 import dataclasses

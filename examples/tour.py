@@ -1,6 +1,6 @@
 """A short tour of Axonym: named axes, indexing, operations, JAX's transformations, and sharded arrays.
 
-It runs on any machine, and prints what it does: `python examples/tour.py`.
+It runs on any machine and prints what it does: `python examples/tour.py`.
 """
 
 import jax

@@ -1,9 +1,9 @@
 """Train a language model on text, on one device or many: `python examples/train_lm.py`.
 
 By default a small Llama learns from the source text of Python's standard library, on eight simulated devices, in about
-two minutes. On GPUs, TPUs and several hosts the script is the same: `--mapping` says how the model is distributed, and
-`--help` shows all that can be set. The model is written in names, in `models/llama.py`; what this script is made of is
-in `training/`.
+two minutes. The script is the same on GPUs, TPUs and several hosts: `--mapping` says how the model is distributed, and
+`--help` lists all flags. The model is written with names, in `models/llama.py`; the parts of this script are in
+`training/`.
 """
 
 from __future__ import annotations

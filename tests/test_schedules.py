@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 
 import axonym as axn
 from axonym import nn
+from axonym.nn.attention import Causal, dot_product_attention
 from axonym.schedules import GPipe, OneFOneB
 from axonym.schedules._sharded_loss import is_computed_from_shards
 from tests.executed import executed
@@ -421,13 +422,60 @@ def test_errors(call: Any, text: str) -> None:
         call()
 
 
-def test_with_the_loss_inside_only_the_batch_is_sharded() -> None:
-    with (
-        jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)),
-        axn.axis_mapping({"layers": "stage", "pos": "data"}),
-        pytest.raises(ValueError, match=r"may be sharded along 'batch' only, and the active mapping shards 'pos' too"),
-    ):
-        inside(OneFOneB(2))(*ARGUMENTS, HEAD)
+@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "mapping", [{"pos": "model"}, {"pos": "model", "key_pos": "model"}, {"embed": "model"}], ids=str
+)
+@pytest.mark.parametrize("schedule", [GPipe(4), OneFOneB(2)], ids=["gpipe", "1f1b"])
+def test_layers_reduce_axes_that_are_sharded(schedule: Any, mapping: Any, kind: AxisType) -> None:
+    """Over a mesh axis that neither stages nor examples are sharded over: in a mean, attention, products, the loss."""
+
+    def layer(block: Any, x: axn.NamedArray, context: axn.NamedArray) -> axn.NamedArray:
+        keys = axn.tanh(x).rename({"pos": "key_pos"})
+        attended = dot_product_attention(block.norm(x), keys, keys, "key_pos", "embed", mask=Causal("pos"))
+        return x + attended + axn.mean(block.up(x), "mlp") - axn.mean(x, "pos") + axn.mean(context, "pos")
+
+    def loss(model: Any, x: Any, context: Any, head: Any, schedule: Any = None) -> Any:
+        options: Any = {"schedule": schedule, "then": head_and_loss, "then_args": (head, LABELS)}
+        return model.fold_via(layer, **options)(x, context)
+
+    arguments = MODEL, X, axn.sin(X["batch", 0]), HEAD
+    expected = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(*arguments)
+    with jax.set_mesh(mesh_of(kind, stage=2, data=2, model=2)), axn.axis_mapping(MAPPING | mapping):
+        step = jax.jit(jax.value_and_grad(functools.partial(loss, schedule=schedule), (0, 1, 2, 3)))
+        assert_close(jax.block_until_ready(step(*axn.shard(arguments))), expected)
+
+
+def test_layers_reduce_axes_of_further_arguments_over_the_mesh_axis_of_the_batch() -> None:
+    context = axn.sin(X["batch", 0]).rename({"pos": "key_pos"})
+    fold = MODEL.fold_via(lambda block, x, context: x + axn.mean(context, "key_pos"), schedule=GPipe(4))
+    mapping = MAPPING | {"key_pos": "data"}
+    with jax.set_mesh(mesh_of(AxisType.Auto, stage=4, data=2)), axn.axis_mapping(mapping):
+        found = jax.jit(fold)(*axn.shard((X, context)))
+    assert_close(found, X + 8 * axn.mean(context, "key_pos"))
+
+
+@pytest.mark.parametrize("schedule", [GPipe(4), OneFOneB(2)], ids=["gpipe", "1f1b"])
+def test_narrow_floats_beside_the_partitioner(schedule: Any) -> None:
+    """XLA for CPUs would abort on a sum of bfloat16 over some mesh axes."""
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (MODEL, X, SCALE, SHIFT, HEAD * 0.3))
+    expected = jax.jit(inside())(*narrow)
+    with jax.set_mesh(mesh_of(AxisType.Auto, stage=2, data=2, model=2)), axn.axis_mapping(MAPPING | {"mlp": "model"}):
+        value, _ = jax.block_until_ready(jax.jit(inside(schedule))(*axn.shard(narrow)))
+    np.testing.assert_allclose(value, expected[0], rtol=2e-2)
+
+
+def test_results_are_sharded_like_the_carry() -> None:
+    """Where the partitioner shards a sequence nothing is gathered; on Explicit mesh axes stages have all of it."""
+    mapping = MAPPING | {"pos": "model"}
+    for kind in KINDS:
+        with jax.set_mesh(mesh_of(kind, stage=2, data=2, model=2)), axn.axis_mapping(mapping):
+            arguments = axn.shard((MODEL, X, SCALE, SHIFT))
+            fold = jax.jit(lambda model, *args: model.fold(*args, schedule=GPipe(4)))
+            y = jax.block_until_ready(fold(*arguments))
+            gathers = executed(fold.lower(*arguments).compile()).get("all-gather", (0, 0))[0]
+        assert spec(y) == ("data", "model", None)
+        assert gathers == (kind == AxisType.Explicit)
 
 
 @pytest.mark.further

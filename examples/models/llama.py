@@ -86,7 +86,9 @@ class Config:
             Group=Axis("group", heads // kv_heads),
             HeadSize=Axis("head_size", config.get("head_dim") or config["hidden_size"] // heads),
             Mlp=Axis("mlp", config["intermediate_size"]),
-            rotary=Rotary.from_config(rotary, theta=config.get("rope_theta")),
+            rotary=Rotary.from_config(
+                rotary, theta=config.get("rope_theta"), max_position_embeddings=config.get("max_position_embeddings")
+            ),
             norm_eps=config["rms_norm_eps"],
             window=_window(config),
             **{"tied": config.get("tie_word_embeddings", False)} | FAMILIES[family](config),

@@ -1,11 +1,11 @@
 """The active settings: one value that is part of every jit cache key.
 
-An active mapping must never be baked into a compiled function that outlives it. JAX has a place for such things: a
-*user context*, whose value is part of the key under which `jax.jit` and all that builds on it keep what they traced and
-compiled. So a changed mapping retraces, and one that returns finds what it compiled before.
+An active mapping must never be baked into a compiled function that outlives it. JAX has a place for such state: a *user
+context*, whose value is part of the cache key of `jax.jit` and everything built on it. So a changed mapping retraces,
+and a mapping that was active before finds its compiled program again.
 
 JAX compares the value by hash and equality on every call. Settings are therefore interned: equal ones are one object.
-No settings are `None`, the value every thread starts with.
+Without settings, the value is `None`, as when a thread starts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 Entry = str | tuple[str, ...] | None
-"""The mesh axis that an axis is sharded over, or several; None if it is replicated."""
+"""The mesh axis or axes that an axis is sharded over; None if it is replicated."""
 
 
 def _empty() -> Mapping[str, Any]:
@@ -30,7 +30,7 @@ def _empty() -> Mapping[str, Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class Settings:
-    """The mappings and annotations that are active, as one immutable value. Made by `intern_settings`."""
+    """The active mappings and annotations, as one immutable value. Made by `intern_settings`."""
 
     mapping: Mapping[str, Entry] = dataclasses.field(default_factory=_empty)
     """The active mapping."""
@@ -48,14 +48,14 @@ class Settings:
 _INTERNED: weakref.WeakValueDictionary[Any, Settings] = weakref.WeakValueDictionary()
 _INTERNING = threading.Lock()
 
-# Made when the package is imported, and not when a module is first used: each context is part of every jit cache key,
+# Created when the package is imported, not when a module is first used: each context is part of every jit cache key,
 # so a new one makes JAX compile everything again.
 ACTIVE = jax.make_user_context(None)
 ENVIRONMENT = jax.make_user_context(None)
 """Holds the names that stand for mesh axes inside `shard_map`: see `axonym.manual._axis_environment`."""
 
 activated = False
-"""Whether settings were ever active. If not, an eager operation need not ask JAX for them."""
+"""Whether settings were ever active. If not, an eager operation does not have to ask JAX for them."""
 
 
 def intern_settings(**parts: Mapping[str, Any]) -> Settings | None:

@@ -1,7 +1,7 @@
 """Texts of errors and warnings about axes.
 
 Each message says the same four things: what was asked, what exists (names and sizes, never array contents), where, and
-what to do. The functions return strings, which callers raise, except `warn`, `distinct` and the decorators.
+what to do. The functions return strings for callers to raise, except `warn`, `distinct` and the decorators.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T", bound=type)
 
 
 def warn(message: str) -> None:
-    """Warn, with the line of the user's program that called the library, however deep the calls inside it."""
+    """Issue a warning that points at the user's line that called the library, however deep the calls inside it."""
     frame, depth = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
         frame, depth = frame.f_back, depth + 1
@@ -36,7 +36,7 @@ def describe_axes(names: Iterable[str], sizes: Iterable[Any] | None = None) -> s
 
 
 def describe_selectors(found: Iterable[Any]) -> str:
-    """Return the text of `describe_axes` for selectors, of which names have no size."""
+    """Return the text of `describe_axes` for selectors, where plain names have no size."""
     return f"({', '.join(s if isinstance(s, str) else f'{s.name}={s.size}' for s in found)})"
 
 
@@ -61,7 +61,7 @@ def describe_mesh(mesh: Any) -> str:
 
 
 def suggestion(name: str, known: Iterable[str], nearness: float = 0.6) -> str:
-    """Return ` Did you mean 'embed'?`, or nothing if no other known name is at least as similar as `nearness`."""
+    """Return ` Did you mean 'embed'?`, or an empty string if no other known name is similar enough (`nearness`)."""
     near = difflib.get_close_matches(str(name), [k for k in known if k != name], n=1, cutoff=nearness)
     return f" Did you mean {near[0]!r}?" if near else ""
 
@@ -97,7 +97,7 @@ def not_an_axis(found: Any, name: str = "batch") -> str:
 
 
 def say_how_to_call(f: F) -> F:
-    """Decorate a function so that the error of a call that does not fit its parameters ends with one that does."""
+    """Decorate a function so that the error for a call with wrong arguments ends with a correct call."""
 
     @functools.wraps(f)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ def say_how_to_call(f: F) -> F:
 
 
 def say_how_to_make(layer: T) -> T:
-    """Decorate a class of layers so that the errors of calls that do not fit say how to make one."""
+    """Decorate a layer class so that errors for calls with wrong arguments say how to make a layer."""
     layer.__init__ = say_how_to_call(layer.__init__)
     made = vars(layer).get("init")
     if isinstance(made, (staticmethod, classmethod)):
@@ -123,7 +123,7 @@ def say_how_to_make(layer: T) -> T:
 
 
 class NoInit:
-    """Refuse `init` of a layer that has none, for users who know it from the others."""
+    """Stands in for `init` on layers without parameters: raises an error for users who know it from other layers."""
 
     def __init__(self, call: str):
         self.call = call
@@ -173,7 +173,7 @@ def duplicate_names(what: str, names: Sequence[str]) -> str:
 
 
 def distinct(what: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names, which must all be different; if not, raise."""
+    """Return the names; raise an error unless all are different."""
     if len(set(names)) != len(names):
         raise ValueError(duplicate_names(what, names))
     return names
@@ -191,7 +191,7 @@ def wrong_rank(names: Sequence[str], shape: Sequence[Any]) -> str:
 
 
 def under_tree_map() -> str:
-    """Return a sentence on `jax.tree.map` if the user's function that calls was given to it, or nothing."""
+    """Return a sentence about `jax.tree.map` if it called the user's function, or an empty string."""
     frame, mapping = sys._getframe(2), False
     while frame is not None:
         module, _, _ = frame.f_globals.get("__name__", "").partition(".")
@@ -206,5 +206,5 @@ def under_tree_map() -> str:
 
 
 def caret(text: str, start: int, stop: int, message: str) -> str:
-    """Return `message`, and `text` with a caret under its wrong part."""
+    """Return `message`, followed by `text` with a caret under its wrong part."""
     return f"{message}\n    {text}\n    {' ' * start}{'^' * max(stop - start, 1)}"

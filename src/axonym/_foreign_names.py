@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 
-_ORDER = "the order of axes never matters to an operation; `axonym.rearrange(x, ({reversed}))` lays the array out anew"
+_ORDER = "the order of axes never matters to an operation; `axonym.rearrange(x, ({reversed}))` changes the layout"
 _MERGE = (
     "`axonym.flatten_axes(x, ({axes}), 'new')` merges axes, and "
     "`axonym.unflatten_axis(x, {last}, {'a': 2, 'b': 3})` splits one"
 )
 _WIDEN = "operations broadcast by name; `axonym.broadcast_axis(x, axonym.Axis('new', 1))` adds an axis"
-_TAKE_AWAY = "`x[{last}, 0]` takes away an axis of size 1"
+_TAKE_AWAY = "`x[{last}, 0]` removes an axis of size 1"
 _DOT = "`axonym.dot(x, y, axis={last})` sums products over an axis by name"
 _CAST = "`x.astype(jnp.float32)` casts to any dtype"
 _PLACE = "`axonym.shard(x, {{first}: 'data'})` places an array by name, and `jax.device_put(x, device)` on one device"
@@ -32,14 +32,14 @@ _IN_NN = {name: f"it is `axonym.nn.{name}`" for name in _NETWORK_FUNCTIONS}
 for _along in ("softmax", "log_softmax"):
     _IN_NN[_along] = f"it is `axonym.nn.{_along}(x, {{last}})`"
 _IN_LINALG = {"norm": "it is `axonym.linalg.norm(x, {last})`"}
-_LIMIT = "`axonym.clip(x, 0, 1)` limits elements"
+_LIMIT = "`axonym.clip(x, 0, 1)` clips elements to a range"
 
 ARRAY = {
     **_IN_NN,
     **_IN_LINALG,
     **dict.fromkeys(("clamp", "clamp_", "clamp_min", "clamp_max"), _LIMIT),
     "topk": "`axonym.top_k(x, {last}, k)` selects the largest elements",
-    "repeat": "`axonym.tile(x, {{last}: 2})` repeats the whole, and `axonym.repeat(x, 2, {last})` each element",
+    "repeat": "`axonym.tile(x, {{last}: 2})` repeats the whole array, and `axonym.repeat(x, 2, {last})` each element",
     "index_select": "`x[{last}, indices]` selects elements by a named array of indices",
     **dict.fromkeys(("add_", "sub_", "mul_", "div_", "zero_", "fill_", "copy_"), _IN_PLACE),
     **dict.fromkeys(("T", "mT", "transpose", "permute", "swapaxes", "moveaxis"), _ORDER),
@@ -52,7 +52,7 @@ ARRAY = {
     **dict.fromkeys(("clone", "contiguous"), _IMMUTABLE),
     **dict.fromkeys(("backward", "grad", "requires_grad", "requires_grad_"), _GRADIENT),
     **dict.fromkeys(("numpy", "to_numpy"), "`numpy.asarray(x.array)` is the array in NumPy"),
-    **dict.fromkeys(("plot", "imshow"), "`axonym.debug.draw(x)` draws it, with Matplotlib"),
+    **dict.fromkeys(("plot", "imshow"), "`axonym.debug.draw(x)` draws the array with Matplotlib"),
     "interp": "`axonym.interp(new, positions, x)` interpolates",
     "differentiate": "`axonym.gradient(x, {last})` takes differences",
     "detach": "`jax.lax.stop_gradient(x)` stops gradients",
@@ -60,16 +60,16 @@ ARRAY = {
     "numel": "`x.size` is the number of elements",
     "gather": "`x[{last}, indices]` selects elements by a named array of indices",
     **dict.fromkeys(("masked_fill", "masked_fill_"), "`axonym.where(mask, value, x)` chooses by a mask"),
-    **dict.fromkeys(("sel", "isel"), "`x[{first}, 0]` selects by position; xarray knows the coordinates"),
+    **dict.fromkeys(("sel", "isel"), "`x[{first}, 0]` selects by position; coordinates stay in xarray"),
     **dict.fromkeys(
-        ("coords", "groupby", "to_xarray"), "`axonym.to_xarray(x, coords)` makes an array of xarray with coordinates"
+        ("coords", "groupby", "to_xarray"), "`axonym.to_xarray(x, coords)` converts to xarray, with coordinates"
     ),
     "dims": "`x.names` are the names of the axes",
     **dict.fromkeys(("values", "data", "value"), "`x.array` is the JAX array"),
     **dict.fromkeys(("scatter", "index_add", "index_add_"), "`x.at[{last}, indices].set(values)` updates elements"),
     "chunk": "`axonym.split(x, {last}, [axonym.Axis({last}, 2), axonym.Axis({last}, 3)])` splits an axis",
 }
-"""By attribute of an array; `{axes}`, `{reversed}`, `{first}` and `{last}` stand for names of the array's axes."""
+"""Advice by attribute of an array; `{axes}`, `{reversed}`, `{first}` and `{last}` stand for names of its axes."""
 
 PACKAGE = {
     **_IN_NN,
@@ -90,16 +90,16 @@ PACKAGE = {
     "randint": "`axonym.random.randint(key, {'batch': 8}, 0, 10)` draws numbers with a key",
     **dict.fromkeys(("no_grad", "inference_mode"), "nothing records gradients here; " + _GRADIENT),
     "manual_seed": "random functions take a key, `jax.random.key(0)`",
-    **dict.fromkeys(("jit", "compile"), "`jax.jit` takes functions of named arrays, and `axonym.named_jit` places too"),
+    **dict.fromkeys(("jit", "compile"), "`jax.jit` takes functions of named arrays, and `axonym.named_jit` shards too"),
     **dict.fromkeys(
         ("with_sharding_constraint", "with_logical_constraint", "device_put", "reshard"),
         "`axonym.shard(x, {'batch': 'data'})` places an array by name",
     ),
     **dict.fromkeys(
         ("logical_axis_rules", "axis_rules"),
-        "`with axonym.axis_mapping({'batch': 'data'}):` says which mesh axis each axis goes to",
+        "`with axonym.axis_mapping({'batch': 'data'}):` shards each axis over a mesh axis",
     ),
-    **dict.fromkeys(("Mesh", "PartitionSpec", "NamedSharding"), "JAX's own in `jax.sharding` are taken everywhere"),
+    **dict.fromkeys(("Mesh", "PartitionSpec", "NamedSharding"), "use JAX's own from `jax.sharding`"),
     **dict.fromkeys(("quantize_weights", "quantize_linear_layers"), "it is in `axonym.quantization`"),
     **dict.fromkeys(("tree_map",), "`axonym.tree.map(f, model)` maps over named arrays"),
     **dict.fromkeys(
@@ -109,7 +109,7 @@ PACKAGE = {
     "newaxis": _WIDEN,
     "Module": "models are Equinox modules, `class Model(equinox.Module)`",
 }
-"""By name in `axonym`."""
+"""Advice by name in `axonym`."""
 
 NETWORKS = {
     **dict.fromkeys(
@@ -132,14 +132,14 @@ NETWORKS = {
     ),
     **dict.fromkeys(
         ("BatchNorm", "BatchNorm1d", "BatchNorm2d", "GroupNorm", "InstanceNorm2d"),
-        "`LayerNorm` and `RmsNorm` are layers, and `axonym.nn.standardize(x, axes)` does it over any axes",
+        "`LayerNorm` and `RmsNorm` are layers, and `axonym.nn.standardize(x, axes)` normalizes over any axes",
     ),
     "RMSNorm": "`axonym.nn.RmsNorm.init(Embed)`",
     **dict.fromkeys(
         ("MaxPool1d", "MaxPool2d", "AvgPool2d"), "`axonym.nn.max_pool(x, {'height': 2, 'width': 2}, stride=2)`"
     ),
 }
-"""By name in `axonym.nn`."""
+"""Advice by name in `axonym.nn`."""
 
 
 CALLS = {
@@ -157,7 +157,7 @@ CALLS = {
     "where": "where(mask, x, y)",
     "clip": "clip(x, 0, 1)",
 }
-"""Calls of the functions whose call `_call` does not write well."""
+"""Example calls of functions for which `_call` does not write a good one."""
 
 KEYWORDS = {
     **dict.fromkeys(("dim", "dims"), "Axes are selected by name, `{call}`."),
@@ -167,7 +167,7 @@ KEYWORDS = {
     **dict.fromkeys(("min", "max"), "The bounds are `a_min` and `a_max`: write `{call}`."),
     "correction": "It is called `ddof` here, and 0 by default.",
 }
-"""By keyword argument."""
+"""Advice by unknown keyword argument."""
 
 _ARGUMENTS = {
     **dict.fromkeys(("a", "array"), "x"),
@@ -183,7 +183,7 @@ _ARGUMENTS = {
 
 
 def in_call(f: Callable[..., Any], error: str, arguments: Sequence[Any]) -> str:
-    """Return the message of a call that does not fit the parameters of a function, with one that does."""
+    """Return the message for a call with wrong arguments, followed by a correct call."""
     name = f.__qualname__.removesuffix(".__init__")
     flat = [x for a in arguments for x in (a if isinstance(a, (list, tuple)) else [a])]
     names = next((n for x in flat if isinstance(n := getattr(x, "names", ()), tuple) and n), ("batch", "embed"))
@@ -199,7 +199,7 @@ def in_call(f: Callable[..., Any], error: str, arguments: Sequence[Any]) -> str:
 
 
 def _call(f: Callable[..., Any], name: str) -> str:
-    """Return a call with every argument that is needed, and with the axis."""
+    """Return an example call with every required argument and the axis."""
     words = []
     for p in inspect.signature(f).parameters.values():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) or p.name == "cls":
@@ -212,7 +212,7 @@ def _call(f: Callable[..., Any], name: str) -> str:
 
 
 def in_package(package: str, name: str) -> str:
-    """Return one sentence for a name that a package lacks, or nothing."""
+    """Return one sentence for a name that a package lacks, or an empty string."""
     if package.endswith(".random") and hasattr(jax.random, name):
         return f" It is `jax.random.{name}`."
     known = NETWORKS if package.endswith(".nn") else PACKAGE
@@ -220,12 +220,12 @@ def in_package(package: str, name: str) -> str:
 
 
 def of_array(name: str, names: Sequence[str]) -> str:
-    """Return one sentence for an attribute that named arrays lack, or nothing."""
+    """Return one sentence for an attribute that named arrays lack, or an empty string."""
     return sentence(ARRAY.get(name), tuple(map(repr, names)) or ("'axis'",))
 
 
 def sentence(advice: str | None, axes: Sequence[str]) -> str:
-    """Return a piece of advice as a sentence that names the axes of an array."""
+    """Return advice as a sentence that names the axes of an array."""
     if advice is None:
         return ""
     advice = _filled(advice, axes)

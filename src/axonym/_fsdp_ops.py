@@ -7,12 +7,12 @@ device, gathers the parameter inside, and differentiation turns the all-gather i
 
 The operation itself must run per device. If only the all-gather did, the gradient would be summed over all devices
 before it is scattered. And all mesh axes must be manual: if some are left to the partitioner, it moves more than
-needed.
+necessary.
 
 Products and elementwise operations run like this. A look-up in a table (`look_up_sharded_columns`) also runs per
 device, but does not gather the table: each device looks up its shard of the columns for the rows that all devices need,
-and an all-to-all exchanges columns for rows. The gradient takes the same way back. If the rows of the table are sharded
-over other mesh axes, alike in storage and compute, each device looks up the rows in its shard, and the results are
+and an all-to-all exchanges columns for rows. The gradient takes the same way back. If storage and compute mapping shard
+the rows of the table over the same other mesh axes, each device looks up the rows in its shard, and the results are
 added.
 
 A parameter is recognized by its names: an operand with an axis that the parameter mapping shards and the active mapping
@@ -146,7 +146,7 @@ def _mesh_to_run_on() -> AnyMesh | None:
 
 
 def _possible(specs: Sequence[PartitionSpec], out_spec: PartitionSpec, arrays: Sequence[Any], mesh: AnyMesh) -> bool:
-    """Return whether the axes can be sharded; if not, the operation runs in the ordinary way."""
+    """Return whether the axes can be sharded; if not, the operation runs as usual."""
     used = axes_in(out_spec)
     return len(set(used)) == len(used) and all(fits(s, x.shape, mesh) for s, x in zip(specs, arrays, strict=True))
 
@@ -161,7 +161,7 @@ def _varying_alike(x: jax.Array, own: PartitionSpec, specs: Sequence[PartitionSp
 
 
 def _extra(name: str) -> Axes:
-    """Return the mesh axes over which an axis of a parameter is gathered to be used."""
+    """Return the mesh axes over which an axis of a parameter is gathered before use."""
     return tuple(a for a in storage_axes(name) if a not in mapped_axes(name))
 
 

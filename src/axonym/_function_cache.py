@@ -5,7 +5,7 @@ on every call would trace and, outside of jit, compile every time. So the compil
 the function lives, and used again if everything else that is static is equal.
 
 A function can hold arrays: those of a module whose method it is, or of a `functools.partial`. They are operands of the
-compiled code, so that another module of the same spec uses it too, and so that they may be traced, or sharded.
+compiled code, so that another module of the same spec uses it too, and so that they may be traced or sharded.
 
 Operations have a cache of their own, `axonym._kernels.cached`, and so has each function of `named_jit`.
 """
@@ -27,29 +27,29 @@ from .named_array import is_named_array
 R = TypeVar("R")
 
 HeldArrays: TypeAlias = list[Any]
-"""The arrays that the functions of a transform hold."""
+"""The arrays that a transform's functions hold."""
 WithArrays: TypeAlias = Callable[[HeldArrays], tuple[Callable[..., Any], ...]]
-"""From these arrays, which may be traced, to the functions."""
+"""Makes the functions from these arrays, which may be traced."""
 
 _LIMIT = 256
-"""The number of entries for one function, then the oldest is dropped. Reached only if static leaves keep changing."""
+"""The maximum number of entries for one function; the oldest is dropped. Only changing static leaves reach it."""
 
 
 class FunctionCache(dict[Any, Any]):
-    """The values for one function, by everything static that they depend on."""
+    """The cached values for one function, by everything static that they depend on."""
 
     __slots__ = ("__weakref__",)
 
     def find(self, key: Any, specs: Iterable[TreeSpec], make: Callable[[], R]) -> R:
-        """Return the value for a key, and make it first if there is none.
+        """Return the value for a key, and build it first if there is none.
 
         Arguments:
             key: everything static that the value depends on. If it has no hash, nothing is kept.
-            specs: the specs in the key. The value is dropped with any of their weak leaves.
+            specs: the specs in the key. The value is dropped when any of their weak leaves dies.
         """
         try:
             found = self.get(key)
-        except TypeError:  # there is something without a hash
+        except TypeError:  # something has no hash
             return make()
         if found is None:
             found = make(), self._forgotten_with(key, specs)
@@ -59,7 +59,7 @@ class FunctionCache(dict[Any, Any]):
         return found[0]
 
     def _forgotten_with(self, key: Any, specs: Iterable[TreeSpec]) -> list[weakref.ref[Any]]:
-        """Return references that drop the value for a key with any of the weak leaves."""
+        """Return references that drop the value for a key when any of the weak leaves dies."""
         known = weakref.ref(self)
 
         def forget(_: Any) -> None:
@@ -73,14 +73,14 @@ class FunctionCache(dict[Any, Any]):
 _CACHES: weakref.WeakKeyDictionary[Any, FunctionCache] = weakref.WeakKeyDictionary()
 
 _PLAIN = {types.FunctionType, type(jax.jit(lambda: None))}
-"""The types of functions without arrays that are visible from outside. The common case, handled fast."""
+"""The types of functions that hold no arrays visible from outside. The common case, handled fast."""
 
 
 class Functions:
     """The functions of a transform, apart from the arrays that they hold."""
 
     def __init__(self, *functions: Callable[..., Any], own: FunctionCache | None = None):
-        """`own` is the cache for functions that cannot be recognized again. By default nothing is kept for them."""
+        """Find the cache; `own` is for functions without a stable identity, for which nothing is kept by default."""
         self._functions = functions  # the leaves of the spec are weak
         self._plain = all(type(f) in _PLAIN for f in functions)
         self.arrays: HeldArrays = []
@@ -93,7 +93,7 @@ class Functions:
         self._cache, self._key = self._where_kept()
 
     def now(self) -> Functions:
-        """Return the same functions with the arrays that they hold now."""
+        """Return the same functions with the arrays that they currently hold."""
         return self if self._plain else Functions(*self._functions, own=self._own)
 
     def compiled(self, build: Callable[..., R], plan: Any, *specs: TreeSpec) -> R:
@@ -103,19 +103,19 @@ class Functions:
             build: called as `build(functions, plan, *specs)`. Its result keeps neither the functions nor the arrays
                 alive.
             plan: everything static that the result depends on. If it has no hash, nothing is kept.
-            *specs: more of that, the specs of the caller's arguments. They come weak: their leaves are not kept alive.
+            *specs: further static data: the specs of the caller's arguments. Their leaves are not kept alive.
         """
         weak = tuple([spec.weak() for spec in specs])
         key = build, plan, self._key, *weak
         return self._cache.find(key, (self._spec, *weak), lambda: build(self._with_arrays(), plan, *weak))
 
     def _where_kept(self) -> tuple[FunctionCache, TreeSpec | None]:
-        """Return the cache for the functions, and the key besides the plan."""
+        """Return the cache for the functions, and their part of the key."""
         if self._plain:
             return _CACHES.setdefault(self._functions[0], FunctionCache()), self._spec
-        # As in JAX, a method of an object that can change is not the same function later on.
+        # As in JAX, a method of a mutable object is not the same function later on.
         if not any(isinstance(s, StaticLeaf) and isinstance(s.value, types.MethodType) for s in self._spec.slots):
-            with contextlib.suppress(TypeError):  # if there is no hash
+            with contextlib.suppress(TypeError):  # something has no hash
                 hash(self._spec)
                 return _CACHES.setdefault(_anchor(self._functions[0]), FunctionCache()), self._spec
         return FunctionCache() if self._own is None else self._own, None
@@ -126,7 +126,7 @@ class Functions:
 
 
 def _anchor(function: Any) -> Any:
-    """Return an object that lives as long as the values for a function can be of use."""
+    """Return an object that lives as long as the cached values for a function can be used."""
     if isinstance(function, functools.partial):
         return _anchor(function.func)
     if isinstance(function, types.MethodType):
@@ -140,7 +140,7 @@ def _anchor(function: Any) -> Any:
 
 @jax.tree_util.register_pytree_node_class
 class _OpenedFunction:
-    """A callable that is a leaf for JAX, as a tree of its parts."""
+    """A callable that JAX treats as a leaf, as a tree of its parts."""
 
     def __init__(self, make: Callable[..., Any], parts: Any):
         self.make, self.parts = make, parts
@@ -154,7 +154,7 @@ class _OpenedFunction:
 
 
 def _opened(tree: Any) -> Any:
-    """Return a tree with its partial functions, and the methods of trees, opened."""
+    """Open the partial functions in a tree, and the methods of trees."""
 
     def is_made(x: Any) -> bool:
         return isinstance(x, functools.partial) or is_named_array(x)
@@ -170,7 +170,7 @@ def _opened(tree: Any) -> Any:
 
 
 def _is_immutable(x: Any) -> bool:
-    """Return whether something has no state of its own: a tree, or a value with a hash."""
+    """Return whether an object has no mutable state: a tree, or a value with a hash."""
     return not jax.tree_util.treedef_is_leaf(jax.tree.structure(x)) or type(x).__eq__ is not object.__eq__
 
 

@@ -1,14 +1,14 @@
 """Compile operations, once for each combination of names.
 
-Dispatching `jax.lax` primitives one by one from Python is slow, and so is working out by name how operands line up.
-Both happen once for each operation, operand names and static arguments: a *kernel* is one inlined `jax.jit` function
-over raw arrays, found again by one dictionary lookup. A kernel is inlined into a program that is being traced, so the
-compiled program is that of hand-written positional code.
+Dispatching `jax.lax` primitives one by one from Python is slow, and so is matching operands by name. Both happen once
+for each operation, operand names and static arguments: a *kernel* is one inlined `jax.jit` function over raw arrays,
+found again by one dictionary lookup. A kernel is inlined into a program that is being traced, so the compiled program
+is that of hand-written positional code.
 
 Outside of jit, operations that differ only in names run one compiled function: see `shared`.
 
-Names and axes are checked inside the kernel, that is once for each new shape. Shapes, dtypes, shardings and the mesh
-are part of jit's own cache key, so nothing decided there can go stale.
+Names and axes are checked inside the kernel, which means once for each new shape. Shapes, dtypes, shardings and the
+mesh are part of jit's own cache key, so no decision made there can go stale.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jax.sharding import AxisType, PartitionSpec
 from . import _context, _errors, _output_sharding
 from ._context import ACTIVE, active_mapping, active_parameter_mapping
 from ._jax_versions import INLINE, is_staged
-from ._mesh_axes import check_mapped, explicit_mesh, mapped_axes, reshard, storage_axes
+from ._mesh_axes import check_mapped, explicit_mesh, mapped_axes, mesh_around, reshard, storage_axes
 from ._per_device import run_per_device
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 from .named_array import NamedArray, wrap_result
@@ -37,7 +37,7 @@ from .named_array import NamedArray, wrap_result
 CACHE_SIZE = 8192
 
 _PLAIN = re.compile(r"[^\w.\- ]")
-"""What a name must not have in a scope."""
+"""Matches characters that a name must not have in a scope."""
 
 _NUMBER = re.compile(r"#\d")
 """Matches a number that stands for a name: see `shared`."""
@@ -60,8 +60,8 @@ class Kernel:
         self.shared = shared
 
     def apply(self, *arrays: Any) -> Any:
-        """Call the function, and name its result, or each of its results."""
-        # All that an eager operation does in Python, but for finding the kernel: every frame counts here.
+        """Call the function, and name the axes of its result or results."""
+        # Apart from finding the kernel, this is all the Python code of an eager operation: every frame counts here.
         shared = self.shared
         if shared is not None and (not _context.activated or ACTIVE.value is None):
             for x in arrays:
@@ -73,7 +73,7 @@ class Kernel:
                 except (FloatingPointError, jax.errors.JaxRuntimeError):
                     raise  # from running the program, not from its checks
                 except Exception:
-                    pass  # the call below raises the same in the user's words
+                    pass  # the call below raises the same error in the user's terms
                 else:
                     if type(result) in _concrete:
                         return NamedArray(result, (), self.names)
@@ -82,7 +82,7 @@ class Kernel:
 
 
 _concrete: set[type] = {int, float}
-"""The types that are no tracers: cheaper to ask than `isinstance`."""
+"""Types of operands that are not traced: cheaper to check than `isinstance`."""
 
 
 def _is_staged(x: Any) -> bool:
@@ -94,7 +94,7 @@ def _is_staged(x: Any) -> bool:
 
 
 class UnknownAxes(Exception):
-    """A kernel cannot be built because an operand lacks the axes asked for."""
+    """Raised if a kernel cannot be built because an operand lacks the selected axes."""
 
     def __init__(self, what: str, missing: Sequence[str], names: Names, operand: int = 0):
         super().__init__(what, missing)
@@ -104,9 +104,9 @@ class UnknownAxes(Exception):
 def cached(build: Callable[..., Kernel]) -> Callable[..., Kernel]:
     """Decorate a function that builds kernels from hashable static arguments, so that each is built once.
 
-    The cache is bounded: the kernels unused for longest are dropped. It tells 1, 1.0 and True apart. A selection that
-    names unknown axes gives a kernel that raises the error when it is called, because the message shows the sizes,
-    which are known only then.
+    The cache is bounded: the least recently used kernels are dropped. It distinguishes 1, 1.0 and True. For a selection
+    with unknown axes, it returns a kernel that raises the error when it is called, because the message shows the
+    sizes, which are known only then.
     """
 
     @functools.lru_cache(maxsize=CACHE_SIZE, typed=True)
@@ -123,13 +123,13 @@ def cached(build: Callable[..., Kernel]) -> Callable[..., Kernel]:
 def shared(*holders: str) -> Callable[[Callable[..., Kernel]], Callable[..., Kernel]]:
     """Decorate a builder as `cached` does, and let kernels that differ only in names share one compiled function.
 
-    With no mapping active, names decide nothing but which axes are the same. So the builder is called with numbers for
+    Without an active mapping, names only determine which axes are the same. So the builder is called with numbers for
     the names, "#0" for the first that occurs, and that kernel runs where operations run at once: on arrays, also under
-    `jax.grad` and `jax.vmap` outside of jit. It makes the same checks. If it raises, the kernel of the names themselves
-    is called, which raises in the user's words. That kernel also runs where an operation becomes part of a program,
-    because its scope says the names: see `operation_scope`.
+    `jax.grad` and `jax.vmap` outside of jit. It makes the same checks. If it raises an error, the kernel of the actual
+    names is called, which raises it in the user's terms. That kernel also runs where an operation becomes part of a
+    program, because its scope contains the names: see `operation_scope`.
 
-    It is for builders that only compare names. One that sorts them, or reads a text that contains them, is `cached`.
+    Use it for builders that only compare names. Builders that sort names, or parse a text with names, use `cached`.
 
     Arguments:
         holders: the parameters of the builder that hold names: as strings, in axes, in tuples of these, or in objects
@@ -154,7 +154,7 @@ def shared(*holders: str) -> Callable[[Callable[..., Kernel]], Callable[..., Ker
                     kernel = numbered(*replaced)
                     found = kernel.call, _restored(kernel.names, {number: name for name, number in numbers.items()})
                 except Exception:
-                    pass  # the builder refuses these arguments, and says so below, or it makes up names
+                    pass  # the builder refuses these arguments, and does so again below, or it invents names
             return own(*key) if found is None else Kernel(functools.partial(_call, own, key), found[1], found[0])
 
         return lookup
@@ -163,7 +163,7 @@ def shared(*holders: str) -> Callable[[Callable[..., Kernel]], Callable[..., Ker
 
 
 def _numbered(x: Any, numbers: dict[str, str]) -> Any:
-    """Return a part of a key with numbers for its names, in the order in which they first occur."""
+    """Replace the names in a part of a key by numbers, in the order in which they first occur."""
     if isinstance(x, str):
         return numbers.setdefault(x, f"#{len(numbers)}")
     if isinstance(x, Axis):
@@ -174,14 +174,14 @@ def _numbered(x: Any, numbers: dict[str, str]) -> Any:
 
 
 def _mentions(x: Any, names: Collection[str]) -> bool:
-    """Return whether a part of a key, of a parameter that is declared to hold no names, has one of these names."""
+    """Return whether a part of a key that should hold no names contains one of these names."""
     if type(x) is tuple:
         return any(_mentions(part, names) for part in x)
     return isinstance(x, Axis) or (isinstance(x, str) and x in names)
 
 
 def _restored(numbers: Any, names: Mapping[str, str]) -> Any:
-    """Return the names of a result, or of several, from their numbers."""
+    """Return the names of one or several results from their numbers."""
     if isinstance(numbers, tuple):
         return tuple(_restored(number, names) for number in numbers)
     return sys.intern(names[numbers])
@@ -196,7 +196,7 @@ def _raise_unknown(what: str, missing: Sequence[str], names: Names, operand: int
 
 
 def select(what: str, names: Names, selection: AxisSelection | None, operand: int = 0) -> Names:
-    """Return the selected names, all of which must be there; None selects every axis."""
+    """Return the selected names, all of which must exist; None selects every axis."""
     if selection is None:
         return names
     chosen = tuple(name_of(s) for s in selectors(selection, lambda found: _errors.not_a_selector(found, names)))
@@ -217,7 +217,7 @@ def select_one(what: str, names: Names, selector: AxisSelector, operand: int = 0
 def one_selector(what: str, axis: Any) -> Any:
     """Return the one axis that a user selected, in a form that can be part of a cache key."""
     if axis is None or isinstance(axis, (str, Axis, int)):
-        return axis  # None and positions are refused later, where the axes of the array are known
+        return axis  # None and positions are rejected later, where the axes of the array are known
     chosen = selectors(axis)
     if len(chosen) != 1:
         raise ValueError(f"{what}: expected one axis, got {_errors.describe_axes(map(name_of, chosen))}.")
@@ -230,7 +230,7 @@ def hashable(selection: AxisSelection | None) -> Any:
         return selection
     found = selection if isinstance(selection, list) else [selection]
     if all(isinstance(s, (str, Axis, int, float)) for s in found):
-        return tuple(found)  # numbers are refused where the names of the axes are known
+        return tuple(found)  # numbers are rejected where the names of the axes are known
     return selectors(selection)
 
 
@@ -251,7 +251,7 @@ def make_kernel(
     """Make a kernel for one operation on operands of the given names.
 
     Arguments:
-        what: the operation as users know it; it names the compiled function and starts every message.
+        what: the public name of the operation; it names the compiled function and starts every message.
         fn: the positional function.
         in_names: the axes of each operand; `()` for a scalar.
         out_names: the axes of the result, or a tuple of them where `fn` returns a tuple.
@@ -262,7 +262,7 @@ def make_kernel(
         per_device: a function of the operands that is tried first. If one of them is a parameter in its storage
             sharding, it runs the operation per device; if not, it returns None: see `axonym._fsdp_ops`.
         keep_unused: whether operands whose values are not used are kept, because the sharding of the result follows
-            from them: iscomplex of floats, ... From jax 0.12 on this keeps alive the arrays that `fn` closes over.
+        from them (`iscomplex` of floats, say). From jax 0.12 on this keeps alive the arrays that `fn` closes over.
         successors: for axes that are split, merged or renamed, the output axes that can take over their sharding.
     """
     sized = [s for s in selectors(selection) if isinstance(s, Axis)]
@@ -287,16 +287,16 @@ def make_kernel(
 
 
 def as_in_jit(arrays: Sequence[Any]) -> list[jax.Array]:
-    """Return operands as JAX arrays: under `jax.disable_jit`, numbers and NumPy's arrays come as they are."""
+    """Convert operands to JAX arrays, as `jax.jit` would, also under `jax.disable_jit`."""
     return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in arrays]
 
 
 def operation_scope(what: str, in_names: Sequence[Names], out_names: Any, arrays: Sequence[Any]) -> str:
-    """Return the scope of an operation, which says in profiles and compiled programs what it does.
+    """Return the scope of an operation, which describes it in profiles and compiled programs.
 
     It is `dot[batch=16|data,embed=64~data;embed,mlp=128->batch,mlp]`: the axes of each operand and each result, and
-    where an axis is first named its size, the mesh axes that the active mapping shards it over, and those that the
-    parameter mapping does, if they are others. `axonym.insight` reads it. XLA keeps nothing that follows an `@`.
+    where an axis is first named, its size, the mesh axes that the active mapping shards it over, and those of the
+    parameter mapping, if they differ. `axonym.insight` reads it. XLA drops everything after an `@`.
     """
     layouts = _layouts(out_names)
     if any(_NUMBER.match(n) for names in (*in_names, *layouts) for n in names):
@@ -337,7 +337,7 @@ def _unmarked(name: str) -> str:
 def axis_kernel(
     fn: Callable[..., Any], what: str, names: Names, axis: AxisSelector, options: Sequence[str], *values: Any
 ) -> Kernel:
-    """Make a kernel for a function along one axis, which stays; the options and their values are static."""
+    """Make a kernel for a function along one axis, which the result keeps; the options and their values are static."""
     position, keywords = names.index(select_one(what, names, axis)), dict(zip(options, values, strict=True))
     return make_kernel(what, lambda x: fn(x, axis=position, **keywords), (names,), names, selection=axis)
 
@@ -349,21 +349,25 @@ def make_along_kernel(
     out_names: Any,
     along: Collection[str],
     *,
+    replicated: bool = False,
     selection: AxisSelection | None = None,
     successors: _output_sharding.Successors = MappingProxyType({}),
 ) -> Kernel:
-    """Make a kernel for an operation that runs along some axes and treats the others as batches: a transform, say.
+    """Make a kernel for an operation, such as a transform, that runs along some axes and treats the others as batches.
 
     The partitioner knows little about such operations: it gathers batches that could stay sharded, and is unreliable
-    for the axes they run along. The names say what to do on Explicit mesh axes: the axes that the operation runs along
-    are replicated, each device computes its shard of the batch, and the result is sharded as for every operation.
+    for the axes they run along. On Explicit mesh axes the names determine what to do: the axes that the operation runs
+    along are replicated, each device computes its shard of the batch, and the result is sharded as for any operation.
 
     Arguments:
         along: the axes of the operands that the operation runs along. All others are batch axes, which every result
             has. As `fn` is called with a shard of the batch, it takes sizes from its operands.
+        replicated: whether these axes are replicated on Auto mesh axes, too: see `_replicating`.
 
     The other arguments are those of `make_kernel`.
     """
+    if replicated:
+        fn = _replicating(fn, in_names, out_names, along)
 
     def positional(*arrays):
         mesh = explicit_mesh(arrays)
@@ -388,6 +392,31 @@ def make_along_kernel(
         return tuple(results) if several else results[0]
 
     return make_kernel(what, positional, in_names, out_names, mesh_aware=True, selection=selection)
+
+
+def _replicating(
+    fn: Callable[..., Any], in_names: Sequence[Names], out_names: Any, along: Collection[str]
+) -> Callable[..., Any]:
+    """Return a function that keeps some axes of its operands and results replicated where the partitioner is wrong.
+
+    XLA adds up the shards of a convolution along a sharded axis over all mesh axes, also over those along which devices
+    have equal shards. With one mesh axis there are none.
+    """
+
+    def kept(names: Names, x: jax.Array) -> jax.Array:
+        entries = (None if n in along else PartitionSpec.UNCONSTRAINED for n in names)
+        return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+
+    def call(*arrays):
+        mesh = mesh_around()
+        if AxisType.Auto not in mesh.axis_types or sum(size > 1 for size in mesh.shape.values()) < 2:
+            return fn(*arrays)
+        found = fn(*map(kept, in_names, arrays))
+        if isinstance(found, (tuple, list)):
+            return tuple(map(kept, out_names, found))
+        return kept(out_names, found)
+
+    return call
 
 
 def check_operands(what: str, in_names: Sequence[Names], arrays: Sequence[Any], same_sizes: bool = True) -> None:
@@ -436,12 +465,12 @@ def align(x: jax.Array, names: Names, out_names: Names) -> jax.Array:
 
 
 def transpose_to(x: jax.Array, names: Names, out_names: Names) -> jax.Array:
-    """Return `x` with its axes in another order; the same array if the order is right already."""
+    """Return `x` with its axes in another order; the same array if it already has that order."""
     return x if names == out_names else jax.lax.transpose(x, tuple(names.index(n) for n in out_names))
 
 
 def broadcast_names(what: str, all_names: Sequence[Names]) -> Names:
-    """Return the axes of the first operand that has those of all operands."""
+    """Return the axes of the first operand that has the axes of all operands."""
     union = set().union(*all_names)
     for names in all_names:
         if len(names) == len(union):

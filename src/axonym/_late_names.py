@@ -1,7 +1,7 @@
 """Public names whose modules load when one of them is first used; `axonym` has them all.
 
-What is imported here needs more than named arrays and operations on them. Submodules such as `axonym.nn` are not here:
-each of them loads by itself.
+The modules imported here need more than named arrays and operations on them. Submodules such as `axonym.nn` are not
+imported here: each of them loads by itself.
 """
 
 from ._module_field import field as field

@@ -11,15 +11,15 @@ from typing import Any
 
 from . import _errors
 
-# Threads that import a package and a module in it at once can wait for each other, which Python ends with an error.
-# Nothing below the package reaches up to it, so a thread that holds this lock waits for none that wants it.
+# If threads import a package and a module in it at the same time, they can deadlock, for which Python raises an error.
+# No module below the package imports it, so a thread that holds this lock never waits for one that wants it.
 _ONE_AT_A_TIME = threading.RLock()
 
 
 def loaders(
     namespace: dict[str, Any], late: str, apart: tuple[str, ...]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make the `__getattr__` and the `__dir__` of a package some of whose public names come from a module loaded late.
+    """Make `__getattr__` and `__dir__` for a package that loads some of its public names from a module on first use.
 
     Arguments:
         namespace: the globals of the package.
@@ -32,7 +32,7 @@ def loaders(
         return {m.name for m in pkgutil.iter_modules(namespace["__path__"]) if m.name[0] != "_"}.difference(apart)
 
     def names() -> set[str]:
-        """Load the names, which are then found without coming here, and list all that are no modules."""
+        """Load all public names and return those that are not modules. Later look-ups find them directly."""
         with _ONE_AT_A_TIME:
             for name, value in vars(importlib.import_module(f"{package}.{late}")).items():
                 if not name.startswith("_"):
@@ -42,7 +42,7 @@ def loaders(
     def getattribute(name: str) -> Any:
         if name == "__all__":  # for `from axonym import *`
             return sorted(names())
-        if name.startswith("_"):  # Python and notebooks ask every module for such names, which should load nothing
+        if name.startswith("_"):  # Python and notebooks ask every module for such names; that should not load anything
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if name in submodules():
             with _ONE_AT_A_TIME:

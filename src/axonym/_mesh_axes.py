@@ -1,7 +1,7 @@
 """Answer questions about mesh axes: which a name maps to, which an array is sharded over, their types and sizes.
 
-All code that asks over which mesh axes a name is sharded, which of them are Explicit, Auto or Manual, or how many
-shards that makes, asks here. So a missing key, a Manual mesh axis and an unconstrained entry mean the same everywhere.
+All code that needs the mesh axes over which a name is sharded, their types, or the number of shards, uses this module.
+So a missing key, a Manual mesh axis and an unconstrained entry mean the same everywhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import _errors
 from ._context import Entry, active_mapping, active_parameter_mapping
 
 Axes: TypeAlias = tuple[str, ...]
-"""Some mesh axes, the major one first."""
+"""Several mesh axes, the major one first."""
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 # --- entries and specs ---
@@ -37,7 +37,7 @@ def entry_of(axes: Sequence[str]) -> Entry:
 
 
 def spec_of(axes: Iterable[Sequence[str]]) -> PartitionSpec:
-    """Return the partition spec that shards each axis over some mesh axes."""
+    """Return the partition spec that shards each axis over the given mesh axes."""
     return PartitionSpec(*map(entry_of, axes))
 
 
@@ -47,7 +47,7 @@ def axes_in(spec: Iterable[Entry]) -> Axes:
 
 
 def restricted(spec: Iterable[Entry], kept: Collection[str]) -> PartitionSpec:
-    """Return the spec with some mesh axes only; unconstrained entries stay so."""
+    """Return the spec with only some of its mesh axes; unconstrained entries stay unconstrained."""
     return PartitionSpec(
         *(e if e is PartitionSpec.UNCONSTRAINED else entry_of([a for a in mesh_axes(e) if a in kept]) for e in spec)
     )
@@ -73,7 +73,7 @@ def current_mesh() -> AnyMesh | None:
 
 
 def _older_mesh() -> AnyMesh | None:
-    """Return the mesh of `with mesh:`, which JAX shows only in a constraint without a mesh."""
+    """Return the mesh of `with mesh:`, which JAX exposes only through a constraint without a mesh."""
     try:
         with jax.ensure_compile_time_eval():
             probe = jax.lax.with_sharding_constraint(np.float32(0), PartitionSpec())
@@ -104,7 +104,7 @@ def has_manual(mesh: AnyMesh) -> bool:
 
 
 def shard_count(mesh: AnyMesh, entry: Entry) -> int:
-    """Return the number of shards of an axis with an entry."""
+    """Return the number of shards of an axis with this entry."""
     return math.prod(mesh.shape[a] for a in mesh_axes(entry))
 
 
@@ -139,7 +139,7 @@ def entries_of(x: Any) -> tuple[Entry, ...]:
 
 
 def reshard(x: jax.Array, spec: Iterable[Entry], mesh: AnyMesh) -> jax.Array:
-    """Reshard an array over Explicit mesh axes as a spec says; return the same array if it has that sharding."""
+    """Reshard an array over Explicit mesh axes to a spec; return the same array if it has that sharding."""
     wanted = restricted(spec, axes_of_type(mesh, AxisType.Explicit))
     return x if entries_of(x) == tuple(wanted) else jax.sharding.reshard(x, NamedSharding(mesh, wanted))
 
@@ -206,7 +206,7 @@ def mapped_on(what: str, name: str, mesh: AnyMesh, *types: AxisType) -> Axes:
 def sharded_over(what: str, names: Iterable[str], x: Any, mesh: AnyMesh, *types: AxisType) -> tuple[Axes, ...]:
     """Return the mesh axes that each axis of an operand is sharded over.
 
-    Explicit ones are those in its type; those of the types given are those of the active mapping.
+    Explicit mesh axes come from its type, mesh axes of the given types from the active mapping.
     """
     explicit = axes_of_type(mesh, AxisType.Explicit)
     return tuple(

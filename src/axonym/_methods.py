@@ -1,7 +1,8 @@
 """The methods and operators of `NamedArray`.
 
-A method is the function of the same name: `axn.NamedArray.sum is axn.sum`. The list below is the only place where that
-is said. Type checkers see `NamedArray` derive from `Methods`; on import, `attach` puts the same entries on the class.
+A method is the function of the same name: `axn.NamedArray.sum is axn.sum`. The list below is the only place that
+defines this. Type checkers see `NamedArray` derive from `Methods`; on import, `attach` puts the same entries on the
+class.
 """
 
 from __future__ import annotations
@@ -42,23 +43,23 @@ _NUMBERS = (int, float, complex, bool, np.generic, np.ndarray)
 
 
 def _operand(x: Any) -> bool:
-    """Return whether an operator takes `x`; for anything else Python asks the other operand."""
+    """Return whether operators accept `x`; if not, Python tries the other operand's operator."""
     return isinstance(x, (NamedArray, *_NUMBERS, jax.Array))
 
 
 def _comparable(x: Any) -> bool:
-    """Return whether `==` takes `x`, or says why not: of a list, Python would say that it is not equal."""
+    """Return whether `==` accepts `x`; a list is accepted to raise an error, where Python would return False."""
     return _operand(x) or isinstance(x, (list, tuple))
 
 
 class _Property(Protocol[T_co]):
-    """A property, which type checkers would not look into."""
+    """The type of a property, since type checkers do not look into `property` objects."""
 
     def __get__(self, instance: Any, owner: Any = None) -> T_co: ...
 
 
 def _unary(operation: Any) -> Callable[[NamedArray], NamedArray]:
-    """Return an operation as it is, in the type that `abs` and the like ask for."""
+    """Return the operation unchanged, with the type that `abs` and the like require."""
     return operation
 
 
@@ -175,7 +176,7 @@ class Methods:
     __ge__ = _operator(elementwise.greater_equal)
     __matmul__ = __rmatmul__ = _matmul
 
-    # As methods, since a type checker would give names on `object` the types that they have there.
+    # Methods rather than assignments: type checkers would give these names the types that they have on `object`.
     def __eq__(self: Any, other: Any) -> NamedArray:  # pyright: ignore[reportIncompatibleMethodOverride]
         return elementwise.equal(self, other) if _comparable(other) else NotImplemented
 
@@ -189,10 +190,10 @@ class Methods:
 
     @property
     def __jax_array__(self: Any) -> Callable[[], Any]:
-        # `jax.grad` looks for this attribute on what the function returned, which is not an array for it.
+        # `jax.grad` looks for this attribute on the result of the function, which it does not recognize as an array.
         if called_by_grad():
             end = ".scalar()" if not self.names else ".mean().scalar()"
-            raise ValueError(  # JAX puts a text of its own in the place of a TypeError
+            raise ValueError(  # JAX replaces the text of a TypeError
                 f"The function to differentiate returned a named array, {describe_array(self)}: end it with `{end}`, "
                 "or use `axonym.grad`, which takes named arrays without axes."
             )
@@ -227,13 +228,13 @@ def attach() -> None:
 
 def _refuse_conversion(x: NamedArray) -> NamedArray:
     name = _calling_function("jax")
-    if name is None:  # an operator of a JAX array: return the named array, and Python tries its reflected operator
+    if name is None:  # an operator of a JAX array: return the named array, so that Python tries its reflected operator
         return x
     raise TypeError(_use_instead(f"JAX's {name}", name))
 
 
 def _calling_function(package: str) -> str | None:
-    """Return the public positional function that user code called on a named array, if it did."""
+    """Return the public positional function that user code called on a named array, if any."""
     found = None
     frame = sys._getframe(2)
     while frame is not None:
@@ -253,8 +254,8 @@ def _use_instead(called: str, name: str | None) -> str:
 
 
 def _named_function(name: str) -> str | None:
-    """Return the path by which users know the function of that name, if there is one."""
-    from . import fft, linalg, ops, poly  # only those whose program is about to stop need all of them
+    """Return the public path of the function with that name, if there is one."""
+    from . import fft, linalg, ops, poly  # loads everything, but only for programs that are about to stop
 
     files = [module for file, module in vars(ops).items() if isinstance(module, ModuleType) and file[0] != "_"]
     for module in (*files, linalg, fft, poly):

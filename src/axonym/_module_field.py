@@ -32,6 +32,6 @@ def field(
         metadata = {**(metadata or {}), "axis_names": tuple(axis_names)}
     if converter is not None:
         kwargs["converter"] = converter
-    import equinox as eqx  # takes long, and a program with modules of its own has it
+    import equinox as eqx  # slow to import, but programs with their own modules have imported it already
 
     return eqx.field(static=static, metadata=metadata, **kwargs)

@@ -1,17 +1,17 @@
 """The output sharding of an operation on Explicit mesh axes, inferred by name.
 
-JAX types the arrays of an Explicit mesh with their sharding and refuses every operation whose output sharding it
-cannot infer. Names can: an output axis keeps the sharding that axis has in the operands; where operands disagree, or
-an axis is new, the active mapping decides. `infer_output_spec` works that out, and `call_with_output_sharding` applies
-it to any positional function: it calls the function directly if JAX can infer its output sharding, and otherwise hands
-it to the partitioner together with the output sharding.
+On an Explicit mesh, the sharding of an array is part of its type, and JAX refuses every operation whose output sharding
+it cannot infer. Names make this possible: an output axis keeps the sharding of that axis in the operands; where they
+disagree, or an axis is new, the active mapping decides. `infer_output_spec` infers the sharding, and
+`call_with_output_sharding` applies it to any positional function: it calls the function directly if JAX can infer its
+output sharding, and otherwise hands it to the partitioner together with the output sharding.
 
-An axis that is split, merged or renamed has other names in the output. The operation then says which of them are its
-*successors*, which take over its mesh axes, major to minor. So no data moves whenever shards stay contiguous: if
+An axis that is split, merged or renamed has other names in the output. The operation then declares which of them are
+its *successors*, which take over its mesh axes, major to minor. So no data moves whenever shards stay contiguous: if
 `batch` is split into `(step, row)`, `step` takes over its mesh axes, and `row` takes those that do not divide `step`.
 
-An axis whose new size its mesh axes do not divide (a slice of a sharded axis, say) comes out replicated: JAX has no
-type for an uneven shard.
+If its mesh axes do not divide the new size of an axis (a slice of a sharded axis, say), it comes out replicated: JAX
+has no type for uneven shards.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def infer_output_spec(
 
     Arguments:
         operands: names and spec entries of each operand.
-        successors: the output axes that take over the sharding of an operand's axis, if not that of the same name.
+        successors: the output axes that take over the sharding of an operand's axis; by default the axis of that name.
     """
     sizes = dict(zip(out_names, out_shape, strict=True))
     mapping = {n: mapped_on(what, n, mesh, AxisType.Explicit) for n in sizes if n in active_mapping()}
@@ -71,7 +71,7 @@ def infer_output_spec(
         if len(choices) > 1 and name not in mapping:
             raise ValueError(_disagreement(what, name, choices, mesh))
         if len(choices) == 1:
-            # A resized axis that its mesh axes do not divide any more is replicated.
+            # A resized axis is replicated if its mesh axes no longer divide it.
             chosen[name] = mesh_axes(choices[0]) if sizes[name] % shard_count(mesh, choices[0]) == 0 else ()
         else:
             chosen[name] = mapping.get(name, ()) if choices or name not in seen else ()
@@ -84,7 +84,7 @@ def infer_output_spec(
 def _settle_collisions(
     what: str, chosen: dict[str, tuple[str, ...]], mapping: Mapping[str, tuple[str, ...]], mesh: AbstractMesh
 ) -> None:
-    """Leave each mesh axis to one axis: where several are sharded over it, to the one that the mapping says."""
+    """Assign each mesh axis to one axis: if several are sharded over it, to the one in the mapping."""
     for axis in mesh.axis_names:
         users = [n for n, axes in chosen.items() if axis in axes]
         if len(users) < 2:
@@ -100,7 +100,7 @@ def _settle_collisions(
 def _asked(
     placed: Mapping[str, Entry], sizes: Mapping[str, int], mesh: AbstractMesh, successors: Successors
 ) -> Mapping[str, Entry]:
-    """Return the sharding of each output axis that follows from one operand."""
+    """Return the sharding of each output axis that one operand implies."""
     asked = {n: entry for n, entry in placed.items() if entry is not None and n not in successors}
     inherited: dict[str, tuple[str, ...]] = {}
     for name, candidates in successors.items():
@@ -156,7 +156,7 @@ def infer_output_specs(
 ) -> tuple[bool, list[PartitionSpec]]:
     """Return whether a positional function has several outputs, and the partition spec of each."""
     abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type) for x in arrays]
-    with jax.sharding.use_abstract_mesh(NO_MESH):  # otherwise arrays that `fn` makes would be on the mesh
+    with jax.sharding.use_abstract_mesh(NO_MESH):  # otherwise arrays that `fn` creates would be on the mesh
         shapes = jax.eval_shape(fn, *abstract)
     several = isinstance(shapes, (tuple, list))
     each = zip(out_names, shapes, strict=True) if several else ((out_names, shapes),)

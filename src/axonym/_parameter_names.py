@@ -22,7 +22,7 @@ def parameter_names(fn: Callable[..., Any], count: int, keywords: Collection[str
 
 
 def by_parameter(what: str, fn: Callable[..., Any], values: Sequence[T], static: Sequence[int] = ()) -> dict[str, T]:
-    """Return the values for the positional parameters, which are in order, by the name of the parameter.
+    """Return the values of the positional parameters, in order, by parameter name.
 
     Arguments:
         values: one for each parameter that is not static, or one for each parameter.
@@ -40,7 +40,7 @@ def by_parameter(what: str, fn: Callable[..., Any], values: Sequence[T], static:
 
 
 def _positional(fn: Callable[..., Any]) -> tuple[list[str], str | None]:
-    """Return the names of the positional parameters, and of the parameter that takes all others."""
+    """Return the names of the positional parameters, and of the `*args` parameter."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):  # some builtins have no signature

@@ -14,8 +14,8 @@ A term is ordered, `a b ...`, or unordered, `{a b ...}`. Elements are separated 
 `einsum`, where each operand has one, and elements in `rearrange`, where each side has one term. Inside braces and
 parentheses it always separates elements.
 
-Parsing does not involve arrays: it turns text into the small objects below, each of which has its position in the text.
-`fail` raises an error that points there; the later stages use it too.
+Parsing does not involve arrays: it turns text into the small objects below, each with its position in the text. `fail`
+raises an error that points at this position; the later stages use it too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Name(Place):
-    """An identifier, and its size if the language has sizes."""
+    """An identifier, with its size in languages that have sizes."""
 
     name: str
     size: int | None = None
@@ -80,7 +80,7 @@ class Term(Place):
 
     @property
     def variables(self) -> tuple[Name, ...]:
-        """Return every name in order, with the names inside groups but not those of groups."""
+        """Return every name in order, including the names inside groups but not the names of groups."""
         nested = ((e,) if isinstance(e, Name) else e.members if isinstance(e, Group) else () for e in self.elements)
         return tuple(name for names in nested for name in names)
 
@@ -127,7 +127,7 @@ def parse(what: str, text: str, *, comma: CommaSeparates) -> Expression:
 
 
 def parse_terms(what: str, text: str, *, comma: CommaSeparates, sizes: bool = False) -> tuple[Term, ...]:
-    """Parse one side of an expression, for languages without an arrow; with `sizes`, names can have sizes."""
+    """Parse a single side, for languages without an arrow; with `sizes`, names can have sizes."""
     tokens = _tokenize(what, text)
     for token in tokens:
         if token.kind == "->":
@@ -207,7 +207,7 @@ class _Parser:
 
     def side(self) -> tuple[Term, ...]:
         terms = [self.term()]
-        while self.token.kind == ",":  # only where commas separate terms; otherwise `elements` took it
+        while self.token.kind == ",":  # only where commas separate terms; otherwise `elements` has consumed it
             self.take()
             terms.append(self.term())
         return tuple(terms)
@@ -233,7 +233,7 @@ class _Parser:
         return term
 
     def elements(self, closing: str | None) -> tuple[Element, ...]:
-        """Return the elements up to the closing sign or the end of the term, which are left for the caller."""
+        """Return the elements up to the closing sign or the end of the term, which is left for the caller."""
         found: list[Element] = []
         comma: _Token | None = None
         while not self.at_end and self.token.kind != closing:

@@ -1,4 +1,4 @@
-"""Run operations per device by `jax.shard_map`, where the partitioner does less well."""
+"""Run operations per device with `jax.shard_map`, where the partitioner does worse."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def run_per_device(
     axis_names: Collection[str] = (),
     check_vma: bool = True,
 ) -> Any:
-    """Call a function on the shards of each device, under `jit`, eagerly, and inside another `shard_map`.
+    """Call a function on the shards of each device; works under `jit`, eagerly, and inside another `shard_map`.
 
     Arguments:
         fn: the function for one device, of shards.
-        arrays: the operands. On Explicit mesh axes they are resharded to `in_specs` first, as JAX asks for.
-        in_specs: the sharding of each operand; `axonym._mesh_axes.fits` tells whether it is possible.
+        arrays: the operands. On Explicit mesh axes they are resharded to `in_specs` first, as JAX requires.
+        in_specs: the sharding of each operand; `axonym._mesh_axes.fits` checks whether it is possible.
         out_specs: the shardings of the results, in their structure. Read after `fn` has run.
-        axis_names: the mesh axes that are manual in `fn`; by default all that are not manual already.
-        check_vma: whether JAX keeps track of which values are device-varying.
+        axis_names: the mesh axes that become manual in `fn`; by default all that are not manual yet.
+        check_vma: whether JAX tracks which values are device-varying.
     """
     around = set(axes_of_type(mesh, AxisType.Manual))
     manual = set(axis_names) or set(mesh.axis_names) - around
     mapped = jax.shard_map(
         fn,
-        # Made anew on each call, because JAX keeps the mesh that is active on the first call.
+        # Created on each call, because JAX keeps the mesh that is active on the first call.
         mesh=mesh if jax.sharding.get_abstract_mesh().empty else None,
         in_specs=tuple(in_specs),
         out_specs=out_specs,
@@ -56,7 +56,7 @@ def run_per_device(
 def reshard_operands(
     arrays: Sequence[Any], specs: Sequence[PartitionSpec], mesh: AnyMesh, manual: Collection[str]
 ) -> Sequence[Any]:
-    """Reshard the operands by their specs over the Explicit mesh axes that become manual, and keep other shardings."""
+    """Reshard the operands to their specs over the Explicit mesh axes that become manual; keep other shardings."""
     explicit = set(axes_of_type(mesh, AxisType.Explicit))
     if not explicit.intersection(manual):
         return arrays
@@ -69,7 +69,7 @@ def reshard_operands(
 
 
 def gather_axes(x: jax.Array, over: Iterable[Axes]) -> jax.Array:
-    """All-gather a local shard: each of its axes over the mesh axes that are given for it, if any."""
+    """All-gather a local shard: each axis over the mesh axes given for it, if any."""
     for position, axes in enumerate(over):
         if axes:
             x = jax.lax.all_gather(x, axes, axis=position, tiled=True)
@@ -77,10 +77,10 @@ def gather_axes(x: jax.Array, over: Iterable[Axes]) -> jax.Array:
 
 
 def permute(x: jax.Array, axes: Axes, pairs: Iterable[tuple[int, int]]) -> jax.Array:
-    """Send an array from the first to the second device of each pair, counted along mesh axes in the order given.
+    """Send an array from the first to the second device of each pair, numbered along mesh axes in the given order.
 
-    `jax.lax.axis_index` and shardings count like this. `jax.lax.ppermute` counts in the order of the mesh, and from jax
-    0.12 on refuses another one.
+    `jax.lax.axis_index` and shardings number devices like this. `jax.lax.ppermute` uses the order of the mesh, and from
+    jax 0.12 on refuses other orders.
     """
     sizes = jax.sharding.get_abstract_mesh().shape
     ordered = sorted(axes, key=tuple(sizes).index)
@@ -90,7 +90,7 @@ def permute(x: jax.Array, axes: Axes, pairs: Iterable[tuple[int, int]]) -> jax.A
 
 
 def vary_like(x: jax.Array, *others: Any) -> jax.Array:
-    """Make an array device-varying over all mesh axes over which one of the others is."""
+    """Make an array device-varying over all mesh axes over which one of the other arrays is."""
     over = frozenset[str]().union(*map(varying_axes, others))
     return varying_over(x, sorted(over - varying_axes(x)))
 

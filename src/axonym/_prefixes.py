@@ -1,8 +1,8 @@
-"""All prefixes of an associative operation, in parallel, with gradients that are right along a sharded axis.
+"""Compute all prefixes of an associative operation in parallel, with correct gradients along a sharded axis.
 
-`jax.lax.associative_scan` takes every other element by a strided slice, and puts two halves together by padding both
-with gaps. XLA partitions the gradient of that with wrong values if the axis is sharded over Auto mesh axes and the
-cotangent is not. Reshapes do the same here.
+`jax.lax.associative_scan` selects every other element by a strided slice, and interleaves two halves by padding both
+with gaps. If the axis is sharded over Auto mesh axes and the cotangent is not, XLA partitions the gradient of this
+with wrong values. This module uses reshapes instead.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def associative_scan(fn: Callable[[Arrays, Arrays], Arrays], xs: Sequence[jax.Ar
 
 
 def cumprod(x: jax.Array, axis: int, dtype: Any = None) -> jax.Array:
-    """Compute the running product: `jax.numpy.cumprod`, whose gradient is that of an associative scan."""
+    """Compute the running product as `jax.numpy.cumprod` does, with the gradient of an associative scan."""
     x = x if dtype is None else x.astype(dtype)
     return _cumprod(axis, x) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.cumprod(x, axis)
 
 
 def nancumprod(x: jax.Array, axis: int, dtype: Any = None) -> jax.Array:
-    """Compute the running product, with NaN as one."""
+    """Compute the running product, counting NaN as one."""
     x = jnp.where(jnp.isnan(x), 1, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
     return cumprod(x, axis, dtype)
 

@@ -1,8 +1,8 @@
 """Keep several processes together when one of them fails.
 
 JAX pairs the collectives of several processes by their order. A process that raises in the middle of them leaves the
-others waiting, and the next collective that it takes part in is paired with a wrong one. So operations that all
-processes run together finish their collectives, tell each other how they fared, and then all raise, or none.
+others waiting, and its next collective is paired with a wrong one. So when all processes run an operation together,
+they finish its collectives, exchange whether they succeeded, and then all raise, or none.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import numpy as np
 
 
 class Agree(Protocol):
-    """Wait for all processes, and raise the same error in each if one of them failed or has other data."""
+    """Wait for all processes; raise the same error in each if one of them failed or has different data."""
 
     def __call__(self, same: Mapping[str, str] | None = None) -> None: ...
 
 
 @contextlib.contextmanager
 def fail_together(what: str) -> Iterator[Agree]:
-    """Raise an error that one process raises in a with-block in all processes; the message names the process.
+    """Raise in all processes an error that one of them raises in a with-block; the message names the process.
 
     All processes must enter the block. A process that fails skips the rest of the block, so a collective in it must not
     come after something that can fail in some processes only, unless they have agreed in between: the block gets a
@@ -57,20 +57,20 @@ def fail_together(what: str) -> Iterator[Agree]:
     try:
         yield agree
     except BaseException as error:
-        if not over:  # the others do not know of it
+        if not over:  # the others do not know about it
             _agree(what, error, {})
         raise
     _agree(what, None, {})
 
 
 def _agree(what: str, error: BaseException | None, same: Mapping[str, str]) -> None:
-    """Exchange how each process fared, and raise if one of them failed."""
+    """Exchange whether each process succeeded; raise an error if one of them failed."""
     payload = json.dumps({"error": None if error is None else _described(error), "same": dict(same)}).encode()
     summary = np.array([error is not None, len(payload), zlib.crc32(payload)], np.uint32)
     summaries = from_all_processes(summary)
     if not summaries[:, 0].any() and (summaries == summaries[0]).all():
         return
-    size = max(1024, 1 << int(summaries[:, 1].max() - 1).bit_length())  # few sizes, since a gather is compiled for each
+    size = max(1024, 1 << int(summaries[:, 1].max() - 1).bit_length())  # few sizes: each compiles a gather
     padded = np.zeros(size, np.uint8)
     padded[: len(payload)] = np.frombuffer(payload, np.uint8)
     told = [json.loads(row[:n].tobytes()) for row, n in zip(from_all_processes(padded), summaries[:, 1], strict=True)]
@@ -81,12 +81,12 @@ def _agree(what: str, error: BaseException | None, same: Mapping[str, str]) -> N
     if error is not None and (
         not isinstance(error, Exception) or (len(failed) == len(told) and all(e == first for e in failed.values()))
     ):
-        return  # the caller raises it as it is: it is everybody's, or an interrupt
+        return  # the caller raises it unchanged: all processes have it, or it is an interrupt
     raise _made(what, failed, len(told)) from error
 
 
 def from_all_processes(x: np.ndarray) -> np.ndarray:
-    """Stack the arrays of all processes, which have one shape."""
+    """Stack the arrays of all processes, which must have the same shape."""
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(x))
@@ -103,7 +103,7 @@ def _described(error: BaseException) -> dict[str, Any]:
 
 
 def _made(what: str, failed: Mapping[int, Mapping[str, Any]], count: int) -> Exception:
-    """Make the error that all processes raise, of the type of the first one that failed if that can be made here."""
+    """Build the error that every process raises, with the type of the first failure if possible."""
     lines = [f"process {i} of {count}: {_text(one)}" for i, one in failed.items()]
     text = f"{what} failed in {lines[0]}" if len(lines) == 1 else "\n  ".join([f"{what} failed in", *lines])
     first = next(iter(failed.values()))
@@ -115,7 +115,7 @@ def _made(what: str, failed: Mapping[int, Mapping[str, Any]], count: int) -> Exc
     for module, name in first["kinds"]:
         kind = getattr(sys.modules.get(module), name, None)
         if isinstance(kind, type) and issubclass(kind, Exception) and kind not in (Exception, KeyError):
-            with contextlib.suppress(Exception):  # some need more than a text
+            with contextlib.suppress(Exception):  # some need more than a message
                 return kind(text)
     return RuntimeError(text)
 
@@ -126,7 +126,7 @@ def _text(told: Mapping[str, Any]) -> str:
 
 
 def _different(what: str, told: list[Mapping[str, str]]) -> str:
-    """Say which texts differ between processes, and what is only in some of them."""
+    """Describe which texts differ between processes, and the lines that only some of them have."""
     parts = []
     for key in dict.fromkeys(key for one in told for key in one):
         texts = [one.get(key, "") for one in told]

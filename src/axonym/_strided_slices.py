@@ -1,7 +1,7 @@
-"""Strided slices, with gradients that are right along a sharded axis.
+"""Strided slices, with correct gradients along a sharded axis.
 
-The gradient of a strided slice is a pad with gaps. Where several such gradients are of one array, XLA pads it once for
-all, and partitions that with wrong values, or not at all. So here each pads an array of its own.
+The gradient of a strided slice is a pad with gaps. If several such gradients pad the same array, XLA pads it only once,
+and partitions this with wrong values, or not at all. So here each gradient pads an array of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 
 def strided_slice(cut: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Take every n-th element of an array by `cut`, a function that slices it."""
+    """Take every n-th element of an array, using `cut`, a function that slices it."""
     return _differentiable(cut, x) if jnp.issubdtype(x.dtype, jnp.inexact) else cut(x)
 
 

@@ -1,10 +1,10 @@
-"""Flatten a tree into arrays and a `TreeSpec`, which is everything else, and unflatten it.
+"""Flatten a tree into arrays and a `TreeSpec`, which describes everything else, and unflatten it.
 
-What JAX traces takes arrays only; the rest is static, part of the program. A `TreeSpec` is that rest: the structure,
-the names of the axes, and the leaves that are not arrays. It can be hashed, so a program is found again by its specs.
+JAX traces arrays only; everything else is static, part of the program. A `TreeSpec` holds this static part: the
+structure, the names of the axes, and the leaves that are not arrays. It is hashable, so programs are cached by it.
 
-Static values are compared by type and sign, too: 1, 1.0 and True are three programs, and 0.0 and -0.0 are two, although
-Python calls them equal. This holds inside tuples and dataclasses, and for static fields of modules, which are part of
+Static values are also compared by type and sign: 1, 1.0 and True make three programs, and 0.0 and -0.0 two, although
+they are equal in Python. This holds inside tuples and dataclasses, and for static fields of modules, which are part of
 the structure.
 """
 
@@ -27,7 +27,7 @@ from .named_array import NamedArray, is_named_array, wrap
 ARRAYS: tuple[type, ...] = (jax.Array, np.ndarray)
 """The types of raw arrays, which have axes."""
 NUMBERS: tuple[type, ...] = (bool, int, float, complex, np.generic)
-"""The types of numbers, which may count as arrays."""
+"""The types of numbers, which can count as arrays."""
 ARRAYS_AND_NUMBERS = ARRAYS + NUMBERS
 
 
@@ -70,9 +70,9 @@ class StaticLeaf:
 
 
 class WeakLeaf(StaticLeaf):
-    """A leaf that is compared by identity, such as a function, and is not kept alive.
+    """A leaf, such as a function, that is compared by identity and not kept alive.
 
-    So it can be part of a key, and the value for the key does not outlive the leaf.
+    So it can be part of a cache key whose value does not outlive the leaf.
     """
 
     __slots__ = ("_reference",)
@@ -83,7 +83,7 @@ class WeakLeaf(StaticLeaf):
 
     @property
     def value(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return the leaf, which its caller keeps alive while it is in use."""
+        """Return the leaf, which the caller must keep alive while using it."""
         value = self._reference()
         assert value is not None, "the caller holds its arguments while they are used"
         return value
@@ -96,7 +96,7 @@ class WeakLeaf(StaticLeaf):
 
 
 def is_known_by_identity(value: Any) -> bool:
-    """Return whether something is equal to itself only, so that it need not be kept alive."""
+    """Return whether a value is equal only to itself, so that it does not have to be kept alive."""
     return type(value).__eq__ is object.__eq__ and type(value).__weakrefoffset__ != 0
 
 
@@ -118,14 +118,14 @@ class TreeSpec:
 
     @property
     def static_fields(self) -> tuple[Any, ...]:
-        """Return the static values in the structure that Python may find equal to others; none for most trees."""
+        """Return the static values in the structure that Python may consider equal to others; most trees have none."""
         if self._static_fields is None:
             self._static_fields = _static_fields(self.structure)
         return self._static_fields
 
     @property
     def node_data(self) -> list[Any]:
-        """Return the data of the nodes of the structure, with `_CHANGES` for what may change."""
+        """Return the data of the nodes of the structure, with `_CHANGES` in place of data that may change."""
         if self._node_data is None:
             self._node_data = [_CHANGES if _is_mutable(data) else data for data in _node_data(self.structure)]
         return self._node_data
@@ -146,9 +146,9 @@ class TreeSpec:
         return TreeSpec(self.structure, [s if isinstance(s, StaticLeaf) else next(new) for s in self.slots])
 
     def weak(self, *lenders: TreeSpec) -> TreeSpec:
-        """Return the same spec, without keeping leaves alive that are compared by identity.
+        """Return the same spec, with weak references to leaves that are compared by identity.
 
-        With lenders, only leaves that are weak in these specs become weak.
+        If `lenders` are given, only leaves that are weak in these specs become weak.
         """
         if all(not isinstance(s, StaticLeaf) or isinstance(s, WeakLeaf) for s in self.slots):
             return self
@@ -193,7 +193,7 @@ class TreeSpec:
 
 
 class FlatTree:
-    """Arrays and their spec as one tree, for what a compiled function returns."""
+    """Arrays and their spec as one tree: the return value of a compiled function."""
 
     __slots__ = ("arrays", "spec")
 
@@ -214,7 +214,7 @@ def flatten_arrays(tree: Any, arrays: tuple[type, ...] = ARRAYS, *, named: bool 
 
     Arguments:
         arrays: the types that count as raw arrays, alone or in a named array. All other leaves are static.
-        named: the names of named arrays are slots of the spec, rather than part of its structure.
+        named: store the names of named arrays in slots of the spec, rather than in its structure.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_named_array if named else None)
     found: list[Any] = []
@@ -234,7 +234,7 @@ def flatten_arrays(tree: Any, arrays: tuple[type, ...] = ARRAYS, *, named: bool 
 
 
 def same_static_fields(structure: Any, spec: TreeSpec) -> bool:
-    """Return whether a structure that JAX finds equal to that of a spec is the same by type and sign."""
+    """Return whether a structure that JAX considers equal to a spec's is also equal by type and sign."""
     if not spec.static_fields:
         return True
     data, known = _node_data(structure), spec.node_data
@@ -247,7 +247,7 @@ def same_static_fields(structure: Any, spec: TreeSpec) -> bool:
 
 
 def check_rank(x: NamedArray) -> None:
-    """Check that an array has as many axes as names; if not, a positional transform was applied."""
+    """Raise an error unless an array has as many axes as names; if not, a positional transform was applied."""
     if isinstance(x.array, ARRAYS) and x.array.ndim != len(x.names):
         raise ValueError(_errors.wrong_rank(x.names, x.array.shape))
 
@@ -261,16 +261,16 @@ def _leaf(slot: Slot, left: Iterator[Any]) -> Any:
 # --- values by type and sign ---
 
 _PLAIN = {type(None), str, types.FunctionType, types.BuiltinFunctionType}
-"""The types of values that are the same if they are equal."""
+"""The types of values that are identical if they are equal."""
 
 
 def _static_fields(structure: Any) -> tuple[Any, ...]:
-    """Return the data of the nodes that Python may find equal to something else."""
+    """Return the data of nodes that Python may consider equal to different data."""
     return tuple([_typed(data, mutable=True) for data in _node_data(structure) if not _is_plain(data)])
 
 
 def _node_data(structure: Any) -> list[Any]:
-    """Return what the nodes of a structure consist of, besides their children."""
+    """Return the static data of each node of a structure, without its children."""
     found: list[Any] = []
 
     def keep(_: Any, data: Any) -> None:
@@ -296,7 +296,7 @@ _CHANGES = object()
 
 
 def is_hashable(value: Any) -> bool:
-    """Return whether a value has a hash, which for a tuple depends on what is in it."""
+    """Return whether a value has a hash; for a tuple this depends on its elements."""
     try:
         hash(value)
     except TypeError:
@@ -305,15 +305,15 @@ def is_hashable(value: Any) -> bool:
 
 
 def _typed(value: Any, *, mutable: bool = False) -> Any:
-    """Convert a value to one that equals others of the same type and sign only, and has a hash if the value has.
+    """Convert a value so that it equals only values of the same type and sign; it keeps its hash if it has one.
 
-    If `mutable`, lists and dictionaries are compared by their present elements.
+    If `mutable`, lists and dictionaries are compared by their current elements.
     """
     kind = type(value)
     if kind in _PLAIN:
         return value
     if isinstance(value, (float, complex, np.inexact)):
-        return kind, repr(value)  # tells 0.0 from -0.0, and finds NaN again
+        return kind, repr(value)  # distinguishes 0.0 from -0.0, and makes NaN equal to itself
     if isinstance(value, tuple) or (mutable and kind is list):
         return kind, tuple([_typed(v, mutable=mutable) for v in value])
     if mutable and kind is dict:

@@ -1,7 +1,7 @@
-"""Convert between named arrays and xarray, whose arrays have names for their axes too, and coordinates along them.
+"""Convert between named arrays and xarray, whose arrays also have named axes, and coordinates along them.
 
-Names are all that the two have in common, so they are all that is converted: a `NamedArray` has no coordinates.
-Those of xarray stay in xarray, or come along as `Coordinates`, and are put back by `to_xarray`.
+Only names are converted, because a `NamedArray` has no coordinates. The coordinates stay in xarray, or come along as
+`Coordinates`, and `to_xarray` puts them back.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Coordinates(Mapping[str, Any]):
     """The coordinates of xarray data, as static metadata: hashable, and a tree without leaves.
 
-    Equal coordinates are the same to `jax.jit`, and a function that gets others is compiled again. So pass them to a
-    compiled function only if it computes with them, and keep them outside otherwise.
+    Equal coordinates are the same to `jax.jit`; a function that gets different ones is compiled again. So pass them to
+    a compiled function only if it computes with them, and keep them outside otherwise.
 
     >>> import xarray
     >>> da = xarray.DataArray(np.ones((2, 3)), dims=("time", "x"), coords={"time": [10, 20]})
@@ -76,8 +76,8 @@ class Coordinates(Mapping[str, Any]):
 def from_xarray(data: Any, *, coords: bool = False, placement: Placement = None) -> Any:
     """Convert a `DataArray` to a named array, or a `Dataset` to a dictionary of named arrays.
 
-    JAX has arrays of numbers and booleans only: dates, durations and strings are an error that lists them all. Missing
-    values are NaN, as in xarray.
+    JAX has only arrays of numbers and booleans: dates, durations and strings raise an error that lists them all.
+    Missing values are NaN, as in xarray.
 
     Arguments:
         data: a `DataArray`, a `Variable`, or a `Dataset` or other mapping of them.
@@ -98,14 +98,14 @@ def from_xarray(data: Any, *, coords: bool = False, placement: Placement = None)
         raise TypeError(listed("from_xarray", problems, None))
     arrays = jax.tree.map(jnp.asarray, found) if placement is None else shard(found, placement)
     if isinstance(found, dict):
-        arrays = {name: arrays[name] for name in found}  # trees are sorted
+        arrays = {name: arrays[name] for name in found}  # JAX sorts the keys of trees
     if coords and not hasattr(data, "coords"):
         raise TypeError(f"from_xarray: {type(data).__name__} has no coordinates, as a DataArray or a Dataset has.")
     return (arrays, Coordinates(data.coords)) if coords else arrays
 
 
 def _from_xarray(data: Any, problems: list[str]) -> Any:
-    """Return named arrays in host memory, and add the errors to the problems."""
+    """Return named arrays in host memory, and append errors to the problems."""
     import xarray
 
     if isinstance(data, Mapping):  # as datasets are
@@ -117,7 +117,7 @@ def _from_xarray(data: Any, problems: list[str]) -> Any:
         raise TypeError(f"from_xarray: the name of an axis is a string, got {wrong[0]!r}. Use xarray's `rename`.")
     values, names = np.asarray(data.values), tuple(map(str, data.dims))
     what = f"{getattr(data, 'name', None) or 'the array'} {_errors.describe_axes(names, values.shape)}"
-    values = values.astype(values.dtype.newbyteorder("="), copy=False)  # files can have the other byte order
+    values = values.astype(values.dtype.newbyteorder("="), copy=False)  # files can have a different byte order
     known = values.dtype == bool or (jnp.issubdtype(values.dtype, jnp.number) and values.dtype.kind != "m")
     if not known or values.dtype in (np.longdouble, np.clongdouble):
         problems.append(f"{what} is {values.dtype}, of which JAX has no arrays.{_instead(values.dtype)}")
@@ -151,8 +151,8 @@ def to_xarray(tree: Any, coords: Any = None, *, name: str | None = None) -> Any:
     """Convert a named array to a `DataArray`, or a dictionary of named arrays to a `Dataset`.
 
     Sharded arrays are gathered; with several hosts, each must call this. Coordinates along axes that an array lacks,
-    because they were reduced or indexed away, are left out, as xarray does. Coordinates along an axis whose size is
-    another now are an error.
+    because they were reduced or indexed away, are left out, as xarray does. Coordinates along an axis whose size has
+    changed are an error.
 
     Arguments:
         tree: a named array, or a dictionary of them.
@@ -181,7 +181,7 @@ def to_xarray(tree: Any, coords: Any = None, *, name: str | None = None) -> Any:
 
 
 def _fitting(data: Any, sizes: Mapping[str, int]) -> Any:
-    """Return those coordinates whose axes are all there."""
+    """Return the coordinates whose axes all exist."""
     left_out = [n for n, c in data.coords.items() if not sizes.keys() >= set(c.dims)]
     kept = data.drop_vars(left_out)
     for name, coordinate in kept.coords.items():

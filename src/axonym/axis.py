@@ -118,7 +118,7 @@ def _intern(cls: type[Axis], name: str, size: Any) -> Axis:
     axis = object.__new__(cls)
     object.__setattr__(axis, "name", name)
     object.__setattr__(axis, "size", size)
-    with _INTERNING:  # two threads must not make two axes of one name and size
+    with _INTERNING:  # two threads must not create two axes of the same name and size
         return _INTERNED.setdefault((name, size), axis)
 
 
@@ -189,7 +189,7 @@ def _check_sizes(what: str, first: Mapping[str, AxisSelector], second: Mapping[s
 
 
 def make_axes(**sizes: int) -> tuple[Axis, ...]:
-    """Make several axes, each keyword the name of one with its size.
+    """Make several axes from keywords, each the name and the size of one axis.
 
     >>> Batch, Embed = axn.make_axes(batch=8, embed=16)
     >>> Embed
@@ -265,7 +265,7 @@ def intersect_axes(ax1: AxisSelection, ax2: AxisSelection) -> Any:
 
 
 def without_axes(axis_spec: AxisSelection, to_remove: AxisSelection, allow_mismatched_sizes: bool = False) -> Any:
-    """Return the axes that are not in `to_remove`, which may have axes that are not there.
+    """Return the axes that are not in `to_remove`, which may include axes that do not exist.
 
     A size that differs is an error unless `allow_mismatched_sizes`.
 
@@ -279,7 +279,7 @@ def without_axes(axis_spec: AxisSelection, to_remove: AxisSelection, allow_misma
 
 
 def replace_axis(axis_spec: AxisSelection, old: AxisSelector, new: AxisSelection) -> Any:
-    """Replace the axis `old` by `new`, one or several.
+    """Replace the axis `old` with `new`, which can be one axis or several.
 
     >>> Batch, Embed = axn.make_axes(batch=8, embed=4)
     >>> axn.axis.replace_axis((Batch, Embed), "embed", axn.make_axes(heads=2, size=2))
@@ -315,7 +315,7 @@ def resolve_axis(axis_spec: AxisSelection, axis_selection: AxisSelection) -> Any
 
 
 def selects_axis(selector: AxisSelection, selected: AxisSelection) -> bool:
-    """Return whether `selector` has every axis of `selected`: the names are there, and known sizes agree.
+    """Return whether `selector` includes every axis of `selected`: it has the names, and known sizes agree.
 
     >>> axn.axis.selects_axis(("batch", "pos"), axn.Axis("pos", 3))
     True

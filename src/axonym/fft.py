@@ -29,7 +29,7 @@ from . import _errors, _kernels
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 from .named_array import NamedArray
 from .ops._new_array import new_array
-from .ops._operands import distinct, one_axis, require_named
+from .ops._operands import at_least_float32, distinct, one_axis, require_named
 
 TransformAxes: TypeAlias = AxisSelection | Mapping[AxisSelector, AxisSelector | int | None]
 
@@ -46,7 +46,7 @@ def _requests(what: str, axis: TransformAxes | None) -> _Requests | None:
 
 
 def _request(what: str, key: AxisSelector, wanted: Any) -> AxisSelector | int:
-    """Return the request for an axis: a new axis, a new name or a length."""
+    """Return what is requested for an axis: a new axis, a new name or a length."""
     if isinstance(wanted, (Axis, str)):
         return wanted
     try:
@@ -67,7 +67,7 @@ def _transform_kernel(
     requests: _Requests | None,
     norm: str | None,
 ) -> _kernels.Kernel:
-    """Make a kernel from the function along one axis, and that along several axes at once, if there is one.
+    """Make a kernel from a function along one axis and, if it exists, the function along several axes at once.
 
     If the input has only half of the terms (`from_half`), the result has 2 (n - 1) elements by default.
     """
@@ -97,6 +97,7 @@ def _transform_kernel(
                 f"{what}: the result for {_errors.describe_axes(names, x.shape)} would have no elements on {listed}. "
                 "Ask for a length with Axis(name, size)."
             )
+        x = at_least_float32(x)  # there are no half-precision routines
         if len(chosen) == 1 or several is None:
             return one(x, n=lengths[0], axis=positions[0], norm=norm)
         same = all(length is None for length in lengths)
@@ -133,7 +134,7 @@ def fft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = Non
 
 
 def ifft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
-    """Compute the inverse of `fft`, whose arguments it takes.
+    """Compute the inverse of `fft`, with the same arguments.
 
     >>> axn.fft.ifft(axn.named([3., -1.], "t"), "t")
     NamedArray(complex64[t=2], [1.+0.j 2.+0.j])
@@ -160,7 +161,7 @@ def irfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = N
 
 
 def hfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
-    """Compute the discrete Fourier transform of values that are conjugate-symmetric, so that it is real.
+    """Compute the discrete Fourier transform of conjugate-symmetric values, which is real.
 
     The arguments are as in `fft`, but it runs along one axis.
 
@@ -171,7 +172,7 @@ def hfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = No
 
 
 def ihfft(a: NamedArray, axis: TransformAxes | None = None, norm: str | None = None) -> NamedArray:
-    """Compute the inverse of `hfft`, whose arguments it takes.
+    """Compute the inverse of `hfft`, with the same arguments.
 
     >>> axn.fft.ihfft(axn.named([5., 1., -3., 1.], "t"), "t")
     NamedArray(complex64[t=3], [1.+0.j 2.+0.j 0.+0.j])
@@ -199,7 +200,7 @@ def fftshift(x: NamedArray, axes: AxisSelection | None = None) -> NamedArray:
 
 
 def ifftshift(x: NamedArray, axes: AxisSelection | None = None) -> NamedArray:
-    """Undo `fftshift`, whose arguments it takes.
+    """Undo `fftshift`, with the same arguments.
 
     >>> axn.fft.ifftshift(axn.named([-2, -1, 0, 1], "freq"))
     NamedArray(int32[freq=4], [ 0 1 -2 -1])

@@ -12,6 +12,7 @@ not be last or adjacent.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -32,18 +33,18 @@ MatrixAxes: TypeAlias = "tuple[AxisSelector, AxisSelector]"
 
 
 class _Form(NamedTuple):
-    """The effect of a positional function on (..., row, col) on the axes of its matrices."""
+    """How a positional function on (..., row, col) changes the axes of its matrices."""
 
     results: tuple[tuple[str, ...], ...]
     """The axes of each result, made of "row", "col" and "new", in the order the function returns them."""
     square: bool = False
-    """row and col must have one size."""
+    """Row and col must have the same size."""
     way_out: str = ""
     """Advice for a matrix that is not square."""
     transposes: bool = False
-    """The result for a transposed matrix is the transposed result, so no transpose is needed."""
+    """The result for a transposed matrix is the transposed result, so no transpose is necessary."""
     decomposes: bool = True
-    """It is computed by a decomposition, for which there are no half-precision routines."""
+    """The function uses a decomposition, for which there are no half-precision routines."""
 
 
 def _pair(what: str, axes: Any) -> tuple[AxisSelector, AxisSelector]:
@@ -54,13 +55,19 @@ def _pair(what: str, axes: Any) -> tuple[AxisSelector, AxisSelector]:
 
 
 def _check_matrix(what: str, form: _Form, matrix: Names, x: jax.Array) -> None:
-    """Raise for matrices, on the last two axes, that the operation is not defined for."""
+    """Raise an error if the operation is not defined for the matrices, which are on the last two axes."""
     rows, cols = x.shape[-2:]
     if form.square and rows != cols:
         raise ValueError(
             f"{what}: the matrix {_errors.describe_axes(matrix, (rows, cols))} is not square.{form.way_out}"
         )
-    if form.decomposes and jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits < 32:
+    if form.decomposes:
+        _check_dtype(what, x)
+
+
+def _check_dtype(what: str, x: jax.Array) -> None:
+    """Raise for a dtype in which nothing can be decomposed."""
+    if jnp.issubdtype(x.dtype, jnp.inexact) and jnp.finfo(x.dtype).bits < 32:
         raise TypeError(f"{what}: there is no {x.dtype} routine for it. Convert with `.astype(jnp.float32)` first.")
 
 
@@ -75,7 +82,7 @@ def _matrix_kernel(
     options: tuple[str, ...],
     *values: Any,
 ) -> _kernels.Kernel:
-    """Move the axes of the matrices last, call `fn`, and move those of the results to where they were."""
+    """Move the axes of the matrices last, call `fn`, and move the axes of the results back to their positions."""
     row, col = _kernels.select(what, names, axes)
     if form.transposes and names.index(row) > names.index(col):
         row, col = col, row
@@ -216,9 +223,11 @@ def matrix_rank(a: NamedArray, axes: MatrixAxes, rtol: float | None = None) -> N
 
 
 def _matrix_rank(x: jax.Array, rtol: float | None) -> jax.Array:
+    if 0 in x.shape[-2:]:
+        return jnp.zeros(x.shape[:-2], int)
     if rtol is None:
         return jnp.linalg.matrix_rank(x)
-    # `jnp.linalg.matrix_rank` takes the fraction for an absolute bound.
+    # `jnp.linalg.matrix_rank` would take the fraction as an absolute bound.
     values = jnp.linalg.svdvals(x)
     return jnp.sum(values > rtol * jnp.max(values, axis=-1, keepdims=True), axis=-1)
 
@@ -337,7 +346,7 @@ def _system_kernel(
     batch = tuple(n for n in a_names if n not in (row, col))
     sides = tuple(n for n in b_names if n != row and n not in batch)
     canonical = (*batch, col, *sides)
-    # The layout of b; the batch axes that only a has come first.
+    # The layout of b, after the batch axes that only a has.
     out_names = tuple(n for n in batch if n not in b_names) + tuple(col if n == row else n for n in b_names)
 
     def positional(a, b):
@@ -346,7 +355,7 @@ def _system_kernel(
         b = _kernels.align(b, b_names, (*batch, row, *sides))
         many = b.shape[len(batch) + 1 :]
         # Each right-hand side is a column of one matrix.
-        x = fn(a, b.reshape(*b.shape[: len(batch) + 1], -1), *static)
+        x = fn(a, b.reshape(*b.shape[: len(batch) + 1], math.prod(many)), *static)
         return _kernels.transpose_to(x.reshape(*x.shape[:-1], *many), canonical, out_names)
 
     return _kernels.make_along_kernel(what, positional, (a_names, b_names), out_names, (row, col), selection=axes)
@@ -404,7 +413,7 @@ def _norm_kernel(names: Names, axis: Any, ord: Any) -> _kernels.Kernel:
     positions = tuple(names.index(n) for n in chosen)
     out_names = tuple(n for n in names if n not in chosen)
     if axis is None:
-        # JAX flattens for other orders; of a sharded array that would be costly.
+        # JAX flattens for other orders, which would be costly for a sharded array.
         plain = ord is None or ord == 2
         vector_norm: Any = jnp.linalg.vector_norm
         fn = jnp.linalg.norm if plain else lambda x: vector_norm(as_float(x), axis=None, ord=ord)
@@ -416,7 +425,12 @@ def _norm_kernel(names: Names, axis: Any, ord: Any) -> _kernels.Kernel:
             "Flatten them first, or leave `axis` out for all."
         )
     if axis is not None and len(chosen) == 2 and ord in (2, -2, "nuc"):  # these are norms of the singular values
-        return _kernels.make_along_kernel(what, fn, (names,), out_names, chosen, selection=axis)
+
+        def of_singular_values(x):
+            _check_dtype(what, x)
+            return fn(x)
+
+        return _kernels.make_along_kernel(what, of_singular_values, (names,), out_names, chosen, selection=axis)
     return _kernels.make_kernel(what, fn, (names,), out_names, selection=axis)
 
 

@@ -1,10 +1,10 @@
 """The named array: a JAX array and the names of its axes.
 
-A `NamedArray` stores two things, the array and a tuple of names. Sizes are those of the array, so `axes` is derived. So
-an abstract array, a tracer, a shard inside `shard_map` or the slice that a scan passes to its body need no special
-case. The names are static pytree metadata; the array is the only leaf.
+A `NamedArray` stores two things, the array and a tuple of names. Sizes come from the array, so `axes` is derived.
+Therefore an abstract array, a tracer, a shard inside `shard_map` or the slice that a scan passes to its body needs no
+special case. The names are static pytree metadata; the array is the only leaf.
 
-The class holds what belongs to the storage. The operations live in `axonym.ops`, and those that are also methods or
+The class has only what concerns this storage. The operations are in `axonym.ops`, and those that are also methods or
 operators are listed in `axonym._methods`: a method *is* the function of the same name.
 """
 
@@ -92,7 +92,7 @@ class NamedArray(Methods):
 
     def __init__(self, array: Any, axes: AxisSpec | AxisSelection = (), names: Names | None = None):
         # Unflattening a pytree passes `names` and may pass anything for `array`; it is on the hot path of every
-        # jitted call, so this branch is all it pays.
+        # jitted call, so this branch does nothing else.
         if names is None:
             array, names = _checked(array, axes)
         self.array = array
@@ -101,7 +101,7 @@ class NamedArray(Methods):
     if not TYPE_CHECKING:  # so that type checkers refuse an attribute that does not exist
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("_") or hasattr(type(self), name):  # a property has failed: say with what
+            if name.startswith("_") or hasattr(type(self), name):  # a property has failed: raise its own error
                 return object.__getattribute__(self, name)
             from . import _foreign_names
 
@@ -211,7 +211,7 @@ class NamedArray(Methods):
     @overload
     def resolve_axis(self, axes: AxisSelection) -> Any: ...
     def resolve_axis(self, axes: AxisSelection) -> Any:
-        """Return the axis of a name with its size, or several of them.
+        """Return the axis with a given name, including its size, or several of them.
 
         >>> axn.ones({"batch": 2}).resolve_axis("batch")
         Axis(name='batch', size=2)
@@ -319,7 +319,7 @@ class NamedArray(Methods):
         return format(self._only_element("a format") if spec else str(self), spec)
 
     def __str__(self) -> str:
-        values = _small_values(self.array, _PRINTED) if len(self.names) <= 2 else None  # more axes make no table
+        values = _small_values(self.array, _PRINTED) if len(self.names) <= 2 else None  # a table has at most two axes
         if values is None:
             return describe_array(self)
         return f"{describe_array(self)}{chr(10) if chr(10) in values else ' '}{values}"
@@ -348,7 +348,7 @@ class NamedArray(Methods):
         )
 
 
-register_pytree_with_keys(  # a tree of its sizes, as any dictionary
+register_pytree_with_keys(  # a tree with its sizes as leaves, as any dictionary
     Shape,
     lambda shape: ([(DictKey(n), shape[n]) for n in sorted(shape.keys())], tuple(sorted(shape.keys()))),
     lambda names, sizes: dict(zip(names, sizes, strict=True)),  # pyright: ignore[reportArgumentType]
@@ -357,11 +357,11 @@ register_dataclass(NamedArray, data_fields=["array"], meta_fields=["names"])
 
 
 def _interned(names: Iterable[str]) -> Names:
-    """Return names that come from elsewhere interned, so that they are compared by identity."""
+    """Intern names that come from outside, so that they are compared by identity."""
     return tuple(map(sys.intern, names))
 
 
-# What `jax.export` writes of a tree: the names.
+# `jax.export` writes only the names of a tree.
 jax.export.register_pytree_node_serialization(
     NamedArray,
     serialized_name="axonym.NamedArray",
@@ -382,11 +382,11 @@ NamedOrNumeric: TypeAlias = "NamedArray | ArrayLike"
 
 def wrap(array: Any, names: Names) -> NamedArray:
     """Make a named array without any check, for names that are known to be right."""
-    return NamedArray(array, (), names)  # by position: keywords would double the cost
+    return NamedArray(array, (), names)  # positional: keywords would double the cost
 
 
 def _restore(array: Any, names: Names) -> NamedArray:
-    """Make a named array while unpickling."""
+    """Rebuild a named array while unpickling."""
     return wrap(array, _interned(names))
 
 
@@ -526,7 +526,7 @@ def describe_array(array: Any) -> str:
 
 
 def _small_values(array: Any, most: int = _SMALL) -> str | None:
-    """Return the values of a small array, or None where showing them could take long: no host waits for another."""
+    """Return the values of a small array, or None if showing them could take long: a host must not wait for another."""
     if not isinstance(array, (jax.Array, np.ndarray)) or isinstance(array, Tracer) or array.size > most:
         return None
     if isinstance(array, jax.Array) and (

@@ -2,12 +2,13 @@
 
 A polynomial is a named array with one axis, that of its coefficients, the highest power first. This axis can have
 another name in each operand; the result has the name and, if it fits, the sharding of the first operand with a name.
-Raw arrays, lists and numbers are polynomials too: if no operand has a name, the axis of the result is called
+Raw arrays, lists and numbers are polynomials too; if no operand has a name, the axis of the result is called
 `DEFAULT_POLY_AXIS_NAME`.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -55,11 +56,13 @@ def _poly_kernel(
     fn: Callable[..., Any], name: str, in_names: tuple[Names, ...], out_names: Any, static: tuple[Any, ...] = ()
 ) -> _kernels.Kernel:
     along = {n for names in in_names for n in names}
-    return _kernels.make_along_kernel(name, lambda *arrays: fn(*arrays, *static), in_names, out_names, along)
+    return _kernels.make_along_kernel(
+        name, lambda *arrays: fn(*arrays, *static), in_names, out_names, along, replicated=True
+    )
 
 
 def _of_two(fn: Callable[..., Any], name: str, p1: PolynomialLike, p2: PolynomialLike, results: int) -> Any:
-    """Apply a function of two polynomials."""
+    """Apply a function to two polynomials."""
     names = _names(p1, p2)
     # The axis of the result is that of the first named operand; that of the other operand is not matched.
     in_names = (names, private("p2", names)) if isinstance(p1, NamedArray) else (private("p1", names), names)
@@ -68,7 +71,7 @@ def _of_two(fn: Callable[..., Any], name: str, p1: PolynomialLike, p2: Polynomia
 
 
 def _of_one(fn: Callable[..., Any], name: str, p: PolynomialLike, *static: Any) -> NamedArray:
-    """Apply a function of one polynomial, and of static arguments."""
+    """Apply a function to one polynomial and static arguments."""
     names = _names(p)
     return _poly_kernel(fn, name, (names,), names, static).apply(_coefficients(name, p))
 
@@ -215,7 +218,7 @@ def roots(p: PolynomialLike, *, strip_zeros: bool = True) -> NamedArray:
 
 def _roots(p: jax.Array, start: int, stop: int) -> jax.Array:
     """Return the roots of the coefficients from `start` to `stop`, and a zero for each coefficient after that."""
-    found = jnp.roots(p[start:stop], strip_zeros=False)
+    found = jnp.roots(_inexact(p[start:stop]), strip_zeros=False)
     trailing = 0 if start == stop else p.shape[0] - stop
     return jnp.concatenate([found, jnp.zeros(trailing, found.dtype)])
 
@@ -327,10 +330,10 @@ def _polyfit_kernel(
         y = _kernels.transpose_to(_inexact(y), y_names, (point, *others))
         sizes = y.shape[1:]
         if len(sizes) > 1:
-            y = y.reshape(y.shape[0], -1)
+            y = y.reshape(y.shape[0], math.prod(sizes))
         found: Any = jnp.polyfit(_inexact(x), y, deg, rcond, full, w, cov)  # pyright: ignore[reportArgumentType]
         coefficients, *rest = found if full or cov else (found,)
-        coefficients = coefficients.reshape(-1, *sizes)
+        coefficients = coefficients.reshape(deg + 1, *sizes)
         coefficients = _kernels.transpose_to(coefficients, (point, *others), y_names)
         if full:
             residuals, *rest = rest
@@ -345,5 +348,5 @@ def _polyfit_kernel(
 
 
 def _inexact(x: jax.Array) -> jax.Array:
-    """Convert to a dtype that has a singular value decomposition."""
+    """Convert to a dtype for which JAX has a singular value decomposition."""
     return x.astype(jnp.promote_types(jnp.result_type(x, float), jnp.float32))

@@ -185,7 +185,7 @@ def _cast(tree: Any, dtype: np.dtype) -> Any:
     def of_leaf(x: Any) -> Any:
         if not isinstance(x, _ARRAYS) or x.dtype == dtype or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        if x.dtype.itemsize == 1:  # stored small, with a scale that is cast
+        if x.dtype.itemsize == 1:  # stored in few bits, with a scale that is cast
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             return x.update(dtype=dtype)

@@ -106,7 +106,7 @@ class NamedRef:
         return len(self.names)
 
     def resolve_axis(self, axis: AxisSelector) -> Axis:
-        """Return the axis of a name, with its size.
+        """Return the axis with a given name, including its size.
 
         >>> axn.new_ref(axn.zeros({"x": 3})).resolve_axis("x")
         Axis(name='x', size=3)
@@ -177,7 +177,7 @@ class NamedRef:
     # --- implementation ---
 
     def _narrowed(self, index: SliceSpec) -> NamedRef | None:
-        """Return the view that an index selects, or None if the index contains index arrays."""
+        """Return the view that an index selects; None if the index contains index arrays."""
         shown = wrap(jax.ShapeDtypeStruct(tuple(a.size for a in self.axes), self.dtype), self.names)
         items, operands = make_plan(shown, index, for_view=True)
         if any(item.kind == "gather" for item in items):
@@ -208,7 +208,7 @@ class NamedRef:
         return index
 
     def _block(self) -> tuple[tuple[Any, ...], Names, dict[str, Any]]:
-        """Return a block of the memory that JAX can access, as an index; its axes; and the index within the block."""
+        """Return the index of a block of the memory that JAX can access, its axes, and the index within the block."""
         by_name = self._index()
         explicit = explicit_mesh([self.ref]) is not None  # JAX reads and writes such a reference only as a whole
         left = {n: i for n, i in by_name.items() if explicit or not _is_ref_index(i)}
@@ -249,7 +249,7 @@ def _is_ref_index(index: Any) -> bool:
 
 
 def _replaced(array: NamedArray, index: dict[str, Any], value: NamedArray) -> NamedArray:
-    """Return the array with the elements at an index replaced."""
+    """Replace the elements of an array at an index."""
     if all(isinstance(i, ds) for i in index.values()):
         return updated_slice(array, {n: i.start for n, i in index.items()}, value)
     return array.at[index].set(value)
@@ -272,7 +272,7 @@ def _compose(start: Any, entry: _Range, item: Item, operand: Any) -> tuple[Any, 
 
 
 def _clamped(position: Any, size: int, length: int) -> Any:
-    """Return a static start as an integer, and clamp any other so that `length` elements fit into `size`."""
+    """Return a static start as an integer; clamp a traced start so that `length` elements fit into `size`."""
     if isinstance(position, np.integer):
         return int(position)
     position = jnp.where(position < 0, position + size, position)

@@ -1,8 +1,8 @@
 """Check that a function computes the same on every mesh and under every mapping.
 
-How a program is distributed must not change what it computes. Most functions keep that promise by themselves; those
-with per-device code, with partitioning of their own or with assumptions about shards can break it, and then they do it
-silently. `check_shard_invariance` runs a function under many placements and compares.
+How a program is distributed must not change what it computes. Most functions keep this promise automatically; those
+with per-device code, their own partitioning or assumptions about shards can break it silently. `check_shard_invariance`
+runs a function under many placements and compares.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["ShardInvariance", "check_shard_invariance"]
 
 @dataclasses.dataclass(frozen=True)
 class ShardInvariance:
-    """Hold what `check_shard_invariance` did.
+    """Hold the outcome of `check_shard_invariance`.
 
     >>> found = axn.testing.check_shard_invariance(lambda x: x * 2, axn.ones({"batch": 8}), draws=2)
     >>> found.compared + len(found.refusals)
@@ -60,20 +60,20 @@ def check_shard_invariance(
     different sizes, with Auto axes, Explicit axes or both, and mappings of the arguments' axes to one mesh axis or two.
     What the function returns is compared each time, values, dtypes and axes, and so are the gradients with respect to
     all floating-point arguments. Random draws are compared like everything else: pass the key as an argument. The first
-    difference is made as small as it goes, the fewest entries in the mapping and the fewest devices, and raised as an
-    AssertionError that shows the mesh and the mapping as code. An error that the function raises under one of the
-    placements is a difference too.
+    difference is reduced to the fewest mapping entries and devices that still show it, and raised as an AssertionError
+    that shows the mesh and the mapping as code. An error that the function raises under one of the placements is a
+    difference too.
 
-    Some mappings do not fit a function, such as one that shards two axes of a result over the same mesh axis. Where the
-    library refuses one for that reason, the placement is passed over and listed among the refusals of the result. It
-    is an error if every placement is refused.
+    Some mappings do not fit a function, such as one that shards two axes of a result over the same mesh axis. If the
+    library refuses one for that reason, the placement is skipped and listed among the refusals of the result. It is an
+    error if every placement is refused.
 
     Arguments:
         fn: the function. It may use `axonym.shard_map`, which then runs under the drawn mapping.
         *args: its arguments; named arrays among them provide the axes that are mapped.
-        mesh_axes: the names of the mesh axes. Name those that the function itself speaks of.
+        mesh_axes: the names of the mesh axes. Include those that the function itself mentions.
         draws: how many placements to draw.
-        seed: which ones; the same seed draws the same placements.
+        seed: the same seed draws the same placements.
         rtol: how much floating-point values may differ, relative to the largest value of the array. By default a
             tolerance for the dtype that allows for another order of summation.
         gradients: whether to compare gradients too.
@@ -116,11 +116,11 @@ def check_shard_invariance(
 
 
 class _Refusal(Exception):
-    """A placement does not fit the function."""
+    """Raised if a placement does not fit the function."""
 
 
 class _Difference(NamedTuple):
-    """What is not as expected, and the error if that is one."""
+    """A difference from the expected result, and the error, if it is one."""
 
     words: str
     error: Exception | None = None
@@ -147,7 +147,7 @@ class _Distribution:
         return Mesh(devices, tuple(self.mesh), axis_types=kinds)
 
     def smaller(self) -> Iterator[_Distribution]:
-        """Give the placements that say less: without one entry, on fewer devices, on Auto axes."""
+        """Yield simpler placements: without one entry, on fewer devices, on Auto axes."""
         for name, axes in self.mapping.items():
             for i in range(len(axes)):
                 yield dataclasses.replace(self, mapping={**self.mapping, name: axes[:i] + axes[i + 1 :]})
@@ -160,7 +160,7 @@ class _Distribution:
 
 
 def _on_one_device(check: _Check, draw: _Draw, mesh: Mapping[str, int], draws: int) -> Any:
-    """Return what the function gives on one device, under the first mapping that it takes: there all are the same."""
+    """Return the results on one device, under the first mapping that the function accepts: there, all are the same."""
     first: Exception | None = None
     for placement in (_Distribution(mesh, frozenset(), dict.fromkeys(draw.sizes, ())), *draw.placements([mesh], draws)):
         try:
@@ -174,7 +174,7 @@ def _on_one_device(check: _Check, draw: _Draw, mesh: Mapping[str, int], draws: i
 
 
 def _meshes(axes: Sequence[str]) -> list[dict[str, int]]:
-    """List the meshes of several devices whose number divides the number there is."""
+    """List the meshes of several devices whose number divides the number of available devices."""
     devices = jax.device_count()
     divisors = [n for n in range(1, devices + 1) if devices % n == 0]
     shapes = [s for s in itertools.product(divisors, repeat=len(axes)) if devices % math.prod(s) == 0]
@@ -182,13 +182,13 @@ def _meshes(axes: Sequence[str]) -> list[dict[str, int]]:
 
 
 class _Draw:
-    """Placements for given arguments, drawn at random."""
+    """Draws random placements for given arguments."""
 
     def __init__(self, args: Any, seed: int):
         self._rng = random.Random(seed)
         arrays = [leaf for leaf in leaves_of(args)[0] if leaf.names]
         self.sizes: dict[str, int] = {}
-        """What mesh axes must divide for each name, which may have several sizes, as images and kernels do."""
+        """The size that mesh axes must divide for each name: the gcd, since images and kernels can differ in size."""
         for leaf in arrays:
             for n, s in zip(leaf.names or (), leaf.shape or (), strict=True):
                 self.sizes[n] = math.gcd(self.sizes.get(n, 0), s)
@@ -216,7 +216,7 @@ class _Draw:
 
 
 class _Check:
-    """A function, what it is called with, and how its results are compared."""
+    """A function, its arguments, and how to compare its results."""
 
     def __init__(
         self, fn: Callable[..., Any], args: Sequence[Any], gradients: bool, rtol: float | None, refusals: str | None
@@ -239,7 +239,7 @@ class _Check:
             return jax.tree.map(_on_host, results)
 
     def difference(self, expected: Any, placement: _Distribution) -> _Difference | None:
-        """Return how the results under a placement differ from those expected; None where they agree."""
+        """Return how the results under a placement differ from those expected; None if they agree."""
         try:
             found = self.run(placement)
         except Exception as error:
@@ -257,7 +257,7 @@ class _Check:
         return None
 
     def is_refusal(self, error: Exception) -> bool:
-        """Return whether an error says that a placement does not fit, and not that something is wrong."""
+        """Return whether an error says that a placement does not fit, rather than that something is wrong."""
         if self._refusals is not None and re.search(self._refusals, str(error)):
             return True
         if not isinstance(error, ValueError) or not re.search(r"\bmesh\b", str(error)):
@@ -303,19 +303,19 @@ class _Check:
 
 
 def _on_host(x: jax.Array) -> np.ndarray:
-    # jax 0.10 raises for an empty array that was computed sharded over Explicit axes.
+    # jax 0.10 raises an error for empty arrays that were computed sharded over Explicit axes.
     return np.asarray(x) if x.size else np.empty(x.shape, x.dtype)
 
 
 def _weighted(x: jax.Array) -> jax.Array:
-    """Sum up an array with a weight of its own for each element, so that no error cancels out in the gradients."""
+    """Sum an array with a different weight for each element, so that no error cancels out in the gradients."""
     weights = jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
     x = jnp.real(x) + jnp.imag(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
     return jnp.sum(x.astype(jnp.float32) * weights)
 
 
 def _arrays_of(results: Any) -> Any:
-    """Return results with nothing but arrays: random keys as their data, and everything that is static left out."""
+    """Return only the arrays of results: random keys as their data, and nothing static."""
 
     def data(x: Any) -> Any:
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -328,7 +328,7 @@ def _arrays_of(results: Any) -> Any:
 def _smallest(
     check: _Check, expected: Any, placement: _Distribution, difference: _Difference
 ) -> tuple[_Distribution, _Difference]:
-    """Return the smallest placement under which the results still differ, and how they differ there."""
+    """Return the simplest placement under which the results still differ, and how they differ."""
     for smaller in placement.smaller():
         try:
             found = check.difference(expected, smaller)

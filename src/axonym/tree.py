@@ -140,7 +140,7 @@ def structure(tree: Any, is_leaf: IsLeaf = None) -> Any:
 
 
 class LayerStack(abc.ABC):
-    """A module of stacked layers, whose arrays have an axis more than the arrays of one layer.
+    """A module of stacked layers, whose arrays have one more axis than those of a single layer.
 
     A subclass defines `map_layers`, with which `scan_aware_map` applies a function to each layer.
 

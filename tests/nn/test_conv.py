@@ -267,3 +267,23 @@ def test_stacked_conv_transposes_go_to_pytorch_and_back() -> None:
     np.testing.assert_array_equal(exported["0.weight"], first["weight"])
     loaded = from_torch_compatible_state_dict(stacked, exported)
     assert_named(loaded.stacked.weight, stacked.stacked.weight)
+
+
+@pytest.mark.parametrize("kind", [Conv, ConvTranspose])
+@pytest.mark.parametrize("channels", ["", "channels", "features"])
+def test_along_a_sharded_axis(kind: Any, channels: str, mesh: Mesh) -> None:
+    """Nothing is counted several times where the batch is not sharded over the rest of the mesh."""
+    groups, features = (1, axn.Axis("features", 4)) if channels else (2, Out)
+    layer = kind.init("height", In, features, 3, stride=2, padding="SAME", groups=groups, key=KEY)
+    x = sample(axn.Axis("batch", 2), axn.Axis("height", 8), In)
+    sharded_channels = {channels: "data"} if channels else {}
+
+    def loss(layer: Any, x: axn.NamedArray) -> tuple[jax.Array, axn.NamedArray]:
+        result = layer(x)
+        return axn.sum(axn.sin(result)).scalar(), result
+
+    expected = jax.grad(loss, has_aux=True)(layer, x)
+    with jax.set_mesh(mesh), axn.axis_mapping({"height": "model", **sharded_channels}):
+        placed = axn.shard(layer, sharded_channels), axn.shard(x)
+        found = jax.jit(jax.grad(loss, has_aux=True))(*placed)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)

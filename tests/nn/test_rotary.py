@@ -136,9 +136,18 @@ def test_older_configurations() -> None:
     """The base stands outside of the entry, which has another word for its kind and may be missing."""
     assert Rotary.from_config(None, theta=5e5) == Rotary(theta=5e5)
     assert Rotary.from_config({"type": "linear", "factor": 2.0}, theta=5e5) == LinearRotary(theta=5e5, factor=2.0)
-    assert Rotary.from_config({"rope_type": "llama3", "type": "llama3"}, interleaved=True) == Llama3Rotary(
-        interleaved=True
-    )
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    both = {"rope_type": "llama3", "type": "llama3", **llama3}
+    assert Rotary.from_config(both, interleaved=True) == Llama3Rotary(interleaved=True)
+
+
+def test_the_training_context_of_yarn() -> None:
+    """It is that of the whole configuration unless the entry has its own; other kinds have no such default."""
+    yarn = {"type": "yarn", "factor": 4.0, "finetuned": True}
+    own = {"original_max_position_embeddings": 32}
+    for entry, expected in ((yarn, 128), (yarn | own, 32), (yarn | dict.fromkeys(own), 128)):
+        found = Rotary.from_config(entry, max_position_embeddings=128)
+        assert found == YarnRotary(factor=4.0, original_max_position_embeddings=expected)
 
 
 @pytest.mark.parametrize(
@@ -149,6 +158,18 @@ def test_older_configurations() -> None:
             "unknown kind 'lama3', not one of default, linear, llama3, yarn.* 'llama3'",
         ),
         (lambda: Rotary.from_config({"rope_type": "yarn", "facto": 2.0}), "'yarn' has no 'facto'.* 'factor'"),
+        (lambda: Rotary.from_config({"rope_type": "linear"}), "of kind 'linear' must have 'factor'"),
+        (
+            lambda: Rotary.from_config({"rope_type": "yarn", "factor": 2.0}),
+            "of kind 'yarn' must have 'original_max_position_embeddings'",
+        ),
+        (
+            lambda: Rotary.from_config(
+                {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+                max_position_embeddings=128,
+            ),
+            "of kind 'llama3' must have 'original_max_position_embeddings'",
+        ),
         (lambda: apply_rotary(X["head_size", :5], Size.resize(5), Pos), "an odd number"),
         (lambda: apply_rotary(X, "size", Pos), "apply_rotary: no axis 'size' in "),
         (lambda: apply_rotary(X, Size, "time"), "apply_rotary: no axis 'time' in "),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import math
+import re
 import weakref
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from jax.sharding import Mesh
 
 import axonym as axn
+from axonym.nn import Linear
 from axonym.nn.scan import BlockSeq, Stacked
 from benchmarks.communication import bytes_moved_in_loops
 from benchmarks.program import instructions
@@ -146,6 +149,19 @@ class TestResults:
             made = axn.named_jit(Stacked.init(Layers, Layer), out_placement=STORAGE)(key=KEY)
             jax.block_until_ready(made.stacked.up)
         assert spec(made.stacked.up) == (None, "data", "model") and spec(made.get_layer(1).up) == ("data", "model")
+
+    @pytest.mark.parametrize("mapping", [{"embed": ("data", "model")}, {"layers": "data", "mlp": "model"}], ids=str)
+    def test_each_device_makes_its_shards_only(self, mapping: Any, mesh: Mesh) -> None:
+        """No array in the program is larger than the shard of the largest parameter, however it is sharded."""
+        Deep, Embed, Mlp = axn.make_axes(layers=16, embed=64, mlp=128)
+        with jax.set_mesh(mesh):
+            make = axn.named_jit(lambda key: Stacked.init(Deep, Linear)(Embed, Mlp, key=key), mapping)
+            program = make.lower(KEY).compile()
+            weight = jax.block_until_ready(make(KEY)).stacked.weight.array
+        sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"\w\d+\[([\d,]+)\]", program.as_text())]
+        assert weight.sharding.shard_shape(weight.shape) != weight.shape
+        assert max(sizes) == weight.size // mesh.size
+        np.testing.assert_array_equal(weight, Stacked.init(Deep, Linear)(Embed, Mlp, key=KEY).stacked.weight.array)
 
     def test_a_step_of_fsdp(self, mesh: Mesh) -> None:
         layers = make(Stacked, True)

@@ -114,3 +114,9 @@ def test_batches_stay_where_they_are(explicit_mesh: jax.sharding.Mesh) -> None:
     along_time = program("time")
     assert "c64[2,8]" in along_time  # each device has its part of the batch, and all of time
     assert "c64[8,8]" not in along_time
+
+
+def test_half_precision_is_transformed_in_float32() -> None:
+    x = axn.named(jnp.array([1, 2, 0, 2], jnp.bfloat16), "t")
+    for transform in (fft.rfft, fft.ihfft, fft.fft):
+        np.testing.assert_allclose(transform(x).array, transform(x.astype(jnp.float32)).array)

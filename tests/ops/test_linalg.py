@@ -71,6 +71,16 @@ def test_integers_are_promoted() -> None:
     assert linalg.det(A.astype(jnp.int32), RC).dtype == jnp.float32
 
 
+def test_matrices_without_elements() -> None:
+    empty = axn.zeros({"batch": 2, "row": 3, "col": 0})
+    for rtol in (None, 0.1):
+        assert linalg.matrix_rank(empty, RC, rtol).array.tolist() == [0, 0]
+    assert linalg.lstsq(empty, axn.ones({"row": 3, "x": 2}), RC).shape == {"batch": 2, "col": 0, "x": 2}
+    none = axn.zeros({"row": 0, "col": 0})
+    assert linalg.solve(none, axn.zeros({"row": 0, "x": 2}), RC).shape == {"col": 0, "x": 2}
+    assert linalg.solve(A, axn.zeros({"row": 3, "x": 0}), RC).shape == {"batch": 2, "col": 3, "x": 0}
+
+
 def test_batches_stay_where_they_are(explicit_mesh: jax.sharding.Mesh) -> None:
     """Matrices of a batch that is split are inverted where they are; nothing is sent."""
     sharding = jax.sharding.NamedSharding(explicit_mesh, jax.sharding.PartitionSpec(("data", "model")))
@@ -131,6 +141,11 @@ def test_batches_stay_where_they_are(explicit_mesh: jax.sharding.Mesh) -> None:
         (lambda: linalg.solve(WIDE, axn.ones({"row": 2}), RC), ValueError, r"^linalg\.solve: .* not square\. .*lstsq"),
         (lambda: untyped.lstsq(WIDE, jnp.ones(2), RC), TypeError, r"^linalg\.lstsq: expected a NamedArray"),
         (lambda: linalg.norm(A, ("batch", *RC)), ValueError, r"^linalg\.norm: .*, got \(batch, row, col\)\. Flatten"),
+        (
+            lambda: linalg.norm(A.astype(jnp.bfloat16), RC, ord=2),
+            TypeError,
+            r"^linalg\.norm: there is no bfloat16 routine .*astype",
+        ),
         (lambda: linalg.norm(A, "x"), ValueError, r"^linalg\.norm: no axis 'x'"),
     ],
 )

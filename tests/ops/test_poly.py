@@ -161,3 +161,9 @@ def test_fit_with_covariance(cov: bool | str) -> None:
 def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_roots_and_fit_of_half_precision_and_of_nothing() -> None:
+    found = poly.roots(axn.named(jnp.array([1, -3, 2], jnp.bfloat16), "v"))
+    np.testing.assert_allclose(np.sort(np.abs(found.array)), [1, 2], rtol=1e-5)
+    assert poly.polyfit(E, axn.zeros({"b": 0, "e": 4}), 1).shape == {"b": 0, "e": 2}

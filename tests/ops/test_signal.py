@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import axonym as axn
+from axonym import poly
 
 untyped: Any = axn  # for calls that a type checker would refuse
 A = axn.ones({"batch": 2, "t": 5})
@@ -65,3 +68,25 @@ def test_small_integers_are_unwrapped_without_overflow() -> None:
     for dtype, values in (("int8", [100, -100, 100]), ("uint8", [200, 3, 250])):
         found = axn.unwrap(axn.named(np.array(values, dtype), "t"), "t", period=90)
         np.testing.assert_array_equal(found.array, np.unwrap(np.array(values), period=90))
+
+
+def test_integers_are_unwrapped_by_an_odd_period() -> None:
+    values = np.array([0, 3, 1, 4, 2, 0, 5, 1], np.int32)
+    for discont in (None, 3):
+        found = axn.unwrap(axn.named(values, "t"), "t", period=5, discont=discont)
+        np.testing.assert_array_equal(found.array, np.unwrap(values, period=5, discont=discont))
+        np.testing.assert_array_equal((found.array - values) % 5, 0)
+
+
+@pytest.mark.parametrize("op", [lambda a, v: axn.convolve(a, v, "t"), poly.polymul], ids=["convolve", "polymul"])
+def test_gradients_along_a_sharded_axis(op: Callable[..., axn.NamedArray], mesh: Mesh) -> None:
+    """Nothing is counted several times where only some of the mesh axes are used."""
+    a, v = (axn.named(np.cos(np.arange(size, dtype=np.float32)), "t") for size in (8, 4))
+
+    def loss(a: axn.NamedArray, v: axn.NamedArray) -> jax.Array:
+        return axn.sum(axn.cumsum(op(a, v), "t")).scalar()
+
+    expected = jax.grad(loss, (0, 1))(a, v)
+    with jax.set_mesh(mesh), axn.axis_mapping({"t": "model"}):
+        found = jax.jit(jax.grad(loss, (0, 1)))(axn.shard(a), axn.shard(v, {}))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4), found, expected)

@@ -91,3 +91,11 @@ def test_a_nan_is_partitioned_last_whatever_its_sign() -> None:
     x = axn.named(np.array([2.0, -np.nan, 0.0, np.nan, 1.0], np.float32), "x")
     assert axn.partition(x, 2, "x")["x", :3].max() == 2.0
     assert {0, 2, 4} == {*axn.argpartition(x, 2, "x")["x", :3].tolist()}
+
+
+def test_counts_are_exact_in_half_precision() -> None:
+    x = axn.named(jnp.tile(jnp.array([0, 1], jnp.bfloat16), 500), "x")
+    assert axn.histogram(x, axn.Axis("bin", 2))[0].array.tolist() == [500, 500]
+    assert axn.histogram(x, axn.Axis("bin", 2), weights=x)[0].array.tolist() == [0, 500]
+    counted = axn.bincount(x.astype(int), axn.Axis("value", 2), weights=axn.ones_like(x))
+    assert counted.dtype == jnp.bfloat16 and counted.array.tolist() == [500, 500]

@@ -112,3 +112,21 @@ def test_no_elements() -> None:
         with pytest.raises(ValueError, match=r"no elements along \(a=0"):
             of_none()
     assert axn.median(x, "b").shape == axn.quantile(x, 0.5, "b").shape == {"a": 0}
+
+
+def test_half_precision_does_not_limit_what_is_computed() -> None:
+    large = axn.named(np.full(4, 60000, np.float16), "x")
+    for found in (axn.median(large), axn.nanmedian(large), axn.quantile(large, 0.5, method="midpoint")):
+        assert found.dtype == jnp.float16 and found.item() == 60000
+    for found in (axn.average(large, weights=axn.ones(X, jnp.float16)), axn.trapezoid(large, "x", dx=0.25)):
+        assert found.dtype == jnp.float16 and found.item() in (60000, 44992)
+    # A share of small dtype still finds the position in a long axis.
+    many = axn.arange(axn.Axis("x", 1025), dtype=float)
+    assert axn.quantile(many, jnp.asarray(0.5, jnp.bfloat16)).item() == 512
+    assert axn.nanquantile(many, jnp.asarray(0.75, jnp.bfloat16)).item() == 768
+    short = axn.named(jnp.arange(5, dtype=jnp.bfloat16), "x")
+    assert axn.quantile(short, 0.5, method="inverted_cdf").item() == 2
+
+
+def test_the_integral_over_no_elements_is_zero() -> None:
+    assert axn.trapezoid(axn.zeros({"a": 0, "b": 2}), "a").array.tolist() == [0, 0]

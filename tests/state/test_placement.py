@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -79,6 +81,36 @@ def test_scaled_weights_are_read_in_parts(mesh: Mesh) -> None:
     found = from_state_dict(eqx.filter_eval_shape(init), entries, placement=MAPPING, mesh=mesh)
     assert entries["weight"].most == 8 * 16 // 4 and found.weight.array.sharding.spec == P(None, "data")
     assert_same_tree(found, init())  # a power of two scales exactly
+
+
+def test_host_memory_is_that_of_one_shard(tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stacked and scaled weights too."""
+
+    def init() -> nn.Stacked[nn.Linear]:
+        In, Out, Layers = axn.make_axes(embed=512, heads=1024, layers=16)
+        make = nn.Stacked.init(Layers, nn.Linear)
+        return make(In, Out, key=jax.random.key(0), use_bias=False, reparam_cls=nn.mup.OutputLinearMup)
+
+    save_state_dict(to_torch_compatible_state_dict(init()), tmp_path / "model.safetensors")
+    abstract = eqx.filter_eval_shape(init)
+
+    def load() -> Any:
+        entries = load_state_dict(tmp_path / "model.safetensors")
+        return from_torch_compatible_state_dict(abstract, entries, placement=MAPPING, mesh=mesh)
+
+    load()  # what is compiled and cached does not count either
+    # What is on a simulated device can be NumPy's memory, so something else goes there.
+    put = jax.device_put
+    monkeypatch.setattr(jax, "device_put", lambda x, device: put(jnp.zeros(x.shape, x.dtype), device))
+    tracemalloc.start()
+    try:
+        weight = load().stacked.weight.array
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    shard = weight.addressable_shards[0].data.nbytes
+    assert shard == weight.nbytes // 8 == 4 * 2**20
+    assert peak < 1.5 * shard
 
 
 def test_placements_by_hand(file: Path, mesh: Mesh) -> None:

@@ -2,15 +2,15 @@
 
 `by_partitioner` leaves the sharding of operands to XLA's partitioner, with `jax.experimental.custom_partitioning`. The
 sharding is decided when the program is compiled, and the per-shard function is traced then, on the mesh with all axes
-manual. JAX gives custom partitioning no rule for `vmap` and none for differentiation. For the first, the partitioning
-rule gets one more axis; for the second, `per_device` is used.
+manual. JAX has no rules to `vmap` or differentiate custom partitioning. For `vmap`, the partitioning rule gets one more
+axis; for derivatives, `per_device` is used.
 
-`per_device` is a `jax.shard_map`. The sharding of operands must be known when the program is traced.
+`per_device` uses `jax.shard_map`. The sharding of operands must be known when the program is traced.
 
-In both, JAX does not keep track of which values are device-varying: the partitioner has no such notion, and a function
-should not be right in one way and wrong in the other. Gradients then count a value that is the same on several devices
-once for each of them, on the way in and on the way out, which is correct for a function whose results are right. Only a
-`shard_map` inside another one that keeps track has to do so, too.
+In both, JAX does not track which values are device-varying: the partitioner has no such notion, and a function should
+not be correct in one way and wrong in the other. Gradients then count a value that is the same on several devices once
+for each of them, on the way in and on the way out, which is correct if the results of the function are. Only a
+`shard_map` inside another one that tracks this must do so, too.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class PartitionedOperation:
 
 
 def by_partitioner(operation: PartitionedOperation, known: AnyMesh | None, *arrays: Any) -> Arrays:
-    """Run an operation on operands that XLA's partitioner shards; `known` is the active mesh, if there is one."""
+    """Run an operation on operands that XLA's partitioner shards; `known` is the active mesh, if any."""
     rule = operation.rule
 
     def partition(mesh: Any, operands: Arrays, results: Arrays) -> Any:
@@ -149,7 +149,7 @@ def by_partitioner(operation: PartitionedOperation, known: AnyMesh | None, *arra
 
 
 def per_device(operation: PartitionedOperation, mesh: AnyMesh, shardings: Shardings, *arrays: Any) -> Arrays:
-    """Run an operation per device, on operands with known shardings; mesh axes that are manual already stay so."""
+    """Run an operation per device, on operands with known shardings; mesh axes that are already manual stay manual."""
     rule = operation.rule
     checked = any(varying_axes(x) for x in arrays)
     return tuple(
@@ -170,7 +170,7 @@ def all_manual(mesh: AnyMesh) -> AbstractMesh:
 
 
 def _invariant(x: Any, kept: set[str]) -> Any:
-    """Make a result, which is the same on all devices, invariant in type, too, except over some mesh axes."""
+    """Make the type of a result that is the same on all devices invariant, except over some mesh axes."""
     axes = tuple(sorted(varying_axes(x) - kept))
     if not axes:
         return x
@@ -191,8 +191,8 @@ def _entries(x: Any, mesh: Mesh) -> tuple[Any, ...]:
     """Return how the partitioner shards an array, one entry for each dimension."""
     if isinstance(x.sharding, NamedSharding):
         return (*x.sharding.spec, *(None,) * (len(x.shape) - len(x.sharding.spec)))
-    # The sharding only tells the indices of each device: a dimension is sharded over a mesh axis if a step along the
-    # mesh axis is a step along the dimension.
+    # The sharding only exposes the indices of each device: a dimension is sharded over a mesh axis if a step along
+    # the mesh axis is a step along the dimension.
     indices = x.sharding.devices_indices_map(x.shape)
     starts = np.array([[i.start or 0 for i in indices[device]] for device in mesh.devices.flat])
     starts = starts.reshape(*mesh.devices.shape, len(x.shape))

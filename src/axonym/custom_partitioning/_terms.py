@@ -1,8 +1,9 @@
 """Find the factors of operands and results: by the names of their axes, or by a string.
 
-A string has a term for each operand and result, `"batch vocab, -> batch k"`; a blank one is a scalar. The words of a
-term are matched with the axes of a named array by name and with the dimensions of a raw one by position. `...` stands
-for all others, and `(row col)` for one dimension of several factors; of a named array, `(pos: row col)` says which.
+A string has a term for each operand and result, `"batch vocab, -> batch k"`; a blank term is a scalar. The words of a
+term are matched with the axes of a named array by name and with the dimensions of a raw array by position. `...` stands
+for all other dimensions, and `(row col)` for a dimension of several factors; `(pos: row col)` names this axis in a
+named array.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .rule import Dimension, Term
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Described:
-    """An operand or result: its names, if it has some, and its shape."""
+    """An operand or result: its names, if any, and its shape."""
 
     names: Names | None
     shape: tuple[int, ...]
@@ -65,7 +66,7 @@ def by_names(what: str, operands: Sequence[Described], results: Sequence[Describ
 
 
 def parse(what: str, text: str, sizes: Mapping[str, int]) -> _parsing.Expression:
-    """Parse the string of a rule, and check it and the sizes of factors as far as possible without arrays."""
+    """Parse the string of a rule, and check it and the sizes of factors as far as is possible without arrays."""
     expression = _parsing.parse(what, text, comma="terms")
     for term in expression.lhs:
         if not term.ordered:
@@ -82,7 +83,7 @@ def parse(what: str, text: str, sizes: Mapping[str, int]) -> _parsing.Expression
 
 
 def words(expression: _parsing.Expression) -> list[str]:
-    """Return all words of an expression, once each."""
+    """Return all different words of an expression."""
     return list(dict.fromkeys(v.name for term in (*expression.lhs, *expression.rhs) for v in term.variables))
 
 
@@ -120,7 +121,7 @@ def by_string(
 
 
 _Bound = list[tuple[_parsing.Element, Dimension]]
-"""For each dimension of an array, what stands for it in the string, and its factors."""
+"""For each dimension of an array, the element of the string that stands for it, and its factors."""
 
 
 def _dimension(element: _parsing.Element) -> Dimension:
@@ -171,7 +172,7 @@ def _name_group(expression: _parsing.Expression, terms: Terms, group: _parsing.G
 
 
 def _complete(expression: _parsing.Expression, terms: Terms, group: _parsing.Group, size: int) -> None:
-    """Check the sizes of a group, or work out the one that is missing."""
+    """Check the sizes of a group, or compute the missing one."""
     members = [m.name for m in group.members]
     missing = [m for m in members if m not in terms.sizes]
     known = math.prod(terms.sizes[m] for m in members if m in terms.sizes)
@@ -185,5 +186,5 @@ def _complete(expression: _parsing.Expression, terms: Terms, group: _parsing.Gro
 
 
 def _fail(expression: _parsing.Expression, term: _parsing.Term, message: str) -> NoReturn:
-    """Point at a term, also at one without words."""
+    """Raise an error that points at a term, even if it has no words."""
     expression.fail(_parsing.Place(term.start, max(term.stop, term.start + 1)), message)

@@ -119,7 +119,7 @@ def _of_raw(
 
 
 def number_of_candidates(what: str, argument: str, k: Any, max_k: int | None, axis: Axis) -> int:
-    """Return the largest possible `k`, an argument by that name; it must be known when a program is compiled."""
+    """Return the largest possible `k`; the argument, called `name` in messages, must be known at compile time."""
     count, asked = max_k, f"max_k={max_k}"
     if count is None:
         if isinstance(k, (NamedArray, jax.Array, np.ndarray)):
@@ -195,7 +195,7 @@ def _top_k_kernel(names: Names, axis: str, k: int, new: str, *limit_names: Names
 
 
 def _found(axis: str) -> Names:
-    """Return the name of the axis in results, which is not the axis of the operands."""
+    """Return the name of the axis in results, which must differ from the axis of the operands."""
     return private("the result", (axis,))
 
 
@@ -226,7 +226,7 @@ def _limited(
 def best(x: NamedArray, axis: str, k: int) -> tuple[NamedArray, NamedArray]:
     """Find the `k` largest elements along an axis from the shard of each device, and their positions in the axis.
 
-    The largest comes first, and equal elements keep their order. All devices together have `k` elements.
+    The largest comes first, and equal elements keep their order. All devices together return `k` elements.
     """
     position = x.names.index(axis)
     values, places = jax.lax.top_k(x.array, min(k, x.axis_size(axis)), axis=position)

@@ -68,7 +68,7 @@ def partitioned(
     permuted: str | Sequence[str] = (),
     **sizes: int,
 ) -> Any:
-    """Make an operation on sharded arrays from a function, and from a second one that each device runs on its shards.
+    """Make an operation on sharded arrays from a function and a second one that each device runs on its shards.
 
     The function defines the operation, on unsharded arrays. The second function is decorated with the `per_shard` of
     the first. It must work for every sharding of its operands, with collectives by axis: `axonym.psum(x, "vocab")` sums
@@ -81,12 +81,12 @@ def partitioned(
     and axes without names.
 
     Operands are the positional arguments: named arrays, raw arrays, numbers, and trees of these. Keyword arguments are
-    handed on as they are and must be hashable.
+    passed on unchanged and must be hashable.
 
-    Instead of a function, the rule can be given as a string, and `partitioned` is a decorator then. The string has a
-    term for each operand and result, `"batch vocab, -> batch k"`, with words for the axes of named arrays, and in order
-    for those of raw ones. `...` stands for all other axes, `(row col)` for one axis of several factors, and a blank
-    term for a scalar.
+    Instead of a function, you can pass the rule as a string; then `partitioned` is a decorator. The string has a term
+    for each operand and result, `"batch vocab, -> batch k"`, with words for the axes of named arrays by name, and of
+    raw arrays in order. `...` stands for all other axes, `(row col)` for one axis of several factors, and an empty term
+    for a scalar.
 
     Arguments:
         fn: the function of unsharded arrays, or the rule as a string. Without it, `partitioned` is a decorator.
@@ -153,7 +153,7 @@ class Partitioned:
         self._fn = fn
         self._per_shard = fn
         self._infer: Infer | None = None
-        self._plans = FunctionCache()  # goes when the operation goes
+        self._plans = FunctionCache()  # is collected with the operation
 
     def per_shard(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Set the function that each device runs on its shards.
@@ -269,10 +269,10 @@ class Partitioned:
         described = [Described(n, x.shape) for n, x in zip(spec.names, abstract, strict=True)]
         found = [Described(n, tuple(x.shape)) for n, x in zip(results.spec.names, shapes, strict=True)]
         operation = PartitionedOperation(what, self._rule(described, found), unsharded, per_shard, self._infer)
-        if self._per_shard is not self._fn:  # its errors come earlier like this than from the compiler
+        if self._per_shard is not self._fn:  # so its errors come earlier than from the compiler
             around = current_mesh()
             mesh = NO_MESH if around is None else all_manual(around)
-            with suppress(NameError):  # it asks for the axis of a mesh that is not active yet
+            with suppress(NameError):  # it uses the axis of a mesh that is not active yet
                 _traced(f"{what}, per shard", operation.make_per_shard(mesh, {}), abstract, (), mesh)
         by_partitioner = jax.jit(functools.partial(_left_to_partitioner, operation), inline=INLINE)
         return _PlannedOperation(operation, results, by_partitioner)
@@ -310,7 +310,7 @@ class _PlannedOperation:
 def _traced(
     what: str, fn: Callable[..., Any], abstract: Sequence[Any], known: Sequence[str], mesh: AbstractMesh = NO_MESH
 ) -> Sequence[Any]:
-    """Return the types of the results of a function of unsharded arrays."""
+    """Trace a function of unsharded arrays, and return the types of its results."""
     environment = interned(frozenset(ArgumentAxis(w, 1, 1, ()) for w in known), checked=False, any_sharding=True)
 
     def in_environment(*arrays: Any) -> Any:
@@ -351,7 +351,7 @@ def _run(plan: _PlannedOperation, arrays: Sequence[Any]) -> Arrays:
 
 
 def _not_differentiated(operation: PartitionedOperation, fn: Callable[..., Arrays]) -> Callable[..., Arrays]:
-    """Make a function refuse to be differentiated, where JAX would fail with an unreadable message."""
+    """Make a function raise a readable error when differentiated, where JAX's own error is unreadable."""
     call = jax.custom_jvp(fn)
 
     @call.defjvp
@@ -385,7 +385,7 @@ def _left_to_partitioner(operation: PartitionedOperation, *arrays: Any) -> Array
             given = list(primals)
             for i, x in zip(moving, xs, strict=True):
                 given[i] = x
-            if mesh is None:  # there is none, or it is known to the compiler alone
+            if mesh is None:  # there is none, or only the compiler knows it
                 return operation.call_unsharded(*given)
             with _context.activate(settings):
                 shardings = _known_shardings(operation, mesh, given)
@@ -397,7 +397,7 @@ def _left_to_partitioner(operation: PartitionedOperation, *arrays: Any) -> Array
 
 
 def _known_shardings(operation: PartitionedOperation, mesh: AnyMesh, arrays: Sequence[Any]) -> Shardings:
-    """Return the sharding of each factor where it must be known: by types, and on Auto mesh axes by the mapping."""
+    """Return the sharding of each factor if it must be known: from types, and on Auto mesh axes from the mapping."""
     auto = axes_of_type(mesh, AxisType.Auto)
     unmapped = not _context.active_mapping()
     if unmapped and operation.infer is None and any(mesh.shape[a] > 1 for a in auto):
@@ -429,7 +429,7 @@ _FAMILIES = (jnp.floating, jnp.integer, jnp.complexfloating)
 
 
 def _of_own_dtype(operands: Sequence[Any]) -> list[Any]:
-    """Return the operands as arrays; numbers without a dtype of their own get that of the others.
+    """Convert the operands to arrays; numbers without a dtype of their own get that of the others.
 
     Custom partitioning would lose their weak types.
     """
@@ -448,7 +448,7 @@ def _of_own_dtype(operands: Sequence[Any]) -> list[Any]:
 
 
 def _as_expected(what: str, x: Any, names: Names | None, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Return a result of the per-shard function in the layout and dtype of the unsharded result."""
+    """Convert a result of the per-shard function to the layout and dtype of the unsharded result."""
     expected = f"{dtype}{list(shape) if names is None else _errors.describe_axes(names, shape)}"
     if isinstance(x, NamedArray) != (names is not None) or (names is not None and set(x.names) != set(names)):
         raise ValueError(f"{what}: expected {expected}, got {_described(x)}.")

@@ -145,14 +145,14 @@ def _divides(rule: PartitioningRule, factor: str, axes: Axes, mesh: Mapping[str,
 
 
 def _used_up(rule: PartitioningRule, factor: str, chosen: Shardings, mesh: Mapping[str, int]) -> bool:
-    """Return whether a factor is sharded into single elements, so that the next one of its dimension can be."""
+    """Return whether a factor is sharded into single elements, so that the next one in its dimension can be sharded."""
     return math.prod(mesh[a] for a in chosen.get(factor, ())) == rule.sizes[factor]
 
 
 def _contiguous(rule: PartitioningRule, chosen: dict[str, Axes], mesh: Mapping[str, int]) -> Shardings:
-    """Return the shardings without those by which the shard of a device would not be contiguous in a dimension.
+    """Drop the shardings for which the shard of a device would not be contiguous in a dimension.
 
-    A factor that can be sharded where it is alone in a dimension may not be where it follows another one.
+    A factor that can be sharded where it is alone in a dimension may not be if it follows another one.
     """
     for term in (*rule.operands, *rule.results):
         for dimension in term:

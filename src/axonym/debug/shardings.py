@@ -137,7 +137,7 @@ def _describe_all(leaves: Sequence[Leaf]) -> str:
 
 
 def _total(leaves: Sequence[Leaf], shardings: Sequence[Sharding | None]) -> str:
-    """Describe the size of all arrays together, and on the device that holds most."""
+    """Describe the total size of all arrays, and the size on the device that holds most."""
     on_device: dict[Any, int] = {}
     for leaf, sharding in zip(leaves, shardings, strict=True):
         for device, ranges in ({} if sharding is None else _ranges(leaf.shape or (), sharding)).items():
@@ -204,7 +204,7 @@ def _ranges(shape: Sequence[int], sharding: Sharding) -> dict[Any, tuple[Range, 
 
 
 def _draw(names: Sequence[str] | None, shape: Sequence[int], sharding: Sharding) -> list[str]:
-    """Draw the device ids of each shard as a grid; draw nothing for more than two sharded axes, or if it is too big."""
+    """Draw the device ids of each shard as a grid; draw nothing if it is too big or more than two axes are sharded."""
     sharded = _sharded_axes(shape, sharding)
     if len(sharded) not in (1, 2):
         return []
@@ -252,7 +252,7 @@ def _device(device: Any) -> str:
 
 
 def _kind(sharding: Sharding) -> str:
-    """Describe the devices of a sharding: `8 CPU devices`, or `CPU 0` if there is one."""
+    """Describe the devices of a sharding: `8 CPU devices`, or `CPU 0` for a single one."""
     device = min(sharding.device_set, key=lambda d: d.id)
     count = len(sharding.device_set)
     text = f"{count} {device.platform.upper()} devices" if count > 1 else _device(device)

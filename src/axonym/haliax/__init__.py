@@ -1,11 +1,11 @@
 """Haliax's names, paths and defaults: code written for Haliax runs with `import axonym.haliax as hax`.
 
-What is not defined here is the library's own; `_signatures` gives functions Haliax's parameters. New code is better
-written with `import axonym as axn`, which has one name for each thing; both work on the same arrays, so a program can
-use both. Importing this package gives named arrays
-the methods that only Haliax has: `conjugate`, `product`, `ravel`, `tree_flatten`, `tree_unflatten`, `updated_slice`.
+Everything not defined here is Axonym's own; `_signatures` gives functions Haliax's parameters. New code should use
+`import axonym as axn`, which has one name for each thing; both work on the same arrays, so a program can use both.
+Importing this package gives named arrays the methods that only Haliax has: `conjugate`, `product`, `ravel`,
+`tree_flatten`, `tree_unflatten`, `updated_slice`.
 
-Modules that are the same here and in the library, such as `hax.nn.conv`, are entered under both names when this package
+Modules that are the same here and in Axonym, such as `hax.nn.conv`, are registered under both names when this package
 is imported. A type checker finds their contents as attributes, `hax.nn.conv.Conv`, not as imports from
 `axonym.haliax.nn.conv`.
 
@@ -142,7 +142,7 @@ for _name, _method in {
     setattr(_NamedArray, _name, _method)
 NamedRef.named_shape = NamedRef.shape  # pyright: ignore[reportAttributeAccessIssue]
 
-# --- modules that serve as they are ---
+# --- modules that are used unchanged ---
 
 haxtyping = wrap = _typing
 specialized_fns = core

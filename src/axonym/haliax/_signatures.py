@@ -1,4 +1,4 @@
-"""Functions of the library under Haliax's parameters."""
+"""Give functions of the library Haliax's parameters."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def with_parameters(fn: Callable[..., Any], /, *first: str, **names: str) -> Callable[..., Any]:
-    """Return a function that takes the same arguments in another order, or under other names.
+    """Wrap a function so that it takes the same arguments in another order, or under other names.
 
     Arguments:
         fn: the function.
-        *first: its parameters that come first, in order; the others follow as they are.
-        **names: what its parameters are called instead.
+        *first: its parameters that come first, in order; the others follow unchanged.
+        **names: the new names of its parameters.
     """
     signature = inspect.signature(fn)
     order = [*first, *(name for name in signature.parameters if name not in first)]

@@ -22,7 +22,7 @@ overlapping_axes = intersect_axes
 
 
 class dslice(_ds):
-    """A slice whose start may be traced, of a size that is known, and which need not lie inside its axis.
+    """A slice with a known size, whose start may be traced, and which may reach outside its axis.
 
     Reading gives zeros for elements outside, and writing leaves them out. Negative positions count from the end.
 
@@ -59,7 +59,7 @@ def concat_axis_specs(a1: AxisSpec, a2: AxisSpec) -> Any:
 
 
 def eliminate_axes(axis_spec: AxisSelection, to_remove: AxisSelection) -> Any:
-    """Return the axes that are not in `to_remove`, all of which must be there.
+    """Return the axes that are not in `to_remove`, all of which must exist.
 
     >>> hax.eliminate_axes(hax.make_axes(batch=8, pos=3), "pos")
     (Axis(name='batch', size=8),)

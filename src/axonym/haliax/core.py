@@ -77,7 +77,7 @@ def ndim(a: NamedOrNumeric) -> int:
 
 
 def rearrange(array: NamedArray, *args: Any, **kwargs: Any) -> NamedArray:
-    """Rearrange as `axonym.rearrange` does; an expression need not have all the names that keywords give.
+    """Rearrange as `axonym.rearrange` does, but ignore keywords that the expression does not use.
 
     >>> hax.rearrange(hax.ones({"x": 2, "y": 3}), "x y -> y x", z=4).shape
     {'y': 3, 'x': 2}
@@ -101,7 +101,7 @@ def tree_flatten(array: NamedArray) -> tuple[tuple[Any], tuple[Axis, ...]]:
 
 
 def tree_unflatten(cls: type[NamedArray], aux: Any, tree: Any) -> NamedArray:
-    """Unflatten what `tree_flatten` gave.
+    """Rebuild a named array from what `tree_flatten` returned.
 
     >>> hax.NamedArray.tree_unflatten(hax.Axis("x", 2), (jnp.ones(2),))
     NamedArray(float32[x=2], [1. 1.])
@@ -111,7 +111,7 @@ def tree_unflatten(cls: type[NamedArray], aux: Any, tree: Any) -> NamedArray:
 
 
 def rename(array: NamedArray, renames: Mapping[AxisSelector, AxisSelector]) -> NamedArray:
-    """Rename as `axonym.rename` does; names that the array lacks are passed over.
+    """Rename as `axonym.rename` does, but ignore names that the array lacks.
 
     >>> hax.rename(hax.ones({"x": 2}), {"x": "y", "z": "w"}).shape
     {'y': 2}
@@ -134,7 +134,7 @@ def take(array: NamedArray, axis: AxisSelector, index: Any) -> NamedArray:
 
 
 def slice(array: NamedArray, axis: Any = None, new_axis: Any = None, *, start: Any = None, length: Any = None) -> Any:
-    """Slice as `axonym.slice` does; a slice that does not fit is moved until it does, if no mapping gives its start.
+    """Slice as `axonym.slice` does, but move a slice that does not fit until it does, if no mapping gives its start.
 
     >>> hax.slice(hax.arange(hax.Axis("x", 4)), "x", start=3, length=2)
     NamedArray(int32[x=2], [2 3])
@@ -180,7 +180,7 @@ def check_shape(jnp_shape: Sequence[int], hax_axes: AxisSelection) -> tuple[Axis
 
 
 def _as_movable(start: Any) -> Any:
-    """Turn an integer position into an array: out of range, an array is moved, where an integer is refused."""
+    """Turn an integer position into an array: arrays out of range are clamped, where integers raise an error."""
     return np.asarray(start, np.int32) if isinstance(start, (int, np.integer)) else start
 
 

@@ -1,4 +1,4 @@
-"""Looking at trees: how their arrays lie on devices, and what is wrong with them."""
+"""Inspect trees: how their arrays are sharded, and what is wrong with them."""
 
 from ..debug import *  # noqa: F403  # the same names, but for those below
 from ..debug import describe_array as _describe_array, diagnose_common_issues as _diagnose_common_issues

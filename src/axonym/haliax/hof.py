@@ -12,7 +12,7 @@ scan = with_parameters(_scan, fn="f")
 
 
 class ScanCheckpointPolicy(_ScanCheckpointPolicy):
-    """Say what a scan saves for its backward pass; fields are taken as given, also where they contradict each other.
+    """Say what a scan saves for its backward pass; fields are used as given, even if they contradict each other.
 
     >>> hax.ScanCheckpointPolicy(save_carries=False, save_block_internals=True).save_carries
     False
@@ -21,7 +21,7 @@ class ScanCheckpointPolicy(_ScanCheckpointPolicy):
     checkpoint = with_parameters(_ScanCheckpointPolicy.checkpoint, fn="callable")
 
     def __post_init__(self) -> None:
-        # The checks of the fields are left out; sequences become tuples, which can be part of a cache key.
+        # Does not check the fields; sequences become tuples, which can be part of a cache key.
         for field in ("save_block_internals", "offload_block_internals"):
             if not isinstance(given := getattr(self, field), (bool, str)):
                 object.__setattr__(self, field, tuple(given))

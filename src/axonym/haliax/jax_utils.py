@@ -65,7 +65,7 @@ class Static:
 
 
 def broadcast_prefix(prefix_tree: Any, full_tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Repeat the leaves of a tree prefix, and of what `is_leaf` says is one, for each leaf of a tree below them.
+    """Repeat each leaf of a tree prefix for all leaves of a tree below it; `is_leaf` is as in `jax.tree.broadcast`.
 
     >>> hax.jax_utils.broadcast_prefix((1, 2), ("a", {"b": "c"}))
     (1, {'b': 2})
@@ -92,7 +92,7 @@ def assert_equal(in_tree: Any, fail_message: str = "") -> None:
     """
     if _equal(in_tree):
         return
-    # Every process came to the same answer, so all of them ask once more, leaf by leaf.
+    # Every process got the same answer, so all of them ask once more, leaf by leaf.
     differing = [
         jax.tree_util.keystr(path, simple=True, separator="/") or "the array"
         for path, leaf in jax.tree.leaves_with_path(in_tree)
@@ -111,7 +111,7 @@ def _equal(tree: Any) -> bool:
 
 
 def sync_global_devices(name: str) -> None:
-    """Wait until all processes have come here, and given the same name for it.
+    """Wait until all processes have reached this call, with the same name.
 
     >>> hax.jax_utils.sync_global_devices("checkpoint written")
     """
@@ -146,7 +146,7 @@ def multilevel_scan(
         raise ValueError(f"multilevel_scan: {length} steps, but `xs` has {sorted(wrong)} elements.")
     inner_size = length // outer_size
 
-    # What JAX does so that a compiler cannot undo the recomputation is not needed inside a loop.
+    # JAX's protection against a compiler that undoes the recomputation is not necessary inside a loop.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def inner(carry: Any, xs: Any) -> tuple[Any, Any]:
         return jax.lax.scan(f, carry, xs, length=inner_size, reverse=reverse, unroll=unroll)
@@ -160,7 +160,7 @@ def multilevel_scan(
 
 
 def shaped_rng_split(key: jax.Array, split_shape: int | Axis | Sequence[int | Axis] = 2) -> jax.Array:
-    """Split a random key into an array of keys of any shape; one that has one key has the key itself.
+    """Split a random key into an array of keys of any shape; a shape with one element holds the key itself.
 
     >>> hax.jax_utils.shaped_rng_split(jax.random.key(0), (2, 3)).shape
     (2, 3)
@@ -232,5 +232,5 @@ def is_pallas_dslice(x: object) -> bool:
     >>> hax.jax_utils.is_pallas_dslice(slice(0, 3))
     False
     """
-    pallas = sys.modules.get("jax.experimental.pallas")  # importing it takes long; without it there is no such slice
+    pallas = sys.modules.get("jax.experimental.pallas")  # slow to import; if it is not, there is no such slice
     return pallas is not None and isinstance(x, pallas.Slice)

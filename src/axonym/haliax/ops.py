@@ -28,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _unsharded(fn: F) -> F:
-    """Return a function that makes an array as JAX places it, whatever mapping is active."""
+    """Wrap a function so that JAX places the array that it makes, whatever mapping is active."""
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,7 @@ fftfreq, rfftfreq = _unsharded(_fftfreq), _unsharded(_rfftfreq)
 
 
 def argsort(a: NamedArray, axis: AxisSelector | None, *, stable: bool = False) -> Any:
-    """Sort positions along an axis; without an axis, those of all elements, as a raw array.
+    """Return the positions that sort an axis; without an axis, those that sort all elements, as a raw array.
 
     >>> hax.argsort(hax.named([[3, 1], [2, 0]], ("x", "y")), None)
     Array([3, 1, 2, 0], dtype=int32)

@@ -49,7 +49,7 @@ class ResourceAxis(metaclass=StringHolderEnum):
 
 
 def _get_mesh() -> AnyMesh | None:
-    """Return the active mesh: code reaches for this name, although it begins with an underscore."""
+    """Return the active mesh: user code calls this function, although its name begins with an underscore."""
     warnings.warn("_get_mesh: `axonym.current_mesh` is public.", DeprecationWarning, stacklevel=2)
     return current_mesh()
 
@@ -143,7 +143,7 @@ def _of_leaves(
     of_raw: Callable[[PartitionSpec], Any],
     preserve: bool,
 ) -> Any:
-    """Return what `ask` says of named arrays, `of_kept` of shardings that are preserved, and `of_raw` of all else."""
+    """Apply `ask` to named arrays, `of_kept` to preserved shardings, and `of_raw` to everything else."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, NamedArray))
     kept = [_existing(leaf) if preserve else None for leaf in leaves]
     asked = ask([x if isinstance(x, NamedArray) and k is None else None for x, k in zip(leaves, kept, strict=True)])

@@ -1,4 +1,4 @@
-"""State dicts, with Haliax's parameters. What the tree lacks is left out, where `axonym.state` refuses it."""
+"""State dicts, with Haliax's parameters. Entries that the tree lacks are ignored; `axonym.state` refuses them."""
 
 import functools as _functools
 from typing import Any as _Any

@@ -1,9 +1,10 @@
-"""Say what a step costs, in the names of its model: what it sends between devices, keeps in memory, and computes.
+"""Report what a step sends between devices, keeps in memory and computes, in the names of its model.
 
-`explain` compiles a step and reads the program: it neither runs the step nor estimates anything. What it cannot know,
-it says is not known. `compare` does so for several mappings, `contract` checks what a step must not do, and `blame`
-finds where an axis stops being sharded. `plan` searches for the mapping with which a step takes least time. `snapshot`
-writes a text that is kept with the tests. From the command line, `python -m axonym.insight` explains and compares.
+`explain` compiles a step and reads the program: it neither runs the step nor estimates anything, and reports what it
+cannot know as not known. `compare` explains a step under several mappings, `contract` checks what a step must not do,
+and `blame` finds where an axis stops being sharded. `plan` searches for the mapping under which a step takes the least
+time. `snapshot` writes a text to keep with the tests. From the command line, `python -m axonym.insight` explains and
+compares.
 """
 
 from .blaming import Blame as Blame, blame as blame

@@ -1,6 +1,6 @@
 """`python -m axonym.insight FILE:CASE --mesh data=64,model=8 --mapping NAME` explains a step on a mesh of any size.
 
-The devices are simulated, as many as the mesh has, so the machine needs none of them.
+It simulates as many devices as the mesh has, so the machine needs none of them.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ def _mesh_sizes(text: str) -> dict[str, int]:
 
 
 def _case(text: str) -> tuple[ModuleType, tuple[Any, ...]]:
-    """Import the file, and return what the function in it returns: a step and its arguments."""
+    """Import the file, and call its function, which returns a step and its arguments."""
     file, _, name = text.rpartition(":")
     path = Path(file)
     if not name or not path.is_file():
         raise ValueError(f"The case is given as FILE:CASE; there is no file {file or text!r}.")
-    sys.path.insert(0, str(path.resolve().parent))  # as where the file is run
+    sys.path.insert(0, str(path.resolve().parent))  # as if the file were run
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, "the file has the suffix of a Python file"
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,4 @@
-"""Find out of which argument of a step the arrays are that its program takes."""
+"""Find the argument of a step that each array in its program belongs to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..sharding._compiled_function import ARRAYS, BoundCompiledFunction, Stage
 
 
 def names_of_arrays(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """Return the name of its argument for each array in the arguments of a step."""
+    """Return, for each array in the arguments of a step, the name of its argument."""
     if isinstance(step, BoundCompiledFunction):
         step, args = step.__func__, (step.__self__, *args)
     given = [*zip(parameter_names(step, len(args), kwargs), args, strict=True), *sorted(kwargs.items())]
@@ -27,7 +27,7 @@ def names_of_arrays(step: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 
 
 class ArgumentNames:
-    """The names of the arguments of a step that was lowered, by what JAX calls their arrays in the program."""
+    """The names of a lowered step's arguments, by the names that JAX gives their arrays in the program."""
 
     def __init__(self, lowered: Any, step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]):
         names = names_of_arrays(step, args, kwargs)
@@ -35,11 +35,11 @@ class ArgumentNames:
         self._lists = lowered.by_parameter(names) if isinstance(lowered, Stage) else {}
 
     def added_up(self, sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
-        """Return the bytes of each argument, for the scopes and the bytes of arrays."""
+        """Return the bytes of each argument, from the scopes and the bytes of arrays."""
         return added_up((self._name(scope), size) for scope, size in sizes)
 
     def _name(self, scope: str) -> str:
-        """Return the argument of an array that is called `state[0].count`, `rest[1]` or `options['scale']`."""
+        """Return the argument that contains an array such as `state[0].count`, `rest[1]` or `options['scale']`."""
         found = re.match(r"(\w+)(?:\[(\d+)\]|\[\\?'(\w+)\\?'\])?", scope)
         if found is None:
             return "not known"
@@ -50,7 +50,7 @@ class ArgumentNames:
 
 
 def added_up(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Add up what has the same name."""
+    """Add up the values with the same name."""
     total: dict[str, int] = {}
     for name, size in sizes:
         total[name] = total.get(name, 0) + size

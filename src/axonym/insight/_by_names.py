@@ -1,4 +1,4 @@
-"""Work out by arithmetic on names what a traced step does under a mapping."""
+"""Compute from names what a traced step does under a mapping."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OF_GROUPS = (
 
 
 class Layout:
-    """Over which mesh axes names are sharded."""
+    """The mesh axes that each name is sharded over."""
 
     def __init__(
         self,
@@ -56,21 +56,21 @@ class Layout:
         joined: Mapping[str, Axes] = MappingProxyType({}),
     ):
         self.mesh, self.compute, self.storage, self.joined = mesh, compute, storage, joined
-        # A step asks for the same few names again and again.
+        # A step uses the same few names again and again.
         cached = functools.lru_cache(maxsize=4096)
         self.used, self.stored = cached(self._used), cached(self._stored)
         self._is_stored = cached(lambda names: is_parameter(names, storage, compute))
 
     def _used(self, name: str | None) -> Axes:
-        """Return the mesh axes that an axis is sharded over where it is used."""
+        """Return the mesh axes that an axis is sharded over while it is used."""
         return self._large(a for n in self._parts(name) for a in mapped_axes(n, self.compute))
 
     def _stored(self, name: str | None) -> Axes:
-        """Return those of an axis of a parameter between uses."""
+        """Return the mesh axes that an axis of a parameter is sharded over between uses."""
         return self._large(a for n in self._parts(name) for a in storage_axes(n, self.storage, self.compute))
 
     def _parts(self, name: str | None) -> Axes:
-        """Return the names of the axes that were joined to one, or its own."""
+        """Return the names of the axes that were joined into this one, or its own."""
         return () if name is None else self.joined.get(name, (name,))
 
     def _large(self, axes: Iterable[str]) -> Axes:
@@ -81,7 +81,7 @@ class Layout:
         return self._is_stored(tuple(n for name in names for n in self._parts(name)))
 
     def extra(self, names: Iterable[str | None]) -> Axes:
-        """Return the mesh axes that a parameter is gathered over to be used."""
+        """Return the mesh axes that a parameter is gathered over before use."""
         return _distinct(a for n in names for a in self.stored(n) if a not in self.used(n))
 
     def over(self, dims: Dims) -> list[Axes]:
@@ -90,7 +90,7 @@ class Layout:
         return [at(n) for n, _ in dims]
 
     def count(self, axes: Iterable[str]) -> int:
-        """Return the devices along some mesh axes."""
+        """Return the number of devices along some mesh axes."""
         return math.prod(self.mesh[a] for a in axes)
 
     def local(self, dims: Dims, over: Sequence[Axes] | None = None) -> tuple[int, ...]:
@@ -139,12 +139,12 @@ def by_names(
     """Report what a traced step does under a compute and a parameter mapping.
 
     Arguments:
-        trace: what the step does.
+        trace: the traced step.
         mesh: the mesh axes and their sizes.
         compute: the compute mapping.
         storage: the parameter mapping.
-        chip: the chip for which to give lower bounds on time.
-        names: of which argument of the step each array in the arguments is.
+        chip: the chip for which to compute lower bounds on time.
+        names: for each array in the arguments of the step, the name of its argument.
     """
     account = Account(trace, Layout(mesh, compute, storage, trace.joined))
     notes = [*NOTES]
@@ -205,7 +205,7 @@ def _of_arguments(trace: NamedTrace, layout: Layout) -> list[int]:
 
 
 def memory_of(trace: NamedTrace, layout: Layout) -> Memory:
-    """Return what each device keeps: all arguments and results, and the least of temporaries."""
+    """Return the memory of each device: all arguments and results, and a lower bound for temporaries."""
     products = [layout.bytes(e.result) for e in trace.events if isinstance(e, Sum) and e.flops]
     return Memory(
         arguments=sum(_of_arguments(trace, layout)),
@@ -220,7 +220,7 @@ class Account:
 
     def __init__(self, trace: NamedTrace, layout: Layout, divides: bool = True):
         """Arguments:
-        trace: what the step does.
+        trace: the traced step.
         layout: the mesh and the mappings.
         divides: whether mesh axes must divide the axes of arguments.
         """
@@ -230,7 +230,7 @@ class Account:
         self.open: dict[str, Occurrence] = {}
         self.uncertain = 0
         self.saved = 0
-        """The flops that a compiler may save, of those that are counted."""
+        """The counted flops that a compiler may save."""
         self._indices: set[tuple[int, Axes]] = set()
         self._gathered: set[tuple[int, int, str]] = set()
         self._given = {x.origin for x in trace.arguments}
@@ -299,16 +299,12 @@ class Account:
             return
         extra = layout.extra(result.names) if layout.is_stored(result.names) else ()
         if not event.flops and event.place.phase != "backward":
-            extra = ()  # it is no gradient, and summed up whole
+            extra = ()  # not a gradient, so the complete array is summed
         if extra and event.flops and event.place.phase != "backward":
             what = f"a sum with the axes of a parameter, [{', '.join(result.names)}], which is no gradient"
             self.open.setdefault(f"{what}{_within(event.place)}", event.place)
             return
         if extra and set(extra) <= set(over):
-            if _scopes.dispatch(event.place.scope) and (rest := tuple(a for a in over if a not in extra)):
-                # What is gathered for several rounds is summed up before it is scattered.
-                self._exchange(event.place, "all-reduce", rest, result)
-                over = extra
             self._exchange(event.place, "reduce-scatter", extra, result)
             rest = tuple(a for a in over if a not in extra)
             if rest:
@@ -320,7 +316,7 @@ class Account:
             )
             return
         parts = [axes for axes in (at(n) for n, _ in event.summed) if axes]
-        if not event.flops:  # the partitioner reduces along one axis after the other
+        if not event.flops:  # the partitioner reduces axes one after another
             for axes in parts:
                 self._exchange(event.place, "all-reduce", axes, result)
             return
@@ -328,7 +324,7 @@ class Account:
         self._may_be_apart(event.place, layout.bytes(result), parts)
 
     def _may_be_apart(self, place: Occurrence, size: int, parts: Sequence[Axes]) -> None:
-        """Add what is sent if the compiler reduces along one axis of an array after the other."""
+        """Add the bytes sent if the compiler reduces the axes of an array one after another."""
         together = sent_by("all-reduce", size, self.layout.count(_distinct(a for axes in parts for a in axes))) or 0
         apart = sum(sent_by("all-reduce", size, self.layout.count(axes)) or 0 for axes in parts)
         self.uncertain += (place.times or 1) * max(0, apart - together)
@@ -355,18 +351,18 @@ class Account:
         elif extra:
             origin, known = event.operand.origin, {key[1] for key in self._gathered}
             if place.phase == "backward" and not place.recomputes and (origin in known or origin not in self._given):
-                return  # the forward pass keeps what it gathers
+                return  # the forward pass keeps the gathered parameters
             key = place.within, origin, str(place.operation)
             if key in self._gathered:
                 return
             self._gathered.add(key)
-            # If only the gradient needs it, it is still the forward pass that gathers it.
+            # The forward pass gathers it even if only the gradient needs it.
             phase = "forward" if place.phase == "backward" else place.phase
             phase = "recomputed" if place.recomputes and place.phase else phase
             self._exchange(dataclasses.replace(place, phase=phase), "all-gather", extra, event.operand)
             if origin in self._given:
-                # The compiler may gather what has been gathered before only once, and what a loop does not change
-                # outside of it.
+                # The compiler may gather an array only once that is gathered several times, and outside of a loop if
+                # the loop does not change it.
                 sent, times = self.exchanges[-1].sent or 0, place.times or 1
                 self.uncertain += sent * (times if origin in known else times - 1)
 
@@ -425,7 +421,7 @@ class Account:
         over: Sequence[Axes] | None = None,
         of_indices: bool = False,
     ) -> None:
-        """Note a collective; `over` says how the array is sharded that a gather makes, and others start from."""
+        """Record a collective; `over` is the sharding after a gather, or before other collectives."""
         layout, count = self.layout, self.layout.count(axes)
         size = layout.bytes(value, over)
         sent = sent_by(kind, size // count if kind == "all-gather" else size, count)
@@ -444,7 +440,7 @@ class Account:
         operation = place.operation and _located(place.operation, layout)
         local = {n: s for (n, _), s in zip(x.base, layout.local(x.base, found.over), strict=True) if n is not None}
         terms = () if operation is None else (*operation.operands, *operation.results)
-        # In the order of the operand or result that it is: transposes are part of products.
+        # In the order of the matching operand or result: transposes are part of products.
         known = next((t for t in ([a.name for a in term] for term in terms) if set(t) == set(local)), local)
         shown = ", ".join(f"{n}={local[n]}" for n in known)
         names = tuple(n for n in x.names if set(axes) & {*layout.stored(n), *layout.used(n)})
@@ -476,7 +472,7 @@ class Account:
 
 
 def _located(operation: _scopes.ScopedOperation, layout: Layout) -> _scopes.ScopedOperation:
-    """Return an operation with the mesh axes that a mapping shards its axes over."""
+    """Add to an operation the mesh axes that a mapping shards its axes over."""
 
     def term(axes: _scopes.Term) -> _scopes.Term:
         return tuple(dataclasses.replace(a, compute=layout.used(a.name), stored=layout.stored(a.name)) for a in axes)

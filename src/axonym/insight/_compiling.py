@@ -1,4 +1,4 @@
-"""Compile a step, to the end or until it is partitioned and scheduled, and return the text of its program."""
+"""Compile a step, completely or until it is partitioned and scheduled, and return the text of its program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = itertools.count()
 
 @contextlib.contextmanager
 def own_lines() -> Iterator[None]:
-    """Keep the compiler from taking a program with other names and lines from the persistent cache."""
+    """Prevent the compiler from taking a program with different names and lines from the persistent cache."""
     name = "jax_compilation_cache_include_metadata_in_key"
     if jax.config.jax_compilation_cache_dir is None or getattr(jax.config, name):  # pyright: ignore
         yield
@@ -45,14 +45,14 @@ def compiled(lowered: Any) -> Any:
 
 
 class _Enough(Exception):
-    """Raised to end a compilation of which no more is needed."""
+    """Raised to end a compilation once the rest is not needed."""
 
 
 def partitioned(lowered: Any) -> str:
     """Return the text of the program once it is partitioned, optimized and scheduled, without generating code.
 
-    This is the compiler's own pipeline for CPUs, ended by a hook before its last and longest step. Where JAX has no
-    such hook, the function is compiled to the end.
+    This is the compiler's own pipeline for CPUs, ended by a hook before its last and longest step. If JAX has no such
+    hook, the function is compiled completely.
     """
     try:
         from jax.extend.xla import (
@@ -75,8 +75,8 @@ def partitioned(lowered: Any) -> str:
             found.append(text)
             raise _Enough
 
-    # The hook is for the whole process. Other compilations meanwhile pass through it, unless another thread compiles a
-    # function of the same name, which then fails.
+    # The hook is global to the process. Other compilations pass through it meanwhile, but if another thread compiles a
+    # function of the same name, that compilation fails.
     with _LOCK:
         name = f"axonym_insight_{next(_NUMBERS)}"
         stage = PipelineStage.POST_SCHEDULER
@@ -90,11 +90,11 @@ def partitioned(lowered: Any) -> str:
             return found[0]
         finally:
             clear_hlo_module_transformation(name, stage, platforms="cpu")
-    return done.as_text()  # it was compiled before, and JAX had kept it
+    return done.as_text()  # it was compiled before, and came from JAX's cache
 
 
 def device_count(lowered: Any) -> int:
-    """Return on how many devices a lowered function runs."""
+    """Return the number of devices that a lowered function runs on."""
     attributes = _attributes(lowered)
     counts = [str(attributes[f"mhlo.num_{what}"]) for what in ("partitions", "replicas")]
     return math.prod(int(count.partition(" ")[0]) for count in counts)

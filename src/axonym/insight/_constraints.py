@@ -1,4 +1,4 @@
-"""Find the sharding constraints of a lowered function, whose lines a compiled program does not show."""
+"""Find the sharding constraints of a lowered function: a compiled program does not show their lines."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ._hlo import Frame
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:
-    """A sharding constraint on what another operation computes."""
+    """A sharding constraint on the result of another operation."""
 
     scopes: tuple[str, ...]
-    """Its own, that of the operation whose result is constrained, and of those before it if it is elementwise: XLA
-    shards what these compute alike."""
+    """Its own scope, the scope of the constrained operation, and, if that is elementwise, of those before it: XLA
+    shards their results alike."""
     sizes: tuple[int, ...]
     """The sizes of the array on all devices together."""
     over: tuple[tuple[str, ...] | None, ...]
-    """The mesh axes that the constraint shards each axis over; None if it leaves that to the compiler."""
+    """The mesh axes that the constraint shards each axis over; None if it leaves the axis to the compiler."""
     frames: tuple[Frame, ...]
 
     @property
@@ -32,7 +32,7 @@ class Constraint:
         return {a for axes in self.over for a in axes or ()}
 
     def local_sizes(self, mesh: Mapping[str, int]) -> dict[int, int]:
-        """Return the sizes of the array on each device, by the places of the axes for which it says so."""
+        """Return the sizes of the array on each device, by position, for the axes that it constrains."""
         return {
             place: size // math.prod(mesh.get(a, 1) for a in axes)
             for place, (size, axes) in enumerate(zip(self.sizes, self.over, strict=True))
@@ -41,7 +41,7 @@ class Constraint:
 
 
 class Constraints:
-    """The sharding constraints of a lowered function, which are looked for when they are first asked for."""
+    """The sharding constraints of a lowered function, found on first use."""
 
     def __init__(self, lowered: Any):
         self._lowered = lowered
@@ -50,11 +50,11 @@ class Constraints:
     def that_gathers(
         self, scope: str, sizes: Mapping[int, int], over: Collection[str], mesh: Mapping[str, int]
     ) -> Constraint | None:
-        """Find the constraint for which the result of an operation is gathered over some mesh axes, if there is one.
+        """Find the constraint that makes XLA all-gather the result of an operation, if any.
 
         Arguments:
-            scope: that of the operation.
-            sizes: the sizes of the array on each device along the axes that become longer, by their places.
+            scope: the scope of the operation.
+            sizes: by position, the sizes on each device of the axes that become longer.
         """
         for constraint in self._after(scope):
             if constraint.kept.isdisjoint(over) and sizes.items() <= constraint.local_sizes(mesh).items():
@@ -62,11 +62,11 @@ class Constraints:
         return None
 
     def that_moves(self, scope: str, place: int, over: Collection[str]) -> Constraint | None:
-        """Find the constraint for which the result of an operation is sharded along another axis, if there is one.
+        """Find the constraint that reshards the result of an operation to another axis, if any.
 
         Arguments:
-            scope: that of the operation.
-            place: the place of the axis that is sharded over these mesh axes before.
+            scope: the scope of the operation.
+            place: the position of the axis that was sharded over these mesh axes before.
         """
         for constraint in self._after(scope):
             own = constraint.over[place] if place < len(constraint.over) else None
@@ -75,22 +75,22 @@ class Constraints:
         return None
 
     def _after(self, scope: str) -> Sequence[Constraint]:
-        """Return the constraints on what an operation computes."""
+        """Return the constraints on the result of an operation."""
         if self._by_scope is None:
             self._by_scope = {}
-            # How a module is read is no public interface. Without it, lines are those that the compiler keeps.
+            # Modules have no public interface for reading. If this fails, only the compiler's own lines are known.
             with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
                 for constraint in _constraints(self._lowered.compiler_ir("stablehlo").operation):
                     for known in constraint.scopes:
                         self._by_scope.setdefault(known, []).append(constraint)
-        # In a function that a compiled function calls, scopes lack those of the call, and what is done with it.
+        # In a function that a compiled function calls, scopes lack the scope of the call and its transformations.
         called = re.sub(r"(jvp|transpose)\(|\)", "", scope)
         inner = (c for known, c in self._by_scope.items() if known and called.endswith(f"/{known}"))
         return self._by_scope.get(scope) or next(inner, ())
 
 
 def _constraints(operation: Any) -> Iterator[Constraint]:
-    """Go through the constraints in an operation, but for those that JAX writes for the type of a result."""
+    """Yield the constraints in an operation, except those that JAX adds for the type of a result."""
     for region in operation.regions:
         for block in region.blocks:
             for inner in block.operations:
@@ -113,9 +113,9 @@ def _is_elementwise(operation: Any) -> bool:
 
 
 def _computing(value: Any) -> Iterator[tuple[str, bool]]:
-    """Go through the scopes of what computes an array, back through elementwise operations and other constraints.
+    """Yield the scopes that produce an array, back through elementwise operations and other constraints.
 
-    With each comes whether it is one of these.
+    Each comes with whether it is a constraint.
     """
     waiting = [value]
     for inner in itertools.islice(waiting, 32):

@@ -1,4 +1,4 @@
-"""Describe what a program exchanges and holds: each array by its named axes, the reason, and the user's line."""
+"""Describe the collectives and the memory of a program: each array by named axes, the reason, and the user's line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .timeline import HeldArray, MemoryTimeline
 
 
 class Origin(NamedTuple):
-    """The scope and the lines of Python that a part of a program comes from."""
+    """The scope and the lines of Python from which a part of a program comes."""
 
     scope: str
     frames: Callable[[], tuple[Frame, ...]]
@@ -27,7 +27,7 @@ class Origin(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """A collective, as it is read from a program."""
+    """A collective, as read from a program."""
 
     kind: str
     axes: tuple[str, ...] | None
@@ -40,15 +40,15 @@ class Exchange:
     in_branch: bool
     origin: Origin
     carried: Sequence[tuple[Origin, HloShape, HloShape]]
-    """For each array that it carries, what produces the operand, and the operand and the result on each device."""
+    """For each array that it carries: the producer of the operand, and the operand and the result on each device."""
     pieces: int
-    """Into how many arrays the one that it carries is cut."""
+    """The number of pieces into which its array is cut."""
     users: Callable[[], Iterator[Origin]]
-    """Goes through what uses the result, then what uses the results of these, and so on."""
+    """Yields the direct and indirect users of the result, direct ones first."""
 
 
 def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, int]) -> Iterator[Collective]:
-    """Describe a collective: one for each array that it carries."""
+    """Describe a collective, once for each array that it carries."""
     kind, axes, pieces = exchange.kind, exchange.axes, exchange.pieces
     for i, (producer, operand, result) in enumerate(exchange.carried):
         own = len(exchange.carried) == 1 and _scopes.operation(exchange.origin.scope) is not None
@@ -59,7 +59,7 @@ def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, in
         longer = {at: b for at, (a, b) in enumerate(zip(operand.sizes, result.sizes, strict=False)) if a < b}
         if operation is not None:
             array = _scopes.array(operation, kind, phase, shown.sizes, mesh, dict.fromkeys(longer, axes or ()))
-            if not own and array is None:  # where the producer is from says nothing of this array
+            if not own and array is None:  # the origin of the producer says nothing about this array
                 operation = None
         gathered = ()
         if kind == "all-gather" and array is not None:
@@ -69,7 +69,7 @@ def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, in
         if operation is not None and axes:
             reason = _scopes.reason(operation, kind, axes, phase, gathered)
             moved = _scopes.moved(operation, axes) if kind == "all-to-all" else ()
-            # The compiler writes the scope of what computes an array, also if it is gathered for something else.
+            # The compiler writes the scope of the producer of an array, even if another operation causes the gather.
             constraint = None
             if gathered and not stored:
                 constraint = constraints.that_gathers(origin.scope, longer, axes, mesh)
@@ -106,7 +106,7 @@ def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, in
 
 
 def timeline(program: HloProgram, mesh: Mapping[str, int]) -> MemoryTimeline:
-    """Describe what is held in the course of a program."""
+    """Describe the memory in the course of a program."""
     found = Lifetimes(program)
     moments = found.moments()
     phases = tuple(_scopes.phase(m.instruction.scope) for m in moments)
@@ -118,10 +118,10 @@ def timeline(program: HloProgram, mesh: Mapping[str, int]) -> MemoryTimeline:
 
 
 def _kept(program: HloProgram, found: Lifetimes, backward: Set[int], mesh: Mapping[str, int]) -> list[HeldArray]:
-    """Describe what the forward pass makes and the backward pass uses, when there is most of it.
+    """Describe the arrays kept from the forward to the backward pass, at the moment when they take most memory.
 
-    The compiler runs some instructions of the forward pass late, and of the backward pass early, so that there is no
-    moment at which one ends and the other begins.
+    The compiler runs some instructions of the forward pass late, and some of the backward pass early, so there is no
+    single moment at which one ends and the other begins.
     """
     kept: list[tuple[int, int, HeldArray]] = []
     for buffer in found.buffers:
@@ -138,16 +138,16 @@ def _kept(program: HloProgram, found: Lifetimes, backward: Set[int], mesh: Mappi
 
 
 def _together(arrays: Iterable[HeldArray]) -> tuple[HeldArray, ...]:
-    """Count arrays that are alike, and return the largest first."""
+    """Count identical arrays, and return the largest first."""
     counted = Counter(arrays).items()
     rows = (dataclasses.replace(one, count=count, bytes=count * one.bytes) for one, count in counted)
     return tuple(sorted(rows, key=lambda h: -h.bytes))
 
 
 def _held(program: HloProgram, buffer: Buffer, mesh: Mapping[str, int]) -> HeldArray:
-    """Describe an array, by the first instruction that writes it and has a named operation.
+    """Describe an array by the first instruction that writes it and has a named operation.
 
-    What a loop keeps of its turns, such as what the backward pass needs, is described by what it writes in each.
+    An array that stacks values from the iterations of a loop, for the backward pass say, is described by these values.
     """
     written: list[tuple[Instruction | None, HloShape]] = [(i, buffer.shape) for i in buffer.makers]
     if len(buffer.makers) > 1:
@@ -158,7 +158,7 @@ def _held(program: HloProgram, buffer: Buffer, mesh: Mapping[str, int]) -> HeldA
     maker, shape = next(named, None) or next(scoped, (buffer.makers[0], buffer.shape))
     operation, phase = _scopes.operation(maker.scope), _scopes.phase(maker.scope)
     array = None
-    if operation is not None:  # it is a result, or the gradient of an operand, as what is all-reduced
+    if operation is not None:  # it is a result, or the gradient of an operand, like the arrays that are all-reduced
         array = _scopes.array(operation, "all-reduce", phase, shape.sizes, mesh, {})
         if array is None:
             array = _scopes.array_in_other_shape(operation, phase, math.prod(shape.sizes), mesh)
@@ -175,7 +175,7 @@ def _held(program: HloProgram, buffer: Buffer, mesh: Mapping[str, int]) -> HeldA
 
 
 def _user(exchange: Exchange, axes: Sequence[str]) -> Origin | None:
-    """Return the first that uses a result and does not compute each shard along some axes for itself."""
+    """Return the first user of a result that does not compute each shard along some axes by itself."""
     for user in exchange.users():
         operation = _scopes.operation(user.scope)
         if user.scope and not (operation and _scopes.keeps(operation, axes)):

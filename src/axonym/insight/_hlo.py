@@ -1,7 +1,7 @@
 """Read the text of a compiled program: its instructions, how often they run, and the lines of Python they come from.
 
-The text is XLA's own, of the program of one device. What this module does not know, it refuses: a report must not miss
-a collective because its form is new.
+The text is XLA's own, for the program of one device. This module raises an error for forms that it does not know, so
+that a report never misses a collective.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ COLLECTIVES = frozenset(
     }
 )
 _EXCHANGES = re.compile(r"= .*? ((?:all|collective|ragged|reduce)-[a-z-]+|send|recv)\(")
-"""What looks like a collective, whether or not this module knows it: `reduce-precision` and the ends of asynchronous
-ones are taken out by `_NOT_COLLECTIVE`."""
+"""Matches everything that looks like a collective, known to this module or not; `_NOT_COLLECTIVE` excludes
+`reduce-precision` and the ends of asynchronous collectives."""
 _NOT_COLLECTIVE = re.compile(r"reduce-(window|precision)|.*-(done|update)")
 
 _COMMENT = re.compile(r"/\*index=\d+\*/")
 
 _PASSING_ON = frozenset({"bitcast", "copy", "get-tuple-element", "transpose", "convert", "reshape"})
-"""Instructions that say less of where an array is from than what produces their operand."""
+"""Instructions that say less about the origin of an array than the producer of their operand."""
 
 _NAMED = re.compile(r"\[[^\[\]]*->[^\[\]]*\]")
 """Matches the scope of a named operation: see `_scopes`."""
 
 Groups = tuple[tuple[int, ...], ...]
-"""The devices that exchange data with each other, by their place in the mesh."""
+"""Groups of devices that exchange data, by their position in the mesh."""
 
 
 class UnknownForm(ValueError):
@@ -67,7 +67,7 @@ class HloShape:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """A line of Python, on the way to an instruction."""
+    """A line of Python in the stack of an instruction."""
 
     file: str
     line: int
@@ -81,17 +81,17 @@ class Instruction:
     name: str
     opcode: str
     shapes: tuple[HloShape, ...]
-    """The arrays of its result, which are several for a tuple."""
+    """The arrays of its result; several for a tuple."""
     operands: tuple[str, ...]
     attributes: str
-    """What follows the operands, without the metadata."""
+    """The text after the operands, without the metadata."""
     metadata: str
     value: str = ""
-    """The value of a constant, as it is written, or the number of a parameter."""
+    """The value of a constant, as written, or the number of a parameter."""
 
     @functools.cached_property
     def scope(self) -> str:
-        """Return the operation of JAX that the instruction comes from, with the scopes around it."""
+        """Return the JAX operation that the instruction comes from, with the scopes around it."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.metadata)
         return found[1].replace('\\"', '"') if found else ""
 
@@ -108,7 +108,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
-    """An instruction where it runs: one that is reached in several ways has a visit for each."""
+    """An instruction where it runs; one that is reached in several ways has several visits."""
 
     instruction: Instruction
     computation: str
@@ -116,16 +116,16 @@ class Visit:
     times: int | None
     """How often it runs; None if that depends on values."""
     in_branch: bool
-    """Whether it runs only if a condition has a certain value."""
+    """Whether it runs in only one branch of a condition."""
 
 
 class HloProgram:
-    """A compiled program, as it is written in XLA's text."""
+    """A compiled program, read from XLA's text."""
 
     def __init__(self, text: str, devices: int):
         """Arguments:
         text: the text of the program.
-        devices: on how many devices it runs.
+        devices: the number of devices that it runs on.
         """
         self.text = text
         self.devices = devices
@@ -137,10 +137,10 @@ class HloProgram:
         self._known_users: dict[str, dict[str, list[Instruction]]] = {}
 
     def visits(self) -> Iterator[Visit]:
-        """Go through all instructions that run, in the order in which they do.
+        """Yield all instructions that run, in the order in which they run.
 
-        Compilers for TPUs spread an asynchronous collective over several fusions that run beside other work. Each has
-        the collective, with the number of the chain that they are, and it is visited once.
+        Compilers for TPUs spread an asynchronous collective over several fusions that run beside other work. Each
+        contains the collective and the number of their chain; it is visited once.
         """
         chains: set[str] = set()
         for visit in self._visits(self.entry, 1, False):
@@ -152,15 +152,15 @@ class HloProgram:
 
     @functools.cached_property
     def donated(self) -> frozenset[int]:
-        """Return the numbers of the parameters whose memory results may take."""
+        """Return the numbers of the parameters whose memory results may reuse."""
         return frozenset(int(n) for n in re.findall(r"\}: \((\d+), \{", self.text.partition("\n")[0]))
 
     def root(self, computation: str) -> Instruction:
-        """Return the instruction whose result is that of a computation."""
+        """Return the instruction that computes the result of a computation."""
         return self._roots[computation]
 
     def operands(self, visit: Visit) -> list[tuple[Instruction, tuple[HloShape, ...]]]:
-        """Return the operands of an instruction: what produces each, and its shapes."""
+        """Return the operands of an instruction: the producer and the shapes of each."""
         around = self.computations[visit.computation]
         found = []
         for name in visit.instruction.operands:
@@ -171,7 +171,7 @@ class HloProgram:
         return found
 
     def updates_with(self, instruction: Instruction) -> Instruction | None:
-        """Return what computes the part that an instruction writes into an array, or None if it is not such a one."""
+        """Return the instruction that computes the slice written into an array, or None."""
         inside, update = self._computation_of(instruction), instruction
         outside, fusion = inside, instruction
         if instruction.opcode == "fusion":
@@ -195,7 +195,7 @@ class HloProgram:
         return next(c for c in self.computations.values() if c.get(instruction.name) is instruction)
 
     def users(self, visit: Visit) -> Iterator[Instruction]:
-        """Go through what uses a result in the same computation, then what uses the results of these, and so on."""
+        """Yield the direct and indirect users of a result in one computation."""
         waiting, seen = [visit.instruction.name], {visit.instruction.name}
         for name in waiting:
             for user in self._users(visit.computation).get(name, ()):
@@ -236,8 +236,8 @@ class HloProgram:
     def _trip_count(self, around: str, loop: Instruction) -> int | None:
         """Return how often the body of a loop runs; None if that depends on values.
 
-        Compilers for TPUs do not write it down, so it is worked out for a loop that counts up from one constant to
-        another in steps of one, as those of `jax.lax.scan` do.
+        Compilers for TPUs do not write it down, so it is computed for loops that count up from one constant to another
+        in steps of one, as loops of `jax.lax.scan` do.
         """
         written = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
         if written:
@@ -259,14 +259,14 @@ class HloProgram:
         return None if start is None or end is None or step != 1 else max(end - start, 0)
 
     def _producer(self, around: dict[str, Instruction], name: str) -> Instruction:
-        """Return what produces an operand, past copies of it."""
+        """Return the producer of an operand, skipping copies."""
         found = around[name]
         while found.opcode in ("copy", "bitcast"):
             found = around[found.operands[0]]
         return found
 
     def _place(self, around: dict[str, Instruction], name: str) -> int | None:
-        """Return which element of a loop's state an operand is; None if it is something else."""
+        """Return the index of an operand in a loop's state; None if it is not part of it."""
         found = self._producer(around, name)
         if found.opcode != "get-tuple-element" or around[found.operands[0]].opcode != "parameter":
             return None
@@ -314,7 +314,7 @@ _END = re.compile(r"\}(?:$|, execution_thread)")
 
 
 def _joined(text: str) -> Iterator[str]:
-    """Go through the lines of a program. The attributes of a kernel may break an instruction into several."""
+    """Yield the lines of a program, joining those of one instruction: attributes of kernels may contain line breaks."""
     inside = ""
     for line in text.splitlines():
         if inside and not (_START.match(line) or _END.match(line)):
@@ -361,7 +361,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Return where the bracket at a place is closed; quoted text does not count."""
+    """Return the position of the bracket that closes the one at `opening`; skip quoted text."""
     depth, quoted, i = 0, False, opening
     while i < len(text):
         c = text[i]
@@ -383,7 +383,7 @@ def _closing(text: str, opening: int) -> int:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Split at the commas that no bracket encloses."""
+    """Split at the commas outside of brackets."""
     depth = start = 0
     for i, c in enumerate(text):
         if c in "({[":
@@ -401,7 +401,7 @@ def _until_comma(text: str) -> str:
 
 
 def branches(instruction: Instruction) -> Sequence[str]:
-    """Return the computations of which a condition chooses one."""
+    """Return the branches of a condition."""
     listed = instruction.attribute("branch_computations")
     if listed is not None:
         return [name.strip().lstrip("%") for name in listed.strip("{}").split(",")]
@@ -413,7 +413,7 @@ def branches(instruction: Instruction) -> Sequence[str]:
 
 
 def groups(instruction: Instruction, devices: int) -> Groups:
-    """Return the groups of devices that a collective runs in; pairs, for a permutation."""
+    """Return the device groups of a collective; pairs, for a permutation."""
     pairs = instruction.attribute("source_target_pairs")
     if pairs is not None:
         return _listed(pairs)
@@ -438,7 +438,7 @@ def groups(instruction: Instruction, devices: int) -> Groups:
 
 
 def along(found: Groups, mesh: Mapping[str, int], pairs: bool) -> tuple[tuple[str, ...], bool]:
-    """Return the mesh axes along which the devices of a group differ, and whether each group has all along them."""
+    """Return the mesh axes along which the devices of a group differ, and if groups have all devices along them."""
     sizes = tuple(mesh.values())
     differ = np.zeros(len(sizes), bool)
     for group in found:
@@ -493,7 +493,7 @@ class _Frames:
         self._functions = self._table(head, "FunctionNames", r'(\d+) "(.*)"')
         self._places = self._table(head, "FileLocations", r"(\d+) \{(.*)\}")
         self._stacks = self._table(head, "StackFrames", r"(\d+) \{(.*)\}")
-        # XLA writes parents one too high. A frame is listed after its parent, so the first shows whether this one does.
+        # XLA writes parents one too high. A frame is listed after its parent, so the first one shows whether it does.
         self._shift = _numbers(self._stacks.get(1, "")).get("parent_frame_id", 0)
 
     def of(self, metadata: str) -> tuple[Frame, ...]:

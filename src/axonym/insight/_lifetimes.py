@@ -1,7 +1,7 @@
-"""Find out from a scheduled program when each array is made, and when it is used for the last time.
+"""Find when each array of a scheduled program is created and last used.
 
-The compiler's own account of memory is one block for all temporaries, which says nothing of what is in it. Here each
-array takes its bytes from where it is made to its last use. Gaps between arrays, which a block has, are not known.
+The compiler's own report of memory is one block for all temporaries, which does not show its contents. Here each array
+counts from its creation to its last use. Gaps between arrays in the block are not known.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ _ELEMENTWISE = frozenset(
     shift-right-logical sign sine sqrt subtract tan tanh tuple xor
     """.split()
 )
-"""Operations whose result may take the place of an operand that is not used again."""
+"""Operations whose result may reuse the memory of an operand that is not used again."""
 
 _UPDATING = ("dynamic-update-slice", "scatter")
-"""Those that change a part of their first operand."""
+"""Operations that change a part of their first operand."""
 
 
 class Buffer:
-    """An array that is somewhere in memory for a time."""
+    """An array that occupies memory for some time."""
 
     def __init__(self, shape: HloShape, instruction: Instruction, at: int, argument: bool = False):
         self.shape, self.first, self.last, self.argument = shape, at, at, argument
         self.makers = [instruction]
         """The instructions that write the array: several if a loop does."""
         self.uses: list[int] = []
-        """When it is used."""
+        """The times at which it is used."""
         self.result = False
         self._same_as: Buffer | None = None
 
     @property
     def itself(self) -> Buffer:
-        """Return the array that this one turned out to be."""
+        """Return the array that this one was joined with."""
         return self if self._same_as is None else self._same_as.itself
 
     def join(self, other: Buffer) -> None:
-        """Take note that another array is in the same place, as the state of a loop is in all its turns."""
+        """Record that another array uses the same memory, as the state of a loop does in all iterations."""
         mine, other = self.itself, other.itself
         if mine is not other:
             early, late = (mine, other) if mine.first <= other.first else (other, mine)
@@ -55,7 +55,7 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """An instruction where it runs, and what is held then."""
+    """An instruction where it runs, and the memory in use then."""
 
     instruction: Instruction
     at: int
@@ -64,7 +64,7 @@ class Moment:
 
 
 class Lifetimes:
-    """The arrays of a program, in the order in which its instructions run; each turn of a loop is like the others."""
+    """The arrays of a program, in the order in which its instructions run; all iterations of a loop count as one."""
 
     def __init__(self, program: HloProgram):
         self._program = program
@@ -79,7 +79,7 @@ class Lifetimes:
             for array in arrays:
                 array.itself.first = 0
                 if number not in program.donated:
-                    array.itself.last = self._now + 1  # the caller's, so that no result takes its place
+                    array.itself.last = self._now + 1  # owned by the caller, so no result takes its place
         self._take_places()
         self.buffers = tuple(b for b in self._made if b.itself is b)
 
@@ -105,7 +105,7 @@ class Lifetimes:
         return found
 
     def _run(self, computation: str, given: Mapping[int, list[Buffer]] | None) -> list[Buffer]:
-        """Go through a computation, and return its results."""
+        """Run through a computation, and return its results."""
         values: dict[str, list[Buffer]] = {}
         for instruction in self._program.computations[computation].values():
             self._now += 1
@@ -188,7 +188,7 @@ class Lifetimes:
 
     @staticmethod
     def _users(inside: Mapping[str, Instruction], names: Sequence[str]) -> Iterator[Instruction]:
-        """Go through what uses some values, and what uses that; an instruction comes after its operands."""
+        """Yield the direct and indirect users of some values, operands first."""
         used = set(names)
         for user in inside.values():
             if used.intersection(user.operands):
@@ -196,7 +196,7 @@ class Lifetimes:
                 yield user
 
     def _take_places(self) -> None:
-        """Let results take the places of operands of the same size that are not used again."""
+        """Let results reuse the memory of operands of the same size that are not used again."""
         taking: set[int] = set()
         for at, operand, results in self._shared:
             old = operand.itself

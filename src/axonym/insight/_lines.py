@@ -1,4 +1,4 @@
-"""Find the user's line among those that an operation comes from."""
+"""Find the user's line among the lines from which an operation comes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OWN = os.path.realpath(Path(__file__).parent.parent) + os.sep
 
 
 def source(frames: Sequence[Frame]) -> Source | None:
-    """Return the innermost line that is not of this library, and rather none of another library."""
+    """Return the innermost line outside this library, preferably also outside other libraries."""
     others = [f for f in frames if not _real(f.file).startswith(_OWN)]
     users = [f for f in others if not _real(f.file).startswith(_LIBRARIES)]
     best = (users or others or [None])[0]

@@ -1,4 +1,4 @@
-"""Find out what axes of arrays are called."""
+"""Find the names of the axes of arrays."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def matched(old: dict[str, int], new: dict[str, int | None]) -> dict[str, str]:
 
 
 def with_names(x: Value, dims: Dims) -> Value:
-    """Return a value with names for axes that have none."""
+    """Add names to the axes of a value that have none."""
     merged = tuple((a if a is not None else b, n) for (a, n), (b, _) in zip(x.dims, dims, strict=True))
     return x if merged == x.dims else dataclasses.replace(x, dims=merged, base=merged)
 
 
 def by_scope(dims: Dims, operation: _scopes.ScopedOperation | None, alone: bool = False) -> Dims:
-    """Name axes that have no name as the operation does whose operand or result has their sizes.
+    """Name axes that have no name by the operand or result of the operation that has their sizes.
 
     Arguments:
         alone: whether to do so only if there is one such operand, whatever the results are.
@@ -50,7 +50,7 @@ def by_scope(dims: Dims, operation: _scopes.ScopedOperation | None, alone: bool 
 
 
 def moved(name: str, params: Any, dims: Dims, shape: tuple[int, ...]) -> Dims | None:
-    """Return the axes of a result that is its operand in another layout; None if that is not known."""
+    """Return the axes of a result that is its operand in another layout; None if they are not known."""
     if name == "transpose":
         return tuple(dims[i] for i in params["permutation"])
     if name == "broadcast_in_dim":
@@ -68,21 +68,21 @@ def moved(name: str, params: Any, dims: Dims, shape: tuple[int, ...]) -> Dims | 
 
 
 def joined_axes(axes: _scopes.Term) -> tuple[str, int]:
-    """Return a name and the size for the axis that several axes are joined to."""
+    """Return the name and the size of the axis that several axes are joined into."""
     return "*".join(a.name for a in axes), math.prod(a.size or 1 for a in axes)
 
 
 def moved_rows(
     dispatch: _scopes.ScopedOperation, dims: Dims, shape: tuple[int, ...]
 ) -> tuple[Dims, dict[str, tuple[str, ...]]] | None:
-    """Return the axes of rows that are sorted, repeated, joined or put back, and the names of the joined ones.
+    """Return the axes of rows that are sorted, repeated, joined or restored, and the names of the joined axes.
 
     Returns None if the operand or the result does not begin with the axes of the rows.
 
     Arguments:
-        dispatch: the dispatch of the rows to experts. Those that go to several experts lack some axes of the others.
+        dispatch: the dispatch of the rows to experts. Rows for several experts lack some axes of the others.
         dims: the axes of the operand.
-        shape: that of the result.
+        shape: the shape of the result.
     """
     rows = dispatch.operands[0]
     kinds = [axes for axes in (rows, tuple(a for a in rows if a in dispatch.operands[1])) if axes]
@@ -106,7 +106,7 @@ def moved_rows(
 
 
 def aligned(dims: Dims, term: _scopes.Term, by_name: bool = True) -> dict[int, str]:
-    """Find the axes of an operand in an array, in their order, by size and by name; return their names by place."""
+    """Find the axes of an operand in an array, in order, by size and name; return their names by position."""
     found: dict[int, str] = {}
     left = iter([(i, n, size) for i, (n, size) in enumerate(dims) if size != 1])
     for a in term:

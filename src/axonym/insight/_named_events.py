@@ -1,4 +1,4 @@
-"""What a traced step does, by name: its arrays, and the operations for which a mapping may exchange something."""
+"""The events of a traced step, by name: its arrays, and the operations that may communicate under a mapping."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import _scopes
 from ._hlo import Frame
 
 Dims = tuple[tuple[str | None, int], ...]
-"""The axes of an array, each with its name, or None if it has none, and its size."""
+"""The axes of an array: for each, its name (or None) and size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Value:
     dims: Dims
     dtype: np.dtype
     origin: int
-    """The same number for an array and for what is the same array in another layout."""
+    """A number that is the same for an array and for its copies in other layouts."""
     base: Dims
-    """Its axes before any were added by broadcasting."""
+    """Its axes before broadcasting added any."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -32,7 +32,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Occurrence:
-    """Where in the step an operation is, and how often it runs."""
+    """The place of an operation in the step, and how often it runs."""
 
     scope: str
     operation: _scopes.ScopedOperation | None
@@ -42,21 +42,21 @@ class Occurrence:
     within: int
     """The number of the function or loop body."""
     recomputes: bool
-    """Whether this body computes values again for the backward pass."""
+    """Whether this body recomputes values for the backward pass."""
     frames: tuple[Frame, ...]
     avoidable: bool = False
-    """True if a compiler may leave the operation out: its operands are constants, or it was computed before."""
+    """Whether a compiler may omit the operation: its operands are constants, or it was computed before."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sum:
-    """A result that is summed over some axes of the operands: by a product, a reduction, or an update of a table."""
+    """A sum over some axes of the operands: by a product, a reduction, or an update of a table."""
 
     place: Occurrence
     result: Value
     summed: Dims
     axes: Dims
-    """Those of all operands."""
+    """The axes of all operands."""
     flops: bool
     """Whether it is a product."""
 
@@ -85,7 +85,7 @@ class Use:
 
 @dataclasses.dataclass(frozen=True)
 class Open:
-    """An operation that is exact only if some axes are not sharded."""
+    """An operation whose communication is known only if some axes are not sharded."""
 
     place: Occurrence
     what: str
@@ -94,7 +94,7 @@ class Open:
 
 @dataclasses.dataclass(frozen=True)
 class Together:
-    """Axes of one array, which cannot be sharded in any way."""
+    """Axes of one array, which must be sharded over different mesh axes."""
 
     place: Occurrence
     names: tuple[str, ...]
@@ -102,18 +102,18 @@ class Together:
 
 @dataclasses.dataclass(frozen=True)
 class Renamed:
-    """An array whose axes have other names from here on."""
+    """An array whose axes get other names."""
 
     place: Occurrence
     before: Dims
     after: Dims
     whole: bool
-    """Whether the axes that are renamed may not be sharded at all."""
+    """Whether the renamed axes must not be sharded at all."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PerDevice:
-    """The gradient of an operation per device, which JAX sums over all mesh axes that it is not sharded over."""
+    """The gradient of a per-device operation, which JAX sums over all mesh axes that it is not sharded over."""
 
     place: Occurrence
     result: Value
@@ -124,16 +124,16 @@ Event = Sum | Lookup | Use | Open | Together | Renamed | PerDevice
 
 @dataclasses.dataclass(frozen=True)
 class NamedTrace:
-    """What a traced step does, by name."""
+    """A traced step, by name."""
 
     name: str
     events: tuple[Event, ...]
     arguments: tuple[Value, ...]
     results: tuple[Value, ...]
     kept: tuple[Value, ...]
-    """What the loops of the forward pass keep for the backward pass."""
+    """The arrays that loops of the forward pass keep for the backward pass."""
     unnamed: int
-    """How many products have operands with axes that have no names."""
+    """The number of products with operands that have axes without names."""
     uncounted: tuple[str, ...]
     """The primitives whose flops are not known."""
     grouped: bool
@@ -141,11 +141,11 @@ class NamedTrace:
     exchanged: frozenset[str]
     """The axes of experts, along which rows are exchanged."""
     joined: Mapping[str, tuple[str, ...]]
-    """The names of axes that several axes were joined to, which each device does with its shards of them."""
+    """For each axis made by joining several, the names of these; each device joins its own shards."""
 
 
 class NotKnown(ValueError):
-    """The names of a step do not tell what it does under a mapping."""
+    """Raised if the cost of a step under a mapping cannot be computed from its names."""
 
     def __init__(self, message: str, reason: str = ""):
         super().__init__(message)

@@ -1,8 +1,8 @@
-"""Trace a step once, without a mesh or a mapping, and note by name what a mapping would make devices exchange.
+"""Trace a step once, without a mesh or mapping, and record by name what devices would exchange under a mapping.
 
 Every axis of every array in the trace gets the name that it has in the model. Names come with the arguments, and are
-followed through the operations; the scopes of named operations (see `axonym._kernels.operation_scope`) name axes that
-arise on the way. What operations sum over, look up, and use of parameters is then arithmetic: see `_by_names`.
+followed through the operations; the scopes of named operations (see `axonym._kernels.operation_scope`) name new axes.
+The cost of sums, look-ups and gathers of parameters is then computed from these names: see `_by_names`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 try:
     from jax.interpreters.partial_eval import dce_jaxpr
-except ImportError:  # then what no result needs is counted, too
+except ImportError:  # then unused operations are counted, too
     dce_jaxpr = None
 
 from .._context import activate
@@ -58,7 +58,7 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     returned: list[Any] = []
 
     def flat(*arrays: Any) -> list[Any]:
-        mixed = list(values)  # what is no array stays as it is
+        mixed = list(values)  # other leaves stay unchanged
         for i, array in zip(dynamic, arrays, strict=True):
             mixed[i] = array
         args, kwargs = jax.tree.unflatten(structure, mixed)
@@ -73,7 +73,7 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         with activate(None), jax.sharding.use_abstract_mesh(NO_MESH), warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*nothing was placed")
             closed = jax.make_jaxpr(flat)(*abstract)
-            # What no result needs is not compiled, such as a loss of which only the gradients are returned.
+            # Operations that no result needs are not compiled, such as a loss if only its gradients are returned.
             jaxpr = closed.jaxpr
             if dce_jaxpr is not None:
                 jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
@@ -97,7 +97,7 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     for own, x in zip(returned, whole.run(closed.jaxpr, arguments, _Around()), strict=True):
         if own is not None:
             whole.differ(whole.place(_Around()), x.dims, tuple(zip(own, (n for _, n in x.dims), strict=True)))
-    # The operation that renames an axis may itself be needed by no result, while its gradient is.
+    # No result may need the operation that renames an axis, but its gradient.
     walk.events += [event for event in whole.events if isinstance(event, Renamed)]
     results = walk.run(jaxpr, arguments, _Around())
     exchanged = walk.close_dispatches()
@@ -115,7 +115,7 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 
 @dataclasses.dataclass(frozen=True)
 class _Around:
-    """What is around the equations of a function or loop body."""
+    """The surroundings of the equations in a function or loop body."""
 
     scope: str = ""
     times: int | None = 1
@@ -127,7 +127,7 @@ class _Around:
 
 @dataclasses.dataclass
 class _Entered:
-    """The arrays from elsewhere that the equations of one named operation use."""
+    """The outside arrays that the equations of one named operation use."""
 
     place: Occurrence | None = None
     uses: list[list[Value]] = dataclasses.field(default_factory=list)
@@ -143,7 +143,7 @@ _UNCOUNTED = {
     "pallas_call",
     "custom_partitioning",
 }
-"""Primitives that multiply, or may, whose flops are not known."""
+"""Primitives that may multiply, and whose flops are not known."""
 _ALONG = {"concatenate": "dimension", "split": "axis", "cumsum": "axis", "cumprod": "axis", "cummax": "axis"}
 _ALONG |= {"cummin": "axis", "cumlogsumexp": "axis", "sort": "dimension", "rev": "dimensions"}
 
@@ -166,18 +166,18 @@ class _Walk:
         self.grouped = False
         self.joined: dict[str, tuple[str, ...]] = {}
         self.given: set[str] = set()
-        """The names of the axes of arguments."""
+        """The axis names of the arguments."""
         self._dispatches: dict[_scopes.ScopedOperation, tuple[Occurrence, set[str]]] = {}
-        """Each dispatch of rows to experts, with the names of the groups of its products."""
+        """Each dispatch of rows to experts, with the names of the groups in its products."""
         self._numbers = itertools.count(1)
         self._made: dict[Any, list[int]] = {}
         """The numbers of results, by the operation and the numbers of its operands."""
         self._constants: set[int] = set()
-        """The numbers of what depends on no argument."""
+        """The numbers of arrays that depend on no argument."""
         self._avoidable = False
 
     def value(self, aval: Any, dims: Dims | None = None, like: Value | None = None) -> Value:
-        """Make a value; `like` is the one that it is in another layout."""
+        """Make a value; `like` is the same value in another layout."""
         if dims is None:
             dims = tuple((None, n) for n in aval.shape)
         number, base = (next(self._numbers), dims) if like is None else (like.origin, like.base)
@@ -224,7 +224,7 @@ class _Walk:
         return [read(var) for var in jaxpr.outvars]
 
     def _enter(self, entered: _Entered) -> None:
-        """Compare the names of the arrays that a named operation takes with those by which it knows its operands."""
+        """Compare the names of the arrays that a named operation takes with its own names for them."""
         if entered.place is None or entered.place.operation is None:
             return
         operation, place = entered.place.operation, entered.place
@@ -246,17 +246,17 @@ class _Walk:
                 self.differ(place, x.dims, after, whole=not renamed.isdisjoint(operation.axes))
 
     def differ(self, place: Occurrence, before: Dims, after: Dims, whole: bool = False) -> None:
-        """Note that an array had some names, and has others."""
+        """Record that the names of an array differ before and after."""
         for (a, _), (b, _) in zip(before, after, strict=True):
             if a in self.joined and b is not None and b not in self.joined and b not in self.given:
-                self.joined[b] = self.joined[a]  # what the experts call the rows
+                self.joined[b] = self.joined[a]  # the experts' name for the rows
         before, after = self._parted(before), self._parted(after)
         if any(None not in (a, b) and a != b and size > 1 for (a, size), (b, _) in zip(before, after, strict=True)):
             filled = tuple((b if b is not None else a, n) for (a, n), (b, _) in zip(before, after, strict=True))
             self.events.append(Renamed(place, before, filled, whole))
 
     def _parted(self, dims: Dims) -> Dims:
-        """Return the axes of an array with one name for each that the same axes were joined to."""
+        """Rename joined axes in the same way if the same axes were joined into them."""
         return tuple(("*".join(self.joined.get(n or "", (n,))) if n else n, size) for n, size in dims)  # pyright: ignore
 
     def _results(self, eqn: JaxprEqn, operands: list[Value], around: _Around) -> list[Value]:
@@ -273,7 +273,7 @@ class _Walk:
         if called is not None and name != "shard_map":
             jaxpr = getattr(called, "jaxpr", called)
             if len(jaxpr.invars) == len(operands):
-                # Names that a named operation gives to its operands hold in what it calls, too.
+                # The names that a named operation gives to its operands also hold in the functions that it calls.
                 operation = _scopes.operation(scope)
                 operands = self._renamed(operands, operation, self.place(inner, operation))
                 again = "remat" in name or "checkpoint" in name
@@ -292,7 +292,7 @@ class _Walk:
     def _scan(self, eqn: JaxprEqn, operands: list[Value], around: _Around) -> list[Value]:
         params = eqn.params
         jaxpr, length = params["jaxpr"].jaxpr, params["length"]
-        # What is scanned has one axis more outside; how JAX counts the others differs between versions.
+        # Scanned arrays have one more axis outside; how JAX counts the others differs between versions.
         carried = sum(_shape(a) == _shape(b) for a, b in zip(eqn.outvars, jaxpr.outvars, strict=True))
         scanned = sum(_shape(a) != _shape(b) for a, b in zip(eqn.invars, jaxpr.invars, strict=True))
         consts = len(eqn.invars) - carried - scanned
@@ -328,7 +328,7 @@ class _Walk:
     def _repeated(
         self, place: Occurrence, turn: Callable[[list[Value]], list[Value]], start: Sequence[Value]
     ) -> tuple[list[Value], list[Value]]:
-        """Go through the body of a loop until it gives its state no more names; note only what the last turn does."""
+        """Trace a loop body until the names of its carry are stable; record only the last pass."""
         state = list(start)
         while True:
             kept, made = (len(self.events), len(self.kept), self.unnamed), dict(self._made)
@@ -372,7 +372,7 @@ class _Walk:
         if name == "ragged_dot_general":
             return [self._grouped_product(place, params["ragged_dot_dimension_numbers"], operands, eqn.outvars[0].aval)]
         if name in _REDUCTIONS:
-            # Of what is the same along an axis, the compiler sums nothing.
+            # The compiler does not sum an array along an axis that broadcasting added.
             gone = tuple(d for d in (operands[0].dims[i] for i in params["axes"]) if d in operands[0].base)
             left = tuple(d for i, d in enumerate(operands[0].dims) if i not in params["axes"])
             result = self.value(eqn.outvars[0].aval, left)
@@ -410,7 +410,7 @@ class _Walk:
                 dims = by_scope(dims, operation)
                 aval = eqn.outvars[0].aval
                 found = self.value(aval, dims, operands[0])
-                if not any(n for n, _ in found.base):  # the operand says nothing
+                if not any(n for n, _ in found.base):  # the operand has no names
                     found = self.value(aval, dims)
                 return [found]
             self._open(place, name, operands[0].dims)
@@ -456,9 +456,9 @@ class _Walk:
             self.events.append(Open(place, what, names))
 
     def _noted(self, place: Occurrence, operands: Sequence[Value], result: Value, product: bool = False) -> Value:
-        """Note what an operation uses, and return its result."""
+        """Record what an operation uses, and return its result."""
         for x in operands:
-            # For a product, what was broadcast has all its axes.
+            # In a product, a broadcast operand counts with all its axes.
             dims = [d for other in operands if other is not x for d in (other.dims if product else other.base)]
             others = frozenset(n for n, _ in dims if n is not None)
             if x.names and not others.issubset(x.names):
@@ -490,7 +490,7 @@ class _Walk:
     # --- experts ---
 
     def _grouped_product(self, place: Occurrence, numbers: Any, operands: list[Value], aval: Any) -> Value:
-        """Follow a product of groups of rows, each with the matrix of its group."""
+        """Trace a product of groups of rows, each with the matrix of its group."""
         self.grouped = True
         ((left_summed, right_summed), (left_batch, right_batch)) = numbers.dot_dimension_numbers
         left, right = operands[:2]
@@ -508,13 +508,13 @@ class _Walk:
         dims = by_scope((*made, *batch, *free), place.operation)
         of_groups = [right.dims[i] for i in groups] or list(dims[: len(made)])
         dispatch = _scopes.dispatch(place.scope)
-        if dispatch is None:  # how rows in groups are sharded is up to the compiler, or to code for each device
+        if dispatch is None:  # the compiler or per-device code decides how rows in groups are sharded
             self._open(place, "a grouped product", [*(left.dims[i] for i in ragged), *of_groups])
         else:
             self._dispatches[dispatch][1].update(n for n, _ in of_groups if n is not None)
         result = self._noted(place, [left, right], self.value(aval, dims), product=True)
         if dispatch is not None and made:
-            # What gradients of experts are summed up in.
+            # The dtype in which gradients of experts are summed.
             result = dataclasses.replace(result, dtype=np.promote_types(np.float32, result.dtype))
         self.events.append(Sum(place, result, self._summed(place, summed), (*batch, *free, *summed), True))
         return result
@@ -522,7 +522,7 @@ class _Walk:
     def _among_rows(
         self, dispatch: _scopes.ScopedOperation, eqn: JaxprEqn, operands: list[Value]
     ) -> list[Value] | None:
-        """Follow what moves rows on their device, to their experts or back; None if it is something else."""
+        """Trace an operation that moves rows to or from experts; return None for others."""
         name, shape = eqn.primitive.name, _result_shape(eqn)
         counts = name == "scatter-add" and operands[0].dtype.kind in "iu"
         found = None
@@ -535,7 +535,7 @@ class _Walk:
         return [self.value(eqn.outvars[0].aval, dims)]
 
     def _joined_rows(self, dispatch: _scopes.ScopedOperation, x: Value) -> Value:
-        """Name the first axis of an array that has all rows."""
+        """Name the first axis of an array if it contains all rows."""
         name, rows = joined_axes(dispatch.operands[0])
         if not x.dims or x.dims[0] != (None, rows):
             return x
@@ -543,14 +543,14 @@ class _Walk:
         return with_names(x, ((name, rows), *x.dims[1:]))
 
     def _summed(self, place: Occurrence, dims: Dims) -> Dims:
-        """Leave out the rows among those that an operation sums over, if each device does so with its own."""
+        """Leave out rows from the axes that an operation sums over, if each device sums its own."""
         if place.phase == "backward" or (dispatch := _scopes.dispatch(place.scope)) is None:
             return dims
         rows = {a.name for a in dispatch.operands[0]}
         return tuple(d for d in dims if d[0] not in self.joined and d[0] not in rows)
 
     def close_dispatches(self) -> set[str]:
-        """Note along which axes rows are exchanged, those of the experts, and return them."""
+        """Record the axes over which rows are exchanged between experts, and return them."""
         found: set[str] = set()
         for dispatch, (place, groups) in self._dispatches.items():
             of_x = {a.name for term in dispatch.operands[:2] for a in term}
@@ -561,7 +561,7 @@ class _Walk:
         return found
 
     def _gather(self, place: Occurrence, params: Any, operands: Sequence[Value], aval: Any) -> Value | None:
-        """Follow a look-up of whole rows of a table, along one axis."""
+        """Trace a look-up of complete rows of a table, along one axis."""
         numbers, (table, indices) = params["dimension_numbers"], operands
         if len(numbers.start_index_map) != 1 or numbers.collapsed_slice_dims != numbers.start_index_map:
             return None
@@ -578,7 +578,7 @@ class _Walk:
         return result
 
     def _scatter(self, place: Occurrence, params: Any, operands: Sequence[Value]) -> Value | None:
-        """Follow the gradient of a look-up."""
+        """Trace the gradient of a look-up."""
         numbers, (table, indices, updates) = params["dimension_numbers"], operands
         if len(numbers.scatter_dims_to_operand_dims) != 1 or numbers.operand_batching_dims:
             return None
@@ -593,7 +593,7 @@ class _Walk:
         return result
 
     def _alike(self, aval: Any, operands: Sequence[Value], operation: _scopes.ScopedOperation | None) -> Value:
-        """Return a result each of whose axes is that of an operand."""
+        """Return a result whose axes are those of the operands."""
         names: list[str | None] = [None] * len(aval.shape)
         for x in operands:
             if len(x.dims) == len(names):
@@ -604,7 +604,7 @@ class _Walk:
     def _renamed(
         self, operands: list[Value], operation: _scopes.ScopedOperation | None, place: Occurrence
     ) -> list[Value]:
-        """Give operands the names that the operation knows them by, if they had others before."""
+        """Rename the axes of operands to the names that the operation uses."""
         if operation is None:
             return operands
         own, found = set(operation.axes), []
@@ -618,7 +618,7 @@ class _Walk:
                 rest = by_scope(tuple((n, size) for n, size in x.dims if n not in stale), operation)
                 known = {n for n, size in rest if n is not None or size > 1}
                 if any(known == {a.name for a in term} for term in terms):
-                    stale = []  # they are what `vmap` runs over
+                    stale = []  # `vmap` maps over them
             new = dict[str, str]()
             for term in terms if stale else ():
                 missing = {a.name: a.size for a in term if a.name not in names}
@@ -639,7 +639,7 @@ class _Walk:
 
 
 def _key(eqn: JaxprEqn, operands: Sequence[Value]) -> Any:
-    """Return the same for operations that compute the same; None for those that call functions."""
+    """Return a key that is equal for operations that compute the same; None for those that call functions."""
     given = tuple(
         (str(var), x.dtype) if hasattr(var, "val") else (x.origin, x.dims)
         for var, x in zip(eqn.invars, operands, strict=True)
@@ -663,7 +663,7 @@ def _result_shape(eqn: JaxprEqn) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _named_part(scope: str) -> str:
-    """Return a scope up to its innermost named operation; nothing if there is none."""
+    """Return a scope up to its innermost named operation; an empty string if there is none."""
     return scope[: scope.rindex("]") + 1] if _scopes.operation(scope) else ""
 
 

@@ -1,4 +1,4 @@
-"""What the scopes of operations say: see `axonym._kernels.make_kernel`, which writes them."""
+"""Read the scopes of operations, which `axonym._kernels.make_kernel` writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NamedAxis:
     compute: Axes
     """The mesh axes that the active mapping shards it over."""
     stored: Axes | None
-    """Those that the parameter mapping does, if they are others."""
+    """The mesh axes that the parameter mapping shards it over, if they differ."""
 
 
 Term = tuple[NamedAxis, ...]
@@ -45,7 +45,7 @@ class ScopedOperation:
         return tuple(dict.fromkeys(a.name for term in (*self.operands, *self.results) for a in term))
 
     def looks_up(self, term: Term) -> bool:
-        """Return whether the operation looks up values, and one of its operands has these axes of indices."""
+        """Return whether the operation looks up values, and these are the axes of an operand with indices."""
         return self.name == "index" and term in self.operands[1:] and term != self.operands[0]
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ def operation(scope: str) -> ScopedOperation | None:
             match = _AXIS.fullmatch(part)
             assert match, f"not the scope of an operation: {scope!r}"
             axis, size, compute, stored = match.groups()
-            if name == "MoELinear":  # its kernel tells axes of the operands apart that are the same for products
+            if name == "MoELinear":  # its kernel renames axes of the operands that are the same in products
                 axis = re.sub(" of (the input|the weight|group_sizes)$", "", axis)
             if axis not in known or size:
                 known[axis] = NamedAxis(
@@ -86,13 +86,13 @@ def operation(scope: str) -> ScopedOperation | None:
 
 @functools.lru_cache(maxsize=4096)
 def dispatch(scope: str) -> ScopedOperation | None:
-    """Return the dispatch of rows to experts that a scope is in, or None if it is in none."""
+    """Return the dispatch of rows to experts that surrounds a scope, or None."""
     found = re.search(r"dispatch\[[^\[\]]*\]", scope)
     return operation(found[0]) if found else None
 
 
 def phase(scope: str) -> str:
-    """Return when in a step of training an instruction runs, as its scope tells."""
+    """Return the phase of a training step in which an instruction runs, from its scope."""
     outermost = re.sub(r"[^/()\[\]:]+\[[^\[\]]*->[^\[\]]*\]", "", scope)
     after = outermost.rpartition("rematted_computation")
     if after[1]:
@@ -107,16 +107,16 @@ def phase(scope: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """Which operand or result of an operation an array is."""
+    """An operand or result of an operation, matched with an array."""
 
     term: Term
     places: tuple[tuple[NamedAxis, int], ...] | None
-    """The axes that it has, each with its place in the array; None if sizes that coincide leave that open."""
+    """Its axes, each with its position in the array; None if equal sizes leave them ambiguous."""
 
     def stored_over(self, mesh_axes: Collection[str]) -> Axes:
-        """Return the axes that the parameter mapping shards over some mesh axes, over which none is in the operation.
+        """Return the axes that are stored sharded over some mesh axes, if the operation shards none over these.
 
-        What has an axis that is sharded over the same mesh axis in the operation is no parameter.
+        An operand with an axis that is sharded over the same mesh axis in the operation is no parameter.
         """
         if any(set(mesh_axes) & set(a.compute) for a in self.term):
             return ()
@@ -131,17 +131,17 @@ def array(
     mesh: Mapping[str, int],
     exchanged: Mapping[int, Collection[str]],
 ) -> Array | None:
-    """Find the operand or result that an array on one device is, or a shard of it.
+    """Find the operand or result of which an array on one device is a shard.
 
-    Returns None if there is none, or if there are several with other axes.
+    Returns None if there is none, or if there are several with different axes.
 
     Arguments:
         kind: the kind of the collective that carries it.
         when: its phase.
-        sizes: those of the array on each device.
-        exchanged: by place, the mesh axes over which the array is not sharded there: those that it is gathered over.
+        sizes: the sizes of the array on each device.
+        exchanged: by position, the mesh axes over which the array is gathered, and so not sharded.
     """
-    if kind in ("all-reduce", "reduce-scatter"):  # of a result, or of the gradient of an operand
+    if kind in ("all-reduce", "reduce-scatter"):  # it carries a result, or the gradient of an operand
         likely = _matches(op.operands if when == "backward" else op.results, sizes, mesh, exchanged)
         if len(likely) == 1:
             return likely[0]
@@ -150,9 +150,9 @@ def array(
 
 
 def array_in_other_shape(op: ScopedOperation, when: str, elements: int, mesh: Mapping[str, int]) -> Array | None:
-    """Find the result, or the operand whose gradient it is, that an array with so many elements on one device is.
+    """Find the result, or the operand with a gradient, of so many elements on each device.
 
-    Returns None if there is none, or if there are several with other axes.
+    Returns None if there is none, or if there are several with different axes.
     """
 
     def local(term: Term) -> int:
@@ -177,7 +177,7 @@ def _matches(
 def _match(
     term: Term, sizes: Sequence[int], mesh: Mapping[str, int], exchanged: Mapping[int, Collection[str]]
 ) -> Array | None:
-    """Find an order of the axes in which they have these sizes, each divided by what it may be sharded over."""
+    """Find an order of the axes in which they have these sizes, each divided by a possible number of shards."""
     if any(axis.size is None for axis in term):
         return None
     places = [i for i, n in enumerate(sizes) if n != 1]
@@ -194,7 +194,7 @@ def _match(
     orders = [order for order in itertools.permutations(large, len(places)) if fits(order)]
     if not orders:
         return None
-    # The first is in the order of the term. Another one may be right only if it is the only one.
+    # The first has the order of the term. Another order counts only if it is the only one.
     first = orders[0]
     in_order = [axis for axis in large if axis in first] == list(first)
     return Array(term, tuple(zip(first, places, strict=True)) if in_order or len(orders) == 1 else None)
@@ -210,13 +210,13 @@ def _local_sizes(axis: NamedAxis, mesh: Mapping[str, int], without: Collection[s
 
 
 def groups(scope: str) -> int:
-    """Return by the matrices of how many groups a compiler for CPUs multiplies each row of a grouped product; or 1."""
+    """Return the number of matrices by which a compiler for CPUs multiplies each row of a grouped product; or 1."""
     found = operation(scope)
     return (found.operands[2][0].size or 1) if found is not None and found.name == "MoELinear" else 1
 
 
 def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gathered: Collection[str]) -> str | None:
-    """Say in names why an operation needs a collective over some mesh axes, or return None if it is not known.
+    """Explain by name why an operation needs a collective over some mesh axes; return None if it is not known.
 
     Arguments:
         kind: the kind of the collective.
@@ -263,7 +263,7 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
     ):
         return f"sends rows to {_said(found)}, or results back"
     if kind in ("collective-permute", "all-to-all") and not stored:
-        # What moves are shards along an axis that the operation has over these mesh axes.
+        # The collective moves shards along an axis that the operation has over these mesh axes.
         if names := " or ".join(a.name for a in sharded(axes.keys()) if _covers([a], mesh_axes)):
             which = f"{names}, which is sharded over {_listed(over)}"
             trade = f"trades shards along {which}, for shards along another axis, or back"
@@ -275,13 +275,13 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
 
 
 def reason_of_placement(gathered: Collection[str], moved: Collection[str], over: Collection[str]) -> str:
-    """Say that a placement needs all of some axes, or shards along others."""
+    """Explain that a placement needs all of some axes, or shards along others."""
     does = f"replicates {_listed(gathered)}" if gathered else f"shards another axis than {_listed(moved)}"
     return f"a placement {does}, which came sharded over {_listed(over)}"
 
 
 def reason_of_use(op: ScopedOperation, gathered: Collection[str], moved: Collection[str]) -> str:
-    """Say that what uses the result of an operation needs all of some axes, or shards along others."""
+    """Explain that the users of a result need all of some axes, or shards along others."""
     said = _said([a for a in dict.fromkeys(a for term in op.results for a in term) if a.name in (*gathered, *moved)])
     if gathered:
         return f"uses the result of {op.name} with all of {said}"
@@ -291,7 +291,7 @@ def reason_of_use(op: ScopedOperation, gathered: Collection[str], moved: Collect
 def _stored(op: ScopedOperation, over: Collection[str]) -> list[NamedAxis]:
     """Return the axes of parameters that are stored sharded over some mesh axes.
 
-    What has an axis that is sharded over the same mesh axis in the operation is no parameter.
+    An operand with an axis that is sharded over the same mesh axis in the operation is no parameter.
     """
     found = {
         a.name: a
@@ -303,7 +303,7 @@ def _stored(op: ScopedOperation, over: Collection[str]) -> list[NamedAxis]:
 
 
 def keeps(op: ScopedOperation, axes: Collection[str]) -> bool:
-    """Return whether an operation computes each shard along some axes for itself, as elementwise operations do."""
+    """Return whether an operation computes each shard along some axes by itself, as elementwise operations do."""
     in_results = {a.name for term in op.results for a in term}
     return op.name in _KEEPS_SHARDS and in_results.issuperset(axes)
 
@@ -319,7 +319,7 @@ def gathers_parameters(op: ScopedOperation) -> bool:
 
 
 def moved(op: ScopedOperation, over: Collection[str]) -> Axes:
-    """Return the only axis of an operation that is sharded over some mesh axes, which an all-to-all over them moves."""
+    """Return the only axis of an operation that is sharded over some mesh axes: an all-to-all over these moves it."""
     axes = {a.name: a for term in (*op.operands, *op.results) for a in term}
     if _stored(op, over):
         return ()

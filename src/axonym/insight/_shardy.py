@@ -1,7 +1,7 @@
-"""Read what Shardy, the part of the compiler that shards a program, makes of a lowered step. It takes no devices.
+"""Read how Shardy, the part of the compiler that shards programs, shards a lowered step. It needs no devices.
 
-Its passes put collectives with the names of mesh axes in the program that JAX makes. The compiler still changes that
-program: what it may leave out, and what it may add, is summed up as `uncertain`.
+Its passes insert collectives with the names of mesh axes into JAX's program. The compiler still changes that program:
+`uncertain` sums up the bytes that it may omit or add.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ _OF_SHARDY = {
     "sdy.all_to_all": ("all-to-all", "params"),
     "sdy.collective_permute": ("collective-permute", "out_sharding"),
 }
-"""The collectives that the passes make, with what says their mesh axes. They have the types of whole arrays."""
+"""The collectives that the passes insert, and the attribute with their mesh axes. Their types are of global arrays."""
 _OF_STEP = {
     f"stablehlo.{kind.replace('-', '_')}": kind
     for kind in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute",
                  "collective-broadcast")
 }  # fmt: skip
-"""Those that the step asks for. They have the types of the arrays on one device."""
+"""The collectives that the step itself requests. Their types are of the arrays on one device."""
 _MOVES_NOTHING = {
     "stablehlo.constant", "stablehlo.iota", "stablehlo.return", "stablehlo.optimization_barrier", "func.return",
     "stablehlo.partition_id", "stablehlo.create_token", "stablehlo.after_all",
 }  # fmt: skip
-"""Operations for which there is no rule, and need be none."""
+"""Operations that need no rule."""
 
 Over = tuple[tuple[str, ...], ...]
-"""The mesh axes of each axis of an array. One that is used in part is `name:(before)size`, as in the program."""
+"""The mesh axes of each axis of an array. Part of a mesh axis is `name:(before)size`, as in the program."""
 
 
 def sharded_program(lowered: Any) -> ShardyProgram:
-    """Return what a lowered function does after the passes of Shardy."""
-    # How modules are read and changed is no public interface.
+    """Run the passes of Shardy on a lowered function, and return its program."""
+    # JAX has no public interface to read and change modules.
     try:
         from jaxlib.mlir import ir
         from jaxlib.mlir.passmanager import PassManager
@@ -71,7 +71,7 @@ def sharded_program(lowered: Any) -> ShardyProgram:
 
 
 def _replace_chlo(operation: Any, ir: Any) -> None:
-    """Replace an elementwise operation of which Shardy knows nothing by one that it knows, with the same shapes."""
+    """Replace an elementwise operation that Shardy does not know by a known one with the same shapes."""
     operands, types = list(operation.operands), [result.type for result in operation.results]
     if len(types) != 1 or any(x.type.shape != types[0].shape for x in operands) or len(operands) not in (1, 2):
         return
@@ -107,31 +107,31 @@ class ShardyProgram:
     """The collectives and the flops of a module, after the passes of Shardy."""
 
     def __init__(self, module: Any):
-        self._module = module  # what is told of users later is read from it
+        self._module = module  # later descriptions are read from it
         self.exchanges: list[Exchange] = []
         self.flops: int | None = 0
         self.needed_flops: int | None = 0
-        """Those that do not depend on branches."""
+        """The flops that do not depend on branches."""
         self.grouped = False
         """Whether the module has grouped products."""
         self.uncounted: dict[str, None] = {}
         """Operations whose flops are not counted."""
         self.moved: dict[str, None] = {}
-        """Operations along sharded axes of which the compiler decides what they exchange."""
+        """Operations along sharded axes whose communication the compiler decides."""
         self.uncertain = 0
-        """The bytes by which the sent ones may be off, for each device."""
+        """The error of the bytes sent, for each device."""
         self.mesh: dict[str, int] = {}
         self._functions: dict[str, Any] = {}
         self._over: dict[Any, Over] = {}
         """The mesh axes of the arguments of blocks."""
         self._loops: list[tuple[int | None, set[Any]]] = []
-        """Of each loop around, how often it runs, and the values that may differ between its turns."""
+        """For each surrounding loop, how often it runs, and the values that may change between iterations."""
         self._numbers: dict[Any, int] = {}
-        """A number for each array, the same for arrays that are computed alike, which the compiler may compute once."""
+        """A number for each array, equal for arrays that are computed alike: the compiler may compute them once."""
         self._known: dict[Any, int] = {}
-        """The number of what an operation computes from arrays of some numbers."""
+        """The number of each result, by its operation and the numbers of its operands."""
         self._constant: set[int] = set()
-        """The numbers of what depends on no argument."""
+        """The numbers of arrays that depend on no argument."""
         self._seen: set[Any] = set()
         for operation in (op.operation for op in module.regions[0].blocks[0].operations):
             if operation.name == "sdy.mesh":
@@ -155,13 +155,13 @@ class ShardyProgram:
         self._block(block, around)
 
     def _argue(self, block: Any, given: Sequence[Any]) -> None:
-        """Note what is given for the arguments of a block."""
+        """Map the arguments of a block to the values passed to them."""
         for argument, value in zip(block.arguments, given, strict=False):
             self._numbers[argument] = self._number(value)
             self._follow([value], [argument])
 
     def _follow(self, given: Sequence[Any], made: Sequence[Any]) -> None:
-        """Note whether what is made of values differs between the turns of loops."""
+        """Record whether results change between the iterations of loops."""
         for _, changing in self._loops:
             (changing.difference_update if changing.isdisjoint(given) else changing.update)(made)
 
@@ -222,7 +222,7 @@ class ShardyProgram:
         return Origin(scope, lambda: (*frames_of(location), *around.frames))
 
     def _repeats(self, values: Sequence[Any]) -> int:
-        """Return how often loops do again what they can do once, with the same values."""
+        """Return how often loops repeat an operation on the same values, which they could run once."""
         count = 1
         for turns, changing in reversed(self._loops):
             if not changing.isdisjoint(values):
@@ -230,10 +230,10 @@ class ShardyProgram:
             count *= turns or 1
         return count
 
-    # --- what is computed alike ---
+    # --- equal computations ---
 
     def _number(self, value: Any) -> int:
-        """Return the number of an array, whatever its sharding is."""
+        """Return the number of an array, whatever its sharding."""
         value = _moved_from(value)
         return (
             self._numbers[value] if value in self._numbers else self._numbers.setdefault(value, self._numbered(value))
@@ -258,7 +258,7 @@ class ShardyProgram:
             yield from found
 
     def _key(self, op: Any) -> Any:
-        """Return the same for operations that compute the same."""
+        """Return a key that is equal for operations that compute the same."""
         inner = tuple((x.name, _said(x)) for x in _all(op)) if len(op.regions) else ()
         return op.name, _said(op), tuple(map(self._number, op.operands)), inner
 
@@ -294,7 +294,7 @@ class ShardyProgram:
             self._note(op, kind, axes, 2, True, [(operand, before, after)], around)
             return
         given = after if kind in ("all-to-all", "all-reduce") else before
-        # All-to-alls are one after the other, the other kinds along all axes at once.
+        # All-to-alls run one after another, other kinds along all axes at once.
         for listed in re.findall(r"\{([^{}]*)\}", text) if kind == "all-to-all" else [text]:
             axes = _axes(listed)
             if (count := self._count(axes)) > 1:
@@ -304,7 +304,7 @@ class ShardyProgram:
                     self._reduced(operand, axes, after.bytes, around)
 
     def _reduced(self, operand: Any, axes: Sequence[str], size: int, around: _Within) -> None:
-        """Add up what is sent if the compiler reduces along one axis of an array after the other."""
+        """Add the bytes sent if the compiler reduces the axes of an array one after another."""
         summed = operand.owner
         rule = str(summed.attributes["sdy.sharding_rule"]) if "sdy.sharding_rule" in summed.attributes else ""
         found = self._along(list(summed.operands), rule, "reduction")
@@ -329,14 +329,14 @@ class ShardyProgram:
             [(x, self._local(x), self._local(y)) for x, y in zip(op.operands, op.results, strict=False)],
             1,
         )
-        if kind == "all-to-all":  # as the compiler for CPUs writes it
+        if kind == "all-to-all":  # as the compiler for CPUs implements it
             (operand, shape, _), at, pieces = carried[0], int(op.attributes["split_dimension"]), count
             piece = HloShape(shape.dtype, (*shape.sizes[:at], shape.sizes[at] // count, *shape.sizes[at + 1 :]))
             carried = [(operand, piece, piece)]
         if count > 1:
             self._note(op, kind, axes, count, whole, carried, around, pieces)
             for value, before, after in carried if kind not in ("all-reduce", "collective-permute") else ():
-                # What is sharded over mesh axes that are left to the compiler, it may gather before, and again after.
+                # The compiler may gather arrays that are sharded over mesh axes left to it, before and again after.
                 if (shards := self._count([a for over in self.over(value) for a in over])) > 1:
                     most = (sent_by(kind, pieces * before.bytes, count) or 0) + pieces * (before.bytes + after.bytes)
                     self.uncertain += (around.times or 1) * (shards - 1) * most
@@ -414,7 +414,7 @@ class ShardyProgram:
             name = called
         values = [x for x in (*op.operands, *op.results) if hasattr(x.type, "shape")]
         if name == "gather" and not around.manual and not any(self.over(op.operands[1])):
-            # Where it is looked up, where it is used, and in the backward pass, the compiler may gather it.
+            # The compiler may gather it at the look-up, at its use, and in the backward pass.
             over = [a for axes in self.over(op.results[0]) for a in axes]
             self.uncertain += 3 * (around.times or 1) * self._local(op.results[0]).bytes * (self._count(over) - 1)
         if "sdy.sharding_rule" in op.attributes:
@@ -423,7 +423,7 @@ class ShardyProgram:
         elif op.name.startswith("sdy.") or op.name in _MOVES_NOTHING or op.name == "func.return":
             return
         sharded = [x for x in values if any(self.over(x))]
-        if sharded:  # at most, all of them are gathered
+        if sharded:  # at most, all are gathered
             self.moved.setdefault(name)
             most = (
                 self._local(x).bytes * (self._count([a for axes in self.over(x) for a in axes]) - 1) for x in sharded
@@ -431,7 +431,7 @@ class ShardyProgram:
             self.uncertain += (around.times or 1) * sum(most)
 
     def _along(self, values: Sequence[Any], rule: str, *kinds: str) -> list[tuple[Any, tuple[str, ...]]]:
-        """Return the arrays that are sharded along factors of some kinds in the rule of an operation, and over what."""
+        """Return the arrays that are sharded along factors of some kinds in an operation's rule, and the mesh axes."""
         listed = re.findall(rf"(?:{'|'.join(kinds)})=\{{([^}}]*)\}}", rule)
         factors = {factor for found in listed for factor in re.findall(_FACTOR, found)}
         terms = re.findall(r"\[([^\[\]]*)\]", rule.partition("{")[0])
@@ -456,7 +456,7 @@ def _changes_nothing(op: Any) -> bool:
 
 
 def _splat(value: Any) -> float | None:
-    """Return the number that all elements of a constant are."""
+    """Return the value that all elements of a constant have."""
     while getattr(value.owner, "name", "") in ("stablehlo.broadcast_in_dim", "stablehlo.convert"):
         value = value.owner.operands[0]
     if getattr(value.owner, "name", "") not in ("sdy.constant", "stablehlo.constant"):
@@ -466,7 +466,7 @@ def _splat(value: Any) -> float | None:
 
 
 def _said(op: Any) -> Any:
-    """Return what an operation says besides its operands and their shardings."""
+    """Return the attributes of an operation, without operands and shardings."""
     said = tuple((name, str(op.attributes[name])) for name in op.attributes if not name.startswith("sdy."))
     return said, tuple(str(result.type) for result in op.results)
 
@@ -479,12 +479,12 @@ def _name(axis: str) -> str:
 
 
 def _axes(text: str) -> tuple[str, ...]:
-    """Return the mesh axes in a list of them: `"data", "model":(1)2`."""
+    """Return the mesh axes in a list such as `"data", "model":(1)2`."""
     return tuple(name + part for name, part in re.findall(r'"([^"]+)"(:\(\d+\)\d+)?', text))
 
 
 def _shardings(text: str) -> list[Over]:
-    """Return what is in a list of shardings, or in one: `<@mesh, [{"data"}, {}]>`."""
+    """Return the mesh axes in one or several shardings such as `<@mesh, [{"data"}, {}]>`."""
     axis = r'(?:"[^"]+"(?::\(\d+\)\d+)?|\?)'
     found = re.findall(rf"<@[^,\s]+, \[((?:\{{(?:{axis}(?:, )?)*\}}(?:p\d+)?(?:, )?)*)\]", text)
     if len(found) != text.count("<@") or (not found and not text.endswith("<[]>")):
@@ -493,7 +493,7 @@ def _shardings(text: str) -> list[Over]:
 
 
 def _dtype(element: str) -> str:
-    """Return a type as XLA writes it."""
+    """Convert a type to XLA's name."""
     if element == "i1":
         return "pred"
     found = re.fullmatch(r"(u?)i(\d+)", element)
@@ -501,14 +501,14 @@ def _dtype(element: str) -> str:
 
 
 def _moved_from(value: Any) -> Any:
-    """Return the array that was only given other shardings to make this one."""
+    """Return the array of which this one is a resharded copy."""
     while getattr(value.owner, "name", "") in ("sdy.all_gather", "sdy.all_slice", "sdy.all_to_all"):
         value = value.owner.operands[0]
     return value
 
 
 def _turns(loop: Any) -> int | None:
-    """Return how often a loop runs that counts from one constant to another; None if it is another loop."""
+    """Return how often a loop that counts from one constant to another runs; None for other loops."""
     test, body = (region.blocks[0] for region in loop.regions)
     compare, step = (block.operations[len(block.operations) - 1].operation for block in (test, body))
     compare = compare.operands[0].owner

@@ -1,4 +1,4 @@
-"""Numbers and tables in text."""
+"""Format numbers and tables as text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def written_number(count: int) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines whose cells stand in columns."""
+    """Return lines with their cells aligned in columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -38,7 +38,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def rich_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
-    """Return a table of Rich."""
+    """Build a table for Rich."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""Meshes of TPUs that this machine does not have, for which XLA compiles all the same."""
+"""Meshes of TPUs that this machine does not have, for which XLA can still compile."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _MACHINE = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""What the TPU compiler would otherwise ask a machine with TPUs for, and wait; and that other processes may load it,
-too. None of it changes what it compiles. It reads them when it is first used, and they stay in the environment."""
+"""Values that the TPU compiler would otherwise request from a machine with TPUs, and wait for; and permission for other
+processes to load it, too. None affects compiled programs. It reads them on first use; they stay in the environment."""
 
 
 def on_topology(mesh: AnyMesh | None, topology: str) -> Mesh:
@@ -28,7 +28,7 @@ def on_topology(mesh: AnyMesh | None, topology: str) -> Mesh:
             f"explain: a mesh is needed for the topology {topology!r}: pass `mesh`, which needs no devices."
         )
     try:
-        import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]  # only whether it is there
+        import libtpu  # noqa: F401  # pyright: ignore[reportMissingImports]  # only to see if it exists
     except ImportError as e:
         raise ImportError(f"{e}. Compiling for TPUs needs their compiler: install axonym[tpu-plan].") from e
     from jax.experimental import topologies
@@ -49,7 +49,7 @@ def on_topology(mesh: AnyMesh | None, topology: str) -> Mesh:
 
 
 def moved_to(mesh: Mesh, tree: Any) -> Any:
-    """Replace the arrays of a tree by abstract ones, whose shardings are those of the arrays, but on this mesh."""
+    """Replace the arrays of a tree by abstract ones with the same shardings, but on this mesh."""
 
     def moved(x: Any) -> Any:
         if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):

@@ -50,7 +50,7 @@ def blame(
 ) -> Blame:
     """Find the first operation at which an axis stops being sharded, because it is gathered or moved.
 
-    The indices of look-ups do not count: a table that is stored sharded is looked up with all of them.
+    Indices of look-ups do not count: looking up a table that is stored sharded needs all of them.
 
     Arguments:
         step, args, mapping, mesh, kwargs: as in `explain`.

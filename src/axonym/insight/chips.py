@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What a chip can do at most, by its maker.
+    """The peak rates and the memory of a chip, as published by its maker.
 
     >>> axn.insight.CHIPS["v5e"].memory_bandwidth
     819000000000.0

@@ -26,7 +26,7 @@ def compare(
     topology: str | None = None,
     chip: Chip | str | None = None,
 ) -> Comparison:
-    """Explain a step under several mappings, and put what differs in one table.
+    """Explain a step under several mappings, and compare the reports in one table.
 
     Arguments:
         step: the function. None if each entry of `mappings` is a step.
@@ -56,7 +56,7 @@ def compare(
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The reports of one step under several mappings: printed as a table, and what each has that the first has not.
+    """The reports of one step under several mappings. Prints as a table, with what each sends that the first does not.
 
     >>> f, x = lambda x: x * 2, axn.ones({"batch": 8})
     >>> print(axn.insight.compare(f, [x], {"a": {"batch": None}, "b": {"batch": None}}, by="partitioner"))

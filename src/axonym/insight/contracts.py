@@ -39,16 +39,16 @@ def contract(
     mapping: Any = None,
     mesh: AnyMesh | None = None,
 ) -> Contract:
-    """Make a contract: what a step may send between devices, and keep.
+    """Make a contract: limits on what a step may send between devices, and keep in memory.
 
-    It is used in three ways. `contract(...).check(step, *args)` checks a step. In `with contract(...) as c:`, what
-    `c.check` finds is raised together at the end; a block that checks nothing is an error. And as a decorator of a
-    step, above `named_jit` or `jax.jit`, it checks each program before it runs for the first time.
+    There are three ways to use it. `contract(...).check(step, *args)` checks a step. `with contract(...) as c:` raises
+    everything that `c.check` finds together at the end; a block that checks nothing is an error. As a decorator of a
+    step, above `named_jit` or `jax.jit`, it checks each program before its first run.
 
     Arguments:
         max_sent: by mesh axis, the bytes that each device may send over it in a call: a number, or `"1.5 MiB"`.
-        never_gathers: axes that no all-gather may complete on a device, except those of indices of a look-up. One that
-            may do so, because sizes that coincide leave open what it gathers, breaks the contract too.
+        never_gathers: axes that no all-gather may complete on a device, except those of indices of a look-up. An
+            all-gather that may do so, because equal sizes make it ambiguous what it gathers, breaks the contract too.
         scatters_gradients: whether gradients of parameters that `fsdp` stores sharded over a mesh axis must be summed
             over it by reduce-scatters.
         max_memory: the bytes that a device may hold: arguments, results and temporaries.
@@ -91,7 +91,7 @@ class Contract:
 
     @property
     def has_checked(self) -> bool:
-        """Return whether a step was checked, in a with-block whether one was checked in it.
+        """Return whether any step was checked; in a with-block, whether any was checked inside it.
 
         >>> axn.insight.contract(max_sent={}).has_checked
         False
@@ -99,7 +99,7 @@ class Contract:
         return self._checked > 0
 
     def check(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
-        """Explain a step, and raise if it breaks the contract; in a with-block, at its end.
+        """Explain a step, and raise an error if it breaks the contract; in a with-block, at its end.
 
         >>> axn.insight.contract(max_sent={}).check(lambda x: x * 2, axn.ones({"x": 8})).total_sent()
         0
@@ -116,7 +116,7 @@ class Contract:
         return report
 
     def broken(self, report: Report) -> tuple[str, ...]:
-        """Say what a report has that the contract rules out.
+        """Return the parts of a report that break the contract, one message for each.
 
         >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"x": 8}))
         >>> (line,) = axn.insight.contract(max_memory=8).broken(report)
@@ -223,7 +223,7 @@ def _remedies(axis: str) -> str:
 
 
 def _remedies_for_sending(c: Collective, mesh_axis: str) -> str:
-    """Return the two nearest ways to send less than a collective does."""
+    """Return the two most direct ways to reduce the bytes that a collective sends."""
     stored = " and ".join(c.stored)
     if c.kind == "all-gather" and stored:
         return (
@@ -250,7 +250,7 @@ def _remedies_for_sending(c: Collective, mesh_axis: str) -> str:
 
 
 def _remedies_for_memory(memory: Memory) -> str:
-    """Return the two nearest ways to hold less in memory."""
+    """Return the two most direct ways to use less memory."""
     if memory.temporaries >= max(memory.arguments, memory.results - memory.aliased):
         return (
             "Either keep less for the backward pass, by jax.checkpoint or `gradient_checkpointing` of nn.Stacked; or "

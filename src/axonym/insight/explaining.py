@@ -51,17 +51,17 @@ def explain(
     Arguments:
         step: a function, or one compiled by `named_jit`, `fsdp` or `jax.jit`. It is not run.
         *args: its arguments, which may be abstract; also those by keyword. `axonym.shard` places abstract arrays too.
-        mapping: how to distribute a function that does not say so itself: a resource mapping, for `named_jit` with its
-            arguments placed by it, or a parameter mapping and a compute mapping, for `fsdp`.
+        mapping: how to distribute a plain function: a resource mapping, for `named_jit` with its arguments placed by
+            it, or a parameter mapping and a compute mapping, for `fsdp`.
         mesh: the mesh; by default the active one. One without devices takes those of this machine, if there are enough.
-        by: where the report is from. `"compiled"` compiles the step to the end. `"partitioner"`, on CPUs, stops before
-            the code is generated, which takes most of the time, and so knows nothing of memory; collectives and flops
-            are the same. `"shardy"` runs only the passes that shard the program, on a mesh of any size, whose devices
-            need not exist; the report says by how much what is sent may be off. `"names"` compiles nothing: it traces
-            the step and works out by name what the mapping makes of it, on a mesh of any size. It takes a function that
-            does not say how it is distributed, assumes that every array is sharded by the mapping, and raises an error
-            where names do not tell what is exchanged.
-        topology: the TPUs to compile for, such as `"v5e:4x4"`, which need not be here. Takes the extra `tpu-plan`.
+        by: how the report is made. `"compiled"` compiles the step to the end. `"partitioner"`, on CPUs, stops before
+            code generation, which takes most of the time, so memory is not known; collectives and flops are the same.
+            `"shardy"` runs only the passes that shard the program, on a mesh of any size, whose devices need not exist;
+            the report says by how much the bytes sent may be off. `"names"` compiles nothing: it traces the step and
+            works out by name what each operation does under the mapping, on a mesh of any size. It takes a plain
+            function that does not say how it is distributed, assumes that the mapping shards every array, and raises an
+            error where names do not determine what is exchanged.
+        topology: the TPUs to compile for, such as `"v5e:4x4"`, which need not exist here. Needs the extra `tpu-plan`.
         chip: the chip for which to give lower bounds on time: a `Chip`, or the name of one of `CHIPS`.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
@@ -123,7 +123,7 @@ def mappings_of(step: Callable[..., Any], mapping: Any) -> tuple[Mapping[str, En
     """Return the parameter and the compute mapping by which to distribute a function that does not say how."""
     if mapping is None or hasattr(step, "lower"):
         raise ValueError("explain: by='names' takes the function that is compiled, and its mapping as `mapping=`.")
-    distributed(step, mapping)  # which says what is wrong with it
+    distributed(step, mapping)  # which raises the error
     storage, compute = ({}, mapping) if is_resource_mapping(mapping) else mapping
     return normalize_mapping(storage, "explain"), normalize_mapping(compute, "explain")
 
@@ -155,7 +155,7 @@ def active(mesh: AnyMesh | None) -> Iterator[None]:
 
 
 def _mesh(args: Any, kwargs: Any, devices: int) -> dict[str, int] | None:
-    """Return the mesh axes of a program and their sizes; None if no mesh is known that has its devices."""
+    """Return the mesh axes of a program and their sizes; None if no known mesh has its devices."""
     active = current_mesh()
     meshes = [] if active is None else [active]
     for leaf in jax.tree.leaves((args, kwargs)):
@@ -214,7 +214,7 @@ def _report(
         )
     notes += _notes_on(collectives, flops is None)
     bounds = None if chip is None else bounds_on(chip, collectives, memory, needed)
-    # Programs for others are in several kinds of memory, and their collectives run beside other work.
+    # Programs for other platforms use several kinds of memory, and their collectives run beside other work.
     course = None
     if platform == "cpu":
         try:
@@ -231,7 +231,7 @@ def _report(
 
 
 def _sharded(step: str, lowered: Any, names: ArgumentNames, chip: Chip | None) -> Report:
-    """Report what a lowered step does after the passes of Shardy."""
+    """Report on a lowered step after the passes of Shardy."""
     program, constraints = _shardy.sharded_program(lowered), Constraints(lowered)
     collectives = [c for found in program.exchanges for c in describe(found, constraints, program.mesh)]
     notes = [
@@ -253,7 +253,7 @@ def _sharded(step: str, lowered: Any, names: ArgumentNames, chip: Chip | None) -
 
 
 def _notes_on(collectives: Sequence[Collective], loops: bool) -> Iterator[str]:
-    """Say what depends on values; `loops` is whether flops do."""
+    """Note which numbers depend on values; `loops` is whether flops do."""
     if loops:
         yield "flops are not known, because the length of a loop depends on values"
     if any(c.times is None for c in collectives):
@@ -265,7 +265,7 @@ def _notes_on(collectives: Sequence[Collective], loops: bool) -> Iterator[str]:
 
 
 def _exchange(program: HloProgram, visit: Visit, kind: str, mesh: dict[str, int] | None) -> Exchange:
-    """Read what a collective carries."""
+    """Read the arrays that a collective carries."""
     instruction = visit.instruction
     found = groups(instruction, program.devices)
     pairs = kind == "collective-permute"
@@ -278,9 +278,9 @@ def _exchange(program: HloProgram, visit: Visit, kind: str, mesh: dict[str, int]
     carried = [(origin(producer), shape) for producer, shapes in program.operands(visit) for shape in shapes]
     results = _result_shapes(instruction, len(carried))
     pieces = 1
-    if kind == "ragged-all-to-all":  # what it is written to, offsets and sizes come with the operand
+    if kind == "ragged-all-to-all":  # the operand comes with its destination, offsets and sizes
         carried, results = carried[:1], results[:1]
-    if kind == "all-to-all" and len(carried) == count > 1:  # of one array, a piece for each device
+    if kind == "all-to-all" and len(carried) == count > 1:  # the pieces of one array, one for each device
         pieces, carried, results = count, carried[:1], results[:1]
     return Exchange(
         kind=kind,
@@ -297,7 +297,7 @@ def _exchange(program: HloProgram, visit: Visit, kind: str, mesh: dict[str, int]
 
 
 def _result_shapes(instruction: Instruction, carried: int) -> tuple[HloShape, ...]:
-    """Return the results of a collective; the start of an asynchronous one lists its operands in front of them."""
+    """Return the results of a collective; the start of an asynchronous one lists its operands before them."""
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
         return instruction.shapes
     return instruction.shapes[carried : 2 * carried]
@@ -307,14 +307,14 @@ def _result_shapes(instruction: Instruction, carried: int) -> tuple[HloShape, ..
 
 
 def _flops(instruction: Instruction, operands: Sequence[HloShape]) -> int:
-    """Return the flops of a product or a convolution: a multiplication and an addition for each pair of numbers."""
+    """Return the flops of a product or convolution: a multiplication and an addition for each pair of numbers."""
     result = int(np.prod(instruction.shapes[0].sizes, dtype=object))
     left, right = operands[:2]
     if instruction.opcode == "dot":
         summed = re.findall(r"\d+", instruction.attribute("lhs_contracting_dims") or "")
         return 2 * result * int(np.prod([left.sizes[int(i)] for i in summed], dtype=object))
-    # Every output feature sees the input features of the kernel, at the places that are neither padding nor, in what is
-    # spread out, between elements. Compilers for TPUs write products as such convolutions.
+    # Every output feature sees the input features of the kernel, except at padding and at the gaps of dilation.
+    # Compilers for TPUs write products as such convolutions.
     labels = re.fullmatch(r"([0-9a-z]+)_([0-9a-z]+)->([0-9a-z]+)", instruction.attribute("dim_labels") or "")
     assert labels, f"a convolution without dim_labels: {instruction.attributes}"
     shapes = (left, right, instruction.shapes[0])
@@ -327,7 +327,7 @@ def _flops(instruction: Instruction, operands: Sequence[HloShape]) -> int:
 
 
 def _seen_places(convolution: Instruction, i: int, size: int, out: int) -> int:
-    """Return how many pairs of an output and an element of the window meet an element of the input, along one axis."""
+    """Count the pairs of an output and a window element that meet an element of the input, along one axis."""
     settings = dict(part.split("=") for part in (convolution.attribute("window") or "{}").strip("{}").split())
     window, stride, spread, apart = (
         int(settings[name].split("x")[i]) if name in settings else 1

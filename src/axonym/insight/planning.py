@@ -1,4 +1,4 @@
-"""`plan`: the mesh and the mappings with which a step takes least time, as far as names tell."""
+"""`plan`: find the mesh and the mappings under which a step takes the least time, as far as names tell."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class PlannedMapping:
 
     @property
     def seconds(self) -> float:
-        """Return the least time of a step: the longest of its bounds.
+        """Return the lower bound on the time of a step: the longest of its bounds.
 
         >>> step = lambda w, x: axn.dot(x, w, axis="embed")
         >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
@@ -89,14 +89,14 @@ class PlannedMapping:
         return "\n".join(lines)
 
     def _order(self) -> tuple[float, float, int]:
-        """Return what plans are ordered by: bounds that agree to two digits are told apart by their sum."""
+        """Return the sort key of plans: if their bounds agree to two digits, their sum decides."""
         total = sum(t for t in (self.bounds.compute, *self.bounds.links.values()) if t is not None)
         return float(f"{self.seconds:.2g}"), total, len(self.mesh) + len(self.compute) + len(self.storage)
 
 
 @dataclasses.dataclass(frozen=True)
 class MappingPlan:
-    """The mappings that `plan` found, the best first: printed as a table, with the best as code.
+    """The mappings that `plan` found, the best first. Prints as a table, with the best one as code.
 
     >>> step = lambda w, x: axn.dot(x, w, axis="embed")
     >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
@@ -120,7 +120,7 @@ class MappingPlan:
 
     @property
     def best(self) -> PlannedMapping:
-        """Return the mapping that takes least time.
+        """Return the mapping that takes the least time.
 
         >>> step = lambda w, x: axn.dot(x, w, axis="embed")
         >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
@@ -184,31 +184,31 @@ def plan(
     ask: int = 12,
     verify: int = 3,
 ) -> MappingPlan:
-    """Search for the mesh and the mappings with which a step of training takes least time, and fits into memory.
+    """Search for the mesh and the mappings under which a training step fits into memory and takes the least time.
 
     The step is traced once, and each mapping is worked out by name, as `explain` does with `by="names"`: mappings of
     the batch (data parallelism), of the parameters between uses (FSDP), of axes along which devices can compute
-    independently (tensor parallelism), and of these together, on all meshes of one or two axes. For axes of which names
-    do not tell what is exchanged, such as those of experts, of a sequence, or of layers that run as a pipeline, Shardy
-    is asked, as by `explain` with `by="shardy"`: for a few mappings, since each takes as long as to lower the step.
-    What is left is not considered, and the result says so. A step with operations whose flops are not known, such as
-    convolutions, is refused.
+    independently (tensor parallelism), and of these together, on all meshes of one or two axes. For axes where names do
+    not determine what is exchanged, such as those of experts, of a sequence, or of layers that run as a pipeline, it
+    uses Shardy, like `explain` with `by="shardy"`: only for a few mappings, since each takes as long as lowering the
+    step. The remaining mappings are not considered, and the result says so. A step with operations whose flops are not
+    known, such as convolutions, is refused.
 
     The time of a mapping is the longest of its bounds: to compute, or to send over a mesh axis. Bounds that agree to
-    two digits are told apart by their sum. What Shardy is not certain of counts as sent. What runs only for some values
-    does not count: experts get as many rows each.
+    two digits are ordered by their sum. Bytes that Shardy is uncertain about count as sent. Anything that runs only for
+    some values does not count: all experts are assumed to get equally many rows.
 
     Arguments:
         step: a function of the model and more arguments, with the whole step in it: loss, gradients, update. It does
             not say how it is distributed, and is not run.
         model: its first argument, whose axes are those of the model. May be abstract.
-        *batch: the others. Axes that the model has not are those of the batch.
-        chips: how many there are.
-        chip: which: a `Chip`, or the name of one of `CHIPS`.
+        *batch: its other arguments. Axes that the model lacks are those of the batch.
+        chips: the number of chips.
+        chip: the kind of chip: a `Chip`, or the name of one of `CHIPS`.
         memory: the bytes that a device may keep, such as `"80 GiB"`; all that the chip has by default.
-        ask: for how many mappings to ask Shardy at most.
-        verify: how many of the best to explain by the partitioner too, where this process has as many devices, which on
-            a CPU can be simulated. They are ordered by what it says.
+        ask: the largest number of mappings to run Shardy on.
+        verify: how many of the best to explain by the partitioner too, if this process has enough devices, which a CPU
+            can simulate. These are ordered by its figures.
 
     >>> step = lambda w, x: axn.dot(x, w, axis="embed")
     >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
@@ -253,7 +253,7 @@ def _names(tree: Any) -> tuple[str, ...]:
 
 
 def _verified(p: PlannedMapping, step: Callable[..., Any], args: Sequence[Any], chip: Chip) -> PlannedMapping:
-    """Explain a planned mapping by the partitioner."""
+    """Explain a planned mapping with the partitioner."""
     report = explain(step, *args, mapping=p.mapping, mesh=_abstract(p.mesh), by="partitioner", chip=chip)
     assert report.bounds is not None, "there is a chip"
     return dataclasses.replace(p, bounds=report.bounds, verified=report)
@@ -263,7 +263,7 @@ def _verified(p: PlannedMapping, step: Callable[..., Any], args: Sequence[Any], 
 
 
 class _Search:
-    """All meshes and mappings of a traced step that names tell the cost of."""
+    """All meshes and mappings of a traced step whose cost can be computed from names."""
 
     def __init__(self, trace: NamedTrace, chip: Chip, of_model: Sequence[str], of_batch: Sequence[str]):
         self.trace, self.chip = trace, chip
@@ -287,7 +287,7 @@ class _Search:
         ]
 
     def _told(self, compute: Mapping[str, Over], storage: Mapping[str, Over], note: bool = True) -> bool:
-        """Return whether names tell what a mapping does on a mesh whose axes divide everything."""
+        """Return whether the cost of a mapping can be computed from names, on a mesh whose axes divide everything."""
         try:
             Account(self.trace, Layout({"data": 2, "model": 2}, compute, storage, self.trace.joined), divides=False)
         except NotKnown as e:
@@ -298,11 +298,11 @@ class _Search:
         return True
 
     def run(self, chips: int) -> Iterator[PlannedMapping]:
-        """Go through all mappings that divide the axes."""
+        """Yield a plan for each mapping that divides the axes."""
         for mesh, compute, storage in self._candidates(chips):
             try:
                 account = Account(self.trace, Layout(mesh, compute, storage, self.trace.joined))
-            except ValueError:  # they do not divide the axes, or names do not tell
+            except ValueError:  # it does not divide the axes, or names do not determine its cost
                 continue
             yield self._planned(account, mesh, compute, storage)
 
@@ -328,9 +328,9 @@ class _Search:
                             yield mesh, compute, {name: "data"} | used
 
     def ask(self, chips: int, step: Callable[..., Any], args: Sequence[Any], limit: int) -> Iterator[PlannedMapping]:
-        """Ask Shardy for mappings of which names do not tell what they exchange, few devices along an axis first."""
+        """Plan with Shardy the mappings whose communication names do not determine, few devices along an axis first."""
         sizes = [n for n in range(2, chips + 1) if chips % n == 0]
-        # Devices with other experts have other rows, too, if no array has both axes.
+        # Devices with different experts also have different rows, if no array has both axes.
         experts = [n for n in self.refused if n in self.trace.exchanged]
         others = [n for n in self.refused if n not in experts]
         tried = [(alike, pair) for alike, names in ((True, experts), (False, others), (False, experts))
@@ -352,11 +352,11 @@ class _Search:
                 yield from self._asked(mesh, compute, storage, step, args, limit)
 
     def of_refused(self, compute: Mapping[str, Over]) -> str:
-        """Say which axes a mapping shards of which names do not tell what they exchange."""
+        """List the sharded axes whose communication cannot be computed from names."""
         return f"sharding {', '.join(n for n in compute if n in self.refused)}"
 
     def _called(self, name: str) -> list[str]:
-        """Return the names of an axis in the course of the step, such as those of positions and of key positions."""
+        """Return all names that an axis has during the step, such as those of positions and of key positions."""
         found = [name]
         for known in found:
             for event in self.trace.events:
@@ -374,7 +374,7 @@ class _Search:
         args: Sequence[Any],
         limit: int,
     ) -> Iterator[PlannedMapping]:
-        """Ask Shardy for a mapping, if it divides the axes and fits into memory."""
+        """Plan a mapping with Shardy, if it divides the axes and fits into memory."""
         layout = Layout(mesh, compute, storage, self.trace.joined)
         try:
             check_sizes(layout, self.trace.arguments)
@@ -408,7 +408,7 @@ class _Search:
 
 
 def _kept(memory: Memory) -> int:
-    """Return the bytes that a device keeps: results that are arguments of the next step take their place."""
+    """Return the bytes on each device, counting results that become arguments of the next step once."""
     return max(memory.arguments, memory.results) + memory.temporaries
 
 
@@ -428,7 +428,7 @@ def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:
 
 
 def _agreement(p: PlannedMapping) -> str:
-    """Say how what the partitioner makes of a mapping differs from what names tell."""
+    """Compare the partitioner's result with the prediction from names."""
     assert p.verified is not None
     true = p.verified.total_sent()
     if true == p.sent:

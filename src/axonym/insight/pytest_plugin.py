@@ -1,6 +1,6 @@
 """A pytest plugin: fixtures that hold a step to a snapshot of its distribution, or to a contract.
 
-A project turns it on in its `conftest.py`: `pytest_plugins = ["axonym.insight.pytest_plugin"]`.
+A project enables it in its `conftest.py`: `pytest_plugins = ["axonym.insight.pytest_plugin"]`.
 """
 
 from __future__ import annotations

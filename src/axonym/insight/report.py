@@ -19,7 +19,7 @@ _SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What each device keeps, by the compiler's own account, in bytes.
+    """The bytes that each device holds, by the compiler's own account.
 
     >>> axn.insight.Memory(arguments=8, results=4, aliased=0, temporaries=0).arguments
     8
@@ -44,7 +44,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Least times of a call on a chip, in seconds. A step takes at least the longest of them.
+    """Lower bounds on the time of a call on a chip, in seconds. A step takes at least the longest of them.
 
     >>> axn.insight.Bounds("v5e", compute=1e-3, memory=2e-3, links={("data",): 5e-4}).binding
     'memory'
@@ -134,7 +134,7 @@ class Report:
         return _sum(chosen)
 
     def count(self, kind: str | None = None) -> int | None:
-        """Return how many collectives run in a call, those that carry several arrays once; None if values decide.
+        """Return how many collectives run in a call, counting those with several arrays once; None if values decide.
 
         >>> axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner").count("all-gather")
         0
@@ -180,9 +180,9 @@ class Report:
         return self._written(markdown=True)
 
     def draw(self, figure: Any = None) -> Any:
-        """Draw what each device holds in the course of the step, and what it sends over each set of mesh axes.
+        """Draw what each device holds over the course of the step, and what it sends over each set of mesh axes.
 
-        Takes the extra `plot`.
+        Needs the extra `plot`.
 
         Arguments:
             figure: Matplotlib's figure to draw into; by default a new one. It is returned, and can be saved.
@@ -231,7 +231,7 @@ class Report:
             yield "Nothing is sent between devices."
 
     def _sections(self) -> Iterator[Section]:
-        """Go through the tables: what is sent over each set of mesh axes, and what is held at the peak."""
+        """Yield the tables: the bytes sent over each set of mesh axes, and the arrays in memory at the peak."""
         for axes, found in self.by_axes().items():
             yield _title(axes, found), _HEADER, [_cells(row) for row in _rows(found)]
         if self.timeline is not None:
@@ -266,7 +266,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """What is written of collectives that differ in nothing but how often they run."""
+    """A row for collectives that differ only in how often they run."""
 
     kind: str
     when: str
@@ -279,7 +279,7 @@ class _Row:
 
 
 def _rows(found: Sequence[Collective]) -> list[_Row]:
-    """Return the rows for some collectives, those that send most first."""
+    """Return the rows for some collectives, largest bytes first."""
     merged: dict[_Row, list[Collective]] = {}
     for c in found:
         row = _Row(

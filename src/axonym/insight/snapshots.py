@@ -82,7 +82,7 @@ def differences(before: str, after: str) -> list[str]:
 
 
 def _arguments(text: str) -> dict[str, tuple[dict[str, str], int]]:
-    """Return for each argument of a snapshot what its axes are sharded over, and its bytes on each device."""
+    """Return, for each argument in a snapshot, the mesh axes of its axes, and its bytes on each device."""
     found: dict[str, tuple[dict[str, str], int]] = {}
     for path, axes, size in re.findall(r"^  (\S+) +\w+\[(.*)\]  +([\d.]+ \w+)$", text, re.MULTILINE):
         parts = re.findall(r"(?:([^\s,=]+)=)?\d+(?: over ([^,]+))?(?:, |$)", axes)

@@ -1,4 +1,4 @@
-"""What a device holds in the course of a step, and the pictures of that and of what it sends."""
+"""What a device holds over the course of a step, and the pictures of this and of what it sends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 8
 
 @dataclasses.dataclass(frozen=True)
 class HeldArray:
-    """Arrays that a device holds at the peak, and that are alike in all that is known of them.
+    """Arrays that a device holds at the peak, grouped if everything known about them is the same.
 
     >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
     >>> [(held.kind, held.array) for held in report.timeline.at_peak]
@@ -41,11 +41,10 @@ class HeldArray:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryTimeline:
-    """What each device holds in the course of a step, by when each array is made and used for the last time.
+    """What each device holds over the course of a step, from when each array is made and last used.
 
-    The compiler puts arrays into one block, in which there can be gaps, and may put some in one place of which this
-    does not know. In the tests, the peak differs from the compiler's own figure by less than a tenth of the
-    temporaries.
+    The compiler puts arrays into one block, which can have gaps, and may let some share memory in ways that this does
+    not know. In the tests, the peak differs from the compiler's own figure by less than a tenth of the temporaries.
 
     >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
     >>> report.timeline.peak
@@ -64,7 +63,7 @@ class MemoryTimeline:
 
     @property
     def peak(self) -> int:
-        """Return the most bytes that each device holds at a time.
+        """Return the most bytes that each device holds at any time.
 
         >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
         >>> report.timeline.peak == max(report.timeline.held)
@@ -73,14 +72,14 @@ class MemoryTimeline:
         return max(self.held)
 
     def _kept(self) -> str:
-        """Write what is kept for the backward pass, with the largest arrays."""
+        """Describe the memory kept for the backward pass, with the largest arrays."""
         rows = [f"{f'{h.count} x ' if h.count > 1 else ''}{h.array}" for h in self.kept_for_backward]
         rest = sum(h.count for h in self.kept_for_backward[3:])
         more = f", and {rest} smaller" if rest else ""
         return f"{describe_bytes(sum(h.bytes for h in self.kept_for_backward))}: {', '.join(rows[:3])}{more}"
 
     def _section(self) -> Section:
-        """Return the table of the arrays at the peak, of which arguments are one row."""
+        """Return the table of the arrays at the peak, with one row for all arguments."""
         phase = self.phases[self.held.index(self.peak)]
         when = {"": "", "recomputed": ", where the backward pass computes again"}.get(phase, f", in the {phase} pass")
         title = f"at the peak{when}: each device holds about {describe_bytes(self.peak)}"
@@ -124,7 +123,7 @@ _COLORS = {"forward": "C0", "backward": "C1", "recomputed": "C2", "": "0.6"}
 
 
 def _draw_memory(axes: Any, timeline: MemoryTimeline) -> None:
-    """Draw the bytes at each instruction, in the color of its phase; what arguments take is below a line."""
+    """Draw the bytes at each instruction, in the color of its phase; a line marks the bytes of arguments."""
     scale, unit = _unit(timeline.peak)
     at = range(len(timeline.held))
     for phase in dict.fromkeys(timeline.phases):

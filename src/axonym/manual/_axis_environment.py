@@ -1,9 +1,9 @@
 """Find the mesh axes that a name means inside `shard_map`.
 
-An array inside has its names and local sizes. An *axis environment*, which is active while the body is traced, has the
-rest: the sizes that the axes of the arguments have outside, and the mesh axes that they are sharded over. A collective
-over a logical axis communicates over the mesh axes that the environment and the active mapping have for it. The
-environment is part of jit's cache key, as the mapping is: a program traced under one is not used under another.
+Inside, an array has its names and local sizes. An *axis environment*, active while the body is traced, has the rest:
+the sizes that the axes of the arguments have outside, and the mesh axes that they are sharded over. A collective over
+a logical axis communicates over the mesh axes that the environment and the active mapping have for it. The environment
+is part of jit's cache key, as the mapping is: a program traced under one is not used under another.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ..sharding.mapping import ResourceAxis
 class MeshAxis(str):
     """The name of a mesh axis, marked as one.
 
-    A collective takes a plain string for a logical axis or a mesh axis, and refuses one that could be either. Then a
-    `MeshAxis` says that the mesh axis is meant, and an `Axis` that the logical axis is.
+    A collective takes a plain string for a logical axis or a mesh axis, and refuses one that could be either. Then use
+    a `MeshAxis` for the mesh axis, or an `Axis` for the logical axis.
 
     >>> axn.MeshAxis("data")
     MeshAxis('data')
@@ -74,24 +74,24 @@ class AxisEnvironment:
 
     argument_axes: tuple[ArgumentAxis, ...] = ()
     checked: bool = False
-    """True if JAX keeps track of which values are device-varying."""
+    """True if JAX tracks which values are device-varying."""
     any_sharding: bool = False
     """True if the body must work for any sharding of its axes. A collective over a replicated axis then does nothing,
     and a name means a logical axis first, because the body does not know the mesh."""
     reduces_shards: bool = False
-    """True if operations that can do so reduce an axis over its shards on all devices, not over that of each alone."""
+    """True if operations that can do so reduce an axis over all of its shards, not over that of each device alone."""
 
     def found(self, name: str) -> list[ArgumentAxis]:
         """Return the shardings of the arguments that have an axis."""
         return [p for p in self.argument_axes if p.name == name]
 
     def sharded_over(self, name: str) -> list[Axes]:
-        """Return the different mesh axes that an axis of the arguments is sharded over."""
+        """Return all mesh axes that an axis of the arguments is sharded over, without repetitions."""
         return list(dict.fromkeys(p.axes for p in self.found(name) if p.axes))
 
 
-# This is no part of `Settings`, since a body may change these, and code that no mapping shall matter to drops them; the
-# environment stays the same throughout.
+# Not part of `Settings`, which a body may change, and which are dropped around code that must not depend on mappings:
+# the environment stays the same throughout.
 _NOWHERE = AxisEnvironment()
 
 
@@ -117,9 +117,9 @@ def interned(
 
 
 def possible_shardings(name: str, size: int) -> list[AxisSharding]:
-    """Return the possible shardings of an axis with this size: as in the arguments, or gathered over minor mesh axes.
+    """Return the possible shardings of an axis of this size: as in the arguments, or gathered over minor mesh axes.
 
-    An axis that is replicated in the arguments may be sharded since, as the mapping says.
+    An axis that is replicated in the arguments may have been sharded since, by the mapping.
     """
     environment = active_environment()
     by_mapping = () if environment.sharded_over(name) else _mapped(name)
@@ -136,13 +136,13 @@ def possible_shardings(name: str, size: int) -> list[AxisSharding]:
 
 
 def reduced_over(name: str, local: int) -> Axes:
-    """Return the mesh axes over which an operation is to reduce an axis of a local size; none if it is not to."""
+    """Return the mesh axes over which an operation should reduce an axis of a local size; empty if it should not."""
     environment = active_environment()
     return next((a.axes for a in environment.found(name) if environment.reduces_shards and a.local == local), ())
 
 
 def declared(name: str) -> list[Axes]:
-    """Return the mesh axes of an axis of any size: as in the arguments, or as mapped if it is replicated there."""
+    """Return the possible shardings of an axis of any size: from the arguments, else from the mapping."""
     return active_environment().sharded_over(name) or [axes for axes in [_mapped(name)] if axes]
 
 
@@ -158,7 +158,7 @@ def of_size_one() -> set[str]:
 
 
 def without_trivial(axes: Axes) -> Axes:
-    """Return the mesh axes among these that have several devices."""
+    """Return those of the mesh axes that have several devices."""
     return tuple(a for a in axes if a not in of_size_one())
 
 
@@ -166,7 +166,7 @@ def without_trivial(axes: Axes) -> Axes:
 
 
 def axes_meant(what: str, over: AnyAxis) -> Axes:
-    """Return the mesh axes that logical axes and mesh axes mean, for a collective that communicates over them."""
+    """Return the mesh axes over which a collective communicates, given as logical or mesh axes."""
     given = over if isinstance(over, Sequence) and not isinstance(over, str) else [over]
     return _manual(what, over, tuple(dict.fromkeys(a for word in given for a in _meaning(what, word))))
 
@@ -224,13 +224,13 @@ def _meaning(what: str, word: Any) -> Axes:
 
 
 def _may_be_replicated(name: str) -> bool:
-    """Return whether an argument has the axis and the body must work for any sharding, so that it may be replicated."""
+    """Return whether an argument has the axis, and it may be replicated because the body must work for any sharding."""
     environment = active_environment()
     return environment.any_sharding and bool(environment.found(name))
 
 
 def _sharded_over(what: str, name: str) -> Axes:
-    """Return the mesh axes of a logical axis: those of the arguments, or of the mapping if it is replicated there."""
+    """Return the mesh axes of a logical axis: from the arguments, or from the mapping if it is replicated there."""
     found = active_environment().sharded_over(name)
     if len(found) > 1:
         ways = " and ".join(map(_listed, found))
@@ -242,7 +242,7 @@ def _sharded_over(what: str, name: str) -> Axes:
 
 
 def _manual(what: str, over: AnyAxis, axes: Axes) -> Axes:
-    """Return the mesh axes that are manual here, among some; it is an error if there are none."""
+    """Keep the manual mesh axes; raise an error if none is manual."""
     if not axes and active_environment().any_sharding:
         return axes
     mesh = jax.sharding.get_abstract_mesh()
@@ -290,7 +290,7 @@ def count(axes: Axes) -> int:
 
 
 def require_varying(what: str, x: Any, axes: Axes, consequence: str) -> None:
-    """Refuse a collective of a value that is invariant over its mesh axes; the message ends in the consequence."""
+    """Refuse a collective of a value that is invariant over its mesh axes; the message ends with `consequence`."""
     if not active_environment().checked:
         return
     constant = [a for a in axes if a not in varying_axes(raw(x))]

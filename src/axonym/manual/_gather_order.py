@@ -1,4 +1,4 @@
-"""Find the order of mesh axes in which an axis can be gathered or sharded.
+"""Find the order of the mesh axes over which an axis can be gathered or sharded.
 
 An axis is sharded over the first of its mesh axes, the major one, and each shard over the next. Shards that differ in
 the last mesh axis, the minor one, are adjacent; others are not. So an axis is gathered from the minor mesh axis on, and
@@ -38,7 +38,7 @@ def gather_order(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) 
     wanted = set(without_trivial(axes))
     for f in sharded:
         if not wanted & set(f.at_most):
-            return axes  # its author has sharded it in another way
+            return axes  # the user sharded it in another way
         minor = without_trivial(f.now)[-len(wanted) :]
         if set(minor) == wanted:
             return minor
@@ -83,7 +83,7 @@ def scatter_order(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
 
 
 def _all_or_none(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
-    """Require all mesh axes of an axis at once, if its size does not show over which it is sharded."""
+    """Require all mesh axes of an axis at once, if its size does not show which of them shard it."""
     wanted = set(without_trivial(axes))
     ways = [without_trivial(way) for way in declared(name)]
     for way in ways:

@@ -1,14 +1,14 @@
-"""Find the shardings of the results of a `shard_map` by name, from those of the arguments.
+"""Find the shardings of the results of a `shard_map` by name, from the shardings of the arguments.
 
 For each axis of a result, in this order:
 
-1. an axis that has the size that it has outside is replicated;
+1. an axis that has its size outside is replicated;
 2. an axis that has the size of its shards in the arguments is sharded as there; one that has the size after gathering
    over minor mesh axes is sharded over the remaining ones;
 3. any other axis, which is new or was resized, is sharded as the mapping says.
 
-The type of a result decides whether that can be right. A result that is device-varying over a mesh axis must be sharded
-over it, because it has no single value; a result that is invariant over it would be copies of one shard.
+The type of a result determines whether this can be correct. A result that is device-varying over a mesh axis must be
+sharded over it, because it has no single value; a result that is invariant over it would be copies of one shard.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def place_results(
 ) -> tuple[list[Leaf], Any]:
     """Return the leaves of a result on one device, each with its spec, and the structure of the tree.
 
-    Specs follow from the placement that the user gave, and where it is None, from names and the environment.
+    Specs follow from the user's placement, and where it is None, from names and the environment.
     """
     mesh = jax.sharding.get_abstract_mesh()
     mapping = active_mapping()
@@ -73,7 +73,7 @@ class _Unplaced(Rule):
 
 
 def _by_position(result: Any, placement: Placement, mesh: AnyMesh, what: str) -> list[bool]:
-    """Return whether each leaf has a spec by position; a mapping is none, as it applies to replicated axes, too."""
+    """Return whether each leaf has a spec by position; a mapping is not one, as it applies to replicated axes, too."""
 
     def of_its_own(p: Placement) -> Placement:
         return p if isinstance(p, (PartitionSpec, jax.sharding.Sharding)) else _Unplaced()
@@ -99,7 +99,7 @@ def _by_name(leaf: Leaf, environment: AxisEnvironment, mapping: Mapping[str, Ent
                 "`out_specs`."
             )
         axes = ways[0] if ways else mapped_axes(name, mapping)
-        # Sizes do not show shardings over mesh axes of size one; if two axes could have them, either is right.
+        # Sizes do not show shardings over mesh axes of size one; if two axes could have them, either is correct.
         axes = tuple(a for a in axes if a not in taken or a not in of_size_one())
         taken.update(axes)
         entries.append(entry_of(axes))
@@ -112,7 +112,7 @@ def _ways(environment: AxisEnvironment, name: str, size: int) -> list[Axes]:
     for _, now, at_most in possible_shardings(name, size):
         found.append(now)
         if not environment.checked and 1 < count(now) < count(at_most):
-            found.append(at_most)  # resized, or gathered over some mesh axes: only its type would tell
+            found.append(at_most)  # resized, or gathered over some mesh axes: only its type would show which
     ways = list(dict.fromkeys(found))
     return ways if len(ways) < 2 else [w for w in ways if not w or set(w) - of_size_one()]
 
@@ -120,7 +120,7 @@ def _ways(environment: AxisEnvironment, name: str, size: int) -> list[Axes]:
 def _made_varying(
     leaf: Leaf, spec: PartitionSpec, environment: AxisEnvironment, manual: Collection[str], given: bool
 ) -> tuple[Any, list[str]]:
-    """Make a result device-varying over the mesh axes of its spec, or return what is wrong with it."""
+    """Make a result device-varying over the mesh axes of its spec, or describe its problem."""
     if not environment.checked:
         return leaf.value, []
     value = raw(leaf.value)

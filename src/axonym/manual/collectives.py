@@ -154,7 +154,7 @@ def all_gather(
 
 
 def psum_scatter(x: NamedArray, axis: AxisSelector, over: AnyAxis | None = None, *, tiled: bool = True) -> NamedArray:
-    """Reduce-scatter: sum over devices, where each keeps its shard of an axis, at half the traffic of `psum`.
+    """Reduce-scatter: sum over devices, and leave each its shard of an axis, at half the traffic of `psum`.
 
     This is the transpose of `all_gather`.
 
@@ -226,7 +226,7 @@ def all_to_all(
 
 
 def ppermute(x: T, axis: AnyAxis, perm: Sequence[tuple[int, int]]) -> T:
-    """Send values between devices: each pair is a source and a destination. A device that is no destination gets zeros.
+    """Send values between devices: each pair is a source and a destination. Devices that receive nothing get zeros.
 
     Arguments:
         x: a named array, a raw array, or a tree of them.
@@ -279,8 +279,8 @@ def shift(x: T, axis: AnyAxis, offset: int = 1, *, wrap: bool = True) -> T:
 def pvary(x: T, axis: AnyAxis) -> T:
     """Make a value device-varying, without changing it.
 
-    Needed if JAX must know in advance, as for a carry of a scan that is the same on all devices only at the start. For
-    differentiation, this makes a copy for each device, and the gradients of the copies are summed.
+    This is needed if JAX must know in advance, as for a carry of a scan that is the same on all devices only at the
+    start. For differentiation, this makes a copy for each device, and the gradients of the copies are summed.
 
     Arguments:
         x: a named array, a raw array, or a tree of them.
@@ -397,7 +397,7 @@ def _exchanged_entries(
 def _new_axis(
     what: str, x: NamedArray, others: Sequence[str], axis: AxisSelector, over: AnyAxis | None
 ) -> tuple[str, Axes]:
-    """Return the name of a new axis with an entry for each device, and the mesh axes of these devices."""
+    """Return the name of a new axis with one entry for each device, and the mesh axes of these devices."""
     name = name_of(axis)
     if name in others:
         raise ValueError(f"{what}: without tiling, {name!r} is a new axis, but {describe_array(x)} has it already.")
@@ -417,8 +417,8 @@ def _check_one_each(what: str, x: NamedArray, position: int, axes: Axes) -> None
 
 
 def _varies(x: jax.Array, axes: Axes, invariant: bool) -> str:
-    # Without `check_vma`, every value counts as one for each device: JAX would take the gradient of an invariant one to
-    # be a share of it.
+    # Without `check_vma`, every value counts as device-varying: JAX would treat the gradient of an invariant value as a
+    # share of it.
     return "invarying" if invariant and {*axes} <= varying_axes(x) else "varying"
 
 
@@ -475,7 +475,7 @@ def _check_divides(what: str, x: NamedArray, position: int, axes: Axes) -> None:
 
 
 def _exchange_order(what: str, x: NamedArray, split: str, gather: str, axes: Axes) -> Axes:
-    """Return the order of mesh axes that is right for both the axis to shard and the axis to gather."""
+    """Return the order of mesh axes that suits both the axis to shard and the axis to gather."""
     gathered = gather_order(what, x, gather, scatter_order(what, x, split, axes), chosen=True)
     if scatter_order(what, x, split, gathered) != gathered:
         raise ValueError(

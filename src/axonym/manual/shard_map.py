@@ -5,7 +5,7 @@ not by position; named arrays have their local sizes inside; collectives take lo
 `axonym.manual.collectives`); and errors come before those of JAX, and name the axes of the model.
 
 JAX takes the partition specs of results before it runs the body, and the names of results are known only afterwards.
-But JAX reads the specs after the body has run. So it gets a list that the body fills, and the body is traced once.
+But JAX reads them only after the body has run. So it gets a list that the body fills, and the body is traced once.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class _Call:
         leaves, structure = self._resolve(arguments, labels[: len(args)], mesh, manual)
         environment = _environment_of(leaves, mesh, self.check_vma)
         arrays, spec = _flattened(leaves, structure)
-        # Both are filled by the body; JAX looks at the specs after that.
+        # The body fills both; JAX reads the specs afterwards.
         out_specs: list[PartitionSpec] = []
         results: list[TreeSpec] = []
 
@@ -197,7 +197,7 @@ class _Call:
     def _resolve(
         self, arguments: dict[str, Any], positional: Sequence[str], mesh: AnyMesh, manual: frozenset[str]
     ) -> tuple[list[Leaf], Any]:
-        """Return the leaves of the arguments, each array with its spec."""
+        """Resolve the placements: return the leaves of the arguments, each array with its spec."""
         what = f"{self.what}, arguments"
         leaves, structure = resolve(arguments, self._placement(arguments, positional), mesh, what)
         if self.in_specs is None and not _context.active_mapping() and any(leaf.names for leaf in leaves):
@@ -255,7 +255,7 @@ def _flattened(leaves: Sequence[Leaf], structure: Any) -> tuple[list[Any], TreeS
 
 
 def _environment_of(leaves: Sequence[Leaf], mesh: AnyMesh, checked: bool) -> AxisEnvironment:
-    """Return the environment of the arguments, and of a surrounding `shard_map`, whose shards are sharded further."""
+    """Return the environment of the arguments and of a surrounding `shard_map`, whose shards are sharded further."""
     around = active_environment()
     found: set[ArgumentAxis] = set()
     for leaf in leaves:
@@ -272,7 +272,7 @@ def _environment_of(leaves: Sequence[Leaf], mesh: AnyMesh, checked: bool) -> Axi
 
 
 def _check_not_sharded(leaf: Leaf, manual: Collection[str], what: str) -> None:
-    """Check that a raw array without a spec, which is taken as replicated, is not sharded."""
+    """Check that a raw array without a spec, which counts as replicated, is not sharded."""
     if isinstance(leaf.value, NamedArray):
         return
     spec = jax.typeof(leaf.value).sharding.spec
@@ -290,7 +290,7 @@ def _check_not_sharded(leaf: Leaf, manual: Collection[str], what: str) -> None:
 
 
 def _explain(error: Exception, what: str) -> None:
-    """Explain by name what JAX says about device-varying values."""
+    """Explain JAX's error about device-varying values by name."""
     text = str(error)
     if "varying" not in text or getattr(error, "__notes__", None):
         return

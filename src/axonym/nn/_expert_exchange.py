@@ -1,11 +1,11 @@
 """Exchange rows between devices that hold different experts, in rounds, inside `jax.shard_map`.
 
 How many rows go from one device to another is known only at run time, and an all-to-all moves arrays of fixed sizes. So
-each round moves at most so many rows from each device to each other one, and there are as many rounds as the longest of
-these queues needs, at run time. Nothing is dropped, and nothing is padded for the worst case.
+each round moves at most a fixed number of rows from each device to each other one, and at run time there are as many
+rounds as the longest of these queues needs. Nothing is dropped, and nothing is padded for the worst case.
 
-A round is filled up with copies of rows, which go to some expert, and the results are not used. Experts see values that
-can occur, so that a derivative at zero, which may be infinite, does not spoil gradients.
+A round is filled up with copies of rows, which go to some expert, and whose results are not used. Experts see real
+values, so that a derivative at zero, which may be infinite, does not spoil gradients.
 
 A ragged all-to-all moves only the rows, and leaves the copies where they are. XLA has it for GPUs and TPUs.
 """

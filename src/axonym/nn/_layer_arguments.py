@@ -12,8 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from .. import _errors
+from .._mesh_axes import fits, mapped_on, mesh_around, reshard, spec_of
 from .._tree_spec import check_rank
 from ..axis import Axis, names_without
 from ..named_array import NamedArray, is_named_array, wrap
@@ -27,6 +29,22 @@ def split_key(layers: Axis, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Split a single random key, passed as the keyword argument `key`, into one for each layer."""
     key: Any = kwargs.get("key")
     return {**kwargs, "key": jax.random.split(key, layers.size)} if _is_single_key(key) else dict(kwargs)
+
+
+def shard_keys(what: str, layers: Axis, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Shard the keys of the layers over Explicit mesh axes by the active mapping.
+
+    There, a device makes the layers whose keys it has, where on Auto mesh axes the sharding of the result decides.
+    """
+    keys: Any = _as_stacked(layers, kwargs.get("key"))
+    if keys is None:
+        return dict(kwargs)
+    mesh = mesh_around((keys.array,))
+    over = mapped_on(what, layers.name, mesh, AxisType.Explicit)
+    spec = spec_of(over if n == layers.name else () for n in keys.names)
+    if not over or not fits(spec, keys.array.shape, mesh):
+        return dict(kwargs)  # if they do not fit, neither do the layers, and the error is about these
+    return {**kwargs, "key": _as_leaf(kwargs["key"], wrap(reshard(keys.array, spec, mesh), keys.names))}
 
 
 def _is_single_key(key: Any) -> bool:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels, random
+from .._output_sharding import call_with_output_sharding
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 from ..named_array import NamedArray, is_jax_array_like
 from ..ops._operands import distinct, private, require_named
@@ -24,6 +26,7 @@ from ..ops.joining import flip
 from ..ops.rearranging import rearrange
 from ..ops.shaping import flatten_axes, rename, unflatten_axis
 from ..state.module import ModuleWithStateDictSerialization
+from ._convolution import Parameters, convolve, convolve_by_products, needs_products
 from ._window_arguments import Padding, PaddingSpec, Pair, PerAxis, check_spans, parse_padding, per_axis
 from .linear import _stored
 
@@ -43,7 +46,7 @@ class _Convolution(ModuleWithStateDictSerialization):
     padding: Padding = eqx.field(static=True)
 
     @abc.abstractmethod
-    def _parameters(self) -> _Parameters: ...
+    def _parameters(self) -> Parameters: ...
 
     def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
         """Apply the layer to an array with the axes `Spatial` and `In`; `key` is not used."""
@@ -117,8 +120,8 @@ class Conv(_Convolution):
             **_init_fields("Conv", Spatial, In, Out, kernel_size, stride, padding, dilation, groups, use_bias, key)
         )
 
-    def _parameters(self) -> _Parameters:
-        return _Parameters(self.stride, (1,) * len(self.stride), self.dilation, self.padding, self.groups)
+    def _parameters(self) -> Parameters:
+        return Parameters(self.stride, (1,) * len(self.stride), self.dilation, self.padding, self.groups)
 
 
 @_errors.say_how_to_make
@@ -181,9 +184,9 @@ class ConvTranspose(_Convolution):
             raise ValueError(f"{what}: `output_padding` needs a padding in elements, not {fields['padding']!r}.")
         return ConvTranspose(**fields, output_padding=more)
 
-    def _parameters(self) -> _Parameters:
+    def _parameters(self) -> Parameters:
         pads = tuple(self._padding_of_input(i) for i in range(len(self.kernel_size)))
-        return _Parameters((1,) * len(self.stride), self.stride, self.dilation, pads, self.groups)
+        return Parameters((1,) * len(self.stride), self.stride, self.dilation, pads, self.groups)
 
     def flatten_for_export(self) -> ConvTranspose:
         """Return the layer with its weight as PyTorch stores it: input channels first, every spatial axis reversed."""
@@ -277,19 +280,9 @@ def _init_fields(
 # --- the operation ---
 
 
-class _Parameters(NamedTuple):
-    """The static arguments of `jax.lax.conv_general_dilated`."""
-
-    strides: tuple[int, ...]
-    input_dilation: tuple[int, ...]
-    dilation: tuple[int, ...]
-    padding: Padding
-    groups: int
-
-
 @_kernels.shared("names", "weight_names", "spatial", "channels")
 def _convolution_kernel(
-    what: str, names: Names, weight_names: Names, spatial: Names, channels: tuple[str, str], config: _Parameters
+    what: str, names: Names, weight_names: Names, spatial: Names, channels: tuple[str, str], config: Parameters
 ) -> _kernels.Kernel:
     in_name, out_name = channels
     _kernels.select(what, names, (in_name, *spatial))
@@ -306,7 +299,7 @@ def _convolution_kernel(
     weight_place = tuple(weight_names.index(n) for n in (out_name, stored_in, *spatial))
     numbers = jax.lax.ConvDimensionNumbers(place, weight_place, place)
 
-    def positional(x, weight):
+    def positional(x, weight, apply):
         given, size = x.shape[names.index(in_name)], weight.shape[weight_place[1]] * config.groups
         if given != size:
             raise ValueError(_errors.size_mismatch(what, in_name, [("the input", given), ("the layer", size)]))
@@ -318,9 +311,7 @@ def _convolution_kernel(
         if len(batch) != 1:
             x = _kernels.transpose_to(x, names, merged)
             x = x.reshape(*x.shape[:first], math.prod(sizes), *x.shape[first + len(batch) :])
-        y = jax.lax.conv_general_dilated(
-            x, weight, config.strides, padding, config.input_dilation, config.dilation, numbers, config.groups
-        )
+        y = apply(x, weight, config._replace(padding=padding), numbers)
         if len(batch) != 1:
             y = y.reshape(*y.shape[:first], *sizes, *y.shape[first + 1 :])
             y = _kernels.transpose_to(y, merged_out, out_names)
@@ -328,7 +319,13 @@ def _convolution_kernel(
 
     # Of the weight's axes, only the output channels are an axis of the result; the others get private names.
     own = tuple(n if n == out_name != in_name else private("the weight", (n,))[0] for n in weight_names)
-    return _kernels.make_kernel(what, positional, (names, own), out_names)
+
+    def placed(x, weight):
+        apply = convolve_by_products if needs_products(what, names, in_name, spatial, x) else convolve
+        fn = functools.partial(positional, apply=apply)
+        return call_with_output_sharding(what, fn, (names, own), out_names, (x, weight))
+
+    return _kernels.make_kernel(what, placed, (names, own), out_names, mesh_aware=True)
 
 
 def _stored_input(what: str, weight_names: Names, out_name: str, spatial: Names) -> str:
@@ -344,7 +341,7 @@ def _stored_input(what: str, weight_names: Names, out_name: str, spatial: Names)
 
 
 def _check_padding(
-    what: str, spatial: Names, sizes: Sequence[int], kernel: Sequence[int], config: _Parameters
+    what: str, spatial: Names, sizes: Sequence[int], kernel: Sequence[int], config: Parameters
 ) -> str | tuple[Pair, ...]:
     """Return the padding in JAX's form, and raise an error if the kernel does not fit into the input."""
     if config.padding == "SAME":

@@ -13,10 +13,10 @@ from .. import _errors, _kernels
 from .._named_scope import named_call
 from ..axis import AxisSelection, Names
 from ..named_array import NamedArray, NamedOrNumeric
-from ..ops._operands import require_named, scalar
+from ..ops._operands import at_least_float32, require_named, scalar
 from ..ops.creation import zeros_like
 from ..ops.selection import where
-from ..random._draw import at_least_float32, one_key
+from ..random._draw import one_key
 
 
 def dropout(

@@ -161,7 +161,7 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
 
         Arguments:
             input_ids: the tokens, a named array of integers. Negative tokens count from the end of the vocabulary.
-                Tokens that are out of range are an error outside of jit, where they are looked at, and give NaN in jit.
+                Tokens that are out of range are an error outside jit, where they are checked, and give NaN in jit.
 
         >>> layer = axn.nn.Embedding.init(axn.Axis("vocab", 10), axn.Axis("embed", 4), key=jax.random.key(0))
         >>> layer.embed(axn.named([7, 3], "pos")).shape

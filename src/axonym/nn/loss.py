@@ -66,10 +66,10 @@ def cross_entropy_loss(
     """Compute the cross-entropy of labels: minus the logarithm of the probability that the logits give them.
 
     The axis of the labels can be sharded: each device then computes with its own shard, and three numbers for each
-    example are communicated, and for the gradient none more, or one where targets are probabilities. The loss is
-    computed in float32 at least. An example whose logits are all -inf gives NaN.
+    example are communicated. The gradient communicates nothing more, or one number if targets are probabilities. The
+    loss is computed in float32 at least. An example whose logits are all -inf gives NaN.
 
-    A target that is no position along `Label` is an error outside of jit, where targets are looked at, unless it is
+    Outside jit, where targets are checked, a target that is not a position along `Label` is an error, unless it is
     `ignore_index` or `out_of_range` is given. In jit its loss is `out_of_range`, by default zero.
 
     Arguments:

@@ -62,12 +62,12 @@ def dispatch(
     round_size: int | None = None,
     exchange: Literal["all_to_all", "ragged"] | None = None,
 ) -> NamedArray:
-    """Send each row to its expert, and return what the experts make of the rows, where the rows were.
+    """Send each row to its expert, and return the results in the original order of the rows.
 
-    Experts that are sharded over mesh axes get their rows by an all-to-all, and send the results back by another one.
-    Rows that are sharded over these mesh axes, too, stay so: no device has all of them, or all experts. What moves has
-    a fixed size, so rows are exchanged in rounds: as many as it takes, so that no row is dropped. On GPUs and TPUs a
-    ragged all-to-all moves only those rows of a round that there are.
+    Experts that are sharded over mesh axes get their rows by an all-to-all, and send the results back by another. If
+    rows are sharded over these mesh axes too, they stay so: no device has all rows, or all experts. Messages have a
+    fixed size, so rows are exchanged in as many rounds as needed, and no row is dropped. On GPUs and TPUs, a ragged
+    all-to-all moves only the existing rows of a round.
 
     Arguments:
         fn: what experts do: `fn(params, x, sizes)` takes rows that are sorted by expert, and the number of rows of each
@@ -82,7 +82,7 @@ def dispatch(
         rows: the name of the axis of sorted rows, in `fn`.
         round_size: how many of its rows a device sends to another one in a round, where experts are sharded; by default
             1.5 times an even share.
-        exchange: `"ragged"` or `"all_to_all"`; by default `"ragged"` but on CPUs, for which XLA does not have it.
+        exchange: `"ragged"` or `"all_to_all"`; by default `"ragged"`, except on CPUs, for which XLA does not have it.
 
     >>> Experts, Embed = axn.make_axes(experts=2, embed=1)
     >>> layer = axn.nn.MoELinear(axn.named([[[1.0]], [[10.0]]], ("experts", "embed", "out")), None, Experts, Embed,
@@ -324,17 +324,17 @@ def _require_numbers(what: str, expert: NamedArray) -> None:
 def limit_capacity(
     expert: NamedArray, experts: Axis, factor: float, *, order: Sequence[AxisSelector] | None = None
 ) -> NamedArray:
-    """Take rows away from experts that get too many: each keeps the first ones.
+    """Drop rows from experts that get too many: each expert keeps its first rows.
 
-    The rows that are taken away get -1, for which `dispatch` gives zeros, so `(expert < 0).sum()` counts them. Which
-    rows these are does not depend on the mapping.
+    The dropped rows get -1, for which `dispatch` gives zeros, so `(expert < 0).sum()` counts them. Which rows are
+    dropped does not depend on the mapping.
 
     Arguments:
         expert: the number of the expert of each row.
         experts: the axis of the experts.
         factor: how many rows an expert keeps, as a multiple of an even share.
         order: the axes of the rows, the outermost one first, which says what the first rows are. If there are several,
-            it is needed: `("choice", "tokens")` takes second choices away before first ones.
+            it is needed: `("choice", "tokens")` drops second choices before first ones.
 
     >>> axn.nn.limit_capacity(axn.named([0, 0, 1, 0], "tokens"), axn.Axis("experts", 2), 1.0)
     NamedArray(int32[tokens=4], [ 0  0  1 -1])
@@ -358,7 +358,7 @@ def limit_capacity(
 
 @_errors.say_how_to_call
 def load_balancing_loss(probabilities: NamedArray, expert: NamedArray, experts: Axis) -> NamedArray:
-    """Return a loss that is least, 1, where all experts get as many rows, as in Switch Transformers.
+    """Return the load-balancing loss of Switch Transformers: 1, its minimum, if all experts get equally many rows.
 
     The loss is the number of experts times the sum, over experts, of the share of the rows that an expert gets and the
     mean probability that the router gives it. Only the latter has a gradient.
@@ -380,7 +380,7 @@ def load_balancing_loss(probabilities: NamedArray, expert: NamedArray, experts: 
 
 @_errors.say_how_to_call
 def router_z_loss(logits: NamedArray, experts: AxisSelector) -> NamedArray:
-    """Return the mean squared log-sum-exp of a router's logits, a loss that keeps them small, as in ST-MoE.
+    """Return the z-loss of ST-MoE, which keeps a router's logits small: the mean of their squared log-sum-exp.
 
     >>> axn.nn.router_z_loss(axn.zeros({"tokens": 4, "experts": 1}), "experts")
     NamedArray(float32[], 0.)

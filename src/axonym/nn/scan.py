@@ -143,7 +143,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
 
     @property
     def Layers(self) -> Axis:
-        """Return the axis of the layers: another name of `Block`.
+        """Return the axis of the layers: another name for `Block`.
 
         >>> Layers, Embed = axn.make_axes(layers=3, embed=2)
         >>> axn.nn.Stacked.init(Layers, axn.nn.LayerNorm)(Embed).Layers
@@ -418,7 +418,9 @@ class Stacked(BlockFoldable[M], LayerStack):
 
     @classmethod
     def _make(cls, Block: Axis, policy: ScanCheckpointPolicy, make: Callable[..., Any], args: Any, kwargs: Any) -> Self:
-        _layer_arguments.check_sizes(f"{cls.__name__}.init", Block, args, kwargs)
+        what = f"{cls.__name__}.init"
+        _layer_arguments.check_sizes(what, Block, args, kwargs)
+        kwargs = _layer_arguments.shard_keys(what, Block, kwargs)
         return cls(vmap(make, Block, default=_layer_arguments.first_axis)(*args, **kwargs), Block, policy)
 
     def _looped(self, what: str, fn: Callable[..., Any], unroll: int | bool | None) -> Callable[..., Any]:

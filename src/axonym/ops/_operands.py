@@ -58,6 +58,11 @@ def as_float(x: ArrayT) -> ArrayT:
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jax.dtypes.canonicalize_dtype(float))
 
 
+def at_least_float32(x: jax.Array) -> jax.Array:
+    """Convert numbers of a small dtype, which has too few for sums, squares, positions and probabilities."""
+    return x if jnp.result_type(x).itemsize >= 4 else x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def static_number(what: str, argument: str, x: Any) -> Any:
     """Return a number that must be known when the program is compiled, as a Python number."""
     x = scalar(what, argument, x)

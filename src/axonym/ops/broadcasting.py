@@ -39,7 +39,7 @@ def broadcast_to(
 
 
 def broadcast_axis(a: NamedOrNumeric, axis: AxisSpec) -> NamedArray:
-    """Add axes to an array, in front of its own; those that it has already keep their positions.
+    """Add axes in front of those of an array; axes that it already has keep their positions.
 
     >>> axn.broadcast_axis(axn.named([1, 2], "x"), axn.Axis("y", 3))
     NamedArray(int32[y=3, x=2], [[1 2] [1 2] [1 2]])
@@ -82,7 +82,7 @@ def broadcast_arrays(
 
 
 def meshgrid(*arrays: NamedArray) -> tuple[NamedArray, ...]:
-    """Make the coordinates of a grid: arrays of one axis each are broadcast to the axes of all of them, in order.
+    """Make the coordinates of a grid: broadcast arrays of one axis each to the axes of all of them, in order.
 
     >>> x, y = axn.meshgrid(axn.named([1, 2], "x"), axn.named([3, 4, 5], "y"))
     >>> y

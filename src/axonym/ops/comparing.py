@@ -46,7 +46,7 @@ def allclose(
 
 
 def array_equal(a: NamedOrNumeric, b: NamedOrNumeric, equal_nan: bool = False) -> bool:
-    """Return whether two arrays have the same axes, in any order, and the same elements, with `equal_nan` also NaN.
+    """Return whether two arrays have the same axes, in any order, and equal elements; `equal_nan` counts NaN as equal.
 
     >>> x = axn.named([[1, 2], [3, 4]], ("x", "y"))
     >>> axn.array_equal(x, axn.named([[1, 3], [2, 4]], ("y", "x")))

@@ -1,7 +1,7 @@
 """Make arrays from axes: filled, counted, spaced, and by the position of their elements.
 
-What is made is sharded by the active mapping, as random draws are; without one, it is placed as JAX places it. The
-`*_like` functions make an array with the axes, dtype and sharding of another.
+The active mapping shards the new arrays, as it shards random draws; without one, JAX places them. The `*_like`
+functions make an array with the axes, dtype and sharding of another.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def ones(shape: AxisSpec, dtype: Any = None) -> NamedArray:
 
 
 def full(shape: AxisSpec, fill_value: Any, dtype: Any = None) -> NamedArray:
-    """Make an array with one value everywhere, a scalar. `broadcast_to` takes an array with axes.
+    """Make an array filled with a scalar. To repeat an array with axes, use `broadcast_to`.
 
     >>> axn.full(axn.Axis("x", 2), 3)
     NamedArray(int32[x=2], [3 3])
@@ -89,7 +89,7 @@ def ones_like(a: NamedArray, dtype: Any = None) -> NamedArray:
 
 
 def full_like(a: NamedArray, fill_value: Any, dtype: Any = None) -> NamedArray:
-    """Make an array with one value everywhere and the axes, sharding and, by default, the dtype of another array.
+    """Make an array filled with one value, with the axes, sharding and, by default, the dtype of another array.
 
     >>> axn.full_like(axn.zeros({"x": 2}), 3)
     NamedArray(float32[x=2], [3. 3.])
@@ -107,9 +107,9 @@ def _like(what: str, a: Any, fn: Callable[..., jax.Array], *arguments: Any) -> N
 
 
 def from_dlpack(x: Any, axis: AxisSelection) -> NamedArray:
-    """Name the axes of an array of another library, such as a tensor of PyTorch. It is not copied if that is possible.
+    """Name the axes of an array from another library, such as a PyTorch tensor, without a copy if possible.
 
-    In the other direction, a named array is what functions called `from_dlpack` take: the axes come in their order.
+    In the other direction, functions called `from_dlpack` take named arrays: the axes keep their order.
 
     Arguments:
         x: an array that supports DLPack.
@@ -129,7 +129,7 @@ def from_dlpack(x: Any, axis: AxisSelection) -> NamedArray:
 
 @_errors.say_how_to_call
 def arange(axis: AxisSpec, *, start: Any = 0, step: Any = 1, dtype: Any = None) -> NamedArray:
-    """Count up from `start` in steps, both of which may be traced, with as many numbers as the axis is long.
+    """Count up from `start` by `step`, one number for each element of the axis. Both may be traced.
 
     Arguments:
         axis: the axis to count along; several are counted through in order, the last one fastest.
@@ -177,7 +177,7 @@ def _spaced(what: str, fn: Callable[..., Any], axis: AxisSelector, start: Any, s
 
 @_errors.say_how_to_call
 def linspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True, dtype: Any = None) -> NamedArray:
-    """Make evenly spaced numbers from `start` to `stop`, which is left out with `endpoint=False`.
+    """Make evenly spaced numbers from `start` to `stop`; `endpoint=False` excludes `stop`.
 
     An axis without a size gets 50 of them, as in NumPy.
 
@@ -189,7 +189,7 @@ def linspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True
 
 @_errors.say_how_to_call
 def geomspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True, dtype: Any = None) -> NamedArray:
-    """Make numbers from `start` to `stop`, each the same multiple of the one before, with the arguments of `linspace`.
+    """Make a geometric sequence from `start` to `stop`, with the arguments of `linspace`.
 
     >>> axn.geomspace(axn.Axis("x", 3), start=1, stop=4)
     NamedArray(float32[x=3], [1. 2. 4.])
@@ -201,7 +201,7 @@ def geomspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = Tru
 def logspace(
     axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True, base: Any = 10.0, dtype: Any = None
 ) -> NamedArray:
-    """Make powers of `base`, whose exponents are `linspace` of the other arguments.
+    """Make powers of `base` with evenly spaced exponents: those that `linspace` makes of the other arguments.
 
     >>> axn.logspace(axn.Axis("x", 3), start=0, stop=2)
     NamedArray(float32[x=3], [ 1. 10. 100.])
@@ -223,7 +223,7 @@ def eye(Row: Axis, Col: Axis, k: int = 0, dtype: Any = None) -> NamedArray:
 
 
 def tri(Row: Axis, Col: Axis, k: int = 0, dtype: Any = None) -> NamedArray:
-    """Make a matrix of zeros with ones on and below a diagonal, which `k` says as for `eye`.
+    """Make a matrix of zeros with ones on and below a diagonal, which `k` selects as in `eye`.
 
     >>> axn.tri(axn.Axis("row", 2), axn.Axis("col", 2))
     NamedArray(float32[row=2, col=2], [[1. 0.] [1. 1.]])

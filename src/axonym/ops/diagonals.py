@@ -82,7 +82,7 @@ def _lower(x: jax.Array, row: int, col: int, k: int) -> jax.Array:
 
 @_errors.say_how_to_call
 def triu(array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, k: int = 0) -> NamedArray:
-    """Return the upper triangle: zero below a diagonal. The arguments are those of `tril`; `k` is the first kept.
+    """Return the upper triangle: zero below a diagonal. The arguments are those of `tril`; `k` is the lowest kept.
 
     >>> axn.triu(axn.ones({"row": 2, "col": 2}), "row", "col")
     NamedArray(float32[row=2, col=2], [[1. 1.] [0. 1.]])

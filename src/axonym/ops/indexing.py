@@ -5,7 +5,7 @@ An index is a mapping from axes to the index of each, written `x["batch", 0, "em
 
 | index                              | what becomes of the axis                                               |
 |------------------------------------|------------------------------------------------------------------------|
-| an integer or a scalar array       | it goes                                                                |
+| an integer or a scalar array       | it is removed                                                          |
 | a slice                            | it stays, shorter                                                      |
 | `ds(start, size)`                  | it stays, `size` long; the start may be traced                         |
 | a named integer array              | the array's axes take its place; axes shared with `x` are matched      |

@@ -192,7 +192,7 @@ def _pad_kernel(
 
 
 def pad_left(array: NamedArray, axis: AxisSelector, new_axis: Axis, value: Any = 0) -> NamedArray:
-    """Add a value before one axis, up to the size of another axis, which replaces it.
+    """Pad one axis in front with a value, up to the size of another axis, which replaces it.
 
     >>> axn.pad_left(axn.named([1, 2], "x"), "x", axn.Axis("y", 4))
     NamedArray(int32[y=4], [0 0 1 2])

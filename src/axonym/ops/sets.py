@@ -14,7 +14,17 @@ import jax.numpy as jnp
 from .. import _kernels
 from ..axis import Axis, AxisSelector, Names
 from ..named_array import NamedArray, NamedOrNumeric
-from ._operands import apply_along, one_axis, operand, replaced, require_named, require_subset, scalar, vectors
+from ._operands import (
+    apply_along,
+    at_least_float32,
+    one_axis,
+    operand,
+    replaced,
+    require_named,
+    require_subset,
+    scalar,
+    vectors,
+)
 
 # --- distinct values ---
 
@@ -112,9 +122,13 @@ def _bincount_kernel(names: Names, Counts: Axis, own: tuple[Names, ...]) -> _ker
         if jnp.issubdtype(x.dtype, jnp.signedinteger):  # negative ones would count as zero
             x = jnp.where(x < 0, Counts.size, x.astype(jnp.promote_types(x.dtype, jnp.int32)))
         spread = _spread(weights, own, names, x.shape)
-        if spread is not None:
-            spread = spread.reshape(-1).astype(jax.eval_shape(jnp.sum, spread).dtype)  # sums overflow in a small dtype
-        return jnp.bincount(x.reshape(-1), spread, length=Counts.size)
+        if spread is None:
+            return jnp.bincount(x.reshape(-1), length=Counts.size)
+        kind = jax.eval_shape(jnp.sum, spread).dtype
+        spread = spread.reshape(-1).astype(kind)  # sums overflow in a small dtype
+        if jnp.issubdtype(kind, jnp.inexact):  # and a small number added to a larger one is lost
+            spread = at_least_float32(spread)
+        return jnp.bincount(x.reshape(-1), spread, length=Counts.size).astype(kind)
 
     return _kernels.make_kernel("bincount", positional, (names, *own), (Counts.name,))
 
@@ -172,6 +186,7 @@ def _histogram_kernel(
 
     def positional(x, *rest):
         among, weights = rest[:limits], rest[limits:]
+        x = at_least_float32(x)  # JAX counts in this dtype, and bfloat16 has no number between 256 and 258
         spread = _spread(weights, of_weight, names, x.shape)
         if isinstance(bins, Axis):
             return jnp.histogram(x, bins.size, among or None, spread, density)
@@ -184,7 +199,7 @@ def _histogram_kernel(
 
 
 def packbits(a: NamedArray, axis: AxisSelector, *, bitorder: str = "big") -> NamedArray:
-    """Pack each eight elements along an axis as the bits of one byte, with zeros added at the end if needed.
+    """Pack every eight elements along an axis into the bits of one byte, padding with zeros at the end if needed.
 
     Arguments:
         a: a named array of integers or bools; an element that is not zero is a bit that is set.
@@ -198,7 +213,7 @@ def packbits(a: NamedArray, axis: AxisSelector, *, bitorder: str = "big") -> Nam
 
 
 def unpackbits(a: NamedArray, axis: AxisSelector, *, count: int | None = None, bitorder: str = "big") -> NamedArray:
-    """Unpack the bits of each byte to eight elements along an axis.
+    """Unpack the bits of each byte into eight elements along an axis.
 
     Arguments:
         a: a named array of bytes, `uint8`.

@@ -100,7 +100,7 @@ def unflatten_axis(array: NamedArray, axis: AxisSelector, new_axes: AxisSelectio
 
 
 def unbind(array: NamedArray, axis: AxisSelector) -> list[NamedArray]:
-    """Return the slices along an axis, one for each index, which lack the axis.
+    """Return the slices along an axis, one for each index, without that axis.
 
     >>> axn.unbind(axn.named([[1, 2], [3, 4]], ("x", "y")), "x")
     [NamedArray(int32[y=2], [1 2]), NamedArray(int32[y=2], [3 4])]

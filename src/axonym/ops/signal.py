@@ -50,7 +50,7 @@ def _convolution_kernel(
 
     in_names = (a_names, _privately("`v`", v_names, (chosen,)))
     along = (chosen, *private("`v`", (chosen,)))
-    return _kernels.make_along_kernel(what, positional, in_names, out_names, along, selection=axis)
+    return _kernels.make_along_kernel(what, positional, in_names, out_names, along, replicated=True, selection=axis)
 
 
 def _convolve(fn: Callable[..., Any], what: str, a: Any, v: Any, axis: Any, mode: str, precision: Any) -> NamedArray:
@@ -70,7 +70,7 @@ def convolve(
     Arguments:
         v: a named array; its axis may have another size.
         mode: "full" for every position where the operands overlap, "same" for as many as the longer one has elements,
-            "valid" for those where they overlap wholly.
+            "valid" for those where they overlap completely.
         precision: how exactly to multiply, as in `jax.lax`.
 
     >>> axn.convolve(axn.named([1., 2., 3.], "t"), axn.named([1., 10.], "t"), "t")
@@ -103,10 +103,21 @@ def unwrap(
     return apply_along(_unwrap, "unwrap", array, axis, **options)
 
 
-def _unwrap(x: jax.Array, **options: Any) -> jax.Array:
+def _unwrap(x: jax.Array, axis: int, discont: Any = None, period: Any = None) -> jax.Array:
+    given = {name: value for name, value in (("discont", discont), ("period", period)) if value is not None}
     if not jnp.issubdtype(x.dtype, jnp.inexact):  # differences overflow in small dtypes, and in unsigned ones
         x = x.astype(jnp.result_type(x, jnp.int32))
-    return jnp.unwrap(x, **options)
+        if isinstance(period, int) and period % 2:
+            return _unwrap_by_odd(x, axis, period / 2 if discont is None else discont, period)
+    return jnp.unwrap(x, axis=axis, **given)
+
+
+def _unwrap_by_odd(x: jax.Array, axis: int, discont: Any, period: int) -> jax.Array:
+    """Unwrap integers of an odd period, where JAX takes a jump by the larger half of it for one by the smaller half."""
+    jumps = jnp.diff(x, axis=axis)
+    nearest = jnp.mod(jumps + period // 2, period) - period // 2
+    added = jnp.cumsum(jnp.where(jnp.abs(jumps) < discont, 0, nearest - jumps), axis=axis)
+    return x + jnp.pad(added, [(int(i == axis and x.shape[axis] > 0), 0) for i in range(x.ndim)])
 
 
 def cross(a: NamedArray, b: NamedArray, axis: AxisSelector) -> NamedArray:

@@ -35,7 +35,7 @@ def sort(a: NamedArray, axis: AxisSelector | None = None, *, descending: bool = 
 def argsort(
     a: NamedArray, axis: AxisSelector | None = None, *, stable: bool = True, descending: bool = False
 ) -> NamedArray:
-    """Return the positions of the elements along an axis as `sort` orders them.
+    """Return the positions that sort the elements along an axis, as `sort` does.
 
     Equal elements keep their order. With `stable=False` they need not, which can be faster.
 
@@ -52,7 +52,7 @@ def _positions(x: jax.Array, **options: Any) -> jax.Array:
 
 
 def partition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> NamedArray:
-    """Reorder elements along an axis so that the `kth` is as if sorted, and those before it are no larger.
+    """Reorder elements along an axis so that the `kth` is where sorting puts it, and those before it are no larger.
 
     >>> axn.partition(axn.named([3, 1, 2], "x"), 0, "x")[{"x": 0}]
     NamedArray(int32[], 1)
@@ -61,7 +61,7 @@ def partition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> Name
 
 
 def argpartition(a: NamedArray, kth: int, axis: AxisSelector | None = None) -> NamedArray:
-    """Return the positions along an axis of the elements in the order of `partition`, whose arguments it takes.
+    """Return the positions that reorder elements along an axis as `partition` does, with the same arguments.
 
     >>> axn.argpartition(axn.named([3, 1, 2], "x"), 0, "x")[{"x": 0}]
     NamedArray(int32[], 1)

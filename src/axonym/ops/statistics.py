@@ -17,7 +17,17 @@ from .. import _errors, _kernels
 from ..axis import AxisSelection, AxisSelector, Names, name_of
 from ..named_array import NamedArray, NamedOrNumeric
 from ._op_types import publish
-from ._operands import apply_along, as_float, check_new_axis, distinct, operand, require_named, require_subset, scalar
+from ._operands import (
+    apply_along,
+    as_float,
+    at_least_float32,
+    check_new_axis,
+    distinct,
+    operand,
+    require_named,
+    require_subset,
+    scalar,
+)
 
 # --- order statistics ---
 
@@ -56,9 +66,15 @@ def _order_kernel(
         if 0 in sizes and fn is not jnp.mean:
             raise ValueError(f"{name}: there are no elements along {_errors.describe_axes(reduced, sizes)}.")
 
-    def of_all(x):
+    def computed(x, *q, **options):
         require_elements(x)
-        return fn(x, axis=positions)
+        # The sum of the two elements in the middle may overflow in float16, and JAX counts elements in this dtype.
+        wide = at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+        found = fn(wide, *q, axis=positions, **options)
+        return found if wide is x else found.astype(x.dtype)
+
+    def of_all(x):
+        return computed(x)
 
     if q_names is None:
         return _kernels.make_kernel(name, of_all, (names,), kept, selection=axis)
@@ -66,9 +82,8 @@ def _order_kernel(
         raise ValueError(f"{name}: `q` must be a scalar or have one axis, got {_errors.describe_axes(q_names)}.")
 
     def positional(x, q):
-        require_elements(x)
-        q = q if jnp.issubdtype(q.dtype, jnp.floating) else q * 1.0
-        return fn(x, q, axis=positions, method=method)
+        q = at_least_float32(q if jnp.issubdtype(q.dtype, jnp.floating) else q * 1.0)
+        return computed(x, q, method=method)
 
     out_names = distinct(name, (*q_names, *kept))
     return _kernels.make_kernel(name, positional, (names, q_names), out_names, same_sizes=False, selection=axis)
@@ -105,7 +120,7 @@ def _quantile(
         return _order_kernel(fn, name, array.names, _kernels.hashable(axis), q_names, method).apply(array.array, q)
 
     (elements, example), (kind, highest) = among, share
-    doc = f"""Return the element below which a given {kind} of {elements} lies.
+    doc = f"""Return the value below which a given {kind} of {elements} falls.
 
     Arguments:
         q: which one, from 0 (the smallest element) to {highest} (the largest). A named array with one axis gives
@@ -160,8 +175,10 @@ def _average_kernel(names: Names, axis: Any, weight_names: Names) -> _kernels.Ke
     require_subset("average", "weights", weight_names, names)
 
     def positional(x, weights):
+        kind = jnp.result_type(x, weights, 0.5)
+        x, weights = at_least_float32(x), at_least_float32(weights)
         spread = jnp.broadcast_to(_kernels.align(weights, weight_names, names), x.shape)
-        return jnp.average(x, positions, spread)
+        return jnp.average(x, positions, spread).astype(kind)
 
     return _kernels.make_kernel("average", positional, (names, weight_names), kept, selection=axis)
 
@@ -228,7 +245,7 @@ def _covariance_kernel(
         check_new_axis(what, new_axis, x.shape[names.index(variable)])
         x = as_float(x)
         kind = x.dtype
-        x = x.astype(jnp.promote_types(kind, jnp.float32))  # squares overflow in float16
+        x = at_least_float32(x)
         centered = x - jnp.mean(x, summed, keepdims=True)
         if ddof is None:
             length = jnp.sqrt(jnp.sum(jnp.square(jnp.abs(centered)), summed, keepdims=True))
@@ -256,7 +273,7 @@ def _clipped(x: jax.Array) -> jax.Array:
 
 @_errors.say_how_to_call
 def diff(array: NamedArray, axis: AxisSelector, *, n: int = 1) -> NamedArray:
-    """Compute the difference of each two neighbors along an axis, `n` times; each time it becomes shorter by one.
+    """Compute the differences of neighbors along an axis, `n` times; each time, the axis becomes shorter by one.
 
     >>> axn.diff(axn.named([1, 3, 6], "x"), "x")
     NamedArray(int32[x=2], [2 3])
@@ -330,11 +347,12 @@ def _trapezoid_kernel(names: Names, axis: AxisSelector, x_names: Names | None) -
     def positional(y, x):
         # Compute with floats: small integers would overflow, and unsigned ones have no negative differences.
         kind = jnp.result_type(y, x, 0.5)
-        y, x = y.astype(kind), x.astype(kind)
-        after = jax.lax.slice_in_dim(y, 1, None, axis=position)
-        before = jax.lax.slice_in_dim(y, 0, y.shape[position] - 1, axis=position)
+        y, x = at_least_float32(y.astype(kind)), at_least_float32(x.astype(kind))
+        size = y.shape[position]
+        after = jax.lax.slice_in_dim(y, min(size, 1), None, axis=position)
+        before = jax.lax.slice_in_dim(y, 0, max(size - 1, 0), axis=position)
         width = x if x_names is None else jnp.diff(_kernels.align(x, x_names, names), axis=position)
-        return 0.5 * jnp.sum(width * (after + before), position)
+        return (0.5 * jnp.sum(width * (after + before), position)).astype(kind)
 
     kept = tuple(n for n in names if n != along)
     return _kernels.make_kernel("trapezoid", positional, (names, x_names or ()), kept, selection=axis)

@@ -173,11 +173,6 @@ def _merged(axes: Sequence[Axis], named: Container[str]) -> tuple[Axis, ...]:
     return tuple(merged)
 
 
-def at_least_float32(p: jax.Array) -> jax.Array:
-    """Convert probabilities of a small dtype, because JAX draws numbers of their dtype, which has only few."""
-    return p if jnp.result_type(p).itemsize >= 4 else p.astype(jnp.promote_types(p.dtype, jnp.float32))
-
-
 def check_enough(what: str, draws: Sequence[Axis], along: Axis) -> None:
     """Check that there are not more draws without replacement than there is to draw from."""
     if axis_size(draws) > along.size:

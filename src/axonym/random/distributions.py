@@ -13,8 +13,8 @@ from .. import _errors
 from ..axis import Axis, AxisSelector, AxisSpec
 from ..named_array import NamedArray
 from ..ops._op_types import publish
-from ..ops._operands import one_axis, scalar
-from ._draw import Key, Parameter, at_least_float32, axis_of, draw, new_axes
+from ..ops._operands import at_least_float32, one_axis, scalar
+from ._draw import Key, Parameter, axis_of, draw, new_axes
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -214,6 +214,7 @@ def bernoulli(key: Key, shape: AxisSpec, p: Parameter = 0.5) -> NamedArray:
 
 
 def _bernoulli(key: Any, p: jax.Array, shape: Any) -> jax.Array:
+    # JAX draws numbers of the dtype of the probabilities.
     return jax.random.bernoulli(key, at_least_float32(p), shape)
 
 

@@ -9,8 +9,8 @@ from .. import _errors, _kernels
 from ..axis import Axis, AxisSelector, AxisSpec
 from ..named_array import NamedArray
 from ..ops._new_array import sharded_kernel
-from ..ops._operands import require_named
-from ._draw import Key, at_least_float32, axis_of, check_enough, new_axes, one_key
+from ..ops._operands import at_least_float32, require_named
+from ._draw import Key, axis_of, check_enough, new_axes, one_key
 
 
 def choice(

@@ -1,3 +1,3 @@
-"""The names that users of scalax know: change `scalax` to `axonym.scalax` where it is imported."""
+"""The names of scalax: change `scalax` to `axonym.scalax` where you import it."""
 
 from . import sharding as sharding, utils as utils

@@ -1,4 +1,4 @@
-"""`scalax.sharding`: a mesh whose `sjit` compiles by rules, the rules, and what annotates values."""
+"""`scalax.sharding`: a mesh whose `sjit` compiles by rules, the rules, and annotations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines: layers over stages, each of which works on another microbatch at a time.
+"""Pipelines: layers sharded over stages, each of which works on a different microbatch at a time.
 
 If the axis of stacked layers is sharded over a mesh axis, each device along it is a *stage* and has some of the
 layers. The batch is cut into microbatches. In every *tick*, each stage applies its layers to a microbatch and sends the
@@ -9,8 +9,9 @@ too, from the values of some microbatch, and the results are not used. A conditi
 inside it would be wrong. The derivative of `GPipe` is that of the loop. `OneFOneB` has a loop of its own, which runs
 forward and backward, and whose results are the gradients.
 
-In rounds, a microbatch passes all stages several times, and a stage has the layers for each of them. Layers are stored
-as ever, in one stretch for each stage, so the stages first send each other the layers that they will apply.
+With rounds, a microbatch passes through all stages several times, and a stage applies different layers each time.
+Layers are still stored in one contiguous block for each stage, so the stages first send each other the layers that they
+will apply.
 """
 
 from __future__ import annotations
@@ -29,18 +30,20 @@ from jax.sharding import AxisType, PartitionSpec
 
 from .. import _errors
 from .._context import Entry, active_mapping, active_parameter_mapping
-from .._jax_versions import varying_axes
+from .._jax_versions import active_platform, varying_axes
 from .._mesh_axes import (
     AnyMesh,
     Axes,
     axes_in,
     current_mesh,
     entries_by_name,
+    entries_of,
     entry_of,
     has_explicit,
     mapped_axes,
     mapped_on,
     mesh_axes,
+    reshard,
     restricted,
     shard_count,
 )
@@ -104,17 +107,19 @@ class _Pipeline:
         arrays, trees = zip(*map(flatten_arrays, groups), strict=True)
         self._trees: Sequence[TreeSpec] = trees
         stored = {**active_mapping(), **active_parameter_mapping(), self._Layers.name: entry_of(self._stages)}
-        head = {**stored, self._batch: active_mapping().get(self._batch)}
-        mappings = stored, active_mapping(), active_mapping(), head
+        examples = {self._batch: active_mapping().get(self._batch)}
+        mappings = stored, examples, {self._Layers.name: entry_of(self._stages), **examples}, {**stored, **examples}
         specs = [
             [self._spec(names, x, mapping, raw=i < 3) for names, x in zip(tree.names, xs, strict=True)]
             for i, (tree, xs, mapping) in enumerate(zip(trees, arrays, mappings, strict=True))
         ]
         self._check(arrays[1], specs[1])
         manual = self._manual(specs)
+        # XLA for CPUs aborts on such a sum of bfloat16 over devices if some mesh axes are left to the partitioner.
+        self._sums_wide = active_platform() == "cpu" and manual != {*self._mesh.axis_names}
         # Weights are sharded over mesh axes that the batch is sharded over, too. Over others they are gathered here.
         kept = manual & self._mesh_axes_of_work(specs)
-        specs = [[restricted(spec, manual if i in (1, 2) else kept) for spec in own] for i, own in enumerate(specs)]
+        specs = [[restricted(spec, kept) for spec in own] for own in specs]
         self._specs = specs
         each = zip(trees[3].names, arrays[3], specs[3], strict=True)
         self._shards = frozenset(
@@ -131,7 +136,9 @@ class _Pipeline:
         flat, flat_specs = ([x for group in both for x in group] for both in (arrays, specs))
         out_specs = tuple(specs[1]) if self._then is None else PartitionSpec()
         results = run_per_device(on_device, flat, flat_specs, out_specs, self._mesh, axis_names=manual)
-        return trees[1].unflatten(results) if self._then is None else results
+        if self._then is not None:
+            return results
+        return trees[1].unflatten(map(self._sharded_like, results, arrays[1], specs[1]))
 
     # --- where things are ---
 
@@ -147,16 +154,21 @@ class _Pipeline:
         mapped = own == mesh_axes(entry)[: len(own)] and {*own} <= {*self._stages}
         return own if mapped and name not in (self._Layers.name, self._batch) else ()
 
-    def _manual(self, specs: Sequence[Sequence[PartitionSpec]]) -> set[str]:
-        """Return the mesh axes that are manual: not Auto ones that only weights are sharded over in computations.
+    def _sharded_like(self, result: jax.Array, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Shard a result along Explicit mesh axes as the carry was, also where stages had all of an axis."""
+        others = restricted(entries_of(x), {*self._mesh.axis_names} - {*axes_in(spec)})
+        return reshard(result, (own or other for own, other in zip(spec, others, strict=True)), self._mesh)
 
-        With these the partitioner does tensor parallelism inside of a tick. On Explicit mesh axes JAX cannot
-        differentiate that, so weights that are sharded over these are all-gathered.
+    def _manual(self, specs: Sequence[Sequence[PartitionSpec]]) -> set[str]:
+        """Return the mesh axes that are manual: not Auto ones that neither layers nor examples are sharded over.
+
+        With these the partitioner does tensor parallelism inside of a tick, and parallelism along a sequence. On
+        Explicit mesh axes JAX cannot differentiate that, so arrays that are sharded over these are all-gathered.
         """
         if has_explicit(self._mesh):
             return set(self._mesh.axis_names)
-        weights = (*self._trees[0].names, *self._trees[3].names)
-        computed = {a for names in weights for a in axes_in(entries_by_name(names or ()))}
+        names = [names or () for tree in self._trees for names in tree.names]
+        computed = {a for own in names for a in axes_in(entries_by_name(own))}
         return set(self._mesh.axis_names) - (computed - self._mesh_axes_of_work(specs))
 
     def _mesh_axes_of_work(self, specs: Sequence[Sequence[PartitionSpec]]) -> set[str]:
@@ -192,14 +204,7 @@ class _Pipeline:
                     f"{what}: OneFOneB differentiates the carry, which must consist of floating point numbers, and has "
                     f"{x.dtype}{_errors.describe_axes(names, x.shape)}."
                 )
-            others = [n for n, entry in zip(names, spec, strict=True) if mesh_axes(entry) and n != self._batch]
-            if others and self._then is not None:
-                raise ValueError(
-                    f"{what}: with `then`, the carry {_errors.describe_axes(names, x.shape)} may be sharded along "
-                    f"{self._batch!r} only, and the active mapping shards {_errors.quoted(others)} too. Map it to "
-                    "None, or compute the loss after the fold."
-                )
-            if {*self._stages} & {*axes_in(spec)}:
+            if {*self._stages} & {*axes_in(entries_by_name(names))}:
                 raise ValueError(
                     f"{what}: the carry {_errors.describe_axes(names, x.shape)} is sharded over a mesh axis of the "
                     f"stages, {_errors.describe_axes(self._stages)}; every stage works on all of a microbatch."
@@ -216,7 +221,7 @@ class _Pipeline:
         # Device-varying before the loop, so that gradients are summed over devices once, after it.
         self._over = {*stages}.union(*map(varying_axes, (*carry, *rest)))
         stacked, rest, head = map(self._varying, (stacked, rest, head))
-        batches = [varying_over(x, sorted(self._over - varying_axes(x))) for x in batches]
+        batches = self._varying(batches) if self._sums_wide else [self._made_varying(x) for x in batches]
         head = self._gathered(3, head)
         if self._schedule.gather == "before":
             stacked = self._gathered(0, stacked)
@@ -228,7 +233,7 @@ class _Pipeline:
             total = _total(self, stacked, batches, rest, head)
             return jax.lax.psum(total, sorted(self._over))
         here = jax.lax.axis_index(stages) == last
-        results = [jax.lax.psum(jnp.where(here, x, 0), stages) for x in results]
+        results = [self._sum(jnp.where(here, x, 0)) for x in results]
         return tuple(self._joined(names, x) for names, x in zip(self._trees[1].names, results, strict=True))
 
     def forward(self, stacked: Arrays, batches: Arrays, rest: Arrays, remat: bool) -> Arrays:
@@ -415,7 +420,7 @@ class _Pipeline:
     def _from_last(self, xs: Arrays) -> Arrays:
         """Return the arrays of the last stage, on all of them."""
         here = jax.lax.axis_index(self._stages) == self._count - 1
-        found = [jax.lax.psum(jnp.where(here, x, 0), self._stages) for x in xs]
+        found = [self._sum(jnp.where(here, x, 0)) for x in xs]
         return [varying_over(x, self._stages) for x in found]
 
     # --- when ---
@@ -486,7 +491,15 @@ class _Pipeline:
 
     def _varying(self, xs: Arrays) -> Arrays:
         """Make arrays device-varying as the carry is."""
-        return [_summed_wide(lambda x: varying_over(x, sorted(self._over - varying_axes(x))), x) for x in xs]
+        return [_summed_wide(self._made_varying, x) for x in xs]
+
+    def _made_varying(self, x: jax.Array) -> jax.Array:
+        return varying_over(x, sorted(self._over - varying_axes(x)))
+
+    def _sum(self, x: jax.Array) -> jax.Array:
+        """Sum over stages what is zero on all but one of them, which is exact in any dtype."""
+        wide = x.astype(_wide(x.dtype)) if self._sums_wide else x
+        return jax.lax.psum(wide, self._stages).astype(x.dtype)
 
     def _microbatch(self, group: int, xs: Arrays, microbatch: jax.Array | int) -> Arrays:
         """Return the slices of arrays that are for a microbatch."""

@@ -1,4 +1,4 @@
-"""The schedules of pipelines: in which tick each stage works on which microbatch. `_pipeline` runs them."""
+"""The schedules of pipelines: which microbatch each stage works on in each tick. `_pipeline` runs them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from ..axis import AxisSelector
 
 @dataclasses.dataclass(frozen=True)
 class GPipe:
-    """A pipeline that runs all microbatches forward and then, in the derivative, all of them backward.
+    """A pipeline that runs all microbatches forward and then, in the backward pass, all of them backward.
 
     Arguments:
         microbatches: the number of microbatches that the batch is cut into.
         axis: the axis of the batch. Each device cuts its own shard of it.
         remat: whether a stage is computed again for its derivative, so that only its input is kept in each tick.
         gather: when parameters that are stored sharded (see `axonym.fsdp`) are all-gathered: "before" the ticks, once,
-            or "inside" each of them, so that the parameters of one stage are not in memory all the time.
-        rounds: how often a microbatch passes all stages. In each round, a stage applies other layers, so a tick is
-            shorter, and so is the time in which a stage is idle. The microbatches must be a multiple of the stages, and
-            `remat` be True: otherwise the layers of a round would be stored for each tick.
+            or "inside" each of them, so that the gathered parameters of a stage do not stay in memory.
+        rounds: how often a microbatch passes through all stages. In each round, a stage applies different layers, so
+            ticks are shorter, and so is the time in which a stage is idle. The number of microbatches must be a
+            multiple of the number of stages, and `remat` must be True: otherwise the layers of a round would be stored
+            for each tick.
 
     >>> schedule = axn.schedules.GPipe(microbatches=8)
     >>> schedule.ticks(stages=3), schedule.idle(stages=3)
@@ -37,7 +38,7 @@ class GPipe:
         _check(self)
 
     def ticks(self, stages: int) -> int:
-        """Return the number of ticks forward; there are as many backward. Each sends one microbatch between stages.
+        """Return the number of forward ticks; there are as many backward. Each sends one microbatch between stages.
 
         >>> axn.schedules.GPipe(microbatches=8).ticks(stages=4)
         11
@@ -54,7 +55,7 @@ class GPipe:
         return (stages - 1) / self.ticks(stages)
 
     def table(self, stages: int) -> list[list[int | None]]:
-        """Return for each stage on which microbatch it works in each tick forward, or None where it is idle.
+        """Return, for each stage, the microbatch that it works on in each forward tick, or None where it is idle.
 
         >>> axn.schedules.GPipe(microbatches=2).table(stages=2)
         [[0, 1, None], [None, 0, 1]]
@@ -82,13 +83,14 @@ class GPipe:
 
 @dataclasses.dataclass(frozen=True)
 class OneFOneB:
-    """A pipeline that runs each microbatch backward as soon as it can, so that few are under way at a time.
+    """A pipeline that runs each microbatch backward as soon as it can, so that few are in flight at a time.
 
     In a tick, each stage runs one microbatch forward and another one backward, which it computes again from its stored
     input. A stage stores `2 * stages - 1` inputs at most, for any number of microbatches.
 
-    A microbatch can go backward only if its loss is known. So the loss is part of the pipeline: `then` of
-    `Stacked.fold` computes it from a microbatch of results. Without it, the derivative runs everything forward again.
+    A microbatch can go backward only once its loss is known. So the loss is part of the pipeline: `then` of
+    `Stacked.fold` computes it from a microbatch of results. Without `then`, the backward pass runs everything forward
+    again.
 
     Arguments:
         microbatches, axis, gather, rounds: as in `GPipe`. With several rounds, `2 * rounds * stages - 1` inputs are
@@ -125,7 +127,7 @@ class OneFOneB:
         return _delay(self, stages) / self.ticks(stages)
 
     def table(self, stages: int) -> list[list[tuple[int | None, int | None]]]:
-        """Return for each stage which microbatch goes forward in each tick, and which one backward, or None.
+        """Return, for each stage, which microbatch goes forward and which backward in each tick, or None.
 
         >>> axn.schedules.OneFOneB(microbatches=1).table(stages=2)
         [[(0, None), (None, None), (None, 0)], [(None, None), (0, 0), (None, None)]]

@@ -1,12 +1,13 @@
 """The compiled function behind `named_jit`, `fsdp` and `sjit`.
 
-There are two ways to call into `jax.jit`. As long as every leaf of the arguments is an array, they go in as they are,
-and there is one Python frame above `jax.jit`. When there was something else, or something is donated, the arguments are
-flattened, and for each structure it is decided once which leaves are donated, which are kept and which are static.
-`jax.jit` then gets the arrays alone, and the static leaves are part of the function that it compiles.
+There are two ways to call `jax.jit`. As long as every leaf of the arguments is an array, they are passed unchanged, and
+there is one Python frame above `jax.jit`. Once another leaf has occurred, or if something is donated, the arguments are
+flattened, and it is decided once for each structure which leaves are donated, which are kept and which are static.
+`jax.jit` then gets only the arrays, and the static leaves are part of the function that it compiles.
 
-Placements are applied inside the compiled function: arguments on the host arrive sharded, those placed otherwise are
-moved. Only arguments on devices outside of the mesh are moved before the call, after `jax.jit` has refused them.
+Placements are applied inside the compiled function: arguments on the host arrive sharded, and those with another
+placement are moved. Only arguments on devices outside the mesh are moved before the call, after `jax.jit` has refused
+them.
 """
 
 from __future__ import annotations

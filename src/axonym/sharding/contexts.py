@@ -1,8 +1,8 @@
 """`in_context`: take the active mesh and mapping along into threads and tasks.
 
-JAX keeps the active mesh for each thread, and so does this library the active settings. A new thread starts without
-either. The tasks of an event loop share a thread, so what one of them activates is active in the others too, as soon as
-it waits for something inside the with-block.
+JAX keeps the active mesh per thread, and this library the active settings. A new thread starts without either. The
+tasks of an event loop share a thread, so a mesh or mapping that one task activates is active in the others too, as soon
+as that task waits for something inside its with-block.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def in_context(fn: Callable[P, R]) -> Callable[P, R]:
     """Make a function that runs under the mesh and the mapping that are active now, wherever it is called.
 
     Use it for functions that other threads run, and for coroutine functions that become tasks. A task keeps its mesh
-    and mapping, also those that it activates itself, while other tasks run. Python's context variables come along with
-    a function; a task has those of where it is made, as always. Other settings that JAX keeps for each thread do not
-    come along, such as `jax.default_matmul_precision` and the mesh of a `with mesh:`, which is deprecated.
+    and mapping, also those that it activates itself, while other tasks run. A function also takes along Python's
+    context variables; a task has those of where it is made, as always. Other settings that JAX keeps per thread are not
+    taken along, such as `jax.default_matmul_precision` and the mesh of a `with mesh:`, which is deprecated.
 
     >>> from concurrent.futures import ThreadPoolExecutor
     >>> mesh = axn.make_mesh({"data": -1})

@@ -67,8 +67,8 @@ def named_jit(
 
     Arguments can be anything: leaves that are not arrays (strings, functions, Python numbers, fields of models) are
     static, and a call with another value compiles again. The same holds for results. The object of a method is an
-    argument like any other: one that is no tree is static, and kept alive with the program compiled for it, which is
-    one of the latest 256 of the function.
+    argument like any other: if it is not a pytree, it is static, and kept alive by the program compiled for it, among
+    the latest 256 of the function.
 
     Arguments:
         fn: the function, method or class to compile. Without it, `named_jit` is a decorator.
@@ -134,17 +134,17 @@ def fsdp(
 ) -> Any:
     """Compile a step for fully sharded data parallelism: `named_jit` with a parameter and a compute mapping.
 
-    Between uses, parameters are sharded by `parameter_mapping`; so are their gradients and what the optimizer keeps. In
-    the step `compute_mapping` is active. An operation between a parameter and something sharded along the batch gathers
-    the parameter, and leaves a gradient that is sharded already: one all-gather for each use and one reduce-scatter, on
-    any mesh. To gather again in the backward pass rather than keep what was gathered, use `jax.checkpoint`.
+    Between uses, `parameter_mapping` shards parameters, their gradients and the optimizer state. In the step,
+    `compute_mapping` is active. An operation between a parameter and an array sharded along the batch all-gathers the
+    parameter and reduce-scatters its gradient: one all-gather and one reduce-scatter for each use, on any mesh. To
+    gather again in the backward pass instead of keeping gathered parameters, use `jax.checkpoint`.
 
     Arguments and results that have an axis of `parameter_mapping` count as parameters, unless `compute_mapping` shards
-    another of their axes over the same mesh axis, as it does with batches. The others are placed by `compute_mapping`.
-    All may come from the host, or from any other placement.
+    another of their axes over the same mesh axis, as it does for batches. `compute_mapping` places the others.
+    Arguments can come from the host, or from any other placement.
 
-    Parameters without names are stored by a rule (see `axonym.sharding.FSDPShardingRule`), which then places all that
-    `compute_mapping` does not shard. The compiler then decides what is gathered where.
+    To store parameters without names, pass a rule (see `axonym.sharding.FSDPShardingRule`), which then places
+    everything that `compute_mapping` does not shard. In that case the compiler decides what is gathered where.
 
     Arguments:
         *args: the function (left out in a decorator), then the two mappings if they are not given by keyword.

@@ -1,7 +1,6 @@
-"""Resource mappings from logical axes to the mesh axes that they are sharded over: how one is made active.
+"""Activate resource mappings, from logical axes to the mesh axes that they are sharded over.
 
-What the active mapping says of an axis is asked in `axonym._mesh_axes`; `axonym.sharding.placement` applies mappings to
-trees.
+`axonym._mesh_axes` looks axes up in the active mapping; `axonym.sharding.placement` applies mappings to trees.
 """
 
 from __future__ import annotations
@@ -85,8 +84,8 @@ def axis_mapping(
 ) -> ActiveSettings:
     """Activate a resource mapping, in a with-block or as a decorator.
 
-    The active mapping is part of jit's cache key: a function is compiled again for another mapping, and not again when
-    a mapping returns. A new thread starts with no mapping, as it does with JAX's mesh.
+    The active mapping is part of jit's cache key: a function is compiled again for another mapping, but not when an
+    earlier mapping is active again. A new thread starts without a mapping, as it starts without JAX's mesh.
 
     Arguments:
         mapping: from axes to mesh axes. None for an axis means replicated. An empty mapping is the same as none.

@@ -45,7 +45,7 @@ def as_seen_here(mesh: AnyMesh) -> AnyMesh:
 
 @contextlib.contextmanager
 def set_mesh(mesh: AnyMesh) -> Iterator[AnyMesh]:
-    """Activate a mesh in a with-block: `jax.set_mesh`, also for a mesh without devices.
+    """Activate a mesh in a with-block, as `jax.set_mesh` does, even a mesh without devices.
 
     >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     >>> with axn.set_mesh(mesh):

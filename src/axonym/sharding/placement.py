@@ -46,7 +46,7 @@ Placement: TypeAlias = object
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """One leaf of a tree, where a named array is one, and its sharding.
+    """One leaf of a tree, with named arrays as leaves, and its sharding.
 
     >>> leaf = axn.sharding.Leaf((jax.tree_util.DictKey("w"),), axn.ones({"embed": 2}), ("embed",), (2,))
     >>> leaf.path, leaf.names

@@ -25,8 +25,8 @@ def from_process_local_data(
 ) -> Any:
     """Make global arrays from the data that each process has loaded.
 
-    The code is the same with one process and with many. Processes that differ only along other mesh axes must have
-    loaded the same data, and others must not: the first call for a mesh compares checksums, and names what is wrong.
+    The code is the same with one process and with many. Processes that differ only along other mesh axes must load the
+    same data, and all others different data: the first call for a mesh compares checksums, and reports mistakes.
 
     Arguments:
         tree: a tree of the arrays of this process, of the same shapes in every process.

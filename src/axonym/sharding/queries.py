@@ -169,7 +169,7 @@ Kind = Literal["unused", "problem", "replicated"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A fault, or possible fault, of a mapping.
+    """A mistake, or possible mistake, in a mapping.
 
     >>> axn.sharding.Finding("unused", "embd", "axis 'embd' ...").kind
     'unused'
@@ -185,7 +185,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class MappingReport:
-    """The findings of `lint_mapping`, as a text when printed; true if there are any.
+    """The findings of `lint_mapping`. Prints as text; true if there are any findings.
 
     >>> bool(axn.lint_mapping(axn.ones({"x": 2}), {"x": None}, axn.make_mesh({"data": 2})))
     False
@@ -213,7 +213,7 @@ class MappingReport:
 def lint_mapping(
     tree: Any, placement: Placement = None, mesh: AnyMesh | None = None, *, large: int = 1 << 20
 ) -> MappingReport:
-    """Find everything that is wrong or doubtful about a mapping, or another placement, for a model on a mesh.
+    """Find everything that is wrong or suspicious in a mapping, or another placement, for a model on a mesh.
 
     Arguments:
         tree: a model; its arrays may be abstract, as `jax.eval_shape` gives them.

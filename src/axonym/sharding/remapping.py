@@ -30,10 +30,10 @@ def remap(tree: T, placement: Placement, mesh: AnyMesh | None = None, *, piece_b
     """Move a state to another mesh or mapping, without a checkpoint.
 
     Arrays move one after the other, and each old one is deleted, so the devices never hold more than the old and the
-    new shards of one array besides the shards of the rest. What else moving takes, such as a copy on the host, is a few
-    times `piece_bytes`. An array that shares memory with another one stays. The arrays that were passed are not to be
-    used afterwards.
-    Arrays that the placement says nothing about, such as random keys and counters, are replicated over the mesh.
+    new shards of one array besides the shards of the rest. Anything else that moving needs, such as a copy on the host,
+    takes a few times `piece_bytes`. An array that shares memory with another one is not deleted. Do not use the arrays
+    that you passed afterwards. Arrays that the placement does not cover, such as random keys and counters, are
+    replicated over the mesh.
 
     With several processes, the new mesh must have the devices of the old one. For fewer hosts, restore a checkpoint.
 

@@ -1,8 +1,8 @@
 """Rules: placements that are decided for each leaf, from paths, shapes and names.
 
-A rule answers for one leaf at a time: with a partition spec, a resource mapping, a sharding or another rule; or with
-None, by which it passes the leaf on. Rules compose: `first | second` asks the second about what the first passes on,
-`rule.exclude(pattern)` passes on more. A rule can be used wherever a placement can.
+A rule places one leaf at a time: it returns a partition spec, a resource mapping, a sharding or another rule, or None
+to pass the leaf on. Rules compose: `first | second` applies the second to leaves that the first passes on, and
+`rule.exclude(pattern)` passes on more leaves. A rule can be used wherever a placement can.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class FSDPShardingRule(ShardingRule):
 
 
 class TreePathShardingRule(ShardingRule):
-    """Shard each leaf by the first of some patterns that is found in its path.
+    """Shard each leaf by the first pattern that is found in its path.
 
     Paths read like `layers/0/attn/q`. Patterns are regular expressions, searched for anywhere in the path.
 
@@ -336,7 +336,7 @@ class MappingShardingRule(ShardingRule):
 
 
 class LogicalAxesRule(ShardingRule):
-    """Shard raw arrays by a mapping, and a tree that names their axes, such as MaxText and other models in Flax have.
+    """Shard raw arrays by a mapping and a tree that names their axes, as used by MaxText and other Flax models.
 
     Where the arrays' tree has an array, this tree has a tuple of names, or a `PartitionSpec` of names. None is an axis
     without a name; an array with an empty tuple is replicated. The states of optimizers contain the paths of the

@@ -32,7 +32,7 @@ T = TypeVar("T")
 def shard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -> T:
     """Shard every array of a tree by a placement.
 
-    Outside jit this moves data, unless the array has the sharding already. Inside jit it constrains the partitioner
+    Outside jit this moves data, unless the array already has the sharding. Inside jit it constrains the partitioner
     (Auto mesh axes) or reshards (Explicit ones). Inside `shard_map`, manual mesh axes are ignored. Abstract arrays get
     their sharding; leaves that are not arrays are returned as they are.
 
@@ -55,7 +55,7 @@ def unshard(tree: T, placement: Placement = None, mesh: AnyMesh | None = None) -
     """Replicate every array of a tree, or only the axes that a placement shards.
 
     With a placement, this undoes `shard`: each axis that the placement shards becomes replicated, and all others keep
-    the sharding they have. So what was sharded for storage alone can be gathered, and stay sharded otherwise.
+    the sharding they have. So you can gather arrays that were sharded only for storage, and keep their other sharding.
 
     Arguments:
         tree: the tree to replicate.

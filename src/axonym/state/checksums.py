@@ -2,7 +2,7 @@
 
 Orbax stores the values of arrays without a checksum, so that a flipped bit would load as another weight. A checkpoint
 therefore has a file with the checksum of each block of each file. It does not depend on the mesh, and is compared
-before Orbax reads anything. Which arrays a damaged block belongs to is looked up only then.
+before Orbax reads anything. Only then is it looked up which arrays a damaged block belongs to.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def damage_of(folder: Any, process: int = 0, processes: int = 1) -> list[str] | 
 def verify(path: str | os.PathLike[str]) -> None:
     """Check that a checkpoint has the bytes that were written to it, without loading it.
 
-    Raises a ValueError that lists the damaged files, and the arrays that have values there. The same is
-    `python -m axonym.state verify PATH`. `restore_checkpoint` does it by itself.
+    Raises a ValueError that lists the damaged files, and the arrays stored in them.
+    `python -m axonym.state verify PATH` does the same, and `restore_checkpoint` does it automatically.
 
     Arguments:
         path: the folder of the checkpoint.

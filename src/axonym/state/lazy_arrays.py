@@ -86,7 +86,14 @@ class LazyStack(LazyArray):
 
     def read(self, index: Index) -> np.ndarray:
         within = index[: self.axis] + index[self.axis + 1 :]
-        return np.stack([part.read(within) for part in self.parts[index[self.axis]]], self.axis)
+        parts = self.parts[index[self.axis]]
+        # One part at a time goes to its place, so that no more than one is in memory besides the result.
+        shape = [len(range(*s.indices(size))) for s, size in zip(index, self.shape, strict=True)]
+        result = np.empty(shape, self.dtype)
+        places = np.moveaxis(result, self.axis, 0)
+        for i, part in enumerate(parts):
+            places[i] = part.read(within)
+        return result
 
     def reshape(self, shape: tuple[int, ...]) -> LazyArray:
         leading, count = math.prod(self.shape[: self.axis]), len(self.parts)
@@ -117,7 +124,8 @@ class LazyProduct(LazyArray):
         return self.array.dtype
 
     def read(self, index: Index) -> np.ndarray:
-        return (self.array.read(index) * self.factor).astype(self.dtype)
+        values = self.array.read(index)
+        return np.multiply(values, self.factor, out=values, casting="unsafe")
 
     def reshape(self, shape: tuple[int, ...]) -> LazyProduct:
         return LazyProduct(self.array.reshape(shape), self.factor)

@@ -5,8 +5,8 @@ offsets for each key. Reading maps the file into memory and returns views, so va
 Writing fetches one array at a time. The `safetensors` package is not used: it copies whole dictionaries, and does not
 read all of the format's dtypes into NumPy.
 
-A file that is damaged, or that someone made to do harm, is refused with one `ValueError`, which names the file and the
-entry, before anything is allocated for its arrays.
+A damaged or malicious file is refused with one `ValueError`, which names the file and the entry, before anything is
+allocated for its arrays.
 """
 
 from __future__ import annotations

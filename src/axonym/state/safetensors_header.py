@@ -1,7 +1,7 @@
 """Parse the header of a safetensors file, and check everything that the format demands.
 
-The header is JSON of one shape: an object with a dtype, a shape and byte offsets for each key. It may come from anyone,
-so it is parsed by a grammar of just that: nothing nests, no number is large, and no key comes twice. Nothing is
+The header is JSON of one form: an object with a dtype, a shape and byte offsets for each key. It is not trusted, so it
+is parsed by a grammar of just this form: nothing nests, no number is large, and no key occurs twice. Nothing is
 allocated for an array before its entry is checked.
 """
 

@@ -99,7 +99,10 @@ def _put(leaf: Leaf, x: Any, sharding: NamedSharding | None) -> Any:
 
 
 def _read_by_device(leaf: Leaf, x: LazyArray, sharding: NamedSharding) -> jax.Array:
-    """Make a sharded array by reading each local device's shard; a shard that several devices hold is read once."""
+    """Make a sharded array by reading each local device's shard; a shard that several devices hold is read once.
+
+    One shard is in host memory at a time: it is on its devices before the next one is read.
+    """
     if not isinstance(sharding.mesh, Mesh):
         raise ValueError(
             f"{leaf.path}: mesh {_errors.describe_shape(sharding.mesh.shape)} is abstract: it has no devices to load "
@@ -112,5 +115,6 @@ def _read_by_device(leaf: Leaf, x: LazyArray, sharding: NamedSharding) -> jax.Ar
     shards = []
     for bounds, devices in users.items():
         values: np.ndarray = x.read(tuple(slice(*b) for b in bounds))
-        shards += [jax.device_put(values, device) for device in devices]
+        shards += jax.block_until_ready([jax.device_put(values, device) for device in devices])
+        del values
     return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)

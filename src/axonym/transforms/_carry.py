@@ -1,7 +1,7 @@
 """Compare a tree with a required `TreeSpec`: a carry with the initial one, a branch with the other.
 
-`jax.lax.scan` and its kin take trees of arrays only, and say by position what is wrong with them. So the transforms
-hand them lists of raw arrays, and compare the specs leaf by leaf: what is wrong is said by path and name.
+`jax.lax.scan` and similar functions take only trees of arrays, and describe mistakes by position. So the transforms
+pass them lists of raw arrays, and compare the specs leaf by leaf: errors describe mistakes by path and name.
 """
 
 from __future__ import annotations

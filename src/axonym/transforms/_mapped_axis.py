@@ -1,8 +1,8 @@
 """Remove a named axis from the leaves of a tree, and add it again.
 
-A transform over a named axis hands JAX the arrays and the position at which each of them is sliced. The body sees
-arrays without the axis, so its name is taken out of theirs first. What comes back has the axis in front, and so its
-name is put there.
+A transform over a named axis passes JAX the arrays and the position at which to slice each of them. The body sees
+arrays without the axis, so its name is removed from theirs first. Results have the axis in front, so its name is added
+there.
 """
 
 from __future__ import annotations

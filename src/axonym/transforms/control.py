@@ -1,8 +1,8 @@
 """`while_loop`, `fori_loop`, `cond` and `switch` on trees of named arrays.
 
-JAX's own take named arrays too, since they are trees. These add what names are good for: an axis order that differs
-between two steps, or two branches, is brought into line, since order is only layout, and what really differs is said
-by path and axis. What is not an array (a function in a module, say) is passed on.
+JAX's own functions take named arrays too, since they are trees. These add the benefits of names: if the order of axes
+differs between two steps or two branches, it is aligned, since order is only layout, and errors describe real
+differences by path and axis. Values that are not arrays, such as a function in a module, are passed on.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ._carry import CARRY, Words, conform, settled
 def while_loop(cond_fn: Callable[[Any], Any], body_fn: Callable[[Any], Any], init: Any) -> Any:
     """Repeat `body_fn` for as long as `cond_fn` of the carry holds: `jax.lax.while_loop` by name.
 
-    The carry keeps its axes, sizes and dtypes; only the order of axes may change. A carry that is replicated at first
-    and comes out sharded starts sharded.
+    The carry keeps its axes, sizes and dtypes; only the order of axes may change. A carry that goes in replicated and
+    comes out sharded is sharded from the start.
 
     >>> axn.while_loop(lambda x: x.sum() < 100, lambda x: 2 * x, axn.ones({"x": 3}))
     NamedArray(float32[x=3], [64. 64. 64.])
@@ -100,7 +100,7 @@ def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -
     """Call one of several functions with the operands: `jax.lax.switch` by name.
 
     All must return the same tree of the same axes; the order of axes is that of the first. An index out of range is
-    brought to the nearest in range.
+    clamped.
 
     >>> x = axn.arange(axn.Axis("x", 3))
     >>> axn.switch(1, [lambda x: x, lambda x: x + 1, lambda x: -x], x)

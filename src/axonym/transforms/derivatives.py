@@ -24,9 +24,9 @@ ArgNums: TypeAlias = int | Sequence[int]
 def grad(fn: Callable[..., Any], argnums: ArgNums = 0, *, has_aux: bool = False) -> Callable[..., Any]:
     """Make a function that computes the gradient of another: `jax.grad` by name.
 
-    The function may return a named array without axes as it is. Gradients are taken with respect to all floating-point
-    arrays of an argument, which can be any tree, such as a model; the gradient is the same tree, with None where the
-    argument has anything else.
+    The function may return a named array without axes. Gradients are taken with respect to all floating-point arrays of
+    an argument, which can be any tree, such as a model; the gradient is the same tree, with None in place of everything
+    else.
 
     Arguments:
         fn: the function. It returns a scalar, named or raw.

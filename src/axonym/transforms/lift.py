@@ -1,7 +1,7 @@
 """`lift`: make a named function of a positional one.
 
-A positional function knows how many axes its arrays have and which is which. Lifting says once, in order, what those
-axes are called. All other axes that named arrays bring along are matched by name and mapped over.
+A positional function knows how many axes its arrays have and which is which. Lifting names those axes once, in order.
+All other axes of the named arrays are matched by name and mapped over.
 """
 
 from __future__ import annotations
@@ -81,30 +81,28 @@ def lift(
 def lift(fn: Any, spec: str | None = None, *, in_axes: Any = None, out_axes: Any = None, **axes: AxisSelector) -> Any:
     """Make a named function of a positional one.
 
-    The spec says which axes the function takes and gives, `"i j, i -> j"`: a term for each array, with the axes in the
-    order of its positions, `->`, and a term for each result. A blank term is a scalar. The words are the axes' names,
-    or are said to stand for others by keyword, here or when calling. All other axes of the operands are mapped over,
-    matched by name; those that an operand lacks are the same for it throughout. Named arrays and scalars can be
-    operands.
+    The spec lists the axes that the function takes and returns, as in `"i j, i -> j"`: a term for each array, with its
+    axes in order of position, `->`, and a term for each result. An empty term is a scalar. The words are axis names, or
+    stand for axes that keywords give, here or in the call. All other axes of the operands are mapped over, matched by
+    name; an operand that lacks one is the same along it. Operands are named arrays and scalars.
 
-    Words that only the results have are new axes. A result keeps the layout of the first operand that has all the axes
-    that are mapped over; its new axes stand where the first axis stood that is gone, or at the end.
+    Words that only the results have are new axes. A result keeps the layout of the first operand that has all axes that
+    are mapped over; its new axes take the place of the first axis that was removed, or come last.
 
-    Further arguments, by position or keyword, are handed to the function as they are and must be hashable, apart from
-    the arrays in modules and other trees. It is compiled once for each of their values, and as in `jax.jit`, it should
-    have no side effects. What was compiled belongs to the function, and is found again if it is lifted again; a lambda
-    that is written in a loop is another function every time, so lift it before the loop.
+    Further arguments, by position or keyword, are passed to the function unchanged and must be hashable, apart from the
+    arrays in modules and other trees. The function is compiled once for each of their values and, as in `jax.jit`,
+    should have no side effects. Compiled code is cached by function, and reused if the function is lifted again; a
+    lambda written in a loop is a new function every time, so lift it before the loop.
 
-    The function may be a module, a method of one, or a `functools.partial`: the arrays that it holds are operands like
-    the others, the same throughout, and can be differentiated. On Explicit mesh axes it cannot use arrays in any other
-    way.
+    The function may be a module, a method of one, or a `functools.partial`: the arrays that it holds are operands that
+    are not mapped over, and can be differentiated. On Explicit mesh axes it cannot use arrays in any other way.
 
-    With the spec in the place of the function, `lift` is a decorator.
+    With the spec in place of the function, `lift` is a decorator.
 
     Arguments:
         fn: the positional function. It returns an array, or a tuple of them where the spec has several results.
         spec: the axes it takes and gives.
-        in_axes: instead of a spec, the axes that each operand has. None is an argument that is handed on as it is.
+        in_axes: instead of a spec, the axes that each operand has. None is an argument that is passed on unchanged.
         out_axes: the axes of the result that go with it, or a sequence of such selections for several results.
         **axes: the axis that a word stands for. Where an `Axis` is given, its size is checked.
 

@@ -1,11 +1,11 @@
 """Policies for what a scan keeps for its backward pass, and what it computes again.
 
-The backward pass of a step needs its carry, its inputs and whatever the step computed on the way, its *internals*. A
-scan that keeps them all needs memory for every step. A policy says what is kept instead:
+The backward pass of a step needs its carry, its inputs and its intermediate results, the *internals*. A scan that keeps
+them all needs memory for every step. A policy says what is kept instead:
 
 - the carries: a step is computed again from its carry, so the carries of all steps stay by default. They can be moved
   to the host, or not be kept at all, in which case the backward pass first runs the whole scan once more;
-- the inputs: they are the operands of the scan, so they are there anyway. They can be moved to the host;
+- the inputs: they are the operands of the scan, so they are kept anyway. They can be moved to the host;
 - the internals: none, all, or those that the step names with `tree_checkpoint_name`, on the device or on the host;
 - nested scans: the steps are cut into groups, and only the carries between groups are kept. With about sqrt(N) groups
   of N steps, memory grows with sqrt(N), for one more forward pass.
@@ -77,7 +77,7 @@ class ScanCheckpointPolicy:
 
     @staticmethod
     def from_bool_or_str(remat_policy: bool | str) -> ScanCheckpointPolicy:
-        """Return the policy of a short word.
+        """Return the policy that a short word stands for.
 
         Arguments:
             remat_policy: one of
@@ -98,7 +98,7 @@ class ScanCheckpointPolicy:
     def checkpoint(self, carry_name: str, input_name: str, fn: Callable[..., T]) -> Callable[..., T]:
         """Return a step that keeps for its backward pass what the policy says.
 
-        It does not do what concerns all steps together: nested scans, and not keeping the carries.
+        It does not handle options that concern all steps together: nested scans, and not keeping the carries.
 
         Arguments:
             carry_name: what the carry is called where it is moved to the host.
@@ -220,7 +220,7 @@ def policy_of(spec: ScanCheckpointSpec) -> ScanCheckpointPolicy:
 
 
 def tree_checkpoint_name(tree: T, name: str) -> T:
-    """Name every array of a tree, for checkpoint policies that say what is kept by name.
+    """Name every array of a tree, for checkpoint policies that choose by name what to keep.
 
     >>> axn.tree_checkpoint_name(axn.ones({"x": 2}), "attention")
     NamedArray(float32[x=2], [1. 1.])

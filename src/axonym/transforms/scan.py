@@ -1,7 +1,7 @@
 """`scan`, `fold`, `map` and `associative_scan`: loops over a named axis.
 
 The first three are `jax.lax.scan` over the slices of the arguments that have the axis. The body sees the arguments
-without it; the carry goes from step to step; what the body returns besides is stacked along the axis.
+without it; the carry goes from step to step; the body's other results are stacked along the axis.
 
 On Explicit mesh axes a loop visits every slice on every device, so an argument that is sharded over the looped axis is
 gathered along it first. The stacked outputs are sharded again as the arguments were: an output axis keeps the sharding
@@ -52,16 +52,16 @@ def scan(
     """Loop over an axis with a carry, and stack what each step returns: `jax.lax.scan` by name.
 
     The result is a function of an initial carry and of any arguments. Named arrays that have the axis are scanned, and
-    the others are the same in every step. Raw arrays have no names to go by: their first axis is scanned. Scalars, and
-    what is not an array, are the same in every step. What the body returns besides the carry gets the axis in front.
+    the others are the same in every step. Raw arrays have no names: their first axis is scanned. Scalars, and values
+    that are not arrays, are the same in every step. The outputs of the body get the axis in front.
 
     The carry keeps its axes, sizes, dtypes and sharding from step to step; only the order of axes may change, since it
     is layout. As with `jax.lax.scan`, a body is not traced again for arguments of the same spec, so it must not depend
     on anything that changes between calls. It may be a module, a method of one, or a `functools.partial`: the arrays
     that these hold can change.
 
-    What is not an array is part of the program, a Python number too, so that a body can branch on it. Each new value
-    compiles again: hand in a number that changes as an array, `jnp.float32(rate)`.
+    Values that are not arrays, including Python numbers, are part of the program, so that a body can branch on them.
+    Each new value compiles again: pass a number that changes as an array, `jnp.float32(rate)`.
 
     Arguments:
         fn: the body, from a carry and the arguments of one step to the next carry and an output.
@@ -124,7 +124,7 @@ def map(
     """Apply a function to one slice after the other: `scan` without a carry, with the same options.
 
     It computes what `vmap` does, in a loop: slower, with the memory of one step. A number that the function returns is
-    stacked, as in `jax.lax.map`, where `vmap` passes it on as it is.
+    stacked, as in `jax.lax.map`, while `vmap` passes it on unchanged.
 
     >>> axn.map(lambda x: x * x, "x")(axn.arange(axn.Axis("x", 3)))
     NamedArray(int32[x=3], [0 1 4])
@@ -348,7 +348,7 @@ _RESULT = Words(
 def associative_scan(fn: Callable[[T, T], T], elems: T, axis: AxisSelector, *, reverse: bool = False) -> T:
     """Combine the elements along an axis, keeping every intermediate result: `jax.lax.associative_scan` by name.
 
-    The function is called on many pairs of elements at once: the axis stays in what it sees, with varying sizes. It may
+    The function is called on many pairs of elements at once: its arguments keep the axis, with varying sizes. It may
     return its result in any order of axes. If the axis is sharded over Explicit mesh axes, it is gathered first,
     and the result is sharded again.
 

@@ -40,10 +40,10 @@ def vmap(
 ) -> Callable[P, R]:
     """Map a function over one or several named axes: `jax.vmap` by name.
 
-    The function is called once and sees the arguments without the axes; what it returns gets them in front. Named
-    arrays that have an axis are mapped over it, and the others are the same for every element. Raw arrays have no names
-    to go by and are mapped over their first axis, unless told otherwise. What is not an array, in the arguments or in
-    what the function returns, is passed on as it is: a number that it returns stays that number, where `map` stacks it.
+    The function is called once and sees the arguments without the axes; its results get them in front. Named arrays
+    that have an axis are mapped over it, and the others are the same for every element. Raw arrays have no names and
+    are mapped over their first axis by default. Values that are not arrays, in arguments or results, are passed on
+    unchanged: a number that the function returns stays that number, while `map` stacks it.
 
     An axis that the active mapping shards stays sharded throughout. On Explicit mesh axes, arguments that are sharded
     differently along the axis are resharded first, and those that are not mapped are gathered over its mesh axes.

@@ -193,7 +193,7 @@ def matches_axes(self: NamedArray, spec: NamedArrayAxesSpec) -> bool:
 
 
 def check_axes(array: _Array, spec: NamedArrayAxesSpec) -> _Array:
-    """Return an array that has the axes and the dtype that an annotation requires, else raise an error that says why.
+    """Return an array if it has the axes and the dtype that an annotation requires; otherwise raise an error.
 
     >>> x = axn.typing.check_axes(axn.ones({"batch": 2, "pos": 3, "embed": 4}), "batch ... embed")
     """

@@ -13,7 +13,7 @@ from ...nn.moe import MoELinear as _MoELinear
 
 
 class MoELinear(_MoELinear):
-    """A linear layer for each expert; with `use_gmm`, what is not a TPU uses `jax.lax.ragged_dot`.
+    """A linear layer for each expert; with `use_gmm`, platforms other than TPUs use `jax.lax.ragged_dot`.
 
     >>> Experts, Embed, Mlp = hax.make_axes(experts=2, embed=3, mlp=4)
     >>> layer = hax.nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0), use_gmm=True)

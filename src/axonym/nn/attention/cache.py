@@ -205,7 +205,7 @@ class KVCache(eqx.Module):
         return dataclasses.replace(self, keys=keys, values=values, lengths=lengths)
 
     def require_room(self, count: int) -> KVCache:
-        """Return the cache, which must have room for more positions.
+        """Return the cache, after checking that it has room for more positions.
 
         A model whose layers run in a loop updates its cache where lengths are not known, even outside of jit. So call
         this before the loop, or once for all tokens that are to come. In jit, only a cache made with `checked=True` is

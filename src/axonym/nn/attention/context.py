@@ -8,8 +8,8 @@
 
 All three compute block by block (see `_blockwise`), in one `shard_map` over all mesh axes. Under a causal mask, devices
 with later positions would have more work, so the ring and the all-gather first exchange halves of shards for zig-zag
-order, and the results back. A sliding window needs no such balance, and makes the ring shorter: keys go on only as far
-as the window reaches.
+order, and the results back. A sliding window does not need this balancing, and makes the ring shorter: keys travel only
+as far as the window reaches.
 """
 
 from __future__ import annotations

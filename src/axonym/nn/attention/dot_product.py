@@ -14,7 +14,7 @@ So grouped-query attention needs no repeated keys. The query has an axis of key-
 a group (see `group_heads`); the key and the value have only the former. Keys and values without an axis of heads are
 shared by all heads of the query.
 
-A query that can attend to nothing gets the mean of all values, as in `jax.nn.dot_product_attention`, never NaN.
+A query that cannot attend to anything gets the mean of all values, as in `jax.nn.dot_product_attention`, never NaN.
 """
 
 from __future__ import annotations

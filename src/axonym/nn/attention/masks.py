@@ -162,7 +162,7 @@ class Causal(eqx.Module):
         return mask if further is None else _combined(logical_and, mask, further)
 
     def further(self, KPos: AxisSelector) -> NamedArray | None:
-        """Return the mask without its causal part, of `also` and `segments`, as an array.
+        """Return the mask of `also` and `segments`, without the causal part, as an array.
 
         >>> segments = axn.named([0, 0, 1], "pos")
         >>> axn.nn.attention.Causal("pos", segments=segments).further("key_pos")

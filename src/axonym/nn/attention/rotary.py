@@ -28,7 +28,7 @@ from ...ops._operands import as_float, require_named, require_subset
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Rotary embeddings as first published.
+    """Rotary position embeddings in their original form.
 
     Arguments:
         theta: the base: frequencies fall from 1 to about `1 / theta`.
@@ -44,6 +44,8 @@ class Rotary:
     interleaved: bool = False
 
     rope_type: ClassVar[str] = "default"
+    _required: ClassVar[tuple[str, ...]] = ()
+    """What a model configuration must say."""
 
     def frequencies(self, size: int) -> np.ndarray:
         """Return the angle by which each pair of features is rotated per position; `size` is the number of features.
@@ -63,12 +65,21 @@ class Rotary:
         return 1.0
 
     @staticmethod
-    def from_config(config: Mapping[str, Any] | None, *, theta: float | None = None, **options: Any) -> Rotary:
+    def from_config(
+        config: Mapping[str, Any] | None,
+        *,
+        theta: float | None = None,
+        max_position_embeddings: int | None = None,
+        **options: Any,
+    ) -> Rotary:
         """Read the `rope_parameters` or `rope_scaling` of a model configuration in the format of Hugging Face.
 
         Arguments:
-            config: the entry, or None for plain rotary embeddings. Unknown keys are an error.
+            config: the entry, or None for plain rotary embeddings. Unknown keys are an error, and so are missing ones
+                that have no usual value.
             theta: the base, which older configurations have outside of that entry, as `rope_theta`.
+            max_position_embeddings: what a configuration has under this name. It is the length of the training context
+                if an entry of YaRN does not say that.
             **options: further fields, such as `interleaved`.
 
         >>> axn.nn.attention.Rotary.from_config({"rope_type": "linear", "factor": 2.0}, theta=5e5)
@@ -86,6 +97,10 @@ class Rotary:
             given["theta"] = given.pop("rope_theta")
         elif theta is not None:
             given["theta"] = theta
+        if kind == "yarn":
+            given.pop("finetuned", None)  # in some files; it means nothing
+            if given.get("original_max_position_embeddings") is None:
+                given["original_max_position_embeddings"] = max_position_embeddings
         fields = [f.name for f in dataclasses.fields(KINDS[kind])]
         unknown = [name for name in given if name not in fields]
         if unknown:
@@ -93,7 +108,10 @@ class Rotary:
                 f"Rotary.from_config: {kind!r} has no {_errors.quoted(unknown)}; it has {', '.join(fields)}."
                 f"{_errors.suggestions(unknown, fields)}"
             )
-        return KINDS[kind](**{name: value for name, value in given.items() if value is not None})
+        given = {name: value for name, value in given.items() if value is not None}
+        if missing := [name for name in KINDS[kind]._required if name not in given]:
+            raise ValueError(f"Rotary.from_config: the entry of kind {kind!r} must have {_errors.quoted(missing)}.")
+        return KINDS[kind](**given)
 
     def to_config(self) -> dict[str, Any]:
         """Return the configuration in the form that `from_config` and other libraries read.
@@ -127,6 +145,7 @@ class LinearRotary(Rotary):
     factor: float = 1.0
 
     rope_type: ClassVar[str] = "linear"
+    _required: ClassVar[tuple[str, ...]] = ("factor",)
 
     def frequencies(self, size: int) -> np.ndarray:
         return super().frequencies(size) / self.factor
@@ -157,6 +176,12 @@ class Llama3Rotary(Rotary):
     original_max_position_embeddings: int = 8192
 
     rope_type: ClassVar[str] = "llama3"
+    _required: ClassVar[tuple[str, ...]] = (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    )
 
     def frequencies(self, size: int) -> np.ndarray:
         plain = super().frequencies(size)
@@ -197,6 +222,7 @@ class YarnRotary(Rotary):
     truncate: bool = True
 
     rope_type: ClassVar[str] = "yarn"
+    _required: ClassVar[tuple[str, ...]] = ("factor", "original_max_position_embeddings")
 
     def frequencies(self, size: int) -> np.ndarray:
         plain = super().frequencies(size)
