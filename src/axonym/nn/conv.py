@@ -24,6 +24,7 @@ from ..ops.joining import flip
 from ..ops.rearranging import rearrange
 from ..ops.shaping import flatten_axes, rename, unflatten_axis
 from ..state.module import ModuleWithStateDictSerialization
+from ._convolution import ConvolutionArguments, convolve
 from ._window_arguments import Padding, PaddingSpec, Pair, PerAxis, check_spans, parse_padding, per_axis
 from .linear import _stored
 
@@ -318,9 +319,10 @@ def _convolution_kernel(
         if len(batch) != 1:
             x = _kernels.transpose_to(x, names, merged)
             x = x.reshape(*x.shape[:first], math.prod(sizes), *x.shape[first + len(batch) :])
-        y = jax.lax.conv_general_dilated(
-            x, weight, config.strides, padding, config.input_dilation, config.dilation, numbers, config.groups
+        how = ConvolutionArguments(
+            config.strides, padding, config.input_dilation, config.dilation, numbers, config.groups
         )
+        y = convolve(how, x, weight)
         if len(batch) != 1:
             y = y.reshape(*y.shape[:first], *sizes, *y.shape[first + 1 :])
             y = _kernels.transpose_to(y, merged_out, out_names)
