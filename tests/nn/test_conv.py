@@ -182,6 +182,33 @@ def test_on_meshes(kind: Any, mesh: Mesh) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, gradients)
 
 
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("mapping", [{"height": "a"}, {"batch": "a"}, {"batch": "a", "height": "b"}], ids=str)
+@pytest.mark.parametrize("groups", [1, 2, 0])
+def test_gradients_where_some_mesh_axes_shard_nothing(groups: int, mapping: Any, explicit: bool) -> None:
+    """XLA would sum the gradient of a weight over these, too, and is wrong where the kernel is sharded."""
+    Batch, Height, Features = axn.make_axes(batch=4, height=8, features=8)
+    arguments: Any = ("height", In, Features, 2)
+    if groups:
+        layer: Any = Conv.init(*arguments, stride=2, padding=1, groups=groups, key=KEY)
+    else:
+        layer = ConvTranspose.init(*arguments, stride=2, dilation=3, padding=1, key=KEY)
+    x = sample(In, Height, Batch)
+
+    def loss(layer: Any, x: axn.NamedArray) -> jax.Array:
+        return axn.sum(axn.sin(layer(x))).scalar()
+
+    def check(layer: Any, x: Any) -> Any:
+        gradient = jax.grad(loss)  # of the weight alone, too
+        both = jax.value_and_grad(loss, (0, 1))(layer, x)
+        return both, gradient(layer, x), jax.jvp(gradient, (layer, x), jax.tree.map(jnp.cos, (layer, x)))
+
+    expected = jax.jit(check)(layer, x)
+    with jax.set_mesh(axn.make_mesh({"a": 2, "b": 2, "c": 2}, explicit=explicit)), axn.axis_mapping(mapping):
+        found = jax.block_until_ready(jax.jit(check)(*axn.shard((layer, x))))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected)
+
+
 def test_stacked_layers_are_mapped_over() -> None:
     Layers = axn.Axis("layers", 3)
     make = axn.vmap(lambda key: Conv.init("height", In, Out, 3, key=key), Layers)

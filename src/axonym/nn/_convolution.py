@@ -1,23 +1,26 @@
-"""Convolutions, also along axes that are sharded where the rows of the input are not sharded over all mesh axes.
+"""Convolutions, with right values and gradients on meshes of several axes.
 
-Of a convolution along a sharded axis, XLA adds up what the devices along all mesh axes have, also along those over
-which they have equal shards, or other channels. So its results or their gradients are several times too large, unless
-all mesh axes shard the batch and the axes of the convolution. Products are partitioned rightly, so otherwise the
-convolution is a sum of products, one for each position in the kernel.
+XLA adds up what the devices along all mesh axes have, also along those over which they have equal shards, or other
+channels: for the gradient of the weight of a grouped convolution, and for values and gradients of any convolution along
+a sharded axis. These are several times too large, unless all mesh axes shard the batch and the axes of the convolution.
+Products are partitioned rightly, so there a convolution is a sum of products, one for each position in the kernel.
+Values are wrong, too, where the kernel is sharded along an axis of the convolution, so it never is.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
-from .._mesh_axes import mesh_around, sharded_over
+from .._mesh_axes import AnyMesh, entries_of, mesh_around, reshard, sharded_over, types_of
+from .._output_sharding import call_with_output_sharding
 from .._strided_slices import strided_slice
 from ..axis import Names
 from ._window_arguments import Padding
@@ -33,24 +36,57 @@ class Parameters(NamedTuple):
     groups: int
 
 
-def convolve(x: jax.Array, weight: jax.Array, of: Parameters, numbers: jax.lax.ConvDimensionNumbers) -> jax.Array:
+def apply_convolution(
+    what: str,
+    fn: Callable[..., jax.Array],
+    in_names: tuple[Names, Names],
+    out_names: Names,
+    channels: str,
+    spatial: Names,
+    groups: int,
+    x: jax.Array,
+    weight: jax.Array,
+) -> jax.Array:
+    """Call `fn(x, weight, convolve)` with the function for one convolution that XLA partitions rightly.
+
+    Arguments:
+        in_names: the axes of `x` and `weight`, and `out_names` those of the result.
+        channels: the axis of `x` with the input channels.
+        spatial: the axes of the convolution.
+    """
+    mesh = mesh_around([x, weight])
+    convolve = _convolve
+    large = {a for a, kind in types_of(mesh).items() if kind != AxisType.Manual and mesh.shape[a] > 1}
+    if len(large) > 1:
+        names, weight_names = in_names
+        over = dict(zip(names, sharded_over(what, names, x, mesh, AxisType.Auto), strict=True))
+        weight = _replicated(weight, [n in spatial for n in weight_names], mesh)
+        if not any(over[n] for n in spatial):
+            x = _replicated(x, [n in spatial for n in names], mesh)  # on Auto mesh axes, whatever they were
+        used = {a for n, axes in over.items() if n != channels for a in axes}
+        if (groups > 1 or any(over[n] for n in spatial)) and not large <= used:
+            convolve = _convolve_by_products
+    fn = functools.partial(fn, convolve=convolve)
+    return call_with_output_sharding(what, fn, in_names, out_names, (x, weight))
+
+
+def _replicated(x: jax.Array, which: Sequence[bool], mesh: AnyMesh) -> jax.Array:
+    """Replicate an array along some of its axes; the others keep their sharding."""
+    x = reshard(x, (None if w else e for w, e in zip(which, entries_of(x), strict=True)), mesh)
+    if AxisType.Auto not in mesh.axis_types:
+        return x
+    spec = PartitionSpec(*(None if w else PartitionSpec.UNCONSTRAINED for w in which))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def _convolve(x: jax.Array, weight: jax.Array, of: Parameters, numbers: jax.lax.ConvDimensionNumbers) -> jax.Array:
     """Apply a convolution as one operation."""
     return jax.lax.conv_general_dilated(
         x, weight, of.strides, of.padding, of.input_dilation, of.dilation, numbers, of.groups
     )
 
 
-def needs_products(what: str, names: Names, channels: str, spatial: Names, x: jax.Array) -> bool:
-    """Return whether the input of a convolution is sharded so that XLA partitions it wrongly."""
-    mesh = mesh_around([x])
-    over = dict(zip(names, sharded_over(what, names, x, mesh, AxisType.Auto), strict=True))
-    if not any(over[n] for n in spatial):
-        return False
-    used = {a for n, axes in over.items() if n != channels for a in axes}
-    return any(size > 1 and a not in used for a, size in mesh.shape.items())
-
-
-def convolve_by_products(
+def _convolve_by_products(
     x: jax.Array, weight: jax.Array, of: Parameters, numbers: jax.lax.ConvDimensionNumbers
 ) -> jax.Array:
     """Apply a convolution as a sum of products, one for each position in the kernel."""

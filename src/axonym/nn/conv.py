@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels, random
-from .._output_sharding import call_with_output_sharding
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 from ..named_array import NamedArray, is_jax_array_like
 from ..ops._operands import distinct, private, require_named
@@ -26,7 +24,7 @@ from ..ops.joining import flip
 from ..ops.rearranging import rearrange
 from ..ops.shaping import flatten_axes, rename, unflatten_axis
 from ..state.module import ModuleWithStateDictSerialization
-from ._convolution import Parameters, convolve, convolve_by_products, needs_products
+from ._convolution import Parameters, apply_convolution
 from ._window_arguments import Padding, PaddingSpec, Pair, PerAxis, check_spans, parse_padding, per_axis
 from .linear import _stored
 
@@ -299,7 +297,7 @@ def _convolution_kernel(
     weight_place = tuple(weight_names.index(n) for n in (out_name, stored_in, *spatial))
     numbers = jax.lax.ConvDimensionNumbers(place, weight_place, place)
 
-    def positional(x, weight, apply):
+    def positional(x, weight, convolve):
         given, size = x.shape[names.index(in_name)], weight.shape[weight_place[1]] * config.groups
         if given != size:
             raise ValueError(_errors.size_mismatch(what, in_name, [("the input", given), ("the layer", size)]))
@@ -311,7 +309,7 @@ def _convolution_kernel(
         if len(batch) != 1:
             x = _kernels.transpose_to(x, names, merged)
             x = x.reshape(*x.shape[:first], math.prod(sizes), *x.shape[first + len(batch) :])
-        y = apply(x, weight, config._replace(padding=padding), numbers)
+        y = convolve(x, weight, config._replace(padding=padding), numbers)
         if len(batch) != 1:
             y = y.reshape(*y.shape[:first], *sizes, *y.shape[first + 1 :])
             y = _kernels.transpose_to(y, merged_out, out_names)
@@ -321,9 +319,7 @@ def _convolution_kernel(
     own = tuple(n if n == out_name != in_name else private("the weight", (n,))[0] for n in weight_names)
 
     def placed(x, weight):
-        apply = convolve_by_products if needs_products(what, names, in_name, spatial, x) else convolve
-        fn = functools.partial(positional, apply=apply)
-        return call_with_output_sharding(what, fn, (names, own), out_names, (x, weight))
+        return apply_convolution(what, positional, (names, own), out_names, in_name, spatial, config.groups, x, weight)
 
     return _kernels.make_kernel(what, placed, (names, own), out_names, mesh_aware=True)
 
