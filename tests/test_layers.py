@@ -102,7 +102,16 @@ def test_no_two_classes_share_a_name() -> None:
     for module, path in MODULES.items():
         if module.split(".")[1:2] in (["haliax"], ["scalax"]):
             continue
-        for node in ast.parse(path.read_text()).body:
+        for node in _at_top(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 known = seen.setdefault(node.name.lstrip("_"), module)
                 assert known == module, f"{node.name} in {module} and in {known}"
+
+
+def _at_top(block: ast.AST) -> Iterator[ast.stmt]:
+    """Return the statements of a module, also those under an `if` and the like."""
+    for node in ast.iter_child_nodes(block):
+        if isinstance(node, ast.stmt):
+            yield node
+        if isinstance(node, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
+            yield from _at_top(node)

@@ -26,7 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from . import _kernels
 from ._context import active_parameter_mapping
@@ -36,6 +36,7 @@ from ._mesh_axes import (
     axes_in,
     current_mesh,
     fits,
+    has_manual,
     is_parameter,
     mapped_axes,
     spec_of,
@@ -141,7 +142,7 @@ def look_up_sharded_columns(
 def _mesh_to_run_on() -> AnyMesh | None:
     """Return the active mesh; None if there is no parameter mapping, or an axis of the mesh is manual already."""
     mesh = current_mesh() if active_parameter_mapping() else None
-    return None if mesh is None or AxisType.Manual in mesh.axis_types else mesh
+    return None if mesh is None or has_manual(mesh) else mesh
 
 
 def _possible(specs: Sequence[PartitionSpec], out_spec: PartitionSpec, arrays: Sequence[Any], mesh: AnyMesh) -> bool:

@@ -29,7 +29,7 @@ from jax.sharding import AxisType, PartitionSpec
 from . import _context, _errors, _output_sharding
 from ._context import ACTIVE, active_mapping, active_parameter_mapping
 from ._jax_versions import INLINE, is_staged
-from ._mesh_axes import check_mapped, explicit_mesh, mesh_around, mesh_axes, reshard
+from ._mesh_axes import check_mapped, explicit_mesh, mapped_axes, mesh_around, reshard, storage_axes
 from ._per_device import run_per_device
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 from .named_array import NamedArray, wrap_result
@@ -313,7 +313,7 @@ def operation_scope(what: str, in_names: Sequence[Names], out_names: Any, arrays
         if name in seen and size in (None, seen[name]):
             return text
         seen[name] = size
-        over, stored = ("+".join(mesh_axes(m.get(name))) for m in (mapping, stored_by))
+        over, stored = map("+".join, (mapped_axes(name, mapping), storage_axes(name, stored_by, mapping)))
         if size is not None:
             text += f"={size}"
         return text + (f"|{over}" if over else "") + (f"~{stored}" if stored and stored != over else "")

@@ -28,7 +28,6 @@ from .ref import NamedRef as NamedRef, freeze as freeze, get as get, new_ref as 
 from .sharding.contexts import in_context as in_context
 from .sharding.jit import fsdp as fsdp, named_jit as named_jit
 from .sharding.mapping import (
-    ResourceAxis as ResourceAxis,
     axis_mapping as axis_mapping,
     current_mapping as current_mapping,
 )

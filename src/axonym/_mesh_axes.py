@@ -93,6 +93,16 @@ def axes_of_type(mesh: AnyMesh, *types: AxisType) -> Axes:
     return tuple(a for a, t in types_of(mesh).items() if t in types)
 
 
+def has_explicit(mesh: AnyMesh) -> bool:
+    """Return whether any mesh axis is Explicit."""
+    return AxisType.Explicit in mesh.axis_types
+
+
+def has_manual(mesh: AnyMesh) -> bool:
+    """Return whether any mesh axis is Manual."""
+    return AxisType.Manual in mesh.axis_types
+
+
 def shard_count(mesh: AnyMesh, entry: Entry) -> int:
     """Return the number of shards of an axis with this entry."""
     return math.prod(mesh.shape[a] for a in mesh_axes(entry))
@@ -113,7 +123,7 @@ def explicit_mesh(arrays: Sequence[Any]) -> AbstractMesh | None:
     """Return the mesh of the operands if one of them is sharded over its Explicit axes, else None."""
     for x in arrays:
         sharding = jax.typeof(x).sharding
-        if any(entry is not None for entry in sharding.spec) and AxisType.Explicit in sharding.mesh.axis_types:
+        if any(entry is not None for entry in sharding.spec) and has_explicit(sharding.mesh):
             return sharding.mesh
     return None
 

@@ -31,6 +31,8 @@ from .named_array import NamedArray
 from .ops._new_array import new_array
 from .ops._operands import at_least_float32, distinct, one_axis, require_named
 
+__all__ = ["fft", "fftfreq", "fftshift", "hfft", "ifft", "ifftshift", "ihfft", "irfft", "rfft", "rfftfreq"]
+
 TransformAxes: TypeAlias = AxisSelection | Mapping[AxisSelector, AxisSelector | int | None]
 
 _Requests = tuple[tuple[AxisSelector, AxisSelector | int | None], ...]

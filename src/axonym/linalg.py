@@ -26,6 +26,27 @@ from .axis import Axis, AxisSelection, AxisSelector, Names, name_of
 from .named_array import NamedArray
 from .ops._operands import as_float, check_new_axis, distinct, require_named, static_number
 
+__all__ = [
+    "cholesky",
+    "cond",
+    "det",
+    "eig",
+    "eigh",
+    "eigvals",
+    "eigvalsh",
+    "expm",
+    "inv",
+    "lstsq",
+    "matrix_power",
+    "matrix_rank",
+    "norm",
+    "pinv",
+    "qr",
+    "slogdet",
+    "solve",
+    "svd",
+]
+
 MatrixAxes: TypeAlias = "tuple[AxisSelector, AxisSelector]"
 
 

@@ -30,10 +30,10 @@ from .axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, name_of, s
 if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
-    from ._methods import Methods
+    from ._methods import Methods as _Base
 else:
 
-    class Methods:
+    class _Base:
         """A stand-in for `axonym._methods.Methods`, whose entries are set on `NamedArray` on import."""
 
         __slots__ = ()
@@ -66,7 +66,7 @@ class Shape(dict[str, int]):
         )
 
 
-class NamedArray(Methods):
+class NamedArray(_Base):
     """A JAX array whose axes have names.
 
     Arguments:

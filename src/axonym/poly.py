@@ -22,6 +22,20 @@ from .axis import Names
 from .named_array import NamedArray, NamedOrNumeric, describe_array, wrap, wrap_result
 from .ops._operands import distinct, private
 
+__all__ = [
+    "poly",
+    "polyadd",
+    "polyder",
+    "polydiv",
+    "polyfit",
+    "polyint",
+    "polymul",
+    "polysub",
+    "polyval",
+    "roots",
+    "trim_zeros",
+]
+
 DEFAULT_POLY_AXIS_NAME = "degree"
 """The name of the axis of coefficients if no operand has named axes."""
 

@@ -370,3 +370,5 @@ def test_creation_ignores_the_mapping(auto_mesh: Mesh) -> None:
         for new in (hax.zeros, hax.ones, hax.arange, lambda spec: hax.full(spec, 1)):
             assert new({"batch": 5}).array.sharding.is_fully_replicated
         assert hax.linspace(hax.Axis("batch", 5), start=0, stop=1).array.sharding.is_fully_replicated
+        for mask in (hax.nn.attention.causal_mask, lambda q, k: hax.nn.attention.prefix_lm_mask(q, k, 2)):
+            assert mask(hax.Axis("batch", 5), hax.Axis("key_pos", 5)).array.sharding.is_fully_replicated

@@ -59,6 +59,7 @@ def test_methods() -> None:
     x: Any = axn.named([[1, 2], [3, 4]], ("batch", "pos"))  # the methods are there once the package is imported
     assert x.product("pos").tolist() == [2, 12]
     assert x.ravel("all").tolist() == x.conjugate().ravel("all").tolist() == [1, 2, 3, 4]
+    assert x.at["pos", 0].mul(3).tolist() == [[3, 2], [9, 4]]
     assert x.updated_slice({"pos": 1}, axn.zeros({"batch": 2}, dtype=int)).tolist() == [[1, 0], [3, 0]]
     (array,), axes = x.tree_flatten()
     assert array is x.array and axes == x.axes

@@ -233,7 +233,7 @@ def test_a_word_for_two_things_is_refused(auto_mesh: Mesh) -> None:
             "`axonym.MeshAxis('data')` is the mesh axis, and an Axis, as `x.resolve_axis('data')` gives, the logical "
             "one."
         )
-        for word in (axn.MeshAxis("data"), axn.ResourceAxis.DATA, axn.Axis("data", 8)):
+        for word in (axn.MeshAxis("data"), axn.Axis("data", 8)):
             np.testing.assert_array_equal(run(total(word), x, mapping=mapping).array, 32)
         with pytest.raises(
             ValueError, match=r"'model' could be the logical axis, which is replicated, or the mesh axis"

@@ -60,6 +60,26 @@ def test_a_mask_is_split_like_where_it_starts(mesh: Any) -> None:
     assert_named(found, causal_mask(Pos, KPos, axn.arange(Batch)))
 
 
+@pytest.mark.parametrize("what", RULES)
+def test_masks_are_sharded_by_the_active_mapping(what: str, mesh: Any) -> None:
+    make, rule = RULES[what]
+    with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data", "pos": "model"}):
+        for found in (make(), jax.jit(make)()):
+            assert found.array.sharding.is_equivalent_to(jax.NamedSharding(mesh, jax.P("model")), 2)
+            assert_named(found, axn.named(jnp.asarray(by_rule(rule)), (Pos, KPos)))
+        assert spec(make(axn.arange(Batch)))[:2] == ("data", "model")
+        with axn.axis_mapping({"pos": "data"}), pytest.raises(ValueError, match=r"'pos' of size 6 .* over data=4"):
+            causal_mask(Pos.resize(6), KPos)
+
+
+def test_positions_of_masks_are_replicated_along_a_sequence(mesh: Any) -> None:
+    """Where queries and keys are sharded over the same mesh axes, each device needs more of the mask than a shard."""
+    with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data", "pos": "model", "key_pos": "model"}):
+        assert causal_mask(Pos, KPos).array.sharding.is_fully_replicated
+        assert spec(causal_mask(Pos, KPos, axn.arange(Batch)))[0] == "data"
+        assert {*spec(causal_mask(Pos, KPos, axn.arange(Batch)))[1:]} <= {None}
+
+
 @pytest.mark.parametrize("window", [None, 2])
 def test_causal_written_out(window: int | None) -> None:
     padding = axn.named(np.arange(6) < np.arange(8)[:, None], (Batch, KPos))

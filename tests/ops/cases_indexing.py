@@ -437,7 +437,6 @@ UPDATES = [
         lambda x, y: (
             x.at["pos", 1].subtract(y),
             x.at["pos", 1].multiply(y),
-            x.at["pos", 1].mul(y),
             x.at["pos", 1].divide(y),
             abs(x).at["pos", 1].power(y),
             x.at["pos", 1].min(y),

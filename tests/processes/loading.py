@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -70,8 +69,6 @@ def check(rank: int, explicit: bool) -> None:
     total = helper.sjit(lambda batch: {"sum": batch["x"].sum(0)}, in_shardings=(P("data"),), out_shardings=P())(loaded)
     np.testing.assert_allclose(axn.to_host(total)["sum"], rows(0, 16).sum(0))
     np.testing.assert_array_equal(axn.to_host(loaded["x"]), rows(0, 16))
-    replicated: Any = helper.make_replicated_args(rows(0, 4))
-    assert_shards(replicated, rows(0, 4), (4, FEATURES))
     place, fetch = helper.make_shard_and_gather_fns({"w": rows(0, 8)}, P("data"))
     placed = place["w"](rows(0, 8))
     assert_shards(placed, rows(0, 8), (2, FEATURES))

@@ -375,13 +375,6 @@ def test_placing_and_fetching(helper):
     np.testing.assert_array_equal(fetched["w"], tree["w"])
 
 
-def test_replicated_arguments(helper):
-    x, tree = helper.make_replicated_args(np.ones(3), {"n": axn.ones({"batch": 3}), "k": 1})
-    for y in (x, tree["n"].array, helper.make_replicated_args(jnp.ones(2))):
-        assert y.sharding.is_fully_replicated and y.sharding.device_set == set(jax.devices())
-    assert tree["k"] == 1
-
-
 def test_local_data(helper):
     batch = {"x": np.arange(16.0).reshape(8, 2), "named": axn.ones({"step": 2, "batch": 8})}
     with pytest.raises(ValueError, match=r"x \(8, 2\) has no axis 'batch' along which"):

@@ -45,7 +45,7 @@ def test_as_decorator_again_and_again() -> None:
 
 
 def test_keys_can_be_axes_and_values_resource_axes() -> None:
-    with axn.axis_mapping({axn.Axis("batch", 8): axn.ResourceAxis.DATA}):
+    with axn.axis_mapping({axn.Axis("batch", 8): "data"}):
         assert axn.current_mapping() == {"batch": "data"}
 
 

@@ -29,7 +29,7 @@ from .. import _context, _errors
 from .._function_cache import FunctionCache
 from .._jax_versions import INLINE
 from .._kernels import transpose_to
-from .._mesh_axes import NO_MESH, AnyMesh, axes_of_type, current_mesh, explicit_mesh, sharded_over
+from .._mesh_axes import NO_MESH, AnyMesh, axes_of_type, current_mesh, explicit_mesh, has_explicit, sharded_over
 from .._tree_spec import StaticLeaf, TreeSpec, flatten_arrays
 from ..axis import Names
 from ..manual._axis_environment import ArgumentAxis, activate, interned
@@ -370,7 +370,7 @@ def _mesh_of_types(arrays: Sequence[Any]) -> AnyMesh | None:
     if abstract is None or any(isinstance(x, Tracer) for x in arrays):
         return abstract
     meshes = (x.sharding.mesh for x in arrays if isinstance(x.sharding, NamedSharding))
-    return next(m for m in meshes if AxisType.Explicit in m.axis_types)
+    return next(m for m in meshes if has_explicit(m))
 
 
 def _left_to_partitioner(operation: PartitionedOperation, *arrays: Any) -> Arrays:

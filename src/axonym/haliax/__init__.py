@@ -81,6 +81,7 @@ from ..typing import (
 from .. import nn as _nn, ref as ref
 from .. import fft as _fft, poly as _poly, _module_field, typing as _typing
 from ..named_array import NamedArray as _NamedArray
+from ..ops.updating import IndexedArray as _IndexedArray
 from . import (
     axis as axis, core as core, debug as debug, hof as hof, jax_utils as jax_utils, nn as nn, ops as ops,
     partitioning as partitioning, random as random, state_dict as state_dict, tree_util as tree_util, types as types,
@@ -140,6 +141,7 @@ for _name, _method in {
     "updated_slice": updated_slice,
 }.items():
     setattr(_NamedArray, _name, _method)
+_IndexedArray.mul = _IndexedArray.multiply  # pyright: ignore[reportAttributeAccessIssue]
 NamedRef.named_shape = NamedRef.shape  # pyright: ignore[reportAttributeAccessIssue]
 
 # --- modules that are used unchanged ---

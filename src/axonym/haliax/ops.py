@@ -3,6 +3,7 @@
 # ruff: noqa: I001
 # fmt: off
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -27,7 +28,7 @@ from ._signatures import with_parameters
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _unsharded(fn: F) -> F:
+def unsharded(fn: F) -> F:
     """Wrap a function so that JAX places the array that it makes, whatever mapping is active."""
 
     @functools.wraps(fn)
@@ -35,13 +36,13 @@ def _unsharded(fn: F) -> F:
         with axis_mapping({}):
             return fn(*args, **kwargs)
 
-    call.__module__ = __name__
+    call.__module__ = sys._getframe(1).f_globals["__name__"]  # where pickle looks it up
     return cast(F, call)
 
 
-arange, full, ones, zeros = _unsharded(_arange), _unsharded(_full), _unsharded(_ones), _unsharded(_zeros)
-geomspace, linspace, logspace = _unsharded(_geomspace), _unsharded(_linspace), _unsharded(_logspace)
-fftfreq, rfftfreq = _unsharded(_fftfreq), _unsharded(_rfftfreq)
+arange, full, ones, zeros = unsharded(_arange), unsharded(_full), unsharded(_ones), unsharded(_zeros)
+geomspace, linspace, logspace = unsharded(_geomspace), unsharded(_linspace), unsharded(_logspace)
+fftfreq, rfftfreq = unsharded(_fftfreq), unsharded(_rfftfreq)
 
 
 def argsort(a: NamedArray, axis: AxisSelector | None, *, stable: bool = False) -> Any:

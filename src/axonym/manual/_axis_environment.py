@@ -23,7 +23,6 @@ from .._jax_versions import varying_axes
 from .._mesh_axes import Axes, mapped_axes, mesh_axes, shard_count
 from ..axis import Axis
 from ..named_array import NamedArray, describe_array, raw
-from ..sharding.mapping import ResourceAxis
 
 
 class MeshAxis(str):
@@ -191,7 +190,7 @@ def sharded_here() -> dict[str, Axes]:
 
 def _meaning(what: str, word: Any) -> Axes:
     mesh = jax.sharding.get_abstract_mesh()
-    if isinstance(word, (MeshAxis, ResourceAxis)):
+    if isinstance(word, MeshAxis):
         if word not in mesh.shape:
             _require_inside(what, mesh)
             raise ValueError(f"{what}: no mesh axis {str(word)!r}.{_known(mesh)}")

@@ -23,6 +23,7 @@ from .._mesh_axes import (
     entries_of,
     explicit_mesh,
     fits,
+    has_manual,
     mapped_axes,
     mesh_around,
     mesh_axes,
@@ -73,7 +74,7 @@ class Grouped(NamedTuple):
     def by_partitioner(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
         """Multiply replicated operands, or leave them to the partitioner."""
         mesh = mesh_around((x, weight, sizes))
-        if self.use_gmm and not mesh.empty and AxisType.Manual not in mesh.axis_types:  # XLA does not partition kernels
+        if self.use_gmm and not mesh.empty and not has_manual(mesh):  # XLA does not partition kernels
             whole = [PartitionSpec(*[None] * a.ndim) for a in (x, weight, sizes)]
             return run_per_device(self.multiply, (x, weight, sizes), whole, whole[0], mesh, check_vma=False)
         explicit = axes_of_type(mesh, AxisType.Explicit)
@@ -87,7 +88,7 @@ class Grouped(NamedTuple):
     def by_device(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array | None:
         """Multiply shards on their devices; None if neither rows nor groups are sharded, or not so that this works."""
         mesh = mesh_around((x, weight, sizes))
-        if mesh.empty or AxisType.Manual in mesh.axis_types:
+        if mesh.empty or has_manual(mesh):
             return None
         shards = _shards(self, x, weight, mesh)
         if shards is None:

@@ -23,6 +23,8 @@ from ..state.export_axes import OUT, merge_axes, merged_axis, split_axis
 from ..state.module import ModuleWithStateDictSerialization
 from .linear import static_spec
 
+__all__ = ["LayerNorm", "LayerNormBase", "RmsNorm", "log_softmax", "softmax", "standardize"]
+
 # --- functions ---
 
 

@@ -19,6 +19,8 @@ from .._mesh_axes import (
     entry_of,
     explicit_mesh,
     fits,
+    has_explicit,
+    has_manual,
     mapped_on,
     mesh_around,
     mesh_axes,
@@ -154,7 +156,7 @@ class _Dispatch:
         in_names = (self._row_names, (*self._own_rows, *self._features), *(names or () for names in self._tree.names))
         with jax.named_scope(_kernels.operation_scope("dispatch", in_names, self._row_names, operands)):
             mesh = mesh_around(operands)
-            run = self._among_shards if AxisType.Manual in mesh.axis_types else self._on_mesh
+            run = self._among_shards if has_manual(mesh) else self._on_mesh
             y = run(mesh, held, operands)
         return wrap(y, (*self._row_names, *self._result))
 
@@ -198,7 +200,7 @@ class _Dispatch:
                     f"{count} is not a multiple of {shard_count(mesh, over)}. Pad it, or map it to None."
                 )
         used = {a for own in placed for a in own}
-        explicit = AxisType.Explicit in mesh.axis_types
+        explicit = has_explicit(mesh)
         exchange = self._exchange(axes, mesh, size // shard_count(mesh, axes))
         if not used and (not explicit or explicit_mesh(operands) is None):
             return self._on_device(exchange)(*operands)
@@ -253,7 +255,7 @@ class _Dispatch:
         """Return the mesh axes that a parameter comes sharded over: those of the experts, and of its storage."""
         if names is None:
             return []
-        if AxisType.Explicit in mesh.axis_types:
+        if has_explicit(mesh):
             each = [mesh_axes(entry) for entry in entries_of(p)]
         else:
             each = [storage_axes(n) for n in names]

@@ -71,7 +71,6 @@ class IndexedArray:
     min = _update("min", "Return the array with the selected elements limited to at most a value.", "[1, 5, 3]", "int32[x=3], [1 2 3]")
     max = _update("max", "Return the array with the selected elements limited to at least a value.", "[1, 0, 3]", "int32[x=3], [1 2 3]")
     # fmt: on
-    mul = multiply
 
     def get(
         self,

@@ -21,7 +21,6 @@ from .layers import (
 )
 from .overwriting import (
     OverwriteWithGradient as OverwriteWithGradient,
-    T as T,
     apply_updates as apply_updates,
     partition_for_grad_overwrite as partition_for_grad_overwrite,
 )

@@ -27,7 +27,7 @@ from ..sharding.mapping import EnteredBlocks
 from ..sharding.meshes import AnyMesh, full_sizes, required_mesh, with_devices
 from ..sharding.placement import Leaf, Placement, described, leaves_of, listed, resolve
 from ..sharding.process_local_data import from_process_local_data
-from ..sharding.shard import shard, shard_quietly, to_host, unshard
+from ..sharding.shard import shard, shard_quietly, to_host
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -425,16 +425,6 @@ class MeshShardingHelper:
     def apply_shard_and_gather_fns(fns: Any, pytree: Any) -> Any:
         """Apply functions of `make_shard_and_gather_fns`, each to its leaf in a tree of the same structure."""
         return jax.tree.map(lambda f, x: f(x), fns, pytree)
-
-    def make_replicated_args(self, *args: Any) -> Any:
-        """Replicate every array of the arguments, which are trees; one argument is returned by itself.
-
-        >>> helper = scalax.sharding.MeshShardingHelper([2], ["data"])
-        >>> helper.make_replicated_args(jnp.ones(2)).sharding.is_fully_replicated
-        True
-        """
-        placed = tuple(unshard(x, mesh=self.mesh) for x in args)
-        return placed[0] if len(placed) == 1 else placed
 
     def local_data_to_global_array(
         self, pytree: Any, batch_axis: Any = 0, mesh_axis_subset: Sequence[str] | None = None

@@ -39,6 +39,8 @@ from .._mesh_axes import (
     entries_by_name,
     entries_of,
     entry_of,
+    has_explicit,
+    mapped_axes,
     mapped_on,
     mesh_axes,
     reshard,
@@ -148,7 +150,7 @@ class _Pipeline:
 
     def _stages_of(self, name: str, entry: Entry) -> Axes:
         """Return the mesh axes of stages that an axis of an argument of `then` stays sharded over, as mapped."""
-        own = mesh_axes(active_mapping().get(name))
+        own = mapped_axes(name)
         mapped = own == mesh_axes(entry)[: len(own)] and {*own} <= {*self._stages}
         return own if mapped and name not in (self._Layers.name, self._batch) else ()
 
@@ -163,7 +165,7 @@ class _Pipeline:
         With these the partitioner does tensor parallelism inside of a tick, and parallelism along a sequence. On
         Explicit mesh axes JAX cannot differentiate that, so arrays that are sharded over these are all-gathered.
         """
-        if AxisType.Explicit in self._mesh.axis_types:
+        if has_explicit(self._mesh):
             return set(self._mesh.axis_names)
         names = [names or () for tree in self._trees for names in tree.names]
         computed = {a for own in names for a in axes_in(entries_by_name(own))}

@@ -9,7 +9,6 @@ from .contexts import in_context as in_context
 from .jit import fsdp as fsdp, named_jit as named_jit
 from .mapping import (
     PhysicalAxisSpec as PhysicalAxisSpec,
-    ResourceAxis as ResourceAxis,
     ResourceMapping as ResourceMapping,
     axis_mapping as axis_mapping,
     current_mapping as current_mapping,

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import inspect
 import threading
@@ -26,18 +25,6 @@ ResourceMapping: TypeAlias = Mapping[Any, str | Sequence[str] | None]
 
 PhysicalAxisSpec: TypeAlias = str | Sequence[str]
 """One mesh axis, or several that an axis is sharded over."""
-
-
-class ResourceAxis(enum.StrEnum):
-    """The usual names of mesh axes.
-
-    >>> axn.ResourceAxis.DATA == "data"
-    True
-    """
-
-    MODEL = "model"
-    DATA = "data"
-    REPLICA = "replica"
 
 
 def normalize_mapping(mapping: Any, what: str = "axis_mapping") -> dict[str, Entry]:

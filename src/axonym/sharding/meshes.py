@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from .._mesh_axes import AnyMesh, current_mesh
+from .._mesh_axes import AnyMesh, current_mesh, has_manual
 
 
 def required_mesh(what: str, mesh: AnyMesh | None) -> AnyMesh:
@@ -40,7 +40,7 @@ def with_devices(mesh: AnyMesh) -> AnyMesh:
 def as_seen_here(mesh: AnyMesh) -> AnyMesh:
     """Return a mesh as the code around sees it: inside `shard_map`, some or all of its axes are manual."""
     around = jax.sharding.get_abstract_mesh()
-    return around if AxisType.Manual in around.axis_types and around.shape == mesh.shape else mesh
+    return around if has_manual(around) and around.shape == mesh.shape else mesh
 
 
 @contextlib.contextmanager

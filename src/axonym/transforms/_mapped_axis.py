@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AxisType
 
 from .. import _errors
-from .._mesh_axes import current_mesh, entries_of, mapped_axes, mesh_axes, reshard, shard_count, types_of
+from .._mesh_axes import Axes, current_mesh, entries_of, mapped_axes, mapped_on, mesh_axes, reshard, shard_count
 from .._tree_spec import ARRAYS
 from ..axis import Axis, AxisSelector, Names, name_of
 from ..named_array import NamedArray, is_named_array, wrap
@@ -55,24 +55,21 @@ def argument_paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     return [("args", "kwargs")[keys[0].idx] + jax.tree_util.keystr(keys[1:]) for keys, _ in found]
 
 
-def spmd_axes(name: str, size: int) -> tuple[str, ...] | None:
+def spmd_axes(what: str, name: str, size: int) -> Axes | None:
     """Return the Auto mesh axes that the active mapping shards an axis over, for `jax.vmap(spmd_axis_name=...)`.
 
     Inside of `jax.vmap`, a constraint or a `shard_map` knows nothing of the axis that is mapped over, and leaves it to
     the partitioner, or gathers it. With these mesh axes they keep it sharded. On Explicit ones JAX knows by itself.
     """
-    return mapped_to(name, size, AxisType.Auto) or None
+    return mapped_to(what, name, size, AxisType.Auto) or None
 
 
-def mapped_to(name: str, size: int, kind: AxisType) -> tuple[str, ...]:
+def mapped_to(what: str, name: str, size: int, kind: AxisType) -> Axes:
     """Return the mesh axes of a type that the active mapping shards an axis over; none if there are others, too."""
-    wanted = mapped_axes(name)
-    mesh = current_mesh() if wanted else None
+    mesh = current_mesh() if mapped_axes(name) else None
     if mesh is None:
         return ()
-    types = types_of(mesh)
-    found = tuple(a for a in wanted if types.get(a) == kind)
-    others = any(types.get(a) not in (None, kind, AxisType.Manual) for a in wanted)
+    found, others = (mapped_on(what, name, mesh, t) for t in (kind, *{AxisType.Auto, AxisType.Explicit} - {kind}))
     return found if size % shard_count(mesh, found) == 0 and not others else ()
 
 
@@ -82,7 +79,7 @@ def check_placed_elsewhere(what: str, sizes: Mapping[str, int], before: Sequence
     On Auto mesh axes JAX says so. What is sharded over them to begin with stays so. `before` is what the function was
     given, arrays of all kinds, and `after` what it made of them.
     """
-    taken = {a for name, size in sizes.items() for a in mapped_to(name, size, AxisType.Explicit)}
+    taken = {a for name, size in sizes.items() for a in mapped_to(what, name, size, AxisType.Explicit)}
     if taken and any(axis in taken for _, axis in _placed(after) - _placed(before)):
         raise ValueError(collision(what, tuple(sizes)))
 

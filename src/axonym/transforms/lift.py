@@ -16,12 +16,11 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from .. import _errors, _kernels, _parsing
 from .._function_cache import FunctionCache, Functions, WithArrays
-from .._mesh_axes import mesh_around
+from .._mesh_axes import has_explicit, mesh_around
 from .._parameter_names import parameter_names
 from .._tree_spec import TreeSpec, flatten_arrays, is_hashable
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, names_without, selectors
@@ -139,7 +138,7 @@ def lift(fn: Any, spec: str | None = None, *, in_axes: Any = None, out_axes: Any
         try:
             return wrap_result(kernel.call(*held, *given.operands), kernel.names)
         except Exception as e:
-            explicit = AxisType.Explicit in mesh_around().axis_types
+            explicit = has_explicit(mesh_around())
             if explicit and not str(e).startswith(what) and _closes_over_arrays(fn):
                 e.add_note(_CLOSES_OVER_ARRAYS.format(what=what))
             raise
@@ -421,7 +420,7 @@ def _build(functions: WithArrays, plan: _LiftPlan, handed_on: TreeSpec) -> _kern
                 over_all,
                 in_axes=(None, *(_position(names, name, outer) for names in in_names)),
                 out_axes=tuple(_position(names, name, outer) for names in out_names),
-                spmd_axis_name=_mapped_axis.spmd_axes(name, sizes[name]),
+                spmd_axis_name=_mapped_axis.spmd_axes(what, name, sizes[name]),
             )
         with _mapped_axis.collisions_named(what, mapped):
             results = over_all(held, *arrays)

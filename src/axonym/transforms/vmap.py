@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 import jax
 
 from .. import _errors, _output_sharding
-from .._mesh_axes import axes_in, check_mapped, entries_of, explicit_mesh, reshard, restricted
+from .._mesh_axes import axes_in, entries_of, explicit_mesh, reshard, restricted
 from .._tree_spec import Slot, StaticLeaf, TreeSpec, check_rank, flatten_arrays
 from ..axis import Axis, AxisSelection, Names, name_of, names_without, selectors
 from ..named_array import NamedArray, wrap
@@ -93,9 +93,8 @@ def vmap(
         for level in reversed(range(len(names))):
             positions = [operand.position(level) for operand in operands]
             size = sizes[names[level]]
-            spmd = _mapped_axis.spmd_axes(names[level], size)
+            spmd = _mapped_axis.spmd_axes("vmap", names[level], size)
             one = jax.vmap(one, in_axes=(positions,), axis_size=size, spmd_axis_name=spmd)
-        check_mapped("vmap", names)
         with _mapped_axis.collisions_named("vmap", names):
             stacked = one(_placed_alike(names, sizes, operands))
         return returned[0].unflatten(stacked)

@@ -25,16 +25,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from ... import _errors, _kernels
 from ..._jax_versions import set_apart
-from ..._mesh_axes import (
-    AnyMesh,
-    Axes,
-    fits,
-    mapped_axes,
-    mesh_around,
-    shard_count,
-    sharded_over,
-    spec_of,
-)
+from ..._mesh_axes import AnyMesh, Axes, fits, has_manual, mapped_axes, mesh_around, shard_count, sharded_over, spec_of
 from ..._per_device import run_per_device
 from ...axis import Names
 from ...named_array import NamedArray, wrap
@@ -132,7 +123,7 @@ def attend_along_sequence(
     roles = _roles(query, key, value, KPos, Key, mask, found, problems)
     placed = roles and _placed(roles, mesh, found, operands, problems)
     alike = roles and found.get(KPos[0]) and found.get(KPos[0]) == found.get(roles.positions[0])
-    if context is None and (problems or not alike or AxisType.Manual in mesh.axis_types):
+    if context is None and (problems or not alike or has_manual(mesh)):
         return None
     if not (roles and placed) or problems:
         raise ValueError(f"{what}: {'; and '.join(problems)}. Without `context`, attention has no such limits.")
@@ -174,7 +165,7 @@ def _sharded_over(what: str, mesh: AnyMesh, operands: Sequence[NamedArray]) -> d
 
     Inside `shard_map`, they are those of the mapping that are manual.
     """
-    by_mapping = AxisType.Manual if AxisType.Manual in mesh.axis_types else AxisType.Auto
+    by_mapping = AxisType.Manual if has_manual(mesh) else AxisType.Auto
     found: dict[str, Axes] = {}
     for x in () if mesh.empty else operands:
         for n, axes in zip(x.names, sharded_over(what, x.names, x.array, mesh, by_mapping), strict=True):
@@ -229,7 +220,7 @@ def _placed(
     sequence = found.get(queries) or found.get(keys, ())
     others = [n for n in found if n not in (queries, keys, *roles.features, *roles.values)]
     axes = {n: tuple(a for a in found[n] if a not in sequence) for n in others} | {queries: sequence, keys: sequence}
-    if AxisType.Manual in mesh.axis_types:
+    if has_manual(mesh):
         return Placed(mesh, (), sequence)
     placed = Placed(mesh, tuple(axes.items()), sequence)
     sizes = {n: s for x in operands for n, s in x.shape.items()}
@@ -266,7 +257,7 @@ def _hops(placed: Placed, keys: int, queries: int, mask: Mask) -> int:
     """Return how far the keys of a device go in a ring: as far as the window reaches."""
     if not isinstance(mask, Causal) or mask.window is None or keys != queries:
         return placed.shards - 1
-    shard = keys if AxisType.Manual in placed.mesh.axis_types else keys // placed.shards
+    shard = keys if has_manual(placed.mesh) else keys // placed.shards
     return min(placed.shards - 1, -(-(mask.window - 1) // shard))
 
 
@@ -300,7 +291,7 @@ def _kernel(
     hops: int,
     exchanged: int | None,
 ) -> _kernels.Kernel:
-    manual = AxisType.Manual in placed.mesh.axis_types
+    manual = has_manual(placed.mesh)
     whole = {"segments": roles.positions}  # every device has all segments, and all keys of masks and biases
     if context == "all_to_all":
         whole |= dict.fromkeys(("bias", "mask"), (*roles.positions, *roles.keys))

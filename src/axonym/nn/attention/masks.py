@@ -9,6 +9,7 @@ kernels take this form, and skip the keys that a query cannot attend to.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -19,8 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _kernels
+from ..._mesh_axes import mapped_axes
 from ...axis import Axis, AxisSelector, AxisSpec, Names, name_of
 from ...named_array import NamedArray, NamedOrNumeric, describe_array, named
+from ...ops._new_array import sharded_kernel
 from ...ops._operands import distinct, one_axis, operand
 from ...ops.broadcasting import broadcast_arrays
 from ...ops.contraction import dot
@@ -28,6 +31,7 @@ from ...ops.creation import arange
 from ...ops.elementwise import equal, logical_and, logical_or, not_equal
 from ...ops.selection import where
 from ...random import bernoulli, uniform
+from ...sharding.mapping import axis_mapping
 
 # --- by position ---
 
@@ -88,28 +92,36 @@ def _with_prefix(q: jax.Array, k: jax.Array, prefix_len: jax.Array) -> jax.Array
 
 
 def _by_position(what: str, rule: Callable[..., jax.Array], QPos: Axis, KPos: Axis, *numbers: Any) -> NamedArray:
-    """Make a mask from a rule on the positions of query and key; the first two numbers are their start positions."""
+    """Make a mask from a rule on the positions of query and key; the first two numbers are their start positions.
+
+    It is sharded by the active mapping. Attention along a sequence, where the positions of queries and keys go to the
+    same mesh axes, needs more of the mask than a shard on each device, so there they are replicated.
+    """
     operands = [operand(x) for x in numbers]
     q, k = one_axis(what, "QPos", QPos), one_axis(what, "KPos", KPos)
-    return _position_kernel(what, rule, q, k, tuple(names for _, names in operands)).apply(*(x for x, _ in operands))
+    batch = {n: size for x, names in operands for n, size in zip(names, jnp.shape(x), strict=False)}
+    axes = (*map(Axis, batch, batch.values()), q, k)
+    kernel = _position_kernel(what, rule, axes, tuple(names for _, names in operands))
+    along_sequence = {*mapped_axes(q.name)} & {*mapped_axes(k.name)}
+    with axis_mapping({q: None, k: None}, merge=True) if along_sequence else contextlib.nullcontext():
+        return kernel.apply(*(x for x, _ in operands))
 
 
-@_kernels.shared("QPos", "KPos", "in_names")
+@_kernels.shared("axes", "in_names")
 def _position_kernel(
-    what: str, rule: Callable[..., jax.Array], QPos: Axis, KPos: Axis, in_names: tuple[Names, ...]
+    what: str, rule: Callable[..., jax.Array], axes: tuple[Axis, ...], in_names: tuple[Names, ...]
 ) -> _kernels.Kernel:
-    batch = tuple(dict.fromkeys(n for names in in_names for n in names))
-    names = distinct(what, (*batch, QPos.name, KPos.name))
+    names = distinct(what, tuple(a.name for a in axes))
 
     def positional(*numbers):
+        _kernels.check_operands(what, in_names, numbers)
         q_start, k_start, *further = (
             _kernels.align(x, own, names) if own else x for x, own in zip(numbers, in_names, strict=True)
         )
-        q = _kernels.align(jnp.arange(QPos.size), (QPos.name,), names) + q_start
-        k = _kernels.align(jnp.arange(KPos.size), (KPos.name,), names) + k_start
-        return rule(q, k, *further)
+        q, k = (_kernels.align(jnp.arange(a.size), (a.name,), names) for a in axes[-2:])
+        return rule(q + q_start, k + k_start, *further)
 
-    return _kernels.make_kernel(what, positional, in_names, names)
+    return sharded_kernel(what, positional, in_names, axes)
 
 
 class Causal(eqx.Module):
