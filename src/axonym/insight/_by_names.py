@@ -149,7 +149,8 @@ def by_names(
     account = Account(trace, Layout(mesh, compute, storage, trace.joined))
     notes = [*NOTES]
     if trace.unnamed:
-        notes.append(f"{trace.unnamed} products have axes without names, which are taken to be replicated")
+        have = "product has" if trace.unnamed == 1 else "products have"
+        notes.append(f"{trace.unnamed} {have} axes without names, which are taken to be replicated")
     if trace.uncounted:
         notes.append(f"flops are not known, because those of {', '.join(trace.uncounted)} are not counted")
     if trace.grouped:

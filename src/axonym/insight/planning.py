@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from .._errors import describe_bytes
+from .._errors import counted, describe_bytes
 from ..sharding.placement import leaves_of
 from ._by_names import Account, Layout, check_sizes, memory_of
 from ._named_events import NamedTrace, NotKnown, Renamed
@@ -160,10 +160,14 @@ class MappingPlan:
         return self.to_markdown()
 
     def _title(self) -> str:
-        large = f", {len(self.too_large)} of which need more memory" if self.too_large else ""
+        large = (
+            f", {len(self.too_large)} of which need{'s' * (len(self.too_large) == 1)} more memory"
+            if self.too_large
+            else ""
+        )
         return (
             f"{self.step} on {self.chips} x {self.chip.name} with {describe_bytes(self.memory)} each: "
-            f"{self.considered} mappings{large}"
+            f"{counted(self.considered, 'mapping')}{large}"
         )
 
     def _table(self) -> list[list[str]]:
@@ -245,7 +249,8 @@ def plan(
     if not fitting:
         least = f"; the least is {describe_bytes(too_large[0].memory)} ({too_large[0].mapping})" if too_large else ""
         raise ValueError(
-            f"plan: of {len(found)} mappings on {chips} devices, none fits into {describe_bytes(limit)}{least}. "
+            f"plan: of {counted(len(found), 'mapping')} on {counted(chips, 'device')}, none fits into "
+            f"{describe_bytes(limit)}{least}. "
             + "; ".join(f"{what} was not considered: {why}" for what, why in search.left_out.items())
         )
     if verify and jax.default_backend() == "cpu" and jax.device_count() >= chips:
