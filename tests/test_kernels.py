@@ -222,7 +222,7 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: list(x), "unbind"),
     (lambda: x @ y, "dot"),
     (lambda: axn.named(x, "a"), "already has names"),
-    (lambda: axn.named(x.array, "a"), "1 axes (a) for an array of rank 2"),
+    (lambda: axn.named(x.array, "a"), "1 axis (a) for an array of rank 2"),
     (lambda: axn.sum(x, [x.array]), "got ArrayImpl"),  # pyright: ignore[reportCallIssue,reportArgumentType]
     (lambda: jnp.sum(cast(Any, x)), "works by position"),
     (lambda: np.sin(x), "works by position"),  # pyright: ignore

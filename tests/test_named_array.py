@@ -106,8 +106,9 @@ class Hidden:
         (
             lambda: axn.named(jnp.zeros((2, 3)), "batch"),
             ValueError,
-            "1 axes (batch) for an array of rank 2, shape (2, 3)",
+            "1 axis (batch) for an array of rank 2, shape (2, 3)",
         ),
+        (lambda: axn.named(jnp.zeros((2, 3)), "a b"), ValueError, "shape (2, 3). Names are a sequence: ('a', 'b')."),
         (
             lambda: axn.named(jnp.zeros(2), (Batch, Embed)),
             ValueError,
@@ -586,7 +587,7 @@ def test_rank_mismatch() -> None:
     broken = jax.vmap(lambda row: axn.named(row, "embed"))(x.array)
     assert broken.names == ("embed",) and broken.array.shape == (2, 3)
     explained = re.escape(
-        "has 1 names (embed) for an array of rank 2, shape (2, 3). That is what positional functions leave behind"
+        "has 1 name (embed) for an array of rank 2, shape (2, 3). That is what positional functions leave behind"
     )
     for use in (
         lambda: broken + 1,
@@ -638,10 +639,18 @@ def test_positional_functions_name_ours(function: Callable[[], Any], called: str
 
 
 def test_conversion_to_numpy_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"works by position and does not take a NamedArray.*`x\.array`"):
-        np.asarray(x)
-    with pytest.raises(TypeError, match=r"works by position and does not take a NamedArray.*`x\.array`"):
-        jnp.asarray(x)
+    for convert in (np.asarray, np.array):
+        with pytest.raises(
+            TypeError, match=r"write `numpy\.asarray\(x\.array\)`, or `axonym\.to_host\(x\)\.array` for"
+        ):
+            convert(x)
+    for convert in (jnp.asarray, jnp.array):
+        with pytest.raises(
+            TypeError, match=r"not converted to a JAX array, which has no names: its array is `x\.array`"
+        ):
+            convert(x)
+    with pytest.raises(TypeError, match=r"axonym has none of that name; use `axonym\.lift`, or pass .*`x\.array`"):
+        np.apply_along_axis(len, 0, x)
 
 
 def test_scalars_on_the_left() -> None:

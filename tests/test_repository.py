@@ -72,6 +72,9 @@ def test_readme_block_runs(block: str, tmp_path: Path) -> None:
     script.write_text(block)
     result = _run(str(script), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
+    text = (ROOT / "README.md").read_text()
+    if (after := text.partition(block)[2].removeprefix("```\n\n")).startswith("```output\n"):
+        assert result.stdout == after.removeprefix("```output\n").partition("```")[0]
 
 
 DOCS = [page for page in PAGES if page.is_relative_to(ROOT / "docs") and _blocks(page, "python")]

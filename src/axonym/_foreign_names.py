@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from .axis import Axis
+
 _ORDER = "the order of axes never matters to an operation; `axonym.rearrange(x, ({reversed}))` changes the layout"
 _MERGE = (
     "`axonym.flatten_axes(x, ({axes}), 'new')` merges axes, and "
@@ -153,6 +155,7 @@ CALLS = {
     "vmap": "vmap(f, 'batch')(x)",
     "scan": "scan(f, 'batch')(carry, x)",
     "dot_product_attention": "dot_product_attention(query, key, value, 'key_pos', 'head_dim')",
+    "dropout": "dropout(x, 0.1, inference=False, key=key)",
     "Dropout.__init__": "Dropout(0.1)",
     "where": "where(mask, x, y)",
     "clip": "clip(x, 0, 1)",
@@ -193,6 +196,9 @@ def in_call(f: Callable[..., Any], error: str, arguments: Sequence[Any]) -> str:
         call = _call(type(arguments[0]).init, f"{name}.init")
     else:
         call = _call(f, name)
+    parameters = list(inspect.signature(f).parameters)
+    if parameters[0] == "key" and arguments and isinstance(arguments[0], (tuple, list, dict, Axis, str)):
+        return f"{error}. The first argument is a random key: write `{call}`."
     keyword = error.partition("unexpected keyword argument ")[2].strip("'")
     advice = KEYWORDS.get(keyword, "Write `{call}`.").replace("{call}", call)
     return f"{error}. {_filled(advice, tuple(map(repr, names)))}"

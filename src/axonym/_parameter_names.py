@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
+from . import _errors
+
 T = TypeVar("T")
 
 
@@ -35,7 +37,10 @@ def by_parameter(what: str, fn: Callable[..., Any], values: Sequence[T], static:
         values = [value for i, value in enumerate(values) if i not in fixed]
     more = len(values) - len(names)
     if more > 0 and rest is None:
-        raise ValueError(f"{what}: {len(values)} placements for the {len(names)} parameters {', '.join(names)}.")
+        parameters = "parameter" if len(names) == 1 else f"{len(names)} parameters"
+        raise ValueError(
+            f"{what}: {_errors.counted(len(values), 'placement')} for the {parameters} {', '.join(names)}."
+        )
     return dict(zip([*names, *(f"{rest}[{i}]" for i in range(more))], values, strict=False))
 
 

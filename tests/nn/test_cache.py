@@ -267,6 +267,7 @@ def test_axes_as_mappings() -> None:
     ("call", "message"),
     [
         (lambda cache: cache.update(K, as_keys(V)), r"the keys \(batch=4, pos=8.*\) have \(pos\) besides.* 'key_pos'"),
+        (lambda cache: cache.update(K, as_keys(V)), r"Rename it: keys\.rename\({'pos': 'key_pos'}\)\."),
         (lambda cache: cache.update(as_keys(K), as_keys(V)["heads", 0]), r"the values .* lack \(heads\)"),
         (lambda cache: cache.update(as_keys(K), as_keys(V)["key_pos", 0]), "have different numbers of positions"),
         (

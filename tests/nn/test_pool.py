@@ -173,7 +173,7 @@ def test_refusals() -> None:
         mean_pool(X, {"height": 9}, padding=((1, 0),))
     with pytest.raises(ValueError, match="this padding, a window contains nothing else: 2 for a window of 2 along"):
         min_pool(X, {"height": 2}, padding=2)
-    with pytest.raises(ValueError, match=r"`stride` has 1 entries for the axes \(width, height\)"):
+    with pytest.raises(ValueError, match=r"`stride` has 1 entry for the axes \(width, height\)"):
         max_pool(X, WINDOW, stride=(1,))
     with pytest.raises(ValueError, match="'height' would name more than one axis"):
         max_pool(X, (axn.Axis("height", 2), axn.Axis("height", 3)))

@@ -391,7 +391,7 @@ def test_what_cannot_be_made() -> None:
         Stacked.init("layers", Layer)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"BlockSeq\.init: 'Module' has no `init`"):
         BlockSeq.init(Layers, eqx.Module)
-    with pytest.raises(ValueError, match=r"BlockSeq: got 1 layers for the axis layers\(4\)"):
+    with pytest.raises(ValueError, match=r"BlockSeq: got 1 layer for the axis layers\(4\)"):
         BlockSeq([Pair(jnp.float32(1))], Layers)
 
 

@@ -86,6 +86,21 @@ EQUATIONS = [
     ("b e -> b", 2, {}, "einsum: number of terms: 1, of arrays: 2.", (0, 3)),
     ("b e, e m -> b", 1, {}, "einsum: number of terms: 2, of arrays: 1.", (0, 8)),
     ("b, e m -> b", 2, {}, "einsum: number of axes: 1, for an array with (batch, embed). Words are sep", (0, 1)),
+    (
+        "be,em->bm",
+        2,
+        {},
+        "einsum: number of axes: 1, for an array with (batch, embed). Words are separated by spaces: "
+        "write `b e, e m -> b m`.",
+        (0, 2),
+    ),
+    (
+        "be,emx->bm",
+        2,
+        {},
+        "einsum: number of axes: 1, for an array with (batch, embed). Words are separated by spaces.",
+        (0, 2),
+    ),
     ("b e, e m x -> b", 2, {}, "einsum: number of axes: 3, for an array with (embed, mlp).", (5, 10)),
     ("b e x ... -> b", 1, {}, "einsum: number of axes: 3, for an array with (batch, embed).", (0, 9)),
     ("b e, b m -> e", 2, {}, "einsum: 'b' stands for axis 'batch' elsewhere, but for 'embed' here.", (5, 6)),

@@ -133,7 +133,7 @@ def test_dynamic_slices_as_values() -> None:
 def test_raw_vmap_leaves_an_array_that_refuses() -> None:
     with pytest.raises(ValueError, match=r"2 names \(batch, pos\) for an array of rank 1"):
         jax.vmap(lambda x: x["pos", 0])(X)
-    with pytest.raises(ValueError, match=r"1 names \(batch\) for an array of rank 0"):
+    with pytest.raises(ValueError, match=r"1 name \(batch\) for an array of rank 0"):
         jax.vmap(lambda i: LINE["x", i])(named([1, 2], "batch"))
 
 

@@ -72,6 +72,7 @@ def test_rearrange_refuses_other_arguments(x):
 @pytest.mark.parametrize(
     ("expression", "bindings", "part", "message"),
     [
+        ("abc -> cab", {}, "", r"too few axes for .*\. Words are separated by spaces: write `a b c -> c a b`\."),
         ("a b -> a b", {}, "", r"too few axes for an array with \(a=2, b=3, c=4\)"),
         ("a b c d -> a", {}, "d", "too many axes"),
         ("... a b c d -> a", {}, "d", "too many axes"),
@@ -347,7 +348,7 @@ def test_a_rank_that_names_do_not_fit_is_reported():
         lambda x: axn.broadcast_axis(x, Axis("b", 2)),
         lambda x: axn.broadcast_arrays(x, x),
     ):
-        with pytest.raises(ValueError, match="has 1 names"):
+        with pytest.raises(ValueError, match="has 1 name"):
             call(broken)
 
 

@@ -118,7 +118,7 @@ def test_errors(helper):
         return x
 
     x = jnp.ones((6, 4))
-    with pytest.raises(ValueError, match=r"sjit \(in_shardings\): 1 placements, and none for x"):
+    with pytest.raises(ValueError, match=r"sjit \(in_shardings\): 1 placement, and none for x"):
         helper.sjit(f, (P(),))(x, x)
     with pytest.raises(TypeError, match=r"sjit \(in_shardings\): expected a placement, or a tuple"):
         helper.sjit(f, 3)(x, x)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from .._errors import counted
 from .._mesh_axes import AnyMesh
 from .collectives import Collective
 from .explaining import explain
@@ -33,9 +34,8 @@ class Blame:
         else:
             text = f"{self.axis} stops being sharded at {self.culprit}"
         if self.not_known:
-            text += (
-                f"\nof {len(self.not_known)} exchanges{' before it' if self.culprit else ''} the axes are not known:"
-            )
+            many = counted(len(self.not_known), "exchange")
+            text += f"\nof {many}{' before it' if self.culprit else ''} the axes are not known:"
             text += "".join(f"\n  {c}" for c in self.not_known)
         return text
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from .._errors import describe_bytes
+from .._errors import counted, describe_bytes
 from ..sharding.placement import leaves_of
 from ._by_names import Account, Layout, check_sizes, memory_of
 from ._named_events import NamedTrace, NotKnown, Renamed
@@ -117,6 +117,8 @@ class MappingPlan:
     """How many of these Shardy was asked for."""
     left_out: Mapping[str, str]
     """What was not considered, and why."""
+    cautions: tuple[str, ...] = ()
+    """What to know before using the best one: it is printed first."""
 
     @property
     def best(self) -> PlannedMapping:
@@ -138,24 +140,34 @@ class MappingPlan:
         True
         """
         header, *rows = self._table()
-        return "\n\n".join([self._title(), markdown_table(header, rows), f"```python\n{self.best.code()}\n```"])
+        return "\n\n".join(
+            [self._title(), *self.cautions, markdown_table(header, rows), f"```python\n{self.best.code()}\n```"]
+        )
 
     def __str__(self) -> str:
         notes = [f"{what} is not considered: {why}" for what, why in self.left_out.items()]
         if self.best.verified is None:
             notes.append("not compiled: by names and Shardy alone" if self.asked else "not compiled: by names alone")
         notes.append("times are least times, and memory is what is kept at least: measure the first few")
-        parts = [self._title(), "\n".join(aligned(self._table())), self.best.code()]
+        parts = [
+            "\n".join([self._title(), *(f"caution: {c}" for c in self.cautions)]),
+            "\n".join(aligned(self._table())),
+            self.best.code(),
+        ]
         return "\n\n".join([*parts, "\n".join(f"note: {n}" for n in notes)])
 
     def _repr_markdown_(self) -> str:
         return self.to_markdown()
 
     def _title(self) -> str:
-        large = f", {len(self.too_large)} of which need more memory" if self.too_large else ""
+        large = (
+            f", {len(self.too_large)} of which need{'s' * (len(self.too_large) == 1)} more memory"
+            if self.too_large
+            else ""
+        )
         return (
             f"{self.step} on {self.chips} x {self.chip.name} with {describe_bytes(self.memory)} each: "
-            f"{self.considered} mappings{large}"
+            f"{counted(self.considered, 'mapping')}{large}"
         )
 
     def _table(self) -> list[list[str]]:
@@ -237,15 +249,29 @@ def plan(
     if not fitting:
         least = f"; the least is {describe_bytes(too_large[0].memory)} ({too_large[0].mapping})" if too_large else ""
         raise ValueError(
-            f"plan: of {len(found)} mappings on {chips} devices, none fits into {describe_bytes(limit)}{least}. "
+            f"plan: of {counted(len(found), 'mapping')} on {counted(chips, 'device')}, none fits into "
+            f"{describe_bytes(limit)}{least}. "
             + "; ".join(f"{what} was not considered: {why}" for what, why in search.left_out.items())
         )
     if verify and jax.default_backend() == "cpu" and jax.device_count() >= chips:
         checked = [_verified(p, step, args, chip) for p in fitting[:verify]]
         fitting = sorted(checked, key=PlannedMapping._order) + fitting[verify:]
+    cautions = []
+    if search.alike:
+        axes = ", ".join(f"{n}={size}" for n, size in search.alike.items())
+        cautions.append(
+            f"mappings that shard any of {axes} may be missing: the step renames an axis, and several have its size, "
+            "so that names do not tell which. Plan with different sizes to include them."
+        )
+    if chips > 1 and not fitting[0].compute:
+        cautions.append(
+            f"the first one shards nothing: each of the {chips} devices computes everything, which takes less time "
+            "than what the others send. Plan with the sizes that you will train with, or use fewer devices."
+        )
     return MappingPlan(
-        trace.name, chips, chip, limit, tuple(fitting), tuple(too_large), len(found), len(asked), dict(search.left_out)
-    )
+        trace.name, chips, chip, limit, tuple(fitting), tuple(too_large), len(found), len(asked),
+        dict(search.left_out), tuple(cautions),
+    )  # fmt: skip
 
 
 def _names(tree: Any) -> tuple[str, ...]:
@@ -268,6 +294,8 @@ class _Search:
     def __init__(self, trace: NamedTrace, chip: Chip, of_model: Sequence[str], of_batch: Sequence[str]):
         self.trace, self.chip = trace, chip
         self.left_out: dict[str, str] = {}
+        self.alike: dict[str, int] = {}
+        """Axes that names do not tell anything about because others have the same size, which it gives."""
         sizes = {n: size for x in trace.arguments for n, size in x.dims if n is not None}
         alone = [n for n in sizes if self._told({n: "model"}, {})]
         self.refused = sorted((n for n in sizes if n not in alone), key=lambda n: n not in of_batch)
@@ -294,6 +322,7 @@ class _Search:
             if note:
                 what = f"storing {', '.join(storage)} sharded" if storage else f"sharding {', '.join(compute)}"
                 self.left_out.setdefault(what, e.reason)
+                self.alike |= {n: size for n, size in e.alike.items() if n in compute and not storage}
             return False
         return True
 
@@ -360,7 +389,7 @@ class _Search:
         found = [name]
         for known in found:
             for event in self.trace.events:
-                if isinstance(event, Renamed):
+                if isinstance(event, Renamed) and not event.by_size:
                     pairs = [(a, b) for (a, _), (b, _) in zip(event.before, event.after, strict=True) if a and b]
                     found += [n for n in {m for p in pairs if known in p for m in p} if n not in found]
         return found

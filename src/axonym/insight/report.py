@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .._errors import describe_bytes
+from .._errors import counted, describe_bytes
 from ._text import Section, aligned, described_axes, markdown_table, rich_table, written_number
 from .chips import Chip
 from .collectives import Collective
@@ -249,7 +249,7 @@ class Report:
             largest = sorted(self.arguments.items(), key=lambda pair: -pair[1])
             each = [f"{name} {describe_bytes(size)}" for name, size in largest[:_SHOWN]]
             if rest := largest[_SHOWN:]:
-                each.append(f"{len(rest)} others {describe_bytes(sum(size for _, size in rest))}")
+                each.append(f"{counted(len(rest), 'other')} {describe_bytes(sum(size for _, size in rest))}")
             padding = 0 if self.memory is None else self.memory.arguments - sum(self.arguments.values())
             each += [f"padding {describe_bytes(padding)}"] if padding > 0 else []
             yield f"arguments on each device: {', '.join(each)}"

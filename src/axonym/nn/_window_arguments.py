@@ -70,7 +70,8 @@ def _values_by_axis(what: str, argument: str, value: Any, names: Names) -> Seque
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise TypeError(f"{what}: `{argument}` must be an integer or one for each axis, got {value!r}.")
     if len(value) != len(names):
-        raise ValueError(f"{what}: `{argument}` has {len(value)} entries for the axes {_errors.describe_axes(names)}.")
+        many = _errors.counted(len(value), "entry", "entries")
+        raise ValueError(f"{what}: `{argument}` has {many} for the axes {_errors.describe_axes(names)}.")
     return value
 
 

@@ -19,6 +19,7 @@ from ..ops.selection import where
 from ..random._draw import one_key
 
 
+@_errors.say_how_to_call
 def dropout(
     x: NamedArray,
     pdrop: NamedOrNumeric,

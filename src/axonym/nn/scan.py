@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 
 import equinox as eqx
 
+from .. import _errors
 from ..axis import Axis
 from ..schedules._pipeline import fold_in_stages
 from ..schedules.pipeline_schedules import Schedule
@@ -507,7 +508,7 @@ class BlockSeq(BlockFoldable[M]):
 
     def __check_init__(self) -> None:
         if len(self.blocks) != self.Block.size:
-            raise ValueError(f"BlockSeq: got {len(self.blocks)} layers for the axis {self.Block}.")
+            raise ValueError(f"BlockSeq: got {_errors.counted(len(self.blocks), 'layer')} for the axis {self.Block}.")
 
     @classmethod
     def _make(cls, Block: Axis, policy: ScanCheckpointPolicy, make: Callable[..., Any], args: Any, kwargs: Any) -> Self:

@@ -307,9 +307,11 @@ class _Meaning:
         for term, names in zip(lhs, self.all_names, strict=True):
             words = len(term.elements) - (term.dots is not None)
             if words > len(names) or (term.dots is None and words != len(names)):
-                hint = " Words are separated by spaces." if words < len(names) else ""
+                hint = _parsing.split_words(self.expression, [*map(len, self.all_names)])
+                hint = hint or (" Words are separated by spaces." if words < len(names) else "")
                 self.expression.fail(
-                    term, f"number of axes: {words}, for an array with {_errors.describe_axes(names)}.{hint}"
+                    term,
+                    f"number of axes: {words}, for an array with {_errors.describe_axes(names)}.{hint}",
                 )
             taken = iter(names)
             for element in term.elements:

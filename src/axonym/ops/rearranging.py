@@ -216,7 +216,9 @@ class _Factors:
             self.fail((before + after)[-surplus], f"too many axes for an array with {self.described}.")
         if surplus < 0 and lhs.dots is None:
             end = _parsing.Place(lhs.stop, lhs.stop)
-            self.fail(end, f"too few axes for an array with {self.described}: name all, or add `...` for the rest.")
+            hint = _parsing.split_words(self.expression, [len(self.axes)])
+            way_out = f".{hint}" if hint else ": name all, or add `...` for the rest."
+            self.fail(end, f"too few axes for an array with {self.described}{way_out}")
         places = [*zip(before, self.axes, strict=False)]
         places += zip(after, self.axes[len(self.axes) - len(after) :], strict=True)
         for element, axis in places:

@@ -120,7 +120,9 @@ def _positions(what: str, array: Any, size: Axis, fill_value: Any) -> tuple[Name
         raise ValueError(f"{what}: an array without axes has no positions.")
     fill = fill_value if isinstance(fill_value, tuple) else (fill_value,) * len(array.names)
     if len(fill) != len(array.names):
-        raise ValueError(f"{what}: {len(fill)} fill values for the axes {_errors.describe_shape(array.shape)}.")
+        raise ValueError(
+            f"{what}: {_errors.counted(len(fill), 'fill value')} for the axes {_errors.describe_shape(array.shape)}."
+        )
     fill = [scalar(what, "fill_value", x) for x in fill]
     return _positions_kernel(what, array.names, one_axis(what, "size", size)).apply(array.array, *fill)
 
@@ -161,8 +163,8 @@ def select(
     """
     if len(conditions) != len(choices) or not conditions:
         raise ValueError(
-            f"select: there must be one choice for each condition, and at least one; got {len(conditions)} conditions "
-            f"and {len(choices)} choices."
+            f"select: there must be one choice for each condition, and at least one; got "
+            f"{_errors.counted(len(conditions), 'condition')} and {_errors.counted(len(choices), 'choice')}."
         )
     arrays, names = zip(*map(operand, (*conditions, *choices, default)), strict=True)
     return _broadcast_kernel(_select, "select", names).apply(*arrays)

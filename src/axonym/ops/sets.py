@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _kernels
+from .. import _errors, _kernels
 from ..axis import Axis, AxisSelector, Names
 from ..named_array import NamedArray, NamedOrNumeric
 from ._operands import (
@@ -169,7 +169,9 @@ def histogram(
         bins = one_axis("histogram", "Bins", Bins)
         limits, own = [scalar("histogram", "range", limit) for limit in (() if range is None else range)], ()
         if len(limits) not in (0, 2):
-            raise ValueError(f"histogram: `range` is the lowest and the highest edge, got {len(limits)} values.")
+            raise ValueError(
+                f"histogram: `range` is the lowest and the highest edge, got {_errors.counted(len(limits), 'value')}."
+            )
     kernel = _histogram_kernel(array.names, bins, len(limits), own, of_weight, bool(density))
     return kernel.apply(array.array, *limits, *weight)
 

@@ -455,20 +455,23 @@ def _wrong_rank(leaf: Leaf, entries: Sequence[Entry]) -> str:
     if isinstance(leaf.value, NamedArray) and len(leaf.value.names) != len(leaf.shape):
         return f"{leaf.path}: {_errors.wrong_rank(leaf.value.names, leaf.shape)}"
     if leaf.names is not None and len(leaf.names) != len(leaf.shape):
+        many = _errors.counted(len(leaf.names), "axis", "axes")
         return (
-            f"{leaf.path}: its field names {len(leaf.names)} axes {_errors.describe_axes(leaf.names)}, but the array "
-            f"has shape {leaf.shape}. A stack of modules has an axis more: make the field a named array, which "
-            "`axonym.vmap` stacks by name, or place this part of the tree by a partition spec."
+            f"{leaf.path}: its field names {many} {_errors.describe_axes(leaf.names)}, but the array has shape "
+            f"{leaf.shape}. A stack of modules has an axis more: make the field a named array, which `axonym.vmap` "
+            "stacks by name, or place this part of the tree by a partition spec."
         )
-    return f"{leaf.path}: {PartitionSpec(*entries)} has {len(entries)} entries for an array of shape {leaf.shape}."
+    many = _errors.counted(len(entries), "entry", "entries")
+    return f"{leaf.path}: {PartitionSpec(*entries)} has {many} for an array of shape {leaf.shape}."
 
 
 def listed(what: str, problems: Sequence[str], mesh: AnyMesh | None) -> str:
     """Return one message of all problems."""
     where = "" if mesh is None else f" on mesh {_errors.describe_shape(mesh.shape)}"
+    problems = tuple(dict.fromkeys(problems))
     if len(problems) == 1:
         return f"{what}{where}: {problems[0]}"
-    lines = "".join(f"\n  {p}" for p in dict.fromkeys(problems))
+    lines = "".join(f"\n  {p}" for p in problems)
     return f"{what}{where}, {len(problems)} problems:{lines}"
 
 

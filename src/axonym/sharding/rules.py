@@ -272,7 +272,7 @@ class TreePathShardingRule(ShardingRule):
         return found
 
     def __repr__(self) -> str:
-        return f"TreePathShardingRule({len(self.rules)} patterns)"
+        return f"TreePathShardingRule({_errors.counted(len(self.rules), 'pattern')})"
 
 
 class PolicyShardingRule(ShardingRule):
@@ -398,7 +398,7 @@ class LogicalAxesRule(ShardingRule):
         ]
 
     def __repr__(self) -> str:
-        return f"LogicalAxesRule({len(self.names)} arrays)"
+        return f"LogicalAxesRule({_errors.counted(len(self.names), 'array')})"
 
 
 def _is_names(x: Any) -> bool:

@@ -143,8 +143,8 @@ def shard_arguments(
         chosen = by_parameter(what, fn, placement, static)
         if missing := [name for name in positional if name not in chosen]:
             raise ValueError(
-                f"{what}: {len(placement)} placements, and none for {', '.join(missing)}. Give one for each positional "
-                "argument; None says nothing about it."
+                f"{what}: {_errors.counted(len(placement), 'placement')}, and none for {', '.join(missing)}. Give "
+                "one for each positional argument; None says nothing about it."
             )
         chosen = {name: p for name, p in chosen.items() if name in values}
     else:

@@ -220,8 +220,8 @@ class _Signature:
             )
         if len(call.args) < len(self.inputs):
             raise TypeError(
-                f"{what}: the spec {self.text!r} speaks of {len(self.inputs)} arguments, the call has {len(call.args)} "
-                "by position."
+                f"{what}: the spec {self.text!r} speaks of {_errors.counted(len(self.inputs), 'argument')}, the call "
+                f"has {len(call.args)} by position."
             )
         operands, names, handed_on = [], [], []
         for i, x in enumerate(call.args):
@@ -536,7 +536,7 @@ def _checked_results(
 
 def _described(results: Any) -> str:
     if isinstance(results, (tuple, list)):
-        return f"{len(results)} results"
+        return _errors.counted(len(results), "result")
     return "one array" if isinstance(results, jax.Array) else f"a {type(results).__name__}"
 
 

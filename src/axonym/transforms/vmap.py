@@ -240,7 +240,8 @@ class _RawAxes:
             )
         if len(self.args) > len(args):
             raise TypeError(
-                f"vmap: `args` says how to map {len(self.args)} arguments, but the call has {len(args)} by position."
+                f"vmap: `args` says how to map {_errors.counted(len(self.args), 'argument')}, but the call has "
+                f"{len(args)} by position."
             )
         found: list[_CheckedRawAxis] = []
         for i, x in enumerate(args):

@@ -172,8 +172,10 @@ class KVCache(eqx.Module):
         new = Axis(self.KPos, sizes.pop())
         room = self.keys.axis_size(self.KPos)
         if new.size > room:
+            do = "do" if new.size > 1 else "does"
             raise ValueError(
-                f"KVCache.update: {new.size} positions do not fit in the cache, which has room for {room}."
+                f"KVCache.update: {_errors.counted(new.size, 'position')} {do} not fit in the cache, which has room "
+                f"for {room}."
             )
         if self.window is not None and new.size > (most := room - self.window + 1):
             raise ValueError(
@@ -227,9 +229,8 @@ class KVCache(eqx.Module):
     def _within_room(self, method: str, lengths: NamedArray, count: int) -> NamedArray:
         """Return lengths, after checking that none exceeds the capacity."""
         room = self.keys.axis_size(self.KPos)
-        message = (
-            f"KVCache.{method}: with {count} more, some have more than the {room} positions that there is room for."
-        )
+        most = _errors.counted(room, "position")
+        message = f"KVCache.{method}: with {count} more, some have more than the {most} that there is room for."
         if self.window is not None:
             return lengths
         if not isinstance(lengths.array, Tracer):
@@ -273,7 +274,10 @@ def _check_new(label: str, new: NamedArray, old: NamedArray, KPos: str, at: Coll
     if missing or extra:
         problems = [f"lack {_errors.describe_axes(missing)}"] if missing else []
         problems += [f"have {_errors.describe_axes(extra)} besides"] if extra else []
+        hint = ""
+        if not missing and len(extra) == 1 and KPos not in new.names and extra[0] not in old.names:
+            hint = f" Rename it: {label}.rename({{{extra[0]!r}: {KPos!r}}})."
         raise ValueError(
             f"KVCache.update: the {label} {_errors.describe_shape(new.shape)} {' and '.join(problems)}, compared to "
-            f"those of the cache {_errors.describe_shape(old.shape)}. The axis of positions is {KPos!r}."
+            f"those of the cache {_errors.describe_shape(old.shape)}. The axis of positions is {KPos!r}.{hint}"
         )
