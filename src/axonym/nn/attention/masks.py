@@ -88,7 +88,7 @@ def _with_prefix(q: jax.Array, k: jax.Array, prefix_len: jax.Array) -> jax.Array
 
 
 def _by_position(what: str, rule: Callable[..., jax.Array], QPos: Axis, KPos: Axis, *numbers: Any) -> NamedArray:
-    """Make a mask from a rule on the positions of query and key; the first two numbers are their start positions."""
+    """Make a mask from a rule on the positions of query and key; the first two numbers are where these start."""
     operands = [operand(x) for x in numbers]
     q, k = one_axis(what, "QPos", QPos), one_axis(what, "KPos", KPos)
     return _position_kernel(what, rule, q, k, tuple(names for _, names in operands)).apply(*(x for x, _ in operands))
