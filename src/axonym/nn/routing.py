@@ -159,7 +159,10 @@ class _Dispatch:
         return wrap(y, (*self._row_names, *self._result))
 
     def _among_shards(self, mesh: AnyMesh, held: Sequence[tuple[jax.Array, Names]], operands: Arrays) -> jax.Array:
-        """Run the dispatch inside `shard_map`, where operands are shards, maybe also the experts."""
+        """Run the dispatch inside `shard_map`, where the operands are shards.
+
+        The number of experts in the parameters shows whether their axis is sharded.
+        """
         counts = {p.shape[names.index(self._experts.name)] for p, names in held}
         axes = mapped_on("dispatch", self._experts.name, mesh, AxisType.Manual)
         local = self._experts.size // shard_count(mesh, axes)
