@@ -355,7 +355,7 @@ class _Program:
         self._has_static_fields = bool(self._structure.static_fields)
 
     def arrays(self, leaves: list[Any], structure: Any) -> tuple[list[Any], ...] | None:
-        """Return the arrays among the leaves, if this is certainly the program for them; else None.
+        """Reduce the leaves to their arrays, and return these, if this is certainly the program for them; else None.
 
         That is so if they are as expected: the same static values, and arrays otherwise.
         """
@@ -455,7 +455,7 @@ class Stage:
     def __init__(self, stage: Any, program: _Program | None):
         self._stage = stage
         self._program = program
-        """The spec of the arguments; None if they are passed unchanged."""
+        """The program for the arguments; None if they are passed unchanged."""
 
     @property
     def out_info(self) -> Any:
@@ -463,7 +463,7 @@ class Stage:
         return _tree(self._stage.out_info)
 
     def by_parameter(self, values: Sequence[Any]) -> dict[str, Sequence[Any]]:
-        """Look up a value for each array of the arguments in the program's parameters, which are lists of them."""
+        """Split values for the arrays of the arguments by the parameters of the program, which are lists of arrays."""
         lists = () if self._program is None else self._program.apart(list(values))
         return dict(zip(("kept_arrays", "donated_arrays"), lists, strict=False))
 
