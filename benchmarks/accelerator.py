@@ -1,5 +1,6 @@
 """Measure kernels, a training step and a decoding step of a Llama with 300M parameters in bfloat16, on a GPU or TPU.
- On a CPU it measures a toy model, to test the section itself. It runs only if it is named. `calls` and `eager` measure
+
+On a CPU it measures a toy model, to test the section itself. It runs only if it is named. `calls` and `eager` measure
 the cost of calls.
 """
 

@@ -1,5 +1,6 @@
 """Measure the bytes that operations over a sharded vocabulary move between devices, against a gather of the logits.
- Bytes are those that collectives deliver to each device, read from the compiled programs. The search for the least
+
+Bytes are those that collectives deliver to each device, read from the compiled programs. The search for the least
 likely token of a top-p, the only loop that moves data, counts as often as it runs. The limit is exactly what the
 algorithm needs to move.
 """

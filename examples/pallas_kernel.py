@@ -1,5 +1,6 @@
 """Run a Pallas kernel on sharded arrays, with a partitioning rule, since the compiler cannot look into the kernel.
- The kernel normalizes rows, and scales columns. It works on blocks of rows, so rows may be sharded, but `embed` may
+
+The kernel normalizes rows, and scales columns. It works on blocks of rows, so rows may be sharded, but `embed` may
 not: the names of its axes determine this. A second operation also allows sharded columns. It has two kernels, with a
 sum over devices between them.
 

@@ -1,5 +1,6 @@
 """Generate text with weights of 8 and 4 bits: `python examples/small_weights.py`.
- A small Llama learns a rhyme by heart, letter by letter. Then its weights are stored in fewer bits, and it continues
+
+A small Llama learns a rhyme by heart, letter by letter. Then its weights are stored in fewer bits, and it continues
 the rhyme from its first letters. The script prints the memory of a parameter, the loss on the rhyme, and the generated
 text. `--out FOLDER` saves the model in files like those on the Hugging Face Hub, which `generate.py` reads.
 """

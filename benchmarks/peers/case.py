@@ -1,5 +1,6 @@
 """The task for every library: a transformer, its block, its training step, and the step on eight devices.
- The weights are drawn once, as the dictionary of arrays from `plain_jax.init`, and passed to each library. In the file
+
+The weights are drawn once, as the dictionary of arrays from `plain_jax.init`, and passed to each library. In the file
 of a library, the code above the line "for the comparison" is what a user writes; its lines are counted.
 """
 

@@ -1,5 +1,6 @@
 """Strategies for the models of this folder: mappings from their axes to mesh axes.
- The mesh has two axes, "data" and "model". A strategy consists of two mappings: the compute mapping is active while a
+
+The mesh has two axes, "data" and "model". A strategy consists of two mappings: the compute mapping is active while a
 step runs; the parameter mapping places parameters between steps.
 """
 

@@ -1,5 +1,6 @@
 """Train the models of this folder under each mapping: `python examples/models/train.py`.
- The models are trained on eight simulated devices. They do not mention devices, and learn the same under every mapping:
+
+The models are trained on eight simulated devices. They do not mention devices, and learn the same under every mapping:
 the printed losses agree.
 """
 

@@ -1,5 +1,6 @@
 """Handle Ctrl-C when there is nothing to save: during imports, and the second time while training stops.
- An import would show the exception with a traceback, and a callback of JAX would swallow it. So the process ends
+
+An import would show the exception with a traceback, and a callback of JAX would swallow it. So the process ends
 without an exception. Nothing is lost: files appear when they are complete, and the stale lock is recognized.
 """
 

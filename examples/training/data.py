@@ -1,5 +1,6 @@
 """The training text, as bytes, with a part held out for evaluation.
- The texts of a step depend only on a seed and the number of texts seen before. So a checkpoint stores only this number,
+
+The texts of a step depend only on a seed and the number of texts seen before. So a checkpoint stores only this number,
 and every host can compute its part by itself.
 """
 

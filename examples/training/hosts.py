@@ -1,5 +1,6 @@
 """Supervise training on several hosts: end or restart it when another host is lost.
- JAX cannot continue without one of its processes, and may abort the others. So the first process on a host does not
+
+JAX cannot continue without one of its processes, and may abort the others. So the first process on a host does not
 train: it starts one that does, and watches it. These supervisors communicate by files in the folder of the run, which
 all hosts share: each writes its own once a second. A host is lost when its process is killed, or when it has not
 written for a while. Then the others end their processes, and with `--elastic` they agree on who is left, and start new
