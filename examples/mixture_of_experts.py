@@ -1,4 +1,4 @@
-"""Train a mixture of experts with sharded experts: `python examples/mixture_of_experts.py`.
+"""Train a mixture of experts, sharded over devices: `python examples/mixture_of_experts.py`.
 
 Tokens form a few clusters, and each cluster has its own linear function. The task is to learn all of them. A router
 sends each token to the experts that it scores highest, so that experts can specialize. A dense layer with the same work

@@ -1,7 +1,7 @@
 """Write models as per-device code: contractions, FSDP and tensor parallelism, sequences, experts, pipeline stages.
 
-Each program is the function of one device, wrapped in `axonym.shard_map`. `python examples/per_device.py` compares its
-result with that on one device, and counts the collectives of the compiled program.
+Each program is the function of one device, wrapped in `axonym.shard_map`. The script compares its result with that on
+one device, and counts the collectives of the compiled program: `python examples/per_device.py`.
 """
 
 import dataclasses

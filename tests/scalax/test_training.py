@@ -129,7 +129,7 @@ class Strategy:
     up: P
     """The spec of the weight whose axes are the features and the hidden units."""
     part: tuple[int, int]
-    """The share of that weight on each device."""
+    """The shape of a shard of that weight."""
 
 
 def by_path(up: P, bias: P, down: P) -> TreePathShardingRule:
