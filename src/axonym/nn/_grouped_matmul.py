@@ -1,7 +1,7 @@
 """Grouped matrix multiplication: the product of each group of rows with the group's own matrix, also when sharded.
 
-The partitioner would all-gather the rows or the matrices. But the group sizes determine which rows of which group a
-device holds. So each device multiplies its shard of the rows by its shard of the matrices inside `jax.shard_map`, and
+The partitioner would all-gather the rows or the matrices. But the group sizes determine the rows of each group on a
+device. So each device multiplies its shard of the rows by its shard of the matrices inside `jax.shard_map`, and
 if the groups are sharded, partial results are summed.
 """
 
