@@ -1,7 +1,7 @@
-"""On a GPU or TPU: a training step and a decoding step of a Llama of 300 million parameters in bfloat16, and kernels.
+"""Measure kernels, a training step and a decoding step of a Llama with 300M parameters in bfloat16, on a GPU or TPU.
 
-On a CPU it measures a toy, so that the section itself is tested. It runs when it is named; `calls` and `eager` have the
-figures of calls.
+On a CPU it measures a toy model, to test the section itself. It runs only if it is named. `calls` and `eager` measure
+the cost of calls.
 """
 
 from __future__ import annotations

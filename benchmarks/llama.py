@@ -1,4 +1,4 @@
-"""Training Llama, and writing with it: the model of `examples/models/llama.py`, against the same in plain JAX."""
+"""Measure training and generation with the Llama of `examples/models/llama.py`, against the same in plain JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Habits from NumPy, JAX and PyTorch end in one sentence that says what to write here."""
+"""Errors for names from NumPy, JAX and PyTorch end with one sentence that says what to write instead."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import axonym as axn
 
 ROOT = Path(axn.__file__).parent
 
-# From the top down; each is a module of axonym, or a folder. Those on one line know nothing of each other.
+# From the top down; each is a module of axonym, or a folder. Those on one line do not import each other.
 LAYERS = """
 haliax scalax
 __init__

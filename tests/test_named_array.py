@@ -25,7 +25,7 @@ Batch, Embed = axn.make_axes(batch=2, embed=3)
 
 
 def _array(*axes: axn.Axis, start: float = 0.0) -> axn.NamedArray:
-    """Floats start, start + 1, ..."""
+    """Make an array of floats start, start + 1, ..."""
     shape = [axis.size for axis in axes]
     return axn.named(jnp.arange(start, start + axn.axis.axis_size(axes)).reshape(shape), axes)
 
@@ -97,7 +97,7 @@ def test_attributes() -> None:
 
 
 class Hidden:
-    """Stands where an array should, and has none of its attributes."""
+    """A value in place of an array, without an array's attributes."""
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_names_are_interned() -> None:
     assert all(a is b for a, b in zip(again.names, x.names, strict=True))
 
 
-# --- what it shows of itself ---
+# --- representation ---
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_repr_of_tracers_and_keys() -> None:
 
 
 class FarAway:
-    """An array that fails the test when its values are asked for."""
+    """An array that fails the test if its values are requested."""
 
     shape, dtype, size, ndim = (1000, 1000), np.dtype("float32"), 10**6, 2
 
@@ -610,7 +610,7 @@ def test_rank_mismatch() -> None:
 # --- positional functions ---
 
 
-anything: Any = x  # a type checker would refuse most of these calls, too
+anything: Any = x  # a type checker would also reject most of these calls
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def line(size: int = 8) -> axn.NamedRef:
 
 
 def positions(view: axn.NamedRef) -> list[int]:
-    """Which elements of a line a view reads. That writing to the view changes the same ones is checked as well."""
+    """Return the elements of a line that a view reads; check that writing to the view changes the same ones."""
     read = [int(v) for v in np.ravel(view.value().array)]
     before = np.asarray(view.unsliced().value().array)
     view[...] = -1.0
@@ -156,7 +156,7 @@ def test_views_made_and_used_in_jit(view: Callable[[axn.NamedRef], axn.NamedRef]
 
 
 OUT_OF_RANGE = [
-    # what is taken of the view that shows 2, 3, 4, and what that is in the memory
+    # an index into the view of 2, 3, 4, and the positions in the memory
     (jnp.int32(3), [4]),
     (jnp.int32(99), [4]),
     (jnp.int32(-1), [4]),

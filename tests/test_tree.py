@@ -1,4 +1,4 @@
-"""Trees that hold named arrays: our functions, and those of others that have to cope with them."""
+"""Trees with named arrays: our functions, and those of other libraries."""
 
 from __future__ import annotations
 

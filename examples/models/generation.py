@@ -1,4 +1,4 @@
-"""Write text with a model, token by token, with a cache of keys and values.
+"""Generate text with a model, token by token, with a cache of keys and values.
 
 The tokens do not depend on the sharding, and a sharded vocabulary is never all-gathered.
 """

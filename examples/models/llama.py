@@ -1,6 +1,6 @@
 """Llama and its relatives, written in names: the architectures of `transformers` that are in `FAMILIES`.
 
-What the axes are called, and what they are:
+The axes of the models:
 
 | axis        | counts                                               |
 |-------------|------------------------------------------------------|
@@ -15,8 +15,8 @@ What the axes are called, and what they are:
 | `mlp`       | hidden features of the multilayer perceptron         |
 | `experts`   | perceptrons of a mixture; `scores` of its router     |
 
-Nothing here says how the model is distributed. That is a mapping from these names to the axes of a mesh: see
-`mappings.py`, and `train.py`, which trains the model under each of them.
+The models do not mention devices. A mapping from these names to mesh axes distributes them: see `mappings.py`, and
+`train.py`, which trains the models under each mapping.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`examples/generate.py` writes what the model says, however it is distributed."""
+"""`examples/generate.py` writes the model's text, however it is distributed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STOP = 7
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model as on the hub, in two files, whose words are its tokens' numbers."""
+    """Write a model as on the hub, in two files, whose words are the numbers of its tokens."""
     folder = tmp_path_factory.mktemp("llama")
     with np.load(GOLDEN) as kept:
         weights = {name.removeprefix("weights/"): kept[name] for name in kept if name.startswith("weights/")}
@@ -48,7 +48,7 @@ def model(folder: Path) -> Llama:
 
 
 def greedy(model: Llama, prompt: list[int], length: int) -> list[int]:
-    """The likeliest tokens, by the model without a cache."""
+    """Return the likeliest tokens, from the model without a cache."""
     tokens = list(prompt)
     logits = jax.jit(lambda tokens: model(tokens))
     for _ in range(length):

@@ -1,4 +1,4 @@
-"""What Haliax accepts and the native functions do not, with its results (checked against Haliax 1.4)."""
+"""Calls that Haliax accepts and the native functions do not, with its results (checked against Haliax 1.4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What names tell of a mapping is what the partitioner makes of it, or it is refused."""
+"""The cost of a mapping computed from names is that of the partitioner, or it is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAPPINGS: dict[str, Any] = {
 
 
 def language_model(name: str, optimizer: bool = False) -> tuple[Any, ...]:
-    """A step of training, and its abstract arguments."""
+    """Return a training step, and its abstract arguments."""
     train = cases.example("train")
     tokens = jax.eval_shape(lambda: axn.zeros((train.Batch, train.Pos), dtype=int))
     model = jax.eval_shape(train.MODELS[name], jax.random.key(0))
@@ -48,7 +48,7 @@ def both(case: tuple[Any, ...], mapping: Any, tier: str = "names") -> tuple[axn.
 
 
 def sent(report: axn.insight.Report) -> dict[Any, int]:
-    """The bytes that each device sends, by mesh axes, kind and phase."""
+    """Return the bytes that each device sends, by mesh axes, kind and phase."""
     found: collections.Counter[Any] = collections.Counter()
     for c in report.collectives:
         assert c.total_sent is not None

@@ -1,4 +1,4 @@
-"""Contracts catch planted bugs and leave clean steps alone; blame finds the line; comparisons say what differs."""
+"""Contracts catch planted bugs and accept clean steps; blame finds the line; comparisons show the differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports say what the compiled program does: bytes, counts, flops, lines and names."""
+"""Reports agree with the compiled program: bytes, counts, flops, lines and names."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ NOT_KNOWN = {
     "gpt2 mixed": 1,
     "plain JAX": 4,
 }
-"""How many arrays at most have no reason: none in the other cases."""
+"""The largest number of arrays without a reason: zero in the other cases."""
 ON_ALL_VERSIONS = {
     "llama fsdp", "llama mixed", "llama sequence", "llama tensor, explicit", "gpt2 data", "gpt2 mixed, explicit",
     "mixture, experts", "classifier, height", "pipeline, explicit", "plain JAX",

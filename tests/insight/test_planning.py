@@ -1,4 +1,4 @@
-"""Plans are the best that there is by the true program, and say what they leave out."""
+"""Plans are the best by the compiled program, and list what they leave out."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_shardy_is_asked_for_what_names_do_not_tell(pos: int, texts: int, over: 
 
 
 def small_mixture() -> tuple[Any, ...]:
-    """A step of a mixture of experts with few tokens, of which each device has the weights of few experts at best."""
+    """Return a step of a mixture of experts with few tokens, so that devices should have the weights of few experts."""
     moe = cases.example("mixture_of_experts")
 
     def train(model: Any, x: axn.NamedArray, y: axn.NamedArray) -> Any:

@@ -1,4 +1,4 @@
-"""Texts of what a step does on a mesh, and the fixture that keeps them beside the tests."""
+"""Snapshots of a step's communication on a mesh, and the fixture that keeps them beside the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the golden files: tiny random models of `transformers`, and what PyTorch computes with them.
+"""Write the golden files: tiny random models of `transformers`, and PyTorch's results with them.
 
 Each file has a model's configuration, its weights under the names of its state dict, a batch of tokens, the logits, the
 loss of the next token, and the gradient of that loss with respect to every weight. The tests compare with the files, so
@@ -10,7 +10,7 @@ Given a folder, it writes there instead of over the files of the repository.
 """
 
 # pyright: reportMissingImports=false
-# What the extra installs is not there where the types are checked.
+# The packages of the extra are not installed where types are checked.
 
 import json
 import sys
@@ -62,7 +62,7 @@ def llama() -> PreTrainedModel:
 
 
 def llama3() -> PreTrainedModel:
-    """As the small models of Llama 3 are: the head is the table, and slow rotations are slowed down further.
+    """Configure a model like small Llama 3 models: the head is the table, and slow rotations are slowed down further.
 
     With rotations of 4 frequencies, wavelengths of 6 to 6283 positions, one is kept, one is between, two are slowed.
     """
@@ -78,12 +78,12 @@ def llama3() -> PreTrainedModel:
 
 
 def mistral() -> PreTrainedModel:
-    """With a window shorter than the texts."""
+    """Configure a model with a window shorter than the texts."""
     return MistralForCausalLM(MistralConfig(**_LLAMA, tie_word_embeddings=False, sliding_window=5))
 
 
 def qwen2() -> PreTrainedModel:
-    """With a head for each 4 features, which is the only choice, and the table as the head."""
+    """Configure a model with a head for each 4 features, which is the only choice, and the table as the head."""
     sizes = {name: size for name, size in _LLAMA.items() if name != "head_dim"}
     return Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
 
@@ -120,9 +120,9 @@ MODELS = {
 
 
 def results(model: PreTrainedModel) -> dict[str, Any]:
-    """All that goes into the file of a model, with the weights drawn anew."""
-    # As they are initialized, models say about the same of every token, biases are zero and scales one: a test would
-    # miss what is mixed up. So all weights are drawn, large enough that attention prefers some positions to others.
+    """Return the contents of a model's file, with newly drawn weights."""
+    # After initialization, logits are nearly equal, biases are zero and scales one, so a test would miss weights that
+    # are mixed up. So all weights are drawn, large enough that attention prefers some positions to others.
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.named_parameters():
         center = 1.0 if "norm" in name or "ln_" in name else 0.0
@@ -133,7 +133,7 @@ def results(model: PreTrainedModel) -> dict[str, Any]:
     loss = functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
     loss.backward()
 
-    weights = dict(model.named_parameters())  # a weight that two parts share is there once, as in files on the hub
+    weights = dict(model.named_parameters())  # a weight that two parts share is stored once, as in files on the hub
     return {
         "config": np.array(json.dumps(model.config.to_diff_dict())),
         "tokens": tokens.numpy().astype(np.int32),

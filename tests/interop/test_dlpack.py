@@ -1,4 +1,4 @@
-"""Arrays of other libraries by DLPack, and named arrays for them."""
+"""Exchange of arrays with other libraries by DLPack."""
 
 from __future__ import annotations
 

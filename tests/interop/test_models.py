@@ -1,6 +1,6 @@
 """The models of `examples/models` are those of `transformers`, and learn the same however they are distributed.
 
-What PyTorch computes is kept in `golden`: see `make_golden.py`.
+PyTorch's results are stored in `golden`: see `make_golden.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
 
 @dataclasses.dataclass
 class Golden:
-    """A model with the weights of a file, and what PyTorch computes with them."""
+    """A model with the weights of a file, and PyTorch's results with them."""
 
     model: Any
     tokens: axn.NamedArray
@@ -120,14 +120,14 @@ def step(model: Any, tokens: axn.NamedArray) -> tuple[jax.Array, Any]:
 
 
 def initial(kind: Any) -> Any:
-    """A model of random weights; drawing them with JAX would take as long as training."""
+    """Make a model of random weights; drawing them with JAX would take as long as training."""
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(lambda key: kind.init(CONFIGS[kind], key=key), jax.random.key(0))
     return jax.tree.map(lambda x: jnp.asarray(0.2 * rng.normal(size=x.shape), x.dtype), shapes)
 
 
 def trained(compiled: Any, model: Any) -> tuple[list[float], Any]:
-    """The losses of a few steps on the same texts, and the model after them."""
+    """Return the losses of a few steps on the same texts, and the model after them."""
     losses, tokens = [], np.random.default_rng(0).integers(0, Vocab.size, (Batch.size, Pos.size))
     for _ in range(STEPS):
         loss, model = jax.block_until_ready(compiled(model, axn.named(tokens, (Batch, Pos))))

@@ -1,4 +1,4 @@
-"""Named arrays from xarray and back, and through it from pandas and files."""
+"""Conversion of named arrays from and to xarray, and through it from pandas and files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers import compilations, spec
 
 
 def weather(seed: int = 0) -> xr.DataArray:
-    """Coordinates of every kind: dates, strings, one that is not an index, one without axes."""
+    """Return data with coordinates of every kind: dates, strings, one that is not an index, one without axes."""
     values = np.random.default_rng(seed).normal(size=(4, 3)).astype(np.float32)
     coords: Any = {
         "time": pd.date_range("2020-01-01", periods=4),
@@ -125,7 +125,7 @@ def test_coordinates_are_static() -> None:
     assert axn.Coordinates(coords) == coords
 
 
-# --- what JAX has no arrays of ---
+# --- dtypes that JAX lacks ---
 
 
 def test_dates_durations_and_strings_are_refused_together() -> None:

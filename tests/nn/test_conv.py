@@ -26,7 +26,7 @@ def sample(*axes: axn.Axis) -> axn.NamedArray:
 
 
 def correlated(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, stride: Any, dilation: Any, groups: int) -> Any:
-    """The correlation of x(channels, height, width), padding included, one output element at a time."""
+    """Compute the correlation of x(channels, height, width), padding included, one output element at a time."""
     size = [
         (n - (k - 1) * d - 1) // s + 1
         for n, k, d, s in zip(x.shape[1:], weight.shape[2:], dilation, stride, strict=True)

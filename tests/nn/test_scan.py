@@ -1,4 +1,4 @@
-"""`Stacked` and `BlockSeq`: results and gradients of hand-written loops, and the rules for arguments."""
+"""`Stacked` and `BlockSeq`: results and gradients compared with hand-written loops, and the rules for arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = pytest.mark.parametrize("kind", [Stacked, BlockSeq])
 
 
 def stacked_arrays(layers: BlockFoldable[Layer]) -> list[np.ndarray]:
-    """The arrays of all layers, as those of a `Stacked` are."""
+    """Return the arrays of all layers, stacked as in a `Stacked`."""
     return [np.stack(arrays) for arrays in zip(*map(raw_parts, layers.unstacked()), strict=True)]
 
 
@@ -118,7 +118,7 @@ def test_values_and_gradients_are_those_of_a_loop_by_hand(kind: Any) -> None:
 
 
 def kept(policy: Any, kind: Any) -> list[str]:
-    """The type of every residual that the backward pass is handed, apart from the function's own arguments."""
+    """Return the types of the residuals that the backward pass gets, except the function's own arguments."""
     arrays, rest = eqx.partition(make(kind, policy), eqx.is_array)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

@@ -1,4 +1,4 @@
-"""`dot` and `einsum`: what is refused and with which words, dtypes, and a `dot_general` of one's own."""
+"""`dot` and `einsum`: errors and their texts, dtypes, and a custom `dot_general`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_dot_refuses(attempt: Callable[[], Any], error: type[Exception], message
 
 
 EQUATIONS = [
-    # equation, how many arrays, aliases, the message, and what its caret stands under
+    # equation, number of arrays, aliases, the message, and the text above its caret
     ("b e", 1, {}, "einsum: expected `->` between the axes of the input and those of the output.", None),
     ("b e -> b -> e", 1, {}, "einsum: expected one `->`, this is the second.", (9, 11)),
     ("b e - b", 1, {}, "einsum: unexpected '-'. The arrow is written `->`.", (4, 5)),
@@ -245,7 +245,7 @@ def test_more_axes_than_letters() -> None:
 
 
 def doubled(lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any, preferred_element_type: Any) -> Any:
-    """Twice the product, so that it shows."""
+    """Double the product, so that the call is visible."""
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
     return 2 * jax.lax.dot_general(lhs, rhs, dimension_numbers, **options)
 

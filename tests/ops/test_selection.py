@@ -1,4 +1,4 @@
-"""What selection and comparison say when they are asked for what cannot be, and what they answer on the host."""
+"""Errors of selection and comparison, and their results on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights stored in few bits: what they take, how accurate they are, and that they are the same on several devices."""
+"""Weights stored in few bits: their size, their accuracy, and the same results on several devices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def linear(**options: Any) -> Linear:
 
 
 def restored(layer: Any) -> axn.NamedArray:
-    """The weight that is computed with."""
+    """Return the weight used in computations."""
     scale = layer.scale
     for name in layer.weight.names:
         if name not in scale.names:
@@ -167,7 +167,7 @@ def test_a_mapping_shards_numbers_and_scales_alike(group: int | None, mesh: jax.
 
 @pytest.fixture(scope="module")
 def golden() -> tuple[Llama, axn.NamedArray]:
-    """A model of random weights, large ones: what is rounded in one block grows in the next."""
+    """Make a model of large random weights, which amplifies the rounding errors of each block."""
     with np.load(GOLDEN) as kept:
         found = dict(kept)
     weights = {name.removeprefix("weights/"): x for name, x in found.items() if name.startswith("weights/")}

@@ -150,7 +150,7 @@ def array(
 
 
 def array_in_other_shape(op: ScopedOperation, when: str, elements: int, mesh: Mapping[str, int]) -> Array | None:
-    """Find the result, or the operand with a gradient, of so many elements on each device.
+    """Find the result, or the operand with this gradient, from the number of elements of an array on one device.
 
     Returns None if there is none, or if there are several with different axes.
     """

@@ -137,7 +137,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     {'embed': 2}
     """
 
-    if TYPE_CHECKING:  # the subclasses declare it as a field, after another one
+    if TYPE_CHECKING:  # subclasses declare it as a field, after another one
 
         @property
         def Block(self) -> Axis: ...
@@ -477,7 +477,7 @@ class Stacked(BlockFoldable[M], LayerStack):
         return dataclasses.replace(self, stacked=stacked_from_state_dict(self.stacked, self.Block, state_dict, prefix))
 
 
-# The layer is a keyword argument, so that the positions of other arguments in messages are those of the caller.
+# The layer is a keyword argument, so that messages show the caller's positions of other arguments.
 
 
 def _apply(fn: Callable[..., Any], *args: Any, stacked: Any, **kwargs: Any) -> Any:

@@ -107,7 +107,7 @@ def _require_dtype(what: str, x: jax.Array, kind: Any, expected: str) -> None:
 
 
 def _weights(what: str, weights: NamedOrNumeric | None, names: Names) -> tuple[tuple[Any, ...], tuple[Names, ...]]:
-    """Return the weights as operands of a kernel, none or one, and their names, which the array must have, too."""
+    """Return the weights as operands of a kernel (none or one), and their names, which the array must also have."""
     if weights is None:
         return (), ()
     array, own = operand(weights)
@@ -134,7 +134,7 @@ def _bincount_kernel(names: Names, Counts: Axis, own: tuple[Names, ...]) -> _ker
 
 
 def _spread(weights: Any, own: tuple[Names, ...], names: Names, shape: tuple[int, ...]) -> jax.Array | None:
-    """Broadcast the weights, if there are any, to the shape of the array that they weigh."""
+    """Broadcast the weights, if any, to the shape of the array."""
     return jnp.broadcast_to(_kernels.align(weights[0], own[0], names), shape) if own else None
 
 
@@ -180,7 +180,7 @@ def histogram(
 def _histogram_kernel(
     names: Names, bins: Axis | str, limits: int, own: Names, of_weight: tuple[Names, ...], density: bool
 ) -> _kernels.Kernel:
-    """Make a kernel; `bins` is an axis, with two limits or none, or the name of the axis of the edges, the one limit.
+    """Make a kernel; `bins` is an axis, with two limits or none, or the axis name of the edges, the only limit.
 
     `own` are the axes of a limit.
     """

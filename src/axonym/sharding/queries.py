@@ -236,7 +236,7 @@ def lint_mapping(
     arrays = [leaf for leaf in leaves_of(tree)[0] if leaf.shape is not None]
     try:
         examined = examine(tree, placement, mesh, "lint_mapping")
-    except ValueError as problem:  # it cannot be asked leaf by leaf
+    except ValueError as problem:  # it cannot be applied leaf by leaf
         return MappingReport((Finding("problem", "the placement", str(problem)),), len(arrays))
     given: dict[int, tuple[Placement, list[Leaf]]] = {}
     if is_placement(placement):
