@@ -1,9 +1,9 @@
-"""Convolutions, also along axes that are sharded where the rows of the input are not sharded over all mesh axes.
+"""Convolutions, also of inputs that are sharded, but not over all mesh axes.
 
-Of a convolution along a sharded axis, XLA adds up what the devices along all mesh axes have, also along those over
-which they have equal shards, or other channels. So its results or their gradients are several times too large, unless
-all mesh axes shard the batch and the axes of the convolution. Products are partitioned rightly, so otherwise the
-convolution is a sum of products, one for each position in the kernel.
+Of a convolution along a sharded axis, and of one in groups whose batch is sharded, XLA adds up what the devices along
+all mesh axes have, also along those over which they have equal shards, or other channels. So its results or their
+gradients are several times too large, unless all mesh axes shard the batch and the axes of the convolution. Products
+are partitioned rightly, so otherwise the convolution is a sum of products, one for each position in the kernel.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ def convolve(x: jax.Array, weight: jax.Array, of: Parameters, numbers: jax.lax.C
     )
 
 
-def needs_products(what: str, names: Names, channels: str, spatial: Names, x: jax.Array) -> bool:
+def needs_products(what: str, names: Names, batch: Names, spatial: Names, x: jax.Array, groups: int) -> bool:
     """Return whether the input of a convolution is sharded so that XLA partitions it wrongly."""
     mesh = mesh_around([x])
     over = dict(zip(names, sharded_over(what, names, x, mesh, AxisType.Auto), strict=True))
-    if not any(over[n] for n in spatial):
+    if not any(over[n] for n in (spatial if groups == 1 else (*spatial, *batch))):
         return False
-    used = {a for n, axes in over.items() if n != channels for a in axes}
+    # Of several batch axes, which are merged, XLA keeps the sharding of the first.
+    used = {a for n in (*spatial, *batch[:1]) for a in over[n]}
     return any(size > 1 and a not in used for a, size in mesh.shape.items())
 
 

@@ -321,7 +321,7 @@ def _convolution_kernel(
     own = tuple(n if n == out_name != in_name else private("the weight", (n,))[0] for n in weight_names)
 
     def placed(x, weight):
-        apply = convolve_by_products if needs_products(what, names, in_name, spatial, x) else convolve
+        apply = convolve_by_products if needs_products(what, names, batch, spatial, x, config.groups) else convolve
         fn = functools.partial(positional, apply=apply)
         return call_with_output_sharding(what, fn, (names, own), out_names, (x, weight))
 
