@@ -125,6 +125,14 @@ def test_coordinates_are_static() -> None:
     assert axn.Coordinates(coords) == coords
 
 
+def test_equal_coordinates_have_equal_hashes() -> None:
+    """A number of another type, or of another sign, compiles another program."""
+    found = {axn.Coordinates({"time": np.array([x], dtype)}) for x, dtype in ((0, "i4"), (0, "f4"), (-0.0, "f8"))}
+    assert len(found) == 3
+    pairs = [(a, b) for a in found for b in found if a == b]
+    assert all(a is b for a, b in pairs)
+
+
 # --- dtypes that JAX lacks ---
 
 
