@@ -18,14 +18,14 @@ import jax
 import numpy as np
 
 
-class Agree(Protocol):
+class ProcessAgreement(Protocol):
     """Wait for all processes; raise the same error in each if one of them failed or has different data."""
 
     def __call__(self, same: Mapping[str, str] | None = None) -> None: ...
 
 
 @contextlib.contextmanager
-def fail_together(what: str) -> Iterator[Agree]:
+def fail_together(what: str) -> Iterator[ProcessAgreement]:
     """Raise in all processes an error that one of them raises in a with-block; the message names the process.
 
     All processes must enter the block. A process that fails skips the rest of the block, so a collective in it must not

@@ -112,7 +112,7 @@ nn.ScanCheckpointPolicy nn.Stacked.Layers nn.loss.UNSPECIFIED nn.loss.Unspecifie
 nn.mup.AbstractEmbeddingReparam.unembed_active_scale nn.mup.AbstractLinearReparam nn.mup.AbstractReparam.active_scale
 nn.mup.AbstractReparam.lr_scale nn.scan.BlockFoldable nn.scan.CarryT nn.scan.FoldFunction nn.scan.M nn.scan.M_co
 nn.scan.M_contra nn.scan.ModuleInit nn.scan.OutputT_co nn.scan.P nn.scan.S nn.scan.ScanFunction nn.scan.VmapFunction
-quantization.OverwriteWithGradient quantization.T state_dict.StateDict
+quantization.OverwriteWithGradient state_dict.StateDict
 """
 
 

@@ -343,6 +343,19 @@ def test_logsumexp() -> None:
     np.testing.assert_allclose(hax.nn.logsumexp(x, "a").array, [2.3862944] * 3, rtol=1e-6)
 
 
+def test_names_of_parameters_for_dropout_and_epsilon() -> None:
+    attention, key = hax.nn.attention, jax.random.key(0)
+    kept = attention.dropout_mask((hax.Axis("pos", 4), hax.Axis("key_pos", 1000)), dropout_rate=0.25, key=key)
+    assert kept.names == ("pos", "key_pos") and kept.dtype == bool
+    np.testing.assert_allclose(np.mean(kept.array), 0.75, atol=0.02)
+    x = hax.ones({"pos": 2, "d": 2})
+    found = attention.dot_product_attention(
+        "key_pos", "d", x, *[x.rename({"pos": "key_pos"})] * 2, dropout=1.0, prng=key
+    )
+    assert found.sum().item() == 0
+    np.testing.assert_allclose(hax.nn.standardize(hax.arange(hax.Axis("d", 2)), "d", epsilon=0.75).array, [-0.5, 0.5])
+
+
 def test_use_gmm_without_a_tpu() -> None:
     layer = hax.nn.MoELinear.init(*hax.make_axes(e=2, i=4, o=3), key=jax.random.key(0), use_gmm=True)
     assert layer.use_gmm and isinstance(layer, axn.nn.MoELinear)

@@ -17,7 +17,6 @@ from axonym.nn.attention import (
     causal_mask,
     dot_product_attention,
     dot_product_attention_weights,
-    dropout_mask,
     group_heads,
 )
 from tests.helpers import assert_named
@@ -175,22 +174,16 @@ def test_precision_is_handed_on() -> None:
 def test_dropout() -> None:
     key, long = jax.random.key(0), axn.Axis("key_pos", 2000)
     q, v = (axn.named(np.ones((a.size, 8), np.float32), (a, Size)) for a in (Pos, long))
-    found = jax.jit(functools.partial(dot_product_attention, KPos=long, Key=Size, dropout=0.25, prng=key))(q, v, v)
+    found = jax.jit(functools.partial(dot_product_attention, KPos=long, Key=Size, pdrop=0.25, prng=key))(q, v, v)
     np.testing.assert_allclose(found.array, 1.0, atol=0.1)  # as many as are dropped, the others make up for
     assert np.std(found.array[:, 0]) > 0
     for dropout, inference in ((0.25, True), (0.0, False)):
         program = jax.make_jaxpr(
-            lambda *x, d=dropout, i=inference: dot_product_attention(*x, KPos=KPos, Key=Size, dropout=d, inference=i)
+            lambda *x, d=dropout, i=inference: dot_product_attention(*x, KPos=KPos, Key=Size, pdrop=d, inference=i)
         )(Q, K, V)
         assert "random" not in str(program)
     with pytest.raises(ValueError, match=r"dropout of 0\.25 needs a random key: pass `prng`, or `inference=True`"):
-        dot_product_attention(Q, K, V, KPos, Size, dropout=0.25)
-
-
-def test_dropout_mask() -> None:
-    found = dropout_mask((Pos, axn.Axis("key_pos", 1000)), 0.25, key=jax.random.key(0))
-    assert found.names == ("pos", "key_pos") and found.dtype == bool
-    np.testing.assert_allclose(np.mean(found.array), 0.75, atol=0.02)
+        dot_product_attention(Q, K, V, KPos, Size, pdrop=0.25)
 
 
 # --- ALiBi ---

@@ -269,7 +269,7 @@ def test_chooses_what_moves_less(auto_mesh: Mesh) -> None:
         assert way_of(alike | {"heads": "model"}, Q["heads", :4], K["heads", :4]) == "ring"  # two heads for four
         assert way_of(alike, mask=Causal("pos", window=3)) == "ring"  # which reaches only one shard further
         assert way_of({"pos": "data"}) == way_of({"pos": "data", "key_pos": "model"}) == way_of({}) == "plain"
-        assert way_of(alike, dropout=0.5, prng=jax.random.key(0)) == "plain"
+        assert way_of(alike, pdrop=0.5, prng=jax.random.key(0)) == "plain"
 
 
 def test_cache_of_sharded_positions(mesh: Mesh) -> None:
@@ -303,7 +303,7 @@ def test_cache_of_sharded_positions(mesh: Mesh) -> None:
          r"axis 'pos' of size 6 is sharded over \(data=4\), which does not divide it"),
         (lambda: attend(Q["heads", :4], K["heads", :4], V["heads", :4], mask=None, context="all_to_all"),
          r"over \(data\), which are 4 devices. They must divide .* none of \(batch=2, heads=2\)"),
-        (lambda: dot_product_attention(Q, K, V, "key_pos", "head_size", dropout=0.5, context="ring"), "no dropout"),
+        (lambda: dot_product_attention(Q, K, V, "key_pos", "head_size", pdrop=0.5, context="ring"), "no dropout"),
         (lambda: Causal("pos", segments=SEGMENTS.astype(float)), "segments must be integers with the axis 'pos'"),
     ],
 )  # fmt: skip

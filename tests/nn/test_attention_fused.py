@@ -132,7 +132,7 @@ def test_splash(auto_mesh: Mesh) -> None:
             "'splash'.*: this kernel needs a TPU, and the devices here are CPUs",
         ),
         (
-            lambda: attend(Q, K, V, dropout=0.1, precision="highest", implementation="xla"),
+            lambda: attend(Q, K, V, pdrop=0.1, precision="highest", implementation="xla"),
             "a fused kernel takes no dropout and no precision",
         ),
         (lambda: attend(Q, K, V, attention_dtype=jnp.bfloat16, implementation="xla"), "takes no attention_dtype"),

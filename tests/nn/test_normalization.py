@@ -51,9 +51,9 @@ def test_only_some_elements_take_part() -> None:
 
 def test_standardize() -> None:
     expected = (RAW - RAW.mean((0, 2), keepdims=True)) / np.sqrt(RAW.var((0, 2), keepdims=True) + 0.1)
-    found = standardize(X, (Embed, Batch), epsilon=0.1)
+    found = standardize(X, (Embed, Batch), eps=0.1)
     assert_named(found, axn.named(expected.astype(np.float32), X.axes), rtol=1e-4, atol=1e-5)
-    given = standardize(X, Embed, mean=X.mean(Embed), variance=axn.ones(Pos) * 4, epsilon=0)
+    given = standardize(X, Embed, mean=X.mean(Embed), variance=axn.ones(Pos) * 4, eps=0)
     np.testing.assert_allclose(given.array, (RAW - RAW.mean(-1, keepdims=True)) / 2, rtol=1e-4, atol=1e-5)
 
 

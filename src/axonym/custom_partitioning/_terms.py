@@ -20,7 +20,7 @@ from .rule import Dimension, Term
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Described:
+class NamedShape:
     """An operand or result: its names, if any, and its shape."""
 
     names: Names | None
@@ -31,7 +31,7 @@ class Described:
 
 
 @dataclasses.dataclass
-class Terms:
+class PartitioningTerms:
     """The terms of operands and results, and the sizes of their factors, gathered one array at a time."""
 
     what: str
@@ -47,9 +47,9 @@ class Terms:
             raise ValueError(_errors.size_mismatch(self.what, factor, places))
 
 
-def by_names(what: str, operands: Sequence[Described], results: Sequence[Described]) -> Terms:
+def by_names(what: str, operands: Sequence[NamedShape], results: Sequence[NamedShape]) -> PartitioningTerms:
     """Return the terms by the names of axes alone; an axis without a name is a factor of its own."""
-    terms = Terms(what, {})
+    terms = PartitioningTerms(what, {})
     for kind, arrays, into in (("operand", operands, terms.operands), ("result", results, terms.results)):
         for i, x in enumerate(arrays):
             term = []
@@ -90,12 +90,12 @@ def words(expression: _parsing.Expression) -> list[str]:
 def by_string(
     expression: _parsing.Expression,
     sizes: Mapping[str, int],
-    operands: Sequence[Described],
-    results: Sequence[Described],
-) -> Terms:
+    operands: Sequence[NamedShape],
+    results: Sequence[NamedShape],
+) -> PartitioningTerms:
     """Return the terms that the string of a rule gives these operands and results."""
     what = expression.what
-    terms = Terms(what, dict(sizes))
+    terms = PartitioningTerms(what, dict(sizes))
     sides = (("operand", expression.lhs, operands, terms.operands), ("result", expression.rhs, results, terms.results))
     for kind, side, arrays, _ in sides:
         if len(side) != len(arrays):
@@ -129,7 +129,7 @@ def _dimension(element: _parsing.Element) -> Dimension:
     return (element.name,) if isinstance(element, _parsing.Name) else tuple(m.name for m in element.members)
 
 
-def _bound_by_position(expression: _parsing.Expression, term: _parsing.Term, x: Described, place: str) -> _Bound:
+def _bound_by_position(expression: _parsing.Expression, term: _parsing.Term, x: NamedShape, place: str) -> _Bound:
     others = len(x.shape) - len(term.elements) + (term.dots is not None)
     if others < 0 or (others and term.dots is None):
         count = len(term.elements) - (term.dots is not None)
@@ -142,7 +142,7 @@ def _bound_by_position(expression: _parsing.Expression, term: _parsing.Term, x: 
     return list(itertools.chain.from_iterable(found))
 
 
-def _bound_by_name(expression: _parsing.Expression, term: _parsing.Term, x: Described, place: str) -> _Bound:
+def _bound_by_name(expression: _parsing.Expression, term: _parsing.Term, x: NamedShape, place: str) -> _Bound:
     assert x.names is not None
     known: dict[str, _parsing.Element] = {}
     for element in term.elements:
@@ -161,7 +161,9 @@ def _bound_by_name(expression: _parsing.Expression, term: _parsing.Term, x: Desc
     return [(known[n], _dimension(known[n])) if n in known else (term.dots or term, (n,)) for n in x.names]  # pyright: ignore
 
 
-def _name_group(expression: _parsing.Expression, terms: Terms, group: _parsing.Group, dimension: Dimension) -> None:
+def _name_group(
+    expression: _parsing.Expression, terms: PartitioningTerms, group: _parsing.Group, dimension: Dimension
+) -> None:
     assert group.name is not None
     if terms.groups.setdefault(group.name.name, dimension) != dimension:
         expression.fail(
@@ -171,7 +173,7 @@ def _name_group(expression: _parsing.Expression, terms: Terms, group: _parsing.G
         expression.fail(group, f"{group.name.name!r} is an axis here, and a factor elsewhere.")
 
 
-def _complete(expression: _parsing.Expression, terms: Terms, group: _parsing.Group, size: int) -> None:
+def _complete(expression: _parsing.Expression, terms: PartitioningTerms, group: _parsing.Group, size: int) -> None:
     """Check the sizes of a group, or compute the missing one."""
     members = [m.name for m in group.members]
     missing = [m for m in members if m not in terms.sizes]

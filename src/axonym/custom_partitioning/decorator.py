@@ -35,7 +35,7 @@ from ..axis import Names
 from ..manual._axis_environment import ArgumentAxis, activate, interned
 from ..named_array import NamedArray, describe_array, raw, wrap
 from ._lowerings import Arrays, PartitionedOperation, all_manual, by_partitioner, per_device
-from ._terms import Described, by_names, by_string, parse, words
+from ._terms import NamedShape, by_names, by_string, parse, words
 from .rule import Infer, PartitioningRule, Shardings, derived_shardings, inferred_shardings, make_rule
 
 
@@ -266,8 +266,8 @@ class Partitioned:
         known = [n for names in spec.names for n in names or ()]
         shapes = _traced(what, unsharded, abstract, known + (words(self._expression) if self._expression else []))
         results.dtypes = [x.dtype for x in shapes]
-        described = [Described(n, x.shape) for n, x in zip(spec.names, abstract, strict=True)]
-        found = [Described(n, tuple(x.shape)) for n, x in zip(results.spec.names, shapes, strict=True)]
+        described = [NamedShape(n, x.shape) for n, x in zip(spec.names, abstract, strict=True)]
+        found = [NamedShape(n, tuple(x.shape)) for n, x in zip(results.spec.names, shapes, strict=True)]
         operation = PartitionedOperation(what, self._rule(described, found), unsharded, per_shard, self._infer)
         if self._per_shard is not self._fn:  # so its errors come earlier than from the compiler
             around = current_mesh()
@@ -277,7 +277,7 @@ class Partitioned:
         by_partitioner = jax.jit(functools.partial(_left_to_partitioner, operation), inline=INLINE)
         return _PlannedOperation(operation, results, by_partitioner)
 
-    def _rule(self, operands: Sequence[Described], results: Sequence[Described]) -> PartitioningRule:
+    def _rule(self, operands: Sequence[NamedShape], results: Sequence[NamedShape]) -> PartitioningRule:
         if self._expression is None:
             terms = by_names(self._what, operands, results)
         else:

@@ -35,7 +35,7 @@ from .._per_device import gather_axes, run_per_device, varying_over
 from ..axis import Names
 
 
-class Grouped(NamedTuple):
+class GroupedProduct(NamedTuple):
     """A grouped product: the axes of the rows and of the matrices, and the role of each."""
 
     names: Names
@@ -105,7 +105,7 @@ class Grouped(NamedTuple):
         return reshard(y, shards.wanted, mesh)
 
 
-def _shards(product: Grouped, x: jax.Array, weight: jax.Array, mesh: AnyMesh) -> _Shards | None:
+def _shards(product: GroupedProduct, x: jax.Array, weight: jax.Array, mesh: AnyMesh) -> _Shards | None:
     in_rows, in_weight = _sharded_over(product, x, weight)
     rows, groups = in_rows[product.rows], in_weight[product.groups]
     if not (rows or groups):
@@ -139,7 +139,7 @@ def _shards(product: Grouped, x: jax.Array, weight: jax.Array, mesh: AnyMesh) ->
 class _Shards(NamedTuple):
     """The sharding of a grouped product: the mesh axes that each of its axes is sharded over."""
 
-    product: Grouped
+    product: GroupedProduct
     rows: Axes
     groups: Axes
     shared: Axes
@@ -195,7 +195,7 @@ class _Shards(NamedTuple):
         return ends - starts, starts[0]
 
 
-def _sharded_over(product: Grouped, x: jax.Array, weight: jax.Array) -> tuple[dict[str, Axes], dict[str, Axes]]:
+def _sharded_over(product: GroupedProduct, x: jax.Array, weight: jax.Array) -> tuple[dict[str, Axes], dict[str, Axes]]:
     """Return the mesh axes that each axis of the rows, and of the matrices, is sharded over."""
     each = (product.names, x), (product.weight_names, weight)
     if explicit_mesh((x, weight)) is not None:

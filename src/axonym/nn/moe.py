@@ -16,7 +16,7 @@ from ..axis import Axis, AxisSpec, Names
 from ..named_array import NamedArray, named
 from ..ops._operands import distinct, one_axis, private, require_named
 from ..ops.creation import zeros
-from ._grouped_matmul import Grouped
+from ._grouped_matmul import GroupedProduct
 from .linear import BOUND, _stored
 
 __all__ = ["MoELinear"]
@@ -150,7 +150,7 @@ def _grouped_kernel(
         )
     if len(size_names) != 1:
         raise ValueError(f"{what}: `group_sizes` has axes {_errors.describe_axes(size_names)}, and needs {experts!r}.")
-    product = Grouped(names, weight_names, rows[0], experts, (In.name, stored), Out.name, use_gmm)
+    product = GroupedProduct(names, weight_names, rows[0], experts, (In.name, stored), Out.name, use_gmm)
     distinct(what, product.out_names)
 
     def positional(x, weight, sizes):
@@ -169,7 +169,7 @@ def _grouped_kernel(
     return _kernels.make_kernel(what, positional, in_names, product.out_names, per_device=per_device)
 
 
-def _checked(what: str, product: Grouped, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+def _checked(what: str, product: GroupedProduct, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
     """Return the sizes as signed integers that can count all rows."""
     for name, given, stored in (
         (product.summed[0], x.shape[product.names.index(product.summed[0])], product.summed[1]),

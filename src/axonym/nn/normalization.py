@@ -84,7 +84,7 @@ def standardize(
     *,
     mean: NamedOrNumeric | None = None,
     variance: NamedOrNumeric | None = None,
-    epsilon: float = 1e-5,
+    eps: float = 1e-5,
     where: NamedOrNumeric | None = None,
 ) -> NamedArray:
     """Subtract the mean from each element, and divide by the standard deviation, along some axes.
@@ -94,17 +94,17 @@ def standardize(
         axis: the axes to compute mean and variance along.
         mean: the mean to use, by name; that of `x` by default.
         variance: the variance to use, by name; by default the mean of the squares less the square of the mean.
-        epsilon: added to the variance, so that nothing is divided by zero.
+        eps: added to the variance, so that nothing is divided by zero.
         where: the elements to include in mean and variance, by name.
 
-    >>> axn.nn.standardize(axn.named([[1., 3.], [2., 6.]], ("x", "y")), "y", epsilon=0)
+    >>> axn.nn.standardize(axn.named([[1., 3.], [2., 6.]], ("x", "y")), "y", eps=0)
     NamedArray(float32[x=2, y=2], [[-1. 1.] [-1. 1.]])
     """
     given = {"mean": mean, "variance": variance, "where": where}
     labels = tuple(label for label, value in given.items() if value is not None)
     arrays, all_names = zip(operand(require_named("standardize", x)), *(operand(given[n]) for n in labels), strict=True)
     kernel = _standardize_kernel(all_names, labels, _kernels.hashable(axis))
-    return kernel.apply(*arrays, epsilon)
+    return kernel.apply(*arrays, eps)
 
 
 @_kernels.shared("all_names", "axis")
@@ -115,11 +115,11 @@ def _standardize_kernel(all_names: tuple[Names, ...], labels: tuple[str, ...], a
         require_subset("standardize", label, own, names)
 
     def positional(x, *rest):
-        *arrays, epsilon = rest
+        *arrays, eps = rest
         aligned = [_kernels.align(a, own, names) for a, own in zip(arrays, all_names[1:], strict=True)]
         x = as_float(x)
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # squares overflow in float16
-        result = jax.nn.standardize(wide, positions, epsilon=epsilon, **dict(zip(labels, aligned, strict=True)))
+        result = jax.nn.standardize(wide, positions, epsilon=eps, **dict(zip(labels, aligned, strict=True)))
         return result.astype(jnp.result_type(x, *aligned))
 
     return _kernels.make_kernel("standardize", positional, (*all_names, ()), names, selection=axis)

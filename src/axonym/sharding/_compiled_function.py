@@ -222,7 +222,7 @@ class CompiledFunction(Generic[P, R]):
             if checks:
                 leaves, structure = jax.tree.flatten((args, kwargs))
                 if not all(map(_is_surely_array, leaves)) or TreeSpec(structure, ()).static_fields:
-                    raise _LooksAlikeError
+                    raise _AmbiguousArgumentsError
             return _flat(self._run(args, kwargs))
 
         return jitted
@@ -232,7 +232,7 @@ class CompiledFunction(Generic[P, R]):
         if not self._static_leaves:
             return False
         leaves = jax.tree.leaves((args, kwargs))
-        if not isinstance(error, _LooksAlikeError) and all(map(_is_array, leaves)):
+        if not isinstance(error, _AmbiguousArgumentsError) and all(map(_is_array, leaves)):
             return False
         self._unseen = False
         return True
@@ -271,7 +271,7 @@ class CompiledFunction(Generic[P, R]):
             return program.jitted(*arrays)
         try:
             return program.jitted(*args, **kwargs)
-        except _LooksAlikeError:  # they were checked to be arrays
+        except _AmbiguousArgumentsError:  # they were checked to be arrays
             return self._unchecked(*args, **kwargs)
 
     def _find_program(self, args: Any, kwargs: Any) -> _Program:
@@ -303,7 +303,7 @@ class CompiledFunction(Generic[P, R]):
             if program.unflattened:
                 try:
                     made = getattr(program.jitted, stage)(*args, **kwargs)
-                except _LooksAlikeError:  # they were checked to be arrays
+                except _AmbiguousArgumentsError:  # they were checked to be arrays
                     made = getattr(self._unchecked, stage)(*args, **kwargs)
                 return Stage(made, None) if isinstance(made.out_info, FlatTree) else made
             return Stage(getattr(program.jitted, stage)(*program.picked(jax.tree.leaves((args, kwargs)))), program)
@@ -395,7 +395,7 @@ def _is_surely_array(leaf: Any) -> bool:
     return leaf.ndim > 0 or not (leaf.dtype == bool or getattr(leaf, "weak_type", False))
 
 
-class _LooksAlikeError(Exception):
+class _AmbiguousArgumentsError(Exception):
     """Raised while tracing arguments that `jax.jit` could not distinguish from those of another program."""
 
 

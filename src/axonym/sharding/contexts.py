@@ -43,7 +43,7 @@ def in_context(fn: Callable[P, R]) -> Callable[P, R]:
             "functions or tasks that take what it yields."
         )
     try:
-        taken = _Taken()
+        taken = _ContextSnapshot()
     except ValueError:
         raise ValueError(
             "in_context: the mesh cannot be carried out of jit. Call it outside of traced functions."
@@ -52,7 +52,7 @@ def in_context(fn: Callable[P, R]) -> Callable[P, R]:
 
         @functools.wraps(fn)
         async def task(*args: P.args, **kwargs: P.kwargs) -> Any:
-            return await _Steps(fn(*args, **kwargs), taken)
+            return await _CoroutineInContext(fn(*args, **kwargs), taken)
 
         return task  # pyright: ignore[reportReturnType]
 
@@ -69,7 +69,7 @@ def in_context(fn: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-class _Taken:
+class _ContextSnapshot:
     """The mesh and the settings that were active when this was created."""
 
     def __init__(self) -> None:
@@ -89,10 +89,10 @@ class _Taken:
             yield
 
 
-class _Steps:
+class _CoroutineInContext:
     """A coroutine that runs in its own context between waits."""
 
-    def __init__(self, coroutine: Any, taken: _Taken):
+    def __init__(self, coroutine: Any, taken: _ContextSnapshot):
         self._coroutine, self._taken = coroutine, taken
 
     def __await__(self) -> Generator[Any, Any, Any]:
@@ -104,7 +104,7 @@ class _Steps:
                         waited_for = resume()
                     except StopIteration as end:
                         return end.value
-                    self._taken = _Taken()  # with the settings that the coroutine has activated meanwhile
+                    self._taken = _ContextSnapshot()  # with the settings that the coroutine has activated meanwhile
                 try:
                     resume = functools.partial(self._coroutine.send, (yield waited_for))
                 except BaseException as error:  # for example, because the task is cancelled

@@ -124,7 +124,7 @@ def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Examined:
+class PlacementCheck:
     """The result of `examine`."""
 
     leaves: list[Leaf]
@@ -137,7 +137,7 @@ class Examined:
     """Paths and messages."""
 
 
-def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) -> Examined:
+def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) -> PlacementCheck:
     """Resolve a placement, and return its errors beside the leaves; the arguments are those of `resolve`."""
     leaves, structure = leaves_of(tree)
     placements = _broadcast(placement, tree, structure, what)
@@ -147,7 +147,7 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
     }
     active = active_mapping() or None  # without a placement, leaves have no spec
     rules_see = current_mesh() if mesh is None else mesh
-    examined = Examined([], structure, [], [], [])
+    examined = PlacementCheck([], structure, [], [], [])
     for leaf, (given, depth) in zip(leaves, placements, strict=True):
         problems: list[str] = []
         seen = dataclasses.replace(leaf, keys=leaf.keys[depth:]) if depth and isinstance(given, Rule) else leaf

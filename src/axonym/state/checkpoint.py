@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from .._processes import Agree, fail_together
+from .._processes import ProcessAgreement, fail_together
 from ..named_array import NamedArray, is_jax_array_like, raw, wrap
 from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
@@ -110,7 +110,7 @@ def _writer(orbax: Any, **options: Any) -> Any:
     return orbax.PyTreeCheckpointHandler(type_handler_registry=registry, **options)
 
 
-def _save_from_all(orbax: Any, path: str, about: Any, arrays: Mapping[str, Any], agree: Agree) -> None:
+def _save_from_all(orbax: Any, path: str, about: Any, arrays: Mapping[str, Any], agree: ProcessAgreement) -> None:
     """Write a checkpoint from several processes, which agree after each step.
 
     Orbax has its own barriers between these steps, where the others would wait for a process that failed. It omits its

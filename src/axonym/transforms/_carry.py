@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Words:
+class MismatchMessages:
     """The wording of messages about a tree that must have the spec of another."""
 
     tree: str
@@ -42,7 +42,7 @@ class Words:
     """Advice for different placements; {before} and {after} stand for the placements."""
 
 
-CARRY = Words(
+CARRY = MismatchMessages(
     "carry",
     "goes in as",
     "comes out as",
@@ -52,7 +52,7 @@ CARRY = Words(
 )
 
 
-class StartsOtherwise(Exception):
+class CarryShardingChanged(Exception):
     """Raised while tracing a loop if its carry comes out sharded, or device-varying, over more mesh axes than before.
 
     Arguments:
@@ -82,7 +82,7 @@ def settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) -> R
     while True:
         try:
             return run(start)
-        except StartsOtherwise as found:
+        except CarryShardingChanged as found:
             mesh, changes = mesh_around(start), zip(start, found.specs, found.varying, strict=True)
             start = [varying_over(reshard(jnp.asarray(x), spec, mesh), varying) for x, spec, varying in changes]
             attempted = True
@@ -96,7 +96,7 @@ def settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) -> R
 
 
 def conform(
-    what: str, words: Words, spec: TreeSpec, types: Sequence[Any], tree: Any, *, settles: bool = False
+    what: str, words: MismatchMessages, spec: TreeSpec, types: Sequence[Any], tree: Any, *, settles: bool = False
 ) -> list[Any]:
     """Check that a tree has the required spec, and return its arrays in the layout of that spec.
 
@@ -140,7 +140,7 @@ def conform(
     if moved:
         pairs = [(before, jax.typeof(x)) for before, x in zip(types, result, strict=True)]
         added = [sorted(varying_axes(after) - varying_axes(before)) for before, after in pairs]
-        raise StartsOtherwise([tuple(after.sharding.spec) for _, after in pairs], added)
+        raise CarryShardingChanged([tuple(after.sharding.spec) for _, after in pairs], added)
     return result
 
 
@@ -154,7 +154,7 @@ def _starts_otherwise(slot: Names | None, before: Any, new: Names | None, after:
 
 
 def _difference(
-    words: Words, slot: Names | None, before: Any, new: Names | None, after: Any, promoted: bool
+    words: MismatchMessages, slot: Names | None, before: Any, new: Names | None, after: Any, promoted: bool
 ) -> str | None:
     """Return advice about two arrays of different types; None if they agree."""
     if (slot or new) and slot != new:
@@ -228,12 +228,12 @@ def _kind(slot: Slot, leaf: Any) -> str:
     return _described(slot, leaf if hasattr(leaf, "manual_axis_type") else jax.typeof(leaf))
 
 
-def _listed(what: str, words: Words, problems: Sequence[tuple[str, str, str]]) -> str:
+def _listed(what: str, words: MismatchMessages, problems: Sequence[tuple[str, str, str]]) -> str:
     lines = [f"{words.tree}{path} {words.before} {shown}. {remedy}" for path, shown, remedy in problems]
     return f"{what}: {lines[0]}" if len(lines) == 1 else f"{what}:" + "".join(f"\n  {line}" for line in lines)
 
 
-def _other_structure(what: str, words: Words, spec: TreeSpec, found: TreeSpec) -> str:
+def _other_structure(what: str, words: MismatchMessages, spec: TreeSpec, found: TreeSpec) -> str:
     before, after = spec.paths(), found.paths()
     gone = [p for p in before if p not in after]
     new = [p for p in after if p not in before]
@@ -256,5 +256,5 @@ def _where_they_differ(a: Any, b: Any) -> tuple[Any, Any]:
         a, b = differing[0]
 
 
-def _paths(words: Words, paths: Sequence[str]) -> str:
+def _paths(words: MismatchMessages, paths: Sequence[str]) -> str:
     return ", ".join(f"{words.tree}{path}" for path in paths)

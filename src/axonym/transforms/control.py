@@ -18,7 +18,7 @@ from .._function_cache import Functions, HeldArrays, WithArrays
 from .._jax_versions import INLINE
 from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, TreeSpec, flatten_arrays
 from ..named_array import NamedArray, describe_array
-from ._carry import CARRY, Words, conform, settled
+from ._carry import CARRY, MismatchMessages, conform, settled
 
 
 def while_loop(cond_fn: Callable[[Any], Any], body_fn: Callable[[Any], Any], init: Any) -> Any:
@@ -133,7 +133,7 @@ def _build_choice(functions: WithArrays, what: str, spec: TreeSpec) -> Callable[
                     agreed.append((name, out_spec, [jax.typeof(x) for x in outputs]))
                     return outputs
                 first, out_spec, types = agreed[0]
-                words = Words(
+                words = MismatchMessages(
                     "result",
                     f"of {first} is",
                     f"of {name} is",

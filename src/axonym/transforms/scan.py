@@ -27,7 +27,7 @@ from ..axis import Axis, AxisSelector, Names, names_without
 from ..named_array import wrap
 from ..ops._operands import private
 from . import _mapped_axis
-from ._carry import CARRY, Words, conform, settled
+from ._carry import CARRY, MismatchMessages, conform, settled
 from .rematerialization import ScanCheckpointPolicy, ScanCheckpointSpec, checkpointed_scan, policy_of
 
 P = ParamSpec("P")
@@ -335,7 +335,7 @@ def _paths(spec: TreeSpec, arrays: Sequence[Any]) -> list[str]:
 
 # --- parallel prefixes of an associative operation ---
 
-_RESULT = Words(
+_RESULT = MismatchMessages(
     "result",
     "must be",
     "is",

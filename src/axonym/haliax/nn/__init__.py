@@ -13,7 +13,7 @@ from ...nn import (
     one_hot as one_hot, quick_gelu as quick_gelu, relu as relu,
     relu6 as relu6, relu_squared as relu_squared, RmsNorm as RmsNorm,
     selu as selu, sigmoid as sigmoid, silu as silu, soft_sign as soft_sign, softmax as softmax,
-    softplus as softplus, squareplus as squareplus, Stacked as Stacked, standardize as standardize,
+    softplus as softplus, squareplus as squareplus, Stacked as Stacked,
 )
 from ...nn import conv as conv, embedding as embedding, mup as mup
 from ..hof import ScanCheckpointPolicy as ScanCheckpointPolicy
@@ -26,6 +26,6 @@ from .linear import MoELinear as MoELinear
 from .loss import (
     cross_entropy_loss_and_log_normalizers as cross_entropy_loss_and_log_normalizers, reduce_loss as reduce_loss,
 )
-from .normalization import logsumexp as logsumexp
+from .normalization import logsumexp as logsumexp, standardize as standardize
 from .pool import max_pool as max_pool, mean_pool as mean_pool, min_pool as min_pool
 # fmt: on

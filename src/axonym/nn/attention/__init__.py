@@ -12,7 +12,6 @@ from .masks import (
     causal_mask as causal_mask,
     combine_masks_and as combine_masks_and,
     combine_masks_or as combine_masks_or,
-    dropout_mask as dropout_mask,
     forgetful_causal_mask as forgetful_causal_mask,
     mask_to_bias as mask_to_bias,
     prefix_lm_mask as prefix_lm_mask,

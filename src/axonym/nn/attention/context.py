@@ -66,7 +66,7 @@ class AxisRoles(NamedTuple):
         return self.batch, self.heads, self.keys
 
 
-class Placed(NamedTuple):
+class SequenceSharding(NamedTuple):
     """The mesh axes over which each axis of the operands is sharded, positions of queries and keys alike."""
 
     mesh: AnyMesh
@@ -214,15 +214,15 @@ def _roles(
 
 def _placed(
     roles: AxisRoles, mesh: AnyMesh, found: dict[str, Axes], operands: Sequence[NamedArray], problems: list[str]
-) -> Placed:
+) -> SequenceSharding:
     """Return a placement of all operands, with the positions of keys and queries sharded alike."""
     (queries,), (keys,) = roles.positions, roles.keys
     sequence = found.get(queries) or found.get(keys, ())
     others = [n for n in found if n not in (queries, keys, *roles.features, *roles.values)]
     axes = {n: tuple(a for a in found[n] if a not in sequence) for n in others} | {queries: sequence, keys: sequence}
     if has_manual(mesh):
-        return Placed(mesh, (), sequence)
-    placed = Placed(mesh, tuple(axes.items()), sequence)
+        return SequenceSharding(mesh, (), sequence)
+    placed = SequenceSharding(mesh, tuple(axes.items()), sequence)
     sizes = {n: s for x in operands for n, s in x.shape.items()}
     problems += [
         f"axis {n!r} of size {sizes[n]} is sharded over {_errors.describe_shape({a: mesh.shape[a] for a in own})}, "
@@ -253,7 +253,7 @@ def _terms(what: str, roles: AxisRoles, mask: Mask, bias: NamedArray | None) -> 
 # --- the choice of context ---
 
 
-def _hops(placed: Placed, keys: int, queries: int, mask: Mask) -> int:
+def _hops(placed: SequenceSharding, keys: int, queries: int, mask: Mask) -> int:
     """Return how many hops the keys of a device make in a ring: as many as the window needs."""
     if not isinstance(mask, Causal) or mask.window is None or keys != queries:
         return placed.shards - 1
@@ -261,7 +261,7 @@ def _hops(placed: Placed, keys: int, queries: int, mask: Mask) -> int:
     return min(placed.shards - 1, -(-(mask.window - 1) // shard))
 
 
-def _exchanged(roles: AxisRoles, placed: Placed, query: NamedArray) -> int | None:
+def _exchanged(roles: AxisRoles, placed: SequenceSharding, query: NamedArray) -> int | None:
     """Return the merged axis to exchange for positions: heads, or else the batch; None if neither is possible."""
     for position, names in ((HEADS, roles.heads), (BATCH, roles.batch)):
         if names and placed.local(query, names) % placed.shards == 0:
@@ -270,7 +270,7 @@ def _exchanged(roles: AxisRoles, placed: Placed, query: NamedArray) -> int | Non
 
 
 def _cheapest(
-    roles: AxisRoles, placed: Placed, query: NamedArray, key: NamedArray, value: NamedArray, hops: int
+    roles: AxisRoles, placed: SequenceSharding, query: NamedArray, key: NamedArray, value: NamedArray, hops: int
 ) -> Context:
     """Return the context that moves fewer bytes: `hops` times keys and values, or each operand and result once."""
     keys, queries = placed.local(key) + placed.local(value), placed.local(query)
@@ -284,7 +284,7 @@ def _kernel(
     what: str,
     context: Context,
     roles: AxisRoles,
-    placed: Placed,
+    placed: SequenceSharding,
     plan: Blockwise,
     names: tuple[Names, ...],
     labels: tuple[str, ...],

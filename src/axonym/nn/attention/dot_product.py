@@ -33,7 +33,7 @@ from ...ops.contraction import dot
 from ...ops.elementwise import astype
 from ...ops.selection import where
 from ...ops.shaping import unflatten_axis
-from ..dropout import dropout as drop_out
+from ..dropout import dropout
 from ..normalization import softmax
 from .context import Context, attend_along_sequence
 from .fused import Implementation, fused_attention
@@ -51,7 +51,7 @@ def dot_product_attention(
     bias: NamedArray | None = None,
     attention_dtype: Any = None,
     precision: Any = None,
-    dropout: float = 0.0,
+    pdrop: float = 0.0,
     *,
     scaling_factor: float | None = None,
     inference: bool = False,
@@ -75,7 +75,7 @@ def dot_product_attention(
         attention_dtype: the dtype of scores and softmax; that of query and key by default. With float32, half-precision
             queries and keys are multiplied without a cast, and accumulated in float32.
         precision: the precision of the products, as in `jax.lax.dot_general`.
-        dropout: the probability that a weight is dropped in training.
+        pdrop: the probability that a weight is dropped in training.
         scaling_factor: the factor of the scores; one over the square root of the size of `Key` by default.
         inference: whether to turn dropout off.
         prng: a random key for dropout.
@@ -97,7 +97,7 @@ def dot_product_attention(
     """
     what = "dot_product_attention"
     features, positions = _checked_axes(what, Key, KPos, query, key, value)
-    dropping = inference is not True and not (isinstance(dropout, (int, float)) and dropout == 0)
+    dropping = inference is not True and not (isinstance(pdrop, (int, float)) and pdrop == 0)
     float32 = attention_dtype is None or dtype_key(attention_dtype) == jnp.float32
     given = {"dropout": dropping, "attention_dtype": not float32}
     refused = [argument for argument, is_given in given.items() if is_given]
@@ -115,9 +115,9 @@ def dot_product_attention(
     if dropping:
         if prng is None:
             raise ValueError(
-                f"{what}: dropout of {dropout} needs a random key: pass `prng`, or `inference=True` to turn it off."
+                f"{what}: dropout of {pdrop} needs a random key: pass `prng`, or `inference=True` to turn it off."
             )
-        weights = drop_out(weights, dropout, inference=inference, key=prng)
+        weights = dropout(weights, pdrop, inference=inference, key=prng)
     kept = query.names if features in value.names else tuple(n for n in query.names if n != features)
     own = tuple(n for n in (*weights.names, *value.names) if n not in positions and n not in kept)
     return dot(weights, value, axis=positions, precision=precision, out_axes=(*kept, *dict.fromkeys(own)))

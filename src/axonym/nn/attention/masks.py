@@ -21,7 +21,7 @@ import numpy as np
 
 from ... import _kernels
 from ..._mesh_axes import mapped_axes
-from ...axis import Axis, AxisSelector, AxisSpec, Names, name_of
+from ...axis import Axis, AxisSelector, Names, name_of
 from ...named_array import NamedArray, NamedOrNumeric, describe_array, named
 from ...ops._new_array import sharded_kernel
 from ...ops._operands import distinct, one_axis, operand
@@ -228,15 +228,6 @@ def forgetful_causal_mask(KPos: Axis, mask_prob: float, sample_prob: bool = True
         key, of_probability = jax.random.split(key)
         probability = uniform(of_probability, (), maxval=mask_prob)
     return logical_or(bernoulli(key, KPos, 1.0 - probability), arange(KPos) == 0)
-
-
-def dropout_mask(axes: AxisSpec, dropout_rate: float, *, key: Any) -> NamedArray:
-    """Make a mask with random elements, each false with probability `dropout_rate`.
-
-    >>> axn.nn.attention.dropout_mask(axn.Axis("key_pos", 4), 0.0, key=jax.random.key(0))
-    NamedArray(bool[key_pos=4], [ True True True True])
-    """
-    return bernoulli(key, axes, 1.0 - dropout_rate)
 
 
 # --- combining ---
