@@ -1,6 +1,6 @@
 """Write text with a model from the Hugging Face Hub: `python examples/generate.py --checkpoint FOLDER --prompt TEXT`.
 
-The folder has a `config.json` of one of the families in `models/llama.py`, weights in safetensors files, and the
+The folder has a `config.json` of one of the families in `models/families.py`, weights in safetensors files, and the
 `tokenizer.json` of the model. Each device reads its shard of the weights, one array at a time. With `--mesh
 data=2,model=4` there are eight devices: texts are sharded over `data`; heads, hidden features and the vocabulary over
 `model`. `--simulated-devices 8` makes this work without accelerators. `--weights int8` keeps the weights in 8 bits.
@@ -19,8 +19,9 @@ import equinox as eqx
 import jax
 import numpy as np
 from models import generation
+from models.families import from_huggingface
 from models.generation import Sampling, Text
-from models.llama import Config, Llama
+from models.llama import Llama
 
 import axonym as axn
 from axonym import NamedArray
@@ -37,7 +38,7 @@ MAPPING = {"batch": "data", "kv_heads": "model", "mlp": "model", "vocab": "model
 
 def load(folder: Path, dtype: str | None = None) -> Llama:
     """Load the model of a folder, sharded by the active mapping, each array as it is needed."""
-    config = Config.from_huggingface(json.loads((folder / "config.json").read_text()))
+    config = from_huggingface(json.loads((folder / "config.json").read_text()))
     entries = load_state_dict(folder)
     dtype = dtype or str(entries["model.norm.weight"].dtype)
     empty = eqx.filter_eval_shape(lambda: Llama.init(config, key=jax.random.key(0)))

@@ -143,11 +143,50 @@ def test_sampling(model: Llama) -> None:
 
 def test_families_that_are_not_there(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
+    del config["hidden_act"], config["rope_parameters"]
     for change, message in (
-        ({"model_type": "gemma3_text"}, "of a 'gemma3_text'; this model can be llama, mistral, qwen2, qwen3, gemma"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "all alike, not of 2 types"),
-        ({"hidden_act": "relu"}, "activation 'relu'"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"model_type": "gemma3"}, "of a 'gemma3'; this model can be llama, mistral, .*, gemma2, gemma3_text"),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention"]},
+            "for each of 2 layers; it has 1 of full_attention",
+        ),
+        (
+            {"model_type": "gemma2", "layer_types": ["full_attention", "linear_attention"]},
+            "it has 2 of full_attention, linear_attention",
+        ),
+        ({"hidden_act": "relu"}, "activation 'relu', not silu or swish"),
+        ({"model_type": "gemma", "hidden_act": "relu"}, "activation 'relu', not gelu or gelu_pytorch_tanh"),
+        ({"model_type": "gemma2", "hidden_activation": "silu"}, "activation 'silu', not gelu or gelu_pytorch_tanh"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"model_type": "mistral", "attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, but this model rotates all features"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "unknown kind 'dynamic'"),
     ):
         with pytest.raises(ValueError, match=message):
-            generate.Config.from_huggingface(config | change)
+            generate.from_huggingface(config | change)
+
+
+def test_what_files_do_not_say(folder: Path) -> None:
+    """It is what `transformers` takes."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["hidden_act"], config["rope_parameters"]
+
+    def read(family: str, **changes: Any) -> Any:
+        return generate.from_huggingface(config | {"model_type": family} | changes)
+
+    assert read("llama", sliding_window=3).window is read("gemma", sliding_window=3).window is None
+    assert (read("mistral").window, read("mistral", sliding_window=None).window) == (4096, None)
+    assert read("qwen2", sliding_window=3).window is None
+    for first, expected in ((0, (3, None)), (1, (3, (False, True))), (2, (None, None)), (28, (None, None))):
+        found = read("qwen3", sliding_window=3, use_sliding_window=True, max_window_layers=first)
+        assert (found.window, found.slides) == expected
+    sizes = {
+        family: read(family, head_dim=None).HeadSize.size for family in ("llama", "mistral", "qwen2", "qwen3", "gemma")
+    }
+    assert sizes == {"llama": 4, "mistral": 4, "qwen2": 4, "qwen3": 128, "gemma": 256}
+    assert read("gemma2").slides == (True, False)
+    alike = read("gemma3_text")  # of six layers and more, one attends to everything
+    assert (alike.window, alike.slides, alike.rotary.theta, alike.local_rotary) == (4096, None, 1e4, None)
+    assert read("gemma3_text", num_hidden_layers=7).slides == (True,) * 5 + (False, True)
