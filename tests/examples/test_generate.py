@@ -141,6 +141,16 @@ def test_sampling(model: Llama) -> None:
         assert len({*row, *PROMPTS[0]}) == len(row) + len(set(PROMPTS[0]))
 
 
+def test_a_penalty_and_prompts_of_different_lengths(model: Llama) -> None:
+    """Padding counts as no token of a text: each is written as on its own."""
+    writer = generate.Writer(model, generate.Sampling(temperature=0, repetition_penalty=1.5))
+
+    def written(prompts: list[list[int]]) -> list[list[int]]:
+        return np.stack(list(writer.tokens(prompts, LENGTH, jax.random.key(0))), axis=1).tolist()
+
+    assert written(PROMPTS) == [*written(PROMPTS[:1]), *written(PROMPTS[1:])]
+
+
 def test_families_that_are_not_there(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     del config["hidden_act"], config["rope_parameters"]
