@@ -91,7 +91,13 @@ def write(writer: Writer, tokenizer: Tokenizer, prompts: Sequence[str], length: 
     encoded = [tokenizer.encode(prompt).ids for prompt in prompts]
     if empty := [prompt for prompt, ids in zip(prompts, encoded, strict=True) if not ids]:
         raise SystemExit(f"The prompt {empty[0]!r} has no tokens; give it at least one.")
+    # Prompt and text are decoded together, since it depends on what comes before whether a token begins with a space.
+    before = [len(tokenizer.decode(ids)) for ids in encoded]
     written: list[list[int]] = [[] for _ in prompts]
+
+    def text_of(i: int) -> str:
+        return tokenizer.decode(encoded[i] + written[i])[before[i] :]
+
     done, shown, started = [False] * len(prompts), "", time.perf_counter()
     if len(prompts) == 1:
         print(prompts[0], end="", flush=True)
@@ -102,17 +108,18 @@ def write(writer: Writer, tokenizer: Tokenizer, prompts: Sequence[str], length: 
             done[i] = done[i] or token in stop
             if not done[i]:
                 written[i].append(token)
-        text = tokenizer.decode(written[0])
-        if len(prompts) == 1 and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the first bytes of a character
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
+        if len(prompts) == 1:
+            text = text_of(0)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the first bytes of a character
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
         if all(done):
             break
     if len(prompts) == 1:
         print()
     else:
-        for prompt, ids in zip(prompts, written, strict=True):
-            print(f"{prompt}{tokenizer.decode(ids)}\n")
+        for i, prompt in enumerate(prompts):
+            print(f"{prompt}{text_of(i)}\n")
     count, now = sum(map(len, written)), time.perf_counter()
     if first is not None and count > len(prompts):
         rate = (count - len(prompts)) / (now - first)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import axonym as axn
 from axonym.state import save_state_dict
@@ -94,13 +94,14 @@ def test_command(folder: Path, expected: list[list[int]], capsys: pytest.Capture
     arguments = ["--checkpoint", str(folder), "--length", str(LENGTH), "--temperature", "0"]
     one = " ".join(map(str, PROMPTS[0]))
     generate.main([*arguments, "--prompt", one, "--stop", ends])
-    assert capsys.readouterr().out == one + " ".join(map(str, expected[0][: expected[0].index(int(ends))])) + "\n"
+    written = expected[0][: expected[0].index(int(ends))]
+    assert capsys.readouterr().out == " ".join([one, *map(str, written)]) + "\n"
     two = [" ".join(map(str, prompt)) for prompt in PROMPTS]
     generate.main([*arguments, "--prompt", two[0], "--prompt", two[1]])
     printed = capsys.readouterr().out
     for prompt, tokens in zip(two, expected, strict=True):
         kept = tokens[: tokens.index(STOP)] if STOP in tokens else tokens
-        assert prompt + " ".join(map(str, kept)) in printed
+        assert " ".join([prompt, *map(str, kept)]) + "\n" in printed
 
 
 @pytest.mark.further
@@ -149,6 +150,21 @@ def test_a_penalty_and_prompts_of_different_lengths(model: Llama) -> None:
         return np.stack(list(writer.tokens(prompts, LENGTH, jax.random.key(0))), axis=1).tolist()
 
     assert written(PROMPTS) == [*written(PROMPTS[:1]), *written(PROMPTS[1:])]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_spaces_that_are_part_of_tokens(
+    model: Llama, expected: list[list[int]], capsys: pytest.CaptureFixture[str], together: bool
+) -> None:
+    """As in the tokenizers of Llama 2, Mistral and Gemma, which drop the space of the first token."""
+    words = {f"\u2581{i}": i for i in range(model.table.Vocab.size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="\u25810"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    writer = generate.Writer(model, generate.Sampling(temperature=0))
+    texts = [(prompt, tokens[:3]) for prompt, tokens in zip(PROMPTS, expected, strict=True)][: 1 + together]
+    generate.write(writer, tokenizer, [" ".join(map(str, prompt)) for prompt, _ in texts], 3, set(), 0)
+    printed = [line for line in capsys.readouterr().out.split("\n") if line]
+    assert printed == [" ".join(map(str, [*prompt, *tokens])) for prompt, tokens in texts]
 
 
 def test_families_that_are_not_there(folder: Path) -> None:
