@@ -19,7 +19,8 @@ from axonym.nn import Embedding, Linear
 from axonym.precision import Policy
 from axonym.quantization import SmallEmbedding, SmallLinear, quantize_weights
 from axonym.state import from_torch_compatible_state_dict
-from examples.models.llama import Config, Llama
+from examples.models.families import from_huggingface
+from examples.models.llama import Llama
 from tests.helpers import assert_named, spec
 
 Batch, Embed, Mlp, Vocab = axn.make_axes(batch=8, embed=16, mlp=8, vocab=10)
@@ -171,7 +172,7 @@ def golden() -> tuple[Llama, axn.NamedArray]:
     with np.load(GOLDEN) as kept:
         found = dict(kept)
     weights = {name.removeprefix("weights/"): x for name, x in found.items() if name.startswith("weights/")}
-    config = Config.from_huggingface(json.loads(str(found["config"])))
+    config = from_huggingface(json.loads(str(found["config"])))
     empty = jax.eval_shape(lambda key: Llama.init(config, key=key), jax.random.key(0))
     model = jax.tree.map(jnp.asarray, from_torch_compatible_state_dict(empty, weights))
     return model, axn.named(found["tokens"], ("batch", "pos"))
