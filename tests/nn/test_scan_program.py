@@ -158,7 +158,8 @@ class TestResults:
             make = axn.named_jit(lambda key: Stacked.init(Deep, Linear)(Embed, Mlp, key=key), mapping)
             program = make.lower(KEY).compile()
             weight = jax.block_until_ready(make(KEY)).stacked.weight.array
-        sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"\w\d+\[([\d,]+)\]", str(program.as_text()))]
+        shapes = re.findall(r"\w\d+\[([\d,]+)\]", str(program.as_text()))
+        sizes = [math.prod(map(int, dims.split(","))) for dims in shapes]
         assert weight.sharding.shard_shape(weight.shape) != weight.shape
         assert max(sizes) == weight.size // mesh.size
         np.testing.assert_array_equal(weight, Stacked.init(Deep, Linear)(Embed, Mlp, key=KEY).stacked.weight.array)
