@@ -43,7 +43,7 @@ def top(logits, *, k):
 def _top(logits, *, k):
     logits = axn.rearrange(logits, ("batch", "vocab"))
     values, indices = jax.lax.top_k(logits.array, min(k, logits.axis_size("vocab")))
-    indices = indices + axn.axis_offset("vocab", logits)
+    indices = indices + axn.axis_offset("vocab", x=logits)
     values = axn.all_gather(axn.named(values, ("batch", "vocab")), "vocab")
     indices = axn.all_gather(axn.named(indices, ("batch", "vocab")), "vocab")
     best, among = jax.lax.top_k(values.array, k)

@@ -69,7 +69,7 @@ def test_each_device_gets_its_part(mesh, mapping):
     @partitioned
     def op(x):
         seen.append(x.shape)
-        return axn.zeros_like(x) + axn.arange(x.resolve_axis("vocab")) + axn.axis_offset("vocab", x)
+        return axn.zeros_like(x) + axn.arange(x.resolve_axis("vocab")) + axn.axis_offset("vocab", x=x)
 
     result = jax.jit(op)(axn.shard(LOGITS))
     check(result.array, np.broadcast_to(np.arange(16.0, dtype=np.float32), (8, 16)))

@@ -63,7 +63,7 @@ CASES: dict[str, tuple[Any, Any]] = {
         X * 0 + (np.arange(6) // 3 * 3)[None, :, None],
     ),
     "axis_offset of an array": (
-        lambda x: x * 0 + axn.axis_offset("pos", x["pos", 0:1]),
+        lambda x: x * 0 + axn.axis_offset("pos", x=x["pos", 0:1]),
         X * 0 + (np.arange(6) // 3)[None, :, None],
     ),
     "axis_offset of what is whole": (lambda x: x + axn.axis_offset("embed"), X),
@@ -362,7 +362,7 @@ def test_all_to_all_between_axes_that_go_elsewhere(auto_mesh: Mesh, x) -> None:
 
 def test_the_offset_in_an_axis_that_the_arguments_do_not_have(auto_mesh: Mesh, x) -> None:
     mapping = MAPPING | {"new": "data"}
-    offsets = lambda x: axn.pvary(axn.zeros({"new": 5}), "new") + axn.axis_offset("new", axn.zeros({"new": 5}))
+    offsets = lambda x: axn.pvary(axn.zeros({"new": 5}), "new") + axn.axis_offset("new", x=axn.zeros({"new": 5}))
     with jax.set_mesh(auto_mesh):
         np.testing.assert_array_equal(run(offsets, x, mapping=mapping).array, np.arange(20) // 5 * 5)
         with pytest.raises(ValueError, match=r"how large is a shard of axis 'new'.* The arguments do not have it"):

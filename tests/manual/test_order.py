@@ -48,12 +48,12 @@ GATHERED: dict[str, tuple[Any, Any, Any]] = {
         WHOLE,
     ),
     "offset of a part": (
-        lambda x: (lambda y: y * 0 + axn.axis_offset("batch", y))(gather(x, "model")),
+        lambda x: (lambda y: y * 0 + axn.axis_offset("batch", x=y))(gather(x, "model")),
         X * 0 + (np.arange(8) // 2 * 2)[:, None],
         BY_DATA,
     ),
-    "offset of the whole": (lambda x: (lambda y: y + axn.axis_offset("batch", y))(gather(x)), X, WHOLE),
-    "offset as it came in": (lambda x: x * 0 + axn.axis_offset("batch", x), X * 0 + np.arange(8)[:, None], None),
+    "offset of the whole": (lambda x: (lambda y: y + axn.axis_offset("batch", x=y))(gather(x)), X, WHOLE),
+    "offset as it came in": (lambda x: x * 0 + axn.axis_offset("batch", x=x), X * 0 + np.arange(8)[:, None], None),
 }
 
 
@@ -131,7 +131,7 @@ def test_exchanges(auto_mesh: Mesh, x, case: str) -> None:
 def test_what_is_scattered_as_the_mapping_says_has_its_offset(auto_mesh: Mesh, x) -> None:
     def offsets(x):
         part = axn.psum_scatter(axn.sum(x, "batch"), "embed")
-        return part * 0 + axn.axis_offset("embed", part)
+        return part * 0 + axn.axis_offset("embed", x=part)
 
     with jax.set_mesh(auto_mesh):
         found = run(offsets, x, {"embed": BOTH}, in_specs={"x": MAPPING})
@@ -195,6 +195,6 @@ def test_sizes_that_could_be_either(auto_mesh: Mesh) -> None:
             jax.jit(axn.shard_map(both(None), mapping=MAPPING))(large, small)
         found = jax.jit(axn.shard_map(both(BOTH), mapping=MAPPING))(large, small)
         np.testing.assert_array_equal(found.array, large.array)
-        offset = lambda large, small: large * 0 + axn.axis_offset("batch", large)
+        offset = lambda large, small: large * 0 + axn.axis_offset("batch", x=large)
         with pytest.raises(ValueError, match=r"axis_offset: by its size, axis 'batch' .* may be sharded over"):
             jax.jit(axn.shard_map(offset, mapping=MAPPING))(large, small)

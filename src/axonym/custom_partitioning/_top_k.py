@@ -230,7 +230,7 @@ def best(x: NamedArray, axis: str, k: int) -> tuple[NamedArray, NamedArray]:
     """
     position = x.names.index(axis)
     values, places = jax.lax.top_k(x.array, min(k, x.axis_size(axis)), axis=position)
-    places = places + axis_offset(axis, x)
+    places = places + axis_offset(axis, x=x)
     if axis_size(axis) > 1:
         # Shards are gathered in order, so that equal candidates stay in order.
         values = all_gather(wrap(values, x.names), axis).array

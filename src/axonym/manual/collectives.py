@@ -327,7 +327,7 @@ def axis_size(axis: AnyAxis) -> int:
     return count(axes_meant("axis_size", axis))
 
 
-def axis_offset(axis: AxisSelector, x: NamedArray | None = None) -> Any:
+def axis_offset(axis: AxisSelector, *, x: NamedArray | None = None) -> Any:
     """Return the index at which the shard of this device starts in an axis: 0 for a replicated axis.
 
     Arguments:
@@ -351,7 +351,7 @@ def axis_offset(axis: AxisSelector, x: NamedArray | None = None) -> Any:
             found = f"have shards of {' and of '.join(map(str, sizes))}" if sizes else "do not have it"
             raise ValueError(
                 f"{what}: how large is a shard of axis {name!r}? The arguments {found}. Pass an array that has it: "
-                f"`axonym.axis_offset({name!r}, x)`."
+                f"`axonym.axis_offset({name!r}, x=x)`."
             )
         return jax.lax.axis_index(axes) * sizes[0]
     local = require_named(what, x).axis_size(name)

@@ -204,7 +204,7 @@ def _operation(axis: str) -> Partitioned:
         logits = logits.rearrange((..., axis))
         names = (*(n for n in examples.names if n not in logits.names), *logits.names)
         if count is None:
-            positions = jnp.arange(logits.axis_size(axis)) + axis_offset(axis, logits)
+            positions = jnp.arange(logits.axis_size(axis)) + axis_offset(axis, x=logits)
             places = wrap(positions, (axis,))
         else:  # from here on, all devices do the same
             logits, places = best(wrap(unsigned_nan(logits.array), logits.names), axis, count)
@@ -248,7 +248,7 @@ def _first_largest(x: NamedArray, axis: str) -> NamedArray:
     place = jnp.argmax(x.array, position, keepdims=True)
     if axis_size(axis) > 1:
         value = all_gather(wrap(jnp.take_along_axis(x.array, place, axis=position), x.names), axis)
-        places = all_gather(wrap(place + axis_offset(axis, x), x.names), axis)
+        places = all_gather(wrap(place + axis_offset(axis, x=x), x.names), axis)
         winner = jnp.argmax(value.array, position, keepdims=True)
         place = jnp.take_along_axis(places.array, winner, axis=position)
     return wrap(jnp.squeeze(place, position).astype(jnp.int32), rest)

@@ -78,7 +78,14 @@ def lift(
     out_axes: OutAxes = None,
     **axes: AxisSelector,
 ) -> Callable[..., NamedArray | tuple[NamedArray, ...]]: ...
-def lift(fn: Any, spec: str | None = None, *, in_axes: Any = None, out_axes: Any = None, **axes: AxisSelector) -> Any:
+def lift(
+    fn: str | Callable[..., _Returned],
+    spec: str | None = None,
+    *,
+    in_axes: InAxes = None,
+    out_axes: OutAxes = None,
+    **axes: AxisSelector,
+) -> _Decorator | Callable[..., NamedArray | tuple[NamedArray, ...]]:
     """Make a named function of a positional one.
 
     The spec lists the axes that the function takes and returns, as in `"i j, i -> j"`: a term for each array, with its
