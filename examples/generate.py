@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -62,12 +63,18 @@ class Writer:
     """Writes after prompts. What is compiled for one set of prompts serves others of the same lengths."""
 
     def __init__(self, model: Llama, sampling: Sampling):
-        def next_token(model: Llama, text: Text, key: jax.Array) -> tuple[NamedArray, Text]:
-            return text.token, generation.step(model, text, key, sampling)
+        # The model is passed as a list of its arrays: to take it apart at every token costs about as much as the call.
+        self._arrays, structure = jax.tree.flatten(model)
 
-        self._model, self._sampling = model, sampling
+        def start(arrays: list[jax.Array], *args: Any) -> Text:
+            return generation.start(jax.tree.unflatten(structure, arrays), *args)
+
+        def next_token(arrays: list[jax.Array], text: Text, key: jax.Array) -> tuple[NamedArray, Text]:
+            return text.token, generation.step(jax.tree.unflatten(structure, arrays), text, key, sampling)
+
+        self._sampling = sampling
         # One program reads the prompts, and one writes a token at any position, in the memory of the text before it.
-        self._start = axn.named_jit(generation.start)
+        self._start = axn.named_jit(start)
         self._next = axn.named_jit(next_token, donate_args=(False, True, False))
 
     def tokens(self, prompts: Sequence[Sequence[int]], length: int, key: jax.Array) -> Iterator[np.ndarray]:
@@ -78,11 +85,11 @@ class Writer:
             row[: len(prompt)] = prompt
         count = None if counts.min() == counts.max() else axn.named(counts, "batch")
         named = axn.named(padded, ("batch", "pos"))
-        text = self._start(self._model, named, key, self._sampling, int(counts.max()) + length, count)
+        text = self._start(self._arrays, named, key, self._sampling, int(counts.max()) + length, count)
         for left in reversed(range(length)):
             token = text.token
             if left:  # the device works on the next token while this one is looked at
-                token, text = self._next(self._model, text, key)
+                token, text = self._next(self._arrays, text, key)
             yield axn.to_host(token).array
 
 
