@@ -11,8 +11,6 @@ from typing import Any
 
 import jax
 
-from .axis import Axis
-
 _ORDER = "the order of axes never matters to an operation; `axonym.rearrange(x, ({reversed}))` lays the array out anew"
 _MERGE = (
     "`axonym.flatten_axes(x, ({axes}), 'new')` merges axes, and "
@@ -197,7 +195,7 @@ def in_call(f: Callable[..., Any], error: str, arguments: Sequence[Any]) -> str:
     else:
         call = _call(f, name)
     parameters = list(inspect.signature(f).parameters)
-    if parameters[0] == "key" and arguments and isinstance(arguments[0], (tuple, list, dict, Axis, str)):
+    if parameters[0] == "key" and arguments and not hasattr(arguments[0], "dtype"):
         return f"{error}. The first argument is a random key: write `{call}`."
     keyword = error.partition("unexpected keyword argument ")[2].strip("'")
     advice = KEYWORDS.get(keyword, "Write `{call}`.").replace("{call}", call)
