@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 import math
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -290,3 +291,11 @@ def test_rich_tables() -> None:
     for cell in cells:
         assert re.sub("^(### |- |---)", "", cell) in wide, cell
     assert max(map(len, shown(60).splitlines())) <= 60
+
+
+@pytest.mark.parametrize("function", ["explain", "compare", "blame", "snapshot", "plan", "Contract.check"])
+def test_what_is_reported_on_is_called_as_elsewhere(function: str) -> None:
+    """The parameter has the name that it has in the transforms and in `named_jit`."""
+    found = operator.attrgetter(function)(axn.insight)
+    assert next(name for name in inspect.signature(found).parameters if name != "self") == "fn"
+    assert next(iter(inspect.signature(axn.named_jit).parameters)) == "fn"

@@ -96,7 +96,7 @@ class Contract:
         """
         return self._checked > 0
 
-    def check(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+    def check(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         """Explain a step, and raise an error if it breaks the contract; in a with-block, at its end.
 
         >>> axn.insight.contract(max_sent={}).check(lambda x: x * 2, axn.ones({"x": 8})).total_sent()
@@ -104,7 +104,7 @@ class Contract:
         """
         __tracebackhide__ = True  # pytest shows the line of the test
         by = "partitioner" if self.max_memory is None and jax.default_backend() == "cpu" else "compiled"
-        report = explain(step, *args, mapping=self.mapping, mesh=self.mesh, by=by, **kwargs)
+        report = explain(fn, *args, mapping=self.mapping, mesh=self.mesh, by=by, **kwargs)
         broken = self.broken(report)
         self._checked += 1
         if self._found is not None:
@@ -149,19 +149,19 @@ class Contract:
         if found:
             raise BrokenContract("\n".join(found))
 
-    def __call__(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate a step, so that each of its programs is checked before it runs for the first time."""
         checked: set[Any] = set()
 
-        @functools.wraps(step, updated=())
+        @functools.wraps(fn, updated=())
         def guarded(*args: Any, **kwargs: Any) -> Any:
             leaves, structure = jax.tree.flatten((args, kwargs))
             types = tuple((jax.typeof(x), getattr(x, "sharding", None)) if hasattr(x, "dtype") else x for x in leaves)
             key = structure, types, _context.active_settings(), current_mesh()
             if key not in checked:
-                self.check(step, *args, **kwargs)
+                self.check(fn, *args, **kwargs)
                 checked.add(key)
-            return step(*args, **kwargs)
+            return fn(*args, **kwargs)
 
         return guarded
 
