@@ -120,7 +120,7 @@ class Comparison:
         columns.append(("flops", lambda r: _or_unknown(r.flops, written_number)))
         if all(r.bounds is not None for r in reports):
             columns.append(("at least", lambda r: described_seconds(r.bounds.longest) if r.bounds else ""))
-            columns.append(("binding", lambda r: r.bounds.binding if r.bounds else ""))
+            columns.append(("bottleneck", lambda r: r.bounds.bottleneck if r.bounds else ""))
         return [["", *(title for title, _ in columns)]] + [
             [name, *(cell(report) for _, cell in columns)] for name, report in self.reports.items()
         ]

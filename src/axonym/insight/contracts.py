@@ -226,8 +226,8 @@ def _remedies_for_sending(c: Collective, mesh_axis: str) -> str:
     stored = " and ".join(c.stored)
     if c.kind == "all-gather" and stored:
         return (
-            f"Either map {stored} to None in the parameter mapping, so that the parameter is stored whole; or map it "
-            f"to {mesh_axis} in the compute mapping too, so that the operation computes with shards."
+            f"Either map {stored} to None in the parameter mapping, so that the parameter is stored replicated; or map "
+            f"it to {mesh_axis} in the compute mapping too, so that the operation computes with shards."
         )
     if c.kind == "all-gather" and c.gathered:
         return _remedies(" and ".join(c.gathered))

@@ -45,7 +45,7 @@ class PlannedMapping:
     """The bytes that each device sends."""
     uncertain: int
     by: str = "names"
-    """Where that is from: `names`, or `shardy` for what names do not tell."""
+    """Its source: `names`, or `shardy` for what names do not tell."""
     verified: Report | None = None
     """What the partitioner makes of it, if it was asked."""
 
@@ -171,7 +171,7 @@ class MappingPlan:
         )
 
     def _table(self) -> list[list[str]]:
-        header = ["mesh", "compute", "and stored by", "at least", "binding", "sent", "memory", "flops", "told by",
+        header = ["mesh", "compute", "and stored by", "at least", "bottleneck", "sent", "memory", "flops", "source",
                   "partitioner"]  # fmt: skip
         rows = []
         for p in self.found[:8]:
@@ -180,7 +180,7 @@ class MappingPlan:
             flops = "not known" if p.flops is None else written_number(p.flops)
             rows.append(
                 [_listed(p.mesh, "="), _listed(p.compute), _listed(own) or "as used",
-                 described_seconds(p.seconds), p.bounds.binding, describe_bytes(p.sent), describe_bytes(p.memory),
+                 described_seconds(p.seconds), p.bounds.bottleneck, describe_bytes(p.sent), describe_bytes(p.memory),
                  flops, p.by, verified]
             )  # fmt: skip
         return [header, *rows]
@@ -461,5 +461,5 @@ def _agreement(p: PlannedMapping) -> str:
     assert p.verified is not None
     true = p.verified.total_sent()
     if true == p.sent:
-        return "the same"
+        return "agrees"
     return "sends " + ("not known" if true is None else describe_bytes(true))
