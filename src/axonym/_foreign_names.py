@@ -134,7 +134,7 @@ NETWORKS = {
         ("BatchNorm", "BatchNorm1d", "BatchNorm2d", "GroupNorm", "InstanceNorm2d"),
         "`LayerNorm` and `RmsNorm` are layers, and `axonym.nn.standardize(x, axes)` normalizes over any axes",
     ),
-    "RMSNorm": "`axonym.nn.RmsNorm.init(Embed)`",
+    "RMSNorm": "`axonym.nn.RmsNorm.init(Embed, use_bias=False)`",
     **dict.fromkeys(
         ("MaxPool1d", "MaxPool2d", "AvgPool2d"), "`axonym.nn.max_pool(x, {'height': 2, 'width': 2}, stride=2)`"
     ),

@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
-from . import _errors
-
 T = TypeVar("T")
 
 
@@ -38,9 +36,7 @@ def by_parameter(what: str, fn: Callable[..., Any], values: Sequence[T], static:
     more = len(values) - len(names)
     if more > 0 and rest is None:
         parameters = "parameter" if len(names) == 1 else f"{len(names)} parameters"
-        raise ValueError(
-            f"{what}: {_errors.counted(len(values), 'placement')} for the {parameters} {', '.join(names)}."
-        )
+        raise ValueError(f"{what}: {len(values)} placements for the {parameters} {', '.join(names)}.")
     return dict(zip([*names, *(f"{rest}[{i}]" for i in range(more))], values, strict=False))
 
 

@@ -22,7 +22,7 @@ arguments: 1.5 KiB on each device
 
 sent by each device:
   1 x 1.5 KiB  all-gather over data, forward, f32[embed=16, mlp=32] in dot[batch, embed; embed, mlp -> batch, mlp]: \
-embed is stored sharded over data, and used whole
+embed is stored sharded over data, and all-gathered where it is used
   1 x 1.5 KiB  reduce-scatter over data, backward, f32[embed=16, mlp=32] in \
 dot[batch, embed; embed, mlp -> batch, mlp]: the gradient of [embed, mlp] sums over batch, which is sharded over data"""
 

@@ -41,7 +41,7 @@ class Blame:
 
 
 def blame(
-    step: Callable[..., Any],
+    fn: Callable[..., Any],
     *args: Any,
     axis: str,
     mapping: Any = None,
@@ -53,7 +53,7 @@ def blame(
     Indices of look-ups do not count: looking up a table that is stored sharded needs all of them.
 
     Arguments:
-        step, args, mapping, mesh, kwargs: as in `explain`.
+        fn, args, mapping, mesh, kwargs: as in `explain`.
         axis: the name of the axis.
 
     >>> f = lambda x: axn.sort(x, "batch")
@@ -62,7 +62,7 @@ def blame(
     nothing gathers or moves batch
     """
     by = "partitioner" if jax.default_backend() == "cpu" else "compiled"
-    report = explain(step, *args, mapping=mapping, mesh=mesh, by=by, **kwargs)
+    report = explain(fn, *args, mapping=mapping, mesh=mesh, by=by, **kwargs)
     unknown = []
     for c in report.collectives:
         if c.of_indices:

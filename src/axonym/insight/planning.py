@@ -45,7 +45,7 @@ class PlannedMapping:
     """The bytes that each device sends."""
     uncertain: int
     by: str = "names"
-    """Where that is from: `names`, or `shardy` for what names do not tell."""
+    """Its source: `names`, or `shardy` for what names do not tell."""
     verified: Report | None = None
     """What the partitioner makes of it, if it was asked."""
 
@@ -171,7 +171,7 @@ class MappingPlan:
         )
 
     def _table(self) -> list[list[str]]:
-        header = ["mesh", "compute", "and stored by", "at least", "binding", "sent", "memory", "flops", "told by",
+        header = ["mesh", "compute", "and stored by", "at least", "bottleneck", "sent", "memory", "flops", "source",
                   "partitioner"]  # fmt: skip
         rows = []
         for p in self.found[:8]:
@@ -180,14 +180,14 @@ class MappingPlan:
             flops = "not known" if p.flops is None else written_number(p.flops)
             rows.append(
                 [_listed(p.mesh, "="), _listed(p.compute), _listed(own) or "as used",
-                 described_seconds(p.seconds), p.bounds.binding, describe_bytes(p.sent), describe_bytes(p.memory),
+                 described_seconds(p.seconds), p.bounds.bottleneck, describe_bytes(p.sent), describe_bytes(p.memory),
                  flops, p.by, verified]
             )  # fmt: skip
         return [header, *rows]
 
 
 def plan(
-    step: Callable[..., Any],
+    fn: Callable[..., Any],
     model: Any,
     *batch: Any,
     chips: int,
@@ -211,7 +211,7 @@ def plan(
     some values does not count: all experts are assumed to get equally many rows.
 
     Arguments:
-        step: a function of the model and more arguments, with the whole step in it: loss, gradients, update. It does
+        fn: a function of the model and more arguments, with the whole step in it: loss, gradients, update. It does
             not say how it is distributed, and is not run.
         model: its first argument, whose axes are those of the model. May be abstract.
         *batch: its other arguments. Axes that the model lacks are those of the batch.
@@ -232,7 +232,7 @@ def plan(
     chip, limit = known_chip(chip, "plan"), parsed_bytes(memory) if isinstance(memory, str) else memory
     limit = chip.memory if limit is None else limit
     args = (model, *batch)
-    trace = named_trace(step, args, {})
+    trace = named_trace(fn, args, {})
     if trace.uncounted:
         raise ValueError(
             f"plan: how long {trace.name} computes is not known, because the flops of {', '.join(trace.uncounted)} are "
@@ -240,7 +240,7 @@ def plan(
         )
     search = _Search(trace, chip, _names(model), _names(batch))
     found = list(search.run(chips))
-    asked = list(itertools.islice(search.ask(chips, step, args, limit), ask))
+    asked = list(itertools.islice(search.ask(chips, fn, args, limit), ask))
     for p in asked:
         search.left_out.pop(search.of_refused(p.compute), None)
     found += asked
@@ -254,7 +254,7 @@ def plan(
             + "; ".join(f"{what} was not considered: {why}" for what, why in search.left_out.items())
         )
     if verify and jax.default_backend() == "cpu" and jax.device_count() >= chips:
-        checked = [_verified(p, step, args, chip) for p in fitting[:verify]]
+        checked = [_verified(p, fn, args, chip) for p in fitting[:verify]]
         fitting = sorted(checked, key=PlannedMapping._order) + fitting[verify:]
     cautions = []
     if search.alike:
@@ -278,9 +278,9 @@ def _names(tree: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(n for leaf in leaves_of(tree)[0] for n in leaf.names or ()))
 
 
-def _verified(p: PlannedMapping, step: Callable[..., Any], args: Sequence[Any], chip: Chip) -> PlannedMapping:
+def _verified(p: PlannedMapping, fn: Callable[..., Any], args: Sequence[Any], chip: Chip) -> PlannedMapping:
     """Explain a planned mapping with the partitioner."""
-    report = explain(step, *args, mapping=p.mapping, mesh=_abstract(p.mesh), by="partitioner", chip=chip)
+    report = explain(fn, *args, mapping=p.mapping, mesh=_abstract(p.mesh), by="partitioner", chip=chip)
     assert report.bounds is not None, "there is a chip"
     return dataclasses.replace(p, bounds=report.bounds, verified=report)
 
@@ -356,7 +356,7 @@ class _Search:
                         if name not in group:
                             yield mesh, compute, {name: "data"} | used
 
-    def ask(self, chips: int, step: Callable[..., Any], args: Sequence[Any], limit: int) -> Iterator[PlannedMapping]:
+    def ask(self, chips: int, fn: Callable[..., Any], args: Sequence[Any], limit: int) -> Iterator[PlannedMapping]:
         """Plan with Shardy the mappings whose communication names do not determine, few devices along an axis first."""
         sizes = [n for n in range(2, chips + 1) if chips % n == 0]
         # Devices with different experts also have different rows, if no array has both axes.
@@ -378,7 +378,7 @@ class _Search:
             stored = [n for n in self.stored if n not in axes][:1] if "data" in mesh else []
             storages: list[dict[str, Over]] = [{n: "data", **dict.fromkeys(axes, "model")} for n in stored]
             for storage in (*storages, {}):
-                yield from self._asked(mesh, compute, storage, step, args, limit)
+                yield from self._asked(mesh, compute, storage, fn, args, limit)
 
     def of_refused(self, compute: Mapping[str, Over]) -> str:
         """List the sharded axes whose communication cannot be computed from names."""
@@ -399,7 +399,7 @@ class _Search:
         mesh: dict[str, int],
         compute: dict[str, Over],
         storage: dict[str, Over],
-        step: Callable[..., Any],
+        fn: Callable[..., Any],
         args: Sequence[Any],
         limit: int,
     ) -> Iterator[PlannedMapping]:
@@ -413,7 +413,7 @@ class _Search:
             return
         mapping = (storage, compute) if storage else compute
         try:
-            report = explain(step, *args, mapping=mapping, mesh=_abstract(mesh), by="shardy", chip=self.chip)
+            report = explain(fn, *args, mapping=mapping, mesh=_abstract(mesh), by="shardy", chip=self.chip)
         except (NotImplementedError, TypeError, ValueError) as e:
             self.left_out[self.of_refused(compute)] = str(e)
             return
@@ -461,5 +461,5 @@ def _agreement(p: PlannedMapping) -> str:
     assert p.verified is not None
     true = p.verified.total_sent()
     if true == p.sent:
-        return "the same"
+        return "agrees"
     return "sends " + ("not known" if true is None else describe_bytes(true))
