@@ -82,8 +82,14 @@ def page(recorded: dict[str, Any]) -> str:
         "calls, which are not counted:"
     )
     parts.append(f"## Lines of code\n\n{about}\n\n{table([*recorded['lines']], [[*recorded['lines'].values()]])}\n")
-    parts.append("## Where others are ahead\n\n" + ahead(recorded) + "\n")
+    parts.append(f"## Where others are ahead\n\n{ahead(recorded)}\n\n{REASONS}\n")
     return "\n".join(parts)
+
+
+REASONS = """The model in Axonym consists of Equinox modules, which JAX flattens in Python at each call. `equinox.partition` or a
+flat list of its arrays avoids that: see [how to avoid costs](performance.md#how-to-avoid-costs). In the sharded step,
+each use of a parameter is a `jax.shard_map` of its own, which takes time to trace, and saves bytes. The temporary
+memory of a block holds the same large arrays as in plain JAX, which XLA arranges in another way."""
 
 
 def table(head: list[str], rows: list[list[Any]]) -> str:
