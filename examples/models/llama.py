@@ -6,7 +6,7 @@ The axes of the models:
 |-------------|------------------------------------------------------|
 | `batch`     | texts                                                |
 | `pos`       | tokens of a text; `key_pos` where attended to        |
-| `vocab`     | tokens there are                                     |
+| `vocab`     | tokens of the vocabulary                             |
 | `embed`     | features of the residual stream                      |
 | `layers`    | blocks                                               |
 | `kv_heads`  | heads of keys and values                             |
@@ -39,7 +39,7 @@ from axonym.state import ModuleWithStateDictSerialization
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The axes of a model, and its few other numbers. `families.py` reads them from a file of the Hugging Face Hub."""
+    """The axes and settings of a model. `families.py` reads them from a `config.json` of the Hugging Face Hub."""
 
     Vocab: Axis
     Embed: Axis
@@ -51,27 +51,27 @@ class Config:
     rotary: Rotary = dataclasses.field(default_factory=Rotary)
     norm_eps: float = 1e-6
     tied: bool = False
-    """Whether tokens are embedded and predicted with one table."""
+    """Whether one table embeds tokens and predicts them."""
     bias: bool = False
     """Whether queries, keys and values have biases."""
     output_bias: bool = False
-    """Whether what attention adds to the residual stream has a bias."""
+    """Whether the output projection of attention has a bias."""
     norm_heads: bool = False
     """Whether queries and keys are normalized."""
     norm_outputs: bool = False
-    """Whether what attention and perceptrons add to the residual stream is normalized, besides what they are given."""
+    """Whether the outputs of attention and perceptrons are normalized, as well as their inputs."""
     window: int | None = None
     """How many positions a query attends to, including its own; all by default."""
     slides: tuple[bool, ...] | None = None
-    """In which layers the window counts; in all by default."""
+    """Which layers have the window; all by default."""
     local_rotary: Rotary | None = None
-    """How positions are rotated in the layers where it does, if not all are alike."""
+    """The rotary embedding of layers with the window, if it differs from that of the others."""
     scale: float | None = None
-    """What the scores of attention are multiplied by; by default one over the square root of the size of a head."""
+    """The factor of the attention scores; by default one over the square root of the head size."""
     score_cap: float | None = None
-    """What these scores approach and never exceed, if anything."""
+    """The soft cap of the attention scores, if any."""
     logit_cap: float | None = None
-    """The same for the logits of tokens."""
+    """The soft cap of the logits, if any."""
     activation: Callable[[NamedArray], NamedArray] = nn.silu
     Experts: Axis | None = None
     """The perceptrons of each block's mixture; None for one perceptron, without a mixture."""
@@ -79,7 +79,7 @@ class Config:
     """How many experts of a mixture each token goes to."""
     norm: type[nn.RmsNorm] = nn.RmsNorm
     embedding_scale: float = 1.0
-    """What embedded tokens are multiplied by."""
+    """The factor of embedded tokens."""
 
 
 class Attention(eqx.Module):
@@ -116,7 +116,7 @@ class Attention(eqx.Module):
         )
 
     def __call__(self, x: NamedArray, slides: NamedArray | None = None) -> NamedArray:
-        """Attend to all tokens before and to itself, or to those in the window, if there is one and it slides here."""
+        """Let each token attend to itself and all tokens before it, or to those in the window if this layer has one."""
         q, k, v = self._projected(x, "pos", slides)
         mask = Causal("pos", self.window)
         if self.window is not None and slides is not None:
@@ -132,9 +132,9 @@ class Attention(eqx.Module):
         slides: NamedArray | None = None,
         count: NamedArray | None = None,
     ) -> tuple[NamedArray, KVCache]:
-        """The same for tokens that come after those in a cache, of which `count` are valid, and the cache with them.
+        """Do the same for tokens that follow those in a cache of all layers, and return the cache with them.
 
-        The cache is that of all layers, of which this is one.
+        `count` of the tokens are valid.
         """
         positions = cache["layers", layer].positions(x.resolve_axis("pos"))
         q, k, v = self._projected(x, positions, slides)
@@ -150,7 +150,7 @@ class Attention(eqx.Module):
     def _projected(
         self, x: NamedArray, positions: str | NamedArray, slides: NamedArray | None
     ) -> tuple[NamedArray, NamedArray, NamedArray]:
-        """Queries, keys and values."""
+        """Return queries, keys and values."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -166,7 +166,7 @@ class Attention(eqx.Module):
         return axn.where(slides, apply_rotary(x, "head_size", positions, self.local_rotary), rotated)
 
     def _attended(self, q: NamedArray, k: NamedArray, v: NamedArray, mask: NamedArray | Causal) -> NamedArray:
-        """For each query, the mean of the values, each weighted by how well its key matches."""
+        """Return the mean of the values for each query, weighted by how well their keys match it."""
         if self.score_cap is None:
             return dot_product_attention(q, k, v, "key_pos", "head_size", mask=mask, scaling_factor=self.scale)
         scores = axn.dot(q, k, axis="head_size") * (
@@ -179,7 +179,7 @@ class Attention(eqx.Module):
 
 
 def capped(x: NamedArray, cap: float | None) -> NamedArray:
-    """Numbers that are nearly the same where they are small, and never beyond a bound, if there is one."""
+    """Apply a soft cap, if there is one: small numbers hardly change, and none exceeds the cap."""
     return x if cap is None else cap * axn.tanh(x / cap)
 
 
@@ -206,7 +206,7 @@ class Mlp(eqx.Module):
 
 
 BALANCE, SMALL_LOGITS = 1e-2, 1e-3
-"""How much an uneven load of the experts counts in the loss, and large logits of their router, for each block."""
+"""The weights in the loss of an uneven load of the experts and of large logits of their router, for each block."""
 
 
 class Mixture(eqx.Module):
@@ -236,9 +236,9 @@ class Mixture(eqx.Module):
         return self._routed(x)[0]
 
     def with_penalty(self, x: NamedArray) -> tuple[NamedArray, NamedArray]:
-        """The output, and how much an uneven load and large logits of the router count, for each text.
+        """Return the output, and for each text a penalty on an uneven load and on large logits of the router.
 
-        The load is that of each text on its own, so that it does not matter how texts are distributed.
+        The load is computed for each text on its own, so it does not depend on how texts are distributed.
         """
 
         def penalty(logits: NamedArray, scores: NamedArray, chosen: NamedArray) -> NamedArray:
@@ -249,7 +249,7 @@ class Mixture(eqx.Module):
         return y, axn.vmap(penalty, "batch")(*routing)
 
     def _routed(self, x: NamedArray) -> tuple[NamedArray, NamedArray, NamedArray, NamedArray]:
-        """The output; the router's logits and scores, and the experts it chose."""
+        """Return the output, the router's logits and scores, and the chosen experts."""
 
         def of_experts(layers: Any, rows: NamedArray, sizes: NamedArray) -> NamedArray:
             gate, up, down = layers
@@ -265,7 +265,7 @@ class Mixture(eqx.Module):
 
 
 def normalized(x: NamedArray, norm: nn.RmsNorm | None) -> NamedArray:
-    """The same where there is nothing to normalize with."""
+    """Normalize an array, if there is a layer for it."""
     return x if norm is None else norm(x)
 
 
@@ -299,7 +299,7 @@ class Block(ModuleWithStateDictSerialization):
     def with_penalty(
         self, carry: tuple[NamedArray, NamedArray], slides: NamedArray | None = None
     ) -> tuple[NamedArray, NamedArray]:
-        """The same with a mixture, whose penalty for each text is added to those of other blocks."""
+        """Do the same with a mixture, and add its penalty for each text to those of other blocks."""
         assert isinstance(self.mlp, Mixture)
         x, penalties = carry
         x = x + normalized(self.attention(self.attention_norm(x), slides), self.attention_output_norm)
@@ -314,7 +314,7 @@ class Block(ModuleWithStateDictSerialization):
         slides: NamedArray | None = None,
         count: NamedArray | None = None,
     ) -> tuple[NamedArray, KVCache]:
-        """The same for tokens that come after those in a cache of all layers, and the cache with them."""
+        """Do the same for tokens that follow those in a cache of all layers, and return the cache with them."""
         attended, cache = self.attention.extend(self.attention_norm(x), cache, layer, slides, count)
         x = x + normalized(attended, self.attention_output_norm)
         return x + normalized(self.mlp(self.mlp_norm(x)), self.mlp_output_norm), cache
@@ -333,19 +333,19 @@ class Block(ModuleWithStateDictSerialization):
 class Llama(ModuleWithStateDictSerialization):
     """From tokens to the logits of the tokens that follow.
 
-    The names of fields are this file's own, or those of `transformers` where these say what is meant. What a state
-    dict calls the others is said by `_state_dict_key_map`.
+    Fields have the names of `transformers` where these are clear. `_state_dict_key_map` gives the names in a state dict
+    of the others.
     """
 
     table: nn.Embedding
     blocks: nn.Stacked[Block]
     norm: nn.RmsNorm
     head: nn.Linear | None
-    """None where tokens are predicted with the table that embeds them."""
+    """None if the table that embeds tokens also predicts them."""
     embedding_scale: float = eqx.field(static=True)
     logit_cap: float | None = eqx.field(static=True)
     sliding: tuple[bool, ...] | None = eqx.field(static=True)
-    """In which blocks the window slides, if not in all."""
+    """Which blocks have the window, if not all."""
 
     @staticmethod
     def init(config: Config, *, key: jax.Array) -> Llama:
@@ -367,12 +367,12 @@ class Llama(ModuleWithStateDictSerialization):
         return self._logits(self.blocks.fold(self._embedded(tokens), self._slides()))
 
     def loss(self, tokens: NamedArray, schedule: Any = None, penalties: bool = False) -> jax.Array:
-        """The mean surprise at each token but the first, given those before it.
+        """Return the mean loss of each token but the first, given those before it.
 
         Arguments:
             tokens: the texts.
-            schedule: how blocks that are sharded over stages take turns, one of `axonym.schedules`.
-            penalties: whether to add those of mixtures of experts, for training.
+            schedule: the pipeline schedule for blocks that are sharded over stages, one of `axonym.schedules`.
+            penalties: whether to add the penalties of mixtures of experts, for training.
         """
         x, then_args = self._embedded(tokens), (dataclasses.replace(self, blocks=None), tokens)
         if penalties and isinstance(self.blocks.stacked.mlp, Mixture):
@@ -385,18 +385,18 @@ class Llama(ModuleWithStateDictSerialization):
         return total / (tokens.size - tokens.size // tokens.axis_size("pos"))
 
     def empty_cache(self, Batch: Axis, KPos: Axis, dtype: Any = None) -> KVCache:
-        """A cache for texts of up to so many tokens, in which every block has its part along the axis `layers`."""
+        """Make a cache for texts of up to `KPos.size` tokens, for all blocks along the axis `layers`."""
         keys = self.blocks.stacked.attention.k_proj
         KVHeads, HeadSize = (keys.weight.resolve_axis(name) for name in ("kv_heads", "head_size"))
         dtype = dtype or self.norm.weight.dtype  # weights can be stored small
         return KVCache.init((Batch, self.blocks.Block), KVHeads, KPos, HeadSize, dtype)
 
     def extend(self, tokens: NamedArray, cache: KVCache, count: NamedArray | None = None) -> tuple[NamedArray, KVCache]:
-        """The logits for the token after those given, which come after those in a cache, and the cache with them.
+        """Return the logits of the next token after some that follow those in a cache, and the cache with them.
 
         Arguments:
             tokens: the tokens, along `pos`.
-            cache: those before them.
+            cache: the keys and values of the tokens before them.
             count: how many of the tokens of each text are valid, all by default; the rest are padding.
         """
 
@@ -413,7 +413,7 @@ class Llama(ModuleWithStateDictSerialization):
         return self._logits(x["pos", -1] if count is None else x["pos", count - 1]), cache
 
     def _slides(self) -> NamedArray | None:
-        """Whether the window slides, of each block; None if all are alike."""
+        """Return whether each block has the window; None if all are alike."""
         return None if self.sliding is None else axn.named(np.array(self.sliding), self.blocks.Block)
 
     def _embedded(self, tokens: NamedArray) -> NamedArray:
@@ -429,18 +429,18 @@ class Llama(ModuleWithStateDictSerialization):
 
 
 def _total_loss(x: NamedArray, model: Llama, tokens: NamedArray) -> jax.Array:
-    """The sum of the surprises, given what the last block makes of some texts, and the rest of the model."""
+    """Return the sum of the losses, from the output of the last block and the rest of the model."""
     return next_token_loss(model._logits(x), tokens, axn.sum)
 
 
 def _total_loss_and_penalties(carry: tuple[NamedArray, NamedArray], model: Llama, tokens: NamedArray) -> jax.Array:
-    """The same with penalties, each for as many tokens as are predicted in a text."""
+    """Add the penalties, each times the number of predicted tokens of a text."""
     x, penalties = carry
     return _total_loss(x, model, tokens) + (tokens.axis_size("pos") - 1) * axn.sum(penalties).scalar()
 
 
 def next_token_loss(logits: NamedArray, tokens: NamedArray, reduction: Any = axn.mean) -> jax.Array:
-    """The mean surprise at each token but the first, given the logits at the one before it; in float32."""
+    """Return the mean loss of each token but the first, from the logits at the one before it; in float32."""
     Pos = tokens.resolve_axis("pos")
     targets = axn.roll(tokens, -1, Pos)
     followed = axn.arange(Pos) < Pos.size - 1  # the last token is followed by none
