@@ -90,6 +90,22 @@ def test_token_by_token(golden: Golden) -> None:
             logits, cache = extend(golden.model, tokens["pos", i : i + 1], cache)
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize("golden", ["gemma2", "gemma3"], indirect=True)
+def test_layers_that_differ_are_sharded(golden: Golden, explicit: bool) -> None:
+    """Windows, rotations and bounds of scores, with the texts and the heads sharded, at once and with a cache."""
+    mesh = axn.make_mesh({"data": 2, "model": 2}, explicit=explicit)
+    mapping = {"batch": "data", "kv_heads": "model", "mlp": "model", "vocab": "model"}
+    with jax.set_mesh(mesh), axn.axis_mapping(mapping):
+        model, tokens = axn.shard(golden.model), axn.shard(golden.tokens)
+        np.testing.assert_allclose(
+            axn.to_host(axn.named_jit(llama.Llama.__call__)(model, tokens)).array, golden.logits, atol=1e-4
+        )
+        cache = model.empty_cache(tokens.resolve_axis("batch"), axn.Axis("key_pos", tokens.axis_size("pos")))
+        logits, _ = axn.named_jit(llama.Llama.extend)(model, tokens, cache)
+        np.testing.assert_allclose(axn.to_host(logits).array, golden.logits[:, -1], atol=1e-4)
+
+
 def test_state_dict_comes_back(golden: Golden) -> None:
     found = to_torch_compatible_state_dict(golden.model)
     assert found.keys() == golden.weights.keys()
