@@ -1,4 +1,4 @@
-"""`python -m benchmarks [section ...]` prints measurements, of all or some sections, and marks what is over budget."""
+"""Print the measurements of all or some sections, and mark those over budget: `python -m benchmarks [section ...]`."""
 
 from __future__ import annotations
 

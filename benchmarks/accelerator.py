@@ -1,7 +1,7 @@
-"""On a GPU or TPU: a training step and a decoding step of a Llama of 300 million parameters in bfloat16, and kernels.
+"""Measure kernels, a training step and a decoding step of a Llama with 300M parameters in bfloat16, on a GPU or TPU.
 
-On a CPU it measures a toy, so that the section itself is tested. It runs when it is named; `calls` and `eager` have the
-figures of calls.
+On a CPU it measures a toy model, to test the section itself. It runs only if it is named. `calls` and `eager` measure
+the cost of calls.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ def _training(model: Llama, sizes: Sizes) -> list[Row]:
 
 def _decoding(model: Llama, sizes: Sizes) -> list[Row]:
     params = plain_llama.params_of(model)
-    named = axn.named_jit(lambda text, model: ((), llama.decode(model, text)), donate_args=(True, False))
-    ours = _Repeated(named, llama.empty_text(model, sizes.texts, sizes.room), model)
+    step, arrays = llama.flat(llama.decode, model)
+    named = axn.named_jit(lambda text, arrays: ((), step(arrays, text)), donate_args=(True, False))
+    ours = _Repeated(named, llama.empty_text(model, sizes.texts, sizes.room), arrays)
     fn = functools.partial(plain_llama.decode, sizes.config)
     plain = jax.jit(lambda text, params: ((), fn(params, text)), donate_argnums=0)
     empty = plain_llama.empty_text(sizes.config, sizes.texts, sizes.room, jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""What names cost in a jitted call: flattening the arguments and rebuilding the results."""
+"""Measure the cost of names in a jitted call: flattening the arguments and rebuilding the results."""
 
 from __future__ import annotations
 

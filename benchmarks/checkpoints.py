@@ -1,4 +1,4 @@
-"""What the checksums of a checkpoint cost: saving and restoring with them, against the same without them."""
+"""Measure the cost of checksums: saving and restoring checkpoints with and without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading the collectives out of a compiled program."""
+"""Read the collectives from a compiled program."""
 
 from __future__ import annotations
 

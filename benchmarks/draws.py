@@ -1,4 +1,4 @@
-"""What the first random draw of a shape costs, which is nearly all compilation, against the sampler of JAX."""
+"""Measure the first random draw of a shape, which is nearly all compilation, against JAX's sampler."""
 
 from __future__ import annotations
 

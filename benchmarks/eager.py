@@ -1,4 +1,4 @@
-"""What names cost in single operations outside jit."""
+"""Measure the cost of names in single operations outside jit."""
 
 from __future__ import annotations
 

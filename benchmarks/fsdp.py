@@ -1,8 +1,8 @@
-"""What an `fsdp` step moves, against the same step in plain JAX and the least that is possible.
+"""Measure the bytes that an `fsdp` step moves, against the same step in plain JAX and the minimum.
 
 The step takes the value and gradient of a transformer and updates its parameters. In plain JAX the step is one
-`jax.shard_map`: parameters are all-gathered with `lax.all_gather` where they are used, whose transpose reduce-scatters
-the gradients, and the sums of tensor parallelism are `lax.psum`s.
+`jax.shard_map`: parameters are gathered with `lax.all_gather` where they are used, its transpose reduce-scatters the
+gradients, and tensor parallelism sums with `lax.psum`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Timing two ways of doing the same thing, in turn, so that both see the same noise."""
+"""Time two ways of doing the same thing, in turn, so that both see the same noise."""
 
 from __future__ import annotations
 

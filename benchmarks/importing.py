@@ -1,4 +1,4 @@
-"""What `import axonym` costs, compared with `import jax`, and a layer, compared with one of Equinox."""
+"""Measure `import axonym` against `import jax`, and a first layer against one of Equinox."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""One transformer, written twice: with names and in plain JAX. Both do the same arithmetic in the same layout.
+"""A transformer, written twice: with names and in plain JAX. Both do the same arithmetic in the same layout.
 
-Queries, keys and values are one product, as large models have it: what is split over several devices is then summed
-once in the backward pass, not three times.
+Queries, keys and values are one product, as in large models: with tensor parallelism, the backward pass then sums over
+devices once, not three times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What new names cost outside of jit: the first operations of a notebook, and what is kept for each set of names."""
+"""Measure the cost of new names outside of jit: first operations of a notebook, and memory for each set of names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether names add anything to the compiled program."""
+"""Check whether names add anything to the compiled program."""
 
 from __future__ import annotations
 

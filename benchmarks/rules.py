@@ -1,4 +1,4 @@
-"""What a call of `named_jit` costs when rules place arguments and results, against `jax.jit` with shardings."""
+"""Measure calls of `named_jit` with rules for arguments and results, against `jax.jit` with shardings."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What operations over a sharded vocabulary move between devices, read in their compiled programs, against its logits.
+"""Measure the bytes that operations over a sharded vocabulary move between devices, against a gather of the logits.
 
-Bytes are those that collectives deliver to each device; the search for the least likely token of a top-p, the only loop
-in which something moves, counts as often as it runs. What they are compared with is a program that gathers the logits.
-The limit is what the algorithm needs to move and not more.
+Bytes are those that collectives deliver to each device, read from the compiled programs. The search for the least
+likely token of a top-p, the only loop that moves data, counts as often as it runs. The limit is exactly what the
+algorithm needs to move.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pipelines, rings and the exchange of experts' rows, against what they replace or the least that is possible."""
+"""Measure pipelines, rings and the exchange of experts' rows, against what they replace or the minimum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `axn.shard_map` costs over the positional `jax.shard_map`: in calls, in tracing, and in the program."""
+"""Measure `axn.shard_map` against the positional `jax.shard_map`: calls, tracing, and the program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `axonym.nn.Stacked` adds to a scan over stacked parameters in plain JAX."""
+"""Measure what `axonym.nn.Stacked` adds to a scan over stacked parameters in plain JAX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What names cost while a program is traced."""
+"""Measure the cost of names while a program is traced."""
 
 from __future__ import annotations
 

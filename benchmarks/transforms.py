@@ -1,4 +1,4 @@
-"""What transforms over a named axis add to the positional ones."""
+"""Measure what transforms over a named axis add to the positional ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights stored in few bits: the bytes of a parameter of Llama, the loss with them, and what generating text holds."""
+"""Measure weights stored in few bits: the bytes of a Llama parameter, the loss, and the memory to generate text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations that bring their own partitioning: with a scalar operand, a scalar and an array, and a device's index.
+"""Write operations with their own partitioning: with a scalar operand, a scalar and an array, and a device's index.
 
 Each runs on four simulated devices, on Auto and Explicit mesh axes, with rows sharded, columns sharded, both, and
 neither, and is compared with NumPy: `python examples/custom_partitioning.py`.

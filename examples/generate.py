@@ -1,6 +1,6 @@
 """Write text with a model from the Hugging Face Hub: `python examples/generate.py --checkpoint FOLDER --prompt TEXT`.
 
-The folder has a `config.json` of one of the families in `models/llama.py`, weights in safetensors files, and the
+The folder has a `config.json` of one of the families in `models/families.py`, weights in safetensors files, and the
 `tokenizer.json` of the model. Each device reads its shard of the weights, one array at a time. With `--mesh
 data=2,model=4` there are eight devices: texts are sharded over `data`; heads, hidden features and the vocabulary over
 `model`. `--simulated-devices 8` makes this work without accelerators. `--weights int8` keeps the weights in 8 bits.
@@ -14,13 +14,15 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
 from models import generation
+from models.families import from_huggingface
 from models.generation import Sampling, Text
-from models.llama import Config, Llama
+from models.llama import Llama
 
 import axonym as axn
 from axonym import NamedArray
@@ -37,7 +39,7 @@ MAPPING = {"batch": "data", "kv_heads": "model", "mlp": "model", "vocab": "model
 
 def load(folder: Path, dtype: str | None = None) -> Llama:
     """Load the model of a folder, sharded by the active mapping, each array as it is needed."""
-    config = Config.from_huggingface(json.loads((folder / "config.json").read_text()))
+    config = from_huggingface(json.loads((folder / "config.json").read_text()))
     entries = load_state_dict(folder)
     dtype = dtype or str(entries["model.norm.weight"].dtype)
     empty = eqx.filter_eval_shape(lambda: Llama.init(config, key=jax.random.key(0)))
@@ -61,12 +63,18 @@ class Writer:
     """Writes after prompts. What is compiled for one set of prompts serves others of the same lengths."""
 
     def __init__(self, model: Llama, sampling: Sampling):
-        def next_token(model: Llama, text: Text, key: jax.Array) -> tuple[NamedArray, Text]:
-            return text.token, generation.step(model, text, key, sampling)
+        # The model is passed as a list of its arrays: to take it apart at every token costs about as much as the call.
+        self._arrays, structure = jax.tree.flatten(model)
 
-        self._model, self._sampling = model, sampling
+        def start(arrays: list[jax.Array], *args: Any) -> Text:
+            return generation.start(jax.tree.unflatten(structure, arrays), *args)
+
+        def next_token(arrays: list[jax.Array], text: Text, key: jax.Array) -> tuple[NamedArray, Text]:
+            return text.token, generation.step(jax.tree.unflatten(structure, arrays), text, key, sampling)
+
+        self._sampling = sampling
         # One program reads the prompts, and one writes a token at any position, in the memory of the text before it.
-        self._start = axn.named_jit(generation.start)
+        self._start = axn.named_jit(start)
         self._next = axn.named_jit(next_token, donate_args=(False, True, False))
 
     def tokens(self, prompts: Sequence[Sequence[int]], length: int, key: jax.Array) -> Iterator[np.ndarray]:
@@ -77,11 +85,11 @@ class Writer:
             row[: len(prompt)] = prompt
         count = None if counts.min() == counts.max() else axn.named(counts, "batch")
         named = axn.named(padded, ("batch", "pos"))
-        text = self._start(self._model, named, key, self._sampling, int(counts.max()) + length, count)
+        text = self._start(self._arrays, named, key, self._sampling, int(counts.max()) + length, count)
         for left in reversed(range(length)):
             token = text.token
             if left:  # the device works on the next token while this one is looked at
-                token, text = self._next(self._model, text, key)
+                token, text = self._next(self._arrays, text, key)
             yield axn.to_host(token).array
 
 
@@ -90,7 +98,13 @@ def write(writer: Writer, tokenizer: Tokenizer, prompts: Sequence[str], length: 
     encoded = [tokenizer.encode(prompt).ids for prompt in prompts]
     if empty := [prompt for prompt, ids in zip(prompts, encoded, strict=True) if not ids]:
         raise SystemExit(f"The prompt {empty[0]!r} has no tokens; give it at least one.")
+    # Prompt and text are decoded together, since it depends on what comes before whether a token begins with a space.
+    before = [len(tokenizer.decode(ids)) for ids in encoded]
     written: list[list[int]] = [[] for _ in prompts]
+
+    def text_of(i: int) -> str:
+        return tokenizer.decode(encoded[i] + written[i])[before[i] :]
+
     done, shown, started = [False] * len(prompts), "", time.perf_counter()
     if len(prompts) == 1:
         print(prompts[0], end="", flush=True)
@@ -101,17 +115,18 @@ def write(writer: Writer, tokenizer: Tokenizer, prompts: Sequence[str], length: 
             done[i] = done[i] or token in stop
             if not done[i]:
                 written[i].append(token)
-        text = tokenizer.decode(written[0])
-        if len(prompts) == 1 and not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the first bytes of a character
-            print(text[len(shown) :], end="", flush=True)
-            shown = text
+        if len(prompts) == 1:
+            text = text_of(0)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # the first bytes of a character
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
         if all(done):
             break
     if len(prompts) == 1:
         print()
     else:
-        for prompt, ids in zip(prompts, written, strict=True):
-            print(f"{prompt}{tokenizer.decode(ids)}\n")
+        for i, prompt in enumerate(prompts):
+            print(f"{prompt}{text_of(i)}\n")
     count, now = sum(map(len, written)), time.perf_counter()
     if first is not None and count > len(prompts):
         rate = (count - len(prompts)) / (now - first)

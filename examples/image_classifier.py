@@ -1,9 +1,9 @@
 """Train a convolutional network to read digits: `python examples/image_classifier.py`.
 
-The images are the 1797 handwritten digits that come with scikit-learn, of 8 by 8 pixels. The network does not
-mention devices: a mapping from its axes to those of a mesh says how it is distributed. With `--mapping data`, each
-device has its own images. With `--mapping height`, two devices share an image: one has the upper half, one the lower,
-and the compiler exchanges the rows at the border. Without an accelerator, there are eight simulated devices.
+The images are the 1797 handwritten digits of 8 by 8 pixels that come with scikit-learn. The network does not mention
+devices: a mapping from its axes to mesh axes distributes it. With `--mapping data`, each device has its own images.
+With `--mapping height`, two devices share an image: one has the upper half, one the lower, and the compiler exchanges
+the rows at the border. Without an accelerator, there are eight simulated devices.
 """
 
 from __future__ import annotations

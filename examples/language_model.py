@@ -1,7 +1,7 @@
-"""A small language model of dictionaries and plain arrays, which does not say how it is distributed.
+"""A small language model of dictionaries and plain arrays, which does not mention devices.
 
-By itself it trains on one device: `python examples/language_model.py`. `language_model_fsdp.py` and
-`language_model_tensor_parallel.py` distribute it by rules, without a change here.
+It trains on one device: `python examples/language_model.py`. `language_model_fsdp.py` and
+`language_model_tensor_parallel.py` distribute it by rules, without changing it.
 """
 
 from collections.abc import Iterator

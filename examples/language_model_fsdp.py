@@ -1,4 +1,4 @@
-"""A language model under fully sharded data parallelism, by a rule: `python examples/language_model_fsdp.py`.
+"""A language model with fully sharded data parallelism, by a rule: `python examples/language_model_fsdp.py`.
 
 The batch is sharded over all devices, and so is every large array of the parameters and of the optimizer state. The
 compiler all-gathers a weight where it is used.

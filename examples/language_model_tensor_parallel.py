@@ -1,4 +1,4 @@
-"""A language model under FSDP with tensor parallelism, by rules: `python examples/language_model_tensor_parallel.py`.
+"""A language model with FSDP and tensor parallelism, by rules: `python examples/language_model_tensor_parallel.py`.
 
 The batch, and the parameters in storage, are sharded over the mesh axis "data". The heads of the attention and the
 hidden features are sharded over "model", so the devices along it compute different heads and features of a layer.

@@ -1,8 +1,8 @@
-"""Train a mixture of experts, whose experts are sharded over devices: `python examples/mixture_of_experts.py`.
+"""Train a mixture of experts, sharded over devices: `python examples/mixture_of_experts.py`.
 
 Tokens form a few clusters, and each cluster has its own linear function. The task is to learn all of them. A router
-sends each token to the experts that it scores highest, so that an expert can specialize. A dense layer that does as
-much work for each token has to serve all clusters at once, and learns more slowly.
+sends each token to the experts that it scores highest, so that experts can specialize. A dense layer with the same work
+for each token has to serve all clusters at once, and learns more slowly.
 
 The same model is trained under two mappings. In the first, each device has its own tokens and all experts. In the
 second, devices also have their own experts, and exchange tokens. The losses are the same. Without an accelerator, there

@@ -1,8 +1,8 @@
-"""A Pallas kernel on sharded arrays: a partitioning rule says what the compiler cannot see in the kernel.
+"""Run a Pallas kernel on sharded arrays, with a partitioning rule, since the compiler cannot look into the kernel.
 
-The kernel normalizes rows, and scales columns. It works on blocks of rows, so rows may be sharded, and `embed` may not:
-the names of its axes say so. A second operation also allows sharded columns. It has two kernels, with a sum over
-devices between them.
+The kernel normalizes rows, and scales columns. It works on blocks of rows, so rows may be sharded, but `embed` may
+not: the names of its axes determine this. A second operation also allows sharded columns. It has two kernels, with a
+sum over devices between them.
 
 Both run on four simulated devices, interpreted on a CPU, and are compared with the formula in NumPy:
 `python examples/pallas_kernel.py`.

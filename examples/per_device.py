@@ -1,7 +1,7 @@
-"""Models as per-device code: contractions, FSDP and tensor parallelism, sequences, experts, pipeline stages.
+"""Write models as per-device code: contractions, FSDP and tensor parallelism, sequences, experts, pipeline stages.
 
-Each program is the function that one device runs, wrapped in `axonym.shard_map`. Its result is compared with that on
-one device, and the collectives of the compiled program are counted: `python examples/per_device.py`.
+Each program is the function of one device, wrapped in `axonym.shard_map`. The script compares its result with that on
+one device, and counts the collectives of the compiled program: `python examples/per_device.py`.
 """
 
 import dataclasses

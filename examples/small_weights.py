@@ -1,8 +1,8 @@
-"""Write text with weights of 8 and 4 bits: `python examples/small_weights.py`.
+"""Generate text with weights of 8 and 4 bits: `python examples/small_weights.py`.
 
-A small Llama learns a rhyme by heart, letter by letter. Then its weights are stored in fewer bits, and it writes the
-rhyme from its first letters. The script shows the memory of a parameter, how surprised the model is by the rhyme, and
-what it writes. `--out FOLDER` saves the model in files like those on the Hugging Face Hub, which `generate.py` reads.
+A small Llama learns a rhyme by heart, letter by letter. Then its weights are stored in fewer bits, and it continues
+the rhyme from its first letters. The script prints the memory of a parameter, the loss on the rhyme, and the generated
+text. `--out FOLDER` saves the model in files like those on the Hugging Face Hub, which `generate.py` reads.
 """
 
 from __future__ import annotations

@@ -22,14 +22,14 @@ def named_arrays() -> None:
     section("Arrays with named axes")
     Batch, Embed = axn.make_axes(batch=8, embed=16)
     x = axn.named(jnp.arange(128.0).reshape(8, 16), (Batch, Embed))
-    print("axes:      ", x.axes)
-    print("zeros:     ", axn.zeros((Batch, Embed)).axes)
+    print("axes:      ", x.shape)
+    print("zeros:     ", axn.zeros((Batch, Embed)).shape)
 
     # Operands meet by name: their order does not matter, and an axis that one of them lacks is broadcast.
     bias = axn.arange(Embed)
     transposed = x.rearrange(("embed", "batch"))
     np.testing.assert_array_equal((x + bias + transposed).array, 2 * x.array + jnp.arange(16)[None, :])
-    print("broadcast: ", (x + bias + transposed).axes)
+    print("broadcast: ", (x + bias + transposed).shape)
 
     # Mistakes are found by name too.
     try:
@@ -42,12 +42,12 @@ def indexing() -> None:
     section("Indexing by name")
     Batch, Embed = axn.make_axes(batch=8, embed=16)
     x = axn.named(jnp.arange(128.0).reshape(8, 16), (Batch, Embed))
-    print("one row:   ", x["batch", 0].axes)
-    print("two axes:  ", x["batch", 1:3, "embed", axn.ds(4, 4)].axes)
+    print("one row:   ", x["batch", 0].shape)
+    print("two axes:  ", x["batch", 1:3, "embed", axn.ds(4, 4)].shape)
 
     # A named index array is a gather. Its axes take the place of the indexed one.
     tokens = axn.named(jnp.array([3, 1, 4]), axn.Axis("position", 3))
-    print("a look-up: ", x["batch", tokens].axes)
+    print("a look-up: ", x["batch", tokens].shape)
     print("an update: ", float(axn.sum(x.at["batch", 0].set(0.0)["batch", 0]).array))
 
 
@@ -57,19 +57,19 @@ def operations() -> None:
     x = axn.named(jnp.linspace(-1.0, 1.0, 128).reshape(8, 16), (Batch, Embed))
     w = axn.ones((Embed, Mlp))
 
-    print("reduce:    ", x.mean("embed").axes, axn.max(x, ("batch", "embed")).axes)
-    print("contract:  ", axn.dot(x, w, axis=Embed).axes)
-    print("einsum:    ", axn.einsum("... embed, embed mlp -> ... mlp", x, w).axes)
+    print("reduce:    ", x.mean("embed").shape, axn.max(x, ("batch", "embed")).shape)
+    print("contract:  ", axn.dot(x, w, axis=Embed).shape)
+    print("einsum:    ", axn.einsum("... embed, embed mlp -> ... mlp", x, w).shape)
 
     values, indices = axn.top_k(x, "embed", 2)
-    print("top two:   ", values.axes, indices.array.dtype)
+    print("top two:   ", values.shape, indices.array.dtype)
 
     # Reshapes name what they split and what they merge.
     heads = axn.rearrange(x, "b (heads size) -> b heads size", heads=4)
-    print("split:     ", heads.axes)
-    print("merge:     ", x.flatten_axes(("batch", "embed"), "all").axes)
-    print("rename:    ", x.rename({"embed": "feature"}).axes)
-    print("choose:    ", axn.where(x > 0, x, 0.0).axes)
+    print("split:     ", heads.shape)
+    print("merge:     ", x.flatten_axes(("batch", "embed"), "all").shape)
+    print("rename:    ", x.rename({"embed": "feature"}).shape)
+    print("choose:    ", axn.where(x > 0, x, 0.0).shape)
 
 
 def attention(query: axn.NamedArray, key: axn.NamedArray, value: axn.NamedArray) -> axn.NamedArray:
@@ -90,16 +90,17 @@ def transformations() -> None:
 
     # A named array is a pytree: jit, grad and the others take and return it as they do any other.
     y = jax.jit(attention)(q, k, v)
-    print("attention: ", y.axes)
+    print("attention: ", y.shape)
     gradient = jax.grad(lambda q: axn.sum(attention(q, k, v) ** 2).array)(q)
-    print("gradient:  ", gradient.axes)
+    print("gradient:  ", gradient.shape)
 
     # The function never mentioned batch or heads, so it works without them.
-    print("one head:  ", attention(*(a["batch", 0, "heads", 0] for a in (q, k, v))).axes)
+    print("one head:  ", attention(*(a["batch", 0, "heads", 0] for a in (q, k, v))).shape)
 
 
-def layer(x: axn.NamedArray, w_in: axn.NamedArray, w_out: axn.NamedArray) -> axn.NamedArray:
-    return x + axn.dot(axn.tanh(axn.dot(x, w_in, axis="embed")), w_out, axis="mlp")
+def layer(x: axn.NamedArray, w_in: axn.NamedArray, w_out: axn.NamedArray) -> tuple[axn.NamedArray, axn.NamedArray]:
+    hidden = axn.tanh(axn.dot(x, w_in, axis="embed"))
+    return x + axn.dot(hidden, w_out, axis="mlp"), hidden
 
 
 def sharded() -> None:
@@ -109,24 +110,24 @@ def sharded() -> None:
     x = axn.named(jax.random.normal(k1, (8, 16)), (Batch, Embed))
     w_in = axn.named(jax.random.normal(k2, (16, 32)), (Embed, Mlp))
     w_out = axn.named(jax.random.normal(k3, (32, 16)), (Mlp, Embed))
-    expected = layer(x, w_in, w_out)
+    expected, _ = layer(x, w_in, w_out)
 
     # A mapping says which axes are sharded over which mesh axes. The layer is the same under every mapping, on Auto and
-    # Explicit mesh axes.
+    # Explicit mesh axes. What is printed is how its hidden array is sharded.
     for explicit in (False, True):
         mesh = axn.make_mesh({"data": 4, "model": 2}, explicit=explicit)
         for mapping in ({"batch": "data"}, {"batch": "data", "mlp": "model"}):
             with jax.set_mesh(mesh):
-                y = jax.block_until_ready(axn.named_jit(layer, mapping)(x, w_in, w_out))
+                y, hidden = jax.block_until_ready(axn.named_jit(layer, mapping)(x, w_in, w_out))
             np.testing.assert_allclose(y.array, expected.array, rtol=1e-4, atol=1e-4)
-            print(f"{'Explicit' if explicit else 'Auto':<11}", mapping, y.array.sharding.spec)
+            print(f"{'Explicit' if explicit else 'Auto':<11}", mapping, hidden.array.sharding.spec)
 
     # FSDP: parameters are stored sharded, and all-gathered where they are used.
     step = axn.fsdp(layer, {"embed": "data"}, {"batch": "data"})
     with jax.set_mesh(axn.make_mesh({"data": 8})):
-        y = jax.block_until_ready(step(x, w_in, w_out))
+        y, hidden = jax.block_until_ready(step(x, w_in, w_out))
     np.testing.assert_allclose(y.array, expected.array, rtol=1e-4, atol=1e-4)
-    print(f"{'fsdp:':<11}", y.array.sharding.spec)
+    print(f"{'fsdp:':<11}", hidden.array.sharding.spec)
 
 
 if __name__ == "__main__":

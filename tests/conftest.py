@@ -8,8 +8,8 @@ import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of the time goes into compiling, here and in processes that tests start. Machine code need not be fast for that:
-# what a compiled program says, communicates and keeps in memory is the same.
+# Most of the time goes into compiling, here and in processes that tests start. The machine code need not be fast: the
+# communication and the memory of a compiled program are the same.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import hypothesis
@@ -29,20 +29,20 @@ if (0, 10, 0) < jax.__version_info__ < (0, 11):
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS])
 
-# What JAX keeps lives until the end, and looking through it again and again would take a tenth of the time.
+# JAX's caches live until the end, and searching them again and again for garbage would take a tenth of the time.
 gc.set_threshold(100_000, 50, 100)
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# The first example of a property compiles, so its time says nothing. CI draws the same examples every time.
+# The first example of a property compiles, so it has no deadline. CI draws the same examples every time.
 hypothesis.settings.register_profile("axonym", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("axonym")
 
 
 # --- collection ---
 
-# What takes long: training, processes of their own, properties drawn many times. None of it is quick.
+# Slow tests: training, separate processes, properties drawn many times. None of them is quick.
 SLOW = (
     "tests/examples/",
     "tests/fuzz/",
@@ -60,9 +60,9 @@ SLOW = (
 )
 QUICK_FUNCTIONS = 2
 
-# What is `further` as a whole: names of other libraries for what is tested under ours; files, command lines and pages;
-# values that are put together from operations which are tested with every version; and what is parsed, compared and
-# worded without JAX.
+# Modules that are `further` as a whole: other libraries' names for functions tested under ours; files, command lines
+# and pages; values composed of operations that are tested with every version; and parsing, comparisons and messages
+# without JAX.
 FURTHER = (
     "tests/examples/test_run_folder.py",
     "tests/fuzz/test_fuzz.py::test_planted",
@@ -94,12 +94,12 @@ FURTHER = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m` chooses among what is marked
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by mark
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is `further`, and as `quick` a sample: the first case of the first two test functions of each module.
+    """Mark tests as `further`, and a sample as `quick`: the first case of the first two test functions of each module.
 
-    Modules begin with what everything else there stands on. What is slow does not count. A test may also be marked
-    `quick` or `further` where it is defined, as one call of every operation is.
+    Modules begin with the basics. Slow tests do not count. A test may also be marked `quick` or `further` where it is
+    defined, as one call of every operation is.
     """
     functions: dict[object, set[str]] = {}
     for item in items:
@@ -119,19 +119,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _hypothesis_has_started() -> None:
-    """At its first use, Hypothesis looks for what refers to its random generator. What is frozen is not found."""
+    """Let Hypothesis start before objects are frozen: it then looks for references to its random generator."""
     hypothesis.find(strategies.none(), lambda _: True)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _older_modules_are_not_searched(_hypothesis_has_started: None) -> None:
-    """What other modules have left is no garbage of this one, and `gc.collect()` would take seconds to look at it."""
+    """Freeze the objects that other modules left: `gc.collect()` would take seconds to search them."""
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _simulated_devices() -> None:
-    """Fails the whole run, rather than skipping part of it, when the devices did not come up."""
+    """Fail the whole run, rather than skip part of it, if the devices did not come up."""
     count = jax.device_count()
     assert count == DEVICES, f"the tests need {DEVICES} devices and JAX started with {count}: {jax.devices()}"
 
@@ -142,17 +142,17 @@ def _make_mesh(axis_type: AxisType) -> Mesh:
 
 @pytest.fixture(scope="session")
 def auto_mesh() -> Mesh:
-    """A (4, 2) mesh of Auto axes, "data" and "model"."""
+    """Return a (4, 2) mesh of Auto axes, "data" and "model"."""
     return _make_mesh(AxisType.Auto)
 
 
 @pytest.fixture(scope="session")
 def explicit_mesh() -> Mesh:
-    """A (4, 2) mesh of Explicit axes, "data" and "model"."""
+    """Return a (4, 2) mesh of Explicit axes, "data" and "model"."""
     return _make_mesh(AxisType.Explicit)
 
 
 @pytest.fixture(params=["auto", "explicit"])
 def mesh(request: pytest.FixtureRequest, auto_mesh: Mesh, explicit_mesh: Mesh) -> Mesh:
-    """The (4, 2) mesh, once with Auto and once with Explicit axes."""
+    """Return the (4, 2) mesh, once with Auto and once with Explicit axes."""
     return auto_mesh if request.param == "auto" else explicit_mesh

@@ -1,6 +1,6 @@
-"""What a compiled program executes: a collective in a loop counts as often as the loop turns.
+"""Count the collectives that a compiled program executes: one in a loop counts once for each iteration.
 
-`cost_analysis` counts the body of a loop once, and so does whoever counts instructions.
+`cost_analysis` counts the body of a loop only once, and so does any count of instructions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CALLED = re.compile(
 
 
 def executed(compiled: Any) -> dict[str, tuple[int, int]]:
-    """How often each collective is executed on a device, and the bytes of its results in all."""
+    """Return how often each collective is executed on a device, and the total bytes of its results."""
     text = compiled.as_text()
     computations: dict[str, list[tuple[str, str, str]]] = {}
     entry = name = ""

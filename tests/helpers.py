@@ -1,4 +1,4 @@
-"""What several test modules share."""
+"""Helpers for several test modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import axonym as axn
 
 @contextlib.contextmanager
 def compilations() -> Iterator[list[str]]:
-    """Collects what JAX traces, lowers or compiles inside a with-block: nothing, if every cache is hit."""
+    """Collect what JAX traces, lowers or compiles inside a with-block: nothing, if every cache is hit."""
     seen: list[str] = []
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -37,11 +37,11 @@ def compilations() -> Iterator[list[str]]:
 
 
 def public_name(name: str) -> Any:
-    """What a dotted name such as 'linalg.inv' stands for in axonym."""
+    """Return the object with a dotted name such as 'linalg.inv' in axonym."""
     found: Any = axn
     for part in name.split("."):
         if not hasattr(found, part) and inspect.ismodule(found):
-            with contextlib.suppress(ImportError):  # a module that nothing has imported yet
+            with contextlib.suppress(ImportError):  # a module that is not imported yet
                 importlib.import_module(f"{found.__name__}.{part}")
         found = getattr(found, part)
     return found
@@ -49,13 +49,13 @@ def public_name(name: str) -> Any:
 
 @functools.cache
 def modules(native: bool = False) -> list[ModuleType]:
-    """The package and every module in it; `native`: without those that have the names of Haliax."""
+    """Return the package and every module in it; `native`: without the compatibility modules."""
     names = [m.name for m in pkgutil.walk_packages(axn.__path__, "axonym.")]
     return [axn, *(importlib.import_module(n) for n in names if not (native and n.startswith("axonym.haliax")))]
 
 
 def exports(module: ModuleType) -> dict[str, Any]:
-    """What a module offers to users: its `__all__`, or else what it imports by the form `x as x`."""
+    """Return the public names of a module: its `__all__`, or else the imports of the form `x as x`."""
     names = getattr(module, "__all__", None)
     if names is None:
         imports = [
@@ -68,25 +68,25 @@ def exports(module: ModuleType) -> dict[str, Any]:
 
 
 def definitions(module: ModuleType) -> dict[str, Any]:
-    """The functions and classes of a module that it defines itself and that no underscore hides."""
+    """Return the functions and classes that a module defines itself, without private ones."""
     found = {n: v for n, v in vars(module).items() if not n.startswith("_") and callable(v)}
     return {n: v for n, v in found.items() if getattr(v, "__module__", None) == module.__name__}
 
 
 def examples(thing: Any) -> list[doctest.Example]:
-    """The examples in the docstring of a function, class, property or module."""
+    """Return the examples in the docstring of a function, class, property or module."""
     return doctest.DocTestParser().get_examples(inspect.cleandoc(thing.__doc__ or ""))
 
 
 def spec(x: Any) -> tuple[Any, ...]:
-    """Where an array lies: the entries of its partition spec, one for each axis."""
+    """Return the entries of an array's partition spec, one for each axis."""
     array: Any = x.array if isinstance(x, axn.NamedArray) else x
     entries = tuple(array.sharding.spec)
     return entries + (None,) * (array.ndim - len(entries))
 
 
 def assert_named(found: Any, expected: axn.NamedArray, **tolerance: Any) -> None:
-    """The same axes in the same order, and the same values."""
+    """Check that two arrays have the same axes in the same order, and the same values."""
     assert isinstance(found, axn.NamedArray), f"expected a named array, got {type(found).__name__}"
     assert found.axes == expected.axes
     assert found.dtype == expected.dtype

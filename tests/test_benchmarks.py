@@ -1,4 +1,4 @@
-"""What `benchmarks` compares computes the same: other libraries' programs, and the steps on accelerators."""
+"""The programs that `benchmarks` compares compute the same: other libraries' programs, and steps on accelerators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking at trees."""
+"""The functions of `axonym.debug`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ x: float32[batch=8, embed=4], 16 B of 128 B on each of 8 CPU devices
 """
 
 
-# --- how arrays lie on devices ---
+# --- shardings ---
 
 
 @pytest.mark.parametrize("mesh_name", ["auto_mesh", "explicit_mesh"])
@@ -184,7 +184,7 @@ def test_all_problems_are_listed() -> None:
     raw, table = jnp.ones(2), np.ones(3)
     torn = jax.tree.map(lambda x: x[0], axn.zeros({"a": 2, "b": 3}))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Equinox warns of some static arrays itself
+        warnings.simplefilter("ignore")  # Equinox warns about some static arrays itself
         model = {
             "a": Pair(X, [axn.named(X.array, X.names), raw], static={"t": table}),
             "b": (Pair(raw, torn, static=X),),

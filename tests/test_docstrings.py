@@ -21,7 +21,7 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def _members(owner: type) -> dict[str, Any]:
-    """The public methods and properties a class defines itself; one that overrides another has its documentation."""
+    """Return the public methods and properties that a class defines itself; overriding ones share documentation."""
     found = {}
     for name, member in vars(owner).items():
         if any(hasattr(base, name) and getattr(base, name).__doc__ for base in owner.__mro__[1:]):
@@ -33,7 +33,7 @@ def _members(owner: type) -> dict[str, Any]:
 
 
 def _with_members(found: dict[str, Any]) -> dict[str, Any]:
-    """Functions and classes, then methods and properties; each once, under the name of the function where it is one."""
+    """Return functions and classes, then methods and properties; each once, preferably under the name of a function."""
     found = {n: v for n, v in found.items() if inspect.isfunction(v) or isinstance(v, type)}
     classes = [(n, v) for n, v in found.items() if isinstance(v, type)]
     found |= {f"{n}.{m}": member for n, v in classes for m, member in _members(v).items()}
@@ -47,7 +47,7 @@ def _qualified(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_module(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """One test for all that a module has: thousands of small ones take longer to list than to run."""
+    """Group names by module, for one test each: thousands of small tests take longer to list than to run."""
     names = [module.__name__ for module in modules()]
     grouped: dict[str, dict[str, Any]] = {}
     for name, thing in found.items():

@@ -25,7 +25,7 @@ REFERENCE = {page.name: page.read_text() for page in sorted((DOCS / "api").glob(
 
 
 def _listed() -> list[str]:
-    """The names that the reference has: what its blocks render, and those of dtypes, which are rows of a table."""
+    """Return the names in the reference: those that its blocks render, and dtypes, which are rows of a table."""
     text = "".join(REFERENCE.values())
     blocks = re.findall(r"^::: axonym\.(\S+)$(?!\n    options:)", text, flags=re.MULTILINE)
     rows = re.findall(r"^\| (`axonym\.[^|]*) \|", REFERENCE["typing.md"], flags=re.MULTILINE)
@@ -33,7 +33,7 @@ def _listed() -> list[str]:
 
 
 def _public() -> dict[str, Any]:
-    """Everything that users import, wherever from; variables of types aside, and what JAX documents."""
+    """Return everything that users import, except type variables and names that JAX documents."""
     visible = [m for m in modules(native=True) if not any(part.startswith("_") for part in m.__name__.split("."))]
     found = {f"{m.__name__}.{name}": value for m in visible for name, value in exports(m).items()}
     theirs = {id(v) for v in vars(jax.sharding).values()}
@@ -57,7 +57,7 @@ def test_reference_has_each_name_once() -> None:
 
 
 def table_of(section: str) -> list[str]:
-    """The rows for the functions of a section: each with the first sentence of its docstring."""
+    """Return the table rows for the functions of a section, each with the first sentence of its docstring."""
     rows = []
     for name in re.findall(r"^::: axonym\.(\w+)$", section, flags=re.MULTILINE):
         first = (inspect.getdoc(getattr(axn, name)) or "").partition("\n\n")[0]
@@ -115,7 +115,7 @@ def _raw(result: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def sheet() -> dict[str, Any]:
-    """What the block at the top of the sheet defines."""
+    """Return the names that the block at the top of the sheet defines."""
     namespace: dict[str, Any] = {}
     exec(re.findall(r"^```python\n(.*?)^```$", CHEAT_SHEET, flags=re.MULTILINE | re.DOTALL)[0], namespace)
     return namespace
@@ -137,7 +137,7 @@ def test_both_sides_of_the_cheat_sheet_agree(by_name: str, on_raw: str, sheet: d
 
 
 def foreign_rows() -> list[str]:
-    """The rows of the table of names from elsewhere: those that are answered alike share one."""
+    """Return the rows of the table of foreign names; names with the same advice share a row."""
     by_answer: dict[str, list[str]] = {}
     for names in (_foreign_names.ARRAY, _foreign_names.PACKAGE, _foreign_names.NETWORKS):
         for name, answer in names.items():
@@ -151,12 +151,12 @@ def test_cheat_sheet_has_names_from_elsewhere() -> None:
     assert table.split("|---|---|\n")[1].splitlines() == foreign_rows()
 
 
-# --- what pages say in passing ---
+# --- names in the text ---
 
 
 def test_names_in_the_text_exist() -> None:
     """Also in the text between blocks, which does not run."""
-    modules()  # some are only there once they are imported
+    modules()  # some exist only once they are imported
     unknown = set()
     for page in DOCS.rglob("*.md"):
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -168,7 +168,7 @@ def test_names_in_the_text_exist() -> None:
     assert not unknown
 
 
-# --- what scripts write ---
+# --- output of scripts ---
 
 
 def _script(name: str) -> ModuleType:
@@ -203,7 +203,7 @@ def test_the_page_of_peers_is_what_the_script_writes() -> None:
     assert peers.page(recorded) == peers.PAGE.read_text(), "write it again: python docs/peers.py --write"
 
 
-# --- what the site says of itself ---
+# --- metadata of the site ---
 
 
 def test_the_site_leads_to_the_repository_and_has_the_version() -> None:

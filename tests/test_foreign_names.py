@@ -1,4 +1,4 @@
-"""Habits from NumPy, JAX and PyTorch end in one sentence that says what to write here."""
+"""Errors for names from NumPy, JAX and PyTorch end with one sentence that says what to write instead."""
 
 from __future__ import annotations
 
@@ -116,7 +116,19 @@ BY_POSITION = "{} got an unexpected keyword argument {!r}. Axes are selected by 
         (lambda: untyped.scan(len, 0.0, X), "Write `scan(f, 'batch')(carry, x)`."),
         (lambda: untyped.named([1, 2], "a", "b"), "Write `named(a, ('batch', 'embed'))`."),
         (lambda: untyped.linspace({"x": 3}, 0, 1), "Write `linspace(axonym.Axis('pos', 8), start=0, stop=1)`."),
-        (lambda: untyped.random.normal((3, 4), key=KEY), "Write `normal(key, {'batch': 8})`."),
+        (
+            lambda: untyped.random.normal((3, 4), key=KEY),
+            "The first argument is a random key: write `normal(key, {'batch'",
+        ),
+        (
+            lambda: untyped.random.normal((axn.Axis("batch", 2), axn.Axis("embed", 3))),
+            "missing 1 required positional argument: 'shape'. The first argument is a random key: write `normal(key, ",
+        ),
+        (lambda: untyped.random.normal(KEY), "Write `normal(key, {'batch': 8})`."),
+        (
+            lambda: layers.dropout(X, 0.5),
+            "missing 1 required keyword-only argument: 'inference'. Write `dropout(x, 0.1, inference=False, key=key)`.",
+        ),
         (lambda: layers.cross_entropy_loss(X, X), "Write `cross_entropy_loss(logits, 'label', targets)`."),
         (lambda: layers.Linear(3, 4), "Write `Linear.init(In, Out, key=key)`."),
         (lambda: layers.Linear.init({"a": 3}, {"b": 4}), "Write `Linear.init(In, Out, key=key)`."),

@@ -1,4 +1,4 @@
-"""What `import axonym` brings, and when: names, submodules, and the list of what is public."""
+"""The names and submodules that `import axonym` provides, when they load, and the list of public names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ORDINARY = ["axis", "named_array", "ops"]
 
 
 def fresh(code: str) -> str:
-    """What a program prints in a process of its own."""
+    """Run a program in a separate process, and return its output."""
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -35,14 +35,14 @@ def fresh(code: str) -> str:
 
 
 def public_modules(package: ModuleType) -> list[ModuleType]:
-    """The modules that are public attributes of a package, and theirs."""
+    """Return the modules that are public attributes of a package, and theirs."""
     names = SUBMODULES if package is axn else exports(package)
     found = [getattr(package, name) for name in names if isinstance(getattr(package, name), ModuleType)]
     return [package, *(m for module in found for m in public_modules(module))]
 
 
 def listing() -> str:
-    """The modules that users import from, and the public names of each."""
+    """Return the modules that users import from, and the public names of each."""
     names = {m.__name__: sorted({*exports(m), *definitions(m)}) for m in public_modules(axn)}
     names = {path: public for path, public in names.items() if public}
     return "".join(f"{path}: {' '.join(public)}\n" for path, public in sorted(names.items()))

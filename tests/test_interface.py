@@ -1,4 +1,4 @@
-"""What users type: names, signatures, and one function behind each method."""
+"""The interface: names, signatures, and one function behind each method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels: built once, found again, bounded in number, and silent about values."""
+"""Kernels: built once, found again, bounded in number, and without values in messages."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_values_are_no_part_of_a_kernel() -> None:
 
 
 def _counting_kernel() -> tuple[Callable[[axn.NamedArray], Any], list[Any], list[tuple[int, ...]]]:
-    """An operation that notes for which names its kernel was built, and for which shapes it was traced."""
+    """Make an operation that records the names its kernel was built for, and the shapes it was traced for."""
     built: list[Any] = []
     traced: list[tuple[int, ...]] = []
 
@@ -222,7 +222,7 @@ ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: list(x), "unbind"),
     (lambda: x @ y, "dot"),
     (lambda: axn.named(x, "a"), "already has names"),
-    (lambda: axn.named(x.array, "a"), "1 axes (a) for an array of rank 2"),
+    (lambda: axn.named(x.array, "a"), "1 axis (a) for an array of rank 2"),
     (lambda: axn.sum(x, [x.array]), "got ArrayImpl"),  # pyright: ignore[reportCallIssue,reportArgumentType]
     (lambda: jnp.sum(cast(Any, x)), "works by position"),
     (lambda: np.sin(x), "works by position"),  # pyright: ignore

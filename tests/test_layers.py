@@ -15,7 +15,7 @@ import axonym as axn
 
 ROOT = Path(axn.__file__).parent
 
-# From the top down; each is a module of axonym, or a folder. Those on one line know nothing of each other.
+# From the top down; each is a module of axonym, or a folder. Those on one line do not import each other.
 LAYERS = """
 haliax scalax
 __init__
@@ -31,8 +31,8 @@ _fsdp_ops sharding
 _function_cache
 _kernels _tree_spec typing
 _output_sharding _per_device named_array
-_lazy_loading _mesh_axes _parsing axis
-_context _errors _jax_versions _module_field _named_scope _parameter_names _prefixes _processes _strided_slices
+_lazy_loading _mesh_axes _parameter_names _parsing axis
+_context _errors _jax_versions _module_field _named_scope _prefixes _processes _strided_slices
 _foreign_names
 """
 

@@ -25,7 +25,7 @@ Batch, Embed = axn.make_axes(batch=2, embed=3)
 
 
 def _array(*axes: axn.Axis, start: float = 0.0) -> axn.NamedArray:
-    """Floats start, start + 1, ..."""
+    """Make an array of floats start, start + 1, ..."""
     shape = [axis.size for axis in axes]
     return axn.named(jnp.arange(start, start + axn.axis.axis_size(axes)).reshape(shape), axes)
 
@@ -97,7 +97,7 @@ def test_attributes() -> None:
 
 
 class Hidden:
-    """Stands where an array should, and has none of its attributes."""
+    """A value in place of an array, without an array's attributes."""
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,9 @@ class Hidden:
         (
             lambda: axn.named(jnp.zeros((2, 3)), "batch"),
             ValueError,
-            "1 axes (batch) for an array of rank 2, shape (2, 3)",
+            "1 axis (batch) for an array of rank 2, shape (2, 3)",
         ),
+        (lambda: axn.named(jnp.zeros((2, 3)), "a b"), ValueError, "shape (2, 3). Names are a sequence: ('a', 'b')."),
         (
             lambda: axn.named(jnp.zeros(2), (Batch, Embed)),
             ValueError,
@@ -280,7 +281,7 @@ def test_names_are_interned() -> None:
     assert all(a is b for a, b in zip(again.names, x.names, strict=True))
 
 
-# --- what it shows of itself ---
+# --- representation ---
 
 
 @pytest.mark.parametrize(
@@ -348,7 +349,7 @@ def test_repr_of_tracers_and_keys() -> None:
 
 
 class FarAway:
-    """An array that fails the test when its values are asked for."""
+    """An array that fails the test if its values are requested."""
 
     shape, dtype, size, ndim = (1000, 1000), np.dtype("float32"), 10**6, 2
 
@@ -586,7 +587,7 @@ def test_rank_mismatch() -> None:
     broken = jax.vmap(lambda row: axn.named(row, "embed"))(x.array)
     assert broken.names == ("embed",) and broken.array.shape == (2, 3)
     explained = re.escape(
-        "has 1 names (embed) for an array of rank 2, shape (2, 3). That is what positional functions leave behind"
+        "has 1 name (embed) for an array of rank 2, shape (2, 3). That is what positional functions leave behind"
     )
     for use in (
         lambda: broken + 1,
@@ -609,7 +610,7 @@ def test_rank_mismatch() -> None:
 # --- positional functions ---
 
 
-anything: Any = x  # a type checker would refuse most of these calls, too
+anything: Any = x  # a type checker would also reject most of these calls
 
 
 @pytest.mark.parametrize(
@@ -638,10 +639,18 @@ def test_positional_functions_name_ours(function: Callable[[], Any], called: str
 
 
 def test_conversion_to_numpy_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"works by position and does not take a NamedArray.*`x\.array`"):
-        np.asarray(x)
-    with pytest.raises(TypeError, match=r"works by position and does not take a NamedArray.*`x\.array`"):
-        jnp.asarray(x)
+    for convert in (np.asarray, np.array):
+        with pytest.raises(
+            TypeError, match=r"write `numpy\.asarray\(x\.array\)`, or `axonym\.to_host\(x\)\.array` for"
+        ):
+            convert(x)
+    for convert in (jnp.asarray, jnp.array):
+        with pytest.raises(
+            TypeError, match=r"not converted to a JAX array, which has no names: its array is `x\.array`"
+        ):
+            convert(x)
+    with pytest.raises(TypeError, match=r"axonym has none of that name; use `axonym\.lift`, or pass .*`x\.array`"):
+        np.apply_along_axis(len, 0, x)
 
 
 def test_scalars_on_the_left() -> None:

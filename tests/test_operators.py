@@ -1,4 +1,4 @@
-"""The operators of named arrays: each is the operation of its name, whatever stands on the other side."""
+"""The operators of named arrays: each is the operation of its name, whatever the other operand is."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def columns(x: np.ndarray) -> axn.NamedArray:
 
 
 def assert_values(found: Any, expected: Any, names: tuple[str, ...] = ("row", "col")) -> None:
-    """The names, and the values and dtype that `jax.numpy` gives."""
+    """Check the names, and the values and dtype against `jax.numpy`."""
     assert_named(found, axn.named(jnp.asarray(expected), names), rtol=1e-6)
 
 
@@ -97,7 +97,7 @@ SCALARS = {
 
 
 def _assert_as_raw(op: Callable[[Any, Any], Any], scalar: Any, x: np.ndarray) -> None:
-    """A scalar on either side gives what it gives with a raw JAX array."""
+    """Check that a scalar on either side gives the same as with a raw JAX array."""
     with jax.numpy_rank_promotion("allow"):
         right, left = op(jnp.asarray(x), scalar), op(scalar, jnp.asarray(x))
     assert_values(op(rows(x), scalar), right)
@@ -244,7 +244,7 @@ def test_gradients_through_operators() -> None:
 
 
 class Stranger:
-    """Something that knows how to be combined with anything."""
+    """A class whose operators accept anything."""
 
     def __radd__(self, other: Any) -> str:
         return "radd"

@@ -1,4 +1,4 @@
-"""The language of `rearrange` and `einsum`: what is understood, and where an error points."""
+"""The language of `rearrange` and `einsum`: valid expressions, and the positions of errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from axonym._parsing import Dots, Group, Name, parse, parse_terms
 
 
 def _shown(text: str, term: _parsing.Term) -> list[str]:
-    """The elements of a term as they stand in the text."""
+    """Return the elements of a term as written in the text."""
     return [text[e.start : e.stop] for e in term.elements]
 
 

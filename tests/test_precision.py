@@ -1,4 +1,4 @@
-"""The mixed-precision policy: how it is written, what it casts, and how functions compute by it."""
+"""The mixed-precision policy: its syntax, its casts, and functions that compute under it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 import axonym as axn
 
-# Sizes from a small range and few names, so that what was compiled for one example serves others.
+# Few names and sizes from a small range, so that examples share compiled programs.
 SIZES = {"a": 1, "b": 2, "c": 3, "d": 2}
 NAMES = list(SIZES)
 
@@ -26,7 +26,7 @@ def _draw(names: tuple[str, ...], seed: int) -> np.ndarray:
 
 
 def _subset(names: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
-    """Some of these names, in any order."""
+    """Draw some of these names, in any order."""
     return st.permutations(names).flatmap(lambda ns: st.integers(0, len(ns)).map(lambda n: tuple(ns[:n])))
 
 
@@ -35,7 +35,7 @@ def _letters(names: tuple[str, ...]) -> str:
 
 
 def _spread(x: np.ndarray, names: tuple[str, ...], out_names: tuple[str, ...]) -> np.ndarray:
-    """`x` with the axes of the result, by `einsum` with ones for the axes it lacks."""
+    """Broadcast `x` to the axes of the result, by `einsum` with ones for the axes it lacks."""
     ones = np.ones([SIZES[n] for n in out_names], np.float32)
     return np.einsum(f"{_letters(names)},{_letters(out_names)}->{_letters(out_names)}", x, ones)
 

@@ -28,7 +28,7 @@ def line(size: int = 8) -> axn.NamedRef:
 
 
 def positions(view: axn.NamedRef) -> list[int]:
-    """Which elements of a line a view reads. That writing to the view changes the same ones is checked as well."""
+    """Return the elements of a line that a view reads; check that writing to the view changes the same ones."""
     read = [int(v) for v in np.ravel(view.value().array)]
     before = np.asarray(view.unsliced().value().array)
     view[...] = -1.0
@@ -156,7 +156,7 @@ def test_views_made_and_used_in_jit(view: Callable[[axn.NamedRef], axn.NamedRef]
 
 
 OUT_OF_RANGE = [
-    # what is taken of the view that shows 2, 3, 4, and what that is in the memory
+    # an index into the view of 2, 3, 4, and the positions in the memory
     (jnp.int32(3), [4]),
     (jnp.int32(99), [4]),
     (jnp.int32(-1), [4]),
@@ -362,3 +362,22 @@ def test_dtypes_of_values() -> None:
 def test_address() -> None:
     ref = grid()
     assert ref.unsafe_buffer_pointer() == ref.slice({"row": 1}).unsafe_buffer_pointer()
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_stride_next_to_a_position(jit: bool) -> None:
+    def fn(base: axn.NamedArray) -> tuple[axn.NamedArray, axn.NamedArray]:
+        ref = axn.new_ref(base)
+        return axn.swap(ref, {"x": 1, "y": slice(None, None, 2)}, 7.0), axn.freeze(ref)
+
+    old, new = (jax.jit(fn) if jit else fn)(axn.arange(axn.make_axes(x=2, y=3), dtype=float))
+    assert old.array.tolist() == [3, 5]
+    assert new.array.tolist() == [[0, 1, 2], [7, 4, 7]]
+
+
+def test_a_reference_without_elements() -> None:
+    ref = axn.new_ref(axn.zeros({"x": 0, "y": 2}))
+    ref[...] = 1.0
+    ref["y", 0] = 1.0
+    assert ref[...].shape == {"x": 0, "y": 2}
+    assert ref["y", 1].shape == {"x": 0}

@@ -1,4 +1,4 @@
-"""Small things that once went wrong."""
+"""Small bugs of the past."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The repository keeps its promises: what its pages show runs, and what they link to is there."""
+"""The code on the repository's pages runs, and their links work."""
 
 import ast
 import fnmatch
@@ -17,7 +17,7 @@ import axonym as axn
 
 ROOT = Path(__file__).parent.parent
 
-# Arguments that make an example small enough for a test. One without an entry is run as it stands.
+# Arguments that make an example small enough for a test. Examples without an entry run without arguments.
 SMALL: dict[str, list[str]] = {
     "image_classifier.py": ["--epochs", "1", "--batch", "512"],
     "mixture_of_experts.py": ["--steps", "2", "--every", "1"],
@@ -28,13 +28,13 @@ SMALL: dict[str, list[str]] = {
 # Training a language model has tests of its own, in tests/examples.
 SCRIPTS = {*(ROOT / "examples").glob("*.py"), ROOT / "examples" / "models" / "train.py"}
 EXAMPLES = sorted(SCRIPTS - {ROOT / "examples" / name for name in ("generate.py", "train_lm.py")})
-# Of the examples, those that show the most of what JAX may change. The others are further.
+# The examples that depend most on JAX's behavior. The others are further.
 WITH_EVERY_VERSION = ("custom_partitioning.py", "language_model_fsdp.py", "pallas_kernel.py", "tour.py")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def _run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs Python as a reader would, in a process of its own, with warnings as errors."""
+    """Run Python as a reader would, in a separate process, with warnings as errors."""
     settings = {"JAX_PLATFORMS": "cpu", "JAX_NUMPY_RANK_PROMOTION": "raise"}
     environment = os.environ | settings
     command = [sys.executable, "-W", "error", *arguments]
@@ -54,7 +54,7 @@ def _without_code(text: str) -> str:
 
 
 def _anchors(page: Path) -> set[str]:
-    """The anchors that a page's headings get, spelled as code hosts and documentation builders spell them."""
+    """Return the anchors of a page's headings, as code hosts and documentation builders spell them."""
     headings = re.findall(r"^#+ +(.+)$", _without_code(page.read_text()), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
@@ -72,6 +72,9 @@ def test_readme_block_runs(block: str, tmp_path: Path) -> None:
     script.write_text(block)
     result = _run(str(script), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
+    text = (ROOT / "README.md").read_text()
+    if (after := text.partition(block)[2].removeprefix("```\n\n")).startswith("```output\n"):
+        assert result.stdout == after.removeprefix("```output\n").partition("```")[0]
 
 
 DOCS = [page for page in PAGES if page.is_relative_to(ROOT / "docs") and _blocks(page, "python")]
@@ -95,7 +98,7 @@ def test_page_runs(page: Path, tmp_path: Path) -> None:
 
 
 def _without_digits(text: str) -> str:
-    """What does not depend on rounding."""
+    """Return the text without digits, which depend on rounding."""
     return re.sub(r"\d+(\.\d+)?(e[+-]?\d+)?", "0", text)
 
 

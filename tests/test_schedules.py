@@ -1,4 +1,4 @@
-"""Pipelines: values and gradients are those of the plain fold, and what moves and waits is what the schedule says."""
+"""Pipelines: values and gradients agree with the plain fold, communication and idle time with the schedule."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def head_and_loss(y: axn.NamedArray, head: axn.NamedArray, labels: axn.NamedArra
 
 
 def inside(schedule: Any = None) -> Any:
-    """The loss inside the fold."""
+    """Return the loss inside the fold."""
 
     def loss(model: Any, x: Any, scale: Any, shift: Any, head: Any) -> Any:
         return model.fold(x, scale, shift=shift, schedule=schedule, then=head_and_loss, then_args=(head, LABELS))
@@ -139,7 +139,7 @@ NORM = nn.RmsNorm.init(Embed)
 
 
 def tied(schedule: Any = None, of_logits: Any = None) -> Any:
-    """A model whose tokens are embedded and predicted with one table."""
+    """Make a model whose tokens are embedded and predicted with one table."""
 
     def head(y: Any, table: Any, norm: Any, labels: Any) -> Any:
         logits = table.unembed(norm(y))
@@ -170,7 +170,7 @@ class Row(NamedTuple):
     bytes: int
     """The temporaries of a device."""
     gathers: tuple[int, ...] = (0,)
-    """How many there may be."""
+    """The limit for them."""
     scatters: int = 0
 
 
@@ -205,7 +205,7 @@ def arguments_of(step: Any) -> tuple[Any, ...]:
 
 
 def distributed(row: Row, kind: AxisType) -> tuple[Any, jax.sharding.Mesh]:
-    """The step of a row, and its mesh."""
+    """Return the step of a row, and its mesh."""
     storage, compute, sizes = row.mappings
     quick = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # the same collectives
     fn = lambda *args: row.step(row.schedule)(*args)
@@ -236,7 +236,7 @@ def test_table(name: str, kind: AxisType) -> None:
     turns = [int(n) for n in re.findall(r'known_trip_count":\{"n":"(\d+)"', text)]
     behind = isinstance(schedule, OneFOneB) and step is gradient
     sent = 2 * ticks + behind * (M + stages - 1)
-    # In rounds, each array of the layers is moved, and so is its gradient.
+    # With rounds, each array of the layers is moved, and so is its gradient.
     moved = R * (7 + (6 if step is tied else 7)) if R > 1 else 0
     assert ticks in turns and schedule.idle(stages) == pytest.approx(1 - M * R / ticks)
     assert counts.pop("collective-permute")[0] == sent + moved

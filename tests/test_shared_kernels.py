@@ -1,4 +1,4 @@
-"""Kernels that differ only in names share one compiled function, and nobody can tell."""
+"""Kernels that differ only in names share one compiled function, without a visible difference."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SQUARE = np.eye(3, dtype=np.float32) * 2 + np.linspace(0, 1, 9, dtype=np.float32
 
 
 def _x(*names: str) -> axn.NamedArray:
-    """An array of 3, 4, or 3 x 4 numbers."""
+    """Make an array of 3, 4, or 3 x 4 numbers."""
     return axn.named(jnp.asarray(RAW if len(names) == 2 else RAW[0]), names)
 
 
@@ -130,7 +130,7 @@ FAMILIES: dict[str, Callable[[str, str, str], Any]] = {
         axn.random.normal(KEY, {a: 3, b: 2}),
         axn.random.uniform(KEY, {a: 3, b: 4}, minval=_x(b) - 9.0),
         axn.random.permutation(KEY, _x(a, b), b),
-        # What is drawn depends on the order of the examples' axes by name, so there is one of them.
+        # Draws depend on the order of the examples' axes by name, so there is only one axis.
         axn.random.categorical(KEY, _x(a, b), b, temperature=axn.exp(_x(a)[a, 0:3]), top_k=3),
     ],
     "activations": lambda a, b, c: [nn.relu(_x(a, b)), nn.softmax(_x(a, b), b), nn.glu(_x(a, b), b)],
@@ -174,7 +174,7 @@ def test_other_names_compile_nothing_and_give_the_same(family: str) -> None:
 
 
 def _loss(p: Any, x: axn.NamedArray, a: str, b: str, c: str) -> jax.Array:
-    """A loss of twelve operations, among them those of two layers."""
+    """Compute a loss of twelve operations, among them those of two layers."""
     weight, bias = p
     h = nn.relu(axn.dot(x, weight, axis=b) + bias)
     h = nn.softmax(h * axn.mean(h, c), c)[c, 0:3]
@@ -191,7 +191,7 @@ def _plain_loss(p: Any, x: jax.Array) -> jax.Array:
 
 
 def _sized(rows: int, inner: int, columns: int, *names: str) -> tuple[Any, axn.NamedArray]:
-    """The parameters and the input of the losses."""
+    """Return the parameters and the input of the losses."""
     a, b, c = names
 
     def ramp(*shape: int) -> jax.Array:
@@ -209,7 +209,7 @@ def _scaled(p: Any, by: jax.Array) -> Any:
     return jax.tree.map(lambda x: x * by, p)
 
 
-# What follows arrays outside of jit, each with sizes of its own, so that none finds what another compiled.
+# Transformations outside of jit, each with its own sizes, so that they share no compiled programs.
 FOLLOWING: dict[str, tuple[tuple[int, int, int], Callable[[Callable[[Any], jax.Array], Any], Any]]] = {
     "grad": ((3, 5, 11), lambda f, p: jax.grad(f)(p)),
     "jvp": ((3, 5, 12), lambda f, p: jax.jvp(f, (p,), (p,))),
@@ -269,7 +269,7 @@ def test_an_axis_may_be_called_as_an_option() -> None:
     assert axn.sort(_x("sort", "axis"), "axis").names == ("sort", "axis")
 
 
-# Calls that the compiled function refuses, and words that the message must have.
+# Calls that the compiled function rejects, and words that the message must contain.
 MISTAKES: dict[str, tuple[Callable[[str, str], Any], tuple[str, ...]]] = {
     "sizes": (lambda a, b: _x(a, b) + _x(b)[b, 0:2], ("4", "2")),
     "no axis": (lambda a, b: axn.sum(_x(a, b), f"{b}s"), ()),
@@ -288,7 +288,7 @@ MISTAKES: dict[str, tuple[Callable[[str, str], Any], tuple[str, ...]]] = {
 
 
 def _traced(tracer: Callable[..., Any], call: Callable[[str, str], Any], names: tuple[str, str]) -> None:
-    """Call with operands that a transformation follows."""
+    """Call with operands that a transformation traces."""
 
     def follow(by: jax.Array) -> jax.Array:
         with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""`axonym.testing`: what depends on how it is distributed is found, and what does not is not."""
+"""`axonym.testing` finds functions that depend on their sharding, and accepts those that do not."""
 
 from __future__ import annotations
 

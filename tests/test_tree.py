@@ -1,4 +1,4 @@
-"""Trees that hold named arrays: our functions, and those of others that have to cope with them."""
+"""Trees with named arrays: our functions, and those of other libraries."""
 
 from __future__ import annotations
 
@@ -186,6 +186,8 @@ def test_resize_of_one_part_of_a_model() -> None:
 
 def test_resize_errors() -> None:
     model = {"w": axn.ones((In, Out)), "ids": {"pos": axn.arange(axn.Axis("pos", 3))}}
+    with pytest.raises(ValueError, match=r"resize_axis: axis 'embed' of w float32\[embed=0\] has no elements"):
+        tree.resize_axis({"w": axn.zeros({"embed": 0})}, "embed", 2)
     with pytest.raises(ValueError, match=r"resize_axis: no axis 'embd' in \(pos, embed, mlp\). Did you mean 'embed'"):
         tree.resize_axis(model, "embd", 3)
     with pytest.raises(ValueError, match=r"resize_axis: axis 'embed' has conflicting sizes: 4 in the array, 5"):

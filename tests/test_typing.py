@@ -1,4 +1,4 @@
-"""Annotations that say which axes an array has."""
+"""Annotations of the axes of arrays."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ X = axn.ones({"batch": 2, "embed": 3})
 
 
 def is_a(x: Any, annotation: Any) -> bool:
-    """`isinstance`, which type checkers refuse for an annotation that carries more than a type."""
+    """Call `isinstance`, which type checkers reject for annotations that are more than a type."""
     return isinstance(x, annotation)
 
 

@@ -1,4 +1,4 @@
-"""The scripts in `typing_examples` are programs that run; that checkers see the types they say is part of the lint."""
+"""The scripts in `typing_examples` run. Linting checks that type checkers see the types in them."""
 
 import runpy
 from pathlib import Path

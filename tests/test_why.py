@@ -1,4 +1,4 @@
-"""The page that compares libraries is right: its blocks give the same values, and its table says what happens."""
+"""The page that compares libraries is correct: its blocks give the same values, and its table is true."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _block(section: str) -> str:
 
 
 def _library(name: str) -> Any:
-    """A library that may not be installed, or not go with this JAX."""
+    """Import a library that may not be installed, or not work with this JAX."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -1,8 +1,8 @@
-"""The same transformer with other libraries: what its block, its training step and its sharded step cost in each.
+"""Measure a transformer in several libraries: its block, its training step and its sharded step.
 
-All libraries compute the same from the same weights, which is checked before anything is measured. Each is written as
-its documentation does it, in a file of this folder, and all run in one process, in turn. What is not installed is left
-out: `python -m pip install -e '.[peers]'` installs all.
+All libraries compute the same from the same weights; this is checked before the measurements. Each program follows the
+documentation of its library, in a file of this folder, and all run in one process, in turn. Libraries that are not
+installed are skipped: `python -m pip install -e '.[peers]'` installs all.
 """
 
 from __future__ import annotations

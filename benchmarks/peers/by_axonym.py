@@ -1,4 +1,4 @@
-"""With Axonym."""
+"""The transformer with Axonym."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With Equinox: modules of single positions, mapped over positions and texts."""
+"""The transformer with Equinox: modules for single positions, mapped over positions and texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With Flax NNX: objects that own their parameters, which `nnx.jit` updates in place."""
+"""The transformer with Flax NNX: objects own their parameters, and `nnx.jit` updates them in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With Haliax, as its tutorial on sharding does it."""
+"""The transformer with Haliax, as in its tutorial on sharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""With Penzai: a model is a tree of layers, and a trainer holds the loop's state."""
+"""The transformer with Penzai: a model is a tree of layers, and a trainer holds the state of the loop."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What every library is asked for: one transformer, its block, its training step, and the step on eight devices.
+"""The task for every library: a transformer, its block, its training step, and the step on eight devices.
 
-The weights are drawn once, as the dictionary of arrays that `plain_jax.init` makes, and each library is given them. In
-the file of a library, what stands above the line "for the comparison" is what a user writes; its lines are counted.
+The weights are drawn once, as the dictionary of arrays from `plain_jax.init`, and passed to each library. In the file
+of a library, the code above the line "for the comparison" is what a user writes; its lines are counted.
 """
 
 from __future__ import annotations

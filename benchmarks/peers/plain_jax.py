@@ -1,4 +1,4 @@
-"""In plain JAX: dictionaries of arrays and functions of them."""
+"""The transformer in plain JAX: dictionaries of arrays, and functions of them."""
 
 from __future__ import annotations
 

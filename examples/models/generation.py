@@ -1,4 +1,4 @@
-"""Write text with a model, token by token, with a cache of keys and values.
+"""Generate text with a model, token by token, with a cache of keys and values.
 
 The tokens do not depend on the sharding, and a sharded vocabulary is never all-gathered.
 """
@@ -80,7 +80,7 @@ def start(
         valid = prompts
         if count is not None:  # padding is given the number of no token
             Pos, Vocab = prompts.resolve_axis("pos"), logits.resolve_axis("vocab")
-            valid = axn.where(axn.arange(Pos) < count, prompts, Vocab.size)
+            valid = axn.where(axn.arange(Pos) < count.broadcast_axis(Pos), prompts, Vocab.size)
         seen = axn.zeros_like(logits, bool).at["vocab", valid].set(True, mode="drop")
     return _followed(sampling, key, logits, cache, seen, jnp.zeros((), jnp.int32))
 

@@ -1,6 +1,6 @@
 """GPT-2, written in names: the architecture of `GPT2LMHeadModel` in Hugging Face's `transformers`.
 
-What the axes are called, and what they are:
+The axes of the model:
 
 | axis        | counts                                                |
 |-------------|-------------------------------------------------------|
@@ -15,8 +15,8 @@ What the axes are called, and what they are:
 | `head_size` | features of a head                                    |
 | `mlp`       | hidden features of the multilayer perceptron          |
 
-Nothing here says how the model is distributed. That is a mapping from these names to the axes of a mesh: see
-`mappings.py`, and `train.py`, which trains the model under each of them.
+The model does not mention devices. A mapping from these names to mesh axes distributes it: see `mappings.py`, and
+`train.py`, which trains the model under each mapping.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Llama and its relatives, written in names: the architectures of `transformers` that are in `FAMILIES`.
+"""Llama and its relatives, written in names: the architectures of `transformers` that are in `families.py`.
 
-What the axes are called, and what they are:
+The axes of the models:
 
 | axis        | counts                                               |
 |-------------|------------------------------------------------------|
@@ -15,29 +15,31 @@ What the axes are called, and what they are:
 | `mlp`       | hidden features of the multilayer perceptron         |
 | `experts`   | perceptrons of a mixture; `scores` of its router     |
 
-Nothing here says how the model is distributed. That is a mapping from these names to the axes of a mesh: see
-`mappings.py`, and `train.py`, which trains the model under each of them.
+The models do not mention devices. A mapping from these names to mesh axes distributes them: see `mappings.py`, and
+`train.py`, which trains the models under each mapping.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import axonym as axn
 from axonym import Axis, NamedArray, nn
-from axonym.nn.attention import Causal, KVCache, Rotary, apply_rotary, dot_product_attention
+from axonym.nn.attention import Causal, KVCache, Rotary, apply_rotary, dot_product_attention, sliding_window_mask
 from axonym.state import ModuleWithStateDictSerialization
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """The axes of a model, and its few other numbers."""
+    """The axes of a model, and its few other numbers. `families.py` reads them from a file of the Hugging Face Hub."""
 
     Vocab: Axis
     Embed: Axis
@@ -52,10 +54,24 @@ class Config:
     """Whether tokens are embedded and predicted with one table."""
     bias: bool = False
     """Whether queries, keys and values have biases."""
+    output_bias: bool = False
+    """Whether what attention adds to the residual stream has a bias."""
     norm_heads: bool = False
     """Whether queries and keys are normalized."""
+    norm_outputs: bool = False
+    """Whether what attention and perceptrons add to the residual stream is normalized, besides what they are given."""
     window: int | None = None
     """How many positions a query attends to, including its own; all by default."""
+    slides: tuple[bool, ...] | None = None
+    """In which layers the window counts; in all by default."""
+    local_rotary: Rotary | None = None
+    """How positions are rotated in the layers where it does, if not all are alike."""
+    scale: float | None = None
+    """What the scores of attention are multiplied by; by default one over the square root of the size of a head."""
+    score_cap: float | None = None
+    """What these scores approach and never exceed, if anything."""
+    logit_cap: float | None = None
+    """The same for the logits of tokens."""
     activation: Callable[[NamedArray], NamedArray] = nn.silu
     Experts: Axis | None = None
     """The perceptrons of each block's mixture; None for one perceptron, without a mixture."""
@@ -64,73 +80,6 @@ class Config:
     norm: type[nn.RmsNorm] = nn.RmsNorm
     embedding_scale: float = 1.0
     """What embedded tokens are multiplied by."""
-
-    @staticmethod
-    def from_huggingface(config: Mapping[str, Any]) -> Config:
-        """Read a `config.json`, as a dictionary."""
-        family = config.get("model_type", "llama")
-        if family not in FAMILIES:
-            raise ValueError(f"Llama: the configuration is of a {family!r}; this model can be {', '.join(FAMILIES)}.")
-        if wrong := [name for name in ("attention_bias", "mlp_bias") if config.get(name)]:
-            raise ValueError(f"Llama: the configuration asks for {', '.join(wrong)}, which this model has not.")
-        if (activation := config.get("hidden_act", "silu")) != "silu" and family != "gemma":
-            raise ValueError(f"Llama: the configuration asks for the activation {activation!r}; this model has silu.")
-        heads = config["num_attention_heads"]
-        kv_heads = config.get("num_key_value_heads") or heads
-        rotary = config.get("rope_parameters") or config.get("rope_scaling")
-        return Config(
-            Vocab=Axis("vocab", config["vocab_size"]),
-            Embed=Axis("embed", config["hidden_size"]),
-            Layers=Axis("layers", config["num_hidden_layers"]),
-            KVHeads=Axis("kv_heads", kv_heads),
-            Group=Axis("group", heads // kv_heads),
-            HeadSize=Axis("head_size", config.get("head_dim") or config["hidden_size"] // heads),
-            Mlp=Axis("mlp", config["intermediate_size"]),
-            rotary=Rotary.from_config(
-                rotary, theta=config.get("rope_theta"), max_position_embeddings=config.get("max_position_embeddings")
-            ),
-            norm_eps=config["rms_norm_eps"],
-            window=_window(config),
-            **{"tied": config.get("tie_word_embeddings", False)} | FAMILIES[family](config),
-        )
-
-
-def _window(config: Mapping[str, Any]) -> int | None:
-    """How many positions a query attends to, by the layers' types or, in older files, by what the family does."""
-    window = config.get("sliding_window")
-    kinds = set(config.get("layer_types") or ())
-    if len(kinds) > 1:
-        raise ValueError(f"Llama: the layers of this model are all alike, not of {len(kinds)} types, {sorted(kinds)}.")
-    slides = config.get("use_sliding_window", True) if not kinds else kinds == {"sliding_attention"}
-    return window if slides else None
-
-
-class ShiftedRmsNorm(nn.RmsNorm):
-    """Root-mean-square normalization whose weight is the scale less one."""
-
-    def __call__(self, x: NamedArray) -> NamedArray:
-        assert self.weight is not None
-        scale = self.weight.astype("float32") + 1
-        return nn.RmsNorm(self.axis, scale, None, self.eps)(x.astype("float32")).astype(x.dtype)
-
-
-def _gemma(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "tied": config.get("tie_word_embeddings", True),
-        "activation": nn.gelu,
-        "norm": ShiftedRmsNorm,
-        "embedding_scale": config["hidden_size"] ** 0.5,
-    }
-
-
-# What differs from Llama, by the `model_type` of a configuration.
-FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-    "llama": lambda config: {},
-    "mistral": lambda config: {},
-    "qwen2": lambda config: {"bias": True},
-    "qwen3": lambda config: {"norm_heads": True},
-    "gemma": _gemma,
-}
 
 
 class Attention(eqx.Module):
@@ -143,7 +92,10 @@ class Attention(eqx.Module):
     q_norm: nn.RmsNorm | None
     k_norm: nn.RmsNorm | None
     rotary: Rotary = eqx.field(static=True)
+    local_rotary: Rotary | None = eqx.field(static=True)
     window: int | None = eqx.field(static=True)
+    scale: float | None = eqx.field(static=True)
+    score_cap: float | None = eqx.field(static=True)
 
     @staticmethod
     def init(config: Config, *, key: jax.Array) -> Attention:
@@ -153,46 +105,82 @@ class Attention(eqx.Module):
             q_proj=nn.Linear.init(c.Embed, heads, key=keys[0], use_bias=c.bias),
             k_proj=nn.Linear.init(c.Embed, (c.KVHeads, c.HeadSize), key=keys[1], use_bias=c.bias),
             v_proj=nn.Linear.init(c.Embed, (c.KVHeads, c.HeadSize), key=keys[2], use_bias=c.bias),
-            o_proj=nn.Linear.init(heads, c.Embed, key=keys[3], use_bias=False),
+            o_proj=nn.Linear.init(heads, c.Embed, key=keys[3], use_bias=c.output_bias),
             q_norm=c.norm.init(c.HeadSize, c.norm_eps, use_bias=False) if c.norm_heads else None,
             k_norm=c.norm.init(c.HeadSize, c.norm_eps, use_bias=False) if c.norm_heads else None,
             rotary=c.rotary,
+            local_rotary=c.local_rotary,
             window=c.window,
+            scale=c.scale,
+            score_cap=c.score_cap,
         )
 
-    def __call__(self, x: NamedArray) -> NamedArray:
-        q, k, v = self._projected(x, "pos")
-        attended = dot_product_attention(q, k, v, "key_pos", "head_size", mask=Causal("pos", self.window))
-        return self.o_proj(attended)
+    def __call__(self, x: NamedArray, slides: NamedArray | None = None) -> NamedArray:
+        """Attend to all tokens before and to itself, or to those in the window, if there is one and it slides here."""
+        q, k, v = self._projected(x, "pos", slides)
+        mask = Causal("pos", self.window)
+        if self.window is not None and slides is not None:
+            near = sliding_window_mask(q.resolve_axis("pos"), k.resolve_axis("key_pos"), self.window)
+            mask = Causal("pos", also=near | ~slides)
+        return self.o_proj(self._attended(q, k, v, mask))
 
     def extend(
-        self, x: NamedArray, cache: KVCache, layer: NamedArray, count: NamedArray | None = None
+        self,
+        x: NamedArray,
+        cache: KVCache,
+        layer: NamedArray,
+        slides: NamedArray | None = None,
+        count: NamedArray | None = None,
     ) -> tuple[NamedArray, KVCache]:
         """The same for tokens that come after those in a cache, of which `count` are valid, and the cache with them.
 
         The cache is that of all layers, of which this is one.
         """
         positions = cache["layers", layer].positions(x.resolve_axis("pos"))
-        q, k, v = self._projected(x, positions)
+        q, k, v = self._projected(x, positions, slides)
         cache = cache.update(k, v, count, at={"layers": layer})
         own = cache["layers", layer]
         mask = own.mask(positions)
         if self.window is not None:
             keys = axn.arange(own.keys.resolve_axis("key_pos")).broadcast_axis(positions.axes)
-            mask &= keys > positions - self.window
-        attended = dot_product_attention(q, own.keys, own.values, "key_pos", "head_size", mask=mask)
-        return self.o_proj(attended), cache
+            near = keys > positions - self.window
+            mask &= near if slides is None else near | ~slides
+        return self.o_proj(self._attended(q, own.keys, own.values, mask)), cache
 
-    def _projected(self, x: NamedArray, positions: str | NamedArray) -> tuple[NamedArray, NamedArray, NamedArray]:
+    def _projected(
+        self, x: NamedArray, positions: str | NamedArray, slides: NamedArray | None
+    ) -> tuple[NamedArray, NamedArray, NamedArray]:
         """Queries, keys and values."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q = apply_rotary(q, "head_size", positions, self.rotary)
-        k = apply_rotary(k, "head_size", positions, self.rotary)
+        q, k = (self._rotated(x, positions, slides) for x in (q, k))
         # Every position attends to every other, so what is attended to needs a name of its own. The queries have the
         # axis `group` and the keys do not, which is all there is to grouped-query attention.
         return q, k.rename({"pos": "key_pos"}), v.rename({"pos": "key_pos"})
+
+    def _rotated(self, x: NamedArray, positions: str | NamedArray, slides: NamedArray | None) -> NamedArray:
+        rotated = apply_rotary(x, "head_size", positions, self.rotary)
+        if self.local_rotary is None or slides is None:
+            return rotated
+        return axn.where(slides, apply_rotary(x, "head_size", positions, self.local_rotary), rotated)
+
+    def _attended(self, q: NamedArray, k: NamedArray, v: NamedArray, mask: NamedArray | Causal) -> NamedArray:
+        """For each query, the mean of the values, each weighted by how well its key matches."""
+        if self.score_cap is None:
+            return dot_product_attention(q, k, v, "key_pos", "head_size", mask=mask, scaling_factor=self.scale)
+        scores = axn.dot(q, k, axis="head_size") * (
+            q.axis_size("head_size") ** -0.5 if self.scale is None else self.scale
+        )
+        if isinstance(mask, Causal):
+            mask = mask.written_out(q.resolve_axis("pos"), k.resolve_axis("key_pos"))
+        scores = axn.where(mask, capped(scores, self.score_cap), float(jnp.finfo(scores.dtype).min))
+        return axn.dot(nn.softmax(scores, "key_pos"), v, axis="key_pos")
+
+
+def capped(x: NamedArray, cap: float | None) -> NamedArray:
+    """Numbers that are nearly the same where they are small, and never beyond a bound, if there is one."""
+    return x if cap is None else cap * axn.tanh(x / cap)
 
 
 class Mlp(eqx.Module):
@@ -276,49 +264,69 @@ class Mixture(eqx.Module):
         return mixed, logits, scores, chosen
 
 
+def normalized(x: NamedArray, norm: nn.RmsNorm | None) -> NamedArray:
+    """The same where there is nothing to normalize with."""
+    return x if norm is None else norm(x)
+
+
 class Block(ModuleWithStateDictSerialization):
     """Attention and a perceptron, or a mixture of them, each of which adds to the residual stream."""
 
     attention_norm: nn.RmsNorm
     attention: Attention
+    attention_output_norm: nn.RmsNorm | None
     mlp_norm: nn.RmsNorm
     mlp: Mlp | Mixture
+    mlp_output_norm: nn.RmsNorm | None
 
     @staticmethod
     def init(config: Config, *, key: jax.Array) -> Block:
         attention, mlp = jax.random.split(key)
+        norm = functools.partial(config.norm.init, config.Embed, config.norm_eps, use_bias=False)
         return Block(
-            attention_norm=config.norm.init(config.Embed, config.norm_eps, use_bias=False),
+            attention_norm=norm(),
             attention=Attention.init(config, key=attention),
-            mlp_norm=config.norm.init(config.Embed, config.norm_eps, use_bias=False),
+            attention_output_norm=norm() if config.norm_outputs else None,
+            mlp_norm=norm(),
             mlp=Mlp.init(config, key=mlp) if config.Experts is None else Mixture.init(config, config.Experts, key=mlp),
+            mlp_output_norm=norm() if config.norm_outputs else None,
         )
 
-    def __call__(self, x: NamedArray) -> NamedArray:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, x: NamedArray, slides: NamedArray | None = None) -> NamedArray:
+        x = x + normalized(self.attention(self.attention_norm(x), slides), self.attention_output_norm)
+        return x + normalized(self.mlp(self.mlp_norm(x)), self.mlp_output_norm)
 
-    def with_penalty(self, carry: tuple[NamedArray, NamedArray]) -> tuple[NamedArray, NamedArray]:
+    def with_penalty(
+        self, carry: tuple[NamedArray, NamedArray], slides: NamedArray | None = None
+    ) -> tuple[NamedArray, NamedArray]:
         """The same with a mixture, whose penalty for each text is added to those of other blocks."""
         assert isinstance(self.mlp, Mixture)
         x, penalties = carry
-        x = x + self.attention(self.attention_norm(x))
+        x = x + normalized(self.attention(self.attention_norm(x), slides), self.attention_output_norm)
         y, penalty = self.mlp.with_penalty(self.mlp_norm(x))
-        return x + y, penalties + penalty
+        return x + normalized(y, self.mlp_output_norm), penalties + penalty
 
     def extend(
-        self, x: NamedArray, cache: KVCache, layer: NamedArray, count: NamedArray | None = None
+        self,
+        x: NamedArray,
+        cache: KVCache,
+        layer: NamedArray,
+        slides: NamedArray | None = None,
+        count: NamedArray | None = None,
     ) -> tuple[NamedArray, KVCache]:
         """The same for tokens that come after those in a cache of all layers, and the cache with them."""
-        attended, cache = self.attention.extend(self.attention_norm(x), cache, layer, count)
-        x = x + attended
-        return x + self.mlp(self.mlp_norm(x)), cache
+        attended, cache = self.attention.extend(self.attention_norm(x), cache, layer, slides, count)
+        x = x + normalized(attended, self.attention_output_norm)
+        return x + normalized(self.mlp(self.mlp_norm(x)), self.mlp_output_norm), cache
 
     def _state_dict_key_map(self) -> dict[str, str | None]:
-        return {
-            "attention_norm": "input_layernorm",
-            "attention": "self_attn",
-            "mlp_norm": "post_attention_layernorm",
+        names: dict[str, str | None] = {"attention_norm": "input_layernorm", "attention": "self_attn"}
+        if self.attention_output_norm is None:
+            return names | {"mlp_norm": "post_attention_layernorm"}
+        return names | {
+            "attention_output_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_output_norm": "post_feedforward_layernorm",
         }
 
 
@@ -335,6 +343,9 @@ class Llama(ModuleWithStateDictSerialization):
     head: nn.Linear | None
     """None where tokens are predicted with the table that embeds them."""
     embedding_scale: float = eqx.field(static=True)
+    logit_cap: float | None = eqx.field(static=True)
+    sliding: tuple[bool, ...] | None = eqx.field(static=True)
+    """In which blocks the window slides, if not in all."""
 
     @staticmethod
     def init(config: Config, *, key: jax.Array) -> Llama:
@@ -348,10 +359,12 @@ class Llama(ModuleWithStateDictSerialization):
             norm=config.norm.init(config.Embed, config.norm_eps, use_bias=False),
             head=None if config.tied else nn.Linear.init(config.Embed, config.Vocab, key=head, use_bias=False),
             embedding_scale=config.embedding_scale,
+            logit_cap=config.logit_cap,
+            sliding=config.slides,
         )
 
     def __call__(self, tokens: NamedArray) -> NamedArray:
-        return self._logits(self.blocks.fold(self._embedded(tokens)))
+        return self._logits(self.blocks.fold(self._embedded(tokens), self._slides()))
 
     def loss(self, tokens: NamedArray, schedule: Any = None, penalties: bool = False) -> jax.Array:
         """The mean surprise at each token but the first, given those before it.
@@ -365,9 +378,10 @@ class Llama(ModuleWithStateDictSerialization):
         if penalties and isinstance(self.blocks.stacked.mlp, Mixture):
             carry = x, axn.zeros(tokens.resolve_axis("batch"))
             then: Any = _total_loss_and_penalties
-            total = self.blocks.fold_via(Block.with_penalty, schedule=schedule, then=then, then_args=then_args)(carry)
+            penalized = self.blocks.fold_via(Block.with_penalty, schedule=schedule, then=then, then_args=then_args)
+            total = penalized(carry, self._slides())
         else:
-            total = self.blocks.fold(x, schedule=schedule, then=_total_loss, then_args=then_args)
+            total = self.blocks.fold(x, self._slides(), schedule=schedule, then=_total_loss, then_args=then_args)
         return total / (tokens.size - tokens.size // tokens.axis_size("pos"))
 
     def empty_cache(self, Batch: Axis, KPos: Axis, dtype: Any = None) -> KVCache:
@@ -386,15 +400,21 @@ class Llama(ModuleWithStateDictSerialization):
             count: how many of the tokens of each text are valid, all by default; the rest are padding.
         """
 
-        def extend(block: Block, carry: tuple[NamedArray, KVCache], layer: NamedArray) -> tuple[NamedArray, KVCache]:
+        def extend(
+            block: Block, carry: tuple[NamedArray, KVCache], layer: NamedArray, slides: NamedArray | None
+        ) -> Any:
             # The cache of all blocks is carried through the loop rather than scanned, so that it can stay where it is.
             x, cache = carry
-            return block.extend(x, cache, layer, count)
+            return block.extend(x, cache, layer, slides, count)
 
         cache = cache.require_room(tokens.axis_size("pos"))  # in the loop over the blocks, lengths are not known
         layers = axn.arange(self.blocks.Block)
-        x, cache = self.blocks.fold_via(extend)((self._embedded(tokens), cache), layers)
+        x, cache = self.blocks.fold_via(extend)((self._embedded(tokens), cache), layers, self._slides())
         return self._logits(x["pos", -1] if count is None else x["pos", count - 1]), cache
+
+    def _slides(self) -> NamedArray | None:
+        """Whether the window slides, of each block; None if all are alike."""
+        return None if self.sliding is None else axn.named(np.array(self.sliding), self.blocks.Block)
 
     def _embedded(self, tokens: NamedArray) -> NamedArray:
         x = self.table(tokens)
@@ -402,7 +422,7 @@ class Llama(ModuleWithStateDictSerialization):
 
     def _logits(self, x: NamedArray) -> NamedArray:
         x = self.norm(x)
-        return self.table.unembed(x) if self.head is None else self.head(x)
+        return capped(self.table.unembed(x) if self.head is None else self.head(x), self.logit_cap)
 
     def _state_dict_key_map(self) -> dict[str, str | None]:
         return {"table": "model.embed_tokens", "blocks": "model.layers", "norm": "model.norm", "head": "lm_head"}

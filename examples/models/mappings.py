@@ -1,7 +1,7 @@
-"""Strategies for the models of this folder: mappings from their axes to those of a mesh.
+"""Strategies for the models of this folder: mappings from their axes to mesh axes.
 
-The mesh has two axes, "data" and "model". The compute mapping is active while a step runs; the parameter mapping places
-parameters between steps. The two mappings are all that a strategy consists of.
+The mesh has two axes, "data" and "model". A strategy consists of two mappings: the compute mapping is active while a
+step runs; the parameter mapping places parameters between steps.
 """
 
 from __future__ import annotations

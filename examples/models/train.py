@@ -1,7 +1,7 @@
 """Train the models of this folder under each mapping: `python examples/models/train.py`.
 
-The models are trained on eight simulated devices. The models do not say how they are distributed, and learn the same
-under every mapping: the printed losses agree.
+The models are trained on eight simulated devices. They do not mention devices, and learn the same under every mapping:
+the printed losses agree.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What `train_lm.py` is made of, one subject to a file."""
+"""The parts of `train_lm.py`, one subject in each file."""
 
 import importlib.util
 

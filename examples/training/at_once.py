@@ -1,7 +1,7 @@
-"""Ctrl-C where there is nothing to save: while Python imports, and the second one while training stops.
+"""Handle Ctrl-C when there is nothing to save: during imports, and the second time while training stops.
 
-An exception would be shown with a traceback by an import that it ends, and be swallowed by a callback of JAX. So the
-process ends without one. Nothing is lost: files appear when they are complete, and the lock is seen to be stale.
+An import would show the exception with a traceback, and a callback of JAX would swallow it. So the process ends
+without an exception. Nothing is lost: files appear when they are complete, and the stale lock is recognized.
 """
 
 from __future__ import annotations

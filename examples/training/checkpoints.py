@@ -1,8 +1,8 @@
 """Checkpoints of a run, and the model as a file.
 
-A checkpoint has all that a run needs to go on as if nothing had happened: parameters, what the optimizer keeps, the key
-of the random numbers, the step, and how much of the text was seen. It appears when it is complete, so whenever the
-process ends, the one before it is complete.
+A checkpoint has everything that a run needs to continue as if nothing had happened: parameters, optimizer state, random
+key, step, and the position in the text. It appears when it is complete, so if the process ends at any time, the
+checkpoint before it is complete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The settings of a run: what `--help` shows, what is kept beside the checkpoints, and what they must be."""
+"""The settings of a run: shown by `--help`, stored with the checkpoints, and checked here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The text that a model learns from: bytes, a part of which is held out for evaluation.
+"""The training text, as bytes, with a part held out for evaluation.
 
-Which texts a step sees follows from a seed and from how many texts were seen before, and from nothing else. So that
-number is all that a checkpoint needs to know about the data, and every host can work out its part by itself.
+The texts of a step depend only on a seed and the number of texts seen before. So a checkpoint stores only this number,
+and every host can compute its part by itself.
 """
 
 from __future__ import annotations

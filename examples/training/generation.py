@@ -1,4 +1,4 @@
-"""Writing samples of text while training."""
+"""Generate samples of text during training."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Several hosts: a supervisor on each, which ends or restarts training when another host is lost.
+"""Supervise training on several hosts: end or restart it when another host is lost.
 
-JAX cannot go on without one of its processes, and may abort the others. So the process that is started does not train:
-it starts one that does, and watches it. The supervisors know of each other by files in the folder of the run, which all
-hosts share: each writes its own once a second. A host is lost when its process is killed, or when it has not written
-for a while. Then the others end their processes, and with `--elastic` they agree on who is left, and start new ones.
+JAX cannot continue without one of its processes, and may abort the others. So the first process on a host does not
+train: it starts one that does, and watches it. These supervisors communicate by files in the folder of the run, which
+all hosts share: each writes its own once a second. A host is lost when its process is killed, or when it has not
+written for a while. Then the others end their processes, and with `--elastic` they agree on who is left, and start new
+ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ctrl-C, and the signal with which clusters end a process: both are asked for, and obeyed between two steps."""
+"""Handle Ctrl-C, and the signal with which clusters end a process, between two steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured at each step, in a file of one JSON object a line."""
+"""The measurements of each step, in a file with one JSON object per line."""
 
 from __future__ import annotations
 

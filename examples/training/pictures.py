@@ -1,4 +1,4 @@
-"""The loss curve and the placement of the model, as text and as files."""
+"""Draw the loss curve and the placement of the model, as text and as files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The plan of `--mapping plan`: the mesh and the mappings with which a step takes least time, as far as names tell.
+"""Make the plan of `--mapping plan`: the mesh and the mappings with the shortest step time, as computed from names.
 
-What is chosen is kept in the folder of the run, as a file that `--mapping` reads too, with the table of the candidates
-beside it. Going on with the run takes it from there, unless the number of devices is another one.
+The folder of the run keeps the plan, as a file that `--mapping` also reads, with the table of the candidates. A resumed
+run uses this plan, unless the number of devices has changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What goes wrong for a reason that the user can do something about."""
+"""Errors that the user can do something about."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown while a run goes on: a bar on a terminal, and otherwise a line now and then."""
+"""Show the progress of a run: a bar on a terminal, otherwise a line now and then."""
 
 from __future__ import annotations
 

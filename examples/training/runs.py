@@ -1,4 +1,4 @@
-"""The folder of a run, which has all that a run leaves: settings, checkpoints, losses, pictures and samples."""
+"""The folder of a run, with all its output: settings, checkpoints, losses, pictures and samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained, and the functions that are compiled for it. None of them says how it is distributed."""
+"""The training state, and the functions compiled for it. None of them mentions devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies: a mesh, and mappings from the axes of the model to the axes of the mesh.
+"""Strategies: a mesh, and mappings from the axes of the model to mesh axes.
 
 The compute mapping is active while a step runs. The parameter mapping places parameters, gradients and optimizer state
 between steps. If the two differ, a step is compiled by `axn.fsdp`.

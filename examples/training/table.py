@@ -1,4 +1,4 @@
-"""The table of parameters: the axes of each, the mesh axes that they are sharded over, and the bytes of a shard."""
+"""Print the table of parameters: the axes of each, the mesh axes they are sharded over, and the bytes of a shard."""
 
 from __future__ import annotations
 

@@ -132,6 +132,11 @@ class NoInit:
         raise AttributeError(f"{layer.__name__} has no `init`, since it has no parameters. Write `{self.call}`.")
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return `1 name` or `2 names`."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
 def describe_bytes(count: float) -> str:
     """Return `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -182,7 +187,7 @@ def distinct(what: str, names: tuple[str, ...]) -> tuple[str, ...]:
 def wrong_rank(names: Sequence[str], shape: Sequence[Any]) -> str:
     """Return the message for an array whose rank is not the number of its names."""
     return (
-        f"This named array has {len(names)} names {describe_axes(names)} for an array of rank {len(shape)}, "
+        f"This named array has {counted(len(names), 'name')} {describe_axes(names)} for an array of rank {len(shape)}, "
         f"shape {tuple(shape)}. That is what positional functions leave behind: a transform such as `jax.vmap`, "
         "`jax.lax.scan` or `jax.jacobian`, which cannot say which axis it took or added, or `jax.tree.map` with a "
         "function that reduces an array. Use names, with `axonym.vmap`, `axonym.scan`, `axonym.jacobian` or "

@@ -134,7 +134,7 @@ NETWORKS = {
         ("BatchNorm", "BatchNorm1d", "BatchNorm2d", "GroupNorm", "InstanceNorm2d"),
         "`LayerNorm` and `RmsNorm` are layers, and `axonym.nn.standardize(x, axes)` normalizes over any axes",
     ),
-    "RMSNorm": "`axonym.nn.RmsNorm.init(Embed)`",
+    "RMSNorm": "`axonym.nn.RmsNorm.init(Embed, use_bias=False)`",
     **dict.fromkeys(
         ("MaxPool1d", "MaxPool2d", "AvgPool2d"), "`axonym.nn.max_pool(x, {'height': 2, 'width': 2}, stride=2)`"
     ),
@@ -153,6 +153,7 @@ CALLS = {
     "vmap": "vmap(f, 'batch')(x)",
     "scan": "scan(f, 'batch')(carry, x)",
     "dot_product_attention": "dot_product_attention(query, key, value, 'key_pos', 'head_dim')",
+    "dropout": "dropout(x, 0.1, inference=False, key=key)",
     "Dropout.__init__": "Dropout(0.1)",
     "where": "where(mask, x, y)",
     "clip": "clip(x, 0, 1)",
@@ -193,6 +194,9 @@ def in_call(f: Callable[..., Any], error: str, arguments: Sequence[Any]) -> str:
         call = _call(type(arguments[0]).init, f"{name}.init")
     else:
         call = _call(f, name)
+    parameters = list(inspect.signature(f).parameters)
+    if parameters[0] == "key" and arguments and not hasattr(arguments[0], "dtype"):
+        return f"{error}. The first argument is a random key: write `{call}`."
     keyword = error.partition("unexpected keyword argument ")[2].strip("'")
     advice = KEYWORDS.get(keyword, "Write `{call}`.").replace("{call}", call)
     return f"{error}. {_filled(advice, tuple(map(repr, names)))}"

@@ -1,7 +1,7 @@
 """Operations on FSDP parameters: all-gathered where they are used, with gradients that are reduce-scattered at once.
 
 Fully sharded data parallelism shards a parameter over the mesh axis that also shards the batch. Every use gathers it on
-all devices; its gradient is a sum over the batch, of which every device keeps its shard. That is one all-gather and one
+all devices; its gradient is a sum over the batch, and each device keeps its shard of it. That is one all-gather and one
 reduce-scatter. `run_gathering_parameters` does not rely on the partitioner to find them: it runs an operation per
 device, gathers the parameter inside, and differentiation turns the all-gather into the reduce-scatter.
 

@@ -1,4 +1,4 @@
-"""Handle differences between the supported versions of JAX, and guess at internals that it does not expose."""
+"""Handle differences between the supported versions of JAX, and infer internals that it does not expose."""
 
 from __future__ import annotations
 

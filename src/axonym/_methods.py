@@ -200,7 +200,7 @@ class Methods:
         return functools.partial(_refuse_conversion, self)
 
     def __array__(self: Any, dtype: Any = None, copy: Any = None) -> Any:
-        raise TypeError(_use_instead("A NumPy conversion", None))
+        raise TypeError(_CONVERT)
 
     def __array_function__(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         raise TypeError(_use_instead(f"numpy.{func.__name__}", func.__name__))
@@ -230,6 +230,8 @@ def _refuse_conversion(x: NamedArray) -> NamedArray:
     name = _calling_function("jax")
     if name is None:  # an operator of a JAX array: return the named array, so that Python tries its reflected operator
         return x
+    if name in ("array", "asarray"):
+        raise TypeError("A NamedArray is not converted to a JAX array, which has no names: its array is `x.array`.")
     raise TypeError(_use_instead(f"JAX's {name}", name))
 
 
@@ -247,9 +249,15 @@ def _calling_function(package: str) -> str | None:
     return found
 
 
+_CONVERT = (
+    "A NamedArray is not converted to a NumPy array, which has no names: write `numpy.asarray(x.array)`, or "
+    "`axonym.to_host(x).array` for an array that is sharded over several hosts."
+)
+
+
 def _use_instead(called: str, name: str | None) -> str:
     found = _named_function(name) if name else None
-    way_out = f"use `{found}`" if found else "use the function of the same name in axonym"
+    way_out = f"use `{found}`" if found else "axonym has none of that name; use `axonym.lift`"
     return f"{called} works by position and does not take a NamedArray: {way_out}, or pass the raw array, `x.array`."
 
 

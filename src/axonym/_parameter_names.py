@@ -35,7 +35,8 @@ def by_parameter(what: str, fn: Callable[..., Any], values: Sequence[T], static:
         values = [value for i, value in enumerate(values) if i not in fixed]
     more = len(values) - len(names)
     if more > 0 and rest is None:
-        raise ValueError(f"{what}: {len(values)} placements for the {len(names)} parameters {', '.join(names)}.")
+        parameters = "parameter" if len(names) == 1 else f"{len(names)} parameters"
+        raise ValueError(f"{what}: {len(values)} placements for the {parameters} {', '.join(names)}.")
     return dict(zip([*names, *(f"{rest}[{i}]" for i in range(more))], values, strict=False))
 
 

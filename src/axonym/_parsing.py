@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+from collections.abc import Sequence
 from typing import Literal, NoReturn, TypeAlias
 
 from . import _errors
@@ -100,6 +101,17 @@ class Expression:
     def fail(self, node: Place, message: str) -> NoReturn:
         """Raise a ValueError that points at a part of the expression."""
         fail(self.what, self.text, node, message)
+
+
+def split_words(expression: Expression, ranks: Sequence[int]) -> str:
+    """Return a sentence with the expression whose words are split into letters, if these are as many as the axes."""
+    words = [[e.name for e in term.elements if isinstance(e, Name)] for term in expression.lhs]
+    whole = all(len(found) == len(term.elements) == 1 for found, term in zip(words, expression.lhs, strict=True))
+    if not whole or [len(found[0]) for found in words] != list(ranks):
+        return ""
+    text = re.sub(r"\w+", lambda word: " ".join(word[0]), expression.text)
+    text = re.sub(r"\s*,\s*", ", ", re.sub(r"\s*->\s*", " -> ", text)).strip()
+    return f" Words are separated by spaces: write `{text}`."
 
 
 def fail(what: str, text: str, node: Place, message: str) -> NoReturn:

@@ -58,11 +58,15 @@ class Coordinates(Mapping[str, Any]):
         return len(self._data.coords)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Coordinates) and self._data.identical(other._data))
+        if self is other or not isinstance(other, Coordinates):
+            return self is other
+        return hash(self) == hash(other) and self._data.identical(other._data)  # xarray takes 1 and 1.0 for identical
 
     def __hash__(self) -> int:
         if self._hash is None:
-            self._hash = hash(tuple((n, c.dims, zlib.crc32(repr(c.values.tolist()).encode())) for n, c in self.items()))
+            self._hash = hash(
+                tuple((n, c.dims, str(c.dtype), zlib.crc32(repr(c.values.tolist()).encode())) for n, c in self.items())
+            )
         return self._hash
 
     def __repr__(self) -> str:

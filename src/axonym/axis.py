@@ -366,7 +366,8 @@ def rearrange_for_partial_order(
     rest = [n for n in known if n not in named]
     if rest and ... not in partial_order:
         listed, shown = _errors.quoted(rest), _errors.describe_selectors(axes)
-        raise ValueError(f"rearrange: {listed} of {shown} are missing; name them, or add `...`.")
+        lacking = "is missing; name it" if len(rest) == 1 else "are missing; name them"
+        raise ValueError(f"rearrange: {listed} of {shown} {lacking}, or add `...`.")
     order = [[] if isinstance(s, EllipsisType) else [name_of(s)] for s in partial_order]
     place = next((i for i, s in enumerate(partial_order) if s is ...), 0)
     for n in known:

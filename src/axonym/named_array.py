@@ -14,6 +14,7 @@ import contextvars
 import functools
 import json
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, overload
@@ -464,9 +465,11 @@ def _checked(array: Any, axes: AxisSelection) -> tuple[Any, Names]:
     if shape is None:
         raise TypeError(f"NamedArray: expected an array, got {type(array).__name__}. Lists go through `axonym.named`.")
     if len(shape) != len(names):
+        words = re.split(r"[\s,]+", names[0].strip()) if len(names) == 1 else []
+        hint = f" Names are a sequence: {tuple(words)}." if len(words) > 1 else ""
         raise ValueError(
-            f"NamedArray: {len(names)} axes {_errors.describe_selectors(found)} for an array of rank {len(shape)}, "
-            f"shape {tuple(shape)}."
+            f"NamedArray: {_errors.counted(len(names), 'axis', 'axes')} {_errors.describe_selectors(found)} for an "
+            f"array of rank {len(shape)}, shape {tuple(shape)}.{hint}"
         )
     for s, size in zip(found, shape, strict=True):
         if isinstance(s, Axis) and s.size != size:

@@ -207,13 +207,17 @@ class NamedRef:
                 index[name] = _axis_index(name, start, entry)
         return index
 
-    def _block(self) -> tuple[tuple[Any, ...], Names, dict[str, Any]]:
+    def _block(self) -> tuple[Any, Names, dict[str, Any]]:
         """Return the index of a block of the memory that JAX can access, its axes, and the index within the block."""
         by_name = self._index()
-        explicit = explicit_mesh([self.ref]) is not None  # JAX reads and writes such a reference only as a whole
-        left = {n: i for n, i in by_name.items() if explicit or not _is_ref_index(i)}
-        block = tuple(slice(None) if n in left else by_name.get(n, slice(None)) for n in self.memory)
-        return block, tuple(n for n, i in zip(self.memory, block, strict=True) if isinstance(i, slice)), left
+        # JAX reads and writes a reference on Explicit axes, or one without elements, only as a whole.
+        whole = explicit_mesh([self.ref]) is not None or 0 in self.ref.shape
+        in_jax = {} if whole else {n: i for n, i in by_name.items() if _is_ref_index(i)}
+        if any(not isinstance(i, slice) for i in in_jax.values()):  # inside jit JAX takes no stride next to a position
+            in_jax = {n: i for n, i in in_jax.items() if not isinstance(i, slice) or i.step == 1}
+        left = {n: i for n, i in by_name.items() if n not in in_jax}
+        names = tuple(n for n in self.memory if isinstance(in_jax.get(n, slice(None)), slice))
+        return tuple(in_jax.get(n, slice(None)) for n in self.memory) if in_jax else ..., names, left
 
     def _write(self, value: NamedOrNumeric) -> None:
         value = value if isinstance(value, NamedArray) else wrap(jnp.asarray(value), ())

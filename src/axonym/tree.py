@@ -236,6 +236,11 @@ def resize_axis(tree: Any, old_axis: AxisSelector, new_size: int, key: jax.Array
                 f"{new_size}, since the new elements are means. Resize that array yourself, for example with "
                 "`axonym.pad`."
             )
+        if new_size > axis.size == 0:
+            raise ValueError(
+                f"resize_axis: axis {name!r} of {_path(path)} {describe_array(x)} has no elements, whose mean the new "
+                "ones would be. Make the array anew."
+            )
         resized[i] = _resized(x, axis, axis.resize(new_size), k)
     return unflatten(treedef, resized)
 

@@ -1,11 +1,11 @@
-"""The meshes and mappings that operations are tried on: Auto and Explicit; one axis split, the other, both, neither."""
+"""The meshes and mappings for tests of operations: Auto and Explicit; one axis sharded, the other, both, neither."""
 
 import jax
 import pytest
 
 import axonym as axn
 
-# The one that asks most is tried with every version of JAX.
+# The most demanding one is tested with every version of JAX.
 BOTH = {"batch": "data", "vocab": "model"}
 FURTHER = [pytest.param(m, marks=pytest.mark.further) for m in ({"batch": "data"}, {"vocab": "model"}, {"batch": None})]
 
@@ -25,6 +25,6 @@ def mapping(request):
 
 @pytest.fixture
 def both_split():
-    """The one mapping that asks most, for what would take long with all of them."""
+    """Return the most demanding mapping, for tests that would take long with all of them."""
     with axn.axis_mapping(BOTH):
         yield

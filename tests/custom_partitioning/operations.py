@@ -1,4 +1,4 @@
-"""Operations to try, each by a function of whole arrays and one for a part, and how they are looked at."""
+"""Operations for the tests, each with a function of unsharded arrays and one of shards, and ways to inspect them."""
 
 import re
 
@@ -63,7 +63,7 @@ def check(got, expected):
 
 
 def collectives(fn, *args):
-    """The collectives of the compiled program, each with how many elements it makes."""
+    """Return the collectives of the compiled program, each with the number of elements of its result."""
     text = jax.jit(fn).lower(*args).compile().as_text() or ""
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     found = re.findall(rf"= (\w+)\[([\d,]*)\]\S* ({kinds})\(", text)

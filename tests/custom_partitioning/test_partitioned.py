@@ -1,4 +1,4 @@
-"""Operations on several devices: values, shardings, what each device gets, transformations, and what is refused."""
+"""Operations on several devices: values, shardings, the shard of each device, transformations, and errors."""
 
 from typing import Any
 
@@ -384,7 +384,7 @@ def test_the_index_of_a_mesh_axis(mesh, both_split):
 
 
 def counting(infer: Any) -> tuple[Any, list[Any]]:
-    """An operation that is sharded as a function says, and what one device got."""
+    """Return an operation whose sharding a function decides, and a list of what one device got."""
     seen: list[Any] = []
 
     @partitioned(reduced="vocab")

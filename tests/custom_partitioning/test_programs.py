@@ -1,4 +1,4 @@
-"""What the compiled programs of operations move."""
+"""The communication in compiled programs of operations."""
 
 import jax
 import jax.numpy as jnp

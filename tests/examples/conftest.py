@@ -1,4 +1,4 @@
-"""What the tests of the training script share: its text, and a run that was not interrupted."""
+"""Fixtures for the tests of the training script: its text, and a run that was not interrupted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.examples.runs import train, train_lm
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_once() -> Any:
-    """Runs of the same settings share what is compiled: making it again would take most of the time."""
+    """Share compiled programs between runs of the same settings: compiling again would take most of the time."""
     patch, made = pytest.MonkeyPatch(), {}
 
     def once(fn: Any) -> Any:
@@ -34,7 +34,7 @@ def _compiled_once() -> Any:
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files to learn from: a counter in each, so there is something to learn."""
+    """Write files to learn from, each with a counter, so that there is something to learn."""
     folder = tmp_path_factory.mktemp("text")
     for i in range(4):
         (folder / f"{i}.txt").write_text(" ".join(str(n) for n in range(100 * i, 100 * i + 400)))
@@ -43,7 +43,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that was not interrupted."""
+    """Return the folder of a run that was not interrupted."""
     out = tmp_path_factory.mktemp("finished") / "run"
     patch = pytest.MonkeyPatch()
     printed = tmp_path_factory.getbasetemp() / "printed"

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # where a script finds what is beside it
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # where a script finds the modules beside it
 
 from examples import train_lm
 

@@ -1,4 +1,4 @@
-"""`examples/generate.py` writes what the model says, however it is distributed."""
+"""`examples/generate.py` writes the model's text, however it is distributed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import axonym as axn
 from axonym.state import save_state_dict
@@ -25,7 +25,7 @@ STOP = 7
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model as on the hub, in two files, whose words are its tokens' numbers."""
+    """Write a model as on the hub, in two files, whose words are the numbers of its tokens."""
     folder = tmp_path_factory.mktemp("llama")
     with np.load(GOLDEN) as kept:
         weights = {name.removeprefix("weights/"): kept[name] for name in kept if name.startswith("weights/")}
@@ -48,7 +48,7 @@ def model(folder: Path) -> Llama:
 
 
 def greedy(model: Llama, prompt: list[int], length: int) -> list[int]:
-    """The likeliest tokens, by the model without a cache."""
+    """Return the likeliest tokens, from the model without a cache."""
     tokens = list(prompt)
     logits = jax.jit(lambda tokens: model(tokens))
     for _ in range(length):
@@ -83,7 +83,7 @@ def test_the_cache_is_donated(model: Llama) -> None:
     prompts = axn.named(np.array([PROMPTS[0]]), ("batch", "pos"))
     text = jax.eval_shape(lambda: generate.generation.start(model, prompts, jax.random.key(0), sampling, 20))
     step = generate.Writer(model, sampling)._next
-    memory: Any = step.lower(model, text, jax.random.key(0)).compile().memory_analysis()
+    memory: Any = step.lower(jax.tree.leaves(model), text, jax.random.key(0)).compile().memory_analysis()
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(text))
     assert memory.alias_size_in_bytes == held
 
@@ -94,13 +94,14 @@ def test_command(folder: Path, expected: list[list[int]], capsys: pytest.Capture
     arguments = ["--checkpoint", str(folder), "--length", str(LENGTH), "--temperature", "0"]
     one = " ".join(map(str, PROMPTS[0]))
     generate.main([*arguments, "--prompt", one, "--stop", ends])
-    assert capsys.readouterr().out == one + " ".join(map(str, expected[0][: expected[0].index(int(ends))])) + "\n"
+    written = expected[0][: expected[0].index(int(ends))]
+    assert capsys.readouterr().out == " ".join([one, *map(str, written)]) + "\n"
     two = [" ".join(map(str, prompt)) for prompt in PROMPTS]
     generate.main([*arguments, "--prompt", two[0], "--prompt", two[1]])
     printed = capsys.readouterr().out
     for prompt, tokens in zip(two, expected, strict=True):
         kept = tokens[: tokens.index(STOP)] if STOP in tokens else tokens
-        assert prompt + " ".join(map(str, kept)) in printed
+        assert " ".join([prompt, *map(str, kept)]) + "\n" in printed
 
 
 @pytest.mark.further
@@ -141,13 +142,77 @@ def test_sampling(model: Llama) -> None:
         assert len({*row, *PROMPTS[0]}) == len(row) + len(set(PROMPTS[0]))
 
 
+def test_a_penalty_and_prompts_of_different_lengths(model: Llama) -> None:
+    """Padding counts as no token of a text: each is written as on its own."""
+    writer = generate.Writer(model, generate.Sampling(temperature=0, repetition_penalty=1.5))
+
+    def written(prompts: list[list[int]]) -> list[list[int]]:
+        return np.stack(list(writer.tokens(prompts, LENGTH, jax.random.key(0))), axis=1).tolist()
+
+    assert written(PROMPTS) == [*written(PROMPTS[:1]), *written(PROMPTS[1:])]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_spaces_that_are_part_of_tokens(
+    model: Llama, expected: list[list[int]], capsys: pytest.CaptureFixture[str], together: bool
+) -> None:
+    """As in the tokenizers of Llama 2, Mistral and Gemma, which drop the space of the first token."""
+    words = {f"\u2581{i}": i for i in range(model.table.Vocab.size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="\u25810"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    writer = generate.Writer(model, generate.Sampling(temperature=0))
+    texts = [(prompt, tokens[:3]) for prompt, tokens in zip(PROMPTS, expected, strict=True)][: 1 + together]
+    generate.write(writer, tokenizer, [" ".join(map(str, prompt)) for prompt, _ in texts], 3, set(), 0)
+    printed = [line for line in capsys.readouterr().out.split("\n") if line]
+    assert printed == [" ".join(map(str, [*prompt, *tokens])) for prompt, tokens in texts]
+
+
 def test_families_that_are_not_there(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
+    del config["hidden_act"], config["rope_parameters"]
     for change, message in (
-        ({"model_type": "gemma3_text"}, "of a 'gemma3_text'; this model can be llama, mistral, qwen2, qwen3, gemma"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "all alike, not of 2 types"),
-        ({"hidden_act": "relu"}, "activation 'relu'"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"model_type": "gemma3"}, "of a 'gemma3'; this model can be llama, mistral, .*, gemma2, gemma3_text"),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["full_attention"]},
+            "for each of 2 layers; it has 1 of full_attention",
+        ),
+        (
+            {"model_type": "gemma2", "layer_types": ["full_attention", "linear_attention"]},
+            "it has 2 of full_attention, linear_attention",
+        ),
+        ({"hidden_act": "relu"}, "activation 'relu', not silu or swish"),
+        ({"model_type": "gemma", "hidden_act": "relu"}, "activation 'relu', not gelu or gelu_pytorch_tanh"),
+        ({"model_type": "gemma2", "hidden_activation": "silu"}, "activation 'silu', not gelu or gelu_pytorch_tanh"),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"model_type": "mistral", "attention_bias": True}, "attention_bias"),
+        ({"mlp_bias": True}, "mlp_bias"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5, but this model rotates all features"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "unknown kind 'dynamic'"),
     ):
         with pytest.raises(ValueError, match=message):
-            generate.Config.from_huggingface(config | change)
+            generate.from_huggingface(config | change)
+
+
+def test_what_files_do_not_say(folder: Path) -> None:
+    """It is what `transformers` takes."""
+    config = json.loads((folder / "config.json").read_text())
+    del config["hidden_act"], config["rope_parameters"]
+
+    def read(family: str, **changes: Any) -> Any:
+        return generate.from_huggingface(config | {"model_type": family} | changes)
+
+    assert read("llama", sliding_window=3).window is read("gemma", sliding_window=3).window is None
+    assert (read("mistral").window, read("mistral", sliding_window=None).window) == (4096, None)
+    assert read("qwen2", sliding_window=3).window is None
+    for first, expected in ((0, (3, None)), (1, (3, (False, True))), (2, (None, None)), (28, (None, None))):
+        found = read("qwen3", sliding_window=3, use_sliding_window=True, max_window_layers=first)
+        assert (found.window, found.slides) == expected
+    sizes = {
+        family: read(family, head_dim=None).HeadSize.size for family in ("llama", "mistral", "qwen2", "qwen3", "gemma")
+    }
+    assert sizes == {"llama": 4, "mistral": 4, "qwen2": 4, "qwen3": 128, "gemma": 256}
+    assert read("gemma2").slides == (True, False)
+    alike = read("gemma3_text")  # of six layers and more, one attends to everything
+    assert (alike.window, alike.slides, alike.rotary.theta, alike.local_rotary) == (4096, None, 1e4, None)
+    assert read("gemma3_text", num_hidden_layers=7).slides == (True,) * 5 + (False, True)

@@ -22,9 +22,9 @@ class Planned(NamedTuple):
 
     out: Path
     said: str
-    """What it printed."""
+    """The output."""
     args: tuple[Any, ...]
-    """What `insight.plan` was called with, once: a search takes most of the time of these tests."""
+    """The arguments of the single call of `insight.plan`: a search takes most of the time of these tests."""
     options: dict[str, Any]
     plan: insight.MappingPlan
 

@@ -1,4 +1,4 @@
-"""The folder of a run: who uses it, and what is in it that should not be."""
+"""The folder of a run: locks, and files in it that should not be there."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_runs_without_a_name_get_folders_of_their_own(tmp_path: Path, monkeypatc
 
 
 def settings(**changes: Any) -> Callable[[Path], object]:
-    """Other values in the settings of a run; those of a group by its name."""
+    """Change values in the settings of a run; settings of a group by its name."""
 
     def change(run: Path) -> None:
         content = json.loads((run / "config.json").read_text())
@@ -115,7 +115,7 @@ def settings(**changes: Any) -> Callable[[Path], object]:
 
 
 def content(name: str, text: bytes | str) -> Callable[[Path], object]:
-    """Another content of a file in the folder of a run."""
+    """Replace the content of a file in the folder of a run."""
     return lambda run: (run / name).write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
@@ -139,7 +139,7 @@ def of_an_earlier_version(run: Path) -> None:
 
 
 def cut(run: Path) -> None:
-    """Damage everything that an earlier version wrote of the arrays: many reads fail at a time."""
+    """Damage everything that was written of the arrays, so that many reads fail at the same time."""
     path = run / "checkpoints" / "step-000006"
     (path / "checksums.json").unlink()
     for file in path.rglob("manifest.ocdbt"):
@@ -147,7 +147,7 @@ def cut(run: Path) -> None:
 
 
 def strays(run: Path) -> None:
-    """Things of others in the folders, among them an empty folder with a higher number, and odd lines of losses."""
+    """Add foreign files to the folders, such as an empty folder with a higher number, and odd lines of losses."""
     for name in ("step-backup", "step-000099", "step-"):
         (run / "checkpoints" / name).mkdir()
     (run / "checkpoints" / "notes-7").write_text("mine")
@@ -157,7 +157,7 @@ def strays(run: Path) -> None:
 
 
 def interrupted(owner: Any, name: str) -> Callable[[Path], object]:
-    """Ctrl-C is pressed at a call."""
+    """Simulate Ctrl-C at a call."""
     return lambda run: mock.patch.object(owner, name, side_effect=KeyboardInterrupt).start()
 
 
@@ -421,7 +421,7 @@ BAD: dict[str, tuple[tuple[str, ...], Callable[[Path], object] | None, str]] = {
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:
-    """What is in a folder: the bytes of each file, and None for what is none."""
+    """Return the contents of a folder: the bytes of each file, and None for everything else."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 

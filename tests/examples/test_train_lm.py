@@ -1,4 +1,4 @@
-"""The training script: a run from start to end, going on with one, and what it says when something is wrong."""
+"""The training script: a run from start to end, resumed runs, and its errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.examples.runs import (
 
 
 def abstract_state() -> Any:
-    """What is trained, without values."""
+    """Return the training state, without values."""
     config, strategy = train_lm.settings.parse(SMALL), train_lm.strategies.choose("data", "auto", 2, 8)
     policy = train_lm.Policy.parse(config.precision)
     return train_lm.steps.make_functions(config.model, config.optimizer, policy, strategy).abstract
@@ -45,7 +45,7 @@ def abstract_state() -> Any:
 
 
 def loss_and_gradients(mapping: str | None, experts: int) -> Any:
-    """Those of a model of the script under a mapping, or on one device; without all that a run does besides."""
+    """Return those of one of the script's models under a mapping, or on one device, without the rest of a run."""
     config, steps = train_lm.settings.parse([*SMALL, "--experts", str(experts)]), train_lm.steps
     strategy = train_lm.strategies.choose(mapping or "data", "auto", 2, 8, microbatches=2)
     policy, axes = train_lm.Policy.parse(config.precision), steps.model_config(config.model)

@@ -1,7 +1,7 @@
-"""`python -m tests.fuzz --minutes 60`: try random programs for as long as there is time, and print those that fail.
+"""Run random programs for some time, and print those that fail: `python -m tests.fuzz --minutes 60`.
 
-Programs run in a process of their own, since XLA may abort it. An abort is a failure like any other, except where the
-same program in positional JAX aborts too: that is counted, and not a failure of this library.
+Programs run in a separate process, since XLA may abort it. An abort is a failure like any other, unless the same
+program in positional JAX also aborts: then it is counted, but not as a failure of this library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What must hold of every program, and the search for one of which it does not."""
+"""Check the properties of every program, and search for a program that violates one."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def tolerance(dtype: Any) -> float:
 
 
 def differs(found: Any, expected: Any, *, weak: bool = True, exact: bool = False, rtol: float = 0) -> str | None:
-    """Return in words how two positional arrays differ; None where they agree.
+    """Describe how two positional arrays differ; return None if they agree.
 
     Arguments:
         found: an array.
-        expected: the array it should be.
+        expected: the expected array.
         weak: compare weak types.
         exact: allow no rounding errors.
-        rtol: the errors to allow, where those of the dtype are smaller. In jit, XLA may leave out rounding to a smaller
-            dtype, so what a program computes in bfloat16 on its way matters too.
+        rtol: the tolerance, if that of the dtype is smaller. In jit, XLA may omit rounding to a smaller dtype, so
+        intermediate results in bfloat16 matter too.
     """
     found, expected = jnp.asarray(found), jnp.asarray(expected)
     if found.dtype != expected.dtype or (weak and found.weak_type != expected.weak_type):
@@ -61,7 +61,7 @@ def expect(what: str, found: Any, expected: Any, **options: Any) -> None:
 
 
 def check_steps(program: Program, seed: int) -> None:
-    """Every step, eager, against the positional function in `jax.numpy` and in NumPy."""
+    """Compare every eager step with the positional function in `jax.numpy` and in NumPy."""
     values = list(program.inputs)
     named = program.named_inputs()
     for step in program.steps:
@@ -91,7 +91,7 @@ def _check_numpy(step: Any, values: Any, expected: Any) -> None:
 
 
 def check_jit(program: Program, seed: int) -> None:
-    """The whole program in jit and in named_jit, against the eager one."""
+    """Compare the whole program in jit and in named_jit with the eager one."""
     function, inputs, rtol = program.function(), program.named_inputs(), tolerance(program.coarsest())
     expected = function(*inputs)
     for what, compiled in (("jit", jax.jit(function)), ("named_jit", axn.named_jit(function))):
@@ -101,7 +101,7 @@ def check_jit(program: Program, seed: int) -> None:
 
 
 def check_gradient(program: Program, seed: int) -> None:
-    """The gradient against that of the program in positional JAX."""
+    """Compare the gradient with that of the program in positional JAX."""
     function, inputs = program.function(), program.named_inputs()
     inexact = [i for i, v in enumerate(program.inputs) if jnp.issubdtype(v.array.dtype, jnp.floating)]
     result = function(*inputs)
@@ -126,7 +126,7 @@ def check_gradient(program: Program, seed: int) -> None:
 
 
 def check_transforms(program: Program, seed: int) -> None:
-    """The program under vmap, in a scan and inside shard_map, on inputs that have one axis more."""
+    """Run the program under vmap, in a scan and inside shard_map, on inputs with one more axis."""
     function, inputs = program.function(), program.named_inputs()
     expected = function(*inputs)
     lane = axn.Axis("lane", 8)
@@ -146,7 +146,7 @@ def check_transforms(program: Program, seed: int) -> None:
 
 
 def check_placements(program: Program, seed: int) -> None:
-    """Values and gradients on meshes and under mappings drawn at random."""
+    """Check values and gradients on random meshes and under random mappings."""
     function, inputs = program.function(), program.named_inputs()
     rtol = tolerance(program.coarsest())
     try:
@@ -159,7 +159,7 @@ def check_placements(program: Program, seed: int) -> None:
 
 
 def _cancels(program: Program, function: Callable[..., Any], inputs: Any) -> bool:
-    """Return whether a gradient is so small that it may be what rounding leaves of terms that cancel."""
+    """Return whether a gradient is so small that it may be the rounding error of terms that cancel."""
     inexact = [i for i, v in enumerate(program.inputs) if jnp.issubdtype(v.array.dtype, jnp.inexact)]
 
     def total(arrays: Any) -> Any:
@@ -176,7 +176,7 @@ def _cancels(program: Program, function: Callable[..., Any], inputs: Any) -> boo
 
 
 def check_eager_placements(program: Program, seed: int) -> None:
-    """The program eager on placed arrays: the values, dtypes and, on Explicit axes, placement that it has in jit."""
+    """Run the program eagerly on sharded arrays; compare values, dtypes and, on Explicit axes, shardings with jit."""
     function, inputs, rng = program.function(), program.named_inputs(), random.Random(seed)
     explicit = rng.choice([True, False, ["data"]])
     mapping = rng.choice([{"a": "data", "b": "model"}, {"b": "data", "c": "model"}, {"a": "model", "b": "data"}])
@@ -196,7 +196,7 @@ def check_eager_placements(program: Program, seed: int) -> None:
 
 
 def check_tasks(program: Program, seed: int) -> None:
-    """The program in named_jit with donated arguments, in two tasks that wait for each other under other mappings."""
+    """Run the program in named_jit with donated arguments, in two tasks that take turns under different mappings."""
     function, inputs = program.function(), program.named_inputs()
     expected = function(*inputs)
     donating = axn.named_jit(function, donate_args=(True,) * len(inputs))
@@ -228,7 +228,7 @@ def check_tasks(program: Program, seed: int) -> None:
 
 
 def check_plain(program: Program, seed: int) -> None:
-    """The program in positional JAX, compiled and placed as in `check_placements`."""
+    """Run the program in positional JAX, compiled and sharded as in `check_placements`."""
 
     def plain(*inputs: axn.NamedArray) -> Any:
         return program.positional([x.array for x in inputs])
@@ -264,11 +264,11 @@ class Failure:
 
 
 def fails(check: Check, program: Program, seed: int) -> str | None:
-    """Return in words how a program fails a check; None if it does not."""
+    """Describe how a program fails a check; return None if it does not."""
     try:
         check(program, seed)
-    except Exception as problem:  # whatever it is, a program that positional JAX computes should not raise it
-        if "IndivisibleError" in str(problem):  # a part of a mesh axis, of which JAX's custom partitioning cannot tell
+    except Exception as problem:  # no program that positional JAX computes should raise any error
+        if "IndivisibleError" in str(problem):  # a part of a mesh axis, which JAX's custom partitioning cannot express
             return None
         return f"{type(problem).__name__}: {problem}"
     return None
@@ -287,7 +287,7 @@ def failure(program: Program, seed: int, fails: Fails = fails) -> Failure | None
 
 
 def try_seed(seed: int, fails: Fails = fails) -> Failure | None:
-    """Return what is wrong with the program of a seed; None if nothing is.
+    """Return the failure of the program of a seed; None if there is none.
 
     Arguments:
         fails: runs a check, by default in this process.

@@ -1,7 +1,7 @@
-"""The operations that random programs are made of: how to draw one, and what it does by position.
+"""The operations of random programs: how to draw one, and its positional form.
 
-Every operation stands here twice: as a call of the library, which the program prints, and as a function of positional
-arrays and their names, for `jax.numpy` and NumPy alike.
+Every operation is defined twice: as a call of the library, which the program prints, and as a function of positional
+arrays and their names, for both `jax.numpy` and NumPy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Value:
     array: Any
     names: Names
     exact: bool = True
-    """Whether rounding cannot have touched it, so that operations that jump may be applied to it."""
+    """Whether it has no rounding errors, so that discontinuous operations may be applied to it."""
 
     def size(self, name: str) -> int:
         return self.array.shape[self.names.index(name)]
@@ -43,7 +43,7 @@ class Operation:
     by_position: Callable[..., tuple[Any, Names]]
     """From a NumPy-like module, the operands and the options to the resulting array and its names."""
     jumps: bool = False
-    """A small change of an operand can change the result much, so the operands must be exact."""
+    """Whether a small change of an operand can change the result much, so that operands must be exact."""
     rounds: bool = True
 
 
@@ -67,11 +67,11 @@ def is_complex(x: Value) -> bool:
     return jnp.issubdtype(x.array.dtype, jnp.complexfloating)
 
 
-# --- how operands are chosen ---
+# --- choosing operands ---
 
 
 def one(suits: Callable[[Value], bool] = lambda x: True, **options: Callable[[random.Random, Value], Any]) -> Any:
-    """Draw one operand that suits, and each option for it; an option that is None means that none fits."""
+    """Draw a suitable operand, and each option for it; an option that is None means that none fits."""
 
     def draw(rng: random.Random, values: Sequence[Value]) -> Any:
         fitting = [i for i, v in enumerate(values) if suits(v)]
@@ -124,7 +124,7 @@ def _fresh(rng: random.Random, x: Value) -> str | None:
     return rng.choice(free) if free else None
 
 
-# --- what they do by position ---
+# --- positional forms ---
 
 
 def _elementwise(name: str) -> Callable[..., Any]:
@@ -290,7 +290,7 @@ def _updated(method: str) -> Callable[..., Any]:
 
 def _top_k(xp: Any, x: Value, axis: str, new: str) -> Any:
     at = x.names.index(axis)
-    # Of equal values the first comes first, so values are sorted backwards and then turned round.
+    # Of equal values the first comes first, so values are sorted backwards and then reversed.
     order = xp.flip(xp.argsort(xp.flip(x.array, axis=at), axis=at, stable=True), axis=at)
     largest = xp.take(x.size(axis) - 1 - order, np.arange(2), axis=at)
     found = xp.take_along_axis(x.array, largest, axis=at).astype(x.array.dtype)  # which is not weak
@@ -379,7 +379,7 @@ def _sorted_by_index(xp: Any, x: Value, axis: str) -> Any:
 
 def _running(xp: Any, x: Value, axis: str) -> Any:
     at = x.names.index(axis)
-    # A loop leaves weak types as they are, as the operations of `jax.lax` do.
+    # A loop keeps weak types, as the operations of `jax.lax` do.
     total = jax.lax.cumsum(x.array, at) if xp is jnp else np.cumsum(x.array, axis=at, dtype=x.array.dtype)
     return xp.moveaxis(total, at, 0), (axis, *(n for n in x.names if n != axis))
 

@@ -1,4 +1,4 @@
-"""Random programs: drawing them, printing them as code, and making a failing one shorter."""
+"""Draw random programs, print them as code, and shorten failing ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fuzz.operations import OPERATIONS, Names, Operation, Value
 SIZES = {"a": 4, "b": 8, "c": 2, "d": 3, "one": 1, "none": 0}
 DTYPES = ["float32"] * 6 + ["bfloat16", "float16", "int32", "int32", "int8", "uint32", "bool", "complex64"]
 LARGEST = 8192
-"""Programs keep to arrays of at most so many elements."""
+"""The largest number of elements of an array in a program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Step:
 
 
 def _rounds(kind: str, array: Any) -> bool:
-    """Return whether an operation may have rounded: sums and products of small numbers in float32 do not."""
+    """Return whether an operation may round: sums and products of small numbers in float32 do not."""
     if not jnp.issubdtype(array.dtype, jnp.inexact):
         return False
     return array.dtype != np.float32 or kind not in ("add", "subtract", "sum", "cumsum", "diff", "maximum", "minimum")
@@ -56,7 +56,7 @@ class Program:
     steps: tuple[Step, ...]
 
     def function(self) -> Callable[..., Any]:
-        """Return the program as a function of named arrays: the code that it is printed as."""
+        """Compile the printed code of the program to a function of named arrays."""
         scope: dict[str, Any] = {"axn": axn}
         exec(self.body(), scope)
         return scope["program"]
@@ -81,7 +81,7 @@ class Program:
         return [axn.named(jnp.asarray(v.array), v.names) for v in self.inputs]
 
     def positional(self, arrays: Sequence[Any]) -> Any:
-        """Return the result of the program in positional JAX."""
+        """Run the program in positional JAX, and return its result."""
         values = [dataclasses.replace(v, array=x) for v, x in zip(self.inputs, arrays, strict=True)]
         for step in self.steps:
             values.append(step.by_position(jnp, values))
@@ -96,7 +96,7 @@ class Program:
         return max(dtypes, key=lambda dtype: jnp.finfo(dtype).eps, default=np.float32)
 
     def up_to(self, last: int) -> Program:
-        """Return the program that computes only one of the steps, without those that it does not need."""
+        """Return the program that ends with a step, without steps that it does not need."""
         needed: set[int] = set()
         queue = [len(self.inputs) + last]
         while queue:
@@ -140,7 +140,7 @@ def draw_program(rng: random.Random) -> Program:
 
 
 def _is_extreme(array: Any) -> bool:
-    """Return whether values have grown so large that rounding and overflow say more than the operation."""
+    """Return whether values are so large that rounding and overflow dominate."""
     if not jnp.issubdtype(array.dtype, jnp.inexact) or not array.size:
         return False
     return not bool(np.all(np.isfinite(array))) or float(np.max(np.abs(np.asarray(array, np.complex64)))) > 1e4
@@ -169,5 +169,5 @@ def _draw_input(rng: random.Random) -> Value:
 
 
 def _python_zero(x: Any) -> Any:
-    """Return a number of Python, of which JAX makes an array of a weak type."""
+    """Return a Python number, which JAX converts to an array of a weak type."""
     return 0 if jnp.issubdtype(x.dtype, jnp.integer) else 0.0

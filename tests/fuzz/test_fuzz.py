@@ -1,4 +1,4 @@
-"""A minute of the fuzzer, and that it finds what is planted. `python -m tests.fuzz --minutes 60` runs it for longer."""
+"""Run the fuzzer for a minute, and check that it finds planted bugs; `python -m tests.fuzz --minutes 60` does more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`check_shard_invariance` of what the programs of the fuzzer do not have: matrices, models, experts, draws, ..."""
+"""`check_shard_invariance` for functions that the fuzzer does not cover: matrices, models, experts, draws, ..."""
 
 from __future__ import annotations
 

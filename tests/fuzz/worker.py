@@ -1,4 +1,4 @@
-"""A process that checks programs, and that may die."""
+"""Check programs in a process that may die."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.fuzz.programs import Program
 
 ABORTED = "the process aborted"
 MAX_PROGRAMS = 50
-"""After so many programs a new process takes over, since the old one keeps everything that it has compiled."""
+"""The number of programs before a new process takes over, since a process keeps everything that it has compiled."""
 
 
 class Worker:
-    """A process that calls functions, and the next one when it has died."""
+    """A process that calls functions, replaced if it dies."""
 
     def __init__(self) -> None:
         self._calls = 0
@@ -41,7 +41,7 @@ class Worker:
             raise
 
     def fails(self, check: Check, program: Program, seed: int) -> str | None:
-        """Return in words how a program fails a check, which it also does by ending the process."""
+        """Describe how a program fails a check, which includes ending the process."""
         try:
             return self.call(fails, check, program, seed)
         except BrokenProcessPool:

@@ -9,7 +9,7 @@ import pytest
 
 import axonym.haliax as hax
 
-# What is called, by its parameters; `=` marks those with a default.
+# Methods and functions by their parameters; `=` marks those with a default.
 CALLS: dict[str, str] = {
     "blocks, Block, gradient_checkpointing": "nn.BlockSeq",
     "stacked, Block, gradient_checkpointing": "nn.Stacked",

@@ -1,4 +1,4 @@
-"""What code written for Haliax imports is there once `haliax` is changed to `axonym.haliax`, by module."""
+"""The imports of code written for Haliax work once `haliax` is changed to `axonym.haliax`, for each module."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 
 import axonym.haliax as hax
 
-# What Haliax 1.4 offers in each module: what its `__all__` has or it defines itself, and the types of arguments that
-# code imports from it. Left out are:
-# - what a module only imported for itself, such as `Axis` in `haliax.ops`, and variables of types;
-# - helpers that do not begin with an underscore but are inner workings: `index_where`, `axis_spec_to_tuple`,
+# The public names of Haliax 1.4 in each module: those in its `__all__` or defined there, and the types of arguments
+# that code imports from it. Left out are:
+# - names that a module imports only for its own use, such as `Axis` in `haliax.ops`, and type variables;
+# - internal helpers whose names do not begin with an underscore: `index_where`, `axis_spec_to_tuple`,
 #   `replace_missing_with_ellipsis`, `to_jax_shape` outside of `jax_utils`, `check_shape`, `raw_array_or_scalar`,
 #   `broadcast_arrays_and_return_axes`, `compile_cache`, `maybe_untuple`, `safe_wraps`, `safe_update_wrapper`, and the
 #   classes `NamedArrayMeta`, `DTypeCategory` and `WrappedCallable`;
-# - the functions of `wrap`, by which Haliax makes operations of positional functions: `lift` does that here;
+# - the functions of `wrap`, with which Haliax turns positional functions into operations: `lift` does that here;
 # - `nn.linear.gmm_sharded`, a Pallas kernel for raw arrays: `MoELinear` has it with `use_gmm=True`;
 # - `poly.vander`, which is `hax.vander`, and the constant `DEFAULT_PADDING`;
 # - everything in `haliax._src`.

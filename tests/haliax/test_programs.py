@@ -1,4 +1,4 @@
-"""Small programs in the style of Haliax, which print the same numbers under Haliax and under `axonym.haliax`."""
+"""Small programs in the style of Haliax, which give the same numbers with Haliax and `axonym.haliax`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ optax = pytest.importorskip("optax")
 
 
 def train_mlp(hax: Any, hnn: Any) -> list[float]:
-    """Train an MLP with `named_jit` and Optax; the losses."""
+    """Train an MLP with `named_jit` and Optax; return the losses."""
     Batch, In, Hidden, Out = hax.make_axes(batch=8, inputs=4, hidden=16, outputs=3)
     model = hnn.MLP.init(In, Out, width=Hidden, depth=2, activation=hax.tanh, key=jax.random.key(0))
     x = hax.random.normal(jax.random.key(1), (Batch, In))
@@ -41,7 +41,7 @@ def train_mlp(hax: Any, hnn: Any) -> list[float]:
 
 
 def scanned_transformer(hax: Any, hnn: Any) -> list[float]:
-    """A causal transformer whose blocks are scanned; its loss and the norm of its gradient."""
+    """Run a causal transformer with scanned blocks; return its loss and the norm of its gradient."""
     Batch, Pos, Embed, Heads, HeadSize, Mlp, Vocab = hax.make_axes(
         batch=2, position=8, embed=16, heads=2, head_size=8, mlp=32, vocab=13
     )
@@ -99,7 +99,7 @@ def scanned_transformer(hax: Any, hnn: Any) -> list[float]:
 
 
 def windowed_attention(hax: Any, hnn: Any) -> list[float]:
-    """Attention with a prefix, weights by `einsum`, and chunks read and written by dynamic slices in a loop."""
+    """Compute attention with a prefix, weights by `einsum`, and chunks read and written by dynamic slices in a loop."""
     Pos, Head = hax.make_axes(position=8, head_size=4)
     KeyPos = Pos.alias("key_position")
     kq, kk, kv = jax.random.split(jax.random.key(2), 3)
@@ -122,7 +122,7 @@ EXPECTED: dict[Callable[[Any, Any], list[float]], list[float]] = {
     scanned_transformer: [2.690152, 2.289],
     windowed_attention: [-3.75422, -2.717902, 2.183861, -2.481581, 1.032475],
 }
-"""What Haliax 1.4 gives."""
+"""The results of Haliax 1.4."""
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:haliax")  # what Haliax itself still uses

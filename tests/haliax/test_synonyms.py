@@ -1,4 +1,4 @@
-"""Operations under the other names that Haliax has for them."""
+"""Operations under Haliax's names for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The steps of training that reports are compared on: the models of the examples, made small, under their mappings."""
+"""Training steps to compare reports on: the models of the examples, made small, under their mappings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _importing() -> Iterator[None]:
 
 
 def example(name: str) -> Any:
-    """A module of the examples."""
+    """Import a module of the examples."""
     with _importing():
         return importlib.import_module(name)
 

@@ -1,4 +1,4 @@
-"""An independent count of the collectives of a compiled program, straight from its text."""
+"""Count the collectives of a compiled program independently, straight from its text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 
 
 def counted(text: str, mesh: jax.sharding.Mesh) -> dict[Any, int]:
-    """Bytes of results by kind of collective and mesh axes, and how many `runs`, in a call that takes all branches."""
+    """Return bytes of results by kind of collective and mesh axes, and the number of `runs`, taking all branches."""
     bodies: dict[str, str] = {}
     for block in re.split(r"\n(?=(?:ENTRY )?%[\w.-]+ \()", text):
         head = re.match(r"(?:ENTRY )?%([\w.-]+) \(", block)
@@ -43,14 +43,14 @@ def counted(text: str, mesh: jax.sharding.Mesh) -> dict[Any, int]:
 
 
 def _axes(line: str, mesh: jax.sharding.Mesh) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ."""
+    """Return the mesh axes along which the devices of a group differ."""
     position = {device.id: where for where, device in np.ndenumerate(mesh.devices)}
     pairs = [(position[group[0]], position[device]) for group in _groups(line, mesh.size) for device in group]
     return tuple(name for i, name in enumerate(mesh.axis_names) if any(a[i] != b[i] for a, b in pairs))
 
 
 def _groups(line: str, devices: int) -> list[tuple[int, ...]]:
-    """The devices of each group, in all of XLA's notations."""
+    """Return the devices of each group, from any of XLA's notations."""
     if "source_target_pairs=" in line:
         return [_numbers(pair) for pair in re.findall(r"\{(\d+,\d+)\}", line.split("source_target_pairs=")[1])]
     said = line.split("replica_groups=")[1]
@@ -77,7 +77,7 @@ def _groups(line: str, devices: int) -> list[tuple[int, ...]]:
 
 
 def _iota(said: str) -> np.ndarray:
-    """The devices in the order of `[2,4]T(1,0)`."""
+    """Return the devices in the order of `[2,4]T(1,0)`."""
     match = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", said)
     assert match, said
     sizes = _numbers(match[1])

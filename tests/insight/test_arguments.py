@@ -1,4 +1,4 @@
-"""What each argument of a step, and what is kept for the backward pass, takes on each device."""
+"""The bytes on each device of the arguments of a step, and of the arrays kept for the backward pass."""
 
 from __future__ import annotations
 

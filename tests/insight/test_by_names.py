@@ -1,4 +1,4 @@
-"""What names tell of a mapping is what the partitioner makes of it, or it is refused."""
+"""The cost of a mapping computed from names is that of the partitioner, or it is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MAPPINGS: dict[str, Any] = {
 
 
 def language_model(name: str, optimizer: bool = False) -> tuple[Any, ...]:
-    """A step of training, and its abstract arguments."""
+    """Return a training step, and its abstract arguments."""
     train = cases.example("train")
     tokens = jax.eval_shape(lambda: axn.zeros((train.Batch, train.Pos), dtype=int))
     model = jax.eval_shape(train.MODELS[name], jax.random.key(0))
@@ -48,7 +48,7 @@ def both(case: tuple[Any, ...], mapping: Any, tier: str = "names") -> tuple[axn.
 
 
 def sent(report: axn.insight.Report) -> dict[Any, int]:
-    """The bytes that each device sends, by mesh axes, kind and phase."""
+    """Return the bytes that each device sends, by mesh axes, kind and phase."""
     found: collections.Counter[Any] = collections.Counter()
     for c in report.collectives:
         assert c.total_sent is not None
@@ -318,6 +318,57 @@ def test_a_loop_whose_length_is_not_known() -> None:
     report = axn.insight.explain(summed, x, mapping={"batch": "data"}, mesh=cases.mesh_of(data=8), by="names")
     assert [(c.kind, c.times) for c in report.collectives] == [("all-reduce", None)]
     assert report.total_sent() is None
+
+
+def attention_step(mask: Any, masked: Any, per_example: bool = False) -> tuple[Any, ...]:
+    """Return a step with causal attention of which all axes but the heads have one size."""
+    size = 16
+    batch, pos, embed, heads, head_dim = axn.make_axes(batch=size, pos=size, embed=size, heads=4, head_dim=size)
+
+    def attend(x: Any, w: Any) -> Any:
+        q, k, v = (axn.dot(x, w[n], axis="embed") for n in "qkv")
+        k, v = k.rename({"pos": "key_pos"}), v.rename({"pos": "key_pos"})
+        weights = axn.nn.softmax(masked(mask(size), axn.dot(q, k, axis="head_dim")), axis="key_pos")
+        return axn.dot(axn.dot(weights, v, axis="key_pos"), w["o"], axis=("heads", "head_dim"))
+
+    def loss(w: Any, x: Any) -> jax.Array:
+        y = axn.vmap(attend, "batch")(x, w) if per_example else attend(x, w)
+        return axn.mean(y * y).scalar()
+
+    def step(w: Any, x: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(w, x)
+        return value, jax.tree.map(lambda a, b: a - 0.1 * b, w, gradients)
+
+    weights = {n: axn.ones((embed, heads, head_dim)) for n in "qkv"} | {"o": axn.ones((heads, head_dim, embed))}
+    return step, *jax.eval_shape(lambda: (weights, axn.ones((batch, pos, embed))))
+
+
+MASKS = {
+    "named": lambda n: axn.arange(axn.Axis("pos", n)).broadcast_axis({"key_pos": n}) >= axn.arange({"key_pos": n}),
+    "without names": lambda n: axn.named(jnp.tril(jnp.ones((n, n), bool)), ("pos", "key_pos")),
+    "transposed": lambda n: axn.named(jnp.triu(jnp.ones((n, n), bool)), ("key_pos", "pos")),
+}
+
+
+@pytest.mark.parametrize("mask", list(MASKS))
+@pytest.mark.parametrize(
+    ("how", "masked"),
+    [
+        ("where", lambda mask, scores: axn.where(mask, scores, -1e9)),
+        ("zero", lambda mask, scores: axn.where(mask, scores, 0.0)),
+        ("bias", lambda mask, scores: scores + axn.where(mask, 0.0, -1e9)),
+    ],
+)
+def test_a_mask_whose_axes_have_the_size_of_the_batch(mask: str, how: str, masked: Any) -> None:
+    case = attention_step(MASKS[mask], masked)
+    for mapping in ({"batch": "data"}, {"heads": "data"}, ({"embed": "data"}, {"batch": "data"})):
+        found = [
+            axn.insight.explain(*case, mapping=mapping, mesh=cases.mesh_of(data=4), by=by).total_sent()
+            for by in ("names", "partitioner")
+        ]
+        assert found[0] == found[1] and found[0], mapping
+    with pytest.raises(ValueError, match="pos becomes key_pos, which is sharded otherwise"):
+        axn.insight.explain(*case, mapping={"pos": "data"}, mesh=cases.mesh_of(data=4), by="names")
 
 
 X = jax.ShapeDtypeStruct((8, 8), "float32")

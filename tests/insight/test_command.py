@@ -1,4 +1,4 @@
-"""`python -m axonym.insight`, in a process of its own, since the number of simulated devices is chosen at its start."""
+"""`python -m axonym.insight`, in a separate process, since the number of simulated devices is chosen at its start."""
 
 from __future__ import annotations
 

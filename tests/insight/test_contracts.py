@@ -1,4 +1,4 @@
-"""Contracts catch planted bugs and leave clean steps alone; blame finds the line; comparisons say what differs."""
+"""Contracts catch planted bugs and accept clean steps; blame finds the line; comparisons show the differences."""
 
 from __future__ import annotations
 
@@ -211,12 +211,13 @@ def test_a_comparison_says_what_differs() -> None:
     assert less.count("all-gather") == 0 and more.count("all-gather") == 3
     lines = found.differences("replicated", "fsdp")
     assert any(
-        line.startswith("+ 1 x") and "embed is stored sharded over data, and used whole" in line for line in lines
+        line.startswith("+ 1 x") and "embed is stored sharded over data, and all-gathered where it is used" in line
+        for line in lines
     )
     assert any(line.startswith("- 1 x") and "all-reduce over data, backward" in line for line in lines)
     text, markdown = str(found), found.to_markdown()
     assert "fsdp, compared with replicated:" in text and "sent over data" in text
-    assert markdown.startswith("|  | sent over data | sent over model | collectives | flops | at least | binding |")
+    assert markdown.startswith("|  | sent over data | sent over model | collectives | flops | at least | bottleneck |")
 
 
 def test_what_is_compared() -> None:

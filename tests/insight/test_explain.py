@@ -1,4 +1,4 @@
-"""Reports say what the compiled program does: bytes, counts, flops, lines and names."""
+"""Reports agree with the compiled program: bytes, counts, flops, lines and names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import inspect
 import io
 import json
 import math
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +55,7 @@ NOT_KNOWN = {
     "gpt2 mixed": 1,
     "plain JAX": 4,
 }
-"""How many arrays at most have no reason: none in the other cases."""
+"""The largest number of arrays without a reason: zero in the other cases."""
 ON_ALL_VERSIONS = {
     "llama fsdp", "llama mixed", "llama sequence", "llama tensor, explicit", "gpt2 data", "gpt2 mixed, explicit",
     "mixture, experts", "classifier, height", "pipeline, explicit", "plain JAX",
@@ -153,7 +154,7 @@ def test_each_array_has_names_a_phase_a_line_and_a_reason(mesh: Any) -> None:
     with jax.set_mesh(mesh):
         report = axn.insight.explain(step, weights(), batch(), mapping=FSDP_AND_TENSOR, by="partitioner")
     up, down = line_of(loss, "hidden = "), line_of(loss, "return")
-    stored = "embed is stored sharded over data, and used whole"
+    stored = "embed is stored sharded over data, and all-gathered where it is used"
     by_batch, by_mlp = "sums over batch, which is sharded over data", "sums over mlp, which is sharded over model"
     of_up, of_down = f"the gradient of [embed, mlp] {by_batch}", f"the gradient of [mlp, embed] {by_batch}"
     assert {(c.kind, c.axes, c.array, c.phase, c.source and c.source.line, c.reason) for c in report.collectives} == {
@@ -249,7 +250,11 @@ def test_the_forms_of_a_report() -> None:
     assert report.bounds.compute is not None and report.bounds.compute * 197e12 == pytest.approx(report.flops)
     assert report.bounds.links["data",] == (report.total_sent("data") or 0) / 200e9
     text, markdown, data = str(report), report.to_markdown(), json.loads(report.to_json())
-    assert "over data: each device sends" in text and "all-gather" in text and f"{report.bounds.binding} binds" in text
+    assert (
+        "over data: each device sends" in text
+        and "all-gather" in text
+        and f"bottleneck: {report.bounds.bottleneck}" in text
+    )
     assert "### over model" in markdown and "| all-reduce | forward | 1 | 512 B |" in markdown
     assert data["collectives"][0]["kind"] and data["mesh"] == {"data": 4, "model": 2}
     assert data["bounds"]["links"][0]["axes"]
@@ -290,3 +295,11 @@ def test_rich_tables() -> None:
     for cell in cells:
         assert re.sub("^(### |- |---)", "", cell) in wide, cell
     assert max(map(len, shown(60).splitlines())) <= 60
+
+
+@pytest.mark.parametrize("function", ["explain", "compare", "blame", "snapshot", "plan", "Contract.check"])
+def test_what_is_reported_on_is_called_as_elsewhere(function: str) -> None:
+    """The parameter has the name that it has in the transforms and in `named_jit`."""
+    found = operator.attrgetter(function)(axn.insight)
+    assert next(name for name in inspect.signature(found).parameters if name != "self") == "fn"
+    assert next(iter(inspect.signature(axn.named_jit).parameters)) == "fn"

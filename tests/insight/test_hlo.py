@@ -1,4 +1,4 @@
-"""The reader of programs: every form that it knows, and none that it does not."""
+"""The reader of programs: it reads all known forms, and raises an error for others."""
 
 from __future__ import annotations
 

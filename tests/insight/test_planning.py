@@ -1,4 +1,4 @@
-"""Plans are the best that there is by the true program, and say what they leave out."""
+"""Plans are the best by the compiled program, and list what they leave out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from axonym.insight import PlannedMapping, plan
 from benchmarks.llama import CONFIG
 from examples.models.llama import Llama
 from tests.insight import cases
-from tests.insight.test_by_names import TENSOR, language_model
+from tests.insight.test_by_names import MASKS, TENSOR, attention_step, language_model
 from tests.insight.test_explain import batch, step, weights
 
 
@@ -124,7 +124,7 @@ def test_shardy_is_asked_for_what_names_do_not_tell(pos: int, texts: int, over: 
 
 
 def small_mixture() -> tuple[Any, ...]:
-    """A step of a mixture of experts with few tokens, of which each device has the weights of few experts at best."""
+    """Return a step of a mixture of experts with few tokens, so that devices should have the weights of few experts."""
     moe = cases.example("mixture_of_experts")
 
     def train(model: Any, x: axn.NamedArray, y: axn.NamedArray) -> Any:
@@ -169,3 +169,22 @@ def test_a_step_whose_flops_are_not_known() -> None:
 def test_a_chip_without_figures() -> None:
     with pytest.raises(ValueError, match="plan: the chips with figures are"):
         plan(step, weights(), batch(), chips=8, chip="v9")
+
+
+def masked(mask: Any, scores: Any) -> Any:
+    return axn.where(mask, scores, 0.0)
+
+
+def test_a_batch_of_the_size_of_the_sequence_is_sharded() -> None:
+    found = plan(*attention_step(MASKS["named"], masked), chips=8, ask=0, verify=0)
+    assert "batch" in found.best.compute and not found.cautions
+    assert "sharding batch" not in found.left_out
+
+
+def test_what_equal_sizes_hide_is_said_first() -> None:
+    found = plan(*attention_step(MASKS["named"], masked, per_example=True), chips=8, ask=0, verify=0)
+    title, sizes, nothing, blank, *_ = str(found).splitlines()
+    assert title.startswith("step on 8 x v5p") and not blank
+    assert sizes.startswith("caution: mappings that shard any of ") and "batch=16" in sizes
+    assert not found.best.compute and "each of the 8 devices computes everything" in nothing
+    assert all(c in found.to_markdown() for c in found.cautions)

@@ -45,7 +45,7 @@ def step(
     scores: Change = as_it_is,
     loss: Callable[..., Any] = lambda scores, tokens: nn.cross_entropy_loss(scores, "vocab", tokens),
 ) -> Callable[..., Any]:
-    """A step of training that can be changed in each of its parts."""
+    """Make a training step that can be changed in each of its parts."""
 
     def trained(w: Arrays, tokens: axn.NamedArray) -> Any:
         def total(w: Arrays) -> jax.Array:
@@ -109,7 +109,7 @@ LOST: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "sorted scores": ("vocab", "scores", lambda x: axn.sort(x, "vocab")),
     "a replicated weight": ("mlp", "up", lambda w: axn.shard(w["up"], {"embed": None, "mlp": None})),
 }
-"""Where an axis stops being sharded: the axis, the part of the step, and the line."""
+"""Bugs after which an axis is not sharded any more: the axis, the part of the step, and the line."""
 
 SENDS: dict[str, tuple[dict[str, Any], str]] = {
     "rows are rolled": ({"after": lambda x: axn.roll(x, 1, "batch")}, r"over data"),
@@ -130,7 +130,7 @@ SENDS: dict[str, tuple[dict[str, Any], str]] = {
         r"over model",
     ),
 }
-"""What sends more than the clean step: the part of the step that is changed, and what the contract says."""
+"""Bugs that send more than the clean step: the changed part of the step, and the text of the contract."""
 
 MAPPINGS: dict[str, tuple[Any, str]] = {
     "no parameters are stored sharded": (COMPUTE, r"over data.*the gradient of \[vocab, embed\] sums over batch"),
@@ -146,7 +146,7 @@ MAPPINGS: dict[str, tuple[Any, str]] = {
         r"over data",
     ),
 }
-"""Mappings under which the step sends more than under `FSDP`, and what the contract says."""
+"""Mappings under which the step sends more than under `FSDP`, and the text of the contract."""
 
 GATHERED = (
     "a placement without batch",
@@ -161,7 +161,7 @@ ALLOWED = {"data": 23622, "model": 16768}
 
 
 def planted(bug: str) -> tuple[str, Callable[..., Any], int]:
-    """The axis that stops being sharded, the step, and the line of the bug."""
+    """Return the axis that is not sharded any more, the step, and the line of the bug."""
     axis, part, change = LOST[bug]
     return axis, step(**{part: change}), change.__code__.co_firstlineno
 

@@ -1,4 +1,4 @@
-"""What Shardy's passes put in a step is what the partitioner makes of it, or off by no more than the report says."""
+"""The collectives from Shardy's passes are those of the partitioner, within the error that the report gives."""
 
 from __future__ import annotations
 

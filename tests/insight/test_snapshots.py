@@ -1,4 +1,4 @@
-"""Texts of what a step does on a mesh, and the fixture that keeps them beside the tests."""
+"""Snapshots of a step's communication on a mesh, and the fixture that keeps them beside the tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ arguments: 1.5 KiB on each device
 
 sent by each device:
   1 x 1.5 KiB  all-gather over data, forward, f32[embed=16, mlp=32] in dot[batch, embed; embed, mlp -> batch, mlp]: \
-embed is stored sharded over data, and used whole
+embed is stored sharded over data, and all-gathered where it is used
   1 x 1.5 KiB  reduce-scatter over data, backward, f32[embed=16, mlp=32] in \
 dot[batch, embed; embed, mlp -> batch, mlp]: the gradient of [embed, mlp] sums over batch, which is sharded over data"""
 

@@ -1,4 +1,7 @@
-"""Writes the golden files: tiny random models of `transformers`, and what PyTorch computes with them.
+"""Write the golden files: tiny random models of `transformers`, and PyTorch's results with them.
+
+Some are made from classes of configurations, and some from what a file `config.json` on the Hugging Face Hub has: as
+version 5 of `transformers` writes them, and older ones, which have other keys and fewer of them.
 
 Each file has a model's configuration, its weights under the names of its state dict, a batch of tokens, the logits, the
 loss of the next token, and the gradient of that loss with respect to every weight. The tests compare with the files, so
@@ -10,10 +13,12 @@ Given a folder, it writes there instead of over the files of the repository.
 """
 
 # pyright: reportMissingImports=false
-# What the extra installs is not there where the types are checked.
+# The packages of the extra are not installed where types are checked.
 
+import functools
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,8 @@ import numpy as np
 import torch
 from torch.nn import functional
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GemmaConfig,
     GemmaForCausalLM,
     GPT2Config,
@@ -62,7 +69,7 @@ def llama() -> PreTrainedModel:
 
 
 def llama3() -> PreTrainedModel:
-    """As the small models of Llama 3 are: the head is the table, and slow rotations are slowed down further.
+    """Configure a model like small Llama 3 models: the head is the table, and slow rotations are slowed down further.
 
     With rotations of 4 frequencies, wavelengths of 6 to 6283 positions, one is kept, one is between, two are slowed.
     """
@@ -78,12 +85,12 @@ def llama3() -> PreTrainedModel:
 
 
 def mistral() -> PreTrainedModel:
-    """With a window shorter than the texts."""
+    """Configure a model with a window shorter than the texts."""
     return MistralForCausalLM(MistralConfig(**_LLAMA, tie_word_embeddings=False, sliding_window=5))
 
 
 def qwen2() -> PreTrainedModel:
-    """With a head for each 4 features, which is the only choice, and the table as the head."""
+    """Configure a model with a head for each 4 features, which is the only choice, and the table as the head."""
     sizes = {name: size for name, size in _LLAMA.items() if name != "head_dim"}
     return Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
 
@@ -108,6 +115,89 @@ _LLAMA = {
     "attn_implementation": "eager",
 }
 
+_FILE = {name: size for name, size in _LLAMA.items() if name != "attn_implementation"} | {"rms_norm_eps": 1e-6}
+_YARN = {"type": "yarn", "factor": 4.0}
+
+FILES: dict[str, dict[str, Any]] = {
+    # YaRN without the training context, which is the longest one then; and a window, which a Llama does not have.
+    "llama_yarn": {
+        "model_type": "llama",
+        "rope_theta": 1e4,
+        "rope_scaling": _YARN | {"finetuned": True},
+        "sliding_window": 4,
+    },
+    "llama_linear": {
+        "model_type": "llama",
+        "rope_theta": 1e4,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+        "attention_bias": True,
+        "pretraining_tp": 1,
+    },
+    # No window, since it is not used by default; and YaRN with the training context.
+    "qwen2_yarn": {
+        "model_type": "qwen2",
+        "sliding_window": 5,
+        "max_window_layers": 1,
+        "rope_theta": 1e6,
+        "rope_scaling": _YARN | {"original_max_position_embeddings": 32},
+    },
+    # A window from the second layer on.
+    "qwen2_window": {"model_type": "qwen2", "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+    # As version 5 writes it.
+    "qwen3_window": {
+        "model_type": "qwen3",
+        "sliding_window": 5,
+        "use_sliding_window": True,
+        "max_window_layers": 28,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    },
+    "gemma_file": {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None, "rope_theta": 1e4},
+    "gemma2": {
+        "model_type": "gemma2",
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 5,
+        "sliding_window": 5,
+        "attn_logit_softcapping": 4.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 3,
+        "sliding_window_pattern": 2,
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 5,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "gemma3_new": {
+        "model_type": "gemma3_text",
+        "sliding_window": 5,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": ["full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 8,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+}
+"""What is in files, besides sizes."""
+
+
+def from_file(content: dict[str, Any]) -> PreTrainedModel:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(content))
+        config = AutoConfig.from_pretrained(folder)
+    if "gemma" in content["model_type"]:
+        config.pad_token_id = None  # else one row of the table has no gradient
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+
+
 MODELS = {
     "gpt2": gpt2,
     "llama": llama,
@@ -116,16 +206,18 @@ MODELS = {
     "qwen2": qwen2,
     "qwen3": qwen3,
     "gemma": gemma,
+    **{name: functools.partial(from_file, _FILE | content) for name, content in FILES.items()},
 }
 
 
-def results(model: PreTrainedModel) -> dict[str, Any]:
-    """All that goes into the file of a model, with the weights drawn anew."""
-    # As they are initialized, models say about the same of every token, biases are zero and scales one: a test would
-    # miss what is mixed up. So all weights are drawn, large enough that attention prefers some positions to others.
+def results(name: str, model: PreTrainedModel) -> dict[str, Any]:
+    """Return the contents of a model's file, with newly drawn weights."""
+    config = _FILE | FILES[name] if name in FILES else model.config.to_diff_dict()
+    # After initialization, logits are nearly equal, biases are zero and scales one, so a test would miss weights that
+    # are mixed up. So all weights are drawn, large enough that attention prefers some positions to others.
     generator = torch.Generator().manual_seed(0)
-    for name, weight in model.named_parameters():
-        center = 1.0 if "norm" in name or "ln_" in name else 0.0
+    for key, weight in model.named_parameters():
+        center = 1.0 if "norm" in key or "ln_" in key else 0.0
         weight.data = center + 0.3 * torch.randn(weight.shape, generator=generator)
     tokens = torch.randint(VOCAB, (BATCH, LENGTH), generator=generator)
 
@@ -133,14 +225,14 @@ def results(model: PreTrainedModel) -> dict[str, Any]:
     loss = functional.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
     loss.backward()
 
-    weights = dict(model.named_parameters())  # a weight that two parts share is there once, as in files on the hub
+    weights = dict(model.named_parameters())  # a weight that two parts share is stored once, as in files on the hub
     return {
-        "config": np.array(json.dumps(model.config.to_diff_dict())),
+        "config": np.array(json.dumps(config)),
         "tokens": tokens.numpy().astype(np.int32),
         "logits": logits.detach().numpy(),
         "loss": loss.detach().numpy(),
-        **{f"weights/{name}": weight.detach().numpy() for name, weight in weights.items()},
-        **{f"gradients/{name}": weight.grad.numpy() for name, weight in weights.items()},
+        **{f"weights/{key}": weight.detach().numpy() for key, weight in weights.items()},
+        **{f"gradients/{key}": weight.grad.numpy() for key, weight in weights.items()},
     }
 
 
@@ -148,7 +240,7 @@ def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else GOLDEN
     for name, make in MODELS.items():
         path = folder / f"{name}.npz"
-        np.savez_compressed(path, **results(make()))
+        np.savez_compressed(path, **results(name, make()))
         print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 

@@ -1,4 +1,4 @@
-"""Arrays of other libraries by DLPack, and named arrays for them."""
+"""Exchange of arrays with other libraries by DLPack."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_memory_is_shared() -> None:
 
 
 def test_names_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"1 axes \(batch\) for an array of rank 2"):
+    with pytest.raises(ValueError, match=r"1 axis \(batch\) for an array of rank 2"):
         axn.from_dlpack(np.ones((2, 3)), "batch")
     with pytest.raises(ValueError, match=r"axis 'embed' has size 4, but the array has 3"):
         axn.from_dlpack(np.ones((2, 3)), ("batch", axn.Axis("embed", 4)))

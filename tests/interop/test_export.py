@@ -32,13 +32,13 @@ def layer(x: axn.NamedArray, w: axn.NamedArray) -> dict[str, Any]:
 
 
 def exported(fn: Callable[..., Any], *args: Any) -> Any:
-    """A function after it was serialized."""
+    """Serialize a function, and return the loaded one."""
     fn = fn if isinstance(fn, jax.stages.Wrapped) else jax.jit(fn)
     return export.deserialize(export.export(fn)(*args).serialize())
 
 
 def loaded_elsewhere(code: str, blob: Any, folder: Path, devices: int = 1) -> str:
-    """What a process of its own prints, in which `fn` is the function that was serialized."""
+    """Return the output of a separate process, in which `fn` is the serialized function."""
     path = folder / "function.bin"
     path.write_bytes(blob)
     start = f"""

@@ -1,4 +1,4 @@
-"""The golden files are what `transformers` computes, where the extra `interop` is installed."""
+"""The golden files agree with `transformers`, if the extra `interop` is installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ needs_interop = pytest.mark.skipif(not installed, reason="needs the extra: pip i
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files made anew, in a process of its own, so that PyTorch and JAX do not meet."""
+    """Write the files again, in a separate process, so that PyTorch and JAX are not loaded together."""
     folder = tmp_path_factory.mktemp("golden")
     made = subprocess.run([sys.executable, str(SCRIPT), str(folder)], capture_output=True, text=True, timeout=300)
     assert made.returncode == 0, made.stderr

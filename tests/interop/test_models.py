@@ -1,6 +1,6 @@
 """The models of `examples/models` are those of `transformers`, and learn the same however they are distributed.
 
-What PyTorch computes is kept in `golden`: see `make_golden.py`.
+PyTorch's results are stored in `golden`: see `make_golden.py`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ import pytest
 
 import axonym as axn
 from axonym.state import from_torch_compatible_state_dict, to_torch_compatible_state_dict
-from examples.models import gpt2, llama
+from examples.models import families, gpt2, llama
 from examples.models.mappings import COMPUTE, STORAGE, distributed_step
 from tests.helpers import spec
 
 FOLDER = Path(__file__).parent / "golden"
+RELATIVES = (
+    *("llama", "llama3", "llama_linear", "llama_yarn", "mistral", "qwen2", "qwen2_window", "qwen2_yarn"),
+    *("qwen3", "qwen3_window", "gemma", "gemma_file", "gemma2", "gemma3", "gemma3_new"),
+)
 MODELS: dict[str, tuple[Any, Any]] = {
-    "gpt2": (gpt2.Gpt2, gpt2.Config),
-    "llama": (llama.Llama, llama.Config),
-    "llama3": (llama.Llama, llama.Config),
-    "mistral": (llama.Llama, llama.Config),
-    "qwen2": (llama.Llama, llama.Config),
-    "qwen3": (llama.Llama, llama.Config),
-    "gemma": (llama.Llama, llama.Config),
+    "gpt2": (gpt2.Gpt2, gpt2.Config.from_huggingface),
+    **dict.fromkeys(RELATIVES, (llama.Llama, families.from_huggingface)),
 }
 
 # --- the same as in PyTorch ---
@@ -37,7 +36,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
 
 @dataclasses.dataclass
 class Golden:
-    """A model with the weights of a file, and what PyTorch computes with them."""
+    """A model with the weights of a file, and PyTorch's results with them."""
 
     model: Any
     tokens: axn.NamedArray
@@ -49,14 +48,14 @@ class Golden:
 
 @pytest.fixture(scope="module", params=MODELS)
 def golden(request: pytest.FixtureRequest) -> Golden:
-    model, config = MODELS[request.param]
+    model, read = MODELS[request.param]
     with np.load(FOLDER / f"{request.param}.npz") as kept:
         found = dict(kept)
     weights, gradients = (
         {name.removeprefix(f"{kind}/"): x for name, x in found.items() if name.startswith(kind)}
         for kind in ("weights", "gradients")
     )
-    config = config.from_huggingface(json.loads(str(found["config"])))
+    config = read(json.loads(str(found["config"])))
     empty = jax.eval_shape(lambda key: model.init(config, key=key), jax.random.key(0))
     loaded = from_torch_compatible_state_dict(empty, weights)
     tokens = axn.named(found["tokens"], ("batch", "pos"))
@@ -76,6 +75,19 @@ def test_logits_loss_and_gradients(golden: Golden) -> None:
     for name, expected in golden.gradients.items():
         atol = 1e-5 * max(1, 2 * np.abs(expected).max())
         np.testing.assert_allclose(found[name], expected, rtol=1e-4, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("golden", RELATIVES, indirect=True)
+def test_token_by_token(golden: Golden) -> None:
+    """With a cache, after a prompt, as texts are written."""
+    prompt, tokens = 10, golden.tokens
+    extend = jax.jit(llama.Llama.extend)
+    cache = golden.model.empty_cache(tokens.resolve_axis("batch"), axn.Axis("key_pos", tokens.axis_size("pos")))
+    logits, cache = extend(golden.model, tokens["pos", :prompt], cache)
+    for i in range(prompt, tokens.axis_size("pos") + 1):
+        np.testing.assert_allclose(logits.array, golden.logits[:, i - 1], atol=1e-4)
+        if i < tokens.axis_size("pos"):
+            logits, cache = extend(golden.model, tokens["pos", i : i + 1], cache)
 
 
 def test_state_dict_comes_back(golden: Golden) -> None:
@@ -120,14 +132,14 @@ def step(model: Any, tokens: axn.NamedArray) -> tuple[jax.Array, Any]:
 
 
 def initial(kind: Any) -> Any:
-    """A model of random weights; drawing them with JAX would take as long as training."""
+    """Make a model of random weights; drawing them with JAX would take as long as training."""
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(lambda key: kind.init(CONFIGS[kind], key=key), jax.random.key(0))
     return jax.tree.map(lambda x: jnp.asarray(0.2 * rng.normal(size=x.shape), x.dtype), shapes)
 
 
 def trained(compiled: Any, model: Any) -> tuple[list[float], Any]:
-    """The losses of a few steps on the same texts, and the model after them."""
+    """Return the losses of a few steps on the same texts, and the model after them."""
     losses, tokens = [], np.random.default_rng(0).integers(0, Vocab.size, (Batch.size, Pos.size))
     for _ in range(STEPS):
         loss, model = jax.block_until_ready(compiled(model, axn.named(tokens, (Batch, Pos))))

@@ -1,4 +1,4 @@
-"""Named arrays from xarray and back, and through it from pandas and files."""
+"""Conversion of named arrays from and to xarray, and through it from pandas and files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers import compilations, spec
 
 
 def weather(seed: int = 0) -> xr.DataArray:
-    """Coordinates of every kind: dates, strings, one that is not an index, one without axes."""
+    """Return data with coordinates of every kind: dates, strings, one that is not an index, one without axes."""
     values = np.random.default_rng(seed).normal(size=(4, 3)).astype(np.float32)
     coords: Any = {
         "time": pd.date_range("2020-01-01", periods=4),
@@ -125,7 +125,15 @@ def test_coordinates_are_static() -> None:
     assert axn.Coordinates(coords) == coords
 
 
-# --- what JAX has no arrays of ---
+def test_equal_coordinates_have_equal_hashes() -> None:
+    """A number of another type, or of another sign, compiles another program."""
+    found = {axn.Coordinates({"time": np.array([x], dtype)}) for x, dtype in ((0, "i4"), (0, "f4"), (-0.0, "f8"))}
+    assert len(found) == 3
+    pairs = [(a, b) for a in found for b in found if a == b]
+    assert all(a is b for a, b in pairs)
+
+
+# --- dtypes that JAX lacks ---
 
 
 def test_dates_durations_and_strings_are_refused_together() -> None:

@@ -1,4 +1,4 @@
-"""Collectives by name: what each does, to which axis, and what it refuses."""
+"""Collectives by name: effects, axes, and errors."""
 
 from __future__ import annotations
 

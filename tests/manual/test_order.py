@@ -1,4 +1,4 @@
-"""Axes that are sharded over several mesh axes: over which they can be gathered and sharded, and in which order."""
+"""Axes sharded over several mesh axes: the mesh axes over which they can be gathered and sharded, and their order."""
 
 from __future__ import annotations
 

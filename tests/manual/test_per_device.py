@@ -1,4 +1,4 @@
-"""The worked programs: each gives what one device gives, and communicates as it claims."""
+"""The example programs: each agrees with the result on one device, and communicates as stated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shard_map`: what goes in and comes out by name, everywhere that `jax.shard_map` works, and the same program."""
+"""`shard_map`: arguments and results by name, everywhere that `jax.shard_map` works, with the same program."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def product(x: axn.NamedArray, w: axn.NamedArray) -> axn.NamedArray:
 
 
 def mapped(fn: Any, **options: Any) -> Any:
-    """In jit, where it runs faster than eagerly."""
+    """Map a function in jit, where it runs faster than eagerly."""
     return jax.jit(axn.shard_map(fn, mapping=MAPPING, **options))
 
 
@@ -289,7 +289,7 @@ def test_a_result_lies_as_the_argument_whose_size_it_has(auto_mesh: Mesh, x) -> 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[dict[str, int], dict[str, Any]]:
-    """Axes in some order, and where they go: each mesh axis to at most one of them."""
+    """Draw axes in some order, and a mapping that uses each mesh axis at most once."""
     names = draw(st.permutations(["a", "b", "c"]))
     sizes = {n: 8 * draw(st.integers(1, 2)) for n in names}
     places: dict[str, list[str]] = {n: [] for n in names}
@@ -480,7 +480,7 @@ def test_arguments_that_do_not_fit(auto_mesh: Mesh, explicit_mesh: Mesh, x, w) -
             axn.shard_map(product, mapping=MAPPING)(x["batch", 0:6], w)
         with pytest.raises(ValueError, match=r"`axis_names` has 'dta', which mesh.*Did you mean 'data'"):
             mapped(product, axis_names="dta")(x, w)
-        with pytest.raises(ValueError, match=r"`in_specs` has 1 entries for 2 positional arguments, x, w"):
+        with pytest.raises(ValueError, match=r"`in_specs` has 1 entry for 2 positional arguments, x, w"):
             mapped(product, in_specs=(None,))(x, w)
         with pytest.raises(ValueError, match=r"`in_specs` has 'ww', which is not an argument of the call"):
             mapped(product, in_specs={"ww": P()})(x, w)

@@ -38,7 +38,7 @@ class Layer(eqx.Module):
 
 
 def raw_fold(up: jax.Array, down: jax.Array, scale: jax.Array, x: jax.Array) -> jax.Array:
-    """The layers one after the other, by position."""
+    """Apply the layers one after another, by position."""
 
     def layer(x: jax.Array, of_layer: Any) -> tuple[jax.Array, None]:
         up, down, scale = of_layer
@@ -48,7 +48,7 @@ def raw_fold(up: jax.Array, down: jax.Array, scale: jax.Array, x: jax.Array) -> 
 
 
 def raw_parts(layer: Layer) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The arrays of one layer, or of all stacked."""
+    """Return the arrays of one layer, or of all, stacked."""
     return layer.up.array, layer.down.array, layer.scale
 
 
@@ -63,6 +63,6 @@ STACKED = Layer(
 
 
 def make(kind: Any, policy: Any = False) -> Any:
-    """The layers as a `Stacked` or a `BlockSeq`."""
+    """Make the layers as a `Stacked` or a `BlockSeq`."""
     layers = Stacked(STACKED, Layers, policy)
     return layers if kind is Stacked else BlockSeq(layers.unstacked(), Layers, policy)

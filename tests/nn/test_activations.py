@@ -28,7 +28,7 @@ VALUES = np.array([[-7.0, -1.0, -0.25, 0.1], [0.25, 1.0, 2.0, 7.0]], np.float32)
 
 
 def _run(functions: dict[str, Callable[[Any], Any]], x: Any) -> tuple[Any, Any]:
-    """The values and the gradients of all, in one program: each alone would have to be compiled."""
+    """Compute the values and gradients of all activations in one program, to compile only once."""
 
     def loss(x: Any, name: str) -> Any:
         y = functions[name](x)

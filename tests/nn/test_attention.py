@@ -1,4 +1,4 @@
-"""Attention by name is attention by position, written out."""
+"""Attention by name, compared with positional attention."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def softmax(x: Any) -> Any:
 
 
 def written_out(q: Any, k: Any, v: Any, mask: Any = True, bias: Any = 0.0) -> tuple[Any, Any]:
-    """Grouped attention in NumPy, from arrays in the layout of the names above; mask and bias as b, h, g, p, k."""
+    """Compute grouped attention in NumPy, with arrays in the layout of the names above; mask, bias as b, h, g, p, k."""
     scores = np.einsum("bphgd,bkhd->bhgpk", q, k) / np.sqrt(q.shape[-1]) + bias
     weights = softmax(np.where(mask, scores, np.float32(-1e30)))
     return np.einsum("bhgpk,hkbd->bphgd", weights, v), weights

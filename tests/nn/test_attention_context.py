@@ -1,4 +1,4 @@
-"""Attention along a sharded sequence: values and gradients are those of the plain one, bytes those of the formula."""
+"""Attention along a sharded sequence: values and gradients agree with plain attention, bytes with the formula."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_memory_falls_with_the_ring() -> None:
 
 
 def way_of(mapping: Any, q: axn.NamedArray = Q, k: axn.NamedArray = K, mask: Any = None, **options: Any) -> str:
-    """What is chosen, seen in the program."""
+    """Return the chosen context, as seen in the program."""
     with axn.axis_mapping(mapping):
         text = str(
             jax.make_jaxpr(lambda q, k: dot_product_attention(q, k, k, "key_pos", "head_size", mask, **options))(q, k)

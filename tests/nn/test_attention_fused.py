@@ -1,6 +1,6 @@
-"""Fused attention gives what named operations give, or says why it cannot.
+"""Fused attention agrees with named operations, or explains why it cannot run.
 
-Splash attention is run by Pallas' interpreter, which stands in for the device that it is made for.
+Pallas' interpreter runs splash attention, instead of the device that it is made for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Attention on meshes: where results lie, and that no more moves than must."""
+"""Attention on meshes: the shardings of results, and minimal communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What attention compiles to: the program of the hand-written code, no more."""
+"""The compiled program of attention is that of hand-written code."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PROGRAMS = {
 
 
 def compiled(fn: Any, *arguments: Any) -> tuple[list[Any], dict[str, int]]:
-    """What a program gives, and how often each kind of instruction stands in it."""
+    """Return the result of a program, and how often it has each kind of instruction."""
     program = jax.jit(fn).lower(*arguments).compile()
     counts = collections.Counter(INSTRUCTION.findall(program.as_text() or ""))
     return jax.tree.leaves(program(*arguments)), counts

@@ -1,4 +1,4 @@
-"""Decoding with a cache gives what attention over the whole text gives."""
+"""Decoding with a cache agrees with attention over the complete text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Q, K, V = draw(Batch, Pos, Heads, Group, Size), draw(Batch, Pos, Heads, Size), d
 
 
 def whole(mask: Any) -> axn.NamedArray:
-    """Attention over all positions at once, with queries and keys turned by their positions."""
+    """Compute attention over all positions at once, with queries and keys rotated by their positions."""
 
     def attend(q: axn.NamedArray, k: axn.NamedArray, v: axn.NamedArray) -> axn.NamedArray:
         q, k = (apply_rotary(x, Size, Pos) for x in (q, k))
@@ -50,7 +50,7 @@ def as_keys(x: axn.NamedArray) -> axn.NamedArray:
 
 @jax.jit
 def attend(cache: KVCache, q: axn.NamedArray, k: axn.NamedArray, v: axn.NamedArray, count: Any = None) -> Any:
-    """What a layer does: for several positions, along `pos`, or for one."""
+    """Run a layer for several positions along `pos`, or for one."""
     positions = cache.positions(q.resolve_axis("pos")) if q.has_axis("pos") else cache.lengths
     q, k = (apply_rotary(x, Size, positions) for x in (q, k))
     cache = cache.update(as_keys(k), as_keys(v), count)
@@ -64,13 +64,13 @@ def expected() -> axn.NamedArray:
 
 
 def decode(cache: KVCache, *operands: axn.NamedArray) -> Any:
-    """One position after another, in a loop that carries the cache."""
+    """Decode one position after another, in a loop that carries the cache."""
     cache, results = axn.scan(lambda cache, *xs: attend(cache, *xs), Pos)(cache, *operands)
     return cache, results.rearrange(("batch", "pos", ...))
 
 
 def in_parts(cache: KVCache, *parts: slice) -> axn.NamedArray:
-    """Several positions after another."""
+    """Decode several positions at a time."""
     results = []
     for part in parts:
         cache, result = attend(cache, *(axn.named(x.array[:, part], x.names) for x in (Q, K, V)))
@@ -205,7 +205,7 @@ Layers = axn.Axis("layers", 8)
 
 
 def write_all(cache: KVCache, keys: axn.NamedArray) -> KVCache:
-    """Each layer writes its keys, in a loop that carries the cache of all."""
+    """Write the keys of each layer, in a loop that carries the cache of all layers."""
 
     def write(cache: KVCache, layer: Any) -> KVCache:
         new = keys * (layer + 1)
@@ -267,6 +267,7 @@ def test_axes_as_mappings() -> None:
     ("call", "message"),
     [
         (lambda cache: cache.update(K, as_keys(V)), r"the keys \(batch=4, pos=8.*\) have \(pos\) besides.* 'key_pos'"),
+        (lambda cache: cache.update(K, as_keys(V)), r"Rename it: keys\.rename\({'pos': 'key_pos'}\)\."),
         (lambda cache: cache.update(as_keys(K), as_keys(V)["heads", 0]), r"the values .* lack \(heads\)"),
         (lambda cache: cache.update(as_keys(K), as_keys(V)["key_pos", 0]), "have different numbers of positions"),
         (

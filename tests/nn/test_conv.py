@@ -26,7 +26,7 @@ def sample(*axes: axn.Axis) -> axn.NamedArray:
 
 
 def correlated(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, stride: Any, dilation: Any, groups: int) -> Any:
-    """The correlation of x(channels, height, width), padding included, one output element at a time."""
+    """Compute the correlation of x(channels, height, width), padding included, one output element at a time."""
     size = [
         (n - (k - 1) * d - 1) // s + 1
         for n, k, d, s in zip(x.shape[1:], weight.shape[2:], dilation, stride, strict=True)
@@ -314,3 +314,19 @@ def test_along_a_sharded_axis(kind: Any, channels: str, mesh: Mesh) -> None:
         placed = axn.shard(layer, sharded_channels), axn.shard(x)
         found = jax.jit(jax.grad(loss, has_aux=True))(*placed)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize("kind", [Conv, ConvTranspose])
+def test_groups_of_a_sharded_batch(kind: Any, mesh: Mesh) -> None:
+    """The gradient is counted once if some mesh axes are not used, also with several batch axes."""
+    layer = kind.init("height", In, Out, 3, groups=2, key=KEY)
+    x = sample(axn.Axis("step", 2), axn.Axis("batch", 8), H, In)
+
+    def loss(layer: Any, x: axn.NamedArray) -> jax.Array:
+        return axn.sum(axn.sin(layer(x))).scalar()
+
+    for inputs in (x, x["step", 0]):
+        expected = jax.grad(loss)(layer, inputs)
+        with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):
+            found = jax.jit(jax.grad(loss))(axn.shard(layer), axn.shard(inputs))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)

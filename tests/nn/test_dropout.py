@@ -1,4 +1,4 @@
-"""`Dropout`: what is dropped, what is scaled, and when nothing happens."""
+"""`Dropout`: dropped and scaled elements, and when it does nothing."""
 
 from __future__ import annotations
 

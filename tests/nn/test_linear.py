@@ -30,7 +30,7 @@ def _input(*axes: axn.Axis) -> axn.NamedArray:
 
 
 def _layer(In: Any, Out: Any, **options: Any) -> Linear:
-    """A layer of NumPy's numbers, for which nothing has to be compiled."""
+    """Make a layer of NumPy numbers, so that nothing has to be compiled."""
     shapes = eqx.filter_eval_shape(Linear.init, In, Out, key=KEY, **options)
     return jax.tree.map(lambda x: jnp.asarray(_numbers(x.shape)), shapes)
 

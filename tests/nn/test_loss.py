@@ -1,4 +1,4 @@
-"""Losses against the positional formulas, and what is exchanged where the labels are split."""
+"""Losses against the positional formulas, and the communication for sharded labels."""
 
 from __future__ import annotations
 

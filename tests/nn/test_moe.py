@@ -30,7 +30,7 @@ def make(**options: Any) -> MoELinear:
 
 
 def by_rows(layer: MoELinear, x: axn.NamedArray) -> axn.NamedArray:
-    """Each row with the weight of its expert looked up."""
+    """Multiply each row by the weight of its expert."""
     expert = jnp.repeat(jnp.arange(4), SIZES.array, total_repeat_length=32)
     weight = layer.weight.rearrange(("experts", "embed", "mlp")).array[expert]
     product = jnp.einsum("re,rem->rm", x.rearrange(("rows", "embed")).array, weight)
@@ -47,7 +47,7 @@ def reference(layer: MoELinear, x: axn.NamedArray) -> jax.Array:
 
 @functools.cache
 def expected(out_first: bool = False) -> tuple[axn.NamedArray, Any]:
-    """What rows give one by one, and the gradients; called where no mesh is set, so that it is compiled once."""
+    """Return the results of the rows one by one, and the gradients; called without a mesh, to compile it once."""
     layer = make(out_first=out_first)
     return by_rows(layer, X), jax.jit(jax.grad(reference, (0, 1)))(layer, X)
 
@@ -109,7 +109,7 @@ def test_mapped_over() -> None:
         assert_named(result["batch", i], layer(x["batch", i], sizes["batch", i]), rtol=1e-4, atol=1e-5)
 
 
-# Where rows and weights lie, what the result is sharded over, and which collectives that takes in the forward pass.
+# The shardings of rows and weights, that of the result, and the collectives of the forward pass.
 SPLITS: dict[str, tuple[dict[str, Any], dict[str, Any], Any, set[str]]] = {
     "rows": ({"rows": "data"}, {}, "data", set()),
     "experts": ({}, {"experts": "model"}, None, {"all-reduce"}),

@@ -1,4 +1,4 @@
-"""Parametrizations: the scales, and that with them a model learns alike at any width."""
+"""Reparametrizations: the scales, and models that learn alike at any width."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _make(width: int, use_mup: bool) -> _Model:
 
 
 def _activations(width: int, use_mup: bool) -> list[dict[str, float]]:
-    """The size of the activations at the start, and that of their change after a few steps of Adam."""
+    """Return the size of the activations at the start, and of their change after a few steps of Adam."""
     model = _make(width, use_mup)
     ids = axn.named(np.arange(5), "batch")
     x = axn.named(np.random.default_rng(1).normal(size=(5, 4)).astype(np.float32), ("batch", "feature"))

@@ -23,7 +23,7 @@ X = axn.random.normal(jax.random.key(0), (H, B, W))
 
 
 def windows(size: int, window: int, stride: int, before: int, after: int, ceil: bool) -> list[range]:
-    """The elements that each window along an axis holds, those of the padding being outside of the axis."""
+    """Return the positions in each window along an axis; those of the padding are out of range."""
     reach = size + before + after
     count = (reach - window + (stride - 1 if ceil else 0)) // stride + 1
     starts = [i * stride - before for i in range(count)]
@@ -33,7 +33,7 @@ def windows(size: int, window: int, stride: int, before: int, after: int, ceil: 
 def pooled(
     reduce: Callable[[np.ndarray], Any], stride: Any, pads: Any, ceil: bool = False, fill: float = np.nan
 ) -> Any:
-    """X pooled along width (3) and height (2), one window at a time; padding is `fill`."""
+    """Pool x along width (3) and height (2), one window at a time; padding is `fill`."""
     x = np.asarray(X.array)
     (left, right), (above, below) = pads
     rows = windows(7, 2, stride[1], above, below, ceil)
@@ -63,7 +63,7 @@ def test_pools(arguments: dict[str, Any], stride: Any, pads: Any, ceil: bool) ->
     assert_named(mean_pool(X, WINDOW, **arguments), pooled(np.nanmean, stride, pads, ceil), rtol=1e-5, atol=1e-6)
     counted = mean_pool(X, WINDOW, count_include_pad=True, **arguments)
     assert_named(counted, pooled(lambda w: w.sum() / 6, stride, pads, ceil, 0.0), rtol=1e-5, atol=1e-6)
-    # Where it starts from counts for a sum: once in each window, and once for each element of padding.
+    # The start value of a sum counts once in each window, and once for each element of padding.
     total = pool(X, WINDOW, 2.0, lambda a, b: a + b, **arguments)
     assert_named(total, pooled(lambda w: w.sum() + 2, stride, pads, ceil, 2.0), rtol=1e-5, atol=1e-5)
 
@@ -173,7 +173,7 @@ def test_refusals() -> None:
         mean_pool(X, {"height": 9}, padding=((1, 0),))
     with pytest.raises(ValueError, match="this padding, a window contains nothing else: 2 for a window of 2 along"):
         min_pool(X, {"height": 2}, padding=2)
-    with pytest.raises(ValueError, match=r"`stride` has 1 entries for the axes \(width, height\)"):
+    with pytest.raises(ValueError, match=r"`stride` has 1 entry for the axes \(width, height\)"):
         max_pool(X, WINDOW, stride=(1,))
     with pytest.raises(ValueError, match="'height' would name more than one axis"):
         max_pool(X, (axn.Axis("height", 2), axn.Axis("height", 3)))

@@ -1,4 +1,4 @@
-"""Rotary embeddings: complex numbers turned by angles, and the frequencies that published models use."""
+"""Rotary embeddings: complex numbers rotated by angles, and the frequencies of published models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POSITIONS = np.array([[0, 1, 2], [7, 100, 3]])
 
 
 def turned(x: Any, positions: Any, frequencies: Any, interleaved: bool = False, magnitude: float = 1.0) -> Any:
-    """Each pair of features as a complex number, times one of the angle of its position."""
+    """Multiply each pair of features, as a complex number, by one with the angle of its position."""
     half = x.shape[-1] // 2
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
     angles = positions[..., None, None] * np.asarray(frequencies)

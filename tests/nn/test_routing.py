@@ -1,4 +1,4 @@
-"""Rows go to their experts and come back: values and gradients are those of all experts on all rows, and rows move."""
+"""Rows are sent to their experts and back: values and gradients agree with all experts on all rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def mixture(layers: Any, x: axn.NamedArray, chosen: axn.NamedArray, **options: A
 
 
 def dense(layers: Any, x: axn.NamedArray, chosen: axn.NamedArray) -> axn.NamedArray:
-    """All experts on all rows, of which each row takes one result."""
+    """Run all experts on all rows, and select one result for each row."""
     up, down = layers
     hidden = nn.gelu(axn.dot(x, up.weight, axis=Embed) + up.bias)
     return axn.dot(axn.dot(hidden, down.weight, axis=Mlp) + down.bias, nn.one_hot(chosen, Experts), axis=Experts)

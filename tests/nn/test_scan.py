@@ -1,4 +1,4 @@
-"""`Stacked` and `BlockSeq`: results and gradients of hand-written loops, and the rules for arguments."""
+"""`Stacked` and `BlockSeq`: results and gradients compared with hand-written loops, and the rules for arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = pytest.mark.parametrize("kind", [Stacked, BlockSeq])
 
 
 def stacked_arrays(layers: BlockFoldable[Layer]) -> list[np.ndarray]:
-    """The arrays of all layers, as those of a `Stacked` are."""
+    """Return the arrays of all layers, stacked as in a `Stacked`."""
     return [np.stack(arrays) for arrays in zip(*map(raw_parts, layers.unstacked()), strict=True)]
 
 
@@ -118,7 +118,7 @@ def test_values_and_gradients_are_those_of_a_loop_by_hand(kind: Any) -> None:
 
 
 def kept(policy: Any, kind: Any) -> list[str]:
-    """The type of every residual that the backward pass is handed, apart from the function's own arguments."""
+    """Return the types of the residuals that the backward pass gets, except the function's own arguments."""
     arrays, rest = eqx.partition(make(kind, policy), eqx.is_array)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -391,7 +391,7 @@ def test_what_cannot_be_made() -> None:
         Stacked.init("layers", Layer)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"BlockSeq\.init: 'Module' has no `init`"):
         BlockSeq.init(Layers, eqx.Module)
-    with pytest.raises(ValueError, match=r"BlockSeq: got 1 layers for the axis layers\(4\)"):
+    with pytest.raises(ValueError, match=r"BlockSeq: got 1 layer for the axis layers\(4\)"):
         BlockSeq([Pair(jnp.float32(1))], Layers)
 
 

@@ -1,4 +1,4 @@
-"""What scanned models cost: the compiled program, what is compiled again, and what moves between devices."""
+"""The cost of scanned models: the compiled program, recompilation, and communication."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_functions_and_what_they_close_over_can_be_collected() -> None:
 STORAGE = {"embed": "data", "mlp": "model"}
 COMPUTE = {"batch": "data", "mlp": "model"}
 ONE_LAYER = 2 * 16 * (24 // 2) * 4
-"""The bytes of the two weights of a layer that every device has of them when they are gathered."""
+"""The bytes of a layer's two weights on every device when they are gathered."""
 
 
 def step(layers: Any, x: Any) -> Any:
@@ -158,7 +158,8 @@ class TestResults:
             make = axn.named_jit(lambda key: Stacked.init(Deep, Linear)(Embed, Mlp, key=key), mapping)
             program = make.lower(KEY).compile()
             weight = jax.block_until_ready(make(KEY)).stacked.weight.array
-        sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"\w\d+\[([\d,]+)\]", program.as_text())]
+        shapes = re.findall(r"\w\d+\[([\d,]+)\]", str(program.as_text()))
+        sizes = [math.prod(map(int, dims.split(","))) for dims in shapes]
         assert weight.sharding.shard_shape(weight.shape) != weight.shape
         assert max(sizes) == weight.size // mesh.size
         np.testing.assert_array_equal(weight, Stacked.init(Deep, Linear)(Embed, Mlp, key=KEY).stacked.weight.array)

@@ -1,7 +1,7 @@
 """One row of the table that tests every operation.
 
-A case says how an operation is called by name, and what NumPy or JAX gives for the same thing by position. The suite in
-`test_operations.py` runs each case eagerly, in jit, under grad and vmap, and on Auto and Explicit meshes.
+A case has a call of an operation by name, and a positional reference in NumPy or JAX. The suite in `test_operations.py`
+runs each case eagerly, in jit, under grad and vmap, and on Auto and Explicit meshes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SIZES = {"batch": 8, "pos": 4, "embed": 8, "heads": 2, "row": 4, "col": 4, "x": 
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """One argument: its axes, and how its values are drawn."""
+    """An argument: its axes, and how its values are drawn."""
 
     names: tuple[str, ...]
     kind: str = "float"
@@ -26,7 +26,7 @@ class Operand:
     (NaN and both infinities), 'bits'."""
 
     def draw(self, rng: np.random.Generator, sizes: dict[str, int] = SIZES) -> np.ndarray:
-        """Values for the operand, in the layout of its names."""
+        """Draw values for the operand, in the layout of its names."""
         shape = tuple(sizes[n] for n in self.names)
         match self.kind:
             case "float":
@@ -60,7 +60,7 @@ class Operand:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of one operation.
+    """A call of an operation.
 
     `call` gets named arrays and returns a named array, a tuple of them, or a host value; `reference` gets the NumPy
     arrays in the layout of the operands and returns the same positionally, in the layout of the result.
@@ -72,7 +72,7 @@ class Case:
     call: Callable[..., Any]
     reference: Callable[..., Any]
     label: str = ""
-    """Tells several cases of one operation apart."""
+    """Distinguishes several cases of one operation."""
     grad: bool = True
     """Whether to compare gradients; needs float operands and one float result, or a tuple of float results."""
     jit: bool = True
@@ -80,13 +80,13 @@ class Case:
     sharded: bool = True
     """Whether to run it on sharded operands."""
     vmap: bool = True
-    """Whether to map it over a further axis. Cases whose operation cannot be traced cannot."""
+    """Whether to map it over another axis; not possible for operations that cannot be traced."""
     rtol: float = 1e-5
     atol: float = 1e-5
     names: tuple[str, ...] | tuple[tuple[str, ...] | None, ...] | None = None
-    """The axes of the result in order, or of each result of a tuple; what is None is not checked."""
+    """The axes of the result in order, or of each result of a tuple; None is not checked."""
     layout: bool = True
-    """Whether the result is the same, up to the order of its axes, for operands whose axes stand in another order."""
+    """Whether the result is the same, up to the order of its axes, for operands with axes in another order."""
 
     @property
     def id(self) -> str:
@@ -94,10 +94,10 @@ class Case:
 
 
 def f(*names: str) -> Operand:
-    """A float operand."""
+    """Make a float operand."""
     return Operand(names)
 
 
 def of(kind: str, *names: str) -> Operand:
-    """An operand of another kind."""
+    """Make an operand of another kind."""
     return Operand(names, kind)

@@ -1,4 +1,4 @@
-"""Contractions: `dot` and `einsum` by `jax.numpy.einsum` with the letters written out."""
+"""Contractions: `dot` and `einsum`, compared with `jax.numpy.einsum` with the letters written out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import axonym as axn
 from tests.ops.case import Case, Operand, f, of
 
-# Rows about names and dtypes: what they compile to is that of the other rows.
+# Cases about names and dtypes: they compile to the same programs as the other cases.
 LIGHT: dict[str, Any] = {"grad": False, "sharded": False, "vmap": False}
 
 X = f("batch", "pos", "embed")

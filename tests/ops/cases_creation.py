@@ -1,4 +1,4 @@
-"""Creation from another array; `test_creation.py` has what is made from axes alone."""
+"""Creation from another array; `test_creation.py` tests creation from axes alone."""
 
 from __future__ import annotations
 

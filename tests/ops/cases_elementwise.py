@@ -1,4 +1,4 @@
-"""Elementwise operations: each by the function of the same name in NumPy, its gradient by that in `jax.numpy`."""
+"""Elementwise operations, compared with the function of the same name in NumPy; gradients with `jax.numpy`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from tests.helpers import public_name
 from tests.ops.case import Case, Operand, f, of
 
-# Names by the kind of values they take. Of the second group it makes no sense to take the gradient, or it is zero.
+# Names by the kind of values they take. The gradient of the second group makes no sense or is zero.
 UNARY = {
     "float": "abs arcsinh arctan conj copy cos cosh deg2rad exp exp2 expm1 fabs i0 negative "
     "positive rad2deg real sin sinc sinh square tan tanh",
@@ -52,7 +52,7 @@ JAX: dict[str, Callable[..., Any]] = {"rsqrt": jax.lax.rsqrt}
 
 
 def _positional(name: str) -> Callable[..., Any]:
-    """The function of that name: NumPy's for NumPy arrays, JAX's where a gradient is taken through it."""
+    """Return the function of that name: NumPy's for NumPy arrays, JAX's if a gradient is taken through it."""
 
     def reference(*arrays):
         if all(isinstance(x, np.ndarray) for x in arrays):
@@ -68,7 +68,7 @@ def _unary(name: str, kind: str, grad: bool) -> Case:
 
 
 def _binary(name: str, kind: str, other: str, grad: bool) -> Case:
-    """The second operand lacks an axis of the first, and has its axes in another order."""
+    """Make a case whose second operand lacks an axis of the first, and has its axes in another order."""
     positional = _positional(name)
     names = ("batch", "pos", "embed")
     return Case(
@@ -86,8 +86,8 @@ def _rows(table: dict[str, str], make: Callable[..., Case], grad: bool) -> list[
     return [make(name, *kinds.split(), grad) for kinds, names in table.items() for name in names.split()]
 
 
-# How the operands of a binary operation can meet, on two operations: one whose operands can be exchanged, one whose
-# cannot. NumPy's positional result is in the order of the first operand that has all the axes.
+# The ways in which operands of a binary operation combine, for a commutative operation and another one. NumPy's
+# positional result is in the order of the first operand that has all the axes.
 def _meetings(name: str) -> list[Case]:
     op, positional = public_name(name), _positional(name)
 

@@ -1,4 +1,4 @@
-"""Indexing: every form an index can take, for reading and for updating, by the same thing in NumPy's order."""
+"""Indexing: every form of index, for reading and for updating, compared with NumPy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = f(*BPE)
 POSITION = of("index")
 Batch, Pos, Embed = axn.make_axes(batch=8, pos=4, embed=8)
 MASK = np.array([True, False, True, False, False, True, False, False])
-# For rows that differ from others only in how the index is written down: what they compile to is tested there.
+# For cases that differ from others only in how the index is written: their programs are tested there.
 LIGHT: dict[str, Any] = {"grad": False, "sharded": False, "vmap": False}
 
 
@@ -31,9 +31,9 @@ def _case(
     names: Any,
     **options: Any,
 ) -> Case:
-    """A case whose call gives one array, or several that stand for related forms.
+    """Make a case whose call returns one array, or several for related forms.
 
-    References are compiled as a whole where they are differentiated: one by one, their operations take much longer.
+    References are compiled as a whole if they are differentiated: one by one, their operations take much longer.
     """
     differentiable = options.get("grad", True)
     return Case(
@@ -46,13 +46,13 @@ def _at(x: Any) -> Any:
 
 
 def _windows(x: Any, starts: Any, size: int) -> Any:
-    """From every row of `x` (batch, pos, embed) a window along pos of its own."""
+    """Take from every row of `x` (batch, pos, embed) its own window along pos."""
     positions = jnp.asarray(starts)[:, None] + np.arange(size)
     return jnp.take_along_axis(jnp.asarray(x), positions[:, :, None], 1)
 
 
 def _with_windows(x: Any, starts: Any, update: Any) -> Any:
-    """The same written back: `update` is (batch, 2, embed)."""
+    """Write such windows back: `update` is (batch, 2, embed)."""
     rows = [jax.lax.dynamic_update_slice(x[b], update[b], (starts[b], 0)) for b in range(8)]
     return jnp.stack(rows)
 

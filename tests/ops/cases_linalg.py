@@ -15,34 +15,34 @@ la = axn.linalg
 RC = ("row", "col")
 BATCHED = f("batch", "row", "col")
 PLAIN = f("row", "col")
-APART = f("row", "batch", "col")  # the axes of the matrix do not stand together
+APART = f("row", "batch", "col")  # the axes of the matrix are not adjacent
 TALL, WIDE = f("heads", "embed", "pos"), f("heads", "pos", "embed")
 TP, PT = ("embed", "pos"), ("pos", "embed")
 EYE = np.eye(4, dtype=np.float32)
 
 
 def _well(a: axn.NamedArray) -> axn.NamedArray:
-    """Well-conditioned, and positive definite once made symmetric."""
+    """Make a matrix well-conditioned, and positive definite once it is symmetric."""
     return a + 8.0 * axn.named(EYE, RC)
 
 
 def _well_last(a: Any) -> Any:
-    """The same by position: the matrices stand last."""
+    """Do the same by position, with the matrices last."""
     return a + 8.0 * jnp.broadcast_to(EYE, a.shape)
 
 
 def _well_apart(a: Any) -> Any:
-    """The same for (row, batch, col)."""
+    """Do the same for (row, batch, col)."""
     return _well_last(jnp.moveaxis(a, 0, 1))
 
 
 def _squared(results: Any, *places: int) -> tuple[Any, ...]:
-    """Some of the results squared: the sign of a vector is arbitrary."""
+    """Square some of the results: the sign of a vector is arbitrary."""
     return tuple(x * x if i in places else x for i, x in enumerate(results))
 
 
 def _with_size(absolute: Any, results: Any) -> tuple[Any, Any]:
-    """Eigenvectors without their phase, which is arbitrary."""
+    """Remove the phase of eigenvectors, which is arbitrary."""
     values, vectors = results
     return values, absolute(vectors)
 
@@ -57,13 +57,13 @@ def _product(results: Any) -> Any:
 
 
 def _solve(a: Any, b: Any) -> Any:
-    """For `a` with axes (batch, row, col) and `b` with (heads, row, batch)."""
+    """Solve for `a` with axes (batch, row, col) and `b` with (heads, row, batch)."""
     x = jnp.linalg.solve(_well_last(a), jnp.moveaxis(b, (2, 1), (0, 1)))
     return jnp.moveaxis(x, (0, 1), (2, 1))
 
 
 def _lstsq(a: Any, b: Any) -> Any:
-    """For `a` with axes (heads, embed, pos) and `b` with (x, embed)."""
+    """Fit for `a` with axes (heads, embed, pos) and `b` with (x, embed)."""
     return jax.vmap(lambda m: jnp.linalg.lstsq(m, b.T)[0].T)(a)
 
 

@@ -23,7 +23,7 @@ LONG = axn.Axis("pos", 6)
 
 
 def _fft(name: str, operand: Any = A3) -> list[Case]:
-    """The forms of the axis argument that every transform takes, along an axis that is not the last one."""
+    """Make cases for the forms of the axis argument of every transform, along an axis that is not the last one."""
     operation, along = getattr(fft, name), getattr(jnp.fft, name)
     grad = operand is A3
     return [
@@ -162,7 +162,7 @@ def _roots(p: Any) -> Any:
 
 
 def _fit(x: np.ndarray, y: np.ndarray) -> Any:
-    """The positional fit of each polynomial of `y`, with axes (batch, x, y)."""
+    """Fit each polynomial of `y`, with axes (batch, x, y), by position."""
     flat = jnp.moveaxis(y, 1, 0).reshape(8, -1)
     return jnp.moveaxis(jnp.asarray(jnp.polyfit(x, flat, 2)).reshape(3, 8, 4), 0, 1)
 
@@ -304,7 +304,7 @@ POLY = [
 
 
 def _each(positional: Callable[..., Any], mode: str) -> Callable[..., Any]:
-    """Along x of (batch, x, heads) and y of (heads, y, pos): heads are matched, the others combined."""
+    """Apply a function along x of (batch, x, heads) and y of (heads, y, pos): heads match, the others are combined."""
     fn = lambda a, v: positional(a, v, mode)
     fn = jax.vmap(fn, (None, 1), 1)  # pos
     fn = jax.vmap(fn, (1, 0), 1)  # heads

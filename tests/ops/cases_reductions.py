@@ -1,4 +1,4 @@
-"""Reductions: over one axis, several, all, with a mask; and the running ones, which keep their axis."""
+"""Reductions over one axis, several, all, with a mask; and cumulative ones, which keep their axis."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REDUCTIONS: list[tuple[str, Callable[..., Any], str, bool]] = [
     ("count_nonzero", np.count_nonzero, "int", False),
 ]
 
-# What an element that is masked out counts as, where NumPy's function takes no `where` or wants to be told.
+# The value of masked elements, where NumPy's function has no `where` or needs an initial value.
 NEUTRAL: dict[str, float] = {
     "max": -np.inf,
     "min": np.inf,
@@ -50,7 +50,7 @@ NEUTRAL: dict[str, float] = {
 
 
 def _masked(name: str, fn: Callable[..., Any], x: Any, mask: Any) -> Any:
-    """The reduction over the last two axes of `x`, by position, of the elements that `mask` selects."""
+    """Reduce the elements of `x` that `mask` selects over the last two axes, by position."""
     xp = np if isinstance(x, np.ndarray) else jnp
     if name == "ptp":
         return _masked("max", jnp.max, x, mask) - _masked("min", jnp.min, x, mask)
@@ -62,7 +62,7 @@ def _masked(name: str, fn: Callable[..., Any], x: Any, mask: Any) -> Any:
 def _reduction(name: str, fn: Callable[..., Any], kind: str, grad: bool) -> list[Case]:
     op = public_name(name)
     x = of(kind, *NAMES)
-    # The first position takes part always, so that no element of the result is over nothing.
+    # The first position is never masked, so that every element of the result has a value to reduce.
     mask = of("bool", "embed", "pos")
 
     def selected(m: Any) -> axn.NamedArray:

@@ -1,4 +1,4 @@
-"""Selection and comparison: by a condition, by position along an axis, by where elements lie among others."""
+"""Selection and comparison: by a condition, by position along an axis, by the position among other elements."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ SELECT = [
 
 
 def _along(x: Any, indices: Any) -> Any:
-    """`take_along_axis` for positions (batch, embed) along pos of an array (batch, pos, embed)."""
+    """Call `take_along_axis` for positions (batch, embed) along pos of an array (batch, pos, embed)."""
     return jnp.take_along_axis(x, indices[:, None, :], 1)[:, 0]
 
 

@@ -1,4 +1,4 @@
-"""What changes the shape or the layout: rearranging, broadcasting, splitting, merging, joining, padding, rolling."""
+"""Operations on shape and layout: rearranging, broadcasting, splitting, merging, joining, padding, rolling."""
 
 from __future__ import annotations
 

@@ -25,12 +25,12 @@ def _int32(x: Any) -> np.ndarray:
 
 
 def _lexsort(secondary: np.ndarray, primary: np.ndarray) -> np.ndarray:
-    """For `primary` along (batch, embed) and `secondary` along (embed,)."""
+    """Sort for `primary` along (batch, embed) and `secondary` along (embed,)."""
     return _int32([np.lexsort((secondary, row)) for row in primary])
 
 
 def _partitioned(x: axn.NamedArray) -> tuple[axn.NamedArray, ...]:
-    """What is certain about a partition: the element in its place, and the least and greatest beside it."""
+    """Return the certain facts about a partition: the element at its position, and the least and greatest beside it."""
     return x["embed", 2], axn.max(x["embed", 0:3], "embed"), axn.min(x["embed", 2:8], "embed")
 
 
@@ -148,7 +148,7 @@ SORTING = [
 
 
 def _unique(x: np.ndarray, size: int, fill: int | None = None, axis: int | None = None) -> list[np.ndarray]:
-    """Values, index, inverse and counts, filled up to `size`, by NumPy."""
+    """Return values, index, inverse and counts from NumPy, filled up to `size`."""
     values, index, inverse, counts = np.unique(x, True, True, True, axis)
     along, missing = axis or 0, size - len(index)
     first = np.take(values, [0], along)
@@ -314,7 +314,7 @@ MATRICES = f("row", "heads", "embed")
 
 
 def _last_two(x: Any) -> Any:
-    """(row, heads, embed) as (heads, row, embed)."""
+    """Transpose (row, heads, embed) to (heads, row, embed)."""
     return jnp.moveaxis(x, 0, 1)
 
 

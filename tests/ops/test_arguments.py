@@ -1,4 +1,4 @@
-"""What operations make of arguments that are easily taken wrongly: small dtypes, Python numbers, lists, positions."""
+"""Arguments that are easily mishandled: small dtypes, Python numbers, lists, positions."""
 # pyright: reportArgumentType=false, reportCallIssue=false
 # The arguments are wrong on purpose.
 

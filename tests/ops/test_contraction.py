@@ -1,4 +1,4 @@
-"""`dot` and `einsum`: what is refused and with which words, dtypes, and a `dot_general` of one's own."""
+"""`dot` and `einsum`: errors and their texts, dtypes, and a custom `dot_general`."""
 
 from __future__ import annotations
 
@@ -79,13 +79,28 @@ def test_dot_refuses(attempt: Callable[[], Any], error: type[Exception], message
 
 
 EQUATIONS = [
-    # equation, how many arrays, aliases, the message, and what its caret stands under
+    # equation, number of arrays, aliases, the message, and the text above its caret
     ("b e", 1, {}, "einsum: expected `->` between the axes of the input and those of the output.", None),
     ("b e -> b -> e", 1, {}, "einsum: expected one `->`, this is the second.", (9, 11)),
     ("b e - b", 1, {}, "einsum: unexpected '-'. The arrow is written `->`.", (4, 5)),
     ("b e -> b", 2, {}, "einsum: number of terms: 1, of arrays: 2.", (0, 3)),
     ("b e, e m -> b", 1, {}, "einsum: number of terms: 2, of arrays: 1.", (0, 8)),
     ("b, e m -> b", 2, {}, "einsum: number of axes: 1, for an array with (batch, embed). Words are sep", (0, 1)),
+    (
+        "be,em->bm",
+        2,
+        {},
+        "einsum: number of axes: 1, for an array with (batch, embed). Words are separated by spaces: "
+        "write `b e, e m -> b m`.",
+        (0, 2),
+    ),
+    (
+        "be,emx->bm",
+        2,
+        {},
+        "einsum: number of axes: 1, for an array with (batch, embed). Words are separated by spaces.",
+        (0, 2),
+    ),
     ("b e, e m x -> b", 2, {}, "einsum: number of axes: 3, for an array with (embed, mlp).", (5, 10)),
     ("b e x ... -> b", 1, {}, "einsum: number of axes: 3, for an array with (batch, embed).", (0, 9)),
     ("b e, b m -> e", 2, {}, "einsum: 'b' stands for axis 'batch' elsewhere, but for 'embed' here.", (5, 6)),
@@ -230,7 +245,7 @@ def test_more_axes_than_letters() -> None:
 
 
 def doubled(lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any, preferred_element_type: Any) -> Any:
-    """Twice the product, so that it shows."""
+    """Double the product, so that the call is visible."""
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
     return 2 * jax.lax.dot_general(lhs, rhs, dimension_numbers, **options)
 

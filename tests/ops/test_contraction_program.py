@@ -1,7 +1,7 @@
-"""What named contractions and look-ups compile to: the program of the same thing written by hand, no more.
+"""The compiled programs of named contractions and look-ups are those of hand-written code.
 
-Programs are compared by how often each kind of instruction stands in them after optimization. On a mesh, what counts
-besides is which collectives there are and where the results lie.
+Programs are compared by the number of instructions of each kind after optimization; on a mesh, also by collectives and
+the shardings of results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "coll
 
 
 def instructions(fn: Callable[..., Any], *arguments: Any) -> dict[str, int]:
-    """How often each kind of instruction stands in the optimized program of a call."""
+    """Count each kind of instruction in the optimized program of a call."""
     return collections.Counter(INSTRUCTION.findall(jax.jit(fn).lower(*arguments).compile().as_text() or ""))
 
 
@@ -153,13 +153,13 @@ def test_nothing_of_the_kernels_is_left_in_a_program() -> None:
 
 
 def place(mesh: Mesh, x: axn.NamedArray, **mapping: str) -> axn.NamedArray:
-    """The array split as the mapping says."""
+    """Return the array, sharded by the mapping."""
     spec = P(*(mapping.get(n) for n in x.names))
     return axn.named(jax.device_put(x.array, NamedSharding(mesh, spec)), x.names)
 
 
 def spec_of(x: axn.NamedArray) -> dict[str, Any]:
-    """Mesh axis by axis name."""
+    """Return the mesh axis of each axis name."""
     return dict(zip(x.names, spec(x), strict=True))
 
 
@@ -206,7 +206,7 @@ def test_a_look_up_in_a_split_table(mesh: Mesh) -> None:
 
     with jax.set_mesh(mesh):
         result = jax.block_until_ready(jax.jit(look_up)(table, tokens))
-        # Each device looks up what it has of the table; the table itself stays where it is.
+        # Each device looks up rows in its shard of the table; the table itself is not moved.
         assert collectives(look_up, table, tokens) == {"all-reduce"}
         eager = jax.block_until_ready(look_up(table, tokens))
         gradient = jax.jit(jax.grad(lambda t: (look_up(t, tokens) ** 2).sum().scalar()))(table)

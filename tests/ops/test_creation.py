@@ -1,4 +1,4 @@
-"""Creation: values, dtypes, the forms of a spec, and the sharding of what is made."""
+"""Creation: values, dtypes, the forms of a spec, and the sharding of new arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fourier transforms: the forms of the axis argument, and what is said about those that cannot be."""
+"""Fourier transforms: the forms of the axis argument, and errors for impossible ones."""
 
 from __future__ import annotations
 

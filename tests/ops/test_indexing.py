@@ -1,4 +1,4 @@
-"""Indexing: what is refused and with which words, what happens out of range, and what is compiled how often."""
+"""Indexing: errors and their texts, indices out of range, and the number of compilations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def named(values: Any, *names: str) -> axn.NamedArray:
 # --- what is refused ---
 
 KEYS = [
-    # what the index is, the error, its text
+    # the index, the error, its text
     (("pso", 0), ValueError, "Indexing: no axis 'pso' in (batch=3, pos=4). Did you mean 'pos'?"),
     ({"pos": 0, "heads": 1, "key": 2}, ValueError, "Indexing: no axes 'heads', 'key' in (batch=3, pos=4)."),
     ((axn.Axis("pos", 5), 0), ValueError, "axis 'pos' has conflicting sizes: 4 in the array, 5 in the index"),
@@ -132,7 +132,7 @@ def test_dynamic_slices_as_values() -> None:
 def test_raw_vmap_leaves_an_array_that_refuses() -> None:
     with pytest.raises(ValueError, match=r"2 names \(batch, pos\) for an array of rank 1"):
         jax.vmap(lambda x: x["pos", 0])(X)
-    with pytest.raises(ValueError, match=r"1 names \(batch\) for an array of rank 0"):
+    with pytest.raises(ValueError, match=r"1 name \(batch\) for an array of rank 0"):
         jax.vmap(lambda i: LINE["x", i])(named([1, 2], "batch"))
 
 

@@ -1,7 +1,7 @@
-"""Random arrays, indices and contractions, against NumPy working by position.
+"""Random arrays, indices and contractions, compared with positional NumPy.
 
-The reference does not broadcast or gather: it walks over every element of the result, by name, and looks up the one
-element of the operands that belongs there. Sizes are few and small, so that examples share what they compile.
+The reference does not broadcast or gather: for every element of the result, it looks up the elements of the operands by
+name. Sizes are few and small, so that examples share compiled programs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _values(names: tuple[str, ...], sizes: dict[str, int], seed: int, low: int =
 
 @st.composite
 def layouts(draw: st.DrawFn, least: int, most: int) -> tuple[str, ...]:
-    """Some names in any order."""
+    """Draw some names in any order."""
     return tuple(draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=least, max_size=most)))
 
 
@@ -36,7 +36,7 @@ def layouts(draw: st.DrawFn, least: int, most: int) -> tuple[str, ...]:
 
 @st.composite
 def static_indices(draw: st.DrawFn, size: int) -> Any:
-    """An integer, a slice or a list."""
+    """Draw an integer, a slice or a list."""
     integer = st.integers(-size, size - 1)
     bound = st.none() | st.integers(-size - 2, size + 2)
     step = st.sampled_from([None, 1, 2, 3, -1, -2])
@@ -45,7 +45,7 @@ def static_indices(draw: st.DrawFn, size: int) -> Any:
 
 @st.composite
 def index_problems(draw: st.DrawFn) -> tuple[axn.NamedArray, dict[str, Any]]:
-    """An array, and an index for some of its axes. Index arrays have axes of the array, indexed ones, or new ones."""
+    """Draw an array and an index for some of its axes. Index arrays have axes of the array, indexed or new ones."""
     names = draw(layouts(1, 4))
     seed = draw(st.integers(0, 2**16))
     indexed = draw(st.lists(st.sampled_from(names), unique=True, min_size=1, max_size=3))
@@ -73,14 +73,14 @@ def index_problems(draw: st.DrawFn) -> tuple[axn.NamedArray, dict[str, Any]]:
 
 
 def _picks(size: int, index: Any) -> Any:
-    """The positions that an index other than a named array stands for."""
+    """Return the positions that an index other than a named array selects."""
     if isinstance(index, axn.ds):
         return [int(index.start) + i for i in range(index.size)]
     return np.arange(size)[index]
 
 
 def _positions(x: axn.NamedArray, index: dict[str, Any], at: dict[str, int]) -> tuple[int, ...]:
-    """Where in the array the element of the result at a place named by axis comes from."""
+    """Return the position in the array of an element of the result, given its position by axis name."""
     found = []
     for name in x.names:
         if name not in index:
@@ -171,7 +171,7 @@ def test_slices_with_a_start_and_a_length(names: tuple[str, ...], data: st.DataO
 
 @st.composite
 def contraction_problems(draw: st.DrawFn) -> tuple[list[axn.NamedArray], tuple[str, ...]]:
-    """Up to three arrays, and some of their axes in some order, which the result is to have."""
+    """Draw up to three arrays, and some of their axes in some order for the result."""
     seed = draw(st.integers(0, 2**16))
     arrays = [
         axn.named(_values(names, SIZES, seed + i).astype(np.float32), names)

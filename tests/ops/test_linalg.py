@@ -1,4 +1,4 @@
-"""Linear algebra: names and checks of new axes, what stays local on a mesh, and errors."""
+"""Linear algebra: names and checks of new axes, communication on a mesh, and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_decompositions_multiply_to_the_matrix() -> None:
     assert (w.names, v.names) == (("batch", "k"), ("batch", "row", "k"))
     turned = axn.rename(v, {"row": "col"})
     np.testing.assert_allclose(axn.dot(v, w, turned, axis="k").array, A.array, atol=1e-5)
-    # The factor times itself, with the axes of the second one named anew.
+    # The factor times itself, with the axes of the second one renamed.
     lower = linalg.cholesky(A, RC)
     np.testing.assert_allclose(np.matmul(lower.array, np.swapaxes(lower.array, 1, 2)), A.array, atol=1e-5)
 

@@ -1,7 +1,7 @@
-"""Every operation, every way of calling it: one table, compared with the same thing by position.
+"""Every operation and every way to call it, from one table, compared with positional code.
 
-The rows are the `CASES` of the modules `cases_*.py` in this folder. Each is run in the modes below, one after another,
-so that what JAX compiled for one mode serves the next.
+The rows are the `CASES` of the modules `cases_*.py` in this folder. Each runs in the modes below, one after another, so
+that they share compiled programs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ELSEWHERE: dict[str, str] = dict.fromkeys(CREATION.split(), "ops/test_creation.p
 
 
 def _reference(case: Case, *arrays: Any) -> Any:
-    """Plain positional code, to which the strict numerics of the tests do not apply."""
+    """Run plain positional code, without the strict numerics of the tests."""
     with np.errstate(all="ignore"), jax.numpy_rank_promotion("allow"):
         return case.reference(*arrays)
 
@@ -59,12 +59,12 @@ def _named(case: Case, arrays: Sequence[Any]) -> list[axn.NamedArray]:
 
 
 def _results(result: Any) -> list[Any]:
-    """The named arrays, arrays and host values in what a call returned."""
+    """Return the named arrays, arrays and host values in the result of a call."""
     return jax.tree.leaves(result, is_leaf=axn.is_named_array)
 
 
 def _raw(result: Any) -> list[Any]:
-    """The same without names."""
+    """Return the same without names."""
     return [x.array if isinstance(x, axn.NamedArray) else x for x in _results(result)]
 
 
@@ -74,7 +74,7 @@ def _axis_names(result: Any) -> list[tuple[str, ...] | None]:
 
 @functools.cache
 def _eager(case: Case, seed: int = 0) -> tuple[list[np.ndarray], list[tuple[str, ...] | None]]:
-    """Values and names of the plain call, with which the other modes are compared."""
+    """Return the values and names of the plain call, to compare other modes with."""
     result = case.call(*_named(case, _draw(case, seed)))
     return [np.asarray(x) for x in _raw(result)], _axis_names(result)
 
@@ -101,7 +101,7 @@ def _assert_same(case: Case, result: Any, what: str) -> None:
 
 
 def _check_eager(case: Case) -> None:
-    """The reference's values and dtypes, in the order of axes the case states; a further call compiles nothing."""
+    """Check the values, dtypes and order of axes against the reference; a second call must compile nothing."""
     values, names = _eager(case)
     _assert_close(case, values, jax.tree.leaves(_reference(case, *_draw(case))), "reference")
     if case.names is not None:
@@ -112,14 +112,14 @@ def _check_eager(case: Case) -> None:
 
 
 def _compiles_nothing(case: Case, arguments: Sequence[axn.NamedArray]) -> bool:
-    """Whether a call finds all it needs. JAX's own caches are bounded too, so that any one call may find it gone."""
+    """Return whether a call compiles nothing. JAX's own caches are bounded too, so that any single call may miss."""
     with compilations() as compiled:
         case.call(*arguments)
     return not compiled
 
 
 def _check_layout(case: Case) -> None:
-    """Operands with their axes in reverse order give the same result, up to the order of its axes."""
+    """Check that operands with reversed axes give the same result, up to the order of its axes."""
     reverse = [
         axn.named(jnp.asarray(x.T), operand.names[::-1]) for operand, x in zip(case.operands, _draw(case), strict=True)
     ]
@@ -136,7 +136,7 @@ def _check_layout(case: Case) -> None:
 
 
 def _check_jit(case: Case) -> None:
-    """The same under jit; operands made afresh are not traced again."""
+    """Check the same under jit; new operands must not be traced again."""
     traces = 0
 
     def traced(*arrays):
@@ -151,7 +151,7 @@ def _check_jit(case: Case) -> None:
 
 
 def _weighted(results: Sequence[Any]) -> Any:
-    """A scalar that depends on every element of every result, on each differently."""
+    """Return a scalar that depends on every element of every result, each with another weight."""
     total = 0.0
     for x in results:
         if jnp.issubdtype(jnp.result_type(x), jnp.inexact):
@@ -180,7 +180,7 @@ def _gradients(case: Case) -> list[np.ndarray]:
 
 
 def _check_grad(case: Case) -> None:
-    """The gradient of the reference where JAX can take it, else of the reference as finite differences see it."""
+    """Check the gradient against the reference's, by JAX if possible, else by finite differences."""
     chosen, arrays = _differentiable(case), _draw(case)
 
     def reference(*xs):
@@ -188,7 +188,7 @@ def _check_grad(case: Case) -> None:
 
     try:
         expected = jax.jit(jax.grad(reference, chosen))(*map(jnp.asarray, arrays))
-    except (jax.errors.JAXTypeError, TypeError):  # the reference is NumPy's
+    except (jax.errors.JAXTypeError, TypeError):  # the reference uses NumPy
         with jax.enable_x64(True):
             wide = [x.astype(np.float64) if i in chosen else x for i, x in enumerate(arrays)]
 
@@ -203,7 +203,7 @@ def _check_grad(case: Case) -> None:
 
 
 def _check_vmap(case: Case) -> None:
-    """Mapped over a leading axis the call gives what it gives for each slice."""
+    """Check that the call mapped over a leading axis gives the results for each slice."""
     stacked = [np.stack(pair) for pair in zip(_draw(case), _draw(case, 1), strict=True)]
     mapped = jax.jit(jax.vmap(lambda *arrays: _raw(case.call(*_named(case, arrays)))))(*stacked)
     for i in range(2):
@@ -238,12 +238,12 @@ def _sharded(case: Case, mesh: Mesh) -> list[axn.NamedArray]:
 
 
 def _spec(x: axn.NamedArray) -> tuple[Any, ...]:
-    """The entries of the partition spec of a result, one for each axis."""
+    """Return the entries of the partition spec of a result, one for each axis."""
     return tuple(e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in spec(x))
 
 
 def _assert_kept(case: Case, result: Any, mesh: Mesh, what: str) -> None:
-    """An axis of an operand that comes out at a size the mesh divides is split as it was."""
+    """Check that an axis of an operand keeps its sharding in the result if the mesh divides its size."""
     placement = _placement(case)
     for x in _results(result):
         if isinstance(x, axn.NamedArray):
@@ -252,9 +252,9 @@ def _assert_kept(case: Case, result: Any, mesh: Mesh, what: str) -> None:
 
 
 def _on_mesh(case: Case, mesh: Mesh) -> Iterator[tuple[str, Any]]:
-    """What the call gives with the mesh set: eagerly, and in jit with the active mapping too.
+    """Run the call on the mesh: eagerly, and in jit, there also with an active mapping.
 
-    Each result is waited for: see `conftest`.
+    Wait for each result: see `conftest`.
     """
     arguments = _sharded(case, mesh)
     with jax.set_mesh(mesh):
@@ -283,7 +283,7 @@ def _check_explicit(case: Case, mesh: Mesh) -> None:
 
 
 def _check_explicit_grad(case: Case, mesh: Mesh) -> None:
-    """Gradients lie where what they belong to lies."""
+    """Check that gradients have the shardings of their arrays."""
     arguments = _sharded(case, mesh)
     with jax.set_mesh(mesh), axn.axis_mapping(_placement(case)):
         found = jax.block_until_ready(jax.jit(jax.grad(_loss(case), _differentiable(case)))(*arguments))
@@ -305,10 +305,10 @@ MODES: dict[str, tuple[Callable[..., None], AxisType | None]] = {
 
 
 def _modes(case: Case) -> list[str]:
-    """The modes to run a case in: for the first case of an operation, all those the case says it can be run in.
+    """Return the modes to run a case in: for the first case of an operation, all modes that the case allows.
 
-    The further ones call the operation with other arguments. What that can break shows without running each of them in
-    every mode, which would double the time of the suite.
+    Further cases call the operation with other arguments. Bugs there show without running each of them in every mode,
+    which would double the time of the suite.
     """
     first = case is FIRST[case.name]
     possible = {
@@ -327,7 +327,7 @@ FIRST = {case.name: case for case in reversed(CASES)}
 
 
 def _marks(case: Case, mode: str) -> tuple[pytest.MarkDecorator, ...]:
-    """On one device, what transformations make of a kernel is up to names and to the kernel, not to the version of JAX.
+    """Mark modes as `further`: on one device, transformations depend on names and the kernel, not on JAX's version.
 
     With every version, operations are called eagerly, and on meshes also in jit and in gradients. The eager call is the
     quick one.
@@ -340,7 +340,7 @@ def _marks(case: Case, mode: str) -> tuple[pytest.MarkDecorator, ...]:
 
 @pytest.fixture
 def _bounded_memory() -> None:
-    """What was compiled for a hundred calls is dropped: for all of them it would take several gigabytes."""
+    """Clear the caches after a hundred calls: for all calls they would take several gigabytes."""
     if _eager.cache_info().currsize > 100:
         _eager.cache_clear()
         _gradients.cache_clear()

@@ -1,4 +1,4 @@
-"""Polynomials: what results are called, raw operands, the further forms of the fit, and errors."""
+"""Polynomials: the names of results, raw operands, the other forms of the fit, and errors."""
 
 from __future__ import annotations
 

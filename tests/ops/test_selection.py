@@ -1,4 +1,4 @@
-"""What selection and comparison say when they are asked for what cannot be, and what they answer on the host."""
+"""Errors of selection and comparison, and their results on the host."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ ROW = axn.arange(X)
         (lambda: axn.nonzero(axn.sum(A), size=U), ValueError, r"^nonzero: an array without axes has no positions"),
         (lambda: untyped.nonzero(A, size="u"), ValueError, r"^nonzero needs axes with sizes, got only the name 'u'"),
         (lambda: untyped.nonzero(A, size=5), TypeError, r"^nonzero: `size` must be an Axis, got int"),
-        (lambda: axn.nonzero(A, size=U, fill_value=(1,)), ValueError, r"^nonzero: 1 fill values for .*\(x=4, y=3\)"),
+        (lambda: axn.nonzero(A, size=U, fill_value=(1,)), ValueError, r"^nonzero: 1 fill value for .*\(x=4, y=3\)"),
         (lambda: axn.clip(axn.ones(X), axn.ones(Y), 2), ValueError, r"^clip: cannot broadcast \(x\) and \(y\)"),
         (
             lambda: axn.clip(ROW, axn.ones(axn.Axis("x", 3))),
             ValueError,
             r"^clip: axis 'x' has conflicting sizes: 4 .* 3",
         ),
-        (lambda: axn.select([A > 1], [A, A]), ValueError, r"^select: .* got 1 conditions and 2 choices"),
+        (lambda: axn.select([A > 1], [A, A]), ValueError, r"^select: .* got 1 condition and 2 choices"),
         (lambda: axn.select([], []), ValueError, r"^select: .* at least one; got 0"),
         (lambda: axn.take_along_axis(A, 0, "w"), ValueError, r"^take_along_axis: no axis 'w' in \(x=4, y=3\)"),
         (

@@ -1,4 +1,4 @@
-"""Shapes and layouts: what is refused, and where the results lie on a mesh of Explicit axes."""
+"""Shapes and layouts: errors, and the shardings of results on a mesh of Explicit axes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def x() -> axn.NamedArray:
 
 
 def _points_at(error: pytest.ExceptionInfo, part: str) -> bool:
-    """Whether the caret of an error stands under a part of the expression."""
+    """Return whether the caret of an error is under a part of the expression."""
     _, text, pointer = str(error.value).split("\n")
     start = pointer.index("^")
     return text[start : start + pointer.count("^")].strip() == part
@@ -72,6 +72,7 @@ def test_rearrange_refuses_other_arguments(x):
 @pytest.mark.parametrize(
     ("expression", "bindings", "part", "message"),
     [
+        ("abc -> cab", {}, "", r"too few axes for .*\. Words are separated by spaces: write `a b c -> c a b`\."),
         ("a b -> a b", {}, "", r"too few axes for an array with \(a=2, b=3, c=4\)"),
         ("a b c d -> a", {}, "d", "too many axes"),
         ("... a b c d -> a", {}, "d", "too many axes"),
@@ -101,7 +102,7 @@ def test_rearrange_refuses_other_arguments(x):
 def test_rearrange_points_at_what_is_wrong(x, expression, bindings, part, message):
     with pytest.raises(ValueError, match=f"^rearrange: .*{message}") as error:
         axn.rearrange(x, expression, **bindings)
-    # What is missing has no extent: the caret then stands behind the last character.
+    # A missing part has no extent: the caret is then after the last character.
     assert _points_at(error, part)
 
 
@@ -127,7 +128,7 @@ def test_rearrange_may_give_two_factors_one_name(x):
 
 
 def _primitives(jaxpr) -> list[str]:
-    """The names of the primitives of a program, those inside jitted functions included."""
+    """Return the names of the primitives of a program, including those inside jitted functions."""
     found = []
     for e in jaxpr.eqns:
         found += _primitives(e.params["jaxpr"]) if "jaxpr" in e.params else [e.primitive.name]
@@ -347,7 +348,7 @@ def test_a_rank_that_names_do_not_fit_is_reported():
         lambda x: axn.broadcast_axis(x, Axis("b", 2)),
         lambda x: axn.broadcast_arrays(x, x),
     ):
-        with pytest.raises(ValueError, match="has 1 names"):
+        with pytest.raises(ValueError, match="has 1 name"):
             call(broken)
 
 
@@ -489,7 +490,7 @@ BOTH = P("data", "model")
 @pytest.mark.parametrize(
     ("spec", "call", "expected", "moves"),
     [
-        # An axis that is split gives its mesh axes to the factors, the major one first, as far as they can take them.
+        # An axis that is split passes its mesh axes to the factors, the major one first, as far as they divide them.
         (BOTH, lambda x: axn.unflatten_axis(x, "x", (Axis("i", 4), "j")), P("data", None, "model"), False),
         (BOTH, lambda x: axn.unflatten_axis(x, "x", (Axis("i", 1), "j")), P(None, "data", "model"), False),
         (BOTH, lambda x: axn.unflatten_axis(x, "x", (Axis("i", 2), "j")), P(None, "data", "model"), True),
@@ -511,7 +512,7 @@ BOTH = P("data", "model")
         (BOTH, lambda x: axn.flatten_axes(x, "x", "n"), BOTH, False),
         (BOTH, lambda x: axn.pad_left(x, "x", Axis("n", 24)), BOTH, None),
         (BOTH, lambda x: axn.pad_left(x, "x", Axis("n", 17)), P(None, "model"), None),
-        # What keeps its name keeps its placement, and what is new is whole.
+        # Axes that keep their names keep their shardings, and new axes are replicated.
         (BOTH, lambda x: axn.rearrange(x, ("y", "x")), P("model", "data"), False),
         (BOTH, lambda x: axn.broadcast_axis(x, Axis("z", 4)), P(None, "data", "model"), False),
         (BOTH, lambda x: axn.stack([x, x], "z"), P(None, "data", "model"), False),

@@ -1,4 +1,4 @@
-"""What must hold of shapes and layouts whatever the axes are: against NumPy, and there and back again."""
+"""Properties of shapes and layouts for any axes: compared with NumPy, and round trips."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def axes(draw, least: int = 1, most: int = 4) -> tuple[Axis, ...]:
 
 
 def _array(axes: tuple[Axis, ...]) -> NamedArray:
-    """Every element tells where it was."""
+    """Make an array whose elements are their positions."""
     shape = [a.size for a in axes]
     return axn.named(jnp.arange(math.prod(shape)).reshape(shape), axes)
 
 
 def _values(x: NamedArray, names: tuple[str, ...], shape: dict[str, int] | None = None) -> np.ndarray:
-    """The elements with the axes in another order, broadcast along those it lacks: by index, one at a time."""
+    """Return the elements with the axes in another order, broadcast along missing ones: by index, one at a time."""
     shape = {**(shape or {}), **x.shape}
     values, found = np.asarray(x.array), np.empty([shape[n] for n in names], x.dtype)
     for index in np.ndindex(*found.shape):
@@ -77,7 +77,7 @@ def test_an_ellipsis_takes_the_rest_in_order(data):
 
 @st.composite
 def rearrangements(draw) -> tuple[NamedArray, str, dict[str, Any], str, dict[str, Any], np.ndarray, tuple[str, ...]]:
-    """An array, an expression that splits, moves and merges axes, the way back, and what NumPy makes of it."""
+    """Draw an array, an expression that splits, moves and merges axes, its inverse, and NumPy's result."""
     whole = draw(axes(most=3))
     factors: dict[str, list[tuple[str, int]]] = {}
     for axis in whole:
@@ -103,7 +103,7 @@ def rearrangements(draw) -> tuple[NamedArray, str, dict[str, Any], str, dict[str
         return " ".join(group(n, names) for n, names in axes.items())
 
     def bindings(axes: dict[str, list[str]]) -> dict[str, Any]:
-        """All sizes, or all but one, of every axis that is split."""
+        """Draw all sizes, or all but one, of every axis that is split."""
         found = {}
         for names in axes.values():
             left_out = draw(st.sampled_from([None, *names]))
@@ -171,7 +171,7 @@ def test_broadcast_arrays(data):
         _assert_is(after, _values(before, after.names, shape), after.names)
 
 
-# --- there and back ---
+# --- round trips ---
 
 
 @FEW

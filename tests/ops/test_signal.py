@@ -1,4 +1,4 @@
-"""Convolutions and products of whole arrays: what is said about operands that do not fit."""
+"""Convolutions and products of arrays: errors for operands that do not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sorting, sets and diagonals say when they are asked for what cannot be."""
+"""Errors of sorting, sets and diagonals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What statistics say when they are asked for what cannot be, and the dtypes they give."""
+"""Errors of statistics, and the dtypes of their results."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Starts several processes on this machine that run the checks of a module together.
+"""Start several processes on this machine that run the checks of a module together.
 
-A check is a function whose name starts with `check_`, of a folder that all processes share. Starting processes takes
-seconds, so those of a module run its checks one after the other. They tell each other how each of them went, and a
-check that fails in one process fails alone, unless it leaves the others in the middle of a collective.
+A check is a function whose name starts with `check_`, and whose argument is a folder that all processes share. Starting
+processes takes seconds, so those of a module run its checks one after another. They exchange the outcomes, and a check
+that fails in one process fails alone, unless it leaves the others in the middle of a collective.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from types import ModuleType
 
 ROOT = Path(__file__).parents[2]
 DEVICES = 8
-"""How many devices the processes have together."""
+"""The total number of devices of the processes."""
 
 
 CLUSTER_PORTS = 61_440, 65_535
-"""From these JAX takes one by the number of a job."""
+"""The ports from which JAX selects one by the number of a job."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How processes ended: their exit statuses, what each printed, and the seconds until the last one ended."""
+    """The end of processes: their exit statuses, the output of each, and the seconds until the last one ended."""
 
     statuses: list[int]
     printed: list[str]
@@ -40,7 +40,7 @@ class Ended:
 
 
 def free_port(first: int = 20_000, last: int = 30_000) -> int:
-    """Find a port of this machine for the first of several processes; the system gives these to nobody by itself."""
+    """Find a port of this machine for the first of several processes, outside the range that the system assigns."""
     while True:
         port = random.randint(first, last)
         with socket.socket() as s, contextlib.suppress(OSError):
@@ -49,7 +49,7 @@ def free_port(first: int = 20_000, last: int = 30_000) -> int:
 
 
 def cluster(index: int, count: int, job: int) -> dict[str, str]:
-    """What a cluster says to a process by its environment: SLURM to one of two, Open MPI to one of more."""
+    """Return the environment variables of a process in a cluster: SLURM for two processes, Open MPI for more."""
     if count == 2:
         names = {"JOB_ID": job, "STEP_NODELIST": "127.0.0.1", "NTASKS": count, "PROCID": index, "LOCALID": 0}
         return {f"SLURM_{name}": str(value) for name, value in names.items()}
@@ -59,11 +59,11 @@ def cluster(index: int, count: int, job: int) -> dict[str, str]:
 
 
 def slices(count: int) -> list[dict[str, str]]:
-    """What Kubernetes says to the processes on slices of a TPU, each of one host."""
-    same = {"WORKER_HOSTNAMES": "127.0.0.1", "WORKER_ID": 0, "SKIP_MDS_QUERY": 1}  # no server has metadata
+    """Return the environment variables of Kubernetes for processes on TPU slices of one host each."""
+    same = {"WORKER_HOSTNAMES": "127.0.0.1", "WORKER_ID": 0, "SKIP_MDS_QUERY": 1}  # no metadata server
     found = {f"TPU_{name}": str(value) for name, value in same.items()}
     found |= {"MEGASCALE_COORDINATOR_ADDRESS": "127.0.0.1", "MEGASCALE_NUM_SLICES": str(count)}
-    found |= {"JAX_COORDINATOR_PORT": str(free_port()), "JAX_FORCE_TPU_INIT": "1"}  # where there is no TPU
+    found |= {"JAX_COORDINATOR_PORT": str(free_port()), "JAX_FORCE_TPU_INIT": "1"}  # without a TPU
     return [found | {"MEGASCALE_SLICE_ID": str(i)} for i in range(count)]
 
 
@@ -75,14 +75,14 @@ def run(
     environments: Sequence[Mapping[str, str]] | None = None,
     meanwhile: Callable[[list[subprocess.Popen[bytes]]], None] = lambda processes: None,
 ) -> Ended:
-    """Run Python once with each list of arguments, all at a time.
+    """Run Python once with each list of arguments, all at the same time.
 
     Arguments:
         commands: the arguments of each process.
-        folder: for what they print.
-        limit: after so many seconds, those that still run are killed.
-        alone: after so many seconds from when one has failed. By default, as many as they may run.
-        environments: variables for each process, beside those of this one.
+        folder: the folder for their output.
+        limit: the seconds after which processes that still run are killed.
+        alone: the same, counted from the failure of one of them; by default `limit`.
+        environments: variables for each process, in addition to those of this one.
         meanwhile: what to do while they run.
     """
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUMPY_RANK_PROMOTION": "raise", "PYTHONUNBUFFERED": "1"}
@@ -93,7 +93,7 @@ def run(
     stop = start + limit
     try:
         for command, log, more in zip(commands, logs, environments or [{}] * len(logs), strict=True):
-            with log.open("wb") as output:  # a file, because a pipe that nobody reads may fill up
+            with log.open("wb") as output:  # a file, because an unread pipe may fill up
                 processes.append(
                     subprocess.Popen(
                         [sys.executable, "-X", "faulthandler", *command],
@@ -111,22 +111,22 @@ def run(
         seconds = time.monotonic() - start
     finally:
         for process in processes:
-            process.send_signal(signal.SIGABRT)  # shows where it is
+            process.send_signal(signal.SIGABRT)  # prints its stack
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(2)
-            process.kill()  # does nothing to one that has ended
+            process.kill()  # does nothing if it has ended
             process.wait()
     return Ended([p.returncode for p in processes], [log.read_text(errors="replace") for log in logs], seconds)
 
 
 def names(*modules: ModuleType) -> list[str]:
-    """The checks of modules, in order, as `module.check`."""
+    """Return the checks of modules, in order, as `module.check`."""
     return [f"{m.__name__}.{name}" for m in modules for name in vars(m) if name.startswith("check_")]
 
 
 def outcomes(*checks: str, count: int, folder: Path, devices: int = DEVICES, limit: float = 180) -> dict[str, str]:
-    """Run checks in several processes: what went wrong in each, nothing if all was well."""
+    """Run checks in several processes; return the errors of each, or an empty string."""
     command = ["-W", "error", "-m", "tests.processes", str(devices // count), str(folder), *checks]
     job = free_port(*CLUSTER_PORTS) - CLUSTER_PORTS[0]
     environments = [cluster(i, count, job) for i in range(count)]

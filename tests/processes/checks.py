@@ -1,4 +1,4 @@
-"""What is promised of several processes: the same values, shardings, texts and files as with one.
+"""Checks that several processes give the same values, shardings, texts and files as one.
 
 Expected values come from NumPy, or from the same operation on arrays of this process alone.
 """
@@ -37,12 +37,12 @@ ALL = {"batch": "data", "embed": "data", "mlp": "model", "vocab": "model"}
 
 
 def data_outside() -> Mesh:
-    """A mesh whose processes differ along "data"."""
+    """Return a mesh whose processes differ along "data"."""
     return axn.make_mesh({"data": 4, "model": 2})
 
 
 def model_outside() -> Mesh:
-    """A mesh whose processes differ along "model"."""
+    """Return a mesh whose processes differ along "model"."""
     return axn.make_mesh({"model": 2, "data": 4}, explicit=True)
 
 
@@ -58,8 +58,8 @@ def draw(*axes: axn.Axis, seed: int = 0) -> axn.NamedArray:
 def assert_values(found: Any, expected: Any, atol: float = 1e-6) -> None:
     """Gather arrays, and compare them by name with those of this process.
 
-    If the expected ones are yet to be computed, by a function, the first process does it for all: compiling takes most
-    of the time. The others compare what they have gathered with what the first has.
+    If the expected values are given as a function, the first process computes them for all, because compiling takes
+    most of the time. The others compare their gathered arrays with those of the first.
     """
     found = jax.tree.map(np.asarray, axn.to_host(found))
     with fail_together("compare") as agree:
@@ -95,7 +95,7 @@ def check_shard(folder: Path) -> None:
 
 
 def check_local_data(folder: Path) -> None:
-    """Each process gives its own rows, along a mesh axis that lies across processes."""
+    """Each process passes its own rows, along a mesh axis that spans processes."""
     mesh = axn.make_mesh({"data": 8})
     whole = np.asarray(draw(Batch, Embed).array)
     rows = 8 // jax.process_count()
@@ -155,7 +155,7 @@ def check_collectives(folder: Path) -> None:
 
 
 def check_remap(folder: Path) -> None:
-    """A live state moves to another mesh over the same devices, in pieces; one over fewer of them is refused."""
+    """A live state moves to another mesh over the same devices, in pieces; a mesh of fewer devices is an error."""
     old, new = meshes()
     tree = axn.shard({"w": draw(Embed, Mlp), "b": draw(Mlp, seed=1)}, {"embed": "data"}, old)
     moved = axn.remap(tree, {"embed": "model", "mlp": "data"}, new, piece_bytes=200)  # of `w` there are three
@@ -169,7 +169,7 @@ def check_remap(folder: Path) -> None:
 
 
 def check_draws(folder: Path) -> None:
-    """Random numbers do not depend on how many processes draw them."""
+    """Random numbers do not depend on the number of processes."""
     key = jax.random.key(3)
     fn = lambda key: {
         "normal": normal(key, (Batch, Mlp)),
@@ -227,7 +227,7 @@ def check_schedules(folder: Path) -> None:
 
 
 def check_pictures(folder: Path) -> None:
-    """Every process shows the same, with the numbers of hosts and of their devices."""
+    """Every process prints the same, with the numbers of hosts and of their devices."""
     x = axn.shard(draw(Batch, Mlp), MAPPING, axn.make_mesh({"data": 4, "model": 2}))
     text = axn.debug.describe_shardings({"x": x})
     with axn.sharding.fail_together("compare") as agree:
@@ -249,7 +249,7 @@ def check_pictures(folder: Path) -> None:
 
 
 def check_reports(folder: Path) -> None:
-    """Every process reports the same of what a step sends, by the axes of the mesh."""
+    """Every process reports the same communication of a step, by mesh axes."""
     mapping = {"batch": "data", "embed": "model"}
     step = lambda x, w: axn.dot(x, w, axis="embed")
     args, mesh = (draw(Batch, Embed), draw(Embed, Mlp)), data_outside()
@@ -271,7 +271,7 @@ def check_state_dicts(folder: Path) -> None:
 
 
 class Counted:
-    """An entry of a state dict that counts the bytes that are read of it."""
+    """An entry of a state dict that counts the bytes read from it."""
 
     def __init__(self, array: np.ndarray):
         self.array, self.shape, self.dtype, self.read = array, array.shape, array.dtype, 0
@@ -283,7 +283,7 @@ class Counted:
 
 
 def check_bytes_read(folder: Path) -> None:
-    """Of arrays and of data, each process reads the rows of its devices, and nothing else."""
+    """Each process reads only the rows of its devices, from arrays and from data."""
     whole = np.arange(64 * 4, dtype=np.float32).reshape(64, 4)
     mesh = axn.make_mesh({"data": 8})
     entry = Counted(whole)
@@ -302,7 +302,7 @@ def check_bytes_read(folder: Path) -> None:
 
 
 def state() -> dict[str, Any]:
-    """What is saved by one number of processes, and restored by another."""
+    """Return the state that one number of processes saves and another restores."""
     return {"w": draw(Embed, Mlp), "key": jax.random.key(7), "count": jnp.arange(3), "step": 5}
 
 
@@ -315,7 +315,7 @@ TEMPLATE = {
 
 
 def restored(path: Path) -> None:
-    """A checkpoint that any number of processes wrote is the state."""
+    """Check that a checkpoint written by any number of processes is the state."""
     mesh = axn.make_mesh({"model": 4, "data": 2})
     found = restore_checkpoint(path, TEMPLATE, axn.sharding.MappingShardingRule({"mlp": "model"}) | P(), mesh=mesh)
     assert found["w"].array.sharding == NamedSharding(mesh, P(None, "model")) and found["step"] == 5
@@ -340,7 +340,7 @@ def check_checkpoint_for_other_processes(folder: Path) -> None:
 
 
 def check_data_that_differ(folder: Path) -> None:
-    """What should be the same in all processes, and is not, is refused by name, and without its values."""
+    """Data that should be the same in all processes, but is not, is an error that has its name, but not its values."""
     mesh = axn.make_mesh({"data": 8})
     same, nan = draw(Batch, Embed), axn.named(np.full((8, 8), np.nan, np.float32), ("batch", "embed"))
     mine = {"same": same, "nan": nan, "other": draw(Batch, Embed, seed=jax.process_index())}
@@ -359,7 +359,7 @@ def check_data_that_differ(folder: Path) -> None:
 
 
 def check_rows_that_are_misread(folder: Path) -> None:
-    """Processes that loaded the same rows in place of their own, or other rows where they hold the same."""
+    """Processes may not load the same rows instead of their own, or different rows where they hold the same."""
     load = axn.sharding.from_process_local_data
     mesh = axn.make_mesh({"rows": 8})
     same = {"x": np.asarray(draw(Batch, Embed).array)}

@@ -1,6 +1,6 @@
-"""A script that counts steps on several hosts, with the supervisors, the lock and the flags of the training example.
+"""Count steps on several hosts, with the supervisors, the lock and the flags of the training example.
 
-It starts in a second, so that many hosts can be lost. Each step adds a number of every device.
+This script starts in a second, so that tests can lose many hosts. Each step adds a number from every device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happens when one of several processes cannot do its part of a file operation."""
+"""Checks for the case that one of several processes cannot do its part of a file operation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from axonym.state import (
 
 
 def spread(n: int = 3) -> dict[str, Any]:
-    """Arrays of which every process has a shard."""
+    """Return arrays of which every process has a shard."""
     mesh = axn.make_mesh({"data": -1})
     size = mesh.size * 2
     arrays = {f"w{i}": axn.named(np.arange(size * 4.0).reshape(size, 4) + 100 * i, ("x", "y")) for i in range(n)}
@@ -41,14 +41,14 @@ def raw(n: int = 3) -> dict[str, jax.Array]:
 
 
 def gathers_are_right() -> None:
-    """The next gather is the one that it should be, in every process."""
+    """Check that the next gather is paired correctly in every process."""
     found = axn.to_host(spread(1))["w0"].array
     np.testing.assert_array_equal(found, np.arange(found.size, dtype=np.float32).reshape(found.shape))
 
 
 @contextmanager
 def full_disk(at: int, after: int = 0) -> Iterator[None]:
-    """In one process, synchronizing a file fails, as it does on a full disk."""
+    """Make synchronizing a file fail in one process, as on a full disk."""
 
     def fsync(file: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -61,7 +61,7 @@ def full_disk(at: int, after: int = 0) -> Iterator[None]:
 
 
 def raises_everywhere(kind: type[Exception], at: int, action: Callable[[], Any]) -> str:
-    """The same error is raised in all processes, and names the one; what comes after it is not mixed up."""
+    """Check that all processes raise the same error, which names the failed one; later collectives are paired right."""
     with pytest.raises(kind) as caught:
         action()
     text = str(caught.value)
@@ -105,7 +105,7 @@ def check_state_dict_with_a_bad_entry_in_each_process(folder: Path) -> None:
 
 def check_state_dicts_that_differ(folder: Path) -> None:
     """A process that lacks an array is not waited for in its gather."""
-    mine = raw()  # by all: placing an array is collective, too
+    mine = raw()  # in all processes: placing an array is also collective
     if jax.process_index() == 0:
         del mine["w2"]
     with pytest.raises(ValueError, match=r"arrays must be the same in every process, but differ") as caught:
@@ -170,7 +170,7 @@ def check_checkpoint_that_one_process_does_not_see(folder: Path) -> None:
 
 
 def check_damaged_checkpoint(folder: Path) -> None:
-    """Each process writes the checksums of its files, and compares some of them; the error is everybody's."""
+    """Each process writes the checksums of its files, and compares some of them; all raise the error."""
     save_checkpoint(folder / "1", spread())
     assert [path.name for path in (folder / "1").glob("checksums*")] == ["checksums.json"]
     verify(folder / "1")
@@ -193,7 +193,7 @@ def check_damaged_checkpoint(folder: Path) -> None:
 
 
 def check_interrupt_in_a_write(folder: Path) -> None:
-    """Ctrl-C ends the process where it was pressed; the others learn of it."""
+    """Ctrl-C ends one process; the others are told."""
 
     def interrupted(file: int) -> None:
         raise KeyboardInterrupt

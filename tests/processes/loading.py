@@ -15,12 +15,12 @@ FEATURES = 3
 
 
 def rows(first: int, last: int) -> np.ndarray:
-    """Rows of a batch, each of which tells which one it is."""
+    """Make rows of a batch whose values are their numbers."""
     return np.arange(first, last, dtype=np.float32)[:, None] * 10 + np.arange(FEATURES, dtype=np.float32)
 
 
 def assert_shards(x: jax.Array, whole: np.ndarray, shape: tuple[int, ...]) -> None:
-    """Every shard that this process holds has the values that are due at its place."""
+    """Check that every shard on this process has the values for its position."""
     assert x.shape == whole.shape, (x.shape, whole.shape)
     assert len(x.addressable_shards) == jax.local_device_count()
     for shard in x.addressable_shards:
@@ -49,7 +49,7 @@ def check(rank: int, explicit: bool) -> None:
     by_name = helper.local_data_to_global_array(local["named"], "batch", ["data"])
     assert_shards(by_name.array, rows(0, 16), (4, FEATURES))
 
-    # The mesh axis that lies within a process: each has loaded all of the batch.
+    # A mesh axis within each process: each has loaded the complete batch.
     within = axn.sharding.from_process_local_data(rows(0, 16), mesh_axes="model", mesh=helper.mesh)
     assert_shards(within, rows(0, 16), (8, FEATURES))
     # With scalax, processes never load the same.
@@ -65,7 +65,7 @@ def check(rank: int, explicit: bool) -> None:
     else:
         raise AssertionError("five rows were sharded over several devices")
 
-    # What is loaded is computed with, and comes back whole.
+    # Compute with the loaded batch, and gather the result.
     total = helper.sjit(lambda batch: {"sum": batch["x"].sum(0)}, in_shardings=(P("data"),), out_shardings=P())(loaded)
     np.testing.assert_allclose(axn.to_host(total)["sum"], rows(0, 16).sum(0))
     np.testing.assert_array_equal(axn.to_host(loaded["x"]), rows(0, 16))

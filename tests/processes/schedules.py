@@ -13,7 +13,7 @@ from tests.test_schedules import KINDS, ROWS, arguments_of, distributed, plain
 def check_table(folder: Path) -> None:
     """Every schedule, under every mapping: values and gradients.
 
-    Each row is on one type of mesh. Rows 6 apart, which are much alike, and neighbours are on different ones.
+    Each row uses one type of mesh. Neighbours, and the similar rows 6 apart, use different ones.
     """
     for i, row in enumerate(ROWS.values()):
         step, mesh = distributed(row, KINDS[(i + i // 6) % 2])

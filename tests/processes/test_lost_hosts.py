@@ -1,4 +1,4 @@
-"""The training example when a host is lost: what it says, how long it takes, and how it goes on."""
+"""The training example when a host is lost: its messages, the time until it notices, and how it continues."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def train(folder: Path, count: int, meanwhile: Callable[[Processes], None], *mor
 
 
 def said(ended: Ended, host: int) -> list[str]:
-    """What a supervisor or its process said, other than on the way: a traceback would be in it, too."""
+    """Return the output of a supervisor and its process without progress lines; it would include a traceback."""
     lines = ended.printed[host].splitlines()
     return [
         line.removeprefix("train_lm.py: ") for line in lines if line.startswith(("train_lm.py: ", "Trace", "Fatal"))
@@ -54,7 +54,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def wait_for(found: Callable[[], Any]) -> Any:
-    """What is found, as soon as there is something."""
+    """Wait until a function finds something, and return it."""
     stop = time.monotonic() + LIMIT
     while time.monotonic() < stop:
         if value := found():
@@ -64,14 +64,14 @@ def wait_for(found: Callable[[], Any]) -> Any:
 
 
 def process(out: Path, host: int) -> int:
-    """The process that trains on a host."""
+    """Return the process that trains on a host."""
     (path,) = wait_for(lambda: list(out.glob(f"hosts/*/{host}.json")))
     return json.loads(path.read_text())["process"]
 
 
 def latest(out: Path) -> int:
-    """The step of the latest checkpoint that is complete."""
-    paths = out.glob("checkpoints/step-??????/_CHECKPOINT_METADATA")  # not those that are being written
+    """Return the step of the latest complete checkpoint."""
+    paths = out.glob("checkpoints/step-??????/_CHECKPOINT_METADATA")  # not unfinished ones
     steps = [int(path.parent.name.removeprefix("step-")) for path in paths]
     return max(steps, default=0)
 
@@ -120,7 +120,7 @@ def count(
 
 
 def steps(out: Path) -> list[tuple[int, int]]:
-    """The steps that were counted, each with the number of hosts."""
+    """Return the steps that were counted, each with the number of hosts."""
     path = out / "steps.txt"
     return (
         [(int(a), int(b)) for a, b in (line.split() for line in path.read_text().splitlines())] if path.exists() else []
@@ -146,7 +146,7 @@ def test_the_others_end(tmp_path: Path) -> None:
 
 
 LOST: dict[str, tuple[list[list[int]], list[int]]] = {
-    # In turn, the hosts that are lost together; and how many go on each time.
+    # The hosts that are lost together, in turn; and how many continue each time.
     "one, and another": ([[2], [0]], [4, 2, 1]),
     "two at once": ([[0, 3]], [4, 2]),
 }

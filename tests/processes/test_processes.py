@@ -1,4 +1,4 @@
-"""Several processes on this machine: what is promised of them, and what happens when one of them fails."""
+"""Several processes on this machine: their results, and the failure of one of them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from axonym.state import save_checkpoint
 from tests.processes import checks, faults, loading, names, outcomes, schedules, training
 
 OF_FOUR = ("fsdp", "tensor", "bytes_of_the_text", "files_of_the_example")
-"""What four processes do of the training example: the mappings that are quickest to compile, reading and writing."""
+"""The checks of the training example for four processes: the mappings that compile fastest, reading and writing."""
 
 OF_FOUR_ALONE = ("fsdp", "tensor")
-"""Two processes leave these out: they do both together, as the first of their checks."""
+"""Checks that two processes skip: they run both together, as their first check."""
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of one process."""
+    """Return a folder with a run of one process."""
     folder = tmp_path_factory.mktemp("trained")
     training.train_in_one_process(folder)
     return folder

@@ -20,7 +20,7 @@ import axonym as axn
 from axonym.sharding import fail_together
 from tests.processes import faults
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # where a script finds what is beside it
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # where a script finds the modules beside it
 
 from examples import train_lm
 
@@ -40,7 +40,7 @@ def text(folder: Path) -> Path:
 
 
 def train(folder: Path, *more: str, pictures: bool = False) -> list[float]:
-    """Train in the folder's `run` with the devices that there are, and return the losses. Pictures take long."""
+    """Train in the folder's `run` on all devices, without pictures, which are slow, and return the losses."""
     out = folder / "run"
     arguments = ["--out", str(out), "--simulated-devices", str(jax.local_device_count())]
     if "--resume" not in more:
@@ -55,7 +55,7 @@ def train(folder: Path, *more: str, pictures: bool = False) -> list[float]:
 
 
 def train_in_one_process(folder: Path) -> None:
-    """Leave runs, whose losses several processes are to have, one of which they go on with from its first step."""
+    """Make runs, whose losses several processes should reproduce; they resume one of them from its first step."""
     text(folder)
     for name, *more in (("one", "--save-every", "1", "--keep", "9"), ("mixture", *MIXTURE)):
         (folder / name).mkdir()
@@ -66,7 +66,7 @@ def train_in_one_process(folder: Path) -> None:
 def assert_losses(folder: Path, found: list[float], of: str = "one") -> None:
     expected = json.loads((folder.parent / f"{of}.json").read_text())
     np.testing.assert_allclose(found, expected, rtol=1e-4)
-    if jax.process_index() == 0:  # which deletes those that are too many
+    if jax.process_index() == 0:  # which deletes old checkpoints
         kept = sorted(path.name for path in (folder / "run" / "checkpoints").iterdir())
         assert kept == ["step-000002", "step-000003"]
 
@@ -79,7 +79,7 @@ def check_fsdp_and_tensor(folder: Path) -> None:
 
 
 def go_on(folder: Path, mapping: str, *options: str, samples: int = 0) -> None:
-    """Under a mapping, go on with the run of one process from its first step: compiling the start takes long."""
+    """Resume the run of one process from its first step, under a mapping: compiling the start takes long."""
     with fail_together("copy"):
         if jax.process_index() == 0:
             one, run = folder.parent / "one" / "run", folder / "run"
@@ -120,7 +120,7 @@ def check_pipeline_and_fsdp(folder: Path) -> None:
 
 
 def check_plan(folder: Path) -> None:
-    """Each process plans, and all find the same; a run that was begun otherwise goes on under a plan."""
+    """All processes find the same plan; a run that began under another mapping continues under a plan."""
     go_on(folder, "plan", "--explain")
     plan = (folder / "run" / "plan.json").read_text()
     assert (folder / "run" / "checkpoints" / "step-000003" / "plan.json").read_text() == plan
@@ -134,7 +134,7 @@ def check_expert(folder: Path) -> None:
 
 
 def check_files_of_the_example(folder: Path) -> None:
-    """Exports, pictures, samples and losses: what one process cannot do is every process's error, or nobody's."""
+    """Exports, pictures, samples and losses: if one process fails, all raise the error, or none does."""
     rank, path = jax.process_index(), folder / "model.safetensors"
 
     def broken(*args: Any, error: Exception | None = None, **kwargs: Any) -> None:
@@ -164,7 +164,7 @@ def check_files_of_the_example(folder: Path) -> None:
 
 
 def check_bytes_of_the_text(folder: Path) -> None:
-    """For a step, each process reads the texts of its devices, and nothing else."""
+    """For a step, each process reads only the texts of its devices."""
     data, read = train_lm.data, 0
 
     class Mapped:

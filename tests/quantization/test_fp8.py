@@ -100,7 +100,7 @@ def test_step_with_overwrites() -> None:
     np.testing.assert_allclose(state.input_amax_history, [np.abs(X.array).max(), 0, 0])
     half = apply_updates({"w": jnp.ones(2, jnp.bfloat16)}, {"w": jnp.ones(2)}, {"w": None})
     assert half["w"].dtype == jnp.bfloat16
-    with pytest.raises(ValueError, match="`updates` has 1 leaves, the model 2"):
+    with pytest.raises(ValueError, match="`updates` has 1 leaf, the model 2"):
         apply_updates({"a": 1.0, "b": 2.0}, {"a": 1.0}, {"a": None, "b": None})
 
 

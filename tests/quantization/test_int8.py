@@ -22,7 +22,7 @@ OP = Int8DotGeneralOp.init()
 
 
 def rounded(x: np.ndarray, summed: int) -> np.ndarray:
-    """What is left of an array when each of its rows is rounded to integers up to 127."""
+    """Round each row of an array to integers up to 127, and scale back."""
     scale = np.abs(x).max(axis=summed, keepdims=True) / 127
     return np.rint(x / scale) * scale
 

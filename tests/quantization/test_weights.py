@@ -1,4 +1,4 @@
-"""Weights stored in few bits: what they take, how accurate they are, and that they are the same on several devices."""
+"""Weights stored in few bits: their size, their accuracy, and the same results on several devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from axonym.nn import Embedding, Linear
 from axonym.precision import Policy
 from axonym.quantization import SmallEmbedding, SmallLinear, quantize_weights
 from axonym.state import from_torch_compatible_state_dict
-from examples.models.llama import Config, Llama
+from examples.models.families import from_huggingface
+from examples.models.llama import Llama
 from tests.helpers import assert_named, spec
 
 Batch, Embed, Mlp, Vocab = axn.make_axes(batch=8, embed=16, mlp=8, vocab=10)
@@ -31,7 +32,7 @@ def linear(**options: Any) -> Linear:
 
 
 def restored(layer: Any) -> axn.NamedArray:
-    """The weight that is computed with."""
+    """Return the weight used in computations."""
     scale = layer.scale
     for name in layer.weight.names:
         if name not in scale.names:
@@ -167,11 +168,11 @@ def test_a_mapping_shards_numbers_and_scales_alike(group: int | None, mesh: jax.
 
 @pytest.fixture(scope="module")
 def golden() -> tuple[Llama, axn.NamedArray]:
-    """A model of random weights, large ones: what is rounded in one block grows in the next."""
+    """Make a model of large random weights, which amplifies the rounding errors of each block."""
     with np.load(GOLDEN) as kept:
         found = dict(kept)
     weights = {name.removeprefix("weights/"): x for name, x in found.items() if name.startswith("weights/")}
-    config = Config.from_huggingface(json.loads(str(found["config"])))
+    config = from_huggingface(json.loads(str(found["config"])))
     empty = jax.eval_shape(lambda key: Llama.init(config, key=key), jax.random.key(0))
     model = jax.tree.map(jnp.asarray, from_torch_compatible_state_dict(empty, weights))
     return model, axn.named(found["tokens"], ("batch", "pos"))

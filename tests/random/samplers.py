@@ -1,4 +1,4 @@
-"""Every sampler, with parameters to give it and what JAX draws by position."""
+"""Every sampler, with its parameters and the positional draws of JAX."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ SAMPLERS: dict[str, dict[str, tuple[float, float]]] = {
 INTEGERS = {"geometric", "poisson", "randint"}
 # One of each kind of program; all are compared with JAX's before they are compiled.
 REPRESENTATIVE = ("normal", "uniform", "randint", "bernoulli", "double_sided_maxwell")
-# The axes of the first, second and third parameter: part of those of the result, in another order, or none.
+# The axes of the first, second and third parameter: some of those of the result, in another order, or none.
 LAYOUTS = (("embed", "batch"), ("pos",), ())
 
 
 def parameters(name: str) -> dict[str, Any]:
-    """Named arrays and scalars for the parameters of a sampler."""
+    """Return named arrays and scalars for the parameters of a sampler."""
     rng = np.random.default_rng(0)
     found: dict[str, Any] = {}
     for names, (label, (low, high)) in zip(LAYOUTS, SAMPLERS[name].items(), strict=False):
@@ -74,14 +74,14 @@ def parameters(name: str) -> dict[str, Any]:
 
 
 def whole(x: Any) -> Any:
-    """A parameter by position: broadcast to all axes."""
+    """Return a positional parameter, broadcast to all axes."""
     return axn.broadcast_to(x, AXES).array if isinstance(x, axn.NamedArray) else x
 
 
 def expected(name: str, key: Any, *values: Any) -> jax.Array:
-    """What JAX draws by position."""
+    """Draw by position with JAX."""
     shape = tuple(a.size for a in AXES)
-    if name == "double_sided_maxwell":  # JAX makes the shape longer by that of its parameters
+    if name == "double_sided_maxwell":  # JAX appends the shape of the parameters
         return values[0] + values[1] * jax.random.double_sided_maxwell(key, 0.0, 1.0, shape)
     given = dict(zip(SAMPLERS[name], values, strict=True))
     options = {} if name in ("bernoulli", "bits") else {"dtype": int if name in INTEGERS else float}
@@ -89,12 +89,12 @@ def expected(name: str, key: Any, *values: Any) -> jax.Array:
 
 
 def sample(name: str, key: Any, *values: Any) -> axn.NamedArray:
-    """What the sampler draws, its parameters by position; those of `uniform` come after the dtype."""
+    """Draw with the sampler, passing parameters by position; those of `uniform` come after the dtype."""
     return getattr(random, name)(key, AXES, *((float,) if name == "uniform" else ()), *values)
 
 
 def noise(key: Any, shape: axn.typing.AxisSpec, scale: Any, shift: float = 0.0) -> axn.NamedArray:
-    """A sampler of the kind that users write."""
+    """A sampler like those that users write."""
     return scale * random.normal(key, shape) + shift
 
 
@@ -106,14 +106,14 @@ def assert_same(found: Any, wanted: Any, message: str = "", rtol: float = 3e-6) 
 
 
 def entries(x: axn.NamedArray) -> dict[str, Any]:
-    """The mesh axes of each axis that is split."""
+    """Return the mesh axes of each sharded axis."""
     array: Any = x.array
     spec = array.sharding.spec if hasattr(array, "sharding") else jax.typeof(array).sharding.spec
     return {n: e for n, e in zip(x.names, spec, strict=False) if e is not None}
 
 
 def largest_buffer(fn: Callable[..., Any], *args: Any) -> int:
-    """The number of elements of the largest array in the compiled program, as one device sees it."""
+    """Return the number of elements of the largest array in the compiled program, on one device."""
     program = jax.jit(fn).lower(*args).compile().as_text()
     assert program is not None
     shapes = re.findall(r"\b(?:f32|u32|s32|pred)\[([\d,]+)\]", program)

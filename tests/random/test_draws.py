@@ -1,4 +1,4 @@
-"""What samplers draw, and how parameters broadcast by name."""
+"""The draws of samplers, and parameters that broadcast by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong, in the words of the caller."""
+"""Errors of samplers, in the caller's terms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where results lie, on meshes of every kind, and how much of them a device draws."""
+"""The shardings of results on meshes of every kind, and the part that each device draws."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_vmap_and_gradients_on_a_mesh(mesh: Mesh) -> None:
 
 LARGE_OF_FOUR = axn.make_axes(batch=128, pos=4, embed=64, rest=4)
 
-# What to draw, and how many numbers the program keeps for each of its elements.
+# The draws, and how many numbers the program keeps for each element.
 DRAWS: dict[str, tuple[Callable[[Any, axn.NamedArray], axn.NamedArray], int]] = {
     "normal": (lambda key, p: random.normal(key, LARGE), 1),
     "normal, with axes that are merged": (lambda key, p: random.normal(key, LARGE_OF_FOUR), 1),

@@ -1,4 +1,4 @@
-"""Rules under the names of scalax: where they stand, and what `apply` makes of a tree."""
+"""Rules under the names of scalax: their position in a tree, and `apply`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_rule_says_the_same_of_a_model_wherever_it_stands(mesh):
         assert placed(sjit(identity, in_shardings=(rule,), out_shardings=rule)(tree))
         assert placed(sjit(identity, in_shardings=rule)(tree))
         assert placed(sjit(lambda x: (x, 0.0), out_shardings=(rule, None))(tree)[0])
-        with pytest.raises(ValueError, match=r"norm/layers/w .*no pattern"):  # errors say the whole path
+        with pytest.raises(ValueError, match=r"norm/layers/w .*no pattern"):  # errors have the complete path
             sjit(identity, in_shardings=(TreePathShardingRule(("^norm", P())),))(tree)
 
 
@@ -112,7 +112,7 @@ def test_one_element_is_whole_whatever_matches_it(mesh):
 
 
 class LargestOnly(ShardingRule):
-    """Looks at the tree as one, which no rule of leaves can."""
+    """A rule that looks at the tree as a whole, which rules for leaves cannot."""
 
     def apply(self, pytree):
         largest = max(x.size for x in jax.tree.leaves(pytree))
@@ -142,7 +142,7 @@ def test_rules_that_override_apply(mesh):
             with sharding_annotations({"tree": rule}):
                 check(with_sharding_annotation(tree, "tree"))
             check(axn.shard(tree, rule))
-        # As a part of another rule it sees one leaf at a time.
+        # As part of another rule it gets one leaf at a time.
         parts = TreePathShardingRule(("a", LargestOnly()), (".*", P()))
         assert match_sharding_rule(parts, tree)["a"]["v"].spec == P("data")
     helper = MeshShardingHelper([8], ["data"])

@@ -1,4 +1,4 @@
-"""`sjit` and the helper: where arguments, results and annotated values go, and when functions are compiled again."""
+"""`sjit` and the helper: placements of arguments, results and annotated values, and recompilation."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def lies(x: Any, spec: P) -> bool:
 
 
 def counted(fn: Any) -> tuple[Any, list[None]]:
-    """The function, and a list with an entry for each time that it was traced."""
+    """Return the function, and a list with an entry for each time that it was traced."""
     traces: list[None] = []
 
     def wrapper(*args: Any) -> Any:
@@ -82,7 +82,7 @@ def test_arguments_arrive_in_one_placement_and_are_used_in_another(helper):
     w, x = jnp.ones((8, 4)), jnp.ones((16, 8))
     assert lies(compiled(w, x), P("data"))
     assert seen in ([], [P(None, None)])
-    # The program takes the weight in parts, and gathers it.
+    # The program takes shards of the weight, and gathers it.
     program = compiled.lower(w, x).compile()
     assert program.input_shardings[0][0].is_equivalent_to(NamedSharding(helper.mesh, P("data")), 2)
     assert "all-gather" in program.as_text()
@@ -118,7 +118,7 @@ def test_errors(helper):
         return x
 
     x = jnp.ones((6, 4))
-    with pytest.raises(ValueError, match=r"sjit \(in_shardings\): 1 placements, and none for x"):
+    with pytest.raises(ValueError, match=r"sjit \(in_shardings\): 1 placement, and none for x"):
         helper.sjit(f, (P(),))(x, x)
     with pytest.raises(TypeError, match=r"sjit \(in_shardings\): expected a placement, or a tuple"):
         helper.sjit(f, 3)(x, x)
@@ -418,7 +418,7 @@ def test_the_types_of_the_mesh_around(helper):
         jax.jit(lambda x: inner(x))(jnp.ones(8))
 
 
-# --- what else code written for scalax may do ---
+# --- other uses in code written for scalax ---
 
 
 def test_the_global_helper_inside(helper):
@@ -441,7 +441,7 @@ def test_the_context(helper):
         assert lies(MeshShardingHelper.with_sharding_annotation(jnp.ones(8), "hidden"), P("model"))
         assert lies(MeshShardingHelper.with_sharding_constraint(jnp.ones(8), P("data")), P("data"))
     x = jnp.ones(8)
-    assert with_sharding_constraint(x, P("data")) is x  # without a mesh it is nothing, and says nothing
+    assert with_sharding_constraint(x, P("data")) is x  # without a mesh it does nothing, silently
 
 
 @pytest.mark.parametrize("of", [tuple, list])

@@ -1,4 +1,4 @@
-"""Models of every kind learn the same under rules as on one device, and their parameters lie where the rules say."""
+"""Models of every kind learn the same under rules as on one device, and rules place their parameters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIMIZER = optax.sgd(0.2, momentum=0.9)
 
 @dataclasses.dataclass
 class Model:
-    """One two-layer network, written with some library or none. Its weights are called the same in all of them."""
+    """A two-layer network, written with some library or none. The names of its weights are the same in all."""
 
     parameters: Any
     predict: Callable[[Any, Any], Any]
@@ -117,7 +117,7 @@ MODELS = {m.__name__: m for m in (dictionary, named, equinox, flax)}
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[float]]:
-    """What each model learns on one device."""
+    """Train each model on one device."""
     return {name: (model := make()).losses(jax.jit(model.step))[0] for name, make in MODELS.items()}
 
 
@@ -125,11 +125,11 @@ def expected() -> dict[str, list[float]]:
 class Strategy:
     batch: Any
     rest: Any
-    """Where parameters rest."""
+    """The storage sharding of the parameters."""
     up: P
-    """Where that puts the weight whose axes are the features and the hidden units."""
+    """The spec of the weight whose axes are the features and the hidden units."""
     part: tuple[int, int]
-    """How much of that weight each device holds."""
+    """The shape of a shard of that weight."""
 
 
 def by_path(up: P, bias: P, down: P) -> TreePathShardingRule:
@@ -149,7 +149,7 @@ STRATEGIES = {
 
 
 def transposed(strategy: Strategy) -> Strategy:
-    """For weights that are stored with the outputs first."""
+    """Return the strategy for weights that are stored with the outputs first."""
     rest = strategy.rest
     if isinstance(rest, TreePathShardingRule):
         up, bias, down = (spec for _, spec in rest.rules if isinstance(spec, P))
@@ -179,11 +179,11 @@ def test_training(model: str, strategy: str, explicit: bool, expected: dict[str,
         trained.step,
         in_shardings=(how.rest, how.rest, how.batch, how.batch),
         out_shardings=(P(), how.rest, how.rest),
-        # Where shardings are types, weights without names are gathered by hand before they are used.
+        # On Explicit mesh axes, weights without names are gathered by hand before use.
         args_sharding_constraint=(P(), None, None, None) if explicit and not trained.named else None,
         annotation_shardings={"hidden": P(how.batch[0], hidden)},
     )
-    # The mapping decides what operations on named arrays give where their operands disagree.
+    # The mapping decides the sharding of operations on named arrays if operands disagree.
     with axn.axis_mapping({"batch": how.batch[0], "hidden": hidden}):
         losses, parameters, state = trained.losses(step)
     np.testing.assert_allclose(losses, expected[model], rtol=2e-4)
@@ -194,7 +194,7 @@ def test_training(model: str, strategy: str, explicit: bool, expected: dict[str,
 
 
 def weight(tree: Any) -> jax.Array:
-    """The weight of the first layer, whatever the model."""
+    """Return the weight of the first layer of any model."""
     found = [x for path, x in jax.tree.leaves_with_path(tree) if "up" in str(path[0]) and x.ndim == 2]
     assert len(found) == 1
     return found[0]

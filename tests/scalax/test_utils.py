@@ -1,4 +1,4 @@
-"""What `scalax.utils` has."""
+"""The functions of `scalax.utils`."""
 
 from __future__ import annotations
 

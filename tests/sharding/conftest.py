@@ -8,5 +8,5 @@ from jax.sharding import AxisType, Mesh
 
 @pytest.fixture(scope="session")
 def mixed_mesh(auto_mesh: Mesh) -> Mesh:
-    """The same with one axis of each type."""
+    """Return a mesh with one axis of each type."""
     return Mesh(auto_mesh.devices, auto_mesh.axis_names, axis_types=(AxisType.Explicit, AxisType.Auto))

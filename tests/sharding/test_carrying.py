@@ -28,8 +28,8 @@ ONE_AT_A_TIME = threading.Lock()
 
 
 def spec() -> tuple[Any, ...]:
-    """How a compiled function places an array under what is active."""
-    with ONE_AT_A_TIME:  # JAX itself does not take many threads that run on several simulated devices at once
+    """Return the spec of an array from a compiled function under the active mesh and mapping."""
+    with ONE_AT_A_TIME:  # JAX itself does not support many threads that run on several simulated devices at once
         return tuple(jax.block_until_ready(placed()).array.sharding.spec)
 
 
@@ -95,7 +95,7 @@ def test_meshes_without_devices(auto_mesh: Mesh) -> None:
 
 
 async def turns(mapping: dict[str, str], mesh: Mesh) -> list[Any]:
-    """Wait in between, so that other tasks run, outside and inside of a with-block of its own."""
+    """Wait outside and inside a with-block, so that other tasks run in between."""
     found: list[Any] = []
     for _ in range(3):
         found.append((spec(), mapping))

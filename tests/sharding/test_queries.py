@@ -88,7 +88,9 @@ def test_lint(auto_mesh) -> None:
     ):
         assert part in text
     fine = axn.lint_mapping({"w": axn.ones({"embed": 4})}, {"embed": "model"}, auto_mesh)
-    assert not fine and "nothing found" in str(fine)
+    assert not fine and str(fine) == "1 array, nothing found."
+    one = axn.lint_mapping({"w": axn.ones({"embed": 4})}, {"embd": None}, auto_mesh)
+    assert str(one).startswith("1 array, 1 finding:")
     with jax.set_mesh(auto_mesh), axn.axis_mapping({"embed": "model"}):
         assert not axn.lint_mapping({"w": axn.ones({"embed": 4})})
 

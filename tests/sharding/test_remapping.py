@@ -1,4 +1,4 @@
-"""`remap`: a live state on another mesh or mapping, with little more memory than it takes."""
+"""`remap`: move a live state to another mesh or mapping, with little extra memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def state(mesh: Mesh) -> dict[str, Any]:
 
 
 def bytes_on(device: Any) -> int:
-    """What the live arrays have on a device."""
+    """Return the bytes of live arrays on a device."""
     shards = (s for x in jax.live_arrays() if not x.is_deleted() for s in x.addressable_shards if s.device == device)
     return sum({s.data.unsafe_buffer_pointer(): s.data.nbytes for s in shards}.values())
 

@@ -1,4 +1,4 @@
-"""Rules: what each of them says of a leaf, how they compose, and that they stand wherever a mapping does."""
+"""Rules: the answer of each for a leaf, composition, and use in place of a mapping."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def abstract(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def specs(tree: Any) -> Any:
-    """The specs of arrays or shardings, in full, by path; named arrays count as what is in them."""
+    """Return the complete specs of arrays or shardings by path; named arrays count as their raw arrays."""
 
     def full(x: Any) -> tuple[Any, ...]:
         sharding = x if isinstance(x, NamedSharding) else x.sharding
@@ -115,7 +115,7 @@ def test_flax_models(mesh):
         ((3,), (None,)),
         ((6, 16), (None, "data")),
         ((16, 16), ("data", None)),
-        ((12, 4), ("data", None)),  # both are divisible by 4 and no more; the first wins
+        ((12, 4), ("data", None)),  # both are divisible by 4 and not more; the first wins
         ((1000, 64), (None, "data")),
         ((2, 2), (None, None)),
         ((0, 8), (None, "data")),
@@ -360,7 +360,7 @@ def test_pspec_for_sees_the_mesh_in_force(mesh):
     with axn.set_mesh(mesh):
         assert axn.sharding.pspec_for(abstract(6, 4), ANY_FSDP) == P(None, "data")
     assert axn.sharding.pspec_for(abstract(6, 4), ANY_FSDP) == P(None, "data")
-    assert axn.sharding.pspec_for(abstract(6, 1), ANY_FSDP) == P("data", None)  # no mesh is known to refuse it
+    assert axn.sharding.pspec_for(abstract(6, 1), ANY_FSDP) == P("data", None)  # no mesh is known that could refuse it
 
 
 def test_what_is_not_a_placement(mesh):
@@ -391,7 +391,7 @@ def test_a_rule_says_the_same_of_a_model_wherever_it_stands(mesh):
         assert placed(axn.shard({"model": tree}, {"model": rule})["model"])
         assert placed(axn.named_jit(identity, in_placement=(rule,))(tree))
         assert placed(axn.named_jit(identity, in_placement={"norm": rule})(tree))
-        with pytest.raises(ValueError, match=r"norm/layers/w .*no pattern"):  # errors say the whole path
+        with pytest.raises(ValueError, match=r"norm/layers/w .*no pattern"):  # errors have the complete path
             axn.named_jit(identity, in_placement=(TreePathShardingRule(("^norm", P())),))(tree)
 
 

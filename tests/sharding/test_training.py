@@ -1,4 +1,4 @@
-"""However a small model is distributed, it learns the same."""
+"""A small model learns the same, however it is distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small model with every kind of leaf, and what its state dict in PyTorch's form must be."""
+"""A small model with every kind of leaf, and its expected state dict in PyTorch's form."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Model(eqx.Module):
 
 
 def torch_form(model: Model) -> dict[str, np.ndarray]:
-    """What the state dict of the model must be, written out by position."""
+    """Return the expected state dict of the model, written out by position."""
     entries = {"embed.weight": np.asarray(model.embed.weight.array).reshape(8, 12)}
     for i, block in enumerate(model.layers.unstacked()):
         entries |= {
@@ -72,7 +72,7 @@ def assert_same_entries(actual: dict[str, Any], expected: dict[str, Any]) -> Non
 
 
 def assert_same_tree(actual: Any, expected: Any) -> None:
-    """The same structure, named arrays with the same axes in the same order, and the same values."""
+    """Check that trees have equal structures, named arrays with the same axes in the same order, and equal values."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         if isinstance(b, (jax.Array, np.ndarray)):

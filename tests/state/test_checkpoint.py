@@ -24,7 +24,7 @@ A, B = axn.make_axes(a=8, b=4)
 
 
 def state() -> dict[str, Any]:
-    """What a training run has: parameters, raw arrays, an optimizer's state, a random key and numbers."""
+    """Return the state of a training run: parameters, raw arrays, an optimizer's state, a random key and numbers."""
     model = {"w": axn.arange(axn.Axis("x", 32)).unflatten_axis("x", (A, B)) * 1.0, "raw": jnp.arange(6)}
     optimizer = optax.adam(1e-3).init({"w": model["w"]})
     rest = {"key": jax.random.key(7), "step": 3, "rate": 0.5, "done": False, "z": 1 + 2j, "function": jnp.tanh}

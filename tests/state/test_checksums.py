@@ -1,4 +1,4 @@
-"""Damaged checkpoints: what is restored has the bits that were saved, or the error says what is damaged."""
+"""Damaged checkpoints: restored arrays have the saved bits, or the error names the damage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ A, B = axn.make_axes(a=64, b=128)
 
 
 def state() -> dict[str, Any]:
-    """Arrays that TensorStore keeps in files of their own, and some that it keeps with their names."""
+    """Return arrays that TensorStore stores in separate files, and some that it stores with their names."""
     rng = np.random.default_rng(0)
     w, v = (axn.named(jnp.asarray(rng.normal(size=(64, 128)), jnp.float32), (A, B)) for _ in range(2))
     return {"w": w, "v": v, "small": jnp.arange(6), "key": jax.random.key(7), "step": 3}
@@ -33,7 +33,7 @@ def state() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, auto_mesh: Mesh) -> Path:
-    """The folder of two checkpoints, step-1 and step-2."""
+    """Save two checkpoints, step-1 and step-2, and return their folder."""
     folder, patch = tmp_path_factory.mktemp("checkpoints"), pytest.MonkeyPatch()
     with patch.context() as p:
         p.setattr(checksums, "_SMALLEST_BLOCK", 512)
@@ -44,7 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, auto_mesh: Mesh) -> Path:
 
 @pytest.fixture
 def copied(saved: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """Make a copy to damage."""
     return shutil.copytree(saved, tmp_path / "checkpoints")
 
 

@@ -1,4 +1,4 @@
-"""Safetensors files and indices, damaged or hostile: read as the package reads them, or refused with one error."""
+"""Damaged or hostile safetensors files and indices: they are read as by the package, or raise one kind of error."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def as_file(header: Any, values: bytes = VALUES, size: int | None = None) -> byt
 
 
 def read_by_package(content: bytes) -> dict[str, tuple[str, list[int], bytes]] | None:
-    """The arrays, or None for a file that the package refuses."""
+    """Return the arrays as read by the package, or None for a file that it refuses."""
     try:
         return {k: (x["dtype"], x["shape"], bytes(x["data"])) for k, x in safetensors.deserialize(content)}
     except safetensors.SafetensorError:
@@ -64,7 +64,7 @@ def read_by_package(content: bytes) -> dict[str, tuple[str, list[int], bytes]] |
 
 
 def measured(read: Callable[[], Any]) -> tuple[Any, int]:
-    """What was read, or the `ValueError`, and the most bytes that there were of Python's at a time."""
+    """Return the arrays, or the `ValueError`, and the peak of Python's memory in bytes."""
     tracemalloc.start()
     try:
         found = read()
@@ -77,7 +77,7 @@ def measured(read: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def check(path: Path, content: bytes) -> bool:
-    """Whether the file was read, and then as the package reads it; with no more memory than the package takes."""
+    """Return whether the file was read; check the result and the memory against the package."""
     path.write_bytes(content)
     found, peak = measured(lambda: load_state_dict(path))
     expected, allowed = measured(lambda: read_by_package(content))
@@ -113,7 +113,7 @@ def resize(rng: random.Random, content: bytes) -> bytes:
 
 
 def edit(rng: random.Random, content: bytes) -> bytes:
-    """Another value somewhere in the header."""
+    """Change a value somewhere in the header."""
     header: dict[str, Any] = json.loads(json.dumps(ENTRIES))
     key = rng.choice(list(header))
     field = rng.choice([*header[key], "more"])
@@ -127,7 +127,7 @@ def edit(rng: random.Random, content: bytes) -> bytes:
 
 
 def swap(rng: random.Random, content: bytes) -> bytes:
-    """The entries in another order, and the fields of one."""
+    """Reorder the entries, and the fields of one."""
     keys = rng.sample(list(ENTRIES), rng.choice([3, 4, 4]))
     return as_file({key: dict(rng.sample(list(ENTRIES[key].items()), 3)) for key in keys}, rng.randbytes(27))
 

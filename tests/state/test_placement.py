@@ -1,4 +1,4 @@
-"""Loading onto several devices: what is read, and where it goes."""
+"""Loading onto several devices: the data that is read, and its placement."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAPPING = {"embed": "data", "heads": "model", "vocab": "data"}
 
 
 class Watched(np.ndarray):
-    """An array that counts how many of its elements are read, and how many at once."""
+    """An array that counts how many of its elements are read, in total and at once."""
 
     read: int = 0
     most: int = 0

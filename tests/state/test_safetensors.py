@@ -26,7 +26,7 @@ from axonym.state.safetensors import _CODES
 
 
 def entries() -> dict[str, np.ndarray]:
-    """An array of every dtype, not contiguous; and arrays with no axes and no elements."""
+    """Return an array of every dtype, not contiguous, and arrays without axes and without elements."""
     found = {dtype.name: np.arange(1, 7).astype(dtype).reshape(2, 3).T for dtype in _CODES}
     return found | {"scalar": np.array(3.5), "empty": np.zeros((0, 3), np.float32)}
 
@@ -55,7 +55,7 @@ def test_the_package_reads_what_is_written(tmp_path: Path) -> None:
         for key, x in entries().items():
             view = file.get_slice(key)
             assert view.get_dtype() == _CODES[x.dtype] and tuple(view.get_shape()) == x.shape
-            if not key.startswith("float8"):  # which the package cannot give to NumPy
+            if not key.startswith("float8"):  # which the package cannot convert to NumPy
                 assert same(file.get_tensor(key), x), key
 
 
@@ -168,7 +168,7 @@ def test_a_process_that_is_killed_while_it_writes(tmp_path: Path) -> None:
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     (left,) = tmp_path.glob(".*.unfinished")
     assert left.stat().st_size > 2**20 and load_state_dict(path)["w"] == [1]  # one array of two
-    # A machine that is no more has left the same: after a while, nobody is asked any more whether it writes.
+    # A machine that is gone has left the same: after a while, the file counts as unfinished without asking.
     elsewhere = left.with_name(left.name.replace(socket.gethostname(), "pod-7"))
     shutil.copy(left, elsewhere)
     for age, names in ((3000, {path.name, elsewhere.name}), (4000, {path.name})):

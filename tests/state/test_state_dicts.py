@@ -1,4 +1,4 @@
-"""Keys, the methods of modules, and what is said when a state dict does not fit."""
+"""Keys, the methods of modules, and errors if a state dict does not fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ W = axn.named(np.arange(6.0, dtype=np.float32).reshape(2, 3), ("out", "in"))
 
 
 class Renamed(ModuleWithStateDictSerialization):
-    """One field under another name, and one that has no step of its own."""
+    """A module with one field under another name, and one without its own part of the key."""
 
     scale: axn.NamedArray
     inner: Any
@@ -36,7 +36,7 @@ class Renamed(ModuleWithStateDictSerialization):
 
 
 class Doubled(ModuleWithStateDictSerialization):
-    """Written as half of what it is, so that it has to compute when it is read."""
+    """A module that writes half of its value, so that it must compute when it is read."""
 
     weight: axn.NamedArray
 

@@ -130,7 +130,7 @@ def test_axes_in_another_order() -> None:
 
 
 class Fused(ModuleWithStateDictSerialization):
-    """Two arrays that PyTorch has as one, scaled: more than a change of form."""
+    """A module of two arrays that PyTorch stores as one, scaled: more than a change of form."""
 
     q: axn.NamedArray
     k: axn.NamedArray
@@ -180,7 +180,7 @@ def test_what_is_not_there() -> None:
 
 
 class Tensor:
-    """Like one of PyTorch's: it has a shape, and NumPy can read it, though not as bfloat16."""
+    """A tensor like PyTorch's: it has a shape, and NumPy can read it, but not as bfloat16."""
 
     def __init__(self, array: jax.Array):
         self.array: Any = array

@@ -18,7 +18,7 @@ Layer, Out = axn.make_axes(layer=3, out=6)
 
 
 def draw(*axes: axn.Axis) -> axn.NamedArray:
-    """A named array of random numbers."""
+    """Draw a named array of random numbers."""
     shape = tuple(a.size for a in axes)
     return axn.named(jnp.asarray(np.random.default_rng(len(axes)).normal(size=shape), jnp.float32), axes)
 
@@ -27,20 +27,20 @@ START, XS, LATE, WEIGHT = draw(Batch, Embed), draw(Time, Batch, Embed), draw(Bat
 
 
 def step(h: Any, x: Any, w: Any) -> tuple[Any, Any]:
-    """The body, by name."""
+    """Run the body, by name."""
     h = axn.tanh(0.5 * h + x * w)
     return h, axn.sum(h * x, "embed")
 
 
 def raw_step(h: jax.Array, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The body, by position."""
+    """Run the body, by position."""
     h = jnp.tanh(0.5 * h + x * w[None])
     return h, jnp.sum(h * x, -1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A scan by name; its arguments are START, what is scanned, and WEIGHT."""
+    """A scan by name; its arguments are START, the scanned arrays, and WEIGHT."""
 
     xs: axn.NamedArray
     axis: Any = "time"
@@ -67,7 +67,7 @@ CASES = {
 
 
 def loss_of(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A scalar that depends on the carry and on the outputs."""
+    """Return a scalar that depends on the carry and on the outputs."""
 
     def loss(*args: Any) -> Any:
         final, outputs = jax.tree.leaves(fn(*args))

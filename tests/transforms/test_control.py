@@ -24,12 +24,12 @@ EAGER_AND_JIT = pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids
 
 
 def turned(x: axn.NamedArray) -> axn.NamedArray:
-    """The same array in another layout."""
+    """Return the same array in another layout."""
     return x.rearrange(("col", "row"))
 
 
 def on_mesh(mesh: Mesh, fn: Callable[..., Any], *args: axn.NamedArray) -> tuple[Any, ...]:
-    """The result with every argument sharded over the mesh, which must be split as the first argument is."""
+    """Return the result with every argument sharded over the mesh; check that it is sharded like the first argument."""
     with jax.set_mesh(mesh):
         result = jax.block_until_ready(jax.jit(fn)(*(axn.shard(a, PLACED) for a in args)))
     leaf = jax.tree.leaves(result)[-1]
@@ -123,7 +123,7 @@ def test_associative_scan(transform: Callable[..., Any], reverse: bool, axis: An
 
 
 def combine(p: Any, q: Any) -> Any:
-    """The composition of two affine functions, one of whose results changes its layout."""
+    """Compose two affine functions; the layout of one result changes."""
     return q[0] * p[0], turned(q[0] * p[1] + q[1])
 
 
@@ -196,7 +196,7 @@ def test_associative_scan_of_raw_arrays() -> None:
     assert isinstance(raw, jax.Array)
 
 
-# --- what they refuse ---
+# --- errors ---
 
 AXES = r"is float32\[row=4\] and of the false branch is float32\[row=4, col=8\]\. Both need the same axes"
 

@@ -1,4 +1,4 @@
-"""The functions of transforms: those that hold arrays, those that are found again, and what is let go."""
+"""The functions of transforms: those that hold arrays, those that are found again, and garbage collection."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_functions_that_cannot_be_known_again_are_kept_with_the_lifted_one() -> 
     assert not seen
 
 
-# --- what is let go ---
+# --- garbage collection ---
 
 
 def test_leaves_are_not_kept() -> None:
@@ -270,7 +270,7 @@ class Config:
 
 
 def _number(x: Any, holder: Any) -> Any:
-    """A result that tells which program was run."""
+    """Return a number that shows which program was run."""
     value = holder.static if isinstance(holder, Holder) else holder
     return x * 0.0 + [repr(v) for values in ALIKE.values() for v in values].index(repr(value))
 

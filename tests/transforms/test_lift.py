@@ -29,7 +29,7 @@ COLLECTIVE = re.compile(r"= (\S+) (all-gather|all-reduce|all-to-all|collective-p
 
 
 def draw(*axes: axn.Axis) -> axn.NamedArray:
-    """A named array of random numbers."""
+    """Draw a named array of random numbers."""
     shape = tuple(a.size for a in axes)
     return axn.named(jnp.asarray(np.random.default_rng(len(axes)).normal(size=shape), jnp.float32), axes)
 

@@ -1,4 +1,4 @@
-"""Checkpointing policies: what a scan keeps for its backward pass, and that results do not depend on it."""
+"""Checkpointing policies: the arrays that a scan keeps for its backward pass, and equal results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START, XS = axn.ones(Embed) * 0.3, axn.ones((Step, Embed)) * 0.7
 
 
 def body(c: Any, x: Any) -> Any:
-    """A step with two internals that have names."""
+    """Run a step with two named internals."""
     h = tree_checkpoint_name(axn.sin(c * x), "h")
     k = tree_checkpoint_name(axn.cos(h), "k")
     return axn.tanh(k) + c
@@ -33,7 +33,7 @@ def loss(remat: Any, unroll: int | bool = 1) -> Callable[..., Any]:
 
 
 def kept(fn: Callable[..., Any], *args: Any) -> list[str]:
-    """The type of every residual that the backward pass is handed, apart from the function's own arguments."""
+    """Return the types of the residuals that the backward pass gets, except the function's own arguments."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         jax.ad_checkpoint.print_saved_residuals(fn, *args)
@@ -122,7 +122,7 @@ def test_gradients_do_not_depend_on_the_policy(unroll: int | bool) -> None:
 
 
 def temporary(remat: Any, length: int, unroll: int | bool = 1) -> int:
-    """The bytes that the compiled value and gradient needs besides its arguments and results."""
+    """Return the bytes that the compiled value and gradient needs besides its arguments and results."""
     xs, start = axn.ones({"step": length, "embed": 4096}), axn.ones({"embed": 4096})
     step = jax.jit(jax.value_and_grad(lambda c, x: fold(body, "step", remat=remat, unroll=unroll)(c, x).sum().array))
     needs: Any = step.lower(start, xs).compile().memory_analysis()
@@ -238,7 +238,7 @@ def test_naming_a_tree() -> None:
 
 
 NESTED = jax.jit(lambda x: jax.ad_checkpoint.checkpoint_name(jax.numpy.sin(x), "hidden"))
-"""Gives a name out of sight of `tree_checkpoint_name`."""
+"""Gives a name without `tree_checkpoint_name`."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`scan`, `fold` and `map` by name: against the positional form, what is scanned and carried, and what is refused."""
+"""`scan`, `fold` and `map` by name: compared with the positional form, scanned and carried values, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scans on meshes: real shardings, and what a change of placement says."""
+"""Scans on meshes: real shardings, and errors for changed placements."""
 
 from __future__ import annotations
 

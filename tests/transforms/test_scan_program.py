@@ -1,4 +1,4 @@
-"""What a scan costs: the compiled program, and what is compiled again, kept and let go."""
+"""The cost of a scan: the compiled program, recompilation, memory and garbage collection."""
 
 from __future__ import annotations
 

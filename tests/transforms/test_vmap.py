@@ -25,7 +25,7 @@ COLLECTIVE = re.compile(r"= (\S+) (?:all-gather|all-reduce|all-to-all|collective
 
 
 def draw(*axes: axn.Axis) -> axn.NamedArray:
-    """A named array of random numbers."""
+    """Draw a named array of random numbers."""
     shape = tuple(a.size for a in axes)
     return axn.named(jnp.asarray(np.random.default_rng(len(axes)).normal(size=shape), jnp.float32), axes)
 
@@ -34,12 +34,12 @@ X, W, BIAS = draw(Batch, Pos, Embed), draw(Embed, Mlp), draw(Mlp)
 
 
 def project(x: axn.NamedArray, w: axn.NamedArray, bias: axn.NamedArray) -> axn.NamedArray:
-    """A small function of three named arrays."""
+    """Apply a small function to three named arrays."""
     return axn.tanh(axn.dot(x, w, axis="embed") + bias)
 
 
 def raw_project(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
-    """The same by position."""
+    """Apply the same function by position."""
     return jnp.tanh(x @ w + bias[None])
 
 
@@ -101,7 +101,7 @@ def test_is_a_stack_of_calls(x_order: list[str], y_order: list[str], data: st.Da
 
 
 def seen_by(fn_axes: Any, *args: Any, **options: Any) -> list[Any]:
-    """What the mapped function gets of each argument: the names of its axes, or its shape."""
+    """Return what the mapped function gets for each argument: the names of its axes, or its shape."""
     seen: list[Any] = []
 
     def look(*args: Any) -> None:
@@ -347,7 +347,7 @@ def test_shard_map_inside_gathers_nothing(auto_mesh: Mesh) -> None:
         x = axn.shard(X)
         program = jax.jit(vmap(fn, Batch)).lower(x).compile()
         result = jax.block_until_ready(program(x))
-        odd = axn.named(np.ones((3, 4, 8), np.float32), ("batch", Pos, Embed))  # which four devices do not divide
+        odd = axn.named(np.ones((3, 4, 8), np.float32), ("batch", Pos, Embed))  # not divisible by four devices
         assert jax.block_until_ready(jax.jit(vmap(fn, "batch"))(odd)).shape["batch"] == 3
     assert spec(result) == ("data", None, None)
     assert COLLECTIVE.findall(program.as_text() or "") == ["f32[2,4,4]{2,1,0}"]  # one sum, of a quarter of the batch
@@ -509,4 +509,4 @@ def test_a_mesh_axis_that_is_taken(mesh: Mesh) -> None:
             ):
                 transform(vmap(lambda x: axn.shard(x * 2), Batch))(X)
         lying = axn.shard(X, {"pos": "data"})
-        assert vmap(lambda x: x * 2, Batch)(lying).axes == X.axes  # it lay there before
+        assert vmap(lambda x: x * 2, Batch)(lying).axes == X.axes  # it was placed there before

@@ -1,4 +1,4 @@
-"""What type checkers see of annotations that name axes and dtypes: named arrays."""
+"""Types that checkers see for annotations with axes and dtypes: named arrays."""
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
 from typing import assert_type
@@ -38,6 +38,6 @@ assert_type(Scale(axn.ones({"embed": 3}))(x), NamedArray)
 
 
 def refused() -> None:
-    """What type checkers find wrong, and say so: an `ignore` that is not needed is an error."""
+    """Calls that type checkers reject: an unnecessary `ignore` is an error."""
     centred(1.0)  # type: ignore[arg-type]
     centred(x).typo  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What type checkers see of arrays: operators, reductions, methods, layers."""
+"""Types that checkers see for arrays: operators, reductions, methods, layers."""
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
 from typing import Any, assert_type
@@ -103,7 +103,7 @@ assert_type(axn.random.normal(key, (Batch, Embed)), NamedArray)
 
 
 def refused() -> None:
-    """What type checkers find wrong, and say so: an `ignore` that is not needed is an error."""
+    """Calls that type checkers reject: an unnecessary `ignore` is an error."""
     axn.typo  # type: ignore[attr-defined]
     axn.nn.typo  # type: ignore[attr-defined]
     x.typo  # type: ignore[attr-defined]

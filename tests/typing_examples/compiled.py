@@ -1,4 +1,4 @@
-"""What type checkers see of compiled functions: the types of the functions that are handed in."""
+"""Types that checkers see for compiled functions: those of the original functions."""
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
 from typing import assert_type
@@ -66,7 +66,7 @@ assert_type(train(x), NamedArray)
 
 
 def refused() -> None:
-    """What type checkers find wrong, and say so: an `ignore` that is not needed is an error."""
+    """Calls that type checkers reject: an unnecessary `ignore` is an error."""
     compiled(x)  # type: ignore[call-arg]
     compiled(x, weight, scale="2")  # type: ignore[arg-type]
     step(x, rate="fast")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What type checkers see of transforms: the types of the functions that are handed in."""
+"""Types that checkers see for transforms: those of the original functions."""
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
 from typing import assert_type
@@ -85,7 +85,7 @@ assert_type(axn.lift(one_or_both, "n -> n")(x, n="time"), NamedArray | tuple[Nam
 
 
 def refused() -> None:
-    """What type checkers find wrong, and say so: an `ignore` that is not needed is an error."""
+    """Calls that type checkers reject: an unnecessary `ignore` is an error."""
     mapped(x)  # type: ignore[call-arg]
     mapped(x, "weight")  # type: ignore[arg-type]
     axn.fold(step, Time)(0, x)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Where operations over a vocabulary are tried: on Auto and Explicit meshes, with no axis split, one, or both."""
+"""The meshes for operations over a vocabulary: Auto and Explicit, with no axis sharded, one, or both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 import axonym as axn
 
-# Those that ask most are tried with every version of JAX.
+# The most demanding ones are tested with every version of JAX.
 MAPPINGS: list[Any] = [
     {"batch": "data", "vocab": "model"},
     {"vocab": ("data", "model")},

@@ -1,4 +1,4 @@
-"""What tests of operations over a vocabulary share."""
+"""Helpers for tests of operations over a vocabulary."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ LOGITS = draw(Batch, Vocab)
 
 
 def run(fn: Callable[..., Any], *args: Any) -> Any:
-    """What a compiled function gives, on the host."""
+    """Return the result of a compiled function on the host."""
     return jax.tree.map(np.asarray, jax.block_until_ready(jax.jit(fn)(*args)))
 
 
 def moved(fn: Callable[..., Any], *args: Any) -> dict[str, int]:
-    """The bytes that each kind of collective of the compiled program delivers."""
+    """Return the bytes that each kind of collective in the compiled program delivers."""
     return {kind: found.bytes for kind, found in bytes_moved(jax.jit(fn).lower(*args).compile()).items()}

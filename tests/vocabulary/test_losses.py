@@ -1,4 +1,4 @@
-"""`cross_entropy_loss` over a sharded vocabulary: values and derivatives on every mesh, and what moves."""
+"""`cross_entropy_loss` over a sharded vocabulary: values and derivatives on every mesh, and communication."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def expected_losses(x, shares):
 
 
 def expected_gradient(x, shares):
-    """Of the sum of squares of losses."""
+    """Return the gradient of the sum of squares of losses."""
     return 2 * expected_losses(x, shares)[:, None] * (softmax(x) * shares.sum(1, keepdims=True) - shares)
 
 
@@ -47,7 +47,7 @@ def check(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
-# --- however axes are split ---
+# --- all shardings ---
 
 
 def test_values_and_gradients(mesh, mapping):

@@ -1,4 +1,4 @@
-"""`categorical`: the same tokens on every mesh, the right ones on one device, and what moves."""
+"""`categorical`: the same tokens on every mesh, the right ones on one device, and communication."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ VARIANTS = {
 
 
 def compiled(options, x):
-    """The program, and the tokens that it draws."""
+    """Return the program, and the tokens that it draws."""
     program = jax.jit(lambda x: categorical(KEY, x, "vocab", **options)).lower(x).compile()
     return program, np.asarray(jax.block_until_ready(program(x)).array).tolist()
 
 
 @pytest.fixture(scope="module")
 def expected():
-    """The tokens on one device."""
+    """Return the tokens on one device."""
     return {what: compiled(options, LOGITS)[1] for what, options in VARIANTS.items()}
 
 
-# --- however axes are split ---
+# --- all shardings ---
 
 PLACEMENTS = [
     ("auto", BOTH, "everything"),
@@ -106,7 +106,7 @@ Draw = axn.Axis("draw", 4000)
 
 
 def check_frequencies(wanted, **parameters):
-    """How often things are drawn, for several parameters at once."""
+    """Check the frequencies of draws, for several parameters at once."""
     logits = axn.broadcast_axis(axn.named(np.log(PROBABILITIES), "vocab"), (axn.Axis("case", len(wanted)), Draw))
     named: dict[str, Any] = {
         what: axn.named(np.array(x), "case") if isinstance(x, list) else x for what, x in parameters.items()

@@ -1,4 +1,4 @@
-"""`top_k` and `argmax` over a vocabulary: values, ties, how many, and what moves."""
+"""`top_k` and `argmax` over a vocabulary: values, ties, numbers of elements, and communication."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def assert_found(found, wanted):
         np.testing.assert_array_equal(a.array, b)
 
 
-# --- however axes are split ---
+# --- all shardings ---
 
 
 def test_the_largest(mesh, mapping):

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
 from .. import _errors
-from .._errors import describe_bytes
+from .._errors import counted, describe_bytes
 from .._mesh_axes import mesh_axes
 from ..axis import Axis
 from ..named_array import describe_array, raw, wrap
@@ -142,9 +142,8 @@ def _total(leaves: Sequence[Leaf], shardings: Sequence[Sharding | None]) -> str:
     for leaf, sharding in zip(leaves, shardings, strict=True):
         for device, ranges in ({} if sharding is None else _ranges(leaf.shape or (), sharding)).items():
             on_device[device] = on_device.get(device, 0) + _elements(ranges) * raw(leaf.value).dtype.itemsize
-    text = (
-        f"{len(leaves)} arrays, {describe_bytes(sum(raw(x.value).size * raw(x.value).dtype.itemsize for x in leaves))}"
-    )
+    size = sum(raw(x.value).size * raw(x.value).dtype.itemsize for x in leaves)
+    text = f"{counted(len(leaves), 'array')}, {describe_bytes(size)}"
     if not on_device:
         return text
     fullest = max(on_device, key=lambda device: on_device[device])

@@ -149,7 +149,8 @@ def by_names(
     account = Account(trace, Layout(mesh, compute, storage, trace.joined))
     notes = [*NOTES]
     if trace.unnamed:
-        notes.append(f"{trace.unnamed} products have axes without names, which are taken to be replicated")
+        have = "product has" if trace.unnamed == 1 else "products have"
+        notes.append(f"{trace.unnamed} {have} axes without names, which are taken to be replicated")
     if trace.uncounted:
         notes.append(f"flops are not known, because those of {', '.join(trace.uncounted)} are not counted")
     if trace.grouped:
@@ -188,7 +189,7 @@ def check_sizes(layout: Layout, arguments: Sequence[Value]) -> None:
                 )
 
 
-def _refusal(found: Mapping[str, Occurrence]) -> NotKnown:
+def _refusal(found: Mapping[str, Occurrence], alike: Mapping[str, int]) -> NotKnown:
     lines = []
     for what, place in list(found.items())[:4]:
         line = source(place.frames)
@@ -196,7 +197,7 @@ def _refusal(found: Mapping[str, Occurrence]) -> NotKnown:
     more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
     listed = "; ".join(lines)
     message = f"explain: by='names' cannot know what this mapping exchanges: {listed}{more}. by='partitioner' says it."
-    return NotKnown(message, lines[0])
+    return NotKnown(message, lines[0], alike)
 
 
 def _of_arguments(trace: NamedTrace, layout: Layout) -> list[int]:
@@ -228,6 +229,7 @@ class Account:
         self.exchanges: list[CountedExchange] = []
         self.flops: int | None = None if trace.uncounted else 0
         self.open: dict[str, Occurrence] = {}
+        self._alike: dict[str, int] = {}
         self.uncertain = 0
         self.saved = 0
         """The counted flops that a compiler may save."""
@@ -239,7 +241,7 @@ class Account:
         for event in trace.events:
             self._add(event)
         if self.open:
-            raise _refusal(self.open)
+            raise _refusal(self.open, self._alike)
 
     def _add(self, event: object) -> None:
         if isinstance(event, Sum):
@@ -265,10 +267,14 @@ class Account:
 
     def _renamed(self, event: Renamed) -> None:
         over = (self.layout.over(dims) for dims in (event.before, event.after))
-        for (before, _), (after, _), a, b in zip(event.before, event.after, *over, strict=True):
-            if before != after and None not in (before, after) and (a != b or (event.whole and a)):
+        for (before, size), (after, _), a, b in zip(event.before, event.after, *over, strict=True):
+            if before is not None and after not in (before, None) and (a != b or (event.whole and a)):
                 sharded = "otherwise" if a != b else f"over {', '.join(a)}, too"
-                what = f"{before} becomes {after}, which is sharded {sharded}"
+                other = ""
+                if event.by_size:
+                    other = f" (or another axis of size {size} does)"
+                    self._alike |= {n: size for n, axes in ((before, a), (after, b)) if axes}
+                what = f"{before} becomes {after}{other}, which is sharded {sharded}"
                 self.open.setdefault(f"{what}{_within(event.place)}", event.place)
 
     def _together(self, event: Together) -> None:

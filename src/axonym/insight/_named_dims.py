@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -105,15 +106,28 @@ def moved_rows(
     return None
 
 
-def aligned(dims: Dims, term: _scopes.Term, by_name: bool = True) -> dict[int, str]:
-    """Find the axes of an operand in an array, in order, by size and name; return their names by position."""
-    found: dict[int, str] = {}
-    left = iter([(i, n, size) for i, (n, size) in enumerate(dims) if size != 1])
-    for a in term:
-        if a.size == 1:
+def has_names_of(dims: Dims, term: _scopes.Term) -> bool:
+    """Return whether an array has the axes of an operand, in their order; axes without names may be any of them."""
+    left = iter([d for d in dims if d[1] != 1])
+    return all(any(size == a.size and n in (None, a.name) for n, size in left) for a in term if a.size != 1)
+
+
+def renamings(dims: Dims, term: _scopes.Term) -> tuple[int, int, list[Dims]]:
+    """Find the axes of an operand in an array, in their order, by size.
+
+    Returns how many names agree, how many axes the operand lacks, and the array with the names of the operand, in each
+    way in which so many names agree; no way if the sizes do not fit. A `vmap` adds axes that the operand lacks.
+    """
+    large = [i for i, (_, size) in enumerate(dims) if size != 1]
+    wanted = [a for a in term if a.size != 1]
+    agreed, found = -1, list[Dims]()
+    for places in itertools.combinations(large, len(wanted)) if wanted else ():
+        if any(dims[i][1] != a.size for i, a in zip(places, wanted, strict=True)):
             continue
-        at = next((i for i, n, size in left if size == a.size and (not by_name or n in (None, a.name))), None)
-        if at is None:
-            return {}
-        found[at] = a.name
-    return found
+        agree = sum(dims[i][0] == a.name for i, a in zip(places, wanted, strict=True))
+        if agree < agreed:
+            continue
+        new = {i: a.name for i, a in zip(places, wanted, strict=True)}
+        named = tuple((new.get(i, n), size) for i, (n, size) in enumerate(dims))
+        agreed, found = agree, [*(found if agree == agreed else ()), named]
+    return agreed, len(large) - len(wanted), list(dict.fromkeys(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 
@@ -109,6 +110,8 @@ class Renamed:
     after: Dims
     whole: bool
     """Whether the renamed axes must not be sharded at all."""
+    by_size: bool = False
+    """Whether equal sizes leave open which axes are renamed; then each possibility is an event."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +150,8 @@ class NamedTrace:
 class NotKnown(ValueError):
     """Raised if the cost of a step under a mapping cannot be computed from its names."""
 
-    def __init__(self, message: str, reason: str = ""):
+    def __init__(self, message: str, reason: str = "", alike: Mapping[str, int] = MappingProxyType({})):
         super().__init__(message)
         self.reason = reason or message
+        self.alike = alike
+        """The sharded axes that are refused only because others have the same size, which it gives."""

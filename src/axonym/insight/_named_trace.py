@@ -27,7 +27,7 @@ from .._mesh_axes import NO_MESH
 from ..sharding.placement import leaves_of
 from . import _scopes
 from ._hlo import Frame
-from ._named_dims import aligned, by_scope, joined_axes, matched, moved, moved_rows, with_names
+from ._named_dims import by_scope, has_names_of, joined_axes, matched, moved, moved_rows, renamings, with_names
 from ._named_events import (
     Dims,
     Event,
@@ -231,21 +231,41 @@ class _Walk:
         terms = [term for term in operation.operands if any(a.size != 1 for a in term)]
         arrays = [x for use in entered.uses for x in use if any(n is not None for n, _ in x.dims)]
         everything = [x for use in entered.uses for x in use if x.dims]
-        pairs = [(x, term) for term in terms if not any(aligned(x.dims, term) for x in everything) for x in arrays]
-        pairs += [(x, term) for x in arrays if not any(aligned(x.dims, term) for term in terms) for term in terms]
+        lacking = [term for term in terms if not any(has_names_of(x.dims, term) for x in everything)]
+        strange = [x for x in arrays if not any(has_names_of(x.dims, term) for term in terms)]
+        # An array that no operand has the names of is most likely an operand that no array has the names of.
+        for term in lacking:
+            self._pair(place, [(x, term) for x in strange], [(x, term) for x in arrays])
+        for x in strange:
+            self._pair(place, [(x, term) for term in lacking], [(x, term) for term in terms])
         for use in entered.uses:
             if len(use) == len(terms) == len(operation.operands) < 5 and not any(
-                all(aligned(x.dims, term) for x, term in zip(use, order, strict=True))
+                all(has_names_of(x.dims, term) for x, term in zip(use, order, strict=True))
                 for order in itertools.permutations(terms)
             ):
-                pairs += zip(use, terms, strict=True)
-        for x, term in pairs:
-            if found := aligned(x.dims, term, by_name=False):
-                after = tuple((found.get(i, n), size) for i, (n, size) in enumerate(x.dims))
-                renamed = {n for (n, _), (new, _) in zip(x.dims, after, strict=True) if n != new}
-                self.differ(place, x.dims, after, whole=not renamed.isdisjoint(operation.axes))
+                for x, term in zip(use, terms, strict=True):
+                    self._pair(place, [(x, term)])
 
-    def differ(self, place: Occurrence, before: Dims, after: Dims, whole: bool = False) -> None:
+    def _pair(self, place: Occurrence, *choices: Sequence[tuple[Value, _scopes.Term]]) -> None:
+        """Record the names that an operation gives to an array, for the pairs of the first choice whose names fit best.
+
+        Names decide before sizes do: only where several pairs fit equally well, all of them are recorded.
+        """
+        assert place.operation is not None
+        for pairs in choices:
+            fits = [(x, *renamings(x.dims, term)) for x, term in pairs]
+            fits = [(x, agreed, extra, found) for x, agreed, extra, found in fits if found]
+            if not fits:
+                continue
+            best = max((agreed, -extra) for _, agreed, extra, _ in fits)
+            chosen = [(x.dims, dims) for x, agreed, extra, found in fits if (agreed, -extra) == best for dims in found]
+            for before, after in (chosen := list(dict.fromkeys(chosen))):
+                renamed = {n for (n, _), (new, _) in zip(before, after, strict=True) if n != new}
+                whole = not renamed.isdisjoint(place.operation.axes)
+                self.differ(place, before, after, whole=whole, by_size=len(chosen) > 1)
+            return
+
+    def differ(self, place: Occurrence, before: Dims, after: Dims, whole: bool = False, by_size: bool = False) -> None:
         """Record that the names of an array differ before and after."""
         for (a, _), (b, _) in zip(before, after, strict=True):
             if a in self.joined and b is not None and b not in self.joined and b not in self.given:
@@ -253,7 +273,7 @@ class _Walk:
         before, after = self._parted(before), self._parted(after)
         if any(None not in (a, b) and a != b and size > 1 for (a, size), (b, _) in zip(before, after, strict=True)):
             filled = tuple((b if b is not None else a, n) for (a, n), (b, _) in zip(before, after, strict=True))
-            self.events.append(Renamed(place, before, filled, whole))
+            self.events.append(Renamed(place, before, filled, whole, by_size or "vmap(" in place.scope))
 
     def _parted(self, dims: Dims) -> Dims:
         """Rename joined axes in the same way if the same axes were joined into them."""
@@ -628,7 +648,7 @@ class _Walk:
                         break
             if new:
                 dims = tuple((new.get(n or "", n), s) for n, s in x.dims)
-                self.events.append(Renamed(place, x.dims, dims, False))
+                self.events.append(Renamed(place, x.dims, dims, False, by_size="vmap(" in place.scope))
                 x = dataclasses.replace(
                     x,
                     dims=dims,

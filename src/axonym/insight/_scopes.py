@@ -150,7 +150,7 @@ def array(
 
 
 def array_in_other_shape(op: ScopedOperation, when: str, elements: int, mesh: Mapping[str, int]) -> Array | None:
-    """Find the result, or the operand with a gradient, of so many elements on each device.
+    """Find the result, or the operand with this gradient, from the number of elements of an array on one device.
 
     Returns None if there is none, or if there are several with different axes.
     """
@@ -245,7 +245,7 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
     stored = _stored(op, mesh_axes)
     if kind == "all-gather" and gathered:
         if set(gathered) <= {a.name for a in stored}:
-            return f"{' and '.join(gathered)} is stored sharded over {_listed(over)}, and used whole"
+            return f"{' and '.join(gathered)} is stored sharded over {_listed(over)}, and all-gathered where it is used"
         if op.name == "index" and stored:
             table = f"{stored[0].name}, which is stored sharded over {_listed(over)}"
             return f"looks up all of {_listed(gathered)} in each shard of {table}"
@@ -254,7 +254,8 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
         found = sharded(gathered)
         if len(found) == len(gathered):
             return f"needs all of {_said(found)}"
-        return f"{_listed(tuple(gathered))} came sharded over {_listed(over)}, by no active mapping, and is used whole"
+        came = f"{_listed(tuple(gathered))} came sharded over {_listed(over)}, by no active mapping"
+        return f"{came}, and is all-gathered where it is used"
     rows = {a.name for term in op.results for a in term}
     if (
         op.name == "dispatch"

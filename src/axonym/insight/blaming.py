@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from .._errors import counted
 from .._mesh_axes import AnyMesh
 from .collectives import Collective
 from .explaining import explain
@@ -33,15 +34,14 @@ class Blame:
         else:
             text = f"{self.axis} stops being sharded at {self.culprit}"
         if self.not_known:
-            text += (
-                f"\nof {len(self.not_known)} exchanges{' before it' if self.culprit else ''} the axes are not known:"
-            )
+            many = counted(len(self.not_known), "exchange")
+            text += f"\nof {many}{' before it' if self.culprit else ''} the axes are not known:"
             text += "".join(f"\n  {c}" for c in self.not_known)
         return text
 
 
 def blame(
-    step: Callable[..., Any],
+    fn: Callable[..., Any],
     *args: Any,
     axis: str,
     mapping: Any = None,
@@ -53,7 +53,7 @@ def blame(
     Indices of look-ups do not count: looking up a table that is stored sharded needs all of them.
 
     Arguments:
-        step, args, mapping, mesh, kwargs: as in `explain`.
+        fn, args, mapping, mesh, kwargs: as in `explain`.
         axis: the name of the axis.
 
     >>> f = lambda x: axn.sort(x, "batch")
@@ -62,7 +62,7 @@ def blame(
     nothing gathers or moves batch
     """
     by = "partitioner" if jax.default_backend() == "cpu" else "compiled"
-    report = explain(step, *args, mapping=mapping, mesh=mesh, by=by, **kwargs)
+    report = explain(fn, *args, mapping=mapping, mesh=mesh, by=by, **kwargs)
     unknown = []
     for c in report.collectives:
         if c.of_indices:

@@ -17,7 +17,7 @@ from .report import Report, described_seconds
 
 
 def compare(
-    step: Callable[..., Any] | None,
+    fn: Callable[..., Any] | None,
     args: Sequence[Any],
     mappings: Mapping[str, Any],
     *,
@@ -29,7 +29,7 @@ def compare(
     """Explain a step under several mappings, and compare the reports in one table.
 
     Arguments:
-        step: the function. None if each entry of `mappings` is a step.
+        fn: the function. None if each entry of `mappings` is a step.
         args: its arguments, which may be abstract.
         mappings: by name, what `explain` takes as `mapping`, or a step that is compiled already.
         mesh, by, topology, chip: as in `explain`.
@@ -47,10 +47,10 @@ def compare(
     for name, mapping in mappings.items():
         if callable(mapping):
             reports[name] = explain(mapping, *args, mesh=mesh, by=by, topology=topology, chip=chip)
-        elif step is None:
+        elif fn is None:
             raise TypeError(f"compare: without a step, each entry is a step, but {name!r} is a mapping.")
         else:
-            reports[name] = explain(step, *args, mapping=mapping, mesh=mesh, by=by, topology=topology, chip=chip)
+            reports[name] = explain(fn, *args, mapping=mapping, mesh=mesh, by=by, topology=topology, chip=chip)
     return Comparison(reports)
 
 
@@ -120,7 +120,7 @@ class Comparison:
         columns.append(("flops", lambda r: _or_unknown(r.flops, written_number)))
         if all(r.bounds is not None for r in reports):
             columns.append(("at least", lambda r: described_seconds(r.bounds.longest) if r.bounds else ""))
-            columns.append(("binding", lambda r: r.bounds.binding if r.bounds else ""))
+            columns.append(("bottleneck", lambda r: r.bounds.bottleneck if r.bounds else ""))
         return [["", *(title for title, _ in columns)]] + [
             [name, *(cell(report) for _, cell in columns)] for name, report in self.reports.items()
         ]

@@ -98,7 +98,7 @@ class Contract:
         """
         return self._checked > 0
 
-    def check(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+    def check(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         """Explain a step, and raise an error if it breaks the contract; in a with-block, at its end.
 
         >>> axn.insight.contract(max_sent={}).check(lambda x: x * 2, axn.ones({"x": 8})).total_sent()
@@ -106,7 +106,7 @@ class Contract:
         """
         __tracebackhide__ = True  # pytest shows the line of the test
         by = "partitioner" if self.max_memory is None and jax.default_backend() == "cpu" else "compiled"
-        report = explain(step, *args, mapping=self.mapping, mesh=self.mesh, by=by, **kwargs)
+        report = explain(fn, *args, mapping=self.mapping, mesh=self.mesh, by=by, **kwargs)
         broken = self.broken(report)
         self._checked += 1
         if self._found is not None:
@@ -151,18 +151,18 @@ class Contract:
         if found:
             raise BrokenContract("\n".join(found))
 
-    def __call__(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Decorate a step, so that each of its programs is checked before it runs for the first time."""
         checked = FunctionCache()
 
-        @functools.wraps(step, updated=())
+        @functools.wraps(fn, updated=())
         def guarded(*args: Any, **kwargs: Any) -> Any:
             arrays, spec = flatten_arrays((args, kwargs))
             spec = spec.weak()
             types = tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in arrays)
             key = spec, types, _context.active_settings(), current_mesh()
-            checked.find(key, (spec,), lambda: self.check(step, *args, **kwargs).step)
-            return step(*args, **kwargs)
+            checked.find(key, (spec,), lambda: self.check(fn, *args, **kwargs).step)
+            return fn(*args, **kwargs)
 
         return guarded
 
@@ -227,8 +227,8 @@ def _remedies_for_sending(c: Collective, mesh_axis: str) -> str:
     stored = " and ".join(c.stored)
     if c.kind == "all-gather" and stored:
         return (
-            f"Either map {stored} to None in the parameter mapping, so that the parameter is stored whole; or map it "
-            f"to {mesh_axis} in the compute mapping too, so that the operation computes with shards."
+            f"Either map {stored} to None in the parameter mapping, so that the parameter is stored replicated; or map "
+            f"it to {mesh_axis} in the compute mapping too, so that the operation computes with shards."
         )
     if c.kind == "all-gather" and c.gathered:
         return _remedies(" and ".join(c.gathered))

@@ -37,7 +37,7 @@ TIERS = ("compiled", "partitioner", "shardy", "names")
 
 
 def explain(
-    step: Callable[..., Any],
+    fn: Callable[..., Any],
     *args: Any,
     mapping: Any = None,
     mesh: AnyMesh | None = None,
@@ -49,7 +49,7 @@ def explain(
     """Compile a step, and report what it sends between devices, what each device keeps, and what it computes.
 
     Arguments:
-        step: a function, or one compiled by `named_jit`, `fsdp` or `jax.jit`. It is not run.
+        fn: a function, or one compiled by `named_jit`, `fsdp` or `jax.jit`. It is not run.
         *args: its arguments, which may be abstract; also those by keyword. `axonym.shard` places abstract arrays too.
         mapping: how to distribute a plain function: a resource mapping, for `named_jit` with its arguments placed by
             it, or a parameter mapping and a compute mapping, for `fsdp`.
@@ -78,16 +78,16 @@ def explain(
         mesh = on_topology(current_mesh() if mesh is None else mesh, topology)
         args, kwargs = moved_to(mesh, (args, kwargs))
     if by == "names":
-        storage, compute = mappings_of(step, mapping)
+        storage, compute = mappings_of(fn, mapping)
         around = current_mesh() if mesh is None else mesh
-        trace, sizes = named_trace(step, args, kwargs), dict(around.shape) if around else {}
-        return by_names(trace, sizes, compute, storage, chip, names_of_arrays(step, args, kwargs))
+        trace, sizes = named_trace(fn, args, kwargs), dict(around.shape) if around else {}
+        return by_names(trace, sizes, compute, storage, chip, names_of_arrays(fn, args, kwargs))
     if by == "shardy":
         with contextlib.nullcontext() if mesh is None else set_mesh(mesh):
-            lowered = distributed(step, mapping).trace(*args, **kwargs).lower(lowering_platforms=("cpu",))
-            return _sharded(_name(step), lowered, ArgumentNames(lowered, step, args, kwargs), chip)
+            lowered = distributed(fn, mapping).trace(*args, **kwargs).lower(lowering_platforms=("cpu",))
+            return _sharded(_name(fn), lowered, ArgumentNames(lowered, fn, args, kwargs), chip)
     with active(mesh):
-        compiled_step = distributed(step, mapping)
+        compiled_step = distributed(fn, mapping)
         platform = jax.default_backend() if topology is None else "tpu"
         if by == "partitioner" and platform != "cpu":
             raise ValueError(f"explain: by='partitioner' is for CPUs, and the devices here are {platform!r}.")
@@ -99,31 +99,31 @@ def explain(
             text, memory = _compiling.partitioned(lowered), None
         program = HloProgram(text, _compiling.device_count(lowered))
         found = _mesh(args, kwargs, program.devices)
-        names = ArgumentNames(lowered, step, args, kwargs)
-        return _report(_name(step), program, Constraints(lowered), names, found, platform, by, memory, chip)
+        names = ArgumentNames(lowered, fn, args, kwargs)
+        return _report(_name(fn), program, Constraints(lowered), names, found, platform, by, memory, chip)
 
 
-def distributed(step: Callable[..., Any], mapping: Any) -> Any:
+def distributed(fn: Callable[..., Any], mapping: Any) -> Any:
     """Return a step compiled under a mapping, or as it is if it is compiled already."""
     if mapping is None:
-        return step if hasattr(step, "lower") else named_jit(step)
-    if isinstance(step, (CompiledFunction, BoundCompiledFunction)):
+        return fn if hasattr(fn, "lower") else named_jit(fn)
+    if isinstance(fn, (CompiledFunction, BoundCompiledFunction)):
         raise ValueError("explain: the step is compiled with mappings of its own; give the function that it compiles.")
     if is_resource_mapping(mapping):
-        return named_jit(step, mapping, in_placement=mapping)
+        return named_jit(fn, mapping, in_placement=mapping)
     if isinstance(mapping, Sequence) and len(mapping) == 2 and all(map(is_resource_mapping, mapping)):
-        return fsdp(step, *mapping)
+        return fsdp(fn, *mapping)
     raise TypeError(
         "explain: a mapping is a resource mapping, or a pair of a parameter and a compute mapping, got "
         f"{type(mapping).__name__}."
     )
 
 
-def mappings_of(step: Callable[..., Any], mapping: Any) -> tuple[Mapping[str, Entry], Mapping[str, Entry]]:
+def mappings_of(fn: Callable[..., Any], mapping: Any) -> tuple[Mapping[str, Entry], Mapping[str, Entry]]:
     """Return the parameter and the compute mapping by which to distribute a function that does not say how."""
-    if mapping is None or hasattr(step, "lower"):
+    if mapping is None or hasattr(fn, "lower"):
         raise ValueError("explain: by='names' takes the function that is compiled, and its mapping as `mapping=`.")
-    distributed(step, mapping)  # which raises the error
+    distributed(fn, mapping)  # which raises the error
     storage, compute = ({}, mapping) if is_resource_mapping(mapping) else mapping
     return normalize_mapping(storage, "explain"), normalize_mapping(compute, "explain")
 

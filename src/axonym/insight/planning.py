@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from .._errors import describe_bytes
+from .._errors import counted, describe_bytes
 from ..sharding.placement import leaves_of
 from ._by_names import Account, Layout, check_sizes, memory_of
 from ._named_events import NamedTrace, NotKnown, Renamed
@@ -45,7 +45,7 @@ class PlannedMapping:
     """The bytes that each device sends."""
     uncertain: int
     by: str = "names"
-    """Where that is from: `names`, or `shardy` for what names do not tell."""
+    """Its source: `names`, or `shardy` for what names do not tell."""
     verified: Report | None = None
     """What the partitioner makes of it, if it was asked."""
 
@@ -117,6 +117,8 @@ class MappingPlan:
     """How many of these Shardy was asked for."""
     left_out: Mapping[str, str]
     """What was not considered, and why."""
+    cautions: tuple[str, ...] = ()
+    """What to know before using the best one: it is printed first."""
 
     @property
     def best(self) -> PlannedMapping:
@@ -138,28 +140,38 @@ class MappingPlan:
         True
         """
         header, *rows = self._table()
-        return "\n\n".join([self._title(), markdown_table(header, rows), f"```python\n{self.best.code()}\n```"])
+        return "\n\n".join(
+            [self._title(), *self.cautions, markdown_table(header, rows), f"```python\n{self.best.code()}\n```"]
+        )
 
     def __str__(self) -> str:
         notes = [f"{what} is not considered: {why}" for what, why in self.left_out.items()]
         if self.best.verified is None:
             notes.append("not compiled: by names and Shardy alone" if self.asked else "not compiled: by names alone")
         notes.append("times are least times, and memory is what is kept at least: measure the first few")
-        parts = [self._title(), "\n".join(aligned(self._table())), self.best.code()]
+        parts = [
+            "\n".join([self._title(), *(f"caution: {c}" for c in self.cautions)]),
+            "\n".join(aligned(self._table())),
+            self.best.code(),
+        ]
         return "\n\n".join([*parts, "\n".join(f"note: {n}" for n in notes)])
 
     def _repr_markdown_(self) -> str:
         return self.to_markdown()
 
     def _title(self) -> str:
-        large = f", {len(self.too_large)} of which need more memory" if self.too_large else ""
+        large = (
+            f", {len(self.too_large)} of which need{'s' * (len(self.too_large) == 1)} more memory"
+            if self.too_large
+            else ""
+        )
         return (
             f"{self.step} on {self.chips} x {self.chip.name} with {describe_bytes(self.memory)} each: "
-            f"{self.considered} mappings{large}"
+            f"{counted(self.considered, 'mapping')}{large}"
         )
 
     def _table(self) -> list[list[str]]:
-        header = ["mesh", "compute", "and stored by", "at least", "binding", "sent", "memory", "flops", "told by",
+        header = ["mesh", "compute", "and stored by", "at least", "bottleneck", "sent", "memory", "flops", "source",
                   "partitioner"]  # fmt: skip
         rows = []
         for p in self.found[:8]:
@@ -168,14 +180,14 @@ class MappingPlan:
             flops = "not known" if p.flops is None else written_number(p.flops)
             rows.append(
                 [_listed(p.mesh, "="), _listed(p.compute), _listed(own) or "as used",
-                 described_seconds(p.seconds), p.bounds.binding, describe_bytes(p.sent), describe_bytes(p.memory),
+                 described_seconds(p.seconds), p.bounds.bottleneck, describe_bytes(p.sent), describe_bytes(p.memory),
                  flops, p.by, verified]
             )  # fmt: skip
         return [header, *rows]
 
 
 def plan(
-    step: Callable[..., Any],
+    fn: Callable[..., Any],
     model: Any,
     *batch: Any,
     chips: int,
@@ -199,7 +211,7 @@ def plan(
     some values does not count: all experts are assumed to get equally many rows.
 
     Arguments:
-        step: a function of the model and more arguments, with the whole step in it: loss, gradients, update. It does
+        fn: a function of the model and more arguments, with the whole step in it: loss, gradients, update. It does
             not say how it is distributed, and is not run.
         model: its first argument, whose axes are those of the model. May be abstract.
         *batch: its other arguments. Axes that the model lacks are those of the batch.
@@ -220,7 +232,7 @@ def plan(
     chip, limit = known_chip(chip, "plan"), parsed_bytes(memory) if isinstance(memory, str) else memory
     limit = chip.memory if limit is None else limit
     args = (model, *batch)
-    trace = named_trace(step, args, {})
+    trace = named_trace(fn, args, {})
     if trace.uncounted:
         raise ValueError(
             f"plan: how long {trace.name} computes is not known, because the flops of {', '.join(trace.uncounted)} are "
@@ -228,7 +240,7 @@ def plan(
         )
     search = _Search(trace, chip, _names(model), _names(batch))
     found = list(search.run(chips))
-    asked = list(itertools.islice(search.ask(chips, step, args, limit), ask))
+    asked = list(itertools.islice(search.ask(chips, fn, args, limit), ask))
     for p in asked:
         search.left_out.pop(search.of_refused(p.compute), None)
     found += asked
@@ -237,24 +249,38 @@ def plan(
     if not fitting:
         least = f"; the least is {describe_bytes(too_large[0].memory)} ({too_large[0].mapping})" if too_large else ""
         raise ValueError(
-            f"plan: of {len(found)} mappings on {chips} devices, none fits into {describe_bytes(limit)}{least}. "
+            f"plan: of {counted(len(found), 'mapping')} on {counted(chips, 'device')}, none fits into "
+            f"{describe_bytes(limit)}{least}. "
             + "; ".join(f"{what} was not considered: {why}" for what, why in search.left_out.items())
         )
     if verify and jax.default_backend() == "cpu" and jax.device_count() >= chips:
-        checked = [_verified(p, step, args, chip) for p in fitting[:verify]]
+        checked = [_verified(p, fn, args, chip) for p in fitting[:verify]]
         fitting = sorted(checked, key=PlannedMapping._order) + fitting[verify:]
+    cautions = []
+    if search.alike:
+        axes = ", ".join(f"{n}={size}" for n, size in search.alike.items())
+        cautions.append(
+            f"mappings that shard any of {axes} may be missing: the step renames an axis, and several have its size, "
+            "so that names do not tell which. Plan with different sizes to include them."
+        )
+    if chips > 1 and not fitting[0].compute:
+        cautions.append(
+            f"the first one shards nothing: each of the {chips} devices computes everything, which takes less time "
+            "than what the others send. Plan with the sizes that you will train with, or use fewer devices."
+        )
     return MappingPlan(
-        trace.name, chips, chip, limit, tuple(fitting), tuple(too_large), len(found), len(asked), dict(search.left_out)
-    )
+        trace.name, chips, chip, limit, tuple(fitting), tuple(too_large), len(found), len(asked),
+        dict(search.left_out), tuple(cautions),
+    )  # fmt: skip
 
 
 def _names(tree: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(n for leaf in leaves_of(tree)[0] for n in leaf.names or ()))
 
 
-def _verified(p: PlannedMapping, step: Callable[..., Any], args: Sequence[Any], chip: Chip) -> PlannedMapping:
+def _verified(p: PlannedMapping, fn: Callable[..., Any], args: Sequence[Any], chip: Chip) -> PlannedMapping:
     """Explain a planned mapping with the partitioner."""
-    report = explain(step, *args, mapping=p.mapping, mesh=_abstract(p.mesh), by="partitioner", chip=chip)
+    report = explain(fn, *args, mapping=p.mapping, mesh=_abstract(p.mesh), by="partitioner", chip=chip)
     assert report.bounds is not None, "there is a chip"
     return dataclasses.replace(p, bounds=report.bounds, verified=report)
 
@@ -268,6 +294,8 @@ class _Search:
     def __init__(self, trace: NamedTrace, chip: Chip, of_model: Sequence[str], of_batch: Sequence[str]):
         self.trace, self.chip = trace, chip
         self.left_out: dict[str, str] = {}
+        self.alike: dict[str, int] = {}
+        """Axes that names do not tell anything about because others have the same size, which it gives."""
         sizes = {n: size for x in trace.arguments for n, size in x.dims if n is not None}
         alone = [n for n in sizes if self._told({n: "model"}, {})]
         self.refused = sorted((n for n in sizes if n not in alone), key=lambda n: n not in of_batch)
@@ -294,6 +322,7 @@ class _Search:
             if note:
                 what = f"storing {', '.join(storage)} sharded" if storage else f"sharding {', '.join(compute)}"
                 self.left_out.setdefault(what, e.reason)
+                self.alike |= {n: size for n, size in e.alike.items() if n in compute and not storage}
             return False
         return True
 
@@ -327,7 +356,7 @@ class _Search:
                         if name not in group:
                             yield mesh, compute, {name: "data"} | used
 
-    def ask(self, chips: int, step: Callable[..., Any], args: Sequence[Any], limit: int) -> Iterator[PlannedMapping]:
+    def ask(self, chips: int, fn: Callable[..., Any], args: Sequence[Any], limit: int) -> Iterator[PlannedMapping]:
         """Plan with Shardy the mappings whose communication names do not determine, few devices along an axis first."""
         sizes = [n for n in range(2, chips + 1) if chips % n == 0]
         # Devices with different experts also have different rows, if no array has both axes.
@@ -349,7 +378,7 @@ class _Search:
             stored = [n for n in self.stored if n not in axes][:1] if "data" in mesh else []
             storages: list[dict[str, Over]] = [{n: "data", **dict.fromkeys(axes, "model")} for n in stored]
             for storage in (*storages, {}):
-                yield from self._asked(mesh, compute, storage, step, args, limit)
+                yield from self._asked(mesh, compute, storage, fn, args, limit)
 
     def of_refused(self, compute: Mapping[str, Over]) -> str:
         """List the sharded axes whose communication cannot be computed from names."""
@@ -360,7 +389,7 @@ class _Search:
         found = [name]
         for known in found:
             for event in self.trace.events:
-                if isinstance(event, Renamed):
+                if isinstance(event, Renamed) and not event.by_size:
                     pairs = [(a, b) for (a, _), (b, _) in zip(event.before, event.after, strict=True) if a and b]
                     found += [n for n in {m for p in pairs if known in p for m in p} if n not in found]
         return found
@@ -370,7 +399,7 @@ class _Search:
         mesh: dict[str, int],
         compute: dict[str, Over],
         storage: dict[str, Over],
-        step: Callable[..., Any],
+        fn: Callable[..., Any],
         args: Sequence[Any],
         limit: int,
     ) -> Iterator[PlannedMapping]:
@@ -384,7 +413,7 @@ class _Search:
             return
         mapping = (storage, compute) if storage else compute
         try:
-            report = explain(step, *args, mapping=mapping, mesh=_abstract(mesh), by="shardy", chip=self.chip)
+            report = explain(fn, *args, mapping=mapping, mesh=_abstract(mesh), by="shardy", chip=self.chip)
         except (NotImplementedError, TypeError, ValueError) as e:
             self.left_out[self.of_refused(compute)] = str(e)
             return
@@ -432,5 +461,5 @@ def _agreement(p: PlannedMapping) -> str:
     assert p.verified is not None
     true = p.verified.total_sent()
     if true == p.sent:
-        return "the same"
+        return "agrees"
     return "sends " + ("not known" if true is None else describe_bytes(true))

@@ -38,19 +38,19 @@ class MappingSnapshot:
         self._numbers = itertools.count(1)
 
     def check(
-        self, step: Callable[..., Any], *args: Any, mapping: Any = None, mesh: AnyMesh | None = None, **kwargs: Any
+        self, fn: Callable[..., Any], *args: Any, mapping: Any = None, mesh: AnyMesh | None = None, **kwargs: Any
     ) -> None:
         """Compare what a step does on a mesh with the file; with `--update-snapshots`, write the file.
 
         The file is `snapshots/MODULE.TEST.txt` beside the test; later checks in one test count: `MODULE.TEST.2.txt`.
 
         Arguments:
-            step, *args, mapping, mesh, **kwargs: as in `axonym.insight.explain`.
+            fn, *args, mapping, mesh, **kwargs: as in `axonym.insight.explain`.
         """
         __tracebackhide__ = True
         number = next(self._numbers)
         path = self._folder / f"{self._stem}{'' if number == 1 else f'.{number}'}.txt"
-        found = snapshot(step, *args, mapping=mapping, mesh=mesh, **kwargs) + "\n"
+        found = snapshot(fn, *args, mapping=mapping, mesh=mesh, **kwargs) + "\n"
         if self._update:
             path.parent.mkdir(exist_ok=True)
             path.write_text(found, encoding="utf-8")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .._errors import describe_bytes
+from .._errors import counted, describe_bytes
 from ._text import Section, aligned, described_axes, markdown_table, rich_table, written_number
 from .chips import Chip
 from .collectives import Collective
@@ -46,7 +46,7 @@ class Memory:
 class Bounds:
     """Lower bounds on the time of a call on a chip, in seconds. A step takes at least the longest of them.
 
-    >>> axn.insight.Bounds("v5e", compute=1e-3, memory=2e-3, links={("data",): 5e-4}).binding
+    >>> axn.insight.Bounds("v5e", compute=1e-3, memory=2e-3, links={("data",): 5e-4}).bottleneck
     'memory'
     """
 
@@ -58,10 +58,10 @@ class Bounds:
     """For each set of mesh axes, sending over it with all links of a chip."""
 
     @property
-    def binding(self) -> str:
+    def bottleneck(self) -> str:
         """Return which of the bounds is the longest.
 
-        >>> axn.insight.Bounds("v5e", compute=None, memory=None, links={("data",): 5e-4}).binding
+        >>> axn.insight.Bounds("v5e", compute=None, memory=None, links={("data",): 5e-4}).bottleneck
         'sending over data'
         """
         return max(self._named(), key=lambda pair: pair[1])[0]
@@ -159,7 +159,7 @@ class Report:
         found = dataclasses.asdict(self)
         if self.bounds is not None:
             found["bounds"]["links"] = [{"axes": list(a), "seconds": t} for a, t in self.bounds.links.items()]
-            found["bounds"]["binding"] = self.bounds.binding
+            found["bounds"]["bottleneck"] = self.bounds.bottleneck
         return found
 
     def to_json(self) -> str:
@@ -249,7 +249,7 @@ class Report:
             largest = sorted(self.arguments.items(), key=lambda pair: -pair[1])
             each = [f"{name} {describe_bytes(size)}" for name, size in largest[:_SHOWN]]
             if rest := largest[_SHOWN:]:
-                each.append(f"{len(rest)} others {describe_bytes(sum(size for _, size in rest))}")
+                each.append(f"{counted(len(rest), 'other')} {describe_bytes(sum(size for _, size in rest))}")
             padding = 0 if self.memory is None else self.memory.arguments - sum(self.arguments.values())
             each += [f"padding {describe_bytes(padding)}"] if padding > 0 else []
             yield f"arguments on each device: {', '.join(each)}"
@@ -261,7 +261,7 @@ class Report:
         yield f"flops of each device, in products and convolutions: {flops}"
         if self.bounds is not None:
             times = ", ".join(f"{name} {described_seconds(t)}" for name, t in self.bounds._named())
-            yield f"least times on {self.bounds.chip}: {times}; {self.bounds.binding} binds"
+            yield f"least times on {self.bounds.chip}: {times}; bottleneck: {self.bounds.bottleneck}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from .explaining import active, distributed, explain
 
 
 def snapshot(
-    step: Callable[..., Any], *args: Any, mapping: Any = None, mesh: AnyMesh | None = None, **kwargs: Any
+    fn: Callable[..., Any], *args: Any, mapping: Any = None, mesh: AnyMesh | None = None, **kwargs: Any
 ) -> str:
     """Write how a step's arguments are sharded, and what it sends between devices.
 
@@ -31,7 +31,7 @@ def snapshot(
     `mapping_snapshot` of `axonym.insight.pytest_plugin` keeps such texts in files.
 
     Arguments:
-        step, *args, mapping, mesh, **kwargs: as in `axonym.insight.explain`.
+        fn, *args, mapping, mesh, **kwargs: as in `axonym.insight.explain`.
 
     >>> mesh = jax.make_mesh((1,), ("data",))
     >>> print(axn.insight.snapshot(lambda x: x * 2, axn.ones({"batch": 4}), mapping={"batch": "data"}, mesh=mesh))
@@ -43,9 +43,9 @@ def snapshot(
     nothing is sent between devices
     """
     by = "partitioner" if jax.default_backend() == "cpu" else "compiled"
-    report = explain(step, *args, mapping=mapping, mesh=mesh, by=by, **kwargs)
+    report = explain(fn, *args, mapping=mapping, mesh=mesh, by=by, **kwargs)
     with active(mesh):
-        leaves = list(_placed(distributed(step, mapping), args, kwargs))
+        leaves = list(_placed(distributed(fn, mapping), args, kwargs))
     sizes = [_bytes_on_each(leaf) for leaf in leaves]
     rows = [(leaf.path, _described(leaf), _errors.describe_bytes(n)) for leaf, n in zip(leaves, sizes, strict=True)]
     parts = [f"on the mesh {', '.join(f'{n}={s}' for n, s in report.mesh.items())}" if report.mesh else "on one device"]
@@ -104,11 +104,11 @@ def _exchanges(text: str) -> collections.Counter[str]:
     return found
 
 
-def _placed(step: Any, args: Any, kwargs: Any) -> Iterator[Leaf]:
+def _placed(fn: Any, args: Any, kwargs: Any) -> Iterator[Leaf]:
     """Yield the arrays among the arguments, sharded as the step shards them."""
-    if isinstance(step, CompiledFunction):
-        args, kwargs = step.placed(args, kwargs)
-    names = parameter_names(step, len(args), kwargs)
+    if isinstance(fn, CompiledFunction):
+        args, kwargs = fn.placed(args, kwargs)
+    names = parameter_names(fn, len(args), kwargs)
     return (leaf for leaf in leaves_of(dict(zip(names, args, strict=True)) | kwargs)[0] if leaf.shape is not None)
 
 

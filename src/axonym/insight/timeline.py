@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from .._errors import describe_bytes
+from .._errors import counted, describe_bytes
 from ._text import Section, aligned, described_axes
 from .collectives import Collective, Source
 
@@ -93,7 +93,7 @@ class MemoryTimeline:
             rows.append((h.array, size, h.phase or "-", str(h.source or "-"), operation))
         if rest := others[_SHOWN:]:
             count = sum(h.count for h in rest)
-            rows.append((f"{count} smaller ones", describe_bytes(sum(h.bytes for h in rest)), "-", "-", "-"))
+            rows.append((counted(count, "smaller one"), describe_bytes(sum(h.bytes for h in rest)), "-", "-", "-"))
         return title, ("array", "bytes", "when", "line", "operation"), rows
 
     def _text(self) -> str:

@@ -234,8 +234,8 @@ class _Call:
             )
         if len(self.in_specs) != len(positional):
             raise ValueError(
-                f"{self.what}: `in_specs` has {len(self.in_specs)} entries for {len(positional)} positional arguments, "
-                f"{', '.join(positional)}."
+                f"{self.what}: `in_specs` has {_errors.counted(len(self.in_specs), 'entry', 'entries')} for "
+                f"{_errors.counted(len(positional), 'positional argument')}, {', '.join(positional)}."
             )
         return dict.fromkeys(arguments) | dict(zip(positional, self.in_specs, strict=True))
 

@@ -57,14 +57,17 @@ def apply_convolution(
     mesh = mesh_around([x, weight])
     convolve = _convolve
     large = {a for a, kind in types_of(mesh).items() if kind != AxisType.Manual and mesh.shape[a] > 1}
-    if len(large) > 1:
+    if large:
         names, weight_names = in_names
         over = dict(zip(names, sharded_over(what, names, x, mesh, AxisType.Auto), strict=True))
+        along_sharded = any(over[n] for n in spatial)
         weight = _replicated(weight, [n in spatial for n in weight_names], mesh)
-        if not any(over[n] for n in spatial):
-            x = _replicated(x, [n in spatial for n in names], mesh)  # on Auto mesh axes, whatever they were
-        used = {a for n, axes in over.items() if n != channels for a in axes}
-        if (groups > 1 or any(over[n] for n in spatial)) and not large <= used:
+        if not along_sharded:
+            x = _replicated(x, [n in spatial for n in names], mesh)  # on Auto mesh axes, however it was sharded
+        batch = [n for n in names if n != channels and n not in spatial]
+        # Several batch axes are merged, of which XLA keeps the sharding of the first.
+        used = {a for n in (*spatial, *batch[:1]) for a in over[n]}
+        if (along_sharded or (groups > 1 and any(over[n] for n in batch))) and not large <= used:
             convolve = _convolve_by_products
     fn = functools.partial(fn, convolve=convolve)
     return call_with_output_sharding(what, fn, in_names, out_names, (x, weight))

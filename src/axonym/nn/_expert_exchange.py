@@ -1,13 +1,13 @@
 """Exchange rows between devices that hold different experts, in rounds, inside `jax.shard_map`.
 
-How many rows go from one device to another is known only at run time, and an all-to-all moves arrays of fixed sizes. So
-each round moves at most a fixed number of rows from each device to each other one, and at run time there are as many
-rounds as the longest of these queues needs. Nothing is dropped, and nothing is padded for the worst case.
+The number of rows that go from one device to another is known only at run time, but an all-to-all moves arrays of fixed
+sizes. So each round moves at most a fixed number of rows between each pair of devices, and there are as many rounds at
+run time as the longest of these queues needs. Nothing is dropped, and nothing is padded for the worst case.
 
 A round is filled up with copies of rows, which go to some expert, and whose results are not used. Experts see real
-values, so that a derivative at zero, which may be infinite, does not spoil gradients.
+values, because the derivative at zero may be infinite and would spoil gradients.
 
-A ragged all-to-all moves only the rows, and leaves the copies where they are. XLA has it for GPUs and TPUs.
+A ragged all-to-all moves only the rows, not the copies. XLA has it for GPUs and TPUs.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .._mesh_axes import Axes
 from .._per_device import vary_like
 
 OfExperts = Callable[[jax.Array, jax.Array], jax.Array]
-"""From rows sorted by local expert, and the number of rows of each, to the results."""
+"""Computes the results from rows sorted by local expert, and the number of rows of each."""
 
 
 class ExpertExchange(NamedTuple):
-    """Exchange rows between the devices along some mesh axes, so many in a round."""
+    """Exchanges rows between the devices along some mesh axes, in rounds."""
 
     mesh_axes: Axes
     """The mesh axes that the experts are sharded over."""
     devices: int
-    """The number of devices along these."""
+    """The number of devices along these mesh axes."""
     local_experts: int
     """The number of experts on each device."""
     round_size: int | None
@@ -44,8 +44,8 @@ class ExpertExchange(NamedTuple):
         """Return the result of each row, from its expert; zeros for a row without an expert.
 
         Arguments:
-            of_experts: what the experts do.
-            x: the shard of the operand, of which rows are taken.
+            of_experts: the function that the experts compute.
+            x: the shard of the operand from which rows are taken.
             source: the position in `x` of each row.
             expert: the number of the expert of each row, among the experts of all devices.
         """
@@ -79,16 +79,16 @@ class ExpertExchange(NamedTuple):
             found = self._moved(found.reshape(*row.shape, *found.shape[1:]), received, sizes)
             if y is None:
                 y = vary_like(jnp.zeros((rows, *found.shape[2:]), found.dtype), found)
-            return y.at[row].add(jnp.where(_beside(sent, found), found, 0))  # of copies, zeros
+            return y.at[row].add(jnp.where(_beside(sent, found), found, 0))  # zeros for copies
 
         y = one_round(None, 0)
         rounds = -(-rows // size)
         if rounds == 1:
             return y
-        # The same on all devices that exchange rows, whether JAX keeps track of what is device-varying or not.
+        # The same on all devices that exchange rows, whether or not JAX tracks device-varying values.
         longest = jax.lax.pmax(jnp.max(counts), tuple(sorted({*self.mesh_axes, *varying_axes(counts)})))
 
-        # Only the operands are kept for the derivative, and once for all rounds.
+        # Only the operands are kept for the derivative, once for all rounds.
         @jax.checkpoint
         def further(y: jax.Array, number: jax.Array) -> jax.Array:
             return jax.lax.cond(number * size < longest, lambda y: one_round(y, number), lambda y: y, y)
@@ -102,13 +102,13 @@ class ExpertExchange(NamedTuple):
         return jnp.zeros_like(y).at[order].set(y, unique_indices=True)
 
     def _moved(self, x: jax.Array, sent: jax.Array, received: jax.Array) -> jax.Array:
-        """Send each device the first rows of its part along the first axis, so many as `sent` says of it."""
+        """Send each device the first `sent` rows of its part of the first axis."""
         if not self.ragged:
             return self._exchanged(x)
         flat = x.reshape(-1, *x.shape[2:])
         starts = vary_like(jnp.arange(self.devices, dtype=jnp.int32) * x.shape[1], sent)
         place = jnp.zeros_like(starts) + jax.lax.axis_index(self.mesh_axes) * x.shape[1]
-        # Places at which nothing arrives keep their own copies, which have no part in derivatives.
+        # Positions that receive nothing keep their own copies, which do not contribute to derivatives.
         y = jax.lax.ragged_all_to_all(
             flat, jax.lax.stop_gradient(flat), starts, sent, place, received, axis_name=self.mesh_axes
         )
@@ -120,5 +120,5 @@ class ExpertExchange(NamedTuple):
 
 
 def _beside(mask: jax.Array, x: jax.Array) -> jax.Array:
-    """Append axes to a mask, for those that the array has besides."""
+    """Append axes of size one to a mask, for the other axes of the array."""
     return jnp.expand_dims(mask, range(mask.ndim, x.ndim))

@@ -1,7 +1,7 @@
 """Grouped matrix multiplication: the product of each group of rows with the group's own matrix, also when sharded.
 
-The partitioner would all-gather the rows or the matrices. But the group sizes determine which rows of which group a
-device holds. So each device multiplies its shard of the rows by its shard of the matrices inside `jax.shard_map`, and
+The partitioner would all-gather the rows or the matrices. But the group sizes determine the rows of each group on a
+device. So each device multiplies its shard of the rows by its shard of the matrices inside `jax.shard_map`, and
 if the groups are sharded, partial results are summed.
 """
 
@@ -52,7 +52,7 @@ class GroupedProduct(NamedTuple):
         return tuple(self.out if n == self.summed[0] else n for n in self.names)
 
     def multiply(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
-        """Multiply local arrays, of which the first group starts at the first row."""
+        """Multiply local arrays whose first group starts at the first row."""
         dtype = jnp.result_type(x, weight)
         x, weight = x.astype(dtype), weight.astype(dtype)
         row, summed = self.names.index(self.rows), self.names.index(self.summed[0])
@@ -86,7 +86,7 @@ class GroupedProduct(NamedTuple):
         return multiply(x, weight, sizes)
 
     def by_device(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array | None:
-        """Multiply shards on their devices; None if neither rows nor groups are sharded, or not so that this works."""
+        """Multiply shards on their devices; return None unless rows or groups are sharded in a suitable way."""
         mesh = mesh_around((x, weight, sizes))
         if mesh.empty or has_manual(mesh):
             return None
@@ -99,9 +99,9 @@ class GroupedProduct(NamedTuple):
             (shards.of_rows, shards.of_weight, PartitionSpec(None)),
             shards.of_result,
             mesh,
-            check_vma=not self.use_gmm,  # the kernel does not tell over what its result varies
+            check_vma=not self.use_gmm,  # the type of the kernel's result does not say over which mesh axes it varies
         )
-        # On Auto mesh axes, where the result goes is up to what uses it.
+        # On Auto mesh axes, the users of the result decide its sharding.
         return reshard(y, shards.wanted, mesh)
 
 
@@ -116,8 +116,8 @@ def _shards(product: GroupedProduct, x: jax.Array, weight: jax.Array, mesh: AnyM
         rows, shared = tuple(a for a in rows if a not in groups), ()
         in_rows = {**in_rows, product.rows: rows}
     summed, weight_summed = in_rows[product.summed[0]], in_weight[product.summed[1]]
-    # What a device all-gathers varies over these mesh axes, as the result does over those of the rows. For JAX a result
-    # that varied over others could not be replicated over them, so over others operands are replicated beforehand.
+    # A gathered array varies over these mesh axes, as the result does over those of the rows. For JAX, a result that
+    # varies over other mesh axes could not be replicated over them, so operands are replicated over these beforehand.
     if summed != weight_summed:
         in_rows = {**in_rows, product.summed[0]: summed if {*summed} <= {*rows, *groups} else ()}
         in_weight = {**in_weight, product.summed[1]: weight_summed if {*weight_summed} <= {*rows} else ()}
@@ -143,7 +143,7 @@ class _Shards(NamedTuple):
     rows: Axes
     groups: Axes
     shared: Axes
-    """The last mesh axes of the rows, if the groups are sharded over these too."""
+    """The last mesh axes of the rows, if the groups are also sharded over them."""
     summed: Axes
     """The mesh axes that the summed axis is sharded over in both operands."""
     out: Axes
@@ -163,8 +163,8 @@ class _Shards(NamedTuple):
         row = product.names.index(product.rows)
         keep = {product.rows: self.rows, product.summed[0]: self.summed}
         x = _gather(x, product.names, self.of_rows, keep)
-        # It varies over all that the rows vary over before it is gathered, so that its gradient is scattered before it
-        # is summed over the rest.
+        # Before it is gathered, it varies over the same mesh axes as the rows, so that its gradient is scattered before
+        # it is summed over the rest.
         weight = varying_over(weight, [a for a in self.rows if a not in axes_in(self.of_weight)])
         keep = {product.groups: self.groups, product.summed[1]: self.summed, product.out: self.out}
         weight = _gather(weight, product.weight_names, self.of_weight, keep)
@@ -205,7 +205,7 @@ def _sharded_over(product: GroupedProduct, x: jax.Array, weight: jax.Array) -> t
 
 
 def _gather(x: jax.Array, names: Names, spec: PartitionSpec, keep: dict[str, Axes]) -> jax.Array:
-    """All-gather the axes of a local shard whose sharding is not to be kept."""
+    """All-gather the axes of a local shard that do not keep their sharding."""
     stored = map(mesh_axes, spec)
     return gather_axes(x, [() if axes == keep[n] else axes for n, axes in zip(names, stored, strict=True)])
 
@@ -226,11 +226,11 @@ _TILE = 128
 def megablox(
     x: jax.Array, weight: jax.Array, sizes: jax.Array, *, transposed: bool, interpret: bool = False
 ) -> jax.Array:
-    """Multiply with the Pallas kernel for TPU, or its simulation on any device.
+    """Multiply with the Pallas kernel for TPUs, or its simulation on other devices.
 
-    The rows come first in `x`, the groups in `weight`; `transposed`: the summed axis is the last of the matrices.
+    The rows come first in `x`, the groups in `weight`; `transposed`: the summed axis comes last in the matrices.
     """
-    from jax.experimental.pallas.ops.tpu.megablox import gmm  # importing Pallas takes long
+    from jax.experimental.pallas.ops.tpu.megablox import gmm  # Pallas is slow to import
 
     # The kernel takes complete tiles of rows, and leaves rows after the last group undefined, in gradients too.
     inside = jax.lax.broadcasted_iota(sizes.dtype, (x.shape[0], 1), 0) < jnp.sum(sizes)

@@ -61,7 +61,7 @@ def first_axis(x: Any) -> int | None:
 
 
 def check_sizes(what: str, layers: Axis, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise an error if the layer axis of an argument has another size than the number of layers."""
+    """Raise an error unless the size of the layer axis of each argument is the number of layers."""
     leaves, _ = _mapped_axis.flatten((args, dict(kwargs)))
     sizes = [_size(layers, leaf) for leaf in leaves]
     if all(size in (None, layers.size) for size in sizes):
@@ -150,7 +150,7 @@ def _slices(layers: Axis, x: NamedArray) -> Sequence[NamedArray]:
 
 
 def stack_results(what: str, layers: Axis, results: Sequence[Any], *, numbers: bool) -> Any:
-    """Stack the results of the layers into one tree, with the layer axis first; `numbers`: Python numbers too."""
+    """Stack the results of the layers into one tree, layer axis first; `numbers`: also stack Python numbers."""
     flat = [_mapped_axis.flatten(result) for result in results]
     structure = flat[0][1]
     for i, (_, other) in enumerate(flat):

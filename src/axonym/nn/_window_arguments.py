@@ -1,7 +1,7 @@
 """Parse the arguments of convolutions and pools that have a value for each axis.
 
-Kernel sizes, strides, padding and so on can be one value for all axes, a sequence with one for each, or a mapping by
-name.
+Kernel sizes, strides, padding and so on can be one value for all axes, a sequence with a value for each, or a mapping
+by name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def per_axis(what: str, argument: str, value: Any, names: Names, *, at_least: in
 
 
 def parse_padding(what: str, value: Any, names: Names) -> Padding:
-    """Return the padding of each axis from "SAME" or "VALID", or an integer or a pair of them for all axes or each."""
+    """Return the padding of each axis, given as "SAME", "VALID", or an integer or pair, for all axes or for each."""
     if isinstance(value, str):
         if value.upper() not in ("SAME", "VALID"):
             raise ValueError(f"{what}: `padding` must be 'SAME', 'VALID' or numbers of elements, got {value!r}.")
@@ -40,7 +40,7 @@ def parse_padding(what: str, value: Any, names: Names) -> Padding:
 
 
 def same_padding(size: int, span: int, stride: int) -> Pair:
-    """Return the padding with which a window starts at every stride; an odd element of padding comes after."""
+    """Return the padding with which a window starts at every stride; if it is odd, the extra element comes after."""
     total = max((-(-size // stride) - 1) * stride + span - size, 0)
     return total // 2, total - total // 2
 
@@ -70,7 +70,8 @@ def _values_by_axis(what: str, argument: str, value: Any, names: Names) -> Seque
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise TypeError(f"{what}: `{argument}` must be an integer or one for each axis, got {value!r}.")
     if len(value) != len(names):
-        raise ValueError(f"{what}: `{argument}` has {len(value)} entries for the axes {_errors.describe_axes(names)}.")
+        many = _errors.counted(len(value), "entry", "entries")
+        raise ValueError(f"{what}: `{argument}` has {many} for the axes {_errors.describe_axes(names)}.")
     return value
 
 

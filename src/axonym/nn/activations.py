@@ -55,7 +55,7 @@ def _activation(name: str, fn: Callable[..., Any], summary: str, shown: str) -> 
 
 
 def _in_floats(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """Wrap a positional function that has no result for integers, or a wrong one for small or unsigned ones."""
+    """Wrap a positional function that fails for integers, or is wrong for small or unsigned ones."""
     return lambda x: fn(as_float(jnp.asarray(x)))
 
 

@@ -213,7 +213,7 @@ class ConvTranspose(_Convolution):
         return self.Out.name, _stored_input("ConvTranspose", self.weight.names, self.Out.name, spatial), spatial
 
     def _padding_of_input(self, i: int) -> Pair:
-        """Return the padding of the dilated input along one axis, for the equivalent ordinary convolution."""
+        """Return the padding of the dilated input along one axis, for the equivalent convolution."""
         stride, reach = self.stride[i], self.dilation[i] * (self.kernel_size[i] - 1)
         if self.padding == "VALID":
             return reach, max(reach, stride - 1)
@@ -315,7 +315,7 @@ def _convolution_kernel(
             y = _kernels.transpose_to(y, merged_out, out_names)
         return y
 
-    # Of the weight's axes, only the output channels are an axis of the result; the others get private names.
+    # Only the output channels of the weight are an axis of the result; its other axes get private names.
     own = tuple(n if n == out_name != in_name else private("the weight", (n,))[0] for n in weight_names)
 
     def placed(x, weight):
@@ -325,7 +325,7 @@ def _convolution_kernel(
 
 
 def _stored_input(what: str, weight_names: Names, out_name: str, spatial: Names) -> str:
-    """Return the name of the input channels in the weight: the one that is neither spatial nor the output's."""
+    """Return the name of the input channels in the weight: the axis that is neither spatial nor the output's."""
     left = [n for n in weight_names if n not in (out_name, *spatial)]
     if len(left) != 1 or len(weight_names) != len(spatial) + 2:
         raise ValueError(
@@ -339,7 +339,7 @@ def _stored_input(what: str, weight_names: Names, out_name: str, spatial: Names)
 def _check_padding(
     what: str, spatial: Names, sizes: Sequence[int], kernel: Sequence[int], config: Parameters
 ) -> str | tuple[Pair, ...]:
-    """Return the padding in JAX's form, and raise an error if the kernel does not fit into the input."""
+    """Return the padding in JAX's form; raise an error if the kernel does not fit into the input."""
     if config.padding == "SAME":
         return "SAME"
     pads = ((0, 0),) * len(sizes) if isinstance(config.padding, str) else config.padding

@@ -19,6 +19,7 @@ from ..ops.selection import where
 from ..random._draw import one_key
 
 
+@_errors.say_how_to_call
 def dropout(
     x: NamedArray,
     pdrop: NamedOrNumeric,
@@ -70,7 +71,7 @@ def _dropout_kernel(names: Names, broadcast_axes: AxisSelection | None, key_rank
         shape = [1 if n in together else size for n, size in zip(names, x.shape, strict=True)]
         kept = jnp.broadcast_to(jax.random.bernoulli(key, at_least_float32(keep), shape), x.shape)
         if not fixed:
-            keep = jnp.where(keep > 0, keep, 1)  # the gradient of a division by zero is NaN, also where it is not used
+            keep = jnp.where(keep > 0, keep, 1)  # the gradient of a division by zero is NaN, even where it is not used
         return jnp.where(kept, x / keep, 0)
 
     key_names = ("words of the key",)[:key_rank]  # an old-style key is an array of numbers

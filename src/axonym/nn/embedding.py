@@ -46,10 +46,10 @@ def one_hot(x: NamedOrNumeric, class_axis: Axis, *, dtype: Any = None) -> NamedA
 
 
 def _non_negative(number: Any, classes: Axis) -> Any:
-    """Convert a single class that can be counted from the end to a non-negative one."""
+    """Convert a class counted from the end to a non-negative one."""
     if isinstance(number, jax.Array):
         if number.dtype.itemsize < 4:
-            number = number.astype(jnp.int32)  # a small dtype may not have the class
+            number = number.astype(jnp.int32)  # a small dtype may not be able to hold the class
         return jnp.where(number < 0, number + classes.size, number)
     if not -classes.size <= number < classes.size:
         described = _errors.describe_axes((classes.name,), (classes.size,))
@@ -63,7 +63,7 @@ def _one_hot_kernel(names: Names, class_axis: Axis, dtype: Any) -> _kernels.Kern
 
     def positional(x):
         if x.dtype.itemsize < 4 and jnp.issubdtype(x.dtype, jnp.integer):
-            x = x.astype(jnp.int32)  # a small dtype may not have all classes
+            x = x.astype(jnp.int32)  # a small dtype may not be able to hold all classes
         return jax.nn.one_hot(x, class_axis.size, dtype=dtype)
 
     return _kernels.make_kernel("one_hot", positional, (names,), out_names)
@@ -76,7 +76,7 @@ def _known_kernel(names: Names, id_names: Names, size: int) -> _kernels.Kernel:
     def positional(found, ids):
         signed = not jnp.issubdtype(ids.dtype, jnp.unsignedinteger)
         if ids.dtype.itemsize < 4:
-            ids = ids.astype(jnp.int32)  # a small dtype may not have the bounds
+            ids = ids.astype(jnp.int32)  # a small dtype may not be able to hold the bounds
         ids = _kernels.align(ids, id_names, names)
         return jnp.where((ids >= -size) & (ids < size) if signed else ids < size, found, jnp.nan)
 

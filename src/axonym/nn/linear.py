@@ -39,7 +39,7 @@ BOUND = 3
 
 
 def _as_tree(dot_general: Callable[..., jax.Array] | None) -> Any:
-    """Make a replacement for `jax.lax.dot_general` a tree: a plain function would be a leaf that is not an array."""
+    """Turn a replacement for `jax.lax.dot_general` into a tree: plain functions would be leaves that are not arrays."""
     plain = dot_general is not None and jax.tree_util.all_leaves([dot_general])
     return jax.tree_util.Partial(dot_general) if plain else dot_general
 
@@ -160,7 +160,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
         product = shard_quietly(product, None, "Linear")
         return product if self.bias is None else product + self.bias
 
-    # State dicts hold the scaled weight that the input is multiplied by, since PyTorch has no parametrizations.
+    # State dicts hold the scaled weight that multiplies the input, since PyTorch has no reparametrizations.
 
     def to_state_dict(self, prefix: str | None = None) -> StateDict:
         return children_to_state_dict(self._with_scaled_weight(self.reparam.active_scale), prefix)

@@ -123,7 +123,7 @@ def cross_entropy_loss_and_log_normalizers(
 
 def _labelled(targets: NamedArray, ignore_index: int) -> NamedArray:
     """Return which examples have a label."""
-    if targets.dtype.itemsize < 4:  # a small dtype may not have the number, and has another in its place
+    if targets.dtype.itemsize < 4:  # a small dtype may not be able to hold the number, and would wrap it
         targets = targets.astype(jnp.int32)
     return not_equal(targets, ignore_index)
 
@@ -146,7 +146,7 @@ def _cross_entropy(
             f"{describe_array(targets)}. Leave examples out with `where`."
         )
     checked, out_of_range = out_of_range is None, out_of_range or 0.0
-    # NaN is not equal to itself, so a cache would not find it again: None stands for it.
+    # NaN is not equal to itself, so a cache would not find it again: it is replaced by None.
     other = None if out_of_range != out_of_range else float(out_of_range)
     over = reduced_over(name, logits.axis_size(name)) if name in logits.names else ()
     kernel = _cross_entropy_kernel(what, logits.names, targets.names, axis, over, other, dtype_key(dtype))
@@ -252,11 +252,11 @@ def _cross_entropy_kernel(
                 f"{what}: targets without axis {chosen!r} are positions along it, so they are integers, got "
                 f"{targets.dtype} {described}. Probabilities have that axis."
             )
-        if targets.dtype.itemsize < 4:  # a small dtype may not have all positions
+        if targets.dtype.itemsize < 4:  # a small dtype may not be able to hold all positions
             targets = targets.astype(jnp.int32)
         targets = _kernels.align(targets, target_names, names)
-        # Comparing every position with the right one, rather than looking that up, needs no more memory, since it
-        # becomes part of the sum; and where the axis is sharded, each device does it alone, in the gradient too.
+        # Comparing every position with the label, rather than a look-up, needs no more memory, since it becomes part
+        # of the sum; and where the axis is sharded, devices need not communicate, in the gradient either.
         own, count = jax.lax.broadcasted_iota(targets.dtype, x.shape, position), x.shape[position]
         if over:
             own, count = own + count * jax.lax.axis_index(over).astype(own.dtype), count * jax.lax.axis_size(over)
@@ -268,14 +268,14 @@ def _cross_entropy_kernel(
 
 
 def _sum(position: int, over: Axes, x: jax.Array) -> jax.Array:
-    """Sum along an axis, which stays with size one, and over its shards along some mesh axes."""
+    """Sum along an axis, which keeps size one, and over its shards along some mesh axes."""
     found = jnp.sum(x, position, keepdims=True)
     return jax.lax.psum(found, over) if over else found
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _log_normalizer(position: int, over: Axes, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute the logarithm of the sum of exponentials along an axis, which stays with size one, as two terms.
+    """Compute the logarithm of the sum of exponentials along an axis, which keeps size one, as two terms.
 
     These are the largest logit and the remainder. Their sum would lose digits; with both, the loss of a good prediction
     is exact however large the logits are.
@@ -289,8 +289,8 @@ def _log_normalizer(position: int, over: Axes, x: jax.Array) -> tuple[jax.Array,
 @_log_normalizer.defjvp
 def _(position: int, over: Axes, primals: Any, tangents: Any) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
-    # The sum is the same for any choice of the first term, so its derivative is counted as that of the remainder alone.
-    # The exponentials are those of the sum itself, so the compiler has them already.
+    # The sum is the same for any first term, so only the remainder is differentiated. The exponentials are those of
+    # the sum itself, so the compiler has them already.
     largest, remainder = _log_normalizer(position, over, x)
     change = _sum(position, over, jnp.exp(x - largest) * t) * jnp.exp(-remainder)
     return (largest, remainder), (jnp.zeros_like(largest), change)

@@ -167,7 +167,8 @@ class LayerNormBase(ModuleWithStateDictSerialization):
 
         Arguments:
             use_weight: whether there is a learned scale.
-            use_bias: whether there is a learned shift.
+            use_bias: whether there is a learned shift. True by default for `RmsNorm`, too, which has none in PyTorch
+                or in most models: pass False for that.
 
         >>> axn.nn.LayerNorm.init(axn.Axis("embed", 4), use_bias=False).weight.shape
         {'embed': 4}

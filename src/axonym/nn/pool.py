@@ -181,7 +181,7 @@ class _Windows(NamedTuple):
         )
 
     def overlap(self, shape: Sequence[int], axis: int) -> bool:
-        """Return whether windows along an axis overlap by more than their ends."""
+        """Return whether there are several windows along an axis, each at least two strides long."""
         size, stride = self.window[axis], self.strides[axis]
         several = shape[axis] + sum(self.padding[axis]) - size >= stride
         return several and size > 2 * stride - 1
@@ -231,7 +231,7 @@ def _window_reduce(x: jax.Array, fn: Callable[..., Any], from_largest: bool, win
     ]
     if not jnp.issubdtype(x.dtype, jnp.inexact) or not any(windows.overlap(x.shape, i) for i in along):
         return _reduced(x, fn, from_largest, windows)
-    # One axis after the other, the last one first: of equal values, the first has the gradient, as in JAX.
+    # One axis after another, the last one first: of equal values, the first gets the gradient, as in JAX.
     for i in reversed(along):
         reduce = _reduced_where_windows_overlap if windows.overlap(x.shape, i) else _reduced
         x = reduce(x, fn, from_largest, windows.along(i))
@@ -246,9 +246,9 @@ def _reduced(x: jax.Array, fn: Callable[..., Any], from_largest: bool, windows: 
 def _reduced_where_windows_overlap(
     x: jax.Array, fn: Callable[..., Any], from_largest: bool, windows: _Windows
 ) -> jax.Array:
-    """Reduce windows that overlap, with a gradient that is also right along a sharded axis.
+    """Reduce windows that overlap, with a gradient that is also correct along a sharded axis.
 
-    XLA partitions the operation that is the gradient of `jax.lax.reduce_window` with wrong values for such windows.
+    XLA partitions the gradient of `jax.lax.reduce_window` with wrong values for such windows.
     """
     return _reduced(x, fn, from_largest, windows)
 
@@ -302,14 +302,14 @@ def _combined(x: jax.Array, init: jax.Array, fn: Callable[[Any, Any], Any], wind
 
     So `fn` can be any function, and the result is differentiable if `fn` is.
     """
-    # Not padded with `init` directly: `jax.lax.pad` cannot be differentiated for its padding value alone.
+    # Not padded with `init` directly: JAX cannot differentiate `jax.lax.pad` for its padding value alone.
     inside = windows.pad(jnp.ones(x.shape, bool), np.zeros((), bool))
     padded = jnp.where(inside, windows.pad(x, np.zeros((), x.dtype)), init)
     return functools.reduce(fn, _each_position(padded, windows), init)
 
 
 def _each_position(padded: jax.Array, windows: _Windows) -> Iterator[jax.Array]:
-    """Give the elements at each position in the window, for all windows of a padded array."""
+    """Yield the elements at each position in the window, for all windows of a padded array."""
     for offsets in itertools.product(*map(range, windows.window)):
         sizes = zip(padded.shape, windows.window, offsets, strict=True)
         ends = [size - span + offset + 1 for size, span, offset in sizes]

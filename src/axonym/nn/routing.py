@@ -161,7 +161,10 @@ class _Dispatch:
         return wrap(y, (*self._row_names, *self._result))
 
     def _among_shards(self, mesh: AnyMesh, held: Sequence[tuple[jax.Array, Names]], operands: Arrays) -> jax.Array:
-        """Run where arrays are shards already. How many experts there are tells whether their axis is sharded."""
+        """Run the dispatch inside `shard_map`, where the operands are shards.
+
+        The number of experts in the parameters shows whether their axis is sharded.
+        """
         counts = {p.shape[names.index(self._experts.name)] for p, names in held}
         axes = mapped_on("dispatch", self._experts.name, mesh, AxisType.Manual)
         local = self._experts.size // shard_count(mesh, axes)
@@ -171,7 +174,7 @@ class _Dispatch:
             places = [("the argument", self._experts.size), *(("`params`, on each device", n) for n in sorted(counts))]
             raise ValueError(_errors.size_mismatch("dispatch", self._experts.name, places))
         same = set(axes) - varying_axes(operands[0]) - varying_axes(operands[1])
-        if same and varying_axes(held[0][0]):  # or JAX does not keep track of that
+        if same and varying_axes(held[0][0]):  # or JAX does not track that
             raise ValueError(
                 f"dispatch: the experts are sharded over mesh axis {_errors.quoted(sorted(same))}, over which the rows "
                 f"{_errors.describe_axes(self._row_names)} are replicated. Shard an axis of the rows over it, too."
@@ -233,7 +236,7 @@ class _Dispatch:
         return found
 
     def _divided(self, of_rows: Sequence[Axes], axes: Axes, mesh: AnyMesh) -> list[Axes]:
-        """Return the mesh axes of the rows, which are sharded over those of the experts, too."""
+        """Return the mesh axes of the rows, extended by those of the experts."""
         placed = list(of_rows)
         missing = tuple(a for a in axes if not any(a in own for own in placed))
         if not missing:
@@ -252,7 +255,7 @@ class _Dispatch:
         )
 
     def _stored(self, p: jax.Array, names: Names | None, axes: Axes, used: set[str], mesh: AnyMesh) -> list[Axes]:
-        """Return the mesh axes that a parameter comes sharded over: those of the experts, and of its storage."""
+        """Return the storage sharding of a parameter, with its experts sharded over `axes`."""
         if names is None:
             return []
         if has_explicit(mesh):
@@ -272,7 +275,7 @@ class _Dispatch:
             gathered = list(params)
             for i, (names, each) in enumerate(zip(self._tree.names, stored, strict=False)):
                 over = [() if n == self._experts.name else axes for n, axes in zip(names or (), each, strict=True)]
-                # A shard varies before it is gathered, so that of its gradients shards are summed over other mesh axes.
+                # A shard is made device-varying before it is gathered, so that its gradient is summed in shards.
                 gathered[i] = gather_axes(vary_like(gathered[i], expert, x), over) if any(over) else gathered[i]
             # Weights vary like the rows, so that their gradients are summed over devices once, not in each round. The
             # sum over rounds is in float32.
@@ -317,7 +320,7 @@ def _require_numbers(what: str, expert: NamedArray) -> None:
         raise TypeError(f"{what}: `expert` has the number of each row's expert, so integers, not {expert.dtype}.")
 
 
-# --- what a router needs ---
+# --- functions for routers ---
 
 
 @_errors.say_how_to_call

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 
 import equinox as eqx
 
+from .. import _errors
 from ..axis import Axis
 from ..schedules._pipeline import fold_in_stages
 from ..schedules.pipeline_schedules import Schedule
@@ -136,7 +137,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     {'embed': 2}
     """
 
-    if TYPE_CHECKING:  # the subclasses declare it as a field, after another one
+    if TYPE_CHECKING:  # subclasses declare it as a field, after another one
 
         @property
         def Block(self) -> Axis: ...
@@ -476,7 +477,7 @@ class Stacked(BlockFoldable[M], LayerStack):
         return dataclasses.replace(self, stacked=stacked_from_state_dict(self.stacked, self.Block, state_dict, prefix))
 
 
-# The layer is a keyword argument, so that the positions of other arguments in messages are those of the caller.
+# The layer is a keyword argument, so that messages show the caller's positions of other arguments.
 
 
 def _apply(fn: Callable[..., Any], *args: Any, stacked: Any, **kwargs: Any) -> Any:
@@ -507,7 +508,7 @@ class BlockSeq(BlockFoldable[M]):
 
     def __check_init__(self) -> None:
         if len(self.blocks) != self.Block.size:
-            raise ValueError(f"BlockSeq: got {len(self.blocks)} layers for the axis {self.Block}.")
+            raise ValueError(f"BlockSeq: got {_errors.counted(len(self.blocks), 'layer')} for the axis {self.Block}.")
 
     @classmethod
     def _make(cls, Block: Axis, policy: ScanCheckpointPolicy, make: Callable[..., Any], args: Any, kwargs: Any) -> Self:

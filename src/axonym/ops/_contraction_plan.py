@@ -1,4 +1,4 @@
-"""Plan a contraction of any number of operands by name, and run it, for `dot` and `einsum`."""
+"""Plan and run contractions of any number of operands by name, for `dot` and `einsum`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DotGeneral = Callable[..., jax.Array]
 class Plan(NamedTuple):
     """A contraction as static data: axes that are not in `out_names` are summed over.
 
-    `sized` are the axes that the user gave with a size, to be checked.
+    `sized` are the axes that the user gave with a size, which is checked.
     """
 
     what: str
@@ -38,12 +38,12 @@ class _OperandTerm(NamedTuple):
 
 
 def contract_with(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGeneral) -> jax.Array:
-    """Contract with another `dot_general`. It may hold arrays, so nothing about it is cached."""
+    """Contract with a replacement for `dot_general`. It may hold arrays, so it is not cached."""
     _kernels.check_operands(plan.what, plan.in_names, arrays)
     _kernels.check_selection(plan.what, plan.in_names, arrays, plan.sized)
     if explicit_mesh(arrays) is None:
         return contract(plan, arrays, dot_general)
-    # The function is handed to the partitioner, so the arrays that it holds have to be operands like the others.
+    # The function is handed to the partitioner, so the arrays that it holds must be operands like the others.
     parts, tree = jax.tree.flatten(dot_general)
     held = [i for i, part in enumerate(parts) if isinstance(part, jax.Array)]
     held_names = [private(f"array {i} of dot_general", tuple(map(str, range(parts[i].ndim)))) for i in held]
@@ -89,11 +89,11 @@ def contract(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGeneral) -
 
 
 def _order(plan: Plan, terms: Sequence[_OperandTerm]) -> list[tuple[int, int]]:
-    """Return which two operands to multiply at each step; each product is appended to the list."""
+    """Return the two operands to multiply at each step; each product is appended to the list."""
     if len(terms) <= 2:
         return [(0, 1)] * (len(terms) - 1)
     letters = {n: chr(ord("a") + i) for i, n in enumerate(dict.fromkeys(n for t in terms for n in t.names))}
-    if len(letters) > 26:  # einsum_path has no more letters; the order only affects speed
+    if len(letters) > 26:  # einsum_path has only so many letters; the order only affects speed
         return [(0, 1)] + [(0, len(terms) - k - 1) for k in range(1, len(terms) - 1)]
     spelled = ["".join(letters[n] for n in names) for names in (*(t.names for t in terms), plan.out_names)]
     equation = f"{','.join(spelled[:-1])}->{spelled[-1]}"
@@ -105,7 +105,7 @@ def _order(plan: Plan, terms: Sequence[_OperandTerm]) -> list[tuple[int, int]]:
 def _multiply(
     plan: Plan, left: _OperandTerm, right: _OperandTerm, needed: set[str], target: Names | None, dot_general: DotGeneral
 ) -> _OperandTerm:
-    """Multiply two terms and sum over axes that nothing else needs; `target` is the layout of the result, if given."""
+    """Multiply two terms and sum over axes that no other term needs; `target` is the layout of the result, if given."""
     left = _sum_out(plan, left, needed.union(right.names))
     right = _sum_out(plan, right, needed.union(left.names))
     shared = [n for n in left.names if n in right.names]
@@ -166,7 +166,7 @@ class _Pair(NamedTuple):
 
 
 def _sum_out(plan: Plan, term: _OperandTerm, needed: set[str]) -> _OperandTerm:
-    """Sum over the axes of one operand that nothing else needs."""
+    """Sum over the axes of one operand that no other term needs."""
     gone = tuple(n for n in term.names if n not in needed)
     if not gone:
         return term

@@ -1,7 +1,7 @@
 """Turn an index as users write it into operations on the array.
 
 `make_plan` checks an index against an array and splits it into static items, which are part of a kernel's key, and
-operands. `IndexLayout` works out from the items and the names alone how index arrays meet the array.
+operands. `IndexLayout` determines from the items and the names alone how index arrays combine with the array.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Item(NamedTuple):
 
 
 def _as_mapping(x: NamedArray, key: Any) -> list[tuple[str, Any]]:
-    """Return the index as pairs of axis name and index; every name must be known and occur once."""
+    """Convert an index to pairs of axis name and index; every name must exist and occur once."""
     if key is Ellipsis or (isinstance(key, tuple) and not key):
         return []
     if isinstance(key, Mapping):
@@ -130,11 +130,11 @@ def make_plan(
 ) -> tuple[tuple[Item, ...], list[Any]]:
     """Return the items of an index, and the operands that they need.
 
-    Outside a trace, positions go in as operands, so that walking along an axis compiles once. In a trace they are
-    static, so that the compiler knows them. For an update, or a look-up with a mode for indices out of range, dynamic
-    slices become index arrays, because cutting out a block would move one that is out of range. Index arrays with known
+    Outside a trace, positions are operands, so that walking along an axis compiles once. In a trace they are static, so
+    that the compiler knows them. For an update, or a look-up with a mode for indices out of range, dynamic slices
+    become index arrays, because cutting out a block would move one that is out of range. Index arrays with known
     values, such as NumPy arrays and lists, must be in range unless `in_range` is false. For a view, every dynamic
-    slice must fit, even one that need not fit elsewhere.
+    slice must fit, even one that does not have to fit elsewhere.
     """
     shape = jnp.shape(x.array)
     if len(shape) != len(x.names):
@@ -190,7 +190,7 @@ def _slice_bounds(name: str, index: slice, size: int) -> tuple[int, int, int]:
 
 
 def _bounds_of_symbolic(name: str, index: slice, size: Any) -> tuple[Any, Any, int]:
-    """Return the bounds of a slice of an axis whose size `jax.export` leaves open; JAX checks that they fit."""
+    """Return the bounds of a slice of an axis with a symbolic size (`jax.export`); JAX checks that they fit."""
     if index.step not in (None, 1):
         raise ValueError(f"Indexing: axis {name!r} has the symbolic size {size}, so a slice of it has no stride.")
     start, stop = (
@@ -243,7 +243,7 @@ def _checked_position(name: str, index: int, size: int) -> int:
 
 
 def _index_array(name: str, index: Any, size: int) -> tuple[Any, Names]:
-    """Return an index that is an array, and its names; a raw 1-D array or a list keeps the axis that it indexes."""
+    """Return an index array and its names; a raw 1-D array or a list keeps the axis that it indexes."""
     if isinstance(index, NamedArray):
         array, names = index.array, index.names
         if jnp.ndim(array) != len(names):
@@ -300,7 +300,7 @@ def _positions_of_mask(name: str, mask: Any, names: Names, size: int) -> Any:
 
 
 def cut_block(a: jax.Array, names: Names, items: Sequence[Item], operands: Mapping[Item, jax.Array]) -> jax.Array:
-    """Apply integers and slices: one static slice, one dynamic slice, and the axes of the integers squeezed away."""
+    """Apply integers and slices: one static slice, one dynamic slice, and a squeeze of the integers' axes."""
     static = {
         i.name: i.static if i.kind == "slice" else (i.static, i.static + 1, 1) for i in items if i not in operands
     }
@@ -329,7 +329,7 @@ def cut_block(a: jax.Array, names: Names, items: Sequence[Item], operands: Mappi
 
 
 class IndexLayout:
-    """The way an index applies to an array, worked out from names alone.
+    """How an index applies to an array, determined from names alone.
 
     The axes of index arrays are either shared with the array (batch dimensions, mapped over with `vmap`) or new (they
     take the place of the first axis indexed by one). Inside the `vmap`, plain NumPy indexing does the work. There are
@@ -341,7 +341,7 @@ class IndexLayout:
         self.items = {i.name: i for i in items}
         self.operands = tuple(i.operand_names for i in items if i.operand_names is not None)
         index_names = list(dict.fromkeys(n for layout in self.operands for n in layout))
-        # If an index array has an axis that is sliced, its elements along the axis are matched with those of the slice.
+        # If an index array has an axis that is sliced, its elements along the axis match those of the slice.
         indexed = [i.name for i in items if i.kind != "slice" or i.name in index_names]
         self.shared = tuple(n for n in names if n in index_names and n not in indexed)
         self.new = tuple(n for n in index_names if n not in self.shared)
@@ -352,7 +352,7 @@ class IndexLayout:
         rest = [n for n in inner if n not in indexed]
         at = positions[0] if adjacent else 0
         self.inner_names = tuple(inner)
-        """The array without the shared axes, which is what NumPy indexing sees."""
+        """The array without the shared axes, as NumPy indexing sees it."""
         self.inner_result = (*rest[:at], *self.new, *rest[at:])
         """The layout of NumPy indexing: new axes replace the indexed ones if these are adjacent, else come first."""
 
@@ -383,7 +383,7 @@ class IndexLayout:
         operands: Sequence[jax.Array],
         keywords: Mapping[str, Any],
     ) -> jax.Array:
-        """Return the array with the selected elements changed by the method `how` of `a.at[...]`."""
+        """Update the selected elements with the method `how` of `a.at[...]`, and return the array."""
         selected = self._check(a, operands)
         for n, size in zip(value_names, value.shape, strict=True):
             if selected[n] != size:
@@ -448,6 +448,6 @@ class IndexLayout:
 
 
 def _position(layout: Names, name: str, taken: Names) -> int | None:
-    """Return the position of an axis inside the outer maps, which took their axes; None if the operand lacks it."""
+    """Return the position of an axis inside the outer maps, which removed their axes; None if the operand lacks it."""
     left = [n for n in layout if n not in taken]
     return left.index(name) if name in left else None

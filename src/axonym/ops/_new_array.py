@@ -1,8 +1,8 @@
-"""Make new arrays that the active mapping shards: creation and random draws.
+"""Create arrays, or draw random ones, sharded by the active mapping.
 
 Each device makes its own shard. On Auto mesh axes a constraint on the result is enough. On Explicit mesh axes JAX would
-make all of it on every device and shard it afterwards, so the function is handed to the partitioner together with the
-sharding of its result.
+make the complete array on every device and shard it afterwards, so the function is handed to the partitioner together
+with the sharding of its result.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def run_sharded(
     what: str, fn: Callable[..., jax.Array], in_names: Sequence[Names], arrays: Sequence[Any], out: tuple[Axis, ...]
 ) -> jax.Array:
     """Call `fn(*arrays)` so that each device makes its shard of the result by the active mapping."""
-    # `import axonym` imports this module, and sharding is loaded where it is used.
+    # `import axonym` imports this module, but loads sharding only on use.
     from ..sharding.placement import resolve
     from ..sharding.shard import shard_quietly
 
@@ -68,10 +68,10 @@ def run_sharded(
         return fn(*arrays)
     names, sizes = tuple(a.name for a in out), tuple(a.size for a in out)
     mapping: Any = None
-    if manual := axes_of_type(mesh, AxisType.Manual):  # inside `shard_map`, what is made is a shard along these
+    if manual := axes_of_type(mesh, AxisType.Manual):  # inside `shard_map`, the new array is a shard along these
         active = _context.active_mapping()
         mapping = {n: entry_of([a for a in mesh_axes(active.get(n)) if a not in manual]) for n in names}
-    # Resolve the mapping before anything is made, so that its errors name the operation and the axes.
+    # Resolve the mapping first, so that its errors name the operation and the axes.
     leaves, _ = resolve(wrap(jax.ShapeDtypeStruct(sizes, jnp.bool_), names), mapping, mesh, what)
     explicit = axes_of_type(mesh, AxisType.Explicit)
     placed: Any = fn

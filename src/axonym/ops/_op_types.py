@@ -1,8 +1,8 @@
-"""Shared parts of the families of operations: identity, signatures, and trees.
+"""Shared parts of families of operations: identity, signatures, and trees.
 
-An operation that is one of a family (elementwise, reductions, ...) is made by a factory from one row of a table. It is
-a plain function all the same: `publish` gives it its name, module and docstring, and the protocols below tell a type
-checker or an editor how it is called, as a function and as a method.
+The operations of a family (elementwise, reductions, ...) are made by a factory, each from one row of a table. They are
+plain functions all the same: `publish` gives them a name, module and docstring, and the protocols below tell type
+checkers and editors how they are called, as a function and as a method.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def publish(op: F, name: str, module: str, doc: str) -> F:
-    """Give a function made by a factory the identity of one written by hand."""
+    """Give a function from a factory the identity of one written by hand."""
     op.__name__ = op.__qualname__ = name
     op.__module__ = module
     op.__doc__ = doc
@@ -28,7 +28,7 @@ def publish(op: F, name: str, module: str, doc: str) -> F:
 
 
 def map_tree(op: Callable[..., Any], tree: Any) -> Any:
-    """Apply an operation to every leaf of a tree, a named array counting as one leaf."""
+    """Apply an operation to every leaf of a tree; a named array is one leaf."""
     return jax.tree.map(op, tree, is_leaf=is_named_array)
 
 

@@ -29,7 +29,7 @@ def require_named(what: str, array: Any) -> NamedArray:
 
 
 def operand(x: Any) -> tuple[Any, Names]:
-    """Return an argument as kernels take it, and its names; an argument that is not a named array has none."""
+    """Return an argument as kernels take it, and its names; arguments that are not named arrays have none."""
     if isinstance(x, NamedArray):
         return x.array, x.names
     return np.asarray(x) if isinstance(x, (list, tuple)) else x, ()
@@ -49,12 +49,12 @@ def scalar(what: str, argument: str, x: Any) -> Any:
 
 
 def unsigned_nan(x: jax.Array) -> jax.Array:
-    """Clear the sign bit of NaN, which inf - inf has: JAX partitions such a NaN first, and its top-k ranks it last."""
+    """Clear the sign bit of NaN, which inf - inf sets: JAX's partition sorts such a NaN first, its top-k last."""
     return jnp.where(jnp.isnan(x), jnp.nan, x) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def as_float(x: ArrayT) -> ArrayT:
-    """Convert integers, whose sums, differences and squares overflow in a small dtype of their own."""
+    """Convert integers to floats, because their sums, differences and squares overflow in small dtypes."""
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jax.dtypes.canonicalize_dtype(float))
 
 
@@ -64,7 +64,7 @@ def at_least_float32(x: jax.Array) -> jax.Array:
 
 
 def static_number(what: str, argument: str, x: Any) -> Any:
-    """Return a number that must be known when the program is compiled, as a Python number."""
+    """Return a number that must be known at compile time, as a Python number."""
     x = scalar(what, argument, x)
     if isinstance(x, Tracer):
         raise TypeError(f"{what}: `{argument}` is part of the program, so it cannot be traced. Pass a number.")
@@ -79,7 +79,7 @@ def by_axis(what: str, argument: str, given: Any, example: str) -> Mapping[AxisS
 
 
 def vectors(what: str, **arguments: Any) -> tuple[list[Any], Names]:
-    """Return arguments with one axis that the result does not keep, so that they may be raw arrays.
+    """Return arguments with one axis that the result does not keep; they may be raw arrays.
 
     The axis gets a name that no other operand has, so that it is never matched.
     """
@@ -152,17 +152,17 @@ def require_positions(
     *,
     from_end: bool = False,
 ) -> None:
-    """Check that integers are positions along an axis, where their values are known, as outside of jit.
+    """Check that integers are positions along an axis, if their values are known, as outside of jit.
 
-    They are copied to the host, which waits for them, so call this when the work that needs them is under way.
+    This copies them to the host and waits for them, so call it after the work that needs them has started.
 
     Arguments:
         what: the operation, for the message.
-        label: what one of the integers is called there.
-        x: the integers; traced ones, and those that other processes hold, are not looked at.
+        label: the word for one of the integers there.
+        x: the integers; traced ones, and those that other processes hold, are not checked.
         axis: the axis.
-        ignored: a number that is allowed besides.
-        way_out: what to do, for the message.
+        ignored: another number that is allowed.
+        way_out: advice, for the message.
         from_end: whether negative numbers count from the end.
     """
     array = known_values(x.array) if jnp.issubdtype(x.dtype, jnp.integer) else None
@@ -181,19 +181,19 @@ def require_positions(
 
 
 def known_values(array: Any) -> np.ndarray | None:
-    """Return the values of an array, or None for a traced one, or one of which other processes hold shards."""
+    """Return the values of an array; None if it is traced, or other processes hold shards of it."""
     if isinstance(array, jax.Array):
         if isinstance(array, Tracer) or not (array.is_fully_addressable or array.is_fully_replicated):
             return None
         config: Any = jax.config
-        if config.jax_transfer_guard_device_to_host not in (None, "allow"):  # to enter the context takes time
+        if config.jax_transfer_guard_device_to_host not in (None, "allow"):  # entering the context takes time
             with jax.transfer_guard_device_to_host("allow"):
                 return np.asarray(array)
     return np.asarray(array) if isinstance(array, (jax.Array, np.ndarray)) else None
 
 
 def only_axis(what: str, array: NamedArray, axis: AxisSelector | None) -> AxisSelector:
-    """Return the selected axis, which may be left out if the array has only one."""
+    """Return the selected axis, which may be omitted if the array has only one."""
     if axis is not None:
         return axis
     if len(array.names) != 1:
@@ -205,7 +205,7 @@ def only_axis(what: str, array: NamedArray, axis: AxisSelector | None) -> AxisSe
 
 
 def apply_along(fn: Callable[..., Any], what: str, array: NamedArray, axis: AxisSelector, **options: Any) -> NamedArray:
-    """Apply a function along one axis, which stays. The options are static; those that are None are left out."""
+    """Apply a function along one axis, which the result keeps. Options are static; those that are None are left out."""
     require_named(what, array)
     given = {name: value for name, value in options.items() if value is not None}
     axis = _kernels.one_selector(what, axis)

@@ -128,7 +128,7 @@ def _together_kernel(
 ) -> _kernels.Kernel:
     full = max(every, key=len)
     if require_subset:
-        _kernels.broadcast_names(what, every)  # raises if no array has all the axes
+        _kernels.broadcast_names(what, every)  # raises an error if no array has all the axes
     for names in every:
         full = (*(n for n in names if n not in full), *full)
     if ensure_order:

@@ -57,13 +57,13 @@ def dot(
     NamedArray(float32[], 24.)
     """
     if len(arrays) == 2 and axis is not _REQUIRED and type(arrays[0]) is type(arrays[1]) is NamedArray:
-        left, right = arrays  # the common case; loops over the operands would cost as much as all the rest
+        left, right = arrays  # the common case, in which loops over the operands would double the cost
         names, raw = (left.names, right.names), (left.array, right.array)
     else:
         arrays, axis = _operands_and_axis(arrays, axis)
         names, raw = tuple(a.names for a in arrays), tuple(a.array for a in arrays)
     if type(axis) is not str:
-        axis = _kernels.hashable(axis)  # pyright: ignore[reportArgumentType]  # not the marker any more
+        axis = _kernels.hashable(axis)  # pyright: ignore[reportArgumentType]  # no longer the marker
     if out_axes is not None:
         out_axes = (out_axes,) if isinstance(out_axes, (str, Axis)) else tuple(out_axes)
     if preferred_element_type is not None:
@@ -252,7 +252,7 @@ class _Meaning:
                 expression.fail(in_braces, "one term in braces is for all arrays; there can be no other term.")
             self.rest = self._bind_by_name(in_braces)
             self.rest_is_kept = in_braces.dots is None
-            if in_braces.dots is not None:  # which stands for axes that the output may name
+            if in_braces.dots is not None:  # it stands for axes that the output may name
                 for word in _words(expression.rhs[0]):
                     name = self.aliases.get(word.name, word.name)
                     if word.name not in self.axes and name in self.rest:
@@ -286,7 +286,7 @@ class _Meaning:
         return tuple(out)
 
     def _bind_by_name(self, term: Term) -> Names:
-        """Bind each word to the axis of that name or alias. Return the axes that no word names."""
+        """Bind each word to the axis of that name or alias; return the axes that no word names."""
         for word in _words(term):
             name = self.aliases.get(word.name, word.name)
             if name not in self.union:
@@ -297,7 +297,7 @@ class _Meaning:
         return tuple(n for n in self.union if n not in self.axes.values())
 
     def _bind_in_order(self) -> Names:
-        """Bind each word to the axis at its position. Return the axes that the ellipses stand for."""
+        """Bind each word to the axis at its position; return the axes that the ellipses stand for."""
         lhs = self.expression.lhs
         if len(lhs) != len(self.all_names):
             self.expression.fail(
@@ -307,9 +307,11 @@ class _Meaning:
         for term, names in zip(lhs, self.all_names, strict=True):
             words = len(term.elements) - (term.dots is not None)
             if words > len(names) or (term.dots is None and words != len(names)):
-                hint = " Words are separated by spaces." if words < len(names) else ""
+                hint = _parsing.split_words(self.expression, [*map(len, self.all_names)])
+                hint = hint or (" Words are separated by spaces." if words < len(names) else "")
                 self.expression.fail(
-                    term, f"number of axes: {words}, for an array with {_errors.describe_axes(names)}.{hint}"
+                    term,
+                    f"number of axes: {words}, for an array with {_errors.describe_axes(names)}.{hint}",
                 )
             taken = iter(names)
             for element in term.elements:

@@ -103,7 +103,7 @@ def _like(what: str, a: Any, fn: Callable[..., jax.Array], *arguments: Any) -> N
     return wrap(fn(a.array, *arguments), a.names)
 
 
-# --- of another library ---
+# --- from another library ---
 
 
 def from_dlpack(x: Any, axis: AxisSelection) -> NamedArray:
@@ -155,7 +155,7 @@ def _count(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"), inline=INLINE)
 def _count_from(start: Any, step: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     natural = jnp.result_type(start, step)
-    # A short float cannot hold the positions, so count in one that can.
+    # A small float cannot hold the positions, so count in one that can.
     exact = natural if dtype is None else jnp.promote_types(natural, dtype)
     if jnp.issubdtype(exact, jnp.floating):
         exact = jnp.promote_types(exact, jnp.float32)

@@ -20,12 +20,12 @@ from ._operands import check_new_axis, distinct, dtype_key, only_axis, replaced,
 
 
 def _where(compare: Callable[..., Any], x: jax.Array, row: int, col: int, k: int) -> jax.Array:
-    """Return `x` where the comparison of row + `k` with column holds, and zero elsewhere."""
+    """Keep `x` where the comparison of row + `k` with column holds, with zero elsewhere."""
     first, second = min(row, col), max(row, col)
     plane = (x.shape[first], x.shape[second])
     rows, cols = (jax.lax.broadcasted_iota(jnp.int32, plane, int(axis == second)) for axis in (row, col))
     mask = jax.lax.broadcast_in_dim(compare(rows + k if k else rows, cols), x.shape, (first, second))
-    return jnp.where(mask, x, jax.lax.full_like(x, 0, shape=()))  # which leaves a weak type as it is
+    return jnp.where(mask, x, jax.lax.full_like(x, 0, shape=()))  # which preserves weak types
 
 
 @_kernels.shared("names", "axes", "new_axis")

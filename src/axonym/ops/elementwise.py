@@ -49,7 +49,7 @@ def _binary_kernel(
 
 
 def _unary(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, constant: bool = False) -> Unary:
-    # `constant`: the result is a constant for some dtypes, so it does not get its sharding from the operand.
+    # `constant`: the result is constant for some dtypes, so it does not get its sharding from the operand.
     def op(a: Any) -> Any:
         if isinstance(a, NamedArray):
             kernel = _unary_kernel(fn, name, a.names, 1, True) if constant else _unary_kernel(fn, name, a.names)

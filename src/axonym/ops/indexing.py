@@ -111,7 +111,7 @@ def slice(
 
 
 def _sized(axis: Any, length: Any) -> Any:
-    """Return the axis of a slice: `axis`, if there is one, in the size that `length` says."""
+    """Return the axis of a slice with size `length`, or only the length if there is no axis."""
     if not isinstance(axis, (str, Axis)):
         return length
     size = length.size if isinstance(length, Axis) else length

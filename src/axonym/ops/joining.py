@@ -267,14 +267,14 @@ def _total(repeats: Any, a: NamedArray, axis: AxisSelector) -> int | None:
 
 @_kernels.shared("names", "repeats", "axis")
 def _repeat_kernel(names: Names, repeats: int | Names, axis: AxisSelector, total: int | None) -> _kernels.Kernel:
-    """Make a kernel; the repeats are known numbers, or an operand with the given names."""
+    """Make a kernel; the repeats are static numbers, or an operand with the given names."""
     where = names.index(_kernels.select_one("repeat", names, axis))
     if isinstance(repeats, int) and repeats < 0:
         raise ValueError(f"repeat: `repeats` cannot be negative, got {repeats}.")
 
     def positional(x, times: Any = repeats):
         if not isinstance(times, int) and times.dtype.itemsize < 4 and jnp.issubdtype(times.dtype, jnp.integer):
-            times = times.astype(jnp.int32)  # a small dtype may not have their sum
+            times = times.astype(jnp.int32)  # a small dtype may not hold their sum
         return jnp.repeat(x, times, axis=where, total_repeat_length=total)
 
     in_names = (names,) if isinstance(repeats, int) else (names, repeats)
@@ -338,7 +338,7 @@ def roll(array: NamedArray, shift: Any, axis: AxisSelection) -> NamedArray:
 
 @_kernels.shared("names", "axis")
 def _roll_kernel(names: Names, shifts: tuple[int, ...] | int, axis: Any) -> _kernels.Kernel:
-    """Make a kernel for shifts that are known, or else for as many operands that hold them."""
+    """Make a kernel for static shifts, or for as many operands that hold them."""
     chosen = _kernels.select("roll", names, axis)
     count = shifts if isinstance(shifts, int) else len(shifts)
     if count not in (1, len(chosen)):

@@ -86,7 +86,7 @@ def _order_kernel(names: Names, order: tuple[AxisSelector | EllipsisType, ...]) 
 
 
 def _bindings(kwargs: Mapping[str, Any]) -> tuple[tuple[str, AxisSelector | int], ...]:
-    """Return what the names stand for, in a form that can be part of a cache key."""
+    """Return the bindings of names, in a form that can be part of a cache key."""
     found: list[tuple[str, AxisSelector | int]] = []
     for name, value in sorted(kwargs.items()):
         if not isinstance(value, (str, Axis)):
@@ -143,7 +143,7 @@ def _reshape_kernel(
     native: bool,
     successors: tuple[tuple[str, Names], ...],
 ) -> _kernels.Kernel:
-    """Make a kernel that splits, transposes and merges; None for what there is not to do."""
+    """Make a kernel that splits, transposes and merges; None skips a step."""
 
     def positional(x):
         x = x if split is None else jax.lax.reshape(x, split)
@@ -156,7 +156,7 @@ def _reshape_kernel(
 
 
 def _successors(before: Sequence[_Factor], after: Mapping[str, Sequence[_Factor]]) -> Successors:
-    """Return, for each axis, the output axes that can take over its sharding, that of the major factor first."""
+    """Return, for each axis, the output axes that can take over its sharding, the one of the major factor first."""
     flat = [f for merged in after.values() for f in merged]
     place = {f: name for name, merged in after.items() for f in merged}
     in_order_of_merging = dict.fromkeys(f.axis for f in flat)
@@ -193,12 +193,12 @@ class _Factors:
             raise ValueError(f"rearrange: {listed} names nothing in {self.expression.text!r}.{hints}")
 
     def alias(self, name: _parsing.Name) -> str | None:
-        """Return the name of the axis that a name in the expression stands for, if it is given."""
+        """Return the axis name that a name in the expression stands for, if given."""
         value = self.bindings.get(name.name)
         return name_of(value) if isinstance(value, (str, Axis)) else None
 
     def size(self, name: _parsing.Name) -> int | None:
-        """Return the size of what a name in the expression stands for, if it is given."""
+        """Return the size of a name in the expression, if given."""
         value = self.bindings.get(name.name)
         return value.size if isinstance(value, Axis) else value if isinstance(value, int) else None
 
@@ -216,7 +216,9 @@ class _Factors:
             self.fail((before + after)[-surplus], f"too many axes for an array with {self.described}.")
         if surplus < 0 and lhs.dots is None:
             end = _parsing.Place(lhs.stop, lhs.stop)
-            self.fail(end, f"too few axes for an array with {self.described}: name all, or add `...` for the rest.")
+            hint = _parsing.split_words(self.expression, [len(self.axes)])
+            way_out = f".{hint}" if hint else ": name all, or add `...` for the rest."
+            self.fail(end, f"too few axes for an array with {self.described}{way_out}")
         places = [*zip(before, self.axes, strict=False)]
         places += zip(after, self.axes[len(self.axes) - len(after) :], strict=True)
         for element, axis in places:
@@ -322,7 +324,7 @@ class _Factors:
             self.fail(element, "a merged axis needs a name: `(name: a b)`.")
         factors = [used[m.name] for m in element.members]
         size, merged = self.size(element.name), math.prod(f.size for f in factors)
-        # A name may stand for a factor as well as for the merged axis; its size is then that of the factor.
+        # A name may stand for both a factor and the merged axis; its size is then that of the factor.
         if size not in (None, merged) and element.name.name not in self.variables:
             self.fail(element, f"{element.name.name!r} is said to have size {size}, but its factors make {merged}.")
         return [(self.alias(element.name) or element.name.name, factors)]

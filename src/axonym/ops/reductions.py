@@ -73,7 +73,7 @@ def _dtype_option(dtype: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def _publish(op: Any, name: str, doc: str) -> Any:
-    """Publish a reduction, whose other keywords are taken only to be refused."""
+    """Publish a reduction, which accepts other keywords only to raise a helpful error."""
     signature = inspect.signature(op)
     op.__signature__ = signature.replace(parameters=[p for n, p in signature.parameters.items() if n != "other"])
     return publish(op, name, __name__, doc)
@@ -139,7 +139,7 @@ def _doc(name: str, summary: str, extra: str, example: str, shown: str) -> str:
 
 
 def _start(dtype: Any, highest: bool) -> Any:
-    """Return the minimum (`highest`) or maximum of no elements: an extreme of the dtype."""
+    """Return the start value of a minimum (`highest`) or maximum: an extreme of the dtype."""
     if dtype == np.bool_:
         return highest
     if jnp.issubdtype(dtype, jnp.integer):
@@ -175,7 +175,7 @@ def _without_nan(x: Any) -> bool:
 
 
 def _only(x: Any, where: Any) -> Any:
-    """Replace elements that are masked out by NaN, so that a result is NaN if no others took part."""
+    """Replace masked elements by NaN, so that a result is NaN if all elements are masked."""
     return x if where is None else jnp.where(where, x, jnp.nan)
 
 

@@ -92,8 +92,7 @@ def _chosen_kernel(first: bool, x_names: Names, y_names: Names) -> _kernels.Kern
         chosen = _kernels.align(x, x_names, names) if first else _kernels.align(y, y_names, names)
         kind = jax.eval_shape(jnp.where, True, x, y)
         if chosen.dtype != kind.dtype or chosen.weak_type != kind.weak_type:
-            # A weak type comes only from an operation on a weak type. This operation leaves nothing of the other
-            # operand.
+            # A weak type comes only from an operation on a weak type. This one keeps nothing of the other operand.
             other = jax.lax.full_like(y if first else x, 0, shape=())
             chosen = jnp.where(True, chosen, other) if kind.weak_type else chosen.astype(kind.dtype)
         return jnp.broadcast_to(chosen, shape)
@@ -120,7 +119,9 @@ def _positions(what: str, array: Any, size: Axis, fill_value: Any) -> tuple[Name
         raise ValueError(f"{what}: an array without axes has no positions.")
     fill = fill_value if isinstance(fill_value, tuple) else (fill_value,) * len(array.names)
     if len(fill) != len(array.names):
-        raise ValueError(f"{what}: {len(fill)} fill values for the axes {_errors.describe_shape(array.shape)}.")
+        raise ValueError(
+            f"{what}: {_errors.counted(len(fill), 'fill value')} for the axes {_errors.describe_shape(array.shape)}."
+        )
     fill = [scalar(what, "fill_value", x) for x in fill]
     return _positions_kernel(what, array.names, one_axis(what, "size", size)).apply(array.array, *fill)
 
@@ -161,8 +162,8 @@ def select(
     """
     if len(conditions) != len(choices) or not conditions:
         raise ValueError(
-            f"select: there must be one choice for each condition, and at least one; got {len(conditions)} conditions "
-            f"and {len(choices)} choices."
+            f"select: there must be one choice for each condition, and at least one; got "
+            f"{_errors.counted(len(conditions), 'condition')} and {_errors.counted(len(choices), 'choice')}."
         )
     arrays, names = zip(*map(operand, (*conditions, *choices, default)), strict=True)
     return _broadcast_kernel(_select, "select", names).apply(*arrays)
@@ -209,7 +210,7 @@ def _take_along_kernel(names: Names, index_names: Names, axis: AxisSelector, mod
 
     def positional(x, indices):
         _kernels.check_operands(what, (_apart(names, along), index_names), (x, indices))
-        if jnp.result_type(indices) == jnp.uint32:  # JAX takes the largest for negative ones
+        if jnp.result_type(indices) == jnp.uint32:  # JAX treats the largest as negative
             indices = jnp.minimum(indices, x.shape[position])
         taken = jnp.take_along_axis(x, _kernels.align(indices, index_names, names), position, mode)
         return taken if along in index_names else jax.lax.squeeze(taken, (position,))
@@ -219,7 +220,7 @@ def _take_along_kernel(names: Names, index_names: Names, axis: AxisSelector, mod
 
 
 def _apart(names: Names, along: str) -> Names:
-    """Return the names with a unique one for one axis, which has another size in the other operands."""
+    """Return the names with a unique one for the axis that has another size in the other operands."""
     own = private("the array", (along,))[0]
     return tuple(own if n == along else n for n in names)
 
@@ -279,7 +280,7 @@ def _put_along_kernel(
 def _lookup_kernel(
     fn: Callable[..., Any], name: str, all_names: tuple[Names, ...], options: tuple[tuple[str, Any], ...]
 ) -> _kernels.Kernel:
-    """Make a kernel that looks the first operand up in the others, whose axes the result does not have."""
+    """Make a kernel that looks up the first operand in the others, whose axes the result does not have."""
 
     return _kernels.make_kernel(name, lambda *arrays: fn(*arrays, **dict(options)), all_names, all_names[0])
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .. import _kernels
+from .. import _errors, _kernels
 from ..axis import Axis, AxisSelector, Names
 from ..named_array import NamedArray, NamedOrNumeric
 from ._operands import (
@@ -107,7 +107,7 @@ def _require_dtype(what: str, x: jax.Array, kind: Any, expected: str) -> None:
 
 
 def _weights(what: str, weights: NamedOrNumeric | None, names: Names) -> tuple[tuple[Any, ...], tuple[Names, ...]]:
-    """Return the weights as operands of a kernel, none or one, and their names, which the array must have, too."""
+    """Return the weights as operands of a kernel (none or one), and their names, which the array must also have."""
     if weights is None:
         return (), ()
     array, own = operand(weights)
@@ -134,7 +134,7 @@ def _bincount_kernel(names: Names, Counts: Axis, own: tuple[Names, ...]) -> _ker
 
 
 def _spread(weights: Any, own: tuple[Names, ...], names: Names, shape: tuple[int, ...]) -> jax.Array | None:
-    """Broadcast the weights, if there are any, to the shape of the array that they weigh."""
+    """Broadcast the weights, if any, to the shape of the array."""
     return jnp.broadcast_to(_kernels.align(weights[0], own[0], names), shape) if own else None
 
 
@@ -169,7 +169,9 @@ def histogram(
         bins = one_axis("histogram", "Bins", Bins)
         limits, own = [scalar("histogram", "range", limit) for limit in (() if range is None else range)], ()
         if len(limits) not in (0, 2):
-            raise ValueError(f"histogram: `range` is the lowest and the highest edge, got {len(limits)} values.")
+            raise ValueError(
+                f"histogram: `range` is the lowest and the highest edge, got {_errors.counted(len(limits), 'value')}."
+            )
     kernel = _histogram_kernel(array.names, bins, len(limits), own, of_weight, bool(density))
     return kernel.apply(array.array, *limits, *weight)
 
@@ -178,7 +180,7 @@ def histogram(
 def _histogram_kernel(
     names: Names, bins: Axis | str, limits: int, own: Names, of_weight: tuple[Names, ...], density: bool
 ) -> _kernels.Kernel:
-    """Make a kernel; `bins` is an axis, with two limits or none, or the name of the axis of the edges, the one limit.
+    """Make a kernel; `bins` is an axis, with two limits or none, or the axis name of the edges, the only limit.
 
     `own` are the axes of a limit.
     """

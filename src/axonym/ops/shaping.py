@@ -130,7 +130,7 @@ def split(a: NamedArray, axis: AxisSelector, new_axes: AxisSpec) -> list[NamedAr
 
 
 def _flattened(what: str, names: Names, old: Names, new: str) -> tuple[Names, Names]:
-    """Return the axes in an order in which `old` are adjacent, and the axes of the result."""
+    """Return the axes in an order with `old` adjacent, and the axes of the result."""
     where = min((names.index(n) for n in old), default=0)
     before, after = names[:where], tuple(n for n in names[where:] if n not in old)
     return (*before, *old, *after), distinct(what, (*before, new, *after))

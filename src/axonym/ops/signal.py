@@ -36,7 +36,7 @@ def _convolution_kernel(
     out_names = _union(a_names, v_names)
 
     def batched(a, a_left, v, v_left, left):
-        """Apply a `vmap` for each axis that is left except the one to convolve along."""
+        """Apply a `vmap` for each remaining axis except the one to convolve along."""
         if left == (chosen,):
             return fn(a, v, mode=mode, precision=precision)
         name = next(n for n in left if n != chosen)
@@ -197,7 +197,7 @@ def _kron_kernel(a_names: Names, b_names: Names, axis: Any) -> _kernels.Kernel:
     chosen = tuple(n for n in a_names if n in b_names) if axis is None else _kernels.select("kron", a_names, axis)
     _kernels.select("kron", b_names, chosen, operand=1)
     names = _union(a_names, b_names)
-    # Until the end a chosen axis is two: that of `a`, and that of `b` as the minor one. Each operand lacks one of them.
+    # Until the end, a chosen axis counts as two: that of `a`, and that of `b` as the minor one. Each operand lacks one.
     inner = [names.index(n) + 1 + k for k, n in enumerate(n for n in names if n in chosen)]
     matched = {n for n in a_names if n in b_names and n not in chosen}
 

@@ -47,7 +47,7 @@ def argsort(
 
 
 def _positions(x: jax.Array, **options: Any) -> jax.Array:
-    # Inside `shard_map`, JAX sorts positions together with values, and takes them for the same on all devices.
+    # Inside `shard_map`, JAX sorts positions together with values, and assumes that they are the same on all devices.
     return vary_like(jnp.argsort(x, **options), x)
 
 

@@ -89,7 +89,7 @@ def _order_kernel(
     return _kernels.make_kernel(name, positional, (names, q_names), out_names, same_sizes=False, selection=axis)
 
 
-# The elements that an operation uses, in words, and an example.
+# For each operation, the elements that it uses, in words, and an example.
 _EVERY = ("the elements", "[[1., 2., 9.], [3., 4., 5.]]")
 _NUMBERS = ("the elements that are not NaN", "[[1., 2., jnp.nan], [3., 4., 5.]]")
 
@@ -229,7 +229,7 @@ def _covariance(
 def _covariance_kernel(
     what: str, names: Names, variables: AxisSelector, observations: Any, new_axis: AxisSelector, ddof: int | None
 ) -> _kernels.Kernel:
-    """Make a kernel; `ddof` is None for a correlation, in which the number of observations cancels."""
+    """Make a kernel; `ddof` is None for correlations, where the number of observations cancels."""
     variable = _kernels.select_one(what, names, variables)
     observed = _kernels.select(what, names, observations)
     if variable in observed:

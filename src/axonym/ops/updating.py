@@ -153,7 +153,7 @@ def _update_kernel(
     def positional(a, value, *operands):
         return layout.update(how, a, value, value_names, operands, dict(options))
 
-    # The result has the sharding of the array, whatever those of the indices and the value. The layout compares sizes.
+    # The result keeps the sharding of the array, whatever those of the indices and the value. The layout checks sizes.
     others = [value_names, *layout.operands]
     in_names = [names, *(mask_names(n, n) for n in others)]
     return _kernels.make_kernel(what, positional, in_names, names, same_sizes=False)
@@ -234,7 +234,7 @@ def _updated_slice_kernel(names: Names, update_names: Names, starts: tuple[tuple
             fn = jax.vmap(fn, in_axes=axes, out_axes=position)
         return fn(a, update, *values)
 
-    # The result has the sharding of the array, whatever the shardings of the update and the starts.
+    # The result keeps the sharding of the array, whatever the shardings of the update and the starts.
     in_names = [names, private("`update`", update_names), *(private(f"the start of {n}", s) for n, s in starts)]
     return _kernels.make_kernel(what, positional, in_names, names)
 
@@ -242,7 +242,7 @@ def _updated_slice_kernel(names: Names, update_names: Names, starts: tuple[tuple
 def _check_per_element(
     names: Names, a: jax.Array, starts: Sequence[tuple[str, Names]], values: Sequence[jax.Array], update: dict[str, int]
 ) -> None:
-    """Check that an axis of a start has one size in the array, in the start and, if present, in the update."""
+    """Check that an axis of a start has the same size in the array and, if it is there, in the update."""
     known = dict(zip(names, a.shape, strict=True))
     for (moved, layout), value in zip(starts, values, strict=True):
         for n, size in zip(layout, value.shape, strict=True):

@@ -66,7 +66,7 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
         >>> axn.quantization.Fp8DotGeneralOp.init(amax_history_length=16).input_amax_history.shape
         (16,)
         """
-        # Separate arrays, so that a training step can donate all of them.
+        # Separate arrays, so that a training step can donate each of them.
         s1, s2, s3 = (jnp.ones(1, jnp.float32) for _ in range(3))
         h1, h2, h3 = (jnp.zeros(amax_history_length, jnp.float32) for _ in range(3))
         return cls(s1, s2, s3, h1, h2, h3, compute_dtype)
@@ -151,7 +151,7 @@ out_qdq.defvjp(_out_forward, _out_backward)
 
 def _rounded(compute_dtype: Any, dtype: Any, x: jax.Array, scale: jax.Array) -> jax.Array:
     factor = jnp.reshape(scale, ()).astype(compute_dtype)
-    factor = jnp.maximum(factor, jnp.finfo(compute_dtype).tiny)  # that of small gradients is zero in float16
+    factor = jnp.maximum(factor, jnp.finfo(compute_dtype).tiny)  # the scale of small gradients would be zero in float16
     largest = jnp.finfo(dtype).max.astype(compute_dtype)
     short = jnp.clip(x.astype(compute_dtype) / factor, -largest, largest).astype(dtype)
     return short.astype(compute_dtype) * factor

@@ -56,7 +56,7 @@ class Int8DotGeneralOp(ModuleWithStateDictSerialization):
 
 
 class _ProductAxes(NamedTuple):
-    """An einsum with a name for each axis: axes of one name are matched, and summed if the result lacks it."""
+    """An einsum with a name for each axis: axes of the same name are matched, and summed if the result lacks it."""
 
     lhs: Names
     rhs: Names
@@ -100,11 +100,11 @@ def _quantized_product(terms: _ProductAxes, lhs: jax.Array, rhs: jax.Array) -> j
 
 
 def _rounded(x: jax.Array, names: Names, out: Names) -> tuple[jax.Array, jax.Array]:
-    """Round an array to integers, and return its scales, in the layout of the result, and the integers."""
+    """Round an array to integers; return its scales, in the layout of the result, and the integers."""
     x = x.astype(jnp.float32)
     summed = tuple(i for i, n in enumerate(names) if n not in out)
     largest = jnp.max(jnp.abs(x), axis=summed, keepdims=True, initial=0)
-    scale = jnp.where(largest == 0, 1, largest / 127)  # that of NaN is NaN, and so is what is multiplied by it
+    scale = jnp.where(largest == 0, 1, largest / 127)  # the scale of NaN is NaN, and so are all products with it
     kept = tuple(n for n in names if n in out)
     return _kernels.align(jax.lax.squeeze(scale, summed), kept, out), jnp.round(x / scale).astype(jnp.int8)
 

@@ -23,6 +23,8 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 
+from .. import _errors
+
 __all__ = ["OverwriteWithGradient", "T", "apply_updates", "partition_for_grad_overwrite"]
 
 T = TypeVar("T")
@@ -73,7 +75,8 @@ def apply_updates(tree: T, updates: Any, overwrites: Any) -> T:
         found, other = jax.tree.flatten(side, is_leaf=_is_update_leaf)
         if len(found) != len(leaves):
             raise ValueError(
-                f"apply_updates: `{name}` has {len(found)} leaves, the model {len(leaves)}: {other} and {structure}."
+                f"apply_updates: `{name}` has {_errors.counted(len(found), 'leaf', 'leaves')}, the model "
+                f"{len(leaves)}: {other} and {structure}."
             )
         sides.append(found)
     return jax.tree.unflatten(structure, [_apply_update(*each) for each in zip(leaves, *sides, strict=True)])

@@ -184,7 +184,7 @@ def quantize_weights(
 def _quantized(
     name: str, weight: NamedArray, summed: Names, dtype: Any, group: int | None
 ) -> tuple[NamedArray, NamedArray]:
-    """Return the small numbers of a weight, and their scales."""
+    """Quantize a weight; return the small numbers and their scales."""
     axis = summed[-1] if summed else ""
     grouped = group is not None and bool(summed)
     if group is not None and summed:
@@ -199,7 +199,7 @@ def _quantized(
     largest = max(abs(weight), summed)
     # Half a step beyond the largest integer is rounded to it. The scale of NaN is NaN, since small integers have none.
     scale = where(largest == 0, 1, largest / (high + half))
-    wide = jnp.promote_types(weight.dtype, jnp.float32)  # in bfloat16, quotients would be rounded before they are
+    wide = jnp.promote_types(weight.dtype, jnp.float32)  # in bfloat16, quotients would be rounded twice
     values = weight.astype(wide) / scale.astype(wide)
     values = clip(round(values) if half else values, low, high).astype(dtype)
     return flatten_axes(values, (axis, _WITHIN), axis) if grouped else values, scale
@@ -210,5 +210,5 @@ _WITHIN = "number within a group"
 
 
 def _cut(x: NamedArray, axis: str, groups: int) -> NamedArray:
-    """Cut an axis into groups: the axis of that name counts them."""
+    """Split an axis into groups; the axis of that name counts them."""
     return unflatten_axis(x, axis, (Axis(axis, groups), Axis(_WITHIN, x.axis_size(axis) // groups)))

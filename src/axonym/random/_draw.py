@@ -1,4 +1,4 @@
-"""Shared code of all samplers: check the key, match parameters by name, and shard the result.
+"""Shared code of all samplers: checks the key, matches parameters by name, and shards the result.
 
 The values depend on the key, the axes and the parameters, never on the mesh, the mapping or jit: a sampler draws the
 same values as the function of the same name in `jax.random` for the sizes of the axes, in their order.
@@ -27,7 +27,7 @@ from ..ops._operands import distinct, dtype_key, one_axis, operand
 Key: TypeAlias = NamedOrNumeric
 """One random key, as `jax.random.key` or `jax.random.PRNGKey` make it; a named array only if it has no axes."""
 Parameter: TypeAlias = NamedOrNumeric
-"""A number, or a named array that has no other axes than the result."""
+"""A number, or a named array whose axes are all axes of the result."""
 
 
 def one_key(what: str, key: Any) -> Any:
@@ -93,8 +93,8 @@ def draw(
         shape: the axes of the result, one draw for each position.
         parameters: the parameters by the name of the argument, in the order of the arguments.
         dtype: the dtype; None for the default of `fn`.
-        along: the axes of a single draw, which follow those of `shape` in the result.
-        further: the axes that a parameter may have, after those of `shape`.
+        along: the axes of a single draw, which come after those of `shape` in the result.
+        further: axes that a parameter may have, in addition to those of `shape`.
         **options: static arguments of `fn`.
     """
     what = f"random.{fn.__name__.removeprefix('_')}"
@@ -140,18 +140,18 @@ def _draw_kernel(
 # --- merged axes ---
 #
 # Threefry numbers depend on their linear index alone. XLA takes several times as long to compile them over several axes
-# as over one, so axes are merged where that changes neither the values nor which device draws what.
+# as over one, so axes are merged if that changes neither the values nor the sharding.
 
 
 def _is_threefry(key: Any) -> bool:
-    """Return whether a key is of the kind whose numbers depend on their linear index alone."""
+    """Return whether numbers from this kind of key depend on their linear index alone."""
     return jax.random.key_impl(key) == "threefry2x32" if key.ndim == 0 else key.shape == (2,)
 
 
 def _placement_is_known(key: Any) -> bool:
-    """Return whether the active mapping, and nothing that follows, decides how the result of a draw is sharded.
+    """Return whether the active mapping alone decides the sharding of a draw.
 
-    Inside of jit, without a mapping, XLA shards the numbers as what is done with them later.
+    Inside of jit, without a mapping, XLA shards the numbers according to their use.
     """
     if not isinstance(key, Tracer) or jax.device_count() == 1:
         return True
@@ -162,7 +162,7 @@ def _merged(axes: Sequence[Axis], named: Container[str]) -> tuple[Axis, ...]:
     """Return the axes, each merged with the one before it if it is not sharded.
 
     Arguments:
-        named: the axes of the parameters, which are merged with no other.
+        named: the axes of the parameters, which are not merged with others.
     """
     merged: list[Axis] = []
     for axis, entry in zip(axes, entries_by_name(a.name for a in axes), strict=True):
@@ -174,7 +174,7 @@ def _merged(axes: Sequence[Axis], named: Container[str]) -> tuple[Axis, ...]:
 
 
 def check_enough(what: str, draws: Sequence[Axis], along: Axis) -> None:
-    """Check that there are not more draws without replacement than there is to draw from."""
+    """Check that there are not more draws without replacement than elements to draw from."""
     if axis_size(draws) > along.size:
         raise ValueError(
             f"{what}: there are more draws {describe(draws)} than axis {along} has positions. Draw fewer, or with "

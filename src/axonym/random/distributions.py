@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _row(summary: str, example: str = "", shown: str = "float32", **arguments: str) -> Callable[[F], F]:
-    """Document a sampler: the summary, its own arguments among those of all, and an example."""
+    """Document a sampler: the summary, its own and the common arguments, and an example."""
 
     def document(op: F) -> F:
         described = {

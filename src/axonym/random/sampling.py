@@ -128,7 +128,7 @@ def categorical(
         require_subset(_WHAT, argument, names, may_have, " There is one for all examples, or one for each.")
     draws = tuple(a for a in axes if a.name not in logits.names)
     out = tuple(a.name for a in axes)
-    # Sorted, so that the order of axes does not matter to what is drawn.
+    # Sorted, so that draws do not depend on the order of axes.
     in_order = tuple(sorted(n for n in out if replace or n in logits.names))
     layouts = tuple(names for _, names in operands.values())
     kernel = _categorical_kernel(
@@ -140,7 +140,7 @@ def categorical(
 
 
 def _check(argument: str, x: Any, least: float, most: float) -> None:
-    """Check that a parameter that is a number is in its range; the values of an array are not looked at."""
+    """Check that a parameter that is a number is in its range; the values of an array are not checked."""
     if isinstance(x, (int, float, np.number)) and (not least <= x <= most or x == math.inf):
         upper = (" and finite" if x == math.inf else "") if most == math.inf else f" and at most {most}"
         raise ValueError(f"{_WHAT}: `{argument}` must be at least {least}{upper}, got {x}.")
@@ -169,10 +169,10 @@ def _categorical_kernel(
             argument: wrap(jnp.asarray(x, None if argument == "top_k" else jnp.float32), own)
             for argument, own, x in zip(arguments, layouts, parameters, strict=True)
         }
-        # A key of this kind is two words, and what is drawn with many at once is what is drawn with each alone.
+        # A key of this kind is two words, and many keys at once draw what each draws alone.
         threefry = jax.random.key_impl(key) == "threefry2x32"
         words = jax.random.key_data(key) if threefry else jax.random.bits(key, (2,), jnp.uint32)
-        if draws:  # the logits say nothing of these axes, and each device is to draw its own shard
+        if draws:  # the logits lack these axes, and each device should draw its own shard
             examples = shard_quietly(examples, None, _WHAT)
         drawn = _operation(axis)(wrap(logits, names), words, examples, given, count=count, chosen=chosen)
         if chosen is not None:
@@ -184,7 +184,7 @@ def _categorical_kernel(
 
 
 def _drawn(axis: str) -> str:
-    """Return the name of the axis of draws without replacement, which is then divided into the axes of the shape."""
+    """Return the name of the axis of draws without replacement, which is later split into the axes of the shape."""
     return f"{axis} drawn"
 
 
@@ -206,7 +206,7 @@ def _operation(axis: str) -> Partitioned:
         if count is None:
             positions = jnp.arange(logits.axis_size(axis)) + axis_offset(axis, x=logits)
             places = wrap(positions, (axis,))
-        else:  # from here on, every device does the same
+        else:  # from here on, all devices do the same
             logits, places = best(wrap(unsigned_nan(logits.array), logits.names), axis, count)
 
         def aligned(x: NamedArray) -> jax.Array:
@@ -242,7 +242,7 @@ def _operation(axis: str) -> Partitioned:
 
 
 def _first_largest(x: NamedArray, axis: str) -> NamedArray:
-    """Return the position of the largest element along an axis: the first of equal ones, and the first NaN if any."""
+    """Return the position of the largest element along an axis: the first of equal ones; the first NaN, if any."""
     position = x.names.index(axis)
     rest = tuple(n for n in x.names if n != axis)
     place = jnp.argmax(x.array, position, keepdims=True)
@@ -258,15 +258,15 @@ def _weights(x: jax.Array, temperature: jax.Array, sharded: str | None) -> jax.A
     """Return the probabilities relative to the likeliest, which has 1."""
     highest = jnp.max(x, -1, keepdims=True)
     gap = (highest if sharded is None else pmax(highest, sharded)) - x
-    # The likeliest are left out of the division, so that they have 1 also if the temperature is 0.
+    # The likeliest are excluded from the division, so that they have 1 even if the temperature is 0.
     return jnp.where(gap > 0, jnp.exp(-gap / temperature), 1).astype(jnp.float32)
 
 
 def _noise(words: jax.Array, examples: jax.Array, places: jax.Array) -> jax.Array:
     """Make Gumbel noise for each position of each example.
 
-    The upper end of the noise matters, and must be fine: in a large vocabulary, many tokens have large noise, and of
-    two with the same noise the first would always be drawn. So it is made of 64 random bits.
+    The upper end of the noise needs a fine resolution: in a large vocabulary, many tokens have large noise, and of two
+    with the same noise the first would always be drawn. So it is made of 64 random bits.
     """
     key = jax.random.wrap_key_data(words, impl="threefry2x32")
 
@@ -289,11 +289,11 @@ _DIGITS = 3
 
 
 def _least_kept(weights: jax.Array, share: jax.Array, sharded: str | None) -> jax.Array:
-    """Return the largest weight such that those that are not smaller make up a share of all."""
-    # Numbers that are not negative have the order of their bits, so that bisection of integers finds the weight.
+    """Return the largest weight such that all weights that are at least as large make up a given share of the total."""
+    # Non-negative floats have the order of their bits, so that bisection of integers finds the weight.
     bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
     count = weights.shape[-1] * (1 if sharded is None else axis_size(sharded))
-    width = min(12, 31 - count.bit_length())  # of a digit, so that the sum of all fits into 31 bits
+    width = min(12, 31 - count.bit_length())  # bits of a digit, so that the sum of all fits into 31 bits
     digits = _digits(jnp.maximum(weights, 0), width)
 
     def sum_from(least: Any) -> jax.Array:
@@ -311,12 +311,12 @@ def _least_kept(weights: jax.Array, share: jax.Array, sharded: str | None) -> ja
 
     low = (wanted * 0).astype(jnp.int32)  # a carry must be device-varying from the start if it is in the end
     low, _ = jax.lax.fori_loop(0, STEPS, narrow, (low, low + (_ONE + 1)))
-    # Weights too small to count are kept, too, if everything is.
+    # Weights too small to count are also kept if everything is.
     return jnp.where(share >= 1, 0, jax.lax.bitcast_convert_type(low, jnp.float32))
 
 
 def _digits(x: jax.Array, width: int) -> list[jax.Array]:
-    """Return numbers from 0 to 1 as integers: the digits after the point, each of so many bits; the rest is dropped."""
+    """Convert numbers from 0 to 1 to integers: the digits after the point, `width` bits each; the rest is dropped."""
     digits = []
     for _ in range(_DIGITS):
         x = x * 2**width

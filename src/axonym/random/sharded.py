@@ -78,7 +78,7 @@ def _build(functions: WithArrays, what: str) -> Callable[..., NamedArray]:
 
 
 class _BlockArguments:
-    """The values that the function closes over and its arguments after the shape: arrays, and static parts."""
+    """The values that the function closes over, and its arguments after the shape: arrays, and static parts."""
 
     def __init__(self, what: str, tree: Any, along: Axis):
         self.arrays, spec = flatten_arrays(tree)
@@ -134,7 +134,7 @@ def _generate(
             PartitionSpec(*(None,) * position, over),
             mesh,
             axis_names=over,
-            check_vma=False,  # the loops in `fn` need not mark their carries as device-varying
+            check_vma=False,  # so that the loops in `fn` need not mark their carries as device-varying
         )
 
     of_block = _axes_of_block(block, key, arguments)

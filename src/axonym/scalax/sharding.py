@@ -69,7 +69,7 @@ class ShardingRule(rules.ShardingRule):
     def place(self, leaf: Leaf, mesh: AnyMesh | None) -> Placement:
         if type(self).apply is ShardingRule.apply:
             raise TypeError(f"{type(self).__name__}: a rule of your own defines `apply`, or `place`.")
-        return self.apply({leaf.path: leaf.value})[leaf.path]  # another rule asks, one leaf at a time
+        return self.apply({leaf.path: leaf.value})[leaf.path]  # another rule calls it, one leaf at a time
 
 
 class FSDPShardingRule(rules.FSDPShardingRule, ShardingRule):
@@ -188,9 +188,9 @@ def _traced_without_mesh() -> bool:
 
 
 def _on_devices(arguments: T, mesh: Mesh) -> T:
-    """Constrain arguments to a mesh, so that the program around them, which has none, runs on its devices.
+    """Constrain arguments to a mesh, so that the surrounding program, which has none, runs on its devices.
 
-    With Explicit axes, JAX refuses to run such a program; only its types can be asked for.
+    With Explicit axes, JAX refuses to run such a program; only its types are available.
     """
     if AxisType.Explicit in mesh.axis_types:
         return arguments
@@ -453,7 +453,7 @@ class MeshShardingHelper:
         return structure.unflatten(map(over_subset, loaded))
 
     def _tells_processes_apart(self, mesh_axes: str | Sequence[str]) -> bool:
-        """Return whether each shard of an axis that is sharded over these mesh axes is on devices of one process."""
+        """Return whether each shard of an axis sharded over these mesh axes is on devices of one process."""
         names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
         kept = [self.mesh.axis_names.index(a) for a in names if a in self.mesh.shape]
         owners: dict[tuple[int, ...], set[int]] = {}

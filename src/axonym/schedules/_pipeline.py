@@ -1,17 +1,17 @@
-"""Pipelines: layers sharded over stages, each of which works on a different microbatch at a time.
+"""Run pipelines: layers are sharded over stages, and each stage works on a different microbatch at a time.
 
 If the axis of stacked layers is sharded over a mesh axis, each device along it is a *stage* and has some of the
-layers. The batch is cut into microbatches. In every *tick*, each stage applies its layers to a microbatch and sends the
-result to the next stage. Before the first microbatch arrives and after the last one has left, a stage is idle.
+layers. The batch is split into microbatches. In every *tick*, each stage applies its layers to a microbatch and sends
+the result to the next stage. Before the first microbatch arrives and after the last one has left, a stage is idle.
 
 The program is one loop over ticks inside `shard_map`. Devices run the same program in lock-step: an idle stage computes
 too, from the values of some microbatch, and the results are not used. A condition would save nothing, and a collective
-inside it would be wrong. The derivative of `GPipe` is that of the loop. `OneFOneB` has a loop of its own, which runs
-forward and backward, and whose results are the gradients.
+inside it would be wrong. `GPipe` differentiates the loop. `OneFOneB` has a loop of its own, which runs forward and
+backward passes, and returns the gradients.
 
 With rounds, a microbatch passes through all stages several times, and a stage applies different layers each time.
-Layers are still stored in one contiguous block for each stage, so the stages first send each other the layers that they
-will apply.
+Layers are still stored in one contiguous block for each stage, so stages first exchange the layers that they will
+apply.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _Pipeline:
         manual = self._manual(specs)
         # XLA for CPUs aborts on such a sum of bfloat16 over devices if some mesh axes are left to the partitioner.
         self._sums_wide = active_platform() == "cpu" and manual != {*self._mesh.axis_names}
-        # Weights are sharded over mesh axes that the batch is sharded over, too. Over others they are gathered here.
+        # Weights stay sharded over mesh axes that also shard the batch. Over others they are gathered here.
         kept = manual & self._mesh_axes_of_work(specs)
         specs = [[restricted(spec, kept) for spec in own] for own in specs]
         self._specs = specs
@@ -140,16 +140,16 @@ class _Pipeline:
             return results
         return trees[1].unflatten(map(self._sharded_like, results, arrays[1], specs[1]))
 
-    # --- where things are ---
+    # --- shardings ---
 
     def _spec(self, names: Names | None, x: Any, mapping: Mapping[str, Entry], raw: bool) -> PartitionSpec:
         if names is not None:
             return PartitionSpec(*entries_by_name(names, mapping))
-        # As in `axonym.scan`, raw arrays are sliced along their first axis, but not those of `then`.
+        # As in `axonym.scan`, raw arrays are sliced along their first axis, except those of `then`.
         return PartitionSpec(*([entry_of(self._stages) if raw else None] if x.ndim else []), *[None] * (x.ndim - 1))
 
     def _stages_of(self, name: str, entry: Entry) -> Axes:
-        """Return the mesh axes of stages that an axis of an argument of `then` stays sharded over, as mapped."""
+        """Return the stages' mesh axes over which an axis of an argument of `then` stays sharded, by the mapping."""
         own = mapped_axes(name)
         mapped = own == mesh_axes(entry)[: len(own)] and {*own} <= {*self._stages}
         return own if mapped and name not in (self._Layers.name, self._batch) else ()
@@ -160,10 +160,10 @@ class _Pipeline:
         return reshard(result, (own or other for own, other in zip(spec, others, strict=True)), self._mesh)
 
     def _manual(self, specs: Sequence[Sequence[PartitionSpec]]) -> set[str]:
-        """Return the mesh axes that are manual: not Auto ones that neither layers nor examples are sharded over.
+        """Return the manual mesh axes: all except Auto ones over which neither layers nor examples are sharded.
 
-        With these the partitioner does tensor parallelism inside of a tick, and parallelism along a sequence. On
-        Explicit mesh axes JAX cannot differentiate that, so arrays that are sharded over these are all-gathered.
+        Over these, the partitioner does tensor and sequence parallelism inside a tick. JAX cannot differentiate that on
+        Explicit mesh axes, so arrays that are sharded over them are all-gathered.
         """
         if has_explicit(self._mesh):
             return set(self._mesh.axis_names)
@@ -218,7 +218,7 @@ class _Pipeline:
         if self._shards and not self._then_fits_shards(batches, head):
             self._shards = frozenset()
         stacked, rest = self._by_rounds(0, stacked), self._by_rounds(2, rest)
-        # Device-varying before the loop, so that gradients are summed over devices once, after it.
+        # Made device-varying before the loop, so that gradients are summed over devices once, after it.
         self._over = {*stages}.union(*map(varying_axes, (*carry, *rest)))
         stacked, rest, head = map(self._varying, (stacked, rest, head))
         batches = self._varying(batches) if self._sums_wide else [self._made_varying(x) for x in batches]
@@ -253,7 +253,7 @@ class _Pipeline:
             leaving = compute(stacked, here, rest, microbatch, round_)
             return self._sent(leaving, 1), leaving
 
-        # Idle stages compute with values that can occur, so that they are finite, and so are their derivatives.
+        # Idle stages compute with values that can occur, so that they and their derivatives are finite.
         ticks = self._schedule.microbatches * self._rounds + S - 1
         _, left = jax.lax.scan(tick, _at(batches, 0), jnp.arange(ticks))
         left = [x[S - 1 :] for x in left]
@@ -301,8 +301,8 @@ class _Pipeline:
             own, further = self._in_round(0, stacked, round_), self._in_round(2, rest, round_)
             leaving = self._compute(own, here, further, microbatch)
 
-            # The last stage goes backward in the tick in which it went forward. Whether it does is known to all stages,
-            # so a condition may stand around collectives.
+            # The last stage runs backward in the tick in which it ran forward. All stages know whether it does, so a
+            # condition may contain collectives.
             working, microbatch, round_ = self._work(t - first_down, backward=True)
             if given is not None:
                 result_grads, head_sums = _at(given, microbatch), []
@@ -365,9 +365,9 @@ class _Pipeline:
         return jnp.where(jax.lax.axis_index(self._stages) == self._count - 1, jnp.sum(each), 0)
 
     def _compute(self, stacked: Arrays, here: Arrays, rest: Arrays, microbatch: jax.Array) -> Arrays:
-        """Apply the layers of this stage, in a round."""
+        """Apply the layers of this stage in a round."""
         if self._schedule.gather == "inside":
-            # In each tick, also where a compiler would take out of the loop what is the same in each.
+            # Gather in each tick, even if a compiler would move the gather out of the loop.
             stacked, here = jax.lax.optimization_barrier((stacked, here))
             stacked = self._gathered(0, stacked)
         layers, carry = self._trees[0].unflatten(stacked), self._trees[1].unflatten(here)
@@ -377,7 +377,7 @@ class _Pipeline:
         return [x.astype(y.dtype) for x, y in zip(flatten_arrays(result)[0], here, strict=True)]
 
     def _value(self, results: Arrays, head: Arrays, microbatch: jax.Array) -> jax.Array:
-        """Return the loss of a microbatch. If the stages compute it together, each has all of it."""
+        """Return the loss of a microbatch, complete on each stage even if the stages compute it together."""
         found = self._call_then(results, head, microbatch)
         same = [a for a in self._stages if self._shards and a in varying_axes(found)]
         return jax.lax.pmean(found, same) if same else found
@@ -393,7 +393,7 @@ class _Pipeline:
         return found.astype(jnp.float32)
 
     def _then_fits_shards(self, batches: Arrays, head: Arrays) -> bool:
-        """Return whether `then` may be computed from shards of the axes that are sharded over the stages.
+        """Return whether `then` can be computed from shards of the axes that are sharded over the stages.
 
         If not, its arguments are all-gathered.
         """
@@ -410,7 +410,7 @@ class _Pipeline:
         except (LookupError, TypeError, ValueError):
             if not programs:
                 raise
-            return False  # it needs all of an axis: shards do not fit other arrays
+            return False  # it needs a complete axis: shards do not fit other arrays
         finally:
             self._shards = shards
         whole, shard = programs
@@ -418,21 +418,21 @@ class _Pipeline:
         return not differs and is_computed_from_shards(whole, shard)
 
     def _from_last(self, xs: Arrays) -> Arrays:
-        """Return the arrays of the last stage, on all of them."""
+        """Send the arrays of the last stage to all stages."""
         here = jax.lax.axis_index(self._stages) == self._count - 1
         found = [self._sum(jnp.where(here, x, 0)) for x in xs]
         return [varying_over(x, self._stages) for x in found]
 
-    # --- when ---
+    # --- timing ---
 
     def _work(self, index: Any, backward: bool = False) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return whether a stage has an `index`-th work, and its microbatch and round; of the nearest one, if not."""
+        """Return whether a stage has an `index`-th task, and the microbatch and round of it or the nearest task."""
         count = self._schedule.microbatches * self._rounds
         near = jnp.clip(index, 0, count - 1)
         return (index >= 0) & (index < count), *work_of(self._schedule, self._count, near, backward)
 
     def _forward_index(self, microbatch: jax.Array, round_: jax.Array) -> jax.Array:
-        """Return as which work a stage runs a microbatch forward in a round."""
+        """Return the index of the task in which a stage runs a microbatch forward in a round."""
         group, member = divmod(microbatch, self._count)
         return (group * self._rounds + round_) * self._count + member
 
@@ -447,7 +447,7 @@ class _Pipeline:
         ]
 
     def _by_rounds(self, group: int, xs: Arrays) -> Arrays:
-        """Send each stage the layers that it works on: in rounds, several stretches far apart.
+        """Send each stage the layers that it works on: with rounds, several separate stretches.
 
         Stage `d` stores the stretches `d R` to `d R + R - 1`, and works on `s`, `S + s`, `2 S + s`, ... Each step sends
         one stretch from each stage, chosen so that each stage also gets one.
@@ -456,7 +456,7 @@ class _Pipeline:
         if R == 1:
             return xs
         stage, common, device = jax.lax.axis_index(self._stages), math.gcd(R, S), np.arange(S)
-        steps = []  # for each stage: which of its stretches it sends, to which stage, and in which round it comes there
+        steps = []  # for each stage: which of its stretches it sends, to which stage, and in which round that uses it
         for m in range(R):
             stretch = (m + device * common // S) % R
             turn, to = divmod(device * R + stretch, S)
@@ -465,7 +465,7 @@ class _Pipeline:
         def moved(x: jax.Array, position: int | None) -> jax.Array:
             if position is None:
                 return x
-            result, size = jax.lax.stop_gradient(x), x.shape[position] // R  # all of it is replaced
+            result, size = jax.lax.stop_gradient(x), x.shape[position] // R  # completely replaced below
             for stretch, pairs, turn in steps:
                 came = permute(_slice(x, position, R, jnp.asarray(stretch)[stage]), self._stages, pairs)
                 start = jnp.asarray(turn)[stage] * size
@@ -475,7 +475,7 @@ class _Pipeline:
         return [moved(x, position) for x, position in zip(xs, self._layer_positions(group, xs), strict=True)]
 
     def _in_round(self, group: int, xs: Arrays, round_: jax.Array) -> Arrays:
-        """Return the arrays with the layers of a round only."""
+        """Return the arrays with only the layers of a round."""
         if self._rounds == 1:
             return xs
         positions = self._layer_positions(group, xs)
@@ -484,13 +484,13 @@ class _Pipeline:
     # --- arrays ---
 
     def _sent(self, xs: Arrays, offset: int) -> Arrays:
-        """Send arrays to the next stage, or to the previous one; in rounds, from the last one to the first."""
+        """Send arrays to the next or the previous stage; with rounds, from the last one to the first."""
         S = self._count
         pairs = [(i, (i + offset) % S) for i in range(S) if self._rounds > 1 or 0 <= i + offset < S]
         return [permute(x, self._stages, pairs) for x in xs]
 
     def _varying(self, xs: Arrays) -> Arrays:
-        """Make arrays device-varying as the carry is."""
+        """Make arrays device-varying over the mesh axes of the carry."""
         return [_summed_wide(self._made_varying, x) for x in xs]
 
     def _made_varying(self, x: jax.Array) -> jax.Array:
@@ -502,7 +502,7 @@ class _Pipeline:
         return jax.lax.psum(wide, self._stages).astype(x.dtype)
 
     def _microbatch(self, group: int, xs: Arrays, microbatch: jax.Array | int) -> Arrays:
-        """Return the slices of arrays that are for a microbatch."""
+        """Return the slices of arrays for a microbatch."""
         each = zip(self._trees[group].names, xs, strict=True)
         return [self._cut(names, x)[microbatch] if names and self._batch in names else x for names, x in each]
 
@@ -523,7 +523,7 @@ class _Pipeline:
         ]
 
     def _cut(self, names: Names | None, x: jax.Array) -> jax.Array:
-        """Cut the local batch into microbatches, along a new first axis."""
+        """Split the local batch into microbatches, along a new first axis."""
         position, M = (names or ()).index(self._batch), self._schedule.microbatches
         shape = (*x.shape[:position], M, x.shape[position] // M, *x.shape[position + 1 :])
         return jnp.moveaxis(x.reshape(shape), position, 0)
@@ -540,13 +540,13 @@ def _at(xs: Arrays, i: Any) -> Arrays:
 
 
 def _slice(x: jax.Array, position: int, count: int, i: jax.Array) -> jax.Array:
-    """Return the `i`-th of so many slices of an array."""
+    """Return the `i`-th of `count` slices of an array."""
     size = x.shape[position] // count
     return jax.lax.dynamic_slice_in_dim(x, i * size, size, position)
 
 
 def _added(x: jax.Array, y: jax.Array, place: tuple[int, int, jax.Array] | None) -> jax.Array:
-    """Add to an array, or to a slice of it, which is given by what `_slice` takes."""
+    """Add to an array, or to a slice of it, given by arguments of `_slice`."""
     if place is None or place[1] == 1:
         return x + y
     position, _, i = place
@@ -563,7 +563,7 @@ def _wide(dtype: Any) -> Any:
 
 
 def _floating(xs: Arrays) -> tuple[Arrays, Callable[..., list[Any]]]:
-    """Return the arrays that can be differentiated, and a function from such arrays to all."""
+    """Return the arrays that can be differentiated, and a function that restores all arrays from these."""
     floats = [jnp.issubdtype(x.dtype, jnp.inexact) for x in xs]
 
     def with_others(own: Sequence[Any], others: Sequence[Any] = tuple(xs)) -> list[Any]:
@@ -578,7 +578,7 @@ def _floating(xs: Arrays) -> tuple[Arrays, Callable[..., list[Any]]]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _moved(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Apply a linear function whose transpose is a sum over devices, which is computed in a wide dtype."""
+    """Apply a linear function whose transpose is a sum over devices; compute this sum in a wide dtype."""
     return move(x)
 
 
@@ -593,7 +593,7 @@ def _summed_wide(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Ar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _total(pipeline: _Pipeline, stacked: Arrays, batches: Arrays, rest: Arrays, head: Arrays) -> jax.Array:
-    """Return the sum of losses of the examples of a device, which is zero except for the last stage."""
+    """Return the sum of losses of a device's examples, which is zero except on the last stage."""
     return pipeline.loss_of(pipeline.forward(stacked, batches, rest, remat=False), head)
 
 
@@ -603,13 +603,13 @@ def _total_forward(pipeline: _Pipeline, *groups: Arrays) -> Any:
 
 
 def _total_backward(pipeline: _Pipeline, kept: Any, given: jax.Array) -> Any:
-    groups, gradients = kept  # in the dtype of sums, which holds them before they are divided by a number of examples
+    groups, gradients = kept  # in the dtype of sums, since they are not divided by a number of examples yet
     return tuple(_with_none(xs, [x * given for x in own]) for xs, own in zip(groups, gradients, strict=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _recomputed(pipeline: _Pipeline, stacked: Arrays, batches: Arrays, rest: Arrays) -> Arrays:
-    """Return the results of the last stage, of which nothing is kept for the derivative."""
+    """Return the results of the last stage, keeping nothing for the derivative."""
     return pipeline.forward(stacked, batches, rest, remat=False)
 
 

@@ -1,7 +1,7 @@
-"""Decide whether a loss may be computed from shards of some axes: whether only the cross-entropy reduces them.
+"""Decide whether a loss can be computed from shards of some axes: whether only the cross-entropy reduces them.
 
-The function is traced twice, with all of these axes and with their shards. The axes are those whose sizes differ in the
-two programs. Both must have the same operations, with the same numbers. Those that see such an axis must be
+The function is traced twice, with the complete axes and with their shards. The axes are those whose sizes differ
+between the two programs. Both must have the same operations, with the same numbers. Operations on such an axis must be
 elementwise, or products that keep the axis, except for `axonym.nn.cross_entropy_loss`, which reduces shards itself.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 _REDUCES_SHARDS = re.compile(r"\bcross_entropy_loss\w*\[")
-"""The scope of what reduces shards on all devices."""
+"""The scope of operations that reduce shards on all devices."""
 
 _KEEPS_SHARDS = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh div "
@@ -27,10 +27,10 @@ _SAYS_VARYING = frozenset(("pcast", "pvary"))
 
 
 def is_computed_from_shards(whole: Any, shards: Any) -> bool:
-    """Return whether a program on shards of some axes computes what the program on all of them does.
+    """Return whether a program on shards of some axes computes the same as the program on the complete axes.
 
     Arguments:
-        whole: the jaxpr for all of the axes, with its constants.
+        whole: the jaxpr for the complete axes, with its constants.
         shards: the jaxpr for their shards.
     """
     if len(whole.consts) != len(shards.consts):
@@ -45,7 +45,7 @@ def _alike(whole: Any, shards: Any) -> bool:
 
 
 def _operations(jaxpr: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """Go through the operations of a program, each with its operands, but for those of the cross-entropy."""
+    """Yield the operations of a program, each with its operands, except those of the cross-entropy."""
     same: dict[Any, Any] = {}
     for operation in jaxpr.eqns:
         operands = [x if hasattr(x, "val") else same.get(x, x) for x in operation.invars]
@@ -56,7 +56,7 @@ def _operations(jaxpr: Any) -> Iterator[tuple[Any, list[Any]]]:
 
 
 def _is_right(whole: tuple[Any, list[Any]], shards: tuple[Any, list[Any]]) -> bool:
-    """Return whether an operation on shards computes the shards of what the other computes."""
+    """Return whether an operation on shards computes the shards of the full result."""
     (first, all_operands), (second, own_operands) = whole, shards
     name = first.primitive.name
     if name != second.primitive.name or len(all_operands) != len(own_operands):
@@ -70,7 +70,7 @@ def _is_right(whole: tuple[Any, list[Any]], shards: tuple[Any, list[Any]]) -> bo
     operands = list(map(_differs, all_operands, own_operands))
     if any((*operands, *map(_differs, first.outvars, second.outvars))):
         if name == "broadcast_in_dim":
-            return True  # what is new along an axis is the same everywhere
+            return True  # values broadcast along a new axis are the same everywhere
         if name == "dot_general":
             numbers = first.params["dimension_numbers"]
             return all(axes.isdisjoint(summed) for axes, summed in zip(operands, numbers[0], strict=True))
@@ -80,7 +80,7 @@ def _is_right(whole: tuple[Any, list[Any]], shards: tuple[Any, list[Any]]) -> bo
 
 
 def _differs(whole: Any, shards: Any) -> set[int]:
-    """Return the places of the axes whose sizes differ; one that is none, if the arrays have more or fewer axes."""
+    """Return the positions of the axes whose sizes differ; -1 if the numbers of axes differ."""
     sizes = whole.aval.shape, shards.aval.shape
     if len(sizes[0]) != len(sizes[1]):
         return {-1}

@@ -176,7 +176,7 @@ def check_stages(schedule: Schedule, stages: int) -> None:
 
 
 def _delay(schedule: Schedule, stages: int) -> int:
-    """Return how many ticks the first stage waits for the first microbatch to go backward for the last time."""
+    """Return the number of ticks between the first forward and the last backward pass of a microbatch on stage 0."""
     return schedule.rounds * stages + stages - 2
 
 
@@ -196,7 +196,7 @@ Work: TypeAlias = tuple[int, int] | None
 
 
 def _works(schedule: Schedule, stages: int) -> list[list[tuple[Work, ...]]]:
-    """Return for each stage and tick what it works on, and, if that is part of the schedule, what goes backward."""
+    """Return the work of each stage in each tick: forward and, if the schedule includes it, backward."""
 
     def work(index: int, backward: bool = False) -> Work:
         known = 0 <= index < schedule.microbatches * schedule.rounds
@@ -227,7 +227,7 @@ def _drawn(schedule: Schedule, stages: int) -> str:
 
 
 def _draw_into(ax: Any, schedule: Schedule, stages: int) -> Any:
-    """Draw a box for each microbatch that is worked on, a lighter one below it for what goes backward."""
+    """Draw a box for each microbatch in each tick, and a lighter one below it for backward passes."""
     for stage, row in enumerate(_works(schedule, stages)):
         for tick, cell in enumerate(row):
             height = 0.9 / len(cell)

@@ -1,12 +1,12 @@
 """The compiled function behind `named_jit`, `fsdp` and `sjit`.
 
 There are two ways to call `jax.jit`. As long as every leaf of the arguments is an array, they are passed unchanged, and
-there is one Python frame above `jax.jit`. Once another leaf has occurred, or if something is donated, the arguments are
-flattened, and it is decided once for each structure which leaves are donated, which are kept and which are static.
-`jax.jit` then gets only the arrays, and the static leaves are part of the function that it compiles.
+there is one Python frame above `jax.jit`. After a call with another leaf, or if something is donated, the arguments are
+flattened. For each structure it is then decided once which leaves are donated, kept or static. `jax.jit` gets only the
+arrays, and the static leaves are part of the function that it compiles.
 
 Placements are applied inside the compiled function: arguments on the host arrive sharded, and those with another
-placement are moved. Only arguments on devices outside the mesh are moved before the call, after `jax.jit` has refused
+placement are moved. Only arguments on devices outside the mesh are moved before the call, after `jax.jit` has rejected
 them.
 """
 
@@ -37,11 +37,11 @@ S = TypeVar("S")
 
 
 _flatten = jax.tree_util.default_registry.flatten
-"""`jax.tree.flatten`, which is a frame of Python around this."""
+"""The function behind `jax.tree.flatten`, without its Python frame."""
 
 
 class JitOptions(TypedDict, total=False):
-    """The arguments of `jax.jit` that are passed on to it."""
+    """Arguments that are passed on to `jax.jit`."""
 
     keep_unused: bool
     device: object
@@ -78,15 +78,15 @@ class CompiledFunction(Generic[P, R]):
         jit_options: Mapping[str, Any] | None = None,
     ):
         """Arguments:
-        what: what made it, for messages.
+        what: the public function that made it, for messages.
         fn: the function.
         active: the parts of the settings that are active inside, whatever they are around the call.
         arguments: placements of the arguments, which are applied in turn, each with a word for messages.
-        results: what becomes of the arguments and the results in the end: it returns the results in their places.
+        results: a function of the arguments and the results, which returns the results sharded.
         donate: which positional and keyword arguments may be overwritten: tree prefixes of booleans or functions.
         static_argnums: as in `jax.jit`; only without `static_leaves`.
         static_leaves: leaves of the arguments and results that are not arrays are static.
-        around: what is entered around each call, such as a mesh.
+        around: a context entered around each call, such as a mesh.
         jit_options: more arguments of `jax.jit`.
         """
         self._what = what
@@ -94,7 +94,7 @@ class CompiledFunction(Generic[P, R]):
         self._active = active
         self._settings = _context.changed(None, **active)
         self._around_last: tuple[Any, Any] = None, None
-        """The settings that were active around the last call, and what it activated in their place."""
+        """The settings that were active around the last call, and those that it activated instead."""
         self._arguments = [(label, placement) for label, placement in arguments if placement is not None]
         self._results = results
         self._donate = donate
@@ -104,10 +104,10 @@ class CompiledFunction(Generic[P, R]):
         self._options = dict(jit_options or {})
         self._programs = FunctionCache()
         self._latest: dict[Any, _Program] = {}
-        """By structure of the arguments, the program that was called last."""
+        """The program called last for each structure of the arguments."""
         self._last: tuple[Any, _Program | None] = jax.tree.structure(None), None
-        """The last structure, and its program."""
-        # As long as there was nothing but arrays, and nothing is donated, arguments are not looked at.
+        """The structure of the last call, and its program."""
+        # As long as all leaves are arrays, and nothing is donated, arguments are not inspected.
         self._unseen = donate == (None, None)
         self._direct = around is None
         self._always_direct = self._direct and not active
@@ -118,7 +118,7 @@ class CompiledFunction(Generic[P, R]):
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        # Where nothing is to be entered around the call, this is the only frame above `jax.jit`.
+        # If no context is entered around the call, this is the only frame above `jax.jit`.
         if self._always_direct or (self._direct and _context.ACTIVE.value is None):
             unseen = self._unseen  # another thread may change it
             try:
@@ -170,8 +170,8 @@ class CompiledFunction(Generic[P, R]):
     def _surroundings(self):
         """Activate, around the call, the settings that its program depends on.
 
-        The settings of the function itself are made active inside of it, so the program does not depend on others that
-        are active around the call. Those that it does not replace stay.
+        The function's own settings are activated inside it, so the program does not depend on those that they replace.
+        All others stay active.
         """
         outer = _context.active_settings()
         seen, wanted = self._around_last
@@ -186,7 +186,7 @@ class CompiledFunction(Generic[P, R]):
             yield
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        """Run the function, while it is traced."""
+        """Run the function while it is traced."""
         outer = _context.active_settings()
         settings = _context.changed(outer, **self._active) if self._active else outer
         with contextlib.nullcontext() if settings is outer else _context.activate(settings):
@@ -206,13 +206,13 @@ class CompiledFunction(Generic[P, R]):
             )
         return args, kwargs
 
-    # --- arguments as they are ---
+    # --- unflattened arguments ---
 
     def _make_jitted(self, *, checks: bool) -> Callable[..., Any]:
-        """Make the function that takes the arguments as they are.
+        """Compile the function that takes the arguments unchanged.
 
         Arguments:
-            checks: whether a leaf that may be a Python number, which JAX has made an array, is refused.
+            checks: whether to refuse leaves that may be Python numbers, which JAX converted to arrays.
         """
 
         @functools.wraps(self._fn, updated=())
@@ -228,7 +228,7 @@ class CompiledFunction(Generic[P, R]):
         return jitted
 
     def _has_static(self, error: Exception, args: Any, kwargs: Any) -> bool:
-        """Return whether a call with unflattened arguments failed because something in them is static."""
+        """Return whether a call with unflattened arguments failed because a leaf is static."""
         if not self._static_leaves:
             return False
         leaves = jax.tree.leaves((args, kwargs))
@@ -251,7 +251,7 @@ class CompiledFunction(Generic[P, R]):
     # --- arguments by structure ---
 
     def _call_flat(self, args: Any, kwargs: Any) -> Any:
-        # The list tells a call with keywords from one with a dictionary.
+        # The list distinguishes a call with keywords from one with a dictionary.
         leaves, structure = _flatten([args, kwargs] if kwargs else args)
         last, program = self._last
         if structure != last:
@@ -271,7 +271,7 @@ class CompiledFunction(Generic[P, R]):
             return program.jitted(*arrays)
         try:
             return program.jitted(*args, **kwargs)
-        except _AmbiguousArgumentsError:  # they are arrays, which was looked at
+        except _AmbiguousArgumentsError:  # they were checked to be arrays
             return self._unchecked(*args, **kwargs)
 
     def _find_program(self, args: Any, kwargs: Any) -> _Program:
@@ -288,7 +288,7 @@ class CompiledFunction(Generic[P, R]):
             sure = not self._static_leaves or all(map(_is_surely_array, leaves))
             return _Program(spec, donated, self._jitted if sure else self._unchecked, unflattened=True)
 
-        def split(kept_arrays, donated_arrays=()):  # `Stage.by_parameter` has these names
+        def split(kept_arrays, donated_arrays=()):  # `Stage.by_parameter` uses these names
             sources = {True: iter(donated_arrays), False: iter(kept_arrays)}
             return _flat(self._run(*spec.unflatten(next(sources[d]) for d in donated)))
 
@@ -303,7 +303,7 @@ class CompiledFunction(Generic[P, R]):
             if program.unflattened:
                 try:
                     made = getattr(program.jitted, stage)(*args, **kwargs)
-                except _AmbiguousArgumentsError:  # they are arrays, which was looked at
+                except _AmbiguousArgumentsError:  # they were checked to be arrays
                     made = getattr(self._unchecked, stage)(*args, **kwargs)
                 return Stage(made, None) if isinstance(made.out_info, FlatTree) else made
             return Stage(getattr(program.jitted, stage)(*program.picked(jax.tree.leaves((args, kwargs)))), program)
@@ -341,7 +341,7 @@ class _Program:
         self.spec = spec
         self.jitted = jitted
         self.unflattened = unflattened
-        """Takes the arguments as they are, rather than lists of the kept and of the donated arrays."""
+        """Whether it takes the arguments unchanged, rather than lists of kept and donated arrays."""
         self._donated = donated
         self._donates = any(donated)
         static = [(i, s.value) for i, s in enumerate(spec.slots) if isinstance(s, StaticLeaf)]
@@ -351,20 +351,20 @@ class _Program:
         self._has_static_fields = False
 
     def expect(self, leaves: list[Any], structure: Any) -> None:
-        """Keep the types of the leaves of a call, and their structure, which the next call may have, too."""
+        """Remember the types and the structure of the leaves of a call: the next call probably has the same."""
         self._types, self._structure = list(map(type, leaves)), TreeSpec(structure, ())
         self._has_static_fields = bool(self._structure.static_fields)
 
     def arrays(self, leaves: list[Any], structure: Any) -> tuple[list[Any], ...] | None:
-        """Take the arrays out of the list of leaves, if it is surely the program for these.
+        """Reduce the leaves to their arrays, and return these, if this is certainly the program for them; else None.
 
-        That is so if they are as expected: the same static values, all others arrays.
+        That is so if they are as expected: the same static values, and arrays otherwise.
         """
         if list(map(type, leaves)) != self._types:
             return None
         for i, value, compares in self._static:
             leaf = leaves.pop(i)
-            # Zero has a sign, so it is not sure.
+            # Zero has a sign, so it is not certain.
             if leaf is not value and not (compares and leaf == value and leaf != 0):
                 return None
         if self._has_static_fields and not same_static_fields(structure, self._structure):
@@ -372,7 +372,7 @@ class _Program:
         return self.apart(leaves) if self._donates else (leaves,)
 
     def picked(self, leaves: list[Any]) -> tuple[list[Any], ...]:
-        """Return the arrays of leaves that it is for: those that are kept and those that are donated."""
+        """Return the arrays among leaves that match this program: those that are kept and those that are donated."""
         return self.apart([leaf for leaf, slot in zip(leaves, self.spec.slots, strict=True) if slot is None])
 
     def apart(self, arrays: list[Any]) -> tuple[list[Any], ...]:
@@ -384,19 +384,19 @@ class _Program:
 
 
 def _is_array(leaf: Any) -> bool:
-    """Return whether a leaf is an array; NumPy's strings are strings."""
+    """Return whether a leaf is an array; NumPy's strings do not count."""
     return isinstance(leaf, ARRAYS) and not isinstance(leaf, np.character)
 
 
 def _is_surely_array(leaf: Any) -> bool:
-    """Return whether a leaf is an array, and one that `jax.jit` tells from a Python number."""
+    """Return whether a leaf is an array that `jax.jit` can distinguish from a Python number."""
     if not _is_array(leaf):
         return False
     return leaf.ndim > 0 or not (leaf.dtype == bool or getattr(leaf, "weak_type", False))
 
 
 class _AmbiguousArgumentsError(Exception):
-    """Raised when a call is traced whose arguments `jax.jit` would not tell from others, which are another program."""
+    """Raised while tracing arguments that `jax.jit` could not distinguish from those of another program."""
 
 
 def _checked(leaf: StaticLeaf) -> StaticLeaf:
@@ -415,7 +415,7 @@ def _flat(result: Any) -> Any:
 class BoundCompiledFunction(Generic[P, R]):
     """A compiled method of one object.
 
-    It is a tree with the object in it, so that as an argument it is told by its arrays rather than by its identity.
+    It is a tree that contains the object, so as an argument it is identified by its arrays, not by its identity.
     """
 
     __name__: str
@@ -448,15 +448,15 @@ jax.tree_util.register_pytree_with_keys(
 
 
 class Stage:
-    """One of `jax.stages` of a function with static leaves or donated arguments, to be called like the function.
+    """One of `jax.stages` for a function with static leaves or donated arguments; it is called like the function.
 
-    All other attributes are those of the stage of JAX.
+    All other attributes are those of JAX's stage.
     """
 
     def __init__(self, stage: Any, program: _Program | None):
         self._stage = stage
         self._program = program
-        """The spec of the arguments; None if they go in as they are."""
+        """The program for the arguments; None if they are passed unchanged."""
 
     @property
     def out_info(self) -> Any:
@@ -464,7 +464,7 @@ class Stage:
         return _tree(self._stage.out_info)
 
     def by_parameter(self, values: Sequence[Any]) -> dict[str, Sequence[Any]]:
-        """Return a value for each array of the arguments by the parameters of the program that are lists of them."""
+        """Split values for the arrays of the arguments by the parameters of the program, which are lists of arrays."""
         lists = () if self._program is None else self._program.apart(list(values))
         return dict(zip(("kept_arrays", "donated_arrays"), lists, strict=False))
 

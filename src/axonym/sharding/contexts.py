@@ -70,17 +70,17 @@ def in_context(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 class _ContextSnapshot:
-    """The mesh and the settings that were active when it was made."""
+    """The mesh and the settings that were active when this was created."""
 
     def __init__(self) -> None:
         self.settings = _context.active_settings()
-        self.mesh = jax.sharding.get_mesh()  # without axes, if none is active
+        self.mesh = jax.sharding.get_mesh()  # has no axes if none is active
         abstract = jax.sharding.get_abstract_mesh()
         self.abstract = None if abstract == self.mesh.abstract_mesh else abstract
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Activate them in a with-block; afterwards, what was active before is active again."""
+        """Activate them in a with-block, and restore the previous ones afterwards."""
         with (
             jax.set_mesh(self.mesh),
             contextlib.nullcontext() if self.abstract is None else jax.sharding.use_abstract_mesh(self.abstract),
@@ -90,7 +90,7 @@ class _ContextSnapshot:
 
 
 class _CoroutineInContext:
-    """A coroutine that runs in a context of its own from one wait to the next."""
+    """A coroutine that runs in its own context between waits."""
 
     def __init__(self, coroutine: Any, taken: _ContextSnapshot):
         self._coroutine, self._taken = coroutine, taken
@@ -104,10 +104,10 @@ class _CoroutineInContext:
                         waited_for = resume()
                     except StopIteration as end:
                         return end.value
-                    self._taken = _ContextSnapshot()  # with what the coroutine has activated meanwhile
+                    self._taken = _ContextSnapshot()  # with the settings that the coroutine has activated meanwhile
                 try:
                     resume = functools.partial(self._coroutine.send, (yield waited_for))
-                except BaseException as error:  # such as that the task is cancelled
+                except BaseException as error:  # for example, because the task is cancelled
                     resume = functools.partial(self._coroutine.throw, error)
         finally:
             self._coroutine.close()

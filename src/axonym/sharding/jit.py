@@ -191,7 +191,7 @@ def _compiled(
     annotation_shardings: Mapping[str, Placement] | None = None,
     **jit_options: Unpack[JitOptions],
 ) -> CompiledFunction[P, R]:
-    """Compile a function with the arguments of `named_jit`, but with active settings in place of a mapping."""
+    """Compile a function with the arguments of `named_jit`, but with active settings instead of a mapping."""
     for reserved in ("in_shardings", "out_shardings", "donate_argnums", "donate_argnames"):
         if reserved in jit_options:
             instead = "donate_args" if "donate" in reserved else f"{reserved.split('_')[0]}_placement"
@@ -220,9 +220,9 @@ def _compiled(
 def _warn_if_misspelled(fn: Callable[..., Any], active: Mapping[str, Mapping[str, Any]], seen: Any) -> None:
     """Warn of mappings that apply to no argument and no result.
 
-    A compute mapping can be for axes that exist only inside, so it is reported only if it has a name that is near one
-    outside. A parameter mapping is for arguments, and each of its keys may be misspelled; but several models may share
-    it, so a key is reported only if it is very near.
+    A compute mapping can be for axes that exist only inside, so it is reported only if one of its names is similar to
+    one outside. A parameter mapping is for arguments, and any key may be misspelled; but several models may share it,
+    so a key is reported only if it is very similar.
     """
     compute, parameters = active.get("mapping", {}), active.get("parameter_mapping", {})
     known = {n for leaf in leaves_of(seen)[0] for n in leaf.names or ()}

@@ -87,7 +87,7 @@ def axis_mapping(
     new = normalize_mapping({} if mapping is None else mapping) | normalize_mapping(entries)
 
     def settings(outer: _context.Settings | None) -> _context.Settings | None:
-        # How parameters are stored does not change with the mapping that is active while they are used.
+        # The storage of parameters does not change with the mapping that is active while they are used.
         return _context.changed(outer, mapping={**outer.mapping, **new} if merge and outer is not None else new)
 
     return ActiveSettings("axis_mapping", settings)

@@ -145,7 +145,7 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
     ready = {
         id(p): normalize_mapping(p, what) for p in {id(p): p for p, _ in placements}.values() if isinstance(p, Mapping)
     }
-    active = active_mapping() or None  # without one, leaves have no spec
+    active = active_mapping() or None  # without a placement, leaves have no spec
     rules_see = current_mesh() if mesh is None else mesh
     examined = PlacementCheck([], structure, [], [], [])
     for leaf, (given, depth) in zip(leaves, placements, strict=True):
@@ -194,7 +194,7 @@ def _field_names(path: Sequence[Any], tree: Any) -> Names | None:
         parent = _child(parent, key)
     if hasattr(type(parent), "get_metadata") or hasattr(type(parent), "get_partition_spec"):
         return _names_by_flax(parent)
-    if not dataclasses.is_dataclass(parent):  # as Equinox modules are
+    if not dataclasses.is_dataclass(parent):  # Equinox modules are dataclasses
         return None
     for field in dataclasses.fields(parent):
         if field.name == path[last].name:
@@ -203,13 +203,13 @@ def _field_names(path: Sequence[Any], tree: Any) -> Names | None:
 
 
 def _names_by_flax(box: Any) -> Names | None:
-    """Return the names that `with_partitioning` left: in a variable of Flax NNX, or a `Partitioned` of Linen.
+    """Return the names from `with_partitioning`: in a Flax NNX variable, or a Linen `Partitioned`.
 
-    An axis without a name, None there, is `_` here, which no mapping has.
+    An axis without a name (None in Flax) is `_` here, which no mapping contains.
     """
     names = box.get_metadata().get("out_sharding") if hasattr(type(box), "get_metadata") else box.names
     if not isinstance(names, (tuple, list, PartitionSpec)) or not all(isinstance(n, str | None) for n in names):
-        return None  # nothing, or shardings and mesh axes, which are not names
+        return None  # None, or shardings and mesh axes, which are not names
     return tuple("_" if n is None else n for n in names)
 
 
@@ -274,7 +274,7 @@ def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> li
         placement = checked_prefix(placement, what)
         if any(isinstance(_unwrapped(p), Rule) for p in jax.tree.leaves(placement, is_leaf=is_placement)):
             placement = checked_prefix(jax.tree.map(_for_tree, placement, tree, is_leaf=is_placement), what)
-        # A placement is wrapped so that one that is itself a tree (a mapping) counts as a leaf.
+        # Placements are wrapped so that those that are trees themselves (mappings) count as leaves.
         wrapped = jax.tree.map_with_path(
             lambda path, p: PlacementLeaf(_unwrapped(p), len(path)), placement, is_leaf=is_placement
         )
@@ -337,8 +337,8 @@ def _mesh_of(sharding: NamedSharding, what: str) -> AnyMesh:
 def _answer(rule: Rule, leaf: Leaf, seen: Leaf, mesh: AnyMesh | None, what: str, problems: list[str]) -> Placement:
     """Return the answer of a rule for a leaf; None keeps its sharding.
 
-    The rule sees the path from its own position, so that its answer for a model does not depend on where that is in a
-    tree.
+    The rule gets the path from its own position, so that its answer for a model does not depend on the position of the
+    model in a tree.
     """
     if leaf.shape is None:
         return None
@@ -397,7 +397,7 @@ _WAY_OUT = (
 def _checked(
     names: Names | None, shape: tuple[int, ...], entries: tuple[Entry, ...], mesh: AnyMesh | None
 ) -> tuple[PartitionSpec, tuple[str, ...]]:
-    """Return the spec of these entries, and its errors. It is cached, as most leaves of a model are like others."""
+    """Return the spec of these entries, and its errors. Cached, as a model has many leaves of the same axes."""
     problems = []
     taken: dict[str, str] = {}
     array = _described(names, shape)
@@ -455,20 +455,23 @@ def _wrong_rank(leaf: Leaf, entries: Sequence[Entry]) -> str:
     if isinstance(leaf.value, NamedArray) and len(leaf.value.names) != len(leaf.shape):
         return f"{leaf.path}: {_errors.wrong_rank(leaf.value.names, leaf.shape)}"
     if leaf.names is not None and len(leaf.names) != len(leaf.shape):
+        many = _errors.counted(len(leaf.names), "axis", "axes")
         return (
-            f"{leaf.path}: its field names {len(leaf.names)} axes {_errors.describe_axes(leaf.names)}, but the array "
-            f"has shape {leaf.shape}. A stack of modules has an axis more: make the field a named array, which "
-            "`axonym.vmap` stacks by name, or place this part of the tree by a partition spec."
+            f"{leaf.path}: its field names {many} {_errors.describe_axes(leaf.names)}, but the array has shape "
+            f"{leaf.shape}. A stack of modules has an axis more: make the field a named array, which `axonym.vmap` "
+            "stacks by name, or place this part of the tree by a partition spec."
         )
-    return f"{leaf.path}: {PartitionSpec(*entries)} has {len(entries)} entries for an array of shape {leaf.shape}."
+    many = _errors.counted(len(entries), "entry", "entries")
+    return f"{leaf.path}: {PartitionSpec(*entries)} has {many} for an array of shape {leaf.shape}."
 
 
 def listed(what: str, problems: Sequence[str], mesh: AnyMesh | None) -> str:
     """Return one message of all problems."""
     where = "" if mesh is None else f" on mesh {_errors.describe_shape(mesh.shape)}"
+    problems = tuple(dict.fromkeys(problems))
     if len(problems) == 1:
         return f"{what}{where}: {problems[0]}"
-    lines = "".join(f"\n  {p}" for p in dict.fromkeys(problems))
+    lines = "".join(f"\n  {p}" for p in problems)
     return f"{what}{where}, {len(problems)} problems:{lines}"
 
 
@@ -487,7 +490,7 @@ def unused_in(placement: Placement, leaves: Sequence[Leaf]) -> list[tuple[str, s
 
 
 def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], what: str) -> None:
-    """Warn of a mapping argument that applies to no axis, which would otherwise go unnoticed."""
+    """Warn about a mapping that applies to no axis, which would otherwise go unnoticed."""
     placed: dict[frozenset[str], tuple[Mapping[Any, Any], list[Leaf]]] = {}
     for given, leaf in placements:
         if isinstance(given, Mapping) and leaf.shape is not None:

@@ -80,12 +80,12 @@ def from_process_local_data(
     return jax.tree.unflatten(structure, made)
 
 
-# For which meshes the processes have compared what they loaded: doing it for each batch would hold up the devices.
+# The meshes for which processes have compared their data: comparing each batch would make the devices wait.
 _COMPARED: deque[tuple[Mesh, tuple[str, ...]]] = deque(maxlen=64)
 
 
 def _misread(mesh: Mesh, mesh_axes: Sequence[str], loaded: Sequence[tuple[Leaf, np.ndarray]]) -> str | None:
-    """Say what is the same in several processes and should not be, or the reverse."""
+    """Explain which data is equal in several processes but should differ, or the reverse."""
     part = zlib.crc32(repr(sorted(_shards_here(mesh, mesh_axes))).encode())
     sums = [zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data) for _, x in loaded]
     varies = any(x.size and (x != x.flat[0]).any() for _, x in loaded)
@@ -109,14 +109,14 @@ def _misread(mesh: Mesh, mesh_axes: Sequence[str], loaded: Sequence[tuple[Leaf, 
 
 
 def _shards_here(mesh: Mesh, mesh_axes: Sequence[str]) -> set[tuple[int, ...]]:
-    """Return which of the shards of an axis over these mesh axes are on devices of this process."""
+    """Return the shards of an axis over these mesh axes that are on devices of this process."""
     here = [i for i, d in np.ndenumerate(mesh.devices) if d.process_index == jax.process_index()]
     dimensions = [mesh.axis_names.index(a) for a in mesh_axes]
     return {tuple([i[d] for d in dimensions]) for i in here}
 
 
 def _position(leaf: Leaf, ndim: int, axis: Any) -> int | None:
-    """Return the position of the axis in a leaf; None if it is not there."""
+    """Return the position of the axis in a leaf; None if the leaf lacks it."""
     if isinstance(axis, int):
         return axis % ndim if -ndim <= axis < ndim else None
     return leaf.names.index(name_of(axis)) if leaf.names and name_of(axis) in leaf.names else None

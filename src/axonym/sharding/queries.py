@@ -204,10 +204,11 @@ class MappingReport:
         return len(self.findings)
 
     def __str__(self) -> str:
+        arrays = _errors.counted(self.arrays, "array")
         if not self.findings:
-            return f"{self.arrays} arrays, nothing found."
+            return f"{arrays}, nothing found."
         lines = "".join(f"\n  {f.kind}: {f.message}" for f in self.findings)
-        return f"{self.arrays} arrays, {len(self.findings)} findings:{lines}"
+        return f"{arrays}, {_errors.counted(len(self.findings), 'finding')}:{lines}"
 
 
 def lint_mapping(
@@ -224,18 +225,18 @@ def lint_mapping(
 
     >>> mesh = axn.make_mesh({"data": 2})
     >>> print(axn.lint_mapping({"w": axn.ones({"embed": 4})}, {"embd": "data"}, mesh))
-    1 arrays, 1 findings:
+    1 array, 1 finding:
       unused: axis 'embd' is in the mapping but not in the tree. Did you mean 'embed'?
     >>> rule = axn.sharding.TreePathShardingRule(("norms", jax.P()), (".*", jax.P("data")))
     >>> print(axn.lint_mapping({"norm": jnp.ones(4)}, rule, mesh))
-    1 arrays, 1 findings:
+    1 array, 1 finding:
       unused: pattern 'norms' is found in no path of the tree. Did you mean 'norm'?
     """
     mesh = mesh if mesh is not None else current_mesh()
     arrays = [leaf for leaf in leaves_of(tree)[0] if leaf.shape is not None]
     try:
         examined = examine(tree, placement, mesh, "lint_mapping")
-    except ValueError as problem:  # it cannot be asked leaf by leaf
+    except ValueError as problem:  # it cannot be applied leaf by leaf
         return MappingReport((Finding("problem", "the placement", str(problem)),), len(arrays))
     given: dict[int, tuple[Placement, list[Leaf]]] = {}
     if is_placement(placement):

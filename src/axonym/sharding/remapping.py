@@ -62,9 +62,9 @@ def remap(tree: T, placement: Placement, mesh: AnyMesh | None = None, *, piece_b
         )
         _check(what, x, target, leaf.path)
         moves.append((x, target))
-    # Only now, so that nothing is deleted if something is refused.
+    # Only after all checks, so that nothing is deleted if one fails.
     owners = collections.Counter(b for x in {id(x): x for x, _ in moves}.values() for b in _buffers(x))
-    moved: dict[int, jax.Array] = {}  # an array that is in the tree twice stays one
+    moved: dict[int, jax.Array] = {}  # an array that occurs twice stays one array
     results = []
     for leaf, (x, target) in zip(leaves, moves, strict=True):
         if is_jax_array_like(x):
@@ -101,15 +101,15 @@ def _moved(x: Any, target: NamedSharding, owners: Mapping[Any, int], piece_bytes
 
 
 def _in_pieces(x: jax.Array, target: NamedSharding, piece_bytes: int) -> jax.Array:
-    """Move an array. If it is large, pieces of it follow each other into the new shards."""
+    """Move an array. If it is large, move pieces one after another into the new shards."""
     source = x.sharding
     if isinstance(source, jax.sharding.SingleDeviceSharding):
         source = NamedSharding(Mesh(np.array(list(source.device_set)), ("device",)), PartitionSpec())
     small = x.nbytes <= piece_bytes or jnp.issubdtype(x.dtype, jax.dtypes.extended)
     if small or not isinstance(source, NamedSharding) or source.memory_kind != target.memory_kind:
         return jax.block_until_ready(jax.device_put(x, target))
-    # A dimension consists of blocks, each in one old and in one new shard. A piece has the same stretch of every block,
-    # so that cutting it out and putting it in needs no other device.
+    # A dimension consists of blocks, each within one old and one new shard. A piece has the same stretch of every
+    # block, so that no other device is needed to cut it out or put it in.
     counts = [[n // m for n, m in zip(x.shape, s.shard_shape(x.shape), strict=True)] for s in (source, target)]
     sizes = tuple(n // math.lcm(a, b) for n, a, b in zip(x.shape, *counts, strict=True))
     lengths, nbytes = list(sizes), x.nbytes
@@ -121,7 +121,7 @@ def _in_pieces(x: jax.Array, target: NamedSharding, piece_bytes: int) -> jax.Arr
     new: Any = target.mesh
     with jax.set_mesh(new):
         found = jnp.zeros(x.shape, x.dtype, device=target)
-    # The last stretch has some of the one before it.
+    # The last stretch may overlap the one before it.
     stretches = [[min(at, n - m) for at in range(0, n, m)] for n, m in zip(sizes, lengths, strict=True)]
     for starts in itertools.product(*stretches):
         at = np.array(starts, np.int32)
@@ -151,7 +151,7 @@ def _cut(x: jax.Array, at: Any, sharding: NamedSharding, sizes: Sequence[int], l
 def _put(
     x: jax.Array, piece: jax.Array, at: Any, sharding: NamedSharding, sizes: Sequence[int], lengths: Sequence[int]
 ) -> jax.Array:
-    """Put what `_cut` returned in its place."""
+    """Put the result of `_cut` in its place."""
 
     def local(x: jax.Array, piece: jax.Array, at: jax.Array) -> jax.Array:
         blocks = lax.dynamic_update_slice(_in_blocks(x, sizes), _in_blocks(piece, lengths), _starts(at))
@@ -162,7 +162,7 @@ def _put(
 
 
 def _in_blocks(x: jax.Array, sizes: Sequence[int]) -> jax.Array:
-    """Give every dimension two: blocks, and what is in a block."""
+    """Split each dimension into two: the block index, and the position in the block."""
     return x.reshape([n for total, size in zip(x.shape, sizes, strict=True) for n in (total // size, size)])
 
 

@@ -82,7 +82,7 @@ class ShardingRule(Rule):
 
 
 class _FirstOf(ShardingRule):
-    """The answer of the first of some placements that does not pass the leaf on."""
+    """A rule that returns the answer of the first placement that does not pass the leaf on."""
 
     def __init__(self, *placements: Placement):
         # A mapping by itself would not pass on leaves without names.
@@ -96,7 +96,7 @@ class _FirstOf(ShardingRule):
         for placement in self.placements:
             found = placement.answer(leaf, mesh) if isinstance(placement, Rule) else placement
             answer = found if answer is None else answer
-            # A mapping that has no entry for the leaf is its answer only if no other placement has one.
+            # A mapping without an entry for the leaf answers only if no other placement does.
             if found is not None and not (isinstance(found, Mapping) and set(leaf.names or ()).isdisjoint(found)):
                 return found
         return answer
@@ -272,7 +272,7 @@ class TreePathShardingRule(ShardingRule):
         return found
 
     def __repr__(self) -> str:
-        return f"TreePathShardingRule({len(self.rules)} patterns)"
+        return f"TreePathShardingRule({_errors.counted(len(self.rules), 'pattern')})"
 
 
 class PolicyShardingRule(ShardingRule):
@@ -381,7 +381,7 @@ class LogicalAxesRule(ShardingRule):
 
     def _names_of(self, leaf: Leaf) -> tuple[str | None, ...] | None:
         path = leaf.path.removesuffix("/value")  # Flax's boxes of arrays
-        # The whole path, or else the longest end of it that has names.
+        # The complete path, or else its longest end that has names.
         parts = path.split("/")
         ends = ("/".join(parts[i:]) for i in range(len(parts)))
         return next((self.names[end] for end in ends if end in self.names), None)
@@ -398,7 +398,7 @@ class LogicalAxesRule(ShardingRule):
         ]
 
     def __repr__(self) -> str:
-        return f"LogicalAxesRule({len(self.names)} arrays)"
+        return f"LogicalAxesRule({_errors.counted(len(self.names), 'array')})"
 
 
 def _is_names(x: Any) -> bool:
@@ -415,7 +415,7 @@ def _as_rule(placement: Placement) -> Placement:
 
 
 def _found_nowhere(pattern: re.Pattern[str], leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
-    """Return the message about a pattern that is found in no path."""
+    """Return the message for a pattern that occurs in no path."""
     if any(pattern.search(leaf.path) for leaf in leaves):
         return []
     hint = _errors.suggestion(pattern.pattern, [leaf.path for leaf in leaves])
@@ -423,7 +423,7 @@ def _found_nowhere(pattern: re.Pattern[str], leaves: Sequence[Leaf]) -> list[tup
 
 
 def _if_divided(mesh: AnyMesh, entry: Any, size: int) -> Any:
-    """Return an entry of a spec, or None if its mesh axes do not divide the size. Unknown mesh axes are kept."""
+    """Return a spec entry, or None if its mesh axes do not divide the size. Unknown mesh axes are kept."""
     if entry is PartitionSpec.UNCONSTRAINED or any(a not in mesh.shape for a in mesh_axes(entry)):
         return entry
     return entry if size % shard_count(mesh, entry) == 0 else None

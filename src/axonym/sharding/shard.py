@@ -94,7 +94,7 @@ def to_host(tree: T) -> T:
             raise TypeError("to_host: NumPy has no arrays of random keys; convert them with jax.random.key_data first.")
         if any(x.is_deleted() for x in arrays):
             raise RuntimeError("to_host: an array was deleted, as by a donation.")
-        if spread:  # gathers are paired by their order, so no process may lack an array
+        if spread:  # gathers are paired by their order, so every process must have every array
             agree({"arrays on several hosts": "\n".join(str(x.aval) for x in arrays if not x.is_fully_addressable)})
         return jax.tree.unflatten(structure, [copied_to_host(x) if isinstance(x, jax.Array) else x for x in leaves])
 
@@ -143,8 +143,8 @@ def shard_arguments(
         chosen = by_parameter(what, fn, placement, static)
         if missing := [name for name in positional if name not in chosen]:
             raise ValueError(
-                f"{what}: {len(placement)} placements, and none for {', '.join(missing)}. Give one for each positional "
-                "argument; None says nothing about it."
+                f"{what}: {_errors.counted(len(placement), 'placement')}, and none for {', '.join(missing)}. Give "
+                "one for each positional argument; None says nothing about it."
             )
         chosen = {name: p for name, p in chosen.items() if name in values}
     else:
@@ -188,13 +188,13 @@ def call_on_mesh(
     def moved(x: Any) -> Any:
         return jax.device_put(x, NamedSharding(mesh, PartitionSpec())) if elsewhere(x) else x
 
-    # The devices of a tracer of an eager transform are not known, and it cannot be constrained on other devices.
+    # The devices of a tracer in an eager transform are not known, and it cannot be constrained on other devices.
     arguments = jax.tree.map(lambda x: moved(x) if isinstance(x, Tracer) else x, (args, kwargs))
     return call(*jax.tree.map(moved, place(*arguments)))
 
 
 def _devices_for(placement: Placement) -> Mesh | None:
-    """Return the mesh that a placement is for, if its devices are known."""
+    """Return the mesh for a placement, if its devices are known."""
     around = current_mesh()
     meshes = [*(s.mesh for s in shardings_in(placement)), None if around is None else with_devices(around)]
     return next((m for m in meshes if isinstance(m, Mesh)), None)
@@ -227,7 +227,7 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
 
 
 def _check_same(leaves: Sequence[Leaf], mesh: AnyMesh | None, what: str) -> None:
-    """Check that where each process has an array of its own, to become one array of all processes, they are equal."""
+    """Check that arrays are equal in all processes, if each has its own and they become one global array."""
     lines = []
     for leaf in leaves:
         x = raw(leaf.value)
@@ -242,7 +242,7 @@ def _check_same(leaves: Sequence[Leaf], mesh: AnyMesh | None, what: str) -> None
 
 
 def _is_local(x: Any) -> bool:
-    """Return whether an array with values is of this process alone."""
+    """Return whether an array with values belongs to this process alone."""
     return isinstance(x, np.ndarray) or (
         isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_fully_addressable
     )
@@ -285,14 +285,14 @@ def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
     if jax.process_count() > 1 and _is_local(x) and _spans_processes(mesh):
         return _from_each_process(x, NamedSharding(with_devices(mesh), spec))
     if isinstance(mesh, AbstractMesh):
-        return jax.device_put(x, spec)  # the active mesh, whose devices JAX knows
+        return jax.device_put(x, spec)  # the active mesh; JAX knows its devices
     return jax.device_put(x, NamedSharding(mesh, spec))
 
 
 def _from_each_process(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Make one array of all processes from the array of each, which are equal.
+    """Make one global array from equal arrays of all processes.
 
-    `jax.device_put` would gather the values of all processes to compare them, and takes no random keys.
+    `jax.device_put` would gather the values of all processes to compare them, and does not accept random keys.
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         spec = PartitionSpec(*sharding.spec, *[None] * (x.ndim - len(sharding.spec)))
@@ -303,7 +303,7 @@ def _from_each_process(x: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _closed(spec: PartitionSpec, has: Any) -> PartitionSpec:
-    """Return the spec with its unconstrained entries replaced by the present ones of the array."""
+    """Replace the unconstrained entries of a spec by the array's current ones."""
     if PartitionSpec.UNCONSTRAINED not in spec:
         return spec
     own = tuple(has.spec) if isinstance(has, NamedSharding) else ()
@@ -313,7 +313,7 @@ def _closed(spec: PartitionSpec, has: Any) -> PartitionSpec:
 
 @functools.lru_cache(maxsize=4096)
 def _is(sharding: NamedSharding, spec: PartitionSpec, mesh: AnyMesh, ndim: int) -> bool:
-    """Return whether an array has a sharding already. Comparing is far cheaper than asking JAX to move nothing."""
+    """Return whether an array already has a sharding. Comparing is far cheaper than asking JAX to move nothing."""
     same_mesh = (sharding.mesh.abstract_mesh if isinstance(mesh, AbstractMesh) else sharding.mesh) == mesh
     has, wanted = ([*map(mesh_axes, s), *[()] * (ndim - len(s))] for s in (sharding.spec, spec))
     return same_mesh and has == wanted
@@ -358,8 +358,8 @@ def _constrain(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
 def _constraint(spec: PartitionSpec, mesh: AnyMesh, passed: bool) -> Callable[[Any], jax.Array]:
     """Make a jitted function that constrains an array to a spec.
 
-    It is jitted so that it works on tracers of eager transformations too, where JAX has no rule of its own that keeps
-    the axes of a spec apart from those that `vmap` adds.
+    It is jitted so that it also works on tracers of eager transformations, where JAX has no rule that distinguishes the
+    axes of a spec from those that `vmap` adds.
     """
     types = types_of(mesh)
 

@@ -94,14 +94,14 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
 
 
 _SHARED = 2**20
-"""Bytes of a replicated array for each device, from which on the devices share the writing."""
+"""The bytes of a replicated array for each device from which the devices share the writing."""
 
 
 def _writer(orbax: Any, **options: Any) -> Any:
-    """Make what writes arrays.
+    """Return the Orbax handler that writes arrays.
 
-    Orbax lets each device write a part of a replicated array, which takes a program for each shape and part. This only
-    pays where several processes share the writing of large arrays.
+    Orbax lets each device write a part of a replicated array, which compiles a program for each shape and part. This
+    only pays if several processes share the writing of large arrays.
     """
     arrays = orbax.type_handlers.ArrayHandler(
         use_replica_parallel=jax.process_count() > 1, min_slice_bytes_for_replica_parallel=_SHARED
@@ -113,8 +113,8 @@ def _writer(orbax: Any, **options: Any) -> Any:
 def _save_from_all(orbax: Any, path: str, about: Any, arrays: Mapping[str, Any], agree: ProcessAgreement) -> None:
     """Write a checkpoint from several processes, which agree after each step.
 
-    Orbax has barriers of its own between these steps, at which the others would wait for a process that failed. Orbax
-    leaves its barriers out where only one process is active, so each process says that of itself.
+    Orbax has its own barriers between these steps, where the others would wait for a process that failed. It omits its
+    barriers if only one process is active, so each process claims to be the only one.
     """
     alone = orbax.options.MultiprocessingOptions(primary_host=0, active_processes={jax.process_index()})
     writer = _writer(orbax, multiprocessing_options=alone)
@@ -126,7 +126,7 @@ def _save_from_all(orbax: Any, path: str, about: Any, arrays: Mapping[str, Any],
         if jax.process_index() == 0:
             save_about(directory, args=args)
             if arrays:
-                # Orbax makes the folder inside while it writes, and the others would wait for that.
+                # Otherwise Orbax makes the inner folder while it writes, and the others would wait for it.
                 (directory / "arrays" / "array_metadatas").mkdir(parents=True)
         agree()
         if arrays:
@@ -209,13 +209,13 @@ def restore_checkpoint(
 
 
 def _reader(orbax: Any) -> Any:
-    """Make what reads a checkpoint, without barriers of its own: a process that fails would not reach them."""
+    """Return the Orbax reader of checkpoints without its own barriers, which a process that fails would not reach."""
     alone = orbax.options.MultiprocessingOptions(active_processes={jax.process_index()})
     arrays = orbax.type_handlers.ArrayHandler()
     deserialize = arrays.deserialize
 
     async def deserialize_all(*args: Any, **kwargs: Any) -> Any:
-        """Leave no reads behind when one fails: TensorStore would print a traceback for each that ends later."""
+        """Wait for all reads if one fails: TensorStore would print a traceback for each that ends later."""
         before = asyncio.all_tasks()
         try:
             return await deserialize(*args, **kwargs)
@@ -239,7 +239,7 @@ def _read(checkpointer: Any, path: str, what: Any) -> Any:
         return checkpointer.restore(path, args=what)
     except jax.errors.JaxRuntimeError:  # too little memory
         raise
-    except Exception as e:  # Orbax and TensorStore each have errors of their own, with all that they know of an array
+    except Exception as e:  # Orbax and TensorStore have their own errors, with everything they know about an array
         cause: BaseException = e
         while cause.__cause__ is not None:
             cause = cause.__cause__
@@ -248,7 +248,7 @@ def _read(checkpointer: Any, path: str, what: Any) -> Any:
 
 
 def _last_intact(damaged: Any) -> str:
-    """Say which is the last undamaged checkpoint in the folder of a damaged one."""
+    """Name the last undamaged checkpoint in the folder of a damaged one."""
     for _, folder in sorted(_complete(damaged.parent), reverse=True):
         if folder != damaged and damage_of(folder) == []:
             return f"The last checkpoint beside it that is not damaged is {folder}."
@@ -324,7 +324,7 @@ def _is_key(array: Any) -> bool:
 
 
 def _as_stored(template: Any, about: Mapping[str, Any], strict: bool, ignore: Sequence[str]) -> Any:
-    """Return the template with abstract arrays whose axes are in the order they were written in."""
+    """Return the template with abstract arrays that have their axes in the stored order."""
     context = LoadContext("restore_checkpoint", strict, ignore, source="checkpoint", keys=list(about))
     leaves, structure = leaves_of(template)
     found, problems = [], []
@@ -376,7 +376,7 @@ def _stored_number(entry: Mapping[str, Any]) -> Any:
 
 
 def _number(x: Any, entry: Mapping[str, Any]) -> Any:
-    """Return a stored number with the type of the template's; None if that type does not have it."""
+    """Convert a stored number to the type of the template's; None if that type cannot represent it."""
     value = _stored_number(entry)
     try:
         found = type(x)(value)

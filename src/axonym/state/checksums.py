@@ -125,7 +125,7 @@ def as_folder(path: str | os.PathLike[str]) -> Any:
     """Return a path in a file system, or in cloud storage."""
     if "://" not in os.fspath(path):
         return Path(path).absolute()
-    from etils import epath  # comes with Orbax
+    from etils import epath  # installed with Orbax
 
     return epath.Path(path)
 
@@ -139,7 +139,7 @@ def _files(folder: Any) -> Iterator[Any]:
 
 
 def _block_size(size: int) -> int:
-    """Return the size of blocks that tell arrays apart in a small file, and are not too many in a large one."""
+    """Return a block size that separates the arrays of a small file, without too many blocks in a large one."""
     return max(_SMALLEST_BLOCK, 2 ** (size // _MOST_BLOCKS).bit_length())
 
 
@@ -168,11 +168,11 @@ def _sum_of(files: Any) -> int:
 
 
 def _owners(folder: Any, name: str, block: int, wrong: Sequence[int]) -> str:
-    """Name the arrays that have values in blocks of a file, as far as the rest of the checkpoint can still tell."""
+    """Name the arrays with values in damaged blocks of a file, as far as the rest of the checkpoint shows them."""
     store, _, inside = name.partition("/")
     try:
         values = list(_values(f"{folder / store}/")) if store == "arrays" else []
-    except Exception:  # what would tell may itself be damaged
+    except Exception:  # the index may itself be damaged
         values = []
     keys = {
         key
@@ -186,7 +186,7 @@ _VALUE = re.compile(r"value:(.*):(\d+):(\d+)")
 
 
 def _values(store: str) -> Iterator[tuple[str, str, int, int]]:
-    """Yield for each value that TensorStore stores in a file: the array, the file, its offset and its length."""
+    """Yield the array, the file, the offset and the length of each value that TensorStore stores in a file."""
     import tensorstore
 
     files = tensorstore.KvStore.open(store if "://" in store else {"driver": "file", "path": store}).result()

@@ -261,7 +261,7 @@ def _evaluate_equation(equation: Any, operands: Sequence[LazyArray]) -> Sequence
     shape = equation.outvars[0].aval.shape
     if kind == "squeeze" or (kind == "reshape" and params["dimensions"] is None):
         return [operands[0].reshape(shape)]
-    if kind == "broadcast_in_dim" and math.prod(shape) == math.prod(operands[0].shape):  # as `expand_dims` does it
+    if kind == "broadcast_in_dim" and math.prod(shape) == math.prod(operands[0].shape):  # as `expand_dims` does
         return [operands[0].reshape(shape)]
     if any(map(has_missing, operands)):
         return [MissingArray(tuple(v.aval.shape), v.aval.dtype) for v in equation.outvars]

@@ -17,7 +17,7 @@ from typing import Any
 from .. import _errors
 from .naming import with_prefix
 
-# Beyond this many comparisons, looking for near names would take longer than loading.
+# Beyond this many comparisons, the search for similar names would take longer than loading.
 _MOST_COMPARISONS = 50_000
 
 
@@ -132,7 +132,7 @@ def with_options(context: LoadContext, **options: Any) -> Iterator[None]:
 
 
 def _shifted(missing: Sequence[str], keys: Iterable[str]) -> str:
-    """Return advice for the most frequent reason why all keys are missing: the tree is one level further up or down."""
+    """Return advice for the most frequent reason why all keys are missing: the tree is one level higher or lower."""
     known = set(keys)
     if not missing or not known:
         return ""

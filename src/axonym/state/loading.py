@@ -260,7 +260,7 @@ def _layer_of(x: Any, name: str) -> Any:
 
 
 def _all_equal(parts: Sequence[Any]) -> bool:
-    """Return whether a leaf that the layers share is equal in all of them; while tracing, assume that it is."""
+    """Return whether a leaf that layers share is equal in all of them; while tracing, assume that it is."""
     arrays: list[Any] = [raw(part) for part in parts]
     first, *others = arrays
     if is_number(first):

@@ -69,7 +69,7 @@ def save_state_dict(
             raise TypeError(f"save_state_dict: expected a state dict, got {type(state_dict).__name__}.{_TO_STATE_DICT}")
         entries = {key: np.asarray(x) if is_number(x) else x for key, x in state_dict.items() if x is not None}
         keys, head = _head(entries, metadata, path)
-        # Gathers are paired by their order, so no process may lack an array.
+        # Gathers are paired by their order, so every process must have every array.
         agree({"arrays": "\n".join(f"{key!r} {_described(entries[key])}" for key in keys)})
         _write(Path(path), head, (_fetched(entries[key]) for key in keys))
 
@@ -77,7 +77,7 @@ def save_state_dict(
 def _head(
     entries: Mapping[str, Any], metadata: Mapping[str, str] | None, path: str | os.PathLike[str]
 ) -> tuple[list[str], list[bytes]]:
-    """Return the keys in the order in which their arrays are written, and the beginning of the file."""
+    """Return the keys in the order in which their arrays are written, and the header of the file."""
     if named := [f"{key!r} is {describe_array(x)}" for key, x in entries.items() if isinstance(x, NamedArray)]:
         raise TypeError(f"save_state_dict: a state dict has raw arrays, and {', '.join(named)}.{_TO_STATE_DICT}")
     wrong = [f"{key!r} is {_described(x)}" for key, x in entries.items() if getattr(x, "dtype", None) not in _CODES]
@@ -111,7 +111,7 @@ def _head(
 
 
 def _is_text(x: Any) -> bool:
-    """Return whether a value is text that a file can have: Python's can have halves of characters."""
+    """Return whether a value is text that a file can contain: Python strings can contain half characters."""
     try:
         return isinstance(x, str) and x.encode() is not None
     except UnicodeEncodeError:
@@ -124,7 +124,7 @@ def _fetched(x: Any) -> np.ndarray:
 
 def _write(path: Path, head: Iterable[bytes], arrays: Iterator[np.ndarray]) -> None:
     """Write a file under a temporary name, and rename it once it is complete."""
-    # The name is as long whatever that of the file, and says which process of which machine writes.
+    # The name has a fixed length, and says which process on which machine writes.
     number = zlib.crc32(path.name.encode(errors="surrogatepass"))
     who = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     unfinished = path.with_name(f".{number:08x}-{who}.unfinished")
@@ -140,7 +140,7 @@ def _write(path: Path, head: Iterable[bytes], arrays: Iterator[np.ndarray]) -> N
                 os.fsync(file.fileno())
             os.replace(unfinished, path)
     finally:
-        if jax.process_count() > 1:  # all processes take part in the gathers, also when the file could not be written
+        if jax.process_count() > 1:  # all processes take part in the gathers, even if the file could not be written
             deque(arrays, maxlen=0)
         unfinished.unlink(missing_ok=True)
 
@@ -150,26 +150,26 @@ _ABANDONED = 3600.0
 
 
 def _remove_unfinished(mine: Path) -> None:
-    """Remove the unfinished copies of a file that processes left when they were ended."""
+    """Remove unfinished copies of a file left by processes that were killed."""
     number = mine.name.partition("-")[0]
     for path in mine.parent.glob(f"{number}-*.unfinished"):
         host, _, process = path.name.removesuffix(".unfinished").partition("-")[2].rpartition("-")[0].rpartition("-")
         with contextlib.suppress(FileNotFoundError):  # another process was faster
-            # By the clock of the file system, which may be that of another machine.
+            # By the clock of the file system, which may be on another machine.
             idle = mine.stat().st_mtime - path.stat().st_mtime
             if path != mine and (idle > _ABANDONED or (host == socket.gethostname() and _has_ended(process))):
                 path.unlink()
 
 
 def _has_ended(process: str) -> bool:
-    """Return whether this machine has no process with a number."""
-    if os.name != "posix":  # where asking for a process would end it
+    """Return whether this machine has no process with a given number."""
+    if os.name != "posix":  # there, the check would kill the process
         return False
     try:
         os.kill(int(process), 0)
     except ProcessLookupError:
         return True
-    except (ValueError, OverflowError, OSError):  # another name, or somebody else's process
+    except (ValueError, OverflowError, OSError):  # another name, or another user's process
         pass
     return False
 
@@ -227,7 +227,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Return the file of each key, all of which exist and are in the folder of the index."""
+    """Return the file of each key; check that all exist in the folder of the index."""
     _check_regular(index)
     try:
         if index.stat().st_size > MAX_HEADER:
@@ -260,12 +260,12 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _is_inside(name: str) -> bool:
     """Return whether a name stays in its folder, on any system."""
-    path = PureWindowsPath(name)  # which takes both slashes as such
+    path = PureWindowsPath(name)  # which accepts both kinds of slashes
     return bool(path.parts) and not path.anchor and ".." not in path.parts and name.isprintable()
 
 
 def _check_regular(path: Path) -> None:
-    """Refuse pipes and devices, of which opening one may wait for ever."""
+    """Refuse pipes and devices: opening one may block forever."""
     if not path.is_file():
         raise ValueError(f"load_state_dict: {path} is not a regular file.")
 
@@ -283,7 +283,7 @@ def _load_file(path: Path) -> StateDict:
                 f"than the {MAX_HEADER:,} that the format allows."
             )
         header = file.read(header_size)
-        # Read-only, not copy-on-write: for that, the system would reserve memory for the whole file.
+        # Read-only, not copy-on-write, for which the system would reserve memory for the whole file.
         values = np.asarray(np.memmap(file, np.uint8, "r"))[8 + header_size :]
         try:
             entries = parse_header(header, values.size)
@@ -296,7 +296,7 @@ def _load_file(path: Path) -> StateDict:
 def _view(key: str, entry: TensorEntry, values: np.ndarray) -> np.ndarray:
     try:
         return values[entry.start : entry.end].view(entry.dtype).reshape(entry.shape)
-    except (ValueError, OverflowError):  # an array without values can have sizes that NumPy does not have
+    except (ValueError, OverflowError):  # an array without values can have sizes that NumPy does not allow
         raise InvalidFile(f"has a shape that NumPy does not have, {short(list(entry.shape))}", key) from None
 
 

@@ -144,7 +144,7 @@ _NUMBERS = _token(
 
 
 class _Text:
-    """A header, and how far it is read."""
+    """A header and the position of the reader."""
 
     def __init__(self, text: bytes):
         self.text, self.at = text, 0
@@ -168,10 +168,10 @@ class _Text:
         try:
             found = self._take(_STRING, "a string", key)
             first, last = found.span(1)
-            if self.text.find(b"\\", first, last) < 0:  # without a copy, since a key may be all that the file has
+            if self.text.find(b"\\", first, last) < 0:  # without a copy, since a key may be as long as the file
                 return str(memoryview(self.text)[first + 1 : last - 1], "utf-8")
             value = json.loads(found[1].decode())
-            value.encode()  # an escape can be half a character, which Unicode does not have
+            value.encode()  # an escape can be half a character, which is not valid Unicode
         except ValueError:
             raise InvalidFile(f"has a string that is not Unicode at byte {start} of the header", key) from None
         return value

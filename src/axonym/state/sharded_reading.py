@@ -77,13 +77,13 @@ def _sharding(leaf: Leaf, mine: Any, mesh: AnyMesh | None) -> NamedSharding | No
     mesh = mesh if leaf.mesh is None else leaf.mesh
     if leaf.spec is not None and mesh is not None:
         return NamedSharding(mesh, leaf.spec)
-    if getattr(mine, "names", None) != getattr(leaf.value, "names", None):  # the axes are in another order
+    if getattr(mine, "names", None) != getattr(leaf.value, "names", None):  # its axes are in another order
         return None
     array = raw(mine)
     has = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
     if not isinstance(has, NamedSharding):
         return None
-    if isinstance(has.mesh, AbstractMesh):  # as `jax.eval_shape` gives it on Explicit mesh axes
+    if isinstance(has.mesh, AbstractMesh):  # as `jax.eval_shape` leaves it on Explicit mesh axes
         return NamedSharding(mesh, has.spec) if mesh is not None and mesh.abstract_mesh == has.mesh else None
     return has
 

@@ -26,10 +26,10 @@ R = TypeVar("R")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MismatchMessages:
-    """Texts for messages about a tree that must have the spec of another."""
+    """The wording of messages about a tree that must have the spec of another."""
 
     tree: str
-    """The word for both, as in "carry"."""
+    """The word for both trees, as in "carry"."""
     before: str
     """The words before the type it must have, as in "goes in as"."""
     after: str
@@ -39,7 +39,7 @@ class MismatchMessages:
     only_after: str
     """The words after a leaf that it should not have."""
     remedy: str
-    """Advice where it is placed differently; {before} and {after} stand for the placements."""
+    """Advice for different placements; {before} and {after} stand for the placements."""
 
 
 CARRY = MismatchMessages(
@@ -53,7 +53,7 @@ CARRY = MismatchMessages(
 
 
 class CarryShardingChanged(Exception):
-    """Raised while a loop is traced whose carry comes out sharded, or device-varying, over more mesh axes than before.
+    """Raised while tracing a loop if its carry comes out sharded, or device-varying, over more mesh axes than before.
 
     Arguments:
         specs: the sharding of each array as it comes out.
@@ -67,15 +67,15 @@ class CarryShardingChanged(Exception):
 
 
 def settled(run: Callable[[list[Any]], R], what: str, carry: Sequence[Any]) -> R:
-    """Trace a loop with a carry that starts out sharded, and device-varying, as it will be.
+    """Trace a loop with a carry that starts out with its final sharding and device-varying type.
 
-    On Explicit mesh axes the sharding is part of the type, and inside `shard_map` it is part of the type whether a
-    value is device-varying. So a carry made by `zeros` has another type after the first step. Sharding a replicated
-    array costs no communication, nor does making it device-varying. Every attempt adds at least one mesh axis, so there
-    are few; an axis that a step replicates again is refused.
+    On Explicit mesh axes the sharding is part of the type, and inside `shard_map` so is whether a value is
+    device-varying. So a carry made by `zeros` has another type after the first step. Sharding a replicated array costs
+    no communication, nor does making it device-varying. Every attempt adds at least one mesh axis, so there are few
+    attempts; a step that replicates an axis again raises an error.
 
     Arguments:
-        run: traces the loop, with a body that calls `conform` with `settles`.
+        run: a function that traces the loop, with a body that calls `conform` with `settles`.
     """
     start = list(carry)
     attempted = False
@@ -100,15 +100,15 @@ def conform(
 ) -> list[Any]:
     """Check that a tree has the required spec, and return its arrays in the layout of that spec.
 
-    The order of axes is only layout, so it is made to agree. All else must: what does not is one error that lists every
-    leaf, what it was and what it became.
+    The order of axes is only layout, so axes are transposed to agree. Any other difference is an error, which lists
+    every leaf, what it was and what it became.
 
     Arguments:
-        words: how to speak of the tree.
+        words: the wording for the tree.
         spec: the spec it must have.
         types: the types its arrays must have.
-        settles: the tree is the carry of a loop. JAX gives a weak type among `types`, that of a Python number, the
-            dtype it meets here, and `settled` starts the loop sharded, and device-varying, as it is here.
+        settles: the tree is the carry of a loop. A weak type among `types`, from a Python number, becomes the dtype of
+        the carry here, and `settled` starts the loop with the sharding and device-varying type of the carry here.
     """
     arrays, found = flatten_arrays(tree, ARRAYS_AND_NUMBERS)
     if found.structure != spec.structure:
@@ -145,7 +145,7 @@ def conform(
 
 
 def _starts_otherwise(slot: Names | None, before: Any, new: Names | None, after: Any) -> bool:
-    """Return whether two arrays differ only in that the second is sharded, or device-varying, over more mesh axes."""
+    """Return whether the second array differs only by being sharded, or device-varying, over more mesh axes."""
     if slot != new or before.shape != after.shape:
         return False
     was, now = _entries(before), _entries(after)
@@ -178,7 +178,7 @@ _STATIC = "What is not an array cannot change."
 
 
 def _moved(names: Names | None, before: Any, after: Any) -> str:
-    """Return why a sharding differs: the axes that are sharded otherwise."""
+    """Describe how shardings differ: list the axes that are sharded differently."""
     moves = []
     for i, (was, now) in enumerate(zip(_entries(before), _entries(after), strict=True)):
         if was != now:
@@ -247,7 +247,7 @@ def _other_structure(what: str, words: MismatchMessages, spec: TreeSpec, found: 
 
 
 def _where_they_differ(a: Any, b: Any) -> tuple[Any, Any]:
-    """Return the smallest parts in which two structures differ."""
+    """Find the smallest parts in which two structures differ."""
     while True:
         pairs = list(zip(a.children(), b.children(), strict=False))
         differing = [(x, y) for x, y in pairs if x != y]

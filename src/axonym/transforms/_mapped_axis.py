@@ -22,17 +22,17 @@ from ..named_array import NamedArray, is_named_array, wrap
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of a tree, where a named array is one, and its structure."""
+    """Return the leaves of a tree, counting a named array as one, and its structure."""
     return jax.tree.flatten(tree, is_leaf=is_named_array)
 
 
 def is_array(x: Any) -> bool:
-    """Return whether something is a raw array, which has axes to map over, rather than a number or anything else."""
+    """Return whether a value is a raw array, which has axes to map over, rather than a number or anything else."""
     return isinstance(x, ARRAYS)
 
 
 def stacked(what: str, x: NamedArray, *names: str) -> NamedArray:
-    """Return the array with names added in front, for results of a transform."""
+    """Add names in front of an array's, for results of a transform."""
     twice = [n for n in names if n in x.names]
     if twice:
         raise ValueError(
@@ -58,14 +58,14 @@ def argument_paths(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
 def spmd_axes(what: str, name: str, size: int) -> Axes | None:
     """Return the Auto mesh axes that the active mapping shards an axis over, for `jax.vmap(spmd_axis_name=...)`.
 
-    Inside of `jax.vmap`, a constraint or a `shard_map` knows nothing of the axis that is mapped over, and leaves it to
-    the partitioner, or gathers it. With these mesh axes they keep it sharded. On Explicit ones JAX knows by itself.
+    Inside `jax.vmap`, constraints and `shard_map` do not know the axis that is mapped over, and leave it to the
+    partitioner, or gather it. With these mesh axes they keep it sharded. On Explicit ones JAX does this by itself.
     """
     return mapped_to(what, name, size, AxisType.Auto) or None
 
 
 def mapped_to(what: str, name: str, size: int, kind: AxisType) -> Axes:
-    """Return the mesh axes of a type that the active mapping shards an axis over; none if there are others, too."""
+    """Return the mesh axes of one type that shard an axis; empty if it is also sharded over another type."""
     mesh = current_mesh() if mapped_axes(name) else None
     if mesh is None:
         return ()
@@ -76,8 +76,8 @@ def mapped_to(what: str, name: str, size: int, kind: AxisType) -> Axes:
 def check_placed_elsewhere(what: str, sizes: Mapping[str, int], before: Sequence[Any], after: Sequence[Any]) -> None:
     """Check that a mapped function shards no axis over the Explicit mesh axes of the axes that it is mapped over.
 
-    On Auto mesh axes JAX says so. What is sharded over them to begin with stays so. `before` is what the function was
-    given, arrays of all kinds, and `after` what it made of them.
+    On Auto mesh axes JAX raises this error. Arrays that are sharded over them from the start may stay so. `before` has
+    the arguments of the function, arrays of all kinds, and `after` its results.
     """
     taken = {a for name, size in sizes.items() for a in mapped_to(what, name, size, AxisType.Explicit)}
     if taken and any(axis in taken for _, axis in _placed(after) - _placed(before)):
@@ -85,7 +85,7 @@ def check_placed_elsewhere(what: str, sizes: Mapping[str, int], before: Sequence
 
 
 def _placed(leaves: Sequence[Any]) -> set[tuple[str, str]]:
-    """Return each axis of a named array with each mesh axis that it is sharded over."""
+    """Return all pairs of an axis of a named array and a mesh axis that it is sharded over."""
     arrays = [x for x in leaves if isinstance(x, NamedArray) and is_array(x.array)]
     pairs = [pair for x in arrays for pair in zip(x.names, entries_of(x.array), strict=True)]
     return {(name, axis) for name, entry in pairs for axis in mesh_axes(entry)}
@@ -93,17 +93,17 @@ def _placed(leaves: Sequence[Any]) -> set[tuple[str, str]]:
 
 @contextlib.contextmanager
 def collisions_named(what: str, names: Names) -> Iterator[None]:
-    """Explain by name the error of JAX for a function under `vmap` that uses a mesh axis that is taken."""
+    """Explain JAX's error for a function under `vmap` that uses a mesh axis that is taken, by name."""
     try:
         yield
     except Exception as e:
-        if "spmd_axis_name" in str(e) or "duplicate entries" in str(e):  # of a sharding: JAX names no axis there
+        if "spmd_axis_name" in str(e) or "duplicate entries" in str(e):  # about a sharding: JAX's text names no axis
             raise ValueError(collision(what, names)) from e
         raise
 
 
 def collision(what: str, names: Names) -> str:
-    """Return the message for a function that shards an axis like one that it is mapped over."""
+    """Return the message for a function that shards an axis like the one it is mapped over."""
     noun = "axis" if len(names) == 1 else "one of the axes"
     return (
         f"{what}: the function places an axis of an array on a mesh axis that {noun} {_errors.quoted(names)}, "

@@ -123,7 +123,7 @@ def _build_choice(functions: WithArrays, what: str, spec: TreeSpec) -> Callable[
         names = (
             ("the true branch", "the false branch") if what == "cond" else [f"branch {i}" for i in range(len(branches))]
         )
-        agreed: list[tuple[str, TreeSpec, list[Any]]] = []  # what the branch that is traced first returns
+        agreed: list[tuple[str, TreeSpec, list[Any]]] = []  # the result of the branch that is traced first
 
         def positional(name: str, branch: Callable[..., Any]) -> Callable[[list[Any]], list[Any]]:
             def call(arrays: list[Any]) -> list[Any]:

@@ -150,7 +150,7 @@ class _Argument:
             )
 
     def filled(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return the arguments with other arrays."""
+        """Return the arguments with these arrays in place of the differentiated ones."""
         given = iter(arrays)
         mixed = [next(given) if changes else x for x, changes in zip(self._all, self._changes, strict=True)]
         filled = list(self._args)
@@ -159,19 +159,19 @@ class _Argument:
         return filled
 
     def like(self, leaves: Iterable[Any]) -> Any:
-        """Return a tree like the chosen arguments with these leaves for the arrays that are differentiated."""
+        """Return a tree like the chosen arguments, with these leaves in place of the differentiated arrays."""
         given, changes = iter(leaves), iter(self._changes)
         found = []
         for slot in self._spec.slots:
             changed = not isinstance(slot, StaticLeaf) and next(changes)
-            # Empty named arrays stay, as `equinox.filter` leaves them: so the tree fits that of an optimizer's state.
+            # Empty named arrays stay, as `equinox.filter` leaves them, so that the tree matches an optimizer's state.
             found.append(next(given) if changed else wrap(None, slot) if isinstance(slot, tuple) else None)
         tree = jax.tree.unflatten(self._spec.structure, found)
         return tree[0] if self._single else tuple(tree)
 
 
 def _scalar(value: Any) -> Any:
-    """Return the raw scalar that a function to differentiate gave."""
+    """Convert the result of a function to differentiate to a raw scalar."""
     shape = getattr(value, "shape", None) if not isinstance(value, (int, float, complex)) else ()
     if shape is None or len(shape):
         found = value if isinstance(value, NamedArray) else type(value).__name__ if shape is None else jax.typeof(value)
@@ -180,7 +180,7 @@ def _scalar(value: Any) -> Any:
 
 
 def _entry(x: Any, of: Names | None, by: Names | None, prefix: str) -> Any:
-    """Name the Jacobian of one array with respect to one other."""
+    """Name the axes of the Jacobian of one array with respect to another."""
     if of is None and by is None:
         return x
     if (of is None and x.ndim > len(by or ())) or (by is None and x.ndim > len(of or ())):

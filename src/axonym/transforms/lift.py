@@ -167,7 +167,7 @@ _CLOSES_OVER_ARRAYS = (
 
 
 def _closes_over_arrays(fn: Any) -> bool:
-    """Return whether a function uses arrays of the code around it, or of an object that JAX cannot look into."""
+    """Return whether a function uses arrays from the surrounding code, or in an object that JAX cannot flatten."""
     if isinstance(fn, functools.partial):
         return _closes_over_arrays(fn.func)
     function = inspect.unwrap(fn)
@@ -178,7 +178,7 @@ def _closes_over_arrays(fn: Any) -> bool:
     return any(isinstance(x, jax.Array) for x in jax.tree.leaves(found))
 
 
-# --- the signature: the axes of the operands, and the arguments that are passed on ---
+# --- the signature: axes of operands, and other arguments ---
 
 _ARRAYS = (NamedArray, jax.Array, np.ndarray)
 """The types of arrays with axes."""
@@ -188,17 +188,17 @@ _NUMERIC = (jax.Array, np.ndarray, np.generic, int, float, complex)
 
 @dataclasses.dataclass(frozen=True)
 class _Signature:
-    """The axes of a positional function, in words."""
+    """The axes of a positional function, as words."""
 
     inputs: tuple[Names | None, ...]
-    """The axes of each operand; None for an argument that is passed on."""
+    """The axes of each operand; None for an argument that is passed on unchanged."""
     outputs: tuple[Names, ...]
     axes: tuple[tuple[str, Axis], ...]
-    """The axes that were given with their sizes."""
+    """The axes that were given with sizes."""
 
     @functools.cached_property
     def words(self) -> Names:
-        """Return all words, once each."""
+        """Return all different words."""
         return tuple(dict.fromkeys(w for term in (*self.inputs, *self.outputs) for w in term or ()))
 
     @property
@@ -227,8 +227,8 @@ class _Signature:
             )
         if len(call.args) < len(self.inputs):
             raise TypeError(
-                f"{what}: the spec {self.text!r} speaks of {len(self.inputs)} arguments, the call has {len(call.args)} "
-                "by position."
+                f"{what}: the spec {self.text!r} speaks of {_errors.counted(len(self.inputs), 'argument')}, the call "
+                f"has {len(call.args)} by position."
             )
         operands, names, handed_on = [], [], []
         for i, x in enumerate(call.args):
@@ -289,9 +289,9 @@ class _Arguments(NamedTuple):
     names: tuple[Names, ...]
     """The axes of each operand."""
     handed_on: list[Any]
-    """The arrays in the arguments that are handed on: in a module, say."""
+    """The arrays in the arguments that are passed on, in a module, say."""
     static: TreeSpec
-    """All else of these."""
+    """The static rest of these arguments."""
 
 
 class _LiftedCall(NamedTuple):
@@ -311,7 +311,7 @@ _, _NOTHING = flatten_arrays(([], {}))
 
 
 def _make_signature(what: str, spec: str | None, in_axes: Any, out_axes: Any) -> _Signature:
-    """Make the signature of a spec, or of the axes in its place."""
+    """Make the signature from a spec, or from the axes given instead."""
     if spec is not None:
         if in_axes is not None or out_axes is not None:
             raise TypeError(f"{what}: the axes are given by a spec or by in_axes and out_axes, not both.")
@@ -334,7 +334,7 @@ def _make_signature(what: str, spec: str | None, in_axes: Any, out_axes: Any) ->
 
 
 def _is_several(out_axes: Any) -> bool:
-    """Return whether these are selections, one for each result, rather than the selection of a single result."""
+    """Return whether these are selections for several results, rather than the selection of a single one."""
     return not isinstance(out_axes, (str, Axis, Mapping)) and any(not isinstance(a, (str, Axis)) for a in out_axes)
 
 
@@ -368,14 +368,14 @@ def _check_aliases(what: str, signature: _Signature, axes: Mapping[str, Any]) ->
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _LiftPlan:
-    """Everything static that a kernel depends on, besides the spec of the arguments that are handed on."""
+    """Everything static that a kernel depends on, besides the spec of the arguments that are passed on."""
 
     what: str
     signature: _Signature
     of_function: int
     """The number of arrays that the function holds."""
     ranks: tuple[int, ...]
-    """The number of axes of each of them, and of each array in the arguments that are passed on."""
+    """The number of axes of each of these arrays, and of each array in the arguments that are passed on."""
     in_names: tuple[Names, ...]
     """The axes of each operand."""
     aliases: tuple[tuple[str, AxisSelector], ...]
@@ -462,7 +462,7 @@ def _names(axes: Mapping[str, AxisSelector], words: Names) -> Names:
 
 
 def _position(names: Names, name: str, outer: Names) -> int | None:
-    """Return the position of an axis without those further out."""
+    """Return the position of an axis, not counting axes further out."""
     return names_without(names, *outer).index(name) if name in names else None
 
 
@@ -472,7 +472,7 @@ def _layout(what: str, in_names: tuple[Names, ...], rest: Sequence[Names], takes
     for names, mapped in zip(in_names, rest, strict=True):
         if len(mapped) == len(every):
             return names
-    if not takes_axes:  # as with any elementwise operation, an outer product is not made by chance
+    if not takes_axes:  # as in elementwise operations, an outer product must be explicit
         return _kernels.broadcast_names(what, in_names)
     return tuple(dict.fromkeys(n for names in in_names for n in names))
 
@@ -494,7 +494,7 @@ def _out_names(what: str, layout: Names, mapped: Names, own: Names) -> Names:
 def _check_one_meaning(
     what: str, signature: _Signature, axes: Mapping[str, AxisSelector], rest: Sequence[Names], own: set[str]
 ) -> None:
-    """Check that an axis has one word, and is either an axis of the function or mapped over."""
+    """Check that each axis has one word, and is either an axis of the function or mapped over."""
     word_of: dict[str, str] = {}
     for word in dict.fromkeys(w for term in signature.terms for w in term):
         name = name_of(axes[word])
@@ -543,7 +543,7 @@ def _checked_results(
 
 def _described(results: Any) -> str:
     if isinstance(results, (tuple, list)):
-        return f"{len(results)} results"
+        return _errors.counted(len(results), "result")
     return "one array" if isinstance(results, jax.Array) else f"a {type(results).__name__}"
 
 

@@ -64,7 +64,7 @@ class ScanCheckpointPolicy:
     nested: bool | int = False
 
     def __post_init__(self) -> None:
-        # Tuples, so that a policy can be part of what a compiled scan is found by.
+        # Tuples, so that a policy can be part of the cache key of a compiled scan.
         for field in ("save_block_internals", "offload_block_internals"):
             given = getattr(self, field)
             if isinstance(given, str):
@@ -252,9 +252,9 @@ def checkpointed_scan(
         step: the body, from raw arrays to raw arrays.
         xs: what is scanned, along the first axis.
     """
-    symbolic = jax.export.is_symbolic_dim(length)  # JAX finds it, but takes none that is passed
+    symbolic = jax.export.is_symbolic_dim(length)  # JAX finds it by itself, and does not accept it as an argument
     if not symbolic and unroll >= length:
-        # Without a loop between them, the compiler would find the two computations of a step equal.
+        # Without a loop between them, the compiler would merge the two computations of a step.
         policy = dataclasses.replace(policy, prevent_cse=True)
     names = f"{label}__carry", f"{label}__input"
     groups = policy._groups(length)
@@ -324,20 +324,20 @@ def checkpointed_steps(
 
 def _nested(policy: ScanCheckpointPolicy, *, prevent_cse: bool) -> tuple[ScanCheckpointPolicy, ScanCheckpointPolicy]:
     """Return the policies of the groups and of the steps in a group, if steps are grouped."""
-    # What lives from the forward to the backward pass is what the groups keep, so that is what moves to the host.
+    # The groups keep the values that live until the backward pass, so these move to the host.
     of_groups = ScanCheckpointPolicy(policy.save_carries, policy.save_inputs, prevent_cse=policy.prevent_cse)
     of_steps = dataclasses.replace(policy, save_carries=True, save_inputs=False, prevent_cse=prevent_cse)
     return of_groups, of_steps
 
 
-# --- names in a policy that no array has; JAX ignores them ---
+# --- unknown names in a policy, which JAX ignores ---
 
 _GIVEN: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("names given to arrays", default=None)
 
 
 @contextlib.contextmanager
 def _recorded() -> Iterator[set[str]]:
-    """Collect the names given to arrays in a with-block, as far as it is traced anew."""
+    """Collect the names given to arrays in a with-block, unless its trace is cached."""
     given, outer = set[str](), _GIVEN.get()
     token = _GIVEN.set(given)
     try:
@@ -351,13 +351,13 @@ def _recorded() -> Iterator[set[str]]:
 def _warn_of_unknown(
     label: str, wanted: Sequence[str], recorded: set[str], body: Callable[..., Any], *args: Any
 ) -> None:
-    """Warn of names of a policy that a body gives to no array.
+    """Warn about names in a policy that a body gives to no array.
 
-    A policy can serve several bodies, each of which has some of its names. So a name that is not met is passed over if
-    another one of the policy is, unless it is close to one that the policy does not have.
+    A policy can serve several bodies, each with some of its names. So an unused name is ignored if another name of the
+    policy is used, unless it is similar to a name that the policy lacks.
 
     Arguments:
-        recorded: names that are known to be given; if they are all that are wanted, the body is not looked into.
+        recorded: names that are known to be given; if they include all wanted ones, the body is not inspected.
     """
     if recorded.issuperset(wanted):
         return
@@ -374,7 +374,7 @@ def _warn_of_unknown(
 
 
 def _names_in(jaxpr: Any) -> Iterator[str]:
-    """Return the names given to arrays in a traced program, and in those that it calls."""
+    """Return the names given to arrays in a traced program and those that it calls."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "name":
             yield equation.params["name"]

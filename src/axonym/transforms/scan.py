@@ -140,7 +140,7 @@ def map(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Loop:
-    """The part of a loop that is known before it has arguments."""
+    """The part of a loop that is known before it is called."""
 
     what: str
     name: str
@@ -149,7 +149,7 @@ class _Loop:
     reverse: bool
     unroll: int | bool
     key: StaticLeaf = dataclasses.field(init=False)
-    """Tells True from 1, which mean different things where they are numbers of steps or groups."""
+    """Distinguishes True from 1, which mean different things as numbers of steps or groups."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "key", StaticLeaf((self.policy, self.unroll)))
@@ -228,7 +228,7 @@ def _position(name: str, x: Any, names: Names | None, choose: Callable[[Any], bo
 
 
 def _build(functions: WithArrays, plan: _LoopPlan, carry_spec: TreeSpec, arguments: TreeSpec) -> Callable[..., Any]:
-    """Make the loop as one jitted function, from raw arrays to raw arrays."""
+    """Compile the loop as one jitted function from raw arrays to raw arrays."""
     loop, name = plan.loop, plan.loop.name
     in_step = arguments.with_names(
         names if names is None or p is None else names_without(names, name)
@@ -333,7 +333,7 @@ def _paths(spec: TreeSpec, arrays: Sequence[Any]) -> list[str]:
     return [path for path, slot in zip(paths, spec.slots, strict=True) if not isinstance(slot, StaticLeaf)]
 
 
-# --- all prefixes of an associative operation, in parallel ---
+# --- parallel prefixes of an associative operation ---
 
 _RESULT = MismatchMessages(
     "result",
@@ -387,7 +387,7 @@ class _AssociativePlan(NamedTuple):
 def _build_associative(functions: WithArrays, plan: _AssociativePlan, spec: TreeSpec) -> Callable[..., Any]:
     def run(held: HeldArrays, arrays: list[Any]) -> list[Any]:
         (fn,) = functions(held)
-        # JAX takes all arrays along one position. Where theirs differ, the axis goes to the front.
+        # JAX scans all arrays along one position. If theirs differ, the axis moves to the front.
         together = len(set(plan.positions)) == 1
         position = plan.positions[0] if together else 0
         inner = spec

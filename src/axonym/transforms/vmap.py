@@ -102,7 +102,7 @@ def vmap(
     return functools.update_wrapper(mapped, fn, updated=())
 
 
-# --- what goes in ---
+# --- operands ---
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,12 +113,12 @@ class _Operand:
     """The index of the leaf in the arguments."""
     array: Any
     inner_names: Names | None
-    """The names in the function, if there are any."""
+    """The names inside the function, if any."""
     dims: tuple[int | None, ...]
-    """The position of each of the axes that are mapped over."""
+    """The position of each axis that is mapped over."""
 
     def position(self, level: int) -> int | None:
-        """Return the position of an axis in the array without those further out."""
+        """Return the position of an axis in the array, not counting mapped axes further out."""
         dim = self.dims[level]
         return None if dim is None else dim - sum(d is not None and d < dim for d in self.dims[:level])
 
@@ -126,7 +126,7 @@ class _Operand:
 def _operands(
     names: Names, leaves: Sequence[Any], raw_axes: Sequence[_CheckedRawAxis], args: Any, kwargs: Any
 ) -> tuple[list[_Operand], list[Any]]:
-    """Return the arrays among the leaves of the arguments, and the leaves, whose arrays are to be filled in."""
+    """Return the arrays among the leaves of the arguments, and the leaves, in which arrays are filled in later."""
     operands, others = [], list(leaves)
     for i, (leaf, raw) in enumerate(zip(leaves, raw_axes, strict=True)):
         if isinstance(leaf, NamedArray):
@@ -137,7 +137,7 @@ def _operands(
             if _mapped_axis.is_array(leaf.array):
                 dims = tuple(leaf.names.index(n) if n in mapped and n in leaf.names else None for n in names)
                 operands.append(_Operand(i, leaf.array, inner, dims))
-            else:  # a placeholder, as in a model of which only some arrays are here
+            else:  # a placeholder, as in a model with only some of its arrays
                 others[i] = wrap(leaf.array, inner)
         elif _mapped_axis.is_array(leaf):
             where = raw.where(leaf) if callable(raw.where) else raw.where
@@ -149,7 +149,7 @@ def _operands(
 
 
 def _raw_dims(where: int | None, ndim: int, count: int) -> tuple[int | None, ...] | None:
-    """Return the axes of a raw array that are mapped over if a position is taken several times; None for too few."""
+    """Return the axes of a raw array that are mapped over if a position is used several times; None for too few."""
     left, dims = list(range(ndim)), []
     for _ in range(count):
         if where is None:
@@ -164,7 +164,7 @@ def _raw_dims(where: int | None, ndim: int, count: int) -> tuple[int | None, ...
 def _sizes(
     names: Names, given: Mapping[str, int], operands: Sequence[_Operand], args: Any, kwargs: Any
 ) -> dict[str, int]:
-    """Return the size of each axis that is mapped over: as it was given, and as every array has it."""
+    """Return the size of each axis that is mapped over, from its selector and all arrays."""
     sizes = dict(given)
     for operand in operands:
         for name, dim in zip(names, operand.dims, strict=True):
@@ -185,7 +185,7 @@ def _sizes(
 def _placed_alike(names: Names, sizes: Mapping[str, int], operands: Sequence[_Operand]) -> list[Any]:
     """Reshard the arrays so that they can be mapped over on Explicit mesh axes.
 
-    JAX wants an axis that is mapped over to be sharded over the same mesh axes everywhere, and nothing else over these.
+    JAX requires a mapped axis to be sharded over the same mesh axes everywhere, and no other axis over these.
     """
     arrays = [operand.array for operand in operands]
     mesh = explicit_mesh(arrays)
@@ -214,15 +214,15 @@ def _placed_alike(names: Names, sizes: Mapping[str, int], operands: Sequence[_Op
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _CheckedRawAxis:
-    """The way a raw array is mapped."""
+    """How a raw array is mapped."""
 
     where: int | Callable[[Any], Any] | None
     of_argument: bool
-    """True if that was said of an argument, rather than by default."""
+    """Whether this was given for an argument, rather than by default."""
 
 
 class _RawAxes:
-    """The way the raw arrays of all arguments are mapped."""
+    """How the raw arrays of all arguments are mapped."""
 
     def __init__(self, default: RawAxis, args: Sequence[RawAxis], kwargs: Mapping[str, RawAxis]):
         self.default = _checked("default", default, of_argument=False)
@@ -230,7 +230,7 @@ class _RawAxes:
         self.kwargs = {k: _checked(f"kwargs[{k!r}]", a, of_argument=True) for k, a in kwargs.items()}
 
     def of_leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[_CheckedRawAxis]:
-        """Return for each leaf of the arguments how it is mapped if it is a raw array."""
+        """Return how each leaf of the arguments is mapped if it is a raw array."""
         if not self.args and not self.kwargs and isinstance(self.default, _CheckedRawAxis):
             return [self.default] * count
         if unknown := [k for k in self.kwargs if k not in kwargs]:
@@ -240,7 +240,8 @@ class _RawAxes:
             )
         if len(self.args) > len(args):
             raise TypeError(
-                f"vmap: `args` says how to map {len(self.args)} arguments, but the call has {len(args)} by position."
+                f"vmap: `args` says how to map {_errors.counted(len(self.args), 'argument')}, but the call has "
+                f"{len(args)} by position."
             )
         found: list[_CheckedRawAxis] = []
         for i, x in enumerate(args):
@@ -263,7 +264,7 @@ def _checked(what: str, spec: RawAxis, of_argument: bool) -> Any:
 
 
 def _spread(path: str, spec: Any, argument: Any) -> list[_CheckedRawAxis]:
-    """Return a tree prefix of an argument as a list with an entry for each leaf."""
+    """Expand a tree prefix of an argument to a list with an entry for each leaf."""
     found: list[_CheckedRawAxis] = []
     try:
         jax.tree.map(lambda s, part: found.extend([s] * len(_mapped_axis.flatten(part)[0])), spec, argument)
@@ -275,11 +276,11 @@ def _spread(path: str, spec: Any, argument: Any) -> list[_CheckedRawAxis]:
     return found
 
 
-# --- what comes out ---
+# --- results ---
 
 
 def _with_axes(slot: Slot, names: Names) -> Slot:
-    """Return the slot of a leaf of the result, with the axes among its names."""
+    """Return the spec slot of a leaf of the result, with the axes among its names."""
     if isinstance(slot, tuple):
         return _mapped_axis.stacked("vmap", wrap(None, slot), *names).names
     if isinstance(slot, StaticLeaf) and isinstance(slot.value, NamedArray):  # a placeholder for an array

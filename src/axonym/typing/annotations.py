@@ -45,7 +45,7 @@ def _first_conflict(x: NamedArray, asked: NamedArrayAxes) -> Axis:
 
 @functools.lru_cache(maxsize=4096)
 def _positional(asked: NamedArrayAxes, names: Names) -> Any:
-    """Return jaxtyping's annotation for a raw array with these axes, with the names that are asked for."""
+    """Return jaxtyping's annotation for a raw array with these axes, using the requested names."""
     import jaxtyping
 
     known = [n if n in asked.names and n.isidentifier() else "_" for n in names]
@@ -62,7 +62,7 @@ class _Checking(Annotation):
         return not mismatch(_ANY, instance, cls.asked) and not _conflicts(instance, cls.asked)
 
     def __instancecheck_str__(cls, instance: Any) -> str:
-        """Say why `isinstance` is false: beartype, and so jaxtyping, puts this in its message."""
+        """Explain why `isinstance` is false: beartype, and so jaxtyping, puts this in its message."""
         if problem := mismatch(_ANY, instance, cls.asked):
             return problem
         if not _conflicts(instance, cls.asked):
@@ -85,7 +85,7 @@ class _TypingAnnotation(_Checking):
 
     @property
     def __origin__(cls) -> Any:
-        """Return a class that checks the same: it is all that `typing.get_type_hints` leaves of an annotation."""
+        """Return a class that makes the same checks: `typing.get_type_hints` keeps nothing else of an annotation."""
         return _annotation(cls.asked, _Checking)
 
     @property
@@ -112,7 +112,7 @@ def annotate(cls: type, spec: NamedArrayAxesSpec) -> Any:
     >>> axn.typing.Named["batch", "embed", ...]
     axonym.typing.Named["batch embed ..."]
     """
-    if isinstance(spec, tuple) and spec and spec[0] is NamedArray:  # as the annotations with a dtype have it
+    if isinstance(spec, tuple) and spec and spec[0] is NamedArray:  # as in annotations with a dtype
         spec = spec[1] if len(spec) == 2 else spec[1:]
     return _annotation(read(_ANY, spec), _TypingAnnotation)
 
@@ -126,14 +126,14 @@ class _Typed:
 
     @property
     def dtype(self) -> Any:
-        """Return jaxtyping's class for it."""
+        """Return jaxtyping's class for this dtype."""
         import jaxtyping
 
         return getattr(jaxtyping, self.full_name)
 
     def __getitem__(self, item: Any) -> Any:
         array_type, *spec = item if isinstance(item, tuple) else (item,)
-        if isinstance(array_type, (str, Axis, EllipsisType, Set)):  # no array type: it is a named array
+        if isinstance(array_type, (str, Axis, EllipsisType, Set)):  # no array type: a named array
             array_type, spec = NamedArray, [item]
         if get_origin(array_type) in (Union, types.UnionType):
             return functools.reduce(operator.or_, (self[(t, *spec)] for t in get_args(array_type)))

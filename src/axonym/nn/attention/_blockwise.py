@@ -1,12 +1,12 @@
-"""Attention of one device, block by block, which never stores the scores of more than a block.
+"""Compute attention on one device, block by block, without storing the scores of more than one block.
 
-For each block of queries, blocks of keys are visited one after the other, with a running maximum and a running sum. The
-gradient computes the scores of each block again, from the queries, the keys and the log of the sum. A block that the
-mask excludes is skipped, by a condition around arithmetic only: a collective inside it would be wrong, since devices
-skip different blocks.
+For each block of queries, blocks of keys are visited one after another, with a running maximum and a running sum. The
+gradient recomputes the scores of each block from the queries, the keys and the log of the sum. Blocks that the mask
+excludes are skipped, by a condition around arithmetic only: a collective inside it would be wrong, since devices skip
+different blocks.
 
-The keys of a sharded sequence arrive one shard after another. With `hops`, a shard goes on to the next device while
-scores with it are computed; in the gradient, the sums for keys and values travel with them, and then home.
+The keys of a sharded sequence arrive one shard after another. With `hops`, a shard is sent on to the next device while
+scores with it are computed; in the gradient, the sums for keys and values travel with it, and then back.
 
 Arrays have the axes (batch, heads, group, positions, features); keys and values have no group.
 """
@@ -25,13 +25,13 @@ from ..._mesh_axes import Axes
 from ..._per_device import permute, vary_like, varying_over
 
 BLOCK = 512
-"""The largest number of positions of a block."""
+"""The largest number of positions in a block."""
 BATCH, HEADS, QUERIES, KEYS = 0, 1, 3, 2
-"""Where an axis is in queries, or in keys."""
+"""Positions of axes in queries, or in keys."""
 
 
 class Blockwise(NamedTuple):
-    """What is static of a computation: the mask, and where queries and keys are."""
+    """The static part of a computation: the mask, and the sharding of queries and keys."""
 
     causal: bool
     window: int | None
@@ -46,14 +46,14 @@ class Blockwise(NamedTuple):
     zigzag: bool = False
     """Whether shards are in zig-zag order: see `to_zigzag`."""
     hops: int = 0
-    """How often a shard of keys goes on to the next device."""
+    """How often a shard of keys is sent on to the next device."""
 
     def query_starts(self, length: int) -> jax.Array:
         """Return the first position of each run of local queries."""
         return self._starts(length, jax.lax.axis_index(self.axes)) if self.sharded_queries else jnp.zeros(1, int)
 
     def key_starts(self, length: int, hop: Any) -> jax.Array:
-        """Return the first position of each run of the keys that are here after some hops."""
+        """Return the first position of each run of the keys on this device after some hops."""
         if not self.sharded_keys:
             return jnp.zeros(1, int)
         return self._starts(length, (jax.lax.axis_index(self.axes) - hop) % self.shards)
@@ -66,15 +66,15 @@ class Blockwise(NamedTuple):
         return halves * (length // 2)
 
     def passed_on(self, xs: Any, hops: int = 1) -> Any:
-        """Send arrays to the device that is some hops further."""
+        """Send arrays on by some hops."""
         pairs = [(i, (i + hops) % self.shards) for i in range(self.shards)]
         return jax.tree.map(lambda x: permute(x, self.axes, pairs), xs)
 
 
 class ScoreTerms(NamedTuple):
-    """What scores depend on besides queries and keys.
+    """Terms that scores depend on, besides queries and keys.
 
-    Bias and mask have the axes (batch, heads, group, queries, keys), of which each may have size one, and all keys.
+    Bias and mask have the axes (batch, heads, group, queries, keys), with all keys; each axis may have size one.
     Segments have the axes (batch, heads, positions), with all positions.
     """
 
@@ -89,8 +89,7 @@ class ScoreTerms(NamedTuple):
 def to_zigzag(x: jax.Array, axis: int, axes: Axes, count: int) -> jax.Array:
     """Exchange halves of shards, so that under a causal mask all devices have the same work.
 
-    Of twice as many halves as devices, the first and the last are on the first device, the second and the last but one
-    on the second, and so on.
+    The first and the last half are on the first device, the second and the last but one on the second, and so on.
     """
     return _exchange_halves(x, axis, axes, count, inverse=False)
 
@@ -112,8 +111,8 @@ def _exchange_halves(x: jax.Array, axis: int, axes: Axes, count: int, inverse: b
 
 
 def attend(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array, terms: ScoreTerms) -> Any:
-    """Return the result, zeros for queries without keys, and the log of the sum of exponentials, infinite for these."""
-    # Gradients are summed once, outside, over the mesh axes that an operand is replicated over.
+    """Return the result, and the log of the sum of exponentials: zero and infinite for queries without keys."""
+    # Gradients are summed once, outside, over the mesh axes over which an operand is replicated.
     over = set(plan.axes).union(*map(varying_axes, jax.tree.leaves((query, key, value, terms))))
     operands = jax.tree.map(lambda x: varying_over(x, sorted(over - varying_axes(x))), (query, key, value, terms))
     return _attend(plan, *operands)
@@ -202,7 +201,7 @@ def _visit_keys(
     query_starts: jax.Array,
     key_starts: jax.Array,
 ) -> Any:
-    """Add some keys to the running maximum, the running sum and the weighted sum of values of all queries."""
+    """Add some keys to the running maximum, the running sum and the weighted sum of values, for all queries."""
     queries = _Runs(query.shape[QUERIES], query_starts)
     keys = _Runs(key.shape[KEYS], key_starts)
 
@@ -239,7 +238,7 @@ def _visit_queries(
     query_starts: jax.Array,
     key_starts: jax.Array,
 ) -> Any:
-    """Add to the gradients of all queries and the bias, and to those of some keys and their values."""
+    """Add to the gradients of all queries, of the bias, and of some keys and their values."""
     queries = _Runs(of_queries[0].shape[QUERIES], query_starts)
     keys = _Runs(key.shape[KEYS], key_starts)
 
@@ -279,7 +278,7 @@ def _visit_queries(
 
 
 class _Runs:
-    """Local positions: runs of equal length, each cut into blocks of equal length."""
+    """The local positions: runs of equal length, each cut into blocks of equal length."""
 
     def __init__(self, length: int, starts: jax.Array):
         self.starts = starts
@@ -303,7 +302,7 @@ class _Runs:
 
 
 def _block_size(length: int) -> int:
-    """Return the length of blocks: the largest divisor that is small enough, unless it is far too small."""
+    """Return the block length: the largest divisor that is small enough, unless it is far too small."""
     size = next(s for s in range(min(BLOCK, length), 0, -1) if length % s == 0)
     return size if size >= BLOCK // 8 else length
 
@@ -331,7 +330,7 @@ def _scores(
     i: jax.Array,
     j: jax.Array,
 ) -> jax.Array:
-    """Compute the scores of a block, minus infinity where the mask excludes."""
+    """Compute the scores of a block, with minus infinity where the mask excludes a key."""
     scores = _product(plan, "bhgqd,bhkd->bhgqk", q, k) * plan.scale
     if terms.bias is not None:
         scores = scores + _of_block(terms.bias, queries, keys, i, j).astype(scores.dtype)
@@ -355,14 +354,14 @@ def _scores(
 
 
 def _of_block(x: jax.Array, queries: _Runs, keys: _Runs, i: jax.Array, j: jax.Array) -> jax.Array:
-    """Return the block of a mask or bias: local queries, and keys by their position; axes of size one stay."""
+    """Return a block of a mask or bias: local queries, and keys by their position; axes of size one stay."""
     if x.shape[-2] > 1:
         x = queries.block(x, i, 3)
     return jax.lax.dynamic_slice_in_dim(x, keys.start(j), keys.size, 4) if x.shape[-1] > 1 else x
 
 
 def _with_block(x: jax.Array, own: jax.Array, queries: _Runs, keys: _Runs, i: jax.Array, j: jax.Array) -> jax.Array:
-    """Return an array with another block: the inverse of `_of_block`."""
+    """Replace a block of an array: the inverse of `_of_block`."""
     zero = jnp.zeros((), int)
     starts = [zero] * 3 + [i * queries.size if x.shape[-2] > 1 else zero, keys.start(j) if x.shape[-1] > 1 else zero]
     return jax.lax.dynamic_update_slice(x, own, starts)

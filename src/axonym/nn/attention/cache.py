@@ -172,8 +172,10 @@ class KVCache(eqx.Module):
         new = Axis(self.KPos, sizes.pop())
         room = self.keys.axis_size(self.KPos)
         if new.size > room:
+            do = "do" if new.size > 1 else "does"
             raise ValueError(
-                f"KVCache.update: {new.size} positions do not fit in the cache, which has room for {room}."
+                f"KVCache.update: {_errors.counted(new.size, 'position')} {do} not fit in the cache, which has room "
+                f"for {room}."
             )
         if self.window is not None and new.size > (most := room - self.window + 1):
             raise ValueError(
@@ -189,7 +191,7 @@ class KVCache(eqx.Module):
                 positions = positions % room
 
             def write(old: NamedArray, new: NamedArray) -> NamedArray:
-                # Padding beyond the end is dropped, and so is all if there is no such cache.
+                # Padding beyond the end is dropped, and everything if there is no such cache.
                 index = {**at, self.KPos: positions}
                 return old.at[index].set(astype(new, old.dtype), mode="drop", unique_indices=True)
         else:
@@ -198,7 +200,7 @@ class KVCache(eqx.Module):
             def write(old: NamedArray, new: NamedArray) -> NamedArray:
                 return updated_slice(old, {**at, self.KPos: start}, new)
 
-        # Lengths are waited for when the writing is under way.
+        # Wait for the lengths only after the writing has started.
         keys, values = write(self.keys, keys), write(self.values, values)
         lengths = self._within_room("update", lengths, new.size)
         lengths = self.lengths.at[at].set(lengths) if at else lengths
@@ -225,11 +227,10 @@ class KVCache(eqx.Module):
         return dataclasses.replace(self, lengths=within - count) if self.checked else self
 
     def _within_room(self, method: str, lengths: NamedArray, count: int) -> NamedArray:
-        """Return lengths, after checking that none exceeds the capacity."""
+        """Check that no length exceeds the capacity, and return the lengths."""
         room = self.keys.axis_size(self.KPos)
-        message = (
-            f"KVCache.{method}: with {count} more, some have more than the {room} positions that there is room for."
-        )
+        most = _errors.counted(room, "position")
+        message = f"KVCache.{method}: with {count} more, some have more than the {most} that there is room for."
         if self.window is not None:
             return lengths
         if not isinstance(lengths.array, Tracer):
@@ -253,7 +254,7 @@ class KVCache(eqx.Module):
         """
         room = self.keys.resolve_axis(self.KPos)
         held = wrap(jnp.arange(room.size), (room.name,)).broadcast_to((*self.lengths.axes, room))
-        if self.window is not None:  # each slot holds the latest position that was written to it
+        if self.window is not None:  # each slot holds the latest position written to it
             latest = self.lengths - 1
             held = latest - (latest - held) % room.size
         held = held.broadcast_to((*union_axes(positions.axes, self.lengths.axes), room))
@@ -262,7 +263,7 @@ class KVCache(eqx.Module):
 
 
 def _counted(Pos: Axis, lengths: NamedArray) -> NamedArray:
-    """Return the numbers from 0 along an axis, broadcast to the axes of lengths."""
+    """Return the numbers from 0 along an axis, broadcast to the axes of the lengths."""
     return wrap(jnp.arange(Pos.size), (Pos.name,)).broadcast_to((*lengths.axes, Pos))
 
 
@@ -273,7 +274,10 @@ def _check_new(label: str, new: NamedArray, old: NamedArray, KPos: str, at: Coll
     if missing or extra:
         problems = [f"lack {_errors.describe_axes(missing)}"] if missing else []
         problems += [f"have {_errors.describe_axes(extra)} besides"] if extra else []
+        hint = ""
+        if not missing and len(extra) == 1 and KPos not in new.names and extra[0] not in old.names:
+            hint = f" Rename it: {label}.rename({{{extra[0]!r}: {KPos!r}}})."
         raise ValueError(
             f"KVCache.update: the {label} {_errors.describe_shape(new.shape)} {' and '.join(problems)}, compared to "
-            f"those of the cache {_errors.describe_shape(old.shape)}. The axis of positions is {KPos!r}."
+            f"those of the cache {_errors.describe_shape(old.shape)}. The axis of positions is {KPos!r}.{hint}"
         )

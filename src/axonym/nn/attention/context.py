@@ -149,11 +149,11 @@ def attend_along_sequence(
     return wrap(kernel.call(query.array, key.array, value.array, *(x.array for x in terms.values())), kernel.names)
 
 
-# --- the roles of axes, and where they are ---
+# --- the roles and shardings of axes ---
 
 
 def _may_be_sharded(KPos: Names, key: NamedArray) -> bool:
-    """Return quickly whether the positions of keys may be sharded."""
+    """Return whether the positions of keys may be sharded: a quick check."""
     entries = jax.typeof(key.array).sharding.spec
     return any(mapped_axes(n) for n in KPos) or any(
         e is not None for n, e in zip(key.names, entries, strict=False) if n in KPos
@@ -161,9 +161,9 @@ def _may_be_sharded(KPos: Names, key: NamedArray) -> bool:
 
 
 def _sharded_over(what: str, mesh: AnyMesh, operands: Sequence[NamedArray]) -> dict[str, Axes]:
-    """Return the mesh axes over which each axis is sharded: as the arrays say if Explicit, as the mapping says if not.
+    """Return the mesh axes over which each axis is sharded: from the arrays if Explicit, from the mapping if not.
 
-    Inside `shard_map`, they are those of the mapping that are manual.
+    Inside `shard_map`, they are the manual mesh axes of the mapping.
     """
     by_mapping = AxisType.Manual if has_manual(mesh) else AxisType.Auto
     found: dict[str, Axes] = {}
@@ -183,7 +183,7 @@ def _roles(
     found: dict[str, Axes],
     problems: list[str],
 ) -> AxisRoles | None:
-    """Return the roles of the axes; None if there are problems, which are added to."""
+    """Return the roles of the axes; None, after appending to the problems, if they are not clear."""
     shared = tuple(n for n in key.names if n not in KPos and n != Key)
     for label, x in {"query": query, "value": value}.items():
         if missing := [n for n in shared if n not in x.names]:
@@ -215,7 +215,7 @@ def _roles(
 def _placed(
     roles: AxisRoles, mesh: AnyMesh, found: dict[str, Axes], operands: Sequence[NamedArray], problems: list[str]
 ) -> SequenceSharding:
-    """Return a placement of all operands, with the positions of keys sharded as those of queries, or the reverse."""
+    """Return a placement of all operands, with the positions of keys and queries sharded alike."""
     (queries,), (keys,) = roles.positions, roles.keys
     sequence = found.get(queries) or found.get(keys, ())
     others = [n for n in found if n not in (queries, keys, *roles.features, *roles.values)]
@@ -236,7 +236,7 @@ def _placed(
 
 
 def _terms(what: str, roles: AxisRoles, mask: Mask, bias: NamedArray | None) -> dict[str, NamedArray]:
-    """Return what the scores depend on besides queries and keys, as the fields of `ScoreTerms`."""
+    """Return the terms that scores depend on besides queries and keys, as the fields of `ScoreTerms`."""
     scores = tuple(n for role in (*roles.of_queries, roles.keys) for n in role)
     causal = mask if isinstance(mask, Causal) else None
     found = {
@@ -250,11 +250,11 @@ def _terms(what: str, roles: AxisRoles, mask: Mask, bias: NamedArray | None) -> 
     return {label: x for label, (x, _) in found.items() if x is not None}
 
 
-# --- what to do ---
+# --- the choice of context ---
 
 
 def _hops(placed: SequenceSharding, keys: int, queries: int, mask: Mask) -> int:
-    """Return how far the keys of a device go in a ring: as far as the window reaches."""
+    """Return how many hops the keys of a device make in a ring: as many as the window needs."""
     if not isinstance(mask, Causal) or mask.window is None or keys != queries:
         return placed.shards - 1
     shard = keys if has_manual(placed.mesh) else keys // placed.shards
@@ -262,7 +262,7 @@ def _hops(placed: SequenceSharding, keys: int, queries: int, mask: Mask) -> int:
 
 
 def _exchanged(roles: AxisRoles, placed: SequenceSharding, query: NamedArray) -> int | None:
-    """Return which merged axis is exchanged for positions: heads, or else the batch; None if neither can be."""
+    """Return the merged axis to exchange for positions: heads, or else the batch; None if neither is possible."""
     for position, names in ((HEADS, roles.heads), (BATCH, roles.batch)):
         if names and placed.local(query, names) % placed.shards == 0:
             return position
@@ -272,7 +272,7 @@ def _exchanged(roles: AxisRoles, placed: SequenceSharding, query: NamedArray) ->
 def _cheapest(
     roles: AxisRoles, placed: SequenceSharding, query: NamedArray, key: NamedArray, value: NamedArray, hops: int
 ) -> Context:
-    """Return the context that moves fewer bytes: so many hops of keys and values, or each operand and result once."""
+    """Return the context that moves fewer bytes: `hops` times keys and values, or each operand and result once."""
     keys, queries = placed.local(key) + placed.local(value), placed.local(query)
     result = queries // query.axis_size(roles.features[0]) * placed.local(value, roles.values)
     share = (placed.shards - 1) / placed.shards
@@ -318,7 +318,7 @@ def _on_device(
     exchanged: int | None,
     *arrays: jax.Array,
 ) -> jax.Array:
-    """Attend with the shards of one device."""
+    """Compute attention for the shards of one device."""
     sizes = {n: s for own, x in zip(names[:3], arrays, strict=False) for n, s in zip(own, x.shape, strict=True)}
     dtype = jnp.result_type(*arrays[:3])
     features, values = roles.features, roles.values

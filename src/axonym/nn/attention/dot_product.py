@@ -196,7 +196,7 @@ def _weights(
     precision: Any,
     scaling_factor: float | None,
 ) -> NamedArray:
-    """Compute the weights, with the batch axes first, then the other axes of the query, then those of the key."""
+    """Compute the weights: batch axes first, then the other axes of the query, then those of the key."""
     dtype = jnp.result_type(query.dtype, key.dtype)
     wide = dtype if attention_dtype is None else dtype_key(attention_dtype)
     if jnp.promote_types(dtype, wide) != wide:
@@ -217,7 +217,7 @@ def _weights(
         mask = mask.written_out(query.resolve_axis(mask.QPos), key.resolve_axis(KPos[0]))
     if mask is not None:
         require_subset(what, "mask", mask.names, scores.names)
-        # A finite number, so that softmax and its gradient are finite for a query that can attend to nothing.
+        # A finite number, so that softmax and its gradient are finite for a query that cannot attend to any key.
         scores = where(mask, scores, float(jnp.finfo(scores.dtype).min))
     return astype(softmax(scores, KPos), dtype)
 

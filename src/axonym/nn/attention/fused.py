@@ -152,7 +152,7 @@ def _roles(
 
 
 def _out_names(query_names: Names, roles: Roles) -> Names:
-    """Return the names of the result: those of the query, with the features of values in place of its own."""
+    """Return the names of the result: those of the query, with the features of the values in place of its own."""
     return tuple(roles.values[0] if n == roles.features[0] else n for n in query_names)
 
 

@@ -235,7 +235,7 @@ class YarnRotary(Rotary):
         return plain * (1 - divided + divided / self.factor)
 
     def _pair_with_rotations(self, count: float, size: int) -> float:
-        """Return the index, with a fraction, of the pair with that many rotations over the training context."""
+        """Return the fractional index of the pair with that many rotations over the training context."""
         return (
             size * math.log(self.original_max_position_embeddings / (count * 2 * math.pi)) / (2 * math.log(self.theta))
         )
