@@ -196,7 +196,6 @@ ALGEBRA: list[tuple[Callable[..., Any], tuple[Any, ...], Any]] = [
     (without_axes, ((A, B, C), ("c", "a")), (B,)),
     (without_axes, ((A, B), "zz"), (A, B)),
     (without_axes, (A, "a"), ()),
-    (without_axes, ((A, B), A9, True), (B,)),
     (without_axes, ({"a": 2, "b": 3}, "a"), {"b": 3}),
     (hax.axis.eliminate_axes, ((A, B, C), B), (A, C)),
     (hax.axis.eliminate_axes, ((A, B, C), ("c", "a")), (B,)),

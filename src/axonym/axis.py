@@ -264,17 +264,14 @@ def intersect_axes(ax1: AxisSelection, ax2: AxisSelection) -> Any:
     return _like(ax1, tuple(second[n] if isinstance(a, str) else a for n, a in first.items() if n in second))
 
 
-def without_axes(axis_spec: AxisSelection, to_remove: AxisSelection, allow_mismatched_sizes: bool = False) -> Any:
+def without_axes(axis_spec: AxisSelection, to_remove: AxisSelection) -> Any:
     """Return the axes that are not in `to_remove`, which may include axes that do not exist.
-
-    A size that differs is an error unless `allow_mismatched_sizes`.
 
     >>> axn.axis.without_axes(axn.make_axes(batch=8, pos=3), ("pos", "embed"))
     (Axis(name='batch', size=8),)
     """
     first, second = _by_name(axis_spec), _by_name(to_remove)
-    if not allow_mismatched_sizes:
-        _check_sizes("without_axes", first, second)
+    _check_sizes("without_axes", first, second)
     return _like(axis_spec, tuple(a for n, a in first.items() if n not in second))
 
 

@@ -125,7 +125,6 @@ def test_length_of_a_dynamic_slice() -> None:
 
 def test_dynamic_slices_as_values() -> None:
     assert axn.ds is axn.ds
-    assert axn.ds(2, 3).to_slice() == slice(2, 5)
     assert repr(axn.ds.block(2, 3)) == "ds(6, 3)"
     assert axn.ds(0, axn.Axis("x", 3)).size == 3
 

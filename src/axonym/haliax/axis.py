@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from .. import ds as _ds
-from ..axis import *  # noqa: F403  # the same names, but for those below
+from ..axis import *  # noqa: F403  # the same names, but for those below  # pyright: ignore[reportAssignmentType]
 from ..axis import (
     AxisSelection,
     AxisSpec,
@@ -14,7 +14,7 @@ from ..axis import (
     axis_spec_to_shape_dict,
     concat_axes,
     intersect_axes,
-    without_axes,
+    without_axes as _without_axes,
 )
 
 PartialAxisSpec: TypeAlias = AxisSelection
@@ -34,6 +34,14 @@ class dslice(_ds):
 
     __slots__ = ()
     must_fit = False
+
+    def to_slice(self) -> slice:
+        """Return the same slice as a Python slice.
+
+        >>> hax.dslice(2, 3).to_slice()
+        slice(2, 5, None)
+        """
+        return slice(self.start, self.start + self.size)
 
 
 ds = dslice
@@ -58,6 +66,15 @@ def concat_axis_specs(a1: AxisSpec, a2: AxisSpec) -> Any:
     return concat_axes(a1, a2)
 
 
+def without_axes(axis_spec: AxisSelection, to_remove: AxisSelection, allow_mismatched_sizes: bool = False) -> Any:
+    """Remove axes as `axonym.axis.without_axes` does; with `allow_mismatched_sizes`, by their names alone.
+
+    >>> hax.axis.without_axes(hax.make_axes(batch=8, pos=3), hax.Axis("pos", 4), allow_mismatched_sizes=True)
+    (Axis(name='batch', size=8),)
+    """
+    return _without_axes(axis_spec, tuple(axis_spec_to_shape_dict(to_remove)) if allow_mismatched_sizes else to_remove)
+
+
 def eliminate_axes(axis_spec: AxisSelection, to_remove: AxisSelection) -> Any:
     """Return the axes that are not in `to_remove`, all of which must exist.
 
@@ -65,4 +82,4 @@ def eliminate_axes(axis_spec: AxisSelection, to_remove: AxisSelection) -> Any:
     (Axis(name='batch', size=8),)
     """
     _check_present("eliminate_axes", axis_spec_to_shape_dict(to_remove), axis_spec)
-    return without_axes(axis_spec, to_remove)
+    return _without_axes(axis_spec, to_remove)

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import operator
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from jax.experimental import multihost_utils
 from .._named_scope import named_call as named_call
 from ..axis import Axis
 from ..named_array import NamedArray, describe_array, is_jax_array_like as is_jax_array_like
+from ..ops._index_plan import is_pallas_slice
 from ..sharding.shard import in_trace
 from ..transforms.rematerialization import tree_checkpoint_name as _tree_checkpoint_name
 from ..tree import maybe_rng_split as maybe_rng_split
@@ -232,5 +232,4 @@ def is_pallas_dslice(x: object) -> bool:
     >>> hax.jax_utils.is_pallas_dslice(slice(0, 3))
     False
     """
-    pallas = sys.modules.get("jax.experimental.pallas")  # slow to import; if it is not, there is no such slice
-    return pallas is not None and isinstance(x, pallas.Slice)
+    return is_pallas_slice(x)

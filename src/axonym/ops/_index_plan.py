@@ -47,14 +47,6 @@ class ds:
         if self.size < 0:
             raise ValueError(f"ds: a length cannot be negative, got {self.size}.")
 
-    def to_slice(self) -> slice:
-        """Return the same slice as a Python slice.
-
-        >>> axn.ds(2, 3).to_slice()
-        slice(2, 5, None)
-        """
-        return slice(self.start, self.start + self.size)
-
     @classmethod
     def block(cls, idx: Any, size: int) -> Self:
         """Make the slice of the `idx`-th block of `size` elements.
@@ -164,7 +156,7 @@ def make_plan(
                 add(name, "slice", (start, stop, step))
             else:
                 add(name, "dynamic slice", max(stop - start, 0), np.int32(start))
-        elif isinstance(index, ds) or _is_pallas_slice(index):
+        elif isinstance(index, ds) or is_pallas_slice(index):
             must_fit = for_view or getattr(index, "must_fit", True)
             _add_dynamic_slice(add, name, index, size, for_update, must_fit)
         elif isinstance(index, (int, np.integer)) and not isinstance(index, (bool, np.bool_)):
@@ -237,8 +229,9 @@ def _add_dynamic_slice(
     add(name, "gather", (*names, name), array, padded)
 
 
-def _is_pallas_slice(index: Any) -> bool:
-    pallas = sys.modules.get("jax.experimental.pallas")
+def is_pallas_slice(index: Any) -> bool:
+    """Return whether an index is a slice as Pallas writes it, `pl.ds(start, size)`."""
+    pallas = sys.modules.get("jax.experimental.pallas")  # slow to import; if it is not, there is no such slice
     return pallas is not None and isinstance(index, pallas.Slice)
 
 

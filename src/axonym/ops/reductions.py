@@ -94,13 +94,11 @@ _ARGUMENTS = """
         where: which elements take part, by name."""
 
 
-def _plain(
-    name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True
-) -> ReductionFunction:
+def _plain(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> ReductionFunction:
     def op(array, axis=None, *, where=None, **other):
         if other:
             _refuse(op, array, other)
-        return _reduce(fn, name, array, axis, where, native)
+        return _reduce(fn, name, array, axis, where, True)
 
     return _publish(op, name, _doc(name, summary, "", example, shown))
 
@@ -116,14 +114,12 @@ def _typed(
     return _publish(op, name, _doc(name, summary, "\n        dtype: the dtype to compute in.", example, shown))
 
 
-def _spread(
-    name: str, fn: Callable[..., Any], summary: str, example: str, shown: str, native: bool = True
-) -> SpreadReduction:
+def _spread(name: str, fn: Callable[..., Any], summary: str, example: str, shown: str) -> SpreadReduction:
     def op(array, axis=None, *, where=None, ddof=0, dtype=None, **other):
         if other:
             _refuse(op, array, other)
         return _reduce(
-            fn, name, array, axis, where, native, (("ddof", static_number(name, "ddof", ddof)), *_dtype_option(dtype))
+            fn, name, array, axis, where, True, (("ddof", static_number(name, "ddof", ddof)), *_dtype_option(dtype))
         )
 
     extra = "\n        ddof: what to subtract from the count before dividing.\n        dtype: the dtype to compute in."
@@ -183,10 +179,6 @@ def _only(x: Any, where: Any) -> Any:
     return x if where is None else jnp.where(where, x, jnp.nan)
 
 
-def _logsumexp(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
-    return jax.nn.logsumexp(x, axis=axis, where=where)
-
-
 def _count_nonzero(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
     return jnp.sum(jnp.not_equal(x, 0), axis=axis, where=where)
 
@@ -212,7 +204,7 @@ nanstd = _spread("nanstd", jnp.nanstd, "Compute the standard deviation of the el
 nanvar = _spread("nanvar", jnp.nanvar, "Compute the variance of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
 std = _spread("std", jnp.std, "Compute the standard deviation.", "[[1., 5.], [3., 5.]]", "float32[x=2], [2. 1.]")
 var = _spread("var", jnp.var, "Compute the variance.", "[[1., 5.], [3., 5.]]", "float32[x=2], [4. 1.]")
-logsumexp = _plain("logsumexp", _logsumexp, "Compute the logarithm of the sum of the exponentials, computed safely.", "[[0., 0.], [1., 1.]]", "float32[x=2], [0.6931 1.6931]")
+logsumexp = _plain("logsumexp", jax.nn.logsumexp, "Compute the logarithm of the sum of the exponentials, computed safely.", "[[0., 0.], [1., 1.]]", "float32[x=2], [0.6931 1.6931]")
 count_nonzero = _plain("count_nonzero", _count_nonzero, "Count the elements that are not zero.", "[[0, 2], [3, 4]]", "int32[x=2], [1 2]")
 # fmt: on
 

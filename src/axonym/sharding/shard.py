@@ -108,9 +108,9 @@ def copied_to_host(x: jax.Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
-def shard_quietly(tree: T, placement: Placement, what: str, mesh: AnyMesh | None = None) -> T:
+def shard_quietly(tree: T, placement: Placement, what: str) -> T:
     """Shard a tree, for other modules of the library; without a mapping or a mesh, return the tree as it is."""
-    return _shard(tree, placement, mesh, what, warn=False)
+    return _shard(tree, placement, None, what, warn=False)
 
 
 def shard_arguments(
