@@ -86,7 +86,8 @@ def page(recorded: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-REASONS = """The model in Axonym consists of Equinox modules, which JAX flattens in Python at each call. `equinox.partition` or a
+REASONS = """\
+The model in Axonym consists of Equinox modules, which JAX flattens in Python at each call. `equinox.partition` or a
 flat list of its arrays avoids that: see [how to avoid costs](performance.md#how-to-avoid-costs). In the sharded step,
 each use of a parameter is a `jax.shard_map` of its own, which takes time to trace, and saves bytes. The temporary
 memory of a block holds the same large arrays as in plain JAX, which XLA arranges in another way."""
