@@ -53,6 +53,8 @@ _INTERNING = threading.Lock()
 ACTIVE = jax.make_user_context(None)
 ENVIRONMENT = jax.make_user_context(None)
 """Holds the names that stand for mesh axes inside `shard_map`: see `axonym.manual._axis_environment`."""
+MAPPED = jax.make_user_context(False)
+"""Whether a function is mapped over an axis on a mesh: see `axonym.transforms._mapped_axis`."""
 
 activated = False
 """Whether settings were ever active. If not, an eager operation does not have to ask JAX for them."""

@@ -330,3 +330,38 @@ def test_groups_of_a_sharded_batch(kind: Any, mesh: Mesh) -> None:
         with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):
             found = jax.jit(jax.grad(loss))(axn.shard(layer), axn.shard(inputs))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize("mapping", [{"batch": "data"}, {"layers": "data"}], ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_mapped_over_on_a_mesh(groups: int, mapping: Any, mesh: Mesh) -> None:
+    """XLA is wrong about the grouped convolution that a convolution with a weight for each element becomes."""
+    Layers = axn.Axis("layers", 4)
+    make = axn.vmap(lambda key: Conv.init("height", In, Out, 3, groups=groups, key=key), Layers)
+    layers, x = jax.jit(make)(jax.random.split(KEY, 4)), sample(Layers, axn.Axis("batch", 8), H, In)
+
+    def loss(layers: Any, x: axn.NamedArray) -> tuple[jax.Array, axn.NamedArray]:
+        result = axn.vmap(lambda layer, x: layer(x), Layers)(layers, x)
+        return axn.sum(axn.sin(result)).scalar(), result
+
+    expected = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(layers, x)
+    with jax.set_mesh(mesh), axn.axis_mapping(mapping):
+        found = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(*axn.shard((layers, x), mapping))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize("kind", [Conv, ConvTranspose])
+def test_channels_sharded_over_more_devices_than_groups(kind: Any, mesh: Mesh) -> None:
+    """XLA would end the process."""
+    channels, features = axn.Axis("channels", 8), axn.Axis("features", 8)
+    layer = kind.init("height", channels, features, 3, groups=2, key=KEY)
+    x = sample(axn.Axis("batch", 2), H, channels)
+
+    def loss(layer: Any, x: axn.NamedArray) -> tuple[jax.Array, axn.NamedArray]:
+        result = layer(x)
+        return axn.sum(axn.sin(result)).scalar(), result
+
+    expected = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(layer, x)
+    with jax.set_mesh(mesh), axn.axis_mapping({"features": ("data", "model")}):
+        found = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(*axn.shard((layer, x)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)

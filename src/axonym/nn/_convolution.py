@@ -5,6 +5,9 @@ channels: for the gradient of the weight of a grouped convolution, and for value
 a sharded axis. These are several times too large, unless all mesh axes shard the batch and the axes of the convolution.
 Products are partitioned rightly, so there a convolution is a sum of products, one for each position in the kernel.
 Values are wrong, too, where the kernel is sharded along an axis of the convolution, so it never is.
+
+A convolution that is mapped over becomes a grouped one with other axes, which XLA partitions wrongly in more cases, and
+XLA fails if channels are sharded over more devices than divide the groups. These are sums of products, too.
 """
 
 from __future__ import annotations
@@ -19,7 +22,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from .._mesh_axes import AnyMesh, entries_of, mesh_around, reshard, sharded_over, types_of
+from .._context import MAPPED
+from .._mesh_axes import (
+    AnyMesh,
+    Axes,
+    entries_of,
+    mapped_axes,
+    mesh_around,
+    mesh_axes,
+    reshard,
+    sharded_over,
+    storage_axes,
+    types_of,
+)
 from .._output_sharding import call_with_output_sharding
 from .._strided_slices import strided_slice
 from ..axis import Names
@@ -67,10 +82,23 @@ def apply_convolution(
         batch = [n for n in names if n != channels and n not in spatial]
         # Several batch axes are merged, of which XLA keeps the sharding of the first.
         used = {a for n in (*spatial, *batch[:1]) for a in over[n]}
-        if (along_sharded or (groups > 1 and any(over[n] for n in batch))) and not large <= used:
+        wrong = (along_sharded or (groups > 1 and any(over[n] for n in batch))) and not large <= used
+        channels_over = _sharded_channels(channels, in_names, out_names, x, weight) if groups > 1 else ()
+        cut = any(groups % math.prod(mesh.shape[a] for a in axes if a in large) for axes in channels_over)
+        if wrong or cut or MAPPED.value:
             convolve = _convolve_by_products
     fn = functools.partial(fn, convolve=convolve)
     return call_with_output_sharding(what, fn, in_names, out_names, (x, weight))
+
+
+def _sharded_channels(
+    channels: str, in_names: tuple[Names, Names], out_names: Names, x: jax.Array, weight: jax.Array
+) -> list[Axes]:
+    """Return the mesh axes over which the channels of operand, weight and result may be sharded."""
+    names, weight_names = in_names
+    found = [mapped_axes(n) for n in (channels, *out_names) if n == channels or n not in names]
+    found += [mesh_axes(entry) for n, entry in zip(names, entries_of(x), strict=True) if n == channels]
+    return [*found, *map(storage_axes, weight_names), *map(mesh_axes, entries_of(weight))]
 
 
 def _replicated(x: jax.Array, which: Sequence[bool], mesh: AnyMesh) -> jax.Array:

@@ -15,7 +15,18 @@ import jax
 from jax.sharding import AxisType
 
 from .. import _errors
-from .._mesh_axes import Axes, current_mesh, entries_of, mapped_axes, mapped_on, mesh_axes, reshard, shard_count
+from .._context import MAPPED
+from .._mesh_axes import (
+    Axes,
+    current_mesh,
+    entries_of,
+    mapped_axes,
+    mapped_on,
+    mesh_around,
+    mesh_axes,
+    reshard,
+    shard_count,
+)
 from .._tree_spec import ARRAYS
 from ..axis import Axis, AxisSelector, Names, name_of
 from ..named_array import NamedArray, is_named_array, wrap
@@ -71,6 +82,16 @@ def mapped_to(what: str, name: str, size: int, kind: AxisType) -> Axes:
         return ()
     found, others = (mapped_on(what, name, mesh, t) for t in (kind, *{AxisType.Auto, AxisType.Explicit} - {kind}))
     return found if size % shard_count(mesh, found) == 0 and not others else ()
+
+
+@contextlib.contextmanager
+def announced(names: Names, arrays: Sequence[Any]) -> Iterator[None]:
+    """Let operations know that they are mapped over axes, if there is a mesh.
+
+    XLA partitions some operations rightly, but not what `jax.vmap` makes of them: see `axonym.nn._convolution`.
+    """
+    with MAPPED(True) if names and not mesh_around(arrays).empty else contextlib.nullcontext():
+        yield
 
 
 def check_placed_elsewhere(what: str, sizes: Mapping[str, int], before: Sequence[Any], after: Sequence[Any]) -> None:

@@ -429,7 +429,7 @@ def _build(functions: WithArrays, plan: _LiftPlan, handed_on: TreeSpec) -> _kern
                 out_axes=tuple(_position(names, name, outer) for names in out_names),
                 spmd_axis_name=_mapped_axis.spmd_axes(what, name, sizes[name]),
             )
-        with _mapped_axis.collisions_named(what, mapped):
+        with _mapped_axis.collisions_named(what, mapped), _mapped_axis.announced(mapped, arrays):
             results = over_all(held, *arrays)
         return results if signature.several else results[0]
 

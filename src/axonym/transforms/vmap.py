@@ -95,8 +95,9 @@ def vmap(
             size = sizes[names[level]]
             spmd = _mapped_axis.spmd_axes("vmap", names[level], size)
             one = jax.vmap(one, in_axes=(positions,), axis_size=size, spmd_axis_name=spmd)
-        with _mapped_axis.collisions_named("vmap", names):
-            stacked = one(_placed_alike(names, sizes, operands))
+        arrays = _placed_alike(names, sizes, operands)
+        with _mapped_axis.collisions_named("vmap", names), _mapped_axis.announced(names, arrays):
+            stacked = one(arrays)
         return returned[0].unflatten(stacked)
 
     return functools.update_wrapper(mapped, fn, updated=())
