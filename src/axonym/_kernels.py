@@ -29,7 +29,16 @@ from jax.sharding import AxisType, PartitionSpec
 from . import _context, _errors, _output_sharding
 from ._context import ACTIVE, active_mapping, active_parameter_mapping
 from ._jax_versions import INLINE, is_staged
-from ._mesh_axes import check_mapped, explicit_mesh, mapped_axes, mesh_around, reshard, storage_axes
+from ._mesh_axes import (
+    AnyMesh,
+    check_mapped,
+    explicit_mesh,
+    mapped_axes,
+    mesh_around,
+    replicate_along,
+    reshard,
+    storage_axes,
+)
 from ._per_device import run_per_device
 from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 from .named_array import NamedArray, wrap_result
@@ -262,7 +271,7 @@ def make_kernel(
         per_device: a function of the operands that is tried first. If one of them is a parameter in its storage
             sharding, it runs the operation per device; if not, it returns None: see `axonym._fsdp_ops`.
         keep_unused: whether operands whose values are not used are kept, because the sharding of the result follows
-        from them (`iscomplex` of floats, say). From jax 0.12 on this keeps alive the arrays that `fn` closes over.
+            from them (`iscomplex` of floats, say). From jax 0.12 on this keeps alive the arrays that `fn` closes over.
         successors: for axes that are split, merged or renamed, the output axes that can take over their sharding.
     """
     sized = [s for s in selectors(selection) if isinstance(s, Axis)]
@@ -403,18 +412,17 @@ def _replicating(
     have equal shards. With one mesh axis there are none.
     """
 
-    def kept(names: Names, x: jax.Array) -> jax.Array:
-        entries = (None if n in along else PartitionSpec.UNCONSTRAINED for n in names)
-        return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+    def kept(names: Names, x: jax.Array, mesh: AnyMesh) -> jax.Array:
+        return replicate_along(x, [n in along for n in names], mesh)
 
     def call(*arrays):
         mesh = mesh_around()
         if AxisType.Auto not in mesh.axis_types or sum(size > 1 for size in mesh.shape.values()) < 2:
             return fn(*arrays)
-        found = fn(*map(kept, in_names, arrays))
+        found = fn(*[kept(names, x, mesh) for names, x in zip(in_names, arrays, strict=True)])
         if isinstance(found, (tuple, list)):
-            return tuple(map(kept, out_names, found))
-        return kept(out_names, found)
+            return tuple(kept(names, x, mesh) for names, x in zip(out_names, found, strict=True))
+        return kept(out_names, found, mesh)
 
     return call
 

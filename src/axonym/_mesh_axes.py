@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from . import _errors
@@ -144,6 +145,21 @@ def reshard(x: jax.Array, spec: Iterable[Entry], mesh: AnyMesh) -> jax.Array:
     return x if entries_of(x) == tuple(wanted) else jax.sharding.reshard(x, NamedSharding(mesh, wanted))
 
 
+def replicate_along(x: jax.Array, which: Sequence[bool], mesh: AnyMesh) -> jax.Array:
+    """Replicate an array along some of its axes; the others keep their sharding."""
+    x = reshard(x, (None if w else e for w, e in zip(which, entries_of(x), strict=True)), mesh)
+    if AxisType.Auto not in mesh.axis_types:
+        return x
+    if isinstance(x, Tracer):
+        entries = (None if w else PartitionSpec.UNCONSTRAINED for w in which)
+        return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+    if not isinstance(x.sharding, NamedSharding):  # under `jax.disable_jit`, on one device
+        return x
+    entries = (*x.sharding.spec, *(None,) * (x.ndim - len(x.sharding.spec)))
+    spec = PartitionSpec(*(None if w else e for w, e in zip(which, entries, strict=True)))
+    return jax.device_put(x, NamedSharding(x.sharding.mesh, spec))
+
+
 # --- names ---
 
 
@@ -197,7 +213,12 @@ def check_mapped(what: str, names: Iterable[str]) -> None:
 
 
 def mapped_on(what: str, name: str, mesh: AnyMesh, *types: AxisType) -> Axes:
-    """Return the mesh axes of some types over which the active mapping shards an axis; all must be in the mesh."""
+    """Return the mesh axes of some types over which the active mapping shards an axis; all must be in the mesh.
+
+    There are none without a mesh.
+    """
+    if mesh.empty:
+        return ()
     found, known = mapped_axes(name), types_of(mesh)
     check_mesh_axes(what, {name: found}, mesh)
     return tuple(a for a in found if known[a] in types)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import axonym as axn
 from axonym.nn.attention import (
@@ -15,6 +16,7 @@ from axonym.nn.attention import (
     causal_mask,
     combine_masks_and,
     combine_masks_or,
+    dot_product_attention,
     forgetful_causal_mask,
     mask_to_bias,
     prefix_lm_mask,
@@ -135,3 +137,14 @@ def test_mask_to_bias() -> None:
 def test_errors(call: Any, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         call()
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_queries_that_do_not_fit_the_mesh_attend(window: int | None, mesh: Mesh) -> None:
+    """A mask that attention itself makes is no new array of the user's, which would have to fit."""
+    q = axn.named(np.ones((2, 1, 4), np.float32), ("batch", "pos", "size"))
+    k = axn.named(np.ones((2, 8, 4), np.float32), ("batch", "key_pos", "size"))
+    attend = lambda: dot_product_attention(q, k, k, "key_pos", "size", mask=Causal("pos", window))
+    expected = attend()
+    with jax.set_mesh(mesh), axn.axis_mapping({"pos": "data"}):
+        assert_named(attend(), expected)

@@ -365,3 +365,25 @@ def test_channels_sharded_over_more_devices_than_groups(kind: Any, mesh: Mesh) -
     with jax.set_mesh(mesh), axn.axis_mapping({"features": ("data", "model")}):
         found = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(*axn.shard((layer, x)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)
+
+
+def test_small_numbers_are_summed_in_float32(mesh: Mesh) -> None:
+    """A sum of ones in bfloat16 stops at 256."""
+    layer = Conv.init(
+        ("height", "width"), axn.Axis("channels", 1), axn.Axis("features", 1), 17, use_bias=False, key=KEY
+    )
+    layer, x = (jax.tree.map(lambda a: jnp.ones_like(a, jnp.bfloat16), tree) for tree in (layer, LARGE))
+    with jax.set_mesh(mesh), axn.axis_mapping({"height": "data"}):
+        assert np.unique(axn.named_jit(layer)(axn.shard(x)).array) == 288
+    assert np.unique(layer(x).array) == 288
+
+
+LARGE = axn.zeros({"batch": 2, "height": 32, "width": 17, "channels": 1})
+
+
+def test_on_a_mesh_without_jit(mesh: Mesh) -> None:
+    layer, x = Conv.init("height", In, Out, 3, padding=1, key=KEY), sample(axn.Axis("batch", 8), H, In)
+    expected = layer(x)
+    with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data"}), jax.disable_jit():
+        assert_named(layer(x), expected, rtol=1e-5, atol=1e-5)
+        axn.convolve(x, axn.arange(axn.Axis("height", 3), dtype=float), "height")

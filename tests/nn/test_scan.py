@@ -72,6 +72,14 @@ def test_arguments_of_init_are_for_each_layer_or_for_all(kind: Any, by: Any, exp
     np.testing.assert_array_equal(found.array[:, 0], expected)
 
 
+@KINDS
+def test_layers_are_made_under_a_mapping_without_a_mesh(kind: Any) -> None:
+    init = lambda: kind.init(Layers, Layer)(key=KEY).get_layer(1).up.array
+    with axn.axis_mapping({"layers": "stage"}):
+        found = init()
+    np.testing.assert_array_equal(found, init())
+
+
 def test_the_function_that_init_returns_has_the_signature_of_the_layers() -> None:
     init: Any = Stacked.init(Layers, Layer)
     assert init.__name__ == "init" and init.__wrapped__ is Layer.init

@@ -42,6 +42,7 @@ class Blame:
 
 def blame(
     fn: Callable[..., Any],
+    /,
     *args: Any,
     axis: str,
     mapping: Any = None,

@@ -98,7 +98,7 @@ class Contract:
         """
         return self._checked > 0
 
-    def check(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+    def check(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
         """Explain a step, and raise an error if it breaks the contract; in a with-block, at its end.
 
         >>> axn.insight.contract(max_sent={}).check(lambda x: x * 2, axn.ones({"x": 8})).total_sent()

@@ -38,6 +38,7 @@ TIERS = ("compiled", "partitioner", "shardy", "names")
 
 def explain(
     fn: Callable[..., Any],
+    /,
     *args: Any,
     mapping: Any = None,
     mesh: AnyMesh | None = None,

@@ -38,7 +38,7 @@ class MappingSnapshot:
         self._numbers = itertools.count(1)
 
     def check(
-        self, fn: Callable[..., Any], *args: Any, mapping: Any = None, mesh: AnyMesh | None = None, **kwargs: Any
+        self, fn: Callable[..., Any], /, *args: Any, mapping: Any = None, mesh: AnyMesh | None = None, **kwargs: Any
     ) -> None:
         """Compare what a step does on a mesh with the file; with `--update-snapshots`, write the file.
 

@@ -23,7 +23,7 @@ from .explaining import active, distributed, explain
 
 
 def snapshot(
-    fn: Callable[..., Any], *args: Any, mapping: Any = None, mesh: AnyMesh | None = None, **kwargs: Any
+    fn: Callable[..., Any], /, *args: Any, mapping: Any = None, mesh: AnyMesh | None = None, **kwargs: Any
 ) -> str:
     """Write how a step's arguments are sharded, and what it sends between devices.
 

@@ -16,21 +16,20 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 
 from .._context import MAPPED
 from .._mesh_axes import (
-    AnyMesh,
     Axes,
     entries_of,
     mapped_axes,
     mesh_around,
     mesh_axes,
-    reshard,
+    replicate_along,
     sharded_over,
     storage_axes,
     types_of,
@@ -76,9 +75,9 @@ def apply_convolution(
         names, weight_names = in_names
         over = dict(zip(names, sharded_over(what, names, x, mesh, AxisType.Auto), strict=True))
         along_sharded = any(over[n] for n in spatial)
-        weight = _replicated(weight, [n in spatial for n in weight_names], mesh)
+        weight = replicate_along(weight, [n in spatial for n in weight_names], mesh)
         if not along_sharded:
-            x = _replicated(x, [n in spatial for n in names], mesh)  # on Auto mesh axes, however it was sharded
+            x = replicate_along(x, [n in spatial for n in names], mesh)  # on Auto mesh axes, however it was sharded
         batch = [n for n in names if n != channels and n not in spatial]
         # Several batch axes are merged, of which XLA keeps the sharding of the first.
         used = {a for n in (*spatial, *batch[:1]) for a in over[n]}
@@ -101,15 +100,6 @@ def _sharded_channels(
     return [*found, *map(storage_axes, weight_names), *map(mesh_axes, entries_of(weight))]
 
 
-def _replicated(x: jax.Array, which: Sequence[bool], mesh: AnyMesh) -> jax.Array:
-    """Replicate an array along some of its axes; the others keep their sharding."""
-    x = reshard(x, (None if w else e for w, e in zip(which, entries_of(x), strict=True)), mesh)
-    if AxisType.Auto not in mesh.axis_types:
-        return x
-    spec = PartitionSpec(*(None if w else PartitionSpec.UNCONSTRAINED for w in which))
-    return jax.lax.with_sharding_constraint(x, spec)
-
-
 def _convolve(x: jax.Array, weight: jax.Array, of: Parameters, numbers: jax.lax.ConvDimensionNumbers) -> jax.Array:
     """Apply a convolution as one operation."""
     return jax.lax.conv_general_dilated(
@@ -129,13 +119,17 @@ def _convolve_by_products(
     widths = [(before, after, d - 1) for (before, after), d in zip(pads, of.input_dilation, strict=True)]
     padded = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *widths])
     weight = weight.reshape(of.groups, weight.shape[0] // of.groups, *weight.shape[1:])
+    # Like a convolution, sum small floating-point numbers in float32.
+    small = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize < 4
+    dtype = jnp.float32 if small else None
     total = None
     for position in itertools.product(*map(range, kernel)):
         starts = [p * d for p, d in zip(position, of.dilation, strict=True)]
         ends = [n - s + 1 + start for n, s, start in zip(padded.shape[2:], span, starts, strict=True)]
-        product = _product(_cut(padded, starts, ends, of.strides), weight[(..., *position)])
+        product = _product(_cut(padded, starts, ends, of.strides), weight[(..., *position)], dtype)
         total = product if total is None else total + product
     assert total is not None  # a kernel has a position at least
+    total = total.astype(x.dtype)
     return jnp.transpose(total, [numbers.out_spec.index(i) for i in range(total.ndim)])
 
 
@@ -148,12 +142,13 @@ def _cut(padded: jax.Array, starts: Sequence[int], ends: Sequence[int], strides:
     return cut(padded) if set(strides) == {1} else strided_slice(cut, padded)
 
 
-def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+def _product(x: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
     """Multiply (batch, in, ...) by the weight (group, out, in) of one position, to (batch, out, ...)."""
+    multiply = functools.partial(jax.lax.dot_general, preferred_element_type=dtype)
     groups = weight.shape[0]
     if groups == 1:
-        return jnp.moveaxis(jax.lax.dot_general(x, weight[0], (((1,), (1,)), ((), ()))), -1, 1)
+        return jnp.moveaxis(multiply(x, weight[0], (((1,), (1,)), ((), ()))), -1, 1)
     x = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
-    found = jax.lax.dot_general(x, weight, (((2,), (2,)), ((1,), (0,))))  # (group, batch, ..., out)
+    found = multiply(x, weight, (((2,), (2,)), ((1,), (0,))))  # (group, batch, ..., out)
     found = jnp.moveaxis(found, (0, -1), (1, 2))
     return found.reshape(found.shape[0], math.prod(found.shape[1:3]), *found.shape[3:])

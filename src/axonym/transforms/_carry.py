@@ -108,7 +108,7 @@ def conform(
         spec: the spec it must have.
         types: the types its arrays must have.
         settles: the tree is the carry of a loop. A weak type among `types`, from a Python number, becomes the dtype of
-        the carry here, and `settled` starts the loop with the sharding and device-varying type of the carry here.
+            the tree, and `settled` starts the loop with the sharding and device-varying type of the tree.
     """
     arrays, found = flatten_arrays(tree, ARRAYS_AND_NUMBERS)
     if found.structure != spec.structure:

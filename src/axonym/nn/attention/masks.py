@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _kernels
-from ..._mesh_axes import mapped_axes
+from ..._context import active_mapping
+from ..._mesh_axes import current_mesh, entries_by_name, fits, mapped_axes
 from ...axis import Axis, AxisSelector, Names, name_of
 from ...named_array import NamedArray, NamedOrNumeric, describe_array, named
 from ...ops._new_array import sharded_kernel
@@ -98,13 +99,20 @@ def _by_position(what: str, rule: Callable[..., jax.Array], QPos: Axis, KPos: Ax
     same mesh axes, needs more of the mask than a shard on each device, so there they are replicated.
     """
     operands = [operand(x) for x in numbers]
-    q, k = one_axis(what, "QPos", QPos), one_axis(what, "KPos", KPos)
-    batch = {n: size for x, names in operands for n, size in zip(names, jnp.shape(x), strict=False)}
-    axes = (*map(Axis, batch, batch.values()), q, k)
+    axes = one_axis(what, "QPos", QPos), one_axis(what, "KPos", KPos)
+    along_sequence = active_mapping() and not {*mapped_axes(axes[0].name)}.isdisjoint(mapped_axes(axes[1].name))
+    placed = _replicated(*axes) if along_sequence else contextlib.nullcontext()
+    if any(names for _, names in operands):
+        batch = {n: size for x, names in operands for n, size in zip(names, jnp.shape(x), strict=False)}
+        axes = *map(Axis, batch, batch.values()), *axes
     kernel = _position_kernel(what, rule, axes, tuple(names for _, names in operands))
-    along_sequence = {*mapped_axes(q.name)} & {*mapped_axes(k.name)}
-    with axis_mapping({q: None, k: None}, merge=True) if along_sequence else contextlib.nullcontext():
+    with placed:
         return kernel.apply(*(x for x, _ in operands))
+
+
+def _replicated(*axes: Axis) -> contextlib.AbstractContextManager[Any]:
+    """Replicate new arrays along some axes, in a with-block."""
+    return axis_mapping(dict.fromkeys(axes), merge=True)
 
 
 @_kernels.shared("axes", "in_names")
@@ -169,7 +177,13 @@ class Causal(eqx.Module):
         >>> axn.nn.attention.Causal("pos").written_out(axn.Axis("pos", 2), axn.Axis("key_pos", 2))
         NamedArray(bool[pos=2, key_pos=2], [[ True False] [ True True]])
         """
-        mask = causal_mask(QPos, KPos) if self.window is None else sliding_window_mask(QPos, KPos, self.window)
+        # Queries of any number can attend, such as a single new one, also if it does not fit the mesh.
+        mesh = current_mesh() if active_mapping() else None
+        uneven = (
+            [] if mesh is None else [a for a in (QPos, KPos) if not fits(entries_by_name([a.name]), [a.size], mesh)]
+        )
+        with _replicated(*uneven) if uneven else contextlib.nullcontext():
+            mask = causal_mask(QPos, KPos) if self.window is None else sliding_window_mask(QPos, KPos, self.window)
         further = self.further(KPos.name)
         return mask if further is None else _combined(logical_and, mask, further)
 
