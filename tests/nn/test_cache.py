@@ -282,6 +282,11 @@ def test_axes_as_mappings() -> None:
             lambda cache: cache.update(as_keys(K), as_keys(V), at={"batch": 0}),
             r"the keys \(batch=4, key_pos=8.*\) have \(batch\) besides",
         ),
+        (lambda cache: cache.update(as_keys(K), as_keys(V), count=9), r"`count` is how many of the 8 positions are"),
+        (
+            lambda cache: cache.update(as_keys(K), as_keys(V), count=axn.named([8, -1, 0, 2], "batch")),
+            "positions are valid, got -1 to 8",
+        ),
         (lambda cache: KVCache.init(Batch, Heads, KPos, Size, window=9), "a window of 9 positions needs a capacity"),
     ],
 )

@@ -388,3 +388,33 @@ def test_on_a_mesh_without_jit(mesh: Mesh) -> None:
     with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data"}), jax.disable_jit():
         assert_named(layer(x), expected, rtol=1e-5, atol=1e-5)
         axn.convolve(x, axn.arange(axn.Axis("height", 3), dtype=float), "height")
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (Conv, {"kernel_size": 2, "padding": 1, "dilation": 3}),
+        (ConvTranspose, {"kernel_size": 2, "stride": 2, "groups": 2}),
+        (ConvTranspose, {"kernel_size": 1, "stride": 2, "padding": 1}),
+    ],
+)
+def test_second_derivatives_along_a_sharded_axis(kind: Any, arguments: Any, explicit: bool) -> None:
+    """XLA is wrong, or fails, with one mesh axis, too."""
+    channels = axn.make_axes(channels=4, features=4)
+    layer = kind.init("height", *channels, **arguments, key=KEY)
+    x = sample(axn.Axis("batch", 2), axn.Axis("height", 16), channels[0])
+
+    def loss(layer: Any, x: axn.NamedArray) -> jax.Array:
+        return axn.sum(axn.sin(layer(x))).scalar()
+
+    def second(layer: Any, x: axn.NamedArray) -> Any:
+        gradients = jax.grad(loss, (0, 1))
+        return jax.grad(lambda *a: sum(jnp.sum(jnp.sin(g)) for g in jax.tree.leaves(gradients(*a))), (0, 1))(layer, x)
+
+    expected = jax.jit(second)(layer, x)
+    for devices in (2, 4):
+        mesh = axn.make_mesh({"a": devices}, explicit=explicit, devices=jax.devices()[:devices])
+        with jax.set_mesh(mesh), axn.axis_mapping({"height": "a"}):
+            found = jax.jit(second)(layer, axn.shard(x))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected)

@@ -446,14 +446,13 @@ UPDATES = [
         lambda x, y: (
             _at(x)[:, 1].add(-y[:, None]),
             _at(x)[:, 1].multiply(y[:, None]),
-            _at(x)[:, 1].multiply(y[:, None]),
             _at(x)[:, 1].divide(y[:, None]),
             _at(np.abs(x))[:, 1].power(y[:, None]),
             _at(x)[:, 1].min(y[:, None]),
             _at(x)[:, 1].max(y[:, None]),
             _at(x)[:, 1, 2:4].set(np.exp(x[:, 1, 2:4])),
         ),
-        (BPE,) * 8,
+        (BPE,) * 7,
         **LIGHT,  # JAX has no derivative of a product with elements that may be picked twice
     ),
     _case(

@@ -267,6 +267,12 @@ def test_flatten_axes_of_none_one_and_the_name_of_an_old_one(x):
     np.testing.assert_array_equal(merged.array, x.array.transpose(2, 0, 1).reshape(8, 3))
 
 
+def test_unflatten_without_elements() -> None:
+    x = axn.zeros({"a": 0, "b": 3})
+    assert axn.unflatten_axis(x, "a", {"i": 0, "j": 4}).shape == {"i": 0, "j": 4, "b": 3}
+    assert axn.unflatten_axis(x, "a", {"i": None, "j": 4}).shape == {"i": 0, "j": 4, "b": 3}
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -287,6 +293,7 @@ def test_flatten_axes_of_none_one_and_the_name_of_an_old_one(x):
             r"axis 'c' of size 4 does not split into \(i=2, j=4\)",
         ),
         (lambda x: axn.unflatten_axis(x, "c", {"i": 0, "j": None}), r"does not split into \(i=0, j=\?\)"),
+        (lambda x: axn.unflatten_axis(x, "c", {"i": 0, "j": 4}), r"does not split into \(i=0, j=4\)"),
         (lambda x: axn.unflatten_axis(x, "c", ()), r"does not split into \(\)"),
         (lambda x: axn.unflatten_axis(x, "c", {"a": 2, "j": 2}), "'a' would name more than one axis"),
         (lambda x: axn.unflatten_axis(x, Axis("c", 5), {"i": 2, "j": 2}), "axis 'c' has conflicting sizes"),

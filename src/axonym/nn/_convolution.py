@@ -1,13 +1,16 @@
-"""Convolutions, with right values and gradients on meshes of several axes.
+"""Convolutions, with right values and gradients on meshes.
 
-XLA adds up what the devices along all mesh axes have, also along those over which they have equal shards, or other
-channels: for the gradient of the weight of a grouped convolution, and for values and gradients of any convolution along
-a sharded axis. These are several times too large, unless all mesh axes shard the batch and the axes of the convolution.
-Products are partitioned rightly, so there a convolution is a sum of products, one for each position in the kernel.
+XLA partitions products rightly, but not all convolutions. A convolution is a sum of products, one for each position in
+the kernel, where XLA would be wrong:
+
+- Along a sharded axis, XLA adds up what the devices along all mesh axes have, also those along which they have equal
+  shards or other channels. With one mesh axis, second derivatives are wrong, and XLA fails if the kernel is dilated.
+- The gradient of the weight of a grouped convolution is added up in the same way, unless all mesh axes shard the batch.
+- A convolution that is mapped over becomes a grouped one with other axes, and JAX cannot shard it over Explicit mesh
+  axes.
+- XLA ends the process if channels are sharded over a number of devices that does not divide that of the groups.
+
 Values are wrong, too, where the kernel is sharded along an axis of the convolution, so it never is.
-
-A convolution that is mapped over becomes a grouped one with other axes, which XLA partitions wrongly in more cases, and
-XLA fails if channels are sharded over more devices than divide the groups. These are sums of products, too.
 """
 
 from __future__ import annotations
@@ -80,11 +83,11 @@ def apply_convolution(
             x = replicate_along(x, [n in spatial for n in names], mesh)  # on Auto mesh axes, however it was sharded
         batch = [n for n in names if n != channels and n not in spatial]
         # Several batch axes are merged, of which XLA keeps the sharding of the first.
-        used = {a for n in (*spatial, *batch[:1]) for a in over[n]}
-        wrong = (along_sharded or (groups > 1 and any(over[n] for n in batch))) and not large <= used
+        used = {a for n in batch[:1] for a in over[n]}
+        repeated = groups > 1 and any(over[n] for n in batch) and not large <= used
         channels_over = _sharded_channels(channels, in_names, out_names, x, weight) if groups > 1 else ()
         cut = any(groups % math.prod(mesh.shape[a] for a in axes if a in large) for axes in channels_over)
-        if wrong or cut or MAPPED.value:
+        if along_sharded or repeated or cut or MAPPED.value:
             convolve = _convolve_by_products
     fn = functools.partial(fn, convolve=convolve)
     return call_with_output_sharding(what, fn, in_names, out_names, (x, weight))
@@ -116,8 +119,7 @@ def _convolve_by_products(
     size = [(n - 1) * d + 1 for n, d in zip(x.shape[2:], of.input_dilation, strict=True)]
     span = [(k - 1) * d + 1 for k, d in zip(kernel, of.dilation, strict=True)]
     pads = jax.lax.padtype_to_pads(size, span, of.strides, of.padding) if isinstance(of.padding, str) else of.padding
-    widths = [(before, after, d - 1) for (before, after), d in zip(pads, of.input_dilation, strict=True)]
-    padded = jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *widths])
+    padded = _padded(x, pads, of.input_dilation)
     weight = weight.reshape(of.groups, weight.shape[0] // of.groups, *weight.shape[1:])
     # Like a convolution, sum small floating-point numbers in float32.
     small = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize < 4
@@ -131,6 +133,19 @@ def _convolve_by_products(
     assert total is not None  # a kernel has a position at least
     total = total.astype(x.dtype)
     return jnp.transpose(total, [numbers.out_spec.index(i) for i in range(total.ndim)])
+
+
+def _padded(x: jax.Array, pads: Sequence[tuple[int, int]], dilation: Sequence[int]) -> jax.Array:
+    """Insert zeros between the elements along the axes of the convolution, and pad or crop both ends."""
+    zero, same = jnp.zeros((), x.dtype), [(0, 0, 0)] * 2
+    x = jax.lax.pad(x, zero, same + [(max(a, 0), max(b, 0), d - 1) for (a, b), d in zip(pads, dilation, strict=True)])
+    if all(min(pair) >= 0 for pair in pads):
+        return x
+    # XLA fails to partition a pad that crops and dilates.
+    starts = [0, 0, *(max(-a, 0) for a, _ in pads)]
+    return jax.lax.slice(
+        x, starts, [n - c for n, c in zip(x.shape, (0, 0, *(max(-b, 0) for _, b in pads)), strict=True)]
+    )
 
 
 def _cut(padded: jax.Array, starts: Sequence[int], ends: Sequence[int], strides: Sequence[int]) -> jax.Array:

@@ -182,7 +182,7 @@ def _unflatten_kernel(names: Names, axis: AxisSelector, new_axes: Any) -> _kerne
     def positional(x):
         size = x.shape[where]
         rest, remainder = divmod(size, known) if known else (0, size)
-        if remainder or (not unknown and rest != 1) or (unknown and not known):
+        if remainder or (unknown and not known) or (not unknown and size != known):
             sizes = ["?" if isinstance(s, str) else s.size for s in new]
             described = _errors.describe_axes([name_of(s) for s in new], sizes)
             raise ValueError(f"{what}: axis {old!r} of size {size} does not split into {described}.")

@@ -170,6 +170,13 @@ class KVCache(eqx.Module):
                 "numbers of positions."
             )
         new = Axis(self.KPos, sizes.pop())
+        given = count.array if isinstance(count, NamedArray) else count
+        counts = np.asarray(given) if isinstance(given, int) else known_values(given)
+        if counts is not None and np.any((counts < 0) | (counts > new.size)):
+            raise ValueError(
+                f"KVCache.update: `count` is how many of the {_errors.counted(new.size, 'position')} are valid, got "
+                f"{counts.min()} to {counts.max()}."
+            )
         room = self.keys.axis_size(self.KPos)
         if new.size > room:
             do = "do" if new.size > 1 else "does"

@@ -128,6 +128,11 @@ def attend_along_sequence(
     if not (roles and placed) or problems:
         raise ValueError(f"{what}: {'; and '.join(problems)}. Without `context`, attention has no such limits.")
     terms = _terms(what, roles, mask, bias)
+    segments = terms.get("segments")
+    if segments is not None and not has_manual(mesh):  # inside `shard_map`, keys are sharded
+        sizes = [("the key", key.axis_size(KPos[0])), ("the segments", segments.axis_size(roles.positions[0]))]
+        if sizes[0][1] != sizes[1][1]:
+            raise ValueError(_errors.size_mismatch(what, KPos[0], sizes))
     hops = _hops(placed, key.axis_size(KPos[0]), query.axis_size(roles.positions[0]), mask)
     exchanged = _exchanged(roles, placed, query)
     context = context or _cheapest(roles, placed, query, key, value, hops if exchanged is not None else 0)
