@@ -212,6 +212,8 @@ def test_what_files_do_not_say(folder: Path) -> None:
         family: read(family, head_dim=None).HeadSize.size for family in ("llama", "mistral", "qwen2", "qwen3", "gemma")
     }
     assert sizes == {"llama": 4, "mistral": 4, "qwen2": 4, "qwen3": 128, "gemma": 256}
+    # Versions of transformers differ in what "gelu" is for this family; its models were trained with this one.
+    assert read("gemma", hidden_act="gelu").activation is axn.nn.gelu
     assert read("gemma2").slides == (True, False)
     alike = read("gemma3_text")  # of six layers and more, one attends to everything
     assert (alike.window, alike.slides, alike.rotary.theta, alike.local_rotary) == (4096, None, 1e4, None)

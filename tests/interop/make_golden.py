@@ -153,7 +153,7 @@ FILES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     },
-    "gemma_file": {"model_type": "gemma", "hidden_act": "gelu", "hidden_activation": None, "rope_theta": 1e4},
+    "gemma_file": {"model_type": "gemma", "hidden_act": "gelu_pytorch_tanh", "rope_theta": 1e4},
     "gemma2": {
         "model_type": "gemma2",
         "hidden_act": "gelu_pytorch_tanh",
