@@ -135,11 +135,11 @@ def main() -> None:
 
     mapping = MAPPINGS[args.mapping]
     mesh = axn.make_mesh({"data": -1, "rows": 2 if jax.device_count() % 2 == 0 else 1})
-    # The mapping shards images and labels. Parameters are replicated: the weight of a convolution has axes of the same
-    # names as an image, and is too small to shard.
+    # The mapping shards images and labels, and is active inside, for the convolutions. Parameters are replicated: the
+    # weight of a convolution has axes of the same names as an image, and is too small to shard.
     placements = {"images": mapping, "labels": mapping}
-    train = axn.named_jit(make_step(optimizer), in_placement=placements, out_placement=PartitionSpec())
-    predict = axn.named_jit(read)
+    train = axn.named_jit(make_step(optimizer), mapping, in_placement=placements, out_placement=PartitionSpec())
+    predict = axn.named_jit(read, mapping)
 
     with jax.set_mesh(mesh):
         test_images, test_labels = axn.shard(test, mapping)

@@ -81,7 +81,7 @@ def classifier(mapping: str, kind: AxisType = AxisType.Auto) -> Case:
     images = jax.eval_shape(lambda: axn.zeros({"batch": 32, "gray": 1, "height": 8, "width": 8}))
     labels = jax.eval_shape(lambda: axn.zeros({"batch": 32}, dtype=int))
     compiled = axn.named_jit(
-        step, in_placement={"images": placement, "labels": placement}, out_placement=PartitionSpec()
+        step, placement, in_placement={"images": placement, "labels": placement}, out_placement=PartitionSpec()
     )
     return mesh_of(kind, data=4, rows=2), compiled, (model, images, labels, jax.eval_shape(lambda: jax.random.key(0)))
 
