@@ -11,6 +11,8 @@ NamedArray(float32[mlp=4], [3. 3. 3. 3.])
 
 import typing as _typing
 
+import jax as _jax  # noqa: F401  # first: JAX's import takes 12 ms longer from deeper in the stack
+
 from . import _lazy_loading
 from ._methods import attach as _attach
 from .axis import Axis as Axis, make_axes as make_axes

@@ -180,7 +180,7 @@ class _Factors:
         self.outputs = self.merge(rhs)
         """The axes of the result, each with its factors."""
 
-    def fail(self, node: _parsing.Place, message: str) -> NoReturn:
+    def fail(self, node: _parsing.Node, message: str) -> NoReturn:
         self.expression.fail(node, message)
 
     def check_bindings(self, *terms: _parsing.Term) -> None:
