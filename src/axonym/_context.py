@@ -30,7 +30,7 @@ def _empty() -> Mapping[str, Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True, weakref_slot=True)
 class Settings:
-    """The active mappings and annotations, as one immutable value. Made by `intern_settings`."""
+    """The active settings, as one immutable value. Made by `intern_settings`."""
 
     mapping: Mapping[str, Entry] = dataclasses.field(default_factory=_empty)
     """The active mapping."""
@@ -38,6 +38,10 @@ class Settings:
     """The mapping that parameters are stored by: see `axonym.fsdp`."""
     annotations: Mapping[str, Hashable] = dataclasses.field(default_factory=_empty)
     """The placements of annotations by name: see `axonym.sharding.with_sharding_annotation`."""
+    environment: Any = None
+    """The names that stand for mesh axes inside `shard_map`: see `axonym.manual._axis_environment`."""
+    mapped: bool = False
+    """Whether a function is mapped over an axis on a mesh: see `axonym.transforms._mapped_axis`."""
 
     def __repr__(self) -> str:
         rest = f", parameter_mapping={dict(self.parameter_mapping)}" if self.parameter_mapping else ""
@@ -48,32 +52,28 @@ class Settings:
 _INTERNED: weakref.WeakValueDictionary[Any, Settings] = weakref.WeakValueDictionary()
 _INTERNING = threading.Lock()
 
-# Created when the package is imported, not when a module is first used: each context is part of every jit cache key,
-# so a new one makes JAX compile everything again.
+# Created when the package is imported, not when a module is first used: the context is part of every jit cache key, so
+# a new one makes JAX compile everything again.
 ACTIVE = jax.make_user_context(None)
-ENVIRONMENT = jax.make_user_context(None)
-"""Holds the names that stand for mesh axes inside `shard_map`: see `axonym.manual._axis_environment`."""
-MAPPED = jax.make_user_context(False)
-"""Whether a function is mapped over an axis on a mesh: see `axonym.transforms._mapped_axis`."""
 
 activated = False
 """Whether settings were ever active. If not, an eager operation does not have to ask JAX for them."""
 
 
-def intern_settings(**parts: Mapping[str, Any]) -> Settings | None:
+def intern_settings(**parts: Any) -> Settings | None:
     """Return the same object for equal settings; None if they are empty."""
-    key = frozenset([(name, frozenset(part.items())) for name, part in parts.items() if part])
-    if not key:
+    parts = {name: MappingProxyType(dict(p)) if isinstance(p, Mapping) else p for name, p in parts.items() if p}
+    if not parts:
         return None
+    key = frozenset([(name, frozenset(p.items()) if isinstance(p, Mapping) else p) for name, p in parts.items()])
     with _INTERNING:
         found = _INTERNED.get(key)
         if found is None:
-            found = Settings(**{name: MappingProxyType(dict(part)) for name, part in parts.items()})
-            _INTERNED[key] = found
+            found = _INTERNED[key] = Settings(**parts)
         return found
 
 
-def changed(outer: Settings | None, **parts: Mapping[str, Any]) -> Settings | None:
+def changed(outer: Settings | None, **parts: Any) -> Settings | None:
     """Return settings with some parts replaced."""
     kept = {} if outer is None else {f.name: getattr(outer, f.name) for f in dataclasses.fields(outer)}
     return intern_settings(**{**kept, **parts})
@@ -96,8 +96,32 @@ def active_parameter_mapping() -> Mapping[str, Entry]:
     return {} if settings is None else settings.parameter_mapping
 
 
+def is_mapped() -> bool:
+    """Return whether a function is mapped over an axis on a mesh."""
+    settings = ACTIVE.value
+    return settings is not None and settings.mapped
+
+
 def activate(settings: Settings | None) -> contextlib.AbstractContextManager[None]:
-    """Activate settings in a with-block."""
+    """Activate the mappings and annotations of settings in a with-block.
+
+    Such settings can come from other code. What depends on the surrounding code, the axis environment and whether it is
+    mapped, stays as it is.
+    """
+    here = ACTIVE.value
+    environment, mapped = (None, False) if here is None else (here.environment, here.mapped)
+    before = (None, False) if settings is None else (settings.environment, settings.mapped)
+    if before != (environment, mapped):
+        settings = changed(settings, environment=environment, mapped=mapped)
+    return _activate(settings)
+
+
+def activate_here(**parts: Any) -> contextlib.AbstractContextManager[None]:
+    """Activate the axis environment, or that a function is mapped, in a with-block."""
+    return _activate(changed(ACTIVE.value, **parts))
+
+
+def _activate(settings: Settings | None) -> contextlib.AbstractContextManager[None]:
     global activated
     activated = activated or settings is not None
     return ACTIVE(settings)

@@ -18,7 +18,7 @@ import jax
 from jax.sharding import AbstractMesh
 
 from .. import _errors
-from .._context import ENVIRONMENT, active_mapping
+from .._context import activate_here, active_mapping, active_settings
 from .._jax_versions import varying_axes
 from .._mesh_axes import Axes, mapped_axes, mesh_axes, shard_count
 from ..axis import Axis
@@ -89,19 +89,18 @@ class AxisEnvironment:
         return list(dict.fromkeys(p.axes for p in self.found(name) if p.axes))
 
 
-# Not part of `Settings`, which a body may change, and which are dropped around code that must not depend on mappings:
-# the environment stays the same throughout.
 _NOWHERE = AxisEnvironment()
 
 
 def active_environment() -> AxisEnvironment:
     """Return the environment of the surrounding `shard_map`; an empty one outside of any."""
-    return ENVIRONMENT.value or _NOWHERE
+    settings = active_settings()
+    return _NOWHERE if settings is None else settings.environment or _NOWHERE
 
 
 def activate(environment: AxisEnvironment) -> contextlib.AbstractContextManager[None]:
     """Activate an environment."""
-    return ENVIRONMENT(environment)
+    return activate_here(environment=environment)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from .._context import MAPPED
+from .._context import is_mapped
 from .._mesh_axes import (
     Axes,
     entries_of,
@@ -87,7 +87,7 @@ def apply_convolution(
         repeated = groups > 1 and any(over[n] for n in batch) and not large <= used
         channels_over = _sharded_channels(channels, in_names, out_names, x, weight) if groups > 1 else ()
         cut = any(groups % math.prod(mesh.shape[a] for a in axes if a in large) for axes in channels_over)
-        if along_sharded or repeated or cut or MAPPED.value:
+        if along_sharded or repeated or cut or is_mapped():
             convolve = _convolve_by_products
     fn = functools.partial(fn, convolve=convolve)
     return call_with_output_sharding(what, fn, in_names, out_names, (x, weight))

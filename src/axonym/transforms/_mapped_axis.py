@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AxisType
 
 from .. import _errors
-from .._context import MAPPED
+from .._context import activate_here
 from .._mesh_axes import (
     Axes,
     current_mesh,
@@ -90,7 +90,7 @@ def announced(names: Names, arrays: Sequence[Any]) -> Iterator[None]:
 
     XLA partitions some operations rightly, but not what `jax.vmap` makes of them: see `axonym.nn._convolution`.
     """
-    with MAPPED(True) if names and not mesh_around(arrays).empty else contextlib.nullcontext():
+    with activate_here(mapped=True) if names and not mesh_around(arrays).empty else contextlib.nullcontext():
         yield
 
 

@@ -30,40 +30,12 @@ from ..._per_device import run_per_device
 from ...axis import Names
 from ...named_array import NamedArray, wrap
 from ...ops._operands import require_subset
+from ._axis_roles import AxisRoles, find_roles, merge_axes, split_axes
 from ._blockwise import BATCH, HEADS, KEYS, QUERIES, Blockwise, ScoreTerms, attend, from_zigzag, to_zigzag
-from .fused import merge_axes, split_axes
 from .masks import Causal, Mask, as_truth_values
 
 Context: TypeAlias = Literal["ring", "all_to_all", "all_gather"]
 """The ways to attend along a sharded sequence: see `dot_product_attention`."""
-
-
-class AxisRoles(NamedTuple):
-    """The roles of the axes; several axes with one role are merged."""
-
-    batch: Names
-    """The axes that query, key and value share, except the last if there are several."""
-    heads: Names
-    """The last of several axes that query, key and value share."""
-    group: Names
-    """The axes of the query alone, except its positions."""
-    positions: Names
-    """The positions of the query."""
-    keys: Names
-    """The positions of keys and values."""
-    features: Names
-    values: Names
-    """The features of values."""
-    out: Names
-    """The axes of the result."""
-
-    @property
-    def of_queries(self) -> tuple[Names, ...]:
-        return self.batch, self.heads, self.group, self.positions
-
-    @property
-    def of_keys(self) -> tuple[Names, ...]:
-        return self.batch, self.heads, self.keys
 
 
 class SequenceSharding(NamedTuple):
@@ -120,12 +92,16 @@ def attend_along_sequence(
     problems = [f"it takes no {argument}" for argument in refused]
     mesh = mesh_around([x.array for x in operands])
     found = _sharded_over(what, mesh, operands)
-    roles = _roles(query, key, value, KPos, Key, mask, found, problems)
-    placed = roles and _placed(roles, mesh, found, operands, problems)
-    alike = roles and found.get(KPos[0]) and found.get(KPos[0]) == found.get(roles.positions[0])
+    roles = find_roles(query, key, value, KPos, Key, mask, problems, found)
+    if len(KPos) != 1 and not roles.causal:
+        problems.append(f"it takes one axis of key positions, not {_errors.describe_axes(KPos)}")
+    if not roles.positions:
+        problems.append("the query has no positions")
+    placed = None if problems else _placed(roles, mesh, found, operands, problems)
+    alike = placed and found.get(KPos[0]) and found.get(KPos[0]) == found.get(roles.positions[0])
     if context is None and (problems or not alike or has_manual(mesh)):
         return None
-    if not (roles and placed) or problems:
+    if placed is None or problems:
         raise ValueError(f"{what}: {'; and '.join(problems)}. Without `context`, attention has no such limits.")
     terms = _terms(what, roles, mask, bias)
     segments = terms.get("segments")
@@ -146,9 +122,7 @@ def attend_along_sequence(
     scale = query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor
     if not isinstance(scale, (int, float)):  # a traced scale
         query, scale = query * scale, 1.0
-    causal = mask if isinstance(mask, Causal) else None
-    window = None if causal is None else causal.window
-    plan = Blockwise(causal is not None, window, float(scale), precision, placed.sequence, placed.shards)
+    plan = Blockwise(roles.causal, roles.window, float(scale), precision, placed.sequence, placed.shards)
     names = tuple(x.names for x in (query, key, value, *terms.values()))
     kernel = _kernel(what, context, roles, placed, plan, names, tuple(terms), hops, exchanged)
     return wrap(kernel.call(query.array, key.array, value.array, *(x.array for x in terms.values())), kernel.names)
@@ -178,45 +152,6 @@ def _sharded_over(what: str, mesh: AnyMesh, operands: Sequence[NamedArray]) -> d
     return {n: axes for n, axes in found.items() if axes}
 
 
-def _roles(
-    query: NamedArray,
-    key: NamedArray,
-    value: NamedArray,
-    KPos: Names,
-    Key: str,
-    mask: Mask,
-    found: dict[str, Axes],
-    problems: list[str],
-) -> AxisRoles | None:
-    """Return the roles of the axes; None, after appending to the problems, if they are not clear."""
-    shared = tuple(n for n in key.names if n not in KPos and n != Key)
-    for label, x in {"query": query, "value": value}.items():
-        if missing := [n for n in shared if n not in x.names]:
-            problems.append(f"the {label} lacks {_errors.describe_axes(missing)} of the key")
-    values = tuple(n for n in value.names if n not in KPos and n not in shared)
-    own = tuple(n for n in query.names if n not in shared and n != Key)
-    if both := [n for n in values if n in own]:
-        problems.append(f"query and value have {_errors.describe_axes(both)}, which the key lacks")
-    if len(KPos) != 1:
-        problems.append(f"it takes one axis of key positions, not {_errors.describe_axes(KPos)}")
-    if isinstance(mask, Causal):
-        positions = (mask.QPos,)
-        if mask.QPos not in own:
-            problems.append(f"the mask is causal in {mask.QPos!r}, which is not an axis of the query alone")
-    else:  # any choice is correct
-        sharded = [n for n in own if found.get(n) and found.get(n) == found.get(KPos[0])]
-        positions = tuple(sharded[:1]) or ((max(own, key=query.axis_size),) if own else ())
-        if not own:
-            problems.append("the query has no positions")
-    if problems:
-        return None
-    batch, heads = (shared[:-1], shared[-1:]) if len(shared) > 1 else (shared, ())
-    group = tuple(n for n in own if n not in positions)
-    kept = query.names if Key in values else tuple(n for n in query.names if n != Key)
-    out = (*kept, *(n for n in values if n not in kept))
-    return AxisRoles(batch, heads, group, positions, KPos, (Key,), values, out)
-
-
 def _placed(
     roles: AxisRoles, mesh: AnyMesh, found: dict[str, Axes], operands: Sequence[NamedArray], problems: list[str]
 ) -> SequenceSharding:
@@ -242,11 +177,10 @@ def _placed(
 
 def _terms(what: str, roles: AxisRoles, mask: Mask, bias: NamedArray | None) -> dict[str, NamedArray]:
     """Return the terms that scores depend on besides queries and keys, as the fields of `ScoreTerms`."""
-    scores = tuple(n for role in (*roles.of_queries, roles.keys) for n in role)
     causal = mask if isinstance(mask, Causal) else None
     found = {
-        "bias": (bias, scores),
-        "mask": (mask.also if isinstance(mask, Causal) else mask, scores),
+        "bias": (bias, roles.of_scores),
+        "mask": (mask.also if isinstance(mask, Causal) else mask, roles.of_scores),
         "segments": (causal and causal.segments, (*roles.batch, *roles.heads, *roles.positions)),
     }
     for label, (x, known) in found.items():

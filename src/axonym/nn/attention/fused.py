@@ -1,15 +1,14 @@
 """Fused attention, by the kernels of `jax.nn.dot_product_attention` and splash attention.
 
 A kernel takes arrays of a fixed layout: batch, position, head, feature. The role of each axis follows from its name
-(see `Roles`). Several axes with one role are merged for the kernel, and unflattened in its result.
+(see `AxisRoles`). Several axes with one role are merged for the kernel, and unflattened in its result.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from ..._jax_versions import active_platform
 from ...axis import Names
 from ...named_array import NamedArray, wrap
 from ...ops._operands import require_subset
+from ._axis_roles import AxisRoles, find_roles, merge_axes, split_axes
 from .masks import Causal, Mask, as_truth_values
 
 Implementation: TypeAlias = Literal["xla", "cudnn", "splash", "fused"]
@@ -27,29 +27,6 @@ Implementation: TypeAlias = Literal["xla", "cudnn", "splash", "fused"]
 
 PLATFORMS = {"cudnn": "gpu", "splash": "tpu"}
 """The platforms of the kernels that need one."""
-
-
-class Roles(NamedTuple):
-    """The roles that the axes of attention have in a kernel, and the static part of the mask."""
-
-    batch: Names
-    """The axes that query, key and value share, except the last if there are several."""
-    heads: Names
-    """The last of several axes that query, key and value share."""
-    group: Names
-    """The axes of the query alone, except its positions."""
-    positions: Names
-    """The query's positions: the axis of a causal mask, or else the longest axis of the query alone."""
-    keys: Names
-    """The positions of keys and values."""
-    features: Names
-    """The features of queries and keys."""
-    values: Names
-    """The features of values."""
-    causal: bool
-    """Queries attend to no later positions than their own,"""
-    window: int | None
-    """and to at most so many."""
 
 
 def fused_attention(
@@ -73,12 +50,11 @@ def fused_attention(
         )
     chosen = _choose_kernel(what, implementation)
     mask = as_truth_values(what, mask)
-    roles = _roles(what, query, key, value, KPos, Key, mask)
+    roles = _kernel_roles(what, query, key, value, KPos, Key, mask)
     extra = {"mask": mask.further(KPos[0]) if isinstance(mask, Causal) else mask, "bias": bias}
     extra = {label: x for label, x in extra.items() if x is not None}
-    scores = (*roles.batch, *roles.heads, *roles.group, *roles.positions, *roles.keys)
     for label, x in extra.items():
-        require_subset(what, label, x.names, scores)
+        require_subset(what, label, x.names, roles.of_scores)
     scale = query.axis_size(Key) ** -0.5 if scaling_factor is None else scaling_factor
     if chosen == "splash":
         if bias is not None:
@@ -109,74 +85,25 @@ def _choose_kernel(what: str, implementation: str) -> str:
     return implementation
 
 
-# --- the roles of axes ---
-
-
-def _roles(
+def _kernel_roles(
     what: str, query: NamedArray, key: NamedArray, value: NamedArray, KPos: Names, Key: str, mask: Mask
-) -> Roles:
-    causal = mask if isinstance(mask, Causal) else None
-    shared = tuple(n for n in key.names if n not in KPos and n != Key)
-    problems = []
-    for label, x in {"query": query, "value": value}.items():
-        missing = [n for n in shared if n not in x.names]
-        if missing:
-            problems.append(f"the {label} lacks {_errors.describe_axes(missing)} of the key")
-    values = tuple(n for n in value.names if n not in KPos and n not in shared)
-    sizes = [value.axis_size(n) for n in values]
+) -> AxisRoles:
+    """Return the roles of the axes; raise an error if kernels cannot have them."""
+    problems: list[str] = []
+    roles = find_roles(query, key, value, KPos, Key, mask, problems)
+    sizes = [value.axis_size(n) for n in roles.values]
     if sizes != [key.axis_size(Key)]:
         problems.append(
             f"values should have one axis of features, as long as {Key!r}={key.axis_size(Key)}, and have "
-            f"{_errors.describe_axes(values, sizes)}"
+            f"{_errors.describe_axes(roles.values, sizes)}"
         )
-    own = tuple(n for n in query.names if n not in shared and n != Key)
-    if causal is not None and causal.QPos not in own:
-        problems.append(f"the mask is causal in {causal.QPos!r}, which is not an axis of the query alone")
-    if causal is not None and len(KPos) != 1:
-        problems.append(f"a causal mask needs one axis of key positions, not {_errors.describe_axes(KPos)}")
     if problems:
         described = ", ".join(
             f"{label} {_errors.describe_shape(x.shape)}"
             for label, x in (("query", query), ("key", key), ("value", value))
         )
         raise ValueError(f"{what}: {'; and '.join(problems)}. Got {described}. implementation=None has no such limits.")
-    if causal is not None:
-        positions = (causal.QPos,)
-    else:  # any choice is correct, and kernels are fastest for long positions
-        positions = (max(own, key=query.axis_size),) if own else ()
-    batch_rank = len(shared) - 1 if len(shared) > 1 else len(shared)
-    group = tuple(n for n in own if n not in positions)
-    batch, heads = shared[:batch_rank], shared[batch_rank:]
-    window = None if causal is None else causal.window
-    return Roles(batch, heads, group, positions, KPos, (Key,), values, causal is not None, window)
-
-
-def _out_names(query_names: Names, roles: Roles) -> Names:
-    """Return the names of the result: those of the query, with the features of the values in place of its own."""
-    return tuple(roles.values[0] if n == roles.features[0] else n for n in query_names)
-
-
-def merge_axes(x: jax.Array, names: Names, parts: Sequence[Names], sizes: Mapping[str, int] | None = None) -> jax.Array:
-    """Merge axes into one dimension for each part, which is a group of several axes or none.
-
-    With `sizes`, the array can lack axes: a part without any of its axes gets size one, other parts are broadcast.
-    """
-    order = tuple(n for part in parts for n in part)
-    x = _kernels.align(x, names, order)
-    if sizes is not None:
-        full = [[sizes[n] if set(part) & set(names) else 1 for n in part] for part in parts]
-        x = jnp.broadcast_to(x, [s for part in full for s in part])
-    position, shape = 0, []
-    for part in parts:
-        shape.append(math.prod(x.shape[position : position + len(part)]))
-        position += len(part)
-    return jnp.reshape(x, shape)
-
-
-def split_axes(x: jax.Array, parts: Sequence[Names], sizes: Mapping[str, int], names: Names) -> jax.Array:
-    """Undo `merge_axes`."""
-    order = tuple(n for part in parts for n in part)
-    return _kernels.transpose_to(jnp.reshape(x, [sizes[n] for n in order]), order, names)
+    return roles
 
 
 def _sizes(all_names: Sequence[Names], arrays: Sequence[jax.Array]) -> dict[str, int]:
@@ -188,7 +115,7 @@ def _sizes(all_names: Sequence[Names], arrays: Sequence[jax.Array]) -> dict[str,
 
 @_kernels.cached
 def _jax_kernel(
-    what: str, implementation: Any, in_names: tuple[Names, ...], extra: tuple[str, ...], roles: Roles, scale: float
+    what: str, implementation: Any, in_names: tuple[Names, ...], extra: tuple[str, ...], roles: AxisRoles, scale: float
 ) -> _kernels.Kernel:
     heads = (*roles.heads, *roles.group)
     layouts = [
@@ -197,7 +124,6 @@ def _jax_kernel(
         (roles.batch, roles.keys, roles.heads, roles.values),
         *[(roles.batch, heads, roles.positions, roles.keys)] * len(extra),
     ]
-    out_names = _out_names(in_names[0], roles)
     options: dict[str, Any] = {"scale": scale, "is_causal": roles.causal, "implementation": implementation}
     if roles.window is not None:
         options["local_window_size"] = (roles.window - 1, 0)
@@ -210,16 +136,16 @@ def _jax_kernel(
             for i, (x, names, layout) in enumerate(zip(arrays, in_names, layouts, strict=True))
         ]
         result = jax.nn.dot_product_attention(*merged[:3], **dict(zip(extra, merged[3:], strict=True)), **options)
-        return split_axes(result, (*layouts[0][:3], roles.values), sizes, out_names)
+        return split_axes(result, (*layouts[0][:3], roles.values), sizes, roles.out)
 
-    return _kernels.make_kernel(what, positional, in_names, out_names)
+    return _kernels.make_kernel(what, positional, in_names, roles.out)
 
 
 # --- splash attention ---
 
 
 def _splash_attention(
-    query: NamedArray, key: NamedArray, value: NamedArray, mask: NamedArray | None, roles: Roles
+    query: NamedArray, key: NamedArray, value: NamedArray, mask: NamedArray | None, roles: AxisRoles
 ) -> NamedArray:
     """Compute splash attention of scaled queries on every device's shard of the operands.
 
@@ -244,7 +170,7 @@ def _splash_operation(replicated: Names) -> Callable[..., NamedArray]:
 
 
 def _splash(
-    query: NamedArray, key: NamedArray, value: NamedArray, mask: NamedArray | None = None, *, roles: Roles
+    query: NamedArray, key: NamedArray, value: NamedArray, mask: NamedArray | None = None, *, roles: AxisRoles
 ) -> NamedArray:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -267,11 +193,10 @@ def _splash(
         # The kernel's result for a query without keys has a wrong gradient.
         mean = jnp.repeat(jnp.mean(v, 2, keepdims=True), heads // v.shape[1], axis=1)
         result = jnp.where(_has_keys(allowed, queries, roles)[:, None, :, None], result, mean)
-    out_names = _out_names(query.names, roles)
-    return wrap(split_axes(result, (*layout, roles.values), sizes, out_names), out_names)
+    return wrap(split_axes(result, (*layout, roles.values), sizes, roles.out), roles.out)
 
 
-def _has_keys(allowed: jax.Array, queries: int, roles: Roles) -> jax.Array:
+def _has_keys(allowed: jax.Array, queries: int, roles: AxisRoles) -> jax.Array:
     """Return for each query whether it attends to any key, given the allowed keys of each example."""
     if not roles.causal:
         return jnp.broadcast_to(jnp.any(allowed, 1, keepdims=True), (allowed.shape[0], queries))
@@ -282,7 +207,7 @@ def _has_keys(allowed: jax.Array, queries: int, roles: Roles) -> jax.Array:
     return counts[:, last] > counts[:, first]
 
 
-def _splash_kernel(heads: int, queries: int, keys: int, roles: Roles) -> Any:
+def _splash_kernel(heads: int, queries: int, keys: int, roles: AxisRoles) -> Any:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     if not roles.causal:
