@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import re
 from typing import Any
 
 import equinox as eqx
@@ -314,6 +316,34 @@ def test_along_a_sharded_axis(kind: Any, channels: str, mesh: Mesh) -> None:
         placed = axn.shard(layer, sharded_channels), axn.shard(x)
         found = jax.jit(jax.grad(loss, has_aux=True))(*placed)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("sharded", ["height", "width"])
+def test_collectives_along_a_sharded_axis(sharded: str, stride: int, explicit: bool) -> None:
+    """One sum for the gradient of the weight, and no exchange for each position along the other axis."""
+    height, width, features = axn.make_axes(height=8, width=8, features=8)
+    x = sample(axn.Axis("batch", 2), height, width, In)
+    mesh = axn.make_mesh({"a": 4, "b": 2}, explicit=explicit)
+
+    def loss(layer: Any, x: axn.NamedArray) -> jax.Array:
+        return axn.sum(axn.sin(layer(x))).scalar()
+
+    counts = []
+    for other in (3, 1):
+        kernel = {"height": other, "width": other, sharded: 3}
+        layer = Conv.init((height, width), In, features, kernel, stride=stride, padding=1, use_bias=False, key=KEY)
+        expected = jax.grad(loss, (0, 1))(layer, x)
+        with jax.set_mesh(mesh), axn.axis_mapping({sharded: "a"}):
+            placed = axn.shard(x)
+            program = jax.jit(jax.grad(loss, (0, 1))).lower(layer, placed).compile()
+            found = program(layer, placed)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)
+        kinds = r" (all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)(?:-start)?\("
+        counts.append(collections.Counter(re.findall(kinds, program.as_text())))
+    assert counts[0] == counts[1]
+    assert counts[0].keys() == {"all-reduce", "collective-permute"} and counts[0]["all-reduce"] == 1
 
 
 @pytest.mark.parametrize("kind", [Conv, ConvTranspose])

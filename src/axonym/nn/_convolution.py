@@ -72,7 +72,7 @@ def apply_convolution(
         spatial: the axes of the convolution.
     """
     mesh = mesh_around([x, weight])
-    convolve = _convolve
+    convolve = convolve_at_once
     large = {a for a, kind in types_of(mesh).items() if kind != AxisType.Manual and mesh.shape[a] > 1}
     if large:
         names, weight_names = in_names
@@ -88,7 +88,7 @@ def apply_convolution(
         channels_over = _sharded_channels(channels, in_names, out_names, x, weight) if groups > 1 else ()
         cut = any(groups % math.prod(mesh.shape[a] for a in axes if a in large) for axes in channels_over)
         if along_sharded or repeated or cut or is_mapped():
-            convolve = _convolve_by_products
+            convolve = functools.partial(convolve_by_products, [i for i, n in enumerate(spatial) if over[n]])
     fn = functools.partial(fn, convolve=convolve)
     return call_with_output_sharding(what, fn, in_names, out_names, (x, weight))
 
@@ -103,17 +103,24 @@ def _sharded_channels(
     return [*found, *map(storage_axes, weight_names), *map(mesh_axes, entries_of(weight))]
 
 
-def _convolve(x: jax.Array, weight: jax.Array, of: Parameters, numbers: jax.lax.ConvDimensionNumbers) -> jax.Array:
+def convolve_at_once(
+    x: jax.Array, weight: jax.Array, of: Parameters, numbers: jax.lax.ConvDimensionNumbers
+) -> jax.Array:
     """Apply a convolution as one operation."""
     return jax.lax.conv_general_dilated(
         x, weight, of.strides, of.padding, of.input_dilation, of.dilation, numbers, of.groups
     )
 
 
-def _convolve_by_products(
-    x: jax.Array, weight: jax.Array, of: Parameters, numbers: jax.lax.ConvDimensionNumbers
+def convolve_by_products(
+    sharded: Sequence[int], x: jax.Array, weight: jax.Array, of: Parameters, numbers: jax.lax.ConvDimensionNumbers
 ) -> jax.Array:
-    """Apply a convolution as a sum of products, one for each position in the kernel."""
+    """Apply a convolution as a sum of products, one for each position in the kernel.
+
+    Arguments:
+        sharded: which axes of the convolution are sharded. The input is cut along these first: the cuts along the
+            others share the rows that came from other devices.
+    """
     x, weight = jnp.transpose(x, numbers.lhs_spec), jnp.transpose(weight, numbers.rhs_spec)
     kernel = weight.shape[2:]
     size = [(n - 1) * d + 1 for n, d in zip(x.shape[2:], of.input_dilation, strict=True)]
@@ -124,11 +131,17 @@ def _convolve_by_products(
     # Like a convolution, sum small floating-point numbers in float32.
     small = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize < 4
     dtype = jnp.float32 if small else None
+    inputs: dict[tuple[int, ...], jax.Array] = {(0,) * len(kernel): padded}  # what each position meets
+    for i in [*sharded, *(i for i in range(len(kernel)) if i not in sharded)]:
+        windows = padded.shape[2 + i] - span[i] + 1
+        inputs = {
+            (*position[:i], p, *position[i + 1 :]): _cut(part, 2 + i, p * of.dilation[i], windows, of.strides[i])
+            for position, part in inputs.items()
+            for p in range(kernel[i])
+        }
     total = None
     for position in itertools.product(*map(range, kernel)):
-        starts = [p * d for p, d in zip(position, of.dilation, strict=True)]
-        ends = [n - s + 1 + start for n, s, start in zip(padded.shape[2:], span, starts, strict=True)]
-        product = _product(_cut(padded, starts, ends, of.strides), weight[(..., *position)], dtype)
+        product = _product(inputs[position], weight[(..., *position)], dtype)
         total = product if total is None else total + product
     assert total is not None  # a kernel has a position at least
     total = total.astype(x.dtype)
@@ -148,13 +161,13 @@ def _padded(x: jax.Array, pads: Sequence[tuple[int, int]], dilation: Sequence[in
     )
 
 
-def _cut(padded: jax.Array, starts: Sequence[int], ends: Sequence[int], strides: Sequence[int]) -> jax.Array:
-    """Return the elements that one position in the kernel meets, one for each window."""
+def _cut(x: jax.Array, axis: int, start: int, windows: int, stride: int) -> jax.Array:
+    """Return the elements along one axis that one position in the kernel meets, one for each window."""
 
     def cut(x: jax.Array) -> jax.Array:
-        return jax.lax.slice(x, (0, 0, *starts), (*x.shape[:2], *ends), (1, 1, *strides))
+        return jax.lax.slice_in_dim(x, start, start + windows, stride, axis)
 
-    return cut(padded) if set(strides) == {1} else strided_slice(cut, padded)
+    return cut(x) if stride == 1 else strided_slice(cut, x)
 
 
 def _product(x: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:
