@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
 import re
 from typing import Any
 
@@ -11,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec as P
 
 import axonym as axn
 from axonym.nn import Conv, ConvTranspose
@@ -447,4 +449,49 @@ def test_second_derivatives_along_a_sharded_axis(kind: Any, arguments: Any, expl
         mesh = axn.make_mesh({"a": devices}, explicit=explicit, devices=jax.devices()[:devices])
         with jax.set_mesh(mesh), axn.axis_mapping({"height": "a"}):
             found = jax.jit(second)(layer, axn.shard(x))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected)
+
+
+@pytest.mark.parametrize("active", [False, True], ids=["no mesh", "mesh"])
+@pytest.mark.parametrize("spec", [P("a"), P("b", "a"), P(None, ("a", "b")), P(None, None, "c")], ids=str)
+@pytest.mark.parametrize(("kind", "groups"), [(Conv, 1), (Conv, 2), (ConvTranspose, 2)])
+def test_arrays_sharded_by_hand(kind: Any, groups: int, spec: Any, active: bool) -> None:
+    """Outside of jit, the arrays tell how they are sharded; inside, a mesh is enough to be careful."""
+    height, features = axn.make_axes(height=8, features=8)
+    layer = kind.init("height", In, features, 2, stride=2, padding=1, groups=groups, use_bias=False, key=KEY)
+    x = sample(axn.Axis("batch", 4), height, In)
+
+    def loss(layer: Any, x: axn.NamedArray) -> jax.Array:
+        return axn.sum(axn.sin(layer(x))).scalar()
+
+    def gradients(layer: Any, x: axn.NamedArray) -> Any:
+        gradient = jax.grad(loss, (0, 1))
+        return gradient(layer, x), jax.jvp(gradient, (layer, x), jax.tree.map(jnp.cos, (layer, x)))
+
+    expected = jax.jit(gradients)(layer, x)
+    mesh = axn.make_mesh({"a": 2, "b": 2, "c": 2})
+    placed = jax.device_put((layer, x), (jax.NamedSharding(mesh, P()), jax.NamedSharding(mesh, spec)))
+    with jax.set_mesh(mesh) if active else contextlib.nullcontext():
+        for call in (gradients, jax.jit(gradients)) if active else (gradients,):
+            found = jax.block_until_ready(call(*placed))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected)
+
+
+@pytest.mark.parametrize("spec", [P(None, "a"), P("b", "a"), P(None, None, "a")], ids=str)
+def test_mapped_over_by_jax(spec: Any) -> None:
+    """Tracers tell that they are mapped over, also inside jit; a mesh must be active there."""
+    layer = Conv.init("height", In, Out, 3, use_bias=False, key=KEY)
+    weights, x = (jax.random.normal(KEY, (4, *shape)) for shape in (layer.weight.array.shape, (8, 8, 4)))
+
+    def loss(weight: jax.Array, x: jax.Array) -> jax.Array:
+        own = dataclasses.replace(layer, weight=axn.named(weight, layer.weight.names))
+        return axn.sum(axn.sin(own(axn.named(x, ("batch", "height", "channels"))))).scalar()
+
+    gradients = jax.grad(lambda weights, x: jnp.sum(jax.vmap(loss)(weights, x)), (0, 1))
+    expected = jax.jit(gradients)(weights, x)
+    mesh = axn.make_mesh({"a": 2, "b": 2, "c": 2})
+    x = jax.device_put(x, jax.NamedSharding(mesh, spec))
+    for active, call in ((False, gradients), (True, gradients), (True, jax.jit(gradients))):
+        with jax.set_mesh(mesh) if active else contextlib.nullcontext():
+            found = jax.block_until_ready(call(weights, x))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected)

@@ -11,6 +11,10 @@ the kernel, where XLA would be wrong:
 - XLA ends the process if channels are sharded over a number of devices that does not divide that of the groups.
 
 Values are wrong, too, where the kernel is sharded along an axis of the convolution, so it never is.
+
+The shardings over Explicit mesh axes are in the types of the arrays, those over Auto ones come from the active mapping,
+and outside of jit from the arrays: see `known_shardings`. Inside jit, on Auto mesh axes that the mapping says nothing
+about, the batch of a grouped convolution counts as sharded. Without an active mesh, nothing is known there.
 """
 
 from __future__ import annotations
@@ -23,16 +27,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding
 
-from .._context import is_mapped
+from .._context import active_mapping, is_mapped
+from .._jax_versions import followed_by
 from .._mesh_axes import (
     Axes,
+    axes_of_type,
     entries_of,
     mapped_axes,
     mesh_around,
     mesh_axes,
     replicate_along,
+    restricted,
     sharded_over,
     storage_axes,
     types_of,
@@ -40,6 +48,7 @@ from .._mesh_axes import (
 from .._output_sharding import call_with_output_sharding
 from .._strided_slices import strided_slice
 from ..axis import Names
+from ..ops._operands import private
 from ._window_arguments import Padding
 
 
@@ -53,6 +62,45 @@ class Parameters(NamedTuple):
     groups: int
 
 
+class Known(NamedTuple):
+    """What is known of the operands of a convolution before it is compiled."""
+
+    mapped: bool
+    """Whether they are mapped over by `jax.vmap`."""
+    sizes: tuple[tuple[str, int], ...] | None = None
+    """The Auto mesh axes over which they may be sharded; None inside jit."""
+    x: tuple[Axes, ...] = ()
+    """The mesh axes over which each axis of the input is sharded; empty if it is mapped over."""
+    weight: tuple[Axes, ...] = ()
+
+    @property
+    def large(self) -> set[str]:
+        return {a for a, size in self.sizes or () if size > 1}
+
+
+def known_shardings(x: Any, weight: Any) -> Known:
+    """Return what is known of the operands of a convolution: their shardings, outside of jit.
+
+    `jax.grad` and `jax.vmap` outside of jit follow arrays, whose shardings are known.
+    """
+    arrays = [followed_by(a) if isinstance(a, Tracer) else a for a in (x, weight)]
+    mapped = any(a is not None and a.shape != b.shape for a, b in zip(arrays, (x, weight), strict=True))
+    if any(a is None or isinstance(a, Tracer) for a in arrays):
+        return Known(mapped)
+    shardings = [getattr(a, "sharding", None) for a in arrays]
+    if any(s is not None and not isinstance(s, NamedSharding) and len(s.device_set) > 1 for s in shardings):
+        return Known(mapped)  # not in terms of mesh axes
+    named = [s if isinstance(s, NamedSharding) and s.mesh.size > 1 else None for s in shardings]
+    auto = {a: s.mesh.shape[a] for s in named if s is not None for a in axes_of_type(s.mesh, AxisType.Auto)}
+    over = (
+        ()
+        if s is None or mapped
+        else tuple(mesh_axes(e) for e in (*restricted(s.spec, auto), *(None,) * (len(a.shape) - len(s.spec))))
+        for s, a in zip(named, arrays, strict=True)
+    )
+    return Known(mapped, tuple(auto.items()), *over)
+
+
 def apply_convolution(
     what: str,
     fn: Callable[..., jax.Array],
@@ -61,6 +109,7 @@ def apply_convolution(
     channels: str,
     spatial: Names,
     groups: int,
+    known: Known,
     x: jax.Array,
     weight: jax.Array,
 ) -> jax.Array:
@@ -70,37 +119,47 @@ def apply_convolution(
         in_names: the axes of `x` and `weight`, and `out_names` those of the result.
         channels: the axis of `x` with the input channels.
         spatial: the axes of the convolution.
+        known: what is known of the arrays outside of jit.
     """
     mesh = mesh_around([x, weight])
     convolve = convolve_at_once
-    large = {a for a, kind in types_of(mesh).items() if kind != AxisType.Manual and mesh.shape[a] > 1}
+    on_mesh = {a for a, kind in types_of(mesh).items() if kind != AxisType.Manual and mesh.shape[a] > 1}
+    large = on_mesh | known.large
     if large:
         names, weight_names = in_names
-        over = dict(zip(names, sharded_over(what, names, x, mesh, AxisType.Auto), strict=True))
-        along_sharded = any(over[n] for n in spatial)
-        weight = replicate_along(weight, [n in spatial for n in weight_names], mesh)
-        if not along_sharded:
-            x = replicate_along(x, [n in spatial for n in names], mesh)  # on Auto mesh axes, however it was sharded
+        placed = sharded_over(what, names, x, mesh, AxisType.Auto)
+        over = {n: {*a, *b} for n, a, b in itertools.zip_longest(names, placed, known.x, fillvalue=())}
+        sharded = [i for i, n in enumerate(spatial) if over[n]]
+        kernel = [n in private("the weight", spatial) for n in weight_names]
+        kernel_sharded = any(axes and k for axes, k in zip(known.weight, kernel, strict=False))
+        if on_mesh:
+            weight = replicate_along(weight, kernel, mesh)
+            if not sharded:
+                x = replicate_along(x, [n in spatial for n in names], mesh)  # on Auto mesh axes, however it was sharded
         batch = [n for n in names if n != channels and n not in spatial]
         # Several batch axes are merged, of which XLA keeps the sharding of the first.
         used = {a for n in batch[:1] for a in over[n]}
-        repeated = groups > 1 and any(over[n] for n in batch) and not large <= used
-        channels_over = _sharded_channels(channels, in_names, out_names, x, weight) if groups > 1 else ()
-        cut = any(groups % math.prod(mesh.shape[a] for a in axes if a in large) for axes in channels_over)
-        if along_sharded or repeated or cut or is_mapped():
-            convolve = functools.partial(convolve_by_products, [i for i, n in enumerate(spatial) if over[n]])
+        unknown = known.sizes is None and len(large) > 1 and not {*batch} <= active_mapping().keys()
+        unknown = unknown and AxisType.Auto in mesh.axis_types
+        repeated = groups > 1 and not large <= used and (unknown or any(over[n] for n in batch))
+        channels_over = _sharded_channels(channels, in_names, out_names, x, weight, known) if groups > 1 else ()
+        sizes = {**mesh.shape, **dict(known.sizes or ())}
+        cut = any(groups % math.prod(sizes[a] for a in axes if a in large) for axes in channels_over)
+        if sharded or kernel_sharded or repeated or cut or is_mapped() or known.mapped:
+            convolve = functools.partial(convolve_by_products, sharded)
     fn = functools.partial(fn, convolve=convolve)
     return call_with_output_sharding(what, fn, in_names, out_names, (x, weight))
 
 
 def _sharded_channels(
-    channels: str, in_names: tuple[Names, Names], out_names: Names, x: jax.Array, weight: jax.Array
+    channels: str, in_names: tuple[Names, Names], out_names: Names, x: jax.Array, weight: jax.Array, known: Known
 ) -> list[Axes]:
     """Return the mesh axes over which the channels of operand, weight and result may be sharded."""
     names, weight_names = in_names
     found = [mapped_axes(n) for n in (channels, *out_names) if n == channels or n not in names]
     found += [mesh_axes(entry) for n, entry in zip(names, entries_of(x), strict=True) if n == channels]
-    return [*found, *map(storage_axes, weight_names), *map(mesh_axes, entries_of(weight))]
+    found += [axes for n, axes in zip(names, known.x, strict=False) if n == channels]
+    return [*found, *map(storage_axes, weight_names), *map(mesh_axes, entries_of(weight)), *known.weight]
 
 
 def convolve_at_once(
