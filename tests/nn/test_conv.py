@@ -495,3 +495,40 @@ def test_mapped_over_by_jax(spec: Any) -> None:
         with jax.set_mesh(mesh) if active else contextlib.nullcontext():
             found = jax.block_until_ready(call(weights, x))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_channels_sharded_over_different_mesh_axes(groups: int, explicit: bool) -> None:
+    """XLA would end the process if those of the groups are."""
+    channels, features = axn.make_axes(channels=8, features=8)
+    layer = Conv.init("height", channels, features, 3, padding=1, groups=groups, key=KEY)
+    x = sample(axn.Axis("batch", 4), H, channels)
+
+    def loss(layer: Any, x: axn.NamedArray) -> jax.Array:
+        return axn.sum(axn.sin(layer(x))).scalar()
+
+    expected = jax.jit(jax.grad(loss, (0, 1)))(layer, x)
+    mapping = {"features": "a", "channels": "b"}
+    with jax.set_mesh(axn.make_mesh({"a": 2, "b": 2, "c": 2}, explicit=explicit)), axn.axis_mapping(mapping):
+        found = jax.jit(jax.grad(loss, (0, 1)))(*axn.shard((layer, x)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("compute", [{"batch": "a"}, {"batch": ("a", "b")}], ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_stored_over_several_mesh_axes(groups: int, compute: Any, explicit: bool) -> None:
+    """Also over one that does not shard the batch, and would remain for the result."""
+    features, storage = axn.Axis("features", 8), {"features": ("a", "b")}
+    layer = Conv.init("height", In, features, 3, padding=1, groups=groups, key=KEY)
+    x = sample(axn.Axis("batch", 8), H, In)
+
+    def step(layer: Any, x: axn.NamedArray) -> Any:
+        return jax.grad(lambda layer: axn.sum(axn.sin(layer(x))).scalar())(layer)
+
+    expected = step(layer, x)
+    with jax.set_mesh(axn.make_mesh({"a": 2, "b": 2, "c": 2}, explicit=explicit)):
+        found = axn.fsdp(step, storage, compute)(axn.shard(layer, storage), axn.shard(x, compute))
+    assert spec(found.weight) == (("a", "b"), None, None)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)

@@ -8,7 +8,8 @@ the kernel, where XLA would be wrong:
 - The gradient of the weight of a grouped convolution is added up in the same way, unless all mesh axes shard the batch.
 - A convolution that is mapped over becomes a grouped one with other axes, and JAX cannot shard it over Explicit mesh
   axes.
-- XLA ends the process if channels are sharded over a number of devices that does not divide that of the groups.
+- XLA ends the process if channels are sharded over a number of devices that does not divide that of the groups, or
+  those of the input and of the result over different mesh axes.
 
 Values are wrong, too, where the kernel is sharded along an axis of the convolution, so it never is.
 
@@ -36,10 +37,14 @@ from .._mesh_axes import (
     Axes,
     axes_of_type,
     entries_of,
+    entry_of,
+    has_explicit,
+    is_parameter,
     mapped_axes,
     mesh_around,
     mesh_axes,
     replicate_along,
+    reshard,
     restricted,
     sharded_over,
     storage_axes,
@@ -144,11 +149,27 @@ def apply_convolution(
         repeated = groups > 1 and not large <= used and (unknown or any(over[n] for n in batch))
         channels_over = _sharded_channels(channels, in_names, out_names, x, weight, known) if groups > 1 else ()
         sizes = {**mesh.shape, **dict(known.sizes or ())}
-        cut = any(groups % math.prod(sizes[a] for a in axes if a in large) for axes in channels_over)
+        over_which = {frozenset(large.intersection(axes)) for axes in channels_over} - {frozenset()}
+        cut = len(over_which) > 1 or any(groups % math.prod(sizes[a] for a in axes) for axes in over_which)
         if sharded or kernel_sharded or repeated or cut or is_mapped() or known.mapped:
             convolve = functools.partial(convolve_by_products, sharded)
     fn = functools.partial(fn, convolve=convolve)
     return call_with_output_sharding(what, fn, in_names, out_names, (x, weight))
+
+
+def in_compute_sharding(names: Names, weight: jax.Array) -> jax.Array:
+    """All-gather a parameter that is stored sharded over Explicit mesh axes: see `axonym.fsdp`.
+
+    Otherwise its storage sharding would decide that of the result, as far as the batch leaves mesh axes for it.
+    """
+    mesh = mesh_around([weight])
+    if not has_explicit(mesh) or not is_parameter(names):
+        return weight
+    entries = [
+        e if mapped_axes(n) == storage_axes(n) else entry_of(mapped_axes(n))
+        for n, e in zip(names, entries_of(weight), strict=True)
+    ]
+    return reshard(weight, entries, mesh)
 
 
 def _sharded_channels(
