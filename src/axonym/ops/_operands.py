@@ -116,7 +116,8 @@ def one_axis(what: str, argument: str, axis: AxisSpec) -> Axis:
     found = axes_of_spec(axis, what)
     if len(found) != 1:
         described = _errors.describe_axes([a.name for a in found], [a.size for a in found])
-        raise ValueError(f"{what}: `{argument}` must be one axis, got {described}.")
+        first = f" Write `{found[0].name!r}` or another of them." if found else ""
+        raise ValueError(f"{what}: `{argument}` must be one axis, got {described}.{first}")
     return found[0]
 
 
