@@ -12,14 +12,13 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import _errors, _kernels, _prefixes
 from ..axis import Names
 from ..named_array import NamedArray
 from ..typing.arguments import ReductionFunction, SimpleReductionFunction
 from ._op_types import Cumulative, SpreadReduction, TypedReduction, map_tree, publish
-from ._operands import apply_along, dtype_key, operand, require_named, require_subset, static_number
+from ._operands import apply_along, dtype_key, extreme, operand, require_named, require_subset, static_number
 
 
 @_kernels.shared("names", "axis", "where")
@@ -138,24 +137,12 @@ def _doc(name: str, summary: str, extra: str, example: str, shown: str) -> str:
 # --- positional functions that JAX lacks, or whose masks need care ---
 
 
-def _start(dtype: Any, highest: bool) -> Any:
-    """Return the start value of a minimum (`highest`) or maximum: an extreme of the dtype."""
-    if dtype == np.bool_:
-        return highest
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).max if highest else jnp.iinfo(dtype).min
-    infinite = np.array(np.inf if highest else -np.inf, dtype)
-    if np.isinf(infinite):
-        return infinite
-    return jnp.finfo(dtype).max if highest else jnp.finfo(dtype).min
-
-
 def _max(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
-    return jnp.max(x, axis=axis, where=where, initial=None if where is None else _start(x.dtype, highest=False))
+    return jnp.max(x, axis=axis, where=where, initial=None if where is None else extreme(x.dtype, largest=False))
 
 
 def _min(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
-    return jnp.min(x, axis=axis, where=where, initial=None if where is None else _start(x.dtype, highest=True))
+    return jnp.min(x, axis=axis, where=where, initial=None if where is None else extreme(x.dtype, largest=True))
 
 
 def _ptp(x: Any, axis: Any = None, where: Any = None) -> jax.Array:

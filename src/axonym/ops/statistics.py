@@ -61,23 +61,17 @@ def _order_kernel(
     kept = tuple(n for n in names if n not in reduced)
     positions = _positions(names, reduced)
 
-    def require_elements(x):
+    def computed(x, *q, **options):
         sizes = [x.shape[names.index(n)] for n in reduced]
         if 0 in sizes and fn is not jnp.mean:
             raise ValueError(f"{name}: there are no elements along {_errors.describe_axes(reduced, sizes)}.")
-
-    def computed(x, *q, **options):
-        require_elements(x)
         # The sum of the two elements in the middle may overflow in float16, and JAX counts elements in this dtype.
         wide = at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
         found = fn(wide, *q, axis=positions, **options)
         return found if wide is x else found.astype(x.dtype)
 
-    def of_all(x):
-        return computed(x)
-
     if q_names is None:
-        return _kernels.make_kernel(name, of_all, (names,), kept, selection=axis)
+        return _kernels.make_kernel(name, computed, (names,), kept, selection=axis)
     if len(q_names) > 1:
         raise ValueError(f"{name}: `q` must be a scalar or have one axis, got {_errors.describe_axes(q_names)}.")
 
