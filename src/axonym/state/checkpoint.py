@@ -20,14 +20,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from .. import _errors
 from .._processes import ProcessAgreement, fail_together
-from ..named_array import NamedArray, is_jax_array_like, raw, wrap
+from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap
 from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
 from ..sharding.placement import Leaf, Placement, leaves_of, listed
 from .checksums import as_folder, damage_of, listed_damage, write_checksums, write_checksums_of_process
 from .load_context import LoadContext
-from .naming import described, is_number, same_kind
+from .naming import is_number, same_kind
 from .sharded_reading import has_values, no_value, shardings_of
 
 T = TypeVar("T")
@@ -343,11 +344,11 @@ def _as_stored(template: Any, about: Mapping[str, Any], strict: bool, ignore: Se
         if not is_jax_array_like(x):
             continue
         if entry is None or "number" in entry:
-            context.add_missing(key, described(x))
+            context.add_missing(key, describe_array(x))
             if not has_values(x):
                 problems.append(no_value(key))
         elif misfit := _misfit(x, entry):
-            context.misfits.append(f"{key!r} {misfit}, but in the tree it is {described(x)}.")
+            context.misfits.append(f"{key!r} {misfit}, but in the tree it is {describe_array(x)}.")
         else:
             found[-1] = _abstract(x, entry)
     keys = {_key(leaf) for leaf in leaves}
@@ -363,7 +364,7 @@ def _misfit(x: Any, entry: Mapping[str, Any]) -> str | None:
     names, shape, dtype = entry["axes"], entry["shape"], entry["dtype"]
     if isinstance(x, NamedArray) and names is not None:
         if dict(zip(names, shape, strict=True)) != x.shape:
-            return f"has axes ({', '.join(f'{n}={s}' for n, s in zip(names, shape, strict=True))})"
+            return f"has axes {_errors.describe_axes(names, shape)}"
     elif list(x.shape if not isinstance(x, NamedArray) else x.array.shape) != shape:
         return f"has shape {tuple(shape)}"
     same = dtype == str(x.dtype) if _is_key(x) or "key" in entry else same_kind(jnp.dtype(dtype), x.dtype)

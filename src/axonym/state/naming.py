@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ..named_array import NamedArray, describe_array, is_jax_array_like
+from ..named_array import NamedArray, is_jax_array_like
 
 StateDict: TypeAlias = dict[str, Any]
 """Arrays by key, as in `{"layers.0.weight": ...}`."""
@@ -50,11 +50,6 @@ def children(node: Any) -> tuple[list[tuple[str | None, Any]], Any]:
 def is_number(x: Any) -> bool:
     """Return whether a leaf is a Python number, which has its own entry in a state dict."""
     return isinstance(x, (bool, int, float, complex))
-
-
-def described(x: Any) -> str:
-    """Describe an array by its dtype and its axes, or by its shape if it is raw."""
-    return describe_array(x) if isinstance(x, NamedArray) else f"{x.dtype}{list(x.shape)}"
 
 
 def same_kind(a: Any, b: Any) -> bool:
