@@ -120,6 +120,18 @@ def test_empty_arrays(tmp_path: Path, mesh: Mesh) -> None:
     assert found["named"].names == ("layers", "embed")
 
 
+def test_integers_do_not_wrap(tmp_path: Path, mesh: Mesh) -> None:
+    save_checkpoint(tmp_path / "1", {"small": axn.full({"a": 8}, 100), "large": axn.full({"a": 8}, 300)})
+    template = {"small": axn.zeros({"a": 8}, dtype=jnp.int8), "large": axn.zeros({"a": 8}, dtype=jnp.int16)}
+    found = restore_checkpoint(tmp_path / "1", template, {"a": "data"}, mesh=mesh)
+    for key, value in {"small": 100, "large": 300}.items():
+        assert found[key].dtype == template[key].dtype and found[key].array.tolist() == [value] * 8
+        assert found[key].array.sharding == NamedSharding(mesh, P("data"))
+    template["large"] = template["small"]
+    with pytest.raises(ValueError, match=r"^restore_checkpoint: large has values from 300 to 300, which int8 cannot"):
+        restore_checkpoint(tmp_path / "1", template, {"a": "data"}, mesh=mesh)
+
+
 def test_integers_that_jax_cannot_hold_are_not_saved(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "1", {"seen": np.array([7])})
     with pytest.raises(ValueError, match=r"^save_checkpoint: seen has values from 3 to 1099511627776, which int32 can"):

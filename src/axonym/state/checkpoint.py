@@ -204,7 +204,11 @@ def restore_checkpoint(
                 array = raw(leaf.value)
                 data = jax.eval_shape(jax.random.key_data, array) if _is_key(array) else array
                 target = replicated if sharding is None else sharding
-                wanted[_key(leaf)] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=target)
+                # Orbax would wrap integers that do not fit.
+                is_integer = jnp.issubdtype(data.dtype, jnp.integer) and not _is_key(array)
+                dtype = about[_key(leaf)]["dtype"] if is_integer else data.dtype
+                dtype = jax.dtypes.canonicalize_dtype(dtype)
+                wanted[_key(leaf)] = jax.ShapeDtypeStruct(data.shape, dtype, sharding=target)
         arrays = {key: _empty(x) for key, x in wanted.items() if not math.prod(x.shape)}
         wanted = {key: x for key, x in wanted.items() if key not in arrays}
         if wanted:
@@ -413,6 +417,9 @@ def _restored(leaf: Leaf, mine: Any, entry: Mapping[str, Any] | None, arrays: Ma
     array = arrays[_key(leaf)]
     if _is_key(mine):
         array = jax.random.wrap_key_data(array, impl=entry["key"])
+    elif array.dtype != (dtype := jax.dtypes.canonicalize_dtype(mine.dtype)):
+        require_representable(f"restore_checkpoint: {leaf.path}", array, dtype)
+        array = array.astype(dtype)
     if not isinstance(mine, NamedArray):
         return array
     restored = wrap(array, leaf.value.names)
