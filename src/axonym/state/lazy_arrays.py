@@ -23,6 +23,7 @@ from .. import _context
 from .._tree_spec import TreeSpec, flatten_arrays
 from ..named_array import NamedArray, wrap
 from ..sharding._compiled_function import ARRAYS
+from .naming import require_representable
 
 Index = tuple[slice, ...]
 
@@ -51,20 +52,24 @@ class LazyEntry(LazyArray):
     source: Any
     """A NumPy array, which can be a view of a file, or anything that has a shape and can be sliced."""
     dtype: np.dtype
+    key: str = "an entry"
+    """What it is called in messages."""
 
     @property
     def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return tuple(self.source.shape)
 
     def read(self, index: Index) -> np.ndarray:
+        values = np.asarray(self.source[index])
+        require_representable(f"from_state_dict: {self.key}", values, self.dtype)
         # A copy, so that the result does not keep the file open.
-        return np.array(self.source[index], self.dtype)
+        return np.array(values, self.dtype)
 
     def reshape(self, shape: tuple[int, ...]) -> LazyEntry:
-        return LazyEntry(self._viewable().reshape(shape), self.dtype)
+        return LazyEntry(self._viewable().reshape(shape), self.dtype, self.key)
 
     def transpose(self, permutation: Sequence[int]) -> LazyEntry:
-        return LazyEntry(self._viewable().transpose(permutation), self.dtype)
+        return LazyEntry(self._viewable().transpose(permutation), self.dtype, self.key)
 
     def _viewable(self) -> Any:
         return self.source if isinstance(self.source, (np.ndarray, jax.Array)) else np.asarray(self.source[...])

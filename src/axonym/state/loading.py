@@ -193,7 +193,7 @@ def _entry(tree: Any, entries: Mapping[str, Any], key: str | None) -> LazyArray:
     if not same_kind(found.dtype, dtype):
         context.misfits.append(f"{key!r} has dtype {found.dtype}, but in the tree it is {describe_array(tree)}.")
         return absent
-    return LazyEntry(found, dtype)
+    return LazyEntry(found, dtype, repr(key))
 
 
 def _known(x: Any) -> Any:

@@ -58,6 +58,20 @@ def same_kind(a: Any, b: Any) -> bool:
     return a == b or any(jnp.issubdtype(a, kind) and jnp.issubdtype(b, kind) for kind in kinds)
 
 
+def require_representable(what: str, x: Any, dtype: Any) -> None:
+    """Raise an error if an array of integers has values that another integer dtype, or JAX's form of it, lacks."""
+    if not (jnp.issubdtype(x.dtype, jnp.integer) and jnp.issubdtype(dtype, jnp.integer)):
+        return
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    own, limits = jnp.iinfo(x.dtype), jnp.iinfo(dtype)
+    if x.size == 0 or (limits.min <= own.min and own.max <= limits.max):
+        return
+    least, most = int(x.min()), int(x.max())
+    if least < limits.min or most > limits.max:
+        wider = " JAX has 64-bit integers with `jax_enable_x64`." if own.bits == 64 else ""
+        raise ValueError(f"{what} has values from {least} to {most}, which {dtype} cannot represent.{wider}")
+
+
 def layers_at(x: Any, name: str) -> int | None:
     """Return the position of the layer axis in a leaf of stacked layers, or None if all layers share the leaf.
 
