@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax.core import ShapedArray, Tracer
+from jax.sharding import AxisType, PartitionSpec
 
 INLINE: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # pyright: ignore[reportAttributeAccessIssue]
 """The `inline` argument of `jax.jit` for functions that must not show up in a program that is being traced.
@@ -42,6 +43,17 @@ def set_apart(x: jax.Array) -> jax.Array:
     own, which XLA then rejects.
     """
     return x if jax.__version_info__ >= (0, 12) else jax.lax.optimization_barrier(x)
+
+
+def stackable(x: Any) -> Any:
+    """Return what a step of a loop returns in a form that JAX can stack on Explicit mesh axes.
+
+    Before jax 0.12, it cannot stack constants in a partly unrolled loop, as these do not have the type of a mesh.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if jax.__version_info__ >= (0, 12) or AxisType.Explicit not in mesh.axis_types:
+        return x
+    return jax.sharding.reshard(x, PartitionSpec()) if jax.typeof(x).sharding.mesh.empty else x
 
 
 def is_staged(x: Tracer) -> bool:

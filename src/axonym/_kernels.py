@@ -40,7 +40,7 @@ from ._mesh_axes import (
     storage_axes,
 )
 from ._per_device import run_per_device
-from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
+from .axis import Axis, AxisSelection, AxisSelector, Names, name_of, names_without, selectors
 from .named_array import NamedArray, wrap_result
 
 CACHE_SIZE = 8192
@@ -425,6 +425,26 @@ def _replicating(
         return kept(out_names, found, mesh)
 
     return call
+
+
+def map_over(fn: Callable[..., Any], over: Names, in_names: Sequence[Names], out_names: Names) -> Callable[..., Any]:
+    """Map a positional function over some axes, the first one outermost; operands may lack some of them.
+
+    Arguments:
+        fn: the function of operands without these axes; its result lacks them too.
+        in_names: the axes of each operand, with those that are mapped over.
+        out_names: the same for the result.
+    """
+    for depth in reversed(range(len(over))):
+        name, outer = over[depth], over[:depth]
+        in_axes = tuple(position_without(names, name, outer) for names in in_names)
+        fn = jax.vmap(fn, in_axes=in_axes, out_axes=position_without(out_names, name, outer))
+    return fn
+
+
+def position_without(names: Names, name: str, removed: Names) -> int | None:
+    """Return the position of a name among the names without some; None if it is not one of them."""
+    return names_without(names, *removed).index(name) if name in names else None
 
 
 def check_operands(what: str, in_names: Sequence[Names], arrays: Sequence[Any], same_sizes: bool = True) -> None:

@@ -27,10 +27,7 @@ from .manual.shard_map import shard_map as shard_map
 from .ref import NamedRef as NamedRef, freeze as freeze, get as get, new_ref as new_ref, swap as swap
 from .sharding.contexts import in_context as in_context
 from .sharding.jit import fsdp as fsdp, named_jit as named_jit
-from .sharding.mapping import (
-    axis_mapping as axis_mapping,
-    current_mapping as current_mapping,
-)
+from .sharding.mapping import axis_mapping as axis_mapping, current_mapping as current_mapping
 from .sharding.meshes import current_mesh as current_mesh, make_mesh as make_mesh, set_mesh as set_mesh
 from .sharding.queries import lint_mapping as lint_mapping
 from .sharding.remapping import remap as remap

@@ -16,14 +16,11 @@ from . import _errors
 _ONE_AT_A_TIME = threading.RLock()
 
 
-def loaders(
-    namespace: dict[str, Any], late: str, apart: tuple[str, ...]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make `__getattr__` and `__dir__` for a package that loads some of its public names from a module on first use.
+def loaders(namespace: dict[str, Any], apart: tuple[str, ...]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Make `__getattr__` and `__dir__` for a package that loads the public names in its `_late_names` on first use.
 
     Arguments:
         namespace: the globals of the package.
-        late: the module with the names.
         apart: submodules that exist only where they are imported by their path.
     """
     package = namespace["__name__"]
@@ -34,7 +31,7 @@ def loaders(
     def names() -> set[str]:
         """Load all public names and return those that are not modules. Later look-ups find them directly."""
         with _ONE_AT_A_TIME:
-            for name, value in vars(importlib.import_module(f"{package}.{late}")).items():
+            for name, value in vars(importlib.import_module(f"{package}._late_names")).items():
                 if not name.startswith("_"):
                     namespace.setdefault(name, value)
         return {n for n, value in namespace.items() if n[0] != "_" and not isinstance(value, ModuleType)}

@@ -42,6 +42,12 @@ def spec_of(axes: Iterable[Sequence[str]]) -> PartitionSpec:
     return PartitionSpec(*map(entry_of, axes))
 
 
+def padded(spec: Iterable[Entry], rank: int) -> tuple[Entry, ...]:
+    """Return the entries of a spec, one for each axis of an array: the last axes may have none, and are replicated."""
+    entries = tuple(spec)
+    return (*entries, *(None,) * (rank - len(entries)))
+
+
 def axes_in(spec: Iterable[Entry]) -> Axes:
     """Return the mesh axes in the entries of a spec, with repetitions."""
     return tuple(a for entry in spec for a in mesh_axes(entry))
@@ -155,8 +161,8 @@ def replicate_along(x: jax.Array, which: Sequence[bool], mesh: AnyMesh) -> jax.A
         return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
     if not isinstance(x.sharding, NamedSharding):  # under `jax.disable_jit`, on one device
         return x
-    entries = (*x.sharding.spec, *(None,) * (x.ndim - len(x.sharding.spec)))
-    spec = PartitionSpec(*(None if w else e for w, e in zip(which, entries, strict=True)))
+    entries = zip(which, padded(x.sharding.spec, x.ndim), strict=True)
+    spec = PartitionSpec(*(None if w else e for w, e in entries))
     return jax.device_put(x, NamedSharding(x.sharding.mesh, spec))
 
 

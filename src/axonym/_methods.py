@@ -227,7 +227,7 @@ def attach() -> None:
 
 
 def _refuse_conversion(x: NamedArray) -> NamedArray:
-    name = _calling_function("jax")
+    name = _calling_function()
     if name is None:  # an operator of a JAX array: return the named array, so that Python tries its reflected operator
         return x
     if name in ("array", "asarray"):
@@ -235,12 +235,12 @@ def _refuse_conversion(x: NamedArray) -> NamedArray:
     raise TypeError(_use_instead(f"JAX's {name}", name))
 
 
-def _calling_function(package: str) -> str | None:
+def _calling_function() -> str | None:
     """Return the public positional function that user code called on a named array, if any."""
     found = None
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in (package, "contextlib", "functools"):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in ("jax", "contextlib", "functools"):
             break
         name = frame.f_code.co_name
         if any(hasattr(module, name) for module in (jnp, jnp.linalg, jnp.fft, jax.nn, jax.lax)):

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from ._jax_versions import INLINE, varying_axes
-from ._mesh_axes import AnyMesh, Axes, axes_of_type, entries_of, mesh_axes, reshard, spec_of
+from ._mesh_axes import AnyMesh, Axes, axes_of_type, entries_of, mesh_axes, padded, reshard, spec_of
 
 
 def run_per_device(
@@ -63,7 +63,7 @@ def reshard_operands(
     resharded = []
     for x, spec in zip(arrays, specs, strict=True):
         kept = [[a for a in mesh_axes(e) if a in explicit.difference(manual)] for e in entries_of(x)]
-        own = [mesh_axes(e) for e in (*spec, *(None,) * (len(kept) - len(spec)))]
+        own = map(mesh_axes, padded(spec, len(kept)))
         resharded.append(reshard(x, spec_of((*o, *k) for o, k in zip(own, kept, strict=True)), mesh))
     return resharded
 

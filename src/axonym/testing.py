@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from ._tree_spec import flatten_arrays
 from .sharding.mapping import axis_mapping
 from .sharding.placement import leaves_of
 from .sharding.shard import shard
@@ -222,19 +223,13 @@ class _Check:
         self, fn: Callable[..., Any], args: Sequence[Any], gradients: bool, rtol: float | None, refusals: str | None
     ):
         self._fn, self._args, self._rtol, self._refusals = fn, args, rtol, refusals
-        leaves, self._structure = jax.tree.flatten(args)
-        self._is_array = [isinstance(x, (jax.Array, np.ndarray)) for x in leaves]
-        self._static = [None if is_array else x for x, is_array in zip(leaves, self._is_array, strict=True)]
-        self._differentiated = [
-            gradients and is_array and jnp.issubdtype(x.dtype, jnp.inexact)
-            for x, is_array in zip(leaves, self._is_array, strict=True)
-        ]
+        arrays, self._spec = flatten_arrays(args, named=False)
+        self._differentiated = [gradients and jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
 
     def run(self, placement: _Distribution) -> Any:
         """Return the results and the gradients under a placement, on the host."""
         with jax.set_mesh(placement.make_mesh()), axis_mapping(placement.mapping):
-            placed = jax.tree.leaves(shard(self._args))
-            arrays = [x for x, is_array in zip(placed, self._is_array, strict=True) if is_array]
+            arrays, _ = flatten_arrays(shard(self._args), named=False)
             results = jax.block_until_ready(jax.jit(self._results_and_gradients)(arrays))
             return jax.tree.map(_on_host, results)
 
@@ -267,14 +262,12 @@ class _Check:
         return raised and frame.f_globals.get("__name__", "").startswith(f"{__package__}.")
 
     def _results_and_gradients(self, arrays: Sequence[Any]) -> Any:
-        given = iter(arrays)
-        leaves = [next(given) if is_array else x for x, is_array in zip(self._static, self._is_array, strict=True)]
-        inexact = [x for x, chosen in zip(leaves, self._differentiated, strict=True) if chosen]
+        inexact = list(itertools.compress(arrays, self._differentiated))
 
         def call(inexact: Sequence[Any]) -> Any:
             replaced = iter(inexact)
-            filled = [next(replaced) if c else x for x, c in zip(leaves, self._differentiated, strict=True)]
-            return self._fn(*jax.tree.unflatten(self._structure, filled))
+            filled = [next(replaced) if c else x for x, c in zip(arrays, self._differentiated, strict=True)]
+            return self._fn(*self._spec.unflatten(filled))
 
         def total(inexact: Sequence[Any]) -> tuple[jax.Array, Any]:
             results = call(inexact)

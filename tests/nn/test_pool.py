@@ -82,6 +82,8 @@ def test_dtypes() -> None:
     assert_named(min_pool(x.astype(jnp.uint8), {"x": 2}), axn.named(jnp.array([0, 1, 2], jnp.uint8), "x"))
     assert_named(max_pool(x > 1, {"x": 2}, padding=1), axn.named(jnp.array([0, 0, 1, 1, 1], bool), "x"))
     assert_named(mean_pool(x, {"x": 2}), axn.named(jnp.array([0.5, 1.5, 2.5]), "x"))
+    small = (x - 9).astype(jnp.float8_e4m3fn)  # which has no infinity, for the padding to be
+    assert_named(max_pool(small, {"x": 2}, padding=1), axn.named(jnp.array([-9, -8, -7, -6, -6], small.dtype), "x"))
     many = axn.ones({"x": 1000}, jnp.bfloat16) * 1.0078125  # summed up in bfloat16, this would stop growing
     assert_named(mean_pool(many, {"x": 1000}), axn.named(jnp.array([1.0078125], jnp.bfloat16), "x"))
 

@@ -71,6 +71,28 @@ def test_short_floats_stay_short() -> None:
     assert [f.dtype for f in found] == [jnp.bfloat16] * len(found)
 
 
+@pytest.mark.parametrize("operation", [axn.percentile, axn.nanpercentile])
+@pytest.mark.parametrize("traced", [False, True])
+def test_percentages_are_exact_shares(operation: Any, traced: bool) -> None:
+    def lower(x: axn.NamedArray, q: Any) -> axn.NamedArray:
+        return operation(x, q, method="lower")
+
+    lower = axn.named_jit(lower) if traced else lower
+    for size in (11, 16, 21):
+        x = axn.arange(axn.Axis("x", size), dtype=float)
+        assert lower(x, 100.0).item() == size - 1
+        q = axn.named(jnp.array([0.0, 20.0, 40.0, 60.0, 80.0, 100.0]), "q")
+        assert lower(x, q).array.tolist() == [(size - 1) * i // 5 for i in range(6)]
+
+
+def test_half_precision_statistics_do_not_overflow() -> None:
+    many = axn.full({"x": 70001}, 1.5, dtype=jnp.float16)  # more than the largest number
+    assert axn.nanmean(many).array == jnp.float16(1.5)
+    large = axn.named(jnp.array([-3e4, 3e4], jnp.float16), "x")
+    for x in (axn.std(large), axn.nanstd(large)):
+        assert x.array == jnp.float16(3e4)
+
+
 def test_integers_become_floats() -> None:
     found = (
         axn.median(A),

@@ -101,6 +101,46 @@ def test_a_part_of_it(saved: Path) -> None:
     assert restore_checkpoint(saved, more, strict=False)["new"] is more["new"]
 
 
+def test_empty_arrays(tmp_path: Path, mesh: Mesh) -> None:
+    tree = {
+        "named": axn.zeros({"layers": 0, "embed": 8}, dtype=jnp.bfloat16),
+        "raw": jnp.zeros((4, 0)),
+        "keys": jax.random.split(jax.random.key(0), 0),
+    }
+    axn.state.save_checkpoint(tmp_path / "all", tree)
+    axn.state.save_checkpoint(tmp_path / "some", {**tree, "w": axn.ones({"embed": 8})})
+    with jax.set_mesh(mesh):
+        template = jax.eval_shape(lambda: {**tree, "w": axn.ones({"embed": 8})})
+        found = axn.state.restore_checkpoint(tmp_path / "some", template, {"embed": "data"})
+        assert found["named"].array.sharding.spec == jax.P(None, "data")
+        assert found["w"].array.tolist() == [1.0] * 8
+        found = axn.state.restore_checkpoint(tmp_path / "all", tree)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+        assert x.shape == y.shape and x.dtype == y.dtype
+    assert found["named"].names == ("layers", "embed")
+
+
+def test_integers_do_not_wrap(tmp_path: Path, mesh: Mesh) -> None:
+    save_checkpoint(tmp_path / "1", {"small": axn.full({"a": 8}, 100), "large": axn.full({"a": 8}, 300)})
+    template = {"small": axn.zeros({"a": 8}, dtype=jnp.int8), "large": axn.zeros({"a": 8}, dtype=jnp.int16)}
+    found = restore_checkpoint(tmp_path / "1", template, {"a": "data"}, mesh=mesh)
+    for key, value in {"small": 100, "large": 300}.items():
+        assert found[key].dtype == template[key].dtype and found[key].array.tolist() == [value] * 8
+        assert found[key].array.sharding == NamedSharding(mesh, P("data"))
+    template["large"] = template["small"]
+    with pytest.raises(ValueError, match=r"^restore_checkpoint: large has values from 300 to 300, which int8 cannot"):
+        restore_checkpoint(tmp_path / "1", template, {"a": "data"}, mesh=mesh)
+
+
+def test_integers_that_jax_cannot_hold_are_not_saved(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "1", {"seen": np.array([7])})
+    with pytest.raises(ValueError, match=r"^save_checkpoint: seen has values from 3 to 1099511627776, which int32 can"):
+        save_checkpoint(tmp_path / "2", {"seen": np.array([3, 2**40])})
+    with pytest.raises(ValueError, match=r"^save_checkpoint: seen has .* which uint32 cannot .* 64-bit"):
+        save_checkpoint(tmp_path / "2", {"seen": np.uint64(2**63)})
+    assert not (tmp_path / "2").exists()
+
+
 def test_numbers_are_never_rounded(tmp_path: Path) -> None:
     numbers = {"rate": 1.5, "many": 3, "z": 1 + 2j, "steps": 2**60 + 1, "kept": np.float64(2.5), "whole": 2.0}
     save_checkpoint(tmp_path / "1", numbers)

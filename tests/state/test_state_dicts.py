@@ -111,6 +111,18 @@ def test_arrays_get_the_dtype_of_the_tree() -> None:
     assert found["n"] == 3 and isinstance(found["n"], int)
 
 
+def test_integers_do_not_wrap() -> None:
+    tree = {"n": axn.zeros({"x": 2}, dtype=jnp.int8), "m": jnp.zeros(2, jnp.int32)}
+    fit = {"n": np.array([-128, 127]), "m": np.array([1, 2], np.uint64)}
+    assert from_state_dict(tree, fit)["n"].array.tolist() == [-128, 127]
+    with pytest.raises(ValueError, match=r"^from_state_dict: 'n' has values from 1 to 300, which int8"):
+        from_state_dict(tree, {**fit, "n": np.array([1, 300])})
+    with pytest.raises(
+        ValueError, match=r"^from_state_dict: 'm' has .* to 1099511627776, which int32 .* `jax_enable_x"
+    ):
+        from_state_dict(tree, {**fit, "m": np.array([1, 2**40])})
+
+
 def test_numbers_stay_what_they_are() -> None:
     tree = {"steps": 3, "on": True, "rate": 0.5, "scale": 1j}
     found = from_state_dict(tree, {"steps": np.ones(1), "on": 0, "rate": np.float32(np.nan), "scale": jnp.bfloat16(2)})

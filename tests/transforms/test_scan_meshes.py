@@ -178,3 +178,15 @@ def test_parameters_that_rest_split_are_gathered_in_the_body(mesh: Mesh) -> None
         found = jax.block_until_ready(train(layers, x))
     assert spec(found) == (None, "data", None)
     np.testing.assert_allclose(found.array, jax.grad(expected)(layers.array), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("unroll", [1, 3, True])
+def test_constants_can_be_outputs(mesh: Mesh, unroll: int | bool) -> None:
+    """JAX 0.10 cannot stack them in a partly unrolled loop on Explicit mesh axes."""
+    row = np.arange(2.0, dtype=np.float32)
+    with jax.set_mesh(mesh):
+        xs = axn.shard(axn.arange({"time": 8}, dtype=float), {"time": "data"})
+        last, (one, rows) = scan(lambda c, x: (c + x, (1.0, axn.named(row, "row"))), "time", unroll=unroll)(0.0, xs)
+        ones = map(lambda x: 1.0, "time", unroll=unroll)(xs)
+    assert last.item() == 28 and one.tolist() == ones.tolist() == [1.0] * 8
+    assert_named(rows, axn.named(np.tile(row, (8, 1)), ("time", "row")))

@@ -46,6 +46,13 @@ def test_the_largest(mesh, mapping):
     assert_found(equal, expected(TIES, 40))
 
 
+def test_what_is_beyond_the_number_is_the_lowest_of_the_dtype():
+    """Also of a dtype without infinity."""
+    for dtype, lowest in ((jnp.float32, -np.inf), (jnp.float8_e4m3fn, -448), (jnp.int8, -128)):
+        values, _ = top_k(axn.zeros(Vocab, dtype), "vocab", 1, max_k=2)
+        np.testing.assert_array_equal(values.array.astype(jnp.float32), [0, lowest])
+
+
 def test_all_of_them_and_where_the_result_lies(mesh):
     with axn.axis_mapping(BOTH):
         values, places = jax.block_until_ready(top_k(axn.shard(LOGITS), "vocab", 64))

@@ -28,7 +28,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from .._jax_versions import varying_axes
-from .._mesh_axes import AnyMesh, axes_in, axes_of_type
+from .._mesh_axes import AnyMesh, axes_in, axes_of_type, padded
 from .._per_device import run_per_device
 from ..manual._axis_environment import activate
 from .rule import (
@@ -190,7 +190,7 @@ def _mesh_by_arrays(what: str, mesh: AnyMesh | None, arrays: Sequence[Any]) -> M
 def _entries(x: Any, mesh: Mesh) -> tuple[Any, ...]:
     """Return how the partitioner shards an array, one entry for each dimension."""
     if isinstance(x.sharding, NamedSharding):
-        return (*x.sharding.spec, *(None,) * (len(x.shape) - len(x.sharding.spec)))
+        return padded(x.sharding.spec, len(x.shape))
     # The sharding only exposes the indices of each device: a dimension is sharded over a mesh axis if a step along
     # the mesh axis is a step along the dimension.
     indices = x.sharding.devices_indices_map(x.shape)

@@ -18,7 +18,7 @@ from .._mesh_axes import axes_of_type, current_mesh
 from ..axis import Axis, AxisSelector, Names, name_of
 from ..manual.collectives import all_gather, axis_offset, axis_size
 from ..named_array import NamedArray, NamedOrNumeric, resolve_axes, wrap
-from ..ops._operands import check_new_axis, one_axis, operand, private, replaced, require_subset
+from ..ops._operands import check_new_axis, extreme, one_axis, operand, private, replaced, require_subset
 from .decorator import Partitioned, partitioned
 
 _WHAT = "top_k"
@@ -86,7 +86,7 @@ def top_k(
             raise TypeError(f"{_WHAT}: `replacement` stands for what is beyond `k`, so it needs `max_k`.")
         return _top_k_kernel(array.names, along.name, count, name_of(new)).apply(array.array)
     if replacement is None:
-        replacement = _lowest(array.dtype)
+        replacement = extreme(array.dtype, largest=False)
     (k_array, k_names), (r_array, r_names) = operand(k), operand(replacement)
     batch = tuple(n for n in array.names if n != along.name)
     for argument, names in (("k", k_names), ("replacement", r_names)):
@@ -133,10 +133,6 @@ def number_of_candidates(what: str, argument: str, k: Any, max_k: int | None, ax
     if not 0 <= count <= axis.size:
         raise ValueError(f"{what}: {asked}, but axis {axis.name!r} has {axis.size} elements.")
     return count
-
-
-def _lowest(dtype: Any) -> Any:
-    return -np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
 
 
 @_kernels.shared("names", "axis", "new", "limit_names")

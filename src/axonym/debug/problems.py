@@ -8,8 +8,8 @@ from typing import Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
-import numpy as np
 
+from .._tree_spec import ARRAYS
 from ..named_array import NamedArray, describe_array, is_named_array, raw
 
 __all__ = ["IdentityMap", "ModuleProblems", "diagnose_common_issues"]
@@ -112,15 +112,11 @@ def diagnose_common_issues(tree: Any) -> None:
         raise problems
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray))
-
-
 def _find_reused_arrays_and_wrong_ranks(problems: ModuleProblems, tree: Any) -> None:
     places: IdentityMap[Any, list[tuple[str, Any]]] = IdentityMap()
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_named_array):
         array = raw(leaf)
-        if _is_array(array):
+        if isinstance(array, ARRAYS):
             places.setdefault(array, []).append((jax.tree_util.keystr(path), leaf))
             if isinstance(leaf, NamedArray) and array.ndim != len(leaf.names):
                 problems.wrong_ranks.append((describe_array(leaf), jax.tree_util.keystr(path)))
@@ -140,5 +136,5 @@ def _find_static_arrays(problems: ModuleProblems, tree: Any, path: str) -> None:
         value = getattr(tree, field.name, None)
         if not field.metadata.get("static", False):
             _find_static_arrays(problems, value, f"{path}.{field.name}")
-        elif any(_is_array(x) for x in jax.tree.leaves(value)):
+        elif any(isinstance(x, ARRAYS) for x in jax.tree.leaves(value)):
             problems.static_arrays.append(f"{path}.{field.name}")

@@ -17,7 +17,7 @@ from .._errors import counted, describe_bytes
 from .._mesh_axes import mesh_axes
 from ..axis import Axis
 from ..named_array import describe_array, raw, wrap
-from ..sharding.placement import Leaf, leaves_of
+from ..sharding.placement import Leaf, leaves_of, present_sharding
 
 __all__ = ["describe_shardings", "visualize_named_sharding", "visualize_shardings"]
 
@@ -123,7 +123,7 @@ def _arrays(tree: Any) -> list[Leaf]:
 
 
 def _describe_all(leaves: Sequence[Leaf]) -> str:
-    shardings = [None if isinstance(raw(x.value), Tracer) else getattr(raw(x.value), "sharding", None) for x in leaves]
+    shardings = [present_sharding(leaf.value) for leaf in leaves]
     lines: list[str] = []
     shown: set[tuple[str, ...]] = set()
     for leaf, sharding in zip(leaves, shardings, strict=True):

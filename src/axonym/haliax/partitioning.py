@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import sharding as _sharding
@@ -19,8 +18,9 @@ from ..sharding import (
     pspec_for_axis as pspec_for_axis, round_axis_for_partitioning as round_axis_for_partitioning, set_mesh as set_mesh,
     sharding_for_axis as sharding_for_axis,
 )
-from ..named_array import NamedArray, raw
+from ..named_array import NamedArray
 from ..sharding.meshes import AnyMesh, required_mesh, with_devices
+from ..sharding.placement import present_sharding
 from ._signatures import with_parameters
 from .util import StringHolderEnum
 # fmt: on
@@ -159,8 +159,7 @@ def _of_leaves(
 
 
 def _existing(leaf: Any) -> Any:
-    array = raw(leaf)
-    sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
+    sharding = present_sharding(leaf)
     return sharding if isinstance(leaf, NamedArray) or isinstance(sharding, NamedSharding) else None
 
 

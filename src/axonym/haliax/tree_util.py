@@ -1,11 +1,7 @@
 """Trees whose leaves are named arrays."""
 
 from .. import tree
-from ..tree import (
-    hashable_combine as hashable_combine,
-    maybe_rng_split as maybe_rng_split,
-    resize_axis as resize_axis,
-)
+from ..tree import hashable_combine as hashable_combine, maybe_rng_split as maybe_rng_split, resize_axis as resize_axis
 from ._signatures import with_parameters
 
 hashable_partition = with_parameters(tree.hashable_partition, tree="pytree")

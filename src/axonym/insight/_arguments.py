@@ -13,6 +13,11 @@ from .._parameter_names import parameter_names
 from ..sharding._compiled_function import ARRAYS, BoundCompiledFunction, Stage
 
 
+def step_name(step: Any) -> str:
+    """Return the name of a step in reports."""
+    return getattr(step, "__name__", None) or type(step).__name__
+
+
 def names_of_arrays(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
     """Return, for each array in the arguments of a step, the name of its argument."""
     if isinstance(step, BoundCompiledFunction):

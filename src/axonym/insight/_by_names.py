@@ -13,7 +13,6 @@ from .._errors import describe_axes
 from .._mesh_axes import Axes, is_parameter, mapped_axes, storage_axes
 from . import _scopes
 from ._arguments import added_up
-from ._lines import source
 from ._named_events import (
     Dims,
     Lookup,
@@ -29,7 +28,7 @@ from ._named_events import (
     Value,
 )
 from .chips import Chip
-from .collectives import Collective, sent_by
+from .collectives import Collective, sent_by, source
 from .report import Memory, Report, bounds_on
 
 NOTES: tuple[str, ...] = (
@@ -139,10 +138,6 @@ def by_names(
     """Report what a traced step does under a compute and a parameter mapping.
 
     Arguments:
-        trace: the traced step.
-        mesh: the mesh axes and their sizes.
-        compute: the compute mapping.
-        storage: the parameter mapping.
         chip: the chip for which to compute lower bounds on time.
         names: for each array in the arguments of the step, the name of its argument.
     """
@@ -221,8 +216,6 @@ class Account:
 
     def __init__(self, trace: NamedTrace, layout: Layout, divides: bool = True):
         """Arguments:
-        trace: the traced step.
-        layout: the mesh and the mappings.
         divides: whether mesh axes must divide the axes of arguments.
         """
         self.trace, self.layout = trace, layout

@@ -55,11 +55,7 @@ def partitioned(lowered: Any) -> str:
     hook, the function is compiled completely.
     """
     try:
-        from jax.extend.xla import (
-            PipelineStage,
-            clear_hlo_module_transformation,
-            register_hlo_module_transformation,
-        )
+        from jax.extend.xla import PipelineStage, clear_hlo_module_transformation, register_hlo_module_transformation
         from jaxlib import _hlo  # pyright: ignore[reportAttributeAccessIssue]
 
         read = _hlo.HloModule.from_serialized_hlo_module_proto

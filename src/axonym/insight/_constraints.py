@@ -53,7 +53,6 @@ class Constraints:
         """Find the constraint that makes XLA all-gather the result of an operation, if any.
 
         Arguments:
-            scope: the scope of the operation.
             sizes: by position, the sizes on each device of the axes that become longer.
         """
         for constraint in self._after(scope):
@@ -65,7 +64,6 @@ class Constraints:
         """Find the constraint that reshards the result of an operation to another axis, if any.
 
         Arguments:
-            scope: the scope of the operation.
             place: the position of the axis that was sharded over these mesh axes before.
         """
         for constraint in self._after(scope):

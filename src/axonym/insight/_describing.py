@@ -12,8 +12,7 @@ from . import _scopes
 from ._constraints import Constraints
 from ._hlo import Frame, HloProgram, HloShape, Instruction
 from ._lifetimes import Buffer, Lifetimes
-from ._lines import source
-from .collectives import Collective, sent_by
+from .collectives import Collective, sent_by, source
 from .timeline import HeldArray, MemoryTimeline
 
 

@@ -98,7 +98,7 @@ class Instruction:
     def attribute(self, name: str) -> str | None:
         """Return the text of an attribute, up to the comma that ends it."""
         found = re.search(rf"(?:^|, ){name}=", self.attributes)
-        return None if found is None else _until_comma(self.attributes[found.end() :])
+        return None if found is None else next(_split(self.attributes[found.end() :]))
 
     def computation(self, name: str) -> str | None:
         """Return the computation that an attribute names."""
@@ -123,12 +123,9 @@ class HloProgram:
     """A compiled program, read from XLA's text."""
 
     def __init__(self, text: str, devices: int):
-        """Arguments:
-        text: the text of the program.
-        devices: the number of devices that it runs on.
-        """
         self.text = text
         self.devices = devices
+        """The number of devices that it runs on."""
         self.computations: dict[str, dict[str, Instruction]] = {}
         self._roots: dict[str, Instruction] = {}
         self.entry = ""
@@ -172,7 +169,8 @@ class HloProgram:
 
     def updates_with(self, instruction: Instruction) -> Instruction | None:
         """Return the instruction that computes the slice written into an array, or None."""
-        inside, update = self._computation_of(instruction), instruction
+        inside = next(c for c in self.computations.values() if c.get(instruction.name) is instruction)
+        update = instruction
         outside, fusion = inside, instruction
         if instruction.opcode == "fusion":
             name = instruction.computation("calls") or ""
@@ -190,9 +188,6 @@ class HloProgram:
             else:
                 break
         return found
-
-    def _computation_of(self, instruction: Instruction) -> dict[str, Instruction]:
-        return next(c for c in self.computations.values() if c.get(instruction.name) is instruction)
 
     def users(self, visit: Visit) -> Iterator[Instruction]:
         """Yield the direct and indirect users of a result in one computation."""
@@ -394,10 +389,6 @@ def _split(text: str) -> Iterator[str]:
             yield text[start:i]
             start = i + 1
     yield text[start:]
-
-
-def _until_comma(text: str) -> str:
-    return next(_split(text))
 
 
 def branches(instruction: Instruction) -> Sequence[str]:

@@ -82,8 +82,6 @@ def moved_rows(
 
     Arguments:
         dispatch: the dispatch of the rows to experts. Rows for several experts lack some axes of the others.
-        dims: the axes of the operand.
-        shape: the shape of the result.
     """
     rows = dispatch.operands[0]
     kinds = [axes for axes in (rows, tuple(a for a in rows if a in dispatch.operands[1])) if axes]

@@ -24,8 +24,11 @@ except ImportError:  # then unused operations are counted, too
 
 from .._context import activate
 from .._mesh_axes import NO_MESH
+from .._tree_spec import flatten_arrays
+from ..sharding._compiled_function import ARRAYS
 from ..sharding.placement import leaves_of
 from . import _scopes
+from ._arguments import step_name
 from ._hlo import Frame
 from ._named_dims import by_scope, has_names_of, joined_axes, matched, moved, moved_rows, renamings, with_names
 from ._named_events import (
@@ -47,28 +50,21 @@ from ._named_events import (
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-
 
 def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> NamedTrace:
     """Trace a step with abstract arguments."""
-    values, structure = jax.tree.flatten((args, dict(kwargs)))
-    dynamic = [i for i, x in enumerate(values) if isinstance(x, _ARRAYS)]
-
+    given, static = flatten_arrays((args, dict(kwargs)), ARRAYS, named=False)
     returned: list[Any] = []
 
     def flat(*arrays: Any) -> list[Any]:
-        mixed = list(values)  # other leaves stay unchanged
-        for i, array in zip(dynamic, arrays, strict=True):
-            mixed[i] = array
-        args, kwargs = jax.tree.unflatten(structure, mixed)
+        args, kwargs = static.unflatten(arrays)
         leaves = leaves_of(step(*args, **kwargs))[0]
         found = [(getattr(x.value, "array", x.value), x.names) for x in leaves]
-        found = [(x, names) for x, names in found if isinstance(x, _ARRAYS)]
+        found = [(x, names) for x, names in found if isinstance(x, ARRAYS)]
         returned[:] = [names for _, names in found]
         return [x for x, _ in found]
 
-    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (values[i] for i in dynamic)]
+    abstract = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
     try:
         with activate(None), jax.sharding.use_abstract_mesh(NO_MESH), warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*nothing was placed")
@@ -102,11 +98,10 @@ def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     results = walk.run(jaxpr, arguments, _Around())
     exchanged = walk.close_dispatches()
     kept = tuple(walk.kept)
-    name = getattr(step, "__name__", None) or type(step).__name__
     events = tuple(dict.fromkeys(walk.events))
     return NamedTrace(
-        name, events, tuple(arguments), tuple(results), kept, walk.unnamed, tuple(walk.uncounted), walk.grouped,
-        frozenset(exchanged), walk.joined,
+        step_name(step), events, tuple(arguments), tuple(results), kept, walk.unnamed, tuple(walk.uncounted),
+        walk.grouped, frozenset(exchanged), walk.joined,
     )  # fmt: skip
 
 
@@ -137,12 +132,7 @@ _LAYOUT = {"convert_element_type", "copy", "reduce_precision", "stop_gradient", 
 _LAYOUT |= {"transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
 """Primitives whose result is their operand in another layout."""
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"}
-_UNCOUNTED = {
-    "conv_general_dilated",
-    "shard_map",
-    "pallas_call",
-    "custom_partitioning",
-}
+_UNCOUNTED = {"conv_general_dilated", "shard_map", "pallas_call", "custom_partitioning"}
 """Primitives that may multiply, and whose flops are not known."""
 _ALONG = {"concatenate": "dimension", "split": "axis", "cumsum": "axis", "cumprod": "axis", "cummax": "axis"}
 _ALONG |= {"cummin": "axis", "cumlogsumexp": "axis", "sort": "dimension", "rev": "dimensions"}
@@ -198,13 +188,12 @@ class _Walk:
         current, entered = _Entered(), ""
         for eqn in jaxpr.eqns:
             operands = [read(var) for var in eqn.invars]
-            scope = _joined(around.scope, eqn)
-            if (part := _named_part(scope)) != entered:
+            inner = _inside(eqn, around)
+            if (part := _named_part(inner.scope)) != entered:
                 self._enter(current)
                 current, entered = _Entered(), part
-            if part and _scopes.phase(scope) != "backward":
-                inner = dataclasses.replace(around, scope=scope, frames=_all_frames(eqn, around))
-                current.place = self.place(inner, _scopes.operation(scope))
+            if part and _scopes.phase(inner.scope) != "backward":
+                current.place = self.place(inner, _scopes.operation(inner.scope))
                 current.uses.append(
                     [x for var, x in zip(eqn.invars, operands, strict=True)
                      if not hasattr(var, "val") and made.get(var) != part]
@@ -212,7 +201,7 @@ class _Walk:
             key = _key(eqn, operands)
             constant = key is not None and self._constants.issuperset(x.origin for x in operands)
             self._avoidable = constant or key in self._made
-            results = self._results(eqn, operands, around)
+            results = self._results(eqn, operands, inner)
             if key is not None:
                 origins = self._made.setdefault(key, [x.origin for x in results])
                 results = [dataclasses.replace(x, origin=n) for x, n in zip(results, origins, strict=True)]
@@ -279,9 +268,7 @@ class _Walk:
         """Rename joined axes in the same way if the same axes were joined into them."""
         return tuple(("*".join(self.joined.get(n or "", (n,))) if n else n, size) for n, size in dims)  # pyright: ignore
 
-    def _results(self, eqn: JaxprEqn, operands: list[Value], around: _Around) -> list[Value]:
-        scope = _joined(around.scope, eqn)
-        inner = dataclasses.replace(around, scope=scope, frames=_all_frames(eqn, around))
+    def _results(self, eqn: JaxprEqn, operands: list[Value], inner: _Around) -> list[Value]:
         name, params = eqn.primitive.name, eqn.params
         if name == "scan":
             return self._scan(eqn, operands, inner)
@@ -294,7 +281,7 @@ class _Walk:
             jaxpr = getattr(called, "jaxpr", called)
             if len(jaxpr.invars) == len(operands):
                 # The names that a named operation gives to its operands also hold in the functions that it calls.
-                operation = _scopes.operation(scope)
+                operation = _scopes.operation(inner.scope)
                 operands = self._renamed(operands, operation, self.place(inner, operation))
                 again = "remat" in name or "checkpoint" in name
                 body = dataclasses.replace(inner, within=next(self._numbers), recomputes=True) if again else inner
@@ -339,9 +326,7 @@ class _Walk:
         of_body, start = operands[tests : tests + consts], operands[tests + consts :]
         body = dataclasses.replace(around, times=None, within=next(self._numbers))
         state, _ = self._repeated(
-            self.place(around),
-            lambda state: self.run(params["body_jaxpr"].jaxpr, [*of_body, *state], body),
-            start,
+            self.place(around), lambda state: self.run(params["body_jaxpr"].jaxpr, [*of_body, *state], body), start
         )
         return state
 
@@ -415,10 +400,8 @@ class _Walk:
             found[at] = None, shape[at]
             return [self.value(v.aval, by_scope(tuple(found), operation)) for v in eqn.outvars]
         if name in ("gather", "scatter-add") and params["dimension_numbers"].operand_batching_dims:
-            batch, result = (
-                params["dimension_numbers"].operand_batching_dims,
-                self._alike(eqn.outvars[0].aval, [], operation),
-            )
+            batch = params["dimension_numbers"].operand_batching_dims
+            result = self._alike(eqn.outvars[0].aval, [], operation)
             along = operands[0] if name == "gather" else result
             self._open(place, name, [d for i, d in enumerate(along.dims) if i not in batch])
             if name == "scatter-add" and operation is not None and operation.name == "top_k":
@@ -649,11 +632,7 @@ class _Walk:
             if new:
                 dims = tuple((new.get(n or "", n), s) for n, s in x.dims)
                 self.events.append(Renamed(place, x.dims, dims, False, by_size="vmap(" in place.scope))
-                x = dataclasses.replace(
-                    x,
-                    dims=dims,
-                    base=tuple((new.get(n or "", n), s) for n, s in x.base),
-                )
+                x = dataclasses.replace(x, dims=dims, base=tuple((new.get(n or "", n), s) for n, s in x.base))
             found.append(x)
         return found
 
@@ -687,12 +666,10 @@ def _named_part(scope: str) -> str:
     return scope[: scope.rindex("]") + 1] if _scopes.operation(scope) else ""
 
 
-def _joined(outer: str, eqn: JaxprEqn) -> str:
-    return "/".join(part for part in (outer, str(eqn.source_info.name_stack)) if part)
-
-
-def _all_frames(eqn: JaxprEqn, around: _Around) -> tuple[Frame, ...]:
-    return (*_frames(eqn), *around.frames)
+def _inside(eqn: JaxprEqn, around: _Around) -> _Around:
+    """Return the surroundings of what an equation does: with its own scope and lines."""
+    scope = "/".join(part for part in (around.scope, str(eqn.source_info.name_stack)) if part)
+    return dataclasses.replace(around, scope=scope, frames=(*_frames(eqn), *around.frames))
 
 
 def _frames(eqn: JaxprEqn) -> Iterator[Frame]:

@@ -219,9 +219,6 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
     """Explain by name why an operation needs a collective over some mesh axes; return None if it is not known.
 
     Arguments:
-        kind: the kind of the collective.
-        over: the mesh axes.
-        when: the phase.
         gathered: the named axes that an all-gather completes, if known.
     """
     mesh_axes = set(over)

@@ -181,8 +181,7 @@ class ShardyProgram:
             for region in op.regions:
                 self._block(region.blocks[0], dataclasses.replace(around, in_branch=True))
         elif name == "func.call":
-            called = self._functions[str(op.attributes["callee"]).lstrip("@").strip('"')]
-            self._enter(called, op.operands, self._within(op, around))
+            self._enter(self._called(op), op.operands, self._within(op, around))
         elif name in ("sdy.manual_computation", "sdy.named_computation"):
             manual = name == "sdy.manual_computation"
             names = set(re.findall(r'"([^"]+)"', str(op.attributes["manual_axes"]))) if manual else set()
@@ -200,7 +199,7 @@ class ShardyProgram:
 
     def _loop(self, op: Any, around: _Within) -> None:
         test, body = (region.blocks[0] for region in op.regions)
-        ends = body.operations[len(body.operations) - 1].operation.operands
+        ends = _last(body).operands
         turns, loop = _turns(op), self._key(op)
         times = None if around.times is None or turns is None else around.times * turns
         changed = {x for x, end in zip(body.arguments, ends, strict=True) if x != _moved_from(end)}
@@ -211,6 +210,10 @@ class ShardyProgram:
         self._loops.append((turns, changed))
         self._block(body, dataclasses.replace(around, times=times))
         self._loops.pop()
+
+    def _called(self, call: Any) -> Any:
+        """Return the function that an operation calls."""
+        return self._functions[str(call.attributes["callee"]).lstrip("@").strip('"')]
 
     def _within(self, op: Any, around: _Within) -> _Within:
         scope, frames = self._origin(op, around)
@@ -245,8 +248,7 @@ class ShardyProgram:
     def _computed(self, op: Any) -> Iterator[int]:
         """Return the numbers of the results of an operation."""
         if op.name == "func.call":
-            called = self._functions[str(op.attributes["callee"]).lstrip("@").strip('"')].regions[0].blocks[0]
-            yield from map(self._number, called.operations[len(called.operations) - 1].operation.operands)
+            yield from map(self._number, _last(self._called(op).regions[0].blocks[0]).operands)
         elif op.name in _THE_SAME or _changes_nothing(op):
             yield from (self._number(op.operands[i]) for i in range(len(op.results)))
         else:
@@ -279,6 +281,10 @@ class ShardyProgram:
     def _local(self, value: Any) -> HloShape:
         sizes = (-(-n // self._count(axes)) for n, axes in zip(value.type.shape, self.over(value), strict=True))
         return HloShape(_dtype(str(value.type.element_type)), tuple(sizes))
+
+    def _shards(self, value: Any) -> int:
+        """Return the number of shards of an array."""
+        return self._count([a for axes in self.over(value) for a in axes])
 
     def _count(self, axes: Sequence[str]) -> int:
         return math.prod(int(a.rpartition(")")[2]) if ":" in a else self.mesh[a] for a in axes)
@@ -325,10 +331,8 @@ class ShardyProgram:
         else:
             found = tuple(map(tuple, np.array(groups).tolist()))
             (axes, whole), count = along(found, self.mesh, pairs), len(found[0])
-        carried, pieces = (
-            [(x, self._local(x), self._local(y)) for x, y in zip(op.operands, op.results, strict=False)],
-            1,
-        )
+        carried = [(x, self._local(x), self._local(y)) for x, y in zip(op.operands, op.results, strict=False)]
+        pieces = 1
         if kind == "all-to-all":  # as the compiler for CPUs implements it
             (operand, shape, _), at, pieces = carried[0], int(op.attributes["split_dimension"]), count
             piece = HloShape(shape.dtype, (*shape.sizes[:at], shape.sizes[at] // count, *shape.sizes[at + 1 :]))
@@ -337,7 +341,7 @@ class ShardyProgram:
             self._note(op, kind, axes, count, whole, carried, around, pieces)
             for value, before, after in carried if kind not in ("all-reduce", "collective-permute") else ():
                 # The compiler may gather arrays that are sharded over mesh axes left to it, before and again after.
-                if (shards := self._count([a for over in self.over(value) for a in over])) > 1:
+                if (shards := self._shards(value)) > 1:
                     most = (sent_by(kind, pieces * before.bytes, count) or 0) + pieces * (before.bytes + after.bytes)
                     self.uncertain += (around.times or 1) * (shards - 1) * most
 
@@ -415,20 +419,18 @@ class ShardyProgram:
         values = [x for x in (*op.operands, *op.results) if hasattr(x.type, "shape")]
         if name == "gather" and not around.manual and not any(self.over(op.operands[1])):
             # The compiler may gather it at the look-up, at its use, and in the backward pass.
-            over = [a for axes in self.over(op.results[0]) for a in axes]
-            self.uncertain += 3 * (around.times or 1) * self._local(op.results[0]).bytes * (self._count(over) - 1)
+            found = op.results[0]
+            self.uncertain += 3 * (around.times or 1) * self._local(found).bytes * (self._shards(found) - 1)
         if "sdy.sharding_rule" in op.attributes:
             rule = str(op.attributes["sdy.sharding_rule"])
             values = [x for x, _ in self._along(values, rule, "permutation", "need_replication")]
-        elif op.name.startswith("sdy.") or op.name in _MOVES_NOTHING or op.name == "func.return":
+        elif op.name.startswith("sdy.") or op.name in _MOVES_NOTHING:
             return
         sharded = [x for x in values if any(self.over(x))]
         if sharded:  # at most, all are gathered
             self.moved.setdefault(name)
-            most = (
-                self._local(x).bytes * (self._count([a for axes in self.over(x) for a in axes]) - 1) for x in sharded
-            )
-            self.uncertain += (around.times or 1) * sum(most)
+            most = sum(self._local(x).bytes * (self._shards(x) - 1) for x in sharded)
+            self.uncertain += (around.times or 1) * most
 
     def _along(self, values: Sequence[Any], rule: str, *kinds: str) -> list[tuple[Any, tuple[str, ...]]]:
         """Return the arrays that are sharded along factors of some kinds in an operation's rule, and the mesh axes."""
@@ -507,11 +509,15 @@ def _moved_from(value: Any) -> Any:
     return value
 
 
+def _last(block: Any) -> Any:
+    """Return the operation that ends a block, whose operands are its results."""
+    return block.operations[len(block.operations) - 1].operation
+
+
 def _turns(loop: Any) -> int | None:
     """Return how often a loop that counts from one constant to another runs; None for other loops."""
     test, body = (region.blocks[0] for region in loop.regions)
-    compare, step = (block.operations[len(block.operations) - 1].operation for block in (test, body))
-    compare = compare.operands[0].owner
+    compare, step = _last(test).operands[0].owner, _last(body)
     if getattr(compare, "name", "") != "stablehlo.compare" or " LT" not in str(
         compare.attributes["comparison_direction"]
     ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 Section: TypeAlias = tuple[str, Sequence[str], Sequence[Sequence[str]]]
@@ -54,3 +54,13 @@ def described_axes(axes: Collection[str] | None) -> str:
     if axes is None:
         return "mesh axes that are not known"
     return " and ".join(axes) if axes else "no mesh axis"
+
+
+def in_order(axes: Collection[tuple[str, ...] | None]) -> list[tuple[str, ...] | None]:
+    """Sort sets of mesh axes as reports list them: those of few axes first, and those that are not known last."""
+    return sorted(axes, key=lambda a: (a is None, len(a or ()), a or ()))
+
+
+def described_mesh(mesh: Mapping[str, int]) -> str:
+    """Write a mesh: `the mesh data=4, model=2`."""
+    return f"the mesh {', '.join(f'{n}={s}' for n, s in mesh.items())}" if mesh else "one device"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,6 +46,11 @@ def on_topology(mesh: AnyMesh | None, topology: str) -> Mesh:
             f"explain: the topology {topology!r} has {len(devices)} devices and the mesh {dict(mesh.shape)} has "
             f"{mesh.size}. Make them equal."
         )
+    return with_axes_of(mesh, devices)
+
+
+def with_axes_of(mesh: AnyMesh, devices: Sequence[Any]) -> Mesh:
+    """Return a mesh of these devices with the axes of another one."""
     return Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types)
 
 

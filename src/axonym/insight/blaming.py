@@ -6,12 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from .._errors import counted
 from .._mesh_axes import AnyMesh
 from .collectives import Collective
-from .explaining import explain
+from .explaining import explain, quickest_exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +39,7 @@ class Blame:
 
 
 def blame(
-    fn: Callable[..., Any],
-    /,
-    *args: Any,
-    axis: str,
-    mapping: Any = None,
-    mesh: AnyMesh | None = None,
-    **kwargs: Any,
+    fn: Callable[..., Any], /, *args: Any, axis: str, mapping: Any = None, mesh: AnyMesh | None = None, **kwargs: Any
 ) -> Blame:
     """Find the first operation at which an axis stops being sharded, because it is gathered or moved.
 
@@ -62,8 +54,7 @@ def blame(
     >>> print(found)
     nothing gathers or moves batch
     """
-    by = "partitioner" if jax.default_backend() == "cpu" else "compiled"
-    report = explain(fn, *args, mapping=mapping, mesh=mesh, by=by, **kwargs)
+    report = explain(fn, *args, mapping=mapping, mesh=mesh, by=quickest_exact(), **kwargs)
     unknown = []
     for c in report.collectives:
         if c.of_indices:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .._errors import describe_bytes
 from .._mesh_axes import AnyMesh
-from ._text import aligned, described_axes, markdown_table, written_number
+from ._text import aligned, described_axes, in_order, markdown_table, written_number
 from .chips import Chip
 from .collectives import Collective
 from .explaining import explain
@@ -109,9 +109,9 @@ class Comparison:
     def _table(self) -> list[list[str]]:
         """Return the lines of the table, of which the first is its header."""
         reports = self.reports.values()
-        axes = sorted({a for r in reports for a in r.by_axes()}, key=lambda a: (a is None, len(a or ()), a or ()))
         columns: list[tuple[str, Callable[[Report], str]]] = [
-            (f"sent over {described_axes(a)}", lambda r, a=a: _sent(r.by_axes().get(a, ()))) for a in axes
+            (f"sent over {described_axes(a)}", lambda r, a=a: _sent(r.by_axes().get(a, ())))
+            for a in in_order({a for r in reports for a in r.by_axes()})
         ]
         columns.append(("collectives", lambda r: _or_unknown(r.count(), str)))
         if all(r.memory is not None for r in reports):

@@ -18,7 +18,7 @@ from .._tree_spec import flatten_arrays
 from ..sharding.meshes import current_mesh
 from ._text import parsed_bytes
 from .collectives import Collective
-from .explaining import explain
+from .explaining import explain, quickest_exact
 from .report import Memory, Report
 
 
@@ -105,7 +105,7 @@ class Contract:
         0
         """
         __tracebackhide__ = True  # pytest shows the line of the test
-        by = "partitioner" if self.max_memory is None and jax.default_backend() == "cpu" else "compiled"
+        by = quickest_exact() if self.max_memory is None else "compiled"
         report = explain(fn, *args, mapping=self.mapping, mesh=self.mesh, by=by, **kwargs)
         broken = self.broken(report)
         self._checked += 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from .._context import Entry
 from .._mesh_axes import AnyMesh
@@ -19,13 +19,13 @@ from ..sharding.jit import fsdp, named_jit
 from ..sharding.mapping import is_resource_mapping, normalize_mapping
 from ..sharding.meshes import current_mesh, set_mesh, with_devices
 from . import _compiling, _scopes, _shardy
-from ._arguments import ArgumentNames, names_of_arrays
+from ._arguments import ArgumentNames, names_of_arrays, step_name
 from ._by_names import OF_GROUPS, by_names
 from ._constraints import Constraints
 from ._describing import Exchange, Origin, describe, timeline
 from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, Visit, along, groups
 from ._named_trace import named_trace
-from ._topologies import moved_to, on_topology
+from ._topologies import moved_to, on_topology, with_axes_of
 from .chips import Chip, known_chip
 from .collectives import Collective
 from .report import Memory, Report, bounds_on
@@ -34,6 +34,11 @@ WITHOUT_FLOPS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiv
 """Calls in programs for TPUs that compute nothing."""
 
 TIERS = ("compiled", "partitioner", "shardy", "names")
+
+
+def quickest_exact() -> str:
+    """Return the quickest way here to make a report whose collectives are exact."""
+    return "partitioner" if jax.default_backend() == "cpu" else "compiled"
 
 
 def explain(
@@ -86,7 +91,7 @@ def explain(
     if by == "shardy":
         with contextlib.nullcontext() if mesh is None else set_mesh(mesh):
             lowered = distributed(fn, mapping).trace(*args, **kwargs).lower(lowering_platforms=("cpu",))
-            return _sharded(_name(fn), lowered, ArgumentNames(lowered, fn, args, kwargs), chip)
+            return _sharded(step_name(fn), lowered, ArgumentNames(lowered, fn, args, kwargs), chip)
     with active(mesh):
         compiled_step = distributed(fn, mapping)
         platform = jax.default_backend() if topology is None else "tpu"
@@ -101,7 +106,7 @@ def explain(
         program = HloProgram(text, _compiling.device_count(lowered))
         found = _mesh(args, kwargs, program.devices)
         names = ArgumentNames(lowered, fn, args, kwargs)
-        return _report(_name(fn), program, Constraints(lowered), names, found, platform, by, memory, chip)
+        return _report(step_name(fn), program, Constraints(lowered), names, found, platform, by, memory, chip)
 
 
 def distributed(fn: Callable[..., Any], mapping: Any) -> Any:
@@ -148,9 +153,7 @@ def active(mesh: AnyMesh | None) -> Iterator[None]:
                 f"explain: the mesh has {mesh.size} devices and this process {len(devices)}. On a CPU, any number can "
                 f"be simulated: jax.config.update('jax_num_cpu_devices', {mesh.size}) before JAX is first used."
             )
-        mesh = Mesh(
-            np.array(devices[: mesh.size]).reshape(mesh.axis_sizes), mesh.axis_names, axis_types=mesh.axis_types
-        )
+        mesh = with_axes_of(mesh, devices[: mesh.size])
     with set_mesh(mesh):
         yield
 
@@ -353,7 +356,3 @@ def _memory(compiled: Any) -> Memory | None:
         aliased=found.alias_size_in_bytes,
         temporaries=found.temp_size_in_bytes,
     )
-
-
-def _name(step: Any) -> str:
-    return getattr(step, "__name__", None) or type(step).__name__

@@ -8,7 +8,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .._errors import counted, describe_bytes
-from ._text import Section, aligned, described_axes, markdown_table, rich_table, written_number
+from ._text import (
+    Section,
+    aligned,
+    described_axes,
+    described_mesh,
+    in_order,
+    markdown_table,
+    rich_table,
+    written_number,
+)
 from .chips import Chip
 from .collectives import Collective
 from .timeline import MemoryTimeline, draw
@@ -110,12 +119,7 @@ class Report:
     """The bytes of each argument of the step on each device, by the name of its parameter, without what a compiler for
     another device pads them with."""
 
-    def total_sent(
-        self,
-        over: str | None = None,
-        kind: str | None = None,
-        phase: str | None = None,
-    ) -> int | None:
+    def total_sent(self, over: str | None = None, kind: str | None = None, phase: str | None = None) -> int | None:
         """Return the bytes that each device sends in a call; None if that depends on values.
 
         Arguments:
@@ -147,7 +151,7 @@ class Report:
         >>> axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner").by_axes()
         {}
         """
-        keys = sorted({c.axes for c in self.collectives}, key=lambda axes: (axes is None, len(axes or ()), axes or ()))
+        keys = in_order({c.axes for c in self.collectives})
         return {key: tuple(c for c in self.collectives if c.axes == key) for key in keys}
 
     def to_dict(self) -> dict[str, Any]:
@@ -224,16 +228,14 @@ class Report:
         return "\n\n".join(parts)
 
     def _head(self) -> Iterator[str]:
-        mesh = ", ".join(f"{n}={s}" for n, s in self.mesh.items())
-        on = f"the mesh {mesh}" if mesh else "one device"
-        yield f"{self.step} on {on} ({self.platform}, by={self.by!r})"
+        yield f"{self.step} on {described_mesh(self.mesh)} ({self.platform}, by={self.by!r})"
         if not self.collectives:
             yield "Nothing is sent between devices."
 
     def _sections(self) -> Iterator[Section]:
         """Yield the tables: the bytes sent over each set of mesh axes, and the arrays in memory at the peak."""
         for axes, found in self.by_axes().items():
-            yield _title(axes, found), _HEADER, [_cells(row) for row in _rows(found)]
+            yield _title(axes, found), _HEADER, [dataclasses.astuple(row) for row in _rows(found)]
         if self.timeline is not None:
             yield self.timeline._section()
 
@@ -266,16 +268,16 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """A row for collectives that differ only in how often they run."""
+    """A row for collectives that differ only in how often they run: the cells below `_HEADER`."""
 
     kind: str
     when: str
+    times: str
     sent: str
     array: str
     operation: str
     line: str
     why: str
-    times: str
 
 
 def _rows(found: Sequence[Collective]) -> list[_Row]:
@@ -306,10 +308,6 @@ def _title(axes: tuple[str, ...] | None, found: Sequence[Collective]) -> str:
 
 
 _HEADER = ("kind", "when", "times", "sent each time", "array", "operation", "line", "why")
-
-
-def _cells(row: _Row) -> tuple[str, ...]:
-    return row.kind, row.when, row.times, row.sent, row.array, row.operation, row.line, row.why
 
 
 def _lines(found: Sequence[Collective]) -> str:

@@ -8,18 +8,17 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 from jax.sharding import NamedSharding
 
 from .. import _errors
-from .._mesh_axes import AnyMesh, mesh_axes
+from .._mesh_axes import AnyMesh, mesh_axes, padded
 from .._parameter_names import parameter_names
 from ..named_array import raw
 from ..sharding._compiled_function import CompiledFunction
-from ..sharding.placement import Leaf, leaves_of
-from ._text import aligned, parsed_bytes
+from ..sharding.placement import Leaf, leaves_of, present_sharding
+from ._text import aligned, described_mesh, parsed_bytes
 from .comparing import counted
-from .explaining import active, distributed, explain
+from .explaining import active, distributed, explain, quickest_exact
 
 
 def snapshot(
@@ -42,13 +41,12 @@ def snapshot(
     <BLANKLINE>
     nothing is sent between devices
     """
-    by = "partitioner" if jax.default_backend() == "cpu" else "compiled"
-    report = explain(fn, *args, mapping=mapping, mesh=mesh, by=by, **kwargs)
+    report = explain(fn, *args, mapping=mapping, mesh=mesh, by=quickest_exact(), **kwargs)
     with active(mesh):
         leaves = list(_placed(distributed(fn, mapping), args, kwargs))
     sizes = [_bytes_on_each(leaf) for leaf in leaves]
     rows = [(leaf.path, _described(leaf), _errors.describe_bytes(n)) for leaf, n in zip(leaves, sizes, strict=True)]
-    parts = [f"on the mesh {', '.join(f'{n}={s}' for n, s in report.mesh.items())}" if report.mesh else "on one device"]
+    parts = [f"on {described_mesh(report.mesh)}"]
     parts.append("\n  ".join([f"arguments: {_errors.describe_bytes(sum(sizes))} on each device", *aligned(rows)]))
     sent = sorted(counted(report.collectives).values(), key=lambda found: (-found[0] * found[1], found[2]))
     lines = [f"{times} x {_errors.describe_bytes(n)}  {text}" for times, n, text in sent]
@@ -113,15 +111,12 @@ def _placed(fn: Any, args: Any, kwargs: Any) -> Iterator[Leaf]:
 
 
 def _described(leaf: Leaf) -> str:
-    array = raw(leaf.value)
-    sharding = getattr(array, "sharding", None)
-    spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
-    spec += (None,) * (array.ndim - len(spec))
+    array, sharding = raw(leaf.value), present_sharding(leaf.value)
+    spec = padded(sharding.spec if isinstance(sharding, NamedSharding) else (), array.ndim)
     return _errors.describe_sharded(array.dtype, leaf.names, array.shape, map(mesh_axes, spec))
 
 
 def _bytes_on_each(leaf: Leaf) -> int:
-    array = raw(leaf.value)
-    sharding = getattr(array, "sharding", None)
+    array, sharding = raw(leaf.value), present_sharding(leaf.value)
     shape = array.shape if sharding is None else sharding.shard_shape(array.shape)
     return math.prod(shape) * array.dtype.itemsize

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from .._jax_versions import varying_axes
 from .._mesh_axes import Axes
 from .._per_device import vary_like
+from ..ops._operands import at_least_int32
 
 OfExperts = Callable[[jax.Array, jax.Array], jax.Array]
 """Computes the results from rows sorted by local expert, and the number of rows of each."""
@@ -50,7 +51,7 @@ class ExpertExchange(NamedTuple):
             expert: the number of the expert of each row, among the experts of all devices.
         """
         (rows,) = expert.shape
-        expert = expert if expert.dtype.itemsize >= 4 else expert.astype(jnp.int32)  # which holds the number of experts
+        expert = at_least_int32(expert)
         known = (expert >= 0) & (expert < self.local_experts * self.devices)
         expert = jnp.where(known, expert, 0).astype(jnp.int32)
         if not rows:

@@ -14,7 +14,7 @@ from .. import _errors, _kernels, random
 from .._named_scope import named_call
 from ..axis import Axis, AxisSpec, Names, axes_of_spec
 from ..named_array import NamedArray, NamedOrNumeric
-from ..ops._operands import distinct, dtype_key, one_axis, operand, require_named, require_positions
+from ..ops._operands import at_least_int32, distinct, dtype_key, one_axis, operand, require_named, require_positions
 from ..ops.contraction import dot
 from ..ops.indexing import take
 from ..sharding.shard import shard_quietly
@@ -48,8 +48,7 @@ def one_hot(x: NamedOrNumeric, class_axis: Axis, *, dtype: Any = None) -> NamedA
 def _non_negative(number: Any, classes: Axis) -> Any:
     """Convert a class counted from the end to a non-negative one."""
     if isinstance(number, jax.Array):
-        if number.dtype.itemsize < 4:
-            number = number.astype(jnp.int32)  # a small dtype may not be able to hold the class
+        number = at_least_int32(number)
         return jnp.where(number < 0, number + classes.size, number)
     if not -classes.size <= number < classes.size:
         described = _errors.describe_axes((classes.name,), (classes.size,))
@@ -62,8 +61,7 @@ def _one_hot_kernel(names: Names, class_axis: Axis, dtype: Any) -> _kernels.Kern
     out_names = distinct("one_hot", (*names, class_axis.name))
 
     def positional(x):
-        if x.dtype.itemsize < 4 and jnp.issubdtype(x.dtype, jnp.integer):
-            x = x.astype(jnp.int32)  # a small dtype may not be able to hold all classes
+        x = at_least_int32(x) if jnp.issubdtype(x.dtype, jnp.integer) else x
         return jax.nn.one_hot(x, class_axis.size, dtype=dtype)
 
     return _kernels.make_kernel("one_hot", positional, (names,), out_names)
@@ -75,9 +73,7 @@ def _known_kernel(names: Names, id_names: Names, size: int) -> _kernels.Kernel:
 
     def positional(found, ids):
         signed = not jnp.issubdtype(ids.dtype, jnp.unsignedinteger)
-        if ids.dtype.itemsize < 4:
-            ids = ids.astype(jnp.int32)  # a small dtype may not be able to hold the bounds
-        ids = _kernels.align(ids, id_names, names)
+        ids = _kernels.align(at_least_int32(ids), id_names, names)
         return jnp.where((ids >= -size) & (ids < size) if signed else ids < size, found, jnp.nan)
 
     return _kernels.make_kernel("Embedding.embed", positional, (names, id_names), names, native=True)

@@ -17,7 +17,15 @@ from .._mesh_axes import Axes
 from ..axis import AxisSelection, AxisSelector, Names, name_of
 from ..manual._axis_environment import reduced_over
 from ..named_array import NamedArray, NamedOrNumeric, describe_array
-from ..ops._operands import as_float, dtype_key, require_named, require_positions, require_subset
+from ..ops._operands import (
+    as_float,
+    at_least_float32,
+    at_least_int32,
+    dtype_key,
+    require_named,
+    require_positions,
+    require_subset,
+)
 from ..ops.elementwise import logical_and, not_equal
 from ..ops.reductions import mean
 from ..ops.selection import where as choose
@@ -123,9 +131,7 @@ def cross_entropy_loss_and_log_normalizers(
 
 def _labelled(targets: NamedArray, ignore_index: int) -> NamedArray:
     """Return which examples have a label."""
-    if targets.dtype.itemsize < 4:  # a small dtype may not be able to hold the number, and would wrap it
-        targets = targets.astype(jnp.int32)
-    return not_equal(targets, ignore_index)
+    return not_equal(at_least_int32(targets), ignore_index)  # a small dtype would wrap a number that it cannot hold
 
 
 def _cross_entropy(
@@ -231,7 +237,7 @@ def _cross_entropy_kernel(
         if not jnp.issubdtype(logits.dtype, jnp.floating):
             described = _errors.describe_axes(names, logits.shape)
             raise TypeError(f"{what}: logits are floating point numbers, got {logits.dtype} {described}.")
-        x = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+        x = at_least_float32(logits)
         largest, remainder = _log_normalizer(position, over, x)
         if chosen in target_names:
             loss = of_probabilities(x - largest, remainder, _kernels.align(targets, target_names, names))
@@ -252,9 +258,7 @@ def _cross_entropy_kernel(
                 f"{what}: targets without axis {chosen!r} are positions along it, so they are integers, got "
                 f"{targets.dtype} {described}. Probabilities have that axis."
             )
-        if targets.dtype.itemsize < 4:  # a small dtype may not be able to hold all positions
-            targets = targets.astype(jnp.int32)
-        targets = _kernels.align(targets, target_names, names)
+        targets = _kernels.align(at_least_int32(targets), target_names, names)
         # Comparing every position with the label, rather than a look-up, needs no more memory, since it becomes part
         # of the sum; and where the axis is sharded, devices need not communicate, in the gradient either.
         own, count = jax.lax.broadcasted_iota(targets.dtype, x.shape, position), x.shape[position]

@@ -15,7 +15,7 @@ from .. import _errors, _kernels
 from .._named_scope import named_call
 from ..axis import Axis, AxisSelection, AxisSpec, Names
 from ..named_array import NamedArray, NamedOrNumeric
-from ..ops._operands import as_float, operand, require_named, require_subset
+from ..ops._operands import as_float, at_least_float32, operand, require_named, require_subset
 from ..ops.creation import ones, zeros
 from ..ops.elementwise import rsqrt, square
 from ..ops.reductions import mean
@@ -118,7 +118,7 @@ def _standardize_kernel(all_names: tuple[Names, ...], labels: tuple[str, ...], a
         *arrays, eps = rest
         aligned = [_kernels.align(a, own, names) for a, own in zip(arrays, all_names[1:], strict=True)]
         x = as_float(x)
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # squares overflow in float16
+        wide = at_least_float32(x)  # squares overflow in float16
         result = jax.nn.standardize(wide, positions, epsilon=eps, **dict(zip(labels, aligned, strict=True)))
         return result.astype(jnp.result_type(x, *aligned))
 
@@ -155,13 +155,7 @@ class LayerNormBase(ModuleWithStateDictSerialization):
 
     @classmethod
     def init(
-        cls,
-        axis: AxisSpec,
-        eps: float = 1e-5,
-        *,
-        use_weight: bool = True,
-        use_bias: bool = True,
-        dtype: Any = None,
+        cls, axis: AxisSpec, eps: float = 1e-5, *, use_weight: bool = True, use_bias: bool = True, dtype: Any = None
     ) -> Self:
         """Make a layer with a scale of one and a shift of zero. `axis`, `eps` and `dtype` are the fields of the layer.
 

@@ -20,7 +20,7 @@ from .._jax_versions import set_apart
 from .._strided_slices import strided_slice
 from ..axis import AxisSpec, Names, axes_of_spec
 from ..named_array import NamedArray
-from ..ops._operands import distinct, require_named, scalar
+from ..ops._operands import distinct, extreme, require_named, scalar
 from ._window_arguments import Padding, PaddingSpec, Pair, PerAxis, check_spans, parse_padding, per_axis, same_padding
 
 __all__ = ["max_pool", "mean_pool", "min_pool", "pool"]
@@ -239,7 +239,7 @@ def _window_reduce(x: jax.Array, fn: Callable[..., Any], from_largest: bool, win
 
 
 def _reduced(x: jax.Array, fn: Callable[..., Any], from_largest: bool, windows: _Windows) -> jax.Array:
-    return jax.lax.reduce_window(set_apart(x), _extreme(x.dtype, from_largest), fn, *windows)
+    return jax.lax.reduce_window(set_apart(x), extreme(x.dtype, from_largest), fn, *windows)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
@@ -260,20 +260,12 @@ def _tangent_of_extremes(
     (x,), (dx,) = primals, tangents
     result = _reduced_where_windows_overlap(x, fn, from_largest, windows)
     tangent, found = jnp.zeros_like(result), jnp.zeros(result.shape, bool)
-    values = _each_position(windows.pad(x, _extreme(x.dtype, from_largest)), windows)
+    values = _each_position(windows.pad(x, extreme(x.dtype, from_largest)), windows)
     changes = _each_position(windows.pad(dx, np.zeros((), dx.dtype)), windows)
     for value, change in zip(values, changes, strict=True):
         first = ((value == result) | (jnp.isnan(value) & jnp.isnan(result))) & ~found
         tangent, found = jnp.where(first, change, tangent), found | first
     return result, tangent
-
-
-def _extreme(dtype: Any, largest: bool) -> np.ndarray:
-    if dtype == jnp.bool_:
-        return np.asarray(largest)
-    if jnp.issubdtype(dtype, jnp.integer):
-        return np.asarray(jnp.iinfo(dtype).max if largest else jnp.iinfo(dtype).min, dtype)
-    return np.asarray(np.inf if largest else -np.inf, dtype)
 
 
 def _mean(x: jax.Array, windows: _Windows, count_padding: bool) -> jax.Array:

@@ -24,6 +24,7 @@ from .._mesh_axes import (
     mapped_on,
     mesh_around,
     mesh_axes,
+    padded,
     reshard,
     shard_count,
     sharded_over,
@@ -219,7 +220,7 @@ class _Dispatch:
             mesh,
             axis_names=set(mesh.axis_names) if explicit else used,
         )
-        return reshard(y, (*map(entry_of, of_rows), *[None] * (y.ndim - len(of_rows))), mesh)
+        return reshard(y, padded(map(entry_of, of_rows), y.ndim), mesh)
 
     def _rows_over(self, mesh: AnyMesh) -> list[Axes]:
         """Return the mesh axes that each axis of the rows is sharded over, in the array or else in `expert`."""
@@ -227,9 +228,7 @@ class _Dispatch:
         own = dict(zip(self._own_rows, of_x, strict=False))
         found: list[Axes] = []
         for n, axes in zip(
-            self._row_names,
-            sharded_over("dispatch", self._row_names, self._expert, mesh, AxisType.Auto),
-            strict=True,
+            self._row_names, sharded_over("dispatch", self._row_names, self._expert, mesh, AxisType.Auto), strict=True
         ):
             taken = {a for other in found for a in other}
             found.append(tuple(a for a in own.get(n) or axes if a not in taken))

@@ -47,12 +47,7 @@ from ..state.module import ModuleWithStateDictSerialization
 from ..state.naming import KeyMap, StateDict
 from ..state.saving import stacked_to_state_dict
 from ..transforms import scan as loops
-from ..transforms.rematerialization import (
-    ScanCheckpointPolicy,
-    ScanCheckpointSpec,
-    checkpointed_steps,
-    policy_of,
-)
+from ..transforms.rematerialization import ScanCheckpointPolicy, ScanCheckpointSpec, checkpointed_steps, policy_of
 from ..transforms.vmap import vmap
 from ..tree import LayerStack
 from . import _layer_arguments

@@ -22,6 +22,7 @@ from .._jax_versions import set_apart
 from .._strided_slices import strided_slice
 from ..axis import Axis, Names, name_of
 from ..named_array import NamedArray, describe_array
+from ._operands import at_least_int32
 
 NamedIndex: TypeAlias = Any
 """The index of one axis: see `axonym.ops.indexing`."""
@@ -265,9 +266,7 @@ def _index_array(name: str, index: Any, size: int) -> tuple[Any, Names]:
         return _positions_of_mask(name, array, names, size), names
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"Indexing: axis {name!r} needs integers, got an array of {array.dtype}.")
-    if array.dtype.itemsize < 4:  # JAX computes positions in this dtype, and the size may not fit
-        array = array.astype(np.int32)
-    return array, names
+    return at_least_int32(array), names  # JAX computes positions in this dtype
 
 
 def _as_array(index: Sequence[Any]) -> Any:
@@ -371,8 +370,9 @@ class IndexLayout:
             index = self._index(operands)
             return a.at[index].get(**keywords) if keywords else a[index]
 
-        result = self._mapped(lookup, (self.names, *self.operands))(a, *operands)
-        return _kernels.transpose_to(result, (*self.shared, *self.inner_result), self.out_names)
+        found = (*self.shared, *self.inner_result)
+        result = _kernels.map_over(lookup, self.shared, (self.names, *self.operands), found)(a, *operands)
+        return _kernels.transpose_to(result, found, self.out_names)
 
     def update(
         self,
@@ -399,7 +399,8 @@ class IndexLayout:
             index = self._index(operands)
             return set_apart(getattr(set_apart(a).at[index], how)(value, **keywords))
 
-        return self._mapped(change, (self.names, order, *self.operands), self.names)(a, value, *operands)
+        in_names = (self.names, order, *self.operands)
+        return _kernels.map_over(change, self.shared, in_names, self.names)(a, value, *operands)
 
     def _index(self, operands: Sequence[jax.Array]) -> tuple[Any, ...]:
         """Return the NumPy index inside the maps. Index arrays broadcast by name to the new axes."""
@@ -422,14 +423,6 @@ class IndexLayout:
                     index[item.name] = _kernels.align(array, inner, self.new) if inner else array
         return tuple(index.get(n, slice(None)) for n in self.inner_names)
 
-    def _mapped(self, fn: Callable[..., Any], layouts: Sequence[Names], out: Names | None = None) -> Callable[..., Any]:
-        """Map `fn` over the shared axes, the first one outermost; `out` has their positions in the result."""
-        for depth in reversed(range(len(self.shared))):
-            name, outer = self.shared[depth], self.shared[:depth]
-            in_axes = tuple(_position(layout, name, outer) for layout in layouts)
-            fn = jax.vmap(fn, in_axes=in_axes, out_axes=0 if out is None else _position(out, name, outer))
-        return fn
-
     def _check(self, a: jax.Array, operands: Sequence[jax.Array]) -> dict[str, int]:
         """Return the sizes of the selected part. An axis must have one size in the array and in all index arrays."""
         seen: dict[str, tuple[str, int]] = {}
@@ -445,9 +438,3 @@ class IndexLayout:
                     places = [(place, known), (f"the index of {item.name!r}", size)]
                     raise ValueError(_errors.size_mismatch("Indexing", n, places))
         return {n: size for n, (_, size) in seen.items()}
-
-
-def _position(layout: Names, name: str, taken: Names) -> int | None:
-    """Return the position of an axis inside the outer maps, which removed their axes; None if the operand lacks it."""
-    left = [n for n in layout if n not in taken]
-    return left.index(name) if name in left else None

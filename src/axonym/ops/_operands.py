@@ -58,9 +58,26 @@ def as_float(x: ArrayT) -> ArrayT:
     return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jax.dtypes.canonicalize_dtype(float))
 
 
+def at_least_int32(x: ArrayT) -> ArrayT:
+    """Convert integers of a small dtype, which may not hold the positions along an axis, or its size."""
+    return x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
+
+
 def at_least_float32(x: jax.Array) -> jax.Array:
     """Convert numbers of a small dtype, which has too few for sums, squares, positions and probabilities."""
     return x if jnp.result_type(x).itemsize >= 4 else x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def extreme(dtype: Any, largest: bool) -> np.ndarray:
+    """Return the largest or the smallest value of a dtype: the start of a minimum, or of a maximum."""
+    if dtype == np.bool_:
+        return np.asarray(largest)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return np.asarray(jnp.iinfo(dtype).max if largest else jnp.iinfo(dtype).min, dtype)
+    infinite = np.asarray(np.inf if largest else -np.inf, dtype)
+    if np.isinf(infinite):
+        return infinite
+    return np.asarray(jnp.finfo(dtype).max if largest else jnp.finfo(dtype).min, dtype)
 
 
 def static_number(what: str, argument: str, x: Any) -> Any:
@@ -115,9 +132,8 @@ def one_axis(what: str, argument: str, axis: AxisSpec) -> Axis:
         raise TypeError(f"{what}: `{argument}` must be an Axis, got {type(axis).__name__}. Write `{written}`.")
     found = axes_of_spec(axis, what)
     if len(found) != 1:
-        described = _errors.describe_axes([a.name for a in found], [a.size for a in found])
         first = f" Write `{found[0].name!r}` or another of them." if found else ""
-        raise ValueError(f"{what}: `{argument}` must be one axis, got {described}.{first}")
+        raise ValueError(f"{what}: `{argument}` must be one axis, got {_errors.describe_selectors(found)}.{first}")
     return found[0]
 
 
@@ -161,7 +177,6 @@ def require_positions(
         what: the operation, for the message.
         label: the word for one of the integers there.
         x: the integers; traced ones, and those that other processes hold, are not checked.
-        axis: the axis.
         ignored: another number that is allowed.
         way_out: advice, for the message.
         from_end: whether negative numbers count from the end.

@@ -104,7 +104,7 @@ def _broadcast_kernel(
     wanted = distinct(what, tuple(a.name for a in spec))
     extra = [n for n in names if n not in wanted]
     if extra and no_extra_axes:
-        listed = _errors.describe_axes([a.name for a in spec], [a.size for a in spec])
+        listed = _errors.describe_selectors(spec)
         raise ValueError(
             f"{what}: the array {_errors.describe_axes(names)} has axes {_errors.describe_axes(extra)} that are not "
             f"among {listed}. Reduce or index them away, or pass enforce_no_extra_axes=False to keep them."

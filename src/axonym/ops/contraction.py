@@ -310,8 +310,7 @@ class _Meaning:
                 hint = _parsing.split_words(self.expression, [*map(len, self.all_names)])
                 hint = hint or (" Words are separated by spaces." if words < len(names) else "")
                 self.expression.fail(
-                    term,
-                    f"number of axes: {words}, for an array with {_errors.describe_axes(names)}.{hint}",
+                    term, f"number of axes: {words}, for an array with {_errors.describe_axes(names)}.{hint}"
                 )
             taken = iter(names)
             for element in term.elements:

@@ -170,7 +170,7 @@ class _Factors:
         self, expression: _parsing.Expression, axes: tuple[Axis, ...], bindings: Mapping[str, AxisSelector | int]
     ):
         self.expression, self.axes, self.bindings = expression, axes, bindings
-        self.described = _errors.describe_axes([a.name for a in axes], [a.size for a in axes])
+        self.described = _errors.describe_selectors(axes)
         self.variables: dict[str, _Factor] = {}
         (lhs,), (rhs,) = expression.lhs, expression.rhs
         self.check_bindings(lhs, rhs)
@@ -292,7 +292,7 @@ class _Factors:
         used = {v.name: self.variable(v) for v in rhs.variables}
         rest = [f for f in self.factors if f not in used.values()]
         if rest and rhs.dots is None:
-            left = _errors.describe_axes([f.name for f in rest], [f.size for f in rest])
+            left = _errors.describe_selectors(rest)
             end = _parsing.Place(rhs.stop, rhs.stop)
             self.fail(end, f"{left} would be dropped: name what is left, or add `...` for it.")
         outputs: dict[str, list[_Factor]] = {}

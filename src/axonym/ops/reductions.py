@@ -12,14 +12,22 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import _errors, _kernels, _prefixes
 from ..axis import Names
 from ..named_array import NamedArray
 from ..typing.arguments import ReductionFunction, SimpleReductionFunction
 from ._op_types import Cumulative, SpreadReduction, TypedReduction, map_tree, publish
-from ._operands import apply_along, dtype_key, operand, require_named, require_subset, static_number
+from ._operands import (
+    apply_along,
+    at_least_float32,
+    dtype_key,
+    extreme,
+    operand,
+    require_named,
+    require_subset,
+    static_number,
+)
 
 
 @_kernels.shared("names", "axis", "where")
@@ -138,24 +146,12 @@ def _doc(name: str, summary: str, extra: str, example: str, shown: str) -> str:
 # --- positional functions that JAX lacks, or whose masks need care ---
 
 
-def _start(dtype: Any, highest: bool) -> Any:
-    """Return the start value of a minimum (`highest`) or maximum: an extreme of the dtype."""
-    if dtype == np.bool_:
-        return highest
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).max if highest else jnp.iinfo(dtype).min
-    infinite = np.array(np.inf if highest else -np.inf, dtype)
-    if np.isinf(infinite):
-        return infinite
-    return jnp.finfo(dtype).max if highest else jnp.finfo(dtype).min
-
-
 def _max(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
-    return jnp.max(x, axis=axis, where=where, initial=None if where is None else _start(x.dtype, highest=False))
+    return jnp.max(x, axis=axis, where=where, initial=None if where is None else extreme(x.dtype, largest=False))
 
 
 def _min(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
-    return jnp.min(x, axis=axis, where=where, initial=None if where is None else _start(x.dtype, highest=True))
+    return jnp.min(x, axis=axis, where=where, initial=None if where is None else extreme(x.dtype, largest=True))
 
 
 def _ptp(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
@@ -183,6 +179,18 @@ def _count_nonzero(x: Any, axis: Any = None, where: Any = None) -> jax.Array:
     return jnp.sum(jnp.not_equal(x, 0), axis=axis, where=where)
 
 
+def _wide(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute small floats in float32 unless a dtype is given: in float16, counts, sums and variances overflow."""
+
+    def computed(x: Any, axis: Any = None, **options: Any) -> jax.Array:
+        dtype = jnp.result_type(x)
+        if options.get("dtype") is not None or not jnp.issubdtype(dtype, jnp.floating):
+            return fn(x, axis=axis, **options)
+        return fn(at_least_float32(x), axis=axis, **options).astype(dtype)
+
+    return computed
+
+
 # fmt: off
 all = _plain("all", jnp.all, "Return whether every element is true.", "[[True, False], [True, True]]", "bool[x=2], [False True]")
 any = _plain("any", jnp.any, "Return whether any element is true.", "[[True, False], [False, False]]", "bool[x=2], [ True False]")
@@ -193,16 +201,16 @@ nanmax = _plain("nanmax", _nanmax, "Return the largest element that is not NaN."
 nanmin = _plain("nanmin", _nanmin, "Return the smallest element that is not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.]")
 
 mean = _typed("mean", jnp.mean, "Compute the mean.", "[[1., 2.], [3., 4.]]", "float32[x=2], [1.5 3.5]")
-nanmean = _typed("nanmean", jnp.nanmean, "Compute the mean of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.5]")
+nanmean = _typed("nanmean", _wide(jnp.nanmean), "Compute the mean of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 3.5]")
 nanprod = _typed("nanprod", jnp.nanprod, "Compute the product of the elements that are not NaN.", "[[2., jnp.nan], [3., 4.]]", "float32[x=2], [ 2. 12.]", native=False)
 nansum = _typed("nansum", jnp.nansum, "Compute the sum of the elements that are not NaN.", "[[1., jnp.nan], [3., 4.]]", "float32[x=2], [1. 7.]")
 # The gradient of a product reshapes, for which Explicit axes need an output sharding.
 prod = _typed("prod", jnp.prod, "Compute the product.", "[[1, 2], [3, 4]]", "int32[x=2], [ 2 12]", native=False)
 sum = _typed("sum", jnp.sum, "Compute the sum.", "[[1, 2], [3, 4]]", "int32[x=2], [3 7]")
 
-nanstd = _spread("nanstd", jnp.nanstd, "Compute the standard deviation of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
-nanvar = _spread("nanvar", jnp.nanvar, "Compute the variance of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
-std = _spread("std", jnp.std, "Compute the standard deviation.", "[[1., 5.], [3., 5.]]", "float32[x=2], [2. 1.]")
+nanstd = _spread("nanstd", _wide(jnp.nanstd), "Compute the standard deviation of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
+nanvar = _spread("nanvar", _wide(jnp.nanvar), "Compute the variance of the elements that are not NaN.", "[[1., jnp.nan], [3., 5.]]", "float32[x=2], [0. 1.]")
+std = _spread("std", _wide(jnp.std), "Compute the standard deviation.", "[[1., 5.], [3., 5.]]", "float32[x=2], [2. 1.]")
 var = _spread("var", jnp.var, "Compute the variance.", "[[1., 5.], [3., 5.]]", "float32[x=2], [4. 1.]")
 logsumexp = _plain("logsumexp", jax.nn.logsumexp, "Compute the logarithm of the sum of the exponentials, computed safely.", "[[0., 0.], [1., 1.]]", "float32[x=2], [0.6931 1.6931]")
 count_nonzero = _plain("count_nonzero", _count_nonzero, "Count the elements that are not zero.", "[[0, 2], [3, 4]]", "int32[x=2], [1 2]")

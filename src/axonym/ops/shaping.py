@@ -217,7 +217,7 @@ def _split_kernel(names: Names, axis: AxisSelector, new_axes: tuple[Axis, ...]) 
 
     def positional(x):
         if sum(sizes) != x.shape[where]:
-            described = _errors.describe_axes([a.name for a in new_axes], sizes)
+            described = _errors.describe_selectors(new_axes)
             raise ValueError(
                 f"split: axis {old!r} has size {x.shape[where]}, but the parts {described} make {sum(sizes)} together."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
-from ..axis import AxisSelection, AxisSelector, Names
+from ..axis import AxisSelection, AxisSelector, Names, names_without
 from ..named_array import NamedArray, NamedOrNumeric
 from ._operands import apply_along, operand, private, require_named, static_number
 
@@ -34,20 +35,8 @@ def _convolution_kernel(
     chosen = _kernels.select_one(what, a_names, axis)
     _kernels.select_one(what, v_names, chosen, operand=1)
     out_names = _union(a_names, v_names)
-
-    def batched(a, a_left, v, v_left, left):
-        """Apply a `vmap` for each remaining axis except the one to convolve along."""
-        if left == (chosen,):
-            return fn(a, v, mode=mode, precision=precision)
-        name = next(n for n in left if n != chosen)
-        rest = [tuple(n for n in names if n != name) for names in (a_left, v_left, left)]
-        mapped = tuple(names.index(name) if name in names else None for names in (a_left, v_left, left))
-        inner = jax.vmap(lambda a, v: batched(a, rest[0], v, rest[1], rest[2]), mapped[:2], mapped[2])
-        return inner(a, v)
-
-    def positional(a, v):
-        return batched(a, a_names, v, v_names, out_names)
-
+    one = functools.partial(fn, mode=mode, precision=precision)
+    positional = _kernels.map_over(one, names_without(out_names, chosen), (a_names, v_names), out_names)
     in_names = (a_names, _privately("`v`", v_names, (chosen,)))
     along = (chosen, *private("`v`", (chosen,)))
     return _kernels.make_along_kernel(what, positional, in_names, out_names, along, replicated=True, selection=axis)

@@ -61,23 +61,17 @@ def _order_kernel(
     kept = tuple(n for n in names if n not in reduced)
     positions = _positions(names, reduced)
 
-    def require_elements(x):
+    def computed(x, *q, **options):
         sizes = [x.shape[names.index(n)] for n in reduced]
         if 0 in sizes and fn is not jnp.mean:
             raise ValueError(f"{name}: there are no elements along {_errors.describe_axes(reduced, sizes)}.")
-
-    def computed(x, *q, **options):
-        require_elements(x)
         # The sum of the two elements in the middle may overflow in float16, and JAX counts elements in this dtype.
         wide = at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
         found = fn(wide, *q, axis=positions, **options)
         return found if wide is x else found.astype(x.dtype)
 
-    def of_all(x):
-        return computed(x)
-
     if q_names is None:
-        return _kernels.make_kernel(name, of_all, (names,), kept, selection=axis)
+        return _kernels.make_kernel(name, computed, (names,), kept, selection=axis)
     if len(q_names) > 1:
         raise ValueError(f"{name}: `q` must be a scalar or have one axis, got {_errors.describe_axes(q_names)}.")
 
@@ -111,15 +105,29 @@ def _median(name: str, fn: Callable[..., Any], among: tuple[str, str], shown: st
     return publish(op, name, __name__, doc)
 
 
+def _by_percent(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the function for percentages from that for shares.
+
+    XLA would multiply by 0.01, and join that with other factors, so that 100 percent were less than all.
+    """
+
+    def computed(x: Any, q: jax.Array, **options: Any) -> jax.Array:
+        return fn(x, q / jnp.where(jnp.isnan(q), q, 100), **options)  # not by a constant, as far as XLA knows
+
+    return computed
+
+
 def _quantile(
     name: str, fn: Callable[..., Any], among: tuple[str, str], share: tuple[str, int], q: str, shown: str
 ) -> Quantile:
+    (elements, example), (kind, highest) = among, share
+    fn = fn if highest == 1 else _by_percent(fn)
+
     def op(array, q, axis=None, *, method="linear"):
         require_named(name, array)
         q, q_names = operand(q)
         return _order_kernel(fn, name, array.names, _kernels.hashable(axis), q_names, method).apply(array.array, q)
 
-    (elements, example), (kind, highest) = among, share
     doc = f"""Return the value below which a given {kind} of {elements} falls.
 
     Arguments:
@@ -141,8 +149,8 @@ median = _median("median", jnp.median, _EVERY, "float32[x=2], [2. 4.]")
 nanmedian = _median("nanmedian", jnp.nanmedian, _NUMBERS, "float32[x=2], [1.5 4. ]")
 quantile = _quantile("quantile", jnp.quantile, _EVERY, _SHARE, "0.25", "float32[x=2], [1.5 3.5]")
 nanquantile = _quantile("nanquantile", jnp.nanquantile, _NUMBERS, _SHARE, "0.5", "float32[x=2], [1.5 4. ]")
-percentile = _quantile("percentile", jnp.percentile, _EVERY, _PERCENT, "25", "float32[x=2], [1.5 3.5]")
-nanpercentile = _quantile("nanpercentile", jnp.nanpercentile, _NUMBERS, _PERCENT, "50", "float32[x=2], [1.5 4. ]")
+percentile = _quantile("percentile", jnp.quantile, _EVERY, _PERCENT, "25", "float32[x=2], [1.5 3.5]")
+nanpercentile = _quantile("nanpercentile", jnp.nanquantile, _NUMBERS, _PERCENT, "50", "float32[x=2], [1.5 4. ]")
 # fmt: on
 
 

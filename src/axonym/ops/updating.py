@@ -225,14 +225,8 @@ def _updated_slice_kernel(names: Names, update_names: Names, starts: tuple[tuple
             )
         full = [sizes.get(n, 1 if n in moved else s) for n, s in zip(names, a.shape, strict=True)]
         update = jnp.broadcast_to(_kernels.align(update, update_names, names), full).astype(a.dtype)
-        fn = place
-        for depth in reversed(range(len(per_element))):
-            name, outer = per_element[depth], per_element[:depth]
-            position = [n for n in names if n not in outer].index(name)
-            left = [[n for n in layout if n not in outer] for _, layout in starts]
-            axes = (position, position, *(n.index(name) if name in n else None for n in left))
-            fn = jax.vmap(fn, in_axes=axes, out_axes=position)
-        return fn(a, update, *values)
+        layouts = (names, names, *(layout for _, layout in starts))
+        return _kernels.map_over(place, per_element, layouts, names)(a, update, *values)
 
     # The result keeps the sharding of the array, whatever the shardings of the update and the starts.
     in_names = [names, private("`update`", update_names), *(private(f"the start of {n}", s) for n, s in starts)]

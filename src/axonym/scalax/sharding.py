@@ -18,11 +18,7 @@ from .. import _context, _errors
 from ..named_array import NamedArray, raw, wrap
 from ..sharding import rules, with_sharding_annotation as _annotated
 from ..sharding._compiled_function import CompiledFunction
-from ..sharding.annotations import (
-    HashablePlacement,
-    hashable_annotations,
-    sharding_annotations as sharding_annotations,
-)
+from ..sharding.annotations import HashablePlacement, hashable_annotations, sharding_annotations as sharding_annotations
 from ..sharding.mapping import EnteredBlocks
 from ..sharding.meshes import AnyMesh, full_sizes, required_mesh, with_devices
 from ..sharding.placement import Leaf, Placement, described, leaves_of, listed, resolve

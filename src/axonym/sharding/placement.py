@@ -17,11 +17,12 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _errors
@@ -32,11 +33,12 @@ from .._mesh_axes import (
     entries_by_name,
     is_parameter,
     mesh_axes,
+    padded,
     restricted,
     shard_count,
 )
 from ..axis import Names, name_of
-from ..named_array import NamedArray, is_named_array
+from ..named_array import NamedArray, is_named_array, raw
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from .meshes import as_seen_here, current_mesh
 
@@ -353,6 +355,12 @@ def _answer(rule: Rule, leaf: Leaf, seen: Leaf, mesh: AnyMesh | None, what: str,
     return normalize_mapping(answer, what) if isinstance(answer, Mapping) else answer
 
 
+def present_sharding(x: Any) -> Any:
+    """Return the sharding that an array has; None if it has none, or is traced."""
+    array = raw(x)
+    return None if isinstance(array, Tracer) else getattr(array, "sharding", None)
+
+
 def spec_of_leaf(leaf: Leaf, placement: Any, mesh: AnyMesh | None, problems: list[str]) -> PartitionSpec | None:
     """Return the spec of one leaf by a placement that is not a rule, and add its errors to the problems."""
     if leaf.shape is None or (entries := entries_for(leaf, placement)) is None:
@@ -361,8 +369,7 @@ def spec_of_leaf(leaf: Leaf, placement: Any, mesh: AnyMesh | None, problems: lis
     if len(entries) > len(leaf.shape) or (names is not None and len(names) != len(leaf.shape)):
         problems.append(_wrong_rank(leaf, entries))
         return None
-    entries += (None,) * (len(leaf.shape) - len(entries))
-    spec, found = _checked(names, leaf.shape, entries, mesh)
+    spec, found = _checked(names, leaf.shape, padded(entries, len(leaf.shape)), mesh)
     problems += [f"{leaf.path} {p}" for p in found]
     return spec
 
@@ -481,10 +488,14 @@ def unused_in(placement: Placement, leaves: Sequence[Leaf]) -> list[tuple[str, s
         return placement.unused(leaves)
     if not isinstance(placement, Mapping):
         return []
-    known = {n for leaf in leaves for n in leaf.names or ()}
+    return unused_names(normalize_mapping(placement), {n for leaf in leaves for n in leaf.names or ()})
+
+
+def unused_names(names: Iterable[str], known: Collection[str]) -> list[tuple[str, str]]:
+    """Return the names that are none of the known ones, each with a message."""
     return [
         (name, f"axis {name!r} is in the mapping but not in the tree.{_errors.suggestion(name, known)}")
-        for name in normalize_mapping(placement)
+        for name in names
         if name not in known
     ]
 

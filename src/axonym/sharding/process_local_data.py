@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .. import _errors
-from .._processes import fail_together, from_all_processes
+from .._processes import checksum, fail_together, from_all_processes
 from ..axis import AxisSelector, name_of
 from ..named_array import raw, wrap_like
 from .meshes import required_mesh, with_devices
@@ -87,7 +87,7 @@ _COMPARED: deque[tuple[Mesh, tuple[str, ...]]] = deque(maxlen=64)
 def _misread(mesh: Mesh, mesh_axes: Sequence[str], loaded: Sequence[tuple[Leaf, np.ndarray]]) -> str | None:
     """Explain which data is equal in several processes but should differ, or the reverse."""
     part = zlib.crc32(repr(sorted(_shards_here(mesh, mesh_axes))).encode())
-    sums = [zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data) for _, x in loaded]
+    sums = [checksum(x) for _, x in loaded]
     varies = any(x.size and (x != x.flat[0]).any() for _, x in loaded)
     rows = from_all_processes(np.array([part, varies, *sums], np.uint32))
     parts: dict[int, list[int]] = {}

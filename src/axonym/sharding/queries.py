@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import _errors
@@ -26,6 +25,7 @@ from .placement import (
     is_placement,
     leaves_of,
     mapping_of,
+    present_sharding,
     resolve,
     unused_in,
 )
@@ -108,15 +108,11 @@ def pspec_for(tree: Any, placement: Placement = None, preserve_existing_sharding
     {'w': P('model',)}
     """
     leaves, structure = resolve(tree, placement, None, "pspec_for")
-    specs = [_existing(leaf) if leaf.spec is None and preserve_existing_shardings else leaf.spec for leaf in leaves]
-    return jax.tree.unflatten(structure, specs)
+    return jax.tree.unflatten(structure, [_spec(leaf, preserve_existing_shardings) for leaf in leaves])
 
 
 def infer_resource_partitions(
-    tree: Any,
-    placement: Placement = None,
-    preserve_existing_shardings: bool = True,
-    mesh: AnyMesh | None = None,
+    tree: Any, placement: Placement = None, preserve_existing_shardings: bool = True, mesh: AnyMesh | None = None
 ) -> Any:
     """Return the sharding that every leaf would get, as a tree; None for leaves that are not placed.
 
@@ -135,16 +131,15 @@ def infer_resource_partitions(
     leaves, structure = resolve(tree, placement, mesh, "infer_resource_partitions")
 
     def sharding(leaf: Leaf) -> Any:
-        spec = _existing(leaf) if leaf.spec is None and preserve_existing_shardings else leaf.spec
+        spec = _spec(leaf, preserve_existing_shardings)
         return None if spec is None else NamedSharding(leaf.mesh or mesh, spec)
 
     return jax.tree.unflatten(structure, [sharding(leaf) for leaf in leaves])
 
 
-def _existing(leaf: Leaf) -> PartitionSpec | None:
-    array = raw(leaf.value)
-    sharding = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
-    return sharding.spec if isinstance(sharding, NamedSharding) else None
+def _spec(leaf: Leaf, preserve_existing: bool) -> PartitionSpec | None:
+    sharding = present_sharding(leaf.value) if leaf.spec is None and preserve_existing else None
+    return sharding.spec if isinstance(sharding, NamedSharding) else leaf.spec
 
 
 def round_axis_for_partitioning(

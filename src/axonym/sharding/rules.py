@@ -21,7 +21,7 @@ from .._context import Entry
 from .._mesh_axes import mesh_axes, shard_count
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from .meshes import AnyMesh
-from .placement import Leaf, Placement, Rule, entries_for, is_placement, unused_in
+from .placement import Leaf, Placement, Rule, entries_for, is_placement, unused_in, unused_names
 
 __all__ = [
     "FSDPShardingRule",
@@ -391,11 +391,7 @@ class LogicalAxesRule(ShardingRule):
 
     def unused(self, leaves: Sequence[Leaf]) -> list[tuple[str, str]]:
         known = {n for names in map(self._names_of, leaves) for n in names or () if n is not None}
-        return [
-            (name, f"axis {name!r} is in the mapping but not in the tree.{_errors.suggestion(name, known)}")
-            for name in dict(self.pairs)
-            if name not in known
-        ]
+        return unused_names(dict(self.pairs), known)
 
     def __repr__(self) -> str:
         return f"LogicalAxesRule({_errors.counted(len(self.names), 'array')})"

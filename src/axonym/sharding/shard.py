@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -18,9 +17,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from .. import _context, _errors
 from .._jax_versions import INLINE, is_about_devices
 from .._kernels import operation_scope
-from .._mesh_axes import entry_of, mesh_axes, reshard, types_of
+from .._mesh_axes import entry_of, mesh_axes, padded, reshard, types_of
 from .._parameter_names import by_parameter, parameter_names
-from .._processes import fail_together
+from .._processes import checksum, fail_together
 from ..named_array import raw, wrap_like
 from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
 from .placement import Leaf, Placement, PlacementLeaf, drop_manual, is_placement, resolve, shardings_in
@@ -234,8 +233,7 @@ def _check_same(leaves: Sequence[Leaf], mesh: AnyMesh | None, what: str) -> None
         target = leaf.mesh or mesh
         if leaf.spec is not None and target is not None and _is_local(x) and _spans_processes(target):
             values = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-            digest = zlib.crc32(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
-            lines.append(f"{leaf.path or 'the array'} {x.dtype}{list(x.shape)} with checksum {digest:08x}")
+            lines.append(f"{leaf.path} {x.dtype}{list(x.shape)} with checksum {checksum(values):08x}")
     if lines:
         with fail_together(what) as agree:
             agree({"arrays": "\n".join(lines)})
@@ -295,7 +293,7 @@ def _from_each_process(x: Any, sharding: NamedSharding) -> jax.Array:
     `jax.device_put` would gather the values of all processes to compare them, and does not accept random keys.
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        spec = PartitionSpec(*sharding.spec, *[None] * (x.ndim - len(sharding.spec)))
+        spec = PartitionSpec(*padded(sharding.spec, x.ndim))
         data = _from_each_process(jax.random.key_data(x), NamedSharding(sharding.mesh, spec))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     values = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
@@ -306,8 +304,7 @@ def _closed(spec: PartitionSpec, has: Any) -> PartitionSpec:
     """Replace the unconstrained entries of a spec by the array's current ones."""
     if PartitionSpec.UNCONSTRAINED not in spec:
         return spec
-    own = tuple(has.spec) if isinstance(has, NamedSharding) else ()
-    own += (None,) * (len(spec) - len(own))
+    own = padded(has.spec if isinstance(has, NamedSharding) else (), len(spec))
     return PartitionSpec(*(o if e is PartitionSpec.UNCONSTRAINED else e for e, o in zip(spec, own, strict=False)))
 
 
@@ -315,7 +312,7 @@ def _closed(spec: PartitionSpec, has: Any) -> PartitionSpec:
 def _is(sharding: NamedSharding, spec: PartitionSpec, mesh: AnyMesh, ndim: int) -> bool:
     """Return whether an array already has a sharding. Comparing is far cheaper than asking JAX to move nothing."""
     same_mesh = (sharding.mesh.abstract_mesh if isinstance(mesh, AbstractMesh) else sharding.mesh) == mesh
-    has, wanted = ([*map(mesh_axes, s), *[()] * (ndim - len(s))] for s in (sharding.spec, spec))
+    has, wanted = ([*map(mesh_axes, padded(s, ndim))] for s in (sharding.spec, spec))
     return same_mesh and has == wanted
 
 

@@ -11,6 +11,7 @@ Orbax is an optional dependency, `axonym[checkpoint]`.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,16 +19,18 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from .. import _errors
 from .._processes import ProcessAgreement, fail_together
-from ..named_array import NamedArray, is_jax_array_like, raw, wrap
+from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap
 from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
 from ..sharding.placement import Leaf, Placement, leaves_of, listed
 from .checksums import as_folder, damage_of, listed_damage, write_checksums, write_checksums_of_process
 from .load_context import LoadContext
-from .naming import described, is_number, same_kind
+from .naming import is_number, require_representable, same_kind
 from .sharded_reading import has_values, no_value, shardings_of
 
 T = TypeVar("T")
@@ -69,8 +72,12 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
             elif is_jax_array_like(array):
                 if isinstance(array, jax.ShapeDtypeStruct):
                     raise TypeError(f"save_checkpoint: {leaf.path} has no values, only a shape and a dtype.")
+                if not isinstance(array, jax.Array):
+                    require_representable(f"save_checkpoint: {leaf.path}", array, array.dtype)
                 about[key] = _about(leaf, array)
-                arrays[key] = jax.random.key_data(array) if _is_key(array) else jnp.asarray(array)
+                data = jax.random.key_data(array) if _is_key(array) else jnp.asarray(array)
+                if data.size:  # Orbax refuses empty arrays, of which the shape says everything
+                    arrays[key] = data
         if as_folder(path).exists():
             raise FileExistsError(
                 f"save_checkpoint: {path} exists already, and checkpoints are never overwritten. Give each checkpoint "
@@ -198,14 +205,24 @@ def restore_checkpoint(
                 array = raw(leaf.value)
                 data = jax.eval_shape(jax.random.key_data, array) if _is_key(array) else array
                 target = replicated if sharding is None else sharding
-                wanted[_key(leaf)] = jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=target)
-        arrays = {}
+                # Orbax would wrap integers that do not fit.
+                is_integer = jnp.issubdtype(data.dtype, jnp.integer) and not _is_key(array)
+                dtype = about[_key(leaf)]["dtype"] if is_integer else data.dtype
+                dtype = jax.dtypes.canonicalize_dtype(dtype)
+                wanted[_key(leaf)] = jax.ShapeDtypeStruct(data.shape, dtype, sharding=target)
+        arrays = {key: _empty(x) for key, x in wanted.items() if not math.prod(x.shape)}
+        wanted = {key: x for key, x in wanted.items() if key not in arrays}
         if wanted:
             restore_args = orbax.checkpoint_utils.construct_restore_args(wanted)
             restore = orbax.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
-            arrays = _read(checkpointer, path, orbax.args.Composite(arrays=restore))["arrays"]
+            arrays |= _read(checkpointer, path, orbax.args.Composite(arrays=restore))["arrays"]
     results = [_restored(leaf, mine, about.get(_key(leaf)), arrays) for leaf, mine, _ in leaves]
     return jax.tree.unflatten(jax.tree.structure(template, is_leaf=lambda x: isinstance(x, NamedArray)), results)
+
+
+def _empty(x: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return an array without elements."""
+    return jax.make_array_from_callback(x.shape, x.sharding, lambda index: np.zeros(x.shape, x.dtype)[index])
 
 
 def _reader(orbax: Any) -> Any:
@@ -343,11 +360,11 @@ def _as_stored(template: Any, about: Mapping[str, Any], strict: bool, ignore: Se
         if not is_jax_array_like(x):
             continue
         if entry is None or "number" in entry:
-            context.add_missing(key, described(x))
+            context.add_missing(key, describe_array(x))
             if not has_values(x):
                 problems.append(no_value(key))
         elif misfit := _misfit(x, entry):
-            context.misfits.append(f"{key!r} {misfit}, but in the tree it is {described(x)}.")
+            context.misfits.append(f"{key!r} {misfit}, but in the tree it is {describe_array(x)}.")
         else:
             found[-1] = _abstract(x, entry)
     keys = {_key(leaf) for leaf in leaves}
@@ -363,7 +380,7 @@ def _misfit(x: Any, entry: Mapping[str, Any]) -> str | None:
     names, shape, dtype = entry["axes"], entry["shape"], entry["dtype"]
     if isinstance(x, NamedArray) and names is not None:
         if dict(zip(names, shape, strict=True)) != x.shape:
-            return f"has axes ({', '.join(f'{n}={s}' for n, s in zip(names, shape, strict=True))})"
+            return f"has axes {_errors.describe_axes(names, shape)}"
     elif list(x.shape if not isinstance(x, NamedArray) else x.array.shape) != shape:
         return f"has shape {tuple(shape)}"
     same = dtype == str(x.dtype) if _is_key(x) or "key" in entry else same_kind(jnp.dtype(dtype), x.dtype)
@@ -401,6 +418,9 @@ def _restored(leaf: Leaf, mine: Any, entry: Mapping[str, Any] | None, arrays: Ma
     array = arrays[_key(leaf)]
     if _is_key(mine):
         array = jax.random.wrap_key_data(array, impl=entry["key"])
+    elif array.dtype != (dtype := jax.dtypes.canonicalize_dtype(mine.dtype)):
+        require_representable(f"restore_checkpoint: {leaf.path}", array, dtype)
+        array = array.astype(dtype)
     if not isinstance(mine, NamedArray):
         return array
     restored = wrap(array, leaf.value.names)

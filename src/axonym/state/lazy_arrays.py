@@ -20,7 +20,10 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh
 
 from .. import _context
-from ..named_array import NamedArray, is_jax_array_like, wrap
+from .._tree_spec import TreeSpec, flatten_arrays
+from ..named_array import NamedArray, wrap
+from ..sharding._compiled_function import ARRAYS
+from .naming import require_representable
 
 Index = tuple[slice, ...]
 
@@ -49,20 +52,24 @@ class LazyEntry(LazyArray):
     source: Any
     """A NumPy array, which can be a view of a file, or anything that has a shape and can be sliced."""
     dtype: np.dtype
+    key: str = "an entry"
+    """What it is called in messages."""
 
     @property
     def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return tuple(self.source.shape)
 
     def read(self, index: Index) -> np.ndarray:
+        values = np.asarray(self.source[index])
+        require_representable(f"from_state_dict: {self.key}", values, self.dtype)
         # A copy, so that the result does not keep the file open.
-        return np.array(self.source[index], self.dtype)
+        return np.array(values, self.dtype)
 
     def reshape(self, shape: tuple[int, ...]) -> LazyEntry:
-        return LazyEntry(self._viewable().reshape(shape), self.dtype)
+        return LazyEntry(self._viewable().reshape(shape), self.dtype, self.key)
 
     def transpose(self, permutation: Sequence[int]) -> LazyEntry:
-        return LazyEntry(self._viewable().transpose(permutation), self.dtype)
+        return LazyEntry(self._viewable().transpose(permutation), self.dtype, self.key)
 
     def _viewable(self) -> Any:
         return self.source if isinstance(self.source, (np.ndarray, jax.Array)) else np.asarray(self.source[...])
@@ -214,25 +221,20 @@ def call_lazily(fn: Callable[..., Any], *trees: Any) -> Any:
     The function is traced, and its jaxpr is evaluated with lazy arrays. The function should only reshape, transpose and
     rename arrays: the operands of any other operation are read whole.
     """
-    leaves, structure = jax.tree.flatten(trees)
-    positions = [i for i, x in enumerate(leaves) if is_jax_array_like(x)]
-    arrays = [as_lazy(leaves[i]) for i in positions]
-    returned: list[Any] = []
+    given, spec = flatten_arrays(trees, (*ARRAYS, LazyArray), named=False)
+    arrays = list(map(as_lazy, given))
+    returned: list[TreeSpec] = []
 
     def of_arrays(*traced: Any) -> list[Any]:
-        filled = list(leaves)
-        for i, x in zip(positions, traced, strict=True):
-            filled[i] = x
-        results, result_structure = jax.tree.flatten(fn(*jax.tree.unflatten(structure, filled)))
-        returned[:] = [None if is_jax_array_like(r) else r for r in results], result_structure
-        return [r for r in results if is_jax_array_like(r)]
+        results, result_spec = flatten_arrays(fn(*spec.unflatten(traced)), ARRAYS, named=False)
+        returned[:] = [result_spec]
+        return results
 
     # The shardings are applied later, when the arrays are read.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), _context.activate(None):
         program = jax.make_jaxpr(of_arrays)(*map(abstract, arrays))
-        outputs = iter(_evaluate_jaxpr(program.jaxpr, program.consts, arrays))
-    others, result_structure = returned
-    return jax.tree.unflatten(result_structure, [next(outputs) if x is None else x for x in others])
+        outputs = _evaluate_jaxpr(program.jaxpr, program.consts, arrays)
+    return returned[0].unflatten(outputs)
 
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}

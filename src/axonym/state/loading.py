@@ -19,14 +19,14 @@ from jax.core import Tracer
 
 from .. import tree as named_trees
 from ..axis import Axis, names_without
-from ..named_array import NamedArray, is_jax_array_like, raw, wrap, wrap_like
+from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap, wrap_like
 from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh
 from ..sharding.placement import Placement
 from ..sharding.shard import in_trace
 from .lazy_arrays import LazyArray, LazyEntry, LazyStack, MissingArray, as_lazy, has_missing, read_all
 from .load_context import LoadContext, TrackedStateDict, activate, active_load, with_options
-from .naming import children, described, is_number, layers_at, same_kind, with_prefix
+from .naming import children, is_number, layers_at, same_kind, with_prefix
 from .sharded_reading import read_sharded
 
 T = TypeVar("T")
@@ -166,7 +166,7 @@ def _number(tree: Any, entry: Any, key: str) -> Any:
     if isinstance(entry, Tracer):
         return entry  # the value is not known while tracing
     array, kind = np.asarray(entry), type(tree)
-    given = array.item() if array.size == 1 else described(array)
+    given = array.item() if array.size == 1 else describe_array(array)
     try:
         value = kind(given)
     except (OverflowError, TypeError, ValueError):
@@ -184,16 +184,16 @@ def _entry(tree: Any, entries: Mapping[str, Any], key: str | None) -> LazyArray:
     shape, dtype = tuple(raw(tree).shape), tree.dtype
     absent = MissingArray(shape, dtype)
     if key not in entries:
-        context.add_missing(key, described(tree))
+        context.add_missing(key, describe_array(tree))
         return absent
     found = _known(entries[key])
     if tuple(found.shape) != shape:
-        context.misfits.append(f"{key!r} has shape {tuple(found.shape)}, but in the tree it is {described(tree)}.")
+        context.misfits.append(f"{key!r} has shape {tuple(found.shape)}, but in the tree it is {describe_array(tree)}.")
         return absent
     if not same_kind(found.dtype, dtype):
-        context.misfits.append(f"{key!r} has dtype {found.dtype}, but in the tree it is {described(tree)}.")
+        context.misfits.append(f"{key!r} has dtype {found.dtype}, but in the tree it is {describe_array(tree)}.")
         return absent
-    return LazyEntry(found, dtype)
+    return LazyEntry(found, dtype, repr(key))
 
 
 def _known(x: Any) -> Any:
@@ -242,7 +242,7 @@ def stacked_from_state_dict(stacked: T, layers: Axis, state_dict: Mapping[str, A
     for (path, x), parts in zip(found, columns, strict=True):
         if layers_at(x, layers.name) is None and not _all_equal(parts):
             where = with_prefix(prefix, f"*.{jax.tree_util.keystr(path, simple=True, separator='.')}")
-            shared = described(x) if is_jax_array_like(x) else x
+            shared = describe_array(x) if is_jax_array_like(x) else x
             _active_context().misfits.append(f"{where!r} differs among the layers, but in the tree all share {shared}.")
         results.append(_stacked(x, parts, layers.name))
     return jax.tree.unflatten(structure, results)

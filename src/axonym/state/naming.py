@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ..named_array import NamedArray, describe_array, is_jax_array_like
+from ..named_array import NamedArray, is_jax_array_like
 
 StateDict: TypeAlias = dict[str, Any]
 """Arrays by key, as in `{"layers.0.weight": ...}`."""
@@ -52,15 +52,24 @@ def is_number(x: Any) -> bool:
     return isinstance(x, (bool, int, float, complex))
 
 
-def described(x: Any) -> str:
-    """Describe an array by its dtype and its axes, or by its shape if it is raw."""
-    return describe_array(x) if isinstance(x, NamedArray) else f"{x.dtype}{list(x.shape)}"
-
-
 def same_kind(a: Any, b: Any) -> bool:
     """Return whether two dtypes are equal or both boolean, integer, floating-point or complex."""
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     return a == b or any(jnp.issubdtype(a, kind) and jnp.issubdtype(b, kind) for kind in kinds)
+
+
+def require_representable(what: str, x: Any, dtype: Any) -> None:
+    """Raise an error if an array of integers has values that another integer dtype, or JAX's form of it, lacks."""
+    if not (jnp.issubdtype(x.dtype, jnp.integer) and jnp.issubdtype(dtype, jnp.integer)):
+        return
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    own, limits = jnp.iinfo(x.dtype), jnp.iinfo(dtype)
+    if x.size == 0 or (limits.min <= own.min and own.max <= limits.max):
+        return
+    least, most = int(x.min()), int(x.max())
+    if least < limits.min or most > limits.max:
+        wider = " JAX has 64-bit integers with `jax_enable_x64`." if own.bits == 64 else ""
+        raise ValueError(f"{what} has values from {least} to {most}, which {dtype} cannot represent.{wider}")
 
 
 def layers_at(x: Any, name: str) -> int | None:

@@ -301,4 +301,4 @@ def _view(key: str, entry: TensorEntry, values: np.ndarray) -> np.ndarray:
 
 
 def _described(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else f"a {type(x).__name__}"
+    return describe_array(x) if hasattr(x, "dtype") else f"a {type(x).__name__}"

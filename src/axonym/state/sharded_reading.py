@@ -11,13 +11,12 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .. import _context, _errors
 from ..named_array import is_jax_array_like, is_named_array, raw, wrap_like
 from ..sharding.meshes import AnyMesh, current_mesh, required_mesh, with_devices
-from ..sharding.placement import Leaf, Placement, leaves_of, listed, resolve, shardings_in
+from ..sharding.placement import Leaf, Placement, leaves_of, listed, present_sharding, resolve, shardings_in
 from ..sharding.shard import in_trace, shard
 from .lazy_arrays import LazyArray, has_missing, is_on_device, read_all, with_abstract_arrays
 
@@ -79,8 +78,7 @@ def _sharding(leaf: Leaf, mine: Any, mesh: AnyMesh | None) -> NamedSharding | No
         return NamedSharding(mesh, leaf.spec)
     if getattr(mine, "names", None) != getattr(leaf.value, "names", None):  # its axes are in another order
         return None
-    array = raw(mine)
-    has = None if isinstance(array, Tracer) else getattr(array, "sharding", None)
+    has = present_sharding(mine)
     if not isinstance(has, NamedSharding):
         return None
     if isinstance(has.mesh, AbstractMesh):  # as `jax.eval_shape` leaves it on Explicit mesh axes

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from .. import _errors, _kernels
 from .._context import Entry
 from .._jax_versions import varying_axes
-from .._mesh_axes import entry_of, mesh_around, mesh_axes, reshard
+from .._mesh_axes import entry_of, mesh_around, mesh_axes, padded, reshard
 from .._per_device import vary_like, varying_over
 from .._tree_spec import ARRAYS_AND_NUMBERS, Slot, StaticLeaf, TreeSpec, flatten_arrays
 from ..axis import Names
@@ -208,8 +208,7 @@ def _yields(weak: Any, other: Any) -> bool:
 
 def _entries(aval: Any) -> tuple[tuple[str, ...], ...]:
     """Return the Explicit mesh axes that each axis of an array is sharded over."""
-    spec = tuple(aval.sharding.spec)
-    return tuple(mesh_axes(spec[i]) if i < len(spec) else () for i in range(len(aval.shape)))
+    return tuple(map(mesh_axes, padded(aval.sharding.spec, len(aval.shape))))
 
 
 def _described(names: Names | None, aval: Any) -> str:

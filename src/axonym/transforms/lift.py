@@ -425,8 +425,8 @@ def _build(functions: WithArrays, plan: _LiftPlan, handed_on: TreeSpec) -> _kern
             name, outer = mapped[level], mapped[:level]
             over_all = jax.vmap(
                 over_all,
-                in_axes=(None, *(_position(names, name, outer) for names in in_names)),
-                out_axes=tuple(_position(names, name, outer) for names in out_names),
+                in_axes=(None, *(_kernels.position_without(names, name, outer) for names in in_names)),
+                out_axes=tuple(_kernels.position_without(names, name, outer) for names in out_names),
                 spmd_axis_name=_mapped_axis.spmd_axes(what, name, sizes[name]),
             )
         with _mapped_axis.collisions_named(what, mapped), _mapped_axis.announced(mapped, arrays):
@@ -459,11 +459,6 @@ def _named(arrays: Sequence[Any], names: Sequence[Names]) -> list[Any]:
 
 def _names(axes: Mapping[str, AxisSelector], words: Names) -> Names:
     return tuple(name_of(axes[w]) for w in words)
-
-
-def _position(names: Names, name: str, outer: Names) -> int | None:
-    """Return the position of an axis, not counting axes further out."""
-    return names_without(names, *outer).index(name) if name in names else None
 
 
 def _layout(what: str, in_names: tuple[Names, ...], rest: Sequence[Names], takes_axes: bool) -> Names:

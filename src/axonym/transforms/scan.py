@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from .. import _errors, _output_sharding, _prefixes
 from .._function_cache import Functions, HeldArrays, WithArrays
-from .._jax_versions import INLINE
+from .._jax_versions import INLINE, stackable
 from .._mesh_axes import check_mapped, entries_of, explicit_mesh, reshard
 from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, StaticLeaf, TreeSpec, flatten_arrays
 from ..axis import Axis, AxisSelector, Names, names_without
@@ -250,7 +250,8 @@ def _build(functions: WithArrays, plan: _LoopPlan, carry_spec: TreeSpec, argumen
             new, output = loop.step(fn, carry_spec.unflatten(carry), args, kwargs)
             outputs, spec = flatten_arrays(output, ARRAYS_AND_NUMBERS)
             returned[:] = [spec.weak(carry_spec, arguments)]  # a step can be traced again, with stronger types
-            return conform(loop.what, CARRY, carry_spec, [jax.typeof(c) for c in carry], new, settles=True), outputs
+            types = [jax.typeof(c) for c in carry]
+            return conform(loop.what, CARRY, carry_spec, types, new, settles=True), [stackable(y) for y in outputs]
 
         def looped(carry: list[Any]) -> Any:
             return checkpointed_scan(

@@ -73,10 +73,7 @@ from .annotations import (
     u32 as u32,
     u64 as u64,
 )
-from .arguments import (
-    ReductionFunction as ReductionFunction,
-    SimpleReductionFunction as SimpleReductionFunction,
-)
+from .arguments import ReductionFunction as ReductionFunction, SimpleReductionFunction as SimpleReductionFunction
 from .matching import (
     NamedArrayAxes as NamedArrayAxes,
     NamedArrayAxesSpec as NamedArrayAxesSpec,
