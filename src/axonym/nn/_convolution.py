@@ -43,6 +43,7 @@ from .._mesh_axes import (
     mapped_axes,
     mesh_around,
     mesh_axes,
+    padded,
     replicate_along,
     reshard,
     restricted,
@@ -77,9 +78,11 @@ class Known(NamedTuple):
     x: tuple[Axes, ...] = ()
     """The mesh axes over which each axis of the input is sharded; empty if it is mapped over."""
     weight: tuple[Axes, ...] = ()
+    """The same for the weight."""
 
     @property
     def large(self) -> set[str]:
+        """The mesh axes of more than one device."""
         return {a for a, size in self.sizes or () if size > 1}
 
 
@@ -98,9 +101,7 @@ def known_shardings(x: Any, weight: Any) -> Known:
     named = [s if isinstance(s, NamedSharding) and s.mesh.size > 1 else None for s in shardings]
     auto = {a: s.mesh.shape[a] for s in named if s is not None for a in axes_of_type(s.mesh, AxisType.Auto)}
     over = (
-        ()
-        if s is None or mapped
-        else tuple(mesh_axes(e) for e in (*restricted(s.spec, auto), *(None,) * (len(a.shape) - len(s.spec))))
+        () if s is None or mapped else tuple(map(mesh_axes, padded(restricted(s.spec, auto), len(a.shape))))
         for s, a in zip(named, arrays, strict=True)
     )
     return Known(mapped, tuple(auto.items()), *over)
@@ -206,14 +207,14 @@ def convolve_by_products(
     size = [(n - 1) * d + 1 for n, d in zip(x.shape[2:], of.input_dilation, strict=True)]
     span = [(k - 1) * d + 1 for k, d in zip(kernel, of.dilation, strict=True)]
     pads = jax.lax.padtype_to_pads(size, span, of.strides, of.padding) if isinstance(of.padding, str) else of.padding
-    padded = _padded(x, pads, of.input_dilation)
+    padded_x = _padded(x, pads, of.input_dilation)
     weight = weight.reshape(of.groups, weight.shape[0] // of.groups, *weight.shape[1:])
     # Like a convolution, sum small floating-point numbers in float32.
     small = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize < 4
     dtype = jnp.float32 if small else None
-    inputs: dict[tuple[int, ...], jax.Array] = {(0,) * len(kernel): padded}  # what each position meets
+    inputs: dict[tuple[int, ...], jax.Array] = {(0,) * len(kernel): padded_x}  # what each position meets
     for i in [*sharded, *(i for i in range(len(kernel)) if i not in sharded)]:
-        windows = padded.shape[2 + i] - span[i] + 1
+        windows = padded_x.shape[2 + i] - span[i] + 1
         inputs = {
             (*position[:i], p, *position[i + 1 :]): _cut(part, 2 + i, p * of.dilation[i], windows, of.strides[i])
             for position, part in inputs.items()
