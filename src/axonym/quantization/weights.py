@@ -18,7 +18,6 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from .. import _errors
-from .._context import active_parameter_mapping
 from .._mesh_axes import check_mesh_axes, current_mesh, shard_count, storage_axes
 from .._named_scope import named_call
 from ..axis import Axis, AxisSpec, Names, axes_of_spec
@@ -218,12 +217,10 @@ def _check_groups_in_shards(name: str, axis: str, size: int, group: int) -> None
     check_mesh_axes("quantize_weights", {axis: axes}, mesh)
     shards = shard_count(mesh, axes)
     if size % shards == 0 and size // group % shards:
-        stored = axis in active_parameter_mapping()  # which `axis_mapping` does not change
-        under = "outside of `axonym.fsdp`" if stored else f"under `axonym.axis_mapping({{{axis!r}: None}}, merge=True)`"
         raise ValueError(
             f"quantize_weights: {name} has {size // group} groups of {group} along axis {axis!r}, of size {size}, "
             f"which the active mapping shards over {_errors.describe_shape({a: mesh.shape[a] for a in axes})}, so a "
-            f"group would lie on several devices. Write `group={math.gcd(group, size // shards)}`, or quantize {under}."
+            f"group would lie on several devices. Write `group={math.gcd(group, size // shards)}`."
         )
 
 
