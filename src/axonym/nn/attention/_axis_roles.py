@@ -85,7 +85,8 @@ def find_roles(
     if causal is not None:
         positions = (causal.QPos,)
     else:
-        alike = [n for n in own if sharded and sharded.get(n) and sharded.get(n) == sharded.get(KPos[0])]
+        of_keys = sharded.get(KPos[0]) if sharded and KPos else None
+        alike = [n for n in own if sharded and of_keys and sharded.get(n) == of_keys]
         positions = tuple(alike[:1]) or ((max(own, key=query.axis_size),) if own else ())
     batch, heads = (shared[:-1], shared[-1:]) if len(shared) > 1 else (shared, ())
     group = tuple(n for n in own if n not in positions)
