@@ -82,7 +82,7 @@ def _training(model: Llama, sizes: Sizes) -> list[Row]:
 def _decoding(model: Llama, sizes: Sizes) -> list[Row]:
     params = plain_llama.params_of(model)
     step, arrays = llama.flat(llama.decode, model)
-    named = axn.named_jit(lambda text, arrays: ((), step(arrays, text)), donate_args=(True, False))
+    named = jax.jit(lambda text, arrays: ((), step(arrays, text)), donate_argnums=0)
     ours = _Repeated(named, llama.empty_text(model, sizes.texts, sizes.room), arrays)
     fn = functools.partial(plain_llama.decode, sizes.config)
     plain = jax.jit(lambda text, params: ((), fn(params, text)), donate_argnums=0)

@@ -75,7 +75,7 @@ def _decoding_rows() -> list[Row]:
     model = llama.Llama.init(WRITER, key=jax.random.key(0))
     params = plain_llama.params_of(model)
     step, arrays = flat(decode, model)
-    ours = axn.named_jit(step, donate_args=(False, True))
+    ours = jax.jit(step, donate_argnums=1)
     theirs = jax.jit(functools.partial(plain_llama.decode, WRITER), donate_argnums=1)
     texts: list[Any] = [empty_text(model, BATCH, ROOM), plain_llama.empty_text(WRITER, BATCH, ROOM)]
     programs = ours.lower(arrays, texts[0]).compile(), theirs.lower(params, texts[1]).compile()

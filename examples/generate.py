@@ -74,8 +74,9 @@ class Writer:
 
         self._sampling = sampling
         # One program reads the prompts, and one writes a token at any position, in the memory of the text before it.
+        # All arguments of the latter are arrays, so `jax.jit` does; the active mapping is part of its cache key.
         self._start = axn.named_jit(start)
-        self._next = axn.named_jit(next_token, donate_args=(False, True, False))
+        self._next = jax.jit(next_token, donate_argnums=1)
 
     def tokens(self, prompts: Sequence[Sequence[int]], length: int, key: jax.Array) -> Iterator[np.ndarray]:
         """Write up to `length` tokens after each prompt, one for each text at a time. Prompts may differ in length."""

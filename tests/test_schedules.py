@@ -248,7 +248,7 @@ def test_table(name: str, kind: AxisType) -> None:
     assert not counts and scatters == row.scatters
     assert gathers - in_model in row.gathers
     memory: Any = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes < 1.1 * row.bytes
+    assert memory.temp_size_in_bytes < 1.2 * row.bytes  # versions of XLA differ by a sixth
     if step is tied:
         assert spec(found[1][1].weight) == ("stage", None)
         shapes = re.findall(r"= (.*?) (?:all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", text)
@@ -261,25 +261,62 @@ class Affine(eqx.Module):
     scale: axn.NamedArray
     shift: jax.Array
 
-    def __call__(self, x: axn.NamedArray, key: Any) -> axn.NamedArray:
-        return x * self.scale + self.shift + axn.random.normal(key, x["batch", 0].axes)
+    def __call__(self, x: axn.NamedArray, noise: jax.Array) -> axn.NamedArray:
+        return x * self.scale + self.shift + axn.named(noise, "embed")
+
+
+def noise_for(layers: Any) -> jax.Array:
+    return jax.random.normal(jax.random.key(3), (layers.Block.size, 2))
 
 
 @pytest.mark.parametrize(("stages", "rounds"), [(4, 2), (4, 3), (2, 4)])
 def test_layers_get_to_their_stages(stages: int, rounds: int) -> None:
-    """Each after the other, with its own random key."""
+    """Each after the other, with its own arguments."""
     L = axn.Axis("layers", stages * rounds * 2)
     scale = axn.named(jnp.linspace(0.5, 1.5, L.size), L)
     layers = nn.Stacked(Affine(scale, jnp.arange(L.size, dtype=jnp.float32)), L)
     arguments = layers, axn.ones({"batch": 8, "embed": 2})
 
     def fold(layers: Any, x: Any, schedule: Any = None) -> Any:
-        return layers.fold(x, key=jax.random.key(3), schedule=schedule)
+        return layers.fold(x, noise=noise_for(layers), schedule=schedule)
 
     mesh = mesh_of(AxisType.Explicit, stage=stages, data=8 // stages)
     with jax.set_mesh(mesh), axn.axis_mapping({"layers": "stage"}):
         found = jax.jit(lambda *args: fold(*args, schedule=GPipe(4, rounds=rounds)))(*axn.shard(arguments))
         assert_close(jax.block_until_ready(found), fold(*arguments))
+
+
+class Noisy(eqx.Module):
+    scale: axn.NamedArray
+
+    def __call__(self, x: axn.NamedArray, key: Any) -> axn.NamedArray:
+        return x + nn.dropout(axn.ones(x.axes) * self.scale, 0.5, inference=False, key=key)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
+@pytest.mark.parametrize("old", [False, True], ids=["key", "PRNGKey"])
+@pytest.mark.parametrize("schedule", [GPipe(4), GPipe(4, rounds=2), OneFOneB(4)], ids=["gpipe", "rounds", "1f1b"])
+def test_each_microbatch_draws_its_own_numbers(schedule: Any, old: bool, kind: AxisType) -> None:
+    """Also each shard of the batch, in each layer: no two blocks of examples have one mask, for derivatives, too."""
+    L, batch, embed = axn.make_axes(layers=8, batch=16, embed=64)
+    layers = nn.Stacked(Noisy(axn.named(2.0 ** jnp.arange(8), L)), L)
+    key = jax.random.PRNGKey(3) if old else jax.random.key(3)
+
+    def loss(layers: Any, x: Any) -> Any:
+        result = layers.fold(x, key=key, schedule=schedule)
+        return axn.sum(result).scalar(), result
+
+    with jax.set_mesh(mesh_of(kind, stage=4, data=2)), axn.axis_mapping({"layers": "stage", "batch": "data"}):
+        step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+        (total, result), gradient = jax.block_until_ready(step(*axn.shard((layers, axn.zeros((batch, embed))))))
+    # The masks of all layers are the binary digits of the result.
+    masks = np.asarray(result.array).astype(int)[..., None] >> np.arange(1, 9) & 1
+    np.testing.assert_array_equal(result.array, masks @ (2.0 ** np.arange(1, 9)))
+    assert abs(masks.mean() - 0.5) < 0.02
+    rows = np.moveaxis(masks, -1, 0).reshape(-1, embed.size)
+    assert len(np.unique(rows, axis=0)) == len(rows)
+    np.testing.assert_allclose(gradient.stacked.scale.array, 2 * masks.sum((0, 1)), rtol=1e-5)
+    np.testing.assert_allclose(total, result.array.sum(), rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["auto", "explicit"])
@@ -291,7 +328,7 @@ def test_stages_in_the_order_of_the_mapping(schedule: Any, kind: AxisType) -> No
     arguments = layers, axn.ones({"batch": 8, "embed": 2})
 
     def loss(layers: Any, x: Any, schedule: Any = None) -> Any:
-        return axn.sum(axn.sin(layers.fold(x, key=jax.random.key(3), schedule=schedule))).scalar()
+        return axn.sum(axn.sin(layers.fold(x, noise=noise_for(layers), schedule=schedule))).scalar()
 
     expected = jax.jit(jax.value_and_grad(loss, (0, 1)))(*arguments)
     with jax.set_mesh(mesh_of(kind, stage=4, data=2)), axn.axis_mapping({"layers": ("data", "stage")}):

@@ -62,8 +62,17 @@ def is_staged(x: Tracer) -> bool:
     They run at once on the tracers with which `jax.grad`, `jax.jvp` and `jax.vmap` follow arrays outside of jit. Such a
     tracer refers to the array that it follows. In JAX versions without this reference, every tracer counts as staged.
     """
+    followed = followed_by(x)
+    return followed is None or isinstance(followed, Tracer)
+
+
+def followed_by(x: Tracer) -> Any:
+    """Return the array that a tracer follows, or the tracer of a program; None in JAX versions that do not tell.
+
+    Under `jax.vmap`, it still has the axis that is mapped over.
+    """
     referent: Any = getattr(x, "get_referent", None)
-    return referent is None or isinstance(referent(), Tracer)
+    return None if referent is None else referent()
 
 
 def active_platform() -> str:

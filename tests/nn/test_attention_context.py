@@ -305,7 +305,7 @@ def test_cache_of_sharded_positions(mesh: Mesh) -> None:
          r"over \(data\), which are 4 devices. They must divide .* none of \(batch=2, heads=2\)"),
         (lambda: dot_product_attention(Q, K, V, "key_pos", "head_size", pdrop=0.5, context="ring"), "no dropout"),
         (lambda: dot_product_attention(Q, K["key_pos", 0], V["key_pos", 0], (), "head_size", context="ring"),
-         r"one axis of key positions, not \(\)"),
+         r"it takes one axis of key positions, not \(\)"),
         (lambda: attend(Q["pos", :8], K, V, mask=Causal("pos", segments=SEGMENTS["pos", :8]), context="ring"),
          "axis 'key_pos' has conflicting sizes: 16 in the key, 8 in the segments"),
         (lambda: Causal("pos", segments=SEGMENTS.astype(float)), "segments must be integers with the axis 'pos'"),

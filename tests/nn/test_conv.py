@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import dataclasses
+import re
 from typing import Any
 
 import equinox as eqx
@@ -9,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec as P
 
 import axonym as axn
 from axonym.nn import Conv, ConvTranspose
@@ -316,6 +320,34 @@ def test_along_a_sharded_axis(kind: Any, channels: str, mesh: Mesh) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)
 
 
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("sharded", ["height", "width"])
+def test_collectives_along_a_sharded_axis(sharded: str, stride: int, explicit: bool) -> None:
+    """One sum for the gradient of the weight, and no exchange for each position along the other axis."""
+    height, width, features = axn.make_axes(height=8, width=8, features=8)
+    x = sample(axn.Axis("batch", 2), height, width, In)
+    mesh = axn.make_mesh({"a": 4, "b": 2}, explicit=explicit)
+
+    def loss(layer: Any, x: axn.NamedArray) -> jax.Array:
+        return axn.sum(axn.sin(layer(x))).scalar()
+
+    counts = []
+    for other in (3, 1):
+        kernel: Any = {"height": other, "width": other, sharded: 3}
+        layer = Conv.init((height, width), In, features, kernel, stride=stride, padding=1, use_bias=False, key=KEY)
+        expected = jax.grad(loss, (0, 1))(layer, x)
+        with jax.set_mesh(mesh), axn.axis_mapping({sharded: "a"}):
+            placed = axn.shard(x)
+            program = jax.jit(jax.grad(loss, (0, 1))).lower(layer, placed).compile()
+            found = program(layer, placed)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)
+        kinds = r" (all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute)(?:-start)?\("
+        counts.append(collections.Counter(re.findall(kinds, program.as_text() or "")))
+    assert counts[0] == counts[1]
+    assert counts[0].keys() == {"all-reduce", "collective-permute"} and counts[0]["all-reduce"] == 1
+
+
 @pytest.mark.parametrize("kind", [Conv, ConvTranspose])
 def test_groups_of_a_sharded_batch(kind: Any, mesh: Mesh) -> None:
     """The gradient is counted once if some mesh axes are not used, also with several batch axes."""
@@ -418,3 +450,85 @@ def test_second_derivatives_along_a_sharded_axis(kind: Any, arguments: Any, expl
         with jax.set_mesh(mesh), axn.axis_mapping({"height": "a"}):
             found = jax.jit(second)(layer, axn.shard(x))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected)
+
+
+@pytest.mark.parametrize("active", [False, True], ids=["no mesh", "mesh"])
+@pytest.mark.parametrize("spec", [P("a"), P("b", "a"), P(None, ("a", "b")), P(None, None, "c")], ids=str)
+@pytest.mark.parametrize(("kind", "groups"), [(Conv, 1), (Conv, 2), (ConvTranspose, 2)])
+def test_arrays_sharded_by_hand(kind: Any, groups: int, spec: Any, active: bool) -> None:
+    """Outside of jit, the arrays tell how they are sharded; inside, a mesh is enough to be careful."""
+    height, features = axn.make_axes(height=8, features=8)
+    layer = kind.init("height", In, features, 2, stride=2, padding=1, groups=groups, use_bias=False, key=KEY)
+    x = sample(axn.Axis("batch", 4), height, In)
+
+    def loss(layer: Any, x: axn.NamedArray) -> jax.Array:
+        return axn.sum(axn.sin(layer(x))).scalar()
+
+    def gradients(layer: Any, x: axn.NamedArray) -> Any:
+        gradient = jax.grad(loss, (0, 1))
+        return gradient(layer, x), jax.jvp(gradient, (layer, x), jax.tree.map(jnp.cos, (layer, x)))
+
+    expected = jax.jit(gradients)(layer, x)
+    mesh = axn.make_mesh({"a": 2, "b": 2, "c": 2})
+    placed = jax.device_put((layer, x), (jax.NamedSharding(mesh, P()), jax.NamedSharding(mesh, spec)))
+    with jax.set_mesh(mesh) if active else contextlib.nullcontext():
+        for call in (gradients, jax.jit(gradients)) if active else (gradients,):
+            found = jax.block_until_ready(call(*placed))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected)
+
+
+@pytest.mark.parametrize("spec", [P(None, "a"), P("b", "a"), P(None, None, "a")], ids=str)
+def test_mapped_over_by_jax(spec: Any) -> None:
+    """Tracers tell that they are mapped over, also inside jit; a mesh must be active there."""
+    layer = Conv.init("height", In, Out, 3, use_bias=False, key=KEY)
+    weights, x = (jax.random.normal(KEY, (4, *shape)) for shape in (layer.weight.array.shape, (8, 8, 4)))
+
+    def loss(weight: jax.Array, x: jax.Array) -> jax.Array:
+        own = dataclasses.replace(layer, weight=axn.named(weight, layer.weight.names))
+        return axn.sum(axn.sin(own(axn.named(x, ("batch", "height", "channels"))))).scalar()
+
+    gradients = jax.grad(lambda weights, x: jnp.sum(jax.vmap(loss)(weights, x)), (0, 1))
+    expected = jax.jit(gradients)(weights, x)
+    mesh = axn.make_mesh({"a": 2, "b": 2, "c": 2})
+    x = jax.device_put(x, jax.NamedSharding(mesh, spec))
+    for active, call in ((False, gradients), (True, gradients), (True, jax.jit(gradients))):
+        with jax.set_mesh(mesh) if active else contextlib.nullcontext():
+            found = jax.block_until_ready(call(weights, x))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3), found, expected)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_channels_sharded_over_different_mesh_axes(groups: int, explicit: bool) -> None:
+    """XLA would end the process if those of the groups are."""
+    channels, features = axn.make_axes(channels=8, features=8)
+    layer = Conv.init("height", channels, features, 3, padding=1, groups=groups, key=KEY)
+    x = sample(axn.Axis("batch", 4), H, channels)
+
+    def loss(layer: Any, x: axn.NamedArray) -> jax.Array:
+        return axn.sum(axn.sin(layer(x))).scalar()
+
+    expected = jax.jit(jax.grad(loss, (0, 1)))(layer, x)
+    mapping = {"features": "a", "channels": "b"}
+    with jax.set_mesh(axn.make_mesh({"a": 2, "b": 2, "c": 2}, explicit=explicit)), axn.axis_mapping(mapping):
+        found = jax.jit(jax.grad(loss, (0, 1)))(*axn.shard((layer, x)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("compute", [{"batch": "a"}, {"batch": ("a", "b")}], ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_stored_over_several_mesh_axes(groups: int, compute: Any, explicit: bool) -> None:
+    """Also over one that does not shard the batch, and would remain for the result."""
+    features, storage = axn.Axis("features", 8), {"features": ("a", "b")}
+    layer = Conv.init("height", In, features, 3, padding=1, groups=groups, key=KEY)
+    x = sample(axn.Axis("batch", 8), H, In)
+
+    def step(layer: Any, x: axn.NamedArray) -> Any:
+        return jax.grad(lambda layer: axn.sum(axn.sin(layer(x))).scalar())(layer)
+
+    expected = step(layer, x)
+    with jax.set_mesh(axn.make_mesh({"a": 2, "b": 2, "c": 2}, explicit=explicit)):
+        found = axn.fsdp(step, storage, compute)(axn.shard(layer, storage), axn.shard(x, compute))
+    assert spec(found.weight) == (("a", "b"), None, None)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)

@@ -227,3 +227,21 @@ def test_checkpoints(golden: tuple[Llama, axn.NamedArray], tmp_path: Path) -> No
     assert jax.tree.structure(found) == jax.tree.structure(small)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(small), strict=True):
         assert a.dtype == b.dtype and jnp.all(a == b)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_groups_lie_on_one_device(explicit: bool) -> None:
+    """Of 4 shards of 4 inputs; a scale could not be sharded like the weight if its group had inputs of two."""
+    layer = linear()
+    expected: Any = quantize_weights(layer, "int4", group=4)
+    with jax.set_mesh(axn.make_mesh({"a": 4, "b": 2}, explicit=explicit)), axn.axis_mapping({"embed": "a"}):
+        placed = axn.shard(layer)
+        for call in (lambda f: f, axn.named_jit):
+            small = call(lambda layer: quantize_weights(layer, "int4", group=4))(placed)
+            assert spec(small.weight) == spec(small.scale) == (None, "a")
+            assert_named(small.scale, expected.scale)
+            text = r"2 groups of 8 along axis 'embed'.*\(a=4\).*Write `group=4`, or quantize under"
+            with pytest.raises(ValueError, match=text):
+                call(lambda layer: quantize_weights(layer, "int4", group=8))(placed)
+        with pytest.raises(ValueError, match=r"Write `group=4`, or quantize outside of `axonym.fsdp`"):
+            axn.fsdp(lambda layer: quantize_weights(layer, "int4", group=8), {"embed": "a"}, {})(placed)

@@ -91,13 +91,24 @@ def test_wrong_selections() -> None:
     with pytest.raises(ValueError, match=r"random.choice: there are more draws \(draw=9\) than axis batch\(8\)"):
         random.choice(KEY, {"draw": 9}, logits, "batch", replace=False)
     with pytest.raises(
-        ValueError, match=r"random.choice: `p` has exactly the axis batch\(8\) of `a`, got \(vocab=16\)"
+        ValueError, match=r"of `a`, got \(vocab=16\). Write `p=axonym.named\(probabilities, 'batch'\)`, or"
     ):
         random.choice(KEY, Pos, logits, "batch", p=axn.ones(Vocab))
     with pytest.raises(TypeError, match=r"random.permutation: `x` must be a NamedArray, got ArrayImpl"):
         random.permutation(KEY, jnp.ones(3), "x")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"random.permutation: axis 'batch' has conflicting sizes"):
         random.permutation(KEY, logits, Batch.resize(3))
+    with pytest.raises(ValueError, match=r"random.permutation: `axis` must be one axis.* Write `'batch'` or another"):
+        random.permutation(KEY, logits, ("batch", "vocab"))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        ValueError, match=r"got the named array float32\[.*\]. The key is the first argument: make"
+    ) as error:
+        random.permutation(logits, KEY, "batch")  # pyright: ignore[reportArgumentType]
+    assert "1." not in str(error.value).split("float32[", 1)[1]  # no contents of the array
+    with pytest.raises(TypeError, match=r"got int32\[.*\]. Write `logits.astype\(float\)`"):
+        random.categorical(KEY, logits.astype(int), "vocab")
+    with pytest.raises(ValueError, match=r"`top_k` cannot be 0. Leave it out to choose from all"):
+        random.categorical(KEY, logits, "vocab", top_k=0)
 
 
 def test_wrong_mappings(mesh: Mesh) -> None:

@@ -123,6 +123,16 @@ def test_integers_do_not_wrap() -> None:
         from_state_dict(tree, {**fit, "m": np.array([1, 2**40])})
 
 
+def test_integers_on_devices_do_not_wrap_either() -> None:
+    tree = {"n": axn.zeros({"x": 8}, dtype=jnp.int8)}
+    for explicit in (False, True):
+        with jax.set_mesh(axn.make_mesh({"data": 8}, explicit=explicit)):
+            numbers = axn.shard(axn.arange({"x": 8}), {"x": "data"}).array
+            assert from_state_dict(tree, {"n": numbers})["n"].array.tolist() == list(range(8))
+            with pytest.raises(ValueError, match=r"^from_state_dict: 'n' has values from 0 to 700, which int8"):
+                from_state_dict(tree, {"n": 100 * numbers})
+
+
 def test_numbers_stay_what_they_are() -> None:
     tree = {"steps": 3, "on": True, "rate": 0.5, "scale": 1j}
     found = from_state_dict(tree, {"steps": np.ones(1), "on": 0, "rate": np.float32(np.nan), "scale": jnp.bfloat16(2)})

@@ -186,7 +186,8 @@ def test_constants_can_be_outputs(mesh: Mesh, unroll: int | bool) -> None:
     row = np.arange(2.0, dtype=np.float32)
     with jax.set_mesh(mesh):
         xs = axn.shard(axn.arange({"time": 8}, dtype=float), {"time": "data"})
-        last, (one, rows) = scan(lambda c, x: (c + x, (1.0, axn.named(row, "row"))), "time", unroll=unroll)(0.0, xs)
-        ones = map(lambda x: 1.0, "time", unroll=unroll)(xs)
+        step: Any = lambda c, x: (c + x, (1.0, axn.named(row, "row")))
+        last, (one, rows) = scan(step, "time", unroll=unroll)(0.0, xs)
+        ones: Any = map(lambda x: 1.0, "time", unroll=unroll)(xs)
     assert last.item() == 28 and one.tolist() == ones.tolist() == [1.0] * 8
     assert_named(rows, axn.named(np.tile(row, (8, 1)), ("time", "row")))

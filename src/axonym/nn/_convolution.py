@@ -8,9 +8,14 @@ the kernel, where XLA would be wrong:
 - The gradient of the weight of a grouped convolution is added up in the same way, unless all mesh axes shard the batch.
 - A convolution that is mapped over becomes a grouped one with other axes, and JAX cannot shard it over Explicit mesh
   axes.
-- XLA ends the process if channels are sharded over a number of devices that does not divide that of the groups.
+- XLA ends the process if channels are sharded over a number of devices that does not divide that of the groups, or
+  those of the input and of the result over different mesh axes.
 
 Values are wrong, too, where the kernel is sharded along an axis of the convolution, so it never is.
+
+The shardings over Explicit mesh axes are in the types of the arrays, those over Auto ones come from the active mapping,
+and outside of jit from the arrays: see `known_shardings`. Inside jit, on Auto mesh axes that the mapping says nothing
+about, the batch of a grouped convolution counts as sharded. Without an active mesh, nothing is known there.
 """
 
 from __future__ import annotations
@@ -23,16 +28,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding
 
-from .._context import is_mapped
+from .._context import active_mapping, is_mapped
+from .._jax_versions import followed_by
 from .._mesh_axes import (
     Axes,
+    axes_of_type,
     entries_of,
+    entry_of,
+    has_explicit,
+    is_parameter,
     mapped_axes,
     mesh_around,
     mesh_axes,
+    padded,
     replicate_along,
+    reshard,
+    restricted,
     sharded_over,
     storage_axes,
     types_of,
@@ -40,6 +54,7 @@ from .._mesh_axes import (
 from .._output_sharding import call_with_output_sharding
 from .._strided_slices import strided_slice
 from ..axis import Names
+from ..ops._operands import private
 from ._window_arguments import Padding
 
 
@@ -53,6 +68,45 @@ class Parameters(NamedTuple):
     groups: int
 
 
+class Known(NamedTuple):
+    """What is known of the operands of a convolution before it is compiled."""
+
+    mapped: bool
+    """Whether they are mapped over by `jax.vmap`."""
+    sizes: tuple[tuple[str, int], ...] | None = None
+    """The Auto mesh axes over which they may be sharded; None inside jit."""
+    x: tuple[Axes, ...] = ()
+    """The mesh axes over which each axis of the input is sharded; empty if it is mapped over."""
+    weight: tuple[Axes, ...] = ()
+    """The same for the weight."""
+
+    @property
+    def large(self) -> set[str]:
+        """The mesh axes of more than one device."""
+        return {a for a, size in self.sizes or () if size > 1}
+
+
+def known_shardings(x: Any, weight: Any) -> Known:
+    """Return what is known of the operands of a convolution: their shardings, outside of jit.
+
+    `jax.grad` and `jax.vmap` outside of jit follow arrays, whose shardings are known.
+    """
+    arrays = [followed_by(a) if isinstance(a, Tracer) else a for a in (x, weight)]
+    mapped = any(a is not None and a.shape != b.shape for a, b in zip(arrays, (x, weight), strict=True))
+    if any(a is None or isinstance(a, Tracer) for a in arrays):
+        return Known(mapped)
+    shardings = [getattr(a, "sharding", None) for a in arrays]
+    if any(s is not None and not isinstance(s, NamedSharding) and len(s.device_set) > 1 for s in shardings):
+        return Known(mapped)  # not in terms of mesh axes
+    named = [s if isinstance(s, NamedSharding) and s.mesh.size > 1 else None for s in shardings]
+    auto = {a: s.mesh.shape[a] for s in named if s is not None for a in axes_of_type(s.mesh, AxisType.Auto)}
+    over = (
+        () if s is None or mapped else tuple(map(mesh_axes, padded(restricted(s.spec, auto), len(a.shape))))
+        for s, a in zip(named, arrays, strict=True)
+    )
+    return Known(mapped, tuple(auto.items()), *over)
+
+
 def apply_convolution(
     what: str,
     fn: Callable[..., jax.Array],
@@ -61,6 +115,7 @@ def apply_convolution(
     channels: str,
     spatial: Names,
     groups: int,
+    known: Known,
     x: jax.Array,
     weight: jax.Array,
 ) -> jax.Array:
@@ -70,65 +125,104 @@ def apply_convolution(
         in_names: the axes of `x` and `weight`, and `out_names` those of the result.
         channels: the axis of `x` with the input channels.
         spatial: the axes of the convolution.
+        known: what is known of the arrays outside of jit.
     """
     mesh = mesh_around([x, weight])
-    convolve = _convolve
-    large = {a for a, kind in types_of(mesh).items() if kind != AxisType.Manual and mesh.shape[a] > 1}
+    convolve = convolve_at_once
+    on_mesh = {a for a, kind in types_of(mesh).items() if kind != AxisType.Manual and mesh.shape[a] > 1}
+    large = on_mesh | known.large
     if large:
         names, weight_names = in_names
-        over = dict(zip(names, sharded_over(what, names, x, mesh, AxisType.Auto), strict=True))
-        along_sharded = any(over[n] for n in spatial)
-        weight = replicate_along(weight, [n in spatial for n in weight_names], mesh)
-        if not along_sharded:
-            x = replicate_along(x, [n in spatial for n in names], mesh)  # on Auto mesh axes, however it was sharded
+        placed = sharded_over(what, names, x, mesh, AxisType.Auto)
+        over = {n: {*a, *b} for n, a, b in itertools.zip_longest(names, placed, known.x, fillvalue=())}
+        sharded = [i for i, n in enumerate(spatial) if over[n]]
+        kernel = [n in private("the weight", spatial) for n in weight_names]
+        kernel_sharded = any(axes and k for axes, k in zip(known.weight, kernel, strict=False))
+        if on_mesh:
+            weight = replicate_along(weight, kernel, mesh)
+            if not sharded:
+                x = replicate_along(x, [n in spatial for n in names], mesh)  # on Auto mesh axes, however it was sharded
         batch = [n for n in names if n != channels and n not in spatial]
         # Several batch axes are merged, of which XLA keeps the sharding of the first.
         used = {a for n in batch[:1] for a in over[n]}
-        repeated = groups > 1 and any(over[n] for n in batch) and not large <= used
-        channels_over = _sharded_channels(channels, in_names, out_names, x, weight) if groups > 1 else ()
-        cut = any(groups % math.prod(mesh.shape[a] for a in axes if a in large) for axes in channels_over)
-        if along_sharded or repeated or cut or is_mapped():
-            convolve = _convolve_by_products
+        unknown = known.sizes is None and len(large) > 1 and not {*batch} <= active_mapping().keys()
+        unknown = unknown and AxisType.Auto in mesh.axis_types
+        repeated = groups > 1 and not large <= used and (unknown or any(over[n] for n in batch))
+        channels_over = _sharded_channels(channels, in_names, out_names, x, weight, known) if groups > 1 else ()
+        sizes = {**mesh.shape, **dict(known.sizes or ())}
+        over_which = {frozenset(large.intersection(axes)) for axes in channels_over} - {frozenset()}
+        cut = len(over_which) > 1 or any(groups % math.prod(sizes[a] for a in axes) for axes in over_which)
+        if sharded or kernel_sharded or repeated or cut or is_mapped() or known.mapped:
+            convolve = functools.partial(convolve_by_products, sharded)
     fn = functools.partial(fn, convolve=convolve)
     return call_with_output_sharding(what, fn, in_names, out_names, (x, weight))
 
 
+def in_compute_sharding(names: Names, weight: jax.Array) -> jax.Array:
+    """All-gather a parameter that is stored sharded over Explicit mesh axes: see `axonym.fsdp`.
+
+    Otherwise its storage sharding would decide that of the result, as far as the batch leaves mesh axes for it.
+    """
+    mesh = mesh_around([weight])
+    if not has_explicit(mesh) or not is_parameter(names):
+        return weight
+    entries = [
+        e if mapped_axes(n) == storage_axes(n) else entry_of(mapped_axes(n))
+        for n, e in zip(names, entries_of(weight), strict=True)
+    ]
+    return reshard(weight, entries, mesh)
+
+
 def _sharded_channels(
-    channels: str, in_names: tuple[Names, Names], out_names: Names, x: jax.Array, weight: jax.Array
+    channels: str, in_names: tuple[Names, Names], out_names: Names, x: jax.Array, weight: jax.Array, known: Known
 ) -> list[Axes]:
     """Return the mesh axes over which the channels of operand, weight and result may be sharded."""
     names, weight_names = in_names
     found = [mapped_axes(n) for n in (channels, *out_names) if n == channels or n not in names]
     found += [mesh_axes(entry) for n, entry in zip(names, entries_of(x), strict=True) if n == channels]
-    return [*found, *map(storage_axes, weight_names), *map(mesh_axes, entries_of(weight))]
+    found += [axes for n, axes in zip(names, known.x, strict=False) if n == channels]
+    return [*found, *map(storage_axes, weight_names), *map(mesh_axes, entries_of(weight)), *known.weight]
 
 
-def _convolve(x: jax.Array, weight: jax.Array, of: Parameters, numbers: jax.lax.ConvDimensionNumbers) -> jax.Array:
+def convolve_at_once(
+    x: jax.Array, weight: jax.Array, of: Parameters, numbers: jax.lax.ConvDimensionNumbers
+) -> jax.Array:
     """Apply a convolution as one operation."""
     return jax.lax.conv_general_dilated(
         x, weight, of.strides, of.padding, of.input_dilation, of.dilation, numbers, of.groups
     )
 
 
-def _convolve_by_products(
-    x: jax.Array, weight: jax.Array, of: Parameters, numbers: jax.lax.ConvDimensionNumbers
+def convolve_by_products(
+    sharded: Sequence[int], x: jax.Array, weight: jax.Array, of: Parameters, numbers: jax.lax.ConvDimensionNumbers
 ) -> jax.Array:
-    """Apply a convolution as a sum of products, one for each position in the kernel."""
+    """Apply a convolution as a sum of products, one for each position in the kernel.
+
+    Arguments:
+        sharded: which axes of the convolution are sharded. The input is cut along these first: the cuts along the
+            others share the rows that came from other devices.
+    """
     x, weight = jnp.transpose(x, numbers.lhs_spec), jnp.transpose(weight, numbers.rhs_spec)
     kernel = weight.shape[2:]
     size = [(n - 1) * d + 1 for n, d in zip(x.shape[2:], of.input_dilation, strict=True)]
     span = [(k - 1) * d + 1 for k, d in zip(kernel, of.dilation, strict=True)]
     pads = jax.lax.padtype_to_pads(size, span, of.strides, of.padding) if isinstance(of.padding, str) else of.padding
-    padded = _padded(x, pads, of.input_dilation)
+    padded_x = _padded(x, pads, of.input_dilation)
     weight = weight.reshape(of.groups, weight.shape[0] // of.groups, *weight.shape[1:])
     # Like a convolution, sum small floating-point numbers in float32.
     small = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize < 4
     dtype = jnp.float32 if small else None
+    inputs: dict[tuple[int, ...], jax.Array] = {(0,) * len(kernel): padded_x}  # what each position meets
+    for i in [*sharded, *(i for i in range(len(kernel)) if i not in sharded)]:
+        windows = padded_x.shape[2 + i] - span[i] + 1
+        inputs = {
+            (*position[:i], p, *position[i + 1 :]): _cut(part, 2 + i, p * of.dilation[i], windows, of.strides[i])
+            for position, part in inputs.items()
+            for p in range(kernel[i])
+        }
     total = None
     for position in itertools.product(*map(range, kernel)):
-        starts = [p * d for p, d in zip(position, of.dilation, strict=True)]
-        ends = [n - s + 1 + start for n, s, start in zip(padded.shape[2:], span, starts, strict=True)]
-        product = _product(_cut(padded, starts, ends, of.strides), weight[(..., *position)], dtype)
+        product = _product(inputs[position], weight[(..., *position)], dtype)
         total = product if total is None else total + product
     assert total is not None  # a kernel has a position at least
     total = total.astype(x.dtype)
@@ -148,13 +242,13 @@ def _padded(x: jax.Array, pads: Sequence[tuple[int, int]], dilation: Sequence[in
     )
 
 
-def _cut(padded: jax.Array, starts: Sequence[int], ends: Sequence[int], strides: Sequence[int]) -> jax.Array:
-    """Return the elements that one position in the kernel meets, one for each window."""
+def _cut(x: jax.Array, axis: int, start: int, windows: int, stride: int) -> jax.Array:
+    """Return the elements along one axis that one position in the kernel meets, one for each window."""
 
     def cut(x: jax.Array) -> jax.Array:
-        return jax.lax.slice(x, (0, 0, *starts), (*x.shape[:2], *ends), (1, 1, *strides))
+        return jax.lax.slice_in_dim(x, start, start + windows, stride, axis)
 
-    return cut(padded) if set(strides) == {1} else strided_slice(cut, padded)
+    return cut(x) if stride == 1 else strided_slice(cut, x)
 
 
 def _product(x: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:

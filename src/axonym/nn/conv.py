@@ -24,7 +24,7 @@ from ..ops.joining import flip
 from ..ops.rearranging import rearrange
 from ..ops.shaping import flatten_axes, rename, unflatten_axis
 from ..state.module import ModuleWithStateDictSerialization
-from ._convolution import Parameters, apply_convolution
+from ._convolution import Known, Parameters, apply_convolution, in_compute_sharding, known_shardings
 from ._window_arguments import Padding, PaddingSpec, Pair, PerAxis, check_spans, parse_padding, per_axis
 from .linear import _stored
 
@@ -52,8 +52,11 @@ class _Convolution(ModuleWithStateDictSerialization):
         require_named(what, inputs)
         spatial, channels = tuple(map(name_of, self.Spatial)), (self.In.name, self.Out.name)
         with jax.named_scope(what):
-            kernel = _convolution_kernel(what, inputs.names, self.weight.names, spatial, channels, self._parameters())
-            result = kernel.apply(inputs.array, self.weight.array)
+            x, weight = inputs.array, self.weight.array
+            known = known_shardings(x, weight)
+            of = self._parameters()
+            kernel = _convolution_kernel(what, inputs.names, self.weight.names, spatial, channels, of, known)
+            result = kernel.apply(x, weight)
             return result if self.bias is None else result + self.bias
 
 
@@ -280,7 +283,13 @@ def _init_fields(
 
 @_kernels.shared("names", "weight_names", "spatial", "channels")
 def _convolution_kernel(
-    what: str, names: Names, weight_names: Names, spatial: Names, channels: tuple[str, str], config: Parameters
+    what: str,
+    names: Names,
+    weight_names: Names,
+    spatial: Names,
+    channels: tuple[str, str],
+    config: Parameters,
+    known: Known,
 ) -> _kernels.Kernel:
     in_name, out_name = channels
     _kernels.select(what, names, (in_name, *spatial))
@@ -319,7 +328,10 @@ def _convolution_kernel(
     own = tuple(n if n == out_name != in_name else private("the weight", (n,))[0] for n in weight_names)
 
     def placed(x, weight):
-        return apply_convolution(what, positional, (names, own), out_names, in_name, spatial, config.groups, x, weight)
+        weight = in_compute_sharding(weight_names, weight)
+        return apply_convolution(
+            what, positional, (names, own), out_names, in_name, spatial, config.groups, known, x, weight
+        )
 
     return _kernels.make_kernel(what, placed, (names, own), out_names, mesh_aware=True)
 

@@ -132,8 +132,8 @@ def one_axis(what: str, argument: str, axis: AxisSpec) -> Axis:
         raise TypeError(f"{what}: `{argument}` must be an Axis, got {type(axis).__name__}. Write `{written}`.")
     found = axes_of_spec(axis, what)
     if len(found) != 1:
-        described = _errors.describe_selectors(found)
-        raise ValueError(f"{what}: `{argument}` must be one axis, got {described}.")
+        first = f" Write `{found[0].name!r}` or another of them." if found else ""
+        raise ValueError(f"{what}: `{argument}` must be one axis, got {_errors.describe_selectors(found)}.{first}")
     return found[0]
 
 

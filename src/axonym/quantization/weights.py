@@ -10,12 +10,16 @@ themselves are those of the input's dtype: see `Int8DotGeneralOp` and `Fp8DotGen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax.numpy as jnp
 
+from .. import _errors
+from .._context import active_parameter_mapping
+from .._mesh_axes import check_mesh_axes, current_mesh, shard_count, storage_axes
 from .._named_scope import named_call
 from ..axis import Axis, AxisSpec, Names, axes_of_spec
 from ..named_array import NamedArray
@@ -149,7 +153,7 @@ def quantize_weights(
         dtype: "int8", "int4", an 8-bit float such as "float8_e4m3fn", or another of at most 8 bits.
         targets: the layers, as in `QuantizationConfig`; by default all.
         group: the number of consecutive inputs, along the last axis of the input, that share a scale; by default all.
-            Embeddings have no groups.
+            Embeddings have no groups. If the active mapping shards that axis, each device has complete groups.
 
     >>> layer = axn.nn.Linear.init(axn.Axis("embed", 8), axn.Axis("mlp", 4), key=jax.random.key(0), use_bias=False)
     >>> small = axn.quantization.quantize_weights(layer, "int8")
@@ -193,6 +197,7 @@ def _quantized(
             raise ValueError(
                 f"quantize_weights: axis {axis!r} of {name}, of size {size}, cannot be cut into groups of {group}."
             )
+        _check_groups_in_shards(name, axis, size, group)
         weight, summed = _cut(weight, axis, size // group), (*summed[:-1], _WITHIN)
     numbers: Any = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
     low, high, half = float(numbers.min), float(numbers.max), 0.5 if jnp.issubdtype(dtype, jnp.integer) else 0
@@ -203,6 +208,23 @@ def _quantized(
     values = weight.astype(wide) / scale.astype(wide)
     values = clip(round(values) if half else values, low, high).astype(dtype)
     return flatten_axes(values, (axis, _WITHIN), axis) if grouped else values, scale
+
+
+def _check_groups_in_shards(name: str, axis: str, size: int, group: int) -> None:
+    """Check that the active mapping can shard the scales, which have an element for each group, like the weight."""
+    mesh, axes = current_mesh(), storage_axes(axis)
+    if mesh is None or not axes:
+        return
+    check_mesh_axes("quantize_weights", {axis: axes}, mesh)
+    shards = shard_count(mesh, axes)
+    if size % shards == 0 and size // group % shards:
+        stored = axis in active_parameter_mapping()  # which `axis_mapping` does not change
+        under = "outside of `axonym.fsdp`" if stored else f"under `axonym.axis_mapping({{{axis!r}: None}}, merge=True)`"
+        raise ValueError(
+            f"quantize_weights: {name} has {size // group} groups of {group} along axis {axis!r}, of size {size}, "
+            f"which the active mapping shards over {_errors.describe_shape({a: mesh.shape[a] for a in axes})}, so a "
+            f"group would lie on several devices. Write `group={math.gcd(group, size // shards)}`, or quantize {under}."
+        )
 
 
 _WITHIN = "number within a group"

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from .. import _context, _errors, _kernels
 from .._mesh_axes import current_mesh, entries_by_name
 from ..axis import Axis, AxisSelector, AxisSpec, Names, axes_of_spec, axis_size
-from ..named_array import NamedArray, NamedOrNumeric, resolve_axes
+from ..named_array import NamedArray, NamedOrNumeric, describe_array, resolve_axes
 from ..ops._new_array import sharded_kernel
 from ..ops._operands import distinct, dtype_key, one_axis, operand
 
@@ -34,10 +34,13 @@ def one_key(what: str, key: Any) -> Any:
     """Return the argument, which must be one random key."""
     if isinstance(key, NamedArray):
         if key.names:
-            raise ValueError(
-                f"{what}: expected one random key, got the named array {key}. Map the function over the axes of the "
-                "keys, with `axonym.vmap`."
+            keys = jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.dtype == jnp.uint32
+            write = (
+                "Map the function over the axes of the keys, with `axonym.vmap`."
+                if keys
+                else "The key is the first argument: make one with `jax.random.key(seed)`."
             )
+            raise ValueError(f"{what}: expected one random key, got the named array {describe_array(key)}. {write}")
         key = key.array
     dtype = getattr(key, "dtype", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)

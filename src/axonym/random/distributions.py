@@ -346,7 +346,8 @@ def multivariate_normal(
     if len(others) != 1 or others[0].size != rows.size:
         raise ValueError(
             f"{what}: besides {rows.name!r} and axes of the result, `cov` has one axis of size {rows.size} for its "
-            f"columns, got {_errors.describe_shape(cov.shape)}."
+            f"columns, got {_errors.describe_shape(cov.shape)}. Rename it with `cov.rename`, or add an axis of a batch "
+            "to `shape`."
         )
     parameters, further = {"mean": mean, "cov": cov}, {"mean": (rows,), "cov": (rows, others[0])}
     options = {"dtype": dtype, "along": (rows,), "further": further, "method": method}

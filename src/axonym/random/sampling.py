@@ -101,16 +101,23 @@ def categorical(
     distinct(_WHAT, tuple(a.name for a in (*axes, categories)))
     check_parameters(_WHAT, axes, [("logits", logits.names, (categories,))], [logits.array])
     if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(f"{_WHAT}: logits are floating point numbers, got {describe_array(logits)}.")
+        raise TypeError(
+            f"{_WHAT}: logits are floating point numbers, got {describe_array(logits)}. Write `logits.astype(float)`."
+        )
     if categories.size == 0:
         raise ValueError(f"{_WHAT}: axis {categories.name!r} has no elements to choose from.")
     count = None
     if top_k is not None:
         count = number_of_candidates(_WHAT, "top_k", top_k, max_k, categories)
         if count == 0:
-            raise ValueError(f"{_WHAT}: there must be at least one element to choose from, so `top_k` cannot be 0.")
+            raise ValueError(
+                f"{_WHAT}: there must be at least one element to choose from, so `top_k` cannot be 0. Leave it out to "
+                "choose from all."
+            )
     elif max_k is not None:
-        raise TypeError(f"{_WHAT}: `max_k` is the most that `top_k` can be, so it needs `top_k`.")
+        raise TypeError(
+            f"{_WHAT}: `max_k` is the most that `top_k` can be, so it needs `top_k`. Pass both, or neither."
+        )
     if not replace:
         left = categories if count is None else categories.resize(count)
         check_enough(_WHAT, tuple(a for a in axes if a.name not in logits.names), left)

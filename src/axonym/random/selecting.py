@@ -37,7 +37,10 @@ def choice(
     if not replace:
         check_enough(what, axes, along)
     if p is not None and require_named(what, p).axes != (along,):
-        raise ValueError(f"{what}: `p` has exactly the axis {along} of `a`, got {_errors.describe_shape(p.shape)}.")
+        raise ValueError(
+            f"{what}: `p` has exactly the axis {along} of `a`, got {_errors.describe_shape(p.shape)}. Write "
+            f"`p=axonym.named(probabilities, {along.name!r})`, or rename its axis."
+        )
     kernel = _choice_kernel(what, a.axes, along, axes, bool(replace), p is not None)
     arrays = (a.array,) if p is None else (a.array, p.array)
     return kernel.apply(key, *arrays)

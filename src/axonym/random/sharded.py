@@ -55,7 +55,7 @@ def generate_sharded(fn: F, axis: AxisSelector | None = None) -> F:
     def sampler(key, shape, *args, **kwargs):
         axes = new_axes(what, shape)
         if not axes:
-            raise ValueError(f"{what}: the shape has no axes to take blocks along.")
+            raise ValueError(f"{what}: the shape has no axes to take blocks along. Write `{{'layers': 4}}`.")
         along = axes[0]
         if axis is not None:
             names, sizes = tuple(a.name for a in axes), tuple(a.size for a in axes)
@@ -114,7 +114,8 @@ def _generate(
             got = describe_array(result) if isinstance(result, NamedArray) else type(result).__name__
             raise TypeError(
                 f"{what}: the function must return a NamedArray with the axes of the shape it is given, "
-                f"{describe(rest)}, got {got}."
+                f"{describe(rest)}, got {got}. Pass that shape to the samplers in it, or name the axes of the result "
+                "with axonym.named(array, shape)."
             )
         return result.rearrange((*rest, ...))
 

@@ -106,6 +106,7 @@ class _Pipeline:
     def run(self, *groups: Any) -> Any:
         arrays, trees = zip(*map(flatten_arrays, groups), strict=True)
         self._trees: Sequence[TreeSpec] = trees
+        self._keys = {2: _keys(arrays[2], groups[2][1].get("key")), 3: _keys(arrays[3])}
         stored = {**active_mapping(), **active_parameter_mapping(), self._Layers.name: entry_of(self._stages)}
         examples = {self._batch: active_mapping().get(self._batch)}
         mappings = stored, examples, {self._Layers.name: entry_of(self._stages), **examples}, {**stored, **examples}
@@ -121,6 +122,7 @@ class _Pipeline:
         kept = manual & self._mesh_axes_of_work(specs)
         specs = [[restricted(spec, kept) for spec in own] for own in specs]
         self._specs = specs
+        self._shards_of_batch = mesh_axes(active_mapping().get(self._batch))
         each = zip(trees[3].names, arrays[3], specs[3], strict=True)
         self._shards = frozenset(
             ArgumentAxis(n, size, size // shard_count(self._mesh, axes), axes)
@@ -502,9 +504,19 @@ class _Pipeline:
         return jax.lax.psum(wide, self._stages).astype(x.dtype)
 
     def _microbatch(self, group: int, xs: Arrays, microbatch: jax.Array | int) -> Arrays:
-        """Return the slices of arrays for a microbatch."""
-        each = zip(self._trees[group].names, xs, strict=True)
-        return [self._cut(names, x)[microbatch] if names and self._batch in names else x for names, x in each]
+        """Return the slices of arrays for a microbatch; keys for it, if all examples have the same key."""
+
+        def own(names: Names | None, x: jax.Array, is_key: bool) -> jax.Array:
+            if names and self._batch in names:
+                return self._cut(names, x)[microbatch]
+            return _folded_in(x, self._place_of(microbatch)) if is_key else x
+
+        return [*map(own, self._trees[group].names, xs, self._keys[group])]
+
+    def _place_of(self, microbatch: jax.Array | int) -> jax.Array:
+        """Return the number of a microbatch of this device among all of the batch."""
+        shard = jax.lax.axis_index(self._shards_of_batch) if self._shards_of_batch else 0
+        return jnp.asarray(shard * self._schedule.microbatches + microbatch)
 
     def _gathered(self, group: int, xs: Arrays) -> Arrays:
         """All-gather weights, except over stages."""
@@ -543,6 +555,19 @@ def _slice(x: jax.Array, position: int, count: int, i: jax.Array) -> jax.Array:
     """Return the `i`-th of `count` slices of an array."""
     size = x.shape[position] // count
     return jax.lax.dynamic_slice_in_dim(x, i * size, size, position)
+
+
+def _keys(xs: Arrays, old: Any = None) -> list[bool]:
+    """Return which arrays are random keys: those of such a dtype, and `old` if it has keys of `jax.random.PRNGKey`."""
+    old = old.array if is_named_array(old) else old
+    return [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (x is old and x.dtype == np.uint32) for x in xs]
+
+
+def _folded_in(keys: jax.Array, number: jax.Array) -> jax.Array:
+    """Fold a number into each key of an array."""
+    if keys.ndim == (0 if jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) else 1):
+        return jax.random.fold_in(keys, number)
+    return jax.vmap(lambda key: _folded_in(key, number))(keys)
 
 
 def _added(x: jax.Array, y: jax.Array, place: tuple[int, int, jax.Array] | None) -> jax.Array:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh
 
@@ -61,9 +62,14 @@ class LazyEntry(LazyArray):
 
     def read(self, index: Index) -> np.ndarray:
         values = np.asarray(self.source[index])
-        require_representable(f"from_state_dict: {self.key}", values, self.dtype)
+        self.require_representable(values)
         # A copy, so that the result does not keep the file open.
         return np.array(values, self.dtype)
+
+    def require_representable(self, values: Any) -> None:
+        """Raise an error if the dtype lacks some of the values; those that are traced are not known."""
+        if not isinstance(values, Tracer):
+            require_representable(f"from_state_dict: {self.key}", values, self.dtype)
 
     def reshape(self, shape: tuple[int, ...]) -> LazyEntry:
         return LazyEntry(self._viewable().reshape(shape), self.dtype, self.key)
@@ -182,6 +188,7 @@ def read_all(x: LazyArray) -> Any:
     if isinstance(x, LazyProduct):
         return (read_all(x.array) * x.factor).astype(x.dtype)
     assert isinstance(x, LazyEntry)
+    x.require_representable(x.source)
     return x.source if x.source.dtype == x.dtype else x.source.astype(x.dtype)
 
 
