@@ -126,11 +126,14 @@ def fits(spec: Iterable[Entry], shape: Sequence[int], mesh: AnyMesh) -> bool:
 # --- arrays ---
 
 
-def explicit_mesh(arrays: Sequence[Any]) -> AbstractMesh | None:
-    """Return the mesh of the operands if one of them is sharded over its Explicit axes, else None."""
+def explicit_mesh(arrays: Sequence[Any], *, sharded: bool = True) -> AbstractMesh | None:
+    """Return the mesh of the operands if one of them is sharded over its Explicit axes, else None.
+
+    With `sharded=False`, it is enough that one of them is on a mesh with such axes.
+    """
     for x in arrays:
         sharding = jax.typeof(x).sharding
-        if any(entry is not None for entry in sharding.spec) and has_explicit(sharding.mesh):
+        if (not sharded or any(entry is not None for entry in sharding.spec)) and has_explicit(sharding.mesh):
             return sharding.mesh
     return None
 

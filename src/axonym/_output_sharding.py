@@ -24,7 +24,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from . import _errors
-from ._context import Entry, active_mapping
+from ._context import Entry, active_mapping, is_mapped
 from ._mesh_axes import (
     NO_MESH,
     axes_of_type,
@@ -132,7 +132,8 @@ def call_with_output_sharding(
     """
     mesh = explicit_mesh(arrays)
     if mesh is None:
-        return fn(*arrays)
+        around = None if native or not is_mapped() else explicit_mesh(arrays, sharded=False)
+        return fn(*arrays) if around is None else _call_mapped(fn, arrays, around)
     several, specs = infer_output_specs(what, fn, in_names, out_names, arrays, mesh, successors)
     if native and not several and _agree(out_names, specs[0], _placed(in_names, arrays)):
         return fn(*arrays)
@@ -143,6 +144,16 @@ def call_with_output_sharding(
         out_sharding=shardings if several else shardings[0],
     )
     return placed(*arrays)
+
+
+def _call_mapped(fn: Callable[..., Any], arrays: Sequence[Any], mesh: AbstractMesh) -> Any:
+    """Call a function of unsharded arrays that is mapped over an axis, which may be sharded.
+
+    The types of the arrays do not have that axis. For some functions, such as a look-up by mapped indices in an array
+    that is not mapped, JAX cannot infer the sharding of the result, but it adds the axis to one that it is given.
+    """
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.sharding.auto_axes(fn, axes=axes_of_type(mesh, AxisType.Explicit), out_sharding=everywhere)(*arrays)
 
 
 def infer_output_specs(

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
+from ._context import is_mapped
 from ._jax_versions import INLINE, varying_axes
 from ._mesh_axes import AnyMesh, Axes, axes_of_type, entries_of, mesh_axes, padded, reshard, spec_of
 
@@ -47,8 +48,9 @@ def run_per_device(
         axis_names=set() if manual == set(mesh.axis_names) else manual,
         check_vma=check_vma,
     )
-    if around:
-        # Inside another `shard_map` that runs eagerly, JAX fails on values that are invariant over the outer mesh axes.
+    if around or is_mapped():
+        # Eagerly, JAX fails inside another `shard_map` on values that are invariant over the outer mesh axes, and,
+        # without `check_vma`, inside a `vmap` over an axis that is sharded over Explicit mesh axes.
         mapped = jax.jit(mapped, inline=INLINE)
     return mapped(*reshard_operands(arrays, in_specs, mesh, manual))
 

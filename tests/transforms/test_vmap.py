@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import axonym as axn
+from axonym.custom_partitioning import partitioned
 from axonym.transforms.vmap import vmap
 from tests.helpers import assert_named, spec
 
@@ -367,6 +368,45 @@ def test_arguments_are_brought_into_line(explicit_mesh: Mesh) -> None:
     assert spec(gradient) == ("data", "model")
     expected = np.einsum("bpe,be,em,b->bpm", X.array, other.array, W.array, raw)
     np.testing.assert_allclose(found.array, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda i, table: table["embed", i],
+        lambda i, table: axn.take(table, "embed", i),
+        lambda i, table: table["embed", i["heads", 0]],
+        lambda i, table: table["embed", axn.ds(i["heads", 0], 2)],
+        lambda i, table: axn.roll(table, i["heads", 0], "embed"),
+        lambda i, table: jax.grad(lambda t: axn.sum(t["embed", i] ** 2).scalar())(table),
+    ],
+    ids=["index array", "take", "integer", "dynamic slice", "roll", "gradient"],
+)
+def test_mapped_indices_into_an_array_that_is_not_mapped(
+    mesh: Mesh, transform: Callable[..., Any], fn: Callable[..., Any]
+) -> None:
+    """Nothing in the function is sharded, as far as it sees, so JAX has to be told how its result is."""
+    indices = axn.named(np.arange(16, dtype=np.int32).reshape(8, 2) % 7, (Batch, Heads))
+    expected = np.stack([fn(indices["batch", n], W).array for n in range(8)])
+    with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):
+        i, table = axn.shard(indices), axn.shard(W)
+        found = [transform(vmap(fn, Batch))(i, table), transform(vmap(lambda i: fn(i, table), Batch))(i)]
+    for x in found:
+        assert spec(x)[0] == "data"
+        np.testing.assert_array_equal(x.array, expected)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_partitioned_operation(mesh: Mesh, transform: Callable[..., Any]) -> None:
+    @partitioned(reduced="embed")
+    def total(x: axn.NamedArray) -> axn.NamedArray:
+        return axn.psum(axn.sum(x, "embed"), "embed")
+
+    with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data", "embed": "model"}):
+        found = transform(vmap(lambda x: total(x), Batch))(axn.shard(X))
+    assert spec(found)[0] == "data"
+    np.testing.assert_allclose(found.array, axn.sum(X, "embed").array, rtol=1e-5, atol=1e-5)
 
 
 def test_in_a_step_with_split_parameters(mesh: Mesh) -> None:
