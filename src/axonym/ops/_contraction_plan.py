@@ -153,8 +153,7 @@ class _Pair(NamedTuple):
         )
         options: dict[str, Any] = {"precision": self.plan.precision, "preferred_element_type": wanted}
         if mesh is not None and self.dot_general is jax.lax.dot_general:
-            # If a summed axis is sharded, JAX asks for the sharding of the result: every axis keeps that of the
-            # operands.
+            # If a summed axis is sharded, JAX asks for the sharding of the result.
             sizes = dict(zip((*self.left, *self.right), (*left.shape, *right.shape), strict=True))
             operands = [(self.left, entries_of(left)), (self.right, entries_of(right))]
             spec = _output_sharding.infer_output_spec(
