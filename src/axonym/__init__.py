@@ -11,7 +11,7 @@ NamedArray(float32[mlp=4], [3. 3. 3. 3.])
 
 import typing as _typing
 
-import jax as _jax  # noqa: F401  # first: JAX's import takes 12 ms longer from deeper in the stack
+import jax as _jax  # noqa: F401  # first: from deeper in the stack, JAX's import takes longer
 
 from . import _lazy_loading
 from ._methods import attach as _attach

@@ -41,7 +41,7 @@ class Settings:
     environment: Any = None
     """The names that stand for mesh axes inside `shard_map`: see `axonym.manual._axis_environment`."""
     mapped: bool = False
-    """Whether a function is mapped over an axis on a mesh: see `axonym.transforms._mapped_axis`."""
+    """True while a function is mapped over an axis on a mesh: see `axonym.transforms._mapped_axis`."""
 
     def __repr__(self) -> str:
         rest = f", parameter_mapping={dict(self.parameter_mapping)}" if self.parameter_mapping else ""

@@ -35,10 +35,15 @@ from ._mesh_axes import (
     Axes,
     axes_in,
     current_mesh,
+    entries_of,
+    entry_of,
     fits,
+    has_explicit,
     has_manual,
     is_parameter,
     mapped_axes,
+    mesh_around,
+    reshard,
     spec_of,
     storage_axes,
 )
@@ -172,3 +177,18 @@ def _is_gathered(i: int, in_names: Sequence[Names]) -> bool:
     # The storage sharding must refine the compute sharding, because parameters are only gathered.
     refines = all(storage_axes(n)[: len(used)] == used for n in in_names[i] for used in [mapped_axes(n)])
     return is_parameter(in_names[i]) and refines and extra <= others
+
+
+def in_compute_sharding(names: Names, weight: jax.Array) -> jax.Array:
+    """All-gather a parameter that is stored sharded over Explicit mesh axes: see `axonym.fsdp`.
+
+    Otherwise its storage sharding would decide that of the result, as far as the batch leaves mesh axes for it.
+    """
+    mesh = mesh_around([weight])
+    if not has_explicit(mesh) or not is_parameter(names):
+        return weight
+    entries = [
+        e if mapped_axes(n) == storage_axes(n) else entry_of(mapped_axes(n))
+        for n, e in zip(names, entries_of(weight), strict=True)
+    ]
+    return reshard(weight, entries, mesh)

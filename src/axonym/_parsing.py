@@ -29,7 +29,7 @@ from . import _errors
 
 CommaSeparates: TypeAlias = Literal["terms", "elements"]
 
-# Named tuples rather than dataclasses: these are made on import, in a seventh of the time.
+# Named tuples rather than dataclasses: defining these takes less of the time of the import.
 
 
 class Place(NamedTuple):

@@ -29,6 +29,8 @@ ARRAYS: tuple[type, ...] = (jax.Array, np.ndarray)
 NUMBERS: tuple[type, ...] = (bool, int, float, complex, np.generic)
 """The types of numbers, which can count as arrays."""
 ARRAYS_AND_NUMBERS = ARRAYS + NUMBERS
+PROGRAM_ARRAYS: tuple[type, ...] = (*ARRAYS, np.generic, jax.ShapeDtypeStruct)
+"""The types of leaves that are arrays of a compiled program, abstract ones too; other leaves are static."""
 
 
 class StaticLeaf:

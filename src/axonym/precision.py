@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _errors
+from ._tree_spec import PROGRAM_ARRAYS
 from .quantization.overwriting import OverwriteWithGradient
 
 __all__ = ["Policy", "get_policy", "mixed_precision"]
@@ -31,7 +32,6 @@ T = TypeVar("T")
 _SHORT = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "full": "float32"}
 _PARTS = {"params": "params", "param": "params", "p": "params"}
 _PARTS |= {"compute": "compute", "c": "compute", "output": "output", "o": "output"}
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _floating(what: str, dtype: Any) -> np.dtype:
 
 def _cast(tree: Any, dtype: np.dtype) -> Any:
     def of_leaf(x: Any) -> Any:
-        if not isinstance(x, _ARRAYS) or x.dtype == dtype or not jnp.issubdtype(x.dtype, jnp.floating):
+        if not isinstance(x, PROGRAM_ARRAYS) or x.dtype == dtype or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         if x.dtype.itemsize == 1:  # stored in few bits, with a scale that is cast
             return x

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from .._parameter_names import parameter_names
-from ..sharding._compiled_function import ARRAYS, BoundCompiledFunction, Stage
+from .._tree_spec import PROGRAM_ARRAYS
+from ..sharding._compiled_function import BoundCompiledFunction, Stage
 
 
 def step_name(step: Any) -> str:
@@ -27,7 +28,7 @@ def names_of_arrays(step: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
         name
         for name, tree in given
         for leaf in jax.tree.leaves(tree)
-        if isinstance(leaf, ARRAYS) and not isinstance(leaf, np.character)
+        if isinstance(leaf, PROGRAM_ARRAYS) and not isinstance(leaf, np.character)
     ]
 
 

@@ -24,8 +24,7 @@ except ImportError:  # then unused operations are counted, too
 
 from .._context import activate
 from .._mesh_axes import NO_MESH
-from .._tree_spec import flatten_arrays
-from ..sharding._compiled_function import ARRAYS
+from .._tree_spec import PROGRAM_ARRAYS, flatten_arrays
 from ..sharding.placement import leaves_of
 from . import _scopes
 from ._arguments import step_name
@@ -53,14 +52,14 @@ if TYPE_CHECKING:
 
 def named_trace(step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> NamedTrace:
     """Trace a step with abstract arguments."""
-    given, static = flatten_arrays((args, dict(kwargs)), ARRAYS, named=False)
+    given, static = flatten_arrays((args, dict(kwargs)), PROGRAM_ARRAYS, named=False)
     returned: list[Any] = []
 
     def flat(*arrays: Any) -> list[Any]:
         args, kwargs = static.unflatten(arrays)
         leaves = leaves_of(step(*args, **kwargs))[0]
         found = [(getattr(x.value, "array", x.value), x.names) for x in leaves]
-        found = [(x, names) for x, names in found if isinstance(x, ARRAYS)]
+        found = [(x, names) for x, names in found if isinstance(x, PROGRAM_ARRAYS)]
         returned[:] = [names for _, names in found]
         return [x for x, _ in found]
 

@@ -47,7 +47,7 @@ def source(frames: Sequence[Frame]) -> Source | None:
     return None if best is None else Source(best.file, best.line, best.function)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=1024)
 def _real(file: str) -> str:
     return os.path.realpath(file)
 

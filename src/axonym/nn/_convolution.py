@@ -37,15 +37,11 @@ from .._mesh_axes import (
     Axes,
     axes_of_type,
     entries_of,
-    entry_of,
-    has_explicit,
-    is_parameter,
     mapped_axes,
     mesh_around,
     mesh_axes,
     padded,
     replicate_along,
-    reshard,
     restricted,
     sharded_over,
     storage_axes,
@@ -69,14 +65,14 @@ class Parameters(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What is known of the operands of a convolution before it is compiled."""
+    """The shardings of the operands of a convolution, as far as they are known before it is compiled."""
 
     mapped: bool
-    """Whether they are mapped over by `jax.vmap`."""
+    """True if `jax.vmap` maps over the operands."""
     sizes: tuple[tuple[str, int], ...] | None = None
-    """The Auto mesh axes over which they may be sharded; None inside jit."""
+    """The Auto mesh axes over which the operands may be sharded, and their sizes; None inside jit."""
     x: tuple[Axes, ...] = ()
-    """The mesh axes over which each axis of the input is sharded; empty if it is mapped over."""
+    """The mesh axes over which each axis of the input is sharded; empty if `jax.vmap` maps over the operands."""
     weight: tuple[Axes, ...] = ()
     """The same for the weight."""
 
@@ -87,7 +83,7 @@ class Known(NamedTuple):
 
 
 def known_shardings(x: Any, weight: Any) -> Known:
-    """Return what is known of the operands of a convolution: their shardings, outside of jit.
+    """Return the shardings of the operands of a convolution, as far as they are known outside of jit.
 
     `jax.grad` and `jax.vmap` outside of jit follow arrays, whose shardings are known.
     """
@@ -156,21 +152,6 @@ def apply_convolution(
             convolve = functools.partial(convolve_by_products, sharded)
     fn = functools.partial(fn, convolve=convolve)
     return call_with_output_sharding(what, fn, in_names, out_names, (x, weight))
-
-
-def in_compute_sharding(names: Names, weight: jax.Array) -> jax.Array:
-    """All-gather a parameter that is stored sharded over Explicit mesh axes: see `axonym.fsdp`.
-
-    Otherwise its storage sharding would decide that of the result, as far as the batch leaves mesh axes for it.
-    """
-    mesh = mesh_around([weight])
-    if not has_explicit(mesh) or not is_parameter(names):
-        return weight
-    entries = [
-        e if mapped_axes(n) == storage_axes(n) else entry_of(mapped_axes(n))
-        for n, e in zip(names, entries_of(weight), strict=True)
-    ]
-    return reshard(weight, entries, mesh)
 
 
 def _sharded_channels(

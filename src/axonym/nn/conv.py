@@ -16,7 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .. import _errors, _kernels, random
+from .. import _errors, _fsdp_ops, _kernels, random
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of, selectors
 from ..named_array import NamedArray, is_jax_array_like
 from ..ops._operands import distinct, private, require_named
@@ -24,7 +24,7 @@ from ..ops.joining import flip
 from ..ops.rearranging import rearrange
 from ..ops.shaping import flatten_axes, rename, unflatten_axis
 from ..state.module import ModuleWithStateDictSerialization
-from ._convolution import Known, Parameters, apply_convolution, in_compute_sharding, known_shardings
+from ._convolution import Known, Parameters, apply_convolution, known_shardings
 from ._window_arguments import Padding, PaddingSpec, Pair, PerAxis, check_spans, parse_padding, per_axis
 from .linear import _stored
 
@@ -328,7 +328,7 @@ def _convolution_kernel(
     own = tuple(n if n == out_name != in_name else private("the weight", (n,))[0] for n in weight_names)
 
     def placed(x, weight):
-        weight = in_compute_sharding(weight_names, weight)
+        weight = _fsdp_ops.in_compute_sharding(weight_names, weight)
         return apply_convolution(
             what, positional, (names, own), out_names, in_name, spatial, config.groups, known, x, weight
         )

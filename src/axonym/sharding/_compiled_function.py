@@ -25,7 +25,7 @@ from .._function_cache import FunctionCache
 from .._jax_versions import is_about_devices
 from .._mesh_axes import check_mesh_axes
 from .._parameter_names import parameter_names
-from .._tree_spec import FlatTree, StaticLeaf, TreeSpec, flatten_arrays, same_static_fields
+from .._tree_spec import PROGRAM_ARRAYS, FlatTree, StaticLeaf, TreeSpec, flatten_arrays, same_static_fields
 from .meshes import current_mesh
 from .placement import Placement
 from .shard import call_on_mesh, shard_arguments
@@ -48,10 +48,6 @@ class JitOptions(TypedDict, total=False):
     backend: str | None
     inline: bool
     compiler_options: dict[str, object] | None
-
-
-ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
-"""The types of arrays of a compiled function whose other leaves are static."""
 
 
 class CompiledFunction(Generic[P, R]):
@@ -385,7 +381,7 @@ class _Program:
 
 def _is_array(leaf: Any) -> bool:
     """Return whether a leaf is an array; NumPy's strings do not count."""
-    return isinstance(leaf, ARRAYS) and not isinstance(leaf, np.character)
+    return isinstance(leaf, PROGRAM_ARRAYS) and not isinstance(leaf, np.character)
 
 
 def _is_surely_array(leaf: Any) -> bool:
@@ -405,7 +401,7 @@ def _checked(leaf: StaticLeaf) -> StaticLeaf:
 
 def _flat(result: Any) -> Any:
     """Return a result in the form of compiled functions: arrays alone, or arrays and a spec with the static leaves."""
-    arrays, spec = flatten_arrays(result, ARRAYS, named=False)
+    arrays, spec = flatten_arrays(result, PROGRAM_ARRAYS, named=False)
     return FlatTree(arrays, spec) if list(map(_checked, spec.static_leaves)) else result
 
 
@@ -479,7 +475,7 @@ class Stage:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._program is None:
             return _tree(self._stage(*args, **kwargs))
-        arrays, spec = flatten_arrays((args, kwargs), ARRAYS, named=False)
+        arrays, spec = flatten_arrays((args, kwargs), PROGRAM_ARRAYS, named=False)
         if spec != self._program.spec:
             raise TypeError(
                 "named_jit: a compiled program is for arguments of the structure for which it was lowered, and for the "

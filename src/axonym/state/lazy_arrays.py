@@ -21,9 +21,8 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh
 
 from .. import _context
-from .._tree_spec import TreeSpec, flatten_arrays
+from .._tree_spec import PROGRAM_ARRAYS, TreeSpec, flatten_arrays
 from ..named_array import NamedArray, wrap
-from ..sharding._compiled_function import ARRAYS
 from .naming import require_representable
 
 Index = tuple[slice, ...]
@@ -54,7 +53,7 @@ class LazyEntry(LazyArray):
     """A NumPy array, which can be a view of a file, or anything that has a shape and can be sliced."""
     dtype: np.dtype
     key: str = "an entry"
-    """What it is called in messages."""
+    """The name of the entry in messages."""
 
     @property
     def shape(self) -> tuple[int, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -228,12 +227,12 @@ def call_lazily(fn: Callable[..., Any], *trees: Any) -> Any:
     The function is traced, and its jaxpr is evaluated with lazy arrays. The function should only reshape, transpose and
     rename arrays: the operands of any other operation are read whole.
     """
-    given, spec = flatten_arrays(trees, (*ARRAYS, LazyArray), named=False)
+    given, spec = flatten_arrays(trees, (*PROGRAM_ARRAYS, LazyArray), named=False)
     arrays = list(map(as_lazy, given))
     returned: list[TreeSpec] = []
 
     def of_arrays(*traced: Any) -> list[Any]:
-        results, result_spec = flatten_arrays(fn(*spec.unflatten(traced)), ARRAYS, named=False)
+        results, result_spec = flatten_arrays(fn(*spec.unflatten(traced)), PROGRAM_ARRAYS, named=False)
         returned[:] = [result_spec]
         return results
 
