@@ -110,7 +110,7 @@ class Expression(NamedTuple):
 
 
 def split_words(expression: Expression, ranks: Sequence[int]) -> str:
-    """Return a sentence with the expression whose words are split into letters, if these are as many as the axes."""
+    """Return a sentence with the expression whose words are split into letters, if there is one letter for each axis."""
     words = [[e.name for e in term.elements if isinstance(e, Name)] for term in expression.lhs]
     whole = all(len(found) == len(term.elements) == 1 for found, term in zip(words, expression.lhs, strict=True))
     if not whole or [len(found[0]) for found in words] != list(ranks):
@@ -122,7 +122,7 @@ def split_words(expression: Expression, ranks: Sequence[int]) -> str:
 
 def fail(what: str, text: str, node: Node, message: str) -> NoReturn:
     """Raise a ValueError that points at a part of the text."""
-    flat = re.sub(r"\s", " ", text)  # a line break would move the caret away from what it points at
+    flat = re.sub(r"\s", " ", text)  # a line break would move the caret away from its place
     raise ValueError(_errors.caret(flat, node.start, node.stop, f"{what}: {message}"))
 
 
@@ -131,7 +131,7 @@ def parse(what: str, text: str, *, comma: CommaSeparates) -> Expression:
     tokens = _tokenize(what, text)
     arrows = [i for i, token in enumerate(tokens) if token.kind == "->"]
     if not arrows:
-        fail(what, text, tokens[-1], "expected `->` between the axes of the input and those of the output.")
+        fail(what, text, tokens[-1], "expected `->` between the axes of the input and the axes of the output.")
     if len(arrows) > 1:
         fail(what, text, tokens[arrows[1]], "expected one `->`, this is the second.")
     arrow = arrows[0]

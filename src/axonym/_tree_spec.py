@@ -240,6 +240,7 @@ def same_static_fields(structure: Any, spec: TreeSpec) -> bool:
     if not spec.static_fields:
         return True
     data, known = _node_data(structure), spec.node_data
+    # This runs in every call of a compiled function: identical objects need no conversion.
     if all(map(operator.is_, data, known)):
         return True
     others = [(a, b) for a, b in zip(data, known, strict=True) if a is not b]

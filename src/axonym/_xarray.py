@@ -124,7 +124,7 @@ def _from_xarray(data: Any, problems: list[str]) -> Any:
     values = values.astype(values.dtype.newbyteorder("="), copy=False)  # files can have a different byte order
     known = values.dtype == bool or (jnp.issubdtype(values.dtype, jnp.number) and values.dtype.kind != "m")
     if not known or values.dtype in (np.longdouble, np.clongdouble):
-        problems.append(f"{what} is {values.dtype}, of which JAX has no arrays.{_instead(values.dtype)}")
+        problems.append(f"{what} is {values.dtype}, a dtype that JAX does not have.{_instead(values.dtype)}")
         return None
     dtype = jax.dtypes.canonicalize_dtype(values.dtype)
     if values.dtype.kind in "iu" and dtype != values.dtype and values.size:
@@ -193,6 +193,6 @@ def _fitting(data: Any, sizes: Mapping[str, int]) -> Any:
             if size != sizes[axis]:
                 raise ValueError(
                     f"to_xarray: coordinate {name!r} has {size} values along {axis!r}, and the arrays have "
-                    f"{sizes[axis]}. Select from the coordinates what was selected from the arrays, or leave them out."
+                    f"{sizes[axis]}. Select the same part of the coordinates, or leave the coordinates out."
                 )
     return kept.coords

@@ -48,7 +48,7 @@ def _requests(what: str, axis: TransformAxes | None) -> _Requests | None:
 
 
 def _request(what: str, key: AxisSelector, wanted: Any) -> AxisSelector | int:
-    """Return what is requested for an axis: a new axis, a new name or a length."""
+    """Return the request for an axis: a new axis, a new name or a length."""
     if isinstance(wanted, (Axis, str)):
         return wanted
     try:
@@ -102,6 +102,7 @@ def _transform_kernel(
         x = at_least_float32(x)  # there are no half-precision routines
         if len(chosen) == 1 or several is None:
             return one(x, n=lengths[0], axis=positions[0], norm=norm)
+        # JAX takes a length for every axis or for none, and without lengths it neither pads nor crops.
         same = all(length is None for length in lengths)
         return several(x, s=None if same else full, axes=positions, norm=norm)
 

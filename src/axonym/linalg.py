@@ -3,9 +3,9 @@
 A matrix is a named array and a pair of its axes, `axes=(row, col)`; all others are batch axes. A matrix maps vectors
 along `col` to vectors along `row`, `dot(a, x, axis="col")`, and the axes of results follow from that: the inverse,
 which maps back, has the axes (col, row), so that `dot(inv(a, axes), b, axis="row")` solves `a x = b`. If a result has
-an axis that no operand has, such as that of eigenvalues, `new_axis` names it, and the size of an `Axis` is checked.
+an axis that no operand has, such as the axis of eigenvalues, `new_axis` names it, and the size of an `Axis` is checked.
 
-The axes of a result take the positions of those of the matrix, and batch axes keep theirs. The axes of the matrix need
+The axes of a result take the positions of the matrix's axes, and batch axes keep theirs. The axes of the matrix need
 not be last or adjacent.
 """
 
@@ -106,7 +106,7 @@ def _matrix_kernel(
     """Move the axes of the matrices last, call `fn`, and move the axes of the results back to their positions."""
     row, col = _kernels.select(what, names, axes)
     if form.transposes and names.index(row) > names.index(col):
-        row, col = col, row
+        row, col = col, row  # the layout that the array has already
     batch = tuple(n for n in names if n not in (row, col))
     new = name_of(new_axis) if isinstance(new_axis, (Axis, str)) else None
     if new is None and any("new" in result for result in form.results):
@@ -116,7 +116,7 @@ def _matrix_kernel(
     layouts: list[Names] = []
     for result in form.results:
         matrix = tuple(roles[r] for r in result)
-        # The first axis of a result takes the position of row, the last one that of col.
+        # The first axis of a result takes the position of row, the last one the position of col.
         place = {row: matrix[:-1], col: matrix[-1:]}
         canonical.append((*batch, *matrix))
         layouts.append(distinct(what, tuple(m for n in names for m in place.get(n, (n,)))))
@@ -442,8 +442,8 @@ def _norm_kernel(names: Names, axis: Any, ord: Any) -> _kernels.Kernel:
         fn = functools.partial(jnp.linalg.norm, axis=positions if len(chosen) == 2 else positions[0], ord=ord)
     else:
         raise ValueError(
-            f"{what}: one axis is that of vectors and two are those of matrices, got {_errors.describe_axes(chosen)}. "
-            "Flatten them first, or leave `axis` out for all."
+            f"{what}: pass one axis for vectors, or two for matrices; got {_errors.describe_axes(chosen)}. Flatten "
+            "them first, or leave out `axis` for the norm of all elements."
         )
     if axis is not None and len(chosen) == 2 and ord in (2, -2, "nuc"):  # these are norms of the singular values
 

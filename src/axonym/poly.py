@@ -1,7 +1,7 @@
 """Polynomials in one variable.
 
-A polynomial is a named array with one axis, that of its coefficients, the highest power first. This axis can have
-another name in each operand; the result has the name and, if it fits, the sharding of the first operand with a name.
+A polynomial is a named array with one axis for its coefficients, the highest power first. This axis can have another
+name in each operand; the result has the name and, if it fits, the sharding of the first operand with a name.
 Raw arrays, lists and numbers are polynomials too; if no operand has a name, the axis of the result is called
 `DEFAULT_POLY_AXIS_NAME`.
 """
@@ -47,18 +47,18 @@ def _coefficients(what: str, p: PolynomialLike) -> Any:
     if isinstance(p, NamedArray):
         if len(p.names) != 1:
             raise ValueError(
-                f"{what}: a polynomial has one axis, that of its coefficients, got {describe_array(p)}. Map over the "
+                f"{what}: a polynomial has one axis, for its coefficients; got {describe_array(p)}. Map over the "
                 "others by name."
             )
         return p.array
     array = jnp.atleast_1d(jnp.asarray(p))
     if array.ndim != 1:
-        raise ValueError(f"{what}: a polynomial has one axis, that of its coefficients, got shape {array.shape}.")
+        raise ValueError(f"{what}: a polynomial has one axis, for its coefficients; got shape {array.shape}.")
     return array
 
 
 def _names(*operands: PolynomialLike) -> Names:
-    """Return the axis of the result: that of the first operand with a name."""
+    """Return the axis of the result, from the first operand with a name."""
     return next((p.names for p in operands if isinstance(p, NamedArray)), (DEFAULT_POLY_AXIS_NAME,))
 
 
@@ -78,7 +78,7 @@ def _poly_kernel(
 def _of_two(fn: Callable[..., Any], name: str, p1: PolynomialLike, p2: PolynomialLike, results: int) -> Any:
     """Apply a function to two polynomials."""
     names = _names(p1, p2)
-    # The axis of the result is that of the first named operand; that of the other operand is not matched.
+    # The result has the axis of the first named operand; the axis of the other operand is not matched with it.
     in_names = (names, private("p2", names)) if isinstance(p1, NamedArray) else (private("p1", names), names)
     kernel = _poly_kernel(fn, name, in_names, names if results == 1 else (names,) * results)
     return kernel.apply(_coefficients(name, p1), _coefficients(name, p2))
@@ -195,7 +195,7 @@ def _polyval_kernel(own: Names, names: Names) -> _kernels.Kernel:
 def poly(seq_of_zeros: PolynomialLike) -> NamedArray:
     """Return the polynomial that has the given roots, along one axis, and the leading coefficient 1.
 
-    The characteristic polynomial of a matrix is that of its eigenvalues, `poly(linalg.eigvals(a, axes, new_axis))`.
+    The characteristic polynomial of a matrix has its eigenvalues as roots: `poly(linalg.eigvals(a, axes, new_axis))`.
 
     >>> axn.poly.poly(axn.named([1., 2.], "x"))
     NamedArray(float32[x=3], [ 1. -3. 2.])

@@ -2,8 +2,8 @@
 
 A named array is a tree with one leaf, its raw array. So everything that works on trees works on named arrays too:
 `jax.tree.map`, optimizers and `equinox.partition` apply their function to the raw array and keep the names. The
-functions here are for code that needs the names: to them, a named array is a leaf. Their arguments are those of
-`jax.tree`; `is_leaf` says what else counts as a leaf.
+functions here are for code that needs the names: to them, a named array is a leaf. They take the same arguments as in
+`jax.tree`; `is_leaf` makes more values leaves.
 
 >>> model = {"w": axn.ones({"embed": 2}), "b": jnp.zeros(3)}
 >>> jax.tree.map(jnp.shape, model)["w"].array
@@ -64,7 +64,7 @@ def map(fn: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf = None) -
         fn: the function, from a leaf of each tree to a leaf of the result.
         tree: the first tree.
         *rest: more trees of the same structure, or of which it is a prefix.
-        is_leaf: what else counts as a leaf.
+        is_leaf: a function that returns True for other values that count as leaves.
 
     >>> axn.tree.map(lambda x: x.rename({"in": "out"}), [axn.ones({"in": 2})])
     [NamedArray(float32[out=2], [1. 1.])]
@@ -140,7 +140,7 @@ def structure(tree: Any, is_leaf: IsLeaf = None) -> Any:
 
 
 class LayerStack(abc.ABC):
-    """A module of stacked layers, whose arrays have one more axis than those of a single layer.
+    """A module of stacked layers, whose arrays have one more axis than the arrays of a single layer.
 
     A subclass defines `map_layers`, with which `scan_aware_map` applies a function to each layer.
 

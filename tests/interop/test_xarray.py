@@ -145,9 +145,9 @@ def test_dates_durations_and_strings_are_refused_together() -> None:
     message = str(caught.value)
     assert message.startswith("from_xarray, 3 problems:\n") and "fine" not in message
     for line in (
-        r"when \(time=4\) is datetime64\[\w+\], of which JAX has no arrays\. Subtract a date, and divide",
-        r"since \(time=4\) is timedelta64\[\w+\], of which JAX has no arrays\. Divide by a duration",
-        r"who \(station=3\) is \S+, of which JAX has no arrays\. Keep it as a coordinate",
+        r"when \(time=4\) is datetime64\[\w+\], a dtype that JAX does not have\. Subtract a date, and divide",
+        r"since \(time=4\) is timedelta64\[\w+\], a dtype that JAX does not have\. Divide by a duration",
+        r"who \(station=3\) is \S+, a dtype that JAX does not have\. Keep it as a coordinate",
     ):
         assert re.search(line, message), message
     seconds = (moments - moments[0]) / np.timedelta64(1, "s")  # as the message says
@@ -159,7 +159,10 @@ BAD: list[tuple[Any, str]] = [
     ([1.0], "expected a DataArray or a Dataset, got list."),
     (xr.DataArray(np.ones(2), dims=[0]), "the name of an axis is a string, got 0. Use xarray's `rename`."),
     (xr.DataArray(np.array([0, 2**40]), dims="i"), "int64 with values of 0 to 1099511627776, which int32 cannot hold."),
-    (xr.DataArray(np.ones(2, np.longdouble), dims="i"), f"is {np.dtype(np.longdouble)}, of which JAX has no arrays."),
+    (
+        xr.DataArray(np.ones(2, np.longdouble), dims="i"),
+        f"is {np.dtype(np.longdouble)}, a dtype that JAX does not have.",
+    ),
 ]
 
 

@@ -272,8 +272,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda x: axn.pmean(
             jax.grad(lambda w: axn.mean(axn.sum(x * w, ("batch", "pos"))).array)(axn.ones({"embed": 4})), "batch"
         ),
-        r"pmean: .* is the same on all 4 devices .*\(The gradient with respect to what is the same on all devices is "
-        "summed by differentiation already; to average it",
+        r"pmean: .* is the same on all 4 devices .*\(The gradient with respect to a value that is the same on all "
+        "devices is summed by differentiation already; to average it",
     ),
     "psum of a number": (lambda x: axn.psum(1.0, "batch"), "psum: the value is the same on all 4 devices.*axis_size"),
     "gather what is whole": (

@@ -566,6 +566,6 @@ def test_what_jax_says_about_scans_is_said_in_names(auto_mesh: Mesh, x) -> None:
         with pytest.raises(TypeError) as caught:
             mapped(wrong)(x)
         note = caught.value.__notes__[0]
-        assert "shard_map of 'wrong': this is about mesh axis 'data' (which shards 'batch')" in note
+        assert "shard_map of 'wrong': this error is about mesh axis 'data' (which shards 'batch')" in note
         assert "`axonym.pvary(x, 'batch')`" in note
         np.testing.assert_allclose(mapped(right)(x).array, x.array.sum(0))

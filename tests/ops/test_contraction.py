@@ -80,7 +80,7 @@ def test_dot_refuses(attempt: Callable[[], Any], error: type[Exception], message
 
 EQUATIONS = [
     # equation, number of arrays, aliases, the message, and the text above its caret
-    ("b e", 1, {}, "einsum: expected `->` between the axes of the input and those of the output.", None),
+    ("b e", 1, {}, "einsum: expected `->` between the axes of the input and the axes of the output.", None),
     ("b e -> b -> e", 1, {}, "einsum: expected one `->`, this is the second.", (9, 11)),
     ("b e - b", 1, {}, "einsum: unexpected '-'. The arrow is written `->`.", (4, 5)),
     ("b e -> b", 2, {}, "einsum: number of terms: 1, of arrays: 2.", (0, 3)),

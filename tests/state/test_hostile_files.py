@@ -270,8 +270,8 @@ WRONG_INDEX: dict[str, tuple[bytes, str]] = {
     "a map of numbers": (b'{"weight_map": {"w": 1}}', "it needs a weight_map"),
     "a key twice": (b'{"weight_map": {"w": "a.safetensors", "w": "a.safetensors"}}', "it has 'w' twice"),
     "deep": (b'{"weight_map": ' + b'{"a":' * 10**5, "is not an index of safetensors files: "),
-    "lists without end": (b'{"a": [' + b"[]," * 10**5 + b"[]]}", "it has more than 10,000 values that are no text"),
-    "numbers without end": (b'{"a": [' + b"7.5," * 10**5 + b"1]}", "it has more than 10,000 values that are no text"),
+    "lists without end": (b'{"a": [' + b"[]," * 10**5 + b"[]]}", "it has more than 10,000 values that are not text"),
+    "numbers without end": (b'{"a": [' + b"7.5," * 10**5 + b"1]}", "it has more than 10,000 values that are not text"),
     "a number of many digits": (b'{"a": ' + b"9" * 10**5 + b"}", "is not an index of safetensors files: "),
     "a byte-order mark": (b'\xef\xbb\xbf{"weight_map": {}}', "is not an index of safetensors files: "),
     "a parent": (

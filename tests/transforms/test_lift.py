@@ -316,7 +316,7 @@ def same(x: Any) -> Any:
             r"operand 0 \(batch=8, rows=4, col=4\) has no axis 'row'\. Did you mean 'rows'\? Say by keyword",
         ),
         (lambda: solve(A, draw(Heads)), r"operand 1 \(heads=2\) has no axis 'row'"),
-        (lambda: solve(A, draw(Row, Col)), r"axis 'col' is the function's own in one operand, but operand 1 has it"),
+        (lambda: solve(A, draw(Row, Col)), r"the spec lists axis 'col' for one operand, but operand 1 also has it"),
         (lambda: solve(A, draw(axn.Axis("row", 3))), r"'row' has conflicting sizes: 4 in operand 0, 3 in operand 1"),
         (
             lambda: solve(A, B, row=axn.Axis("row", 5)),
@@ -324,7 +324,7 @@ def same(x: Any) -> Any:
         ),
         (
             lambda: lift(same, "a b -> a")(A, a="row", b="row"),
-            r"'a' and 'b' both stand for axis 'row'; it has one word",
+            r"'a' and 'b' both stand for axis 'row'; use one word",
         ),
         (lambda: lift(jnp.add, ", ->")(draw(Row), draw(Time)), r"cannot broadcast \(row\) and \(time\).*outer product"),
         (lambda: lift(same, "row -> batch")(A), r"'batch' would name more than one axis in \(batch, col, batch\)"),
@@ -339,7 +339,7 @@ def same(x: Any) -> Any:
         (lambda: lift(lambda x: (x, x, x), "row -> row, row")(A), r"returned 3 results, where the spec has 2 results"),
         (
             lambda: lift(same, "... row -> row"),
-            "mapped over in any case; leave the `...` out.\n    ... row -> row\n    \\^\\^\\^",
+            "always mapped over; leave out the `...`.\n    ... row -> row\n    \\^\\^\\^",
         ),
         (lambda: lift(same, "(a b) -> a"), "axes are not split or merged here.*\n.*\n    \\^\\^\\^\\^\\^"),
         (lambda: lift(same, "{a b} -> a"), r"written without braces"),
@@ -367,14 +367,14 @@ def test_refuses(call: Callable[[], Any], message: str) -> None:
             lambda: lift(same, "n -> n")(A, n=3),
             r"'n' is an axis of the spec, so it stands for an Axis or its name, got int",
         ),
-        (lambda: solve(A), r"speaks of 2 arguments, the call has 1 by position"),
+        (lambda: solve(A), r"has 2 arguments, but the call has 1 by position"),
         (lambda: solve(A, "B"), r"argument 1, `b`, should be a NamedArray or a scalar, got str"),
         (lambda: solve(A, B.array), r"argument 1, `b`, has no axis names but shape \(8, 4\).*axonym\.named"),
         (
             lambda: lift(same, "row -> row")(A, [{1}]),
-            r"argument 1 is handed on as it is; it is part of the program, so it must be hashable, which this set",
+            r"argument 1 is passed on unchanged, as part of the program, so it must be hashable, which this set",
         ),
-        (lambda: lift(same, "row -> row")(A, w=[{1}]), r"`w` is handed on as it is.* which this set is not"),
+        (lambda: lift(same, "row -> row")(A, w=[{1}]), r"`w` is passed on unchanged.* which this set is not"),
         (
             lambda: solve(A, b=B),
             r"lift\(solve\): got array `b` by keyword.* one for each term of 'row col, row -> col'",

@@ -207,9 +207,9 @@ def test_unknown_words(word: Any) -> None:
         ({"save_carries": "host"}, ValueError, r"save_carries is True, False or 'offload', not 'host'"),
         ({"save_block_internals": ["a"], "offload_block_internals": ["a"]}, ValueError, "'a' cannot be both"),
         ({"save_block_internals": True, "save_carries": False}, ValueError, "keeps everything"),
-        ({"nested": 1}, ValueError, "nested=1 is no number of groups"),
-        ({"nested": 0}, ValueError, "nested=0 is no number of groups"),
-        ({"simple": True, "save_carries": "offload"}, ValueError, "simple=True keeps nothing"),
+        ({"nested": 1}, ValueError, "nested=1 is not a number of groups"),
+        ({"nested": 0}, ValueError, "nested=0 is not a number of groups"),
+        ({"simple": True, "save_carries": "offload"}, ValueError, "simple=True keeps only the arguments"),
         ({"simple": True, "save_block_internals": ["a"]}, ValueError, "leave the other fields out"),
     ],
 )  # fmt: skip
@@ -246,10 +246,10 @@ NESTED = jax.jit(lambda x: jax.ad_checkpoint.checkpoint_name(jax.numpy.sin(x), "
     [
         (
             ["hiden"],
-            r"fold\(step\): .* speaks of 'hiden', but .* It names 'h', 'hidden', 'k'\. Did you mean 'hidden'\?",
+            r"fold\(step\): .* has 'hiden', but .* It names 'h', 'hidden', 'k'\. Did you mean 'hidden'\?",
         ),
-        (["h", "hiden"], r"speaks of 'hiden', .* Did you mean 'hidden'\?"),
-        (["mlp", "attention"], r"speaks of 'mlp', 'attention', but"),
+        (["h", "hiden"], r"has 'hiden', .* Did you mean 'hidden'\?"),
+        (["mlp", "attention"], r"has 'mlp', 'attention', but"),
         (["h"], None),
         (["hidden"], None),
         (["h", "attention"], None),  # a policy for several bodies

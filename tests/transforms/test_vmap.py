@@ -444,7 +444,7 @@ def test_an_ensemble_made_where_it_goes(mesh: Mesh) -> None:
 def test_two_axes_on_one_mesh_axis(mesh: Mesh) -> None:
     with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):
         x = axn.shard(X)
-        with pytest.raises(ValueError, match=r"^vmap: the function places .* mesh axis that axis 'batch', over which"):
+        with pytest.raises(ValueError, match=r"^vmap: the function shards .* already shards axis 'batch', over which"):
             vmap(lambda x: axn.shard(x, {"embed": "data"}), Batch)(x)
 
 
@@ -518,7 +518,7 @@ def test_refuses(call: Callable[[], Any], message: str) -> None:
         ),
         (
             lambda: vmap(abs, Batch, default="batch"),  # pyright: ignore[reportArgumentType]
-            r"`default` says where raw arrays are mapped, .* got str",
+            r"`default` must be a position, .* got str",
         ),
     ],
 )
@@ -545,7 +545,7 @@ def test_a_mesh_axis_that_is_taken(mesh: Mesh) -> None:
     with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data", "pos": "data"}):
         for transform in (lambda f: f, jax.jit):
             with pytest.raises(
-                ValueError, match=r"vmap: the function places an axis .* 'batch', over which it is mapped"
+                ValueError, match=r"vmap: the function shards an axis .* 'batch', over which the function is mapped"
             ):
                 transform(vmap(lambda x: axn.shard(x * 2), Batch))(X)
         lying = axn.shard(X, {"pos": "data"})

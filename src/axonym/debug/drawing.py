@@ -28,7 +28,7 @@ def draw(array: NamedArray, along: AxisSelector | None = None, *, kind: str | No
         array: a named array of one or two axes. Its values are fetched from the devices.
         along: the axis that runs from left to right; by default the last one.
         kind: "line" or "image". With "line", an array of two axes gives a line for each position of the other axis.
-        ax: Matplotlib's axes to draw into; those of a new figure by default.
+        ax: Matplotlib's axes to draw into; by default a new figure's.
 
     Returns Matplotlib's axes.
 

@@ -101,7 +101,7 @@ def tree_flatten(array: NamedArray) -> tuple[tuple[Any], tuple[Axis, ...]]:
 
 
 def tree_unflatten(cls: type[NamedArray], aux: Any, tree: Any) -> NamedArray:
-    """Rebuild a named array from what `tree_flatten` returned.
+    """Rebuild a named array from the results of `tree_flatten`.
 
     >>> hax.NamedArray.tree_unflatten(hax.Axis("x", 2), (jnp.ones(2),))
     NamedArray(float32[x=2], [1. 1.])
@@ -190,7 +190,7 @@ def flatten_all_axes_but(
     """Merge axes into one, and get a function that brings them back afterwards.
 
     Despite the name, `axis` says which axes are merged. The function takes an array that has the merged axis, and may
-    have lost other axes or won some; those axes that it shares with `a` stand in the order of `a` again.
+    have lost other axes or gained some; the axes that it shares with `a` are in the order of `a` again.
 
     >>> x = hax.ones({"batch": 2, "pos": 3, "embed": 4})
     >>> flat, restore = hax.core.flatten_all_axes_but(x, "rows", ("batch", "pos"))

@@ -1,4 +1,4 @@
-"""Inspect trees: how their arrays are sharded, and what is wrong with them."""
+"""Inspect trees: show how their arrays are sharded, and find common mistakes."""
 
 from ..debug import *  # noqa: F403  # the same names, but for those below
 from ..debug import describe_array as _describe_array, diagnose_common_issues as _diagnose_common_issues

@@ -132,9 +132,9 @@ def multilevel_scan(
 ) -> tuple[Any, Any]:
     """Scan as `jax.lax.scan` does, in a scan of scans, which keeps less for the gradient.
 
-    Only the carries between the inner scans are kept, and each inner scan is computed again when its gradient is. With
-    an outer size, the number of inner scans, near the square root of the length, memory grows with that root. This is a
-    function of positions, like `jax.lax.scan`; `axonym.scan` does the same for a named axis with `remat="nested"`.
+    Only the carries between the inner scans are kept, and each inner scan is computed again when its gradient is. If
+    `outer_size`, the number of inner scans, is near the square root of the length, memory grows with that root. This is
+    a function of positions, like `jax.lax.scan`; `axonym.scan` does the same for a named axis with `remat="nested"`.
 
     >>> hax.jax_utils.multilevel_scan(lambda c, x: (c + x, c), 0.0, jnp.arange(4.0), outer_size=2, length=4)
     (Array(6., dtype=float32), Array([0., 0., 1., 3.], dtype=float32, weak_type=True))
@@ -207,7 +207,7 @@ def ensure_scalar(x: Any, *, name: str = "value") -> Any:
 
 
 def is_in_jit() -> bool:
-    """Return whether a program is being traced by `jax.jit`, or by what builds on it.
+    """Return whether a program is being traced by `jax.jit`, or by a function that uses it.
 
     >>> hax.jax_utils.is_in_jit()
     False

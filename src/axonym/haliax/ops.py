@@ -46,7 +46,7 @@ fftfreq, rfftfreq = unsharded(_fftfreq), unsharded(_rfftfreq)
 
 
 def argsort(a: NamedArray, axis: AxisSelector | None, *, stable: bool = False) -> Any:
-    """Return the positions that sort an axis; without an axis, those that sort all elements, as a raw array.
+    """Return the positions that sort an axis; without an axis, the positions that sort all elements, as a raw array.
 
     >>> hax.argsort(hax.named([[3, 1], [2, 0]], ("x", "y")), None)
     Array([3, 1, 2, 0], dtype=int32)

@@ -87,8 +87,8 @@ def pspec_for(
 ) -> Any:
     """Return the partition spec of every array, in the structure of the tree; raw arrays are replicated.
 
-    With `preserve_existing_shardings`, that is None for named arrays outside of jit, and for raw ones with a
-    `NamedSharding`: they keep theirs.
+    With `preserve_existing_shardings`, the spec is None for named arrays outside of jit, and for raw ones with a
+    `NamedSharding`: these arrays keep their sharding.
 
     >>> tree = {"raw": jnp.ones(2), "w": hax.ones({"embed": 2})}
     >>> hax.partitioning.pspec_for(tree, {"embed": "model"}, preserve_existing_shardings=False)
@@ -110,7 +110,8 @@ def infer_resource_partitions(
 ) -> Any:
     """Return the sharding of every array, in the structure of the tree; raw arrays are replicated.
 
-    With `preserve_existing_shardings`, named arrays outside of jit, and raw ones with a `NamedSharding`, keep theirs.
+    With `preserve_existing_shardings`, named arrays outside of jit, and raw ones with a `NamedSharding`, keep their
+    sharding.
 
     >>> tree = {"raw": jnp.ones(2), "w": hax.ones({"embed": 2})}
     >>> mesh = axn.make_mesh({"data": 1})

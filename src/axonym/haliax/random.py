@@ -14,7 +14,7 @@ from ..typing import AxisSelector, AxisSpec
 def categorical(key: Any, logits: NamedArray, axis: AxisSelector, shape: AxisSpec | None = None) -> NamedArray:
     """Draw positions along an axis, with the values that Haliax draws from the same key.
 
-    `axonym.random.categorical` draws others: it samples a sharded axis without gathering it.
+    `axonym.random.categorical` draws other values, since it samples a sharded axis without gathering it.
 
     >>> logits = hax.named([[0.0, -9.0], [-9.0, 0.0]], ("batch", "vocab"))
     >>> hax.random.categorical(jax.random.key(0), logits, "vocab")

@@ -78,7 +78,7 @@ class AxisEnvironment:
     """True if the body must work for any sharding of its axes. A collective over a replicated axis then does nothing,
     and a name means a logical axis first, because the body does not know the mesh."""
     reduces_shards: bool = False
-    """True if operations that can do so reduce an axis over all of its shards, not over that of each device alone."""
+    """True if operations that can do so reduce an axis over all of its shards, not over each device's shard alone."""
 
     def found(self, name: str) -> list[ArgumentAxis]:
         """Return the shardings of the arguments that have an axis."""
@@ -156,7 +156,7 @@ def of_size_one() -> set[str]:
 
 
 def without_trivial(axes: Axes) -> Axes:
-    """Return those of the mesh axes that have several devices."""
+    """Return the mesh axes that have several devices."""
     return tuple(a for a in axes if a not in of_size_one())
 
 
@@ -200,6 +200,7 @@ def _meaning(what: str, word: Any) -> Axes:
     environment, logical = active_environment(), _sharded_over(what, name)
     if _may_be_replicated(name):
         return logical
+    # A string may be either kind of axis; it is ambiguous only if the two readings mean different mesh axes.
     is_mesh_axis = isinstance(word, str) and name in mesh.shape
     is_axis = bool(environment.found(name)) or name in active_mapping()
     if is_mesh_axis and is_axis and logical != (name,):

@@ -39,6 +39,7 @@ def gather_order(what: str, x: NamedArray, name: str, axes: Axes, chosen: bool) 
     for f in sharded:
         if not wanted & set(f.at_most):
             return axes  # the user sharded it in another way
+        # Only the last mesh axes can be gathered: their shards are adjacent.
         minor = without_trivial(f.now)[-len(wanted) :]
         if set(minor) == wanted:
             return minor
@@ -61,7 +62,7 @@ def scatter_order(what: str, x: NamedArray, name: str, axes: Axes) -> Axes:
     if not found:
         return _all_or_none(what, x, name, axes)
     for f in found:
-        left = without_trivial(f.at_most[len(f.now) :])
+        left = without_trivial(f.at_most[len(f.now) :])  # the minor mesh axes over which it is gathered here
         if wanted & set(f.now):
             continue
         if wanted > set(left) or not wanted & set(left):

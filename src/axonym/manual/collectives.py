@@ -90,8 +90,8 @@ def _reduction(
 _COUNTED = " (The number of devices is `axonym.manual.collectives.axis_size`.)"
 _NO_NEED = "it is the result already."
 _ADDED = (
-    "the sum would be {count} times it. (The gradient with respect to what is the same on all devices is summed by "
-    "differentiation already.)"
+    "the sum would be {count} times it. (The gradient with respect to a value that is the same on all devices is "
+    "summed by differentiation already.)"
 )
 
 psum = _reduction("psum", jax.lax.psum, "Sum over devices.", _ADDED, 'axn.psum(axn.sum(x, "batch"), "batch")', "12.")
@@ -99,7 +99,7 @@ pmean = _reduction(
     "pmean",
     jax.lax.pmean,
     "Average over devices.",
-    "it is the mean already. (The gradient with respect to what is the same on all devices is summed by "
+    "it is the mean already. (The gradient with respect to a value that is the same on all devices is summed by "
     "differentiation already; to average it, take the gradient of a loss that is averaged.)",
     'axn.pmean(axn.mean(x, "batch"), "batch")',
     "3.",
@@ -161,7 +161,7 @@ def psum_scatter(x: NamedArray, axis: AxisSelector, over: AnyAxis | None = None,
     Arguments:
         x: a named array.
         axis: the logical axis of the result that is sharded.
-        over: the logical axis or mesh axis to sum over, or several; by default those that `axis` is mapped to.
+        over: the logical axis or mesh axis to sum over, or several; by default the mesh axes that `axis` is mapped to.
         tiled: whether each device keeps a shard of `axis`. If not, `axis` has an entry for each device, and each device
             keeps its own entry, without the axis.
 
@@ -194,9 +194,9 @@ def all_to_all(
     Arguments:
         x: a named array.
         split: the logical axis to shard.
-        gather: the logical axis to gather. If it is `split`, blocks are transposed
-            over devices.
-        over: the mesh axes to exchange over; by default those that `gather` is sharded over, or `split` is to be.
+        gather: the logical axis to gather. If it is `split`, blocks are transposed over devices.
+        over: the mesh axes to exchange over; by default the mesh axes that shard `gather`, or else that `split` is
+            mapped to.
         tiled: whether to concatenate blocks along `gather`. If not, `split` has an entry for each device, and `gather`
             is a new axis in its place, with an entry from each device.
 
@@ -279,8 +279,8 @@ def shift(x: T, axis: AnyAxis, offset: int = 1, *, wrap: bool = True) -> T:
 def pvary(x: T, axis: AnyAxis) -> T:
     """Make a value device-varying, without changing it.
 
-    This is needed if JAX must know in advance, as for a carry of a scan that is the same on all devices only at the
-    start. For differentiation, this makes a copy for each device, and the gradients of the copies are summed.
+    Use it where JAX must know this in advance: the carry of a scan may be the same on all devices only at the start.
+    For differentiation, this makes a copy for each device, and the gradients of the copies are summed.
 
     Arguments:
         x: a named array, a raw array, or a tree of them.

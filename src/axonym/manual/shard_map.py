@@ -2,7 +2,7 @@
 
 This is `jax.shard_map`, and the program is the same. Names add this: arguments and results are sharded by the mapping,
 not by position; named arrays have their local sizes inside; collectives take logical axes (see
-`axonym.manual.collectives`); and errors come before those of JAX, and name the axes of the model.
+`axonym.manual.collectives`); and errors come before JAX's own, and name the axes of the model.
 
 JAX takes the partition specs of results before it runs the body, and the names of results are known only afterwards.
 But JAX reads them only after the body has run. So it gets a list that the body fills, and the body is traced once.
@@ -76,8 +76,8 @@ def shard_map(
     arguments: an axis is sharded as in the arguments, or as the mapping says if they lack it; and an axis that has been
     gathered is replicated. Leaves that are not arrays are passed through.
 
-    Mesh and mapping are those that are active at each call. The mapping is active inside as well, so that collectives
-    can take logical axes.
+    Mesh and mapping are looked up at each call. The mapping is active inside as well, so that collectives can take
+    logical axes.
 
     Arguments:
         fn: the function for one device. Without it, `shard_map` is a decorator.
@@ -189,8 +189,8 @@ class _Call:
         manual = self.axis_names or frozenset(mesh.axis_names) - already
         if not manual:
             raise ValueError(
-                f"{self.what}: the surrounding shard_map makes all mesh axes manual already. Give it the `axis_names` "
-                "that are its own."
+                f"{self.what}: the surrounding shard_map makes all mesh axes manual already. Pass the surrounding one "
+                "only its own mesh axes, as `axis_names`."
             )
         return manual
 
@@ -263,6 +263,7 @@ def _environment_of(leaves: Sequence[Leaf], mesh: AnyMesh, checked: bool) -> Axi
             for name, size, entry in zip(leaf.names or (), leaf.shape or (), leaf.spec, strict=False):
                 axes = mesh_axes(entry)
                 local = size // shard_count(mesh, axes)
+                # Inside another `shard_map`, the size is already the size of a shard: outer mesh axes come first.
                 of_shards = [
                     ArgumentAxis(name, f.size, local, f.now + axes) for f in possible_shardings(name, size) if f.now
                 ]
@@ -299,6 +300,6 @@ def _explain(error: Exception, what: str) -> None:
         words = {next((n for n, axes in sharded_here().items() if a in axes), a) for a in concerned}
         listed = " or ".join(f"`axonym.pvary(x, {w!r})`" for w in sorted(words))
         error.add_note(
-            f"{what}: this is about {describe_axes(concerned)}. A value that is the same on all devices, such as a "
-            f"carry that starts from zeros, becomes one that may differ by {listed}."
+            f"{what}: this error is about {describe_axes(concerned)}. To make a value device-varying that is the same "
+            f"on all devices, such as a carry that starts from zeros, use {listed}."
         )

@@ -182,9 +182,8 @@ def dot_general_with_precision(
 ) -> jax.Array:
     """Call `jax.lax.dot_general` at default precision, with gradients at the highest precision.
 
-    With 8-bit floats, the precision selects the accumulation: fast in the forward pass, exact in the backward pass.
-
-    The argument `precision` is not used.
+    With 8-bit floats, the precision selects the accumulation: fast in the forward pass, exact in the backward pass. The
+    argument `precision` is not used.
 
     >>> axn.quantization.dot_general_with_precision(jnp.ones((1, 2)), jnp.ones((2, 1)), (((1,), (0,)), ((), ())))
     Array([[2.]], dtype=float32)

@@ -56,7 +56,7 @@ class Int8DotGeneralOp(ModuleWithStateDictSerialization):
 
 
 class _ProductAxes(NamedTuple):
-    """An einsum with a name for each axis: axes of the same name are matched, and summed if the result lacks it."""
+    """An einsum with a name for each axis. Axes of the same name are matched, and summed if the result lacks it."""
 
     lhs: Names
     rhs: Names

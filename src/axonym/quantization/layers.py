@@ -119,7 +119,7 @@ def replace_layers(
     targets: Sequence[str] | str | None,
     replace: Callable[[str, Any], Any],
 ) -> T:
-    """Replace those layers of a model that are targets; `replace` gets the path and the layer."""
+    """Replace the layers of a model that are targets; `replace` gets the path and the layer."""
     seen: dict[str, bool] = {}
 
     def visit(path: Any, x: Any) -> Any:

@@ -4,8 +4,8 @@ A weight is stored as small numbers and scales: each output of a layer has a sca
 largest small number. The inputs can be cut into groups that have scales of their own, which 4 bits need to be accurate.
 Scales have the names of the weight's axes, so a mapping shards them as it shards the weight.
 
-This saves memory, and the time to read it, which is what generating text one token at a time costs. The products
-themselves are those of the input's dtype: see `Int8DotGeneralOp` and `Fp8DotGeneralOp` for products in 8 bits.
+This saves memory, and the time to read it, which is most of the time of generating text one token at a time. Products
+are still computed in the input's dtype: see `Int8DotGeneralOp` and `Fp8DotGeneralOp` for products in 8 bits.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class SmallLinear(ModuleWithStateDictSerialization):
 
     Arguments:
         weight: the small numbers, with the axes of the layer's weight.
-        scale: what they are multiplied by, with the axes of the output; with groups, also the last axis of the input,
+        scale: the factors of these numbers, with the axes of the output; with groups, also the last axis of the input,
             one element for each group.
         bias: the bias, or None.
         In: the axes of the input.
         Out: the axes of the output.
-        active_scale: what the product is multiplied by, of the layer's parametrization.
+        active_scale: the factor of the product, from the layer's parametrization.
 
     >>> layer = axn.nn.Linear.init(axn.Axis("embed", 8), axn.Axis("mlp", 4), key=jax.random.key(0))
     >>> small = axn.quantization.quantize_weights(layer, "int4", group=4)
@@ -75,6 +75,7 @@ class SmallLinear(ModuleWithStateDictSerialization):
         if names != stored:
             inputs = rename(inputs, {n: s for n, s in zip(names, stored, strict=True) if n != s})
         if set(stored).isdisjoint(self.scale.names):
+            # One scale for each output: it leaves the sum, so no weight is scaled before the product.
             product = dot(inputs, self.weight.astype(inputs.dtype), axis=stored) * self.scale.astype(inputs.dtype)
         else:
             groups = self.scale.axis_size(stored[-1])
@@ -90,11 +91,11 @@ class SmallEmbedding(ModuleWithStateDictSerialization):
 
     Arguments:
         weight: the small numbers, with the axes of the table.
-        scale: what those of each token are multiplied by.
+        scale: the factor of each token's numbers.
         Vocab: the axis of the vocabulary.
         Embed: the axes of an embedding.
-        active_scale: what embeddings are multiplied by, of the layer's parametrization.
-        unembed_active_scale: what logits are multiplied by.
+        active_scale: the factor of embeddings, from the layer's parametrization.
+        unembed_active_scale: the factor of logits, from the layer's parametrization.
 
     >>> layer = axn.nn.Embedding.init(axn.Axis("vocab", 10), axn.Axis("embed", 4), key=jax.random.key(0))
     >>> small = axn.quantization.quantize_weights(layer, "int8")

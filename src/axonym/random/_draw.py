@@ -96,8 +96,8 @@ def draw(
         shape: the axes of the result, one draw for each position.
         parameters: the parameters by the name of the argument, in the order of the arguments.
         dtype: the dtype; None for the default of `fn`.
-        along: the axes of a single draw, which come after those of `shape` in the result.
-        further: axes that a parameter may have, in addition to those of `shape`.
+        along: the axes of a single draw, which come after `shape` in the result.
+        further: axes that a parameter may have, in addition to `shape`.
         **options: static arguments of `fn`.
     """
     what = f"random.{fn.__name__.removeprefix('_')}"

@@ -1,4 +1,4 @@
-"""Distributions: those whose elements are independent draws, one row each, then those of vectors and matrices."""
+"""Distributions: first of independent elements, one row each, then of vectors and matrices."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def chisquare(key: Key, shape: AxisSpec, df: Parameter, dtype: Any = float) -> N
 
 
 def _double_sided_maxwell(key: Any, loc: Any, scale: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    # JAX adds the shape of the parameters to that of the draws; here there is one draw for each position.
+    # JAX adds the shape of the parameters to the shape of the draws; here there is one draw for each position.
     return loc + scale * jax.random.double_sided_maxwell(key, 0.0, 1.0, shape, dtype)
 
 
@@ -254,7 +254,7 @@ def randint(key: Key, shape: AxisSpec, minval: Parameter, maxval: Parameter, dty
     return draw(jax.random.randint, key, shape, {"minval": minval, "maxval": maxval}, dtype=dtype)
 
 
-# --- vectors, points and matrices: the axes of a draw follow those of the shape ---
+# --- vectors, points and matrices: the axes of a draw follow the axes of the shape ---
 
 
 def ball(key: Key, shape: AxisSpec, D: Axis, p: Any = 2.0, dtype: Any = float) -> NamedArray:
@@ -312,7 +312,7 @@ def multinomial(
 
 
 def _multinomial(key: Any, n: jax.Array, p: jax.Array, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
-    # The meaning of the shape differs between versions of JAX; without one it is that of `p`.
+    # The meaning of the shape differs between versions of JAX; without one, the result has the shape of `p`.
     return jax.random.multinomial(key, n, jnp.broadcast_to(p, (*shape, p.shape[-1])), dtype=dtype)
 
 
@@ -355,7 +355,7 @@ def multivariate_normal(
 
 
 def orthogonal(key: Key, shape: AxisSpec, Row: Axis, Col: Axis, dtype: Any = float) -> NamedArray:
-    """Draw matrices uniformly from those with orthonormal rows or columns.
+    """Draw matrices with orthonormal rows or columns, uniformly.
 
     Arguments:
         shape: the axes of the result, without `Row` and `Col`; `()` for one matrix.

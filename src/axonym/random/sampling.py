@@ -3,7 +3,7 @@
 A token is the largest of its logit and noise, by the Gumbel-max trick: noise of the right kind, added to the logits,
 makes the position of the largest one a draw from the softmax. Noise is a function of the key, the number of the example
 and the number of the token. So each device makes the noise of its own shard, the noise does not depend on the sharding,
-and a filter that keeps a token does not change whether it is drawn among those that are kept.
+and a filter that keeps a token does not change whether it is drawn among the kept ones.
 
 Filters need to know how likely a token is compared to the likeliest one, which takes one number for each example, the
 largest logit. For top-p the sum over more likely tokens is needed, too. Instead of sorting, bisection finds the least
@@ -50,15 +50,16 @@ def categorical(
 ) -> NamedArray:
     """Draw indices along an axis, with probabilities from logits; the axis can be sharded.
 
-    The draws depend on key, logits and parameters, and not on the sharding or order of axes. They are others than those
+    The draws depend on key, logits and parameters, and not on the sharding or order of axes. They differ from the draws
     of `jax.random.categorical`. Each parameter is one number for all draws, or a named array with axes of the result.
-    They act in this order:
+    The parameters act in this order:
 
     1. `temperature` divides the logits. If it is 0, the largest one is taken.
     2. `top_k` keeps the `k` largest; of equal ones the first.
-    3. `top_p` keeps the largest of these, as few as make up that share of the probability of all these. Elements as
-       likely as the least likely of them are kept as well.
+    3. `top_p` keeps the most likely of these: as few as together have that share of their probability, and any others
+       that are as likely as the last one.
     4. `min_p` keeps elements that are at least that many times as likely as the likeliest.
+
     The likeliest is always kept. An example without a finite logit gives the first of the largest; one with a
     NaN gives the position of the first NaN.
 
@@ -72,8 +73,8 @@ def categorical(
         key: a random key.
         logits: the logarithms of the probabilities, up to a constant.
         axis: the axis of `logits` for the categories.
-        shape: the axes of the result: those of `logits` except `axis`, in any order, and others for several draws from
-            the same logits. By default there is one draw from each.
+        shape: the axes of the result: all axes of `logits` except `axis`, in any order, and more axes for several draws
+            from the same logits. By default there is one draw from each.
         replace: whether several draws from the same logits may be equal. If not, the categories that the filters leave
             are drawn before the others.
         temperature: the divisor of the logits: the higher, the more even the choice.
@@ -300,7 +301,8 @@ def _least_kept(weights: jax.Array, share: jax.Array, sharded: str | None) -> ja
     # Non-negative floats have the order of their bits, so that bisection of integers finds the weight.
     bits = jax.lax.bitcast_convert_type(weights, jnp.int32)
     count = weights.shape[-1] * (1 if sharded is None else axis_size(sharded))
-    width = min(12, 31 - count.bit_length())  # bits of a digit, so that the sum of all fits into 31 bits
+    # Integer sums are exact, so they do not depend on the sharding. The sum of all digits must fit into 31 bits.
+    width = min(12, 31 - count.bit_length())
     digits = _digits(jnp.maximum(weights, 0), width)
 
     def sum_from(least: Any) -> jax.Array:

@@ -25,7 +25,7 @@ def choice(
         replace: whether the same slice may be chosen more than once.
         p: the probability of each slice, along `axis`; equal by default.
 
-    The result has the axes of `shape`, then those of `a` except `axis`.
+    The result has the axes of `shape`, then the axes of `a` except `axis`.
 
     >>> axn.random.choice(jax.random.key(0), {"draw": 5}, axn.ones({"batch": 8, "embed": 4}), "batch").shape
     {'draw': 5, 'embed': 4}

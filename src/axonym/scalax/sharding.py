@@ -278,7 +278,7 @@ def match_sharding_rule(sharding_rules: Placement, pytree: Any, mesh: AnyMesh | 
 
     Arguments:
         sharding_rules: a rule, or any other placement, or a tree prefix of placements.
-        pytree: any tree; its arrays may be abstract. What is not an array gets None.
+        pytree: any tree; its arrays may be abstract. Leaves that are not arrays get None.
         mesh: the mesh; the active one by default.
 
     >>> mesh = axn.make_mesh({"data": 2})
@@ -377,7 +377,7 @@ class MeshShardingHelper:
     # --- functions ---
 
     def sjit(self, fun: Callable[..., Any] | None = None, *placements: Any, **options: Any) -> Any:
-        """Compile a function as `sjit` does, on the mesh of this helper; the arguments are those of `sjit`."""
+        """Compile a function as `sjit` does, with the same arguments, on the mesh of this helper."""
 
         def make(fun: Callable[..., Any]) -> Any:
             @functools.wraps(fun)

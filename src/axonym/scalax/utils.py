@@ -129,7 +129,7 @@ def named_tree_map(f: Callable[..., Any], tree: Any, *rest: Any, is_leaf: IsLeaf
 
 
 def print_pytree_structure(tree: Any, sep: str | None = "/", is_leaf: IsLeaf = None) -> None:
-    """Print the path, shape and type of every leaf; the arguments are those of `flatten_tree`.
+    """Print the path, shape and type of every leaf; the arguments are as in `flatten_tree`.
 
     >>> scalax.utils.print_pytree_structure({"w": jnp.ones(2), "n": 3})
     n: shape: none, dtype: none

@@ -239,7 +239,7 @@ class _Pipeline:
         return tuple(self._joined(names, x) for names, x in zip(self._trees[1].names, results, strict=True))
 
     def forward(self, stacked: Arrays, batches: Arrays, rest: Arrays, remat: bool) -> Arrays:
-        """Run all microbatches forward; the results are those of the last stage."""
+        """Run all microbatches forward; return the results of the last stage."""
         S, stage = self._count, jax.lax.axis_index(self._stages)
 
         def compute(stacked: Arrays, here: Arrays, rest: Arrays, microbatch: jax.Array, round_: jax.Array) -> Arrays:
@@ -255,10 +255,11 @@ class _Pipeline:
             leaving = compute(stacked, here, rest, microbatch, round_)
             return self._sent(leaving, 1), leaving
 
-        # Idle stages compute with values that can occur, so that they and their derivatives are finite.
+        # Idle stages compute with values that can occur, so that they and their derivatives are finite: the gradient
+        # of an unused result is zero, and zero times infinity is NaN.
         ticks = self._schedule.microbatches * self._rounds + S - 1
         _, left = jax.lax.scan(tick, _at(batches, 0), jnp.arange(ticks))
-        left = [x[S - 1 :] for x in left]
+        left = [x[S - 1 :] for x in left]  # the first microbatch reaches the last stage in tick S - 1
         if self._rounds == 1:
             return left
         groups = [x.reshape(-1, self._rounds, S, *x.shape[1:])[:, -1] for x in left]  # of the last round
@@ -270,7 +271,7 @@ class _Pipeline:
         Gradients that are summed over microbatches are wider than the arrays if these are narrow floats.
 
         Arguments:
-            given: the derivative of each result; None for that of the loss.
+            given: the derivative of each result; None to differentiate the loss.
         """
         S, R = self._count, self._rounds
         stage, last, slots = jax.lax.axis_index(self._stages), S - 1, 2 * R * S - 1
@@ -299,6 +300,7 @@ class _Pipeline:
             arriving, returning, stored, total, sums, carry_grads = state
             _, microbatch, round_ = self._work(t - first_up)
             here = _chosen((stage == 0) & (round_ == 0), _at(batches, microbatch), arriving)
+            # A ring: an input is used before its slot comes round again, since no more than `slots` are in flight.
             stored = [x.at[(t - first_up) % slots].set(y) for x, y in zip(stored, here, strict=True)]
             own, further = self._in_round(0, stacked, round_), self._in_round(2, rest, round_)
             leaving = self._compute(own, here, further, microbatch)
@@ -316,6 +318,7 @@ class _Pipeline:
             own, further = self._in_round(0, stacked, round_), self._in_round(2, rest, round_)
             (floats, with_floats), (further_floats, with_further) = _floating(own), _floating(further)
             place = self._forward_index(microbatch, round_) % slots
+            # Computed again from the stored input: only inputs are kept, for any number of layers in a stage.
             _, backward = jax.vjp(
                 lambda xs, here, ys: self._compute(with_floats(xs), here, with_further(ys), microbatch),
                 floats,
@@ -410,7 +413,7 @@ class _Pipeline:
         try:
             jax.eval_shape(trace)
         except (LookupError, TypeError, ValueError):
-            if not programs:
+            if not programs:  # with complete axes it fails as well: an error of `then` itself
                 raise
             return False  # it needs a complete axis: shards do not fit other arrays
         finally:
@@ -499,7 +502,7 @@ class _Pipeline:
         return varying_over(x, sorted(self._over - varying_axes(x)))
 
     def _sum(self, x: jax.Array) -> jax.Array:
-        """Sum over stages what is zero on all but one of them, which is exact in any dtype."""
+        """Sum over stages an array that is zero on all but one of them, which is exact in any dtype."""
         wide = x.astype(_wide(x.dtype)) if self._sums_wide else x
         return jax.lax.psum(wide, self._stages).astype(x.dtype)
 
@@ -558,7 +561,7 @@ def _slice(x: jax.Array, position: int, count: int, i: jax.Array) -> jax.Array:
 
 
 def _keys(xs: Arrays, old: Any = None) -> list[bool]:
-    """Return which arrays are random keys: those of such a dtype, and `old` if it has keys of `jax.random.PRNGKey`."""
+    """Return which arrays are random keys, by their dtype; `old` may also have keys of `jax.random.PRNGKey`."""
     old = old.array if is_named_array(old) else old
     return [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (x is old and x.dtype == np.uint32) for x in xs]
 

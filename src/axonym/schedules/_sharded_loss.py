@@ -50,6 +50,7 @@ def _operations(jaxpr: Any) -> Iterator[tuple[Any, list[Any]]]:
     for operation in jaxpr.eqns:
         operands = [x if hasattr(x, "val") else same.get(x, x) for x in operation.invars]
         if operation.primitive.name in _SAYS_VARYING:
+            # The two programs may differ in these, which change no value: their results stand for their operands.
             same.update(zip(operation.outvars, operands, strict=True))
         elif not _REDUCES_SHARDS.search(str(operation.source_info.name_stack)):
             yield operation, operands

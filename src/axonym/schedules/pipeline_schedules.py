@@ -151,7 +151,7 @@ Schedule: TypeAlias = GPipe | OneFOneB
 
 
 def work_of(schedule: Schedule, stages: int, index: Any, backward: bool = False) -> tuple[Any, Any]:
-    """Return the microbatch and the round that a stage works on as its `index`-th work; both may be arrays.
+    """Return the microbatch and the round of the `index`-th task of a stage; both may be arrays.
 
     In rounds, microbatches come in groups of one for each stage, so that the first of a group comes back to the first
     stage when the last one has left it.
@@ -162,7 +162,7 @@ def work_of(schedule: Schedule, stages: int, index: Any, backward: bool = False)
 
 
 def first_ticks(schedule: Schedule, stages: int, stage: Any) -> tuple[Any, Any]:
-    """Return the ticks of `OneFOneB` in which a stage has its first work, forward and backward."""
+    """Return the ticks of `OneFOneB` in which a stage has its first task, forward and backward."""
     return stage, _delay(schedule, stages) - stage
 
 
@@ -170,8 +170,8 @@ def check_stages(schedule: Schedule, stages: int) -> None:
     """Check that a schedule is possible with a number of stages."""
     if schedule.rounds > 1 and schedule.microbatches % stages:
         raise ValueError(
-            f"{type(schedule).__name__}: with several rounds, as many microbatches as there are stages follow each "
-            f"other; {schedule.microbatches} microbatches are no multiple of {stages} stages."
+            f"{type(schedule).__name__}: with several rounds, the number of microbatches must be a multiple of the "
+            f"number of stages; {schedule.microbatches} is not a multiple of {stages}."
         )
 
 

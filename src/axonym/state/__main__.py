@@ -10,7 +10,7 @@ from .checksums import verify
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Verify the checkpoints that the command line names; the exit status is 1 if any is not as it was written."""
+    """Verify the checkpoints that the command line names; the exit status is 1 if any is damaged."""
     parser = argparse.ArgumentParser(prog="python -m axonym.state")
     command = parser.add_subparsers(required=True).add_parser("verify", help="check checkpoints without loading them")
     command.add_argument("paths", nargs="+", metavar="PATH", help="the folder of a checkpoint")

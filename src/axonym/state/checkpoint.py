@@ -76,7 +76,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
                     require_representable(f"save_checkpoint: {leaf.path}", array, array.dtype)
                 about[key] = _about(leaf, array)
                 data = jax.random.key_data(array) if _is_key(array) else jnp.asarray(array)
-                if data.size:  # Orbax refuses empty arrays, of which the shape says everything
+                if data.size:  # Orbax refuses empty arrays, and the shape of one says everything about it
                     arrays[key] = data
         if as_folder(path).exists():
             raise FileExistsError(
@@ -90,6 +90,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
             handler = orbax.CompositeCheckpointHandler(about=orbax.JsonCheckpointHandler(), arrays=_writer(orbax))
             finalize = handler.finalize
 
+            # After Orbax has merged its files, and before it renames the folder.
             def finalize_with_checksums(folder: Any) -> None:
                 finalize(folder)
                 write_checksums(folder)
@@ -101,7 +102,7 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
 
 
 _SHARED = 2**20
-"""The bytes of a replicated array for each device from which the devices share the writing."""
+"""The bytes for each device from which the devices share the writing of a replicated array."""
 
 
 def _writer(orbax: Any, **options: Any) -> Any:
@@ -201,6 +202,7 @@ def restore_checkpoint(
         replicated = _replicated(mesh, [sharding for _, _, sharding in leaves if sharding is not None])
         wanted = {}
         for leaf, _, sharding in leaves:
+            # Orbax knows neither named arrays nor typed keys: it reads raw arrays, and `_restored` puts them together.
             if leaf.shape is not None and "shape" in about.get(_key(leaf), {}):
                 array = raw(leaf.value)
                 data = jax.eval_shape(jax.random.key_data, array) if _is_key(array) else array
@@ -393,13 +395,13 @@ def _stored_number(entry: Mapping[str, Any]) -> Any:
 
 
 def _number(x: Any, entry: Mapping[str, Any]) -> Any:
-    """Convert a stored number to the type of the template's; None if that type cannot represent it."""
+    """Convert a stored number to the type of the template's number; None if that type cannot represent it."""
     value = _stored_number(entry)
     try:
         found = type(x)(value)
     except (OverflowError, TypeError, ValueError):
         return None
-    return found if found == value or found != found else None
+    return found if found == value or found != found else None  # equal, or NaN
 
 
 def _abstract(x: Any, entry: Mapping[str, Any]) -> Any:

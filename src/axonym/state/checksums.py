@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 Files = dict[str, tuple[int, int, list[int]]]
-"""The size of each file, that of its blocks, and the checksum of each block."""
+"""The size of each file, the size of its blocks, and the checksum of each block."""
 
 CHECKSUMS = "checksums.json"
 _PART = "checksums.process_{}.json"
@@ -30,7 +30,7 @@ _THREADS = min(32, 4 * (os.cpu_count() or 1))  # a thread reads while another co
 
 
 def write_checksums(folder: Any) -> None:
-    """Write the checksums of what is in the folder of a checkpoint, before it gets its final name."""
+    """Write the checksums of all files in the folder of a checkpoint, before it gets its final name."""
     files: Files = {}
     for part in list(folder.glob(_PART.format("*"))):
         files |= json.loads(part.read_bytes())
@@ -40,7 +40,7 @@ def write_checksums(folder: Any) -> None:
 
 
 def write_checksums_of_process(folder: Any, process: int) -> None:
-    """Write the checksums of what one of several processes wrote, for `write_checksums`, which the first one calls."""
+    """Write the checksums of the files of one of several processes, for `write_checksums` in the first process."""
     written = folder / "arrays" / f"ocdbt.process_{process}"
     if written.is_dir():
         (folder / _PART.format(process)).write_text(json.dumps(_checksums(folder, _files(written))))
@@ -72,6 +72,7 @@ def damage_of(folder: Any, process: int = 0, processes: int = 1) -> list[str] | 
         return None
     except (ValueError, KeyError, TypeError, RecursionError):
         return [f"{CHECKSUMS} differs from what was written"]
+    # By size, so that the processes read about the same number of bytes.
     mine = sorted(files, key=lambda name: -files[name][0])[process::processes]
     with ThreadPoolExecutor(_THREADS) as threads:
         found = list(threads.map(lambda name: _found(folder / name, files[name][1]), mine))
@@ -189,6 +190,8 @@ def _values(store: str) -> Iterator[tuple[str, str, int, int]]:
     """Yield the array, the file, the offset and the length of each value that TensorStore stores in a file."""
     import tensorstore
 
+    # Orbax keeps all arrays in one store: a tree of nodes, whose leaves point into data files. Other calls of
+    # TensorStore return the values, but not where they are.
     files = tensorstore.KvStore.open(store if "://" in store else {"driver": "file", "path": store}).result()
     waiting = [(b"", tensorstore.ocdbt.dump(files).result()["versions"][-1]["root"]["location"])]
     while waiting:

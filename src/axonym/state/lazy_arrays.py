@@ -66,7 +66,7 @@ class LazyEntry(LazyArray):
         return np.array(values, self.dtype)
 
     def require_representable(self, values: Any) -> None:
-        """Raise an error if the dtype lacks some of the values; those that are traced are not known."""
+        """Raise an error if the dtype lacks some of the values; traced values are not known, so they pass."""
         if not isinstance(values, Tracer):
             require_representable(f"from_state_dict: {self.key}", values, self.dtype)
 

@@ -46,8 +46,8 @@ def from_state_dict(
 
     Every array gets the shape and the dtype of its counterpart in the tree, whose arrays can be abstract, as
     `equinox.filter_eval_shape` makes them. Its sharding comes from the placement, or else from the tree's array. Every
-    device reads its own shard: of entries that can be sliced without being read, such as those of
-    `axonym.state.load_state_dict`, no more than one shard at a time is in host memory.
+    device reads its own shard: of entries that can be sliced without being read, such as the entries that
+    `axonym.state.load_state_dict` returns, no more than one shard at a time is in host memory.
 
     Modules with their own `from_state_dict` method load themselves. Leaves that are neither arrays nor numbers come
     from the tree, and so do numbers that the state dict does not have.
@@ -83,11 +83,11 @@ def run_load(
 ) -> T:
     """Load a tree or, during another load, a subtree of the tree that is being loaded.
 
-    `load` returns the tree with lazy arrays. The other arguments are those of `from_state_dict`.
+    `load` returns the tree with lazy arrays. The other arguments are the same as in `from_state_dict`.
     """
     outer = active_load()
     context = outer or LoadContext(what, strict, ignore)
-    wants_lazy = outer is not None and outer.lazy
+    wants_lazy = outer is not None and outer.lazy  # before `with_options` changes it
     options = {"lazy": True, "strict": context.strict and strict, "ignore": (*context.ignore, *ignore)}
     with activate(context), with_options(context, **options):
         entries = context.track(state_dict)

@@ -82,7 +82,7 @@ def _head(
         raise TypeError(f"save_state_dict: a state dict has raw arrays, and {', '.join(named)}.{_TO_STATE_DICT}")
     wrong = [f"{key!r} is {_described(x)}" for key, x in entries.items() if getattr(x, "dtype", None) not in _CODES]
     if wrong:
-        raise TypeError(f"save_state_dict: safetensors has no way to store {', '.join(wrong)}.")
+        raise TypeError(f"save_state_dict: safetensors cannot store {', '.join(wrong)}.")
     if abstract := [repr(key) for key, x in entries.items() if isinstance(x, jax.ShapeDtypeStruct)]:
         raise TypeError(f"save_state_dict: {', '.join(abstract)} has no values, only a shape and a dtype.")
     if deleted := [repr(key) for key, x in entries.items() if isinstance(x, jax.Array) and x.is_deleted()]:
@@ -91,7 +91,7 @@ def _head(
     if unfit := [short(text) for text in (*entries, *metadata, *metadata.values()) if not _is_text(text)]:
         raise TypeError(f"save_state_dict: keys and metadata are text in safetensors, and {', '.join(unfit)} is not.")
     if METADATA in entries:
-        raise ValueError(f"save_state_dict: no array can have the key {METADATA!r}, which is the header's own.")
+        raise ValueError(f"save_state_dict: no array can have the key {METADATA!r}, which the header itself uses.")
     # Wide dtypes come first, so that every array starts at a multiple of its item size.
     keys = sorted(entries, key=lambda key: (-entries[key].dtype.itemsize, key))
     header: dict[str, Any] = {METADATA: metadata}
@@ -146,7 +146,7 @@ def _write(path: Path, head: Iterable[bytes], arrays: Iterator[np.ndarray]) -> N
 
 
 _ABANDONED = 3600.0
-"""After so many seconds in which nothing was written, nobody writes a file any more."""
+"""The number of seconds without a write after which a file counts as abandoned."""
 
 
 def _remove_unfinished(mine: Path) -> None:
@@ -217,7 +217,7 @@ def _load_several(index: Path) -> StateDict:
 
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|([^\s{}:,\[\]"]++|[\[{])', re.DOTALL)
 _MOST_OTHERS = 10_000
-"""So many values that are no text an index may have: lists and numbers take a hundred times their text in memory."""
+"""The most values that are not text in an index: lists and numbers take a hundred times their text in memory."""
 
 
 def _some(names: Sequence[str]) -> str:
@@ -235,7 +235,7 @@ def _read_index(index: Path) -> dict[str, str]:
         text = index.read_bytes()
         others = (token for token in _TOKEN.finditer(text) if token[1])
         if next(itertools.islice(others, _MOST_OTHERS, None), None):
-            raise ValueError(f"it has more than {_MOST_OTHERS:,} values that are no text")
+            raise ValueError(f"it has more than {_MOST_OTHERS:,} values that are not text")
         content = json.loads(text.decode(), object_pairs_hook=_without_duplicates)
         places = content.get("weight_map") if isinstance(content, dict) else None
         if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):

@@ -39,7 +39,7 @@ DTYPES = {
 
 METADATA = "__metadata__"
 MAX_HEADER = 100_000_000
-"""The limit that the `safetensors` package has, too."""
+"""The limit of the `safetensors` package."""
 _MAX_RANK = 64
 """The limit of NumPy."""
 
@@ -99,6 +99,7 @@ def _checked(key: str, fields: dict[str, Any], size: int) -> TensorEntry:
     start, end = offsets
     if end > size:
         raise InvalidFile(f"is truncated: {short(key)} ends at byte {end} of {size}")
+    # Python's integers do not overflow, as the product of sizes in a hostile header would elsewhere.
     if end - start != dtype.itemsize * math.prod(shape):
         raise InvalidFile(f"has {end - start} bytes for {dtype}{short(shape)}", key)
     return TensorEntry(dtype, tuple(shape), start, end)
@@ -127,6 +128,7 @@ _SHORT.maxstring, _SHORT.maxlist = 100, 8
 
 # --- the grammar ---
 
+# The quantifiers are possessive (`*+`): a pattern that does not match fails at once, without trying shorter matches.
 _SPACE = rb"[ \t\n\r]*+"
 _NUMBER = rb"(?:0|[1-9][0-9]{0,18}+)(?![0-9.eE])"
 
@@ -200,4 +202,4 @@ class _Text:
         found = self.text[self.at : self.at + 20].decode(errors="backslashreplace") or "its end"
         where = f"expected {expected} at byte {self.at} of the header, found {short(found)}"
         not_json = "is not a safetensors file: its header is not JSON of that format"
-        return InvalidFile(f"{'is not as the format has it' if key is not None else not_json}: {where}", key)
+        return InvalidFile(f"{'does not have the format' if key is not None else not_json}: {where}", key)

@@ -1,7 +1,7 @@
 """Read lazy arrays into JAX arrays, each device its own shard.
 
-`shardings_of` resolves the placement of a tree that is loaded: what the placement does not cover takes the sharding of
-the template's array.
+`shardings_of` resolves the placement of a tree that is loaded: an array that the placement does not cover takes the
+sharding of the template's array.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def read_sharded(tree: T, template: T, placement: Placement, mesh: AnyMesh | Non
             if not has_values(mine):
                 problems.append(no_value(leaf.path))
             value = mine
+        # After a problem nothing more is read, but the other problems are still found.
         results.append(value if problems else wrap_like(_put(leaf, raw(value), sharding), value))
     if problems:
         raise ValueError(listed(what, problems, None))

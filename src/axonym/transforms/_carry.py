@@ -101,7 +101,7 @@ def conform(
     """Check that a tree has the required spec, and return its arrays in the layout of that spec.
 
     The order of axes is only layout, so axes are transposed to agree. Any other difference is an error, which lists
-    every leaf, what it was and what it became.
+    every leaf with its type before and after.
 
     Arguments:
         words: the wording for the tree.
@@ -126,6 +126,7 @@ def conform(
         before, after = next(expected), next(given)
         if slot and new and set(slot) == set(new):
             after, new = _kernels.transpose_to(after, new, slot), slot
+        # A value that is the same on all devices may take the place of a device-varying one, but not the reverse.
         after = vary_like(after, before)
         remedy = _difference(words, slot, before, new, jax.typeof(after), settles)
         if remedy and settles and _starts_otherwise(slot, before, new, jax.typeof(after)):
@@ -150,6 +151,7 @@ def _starts_otherwise(slot: Names | None, before: Any, new: Names | None, after:
         return False
     was, now = _entries(before), _entries(after)
     same_dtype = before.dtype == after.dtype or _yields(before, after)
+    # A prefix: mesh axes may only be added, so that `settled` ends.
     return same_dtype and all(n[: len(w)] == w for w, n in zip(was, now, strict=True))
 
 
@@ -174,7 +176,7 @@ def _difference(
 
 _AXES = "Both need the same axes: `broadcast_axis` adds one, and a reduction or an index takes one away."
 _SIZES = "Both need the same sizes."
-_STATIC = "What is not an array cannot change."
+_STATIC = "Values that are not arrays cannot change."
 
 
 def _moved(names: Names | None, before: Any, after: Any) -> str:
@@ -200,7 +202,7 @@ def _placement(names: Names | None, aval: Any) -> str:
 
 
 def _yields(weak: Any, other: Any) -> bool:
-    """Return whether the weak type of a Python number becomes that of another."""
+    """Return whether a Python number, which has a weak type, takes the dtype of another array."""
     kinds = (jnp.bool_, bool), (jnp.integer, int), (jnp.floating, float), (jnp.complexfloating, complex)
     number = next((number for kind, number in kinds if jnp.issubdtype(weak.dtype, kind)), None)
     return weak.weak_type and number is not None and jnp.result_type(number, other.dtype) == other.dtype
@@ -247,6 +249,7 @@ def _other_structure(what: str, words: MismatchMessages, spec: TreeSpec, found: 
 
 def _where_they_differ(a: Any, b: Any) -> tuple[Any, Any]:
     """Find the smallest parts in which two structures differ."""
+    # JAX compares only complete structures, whose text would bury the difference.
     while True:
         pairs = list(zip(a.children(), b.children(), strict=False))
         differing = [(x, y) for x, y in pairs if x != y]

@@ -127,8 +127,8 @@ def collision(what: str, names: Names) -> str:
     """Return the message for a function that shards an axis like the one it is mapped over."""
     noun = "axis" if len(names) == 1 else "one of the axes"
     return (
-        f"{what}: the function places an axis of an array on a mesh axis that {noun} {_errors.quoted(names)}, "
-        "over which it is mapped, uses already. Map one of the two elsewhere, or to None."
+        f"{what}: the function shards an axis of an array over a mesh axis that already shards {noun} "
+        f"{_errors.quoted(names)}, over which the function is mapped. Map one of the two elsewhere, or to None."
     )
 
 

@@ -63,6 +63,7 @@ def fori_loop(lower: Any, upper: Any, body_fn: Callable[[Any, Any], Any], init: 
     """
     arrays, spec = flatten_arrays(init, ARRAYS_AND_NUMBERS)
     bounds = _scalar("fori_loop", "`lower`", lower), _scalar("fori_loop", "`upper`", upper)
+    # Static bounds are part of the program: JAX differentiates a loop only if it knows the number of steps.
     static = tuple(map(int, bounds)) if all(isinstance(bound, (int, np.integer)) for bound in bounds) else None
     functions = Functions(body_fn)
     return spec.unflatten(functions.compiled(_build_fori, static, spec)(functions.arrays, bounds, arrays))
@@ -86,8 +87,8 @@ def _build_fori(functions: WithArrays, static: tuple[int, ...] | None, spec: Tre
 def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:
     """Call one of two functions with the operands: `jax.lax.cond` by name.
 
-    Both must return the same tree of the same axes; the order of axes is that of `true_fn`. The predicate is a scalar
-    or a named array without axes, traced or not.
+    Both must return the same tree of the same axes; the result has them in the order of `true_fn`. The predicate is a
+    scalar or a named array without axes, traced or not.
 
     >>> x = axn.arange(axn.Axis("x", 3))
     >>> axn.cond(x.sum() > 2, lambda x: x * 10, lambda x: -x, x)
@@ -99,8 +100,8 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *
 def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
     """Call one of several functions with the operands: `jax.lax.switch` by name.
 
-    All must return the same tree of the same axes; the order of axes is that of the first. An index out of range is
-    clamped.
+    All must return the same tree of the same axes; the result has them in the order of the first branch. An index out
+    of range is clamped.
 
     >>> x = axn.arange(axn.Axis("x", 3))
     >>> axn.switch(1, [lambda x: x, lambda x: x + 1, lambda x: -x], x)

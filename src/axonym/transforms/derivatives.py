@@ -76,7 +76,7 @@ def value_and_grad(fn: Callable[..., Any], argnums: ArgNums = 0, *, has_aux: boo
 def jacobian(fn: Callable[..., Any], argnums: ArgNums = 0, *, prefix: str = "d_") -> Callable[..., Any]:
     """Make a function that computes the Jacobian of another, by name.
 
-    The Jacobian of a named array with respect to another has the axes of the first, and then those of the second with a
+    The Jacobian of a named array with respect to another has the axes of the first, then the axes of the second with a
     prefix before their names. For trees, every array of the result becomes a tree like the argument. Derivatives are
     computed forward, or in reverse if the result has fewer elements than the argument.
 
@@ -98,6 +98,7 @@ def jacobian(fn: Callable[..., Any], argnums: ArgNums = 0, *, prefix: str = "d_"
             specs[:] = [spec]
             return outputs
 
+        # Forward mode costs a pass for each element of the argument, reverse mode one for each element of the result.
         results = jax.eval_shape(arrays_of, argument.arrays)
         elements = [sum(math.prod(x.shape) for x in arrays) for arrays in (results, argument.arrays)]
         rows = (jax.jacrev if elements[0] < elements[1] else jax.jacfwd)(arrays_of)(argument.arrays)

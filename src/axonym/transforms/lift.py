@@ -110,7 +110,7 @@ def lift(
         fn: the positional function. It returns an array, or a tuple of them where the spec has several results.
         spec: the axes it takes and gives.
         in_axes: instead of a spec, the axes that each operand has. None is an argument that is passed on unchanged.
-        out_axes: the axes of the result that go with it, or a sequence of such selections for several results.
+        out_axes: the axes of the result, given together with `in_axes`; a sequence of selections for several results.
         **axes: the axis that a word stands for. Where an `Axis` is given, its size is checked.
 
     >>> solve = axn.lift(jnp.linalg.solve, "row col, row -> col")
@@ -227,8 +227,8 @@ class _Signature:
             )
         if len(call.args) < len(self.inputs):
             raise TypeError(
-                f"{what}: the spec {self.text!r} speaks of {_errors.counted(len(self.inputs), 'argument')}, the call "
-                f"has {len(call.args)} by position."
+                f"{what}: the spec {self.text!r} has {_errors.counted(len(self.inputs), 'argument')}, but the call has "
+                f"{len(call.args)} by position."
             )
         operands, names, handed_on = [], [], []
         for i, x in enumerate(call.args):
@@ -250,8 +250,8 @@ class _Signature:
                 operands.append(x), names.append(())
             else:
                 raise TypeError(
-                    f"{what}: {call.argument(i)} should be a NamedArray or a scalar, got {type(x).__name__}. What is "
-                    "to be handed on as it is comes after the operands, or by keyword."
+                    f"{what}: {call.argument(i)} should be a NamedArray or a scalar, got {type(x).__name__}. Pass "
+                    "other arguments after the operands, or by keyword."
                 )
         if not handed_on and not call.kwargs:
             return _Arguments(operands, tuple(names), [], _NOTHING)
@@ -269,10 +269,12 @@ class _Signature:
             for leaf in jax.tree.leaves(x):
                 if not isinstance(leaf, _ARRAYS) and type(leaf).__hash__ is None:
                     return (
-                        f"{what}: {path} is handed on as it is; it is part of the program, so it must be hashable, "
-                        f"which this {type(leaf).__name__} is not."
+                        f"{what}: {path} is passed on unchanged, as part of the program, so it must be hashable, which "
+                        f"this {type(leaf).__name__} is not."
                     )
-        return f"{what}: {', '.join(handed_on)} must be hashable, since what is handed on is part of the program."
+        return (
+            f"{what}: {', '.join(handed_on)} must be hashable: arguments passed on unchanged are part of the program."
+        )
 
     def arguments(self, operands: Sequence[Any], handed_on: Any) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments, by position and by keyword."""
@@ -343,9 +345,9 @@ def _words_of(expression: _parsing.Expression, term: _parsing.Term) -> Names:
         expression.fail(term, "the positions of a function's axes have an order, so they are written without braces.")
     for element in term.elements:
         if isinstance(element, _parsing.Dots):
-            expression.fail(element, "the axes that are not written are mapped over in any case; leave the `...` out.")
+            expression.fail(element, "axes that are not written are always mapped over; leave out the `...`.")
         if isinstance(element, _parsing.Group):
-            expression.fail(element, "axes are not split or merged here; do so before or after, with rearrange.")
+            expression.fail(element, "axes are not split or merged here; use rearrange before or after.")
     return tuple(v.name for v in term.variables)
 
 
@@ -359,7 +361,7 @@ def _check_aliases(what: str, signature: _Signature, axes: Mapping[str, Any]) ->
         if not isinstance(axis, (str, Axis)):
             raise TypeError(
                 f"{what}: {word!r} is an axis of the spec, so it stands for an Axis or its name, got "
-                f"{type(axis).__name__}. To hand an argument of that name on, call the axis something else in the spec."
+                f"{type(axis).__name__}. To pass on an argument of that name, rename the axis in the spec."
             )
 
 
@@ -388,6 +390,7 @@ def _build(functions: WithArrays, plan: _LiftPlan, handed_on: TreeSpec) -> _kern
     axes = {word: word for word in signature.words} | dict(aliases)
     own = [_names(axes, term) for term in signature.terms]
     if any(n not in names for names, needed in zip(in_names, own, strict=True) for n in needed):
+        # A kernel that raises: the message shows sizes, and only a call has arrays.
         return _kernels.Kernel(lambda *arrays: _raise_lacking(what, in_names, own, arrays[count:]), None)
     all_own = {n for needed in own for n in needed}
     rest = [names_without(names, *needed) for names, needed in zip(in_names, own, strict=True)]
@@ -421,6 +424,7 @@ def _build(functions: WithArrays, plan: _LiftPlan, handed_on: TreeSpec) -> _kern
         held, arrays = list(arrays[:count]), arrays[count:]
         sizes = {n: s for ns, x in zip(in_names, arrays, strict=True) for n, s in zip(ns, jnp.shape(x), strict=True)}
         over_all = functools.partial(one, {n: sizes[n] for n in mapped})
+        # From the innermost axis out: at each level, positions do not count the axes further out, which are gone there.
         for level in reversed(range(len(mapped))):
             name, outer = mapped[level], mapped[:level]
             over_all = jax.vmap(
@@ -434,6 +438,7 @@ def _build(functions: WithArrays, plan: _LiftPlan, handed_on: TreeSpec) -> _kern
         return results if signature.several else results[0]
 
     sized = tuple(axis for term in signature.terms for w in term if isinstance(axis := axes[w], Axis))
+    # The axes of held arrays match no axis of an operand, even if they have the same size.
     held_names = [private(f"held array {i}", tuple(map(str, range(rank)))) for i, rank in enumerate(plan.ranks)]
     return _kernels.make_kernel(
         what,
@@ -462,7 +467,7 @@ def _names(axes: Mapping[str, AxisSelector], words: Names) -> Names:
 
 
 def _layout(what: str, in_names: tuple[Names, ...], rest: Sequence[Names], takes_axes: bool) -> Names:
-    """Return the axes whose order the results keep: those of the first operand that has all mapped axes."""
+    """Return the axes whose order the results keep: the axes of the first operand that has all mapped axes."""
     every = set().union(*rest)
     for names, mapped in zip(in_names, rest, strict=True):
         if len(mapped) == len(every):
@@ -494,14 +499,16 @@ def _check_one_meaning(
     for word in dict.fromkeys(w for term in signature.terms for w in term):
         name = name_of(axes[word])
         if name in word_of:
-            raise ValueError(f"{what}: {word_of[name]!r} and {word!r} both stand for axis {name!r}; it has one word.")
+            raise ValueError(
+                f"{what}: {word_of[name]!r} and {word!r} both stand for axis {name!r}; use one word for it."
+            )
         word_of[name] = word
     for i, names in enumerate(rest):
         both = [n for n in names if n in own]
         if both:
             raise ValueError(
-                f"{what}: axis {both[0]!r} is the function's own in one operand, but operand {i} has it where the spec "
-                "does not say so, so that it would be mapped over. Rename it in one of them."
+                f"{what}: the spec lists axis {both[0]!r} for one operand, but operand {i} also has it, where the spec "
+                "does not list it, so it would be mapped over. Rename it in one of them."
             )
 
 

@@ -39,13 +39,13 @@ class ScanCheckpointPolicy:
             backward pass runs the whole scan again before it goes through the steps.
         save_inputs: "offload" moves the inputs of every step to the host. They are the operands of the scan and stay
             where they are otherwise, whether True or False.
-        save_block_internals: keep what the steps compute: all of it, or what they name with `tree_checkpoint_name`. A
-            scan warns of names that nothing in its body has.
-        offload_block_internals: names of what is kept on the host instead.
+        save_block_internals: keep the intermediate results of the steps: True for all, or a list of names, which steps
+            give with `tree_checkpoint_name`. A scan warns of names that nothing in its body has.
+        offload_block_internals: names of intermediate results that are kept on the host instead.
         prevent_cse: keep the compiler from undoing the policy, where the steps are not in a loop. A scan that is
             unrolled completely does so by itself.
         disable: no checkpointing: everything is kept.
-        simple: the plain `jax.checkpoint` of each step, which keeps nothing but what the step was given.
+        simple: the plain `jax.checkpoint` of each step, which keeps only the arguments of the step.
         nested: cut the steps into this many groups and keep only the carries between groups; True chooses the number
             that keeps least. A prime number of steps cannot be cut and is treated as if not nested.
 
@@ -101,7 +101,7 @@ class ScanCheckpointPolicy:
         It does not handle options that concern all steps together: nested scans, and not keeping the carries.
 
         Arguments:
-            carry_name: what the carry is called where it is moved to the host.
+            carry_name: the name of the carry for JAX's policy, used if it is moved to the host.
             input_name: the same for the inputs.
             fn: the step; its first argument is the carry, the others are the inputs.
 
@@ -157,6 +157,7 @@ class ScanCheckpointPolicy:
         if self.save_block_internals is not True:
             return by_name
 
+        # JAX has no policy that saves everything and offloads some of it.
         def all_but_moved(*args: Any, **kwargs: Any) -> Any:
             decision = by_name(*args, **kwargs)
             return decision if isinstance(decision, jax.ad_checkpoint.Offloadable) else True
@@ -169,6 +170,7 @@ class ScanCheckpointPolicy:
             return None
         divisors = [d for d in range(2, length) if length % d == 0]
         if self.nested is True:
+            # Memory holds the carry of each group, and of each step in the group that is computed again.
             return min(divisors, key=lambda d: d + length // d, default=None)
         if length % self.nested:
             raise ValueError(
@@ -185,11 +187,11 @@ def _contradiction(policy: ScanCheckpointPolicy) -> str | None:
     internals = policy.save_block_internals
     if policy.simple:
         saves = policy.save_carries is not True or policy.save_inputs or internals or policy.offload_block_internals
-        return "simple=True keeps nothing but what a step is given; leave the other fields out." if saves else None
+        return "simple=True keeps only the arguments of a step; leave the other fields out." if saves else None
     if policy.disable:
         return None
     if policy.nested is not True and policy.nested is not False and policy.nested < 2:
-        return f"nested={policy.nested} is no number of groups: at least 2, or True to have it chosen, or False."
+        return f"nested={policy.nested} is not a number of groups: use at least 2, True to have it chosen, or False."
     if internals is True and policy.save_carries is False:
         return "save_block_internals=True keeps everything, the carries too, so save_carries=False contradicts it."
     twice = set(policy.offload_block_internals).intersection(() if isinstance(internals, bool) else internals)
@@ -248,9 +250,9 @@ def checkpointed_scan(
     """Run `jax.lax.scan` with a checkpoint policy.
 
     Arguments:
-        label: what carries and inputs that move to the host are called.
+        label: the beginning of the names of carries and inputs that move to the host.
         step: the body, from raw arrays to raw arrays.
-        xs: what is scanned, along the first axis.
+        xs: the arrays to scan, along their first axis.
     """
     symbolic = jax.export.is_symbolic_dim(length)  # JAX finds it by itself, and does not accept it as an argument
     if not symbolic and unroll >= length:
@@ -276,6 +278,7 @@ def checkpointed_scan(
         return carry, jax.tree.map(lambda y: y.reshape(length, *y.shape[2:]), ys)
 
     if policy.save_carries is False and not policy.disable:
+        # The inner checkpoints keep carries; this one drops them, and the backward pass runs the scan again first.
         run = jax.checkpoint(run, policy=policy._kept(()))
     with _recorded() as given:
         result = run(carry, xs)
@@ -294,7 +297,7 @@ def checkpointed_steps(
 
     Arguments:
         step: the body, from a carry and the input of one step to the next carry and an output, all of them any trees.
-        inputs: what each step is given.
+        inputs: the input of each step.
     """
     policy = dataclasses.replace(policy, prevent_cse=True)
     names = f"{label}__carry", f"{label}__input"
@@ -368,7 +371,7 @@ def _warn_of_unknown(
     if unknown and (hints or len(unknown) == len(wanted)):
         listed, named = _errors.quoted(unknown), _errors.quoted(sorted(found))
         _errors.warn(
-            f"{label}: the checkpoint policy speaks of {listed}, but the body gives no array such a name. "
+            f"{label}: the checkpoint policy has {listed}, but the body gives no array such a name. "
             + (f"It names {named}.{hints}" if found else "`axonym.tree_checkpoint_name` gives names to arrays.")
         )
 

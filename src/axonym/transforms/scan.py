@@ -36,7 +36,7 @@ T = TypeVar("T")
 Carry = TypeVar("Carry")
 
 ScannedSpec: TypeAlias = bool | Callable[[Any], bool]
-"""The arrays to scan, of those that could be: all, none, or those for which a function says so."""
+"""Which of the arrays that could be scanned are: all, none, or the ones for which a function returns True."""
 
 
 @_errors.say_how_to_call
@@ -65,13 +65,13 @@ def scan(
 
     Arguments:
         fn: the body, from a carry and the arguments of one step to the next carry and an output.
-        axis: the axis. If nothing that is scanned has it, it needs a size.
-        remat: what is kept for the backward pass: a `ScanCheckpointPolicy`, or a word for one. True computes each step
-            again from its carry; False keeps everything.
+        axis: the axis. If no scanned array has it, it needs a size.
+        remat: the values to keep for the backward pass: a `ScanCheckpointPolicy`, or a word for one. True computes each
+            step again from its carry; False keeps everything.
         reverse: go from the last step to the first. Outputs stand where their inputs stood.
         unroll: how many steps to put into one turn of the loop; True for all.
-        is_scanned: which arrays to scan, of those that could be: all, none, or those for which a function of the named
-            or raw array says so.
+        is_scanned: which of the arrays that could be scanned are: all, none, or the ones for which a function of the
+            named or raw array returns True.
 
     >>> Time, Embed = axn.make_axes(time=3, embed=2)
     >>> decay = axn.scan(lambda h, x: (0.5 * h + x, h.sum()), Time)
@@ -290,6 +290,7 @@ def _sharded_again(
     mesh = explicit_mesh([y, *(x for x, _ in scanned)])
     if mesh is None:
         return y
+    # A raw output has no names: private ones, which no mapping knows, keep the sharding that the body gave it.
     rest = names[1:] if names is not None else private("an output", tuple(str(i) for i in range(1, y.ndim)))
     entries = entries_of(y)
     operands = [((name,), (entries_of(x)[p],)) for x, p in scanned]
@@ -323,7 +324,7 @@ def _no_size(loop: _Loop, spec: TreeSpec) -> str:
     known = list(dict.fromkeys(n for names in spec.names for n in names or ()))
     hint = "" if name in known else _errors.suggestion(name, known)
     return (
-        f"{loop.what}: nothing that is scanned has axis {name!r}; the arguments have {_errors.describe_axes(known)}."
+        f"{loop.what}: no scanned array has axis {name!r}; the arguments have {_errors.describe_axes(known)}."
         f"{hint} To loop without scanning anything, pass an Axis with a size."
     )
 

@@ -77,7 +77,7 @@ def vmap(
         leaves, structure = _mapped_axis.flatten((args, kwargs))
         operands, leaves = _operands(names, leaves, raw_axes.of_leaves(args, kwargs, len(leaves)), args, kwargs)
         sizes = _sizes(names, given, operands, args, kwargs)
-        returned: list[TreeSpec] = []
+        returned: list[TreeSpec] = []  # JAX's transform returns only arrays, so `one` leaves the rest of the tree here
 
         def one(arrays: Sequence[Any]) -> list[Any]:
             inner = list(leaves)
@@ -198,6 +198,7 @@ def _placed_alike(names: Names, sizes: Mapping[str, int], operands: Sequence[_Op
         its_own = {n: found[d] for n, d in zip(names, operand.dims, strict=True) if d is not None}
         placed.append((tuple(its_own), tuple(its_own.values())))
     present = tuple(n for n in names if any(n in found for found, _ in placed))
+    # As if the arrays were the operands of one operation: an axis keeps its sharding, and the mapping decides ties.
     spec = _output_sharding.infer_output_spec("vmap", present, [sizes[n] for n in present], placed, mesh)
     chosen = dict(zip(present, spec, strict=True))
     left = set(mesh.axis_names).difference(axes_in(spec))
@@ -256,8 +257,8 @@ def _checked(what: str, spec: RawAxis, of_argument: bool) -> Any:
     def check(where: Any) -> _CheckedRawAxis:
         if where is not None and not isinstance(where, int) and not callable(where):
             raise TypeError(
-                f"vmap: `{what}` says where raw arrays are mapped, by a position, None or a function, got "
-                f"{type(where).__name__}. Named arrays go by their names."
+                f"vmap: `{what}` must be a position, None or a function, which say how raw arrays are mapped; got "
+                f"{type(where).__name__}. Named arrays are mapped by their names."
             )
         return _CheckedRawAxis(where, of_argument)
 
@@ -271,8 +272,8 @@ def _spread(path: str, spec: Any, argument: Any) -> list[_CheckedRawAxis]:
         jax.tree.map(lambda s, part: found.extend([s] * len(_mapped_axis.flatten(part)[0])), spec, argument)
     except ValueError:
         raise ValueError(
-            f"vmap: what is said of {path} is not a tree prefix of it: {jax.tree.structure(spec)}, where the argument "
-            f"is {_mapped_axis.flatten(argument)[1]}."
+            f"vmap: the value given for {path} is not a tree prefix of it: {jax.tree.structure(spec)}, while the "
+            f"argument is {_mapped_axis.flatten(argument)[1]}."
         ) from None
     return found
 
@@ -296,7 +297,8 @@ def _too_few_axes(path: str, shape: tuple[int, ...], where: int | None, names: N
     over = f"axis {names[0]!r}" if len(names) == 1 else f"{len(names)} axes {_errors.describe_axes(names)}"
     return (
         f"vmap: {path} is a raw array of shape {tuple(shape)}, which cannot be mapped over {over} at position {where}. "
-        "Say where it can, or None for an array that is the same for every element, in `args`, `kwargs` or `default`."
+        "Pass a position that it has, or None for an array that is the same for every element, in `args`, `kwargs` or "
+        "`default`."
     )
 
 
@@ -311,5 +313,5 @@ def _conflict(
         if dim is not None:
             first_with.setdefault(operand.array.shape[dim], paths[operand.leaf])
             raw |= operand.inner_names is None
-    hint = " How raw arrays are mapped is said by `args`, `kwargs` and `default`." if raw else ""
+    hint = " `args`, `kwargs` and `default` say how raw arrays are mapped." if raw else ""
     return _errors.size_mismatch("vmap", name, [(path, size) for size, path in first_with.items()]) + hint
