@@ -84,7 +84,7 @@ def test_shapes_are_trees() -> None:
 def test_keywords_of_a_reduction() -> None:
     with pytest.raises(TypeError, match=r"sum\(\) got an unexpected keyword argument 'dim'\..* `sum\(x, 'pos'\)`\."):
         X.sum(dim=1)
-    with pytest.raises(TypeError, match=r"'keepdims'\. It is not needed: the result goes with the array by name"):
+    with pytest.raises(TypeError, match=r"'keepdims'\. It is not needed: the result broadcasts with the array by name"):
         axn.mean(X, "pos", keepdims=True)  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'what'\. Write `std\(x, 'pos'\)`\.$"):
         X.std("pos", what=1)

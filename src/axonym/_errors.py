@@ -78,7 +78,7 @@ def quoted(names: Iterable[Any]) -> str:
 
 
 def not_a_selector(found: Any, names: Sequence[str] | None = None) -> str:
-    """Return the message for an argument that should be an axis or its name; `names`: those of the array."""
+    """Return the message for an argument that should be an axis or its name; `names` are the array's."""
     refused = f"An axis is selected by an Axis or its name, got {type(found).__name__}."
     if not names:
         return f"{refused} Write a name such as 'embed', never a position; `x.shape` shows the names of the axes of x."
@@ -104,7 +104,8 @@ def say_how_to_call(f: F) -> F:
         try:
             return f(*args, **kwargs)
         except TypeError as error:
-            if error.__traceback__ is None or error.__traceback__.tb_next is not None:  # raised by the body
+            # An error about the arguments has no frame of the function: it was raised before the body began.
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise
             from . import _foreign_names
 
@@ -188,7 +189,7 @@ def wrong_rank(names: Sequence[str], shape: Sequence[Any]) -> str:
     """Return the message for an array whose rank is not the number of its names."""
     return (
         f"This named array has {counted(len(names), 'name')} {describe_axes(names)} for an array of rank {len(shape)}, "
-        f"shape {tuple(shape)}. That is what positional functions leave behind: a transform such as `jax.vmap`, "
+        f"shape {tuple(shape)}. Positional functions leave such arrays behind: a transform such as `jax.vmap`, "
         "`jax.lax.scan` or `jax.jacobian`, which cannot say which axis it took or added, or `jax.tree.map` with a "
         "function that reduces an array. Use names, with `axonym.vmap`, `axonym.scan`, `axonym.jacobian` or "
         "`axonym.tree.map`, or take the array out with `.array` and name it again with `axonym.named`."

@@ -162,9 +162,9 @@ CALLS = {
 
 KEYWORDS = {
     **dict.fromkeys(("dim", "dims"), "Axes are selected by name, `{call}`."),
-    **dict.fromkeys(("keepdim", "keepdims"), "It is not needed: the result goes with the array by name."),
-    **dict.fromkeys(("out", "inplace"), "Arrays are immutable: the result is what is returned."),
-    "unbiased": "Write `ddof=1` for the unbiased estimate, and `ddof=0`, the default, for that of a whole population.",
+    **dict.fromkeys(("keepdim", "keepdims"), "It is not needed: the result broadcasts with the array by name."),
+    **dict.fromkeys(("out", "inplace"), "Arrays are immutable: use the result that is returned."),
+    "unbiased": "Write `ddof=1` for the unbiased estimate; `ddof=0`, the default, is for a whole population.",
     **dict.fromkeys(("min", "max"), "The bounds are `a_min` and `a_max`: write `{call}`."),
     "correction": "It is called `ddof` here, and 0 by default.",
 }

@@ -4,8 +4,8 @@ JAX identifies a traced loop by the function object of its body. A transform tha
 on every call would trace and, outside of jit, compile every time. So the compiled code of a function is kept as long as
 the function lives, and used again if everything else that is static is equal.
 
-A function can hold arrays: those of a module whose method it is, or of a `functools.partial`. They are operands of the
-compiled code, so that another module of the same spec uses it too, and so that they may be traced or sharded.
+A function can hold arrays, as a method of a module or a `functools.partial` does. They are operands of the compiled
+code, so that another module of the same spec uses it too, and so that they may be traced or sharded.
 
 Operations have a cache of their own, `axonym._kernels.cached`, and so has each function of `named_jit`.
 """

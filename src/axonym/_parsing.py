@@ -110,7 +110,7 @@ class Expression(NamedTuple):
 
 
 def split_words(expression: Expression, ranks: Sequence[int]) -> str:
-    """Return a sentence with the expression whose words are split into letters, if there is one letter for each axis."""
+    """Return a sentence with the expression, its words split into letters, if there is one letter for each axis."""
     words = [[e.name for e in term.elements if isinstance(e, Name)] for term in expression.lhs]
     whole = all(len(found) == len(term.elements) == 1 for found, term in zip(words, expression.lhs, strict=True))
     if not whole or [len(found[0]) for found in words] != list(ranks):

@@ -232,7 +232,7 @@ def axis_spec_to_shape_dict(axis_spec: AxisSelection) -> dict[str, int | None]:
 
 
 def concat_axes(a1: AxisSelection, a2: AxisSelection) -> Any:
-    """Return the axes of `a1`, then those of `a2`; an axis in both is an error.
+    """Return the axes of `a1`, then the axes of `a2`; an axis in both is an error.
 
     >>> axn.axis.concat_axes(axn.Axis("batch", 8), axn.Axis("embed", 4))
     (Axis(name='batch', size=8), Axis(name='embed', size=4))
@@ -243,7 +243,7 @@ def concat_axes(a1: AxisSelection, a2: AxisSelection) -> Any:
 
 
 def union_axes(a1: AxisSelection, a2: AxisSelection) -> Any:
-    """Return the axes of `a1`, then those of `a2` that `a1` lacks.
+    """Return the axes of `a1`, then the axes of `a2` that `a1` lacks.
 
     >>> axn.axis.union_axes(axn.make_axes(batch=8, pos=3), axn.make_axes(pos=3, embed=4))
     (Axis(name='batch', size=8), Axis(name='pos', size=3), Axis(name='embed', size=4))
@@ -333,7 +333,7 @@ def is_axis_compatible(ax1: AxisSelector, ax2: AxisSelector) -> bool:
 
 
 def unsize_axes(axis_spec: AxisSelection, to_unsize: AxisSelection | None = None) -> Any:
-    """Remove the sizes from a selection: of every axis, or of those in `to_unsize`.
+    """Remove the sizes from a selection: of every axis, or of the axes in `to_unsize`.
 
     >>> axn.axis.unsize_axes(axn.make_axes(batch=8, pos=3), "pos")
     (Axis(name='batch', size=8), 'pos')
@@ -351,9 +351,9 @@ def rearrange_for_partial_order(
 ) -> tuple[_Ax, ...]:
     """Reorder `axes` as `partial_order` says.
 
-    The axes that are not named take the place of `...`, in their order. Where there are several, a named axis among
-    them ends the run: those after it take the place of the next free `...` that follows it. Without `...` every axis
-    must be named.
+    The axes that are not named take the place of `...`, in their order. If there are several `...`, a named axis ends
+    the run of axes for one of them: the axes after it take the place of the next free `...` behind it. Without `...`,
+    every axis must be named.
 
     >>> axn.axis.rearrange_for_partial_order(("c", ..., "a"), ("a", "b", "c"))
     ('c', 'b', 'a')

@@ -27,7 +27,7 @@ class MoELinear(eqx.Module):
     """A linear layer of several experts, each of which handles its own group of rows.
 
     The rows of the input, such as tokens, must be sorted by expert: first the rows of the first expert, as many as
-    `group_sizes` says, then those of the second, and so on. All experts share the bias.
+    `group_sizes` says, then the rows of the second, and so on. All experts share the bias.
 
     Rows and experts can be sharded, by the active mapping or, on Explicit mesh axes, by the arrays' own shardings. Each
     device then multiplies its shard of the rows with its shard of the weights. If experts are sharded, the results are
@@ -73,7 +73,7 @@ class MoELinear(eqx.Module):
             Out: the axis of the output.
             key: a random key.
             use_bias: whether there is a bias.
-            out_first: whether the axis of the output comes before that of the input in the weight.
+            out_first: whether the axis of the output comes before the axis of the input in the weight.
             init_scale: multiplies the standard deviation of the weights.
             use_gmm: whether to use the Pallas kernel megablox, on TPU only, instead of `jax.lax.ragged_dot`.
 
@@ -90,7 +90,7 @@ class MoELinear(eqx.Module):
 
     @property
     def out_first(self) -> bool:
-        """Return whether the axis of the output comes before that of the input in the weight.
+        """Return whether the axis of the output comes before the axis of the input in the weight.
 
         >>> Experts, Embed, Mlp = axn.make_axes(experts=2, embed=3, mlp=4)
         >>> axn.nn.MoELinear.init(Experts, Embed, Mlp, key=jax.random.key(0)).out_first
@@ -159,8 +159,8 @@ def _grouped_kernel(
     def per_device(x, weight, sizes):
         return product.by_device(x, weight, _checked(what, product, x, weight, sizes))
 
-    # Private names, since the summed axis can have the name of the output, and the sharding of the sizes must not
-    # influence that of the result.
+    # Private names, since the summed axis can have the name of the output, and the sizes must not influence the
+    # sharding of the result.
     in_names = (
         tuple(private("the input", (n,))[0] if n == In.name else n for n in names),
         tuple(n if n == Out.name else private("the weight", (n,))[0] for n in weight_names),

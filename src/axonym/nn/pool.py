@@ -40,8 +40,8 @@ def max_pool(
         Window: the window, as axes with its sizes.
         stride: the step between windows: an integer, one for each axis in the order of the window, or a mapping by
             name; 1 by default.
-        padding: "VALID" for none; "SAME" for so much that a window starts at every stride; or numbers of elements
-            before and after: an integer, or for each axis an integer or a pair. Padding is never the result.
+        padding: "VALID" for none; "SAME" pads so that a window starts at every stride; or numbers of elements before
+            and after: an integer, or for each axis an integer or a pair. Padding is never the result.
         use_ceil: whether to include a last window that extends beyond the end.
 
     >>> axn.nn.max_pool(axn.named([3., 1., 4., 1., 5.], "x"), axn.Axis("x", 2), stride=2, use_ceil=True)
@@ -57,7 +57,7 @@ def min_pool(
     padding: PaddingSpec = "VALID",
     use_ceil: bool = False,
 ) -> NamedArray:
-    """Return the smallest value of each window; the arguments are those of `max_pool`.
+    """Return the smallest value of each window; the arguments are as in `max_pool`.
 
     >>> axn.nn.min_pool(axn.named([3., 1., 4., 1., 5.], "x"), axn.Axis("x", 2), stride=2, use_ceil=True)
     NamedArray(float32[x=3], [1. 1. 5.])
@@ -262,6 +262,7 @@ def _tangent_of_extremes(
     tangent, found = jnp.zeros_like(result), jnp.zeros(result.shape, bool)
     values = _each_position(windows.pad(x, extreme(x.dtype, from_largest)), windows)
     changes = _each_position(windows.pad(dx, np.zeros((), dx.dtype)), windows)
+    # Of equal values in a window the first one gets the gradient, as in JAX; so `found` stops the others.
     for value, change in zip(values, changes, strict=True):
         first = ((value == result) | (jnp.isnan(value) & jnp.isnan(result))) & ~found
         tangent, found = jnp.where(first, change, tangent), found | first

@@ -71,14 +71,16 @@ def dispatch(
     all-to-all moves only the existing rows of a round.
 
     Arguments:
-        fn: what experts do: `fn(params, x, sizes)` takes rows that are sorted by expert, and the number of rows of each
-            expert, as `MoELinear` does. There can be copies of rows among them, whose results are not used.
-        params: a tree of arrays that `fn` needs. Those with the axis of the experts are sharded as the experts are. A
+        fn: the function of the experts: `fn(params, x, sizes)` takes rows that are sorted by expert, and the number of
+            rows of each expert, as `MoELinear` does. There can be copies of rows among them, whose results are not
+            used.
+        params: a tree of arrays that `fn` needs. Arrays with the axis of the experts are sharded as the experts are. A
             random key is the same in all rounds, and on all devices. Arrays that are not arguments cannot be used in
             `fn` where experts or rows are sharded.
         x: the array with the rows.
-        expert: the number of the expert of each row. Its axes are those of the rows; if `x` lacks some, such as one of
-            several choices, each row is sent to several experts. Rows with a number that no expert has give zeros.
+        expert: the number of the expert of each row. It has the axes of the rows; if `x` lacks one of them, such as an
+            axis of several choices, each row is sent to several experts. Rows with a number that no expert has give
+            zeros.
         experts: the axis of the experts.
         rows: the name of the axis of sorted rows, in `fn`.
         round_size: how many of its rows a device sends to another one in a round, where experts are sharded; by default
@@ -235,7 +237,7 @@ class _Dispatch:
         return found
 
     def _divided(self, of_rows: Sequence[Axes], axes: Axes, mesh: AnyMesh) -> list[Axes]:
-        """Return the mesh axes of the rows, extended by those of the experts."""
+        """Return the mesh axes of the rows, extended by the mesh axes of the experts."""
         placed = list(of_rows)
         missing = tuple(a for a in axes if not any(a in own for own in placed))
         if not missing:
@@ -248,9 +250,9 @@ class _Dispatch:
         shown = _errors.describe_axes(self._row_names, self._expert.shape)
         raise ValueError(
             f"dispatch: the experts are sharded over mesh axes {_errors.quoted(axes)}, and the devices along "
-            f"{_errors.quoted(missing)} cannot share the rows {shown}: no axis is a multiple of "
-            f"{shard_count(mesh, missing)} times what it is sharded over already. Pad the rows, or map one of their "
-            "axes to these mesh axes."
+            f"{_errors.quoted(missing)} cannot share the rows {shown}: no axis can be cut into "
+            f"{shard_count(mesh, missing)} times as many shards as it has. Pad the rows, or map one of their axes to "
+            "these mesh axes."
         )
 
     def _stored(self, p: jax.Array, names: Names | None, axes: Axes, used: set[str], mesh: AnyMesh) -> list[Axes]:
@@ -335,8 +337,8 @@ def limit_capacity(
         expert: the number of the expert of each row.
         experts: the axis of the experts.
         factor: how many rows an expert keeps, as a multiple of an even share.
-        order: the axes of the rows, the outermost one first, which says what the first rows are. If there are several,
-            it is needed: `("choice", "tokens")` drops second choices before first ones.
+        order: the axes of the rows, the outermost one first, which determine which rows are the first ones. Needed if
+            there are several axes: `("choice", "tokens")` drops second choices before first ones.
 
     >>> axn.nn.limit_capacity(axn.named([0, 0, 1, 0], "tokens"), axn.Axis("experts", 2), 1.0)
     NamedArray(int32[tokens=4], [ 0  0  1 -1])
@@ -349,6 +351,7 @@ def limit_capacity(
             f"such as `order={tuple(reversed(expert.names))}`."
         )
     ordered = expert if order is None else expert.rearrange(tuple(order))
+    # Rounded first, since 1.1 * 100 is more than 110 in floating point.
     capacity = math.ceil(round(factor * expert.size / one_axis(what, "experts", experts).size, 6))
     flat = ordered.astype(jnp.int32).flatten_axes(ordered.axes, "rows")
     by_expert = argsort(flat, "rows")
@@ -366,7 +369,7 @@ def load_balancing_loss(probabilities: NamedArray, expert: NamedArray, experts: 
     mean probability that the router gives it. Only the latter has a gradient.
 
     Arguments:
-        probabilities: what the router gives to each expert, for each row.
+        probabilities: the probability that the router gives to each expert, for each row.
         expert: the number of the expert of each row, or of several choices.
         experts: the axis of the experts.
 

@@ -162,7 +162,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
             Block: the axis of the layers.
             module: the class of the layers. Each layer's `init` gets its own random key, and its own slice of arguments
                 that have the layer axis.
-            gradient_checkpointing: what is saved for the backward pass: a `ScanCheckpointPolicy`, or a shorthand for
+            gradient_checkpointing: the values saved for the backward pass: a `ScanCheckpointPolicy`, or a shorthand for
                 one. True recomputes each layer from its carry; False saves everything.
             prevent_cse: overrides the policy's field of that name.
 
@@ -251,7 +251,7 @@ class BlockFoldable(ModuleWithStateDictSerialization, Generic[M]):
     def scan(self, init: CarryT, *args: Any, unroll: int | bool | None = None, **kwargs: Any) -> tuple[CarryT, Any]:
         """Apply the layers in turn as `fold` does, each returning the next carry and an output; stack the outputs.
 
-        The arguments are those of `fold`.
+        The arguments are as in `fold`.
 
         >>> import equinox as eqx
         >>> class Double(eqx.Module):
@@ -398,7 +398,7 @@ class Stacked(BlockFoldable[M], LayerStack):
         stacked: the stacked layers. Named arrays have the axis `Block`, raw arrays have it first; named arrays without
             it are shared by all layers.
         Block: the axis of the layers.
-        gradient_checkpointing: what is saved of each layer for the backward pass.
+        gradient_checkpointing: the values of each layer that are saved for the backward pass.
 
     >>> Layers, Embed = axn.make_axes(layers=12, embed=2)
     >>> layers = axn.nn.Stacked.init(Layers, axn.nn.Linear)(Embed, Embed, key=jax.random.key(0))

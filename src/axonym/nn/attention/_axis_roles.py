@@ -36,9 +36,9 @@ class AxisRoles(NamedTuple):
     out: Names
     """The axes of the result."""
     causal: bool
-    """Queries attend to no later positions than their own,"""
+    """Whether queries attend to no later positions than their own."""
     window: int | None
-    """and to at most so many."""
+    """The largest number of positions that a query attends to; None for no limit."""
 
     @property
     def of_queries(self) -> tuple[Names, ...]:
@@ -64,7 +64,7 @@ def find_roles(
     problems: list[str],
     sharded: Mapping[str, Axes] | None = None,
 ) -> AxisRoles:
-    """Return the roles of the axes, and append to the problems what is not clear about them.
+    """Return the roles of the axes, and append descriptions of unclear roles to the problems.
 
     Without a causal mask, any axis of the query alone can be its positions: the first that is sharded as the keys are
     according to `sharded`, or else the longest, for which kernels are fastest.

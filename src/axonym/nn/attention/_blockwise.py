@@ -38,9 +38,9 @@ class Blockwise(NamedTuple):
     scale: float
     precision: Any
     axes: Axes = ()
-    """The mesh axes that the positions are sharded over,"""
+    """The mesh axes that the positions are sharded over."""
     shards: int = 1
-    """and the number of shards."""
+    """The number of shards of the positions."""
     sharded_queries: bool = False
     sharded_keys: bool = False
     zigzag: bool = False
@@ -62,6 +62,7 @@ class Blockwise(NamedTuple):
         if not self.zigzag:
             return shard[None] * length
         last = 2 * self.shards - 1 - shard
+        # The half with the even number comes first: `to_zigzag` sent it as the first half of a shard.
         halves = jnp.where(shard % 2 == 0, jnp.stack([shard, last]), jnp.stack([last, shard]))
         return halves * (length // 2)
 
@@ -153,6 +154,8 @@ def _forward(plan: Blockwise, query: jax.Array, key: jax.Array, value: jax.Array
 def _backward(plan: Blockwise, saved: Any, cotangents: Any) -> Any:
     query, key, value, terms, result, log_total = saved
     given = cotangents[0].astype(query.dtype)
+    # The gradient of softmax subtracts, for each query, the sum of its weights times their gradients: this sum is the
+    # result times its gradient, so it needs no scores.
     delta = jnp.sum(given.astype(log_total.dtype) * result, -1) - cotangents[1]
     wide = _wide(query)
     bias = None if terms.bias is None else vary_like(jnp.zeros(terms.bias.shape, wide), query)
@@ -177,6 +180,7 @@ def _backward(plan: Blockwise, saved: Any, cotangents: Any) -> Any:
         (sums, moving, here), _ = jax.lax.scan(step, (sums, moving, here), jnp.arange(plan.hops))
     sums, moving = visit(sums, moving, here, plan.hops)
     if plan.hops:
+        # The gradients traveled with their keys: back to the device that holds these.
         moving = plan.passed_on(moving, -plan.hops)
     of_bias = None if terms.bias is None else sums[1].astype(terms.bias.dtype)
     of_query, of_key, of_value = (
@@ -214,6 +218,7 @@ def _visit_keys(
                 k, v = (keys.block(x, j, KEYS) for x in (key, value))
                 scores = _scores(plan, q, k, terms, queries, keys, i, j)
                 higher = jnp.maximum(top, jnp.max(scores, -1))
+                # While all keys are masked the maximum is minus infinity, and its difference to itself would be NaN.
                 base = jnp.where(jnp.isneginf(higher), 0, higher)
                 weights, shrunk = jnp.exp(scores - base[..., None]), jnp.exp(top - base)
                 added = _product(plan, "bhgqk,bhkd->bhgqd", weights.astype(v.dtype), v)

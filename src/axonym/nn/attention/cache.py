@@ -145,9 +145,9 @@ class KVCache(eqx.Module):
             values: the values, likewise.
             count: the number of new positions that are valid, all by default: prompts of different lengths are padded
                 at their end to one length, and `count` is the length of each. The padding is overwritten later.
-            at: to which of several caches, such as `{"layers": layer}`; the keys and values are for that one. In a loop
-                over layers that carries the cache of all, only the new positions are written, if the axes of examples
-                come before `layers` in the cache.
+            at: the index of the cache to append to, if there are several, such as `{"layers": layer}`. In a loop over
+                layers that carries the cache of all, only the new positions are written, if the axes of examples come
+                before `layers` in the cache.
 
         >>> cache = axn.nn.attention.KVCache.init(axn.Axis("batch", 2), (), *axn.make_axes(key_pos=4, head_size=1))
         >>> prompts = axn.ones({"batch": 2, "key_pos": 3, "head_size": 1})
@@ -219,7 +219,7 @@ class KVCache(eqx.Module):
         A model whose layers run in a loop updates its cache where lengths are not known, even outside of jit. So call
         this before the loop, or once for all tokens that are to come. In jit, only a cache made with `checked=True` is
         checked, here and in `update`: the compiled program raises the error when it runs, if the result is used in
-        place of the cache. That is for finding a mistake: such an error on one of several devices ends the process.
+        place of the cache. Use it to find a mistake: such an error on one of several devices ends the process.
 
         Arguments:
             count: the number of positions. A cache with a window always has room.
@@ -286,5 +286,5 @@ def _check_new(label: str, new: NamedArray, old: NamedArray, KPos: str, at: Coll
             hint = f" Rename it: {label}.rename({{{extra[0]!r}: {KPos!r}}})."
         raise ValueError(
             f"KVCache.update: the {label} {_errors.describe_shape(new.shape)} {' and '.join(problems)}, compared to "
-            f"those of the cache {_errors.describe_shape(old.shape)}. The axis of positions is {KPos!r}.{hint}"
+            f"the cache's {_errors.describe_shape(old.shape)}. The axis of positions is {KPos!r}.{hint}"
         )

@@ -283,6 +283,7 @@ def _on_device(
         terms = jax.tree.map(functools.partial(_own_slice, axes, count, exchanged), terms)
     elif count > 1:
         runs = [(q, QUERIES), (k, KEYS)]
+        # A bias or a mask has a shard of the queries in their order, so queries cannot be reordered with one.
         unsharded = all(x is None or x.shape[QUERIES] == 1 for x in (terms.bias, terms.mask))
         zigzag = plan.causal and plan.window is None and unsharded and all(x.shape[a] % 2 == 0 for x, a in runs)
         ring = context == "ring"

@@ -11,8 +11,8 @@ The role of an axis follows from its name:
 | value alone                            | kept in the result                                                     |
 
 So grouped-query attention needs no repeated keys. The query has an axis of key-value heads and an axis of the heads in
-a group (see `group_heads`); the key and the value have only the former. Keys and values without an axis of heads are
-shared by all heads of the query.
+a group (see `group_heads`); the key and the value have only the axis of key-value heads. Keys and values without an
+axis of heads are shared by all heads of the query.
 
 A query that cannot attend to anything gets the mean of all values, as in `jax.nn.dot_product_attention`, never NaN.
 """
@@ -72,8 +72,8 @@ def dot_product_attention(
         Key: the axis of features that query and key are multiplied along.
         mask: true where attention is allowed; an array with any axes of the scores, or `Causal`.
         bias: added to the scores before they are masked.
-        attention_dtype: the dtype of scores and softmax; that of query and key by default. With float32, half-precision
-            queries and keys are multiplied without a cast, and accumulated in float32.
+        attention_dtype: the dtype of scores and softmax; by default the dtype of query and key. With float32,
+            half-precision queries and keys are multiplied without a cast, and accumulated in float32.
         precision: the precision of the products, as in `jax.lax.dot_general`.
         pdrop: the probability that a weight is dropped in training.
         scaling_factor: the factor of the scores; one over the square root of the size of `Key` by default.
@@ -81,8 +81,8 @@ def dot_product_attention(
         prng: a random key for dropout.
         implementation: None computes with named operations, on any mesh and differentiable any number of times. "cudnn"
             and "splash" are kernels for GPUs and TPUs that never store all scores; "fused" is the kernel of the
-            platform, or "xla" if there is none. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`. All
-            kernels compute the softmax in float32. Arguments that a kernel does not support are an error.
+            platform, or "xla" if there is none. "xla" and "cudnn" call `jax.nn.dot_product_attention`. All kernels
+            compute the softmax in float32. Arguments that a kernel does not support are an error.
         context: how devices attend to the keys of others if the positions are sharded, without storing all scores:
             "ring" sends keys and values around, "all_to_all" exchanges heads for positions, and "all_gather" gathers
             keys and values. By default, if `KPos` and the query's positions are sharded over the same mesh axes, the
@@ -136,7 +136,7 @@ def dot_product_attention_weights(
 ) -> NamedArray:
     """Compute the attention weights: for each query, the weight of each value.
 
-    The result has the layout of the query, with `KPos` at the end. The arguments are those of `dot_product_attention`.
+    The result has the layout of the query, with `KPos` at the end. The arguments are as in `dot_product_attention`.
 
     >>> q, k = axn.ones({"pos": 1, "head_size": 4}), axn.ones({"key_pos": 2, "head_size": 4})
     >>> axn.nn.attention.dot_product_attention_weights(q, k, "key_pos", "head_size")
@@ -196,7 +196,7 @@ def _weights(
     precision: Any,
     scaling_factor: float | None,
 ) -> NamedArray:
-    """Compute the weights: batch axes first, then the other axes of the query, then those of the key."""
+    """Compute the weights: batch axes first, then the other axes of the query, then the other axes of the key."""
     dtype = jnp.result_type(query.dtype, key.dtype)
     wide = dtype if attention_dtype is None else dtype_key(attention_dtype)
     if jnp.promote_types(dtype, wide) != wide:
@@ -245,7 +245,7 @@ def _gather_shared_positions(x: NamedArray, KPos: Names, query: NamedArray) -> N
     """All-gather keys or values along positions, over the mesh axes that the query is sharded over.
 
     If the positions of queries and keys are sharded over one mesh axis, the scores cannot be sharded over this axis
-    twice. The sharding of the result follows that of the query. On Auto mesh axes, the partitioner decides.
+    twice. The result is sharded like the query. On Auto mesh axes, the partitioner decides.
     """
     if explicit_mesh((x.array, query.array)) is None:
         return x

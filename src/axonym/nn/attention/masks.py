@@ -93,7 +93,7 @@ def _with_prefix(q: jax.Array, k: jax.Array, prefix_len: jax.Array) -> jax.Array
 
 
 def _by_position(what: str, rule: Callable[..., jax.Array], QPos: Axis, KPos: Axis, *numbers: Any) -> NamedArray:
-    """Make a mask from a rule on the positions of query and key; the first two numbers are where these start.
+    """Make a mask from a rule on the positions of query and key; the first two numbers are their starts.
 
     It is sharded by the active mapping. Attention along a sequence, where the positions of queries and keys go to the
     same mesh axes, needs more of the mask than a shard on each device, so there they are replicated.

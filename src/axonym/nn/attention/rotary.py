@@ -45,7 +45,7 @@ class Rotary:
 
     rope_type: ClassVar[str] = "default"
     _required: ClassVar[tuple[str, ...]] = ()
-    """What a model configuration must say."""
+    """The keys that a model configuration must have."""
 
     def frequencies(self, size: int) -> np.ndarray:
         """Return the angle by which each pair of features is rotated per position; `size` is the number of features.
@@ -78,8 +78,8 @@ class Rotary:
             config: the entry, or None for plain rotary embeddings. Unknown keys are an error, and so are missing ones
                 that have no usual value.
             theta: the base, which older configurations have outside of that entry, as `rope_theta`.
-            max_position_embeddings: what a configuration has under this name. It is the length of the training context
-                if an entry of YaRN does not say that.
+            max_position_embeddings: the configuration's value of this name: the length of the training context, if an
+                entry of YaRN does not give it.
             **options: further fields, such as `interleaved`.
 
         >>> axn.nn.attention.Rotary.from_config({"rope_type": "linear", "factor": 2.0}, theta=5e5)
@@ -194,7 +194,7 @@ class Llama3Rotary(Rotary):
 class YarnRotary(Rotary):
     """Rotary embeddings as in YaRN: low frequencies are divided by a factor, and scores are sharpened.
 
-    Frequencies with more than `beta_fast` rotations over the training context are kept, those with fewer than
+    Frequencies with more than `beta_fast` rotations over the training context are kept, frequencies with fewer than
     `beta_slow` are divided. In between, both are interpolated.
 
     Arguments:
@@ -313,7 +313,7 @@ def _rotary_kernel(names: Names, position_names: Names, HeadDim: AxisSelector, c
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, axis: int, interleaved: bool) -> jax.Array:
-    """Rotate pairs of features: those half the axis apart, or neighbors."""
+    """Rotate pairs of features, which are half the axis apart, or neighbors."""
     half = x.shape[axis] // 2
     if interleaved:
         pairs = jnp.reshape(x, (*x.shape[:axis], half, 2, *x.shape[axis + 1 :]))
