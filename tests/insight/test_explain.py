@@ -219,7 +219,7 @@ def test_loops_are_counted_and_those_of_unknown_length_are_not() -> None:
         )
     assert [(c.kind, c.times) for c in known.collectives] == [("all-reduce", 5)]
     assert None in {c.times for c in unknown.collectives}
-    assert unknown.total_sent() is None and "what depends on values" in str(unknown)
+    assert unknown.total_sent() is None and "and more that depends on values" in str(unknown)
 
 
 def test_an_array_without_names_has_no_reason() -> None:

@@ -151,4 +151,4 @@ def test_a_program_of_an_unknown_form(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Lifetimes._results
     monkeypatch.setattr(Lifetimes, "_results", lambda self, *args: made(self, *args) * 2)
     report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
-    assert report.timeline is None and "what is held in the course of the step is not known: " in str(report)
+    assert report.timeline is None and "the memory over the course of the step is not known: " in str(report)

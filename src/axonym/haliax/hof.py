@@ -12,7 +12,7 @@ scan = with_parameters(_scan, fn="f")
 
 
 class ScanCheckpointPolicy(_ScanCheckpointPolicy):
-    """Say what a scan saves for its backward pass; fields are used as given, even if they contradict each other.
+    """The values that a scan saves for its backward pass; fields are used as given, even if they contradict each other.
 
     >>> hax.ScanCheckpointPolicy(save_carries=False, save_block_internals=True).save_carries
     False

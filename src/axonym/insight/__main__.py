@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m axonym.insight", description="Say what a step costs.")
+    parser = argparse.ArgumentParser(prog="python -m axonym.insight", description="Report the cost of a step.")
     parser.add_argument(
         "case", metavar="FILE:CASE", help="a function without parameters that returns the step and its arguments"
     )
@@ -59,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         help="a mapping, or a parameter and a compute mapping: the name of one in the file, or JSON. Several "
         "are compared",
     )
-    parser.add_argument("--by", choices=TIERS, default="partitioner", help="what the report is from; %(default)s")
+    parser.add_argument(
+        "--by", choices=TIERS, default="partitioner", help="how the report is made; %(default)s by default"
+    )
     parser.add_argument("--topology", help="TPUs to compile for with their own compiler, as in v5e:4x4")
     parser.add_argument("--chip", choices=CHIPS, help="the chip to give lower bounds on time for")
     form = parser.add_mutually_exclusive_group()

@@ -18,8 +18,8 @@ class Constraint:
     """A sharding constraint on the result of another operation."""
 
     scopes: tuple[str, ...]
-    """Its own scope, the scope of the constrained operation, and, if that is elementwise, of those before it: XLA
-    shards their results alike."""
+    """Its own scope, the scope of the constrained operation, and, if that is elementwise, of the operations before it:
+    XLA shards their results alike."""
     sizes: tuple[int, ...]
     """The sizes of the array on all devices together."""
     over: tuple[tuple[str, ...] | None, ...]
@@ -116,6 +116,7 @@ def _computing(value: Any) -> Iterator[tuple[str, bool]]:
     Each comes with whether it is a constraint.
     """
     waiting = [value]
+    # A bound on the work: every constraint follows its own chain of elementwise operations.
     for inner in itertools.islice(waiting, 32):
         producer = getattr(inner.owner, "operation", inner.owner)
         if hasattr(producer, "location"):  # it is not an argument of the function

@@ -309,7 +309,7 @@ _END = re.compile(r"\}(?:$|, execution_thread)")
 
 
 def _joined(text: str) -> Iterator[str]:
-    """Yield the lines of a program, joining those of one instruction: attributes of kernels may contain line breaks."""
+    """Yield the lines of a program, each instruction as one line: attributes of kernels may contain line breaks."""
     inside = ""
     for line in text.splitlines():
         if inside and not (_START.match(line) or _END.match(line)):
@@ -455,7 +455,7 @@ _ON_MESH = re.compile(
 
 
 def _on_mesh(axes: str, dims: str | None, order: str | None, over: str) -> Groups:
-    """Return the groups along some axes of a mesh, whose devices are in order, or those of a transposed grid."""
+    """Return the groups along some axes of a mesh, whose devices are in order, or in the order of a transposed grid."""
     sizes = {name.strip().strip("'"): int(size) for name, _, size in (axis.partition("=") for axis in axes.split(","))}
     chosen = [name.strip().strip("'") for name in over.split(",") if name.strip()]
     if unknown := [name for name in chosen if name not in sizes]:

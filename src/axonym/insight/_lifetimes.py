@@ -200,6 +200,7 @@ class Lifetimes:
         taking: set[int] = set()
         for at, operand, results in self._shared:
             old = operand.itself
+            # An operand that is used later keeps its memory, and one that was made by this instruction is a result.
             if old.last != at or old.first == at:
                 continue
             for new in (r.itself for r in results):

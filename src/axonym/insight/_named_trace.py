@@ -595,7 +595,7 @@ class _Walk:
         return result
 
     def _alike(self, aval: Any, operands: Sequence[Value], operation: _scopes.ScopedOperation | None) -> Value:
-        """Return a result whose axes are those of the operands."""
+        """Return a result that has the axes of the operands."""
         names: list[str | None] = [None] * len(aval.shape)
         for x in operands:
             if len(x.dims) == len(names):
@@ -666,7 +666,7 @@ def _named_part(scope: str) -> str:
 
 
 def _inside(eqn: JaxprEqn, around: _Around) -> _Around:
-    """Return the surroundings of what an equation does: with its own scope and lines."""
+    """Return the surroundings of the operations in an equation, with its own scope and lines."""
     scope = "/".join(part for part in (around.scope, str(eqn.source_info.name_stack)) if part)
     return dataclasses.replace(around, scope=scope, frames=(*_frames(eqn), *around.frames))
 

@@ -189,6 +189,7 @@ def _match(
             1 in _local_sizes(axis, mesh) for axis in large if axis not in order
         )
 
+    # All orders of the axes are tried below: with more of them, this would take too long.
     if len(large) > 7 or len(places) > len(large):
         return None
     orders = [order for order in itertools.permutations(large, len(places)) if fits(order)]
@@ -268,7 +269,8 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
             return f"moves shards along {which}" if kind == "collective-permute" else trade
     if kind == "all-to-all" and len(stored) == 1 and len(found := sharded(axes.keys())) == 1:
         name = stored[0].name
-        return f"exchanges shards of {name}, which is stored sharded over {_listed(over)}, for those of {found[0].name}"
+        where = f"{name}, which is stored sharded over {_listed(over)}"
+        return f"exchanges shards of {where}, for shards of {found[0].name}"
     return None
 
 

@@ -404,7 +404,7 @@ class ShardyProgram:
                 self.needed_flops += 0 if around.in_branch else each * around.times
         elif op.name == "sdy.reshard":
             raise NotImplementedError(
-                "explain: by='shardy' found a reshard that is no collective. by='partitioner' does."
+                "explain: by='shardy' found a reshard that is not a collective. by='partitioner' reads such a program."
             )
         elif op.name in ("stablehlo.convolution", "chlo.ragged_dot"):
             self.uncounted.setdefault(name)

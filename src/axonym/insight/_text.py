@@ -57,7 +57,7 @@ def described_axes(axes: Collection[str] | None) -> str:
 
 
 def in_order(axes: Collection[tuple[str, ...] | None]) -> list[tuple[str, ...] | None]:
-    """Sort sets of mesh axes as reports list them: those of few axes first, and those that are not known last."""
+    """Sort sets of mesh axes as reports list them: sets of few axes first, and unknown ones last."""
     return sorted(axes, key=lambda a: (a is None, len(a or ()), a or ()))
 
 

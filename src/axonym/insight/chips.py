@@ -22,7 +22,7 @@ class Chip:
     memory_bandwidth: float
     """Bytes that it reads and writes in a second."""
     link_bandwidth: float
-    """Bytes that it sends to other chips in a second, over all its links: half of what both directions carry."""
+    """Bytes that it sends to other chips in a second, over all its links: half of the bandwidth of both directions."""
     source: str
     """The page that the figures are from."""
 

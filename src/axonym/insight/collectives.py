@@ -80,13 +80,13 @@ class Collective:
     """The array as it is on each device: the result of an `all-gather` or `all-to-all`, the operand of the others. With
     the names of its axes if they are known."""
     place: tuple[int, int]
-    """Which of how many arrays it is that the instruction carries; the first has place 0."""
+    """The index of the array among the arrays that the instruction carries, from 0, and their number."""
     size: int
     """The bytes of its result on each device, each time."""
     sent: int | None
     """The bytes that each device sends at least, each time; None if that depends on values."""
     phase: str
-    """`forward`, `backward` or `recomputed`; empty for what is not differentiated, such as an optimizer's update."""
+    """`forward`, `backward` or `recomputed`; empty if it is not differentiated, such as an optimizer's update."""
     operation: str | None
     """The named operation that it belongs to, with the axes of its operands and results; None if there is none."""
     named_axes: tuple[str, ...]
@@ -94,11 +94,11 @@ class Collective:
     gathered: tuple[str, ...]
     """The named axes that an `all-gather` makes complete on each device, as far as known."""
     moved: tuple[str, ...]
-    """The named axis along which an `all-to-all` trades shards for those along another axis, as far as known."""
+    """The named axis along which an `all-to-all` trades shards for shards along another axis, as far as known."""
     stored: tuple[str, ...]
     """The named axes of the array that the parameter mapping shards over these mesh axes, if it is a parameter."""
     of_indices: bool
-    """Whether the array holds the indices of a look-up, which are few beside what is looked up."""
+    """Whether the array holds the indices of a look-up, which are small beside the values."""
     reason: str | None
     """Why it is there, in names; None if that is not known."""
     source: Source | None
@@ -127,7 +127,7 @@ class Collective:
 
 
 def sent_by(kind: str, given: int, count: int) -> int | None:
-    """Return the bytes that a device sends at least, of operands of so many bytes, to the others of its group."""
+    """Return the least bytes that a device sends to the others of its group, for operands of `given` bytes."""
     if kind == "all-gather":
         return given * (count - 1)
     if kind == "all-reduce":

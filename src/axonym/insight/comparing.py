@@ -31,7 +31,7 @@ def compare(
     Arguments:
         fn: the function. None if each entry of `mappings` is a step.
         args: its arguments, which may be abstract.
-        mappings: by name, what `explain` takes as `mapping`, or a step that is compiled already.
+        mappings: by name, a `mapping` as in `explain`, or a step that is compiled already.
         mesh, by, topology, chip: as in `explain`.
 
     >>> f = lambda x: axn.sum(x, "batch")
@@ -56,7 +56,7 @@ def compare(
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The reports of one step under several mappings. Prints as a table, with what each sends that the first does not.
+    """The reports of one step under several mappings. Prints as a table, with the differences of each from the first.
 
     >>> f, x = lambda x: x * 2, axn.ones({"batch": 8})
     >>> print(axn.insight.compare(f, [x], {"a": {"batch": None}, "b": {"batch": None}}, by="partitioner"))
@@ -68,7 +68,7 @@ class Comparison:
     reports: Mapping[str, Report]
 
     def differences(self, first: str, second: str) -> tuple[str, ...]:
-        """Say what the second report sends that the first does not (`+`), and what it does not send (`-`).
+        """List the exchanges that only the second report has (`+`), and those that only the first has (`-`).
 
         >>> f, x = lambda x: x * 2, axn.ones({"batch": 8})
         >>> axn.insight.compare(f, [x], {"a": {"batch": None}, "b": {}}, by="partitioner").differences("a", "b")
@@ -127,7 +127,7 @@ class Comparison:
 
 
 def counted(collectives: Sequence[Collective]) -> dict[str, tuple[int, int, str]]:
-    """Return how often each exchange runs, the bytes it sends, and what is said of it."""
+    """Return how often each exchange runs, the bytes it sends, and its description, by this description."""
     found: dict[str, tuple[int, int, str]] = {}
     times = collections.Counter[str]()
     for c in collectives:

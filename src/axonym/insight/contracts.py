@@ -1,4 +1,4 @@
-"""`contract`: what a step must not do, checked on its compiled program."""
+"""`contract`: limits on what a step sends and keeps, checked on its compiled program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .report import Memory, Report
 
 
 class BrokenContract(AssertionError):
-    """Raised if a step does what its contract rules out. Its message lists every line that does.
+    """Raised if a step breaks its contract. Its message lists every violation.
 
     >>> issubclass(axn.insight.BrokenContract, AssertionError)
     True
@@ -73,7 +73,7 @@ def contract(
 
 @dataclasses.dataclass
 class Contract:
-    """What a step may do: made by `contract`.
+    """Limits on a step, made by `contract`.
 
     >>> isinstance(axn.insight.contract(max_memory=1024), axn.insight.Contract)
     True
@@ -86,7 +86,7 @@ class Contract:
     mapping: Any = None
     mesh: AnyMesh | None = None
     _found: list[str] | None = dataclasses.field(default=None, init=False, repr=False)
-    """In a with-block, what is broken so far."""
+    """In a with-block, the violations found so far."""
     _checked: int = dataclasses.field(default=0, init=False, repr=False)
 
     @property
@@ -126,7 +126,7 @@ class Contract:
         found = [*self._too_much_sent(report), *self._gathers(report), *self._unscattered(report)]
         if self.max_memory is not None:
             if report.memory is None:
-                raise ValueError("contract: the report knows nothing of memory; it is one by 'compiled' that does.")
+                raise ValueError("contract: the report has no memory figures; a report with by='compiled' has them.")
             m = report.memory
             if m.total > self.max_memory:
                 found.append(
@@ -181,7 +181,7 @@ class Contract:
             unknown = [c for c in over if c.total_sent is None]
             if sent > limit or unknown:
                 largest = sorted(over, key=lambda c: -(c.total_sent or c.sent or 0))[:3]
-                often = " at least, and what a loop of unknown length sends," if unknown else ""
+                often = " at least, and more in a loop of unknown length," if unknown else ""
                 found.append(
                     f"each device sends {describe_bytes(sent)}{often} over {axis}, but may send "
                     f"{describe_bytes(limit)}. The most is sent by: {'; '.join(map(str, largest))}. "
@@ -198,7 +198,7 @@ class Contract:
                 if axis in c.gathered:
                     found.append(f"gathers {axis}: {c}. {_remedies(axis)}")
                 elif not c.gathered and axis in c.named_axes:
-                    found.append(f"may gather {axis}, which sizes that coincide leave open: {c}. {_remedies(axis)}")
+                    found.append(f"may gather {axis}, or another axis of the same size: {c}. {_remedies(axis)}")
         return found
 
     def _unscattered(self, report: Report) -> list[str]:
@@ -217,8 +217,8 @@ class Contract:
 
 def _remedies(axis: str) -> str:
     return (
-        f"Either keep {axis} sharded in what this operation needs, by axn.shard or another operation; or map {axis} to "
-        "None."
+        f"Either keep {axis} sharded in the operands of this operation, by axn.shard or another operation; or map "
+        f"{axis} to None."
     )
 
 
@@ -239,10 +239,10 @@ def _remedies_for_sending(c: Collective, mesh_axis: str) -> str:
         )
     if c.kind == "all-reduce":
         return (
-            f"Either map the axes that it sums over to another mesh axis than {mesh_axis}; or reduce what is summed "
-            "before, to fewer elements or a smaller dtype."
+            f"Either map the axes that it sums over to another mesh axis than {mesh_axis}; or sum fewer elements, or a "
+            "smaller dtype."
         )
-    moved = " and ".join(c.moved or c.named_axes) or "what it moves"
+    moved = " and ".join(c.moved or c.named_axes) or "the axis that it moves"
     return (
         f"Either keep {moved} sharded alike before and after, by axn.shard; or map that to another mesh axis than "
         f"{mesh_axis}."

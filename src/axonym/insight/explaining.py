@@ -1,4 +1,4 @@
-"""`explain`: what a step communicates, keeps and computes, read from its compiled program."""
+"""`explain`: report what a step communicates, keeps and computes, from its compiled program."""
 
 from __future__ import annotations
 
@@ -207,14 +207,16 @@ def _report(
             custom_calls.add((instruction.attribute("custom_call_target") or "").strip('"'))
     notes = []
     if mesh is None:
-        notes.append("no mesh of as many devices is active or that of an argument, so mesh axes are not known")
+        notes.append(
+            "neither the active mesh nor the mesh of an argument has this number of devices, so mesh axes are not known"
+        )
     if custom_calls := custom_calls - WITHOUT_FLOPS:
         listed = ", ".join(sorted(custom_calls))
-        notes.append(f"flops do not include those of custom calls: {listed}")
+        notes.append(f"flops do not include custom calls: {listed}")
     if grouped:
         notes.append(
-            f"{grouped:,} of the flops are of rows with the matrices of other groups than theirs, which compilers with "
-            "grouped products do not compute, and bounds on time leave out"
+            f"{grouped:,} of the flops multiply rows by the matrices of other groups; compilers with grouped products "
+            "do not compute these, and bounds on time leave them out"
         )
     notes += _notes_on(collectives, flops is None)
     bounds = None if chip is None else bounds_on(chip, collectives, memory, needed)
@@ -224,7 +226,7 @@ def _report(
         try:
             course = timeline(program, mesh or {})
         except UnknownForm as e:
-            notes.append(f"what is held in the course of the step is not known: {e}")
+            notes.append(f"the memory over the course of the step is not known: {e}")
     given = [i for i in program.computations[program.entry].values() if i.opcode == "parameter"]
     given.sort(key=lambda i: int(i.value))
     arguments = names.added_up((i.scope, sum(shape.bytes for shape in i.shapes)) for i in given)
@@ -239,11 +241,11 @@ def _sharded(step: str, lowered: Any, names: ArgumentNames, chip: Chip | None) -
     program, constraints = _shardy.sharded_program(lowered), Constraints(lowered)
     collectives = [c for found in program.exchanges for c in describe(found, constraints, program.mesh)]
     notes = [
-        "by='shardy' reads the program as it is sharded, before the compiler changes it, which may combine "
-        "collectives, compute once what is there twice, fold constants, simplify products, or send another dtype"
+        "by='shardy' reads the program as it is sharded, before the compiler changes it: it may still combine "
+        "collectives, merge repeated operations, fold constants, simplify products, or send another dtype"
     ]
     if program.moved:
-        notes.append(f"what {', '.join(program.moved)} exchange along sharded axes, the compiler decides")
+        notes.append(f"the compiler decides what is exchanged along sharded axes by {', '.join(program.moved)}")
     if program.grouped:
         notes.append(OF_GROUPS)
     if program.uncounted:
@@ -265,7 +267,7 @@ def _notes_on(collectives: Sequence[Collective], loops: bool) -> Iterator[str]:
     if any(c.in_branch for c in collectives):
         yield "collectives in a branch run only if it is taken; they are counted as if it always were"
     if any(c.sent is None for c in collectives):
-        yield "what a ragged all-to-all sends depends on values"
+        yield "the bytes that a ragged all-to-all sends depend on values"
 
 
 def _exchange(program: HloProgram, visit: Visit, kind: str, mesh: dict[str, int] | None) -> Exchange:

@@ -25,7 +25,7 @@ Over = str | tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class PlannedMapping:
-    """A mesh and two mappings, and what they cost.
+    """A mesh and two mappings, and their cost.
 
     >>> step = lambda w, x: axn.dot(x, w, axis="embed")
     >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
@@ -45,9 +45,9 @@ class PlannedMapping:
     """The bytes that each device sends."""
     uncertain: int
     by: str = "names"
-    """Its source: `names`, or `shardy` for what names do not tell."""
+    """Its source: `names`, or `shardy` where names are not enough."""
     verified: Report | None = None
-    """What the partitioner makes of it, if it was asked."""
+    """The partitioner's report, if it was asked for one."""
 
     @property
     def seconds(self) -> float:
@@ -62,7 +62,7 @@ class PlannedMapping:
 
     @property
     def mapping(self) -> Any:
-        """Return what `explain` and `compare` take as `mapping`.
+        """Return the argument `mapping` for `explain` and `compare`.
 
         >>> step = lambda w, x: axn.dot(x, w, axis="embed")
         >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
@@ -109,16 +109,16 @@ class MappingPlan:
     chip: Chip
     memory: int
     found: tuple[PlannedMapping, ...]
-    """Those that fit into the memory, by the time they take."""
+    """The mappings that fit into the memory, by the time they take."""
     too_large: tuple[PlannedMapping, ...]
-    """Those that do not, the smallest first."""
+    """The mappings that do not fit, the smallest first."""
     considered: int
     asked: int
     """How many of these Shardy was asked for."""
     left_out: Mapping[str, str]
-    """What was not considered, and why."""
+    """The kinds of mappings that were not considered, each with the reason."""
     cautions: tuple[str, ...] = ()
-    """What to know before using the best one: it is printed first."""
+    """Warnings about the best one, which are printed first."""
 
     @property
     def best(self) -> PlannedMapping:
@@ -148,7 +148,7 @@ class MappingPlan:
         notes = [f"{what} is not considered: {why}" for what, why in self.left_out.items()]
         if self.best.verified is None:
             notes.append("not compiled: by names and Shardy alone" if self.asked else "not compiled: by names alone")
-        notes.append("times are least times, and memory is what is kept at least: measure the first few")
+        notes.append("times and memory are lower bounds: measure the first few")
         parts = [
             "\n".join([self._title(), *(f"caution: {c}" for c in self.cautions)]),
             "\n".join(aligned(self._table())),
@@ -201,7 +201,7 @@ def plan(
     The step is traced once, and each mapping is worked out by name, as `explain` does with `by="names"`: mappings of
     the batch (data parallelism), of the parameters between uses (FSDP), of axes along which devices can compute
     independently (tensor parallelism), and of these together, on all meshes of one or two axes. For axes where names do
-    not determine what is exchanged, such as those of experts, of a sequence, or of layers that run as a pipeline, it
+    not determine the communication, such as axes of experts, of a sequence, or of layers that run as a pipeline, it
     uses Shardy, like `explain` with `by="shardy"`: only for a few mappings, since each takes as long as lowering the
     step. The remaining mappings are not considered, and the result says so. A step with operations whose flops are not
     known, such as convolutions, is refused.
@@ -213,8 +213,8 @@ def plan(
     Arguments:
         fn: a function of the model and more arguments, with the whole step in it: loss, gradients, update. It does
             not say how it is distributed, and is not run.
-        model: its first argument, whose axes are those of the model. May be abstract.
-        *batch: its other arguments. Axes that the model lacks are those of the batch.
+        model: its first argument, which determines the axes of the model. May be abstract.
+        *batch: its other arguments. Axes that the model lacks are axes of the batch.
         chips: the number of chips.
         chip: the kind of chip: a `Chip`, or the name of one of `CHIPS`.
         memory: the bytes that a device may keep, such as `"80 GiB"`; all that the chip has by default.
@@ -266,7 +266,7 @@ def plan(
     if chips > 1 and not fitting[0].compute:
         cautions.append(
             f"the first one shards nothing: each of the {chips} devices computes everything, which takes less time "
-            "than what the others send. Plan with the sizes that you will train with, or use fewer devices."
+            "than the others' communication. Plan with the sizes that you will train with, or use fewer devices."
         )
     return MappingPlan(
         trace.name, chips, chip, limit, tuple(fitting), tuple(too_large), len(found), len(asked),
@@ -342,6 +342,7 @@ class _Search:
             for batch, group in itertools.product(self.batch or [None], self.groups):
                 if batch in group:
                     continue
+                # A second mesh axis needs axes of a group to shard, or else shards the batch together with the first.
                 if bool(group) != (model > 1) and not (model > 1 and data > 1 and batch and not group):
                     continue
                 over: Over = ("data", "model") if model > 1 and not group else "data"
@@ -385,7 +386,7 @@ class _Search:
         return f"sharding {', '.join(n for n in compute if n in self.refused)}"
 
     def _called(self, name: str) -> list[str]:
-        """Return all names that an axis has during the step, such as those of positions and of key positions."""
+        """Return all names that an axis has during the step: positions may become key positions."""
         found = [name]
         for known in found:
             for event in self.trace.events:

@@ -24,7 +24,7 @@ _UPDATE = "--update-snapshots"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that writes snapshots."""
     parser.getgroup("axonym").addoption(
-        _UPDATE, action="store_true", help="write what steps do on their meshes to the files of `mapping_snapshot`"
+        _UPDATE, action="store_true", help="write the files of `mapping_snapshot` instead of comparing with them"
     )
 
 
@@ -40,7 +40,7 @@ class MappingSnapshot:
     def check(
         self, fn: Callable[..., Any], /, *args: Any, mapping: Any = None, mesh: AnyMesh | None = None, **kwargs: Any
     ) -> None:
-        """Compare what a step does on a mesh with the file; with `--update-snapshots`, write the file.
+        """Compare the snapshot of a step with the file; with `--update-snapshots`, write the file.
 
         The file is `snapshots/MODULE.TEST.txt` beside the test; later checks in one test count: `MODULE.TEST.2.txt`.
 
@@ -55,18 +55,18 @@ class MappingSnapshot:
             path.parent.mkdir(exist_ok=True)
             path.write_text(found, encoding="utf-8")
         elif not path.exists():
-            pytest.fail(f"there is no {path}: run pytest with {_UPDATE}, and read what it writes.", pytrace=False)
+            pytest.fail(f"there is no {path}: run pytest with {_UPDATE}, and read the new file.", pytrace=False)
         elif found != (kept := path.read_text(encoding="utf-8")):
             lines = difflib.ndiff(kept.splitlines(), found.splitlines())
             changed = "\n".join(line for line in lines if line[0] in "+-")
             said = "".join(f"\n{line}" for line in differences(kept, found))
-            advice = f"If that is meant, run pytest with {_UPDATE}."
-            pytest.fail(f"the step does something else than {path} says:{said}\n\n{changed}\n{advice}", pytrace=False)
+            advice = f"If this change is intended, run pytest with {_UPDATE}."
+            pytest.fail(f"the step differs from its snapshot {path}:{said}\n\n{changed}\n{advice}", pytrace=False)
 
 
 @pytest.fixture
 def mapping_snapshot(request: pytest.FixtureRequest) -> MappingSnapshot:
-    """Keep what a step does on a mesh in a file beside the test: `mapping_snapshot.check(step, *abstract_args)`."""
+    """Keep snapshots of steps in files beside the test: `mapping_snapshot.check(step, *abstract_args)`."""
     name = re.sub(r"[^\w.=-]+", "_", request.node.name).strip("_")
     folder = request.path.parent / "snapshots"
     return MappingSnapshot(folder, f"{request.path.stem}.{name}", bool(request.config.getoption(_UPDATE)))
@@ -76,7 +76,7 @@ def mapping_snapshot(request: pytest.FixtureRequest) -> MappingSnapshot:
 def mapping_contract() -> Iterator[Callable[..., Contract]]:
     """Make contracts for steps: `mapping_contract(never_gathers=["vocab"], mesh=mesh).check(step, *abstract_args)`.
 
-    The arguments are those of `axonym.insight.contract`. A contract by which nothing was checked fails the test.
+    The arguments are as in `axonym.insight.contract`. A contract that checks nothing fails the test.
     """
     made: list[Contract] = []
 

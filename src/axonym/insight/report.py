@@ -1,4 +1,4 @@
-"""What a compiled step communicates, keeps and computes: the object that `explain` returns."""
+"""The report of a step: its collectives, its memory and its flops. This is the object that `explain` returns."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Memory:
     arguments: int
     results: int
     aliased: int
-    """What of the results overwrites donated arguments."""
+    """The bytes of results that overwrite donated arguments."""
     temporaries: int
-    """A block for all that lives only during the call, as small as the compiler could make it."""
+    """The block for all arrays that live only during the call, as small as the compiler could make it."""
 
     @property
     def total(self) -> int:
@@ -92,7 +92,7 @@ class Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a step does on a mesh: printed as text, or as Markdown or JSON.
+    """The report of a step on a mesh. Prints as text, and can be written as Markdown or JSON.
 
     >>> report = axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner")
     >>> isinstance(report, axn.insight.Report)
@@ -103,7 +103,7 @@ class Report:
     platform: str
     mesh: Mapping[str, int]
     by: str
-    """Where it is from: `compiled`, `partitioner`, `shardy` or `names`."""
+    """How it was made: by `compiled`, `partitioner`, `shardy` or `names`."""
     collectives: tuple[Collective, ...]
     memory: Memory | None
     """None where nothing was compiled to the end."""
@@ -112,20 +112,20 @@ class Report:
     bounds: Bounds | None
     notes: tuple[str, ...]
     uncertain: int = 0
-    """By how many bytes what each device sends may be off, beyond what the notes say. What is compiled is exact."""
+    """The error of the bytes that each device sends, beyond the notes; 0 for a compiled step, which is exact."""
     timeline: MemoryTimeline | None = None
-    """What each device holds in the course of the step; None where the program was not compiled for CPUs."""
+    """The memory of each device over the course of the step; None if the program was not compiled for CPUs."""
     arguments: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """The bytes of each argument of the step on each device, by the name of its parameter, without what a compiler for
-    another device pads them with."""
+    """The bytes of each argument of the step on each device, by the name of its parameter, without the padding that
+    compilers for some devices add."""
 
     def total_sent(self, over: str | None = None, kind: str | None = None, phase: str | None = None) -> int | None:
         """Return the bytes that each device sends in a call; None if that depends on values.
 
         Arguments:
-            over: only what is sent along this mesh axis, alone or with others.
+            over: only collectives along this mesh axis, alone or with others.
             kind: only collectives of this kind.
-            phase: only those of this phase.
+            phase: only collectives of this phase.
 
         >>> axn.insight.explain(lambda x: x * 2, axn.ones({"batch": 4}), by="partitioner").total_sent()
         0
@@ -184,7 +184,7 @@ class Report:
         return self._written(markdown=True)
 
     def draw(self, figure: Any = None) -> Any:
-        """Draw what each device holds over the course of the step, and what it sends over each set of mesh axes.
+        """Draw the memory of each device over the course of the step, and the bytes sent over each set of mesh axes.
 
         Needs the extra `plot`.
 
@@ -204,7 +204,7 @@ class Report:
         return self.to_markdown()
 
     def __rich__(self) -> Any:
-        """Return what `rich.print` shows: tables that fit the terminal."""
+        """Return the tables that `rich.print` shows, which fit the terminal."""
         from rich.console import Group
         from rich.text import Text
 
@@ -258,7 +258,7 @@ class Report:
         if self.timeline is not None and self.timeline.kept_for_backward:
             yield f"kept for the backward pass, of the temporaries: {self.timeline._kept()}"
         if self.uncertain:
-            yield f"what is sent may be off by {describe_bytes(self.uncertain)}"
+            yield f"the bytes sent may be off by {describe_bytes(self.uncertain)}"
         flops = "not known" if self.flops is None else written_number(self.flops)
         yield f"flops of each device, in products and convolutions: {flops}"
         if self.bounds is not None:
@@ -340,7 +340,7 @@ def _total(values: Sequence[int | None]) -> str:
     total = _sum(values)
     if total is not None:
         return describe_bytes(total)
-    return f"at least {describe_bytes(sum(v or 0 for v in values))}, and what depends on values"
+    return f"at least {describe_bytes(sum(v or 0 for v in values))}, and more that depends on values"
 
 
 def described_seconds(t: float) -> str:

@@ -1,4 +1,4 @@
-"""`snapshot`: what a step does on a mesh, as a short text that is kept with the tests and compared."""
+"""`snapshot`: describe how a step is distributed, in a short text that is kept with the tests and compared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .explaining import active, distributed, explain, quickest_exact
 def snapshot(
     fn: Callable[..., Any], /, *args: Any, mapping: Any = None, mesh: AnyMesh | None = None, **kwargs: Any
 ) -> str:
-    """Write how a step's arguments are sharded, and what it sends between devices.
+    """Describe how a step's arguments are sharded, and what it sends between devices, in a text for tests.
 
     The text has no line numbers, times or addresses, so it changes when the distribution of the step does. The fixture
     `mapping_snapshot` of `axonym.insight.pytest_plugin` keeps such texts in files.
@@ -55,7 +55,7 @@ def snapshot(
 
 
 def differences(before: str, after: str) -> list[str]:
-    """Say in words how the distribution of one snapshot differs from that of another."""
+    """Describe in words how the distribution in one snapshot differs from the distribution in another."""
     found: list[str] = []
     old, new = _arguments(before), _arguments(after)
     changed: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""What a device holds over the course of a step, and the pictures of this and of what it sends."""
+"""The memory of a device over the course of a step, and pictures of it and of the bytes that are sent."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class HeldArray:
     bytes: int
     """Of all of them."""
     phase: str
-    """When they are made: `forward`, `backward` or `recomputed`; empty for what is not differentiated."""
+    """When they are made: `forward`, `backward` or `recomputed`; empty if they are not differentiated."""
     operation: str | None
     source: Source | None
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryTimeline:
-    """What each device holds over the course of a step, from when each array is made and last used.
+    """The memory of each device over the course of a step, from when each array is made and last used.
 
     The compiler puts arrays into one block, which can have gaps, and may let some share memory in ways that this does
     not know. In the tests, the peak differs from the compiler's own figure by less than a tenth of the temporaries.
@@ -56,10 +56,10 @@ class MemoryTimeline:
     phases: tuple[str, ...]
     """The phase of each instruction."""
     at_peak: tuple[HeldArray, ...]
-    """What is held when that is most, the largest first."""
+    """The arrays that are held at the peak, the largest first."""
     kept_for_backward: tuple[HeldArray, ...] = ()
-    """What the forward pass makes and the backward pass uses, when there is most of it, the largest first. Arguments
-    and results are not among it."""
+    """The arrays that the forward pass makes and the backward pass uses, when they take most memory, the largest first.
+    Arguments and results are not among them."""
 
     @property
     def peak(self) -> int:
@@ -102,7 +102,7 @@ class MemoryTimeline:
 
 
 def draw(timeline: MemoryTimeline | None, sent: CollectivesByAxes, figure: Any) -> Any:
-    """Draw what a device holds in the course of a step, and what it sends over each set of mesh axes."""
+    """Draw the memory of a device over the course of a step, and the bytes it sends over each set of mesh axes."""
     if figure is None:
         try:
             from matplotlib.figure import Figure

@@ -177,7 +177,7 @@ def _categorical_kernel(
             argument: wrap(jnp.asarray(x, None if argument == "top_k" else jnp.float32), own)
             for argument, own, x in zip(arguments, layouts, parameters, strict=True)
         }
-        # A key of this kind is two words, and many keys at once draw what each draws alone.
+        # A key of this kind is two words, and a batch of keys draws the same as each key alone.
         threefry = jax.random.key_impl(key) == "threefry2x32"
         words = jax.random.key_data(key) if threefry else jax.random.bits(key, (2,), jnp.uint32)
         if draws:  # the logits lack these axes, and each device should draw its own shard

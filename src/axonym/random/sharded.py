@@ -29,7 +29,7 @@ def generate_sharded(fn: F, axis: AxisSelector | None = None) -> F:
     """Make a sampler that draws block by block along an axis, where each device draws only the blocks in its shard.
 
     Block `i` is drawn with the `i`-th of the keys that `jax.random.split` makes, one for each index of the axis. So the
-    values do not depend on the mesh or the active mapping, but they differ from those of `fn` itself.
+    values do not depend on the mesh or the active mapping, but they differ from the values of `fn` itself.
 
     The samplers here draw each shard on its device already. This function is for samplers of your own, for keys of
     other kinds than `threefry2x32`, and for samplers that JAX cannot partition along an axis, such as `gamma` along any

@@ -92,7 +92,7 @@ def fold_in_stages(
 class _Pipeline:
     """A call of a pipeline, while its mapping is active.
 
-    Arrays come in four groups: those of the layers, the carry, further arguments of the layers, and those of `then`.
+    Arrays come in four groups: the layers, the carry, further arguments of the layers, and the arguments of `then`.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class _Pipeline:
     def _spec(self, names: Names | None, x: Any, mapping: Mapping[str, Entry], raw: bool) -> PartitionSpec:
         if names is not None:
             return PartitionSpec(*entries_by_name(names, mapping))
-        # As in `axonym.scan`, raw arrays are sliced along their first axis, except those of `then`.
+        # As in `axonym.scan`, raw arrays are sliced along their first axis, except arguments of `then`.
         return PartitionSpec(*([entry_of(self._stages) if raw else None] if x.ndim else []), *[None] * (x.ndim - 1))
 
     def _stages_of(self, name: str, entry: Entry) -> Axes:

@@ -45,7 +45,7 @@ def _alike(whole: Any, shards: Any) -> bool:
 
 
 def _operations(jaxpr: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield the operations of a program, each with its operands, except those of the cross-entropy."""
+    """Yield the operations of a program, each with its operands, except the operations of the cross-entropy."""
     same: dict[Any, Any] = {}
     for operation in jaxpr.eqns:
         operands = [x if hasattr(x, "val") else same.get(x, x) for x in operation.invars]
