@@ -493,7 +493,10 @@ def test_adds_nothing_to_the_program() -> None:
             r"args\[0\]\[0\] is a raw array of shape \(\), .* axis 'layers'",
         ),
         (lambda: vmap(lambda k: k, (Layers, Heads))(jnp.ones(3)), r"over 2 axes \(layers, heads\) at position 0"),
-        (lambda: vmap(lambda k: k, Layers, default=2)(jnp.ones((3, 3))), r"axis 'layers' at position 2\. Say where"),
+        (
+            lambda: vmap(lambda k: k, Layers, default=2)(jnp.ones((3, 3))),
+            r"axis 'layers' at position 2\. Pass a position",
+        ),
         (
             lambda: vmap(lambda x: axn.ones(Batch), Batch)(X),
             r"has axis 'batch' of its own, \(batch\).*Rename that axis",

@@ -412,7 +412,7 @@ class ShardyProgram:
         if op.name == "stablehlo.custom_call" and (called := str(op.attributes["call_target_name"]).strip('"')):
             if called == "CustomSPMDPartitioning":
                 raise NotImplementedError(
-                    "explain: by='shardy' cannot see what an operation with its own partitioning exchanges, such as "
+                    "explain: by='shardy' cannot see inside an operation with its own partitioning, such as "
                     "`top_k` or `random.categorical` along a sharded axis. by='partitioner' does."
                 )
             name = called

@@ -47,8 +47,8 @@ def contract(
 
     Arguments:
         max_sent: by mesh axis, the bytes that each device may send over it in a call: a number, or `"1.5 MiB"`.
-        never_gathers: axes that no all-gather may complete on a device, except those of indices of a look-up. An
-            all-gather that may do so, because equal sizes make it ambiguous what it gathers, breaks the contract too.
+        never_gathers: axes that no all-gather may complete on a device, except indices of a look-up. An all-gather that
+            may do so, because axes of equal size make it ambiguous, breaks the contract too.
         scatters_gradients: whether gradients of parameters that `fsdp` stores sharded over a mesh axis must be summed
             over it by reduce-scatters.
         max_memory: the bytes that a device may hold: arguments, results and temporaries.

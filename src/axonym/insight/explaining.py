@@ -59,14 +59,14 @@ def explain(
         *args: its arguments, which may be abstract; also those by keyword. `axonym.shard` places abstract arrays too.
         mapping: how to distribute a plain function: a resource mapping, for `named_jit` with its arguments placed by
             it, or a parameter mapping and a compute mapping, for `fsdp`.
-        mesh: the mesh; by default the active one. One without devices takes those of this machine, if there are enough.
+        mesh: the mesh; by default the active one. A mesh without devices takes this machine's, if there are enough.
         by: how the report is made. `"compiled"` compiles the step to the end. `"partitioner"`, on CPUs, stops before
             code generation, which takes most of the time, so memory is not known; collectives and flops are the same.
             `"shardy"` runs only the passes that shard the program, on a mesh of any size, whose devices need not exist;
             the report says by how much the bytes sent may be off. `"names"` compiles nothing: it traces the step and
             works out by name what each operation does under the mapping, on a mesh of any size. It takes a plain
             function that does not say how it is distributed, assumes that the mapping shards every array, and raises an
-            error where names do not determine what is exchanged.
+            error where names do not determine the communication.
         topology: the TPUs to compile for, such as `"v5e:4x4"`, which need not exist here. Needs the extra `tpu-plan`.
         chip: the chip for which to give lower bounds on time: a `Chip`, or the name of one of `CHIPS`.
 
@@ -245,11 +245,11 @@ def _sharded(step: str, lowered: Any, names: ArgumentNames, chip: Chip | None) -
         "collectives, merge repeated operations, fold constants, simplify products, or send another dtype"
     ]
     if program.moved:
-        notes.append(f"the compiler decides what is exchanged along sharded axes by {', '.join(program.moved)}")
+        notes.append(f"the compiler decides the communication of {', '.join(program.moved)} along sharded axes")
     if program.grouped:
         notes.append(OF_GROUPS)
     if program.uncounted:
-        notes.append(f"flops are not known, because those of {', '.join(program.uncounted)} are not counted")
+        notes.append(f"flops are not known, because {', '.join(program.uncounted)} cannot be counted")
     notes += _notes_on(collectives, program.flops is None and not program.uncounted)
     bounds = None if chip is None else bounds_on(chip, collectives, None, program.needed_flops)
     return Report(
