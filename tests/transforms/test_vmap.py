@@ -501,7 +501,10 @@ def test_adds_nothing_to_the_program() -> None:
             lambda: vmap(lambda x: axn.ones(Batch), Batch)(X),
             r"has axis 'batch' of its own, \(batch\).*Rename that axis",
         ),
-        (lambda: vmap(lambda x, p: x, Batch, args=(0, (0, 0)))(X, [1]), r"said of args\[1\] is not a tree prefix"),
+        (
+            lambda: vmap(lambda x, p: x, Batch, args=(0, (0, 0)))(X, [1]),
+            r"the value given for args\[1\] is not a tree prefix",
+        ),
         (lambda: vmap(abs, ())(X), "expected at least one axis"),
         (lambda: vmap(abs, (Batch, "batch"))(X), r"an axis is mapped over once, got \(batch, batch\)"),
     ],

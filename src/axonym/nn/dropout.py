@@ -114,6 +114,6 @@ class Dropout(eqx.Module):
 
     @named_call
     def __call__(self, x: NamedArray, *, inference: bool | None = None, key: Any = None) -> NamedArray:
-        """Set randomly chosen elements to zero; `inference` overrides that of the layer."""
+        """Set randomly chosen elements to zero; `inference` overrides the layer's setting."""
         inference = self.inference if inference is None else inference
         return dropout(x, self.pdrop, self.broadcast_axes, inference=inference, key=key)

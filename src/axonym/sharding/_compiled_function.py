@@ -478,8 +478,8 @@ class Stage:
         arrays, spec = flatten_arrays((args, kwargs), PROGRAM_ARRAYS, named=False)
         if spec != self._program.spec:
             raise TypeError(
-                "named_jit: a compiled program is for arguments of the structure for which it was lowered, and for the "
-                "same values of those that are not arrays; these arguments are others."
+                "named_jit: this program was compiled for different arguments: pass the same tree structure and the "
+                "same non-array values."
             )
         return _tree(self._stage(*self._program.apart(arrays)))
 

@@ -198,7 +198,7 @@ def _compiled(
             raise TypeError(f"named_jit: `{reserved}` works by position; use `{instead}`.")
     for needless in ("static_argnums", "static_argnames"):
         if needless in jit_options:
-            raise TypeError(f"named_jit: `{needless}` is not needed: what is not an array is static by itself.")
+            raise TypeError(f"named_jit: `{needless}` is not needed: non-array arguments are always static.")
     if annotation_shardings is not None:
         active = {**active, "annotations": hashable_annotations(annotation_shardings)}
 

@@ -394,8 +394,9 @@ def check_entries(leaf: Leaf, entries: Sequence[Entry], mesh: AnyMesh | None) ->
 
 
 _WAY_OUT = (
-    "Make it one (axonym.sharding.round_axis_for_partitioning gives {size}), or map it elsewhere.",
-    "Make it one ({size} is), or place it otherwise; a rule can be `.lenient()`.",
+    "Resize it to a multiple of {shards} (axonym.sharding.round_axis_for_partitioning gives {size}), "
+    "or map it elsewhere.",
+    "Resize it to a multiple of {shards} (such as {size}), or choose another placement; a rule can be `.lenient()`.",
 )
 """Advice about a size: of named arrays, and of raw ones."""
 
@@ -433,7 +434,7 @@ def _checked(
                 over = " x ".join(f"{a}={mesh.shape[a]}" for a in axes)
                 problems.append(
                     f"{array}: {name} of size {size} cannot be sharded over {over}: {size} is not a multiple of "
-                    f"{shards}. " + _WAY_OUT[names is None].format(size=-(-size // shards) * shards)
+                    f"{shards}. " + _WAY_OUT[names is None].format(shards=shards, size=-(-size // shards) * shards)
                 )
     return PartitionSpec(*entries), tuple(problems)
 

@@ -216,7 +216,7 @@ def lint_mapping(
         placement: a resource mapping, a rule, a `PartitionSpec`, a sharding, or a tree prefix of these. By default the
             active mapping.
         mesh: the mesh; the active one by default.
-        large: arrays of at least so many bytes that are replicated are reported.
+        large: report replicated arrays of at least this many bytes.
 
     >>> mesh = axn.make_mesh({"data": 2})
     >>> print(axn.lint_mapping({"w": axn.ones({"embed": 4})}, {"embd": "data"}, mesh))
