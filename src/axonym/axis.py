@@ -75,6 +75,7 @@ class Axis:
     __slots__ = ("__weakref__", "name", "size")
 
     def __new__(cls, name: str, size: int) -> Axis:
+        # Exactly an int: 8.0 is equal to 8 as a key, but must be refused.
         found = _INTERNED.get((name, size)) if type(size) is int else None
         return found if found is not None else _intern(cls, name, size)
 
@@ -370,6 +371,7 @@ def rearrange_for_partial_order(
         raise ValueError(f"rearrange: {listed} of {shown} {lacking}, or add `...`.")
     order = [[] if isinstance(s, EllipsisType) else [name_of(s)] for s in partial_order]
     place = next((i for i, s in enumerate(partial_order) if s is ...), 0)
+    # The unnamed axes fill one `...` until a named axis comes, and then the next free one behind that.
     for n in known:
         if n in rest:
             order[place].append(n)

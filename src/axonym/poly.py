@@ -303,7 +303,7 @@ def polyfit(
     NamedArray(float32[x=2], [2. 1.])
     """
     points = next((p.names for p in (x, w) if isinstance(p, NamedArray)), None)
-    if points is None:
+    if points is None:  # without an axis, since y does not say which of several it is: an error of the kernel
         points = () if isinstance(y, NamedArray) and len(y.names) != 1 else _names(y)
     operands = (x, y) if w is None else (x, y, w)
     in_names = tuple(p.names if isinstance(p, NamedArray) else points for p in operands)

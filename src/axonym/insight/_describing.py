@@ -50,6 +50,7 @@ def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, in
     """Describe a collective, once for each array that it carries."""
     kind, axes, pieces = exchange.kind, exchange.axes, exchange.pieces
     for i, (producer, operand, result) in enumerate(exchange.carried):
+        # XLA combines collectives: one that carries several arrays has the scope of only one of them.
         own = len(exchange.carried) == 1 and _scopes.operation(exchange.origin.scope) is not None
         origin = exchange.origin if own else producer
         operation, phase = _scopes.operation(origin.scope), _scopes.phase(origin.scope or exchange.origin.scope)

@@ -58,6 +58,7 @@ class HloShape:
     def bytes(self) -> int:
         if self.dtype in ("token", "opaque"):
             return 0
+        # The first number in the name of a dtype is its size in bits: `s32`, `bf16`, `f8e4m3fn`.
         bits = 8 if self.dtype == "pred" else int(re.sub(r"^[a-z]+(\d+).*$", r"\1", self.dtype))
         return -(-math.prod(self.sizes) * bits // 8)
 
@@ -217,7 +218,7 @@ class HloProgram:
             if instruction.opcode == "while":
                 turns = self._trip_count(name, instruction)
                 inside = None if times is None or turns is None else times * turns
-                tests = None if times is None or turns is None else times * (turns + 1)
+                tests = None if times is None or turns is None else times * (turns + 1)  # the last test ends the loop
                 yield from self._visits(instruction.computation("condition") or "", tests, in_branch)
                 yield from self._visits(instruction.computation("body") or "", inside, in_branch)
             elif instruction.opcode == "conditional":

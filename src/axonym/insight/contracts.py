@@ -157,6 +157,7 @@ class Contract:
 
         @functools.wraps(fn, updated=())
         def guarded(*args: Any, **kwargs: Any) -> Any:
+            # The key has everything that may lead to another program, as in jit's own cache.
             arrays, spec = flatten_arrays((args, kwargs))
             spec = spec.weak()
             types = tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in arrays)

@@ -317,6 +317,7 @@ class _Search:
     def _told(self, compute: Mapping[str, Over], storage: Mapping[str, Over], note: bool = True) -> bool:
         """Return whether the cost of a mapping can be computed from names, on a mesh whose axes divide everything."""
         try:
+            # Whether names suffice does not depend on the sizes of mesh axes, so the smallest will do.
             Account(self.trace, Layout({"data": 2, "model": 2}, compute, storage, self.trace.joined), divides=False)
         except NotKnown as e:
             if note:

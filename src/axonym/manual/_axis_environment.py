@@ -126,6 +126,7 @@ def possible_shardings(name: str, size: int) -> list[AxisSharding]:
         axes = argument.axes or by_mapping
         # Sizes do not show shardings over mesh axes of size one: assume that these are as in the arguments.
         as_there = argument.axes and argument.local == size
+        # A prefix of the mesh axes, since an all-gather removes the last ones first.
         starts = [argument.axes] if as_there else [axes[:i] for i in range(len(axes) + 1)]
         now = next((start for start in starts if argument.size == size * count(start)), None)
         if now is not None:

@@ -361,7 +361,7 @@ def axis_offset(axis: AxisSelector, *, x: NamedArray | None = None) -> Any:
         raise ValueError(
             f"{what}: by its size, axis {name!r} of {describe_array(x)} may be {listed}. Rename one of the axes."
         )
-    if not ways and not (known and not declared(name)):
+    if not ways and not (known and not declared(name)):  # its size says nothing: it was resized, or is new
         ways = [axes_meant(what, axis)]
     return jax.lax.axis_index(ways[0]) * local if ways and ways[0] else np.int32(0)
 

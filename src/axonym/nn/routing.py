@@ -220,6 +220,7 @@ class _Dispatch:
             [spec_of(placed), spec_of(of_x), *map(spec_of, stored)],
             spec_of(placed),
             mesh,
+            # JAX cannot differentiate partly manual functions on Explicit mesh axes.
             axis_names=set(mesh.axis_names) if explicit else used,
         )
         return reshard(y, padded(map(entry_of, of_rows), y.ndim), mesh)
@@ -354,6 +355,8 @@ def limit_capacity(
     # Rounded first, since 1.1 * 100 is more than 110 in floating point.
     capacity = math.ceil(round(factor * expert.size / one_axis(what, "experts", experts).size, 6))
     flat = ordered.astype(jnp.int32).flatten_axes(ordered.axes, "rows")
+    # The rank of a row among its expert's: sorted by expert, its place after the first row of the same expert. The
+    # sort is stable, so first rows stay first.
     by_expert = argsort(flat, "rows")
     grouped = flat["rows", by_expert]
     rank = arange(grouped.resolve_axis("rows")) - searchsorted(grouped, grouped)

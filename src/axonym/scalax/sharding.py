@@ -438,6 +438,7 @@ class MeshShardingHelper:
         """
         if mesh_axis_subset is None or self._tells_processes_apart(mesh_axis_subset):
             return from_process_local_data(pytree, batch_axis, mesh_axis_subset, self.mesh)
+        # Data of different processes must lie on different devices: load it over all mesh axes, then reshard it.
         loaded, structure = leaves_of(from_process_local_data(pytree, batch_axis, None, self.mesh))
         subset = mesh_axis_subset if isinstance(mesh_axis_subset, str) else tuple(mesh_axis_subset)
 

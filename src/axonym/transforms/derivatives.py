@@ -66,6 +66,7 @@ def value_and_grad(fn: Callable[..., Any], argnums: ArgNums = 0, *, has_aux: boo
                 raise TypeError(f"grad: with `has_aux`, the function returns a pair, got {type(result).__name__}.")
             return _scalar(result[0] if has_aux else result), result
 
+        # The result is auxiliary, so that it comes back as the function gave it: named, or in a pair.
         (_, result), gradients = jax.value_and_grad(scalar, has_aux=True)(argument.arrays)
         named = (x if n is None else wrap(x, n) for x, n in zip(gradients, argument.names, strict=True))
         return result, argument.like(named)

@@ -116,6 +116,7 @@ class ScanCheckpointPolicy:
         policy = self._kept(moved)
 
         def step(*args: Any, **kwargs: Any) -> T:
+            # `jax.checkpoint` takes trees of arrays only, and a step can have other arguments and results.
             arrays, spec = flatten_arrays((args, kwargs))
 
             def of_arrays(arrays: list[Any]) -> FlatTree:
@@ -274,6 +275,7 @@ def checkpointed_scan(
 
         outer = of_groups.checkpoint(*names, group)
         cut = [x.reshape(groups, per_group, *x.shape[1:]) for x in xs]
+        # `unroll` counts steps, so the outer loop unrolls as many groups as have so many steps.
         carry, ys = jax.lax.scan(outer, carry, cut, groups, reverse, max(1, unroll // per_group))
         return carry, jax.tree.map(lambda y: y.reshape(length, *y.shape[2:]), ys)
 

@@ -227,6 +227,7 @@ def _wrong_axes(what: str, asked: NamedArrayAxes, names: Names, shape: tuple[Any
         listed = _errors.quoted(extra)
         return point(f"{what}: {listed} of {has} is not in the annotation. `...` allows more axes.", asked, "")
     if asked.ordered:
+        # The dots take the axes in the middle.
         found = names[: len(asked.before)] + names[len(names) - len(asked.after) :]
         for name, there in zip(asked.names, found, strict=True):
             if name != there:

@@ -198,7 +198,8 @@ class KVCache(eqx.Module):
                 positions = positions % room
 
             def write(old: NamedArray, new: NamedArray) -> NamedArray:
-                # Padding beyond the end is dropped, and everything if there is no such cache.
+                # Padding beyond the end is dropped, and everything if there is no such cache. No index occurs twice:
+                # positions are consecutive, and not more than there is room for.
                 index = {**at, self.KPos: positions}
                 return old.at[index].set(astype(new, old.dtype), mode="drop", unique_indices=True)
         else:

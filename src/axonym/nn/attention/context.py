@@ -111,6 +111,7 @@ def attend_along_sequence(
             raise ValueError(_errors.size_mismatch(what, KPos[0], sizes))
     hops = _hops(placed, key.axis_size(KPos[0]), query.axis_size(roles.positions[0]), mask)
     exchanged = _exchanged(roles, placed, query)
+    # Without an axis to exchange, the ring is the only choice: with no hops to pay for, it is the cheapest.
     context = context or _cheapest(roles, placed, query, key, value, hops if exchanged is not None else 0)
     if context == "all_to_all" and exchanged is None:
         axes = [*roles.batch, *roles.heads]
@@ -197,6 +198,7 @@ def _hops(placed: SequenceSharding, keys: int, queries: int, mask: Mask) -> int:
     if not isinstance(mask, Causal) or mask.window is None or keys != queries:
         return placed.shards - 1
     shard = keys if has_manual(placed.mesh) else keys // placed.shards
+    # The first query of a shard attends to `window - 1` positions before the shard.
     return min(placed.shards - 1, -(-(mask.window - 1) // shard))
 
 

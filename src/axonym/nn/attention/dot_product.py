@@ -118,6 +118,7 @@ def dot_product_attention(
                 f"{what}: dropout of {pdrop} needs a random key: pass `prng`, or `inference=True` to turn it off."
             )
         weights = dropout(weights, pdrop, inference=inference, key=prng)
+    # Features of values with the same name take the place of the query's features, which are summed.
     kept = query.names if features in value.names else tuple(n for n in query.names if n != features)
     own = tuple(n for n in (*weights.names, *value.names) if n not in positions and n not in kept)
     return dot(weights, value, axis=positions, precision=precision, out_axes=(*kept, *dict.fromkeys(own)))
@@ -199,6 +200,7 @@ def _weights(
     """Compute the weights: batch axes first, then the other axes of the query, then the other axes of the key."""
     dtype = jnp.result_type(query.dtype, key.dtype)
     wide = dtype if attention_dtype is None else dtype_key(attention_dtype)
+    # Only a narrower dtype needs a cast: the product itself accumulates in a wider one.
     if jnp.promote_types(dtype, wide) != wide:
         query, key = astype(query, wide), astype(key, wide)
     batch = tuple(n for n in query.names if n in key.names and n != Key)

@@ -126,7 +126,7 @@ def _jax_kernel(
     ]
     options: dict[str, Any] = {"scale": scale, "is_causal": roles.causal, "implementation": implementation}
     if roles.window is not None:
-        options["local_window_size"] = (roles.window - 1, 0)
+        options["local_window_size"] = (roles.window - 1, 0)  # JAX does not count the query's own position
 
     def positional(*arrays):
         sizes = _sizes(in_names, arrays)
