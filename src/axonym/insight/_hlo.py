@@ -411,7 +411,7 @@ def groups(instruction: Instruction, devices: int) -> Groups:
         return _listed(pairs)
     text = instruction.attribute("replica_groups")
     if text is None:
-        raise UnknownForm(f"{instruction.opcode} says nothing of its devices: {instruction.attributes[:80]!r}")
+        raise UnknownForm(f"{instruction.opcode} does not name its devices: {instruction.attributes[:80]!r}")
     if "use_global_device_ids=true" not in instruction.attributes and "channel_id" not in instruction.attributes:
         raise UnknownForm(f"{instruction.opcode} counts replicas rather than devices: {instruction.attributes[:80]!r}")
     text = text.strip()
@@ -460,7 +460,7 @@ def _on_mesh(axes: str, dims: str | None, order: str | None, over: str) -> Group
     sizes = {name.strip().strip("'"): int(size) for name, _, size in (axis.partition("=") for axis in axes.split(","))}
     chosen = [name.strip().strip("'") for name in over.split(",") if name.strip()]
     if unknown := [name for name in chosen if name not in sizes]:
-        raise UnknownForm(f"groups over {unknown[0]!r}, which is no axis of {axes!r}")
+        raise UnknownForm(f"groups over {unknown[0]!r}, which is not an axis of {axes!r}")
     grid = _sizes(dims or "") or tuple(sizes.values())
     ids = np.transpose(np.arange(math.prod(grid)).reshape(grid), _sizes(order or "") or range(len(grid)))
     names = list(sizes)

@@ -156,7 +156,7 @@ def work_of(schedule: Schedule, stages: int, index: Any, backward: bool = False)
     In rounds, microbatches come in groups of one for each stage, so that the first of a group comes back to the first
     stage when the last one has left it.
     """
-    # A group does all of its rounds before the next group begins: so many tasks come first on every stage.
+    # A group of microbatches goes through all of its rounds before the next group begins.
     group, rest = divmod(index, schedule.rounds * stages)
     turn, member = divmod(rest, stages)
     return group * stages + member, schedule.rounds - 1 - turn if backward else turn

@@ -275,7 +275,7 @@ def checkpointed_scan(
 
         outer = of_groups.checkpoint(*names, group)
         cut = [x.reshape(groups, per_group, *x.shape[1:]) for x in xs]
-        # `unroll` counts steps, so the outer loop unrolls as many groups as have so many steps.
+        # `unroll` counts steps, and each step of the outer loop is a whole group.
         carry, ys = jax.lax.scan(outer, carry, cut, groups, reverse, max(1, unroll // per_group))
         return carry, jax.tree.map(lambda y: y.reshape(length, *y.shape[2:]), ys)
 

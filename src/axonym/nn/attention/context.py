@@ -79,7 +79,7 @@ def attend_along_sequence(
     """Compute `dot_product_attention` along a sharded sequence; `refused` are given arguments that this does not take.
 
     Without a `context`, the one that moves fewer bytes is chosen. Then the result is None, for the caller to compute
-    it, if the positions of queries and keys are not sharded alike, or something else about the operands is in the way.
+    it, if the positions of queries and keys are not sharded alike, or the operands do not allow it.
     """
     operands = query, key, value
     if context is None and not _may_be_sharded(KPos, key):
