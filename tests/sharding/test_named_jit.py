@@ -248,7 +248,7 @@ def test_what_is_compiled_ahead_is_called_like_the_function(x, auto_mesh) -> Non
         result, label, rest = compiled(x, 3, label="l")
         np.testing.assert_array_equal(result.array, 3 * np.asarray(x.array))
         assert (label, rest) == ("l", {"n": 3}) and compiled.memory_analysis() is not None
-        with pytest.raises(TypeError, match="for the same values of those that are not arrays"):
+        with pytest.raises(TypeError, match="pass the same tree structure and the same non-array values"):
             compiled(x, 4, label="l")
     with jax.set_mesh(auto_mesh):
         placed = axn.shard(x, {"batch": "data"})
