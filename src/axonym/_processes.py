@@ -137,6 +137,7 @@ def _different(what: str, told: list[Mapping[str, str]]) -> str:
         texts = [one.get(key, "") for one in told]
         if len(set(texts)) == 1:
             continue
+        # Lines that all processes have would hide the lines that differ.
         everywhere = set.intersection(*(set(text.splitlines()) for text in texts))
         groups: dict[str, list[int]] = {}
         for i, text in enumerate(texts):

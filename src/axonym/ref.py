@@ -185,6 +185,7 @@ class NamedRef:
         by_name = {item.name: item for item in items}
         given = iter(operands)
         new = {item.name: next(given) for item in items if item.operand_names is not None}
+        # Static starts are part of the tree's structure, and traced ones its leaves, in the order of the axes.
         old = iter(self.starts)
         view, starts = [], []
         for name, entry in zip(self.memory, self.view, strict=True):

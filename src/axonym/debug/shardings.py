@@ -207,6 +207,7 @@ def _draw(names: Sequence[str] | None, shape: Sequence[int], sharding: Sharding)
     sharded = _sharded_axes(shape, sharding)
     if len(sharded) not in (1, 2):
         return []
+    # Devices that hold the same shard, of an array that is also replicated, share a cell.
     owners: dict[tuple[Range, ...], list[Any]] = {}
     for device, ranges in _ranges(shape, sharding).items():
         owners.setdefault(tuple(ranges[i] for i in sharded), []).append(device)

@@ -147,6 +147,7 @@ def _of_leaves(
     """Apply `ask` to named arrays, `of_kept` to preserved shardings, and `of_raw` to everything else."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, NamedArray))
     kept = [_existing(leaf) if preserve else None for leaf in leaves]
+    # `ask` gets None in place of the leaves that are answered here.
     asked = ask([x if isinstance(x, NamedArray) and k is None else None for x, k in zip(leaves, kept, strict=True)])
 
     def result(leaf: Any, kept: Any, answer: Any) -> Any:

@@ -182,7 +182,7 @@ class HloProgram:
             return None
         found = inside[update.operands[1]]
         while not _NAMED.search(found.scope):
-            if found.opcode == "parameter" and inside is not outside:
+            if found.opcode == "parameter" and inside is not outside:  # it stands for an operand of the fusion
                 inside, found = outside, outside[fusion.operands[int(found.value)]]
             elif found.opcode in _PASSING_ON:
                 found = inside[found.operands[0]]
@@ -291,6 +291,7 @@ class HloProgram:
                     self._roots[name] = instruction
         if not self.entry:
             raise UnknownForm("the text of the program has no entry computation")
+        # A report must not miss a collective, so the text is also searched for anything that looks like one.
         seen = sum(
             i.opcode.removesuffix("-start") in COLLECTIVES for c in self.computations.values() for i in c.values()
         )

@@ -143,6 +143,7 @@ class Lifetimes:
             return operands[0]
         found = self._new(instruction)
         if opcode == "conditional":
+            # Only one of the branches runs, so all of them write their results to the same place.
             for i, branch in enumerate(branches(instruction)):
                 self._join(found, self._run(branch, {0: operands[1 + i]}))
         elif opcode == "call":

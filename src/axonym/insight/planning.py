@@ -303,6 +303,7 @@ class _Search:
         self.tensor = [n for n in alone if n in of_model or n in of_batch]
         data: dict[str, Over] = {self.batch[0]: "data"} if self.batch else {}
         self.stored = [n for n in of_model if data and self._told(data, {n: "data"})]
+        # Pairs of axes that cannot be sharded together; only groups without such a pair are considered.
         apart: set[frozenset[str]] = set()
         for a, b in itertools.combinations(self.tensor, 2):
             if not self._told({a: "model", b: "model"}, {}, note=False):

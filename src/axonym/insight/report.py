@@ -298,6 +298,7 @@ def _rows(found: Sequence[Collective]) -> list[_Row]:
     rows = []
     for row, same in merged.items():
         times = row.times if same[0].times is None else f"{row.times} {sum(c.times or 0 for c in same)}".strip()
+        # In a loop of unknown length, the bytes of one iteration decide the order.
         weight = sum(c.total_sent or c.sent or 0 for c in same)
         rows.append((weight, dataclasses.replace(row, times=times)))
     return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]

@@ -270,6 +270,7 @@ class _Dispatch:
         ]
         if fits(map(entry_of, found), p.shape, mesh):
             return found
+        # A parameter that the mesh axes do not divide is replicated, except over the experts.
         return [axes if n == self._experts.name else () for n in names]
 
     def _on_device(self, exchange: ExpertExchange, stored: Sequence[Sequence[Axes]] = ()) -> Callable[..., jax.Array]:

@@ -82,6 +82,7 @@ class _BlockArguments:
 
     def __init__(self, what: str, tree: Any, along: Axis):
         self.arrays, spec = flatten_arrays(tree)
+        # Raw arrays get names that are never the axis of the blocks, so each block gets all of them.
         self.names = [
             private(f"argument {i}", tuple(map(str, range(jnp.ndim(x))))) if names is None else names
             for i, (x, names) in enumerate(zip(self.arrays, spec.names, strict=True))

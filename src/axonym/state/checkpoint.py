@@ -350,7 +350,7 @@ def _as_stored(template: Any, about: Mapping[str, Any], strict: bool, ignore: Se
     for leaf in leaves:
         key, x = _key(leaf), leaf.value
         entry = about.get(key)
-        found.append(x)
+        found.append(x)  # the template's own value, unless the checkpoint has an array in its place
         if is_number(x):
             if entry is None or "number" not in entry:
                 context.add_missing(key, f"a number, {type(x).__name__}")

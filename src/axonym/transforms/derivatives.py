@@ -139,6 +139,7 @@ class _Argument:
         self._positions = [i % len(args) for i in positions]
         if len(set(self._positions)) < len(positions):
             raise TypeError(f"{what}: `argnums` has an argument twice, {tuple(positions)}.")
+        # An argument that is a number can be differentiated, as in `jax.grad`; numbers inside trees are static.
         numbers = (float, complex, np.inexact)
         chosen = [jnp.asarray(a) if isinstance(a, numbers) else a for a in (args[i] for i in self._positions)]
         self._all, self._spec = flatten_arrays(chosen)

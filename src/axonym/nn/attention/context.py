@@ -159,6 +159,7 @@ def _placed(
     """Return a placement of all operands, with the positions of keys and queries sharded alike."""
     (queries,), (keys,) = roles.positions, roles.keys
     sequence = found.get(queries) or found.get(keys, ())
+    # The positions are sharded over all mesh axes of the sequence, so no other axis is.
     others = [n for n in found if n not in (queries, keys, *roles.features, *roles.values)]
     axes = {n: tuple(a for a in found[n] if a not in sequence) for n in others} | {queries: sequence, keys: sequence}
     if has_manual(mesh):

@@ -257,6 +257,7 @@ def combine_masks_and(mask1: Mask, mask2: Mask) -> Any:
     """
     if mask1 is None or mask2 is None:
         return mask2 if mask1 is None else mask1
+    # A Causal mask stays one, so that fused kernels still take it, and skip keys.
     if not isinstance(mask1, Causal):
         if not isinstance(mask2, Causal):
             return _combined(logical_and, mask1, mask2)
