@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .. import _errors, _kernels
 from ..axis import AxisSelector, Names, name_of
@@ -96,7 +97,7 @@ def _upper(x: jax.Array, row: int, col: int, k: int) -> jax.Array:
 
 @_errors.say_how_to_call
 def trace(
-    array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, offset: int = 0, dtype: Any = None
+    array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, offset: int = 0, dtype: DTypeLike | None = None
 ) -> NamedArray:
     """Sum a diagonal, as `diagonal` returns it; `dtype` is the dtype to compute in.
 
