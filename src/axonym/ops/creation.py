@@ -199,7 +199,6 @@ def linspace(
     return _spaced("linspace", jnp.linspace, axis, start, stop, endpoint=endpoint, dtype=dtype)
 
 
-@_errors.say_how_to_call
 def geomspace(
     axis: AxisSelector,
     *,
@@ -216,7 +215,6 @@ def geomspace(
     return _spaced("geomspace", jnp.geomspace, axis, start, stop, endpoint=endpoint, dtype=dtype)
 
 
-@_errors.say_how_to_call
 def logspace(
     axis: AxisSelector,
     *,

@@ -34,7 +34,6 @@ from ._draw import Key, axis_of, check_enough, check_parameters, describe, new_a
 _WHAT = "random.categorical"
 
 
-@_errors.say_how_to_call
 def categorical(
     key: Key,
     logits: NamedArray,
