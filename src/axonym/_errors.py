@@ -97,7 +97,10 @@ def not_an_axis(found: Any, name: str = "batch") -> str:
 
 
 def say_how_to_call(f: F) -> F:
-    """Decorate a function so that the error for a call with wrong arguments ends with a correct call."""
+    """Decorate a function so that the error for a call with wrong arguments ends with a correct call.
+
+    Use it for what people call in their first hour, out of habit from other libraries: each call costs a frame more.
+    """
 
     @functools.wraps(f)
     def called(*args: Any, **kwargs: Any) -> Any:

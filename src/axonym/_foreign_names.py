@@ -145,8 +145,6 @@ NETWORKS = {
 CALLS = {
     "arange": "arange({'pos': 8})",
     "linspace": "linspace(axonym.Axis('pos', 8), start=0, stop=1)",
-    "geomspace": "geomspace(axonym.Axis('pos', 8), start=1, stop=100)",
-    "logspace": "logspace(axonym.Axis('pos', 8), start=0, stop=2)",
     "named": "named(a, ('batch', 'embed'))",
     "one_hot": "one_hot(x, axonym.Axis('label', 10))",
     "cross_entropy_loss": "cross_entropy_loss(logits, 'label', targets)",

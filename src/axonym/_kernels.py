@@ -81,12 +81,14 @@ class Kernel:
                     result = shared(*arrays)
                 except (FloatingPointError, jax.errors.JaxRuntimeError):
                     raise  # from running the program, not from its checks
-                except Exception:
-                    pass  # the call below raises the same error in the user's terms
+                except Exception as error:
+                    refused = error
                 else:
                     if type(result) in _concrete:
                         return NamedArray(result, (), self.names)
                     return wrap_result(result, self.names)
+                self.call(*arrays)  # raises the error in the user's terms
+                raise refused
         return wrap_result(self.call(*arrays), self.names)
 
 
@@ -157,14 +159,15 @@ def shared(*holders: str) -> Callable[[Callable[..., Kernel]], Callable[..., Ker
             numbers: dict[str, str] = {}
             held = [holds[min(i, len(holds) - 1)] for i in range(len(key))]
             replaced = [_numbered(x, numbers) if h else x for x, h in zip(key, held, strict=True)]
-            found = None
             if not any(_mentions(x, numbers) for x, h in zip(key, held, strict=True) if not h):
                 try:
                     kernel = numbered(*replaced)
-                    found = kernel.call, _restored(kernel.names, {number: name for name, number in numbers.items()})
-                except Exception:
+                    names = _restored(kernel.names, {number: name for name, number in numbers.items()})
+                except (TypeError, ValueError, KeyError, UnknownAxes):
                     pass  # the builder refuses these arguments, and does so again below, or it invents names
-            return own(*key) if found is None else Kernel(functools.partial(_call, own, key), found[1], found[0])
+                else:
+                    return Kernel(functools.partial(_call, own, key), names, kernel.call)
+            return own(*key)
 
         return lookup
 

@@ -15,7 +15,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -253,7 +253,7 @@ def _matrix_rank(x: jax.Array, rtol: float | None) -> jax.Array:
     return jnp.sum(values > rtol * jnp.max(values, axis=-1, keepdims=True), axis=-1)
 
 
-def cond(a: NamedArray, axes: MatrixAxes, p: Any = None) -> NamedArray:
+def cond(a: NamedArray, axes: MatrixAxes, p: float | str | None = None) -> NamedArray:
     """Compute the condition number of matrices: the ratio of the extreme singular values, or by the norm `p`.
 
     >>> axn.linalg.cond(axn.named([[4., 0.], [0., 2.]], ("i", "j")), ("i", "j"))
@@ -286,7 +286,19 @@ def qr(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector) -> tuple[NamedAr
     return _apply(jnp.linalg.qr, "linalg.qr", _Form((("row", "new"), ("new", "col"))), a, axes, new_axis)
 
 
-def svd(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: bool = True) -> Any:
+@overload
+def svd(
+    a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: Literal[True] = True
+) -> tuple[NamedArray, NamedArray, NamedArray]: ...
+@overload
+def svd(a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: Literal[False]) -> NamedArray: ...
+@overload
+def svd(
+    a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: bool
+) -> NamedArray | tuple[NamedArray, NamedArray, NamedArray]: ...
+def svd(
+    a: NamedArray, axes: MatrixAxes, new_axis: AxisSelector, *, compute_uv: bool = True
+) -> NamedArray | tuple[NamedArray, NamedArray, NamedArray]:
     """Compute the reduced singular value decomposition.
 
     Return U with the axes (row, new), the singular values along new in descending order, and the conjugate of V with
@@ -456,7 +468,7 @@ def _norm_kernel(names: Names, axis: Any, ord: Any) -> _kernels.Kernel:
 
 
 @_errors.say_how_to_call
-def norm(a: NamedArray, axis: AxisSelection | None = None, ord: Any = None) -> NamedArray:
+def norm(a: NamedArray, axis: AxisSelection | None = None, ord: float | str | None = None) -> NamedArray:
     """Compute the norm of vectors or matrices.
 
     Arguments:

@@ -17,7 +17,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeGuard, overload
 
 import jax
 import jax.numpy as jnp
@@ -247,7 +247,7 @@ class NamedArray(_Base):
             raise ValueError(f"scalar: expected no axes, got {describe_array(self)}. Reduce or index them away first.")
         return self.array
 
-    def item(self) -> Any:
+    def item(self) -> int | float | Any:  # it is complex for few
         """Return the only element, as a Python number.
 
         >>> axn.sum(axn.ones({"batch": 2})).item()
@@ -265,7 +265,7 @@ class NamedArray(_Base):
         """
         return self.array.tolist()
 
-    def tobytes(self, order: Any = "C") -> bytes:
+    def tobytes(self, order: Literal["C", "F", "A"] = "C") -> bytes:
         """Return the elements as bytes.
 
         >>> len(axn.arange(axn.Axis("x", 3)).tobytes())
@@ -424,7 +424,7 @@ def named(a: Any, axis: AxisSelection) -> NamedArray:
     return NamedArray(a if hasattr(a, "shape") else jnp.asarray(a), axis)
 
 
-def is_named_array(leaf: Any) -> bool:
+def is_named_array(leaf: object) -> TypeGuard[NamedArray]:
     """Return whether something is a named array; useful as `is_leaf`.
 
     >>> axn.is_named_array(axn.ones({"x": 2})), axn.is_named_array(jnp.ones(2))
@@ -433,7 +433,7 @@ def is_named_array(leaf: Any) -> bool:
     return isinstance(leaf, NamedArray)
 
 
-def is_jax_array_like(x: Any) -> bool:
+def is_jax_array_like(x: object) -> bool:
     """Return whether something has a shape and a dtype: raw, NumPy, named and abstract arrays do.
 
     >>> from axonym.named_array import is_jax_array_like

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from . import _errors
 from ._tree_spec import PROGRAM_ARRAYS
@@ -104,7 +105,7 @@ class Policy:
         """
         return _cast(tree, self.output_dtype)
 
-    def with_output_dtype(self, output_dtype: Any) -> Policy:
+    def with_output_dtype(self, output_dtype: DTypeLike) -> Policy:
         """Return the policy with another dtype of results.
 
         >>> print(axn.precision.Policy.parse("c=bf16").with_output_dtype("float32"))
@@ -117,20 +118,24 @@ class Policy:
 
 
 def get_policy(
-    policy: str | Policy | None = None, *, params: Any = None, compute: Any = None, output: Any = None
+    policy: str | Policy | None = None,
+    *,
+    params: DTypeLike | None = None,
+    compute: DTypeLike | None = None,
+    output: DTypeLike | None = None,
 ) -> Policy:
     """Make a policy from a string, from keywords with the same defaults, or from both; keywords override the string.
 
     >>> print(axn.precision.get_policy(compute=jnp.bfloat16, output="float32"))
     params=float32,compute=bfloat16,output=float32
     """
-    given = {"param_dtype": params, "compute_dtype": compute, "output_dtype": output}
-    given = {name: dtype for name, dtype in given.items() if dtype is not None}
+    dtypes = {"param_dtype": params, "compute_dtype": compute, "output_dtype": output}
+    given: dict[str, Any] = {name: dtype for name, dtype in dtypes.items() if dtype is not None}
     if policy is not None:
         return dataclasses.replace(Policy.parse(policy) if isinstance(policy, str) else policy, **given)
-    params = given.get("param_dtype", jnp.float32)
-    compute = given.get("compute_dtype", params)
-    return Policy(params, compute, given.get("output_dtype", compute))
+    stored = given.get("param_dtype", jnp.float32)
+    computed = given.get("compute_dtype", stored)
+    return Policy(stored, computed, given.get("output_dtype", computed))
 
 
 def mixed_precision(policy: str | Policy, fn: Callable[..., Any] | None = None) -> Any:

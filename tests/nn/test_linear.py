@@ -217,4 +217,4 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="Linear needs axes with sizes, got only the name 'embed'"):
         Linear.init("embed", Mlp, key=KEY)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="the first argument is a random key"):
-        Linear.init(Embed, Mlp, key=None)
+        Linear.init(Embed, Mlp, key=None)  # pyright: ignore[reportArgumentType]

@@ -56,7 +56,7 @@ def test_wrong_parameters() -> None:
     assert "has 2 for axis 'batch', the result has 8" in message
     assert "`b` has no axis names but shape (3,); name its axes with axonym.named" in message
     with pytest.raises(ValueError, match=r"random.ball: `p` must be a scalar, got an array with axes \(batch=8\)"):
-        random.ball(KEY, Batch, Embed, p=axn.ones(Batch))
+        random.ball(KEY, Batch, Embed, p=axn.ones(Batch))  # pyright: ignore[reportArgumentType]
     lost = jax.tree.map(lambda x: x[0], axn.ones((Batch, Pos)))
     with pytest.raises(ValueError, match=r"random.poisson: `lam`: This named array has 2 names"):
         random.poisson(KEY, AXES, lost)

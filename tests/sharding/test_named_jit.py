@@ -224,7 +224,7 @@ def test_donation_by_parameter(auto_mesh) -> None:
                 assert a.array.is_deleted() and not b.array.is_deleted()
     for number in (0, (0,), {"a": 1}):
         with pytest.raises(TypeError, match="by True and False rather than by number"):
-            axn.named_jit(fn, donate_args=number)
+            axn.named_jit(fn, donate_args=number)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def test_lower_and_trace_with_abstract_arguments(x, auto_mesh) -> None:

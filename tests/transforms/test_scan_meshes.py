@@ -118,7 +118,7 @@ def test_a_replicated_carry_starts_sharded_as_it_comes_out(explicit_mesh: Mesh) 
         programs = [str(jax.jit(summed).lower(x).compile().as_text()) for x in (START, placed)]
         kinds = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
         assert [sum(p.count(f" {kind}(") for kind in kinds) for p in programs] == [0, 0]
-        raw = fold(lambda c, x: c + x.array, "time")(START.array, xs)
+        raw: Any = fold(lambda c, x: c + x.array, "time")(START.array, xs)
         assert raw.sharding.spec == jax.P("model", None)
         slopes = jax.jit(jax.grad(lambda s: axn.sum(summed(s)["h"]).scalar()))(START)
         np.testing.assert_array_equal(slopes.array, 1.0)

@@ -1,6 +1,7 @@
 """Types that checkers see for arrays: operators, reductions, methods, layers."""
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 
+from collections.abc import Sequence
 from typing import Any, assert_type
 
 import equinox as eqx
@@ -61,6 +62,9 @@ assert_type(x.rename({"batch": "row"}), NamedArray)
 assert_type(x.rearrange("batch embed -> embed batch"), NamedArray)
 assert_type(x.astype(jnp.bfloat16), NamedArray)
 assert_type(x.real, NamedArray)
+assert_type(x.sum().item(), int | float | Any)
+assert_type(axn.linalg.svd(x, (Batch, Embed), "k"), tuple[NamedArray, NamedArray, NamedArray])
+assert_type(axn.linalg.svd(x, (Batch, Embed), "k", compute_uv=False), NamedArray)
 
 # --- parts ---
 
@@ -92,6 +96,11 @@ linear = axn.nn.Linear.init(Embed, Axis("out", 2), key=key)
 assert_type(linear, axn.nn.Linear)
 assert_type(linear(x), NamedArray)
 assert_type(axn.nn.Embedding.init(Axis("vocab", 8), Embed, key=key).embed(axn.arange(Batch)), NamedArray)
+layers = axn.nn.Stacked.init(Axis("layers", 2), axn.nn.LayerNorm)(Embed)
+assert_type(layers, axn.nn.Stacked[axn.nn.LayerNorm])
+assert_type(layers.stacked, axn.nn.LayerNorm)
+assert_type(layers.fold(x), NamedArray)
+assert_type(axn.nn.BlockSeq.init(Axis("layers", 2), axn.nn.LayerNorm)(Embed).unstacked(), Sequence[axn.nn.LayerNorm])
 assert_type(axn.nn.RmsNorm.init(Embed)(x), NamedArray)
 assert_type(axn.nn.Dropout(0.1)(x, key=key), NamedArray)
 assert_type(axn.nn.Conv.init("batch", Embed, Axis("out", 2), kernel_size=1, key=key)(x), NamedArray)
@@ -108,3 +117,6 @@ def refused() -> None:
     axn.nn.typo  # type: ignore[attr-defined]
     x.typo  # type: ignore[attr-defined]
     x.sum(Embed, wear=x > 0)  # type: ignore[call-arg]
+    x.mean(dtype=3)  # type: ignore[arg-type]
+    axn.zeros(Embed, dtype=1.0)  # type: ignore[arg-type]
+    axn.nn.Stacked.init(Axis("layers", 2), axn.nn.relu)  # type: ignore[arg-type]

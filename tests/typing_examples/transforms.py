@@ -53,6 +53,33 @@ assert_type(outputs, dict[str, NamedArray])
 assert_type(axn.fold(step, Time)(axn.zeros((Batch, Embed)), x), NamedArray)
 assert_type(axn.fold(step, Time, reverse=True)(axn.zeros((Batch, Embed)), x=x), NamedArray)
 
+# A checker does not know the parameters of a lambda, but what the call passes to it.
+decayed = axn.scan(lambda h, x: (0.5 * h + x, h.sum()), Time)(axn.zeros((Batch, Embed)), x)
+assert_type(decayed[0], NamedArray)
+assert_type(axn.fold(lambda h, x: 0.5 * h + x, Time)(axn.zeros((Batch, Embed)), x), NamedArray)
+
+# --- grad ---
+
+
+class Scale(eqx.Module):
+    weight: NamedArray
+
+
+def loss(model: Scale, x: NamedArray, *, scale: float = 1.0) -> NamedArray:
+    return scale * (model.weight * x).sum()
+
+
+def loss_and_mean(x: NamedArray, *, scale: float = 1.0) -> tuple[NamedArray, float]:
+    return scale * x.sum(), scale
+
+
+assert_type(axn.grad(loss)(Scale(weight), x, scale=2.0), Scale)
+assert_type(axn.grad(loss_and_mean, has_aux=True)(x), tuple[NamedArray, float])
+assert_type(axn.grad(lambda x: (x * x).sum())(x), NamedArray)
+assert_type(axn.value_and_grad(loss)(Scale(weight), x), tuple[NamedArray, Scale])
+assert_type(axn.value_and_grad(loss_and_mean, has_aux=True)(x, scale=2.0), tuple[tuple[NamedArray, float], NamedArray])
+assert_type(axn.value_and_grad(lambda x: (x * x).sum())(x)[1], NamedArray)
+
 # --- lift ---
 
 
@@ -89,3 +116,6 @@ def refused() -> None:
     mapped(x)  # type: ignore[call-arg]
     mapped(x, "weight")  # type: ignore[arg-type]
     axn.fold(step, Time)(0, x)  # type: ignore[arg-type]
+    axn.grad(loss)(x, x)  # type: ignore[arg-type]
+    axn.grad(loss)(Scale(weight))  # type: ignore[call-arg]
+    axn.value_and_grad(loss, 1)(Scale(weight), "x")  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ def partitioned(
     **sizes: int,
 ) -> Callable[[Callable[..., Any]], Partitioned]: ...
 def partitioned(
-    fn: Any = None,
+    fn: Callable[..., Any] | str | None = None,
     /,
     *,
     reduced: str | Sequence[str] = (),

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from jax.typing import DTypeLike
 import jax
 import jax.numpy as jnp
 
@@ -64,8 +65,8 @@ def dot(*arrays: Any, **options: Any) -> NamedArray:
 def einsum(
     equation: str,
     *arrays: NamedArray,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     _dot_general: Any = jax.lax.dot_general,
     **axis_aliases: AxisSelector,
 ) -> NamedArray:
@@ -74,8 +75,8 @@ def einsum(
     >>> hax.einsum("{a b} -> a", hax.ones({"a": 2, "b": 3})).shape
     {'a': 2}
     """
-    options: Any = {"precision": precision, "preferred_element_type": preferred_element_type}
-    return _einsum(equation, *arrays, dot_general=_dot_general, **options, **axis_aliases)
+    options: Any = {"precision": precision, "preferred_element_type": preferred_element_type, **axis_aliases}
+    return _einsum(equation, *arrays, dot_general=_dot_general, **options)
 
 
 def unique_values(

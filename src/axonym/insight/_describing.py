@@ -48,61 +48,101 @@ class Exchange:
 
 def describe(exchange: Exchange, constraints: Constraints, mesh: Mapping[str, int]) -> Iterator[Collective]:
     """Describe a collective, once for each array that it carries."""
-    kind, axes, pieces = exchange.kind, exchange.axes, exchange.pieces
+    kind, pieces = exchange.kind, exchange.pieces
     for i, (producer, operand, result) in enumerate(exchange.carried):
-        # XLA combines collectives: one that carries several arrays has the scope of only one of them.
-        own = len(exchange.carried) == 1 and _scopes.operation(exchange.origin.scope) is not None
-        origin = exchange.origin if own else producer
-        operation, phase = _scopes.operation(origin.scope), _scopes.phase(origin.scope or exchange.origin.scope)
-        shown = result if kind in ("all-gather", "all-to-all") else operand
-        array = None
-        longer = {at: b for at, (a, b) in enumerate(zip(operand.sizes, result.sizes, strict=False)) if a < b}
-        if operation is not None:
-            array = _scopes.array(operation, kind, phase, shown.sizes, mesh, dict.fromkeys(longer, axes or ()))
-            if not own and array is None:  # the origin of the producer says nothing about this array
-                operation = None
-        gathered = ()
-        if kind == "all-gather" and array is not None:
-            gathered = tuple(a.name for a, at in array.places or () if operand.sizes[at] != result.sizes[at])
-        stored = () if array is None else array.stored_over(axes or ())
-        frames, reason, moved = origin.frames(), None, ()
-        if operation is not None and axes:
-            reason = _scopes.reason(operation, kind, axes, phase, gathered)
-            moved = _scopes.moved(operation, axes) if kind == "all-to-all" else ()
-            # The compiler writes the scope of the producer of an array, even if another operation causes the gather.
-            constraint = None
-            if gathered and not stored:
-                constraint = constraints.that_gathers(origin.scope, longer, axes, mesh)
-            elif moved and moved[0] in (names := [a.name for a in operation.results[0]]):
-                constraint = constraints.that_moves(origin.scope, names.index(moved[0]), axes)
-            if constraint is not None:
-                frames, reason = constraint.frames, _scopes.reason_of_placement(gathered, moved, axes)
-            elif (gathered or moved) and not stored and _scopes.keeps(operation, gathered or moved):
-                user = _user(exchange, gathered or moved)
-                frames = user.frames() if user else frames
-                reason = _scopes.reason_of_use(operation, gathered, moved)
+        found = _carried(exchange, producer, operand, result, mesh)
+        origin, operation, array = found.origin, found.operation, found.array
+        cause = _cause(exchange, found, constraints, mesh)
         yield Collective(
             kind=kind,
-            axes=axes,
+            axes=exchange.axes,
             devices=exchange.devices,
             along_all=exchange.along_all,
             times=exchange.times,
             in_branch=exchange.in_branch,
-            array=(f"{pieces} x " if pieces > 1 else "") + _described(shown, array),
+            array=(f"{pieces} x " if pieces > 1 else "") + _described(found.shape, array),
             place=(i, len(exchange.carried)),
             size=pieces * result.bytes,
             sent=sent_by(kind, pieces * operand.bytes, exchange.devices),
-            phase=phase,
+            phase=found.phase,
             operation=None if operation is None else str(operation),
             named_axes=() if operation is None else operation.axes,
-            gathered=gathered,
-            moved=moved,
-            stored=stored,
+            gathered=found.gathered,
+            moved=cause.moved,
+            stored=found.stored,
             of_indices=operation is not None and array is not None and operation.looks_up(array.term),
-            reason=reason,
-            source=source(frames) or source(exchange.origin.frames()),
+            reason=cause.reason,
+            source=source(cause.frames) or source(exchange.origin.frames()),
             scope=origin.scope or exchange.origin.scope,
         )
+
+
+class _Carried(NamedTuple):
+    """An array that a collective carries, as the model knows it."""
+
+    origin: Origin
+    operation: _scopes.ScopedOperation | None
+    phase: str
+    array: _scopes.Array | None
+    shape: HloShape
+    longer: Mapping[int, int]
+    """The dimensions that the collective makes longer, and their new sizes."""
+    gathered: tuple[str, ...]
+    """The named axes that the collective completes."""
+    stored: tuple[str, ...]
+    """The named axes that are stored sharded over its mesh axes."""
+
+
+def _carried(
+    exchange: Exchange, producer: Origin, operand: HloShape, result: HloShape, mesh: Mapping[str, int]
+) -> _Carried:
+    kind, axes = exchange.kind, exchange.axes or ()
+    # XLA combines collectives: one that carries several arrays has the scope of only one of them.
+    own = len(exchange.carried) == 1 and _scopes.operation(exchange.origin.scope) is not None
+    origin = exchange.origin if own else producer
+    operation, phase = _scopes.operation(origin.scope), _scopes.phase(origin.scope or exchange.origin.scope)
+    shape = result if kind in ("all-gather", "all-to-all") else operand
+    longer = {at: b for at, (a, b) in enumerate(zip(operand.sizes, result.sizes, strict=False)) if a < b}
+    array, gathered = None, ()
+    if operation is not None:
+        array = _scopes.array(operation, kind, phase, shape.sizes, mesh, dict.fromkeys(longer, axes))
+        if not own and array is None:  # the origin of the producer says nothing about this array
+            operation = None
+    if kind == "all-gather" and array is not None:
+        gathered = tuple(a.name for a, at in array.places or () if operand.sizes[at] != result.sizes[at])
+    stored = () if array is None else array.stored_over(axes)
+    return _Carried(origin, operation, phase, array, shape, longer, gathered, stored)
+
+
+class _Cause(NamedTuple):
+    """What makes a collective necessary."""
+
+    frames: tuple[Frame, ...]
+    reason: str | None = None
+    moved: tuple[str, ...] = ()
+    """The named axes that an all-to-all moves from its mesh axes."""
+
+
+def _cause(exchange: Exchange, found: _Carried, constraints: Constraints, mesh: Mapping[str, int]) -> _Cause:
+    """Find what makes a collective necessary: its operation, a placement, or a user of the result.
+
+    The compiler writes the scope of the producer of an array, even if another operation causes the gather.
+    """
+    origin, operation, axes, gathered = found.origin, found.operation, exchange.axes, found.gathered
+    if operation is None or not axes:
+        return _Cause(origin.frames())
+    moved = _scopes.moved(operation, axes) if exchange.kind == "all-to-all" else ()
+    constraint = None
+    if gathered and not found.stored:
+        constraint = constraints.that_gathers(origin.scope, found.longer, axes, mesh)
+    elif moved and moved[0] in (names := [a.name for a in operation.results[0]]):
+        constraint = constraints.that_moves(origin.scope, names.index(moved[0]), axes)
+    if constraint is not None:
+        return _Cause(constraint.frames, _scopes.reason_of_placement(gathered, moved, axes), moved)
+    if (gathered or moved) and not found.stored and _scopes.keeps(operation, gathered or moved):
+        user = _user(exchange, gathered or moved) or origin
+        return _Cause(user.frames(), _scopes.reason_of_use(operation, gathered, moved), moved)
+    return _Cause(origin.frames(), _scopes.reason(operation, exchange.kind, axes, found.phase, gathered), moved)
 
 
 def timeline(program: HloProgram, mesh: Mapping[str, int]) -> MemoryTimeline:

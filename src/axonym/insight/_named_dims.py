@@ -23,6 +23,28 @@ def matched(old: dict[str, int], new: dict[str, int | None]) -> dict[str, str]:
     return found if len(found) == len(old) else {}
 
 
+def new_names(dims: Dims, operation: _scopes.ScopedOperation, *, mapped: bool) -> dict[str, str]:
+    """Return the operation's names for those axes of an operand that it names otherwise, matched by size.
+
+    Arguments:
+        mapped: whether the operation runs in a `vmap`, which adds axes that the operation does not have.
+    """
+    own = set(operation.axes)
+    stale = {n: size for n, size in dims if n is not None and n not in own}
+    names = {n for n, _ in dims if n is not None and n in own}
+    terms = (*operation.operands, *operation.results)
+    if stale and mapped:
+        rest = by_scope(tuple(d for d in dims if d[0] not in stale), operation)
+        known = {n for n, size in rest if n is not None or size > 1}
+        if any(known == {a.name for a in term} for term in terms):
+            return {}  # `vmap` maps over them
+    for term in terms if stale else ():
+        missing = {a.name: a.size for a in term if a.name not in names}
+        if names <= {a.name for a in term} and len(missing) >= len(stale) and (new := matched(stale, missing)):
+            return new
+    return {}
+
+
 def with_names(x: Value, dims: Dims) -> Value:
     """Add names to the axes of a value that have none."""
     merged = tuple((a if a is not None else b, n) for (a, n), (b, _) in zip(x.dims, dims, strict=True))
@@ -44,10 +66,16 @@ def by_scope(dims: Dims, operation: _scopes.ScopedOperation | None, alone: bool 
     found = [
         tuple((a.name if size > 1 else n, size) for a, (n, size) in zip(term, dims, strict=True))
         for term in (operation.operands if alone else (*operation.operands, *operation.results))
-        if len(term) == len(dims)
-        and all(size == 1 or (a.size == size and n in (None, a.name)) for a, (n, size) in zip(term, dims, strict=True))
+        if _can_be(dims, term)
     ]
     return dims if not found or (alone and len(set(found)) > 1) else found[0]
+
+
+def _can_be(dims: Dims, term: _scopes.Term) -> bool:
+    """Return whether an array can be an operand or result of an operation, by its sizes and the names that it has."""
+    return len(term) == len(dims) and all(
+        size == 1 or (a.size == size and n in (None, a.name)) for a, (n, size) in zip(term, dims, strict=True)
+    )
 
 
 def moved(name: str, params: Any, dims: Dims, shape: tuple[int, ...]) -> Dims | None:

@@ -30,6 +30,11 @@ class Value:
     def names(self) -> tuple[str, ...]:
         return tuple(n for n, _ in self.base if n is not None)
 
+    @property
+    def has_names(self) -> bool:
+        """Whether an axis has a name, also one that broadcasting added."""
+        return any(n is not None for n, _ in self.dims)
+
 
 @dataclasses.dataclass(frozen=True)
 class Occurrence:

@@ -12,7 +12,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ from ..sharding.placement import leaves_of
 from . import _scopes
 from ._arguments import step_name
 from ._hlo import Frame
-from ._named_dims import by_scope, has_names_of, joined_axes, matched, moved, moved_rows, renamings, with_names
+from ._named_dims import by_scope, has_names_of, joined_axes, moved, moved_rows, new_names, renamings, with_names
 from ._named_events import (
     Dims,
     Event,
@@ -127,6 +127,34 @@ class _Entered:
     uses: list[list[Value]] = dataclasses.field(default_factory=list)
 
 
+class _Step(NamedTuple):
+    """An equation whose operands have the names that its named operation uses."""
+
+    eqn: JaxprEqn
+    operands: list[Value]
+    place: Occurrence
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return self.eqn.params
+
+    @property
+    def operation(self) -> _scopes.ScopedOperation | None:
+        return self.place.operation
+
+    @property
+    def aval(self) -> Any:
+        return self.eqn.outvars[0].aval
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return _shape(self.eqn.outvars[0])
+
+
 _LAYOUT = {"convert_element_type", "copy", "reduce_precision", "stop_gradient", "optimization_barrier", "name"}
 _LAYOUT |= {"transpose", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
 """Primitives whose result is their operand in another layout."""
@@ -217,8 +245,8 @@ class _Walk:
             return
         operation, place = entered.place.operation, entered.place
         terms = [term for term in operation.operands if any(a.size != 1 for a in term)]
-        arrays = [x for use in entered.uses for x in use if any(n is not None for n, _ in x.dims)]
-        everything = [x for use in entered.uses for x in use if x.dims]
+        everything = [x for x in itertools.chain.from_iterable(entered.uses) if x.dims]
+        arrays = [x for x in everything if x.has_names]
         lacking = [term for term in terms if not any(has_names_of(x.dims, term) for x in everything)]
         strange = [x for x in arrays if not any(has_names_of(x.dims, term) for term in terms)]
         # An array that no operand has the names of is most likely an operand that no array has the names of.
@@ -227,10 +255,7 @@ class _Walk:
         for x in strange:
             self._pair(place, [(x, term) for term in lacking], [(x, term) for term in terms])
         for use in entered.uses:
-            if len(use) == len(terms) == len(operation.operands) < 5 and not any(
-                all(has_names_of(x.dims, term) for x, term in zip(use, order, strict=True))
-                for order in itertools.permutations(terms)
-            ):
+            if len(use) == len(terms) == len(operation.operands) < 5 and not _fit_in_some_order(use, terms):
                 for x, term in zip(use, terms, strict=True):
                     self._pair(place, [(x, term)])
 
@@ -368,87 +393,113 @@ class _Walk:
     def _usual(self, eqn: JaxprEqn, operands: list[Value], around: _Around) -> list[Value]:
         operation = _scopes.operation(around.scope)
         place = dataclasses.replace(self.place(around, operation), avoidable=self._avoidable)
-        operands = self._renamed(operands, operation, place)
-        name, params = eqn.primitive.name, eqn.params
-        shape = _result_shape(eqn)
-        if name == "dot_general":
-            return [self._product(place, params["dimension_numbers"], operands, eqn.outvars[0].aval)]
-        if name == "ragged_dot_general":
-            return [self._grouped_product(place, params["ragged_dot_dimension_numbers"], operands, eqn.outvars[0].aval)]
-        if name in _REDUCTIONS:
-            # The compiler does not sum an array along an axis that broadcasting added.
-            gone = tuple(d for d in (operands[0].dims[i] for i in params["axes"]) if d in operands[0].base)
-            left = tuple(d for i, d in enumerate(operands[0].dims) if i not in params["axes"])
-            result = self.value(eqn.outvars[0].aval, left)
-            self.events.append(Sum(place, result, self._summed(place, gone), operands[0].dims, False))
-            return [result]
-        if name in ("argmax", "argmin"):
-            (at,) = params["axes"]
-            self._open(place, name, operands[0].dims[at : at + 1])
-            return [self.value(eqn.outvars[0].aval, (*operands[0].dims[:at], *operands[0].dims[at + 1 :]))]
-        if name in _UNCOUNTED:
-            self.uncounted.setdefault(name)
-        if name == "gather" and (looked := self._gather(place, params, operands, eqn.outvars[0].aval)):
-            return [looked]
-        if name == "scatter-add" and (updated := self._scatter(place, params, operands)):
+        step = _Step(eqn, self._renamed(operands, operation, place), place)
+        rule = _RULES.get(step.name)
+        found = None if rule is None else rule(self, step)
+        if found is None:
+            self._open(place, step.name, [d for x in step.operands for d in x.dims])
+            return self._all_alike(step, step.operands)
+        return found
+
+    # --- rules for primitives: each returns the results, or None if it does not know the names ---
+
+    def _dot_general(self, step: _Step) -> list[Value]:
+        return [self._product(step.place, step.params["dimension_numbers"], step.operands, step.aval)]
+
+    def _ragged_dot_general(self, step: _Step) -> list[Value]:
+        return [
+            self._grouped_product(step.place, step.params["ragged_dot_dimension_numbers"], step.operands, step.aval)
+        ]
+
+    def _reduction(self, step: _Step) -> list[Value]:
+        (x,), axes = step.operands, step.params["axes"]
+        # The compiler does not sum an array along an axis that broadcasting added.
+        gone = tuple(d for d in (x.dims[i] for i in axes) if d in x.base)
+        result = self.value(step.aval, tuple(d for i, d in enumerate(x.dims) if i not in axes))
+        self.events.append(Sum(step.place, result, self._summed(step.place, gone), x.dims, False))
+        return [result]
+
+    def _extreme_position(self, step: _Step) -> list[Value]:
+        (at,), (x,) = step.params["axes"], step.operands
+        self._open(step.place, step.name, x.dims[at : at + 1])
+        return [self.value(step.aval, (*x.dims[:at], *x.dims[at + 1 :]))]
+
+    def _top_k(self, step: _Step) -> list[Value]:
+        at, dims = step.params.get("axis", len(step.shape) - 1), [*step.operands[0].dims]
+        self._open(step.place, step.name, dims[at : at + 1])
+        dims[at] = None, step.shape[at]
+        return [self.value(v.aval, by_scope(tuple(dims), step.operation)) for v in step.eqn.outvars]
+
+    def _gather(self, step: _Step) -> list[Value] | None:
+        looked = self._look_up(step.place, step.params, step.operands, step.aval)
+        return self._batched(step, step.operands[0]) if looked is None else [looked]
+
+    def _scatter_add(self, step: _Step) -> list[Value] | None:
+        updated = self._update(step.place, step.params, step.operands)
+        if updated is not None:
             return [updated]
-        if name == "top_k":
-            at = params.get("axis", len(shape) - 1)
-            self._open(place, name, operands[0].dims[at : at + 1])
-            found = [*operands[0].dims]
-            found[at] = None, shape[at]
-            return [self.value(v.aval, by_scope(tuple(found), operation)) for v in eqn.outvars]
-        if name in ("gather", "scatter-add") and params["dimension_numbers"].operand_batching_dims:
-            batch = params["dimension_numbers"].operand_batching_dims
-            result = self._alike(eqn.outvars[0].aval, [], operation)
-            along = operands[0] if name == "gather" else result
-            self._open(place, name, [d for i, d in enumerate(along.dims) if i not in batch])
-            if name == "scatter-add" and operation is not None and operation.name == "top_k":
-                self.events.append(PerDevice(place, result))
-            return [result]
-        if name in _LAYOUT and len(eqn.outvars) == 1:
-            dims = moved(name, params, operands[0].dims, shape)
-            if dims is not None:
-                dims = by_scope(dims, operation)
-                aval = eqn.outvars[0].aval
-                found = self.value(aval, dims, operands[0])
-                if not any(n for n, _ in found.base):  # the operand has no names
-                    found = self.value(aval, dims)
-                return [found]
-            self._open(place, name, operands[0].dims)
-        elif name in ("iota", "random_bits", "random_wrap", "random_unwrap", "random_seed"):
-            return [self.value(v.aval, by_scope(self.value(v.aval).dims, operation)) for v in eqn.outvars]
-        elif name in _ALONG and operands:
-            along = params[_ALONG[name]]
-            for i in along if isinstance(along, tuple) else (along,):
-                self._open(place, name, operands[0].dims[i : i + 1])
-            return [self._alike(v.aval, operands, operation) for v in eqn.outvars]
-        elif name == "unstack":
-            (x,) = operands
-            self._open(place, name, x.dims[params["axis"] : params["axis"] + 1])
-            left = (*x.dims[: params["axis"]], *x.dims[params["axis"] + 1 :])
-            return [self.value(v.aval, by_scope(left, operation)) for v in eqn.outvars]
-        elif name == "stack":
-            named = self._alike(eqn.invars[0].aval, operands, operation).dims
-            dims = (*named[: params["axis"]], (None, len(operands)), *named[params["axis"] :])
-            return [self.value(eqn.outvars[0].aval, by_scope(dims, operation))]
-        elif name in ("slice", "pad", "dynamic_slice", "dynamic_update_slice"):
-            pairs = zip(operands[0].dims, shape, strict=True)
-            cut = [d for d, n in pairs if d[1] != n]
-            if name == "dynamic_update_slice":
-                cut = [d for d, u in zip(operands[0].dims, operands[1].dims, strict=True) if d[1] != u[1]]
-            self._open(place, name, cut)
-            return [self._alike(v.aval, operands[:1], operation) for v in eqn.outvars]
-        elif name in _ELEMENTWISE:
-            results = [self._alike(v.aval, operands, operation) for v in eqn.outvars]
-            for x, r in itertools.product(operands, results):
-                if len(x.dims) == len(r.dims):
-                    pairs = zip(x.dims, r.dims, strict=True)
-                    self.differ(place, x.dims, tuple((n if m == size else None, m) for (_, m), (n, size) in pairs))
-            return [self._noted(place, operands, r) for r in results]
-        else:
-            self._open(place, name, [d for x in operands for d in x.dims])
-        return [self._alike(v.aval, operands, operation) for v in eqn.outvars]
+        found = self._batched(step)
+        if found is not None and step.operation is not None and step.operation.name == "top_k":
+            self.events.append(PerDevice(step.place, found[0]))
+        return found
+
+    def _batched(self, step: _Step, along: Value | None = None) -> list[Value] | None:
+        """Trace a gather or scatter with batch axes, which needs the other axes of the array, or else of the result."""
+        batch = step.params["dimension_numbers"].operand_batching_dims
+        if not batch:
+            return None
+        result = self._alike(step.aval, [], step.operation)
+        self._open(step.place, step.name, [d for i, d in enumerate((along or result).dims) if i not in batch])
+        return [result]
+
+    def _relaid(self, step: _Step) -> list[Value] | None:
+        if len(step.eqn.outvars) != 1:
+            return None
+        x = step.operands[0]
+        dims = moved(step.name, step.params, x.dims, step.shape)
+        if dims is None:
+            self._open(step.place, step.name, x.dims)
+            return self._all_alike(step, step.operands)
+        dims = by_scope(dims, step.operation)
+        found = self.value(step.aval, dims, x)
+        return [found if found.names else self.value(step.aval, dims)]  # if not, the operand has none either
+
+    def _new(self, step: _Step) -> list[Value]:
+        return [self.value(v.aval, by_scope(self.value(v.aval).dims, step.operation)) for v in step.eqn.outvars]
+
+    def _along(self, step: _Step) -> list[Value]:
+        along = step.params[_ALONG[step.name]]
+        for i in along if isinstance(along, tuple) else (along,):
+            self._open(step.place, step.name, step.operands[0].dims[i : i + 1])
+        return self._all_alike(step, step.operands)
+
+    def _unstack(self, step: _Step) -> list[Value]:
+        (x,), at = step.operands, step.params["axis"]
+        self._open(step.place, step.name, x.dims[at : at + 1])
+        left = (*x.dims[:at], *x.dims[at + 1 :])
+        return [self.value(v.aval, by_scope(left, step.operation)) for v in step.eqn.outvars]
+
+    def _stack(self, step: _Step) -> list[Value]:
+        at, named = step.params["axis"], self._alike(step.eqn.invars[0].aval, step.operands, step.operation).dims
+        dims = (*named[:at], (None, len(step.operands)), *named[at:])
+        return [self.value(step.aval, by_scope(dims, step.operation))]
+
+    def _sliced(self, step: _Step) -> list[Value]:
+        x = step.operands[0]
+        new = [n for _, n in step.operands[1].dims] if step.name == "dynamic_update_slice" else step.shape
+        self._open(step.place, step.name, [d for d, n in zip(x.dims, new, strict=True) if d[1] != n])
+        return self._all_alike(step, [x])
+
+    def _elementwise(self, step: _Step) -> list[Value]:
+        results = self._all_alike(step, step.operands)
+        for x, r in itertools.product(step.operands, results):
+            if len(x.dims) == len(r.dims):
+                pairs = zip(x.dims, r.dims, strict=True)
+                self.differ(step.place, x.dims, tuple((n if m == size else None, m) for (_, m), (n, size) in pairs))
+        return [self._noted(step.place, step.operands, r) for r in results]
+
+    def _not_counted(self, step: _Step) -> None:
+        self.uncounted.setdefault(step.name)
 
     def _open(self, place: Occurrence, what: str, dims: Sequence[tuple[str | None, int]]) -> None:
         names = frozenset(n for n, size in dims if n is not None and size > 1 and n not in self.joined)
@@ -525,11 +576,11 @@ class _Walk:
         self, dispatch: _scopes.ScopedOperation, eqn: JaxprEqn, operands: list[Value]
     ) -> list[Value] | None:
         """Trace an operation that moves rows to or from experts; return None for others."""
-        name, shape = eqn.primitive.name, _result_shape(eqn)
+        name = eqn.primitive.name
         counts = name == "scatter-add" and operands[0].dtype.kind in "iu"
         found = None
         if name in ("reshape", "gather", "scatter", "scatter-add"):
-            found = moved_rows(dispatch, operands[0].dims, shape)
+            found = moved_rows(dispatch, operands[0].dims, _shape(eqn.outvars[0]))
         if found is None:
             return [self.value(eqn.outvars[0].aval)] if counts else None
         dims, joined = found
@@ -562,7 +613,7 @@ class _Walk:
             self.events.append(Open(place, "an exchange of rows", along))
         return found
 
-    def _gather(self, place: Occurrence, params: Any, operands: Sequence[Value], aval: Any) -> Value | None:
+    def _look_up(self, place: Occurrence, params: Any, operands: Sequence[Value], aval: Any) -> Value | None:
         """Trace a look-up of complete rows of a table, along one axis."""
         numbers, (table, indices) = params["dimension_numbers"], operands
         if len(numbers.start_index_map) != 1 or numbers.collapsed_slice_dims != numbers.start_index_map:
@@ -579,7 +630,7 @@ class _Walk:
         self.events.append(Lookup(place, table, indices, result, table.dims[at], False))
         return result
 
-    def _scatter(self, place: Occurrence, params: Any, operands: Sequence[Value]) -> Value | None:
+    def _update(self, place: Occurrence, params: Any, operands: Sequence[Value]) -> Value | None:
         """Trace the gradient of a look-up."""
         numbers, (table, indices, updates) = params["dimension_numbers"], operands
         if len(numbers.scatter_dims_to_operand_dims) != 1 or numbers.operand_batching_dims:
@@ -593,6 +644,9 @@ class _Walk:
         result = Value(dims, table.dtype, next(self._numbers), dims)
         self.events.append(Lookup(place, result, indices, updates, dims[at], True))
         return result
+
+    def _all_alike(self, step: _Step, operands: Sequence[Value]) -> list[Value]:
+        return [self._alike(v.aval, operands, step.operation) for v in step.eqn.outvars]
 
     def _alike(self, aval: Any, operands: Sequence[Value], operation: _scopes.ScopedOperation | None) -> Value:
         """Return a result that has the axes of the operands."""
@@ -609,31 +663,36 @@ class _Walk:
         """Rename the axes of operands to the names that the operation uses."""
         if operation is None:
             return operands
-        own, found = set(operation.axes), []
+        found = []
         for x in operands:
             if x.base == x.dims and (dims := by_scope(x.dims, operation, alone=True)) != x.dims:
                 x = dataclasses.replace(x, dims=dims, base=dims)  # an array that the step closes over
-            stale = [n for n, size in x.dims if n is not None and n not in own]
-            names = {n for n, _ in x.dims if n is not None}.difference(stale)
-            terms = (*operation.operands, *operation.results)
-            if stale and "vmap(" in place.scope:
-                rest = by_scope(tuple((n, size) for n, size in x.dims if n not in stale), operation)
-                known = {n for n, size in rest if n is not None or size > 1}
-                if any(known == {a.name for a in term} for term in terms):
-                    stale = []  # `vmap` maps over them
-            new = dict[str, str]()
-            for term in terms if stale else ():
-                missing = {a.name: a.size for a in term if a.name not in names}
-                if names <= {a.name for a in term} and len(missing) >= len(stale):
-                    new = matched({n: s for n, s in x.dims if n in stale}, missing)
-                    if new:
-                        break
-            if new:
+            if new := new_names(x.dims, operation, mapped="vmap(" in place.scope):
                 dims = tuple((new.get(n or "", n), s) for n, s in x.dims)
                 self.events.append(Renamed(place, x.dims, dims, False, by_size="vmap(" in place.scope))
                 x = dataclasses.replace(x, dims=dims, base=tuple((new.get(n or "", n), s) for n, s in x.base))
             found.append(x)
         return found
+
+
+_RULES: dict[str, Callable[[_Walk, _Step], list[Value] | None]] = {
+    "dot_general": _Walk._dot_general,
+    "ragged_dot_general": _Walk._ragged_dot_general,
+    **dict.fromkeys(_REDUCTIONS, _Walk._reduction),
+    **dict.fromkeys(("argmax", "argmin"), _Walk._extreme_position),
+    "top_k": _Walk._top_k,
+    "gather": _Walk._gather,
+    "scatter-add": _Walk._scatter_add,
+    **dict.fromkeys(_LAYOUT, _Walk._relaid),
+    **dict.fromkeys(("iota", "random_bits", "random_wrap", "random_unwrap", "random_seed"), _Walk._new),
+    **dict.fromkeys(_ALONG, _Walk._along),
+    "unstack": _Walk._unstack,
+    "stack": _Walk._stack,
+    **dict.fromkeys(("slice", "pad", "dynamic_slice", "dynamic_update_slice"), _Walk._sliced),
+    **dict.fromkeys(_ELEMENTWISE, _Walk._elementwise),
+    **dict.fromkeys(_UNCOUNTED, _Walk._not_counted),
+}
+"""For each primitive, how the names of its operands become those of its results, and what devices exchange for it."""
 
 
 def _key(eqn: JaxprEqn, operands: Sequence[Value]) -> Any:
@@ -654,9 +713,11 @@ def _shape(var: Any) -> tuple[int, ...]:
     return var.aval.shape
 
 
-def _result_shape(eqn: JaxprEqn) -> tuple[int, ...]:
-    """Return the shape of the first result, if there is one."""
-    return _shape(eqn.outvars[0]) if len(eqn.outvars) else ()
+def _fit_in_some_order(arrays: Sequence[Value], terms: Sequence[_scopes.Term]) -> bool:
+    return any(
+        all(has_names_of(x.dims, term) for x, term in zip(arrays, order, strict=True))
+        for order in itertools.permutations(terms)
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -222,52 +222,68 @@ def reason(op: ScopedOperation, kind: str, over: Collection[str], when: str, gat
     Arguments:
         gathered: the named axes that an all-gather completes, if known.
     """
-    mesh_axes = set(over)
-    axes = {a.name: a for term in (*op.operands, *op.results) for a in term}
-
-    def sharded(names: Collection[str]) -> list[NamedAxis]:
-        return [a for n, a in axes.items() if n in names and mesh_axes & set(a.compute)]
-
     if kind in ("all-reduce", "reduce-scatter"):
-        if when != "backward":
-            kept = {a.name for term in op.results for a in term}
-            found = sharded(axes.keys() - kept)
-            return f"sums over {_said(found)}" if _covers(found, mesh_axes) else None
-        causes = []
-        for term in op.operands[:2] if op.name == "MoELinear" else op.operands:  # the sizes of groups have no gradient
-            found = sharded(axes.keys() - {a.name for a in term})
-            if _covers(found, mesh_axes):
-                cause = f"the gradient of [{', '.join(a.name for a in term)}] sums over {_said(found)}"
-                causes += [cause] if cause not in causes else []
-        return "; or ".join(causes) or None
-    stored = _stored(op, mesh_axes)
+        return _reason_of_gradient(op, over) if when == "backward" else _reason_of_sum(op, over)
+    stored = _stored(op, over)
     if kind == "all-gather" and gathered:
-        if set(gathered) <= {a.name for a in stored}:
-            return f"{' and '.join(gathered)} is stored sharded over {_listed(over)}, and all-gathered where it is used"
-        if op.name == "index" and stored:
-            table = f"{stored[0].name}, which is stored sharded over {_listed(over)}"
-            return f"looks up all of {_listed(gathered)} in each shard of {table}"
-        if op.name == "shard":
-            return reason_of_placement(gathered, (), over)
-        found = sharded(gathered)
-        if len(found) == len(gathered):
-            return f"needs all of {_said(found)}"
-        came = f"{_listed(tuple(gathered))} came sharded over {_listed(over)}, by no active mapping"
-        return f"{came}, and is all-gathered where it is used"
+        return _reason_of_gather(op, over, gathered, stored)
     rows = {a.name for term in op.results for a in term}
-    if (
-        op.name == "dispatch"
-        and kind.endswith("all-to-all")
-        and _covers(found := sharded(axes.keys() - rows), mesh_axes)
-    ):
-        return f"sends rows to {_said(found)}, or results back"
-    if kind in ("collective-permute", "all-to-all") and not stored:
-        # The collective moves shards along an axis that the operation has over these mesh axes.
-        if names := " or ".join(a.name for a in sharded(axes.keys()) if _covers([a], mesh_axes)):
-            which = f"{names}, which is sharded over {_listed(over)}"
-            trade = f"trades shards along {which}, for shards along another axis, or back"
-            return f"moves shards along {which}" if kind == "collective-permute" else trade
-    if kind == "all-to-all" and len(stored) == 1 and len(found := sharded(axes.keys())) == 1:
+    if op.name == "dispatch" and kind.endswith("all-to-all"):
+        found = [a for a in _sharded(op, over) if a.name not in rows]
+        if _covers(found, over):
+            return f"sends rows to {_said(found)}, or results back"
+    if kind in ("collective-permute", "all-to-all"):
+        return _reason_of_move(op, kind, over, stored)
+    return None
+
+
+def _sharded(op: ScopedOperation, over: Collection[str]) -> list[NamedAxis]:
+    """Return the axes of an operation that it has sharded over some mesh axes."""
+    axes = {a.name: a for term in (*op.operands, *op.results) for a in term}
+    return [a for a in axes.values() if not set(over).isdisjoint(a.compute)]
+
+
+def _reason_of_sum(op: ScopedOperation, over: Collection[str]) -> str | None:
+    kept = {a.name for term in op.results for a in term}
+    found = [a for a in _sharded(op, over) if a.name not in kept]
+    return f"sums over {_said(found)}" if _covers(found, over) else None
+
+
+def _reason_of_gradient(op: ScopedOperation, over: Collection[str]) -> str | None:
+    causes = []
+    for term in op.operands[:2] if op.name == "MoELinear" else op.operands:  # the sizes of groups have no gradient
+        own = [a.name for a in term]
+        found = [a for a in _sharded(op, over) if a.name not in own]
+        if _covers(found, over):
+            causes.append(f"the gradient of [{', '.join(own)}] sums over {_said(found)}")
+    return "; or ".join(dict.fromkeys(causes)) or None
+
+
+def _reason_of_gather(
+    op: ScopedOperation, over: Collection[str], gathered: Collection[str], stored: Sequence[NamedAxis]
+) -> str:
+    if set(gathered) <= {a.name for a in stored}:
+        return f"{' and '.join(gathered)} is stored sharded over {_listed(over)}, and all-gathered where it is used"
+    if op.name == "index" and stored:
+        table = f"{stored[0].name}, which is stored sharded over {_listed(over)}"
+        return f"looks up all of {_listed(gathered)} in each shard of {table}"
+    if op.name == "shard":
+        return reason_of_placement(gathered, (), over)
+    found = [a for a in _sharded(op, over) if a.name in gathered]
+    if len(found) == len(gathered):
+        return f"needs all of {_said(found)}"
+    came = f"{_listed(tuple(gathered))} came sharded over {_listed(over)}, by no active mapping"
+    return f"{came}, and is all-gathered where it is used"
+
+
+def _reason_of_move(op: ScopedOperation, kind: str, over: Collection[str], stored: Sequence[NamedAxis]) -> str | None:
+    found = _sharded(op, over)
+    # The collective moves shards along an axis that the operation has over these mesh axes.
+    if not stored and (names := " or ".join(a.name for a in found if _covers([a], over))):
+        which = f"{names}, which is sharded over {_listed(over)}"
+        trade = f"trades shards along {which}, for shards along another axis, or back"
+        return f"moves shards along {which}" if kind == "collective-permute" else trade
+    if kind == "all-to-all" and len(stored) == len(found) == 1:
         name = stored[0].name
         where = f"{name}, which is stored sharded over {_listed(over)}"
         return f"exchanges shards of {where}, for shards of {found[0].name}"

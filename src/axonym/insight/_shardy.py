@@ -385,23 +385,25 @@ class ShardyProgram:
 
     # --- everything else ---
 
+    def _product(self, op: Any, around: _Within) -> None:
+        """Count the flops of a product."""
+        left, result = self._local(op.operands[0]), self._local(op.results[0])
+        numbers = re.search(r"lhs_contracting_dimensions = \[([^\]]*)\]", str(op.attributes["dot_dimension_numbers"]))
+        summed = [left.sizes[int(i)] for i in re.findall(r"\d+", numbers[1])] if numbers else []
+        # Without grouped products, as for CPUs, each row is multiplied by the matrices of all groups.
+        groups = _scopes.groups(self._origin(op, around).scope)
+        self.grouped = self.grouped or groups > 1
+        each = 2 * math.prod(result.sizes) * math.prod(summed) // groups
+        if around.times is None:
+            self.flops = self.needed_flops = None
+        elif self.flops is not None and self.needed_flops is not None:
+            self.flops += each * around.times
+            self.needed_flops += 0 if around.in_branch else each * around.times
+
     def _other(self, op: Any, around: _Within) -> None:
         name = op.name.partition(".")[2]
         if op.name == "stablehlo.dot_general":
-            left, result = self._local(op.operands[0]), self._local(op.results[0])
-            numbers = re.search(
-                r"lhs_contracting_dimensions = \[([^\]]*)\]", str(op.attributes["dot_dimension_numbers"])
-            )
-            summed = [left.sizes[int(i)] for i in re.findall(r"\d+", numbers[1])] if numbers else []
-            # Without grouped products, as for CPUs, each row is multiplied by the matrices of all groups.
-            groups = _scopes.groups(self._origin(op, around).scope)
-            self.grouped = self.grouped or groups > 1
-            each = 2 * math.prod(result.sizes) * math.prod(summed) // groups
-            if around.times is None:
-                self.flops = self.needed_flops = None
-            elif self.flops is not None and self.needed_flops is not None:
-                self.flops += each * around.times
-                self.needed_flops += 0 if around.in_branch else each * around.times
+            self._product(op, around)
         elif op.name == "sdy.reshard":
             raise NotImplementedError(
                 "explain: by='shardy' found a reshard that is not a collective. by='partitioner' reads such a program."

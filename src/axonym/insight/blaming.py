@@ -9,7 +9,7 @@ from typing import Any
 from .._errors import counted
 from .._mesh_axes import AnyMesh
 from .collectives import Collective
-from .explaining import explain, quickest_exact
+from .explaining import Mappings, explain, quickest_exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,13 @@ class Blame:
 
 
 def blame(
-    fn: Callable[..., Any], /, *args: Any, axis: str, mapping: Any = None, mesh: AnyMesh | None = None, **kwargs: Any
+    fn: Callable[..., Any],
+    /,
+    *args: Any,
+    axis: str,
+    mapping: Mappings = None,
+    mesh: AnyMesh | None = None,
+    **kwargs: Any,
 ) -> Blame:
     """Find the first operation at which an axis stops being sharded, because it is gathered or moved.
 

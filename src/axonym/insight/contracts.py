@@ -18,7 +18,7 @@ from .._tree_spec import flatten_arrays
 from ..sharding.meshes import current_mesh
 from ._text import parsed_bytes
 from .collectives import Collective
-from .explaining import explain, quickest_exact
+from .explaining import Mappings, explain, quickest_exact
 from .report import Memory, Report
 
 
@@ -36,7 +36,7 @@ def contract(
     never_gathers: Collection[str] = (),
     scatters_gradients: bool = False,
     max_memory: int | str | None = None,
-    mapping: Any = None,
+    mapping: Mappings = None,
     mesh: AnyMesh | None = None,
 ) -> Contract:
     """Make a contract: limits on what a step may send between devices, and keep in memory.
@@ -83,7 +83,7 @@ class Contract:
     never_gathers: tuple[str, ...]
     scatters_gradients: bool
     max_memory: int | None
-    mapping: Any = None
+    mapping: Mappings = None
     mesh: AnyMesh | None = None
     _found: list[str] | None = dataclasses.field(default=None, init=False, repr=False)
     """In a with-block, the violations found so far."""

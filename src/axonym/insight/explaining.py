@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -16,7 +17,7 @@ from .._context import Entry
 from .._mesh_axes import AnyMesh
 from ..sharding._compiled_function import BoundCompiledFunction, CompiledFunction
 from ..sharding.jit import fsdp, named_jit
-from ..sharding.mapping import is_resource_mapping, normalize_mapping
+from ..sharding.mapping import ResourceMapping, is_resource_mapping, normalize_mapping
 from ..sharding.meshes import current_mesh, set_mesh, with_devices
 from . import _compiling, _scopes, _shardy
 from ._arguments import ArgumentNames, names_of_arrays, step_name
@@ -29,11 +30,15 @@ from ._topologies import moved_to, on_topology, with_axes_of
 from .chips import Chip, known_chip
 from .collectives import Collective
 from .report import Memory, Report, bounds_on
+from .timeline import MemoryTimeline
 
 WITHOUT_FLOPS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart"}
 """Calls in programs for TPUs that compute nothing."""
 
 TIERS = ("compiled", "partitioner", "shardy", "names")
+
+Mappings: TypeAlias = ResourceMapping | Sequence[ResourceMapping] | None
+"""How to distribute a plain function: a resource mapping, or a parameter mapping and a compute mapping."""
 
 
 def quickest_exact() -> str:
@@ -45,7 +50,7 @@ def explain(
     fn: Callable[..., Any],
     /,
     *args: Any,
-    mapping: Any = None,
+    mapping: Mappings = None,
     mesh: AnyMesh | None = None,
     by: str = "compiled",
     topology: str | None = None,
@@ -109,7 +114,7 @@ def explain(
         return _report(step_name(fn), program, Constraints(lowered), names, found, platform, by, memory, chip)
 
 
-def distributed(fn: Callable[..., Any], mapping: Any) -> Any:
+def distributed(fn: Callable[..., Any], mapping: Mappings) -> Any:
     """Return a step compiled under a mapping, or as it is if it is compiled already."""
     if mapping is None:
         return fn if hasattr(fn, "lower") else named_jit(fn)
@@ -125,7 +130,7 @@ def distributed(fn: Callable[..., Any], mapping: Any) -> Any:
     )
 
 
-def mappings_of(fn: Callable[..., Any], mapping: Any) -> tuple[Mapping[str, Entry], Mapping[str, Entry]]:
+def mappings_of(fn: Callable[..., Any], mapping: Mappings) -> tuple[Mapping[str, Entry], Mapping[str, Entry]]:
     """Return the parameter and the compute mapping by which to distribute a function that does not say how."""
     if mapping is None or hasattr(fn, "lower"):
         raise ValueError("explain: by='names' takes the function that is compiled, and its mapping as `mapping=`.")
@@ -175,6 +180,24 @@ def _mesh(args: Any, kwargs: Any, devices: int) -> dict[str, int] | None:
 # --- the report ---
 
 
+@dataclasses.dataclass
+class _FlopCount:
+    """The flops of a program so far; None if the length of a loop depends on values."""
+
+    counted: int | None = 0
+    needed: int | None = 0
+    """Without those of branches, and of rows with the matrices of other groups than theirs."""
+    grouped: int = 0
+    """Those of rows with the matrices of other groups."""
+
+    def add(self, visit: Visit, each: int, own: int) -> None:
+        """Add the flops of an instruction, of which `own` are needed."""
+        self.grouped += (each - own) * (visit.times or 1)
+        self.counted = None if self.counted is None or visit.times is None else self.counted + each * visit.times
+        if not visit.in_branch:
+            self.needed = None if self.needed is None or visit.times is None else self.needed + own * visit.times
+
+
 def _report(
     step: str,
     program: HloProgram,
@@ -187,9 +210,7 @@ def _report(
     chip: Chip | None,
 ) -> Report:
     collectives: list[Collective] = []
-    flops: int | None = 0
-    needed: int | None = 0
-    grouped = 0
+    flops = _FlopCount()
     custom_calls: set[str] = set()
     for visit in program.visits():
         instruction = visit.instruction
@@ -199,10 +220,7 @@ def _report(
         elif kind in ("dot", "convolution"):
             each = _flops(instruction, [shape for _, shapes in program.operands(visit) for shape in shapes])
             own = each // _scopes.groups(instruction.scope) if platform == "cpu" else each
-            grouped += (each - own) * (visit.times or 1)
-            flops = None if flops is None or visit.times is None else flops + each * visit.times
-            if not visit.in_branch:
-                needed = None if needed is None or visit.times is None else needed + own * visit.times
+            flops.add(visit, each, own)
         elif kind == "custom-call":
             custom_calls.add((instruction.attribute("custom_call_target") or "").strip('"'))
     notes = []
@@ -213,27 +231,30 @@ def _report(
     if custom_calls := custom_calls - WITHOUT_FLOPS:
         listed = ", ".join(sorted(custom_calls))
         notes.append(f"flops do not include custom calls: {listed}")
-    if grouped:
+    if flops.grouped:
         notes.append(
-            f"{grouped:,} of the flops multiply rows by the matrices of other groups; compilers with grouped products "
-            "do not compute these, and bounds on time leave them out"
+            f"{flops.grouped:,} of the flops multiply rows by the matrices of other groups; compilers with grouped "
+            "products do not compute these, and bounds on time leave them out"
         )
-    notes += _notes_on(collectives, flops is None)
-    bounds = None if chip is None else bounds_on(chip, collectives, memory, needed)
+    notes += _notes_on(collectives, flops.counted is None)
+    bounds = None if chip is None else bounds_on(chip, collectives, memory, flops.needed)
     # Programs for other platforms use several kinds of memory, and their collectives run beside other work.
-    course = None
-    if platform == "cpu":
-        try:
-            course = timeline(program, mesh or {})
-        except UnknownForm as e:
-            notes.append(f"the memory over the course of the step is not known: {e}")
+    course = _timeline(program, mesh or {}, notes) if platform == "cpu" else None
     given = [i for i in program.computations[program.entry].values() if i.opcode == "parameter"]
     given.sort(key=lambda i: int(i.value))
     arguments = names.added_up((i.scope, sum(shape.bytes for shape in i.shapes)) for i in given)
     return Report(
-        step, platform, mesh or {}, by, tuple(collectives), memory, flops, bounds, tuple(notes), timeline=course,
-        arguments=arguments,
+        step, platform, mesh or {}, by, tuple(collectives), memory, flops.counted, bounds, tuple(notes),
+        timeline=course, arguments=arguments,
     )  # fmt: skip
+
+
+def _timeline(program: HloProgram, mesh: Mapping[str, int], notes: list[str]) -> MemoryTimeline | None:
+    try:
+        return timeline(program, mesh)
+    except UnknownForm as e:
+        notes.append(f"what is held in the course of the step is not known: {e}")
+        return None
 
 
 def _sharded(step: str, lowered: Any, names: ArgumentNames, chip: Chip | None) -> Report:

@@ -338,26 +338,24 @@ class _Search:
             yield self._planned(account, mesh, compute, storage)
 
     def _candidates(self, chips: int) -> Iterator[tuple[dict[str, int], dict[str, Over], dict[str, Over]]]:
-        for model in (n for n in range(1, chips + 1) if chips % n == 0):
-            data = chips // model
-            mesh = {axis: n for axis, n in (("data", data), ("model", model)) if n > 1} or {"data": 1}
+        for data, model in ((chips // n, n) for n in range(1, chips + 1) if chips % n == 0):
+            mesh = _mesh(data, model) or {"data": 1}
             for batch, group in itertools.product(self.batch or [None], self.groups):
-                if batch in group:
-                    continue
-                # A second mesh axis needs axes of a group to shard, or else shards the batch together with the first.
-                if bool(group) != (model > 1) and not (model > 1 and data > 1 and batch and not group):
+                # A group takes the mesh axis of the model; the batch can take both, if there is no group.
+                takes_both = model > 1 and data > 1 and batch and not group
+                if batch in group or not (takes_both or bool(group) == (model > 1)):
                     continue
                 over: Over = ("data", "model") if model > 1 and not group else "data"
-                compute: dict[str, Over] = {batch: over} if batch and data > 1 else {}
+                batches = [batch] if batch and data > 1 else []
+                compute: dict[str, Over] = dict.fromkeys(batches, over)
                 compute |= dict.fromkeys(group, "model")
                 used: dict[str, Over] = dict.fromkeys(group, "model")
                 # Two mesh axes that both shard the batch differ from one only if parameters are stored over one.
                 if group or model == 1:
                     yield mesh, compute, {}
-                if data > 1 and batch:
-                    for name in self.stored:
-                        if name not in group:
-                            yield mesh, compute, {name: "data"} | used
+                for name in self.stored if batches else ():
+                    if name not in group:
+                        yield mesh, compute, {name: "data"} | used
 
     def ask(self, chips: int, fn: Callable[..., Any], args: Sequence[Any], limit: int) -> Iterator[PlannedMapping]:
         """Plan with Shardy the mappings whose communication names do not determine, few devices along an axis first."""
@@ -369,7 +367,7 @@ class _Search:
                  for pair in itertools.product(sizes, names)]  # fmt: skip
         for alike, (model, name) in tried:
             axes = self._called(name)
-            mesh = {axis: n for axis, n in (("data", chips // model), ("model", model)) if n > 1}
+            mesh = _mesh(chips // model, model)
             batch = next((b for b in self.batch if b not in axes), None)
             if len(mesh) > 1 and batch is None:
                 continue
@@ -437,6 +435,11 @@ class _Search:
         sent = sum(e.total_sent or 0 for e in account.exchanges)
         memory = _kept(memory_of(self.trace, account.layout))
         return PlannedMapping(mesh, compute, storage, bounds, memory, account.flops, sent, account.uncertain)
+
+
+def _mesh(data: int, model: int) -> dict[str, int]:
+    """Return the mesh axes with more than one device."""
+    return {axis: n for axis, n in (("data", data), ("model", model)) if n > 1}
 
 
 def _kept(memory: Memory) -> int:

@@ -16,6 +16,7 @@ import pytest
 
 from .._mesh_axes import AnyMesh
 from .contracts import Contract, contract
+from .explaining import Mappings
 from .snapshots import differences, snapshot
 
 _UPDATE = "--update-snapshots"
@@ -38,7 +39,13 @@ class MappingSnapshot:
         self._numbers = itertools.count(1)
 
     def check(
-        self, fn: Callable[..., Any], /, *args: Any, mapping: Any = None, mesh: AnyMesh | None = None, **kwargs: Any
+        self,
+        fn: Callable[..., Any],
+        /,
+        *args: Any,
+        mapping: Mappings = None,
+        mesh: AnyMesh | None = None,
+        **kwargs: Any,
     ) -> None:
         """Compare the snapshot of a step with the file; with `--update-snapshots`, write the file.
 

@@ -18,11 +18,11 @@ from ..sharding._compiled_function import CompiledFunction
 from ..sharding.placement import Leaf, leaves_of, present_sharding
 from ._text import aligned, described_mesh, parsed_bytes
 from .comparing import counted
-from .explaining import active, distributed, explain, quickest_exact
+from .explaining import Mappings, active, distributed, explain, quickest_exact
 
 
 def snapshot(
-    fn: Callable[..., Any], /, *args: Any, mapping: Any = None, mesh: AnyMesh | None = None, **kwargs: Any
+    fn: Callable[..., Any], /, *args: Any, mapping: Mappings = None, mesh: AnyMesh | None = None, **kwargs: Any
 ) -> str:
     """Describe how a step's arguments are sharded, and what it sends between devices, in a text for tests.
 

@@ -46,7 +46,7 @@ class _Convolution(ModuleWithStateDictSerialization):
     @abc.abstractmethod
     def _parameters(self) -> Parameters: ...
 
-    def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
+    def __call__(self, inputs: NamedArray, *, key: jax.Array | None = None) -> NamedArray:
         """Apply the layer to an array with the axes `Spatial` and `In`; `key` is not used."""
         what = type(self).__name__
         require_named(what, inputs)
@@ -93,7 +93,7 @@ class Conv(_Convolution):
         dilation: PerAxis = 1,
         groups: int = 1,
         use_bias: bool = True,
-        key: Any,
+        key: jax.Array,
     ) -> Conv:
         """Make a layer with random weights and bias, uniform up to 1 / sqrt(number of inputs to one output).
 
@@ -160,7 +160,7 @@ class ConvTranspose(_Convolution):
         dilation: PerAxis = 1,
         groups: int = 1,
         use_bias: bool = True,
-        key: Any,
+        key: jax.Array,
     ) -> ConvTranspose:
         """Make a layer with random weights and bias, uniform up to 1 / sqrt(channels of a group * kernel elements).
 
@@ -246,7 +246,7 @@ def _init_fields(
     dilation: PerAxis,
     groups: int,
     use_bias: bool,
-    key: Any,
+    key: jax.Array,
 ) -> dict[str, Any]:
     """Return the fields of a layer with random parameters; raise an error if the arguments do not fit together."""
     Spatial = selectors(Spatial)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -25,8 +23,8 @@ def dropout(
     pdrop: NamedOrNumeric,
     broadcast_axes: AxisSelection | None = None,
     *,
-    inference: Any,
-    key: Any = None,
+    inference: NamedOrNumeric,
+    key: jax.Array | None = None,
 ) -> NamedArray:
     """Set randomly chosen elements to zero, and scale the others to keep the mean.
 
@@ -56,10 +54,10 @@ def dropout(
     if fixed and pdrop == 1:
         dropped = zeros_like(x)  # all elements are dropped, so there are none to scale
     else:
-        key = one_key("dropout", key)
+        one = one_key("dropout", key)
         keep = 1 - scalar("dropout", "pdrop", pdrop)
-        kernel = _dropout_kernel(x.names, _kernels.hashable(broadcast_axes), key.ndim, fixed)
-        dropped = kernel.apply(x.array, key, keep)
+        kernel = _dropout_kernel(x.names, _kernels.hashable(broadcast_axes), one.ndim, fixed)
+        dropped = kernel.apply(x.array, one, keep)
     return dropped if decided else where(inference, x, dropped)
 
 
@@ -113,7 +111,7 @@ class Dropout(eqx.Module):
         return not self.inference and self.pdrop > 0
 
     @named_call
-    def __call__(self, x: NamedArray, *, inference: bool | None = None, key: Any = None) -> NamedArray:
+    def __call__(self, x: NamedArray, *, inference: bool | None = None, key: jax.Array | None = None) -> NamedArray:
         """Set randomly chosen elements to zero; `inference` overrides the layer's setting."""
         inference = self.inference if inference is None else inference
         return dropout(x, self.pdrop, self.broadcast_axes, inference=inference, key=key)

@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from .. import _errors, _kernels, random
 from .._named_scope import named_call
@@ -26,7 +27,7 @@ from .mup import AbstractEmbeddingReparam, EmbeddingStandardParam, ReparamEnable
 
 
 @_errors.say_how_to_call
-def one_hot(x: NamedOrNumeric, class_axis: Axis, *, dtype: Any = None) -> NamedArray:
+def one_hot(x: NamedOrNumeric, class_axis: Axis, *, dtype: DTypeLike | None = None) -> NamedArray:
     """Encode classes along a new axis: one at the index of the class, zero elsewhere.
 
     Arguments:
@@ -103,7 +104,7 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
         Embed: AxisSpec,
         *,
         init_scale: float = 1.0,
-        key: Any,
+        key: jax.Array,
         initializer_range: float | None = None,
         reparam_cls: type[AbstractEmbeddingReparam] = EmbeddingStandardParam,
     ) -> Embedding:
@@ -147,7 +148,7 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
         weight = split_axis(self.weight, OUT, template.Embed, template.weight.names)
         return dataclasses.replace(self, weight=weight, Embed=template.Embed)
 
-    def __call__(self, input_ids: NamedArray, *, key: Any = None) -> NamedArray:
+    def __call__(self, input_ids: NamedArray, *, key: jax.Array | None = None) -> NamedArray:
         """Look up the embeddings of tokens, as `embed` does; `key` is not used."""
         return self.embed(input_ids)
 
@@ -185,7 +186,7 @@ class Embedding(ReparamEnabled, ModuleWithStateDictSerialization):
         scale = self.reparam.unembed_active_scale
         return shard_quietly(logits if scale == 1 else logits * scale, None, "Embedding.unembed")
 
-    def resize_embeddings(self, new_size: int, key: Any = None) -> Embedding:
+    def resize_embeddings(self, new_size: int, key: jax.Array | None = None) -> Embedding:
         """Resize the vocabulary of the layer.
 
         A smaller vocabulary keeps the first tokens. In a larger one, the new embeddings are the mean of the old ones

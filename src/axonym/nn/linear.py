@@ -83,7 +83,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
         In: AxisSpec,
         Out: AxisSpec,
         *,
-        key: Any,
+        key: jax.Array,
         use_bias: bool = True,
         out_first: bool = True,
         dot_general: Callable[..., jax.Array] | None = None,
@@ -147,7 +147,7 @@ class Linear(ReparamEnabled, ModuleWithStateDictSerialization):
         return _stored(axes_of_spec(self.In), axes_of_spec(self.Out))
 
     @named_call
-    def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
+    def __call__(self, inputs: NamedArray, *, key: jax.Array | None = None) -> NamedArray:
         """Contract an array with the axes `In` with the weight, and add the bias; `key` is not used."""
         names, stored = tuple(a.name for a in axes_of_spec(self.In)), tuple(a.name for a in self.weight_in)
         check_input("Linear", inputs, self.weight, names, stored, (self.In, self.Out))
@@ -231,7 +231,7 @@ def _stored(in_axes: tuple[Axis, ...], out_axes: tuple[Axis, ...]) -> tuple[Axis
 
 
 def check_input(
-    what: str, inputs: Any, weight: NamedArray, names: Names, stored: Names, maps: tuple[AxisSpec, AxisSpec]
+    what: str, inputs: NamedArray, weight: NamedArray, names: Names, stored: Names, maps: tuple[AxisSpec, AxisSpec]
 ) -> None:
     """Raise an error unless the input of a layer has the named axes, with the sizes that they have in the weight.
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .. import _errors, _kernels
 from .._mesh_axes import Axes
@@ -69,7 +70,7 @@ def cross_entropy_loss(
     *,
     ignore_index: int | None = None,
     out_of_range: float | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> NamedArray:
     """Compute the cross-entropy of labels: minus the logarithm of the probability that the logits give them.
 
@@ -112,7 +113,7 @@ def cross_entropy_loss_and_log_normalizers(
     *,
     ignore_index: int | None = None,
     out_of_range: float | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> tuple[NamedArray, NamedArray]:
     """Compute the losses of `cross_entropy_loss` without reduction, and the logsumexp of the logits.
 

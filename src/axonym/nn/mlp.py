@@ -59,7 +59,7 @@ class MLP(eqx.Module):
         out_first: bool = True,
         use_bias: bool = True,
         use_final_bias: bool = True,
-        key: Any,
+        key: jax.Array,
         dot_general: Callable[..., jax.Array] | None = None,
         init_scale: float = 1.0,
     ) -> MLP:
@@ -110,7 +110,7 @@ class MLP(eqx.Module):
         return self.layers[-1].Out
 
     @named_call
-    def __call__(self, x: NamedArray, *, key: Any = None) -> NamedArray:
+    def __call__(self, x: NamedArray, *, key: jax.Array | None = None) -> NamedArray:
         """Apply the layers, with the activation between them; a `key` is split among the layers."""
         keys = maybe_rng_split(key, len(self.layers))
         for layer, layer_key in zip(self.layers[:-1], keys, strict=False):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -57,7 +56,7 @@ class MoELinear(eqx.Module):
         In: Axis,
         Out: Axis,
         *,
-        key: Any,
+        key: jax.Array,
         use_bias: bool = True,
         out_first: bool = False,
         init_scale: float = 1.0,
@@ -99,7 +98,9 @@ class MoELinear(eqx.Module):
         return self.weight.names[-1] != self.Out.name
 
     @named_call
-    def __call__(self, inputs: NamedArray, group_sizes: NamedArray | jax.Array, *, key: Any = None) -> NamedArray:
+    def __call__(
+        self, inputs: NamedArray, group_sizes: NamedArray | jax.Array, *, key: jax.Array | None = None
+    ) -> NamedArray:
         """Multiply each row by the weight of its expert, and add the bias.
 
         Arguments:

@@ -10,6 +10,7 @@ from typing import Any, Self
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .. import _errors, _kernels
 from .._named_scope import named_call
@@ -155,7 +156,13 @@ class LayerNormBase(ModuleWithStateDictSerialization):
 
     @classmethod
     def init(
-        cls, axis: AxisSpec, eps: float = 1e-5, *, use_weight: bool = True, use_bias: bool = True, dtype: Any = None
+        cls,
+        axis: AxisSpec,
+        eps: float = 1e-5,
+        *,
+        use_weight: bool = True,
+        use_bias: bool = True,
+        dtype: DTypeLike | None = None,
     ) -> Self:
         """Make a layer with a scale of one and a shift of zero. `axis`, `eps` and `dtype` are the fields of the layer.
 

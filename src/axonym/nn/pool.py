@@ -19,7 +19,7 @@ from .. import _kernels
 from .._jax_versions import set_apart
 from .._strided_slices import strided_slice
 from ..axis import AxisSpec, Names, axes_of_spec
-from ..named_array import NamedArray
+from ..named_array import NamedArray, NamedOrNumeric
 from ..ops._operands import distinct, extreme, require_named, scalar
 from ._window_arguments import Padding, PaddingSpec, Pair, PerAxis, check_spans, parse_padding, per_axis, same_padding
 
@@ -91,7 +91,7 @@ def mean_pool(
 def pool(
     inputs: NamedArray,
     Window: AxisSpec,
-    init: Any,
+    init: NamedOrNumeric,
     reduce_fn: Callable[[Any, Any], Any],
     stride: PerAxis | None = None,
     padding: PaddingSpec = "VALID",

@@ -51,7 +51,6 @@ Arrays = Sequence[jax.Array]
 OfExperts = Callable[[Any, NamedArray, NamedArray], NamedArray]
 
 
-@_errors.say_how_to_call
 def dispatch(
     fn: OfExperts,
     params: Any,
@@ -326,7 +325,6 @@ def _require_numbers(what: str, expert: NamedArray) -> None:
 # --- functions for routers ---
 
 
-@_errors.say_how_to_call
 def limit_capacity(
     expert: NamedArray, experts: Axis, factor: float, *, order: Sequence[AxisSelector] | None = None
 ) -> NamedArray:
@@ -365,7 +363,6 @@ def limit_capacity(
     return kept.unflatten_axis("rows", ordered.axes).rearrange(expert.names)
 
 
-@_errors.say_how_to_call
 def load_balancing_loss(probabilities: NamedArray, expert: NamedArray, experts: Axis) -> NamedArray:
     """Return the load-balancing loss of Switch Transformers: 1, its minimum, if all experts get equally many rows.
 
@@ -387,7 +384,6 @@ def load_balancing_loss(probabilities: NamedArray, expert: NamedArray, experts: 
     return experts.size * dot(share, mean(probabilities, rows), axis=experts)
 
 
-@_errors.say_how_to_call
 def router_z_loss(logits: NamedArray, experts: AxisSelector) -> NamedArray:
     """Return the z-loss of ST-MoE, which keeps a router's logits small: the mean of their squared log-sum-exp.
 

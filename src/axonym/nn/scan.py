@@ -63,6 +63,7 @@ __all__ = [
     "VmapFunction",
 ]
 
+L = TypeVar("L", bound=eqx.Module)
 M = TypeVar("M", bound=eqx.Module)
 M_co = TypeVar("M_co", bound=eqx.Module, covariant=True)
 M_contra = TypeVar("M_contra", bound=eqx.Module, contravariant=True)
@@ -412,6 +413,18 @@ class Stacked(BlockFoldable[M], LayerStack):
     Block: Axis = eqx.field(static=True)  # pyright: ignore[reportIncompatibleMethodOverride]  # what the base asks for
     gradient_checkpointing: ScanCheckpointPolicy = eqx.field(static=True, converter=policy_of, default=policy_of(False))
 
+    if TYPE_CHECKING:  # the type that the base class has for it does not say which layers there are
+
+        @classmethod
+        def init(  # pyright: ignore[reportIncompatibleMethodOverride]
+            cls,
+            Block: Axis,
+            module: type[L],
+            *,
+            gradient_checkpointing: ScanCheckpointSpec = False,
+            prevent_cse: bool | None = None,
+        ) -> ModuleInit[Stacked[L]]: ...
+
     @classmethod
     def _make(cls, Block: Axis, policy: ScanCheckpointPolicy, make: Callable[..., Any], args: Any, kwargs: Any) -> Self:
         what = f"{cls.__name__}.init"
@@ -504,6 +517,18 @@ class BlockSeq(BlockFoldable[M]):
     def __check_init__(self) -> None:
         if len(self.blocks) != self.Block.size:
             raise ValueError(f"BlockSeq: got {_errors.counted(len(self.blocks), 'layer')} for the axis {self.Block}.")
+
+    if TYPE_CHECKING:  # the type that the base class has for it does not say which layers there are
+
+        @classmethod
+        def init(  # pyright: ignore[reportIncompatibleMethodOverride]
+            cls,
+            Block: Axis,
+            module: type[L],
+            *,
+            gradient_checkpointing: ScanCheckpointSpec = False,
+            prevent_cse: bool | None = None,
+        ) -> ModuleInit[BlockSeq[L]]: ...
 
     @classmethod
     def _make(cls, Block: Axis, policy: ScanCheckpointPolicy, make: Callable[..., Any], args: Any, kwargs: Any) -> Self:

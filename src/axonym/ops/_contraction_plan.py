@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
+from jax.typing import DTypeLike
 
 from .. import _fsdp_ops, _kernels, _output_sharding
 from .._mesh_axes import entries_of, explicit_mesh
@@ -27,8 +28,8 @@ class Plan(NamedTuple):
     what: str
     in_names: tuple[Names, ...]
     out_names: Names
-    precision: Any = None
-    preferred_element_type: Any = None
+    precision: jax.lax.PrecisionLike = None
+    preferred_element_type: DTypeLike | None = None
     sized: tuple[Axis, ...] = ()
 
 

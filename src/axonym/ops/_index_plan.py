@@ -21,10 +21,10 @@ from .. import _errors, _kernels
 from .._jax_versions import set_apart
 from .._strided_slices import strided_slice
 from ..axis import Axis, Names, name_of
-from ..named_array import NamedArray, describe_array
+from ..named_array import NamedArray, NamedOrNumeric, describe_array
 from ._operands import at_least_int32
 
-NamedIndex: TypeAlias = Any
+NamedIndex: TypeAlias = "NamedOrNumeric | slice | ds | Sequence[Any]"
 """The index of one axis: see `axonym.ops.indexing`."""
 SliceSpec: TypeAlias = Mapping[Any, NamedIndex] | tuple[Any, ...] | EllipsisType
 
@@ -42,8 +42,8 @@ class ds:
     must_fit: ClassVar[bool] = True
     """A slice that does not fit its axis is an error. If False, zeros are read outside and nothing is written."""
 
-    def __init__(self, start: Any, length: int | Axis):
-        self.start = start
+    def __init__(self, start: NamedOrNumeric, length: int | Axis):
+        self.start: Any = start
         self.size = length.size if isinstance(length, Axis) else operator.index(length)
         if self.size < 0:
             raise ValueError(f"ds: a length cannot be negative, got {self.size}.")

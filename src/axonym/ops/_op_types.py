@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, overload
 
 import jax
+from jax.typing import DTypeLike
 
 from ..axis import AxisSelection, AxisSelector
 from ..named_array import NamedArray, NamedOrNumeric, is_named_array
@@ -57,7 +58,7 @@ class Binary(Protocol):
 
 class _BoundTypedReduction(Protocol):
     def __call__(
-        self, axis: AxisSelection | None = None, *, where: NamedArray | None = None, dtype: Any = None
+        self, axis: AxisSelection | None = None, *, where: NamedArray | None = None, dtype: DTypeLike | None = None
     ) -> NamedArray: ...
 
 
@@ -71,18 +72,28 @@ class TypedReduction(Protocol):
         axis: AxisSelection | None = None,
         *,
         where: NamedArray | None = None,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
     ) -> NamedArray: ...
     @overload
     def __call__(
-        self, array: Any, axis: AxisSelection | None = None, *, where: NamedArray | None = None, dtype: Any = None
+        self,
+        array: Any,
+        axis: AxisSelection | None = None,
+        *,
+        where: NamedArray | None = None,
+        dtype: DTypeLike | None = None,
     ) -> Any: ...
     def __get__(self, instance: Any, owner: Any = None) -> _BoundTypedReduction: ...
 
 
 class _BoundSpreadReduction(Protocol):
     def __call__(
-        self, axis: AxisSelection | None = None, *, where: NamedArray | None = None, ddof: int = 0, dtype: Any = None
+        self,
+        axis: AxisSelection | None = None,
+        *,
+        where: NamedArray | None = None,
+        ddof: int = 0,
+        dtype: DTypeLike | None = None,
     ) -> NamedArray: ...
 
 
@@ -97,7 +108,7 @@ class SpreadReduction(Protocol):
         *,
         where: NamedArray | None = None,
         ddof: int = 0,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
     ) -> NamedArray: ...
     @overload
     def __call__(
@@ -107,17 +118,17 @@ class SpreadReduction(Protocol):
         *,
         where: NamedArray | None = None,
         ddof: int = 0,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
     ) -> Any: ...
     def __get__(self, instance: Any, owner: Any = None) -> _BoundSpreadReduction: ...
 
 
 class _BoundCumulative(Protocol):
-    def __call__(self, axis: AxisSelector, dtype: Any = None) -> NamedArray: ...
+    def __call__(self, axis: AxisSelector, dtype: DTypeLike | None = None) -> NamedArray: ...
 
 
 class Cumulative(Protocol):
     """A running reduction along one axis, which stays."""
 
-    def __call__(self, a: NamedArray, axis: AxisSelector, dtype: Any = None) -> NamedArray: ...
+    def __call__(self, a: NamedArray, axis: AxisSelector, dtype: DTypeLike | None = None) -> NamedArray: ...
     def __get__(self, instance: Any, owner: Any = None) -> _BoundCumulative: ...

@@ -22,7 +22,11 @@ from ._operands import operand, require_named, scalar
 
 
 def isclose(
-    a: NamedOrNumeric, b: NamedOrNumeric, rtol: Any = 1e-05, atol: Any = 1e-08, equal_nan: bool = False
+    a: NamedOrNumeric,
+    b: NamedOrNumeric,
+    rtol: NamedOrNumeric = 1e-05,
+    atol: NamedOrNumeric = 1e-08,
+    equal_nan: bool = False,
 ) -> NamedArray:
     """Return whether the operands differ by at most `atol + rtol * abs(b)`, elementwise; they broadcast by name.
 
@@ -35,7 +39,11 @@ def isclose(
 
 
 def allclose(
-    a: NamedOrNumeric, b: NamedOrNumeric, rtol: Any = 1e-05, atol: Any = 1e-08, equal_nan: bool = False
+    a: NamedOrNumeric,
+    b: NamedOrNumeric,
+    rtol: NamedOrNumeric = 1e-05,
+    atol: NamedOrNumeric = 1e-08,
+    equal_nan: bool = False,
 ) -> bool:
     """Return whether the operands are nearly equal everywhere. The arguments are those of `isclose`.
 

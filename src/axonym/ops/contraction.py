@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .. import _errors, _kernels, _parsing
 from .._parsing import Dots, Expression, Name, Place, Term
@@ -35,8 +36,8 @@ _REQUIRED = _Required()
 def dot(
     *arrays: Any,
     axis: AxisSelection | _Required | None = _REQUIRED,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     out_axes: Sequence[AxisSelector | EllipsisType] | None = None,
     dot_general: DotGeneral = jax.lax.dot_general,
 ) -> NamedArray:
@@ -167,8 +168,8 @@ def _ordered(kept: Names, out_axes: tuple[Any, ...]) -> Names:
 def einsum(
     equation: str,
     *arrays: NamedArray,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     dot_general: DotGeneral = jax.lax.dot_general,
     **axis_aliases: AxisSelector,
 ) -> NamedArray:

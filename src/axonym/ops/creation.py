@@ -15,11 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .. import _errors, _kernels
 from .._jax_versions import INLINE
 from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, axes_of_spec, name_of
-from ..named_array import NamedArray, wrap
+from ..named_array import NamedArray, NamedOrNumeric, wrap
 from ._new_array import new_array
 from ._operands import distinct, dtype_key, one_axis, require_named, scalar
 
@@ -34,7 +35,7 @@ def _layout(what: str, spec: Any) -> tuple[Names, tuple[int, ...]]:
 
 
 @_errors.say_how_to_call
-def zeros(shape: AxisSpec, dtype: Any = None) -> NamedArray:
+def zeros(shape: AxisSpec, dtype: DTypeLike | None = None) -> NamedArray:
     """Make an array of zeros, of JAX's default float by default.
 
     >>> axn.zeros({"batch": 2, "embed": 2})
@@ -45,7 +46,7 @@ def zeros(shape: AxisSpec, dtype: Any = None) -> NamedArray:
 
 
 @_errors.say_how_to_call
-def ones(shape: AxisSpec, dtype: Any = None) -> NamedArray:
+def ones(shape: AxisSpec, dtype: DTypeLike | None = None) -> NamedArray:
     """Make an array of ones, of JAX's default float by default.
 
     >>> axn.ones({"batch": 2, "embed": 2})
@@ -55,7 +56,7 @@ def ones(shape: AxisSpec, dtype: Any = None) -> NamedArray:
     return new_array("ones", jnp.ones, names, sizes, shape=sizes, dtype=dtype)
 
 
-def full(shape: AxisSpec, fill_value: Any, dtype: Any = None) -> NamedArray:
+def full(shape: AxisSpec, fill_value: NamedOrNumeric, dtype: DTypeLike | None = None) -> NamedArray:
     """Make an array filled with a scalar. To repeat an array with axes, use `broadcast_to`.
 
     >>> axn.full(axn.Axis("x", 2), 3)
@@ -70,7 +71,7 @@ def _full(value: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.full(shape, value, dtype)
 
 
-def zeros_like(a: NamedArray, dtype: Any = None) -> NamedArray:
+def zeros_like(a: NamedArray, dtype: DTypeLike | None = None) -> NamedArray:
     """Make an array of zeros with the axes, sharding and, by default, the dtype of another array.
 
     >>> axn.zeros_like(axn.named([1, 2], "x"))
@@ -79,7 +80,7 @@ def zeros_like(a: NamedArray, dtype: Any = None) -> NamedArray:
     return _like("zeros_like", a, jnp.zeros_like, dtype)
 
 
-def ones_like(a: NamedArray, dtype: Any = None) -> NamedArray:
+def ones_like(a: NamedArray, dtype: DTypeLike | None = None) -> NamedArray:
     """Make an array of ones with the axes, sharding and, by default, the dtype of another array.
 
     >>> axn.ones_like(axn.named([1, 2], "x"))
@@ -88,7 +89,7 @@ def ones_like(a: NamedArray, dtype: Any = None) -> NamedArray:
     return _like("ones_like", a, jnp.ones_like, dtype)
 
 
-def full_like(a: NamedArray, fill_value: Any, dtype: Any = None) -> NamedArray:
+def full_like(a: NamedArray, fill_value: NamedOrNumeric, dtype: DTypeLike | None = None) -> NamedArray:
     """Make an array filled with one value, with the axes, sharding and, by default, the dtype of another array.
 
     >>> axn.full_like(axn.zeros({"x": 2}), 3)
@@ -128,7 +129,9 @@ def from_dlpack(x: Any, axis: AxisSelection) -> NamedArray:
 
 
 @_errors.say_how_to_call
-def arange(axis: AxisSpec, *, start: Any = 0, step: Any = 1, dtype: Any = None) -> NamedArray:
+def arange(
+    axis: AxisSpec, *, start: NamedOrNumeric = 0, step: NamedOrNumeric = 1, dtype: DTypeLike | None = None
+) -> NamedArray:
     """Count up from `start` by `step`, one number for each element of the axis. Both may be traced.
 
     Arguments:
@@ -168,7 +171,9 @@ _NUMPY_COUNT = 50
 """The number of points of `linspace`, `geomspace` and `logspace` for an axis without a size, as in NumPy."""
 
 
-def _spaced(what: str, fn: Callable[..., Any], axis: AxisSelector, start: Any, stop: Any, **options: Any) -> NamedArray:
+def _spaced(
+    what: str, fn: Callable[..., Any], axis: AxisSelector, start: NamedOrNumeric, stop: NamedOrNumeric, **options: Any
+) -> NamedArray:
     along = Axis(axis, _NUMPY_COUNT) if isinstance(axis, str) else one_axis(what, "axis", axis)
     start, stop = scalar(what, "start", start), scalar(what, "stop", stop)
     names = (sys.intern(along.name),)
@@ -176,7 +181,14 @@ def _spaced(what: str, fn: Callable[..., Any], axis: AxisSelector, start: Any, s
 
 
 @_errors.say_how_to_call
-def linspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True, dtype: Any = None) -> NamedArray:
+def linspace(
+    axis: AxisSelector,
+    *,
+    start: NamedOrNumeric,
+    stop: NamedOrNumeric,
+    endpoint: bool = True,
+    dtype: DTypeLike | None = None,
+) -> NamedArray:
     """Make evenly spaced numbers from `start` to `stop`; `endpoint=False` excludes `stop`.
 
     An axis without a size gets 50 of them, as in NumPy.
@@ -187,8 +199,14 @@ def linspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True
     return _spaced("linspace", jnp.linspace, axis, start, stop, endpoint=endpoint, dtype=dtype)
 
 
-@_errors.say_how_to_call
-def geomspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True, dtype: Any = None) -> NamedArray:
+def geomspace(
+    axis: AxisSelector,
+    *,
+    start: NamedOrNumeric,
+    stop: NamedOrNumeric,
+    endpoint: bool = True,
+    dtype: DTypeLike | None = None,
+) -> NamedArray:
     """Make a geometric sequence from `start` to `stop`, with the arguments of `linspace`.
 
     >>> axn.geomspace(axn.Axis("x", 3), start=1, stop=4)
@@ -197,9 +215,14 @@ def geomspace(axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = Tru
     return _spaced("geomspace", jnp.geomspace, axis, start, stop, endpoint=endpoint, dtype=dtype)
 
 
-@_errors.say_how_to_call
 def logspace(
-    axis: AxisSelector, *, start: Any, stop: Any, endpoint: bool = True, base: Any = 10.0, dtype: Any = None
+    axis: AxisSelector,
+    *,
+    start: NamedOrNumeric,
+    stop: NamedOrNumeric,
+    endpoint: bool = True,
+    base: NamedOrNumeric = 10.0,
+    dtype: DTypeLike | None = None,
 ) -> NamedArray:
     """Make powers of `base` with evenly spaced exponents: those that `linspace` makes of the other arguments.
 
@@ -213,7 +236,7 @@ def logspace(
 
 
 @_errors.say_how_to_call
-def eye(Row: Axis, Col: Axis, k: int = 0, dtype: Any = None) -> NamedArray:
+def eye(Row: Axis, Col: Axis, k: int = 0, dtype: DTypeLike | None = None) -> NamedArray:
     """Make a matrix of zeros with ones on a diagonal: 0 is the main one, positive ones are above it, negative below.
 
     >>> axn.eye(axn.Axis("row", 2), axn.Axis("col", 2))
@@ -222,7 +245,7 @@ def eye(Row: Axis, Col: Axis, k: int = 0, dtype: Any = None) -> NamedArray:
     return _banded("eye", jnp.eye, Row, Col, k, dtype)
 
 
-def tri(Row: Axis, Col: Axis, k: int = 0, dtype: Any = None) -> NamedArray:
+def tri(Row: Axis, Col: Axis, k: int = 0, dtype: DTypeLike | None = None) -> NamedArray:
     """Make a matrix of zeros with ones on and below a diagonal, which `k` selects as in `eye`.
 
     >>> axn.tri(axn.Axis("row", 2), axn.Axis("col", 2))

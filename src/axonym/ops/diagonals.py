@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .. import _errors, _kernels
 from ..axis import AxisSelector, Names, name_of
@@ -94,9 +95,8 @@ def _upper(x: jax.Array, row: int, col: int, k: int) -> jax.Array:
     return _where(operator.le, x, row, col, k)
 
 
-@_errors.say_how_to_call
 def trace(
-    array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, offset: int = 0, dtype: Any = None
+    array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, offset: int = 0, dtype: DTypeLike | None = None
 ) -> NamedArray:
     """Sum a diagonal, as `diagonal` returns it; `dtype` is the dtype to compute in.
 
@@ -110,7 +110,6 @@ def _trace(x: jax.Array, row: int, col: int, k: int, dtype: Any) -> jax.Array:
     return jnp.sum(_where(operator.eq, x, row, col, k), (row, col), dtype)
 
 
-@_errors.say_how_to_call
 def diagonal(
     array: NamedArray, axis1: AxisSelector, axis2: AxisSelector, *, new_axis: AxisSelector, offset: int = 0
 ) -> NamedArray:
@@ -128,7 +127,6 @@ def _diagonal(x: jax.Array, row: int, col: int, k: int) -> jax.Array:
     return jnp.diagonal(x, k, row, col)
 
 
-@_errors.say_how_to_call
 def diag(
     vector: NamedArray, Row: AxisSelector, Col: AxisSelector, *, axis: AxisSelector | None = None, k: int = 0
 ) -> NamedArray:

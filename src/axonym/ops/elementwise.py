@@ -13,6 +13,7 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .. import _fsdp_ops, _kernels
 from ..axis import Names
@@ -309,7 +310,7 @@ def _nan_to_num_kernel(names: Names, given: tuple[str, ...]) -> _kernels.Kernel:
     return _kernels.make_kernel("nan_to_num", positional, (names, *[()] * len(given)), names, native=True)
 
 
-def astype(a: NamedArray, dtype: Any) -> NamedArray:
+def astype(a: NamedArray, dtype: DTypeLike) -> NamedArray:
     """Convert the array to another dtype.
 
     >>> axn.astype(axn.ones({"x": 2}), jnp.int32)

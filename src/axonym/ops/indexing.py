@@ -27,8 +27,8 @@ import numpy as np
 from .. import _errors, _fsdp_ops, _kernels
 from .._tree_spec import StaticLeaf
 from ..axis import Axis, AxisSelector, Names, name_of
-from ..named_array import NamedArray, describe_array, wrap
-from ._index_plan import IndexLayout, Item, SliceSpec, cut_block, ds, make_plan
+from ..named_array import NamedArray, NamedOrNumeric, describe_array, wrap
+from ._index_plan import IndexLayout, Item, NamedIndex, SliceSpec, cut_block, ds, make_plan
 from ._operands import distinct, require_named
 
 _BLOCKS = ("slice", "dynamic slice")
@@ -54,7 +54,7 @@ def index(array: NamedArray, slices: SliceSpec) -> NamedArray:
 
 
 @_errors.say_how_to_call
-def take(array: NamedArray, axis: AxisSelector, index: Any) -> NamedArray:
+def take(array: NamedArray, axis: AxisSelector, index: NamedIndex) -> NamedArray:
     """Return the elements of one axis at an integer, or at a named array of integers: `array[axis, index]`.
 
     >>> axn.take(axn.named([10, 20, 30], "x"), "x", axn.named([2, 0], "picked"))
@@ -68,8 +68,8 @@ def slice(
     axis: AxisSelector | Mapping[Any, Any] | None = None,
     new_axis: AxisSelector | Mapping[Any, int | Axis] | None = None,
     *,
-    start: Any = None,
-    length: Any = None,
+    start: NamedOrNumeric | Mapping[Any, NamedOrNumeric] | None = None,
+    length: int | Axis | Mapping[Any, int | Axis] | None = None,
 ) -> NamedArray:
     """Return a slice along one or several axes, with a known size and a start that may be traced.
 
@@ -85,19 +85,7 @@ def slice(
     >>> axn.slice(x, {"x": 1}, {"x": axn.Axis("window", 2)})
     NamedArray(int32[window=2], [1 2])
     """
-    starts = start if isinstance(start, Mapping) else axis if isinstance(axis, Mapping) else None
-    sizes: Any = length if isinstance(length, Mapping) else new_axis if isinstance(new_axis, Mapping) else None
-    if starts is None and isinstance(axis, (str, Axis)):
-        starts = {axis: 0 if start is None else start}
-        if sizes is None:
-            sizes = {name_of(axis): new_axis if length is None else _sized(new_axis, length)}
-    if starts is None or sizes is None:
-        raise TypeError(
-            f"slice of {describe_array(array)}: give an axis with start and length, or mappings of starts and of "
-            "lengths."
-        )
-    lengths: dict[str, Any] = {name_of(k): v for k, v in sizes.items()}
-    starts = {name_of(k): v for k, v in starts.items()}
+    starts, lengths = _starts_and_lengths(array, axis, new_axis, start, length)
     if set(lengths) != set(starts) or any(not isinstance(v, (int, np.integer, Axis)) for v in lengths.values()):
         raise ValueError(
             f"slice of {describe_array(array)}: each axis needs a start and a size; got starts for {sorted(starts)} "
@@ -108,6 +96,24 @@ def slice(
     if not renames:
         return result
     return wrap(result.array, distinct("slice", tuple(renames.get(n, n) for n in result.names)))
+
+
+def _starts_and_lengths(
+    array: NamedArray, axis: Any, new_axis: Any, start: Any, length: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return where each slice starts, and how long it is or its axis, from the arguments of `slice`."""
+    starts = start if isinstance(start, Mapping) else axis if isinstance(axis, Mapping) else None
+    lengths = length if isinstance(length, Mapping) else new_axis if isinstance(new_axis, Mapping) else None
+    if starts is None and isinstance(axis, (str, Axis)):
+        starts = {axis: 0 if start is None else start}
+        if lengths is None:
+            lengths = {axis: new_axis if length is None else _sized(new_axis, length)}
+    if starts is None or lengths is None:
+        raise TypeError(
+            f"slice of {describe_array(array)}: give an axis with start and length, or mappings of starts and of "
+            "lengths."
+        )
+    return {name_of(k): v for k, v in starts.items()}, {name_of(k): v for k, v in lengths.items()}
 
 
 def _sized(axis: Any, length: Any) -> Any:

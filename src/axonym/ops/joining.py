@@ -116,7 +116,7 @@ def pad(
     pad_width: Mapping[AxisSelector, tuple[int, int] | int],
     *,
     mode: str | Callable[..., Any] = "constant",
-    constant_values: Any = 0,
+    constant_values: NamedOrNumeric | Sequence[NamedOrNumeric] = 0,
     **kwargs: Any,
 ) -> NamedArray:
     """Add elements before and after some axes.
@@ -191,7 +191,7 @@ def _pad_kernel(
     return _kernels.make_kernel("pad", positional, (names, *[()] * constants), names, selection=selection)
 
 
-def pad_left(array: NamedArray, axis: AxisSelector, new_axis: Axis, value: Any = 0) -> NamedArray:
+def pad_left(array: NamedArray, axis: AxisSelector, new_axis: Axis, value: NamedOrNumeric = 0) -> NamedArray:
     """Pad one axis in front with a value, up to the size of another axis, which replaces it.
 
     >>> axn.pad_left(axn.named([1, 2], "x"), "x", axn.Axis("y", 4))
@@ -224,7 +224,9 @@ def _pad_left_kernel(names: Names, axis: AxisSelector, new_axis: Axis) -> _kerne
 
 
 @_errors.say_how_to_call
-def repeat(a: NamedArray, repeats: Any, axis: AxisSelector, total_repeat_length: int | None = None) -> NamedArray:
+def repeat(
+    a: NamedArray, repeats: NamedOrNumeric | Sequence[int], axis: AxisSelector, total_repeat_length: int | None = None
+) -> NamedArray:
     """Repeat each element along an axis.
 
     Arguments:
@@ -316,7 +318,7 @@ def _tile_kernel(names: Names, reps: tuple[tuple[AxisSelector, int], ...]) -> _k
 
 
 @_errors.say_how_to_call
-def roll(array: NamedArray, shift: Any, axis: AxisSelection) -> NamedArray:
+def roll(array: NamedArray, shift: NamedOrNumeric | Sequence[NamedOrNumeric], axis: AxisSelection) -> NamedArray:
     """Move elements along an axis, or several; those that leave at one end enter at the other.
 
     `shift` is the number of places: an integer, a scalar array, or one of them for each axis.
@@ -327,7 +329,7 @@ def roll(array: NamedArray, shift: Any, axis: AxisSelection) -> NamedArray:
     names = require_named("roll", array).names
     if type(shift) is int:
         return _roll_kernel(names, (shift,), _kernels.hashable(axis)).apply(array.array)
-    shifts = shift if isinstance(shift, (tuple, list)) else (shift,)
+    shifts: Any = shift if isinstance(shift, (tuple, list)) else (shift,)
     if len(shifts) == 1 and not isinstance(shifts[0], NamedArray) and jnp.ndim(shifts[0]) == 1:
         shifts = tuple(shifts[0])
     values = tuple(scalar("roll", "shift", s) for s in shifts)

@@ -28,10 +28,16 @@ def where(condition: NamedOrNumeric, x: NamedArray, y: NamedOrNumeric) -> NamedA
 @overload
 def where(condition: NamedOrNumeric, x: NamedOrNumeric, y: NamedArray) -> NamedArray: ...
 @overload
-def where(condition: NamedArray, *, fill_value: Any, new_axis: Axis) -> tuple[NamedArray, ...]: ...
+def where(
+    condition: NamedArray, *, fill_value: NamedOrNumeric | tuple[NamedOrNumeric, ...], new_axis: Axis
+) -> tuple[NamedArray, ...]: ...
 @overload
 def where(
-    condition: Any, x: Any = None, y: Any = None, fill_value: Any = None, new_axis: Axis | None = None
+    condition: NamedOrNumeric,
+    x: NamedOrNumeric | None = None,
+    y: NamedOrNumeric | None = None,
+    fill_value: NamedOrNumeric | tuple[NamedOrNumeric, ...] | None = None,
+    new_axis: Axis | None = None,
 ) -> Any: ...
 @_errors.say_how_to_call
 def where(condition: Any, x: Any = None, y: Any = None, fill_value: Any = None, new_axis: Axis | None = None) -> Any:
@@ -100,7 +106,9 @@ def _chosen_kernel(first: bool, x_names: Names, y_names: Names) -> _kernels.Kern
     return _kernels.make_kernel("where", positional, (x_names, y_names), names)
 
 
-def nonzero(array: NamedArray, *, size: Axis, fill_value: Any = 0) -> tuple[NamedArray, ...]:
+def nonzero(
+    array: NamedArray, *, size: Axis, fill_value: NamedOrNumeric | tuple[NamedOrNumeric, ...] = 0
+) -> tuple[NamedArray, ...]:
     """Return the positions of the elements that are not zero: one array of indices for each axis.
 
     Arguments:
@@ -285,7 +293,7 @@ def _lookup_kernel(
     return _kernels.make_kernel(name, lambda *arrays: fn(*arrays, **dict(options)), all_names, all_names[0])
 
 
-def isin(array: NamedOrNumeric, values: Any, *, invert: bool = False) -> NamedArray:
+def isin(array: NamedOrNumeric, values: NamedOrNumeric | Sequence[Any], *, invert: bool = False) -> NamedArray:
     """Return which elements are among some values, of any shape and axes; with `invert`, which are not.
 
     >>> axn.isin(axn.named([1, 2, 3], "x"), [3, 1])
@@ -298,7 +306,12 @@ def isin(array: NamedOrNumeric, values: Any, *, invert: bool = False) -> NamedAr
 
 
 def searchsorted(
-    a: NamedArray, v: NamedOrNumeric, *, side: str = "left", sorter: Any = None, method: str = "scan"
+    a: NamedArray,
+    v: NamedOrNumeric,
+    *,
+    side: str = "left",
+    sorter: NamedOrNumeric | Sequence[int] | None = None,
+    method: str = "scan",
 ) -> NamedArray:
     """Return the positions in a sorted array at which elements can be inserted so that it stays sorted.
 
@@ -322,7 +335,7 @@ def _searchsorted(v: jax.Array, a: jax.Array, sorter: jax.Array | None = None, *
     return jnp.searchsorted(a, v, sorter=sorter, **options)
 
 
-def digitize(x: NamedOrNumeric, bins: Any, *, right: bool = False) -> NamedArray:
+def digitize(x: NamedOrNumeric, bins: NamedOrNumeric | Sequence[float], *, right: bool = False) -> NamedArray:
     """Return the bin of each element: the number of edges below it.
 
     Arguments:
@@ -338,7 +351,13 @@ def digitize(x: NamedOrNumeric, bins: Any, *, right: bool = False) -> NamedArray
 
 
 def interp(
-    x: NamedOrNumeric, xp: Any, fp: Any, *, left: Any = None, right: Any = None, period: Any = None
+    x: NamedOrNumeric,
+    xp: NamedOrNumeric | Sequence[float],
+    fp: NamedOrNumeric | Sequence[float],
+    *,
+    left: NamedOrNumeric | str | None = None,
+    right: NamedOrNumeric | str | None = None,
+    period: NamedOrNumeric | None = None,
 ) -> NamedArray:
     """Interpolate linearly between given points.
 

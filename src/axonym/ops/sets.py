@@ -37,7 +37,7 @@ def unique(
     return_inverse: bool = False,
     return_counts: bool = False,
     axis: AxisSelector | None = None,
-    fill_value: Any = None,
+    fill_value: NamedOrNumeric | None = None,
 ) -> Any:
     """Return the distinct values of an array, in order.
 
@@ -140,7 +140,7 @@ def _spread(weights: Any, own: tuple[Names, ...], names: Names, shape: tuple[int
 
 def histogram(
     array: NamedArray,
-    Bins: Any,
+    Bins: Axis | NamedArray,
     *,
     range: tuple[Any, Any] | None = None,
     weights: NamedOrNumeric | None = None,

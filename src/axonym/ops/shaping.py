@@ -56,7 +56,7 @@ def _renamed(
 def flatten_axes(array: NamedArray, old_axes: AxisSelection, new_axis: AxisSelector) -> NamedArray: ...
 @overload
 def flatten_axes(array: AxisSpec, old_axes: AxisSelection, new_axis: AxisSelector) -> Any: ...
-def flatten_axes(array: Any, old_axes: AxisSelection, new_axis: AxisSelector) -> Any:
+def flatten_axes(array: NamedArray | AxisSpec, old_axes: AxisSelection, new_axis: AxisSelector) -> Any:
     """Merge several axes into one.
 
     Arguments:

@@ -49,7 +49,7 @@ def _convolve(fn: Callable[..., Any], what: str, a: Any, v: Any, axis: Any, mode
 
 
 def convolve(
-    a: NamedArray, v: NamedArray, axis: AxisSelector, mode: str = "full", *, precision: Any = None
+    a: NamedArray, v: NamedArray, axis: AxisSelector, mode: str = "full", *, precision: jax.lax.PrecisionLike = None
 ) -> NamedArray:
     """Compute the convolution of two arrays along an axis.
 
@@ -69,7 +69,7 @@ def convolve(
 
 
 def correlate(
-    a: NamedArray, v: NamedArray, axis: AxisSelector, mode: str = "full", *, precision: Any = None
+    a: NamedArray, v: NamedArray, axis: AxisSelector, mode: str = "full", *, precision: jax.lax.PrecisionLike = None
 ) -> NamedArray:
     """Compute the correlation of two arrays along an axis. The arguments and the axes are as for `convolve`.
 

@@ -279,7 +279,6 @@ def _clipped(x: jax.Array) -> jax.Array:
 # --- differences and integrals along an axis ---
 
 
-@_errors.say_how_to_call
 def diff(array: NamedArray, axis: AxisSelector, *, n: int = 1) -> NamedArray:
     """Compute the differences of neighbors along an axis, `n` times; each time, the axis becomes shorter by one.
 
@@ -291,7 +290,6 @@ def diff(array: NamedArray, axis: AxisSelector, *, n: int = 1) -> NamedArray:
     return apply_along(jnp.diff, "diff", array, axis, n=operator.index(n))
 
 
-@_errors.say_how_to_call
 def gradient(array: NamedArray, axis: AxisSelector, *, spacing: NamedOrNumeric = 1.0) -> NamedArray:
     """Compute the slope along an axis, from the neighbors on both sides.
 

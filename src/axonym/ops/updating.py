@@ -23,7 +23,12 @@ class Update(Protocol):
     """`x.at[index].f(value)`: the array with some elements changed."""
 
     def __call__(
-        self, value: NamedOrNumeric, *, mode: Any = None, indices_are_sorted: bool = False, unique_indices: bool = False
+        self,
+        value: NamedOrNumeric,
+        *,
+        mode: str | jax.lax.GatherScatterMode | None = None,
+        indices_are_sorted: bool = False,
+        unique_indices: bool = False,
     ) -> NamedArray: ...
     def __get__(self, instance: Any, owner: Any = None) -> Update: ...
 
@@ -75,8 +80,8 @@ class IndexedArray:
     def get(
         self,
         *,
-        mode: Any = None,
-        fill_value: Any = None,
+        mode: str | jax.lax.GatherScatterMode | None = None,
+        fill_value: NamedOrNumeric | None = None,
         indices_are_sorted: bool = False,
         unique_indices: bool = False,
     ) -> NamedArray:

@@ -17,6 +17,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .._jax_versions import varying_axes
 from .overwriting import OverwriteWithGradient
@@ -56,7 +57,7 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
     compute_dtype: Any = eqx.field(static=True, default=None)
 
     @classmethod
-    def init(cls, amax_history_length: int = 1024, compute_dtype: Any = None) -> Fp8DotGeneralOp:
+    def init(cls, amax_history_length: int = 1024, compute_dtype: DTypeLike | None = None) -> Fp8DotGeneralOp:
         """Make an operation with an empty history.
 
         Arguments:
@@ -72,7 +73,12 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
         return cls(s1, s2, s3, h1, h2, h3, compute_dtype)
 
     def __call__(
-        self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: jax.lax.DotDimensionNumbers,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
     ) -> jax.Array:
         wanted = jnp.result_type(lhs, rhs) if preferred_element_type is None else preferred_element_type
         dtype = jnp.result_type(lhs, rhs) if self.compute_dtype is None else self.compute_dtype
@@ -87,7 +93,7 @@ class Fp8DotGeneralOp(OverwriteWithGradient):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def in_qdq(compute_dtype: Any, inp: jax.Array, scale: jax.Array, amax_history: jax.Array) -> jax.Array:
+def in_qdq(compute_dtype: DTypeLike, inp: jax.Array, scale: jax.Array, amax_history: jax.Array) -> jax.Array:
     """Round an operand to 8-bit floats, with the scale that follows from its history.
 
     The operand's gradient is passed through unchanged. The gradients of the scale and the history are their values for
@@ -105,7 +111,9 @@ def in_qdq(compute_dtype: Any, inp: jax.Array, scale: jax.Array, amax_history: j
     return _rounded(compute_dtype, _OPERAND_DTYPE, inp, _new_scale(_OPERAND_DTYPE, scale, amax_history))
 
 
-def _in_forward(compute_dtype: Any, inp: jax.Array, scale: jax.Array, history: jax.Array) -> tuple[jax.Array, Any]:
+def _in_forward(
+    compute_dtype: DTypeLike, inp: jax.Array, scale: jax.Array, history: jax.Array
+) -> tuple[jax.Array, Any]:
     scale = _new_scale(_OPERAND_DTYPE, scale, history)
     return _rounded(compute_dtype, _OPERAND_DTYPE, inp, scale), (scale, _new_history(inp, history))
 
@@ -118,7 +126,7 @@ in_qdq.defvjp(_in_forward, _in_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def out_qdq(compute_dtype: Any, out: jax.Array, scale: jax.Array, amax_history: jax.Array) -> jax.Array:
+def out_qdq(compute_dtype: DTypeLike, out: jax.Array, scale: jax.Array, amax_history: jax.Array) -> jax.Array:
     """Return a result unchanged, and round its gradient to 8-bit floats, with the scale that follows from its history.
 
     The gradients of the scale and the history are their values for the next step.
@@ -135,7 +143,9 @@ def out_qdq(compute_dtype: Any, out: jax.Array, scale: jax.Array, amax_history: 
     return out
 
 
-def _out_forward(compute_dtype: Any, out: jax.Array, scale: jax.Array, history: jax.Array) -> tuple[jax.Array, Any]:
+def _out_forward(
+    compute_dtype: DTypeLike, out: jax.Array, scale: jax.Array, history: jax.Array
+) -> tuple[jax.Array, Any]:
     return out, (scale, history)
 
 
@@ -178,7 +188,11 @@ def _new_history(x: jax.Array, history: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
 def dot_general_with_precision(
-    lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: jax.lax.DotDimensionNumbers,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
 ) -> jax.Array:
     """Call `jax.lax.dot_general` at default precision, with gradients at the highest precision.
 

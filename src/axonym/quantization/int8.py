@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .. import _kernels
 from .._per_device import vary_like
@@ -46,7 +47,12 @@ class Int8DotGeneralOp(ModuleWithStateDictSerialization):
         return cls()
 
     def __call__(
-        self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: jax.lax.DotDimensionNumbers,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
     ) -> jax.Array:
         dtype = jnp.result_type(lhs, rhs)
         lhs, rhs = jnp.asarray(lhs, dtype), jnp.asarray(rhs, dtype)
@@ -109,5 +115,5 @@ def _rounded(x: jax.Array, names: Names, out: Names) -> tuple[jax.Array, jax.Arr
     return _kernels.align(jax.lax.squeeze(scale, summed), kept, out), jnp.round(x / scale).astype(jnp.int8)
 
 
-def _dot_general(terms: _ProductAxes, lhs: jax.Array, rhs: jax.Array, dtype: Any = None) -> jax.Array:
+def _dot_general(terms: _ProductAxes, lhs: jax.Array, rhs: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     return jnp.einsum(lhs, terms.lhs, rhs, terms.rhs, terms.out, preferred_element_type=dtype)

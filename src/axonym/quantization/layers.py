@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ..axis import axes_of_spec
 from ..nn.linear import Linear
@@ -29,7 +30,12 @@ class DotGeneralOp(Protocol):
     """
 
     def __call__(
-        self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: jax.lax.DotDimensionNumbers,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
     ) -> jax.Array: ...
 
     @staticmethod
@@ -50,7 +56,12 @@ class DefaultDotGeneralOp(eqx.Module):
     """
 
     def __call__(
-        self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: jax.lax.DotDimensionNumbers,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
     ) -> jax.Array:
         return jax.lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type)
 
@@ -85,7 +96,7 @@ class QuantizationConfig:
 
     targets: Sequence[str] | str | None = None
     amax_history_length: int = 1024
-    compute_dtype: Any = None
+    compute_dtype: DTypeLike | None = None
     fp8: bool = False
     int8: bool = False
 

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .. import _errors
 from .._mesh_axes import check_mesh_axes, current_mesh, shard_count, storage_axes
@@ -68,7 +70,7 @@ class SmallLinear(ModuleWithStateDictSerialization):
     _stored: Names = eqx.field(static=True, default=())
 
     @named_call
-    def __call__(self, inputs: NamedArray, *, key: Any = None) -> NamedArray:
+    def __call__(self, inputs: NamedArray, *, key: jax.Array | None = None) -> NamedArray:
         """Contract an array with the axes `In` with the weight, and add the bias; `key` is not used."""
         names, stored = tuple(a.name for a in axes_of_spec(self.In)), self._stored
         check_input("SmallLinear", inputs, self.weight, names, stored, (self.In, self.Out))
@@ -110,7 +112,7 @@ class SmallEmbedding(ModuleWithStateDictSerialization):
     active_scale: float = eqx.field(static=True, default=1.0)
     unembed_active_scale: float = eqx.field(static=True, default=1.0)
 
-    def __call__(self, input_ids: NamedArray, *, key: Any = None) -> NamedArray:
+    def __call__(self, input_ids: NamedArray, *, key: jax.Array | None = None) -> NamedArray:
         """Look up the embeddings of tokens, as `embed` does; `key` is not used."""
         return self.embed(input_ids)
 
@@ -141,7 +143,7 @@ class SmallEmbedding(ModuleWithStateDictSerialization):
 
 
 def quantize_weights(
-    tree: T, dtype: Any = "int8", *, targets: Sequence[str] | str | None = None, group: int | None = None
+    tree: T, dtype: DTypeLike = "int8", *, targets: Sequence[str] | str | None = None, group: int | None = None
 ) -> T:
     """Store the weights of a model's linear layers and embeddings in few bits, each with the scales that it needs.
 

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from .. import _context, _errors, _kernels
 from .._mesh_axes import current_mesh, entries_by_name
@@ -83,7 +84,7 @@ def draw(
     shape: AxisSpec,
     parameters: Mapping[str, Parameter] = MappingProxyType({}),
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     along: tuple[Axis, ...] = (),
     further: Mapping[str, tuple[Axis, ...]] = MappingProxyType({}),
     **options: Any,

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .. import _errors
 from ..axis import Axis, AxisSelector, AxisSpec
@@ -47,11 +48,11 @@ def _row(summary: str, example: str = "", shown: str = "float32", **arguments: s
 
 
 class _Sampler(Protocol):
-    def __call__(self, key: Key, shape: AxisSpec, dtype: Any = float) -> NamedArray: ...
+    def __call__(self, key: Key, shape: AxisSpec, dtype: DTypeLike | None = float) -> NamedArray: ...
 
 
 def _standard(fn: Callable[..., jax.Array], summary: str) -> _Sampler:
-    def op(key: Key, shape: AxisSpec, dtype: Any = float) -> NamedArray:
+    def op(key: Key, shape: AxisSpec, dtype: DTypeLike | None = float) -> NamedArray:
         return draw(fn, key, shape, dtype=dtype)
 
     return _row(summary)(publish(op, fn.__name__, __name__, summary))
@@ -76,12 +77,12 @@ rademacher = _standard(jax.random.rademacher, "Draw plus or minus one with equal
     a="the first shape parameter, positive.",
     b="the second shape parameter, positive.",
 )
-def beta(key: Key, shape: AxisSpec, a: Parameter, b: Parameter, dtype: Any = float) -> NamedArray:
+def beta(key: Key, shape: AxisSpec, a: Parameter, b: Parameter, dtype: DTypeLike | None = float) -> NamedArray:
     return draw(jax.random.beta, key, shape, {"a": a, "b": b}, dtype=dtype)
 
 
 @_row("Draw from the chi-squared distribution.", "3.0", df="the degrees of freedom, positive.")
-def chisquare(key: Key, shape: AxisSpec, df: Parameter, dtype: Any = float) -> NamedArray:
+def chisquare(key: Key, shape: AxisSpec, df: Parameter, dtype: DTypeLike | None = float) -> NamedArray:
     return draw(jax.random.chisquare, key, shape, {"df": df}, dtype=dtype)
 
 
@@ -91,7 +92,9 @@ def _double_sided_maxwell(key: Any, loc: Any, scale: Any, shape: tuple[int, ...]
 
 
 @_row("Draw from the double-sided Maxwell distribution.", "0.0, 1.0", loc="the center.", scale="the scale, positive.")
-def double_sided_maxwell(key: Key, shape: AxisSpec, loc: Parameter, scale: Parameter, dtype: Any = float) -> NamedArray:
+def double_sided_maxwell(
+    key: Key, shape: AxisSpec, loc: Parameter, scale: Parameter, dtype: DTypeLike | None = float
+) -> NamedArray:
     return draw(_double_sided_maxwell, key, shape, {"loc": loc, "scale": scale}, dtype=dtype)
 
 
@@ -101,12 +104,12 @@ def double_sided_maxwell(key: Key, shape: AxisSpec, loc: Parameter, scale: Param
     dfnum="the degrees of freedom of the numerator, positive.",
     dfden="the degrees of freedom of the denominator, positive.",
 )
-def f(key: Key, shape: AxisSpec, dfnum: Parameter, dfden: Parameter, dtype: Any = float) -> NamedArray:
+def f(key: Key, shape: AxisSpec, dfnum: Parameter, dfden: Parameter, dtype: DTypeLike | None = float) -> NamedArray:
     return draw(jax.random.f, key, shape, {"dfnum": dfnum, "dfden": dfden}, dtype=dtype)
 
 
 @_row("Draw from the gamma distribution of scale one.", "2.0", a="the shape parameter, positive.")
-def gamma(key: Key, shape: AxisSpec, a: Parameter, dtype: Any = float) -> NamedArray:
+def gamma(key: Key, shape: AxisSpec, a: Parameter, dtype: DTypeLike | None = float) -> NamedArray:
     return draw(jax.random.gamma, key, shape, {"a": a}, dtype=dtype)
 
 
@@ -115,7 +118,7 @@ def gamma(key: Key, shape: AxisSpec, a: Parameter, dtype: Any = float) -> NamedA
     "1.5",
     p="the shape parameter, positive; 2 gives a normal and 1 a Laplace distribution.",
 )
-def generalized_normal(key: Key, shape: AxisSpec, p: Parameter, dtype: Any = float) -> NamedArray:
+def generalized_normal(key: Key, shape: AxisSpec, p: Parameter, dtype: DTypeLike | None = float) -> NamedArray:
     return draw(jax.random.generalized_normal, key, shape, {"p": p}, dtype=dtype)
 
 
@@ -124,7 +127,7 @@ def generalized_normal(key: Key, shape: AxisSpec, p: Parameter, dtype: Any = flo
     "0.01",
     a="the shape parameter, positive.",
 )
-def loggamma(key: Key, shape: AxisSpec, a: Parameter, dtype: Any = float) -> NamedArray:
+def loggamma(key: Key, shape: AxisSpec, a: Parameter, dtype: DTypeLike | None = float) -> NamedArray:
     return draw(jax.random.loggamma, key, shape, {"a": a}, dtype=dtype)
 
 
@@ -132,22 +135,22 @@ def loggamma(key: Key, shape: AxisSpec, a: Parameter, dtype: Any = float) -> Nam
     "Draw exponentials of a normal distribution around zero.",
     sigma="the standard deviation of the normal distribution.",
 )
-def lognormal(key: Key, shape: AxisSpec, sigma: Parameter = 1.0, dtype: Any = float) -> NamedArray:
+def lognormal(key: Key, shape: AxisSpec, sigma: Parameter = 1.0, dtype: DTypeLike | None = float) -> NamedArray:
     return draw(jax.random.lognormal, key, shape, {"sigma": sigma}, dtype=dtype)
 
 
 @_row("Draw from the Pareto distribution of scale one.", "3.0", b="the shape parameter, positive.")
-def pareto(key: Key, shape: AxisSpec, b: Parameter, dtype: Any = float) -> NamedArray:
+def pareto(key: Key, shape: AxisSpec, b: Parameter, dtype: DTypeLike | None = float) -> NamedArray:
     return draw(jax.random.pareto, key, shape, {"b": b}, dtype=dtype)
 
 
 @_row("Draw from the Rayleigh distribution.", "2.0", scale="the scale, positive.")
-def rayleigh(key: Key, shape: AxisSpec, scale: Parameter, dtype: Any = float) -> NamedArray:
+def rayleigh(key: Key, shape: AxisSpec, scale: Parameter, dtype: DTypeLike | None = float) -> NamedArray:
     return draw(jax.random.rayleigh, key, shape, {"scale": scale}, dtype=dtype)
 
 
 @_row("Draw from Student's t distribution.", "3.0", df="the degrees of freedom, positive.")
-def t(key: Key, shape: AxisSpec, df: Parameter, dtype: Any = float) -> NamedArray:
+def t(key: Key, shape: AxisSpec, df: Parameter, dtype: DTypeLike | None = float) -> NamedArray:
     return draw(jax.random.t, key, shape, {"df": df}, dtype=dtype)
 
 
@@ -159,7 +162,7 @@ def t(key: Key, shape: AxisSpec, df: Parameter, dtype: Any = float) -> NamedArra
     right="the upper end.",
 )
 def triangular(
-    key: Key, shape: AxisSpec, left: Parameter, mode: Parameter, right: Parameter, dtype: Any = float
+    key: Key, shape: AxisSpec, left: Parameter, mode: Parameter, right: Parameter, dtype: DTypeLike | None = float
 ) -> NamedArray:
     parameters = {"left": left, "mode": mode, "right": right}
     return draw(jax.random.triangular, key, shape, parameters, dtype=dtype)
@@ -171,7 +174,9 @@ def triangular(
     lower="the lower end.",
     upper="the upper end.",
 )
-def truncated_normal(key: Key, shape: AxisSpec, lower: Parameter, upper: Parameter, dtype: Any = float) -> NamedArray:
+def truncated_normal(
+    key: Key, shape: AxisSpec, lower: Parameter, upper: Parameter, dtype: DTypeLike | None = float
+) -> NamedArray:
     return draw(jax.random.truncated_normal, key, shape, {"lower": lower, "upper": upper}, dtype=dtype)
 
 
@@ -182,13 +187,13 @@ def truncated_normal(key: Key, shape: AxisSpec, lower: Parameter, upper: Paramet
     maxval="the upper end.",
 )
 def uniform(
-    key: Key, shape: AxisSpec, dtype: Any = float, minval: Parameter = 0.0, maxval: Parameter = 1.0
+    key: Key, shape: AxisSpec, dtype: DTypeLike | None = float, minval: Parameter = 0.0, maxval: Parameter = 1.0
 ) -> NamedArray:
     return draw(jax.random.uniform, key, shape, {"minval": minval, "maxval": maxval}, dtype=dtype)
 
 
 @_row("Draw from the Wald distribution of scale one.", "2.0", mean="the mean, positive.")
-def wald(key: Key, shape: AxisSpec, mean: Parameter, dtype: Any = float) -> NamedArray:
+def wald(key: Key, shape: AxisSpec, mean: Parameter, dtype: DTypeLike | None = float) -> NamedArray:
     return draw(jax.random.wald, key, shape, {"mean": mean}, dtype=dtype)
 
 
@@ -199,7 +204,7 @@ def wald(key: Key, shape: AxisSpec, mean: Parameter, dtype: Any = float) -> Name
     concentration="the shape parameter, positive.",
 )
 def weibull_min(
-    key: Key, shape: AxisSpec, scale: Parameter, concentration: Parameter, dtype: Any = float
+    key: Key, shape: AxisSpec, scale: Parameter, concentration: Parameter, dtype: DTypeLike | None = float
 ) -> NamedArray:
     parameters = {"scale": scale, "concentration": concentration}
     return draw(jax.random.weibull_min, key, shape, parameters, dtype=dtype)
@@ -224,22 +229,22 @@ def _bernoulli(key: Any, p: jax.Array, shape: Any) -> jax.Array:
     n="the number of trials.",
     p="the probability of success in each trial.",
 )
-def binomial(key: Key, shape: AxisSpec, n: Parameter, p: Parameter, dtype: Any = float) -> NamedArray:
+def binomial(key: Key, shape: AxisSpec, n: Parameter, p: Parameter, dtype: DTypeLike | None = float) -> NamedArray:
     return draw(jax.random.binomial, key, shape, {"n": n, "p": p}, dtype=dtype)
 
 
 @_row("Draw random bits.", shown="uint32")
-def bits(key: Key, shape: AxisSpec, dtype: Any = None) -> NamedArray:
+def bits(key: Key, shape: AxisSpec, dtype: DTypeLike | None = None) -> NamedArray:
     return draw(jax.random.bits, key, shape, dtype=dtype)
 
 
 @_row("Draw the number of trials until a success.", "0.2", "int32", p="the probability of success in each trial.")
-def geometric(key: Key, shape: AxisSpec, p: Parameter, dtype: Any = int) -> NamedArray:
+def geometric(key: Key, shape: AxisSpec, p: Parameter, dtype: DTypeLike | None = int) -> NamedArray:
     return draw(jax.random.geometric, key, shape, {"p": p}, dtype=dtype)
 
 
 @_row("Draw from the Poisson distribution.", "3.0", "int32", lam="the rate, which is the mean.")
-def poisson(key: Key, shape: AxisSpec, lam: Parameter, dtype: Any = int) -> NamedArray:
+def poisson(key: Key, shape: AxisSpec, lam: Parameter, dtype: DTypeLike | None = int) -> NamedArray:
     return draw(jax.random.poisson, key, shape, {"lam": lam}, dtype=dtype)
 
 
@@ -250,14 +255,16 @@ def poisson(key: Key, shape: AxisSpec, lam: Parameter, dtype: Any = int) -> Name
     minval="the smallest number.",
     maxval="the first number that is too large.",
 )
-def randint(key: Key, shape: AxisSpec, minval: Parameter, maxval: Parameter, dtype: Any = int) -> NamedArray:
+def randint(
+    key: Key, shape: AxisSpec, minval: Parameter, maxval: Parameter, dtype: DTypeLike | None = int
+) -> NamedArray:
     return draw(jax.random.randint, key, shape, {"minval": minval, "maxval": maxval}, dtype=dtype)
 
 
 # --- vectors, points and matrices: the axes of a draw follow the axes of the shape ---
 
 
-def ball(key: Key, shape: AxisSpec, D: Axis, p: Any = 2.0, dtype: Any = float) -> NamedArray:
+def ball(key: Key, shape: AxisSpec, D: Axis, p: float = 2.0, dtype: DTypeLike | None = float) -> NamedArray:
     """Draw points uniformly from the unit ball.
 
     Arguments:
@@ -276,7 +283,9 @@ def ball(key: Key, shape: AxisSpec, D: Axis, p: Any = 2.0, dtype: Any = float) -
     return draw(jax.random.ball, key, shape, {"p": p}, dtype=dtype, along=(coordinates,), d=coordinates.size)
 
 
-def dirichlet(key: Key, shape: AxisSpec, alpha: NamedArray, axis: AxisSelector, dtype: Any = float) -> NamedArray:
+def dirichlet(
+    key: Key, shape: AxisSpec, alpha: NamedArray, axis: AxisSelector, dtype: DTypeLike | None = float
+) -> NamedArray:
     """Draw from the Dirichlet distribution: positive numbers that add up to one along an axis.
 
     Arguments:
@@ -293,7 +302,7 @@ def dirichlet(key: Key, shape: AxisSpec, alpha: NamedArray, axis: AxisSelector, 
 
 
 def multinomial(
-    key: Key, shape: AxisSpec, n: Parameter, p: NamedArray, axis: AxisSelector, dtype: Any = float
+    key: Key, shape: AxisSpec, n: Parameter, p: NamedArray, axis: AxisSelector, dtype: DTypeLike | None = float
 ) -> NamedArray:
     """Draw how often each of several outcomes occurs in a number of trials.
 
@@ -311,7 +320,9 @@ def multinomial(
     return draw(_multinomial, key, shape, {"n": n, "p": p}, dtype=dtype, along=along, further={"p": along})
 
 
-def _multinomial(key: Any, n: jax.Array, p: jax.Array, shape: tuple[int, ...], dtype: Any = None) -> jax.Array:
+def _multinomial(
+    key: Any, n: jax.Array, p: jax.Array, shape: tuple[int, ...], dtype: DTypeLike | None = None
+) -> jax.Array:
     # The meaning of the shape differs between versions of JAX; without one, the result has the shape of `p`.
     return jax.random.multinomial(key, n, jnp.broadcast_to(p, (*shape, p.shape[-1])), dtype=dtype)
 
@@ -322,7 +333,7 @@ def multivariate_normal(
     mean: NamedArray,
     cov: NamedArray,
     axis: AxisSelector,
-    dtype: Any = float,
+    dtype: DTypeLike | None = float,
     method: str = "cholesky",
 ) -> NamedArray:
     """Draw vectors from a normal distribution.
@@ -354,7 +365,7 @@ def multivariate_normal(
     return draw(jax.random.multivariate_normal, key, shape, parameters, **options)
 
 
-def orthogonal(key: Key, shape: AxisSpec, Row: Axis, Col: Axis, dtype: Any = float) -> NamedArray:
+def orthogonal(key: Key, shape: AxisSpec, Row: Axis, Col: Axis, dtype: DTypeLike | None = float) -> NamedArray:
     """Draw matrices with orthonormal rows or columns, uniformly.
 
     Arguments:

@@ -34,7 +34,6 @@ from ._draw import Key, axis_of, check_enough, check_parameters, describe, new_a
 _WHAT = "random.categorical"
 
 
-@_errors.say_how_to_call
 def categorical(
     key: Key,
     logits: NamedArray,
@@ -94,43 +93,20 @@ def categorical(
     categories = axis_of(_WHAT, "logits", logits, axis)
     batch = tuple(a for a in logits.axes if a is not categories)
     axes = batch if shape is None else new_axes(_WHAT, shape)
-    if missing := [a.name for a in batch if a.name not in {b.name for b in axes}]:
-        raise ValueError(
-            f"{_WHAT}: the shape {describe(axes)} lacks {_errors.describe_axes(missing)} of the logits "
-            f"{describe(logits.axes)}. Add it, or reduce it away first."
-        )
-    distinct(_WHAT, tuple(a.name for a in (*axes, categories)))
-    check_parameters(_WHAT, axes, [("logits", logits.names, (categories,))], [logits.array])
-    if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise TypeError(
-            f"{_WHAT}: logits are floating point numbers, got {describe_array(logits)}. Write `logits.astype(float)`."
-        )
-    if categories.size == 0:
-        raise ValueError(f"{_WHAT}: axis {categories.name!r} has no elements to choose from.")
-    count = None
-    if top_k is not None:
-        count = number_of_candidates(_WHAT, "top_k", top_k, max_k, categories)
-        if count == 0:
-            raise ValueError(
-                f"{_WHAT}: there must be at least one element to choose from, so `top_k` cannot be 0. Leave it out to "
-                "choose from all."
-            )
-    elif max_k is not None:
-        raise TypeError(
-            f"{_WHAT}: `max_k` is the most that `top_k` can be, so it needs `top_k`. Pass both, or neither."
-        )
+    _check_axes(logits, categories, batch, axes)
+    count = _candidates(top_k, max_k, categories)
     if not replace:
         left = categories if count is None else categories.resize(count)
         check_enough(_WHAT, tuple(a for a in axes if a.name not in logits.names), left)
-    _check("temperature", temperature, 0, math.inf)
-    parameters: dict[str, Any] = {"temperature": temperature}
-    if max_k is not None:
-        parameters["top_k"] = top_k
-    for argument, x in (("top_p", top_p), ("min_p", min_p)):
-        if x is not None:
-            _check(argument, x, 0, 1)
-            parameters[argument] = x
-    operands = {argument: operand(x) for argument, x in parameters.items()}
+    parameters = {
+        "temperature": temperature,
+        "top_k": None if max_k is None else top_k,  # if it is a number, it is static
+        "top_p": top_p,
+        "min_p": min_p,
+    }
+    operands = {argument: operand(x) for argument, x in parameters.items() if x is not None}
+    for argument, most in _LARGEST.items():
+        _check(argument, parameters[argument], 0, most)
     may_have = tuple(a.name for a in (axes if replace else batch))
     for argument, (_, names) in operands.items():
         require_subset(_WHAT, argument, names, may_have, " There is one for all examples, or one for each.")
@@ -145,6 +121,43 @@ def categorical(
     if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
         one = jax.random.wrap_key_data(one)
     return kernel.apply(logits.array, one, *(x for x, _ in operands.values()))
+
+
+def _check_axes(logits: NamedArray, categories: Axis, batch: tuple[Axis, ...], axes: tuple[Axis, ...]) -> None:
+    """Check the logits, and that the result can have these axes."""
+    if missing := [a.name for a in batch if a.name not in {b.name for b in axes}]:
+        raise ValueError(
+            f"{_WHAT}: the shape {describe(axes)} lacks {_errors.describe_axes(missing)} of the logits "
+            f"{describe(logits.axes)}. Add it, or reduce it away first."
+        )
+    distinct(_WHAT, tuple(a.name for a in (*axes, categories)))
+    check_parameters(_WHAT, axes, [("logits", logits.names, (categories,))], [logits.array])
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise TypeError(
+            f"{_WHAT}: logits are floating point numbers, got {describe_array(logits)}. Write `logits.astype(float)`."
+        )
+    if categories.size == 0:
+        raise ValueError(f"{_WHAT}: axis {categories.name!r} has no elements to choose from.")
+
+
+_LARGEST = {"temperature": math.inf, "top_p": 1, "min_p": 1}
+
+
+def _candidates(top_k: int | NamedOrNumeric | None, max_k: int | None, categories: Axis) -> int | None:
+    """Return the number of elements to choose from, or None for all."""
+    if top_k is None:
+        if max_k is not None:
+            raise TypeError(
+                f"{_WHAT}: `max_k` is the most that `top_k` can be, so it needs `top_k`. Pass both, or neither."
+            )
+        return None
+    count = number_of_candidates(_WHAT, "top_k", top_k, max_k, categories)
+    if count == 0:
+        raise ValueError(
+            f"{_WHAT}: there must be at least one element to choose from, so `top_k` cannot be 0. Leave it out to "
+            "choose from all."
+        )
+    return count
 
 
 def _check(argument: str, x: Any, least: float, most: float) -> None:

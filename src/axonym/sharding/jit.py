@@ -6,8 +6,8 @@ Results are constrained inside the program. How a call is compiled is in `_compi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar, Unpack, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeAlias, TypeVar, Unpack, overload
 
 import jax
 
@@ -21,12 +21,15 @@ from .shard import shard_quietly
 P = ParamSpec("P")
 R = TypeVar("R")
 
+Donation: TypeAlias = bool | Callable[[Any], bool] | Sequence[Any] | Mapping[str, Any] | None
+"""A tree prefix that says which arguments may be overwritten."""
+
 
 class StepOptions(JitOptions, total=False):
     """The arguments that `named_jit` and `fsdp` share."""
 
-    donate_args: object
-    donate_kwargs: Mapping[str, object] | None
+    donate_args: Donation
+    donate_kwargs: Mapping[str, Any] | None
     annotation_shardings: Mapping[str, Placement] | None
 
 
@@ -58,8 +61,8 @@ def named_jit(
     *,
     in_placement: Placement = None,
     out_placement: Placement = None,
-    donate_args: object = None,
-    donate_kwargs: Mapping[str, object] | None = None,
+    donate_args: Donation = None,
+    donate_kwargs: Mapping[str, Any] | None = None,
     annotation_shardings: Mapping[str, Placement] | None = None,
     **jit_options: Unpack[JitOptions],
 ) -> CompiledFunction[P, R] | Callable[[Callable[P, R]], CompiledFunction[P, R]]:
@@ -186,8 +189,8 @@ def _compiled(
     active: Mapping[str, Mapping[str, Any]],
     in_placement: Placement,
     out_placement: Placement,
-    donate_args: object = None,
-    donate_kwargs: object = None,
+    donate_args: Donation = None,
+    donate_kwargs: Mapping[str, Any] | None = None,
     annotation_shardings: Mapping[str, Placement] | None = None,
     **jit_options: Unpack[JitOptions],
 ) -> CompiledFunction[P, R]:

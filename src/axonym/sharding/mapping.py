@@ -10,7 +10,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
 from .. import _context
 from .._context import Entry
@@ -57,7 +57,7 @@ def _normalize_entry(entry: Any, name: str, what: str) -> Entry:
     raise TypeError(f"{what}: axis {name!r} goes to a mesh axis, several, or None; got {entry!r}.")
 
 
-def is_resource_mapping(placement: Any) -> bool:
+def is_resource_mapping(placement: object) -> TypeGuard[ResourceMapping]:
     """Return whether a placement is a resource mapping, rather than a dictionary of placements."""
     return isinstance(placement, Mapping) and all(
         isinstance(k, (str, Axis))

@@ -62,7 +62,7 @@ def make_mesh(
     names: Sequence[str] | None = None,
     *,
     explicit: bool | str | Sequence[str] = False,
-    devices: Any = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """Make a mesh over the devices of all processes.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import jax
@@ -239,26 +239,34 @@ def lint_mapping(
     for of_leaf, leaf in examined.given:
         _, its_leaves = given.setdefault(id(of_leaf), (of_leaf, []))
         its_leaves += [leaf] if leaf.shape is not None else []
-    findings = []
-    for part, its_leaves in given.values():
-        part = active_mapping() if part is None else part
-        for name, message in unused_in(part, its_leaves):
-            findings.append(Finding("unused", name, message))
-            if mesh is not None and isinstance(part, Mapping):
-                unknown = [a for a in mapped_axes(name, normalize_mapping(part)) if a not in mesh.shape]
-                texts = [_errors.unknown_mesh_axis("lint_mapping", name, a, mesh) for a in unknown]
-                findings += [Finding("problem", name, text) for text in texts]
+    findings = [finding for part, its_leaves in given.values() for finding in _unused(part, its_leaves, mesh)]
     findings += [Finding("problem", path, problem) for path, problem in examined.problems]
     wrong = {path for path, _ in examined.problems}
-    for leaf in examined.leaves:
-        its_mesh = leaf.mesh or mesh
-        if leaf.shape is None or its_mesh is None or leaf.path in wrong or _bytes(leaf) < large:
-            continue
-        if (devices := math.prod(its_mesh.shape.values())) > 1 and shard_count(its_mesh, axes_in(leaf.spec or ())) == 1:
-            size = _errors.describe_bytes(_bytes(leaf))
-            text = f"{leaf.path} {described(leaf)}, {size}, is replicated on {devices} devices."
-            findings.append(Finding("replicated", leaf.path, text))
+    right = [leaf for leaf in examined.leaves if leaf.path not in wrong]
+    findings += [finding for leaf in right for finding in _replicated(leaf, mesh, large)]
     return MappingReport(tuple(findings), len(arrays))
+
+
+def _unused(placement: Placement, leaves: list[Leaf], mesh: AnyMesh | None) -> Iterator[Finding]:
+    """Find the entries of a placement that no leaf needs, and those among them for mesh axes that do not exist."""
+    placement = active_mapping() if placement is None else placement
+    for name, message in unused_in(placement, leaves):
+        yield Finding("unused", name, message)
+        if mesh is not None and isinstance(placement, Mapping):
+            for a in mapped_axes(name, normalize_mapping(placement)):
+                if a not in mesh.shape:
+                    yield Finding("problem", name, _errors.unknown_mesh_axis("lint_mapping", name, a, mesh))
+
+
+def _replicated(leaf: Leaf, mesh: AnyMesh | None, large: int) -> Iterator[Finding]:
+    """Find out whether a leaf is a large array that every device has."""
+    mesh = leaf.mesh or mesh
+    if leaf.shape is None or mesh is None or _bytes(leaf) < large:
+        return
+    if (devices := math.prod(mesh.shape.values())) > 1 and shard_count(mesh, axes_in(leaf.spec or ())) == 1:
+        size = _errors.describe_bytes(_bytes(leaf))
+        text = f"{leaf.path} {described(leaf)}, {size}, is replicated on {devices} devices."
+        yield Finding("replicated", leaf.path, text)
 
 
 def _bytes(leaf: Leaf) -> int:

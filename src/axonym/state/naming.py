@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, overload
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ..named_array import NamedArray, is_jax_array_like
 
@@ -47,18 +48,18 @@ def children(node: Any) -> tuple[list[tuple[str | None, Any]], Any]:
     return [(key_map.get(step, step), child) for step, (_, child) in zip(steps, found, strict=True)], structure
 
 
-def is_number(x: Any) -> bool:
+def is_number(x: object) -> bool:
     """Return whether a leaf is a Python number, which has its own entry in a state dict."""
     return isinstance(x, (bool, int, float, complex))
 
 
-def same_kind(a: Any, b: Any) -> bool:
+def same_kind(a: DTypeLike, b: DTypeLike) -> bool:
     """Return whether two dtypes are equal or both boolean, integer, floating-point or complex."""
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     return a == b or any(jnp.issubdtype(a, kind) and jnp.issubdtype(b, kind) for kind in kinds)
 
 
-def require_representable(what: str, x: Any, dtype: Any) -> None:
+def require_representable(what: str, x: Any, dtype: DTypeLike) -> None:
     """Raise an error if an array of integers has values that another integer dtype, or JAX's form of it, lacks."""
     if not (jnp.issubdtype(x.dtype, jnp.integer) and jnp.issubdtype(dtype, jnp.integer)):
         return

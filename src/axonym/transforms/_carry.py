@@ -119,8 +119,7 @@ def conform(
         if isinstance(slot, StaticLeaf) or isinstance(new, StaticLeaf):
             before = slot if isinstance(slot, StaticLeaf) else next(expected)
             after = new if isinstance(new, StaticLeaf) else next(given)
-            static = isinstance(before, StaticLeaf) and isinstance(after, StaticLeaf)
-            if not static or not (before.value is after.value or before == after):
+            if not _same_static(before, after):
                 problems.append((i, f"{_kind(slot, before)} and {words.after} {_kind(new, after)}", _STATIC))
             continue
         before, after = next(expected), next(given)
@@ -143,6 +142,12 @@ def conform(
         added = [sorted(varying_axes(after) - varying_axes(before)) for before, after in pairs]
         raise CarryShardingChanged([tuple(after.sharding.spec) for _, after in pairs], added)
     return result
+
+
+def _same_static(before: Any, after: Any) -> bool:
+    if not (isinstance(before, StaticLeaf) and isinstance(after, StaticLeaf)):
+        return False
+    return before.value is after.value or before == after
 
 
 def _starts_otherwise(slot: Names | None, before: Any, new: Names | None, after: Any) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from .._function_cache import Functions, HeldArrays, WithArrays
 from .._jax_versions import INLINE
 from .._tree_spec import ARRAYS_AND_NUMBERS, FlatTree, TreeSpec, flatten_arrays
-from ..named_array import NamedArray, describe_array
+from ..named_array import NamedArray, NamedOrNumeric, describe_array
 from ._carry import CARRY, MismatchMessages, conform, settled
 
 
@@ -52,7 +52,7 @@ def _build_while(functions: WithArrays, _: None, spec: TreeSpec) -> Callable[...
     return jax.jit(run, inline=INLINE)
 
 
-def fori_loop(lower: Any, upper: Any, body_fn: Callable[[Any, Any], Any], init: Any) -> Any:
+def fori_loop(lower: NamedOrNumeric, upper: NamedOrNumeric, body_fn: Callable[[Any, Any], Any], init: Any) -> Any:
     """Repeat `body_fn(i, carry)` from `lower` up to, but not including, `upper`: `jax.lax.fori_loop` by name.
 
     The carry keeps its axes, sizes and dtypes; only the order of axes may change. Where both bounds are numbers, the
@@ -84,7 +84,7 @@ def _build_fori(functions: WithArrays, static: tuple[int, ...] | None, spec: Tre
     return jax.jit(run, inline=INLINE)
 
 
-def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:
+def cond(pred: NamedOrNumeric, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *operands: Any) -> Any:
     """Call one of two functions with the operands: `jax.lax.cond` by name.
 
     Both must return the same tree of the same axes; the result has them in the order of `true_fn`. The predicate is a
@@ -97,7 +97,7 @@ def cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], *
     return _choose("cond", _scalar("cond", "the predicate", pred), (true_fn, false_fn), operands)
 
 
-def switch(index: Any, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
+def switch(index: NamedOrNumeric, branches: Sequence[Callable[..., Any]], *operands: Any) -> Any:
     """Call one of several functions with the operands: `jax.lax.switch` by name.
 
     All must return the same tree of the same axes; the result has them in the order of the first branch. An index out

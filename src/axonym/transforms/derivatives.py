@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,28 @@ from .. import _errors
 from .._tree_spec import StaticLeaf, flatten_arrays
 from ..axis import Names
 from ..named_array import NamedArray, raw, wrap
+from ._function_types import ToOtherAndSame, ToSame, ToSameAndOther
+
+P = ParamSpec("P")
+R = TypeVar("R")
+X = TypeVar("X", bound=Any)
+"""The argument to differentiate with respect to. The bound lets the parameter of a lambda be anything."""
 
 ArgNums: TypeAlias = int | Sequence[int]
 
 
+@overload
+def grad(
+    fn: Callable[Concatenate[X, P], Any], argnums: Literal[0] = 0, *, has_aux: Literal[False] = False
+) -> ToSame[X, P]: ...
+@overload
+def grad(
+    fn: Callable[Concatenate[X, P], tuple[Any, R]], argnums: Literal[0] = 0, *, has_aux: Literal[True]
+) -> ToSameAndOther[X, P, R]: ...
+@overload
+def grad(fn: Callable[P, Any], argnums: ArgNums, *, has_aux: bool = False) -> Callable[P, Any]: ...
+@overload
+def grad(fn: Callable[P, Any], argnums: ArgNums = 0, *, has_aux: bool) -> Callable[P, Any]: ...
 def grad(fn: Callable[..., Any], argnums: ArgNums = 0, *, has_aux: bool = False) -> Callable[..., Any]:
     """Make a function that computes the gradient of another: `jax.grad` by name.
 
@@ -45,6 +63,12 @@ def grad(fn: Callable[..., Any], argnums: ArgNums = 0, *, has_aux: bool = False)
     return functools.update_wrapper(gradient, fn, updated=())
 
 
+@overload
+def value_and_grad(
+    fn: Callable[Concatenate[X, P], R], argnums: Literal[0] = 0, *, has_aux: bool = False
+) -> ToOtherAndSame[X, P, R]: ...
+@overload
+def value_and_grad(fn: Callable[P, R], argnums: ArgNums, *, has_aux: bool = False) -> Callable[P, tuple[R, Any]]: ...
 def value_and_grad(fn: Callable[..., Any], argnums: ArgNums = 0, *, has_aux: bool = False) -> Callable[..., Any]:
     """Make a function that computes the value and the gradient of another: `jax.value_and_grad` by name.
 

@@ -28,6 +28,7 @@ from ..named_array import wrap
 from ..ops._operands import private
 from . import _mapped_axis
 from ._carry import CARRY, MismatchMessages, conform, settled
+from ._function_types import ToSame, ToSameAndOther
 from .rematerialization import ScanCheckpointPolicy, ScanCheckpointSpec, checkpointed_scan, policy_of
 
 P = ParamSpec("P")
@@ -48,7 +49,7 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
     is_scanned: ScannedSpec = True,
-) -> Callable[Concatenate[Carry, P], tuple[Carry, R]]:
+) -> ToSameAndOther[Carry, P, R]:
     """Loop over an axis with a carry, and stack what each step returns: `jax.lax.scan` by name.
 
     The result is a function of an initial carry and of any arguments. Named arrays that have the axis are scanned, and
@@ -96,7 +97,7 @@ def fold(
     reverse: bool = False,
     unroll: int | bool = 1,
     is_scanned: ScannedSpec = True,
-) -> Callable[Concatenate[Carry, P], Carry]:
+) -> ToSame[Carry, P]:
     """Loop over an axis with a carry, and return the last one: `scan` without outputs, with the same options.
 
     >>> Time, Embed = axn.make_axes(time=3, embed=2)

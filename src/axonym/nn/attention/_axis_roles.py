@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -71,29 +71,37 @@ def find_roles(
     """
     causal = mask if isinstance(mask, Causal) else None
     shared = tuple(n for n in key.names if n not in KPos and n != Key)
+    values = tuple(n for n in value.names if n not in KPos and n not in shared)
+    own = tuple(n for n in query.names if n not in shared and n != Key)
     for label, x in {"query": query, "value": value}.items():
         if missing := [n for n in shared if n not in x.names]:
             problems.append(f"the {label} lacks {_errors.describe_axes(missing)} of the key")
-    values = tuple(n for n in value.names if n not in KPos and n not in shared)
-    own = tuple(n for n in query.names if n not in shared and n != Key)
     if both := [n for n in values if n in own]:
         problems.append(f"query and value have {_errors.describe_axes(both)}, which the key lacks")
-    if causal is not None and causal.QPos not in own:
-        problems.append(f"the mask is causal in {causal.QPos!r}, which is not an axis of the query alone")
-    if causal is not None and len(KPos) != 1:
-        problems.append(f"a causal mask needs one axis of key positions, not {_errors.describe_axes(KPos)}")
     if causal is not None:
-        positions = (causal.QPos,)
+        problems += _problems_of_mask(causal, own, KPos)
+        positions, window = (causal.QPos,), causal.window
     else:
-        of_keys = sharded.get(KPos[0]) if sharded and KPos else None
-        alike = [n for n in own if sharded and of_keys and sharded.get(n) == of_keys]
-        positions = tuple(alike[:1]) or ((max(own, key=query.axis_size),) if own else ())
+        positions, window = _query_positions(query, own, KPos, sharded or {}), None
     batch, heads = (shared[:-1], shared[-1:]) if len(shared) > 1 else (shared, ())
     group = tuple(n for n in own if n not in positions)
     kept = query.names if Key in values else tuple(n for n in query.names if n != Key)
     out = (*kept, *(n for n in values if n not in kept))
-    window = None if causal is None else causal.window
     return AxisRoles(batch, heads, group, positions, KPos, (Key,), values, out, causal is not None, window)
+
+
+def _problems_of_mask(causal: Causal, own: Names, KPos: Names) -> Iterator[str]:
+    if causal.QPos not in own:
+        yield f"the mask is causal in {causal.QPos!r}, which is not an axis of the query alone"
+    if len(KPos) != 1:
+        yield f"a causal mask needs one axis of key positions, not {_errors.describe_axes(KPos)}"
+
+
+def _query_positions(query: NamedArray, own: Names, KPos: Names, sharded: Mapping[str, Axes]) -> Names:
+    """Return the positions among the axes of the query alone, if there are any: see `find_roles`."""
+    of_keys = sharded.get(KPos[0]) if KPos else None
+    alike = tuple(n for n in own if of_keys and sharded.get(n) == of_keys)
+    return alike[:1] or ((max(own, key=query.axis_size),) if own else ())
 
 
 def merge_axes(x: jax.Array, names: Names, parts: Sequence[Names], sizes: Mapping[str, int] | None = None) -> jax.Array:

@@ -10,6 +10,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from ... import _errors
 from ...axis import Axis, AxisSpec, axes_of_spec, union_axes
@@ -65,7 +66,7 @@ class KVCache(eqx.Module):
         KVHeads: AxisSpec,
         KPos: Axis,
         HeadSize: Axis,
-        dtype: Any = jnp.float32,
+        dtype: DTypeLike = jnp.float32,
         *,
         ValueSize: Axis | None = None,
         per_example: bool = True,
@@ -155,21 +156,7 @@ class KVCache(eqx.Module):
         NamedArray(int32[batch=2], [3 1])
         """
         at = dict(at or {})
-        if unknown := [n for n in at if not self.lengths.has_axis(n)]:
-            raise ValueError(
-                f"KVCache.update: at: {_errors.describe_axes(unknown)} must be among the axes of the cache's lengths, "
-                f"{_errors.describe_shape(self.lengths.shape)}. Make the cache with `per_example=True`, or give it "
-                "lengths along these axes: `dataclasses.replace(cache, lengths=...)`."
-            )
-        for label, new, old in (("keys", keys, self.keys), ("values", values, self.values)):
-            _check_new(label, require_named("KVCache.update", new), old, self.KPos, at)
-        sizes = {x.axis_size(self.KPos) if x.has_axis(self.KPos) else 1 for x in (keys, values)}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"KVCache.update: keys {describe_array(keys)} and values {describe_array(values)} have different "
-                "numbers of positions."
-            )
-        new = Axis(self.KPos, sizes.pop())
+        new = self._new_positions(keys, values, at)
         given = count.array if isinstance(count, NamedArray) else count
         counts = np.asarray(given) if isinstance(given, int) else known_values(given)
         if counts is not None and np.any((counts < 0) | (counts > new.size)):
@@ -177,19 +164,7 @@ class KVCache(eqx.Module):
                 f"KVCache.update: `count` is how many of the {_errors.counted(new.size, 'position')} are valid, got "
                 f"{counts.min()} to {counts.max()}."
             )
-        room = self.keys.axis_size(self.KPos)
-        if new.size > room:
-            do = "do" if new.size > 1 else "does"
-            raise ValueError(
-                f"KVCache.update: {_errors.counted(new.size, 'position')} {do} not fit in the cache, which has room "
-                f"for {room}."
-            )
-        if self.window is not None and new.size > (most := room - self.window + 1):
-            raise ValueError(
-                f"KVCache.update: {new.size} positions at once would overwrite keys that the first of them attends to: "
-                f"with room for {room} and a window of {self.window}, at most {most} fit. Write fewer at a time, or "
-                "make the cache larger."
-            )
+        room = self._room_for(new)
         before = self.lengths[at] if at else self.lengths
         lengths = astype(before + (new.size if count is None else count), before.dtype)
         if at or before.names or count is not None or (self.window is not None and new.size > 1):
@@ -213,6 +188,41 @@ class KVCache(eqx.Module):
         lengths = self._within_room("update", lengths, new.size)
         lengths = self.lengths.at[at].set(lengths) if at else lengths
         return dataclasses.replace(self, keys=keys, values=values, lengths=lengths)
+
+    def _new_positions(self, keys: NamedArray, values: NamedArray, at: Mapping[str, NamedOrNumeric]) -> Axis:
+        """Return the axis of the positions of new keys and values, which must have the axes of the cache."""
+        if unknown := [n for n in at if not self.lengths.has_axis(n)]:
+            raise ValueError(
+                f"KVCache.update: at: {_errors.describe_axes(unknown)} must be among the axes of the cache's lengths, "
+                f"{_errors.describe_shape(self.lengths.shape)}. Make the cache with `per_example=True`, or give it "
+                "lengths along these axes: `dataclasses.replace(cache, lengths=...)`."
+            )
+        for label, new, old in (("keys", keys, self.keys), ("values", values, self.values)):
+            _check_new(label, require_named("KVCache.update", new), old, self.KPos, at)
+        sizes = {x.axis_size(self.KPos) if x.has_axis(self.KPos) else 1 for x in (keys, values)}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"KVCache.update: keys {describe_array(keys)} and values {describe_array(values)} have different "
+                "numbers of positions."
+            )
+        return Axis(self.KPos, sizes.pop())
+
+    def _room_for(self, new: Axis) -> int:
+        """Return the number of positions of the cache; raise an error if so many new ones can never fit."""
+        room = self.keys.axis_size(self.KPos)
+        if new.size > room:
+            do = "do" if new.size > 1 else "does"
+            raise ValueError(
+                f"KVCache.update: {_errors.counted(new.size, 'position')} {do} not fit in the cache, which has room "
+                f"for {room}."
+            )
+        if self.window is not None and new.size > (most := room - self.window + 1):
+            raise ValueError(
+                f"KVCache.update: {new.size} positions at once would overwrite keys that the first of them attends to: "
+                f"with room for {room} and a window of {self.window}, at most {most} fit. Write fewer at a time, or "
+                "make the cache larger."
+            )
+        return room
 
     def require_room(self, count: int) -> KVCache:
         """Return the cache, after checking that it has room for more positions.

@@ -72,8 +72,8 @@ def attend_along_sequence(
     value: NamedArray,
     mask: Mask,
     bias: NamedArray | None,
-    precision: Any,
-    scaling_factor: Any,
+    precision: jax.lax.PrecisionLike,
+    scaling_factor: float | None,
     refused: Sequence[str],
 ) -> NamedArray | None:
     """Compute `dot_product_attention` along a sharded sequence; `refused` are given arguments that this does not take.
@@ -81,32 +81,17 @@ def attend_along_sequence(
     Without a `context`, the one that moves fewer bytes is chosen. Then the result is None, for the caller to compute
     it, if the positions of queries and keys are not sharded alike, or the operands do not allow it.
     """
-    operands = query, key, value
     if context is None and not _may_be_sharded(KPos, key):
         return None
-    what = "dot_product_attention" if context is None else f"dot_product_attention by context={context!r}"
-    if context is not None and context not in get_args(Context):
-        hint = _errors.suggestion(context, get_args(Context))
-        raise ValueError(f"{what}: no such context; choose one of {', '.join(map(repr, get_args(Context)))}.{hint}")
+    what = _described(context)
     mask = as_truth_values(what, mask)
-    problems = [f"it takes no {argument}" for argument in refused]
-    mesh = mesh_around([x.array for x in operands])
-    found = _sharded_over(what, mesh, operands)
-    roles = find_roles(query, key, value, KPos, Key, mask, problems, found)
-    if len(KPos) != 1 and not roles.causal:
-        problems.append(f"it takes one axis of key positions, not {_errors.describe_axes(KPos)}")
-    if not roles.positions:
-        problems.append("the query has no positions")
-    placed = None if problems else _placed(roles, mesh, found, operands, problems)
-    alike = placed and found.get(KPos[0]) and found.get(KPos[0]) == found.get(roles.positions[0])
-    if context is None and (problems or not alike or has_manual(mesh)):
+    found = _roles_and_sharding(what, context is None, KPos, Key, (query, key, value), mask, refused)
+    if found is None:
         return None
-    if placed is None or problems:
-        raise ValueError(f"{what}: {'; and '.join(problems)}. Without `context`, attention has no such limits.")
+    roles, placed = found
     terms = _terms(what, roles, mask, bias)
-    segments = terms.get("segments")
-    if segments is not None and not has_manual(mesh):  # inside `shard_map`, keys are sharded
-        sizes = [("the key", key.axis_size(KPos[0])), ("the segments", segments.axis_size(roles.positions[0]))]
+    if "segments" in terms and not has_manual(placed.mesh):  # inside `shard_map`, keys are sharded
+        sizes = [("the key", key.axis_size(KPos[0])), ("the segments", terms["segments"].axis_size(roles.positions[0]))]
         if sizes[0][1] != sizes[1][1]:
             raise ValueError(_errors.size_mismatch(what, KPos[0], sizes))
     hops = _hops(placed, key.axis_size(KPos[0]), query.axis_size(roles.positions[0]), mask)
@@ -129,7 +114,49 @@ def attend_along_sequence(
     return wrap(kernel.call(query.array, key.array, value.array, *(x.array for x in terms.values())), kernel.names)
 
 
+def _described(context: str | None) -> str:
+    """Return the name of the operation for messages; an unknown context is an error."""
+    if context is None:
+        return "dot_product_attention"
+    what = f"dot_product_attention by context={context!r}"
+    if context not in get_args(Context):
+        hint = _errors.suggestion(context, get_args(Context))
+        raise ValueError(f"{what}: no such context; choose one of {', '.join(map(repr, get_args(Context)))}.{hint}")
+    return what
+
+
 # --- the roles and shardings of axes ---
+
+
+def _roles_and_sharding(
+    what: str,
+    optional: bool,
+    KPos: Names,
+    Key: str,
+    operands: tuple[NamedArray, NamedArray, NamedArray],
+    mask: Mask,
+    refused: Sequence[str],
+) -> tuple[AxisRoles, SequenceSharding] | None:
+    """Return the roles of the axes and how they are sharded, if attention can be computed along the sequence.
+
+    If not, that is an error; where it is `optional`, the result is None, also if positions of queries and keys are not
+    sharded alike.
+    """
+    problems = [f"it takes no {argument}" for argument in refused]
+    mesh = mesh_around([x.array for x in operands])
+    found = _sharded_over(what, mesh, operands)
+    roles = find_roles(*operands, KPos, Key, mask, problems, found)
+    if len(KPos) != 1 and not roles.causal:
+        problems.append(f"it takes one axis of key positions, not {_errors.describe_axes(KPos)}")
+    if not roles.positions:
+        problems.append("the query has no positions")
+    placed = None if problems else _placed(roles, mesh, found, operands, problems)
+    alike = placed and found.get(KPos[0]) and found.get(KPos[0]) == found.get(roles.positions[0])
+    if optional and (problems or not alike or has_manual(mesh)):
+        return None
+    if placed is None or problems:
+        raise ValueError(f"{what}: {'; and '.join(problems)}. Without `context`, attention has no such limits.")
+    return roles, placed
 
 
 def _may_be_sharded(KPos: Names, key: NamedArray) -> bool:
@@ -285,18 +312,7 @@ def _on_device(
         k, v = (split(x, split_axis=exchanged, concat_axis=KEYS) for x in (k, v))
         terms = jax.tree.map(functools.partial(_own_slice, axes, count, exchanged), terms)
     elif count > 1:
-        runs = [(q, QUERIES), (k, KEYS)]
-        # A bias or a mask has a shard of the queries in their order, so queries cannot be reordered with one.
-        unsharded = all(x is None or x.shape[QUERIES] == 1 for x in (terms.bias, terms.mask))
-        zigzag = plan.causal and plan.window is None and unsharded and all(x.shape[a] % 2 == 0 for x, a in runs)
-        ring = context == "ring"
-        plan = plan._replace(sharded_queries=True, sharded_keys=ring, zigzag=zigzag, hops=hops if ring else 0)
-        if not ring:
-            k, v = (jax.lax.all_gather(x, axes, axis=KEYS, tiled=True) for x in (k, v))
-        elif zigzag:
-            k, v = (to_zigzag(x, KEYS, axes, count) for x in (k, v))
-        if zigzag:
-            q = to_zigzag(q, QUERIES, axes, count)
+        plan, q, k, v = _with_sharded_queries(plan, q, k, v, terms, hops if context == "ring" else None)
     result, log_total = attend(plan, q, k, v, terms)
     queries, keys = q.shape[QUERIES], k.shape[KEYS]
     queries, keys = queries * (count if plan.sharded_queries else 1), keys * (count if plan.sharded_keys else 1)
@@ -309,6 +325,23 @@ def _on_device(
     if count > 1 and context == "all_to_all":
         result = split(result, split_axis=QUERIES, concat_axis=exchanged)
     return split_axes(result, (*roles.of_queries, values), sizes, roles.out)
+
+
+def _with_sharded_queries(
+    plan: Blockwise, q: jax.Array, k: jax.Array, v: jax.Array, terms: ScoreTerms, hops: int | None
+) -> tuple[Blockwise, jax.Array, jax.Array, jax.Array]:
+    """Plan attention of each device's own queries: keys and values make `hops` in a ring, or are gathered if None."""
+    axes, count = plan.axes, plan.shards
+    # A bias or a mask has a shard of the queries in their order, so queries cannot be reordered with one.
+    unsharded = all(x is None or x.shape[QUERIES] == 1 for x in (terms.bias, terms.mask))
+    even = q.shape[QUERIES] % 2 == 0 and k.shape[KEYS] % 2 == 0
+    zigzag = plan.causal and plan.window is None and unsharded and even
+    plan = plan._replace(sharded_queries=True, sharded_keys=hops is not None, zigzag=zigzag, hops=hops or 0)
+    if hops is None:
+        k, v = (jax.lax.all_gather(x, axes, axis=KEYS, tiled=True) for x in (k, v))
+    elif zigzag:
+        k, v = (to_zigzag(x, KEYS, axes, count) for x in (k, v))
+    return plan, to_zigzag(q, QUERIES, axes, count) if zigzag else q, k, v
 
 
 def _own_slice(axes: Axes, count: int, axis: int, x: jax.Array) -> jax.Array:

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ... import _errors, _kernels
 from ..._mesh_axes import axes_in, entries_of, entry_of, explicit_mesh, mesh_axes, reshard
@@ -49,13 +50,13 @@ def dot_product_attention(
     Key: AxisSelector,
     mask: Mask = None,
     bias: NamedArray | None = None,
-    attention_dtype: Any = None,
-    precision: Any = None,
+    attention_dtype: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
     pdrop: float = 0.0,
     *,
     scaling_factor: float | None = None,
     inference: bool = False,
-    prng: Any = None,
+    prng: jax.Array | None = None,
     implementation: Implementation | None = None,
     context: Context | None = None,
 ) -> NamedArray:
@@ -131,8 +132,8 @@ def dot_product_attention_weights(
     Key: AxisSelector,
     mask: Mask = None,
     bias: NamedArray | None = None,
-    attention_dtype: Any = None,
-    precision: Any = None,
+    attention_dtype: DTypeLike | None = None,
+    precision: jax.lax.PrecisionLike = None,
     scaling_factor: float | None = None,
 ) -> NamedArray:
     """Compute the attention weights: for each query, the weight of each value.
@@ -194,7 +195,7 @@ def _weights(
     mask: Mask,
     bias: NamedArray | None,
     attention_dtype: Any,
-    precision: Any,
+    precision: jax.lax.PrecisionLike,
     scaling_factor: float | None,
 ) -> NamedArray:
     """Compute the weights: batch axes first, then the other axes of the query, then the other axes of the key."""

@@ -18,6 +18,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from ... import _kernels
 from ..._context import active_mapping
@@ -223,7 +224,7 @@ def as_truth_values(what: str, mask: Mask) -> Mask:
 # --- random masks ---
 
 
-def forgetful_causal_mask(KPos: Axis, mask_prob: float, sample_prob: bool = True, *, key: Any) -> NamedArray:
+def forgetful_causal_mask(KPos: Axis, mask_prob: float, sample_prob: bool = True, *, key: jax.Array) -> NamedArray:
     """Make a mask that hides random keys, the same for every query, but never the first key.
 
     Use this mask in training, instead of dropout of attention weights, and combine it with a causal mask (Forgetful
@@ -310,7 +311,7 @@ def mask_to_bias(mask: NamedArray, mask_value: float = -1e9) -> NamedArray:
     return where(mask, 0.0, mask_value)
 
 
-def alibi_attention_bias(Heads: Axis, KPos: Axis, bias_max: float = 8, dtype: Any = jnp.float32) -> NamedArray:
+def alibi_attention_bias(Heads: Axis, KPos: Axis, bias_max: float = 8, dtype: DTypeLike = jnp.float32) -> NamedArray:
     """Make the bias of attention with linear biases (ALiBi): more distant keys get lower scores, by a slope per head.
 
     The bias grows with the position of the key. Under a causal mask this is the same as a bias that falls with the
