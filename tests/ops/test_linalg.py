@@ -140,7 +140,7 @@ def test_batches_stay_where_they_are(explicit_mesh: jax.sharding.Mesh) -> None:
         (lambda: linalg.solve(A, axn.ones({"row": 4}), RC), ValueError, r"^linalg\.solve: axis 'row' .*: 3 .*, 4 "),
         (lambda: linalg.solve(WIDE, axn.ones({"row": 2}), RC), ValueError, r"^linalg\.solve: .* not square\. .*lstsq"),
         (lambda: untyped.lstsq(WIDE, jnp.ones(2), RC), TypeError, r"^linalg\.lstsq: expected a NamedArray"),
-        (lambda: linalg.norm(A, ("batch", *RC)), ValueError, r"^linalg\.norm: .*, got \(batch, row, col\)\. Flatten"),
+        (lambda: linalg.norm(A, ("batch", *RC)), ValueError, r"^linalg\.norm: .*; got \(batch, row, col\)\. Flatten"),
         (
             lambda: linalg.norm(A.astype(jnp.bfloat16), RC, ord=2),
             TypeError,

@@ -120,12 +120,12 @@ def test_fit_with_covariance(cov: bool | str) -> None:
         (
             lambda: poly.polyadd(M, E),
             ValueError,
-            r"^polyadd: a polynomial has one axis, .*, got float32\[b=2, v=3\]",
+            r"^polyadd: a polynomial has one axis, .*; got float32\[b=2, v=3\]",
         ),
         (
             lambda: poly.polymul(E, M.array),
             ValueError,
-            r"^polymul: a polynomial has one axis, .*, got shape \(2, 3\)",
+            r"^polymul: a polynomial has one axis, .*; got shape \(2, 3\)",
         ),
         (lambda: poly.polyval(axn.sum(E), 1.0), ValueError, r"^polyval: a polynomial has one axis"),
         (lambda: poly.poly(M), ValueError, r"^poly: the roots lie along one axis, .*axonym\.linalg\.eigvals"),
