@@ -371,7 +371,7 @@ class Account:
         """Return the mesh axes over which columns of a table are exchanged for rows."""
         layout = self.layout
         table = event.table.names
-        extra = self._gathers(event.table, event.indices.names)
+        extra = self._gathers(event.table, event.indices.names) if _is_look_up(event.place) else ()
         if not extra:
             return ()
         columns = [n for n in table if layout.stored(n) != layout.used(n)]
@@ -399,6 +399,8 @@ class Account:
 
     def _updated(self, event: Lookup) -> None:
         layout, place = self.layout, event.place
+        if layout.is_stored(event.table.names) and not _is_look_up(place):
+            self.open.setdefault(f"an update of a table that is stored sharded{_within(place)}", place)
         over = _distinct(a for n in event.indices.names for a in layout.used(n))
         if moved := self._columns_move(event):
             self._exchange(place, "all-to-all", moved, event.result)
@@ -484,6 +486,11 @@ def _within(place: Occurrence) -> str:
     if place.operation is None:
         return "" if place.frames else " where it is returned"
     return f" in {place.operation}"
+
+
+def _is_look_up(place: Occurrence) -> bool:
+    """Return whether this is a named look-up, or its gradient, and no update, nor the gradient of one."""
+    return place.operation is not None and place.operation.name == "index"
 
 
 def _short(x: Value) -> str:
