@@ -224,8 +224,16 @@ DIFFERENCES = (
 all-reduce and a slice, which send twice the bytes. A reduce-scatter for FSDP is the library's own, and stays one."""
 
 
+REFUSED = {
+    *("argmax", "concatenate", "cumsum", "fft", "roll", "slice", "sort", "top-k"),  # along a sharded axis
+    *("flatten", "rename", "unflatten"),  # of a sharded axis
+    *("look-up", "update"),  # in a table that is stored sharded, unless columns are exchanged
+}
+"""The operations for which reports by name may be refused."""
+
+
 def _differences(step: Any, operation: Operation, mapping: Any) -> set[str]:
-    """Return the tiers that do not send what is sent on Auto mesh axes."""
+    """Return the tiers that do not send what is sent on Auto mesh axes, or "refused"."""
     reports = {}
     for kind in (AxisType.Auto, AxisType.Explicit):
         with jax.set_mesh(cases.mesh_of(kind, data=4, model=2)):
@@ -236,19 +244,19 @@ def _differences(step: Any, operation: Operation, mapping: Any) -> set[str]:
         mesh = cases.mesh_of(data=4, model=2)
         names = axn.insight.explain(step, *operation.arguments, mapping=mapping, mesh=mesh, by="names")
     except NotKnown:
-        return found
+        return found | {"refused"}
     if _sent(names) == auto:
         return found
     off = abs(sum(_sent(names).values()) - sum(auto.values()))
     return found | {"uncertain" if off <= names.uncertain else "names"}
 
 
-@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
-@pytest.mark.parametrize("what", OPERATIONS)
+@pytest.mark.parametrize(
+    ("what", "gradient"),
+    [(what, gradient) for what, o in OPERATIONS.items() for gradient in (False, True)[: 1 + o.differentiable]],
+)
 def test_three_tiers_agree(what: str, gradient: bool) -> None:
     operation = OPERATIONS[what]
-    if gradient and not operation.differentiable:
-        return
     numbers = operation.by or tuple(range(len(operation.arguments)))
     step = operation.call
     if gradient:
@@ -256,7 +264,8 @@ def test_three_tiers_agree(what: str, gradient: bool) -> None:
     for mapping in _mappings(operation):
         stored, used = mapping if isinstance(mapping, tuple) else ({}, mapping)
         known = {d.tier for d in DIFFERENCES if d.operation == what and d.when(stored, used, gradient)}
-        assert _differences(step, operation, mapping) == known, mapping
+        found = _differences(step, operation, mapping)
+        assert found - {"refused"} == known and ("refused" not in found or what in REFUSED), mapping
 
 
 @pytest.mark.parametrize("mapping", ["mixed", "hybrid"])
