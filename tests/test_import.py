@@ -21,7 +21,9 @@ from tests.helpers import definitions, exports
 
 LIST = Path(__file__).parent / "public_names.txt"
 APART = {"haliax", "scalax"}
-SUBMODULES = sorted({m.name for m in pkgutil.iter_modules(axn.__path__) if not m.name.startswith("_")} - APART)
+INTERNAL = {"distribution"}
+"""Packages that users do not import from."""
+SUBMODULES = sorted({m.name for m in pkgutil.iter_modules(axn.__path__) if m.name[0] != "_"} - APART - INTERNAL)
 ORDINARY = ["axis", "named_array", "ops"]
 """Submodules that are loaded with the package."""
 

@@ -71,21 +71,6 @@ def test_exports_exist_once(module: Any) -> None:
     assert exports(module).keys() >= set(names)
 
 
-# --- methods ---
-
-METHODS = [
-    name
-    for name, method in vars(axn.NamedArray).items()
-    if not name.startswith("_") and inspect.isfunction(method) and hasattr(axn, name)
-]
-
-
-def test_methods_are_the_functions() -> None:
-    assert len(METHODS) > 30
-    for name in METHODS:
-        assert getattr(axn.NamedArray, name) is getattr(axn, name), name
-
-
 def test_properties() -> None:
     x = axn.named([1 + 2j], "a")
     assert x.real.tolist() == [1.0] and x.imag.tolist() == [2.0]

@@ -31,6 +31,7 @@ _fsdp_ops sharding
 _function_cache
 _kernels _tree_spec typing
 _output_sharding _per_device named_array
+distribution
 _lazy_loading _mesh_axes _parameter_names _parsing axis
 _context _errors _jax_versions _module_field _named_scope _prefixes _processes _strided_slices
 _foreign_names

@@ -276,4 +276,4 @@ if _typing.TYPE_CHECKING:
     )
     from ._late_names import *  # noqa: F403  # a list here would repeat the one there
 else:  # so that type checkers refuse a name that does not exist
-    __getattr__, __dir__ = _lazy_loading.loaders(globals(), apart=("haliax", "scalax"))
+    __getattr__, __dir__ = _lazy_loading.loaders(globals(), apart=("distribution", "haliax", "scalax"))

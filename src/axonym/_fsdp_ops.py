@@ -15,8 +15,8 @@ and an all-to-all exchanges columns for rows. The gradient takes the same way ba
 the rows of the table over the same other mesh axes, each device looks up the rows in its shard, and the results are
 added.
 
-A parameter is recognized by its names: an operand with an axis that the parameter mapping shards and the active mapping
-does not, and without an axis that is sharded over the same mesh axis as the batch of another operand.
+Which operands are parameters, over which mesh axes they are gathered, and what is added up, follows from names:
+`axonym.distribution.policy` decides it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from . import _kernels
-from ._context import active_parameter_mapping
+from ._context import active_mapping, active_parameter_mapping
 from ._mesh_axes import (
     AnyMesh,
-    Axes,
     axes_in,
     current_mesh,
     entries_of,
@@ -49,6 +48,8 @@ from ._mesh_axes import (
 )
 from ._per_device import gather_axes, run_per_device, varying_over
 from .axis import Names
+from .distribution import policy
+from .distribution.decisions import Mappings, PlacedAxes, Undecided
 
 
 def run_gathering_parameters(
@@ -62,26 +63,38 @@ def run_gathering_parameters(
         summed: the axes that the operation sums over.
     """
     mesh = _mesh_to_run_on()
-    parameters = [i for i in range(len(in_names)) if mesh is not None and _is_gathered(i, in_names)]
-    if mesh is None or not parameters:
+    if mesh is None:
         return None
-    specs = [spec_of(map(storage_axes if i in parameters else mapped_axes, n)) for i, n in enumerate(in_names)]
-    gathered = {i: [_extra(n) for n in in_names[i]] for i in parameters}
-    out_spec = spec_of(map(mapped_axes, out_names))
-    if not _possible(specs, out_spec, arrays, mesh):
+    by = _active_mappings(mesh)
+    operands = [PlacedAxes(names, [*map(by.used, names)]) for names in in_names]
+    if not _possible(operands, arrays, mesh):
         return None
-    reduced = tuple(dict.fromkeys(a for n in summed for a in mapped_axes(n)))
+    sizes = {n: size for names, x in zip(in_names, arrays, strict=True) for n, size in zip(names, x.shape, strict=True)}
+    try:
+        decision = policy.combine("fsdp", operands, out_names, sizes, by, summed)
+    except Undecided:
+        return None  # the operation runs as usual, and says what is wrong
+    gathers = decision.gathers
+    if not gathers or not _possible(decision.operands, arrays, mesh):
+        return None
+    specs = [spec_of(operand.over) for operand in decision.operands]
 
     def per_device(*shards):
         operands = []
         for i, x in enumerate(shards):
-            if i in gathered:
-                x = gather_axes(_varying_alike(x, specs[i], specs, mesh), gathered[i])
+            if i in gathers:
+                x = gather_axes(_varying_alike(x, specs[i], specs, mesh), gathers[i])
             operands.append(x)
         result = fn(*operands)
-        return jax.lax.psum(result, reduced) if reduced else result
+        for part in decision.sums:
+            if part.onto is None:
+                result = jax.lax.psum(result, part.axes)
+            else:
+                at = out_names.index(part.onto)
+                result = jax.lax.psum_scatter(result, part.axes, scatter_dimension=at, tiled=True)
+        return result
 
-    return run_per_device(per_device, arrays, specs, out_spec, mesh)
+    return run_per_device(per_device, arrays, specs, spec_of(decision.result.over), mesh)
 
 
 def look_up_sharded_columns(
@@ -102,23 +115,20 @@ def look_up_sharded_columns(
     if mesh is None:
         return None
     names, index_names = in_names
-    columns = [n for n in names if storage_axes(n) != mapped_axes(n)]
-    if not _is_gathered(0, in_names) or len(columns) != 1 or indexed in columns:
+    by = _active_mappings(mesh)
+    exchange, over = policy.exchange_columns(names, index_names, indexed, by), by.used(indexed)
+    if exchange is None:
         return None
-    over = mapped_axes(indexed)
-    if over and (table.dtype == jnp.bool_ or any(a in over for n in index_names for a in mapped_axes(n))):
+    if over and (table.dtype == jnp.bool_ or any(a in over for n in index_names for a in by.used(n))):
         return None
-    column = columns[0]
-    extra = _extra(column)
-    rows = [n for n in index_names if set(extra) & set(mapped_axes(n))]
-    if len(rows) != 1 or not set(extra) <= set(mapped_axes(rows[0])):
+    operands = [PlacedAxes(names, [*map(by.stored, names)]), PlacedAxes(index_names, [*map(by.used, index_names)])]
+    out_spec = spec_of(map(by.used, out_names))
+    used = axes_in(out_spec)
+    if len(set(used)) < len(used) or not _possible(operands, (table, indices), mesh):
         return None
-    specs = [spec_of(map(storage_axes, names)), spec_of(map(mapped_axes, index_names))]
-    out_spec = spec_of(map(mapped_axes, out_names))
-    if not _possible(specs, out_spec, (table, indices), mesh):
-        return None
-    row_of_indices = index_names.index(rows[0])
-    row, column = out_names.index(rows[0]), out_names.index(column)
+    specs = [spec_of(operand.over) for operand in operands]
+    extra, row_of_indices = exchange.axes, index_names.index(exchange.row)
+    row, column = out_names.index(exchange.row), out_names.index(exchange.column)
 
     def per_device(table, indices):
         table = _varying_alike(table, specs[0], specs, mesh)
@@ -150,10 +160,13 @@ def _mesh_to_run_on() -> AnyMesh | None:
     return None if mesh is None or has_manual(mesh) else mesh
 
 
-def _possible(specs: Sequence[PartitionSpec], out_spec: PartitionSpec, arrays: Sequence[Any], mesh: AnyMesh) -> bool:
-    """Return whether the axes can be sharded; if not, the operation runs as usual."""
-    used = axes_in(out_spec)
-    return len(set(used)) == len(used) and all(fits(s, x.shape, mesh) for s, x in zip(specs, arrays, strict=True))
+def _active_mappings(mesh: AnyMesh) -> Mappings:
+    return Mappings(mesh.shape, active_mapping(), active_parameter_mapping())
+
+
+def _possible(operands: Sequence[PlacedAxes], arrays: Sequence[Any], mesh: AnyMesh) -> bool:
+    """Return whether the operands can be sharded; if not, the operation runs as usual."""
+    return all(fits(spec_of(o.over), x.shape, mesh) for o, x in zip(operands, arrays, strict=True))
 
 
 def _varying_alike(x: jax.Array, own: PartitionSpec, specs: Sequence[PartitionSpec], mesh: AnyMesh) -> jax.Array:
@@ -163,20 +176,6 @@ def _varying_alike(x: jax.Array, own: PartitionSpec, specs: Sequence[PartitionSp
     """
     others = {a for spec in specs for a in axes_in(spec)}.difference(axes_in(own))
     return varying_over(x, [a for a in mesh.axis_names if a in others])
-
-
-def _extra(name: str) -> Axes:
-    """Return the mesh axes over which an axis of a parameter is gathered before use."""
-    return tuple(a for a in storage_axes(name) if a not in mapped_axes(name))
-
-
-def _is_gathered(i: int, in_names: Sequence[Names]) -> bool:
-    """Return whether an operand is a parameter that is stored sharded over mesh axes of other operands."""
-    extra = {a for n in in_names[i] for a in _extra(n)}
-    others = {a for j, other in enumerate(in_names) if j != i for n in other for a in mapped_axes(n)}
-    # The storage sharding must refine the compute sharding, because parameters are only gathered.
-    refines = all(storage_axes(n)[: len(used)] == used for n in in_names[i] for used in [mapped_axes(n)])
-    return is_parameter(in_names[i]) and refines and extra <= others
 
 
 def in_compute_sharding(names: Names, weight: jax.Array) -> jax.Array:

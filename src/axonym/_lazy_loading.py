@@ -21,7 +21,7 @@ def loaders(namespace: dict[str, Any], apart: tuple[str, ...]) -> tuple[Callable
 
     Arguments:
         namespace: the globals of the package.
-        apart: submodules that exist only where they are imported by their path.
+        apart: submodules that are no public names. Users import some of them by their path.
     """
     package = namespace["__name__"]
 
@@ -48,7 +48,7 @@ def loaders(namespace: dict[str, Any], apart: tuple[str, ...]) -> tuple[Callable
             return namespace[name]
         raise AttributeError(missing_name(package, name, names() | submodules()))
 
-    return getattribute, lambda: sorted({*namespace, *names(), *submodules()})
+    return getattribute, lambda: sorted({*namespace, *names(), *submodules()}.difference(apart))
 
 
 def missing_name(package: str, name: str, known: Iterable[str]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import axonym as axn
 from tests.conftest import DEVICES, MESH_AXES, MESH_SHAPE
-from tests.helpers import compilations, definitions, examples, exports, modules, public_name, spec
+from tests.helpers import compilations, spec
 from tests.ops.case import SIZES, Case
 
 FOLDER = Path(__file__).parent
@@ -33,7 +32,7 @@ CASES: list[Case] = [
     for case in importlib.import_module(f"tests.ops.{path.stem}").CASES
 ]
 
-# Operations that the table cannot hold, and the file that tests them.
+# Operations that the table cannot hold, and the file that tests them: see `test_completeness.py`.
 CREATION = "arange eye full geomspace linspace logspace ones tri zeros"
 ELSEWHERE: dict[str, str] = dict.fromkeys(CREATION.split(), "ops/test_creation.py") | {
     "from_dlpack": "interop/test_dlpack.py"
@@ -370,31 +369,3 @@ def test_operation(case: Case, mode: str, auto_mesh: Mesh, explicit_mesh: Mesh) 
 def test_case_names_are_unique() -> None:
     ids = [case.id for case in CASES]
     assert sorted(ids) == sorted(set(ids))
-
-
-def test_every_operation_is_tested() -> None:
-    """What the modules of `axonym.ops` export through a public module is in the table, or tested elsewhere."""
-    tested = [public_name(name) for name in {case.name for case in CASES} | ELSEWHERE.keys()]
-    exported = {n: v for module in modules(native=True) for n, v in exports(module).items() if inspect.isfunction(v)}
-    operations = {n: v for n, v in exported.items() if v.__module__.startswith("axonym.ops.")}
-    assert len(operations) > 200
-    missing = [f"{v.__module__}.{n}" for n, v in operations.items() if not any(v is t for t in tested)]
-    assert not missing, f"no case for {', '.join(missing)}"
-
-
-def test_every_operation_is_exported() -> None:
-    """An example in the docstring is what tells an operation from a helper."""
-    exported = [v for module in modules() for v in exports(module).values()] + list(vars(axn.NamedArray).values())
-    missing = [
-        f"{module.__name__}.{name}"
-        for module in modules()
-        for name, operation in definitions(module).items()
-        if module.__name__.startswith("axonym.ops.") and inspect.isfunction(operation) and examples(operation)
-        if not any(operation is e for e in exported)
-    ]
-    assert not missing, f"not exported: {', '.join(missing)}"
-
-
-def test_what_is_tested_elsewhere_is() -> None:
-    for name, file in ELSEWHERE.items():
-        assert f"axn.{name}(" in (FOLDER.parent / file).read_text(), f"{file} does not test {name}"

@@ -28,7 +28,6 @@ from tests.random.samplers import (
     sample,
     whole,
 )
-from tests.random.test_vectors import VECTORS
 
 # --- what is drawn ---
 
@@ -78,9 +77,7 @@ def test_the_order_of_a_parameter_does_not_matter() -> None:
     assert_same(drawn(KEY, low), expected("uniform", KEY, whole(low), whole(high)))
 
 
-def test_every_sampler_is_tested() -> None:
-    distributions = {n for n, fn in vars(random).items() if getattr(fn, "__module__", "").endswith("distributions")}
-    assert distributions == {*SAMPLERS, *VECTORS, "orthogonal"}
+def test_every_sampler_takes_its_parameters() -> None:
     for name, intervals in SAMPLERS.items():
         taken = list(inspect.signature(getattr(random, name)).parameters)
         assert taken[:2] == ["key", "shape"] and set(taken[2:]) - {"dtype"} == intervals.keys()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from .._context import Entry
 from .._errors import describe_axes
-from .._mesh_axes import Axes, is_parameter, mapped_axes, storage_axes
+from .._mesh_axes import Axes, mapped_axes
+from ..distribution import policy
+from ..distribution.decisions import Mappings, PlacedAxes, Undecided, distinct
 from . import _scopes
 from ._arguments import added_up
 from ._named_events import (
@@ -44,8 +46,8 @@ OF_GROUPS = (
 )
 
 
-class Layout:
-    """The mesh axes that each name is sharded over."""
+class Layout(Mappings):
+    """The mesh axes that each name is sharded over; mesh axes of size one do not count."""
 
     def __init__(
         self,
@@ -54,19 +56,18 @@ class Layout:
         storage: Mapping[str, Entry],
         joined: Mapping[str, Axes] = MappingProxyType({}),
     ):
-        self.mesh, self.compute, self.storage, self.joined = mesh, compute, storage, joined
+        super().__init__(mesh, compute, storage)
+        self.joined = joined
         # A step uses the same few names again and again.
         cached = functools.lru_cache(maxsize=4096)
         self.used, self.stored = cached(self._used), cached(self._stored)
-        self._is_stored = cached(lambda names: is_parameter(names, storage, compute))
+        self._is_stored = cached(super().is_stored)
 
     def _used(self, name: str | None) -> Axes:
-        """Return the mesh axes that an axis is sharded over while it is used."""
-        return self._large(a for n in self._parts(name) for a in mapped_axes(n, self.compute))
+        return self._large(a for n in self._parts(name) for a in super(Layout, self).used(n))
 
     def _stored(self, name: str | None) -> Axes:
-        """Return the mesh axes that an axis of a parameter is sharded over between uses."""
-        return self._large(a for n in self._parts(name) for a in storage_axes(n, self.storage, self.compute))
+        return self._large(a for n in self._parts(name) for a in super(Layout, self).stored(n))
 
     def _parts(self, name: str | None) -> Axes:
         """Return the names of the axes that were joined into this one, or its own."""
@@ -79,18 +80,10 @@ class Layout:
         """Return whether an array with these axes is a parameter, which is sharded as it is stored."""
         return self._is_stored(tuple(n for name in names for n in self._parts(name)))
 
-    def extra(self, names: Iterable[str | None]) -> Axes:
-        """Return the mesh axes that a parameter is gathered over before use."""
-        return _distinct(a for n in names for a in self.stored(n) if a not in self.used(n))
-
     def over(self, dims: Dims) -> list[Axes]:
         """Return the mesh axes that each axis of an array is sharded over."""
         at = self.stored if self.is_stored(n for n, _ in dims) else self.used
         return [at(n) for n, _ in dims]
-
-    def count(self, axes: Iterable[str]) -> int:
-        """Return the number of devices along some mesh axes."""
-        return math.prod(self.mesh[a] for a in axes)
 
     def local(self, dims: Dims, over: Sequence[Axes] | None = None) -> tuple[int, ...]:
         """Return the sizes of a shard."""
@@ -286,60 +279,50 @@ class Account:
     def _sum(self, event: Sum) -> None:
         layout, result = self.layout, event.result
         if event.flops:
-            used = _distinct(a for n, _ in event.axes for a in layout.used(n))
+            used = distinct(a for n, _ in event.axes for a in layout.used(n))
             times = event.place.times
             each = 2 * math.prod(size for _, size in event.axes) // layout.count(used)
             self.flops = None if times is None or self.flops is None else self.flops + each * times
             self.saved += each * (times or 1) if event.place.avoidable else 0
         whole = layout.is_stored(n for n, _ in event.axes) and not event.flops
         at = layout.stored if whole else layout.used
-        over = _distinct(a for n, _ in event.summed for a in at(n))
+        over = distinct(a for n, _ in event.summed for a in at(n))
         if not over:
             return
-        extra = layout.extra(result.names) if layout.is_stored(result.names) else ()
-        if not event.flops and event.place.phase != "backward":
-            extra = ()  # not a gradient, so the complete array is summed
-        if extra and event.flops and event.place.phase != "backward":
+        gradient = event.place.phase == "backward"
+        stored = layout.is_stored(result.names) and bool(layout.extra(result.names)) and (gradient or event.flops)
+        if stored and not gradient:
             what = f"a sum with the axes of a parameter, [{', '.join(result.names)}], which is no gradient"
             self.open.setdefault(f"{what}{_within(event.place)}", event.place)
             return
-        if extra and set(extra) <= set(over):
-            self._exchange(event.place, "reduce-scatter", extra, result)
-            rest = tuple(a for a in over if a not in extra)
-            if rest:
-                self._exchange(event.place, "all-reduce", rest, result, layout.over(result.base))
-            return
-        if set(extra) & set(over):
-            self.open.setdefault(
-                f"a gradient summed over some of {', '.join(extra)}{_within(event.place)}", event.place
-            )
-            return
         parts = [axes for axes in (at(n) for n, _ in event.summed) if axes]
-        if not event.flops:  # the partitioner reduces axes one after another
-            for axes in parts:
-                self._exchange(event.place, "all-reduce", axes, result)
+        placed, target = (_placed(result.base, at) for at in (layout.used, layout.stored))
+        sizes = [size for _, size in result.base]
+        try:
+            final, sums = policy.add_up(parts, placed, sizes, layout, target if stored else None, event.flops)
+        except Undecided as undecided:
+            self.open.setdefault(f"{undecided}{_within(event.place)}", event.place)
             return
-        self._exchange(event.place, "all-reduce", over, result)
-        self._may_be_apart(event.place, layout.bytes(result), parts)
+        lies = None
+        for part in sums:
+            self._exchange(event.place, part.kind, part.axes, result, lies)
+            lies = final.over if part.kind == "reduce-scatter" else lies
+        if event.flops and lies is None:
+            self._may_be_apart(event.place, layout.bytes(result), parts)
+        for part in sums if lies is not None and not stored else ():  # what follows takes it to lie by the mapping
+            self._exchange(event.place, "all-gather", part.axes, result)
 
     def _may_be_apart(self, place: Occurrence, size: int, parts: Sequence[Axes]) -> None:
         """Add the bytes sent if the compiler reduces the axes of an array one after another."""
-        together = sent_by("all-reduce", size, self.layout.count(_distinct(a for axes in parts for a in axes))) or 0
+        together = sent_by("all-reduce", size, self.layout.count(distinct(a for axes in parts for a in axes))) or 0
         apart = sum(sent_by("all-reduce", size, self.layout.count(axes)) or 0 for axes in parts)
         self.uncertain += (place.times or 1) * max(0, apart - together)
 
     # --- parameters ---
 
-    def _gathers(self, operand: Value, others: Iterable[str]) -> Axes | None:
-        """Return the mesh axes that a parameter is gathered over for an operation with operands of other axes."""
-        layout, names = self.layout, operand.names
-        if not layout.is_stored(names) or not (extra := layout.extra(names)):
-            return ()
-        refines = all(layout.stored(n)[: len(used)] == used for n in names for used in [layout.used(n)])
-        return extra if refines and set(extra) <= {a for n in others for a in layout.used(n)} else None
-
     def _use(self, event: Use) -> None:
-        layout, place, extra = self.layout, event.place, self._gathers(event.operand, event.others)
+        layout, place = self.layout, event.place
+        extra = policy.gathered_over(event.operand.names, event.others, layout)
         known = place.operation is not None and _scopes.gathers_parameters(place.operation)
         if extra is None or (extra and not known):
             stored = f"[{', '.join(event.operand.names)}], which is stored sharded and used"
@@ -369,15 +352,9 @@ class Account:
 
     def _columns_move(self, event: Lookup) -> Axes:
         """Return the mesh axes over which columns of a table are exchanged for rows."""
-        layout = self.layout
-        table = event.table.names
-        extra = self._gathers(event.table, event.indices.names)
-        if not extra:
-            return ()
-        columns = [n for n in table if layout.stored(n) != layout.used(n)]
-        rows = [n for n in event.indices.names if set(extra) & set(layout.used(n))]
-        simple = len(columns) == 1 and columns != [event.rows[0]] and len(rows) == 1
-        return extra if simple and set(extra) <= set(layout.used(rows[0])) else ()
+        names = event.table.names, event.indices.names, event.rows[0]
+        found = policy.exchange_columns(*names, self.layout) if _is_look_up(event.place) else None
+        return () if found is None else found.axes
 
     def _looked_up(self, event: Lookup) -> None:
         layout, place = self.layout, event.place
@@ -399,7 +376,9 @@ class Account:
 
     def _updated(self, event: Lookup) -> None:
         layout, place = self.layout, event.place
-        over = _distinct(a for n in event.indices.names for a in layout.used(n))
+        if layout.is_stored(event.table.names) and not _is_look_up(place):
+            self.open.setdefault(f"an update of a table that is stored sharded{_within(place)}", place)
+        over = distinct(a for n in event.indices.names for a in layout.used(n))
         if moved := self._columns_move(event):
             self._exchange(place, "all-to-all", moved, event.result)
             over = tuple(a for a in over if a not in moved)
@@ -486,6 +465,17 @@ def _within(place: Occurrence) -> str:
     return f" in {place.operation}"
 
 
+def _placed(dims: Dims, at: Callable[[str | None], Axes]) -> PlacedAxes:
+    """Return where an array lies. An axis counts as nameless if another has its name, as in products of derivatives."""
+    names = [n for n, _ in dims]
+    return PlacedAxes([n if names.count(n) == 1 else None for n in names], [*map(at, names)])
+
+
+def _is_look_up(place: Occurrence) -> bool:
+    """Return whether this is a named look-up, or its gradient, and no update, nor the gradient of one."""
+    return place.operation is not None and place.operation.name == "index"
+
+
 def _short(x: Value) -> str:
     kinds = {"f": "f", "i": "s", "u": "u", "c": "c"}
     if x.dtype.name == "bool":
@@ -493,7 +483,3 @@ def _short(x: Value) -> str:
     return (
         f"{kinds[x.dtype.kind]}{8 * x.dtype.itemsize}" if x.dtype.kind in kinds else x.dtype.name.replace("float", "f")
     )
-
-
-def _distinct(axes: Iterable[str]) -> Axes:
-    return tuple(dict.fromkeys(axes))

@@ -56,7 +56,12 @@ def contract_with(plan: Plan, arrays: Sequence[jax.Array], dot_general: DotGener
     operands = [*arrays, *(parts[i] for i in held)]
     try:
         return _output_sharding.call_with_output_sharding(
-            plan.what, positional, [*plan.in_names, *held_names], plan.out_names, operands
+            plan.what,
+            positional,
+            [*plan.in_names, *held_names],
+            plan.out_names,
+            operands,
+            summed=tuple(dict.fromkeys(n for names in plan.in_names for n in names if n not in plan.out_names)),
         )
     except Exception as e:
         if not held:
@@ -158,7 +163,7 @@ class _Pair(NamedTuple):
             sizes = dict(zip((*self.left, *self.right), (*left.shape, *right.shape), strict=True))
             operands = [(self.left, entries_of(left)), (self.right, entries_of(right))]
             spec = _output_sharding.infer_output_spec(
-                self.plan.what, self.names, [sizes[n] for n in self.names], operands, mesh
+                self.plan.what, self.names, [sizes[n] for n in self.names], operands, mesh, summed=self.summed
             )
             options["out_sharding"] = NamedSharding(mesh, spec)
         product = self.dot_general(left, right, dimensions, **options)

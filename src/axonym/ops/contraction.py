@@ -2,9 +2,8 @@
 
 `dot` takes the axes to sum over, `einsum` an equation of input and output axes. Both use `jax.lax.dot_general`, two
 operands at a time, in the order that costs least if there are more. By default the result has the axes of the first
-operand in order, then those that only the others have. On Explicit mesh axes, the output sharding of each product is
-decided by `axonym._output_sharding.infer_output_spec`, which `_contraction_plan.py` calls; with an FSDP parameter, by
-`_fsdp_ops.py`.
+operand in order, then those that only the others have. `axonym.distribution.policy` decides where each product lies and
+what devices exchange: `combine`, for Explicit mesh axes and for FSDP parameters.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import jax
 
 from .. import _errors, _kernels, _parsing
-from .._output_sharding import Successors
 from ..axis import Axis, AxisSelector, Names, name_of, rearrange_for_partial_order, selectors
+from ..distribution.policy import Successors
 from ..named_array import NamedArray
 from ._operands import require_named
 

@@ -1,0 +1,217 @@
+"""The policy: how each operation is distributed. This is the file to change for another one.
+
+`settle`: an axis of a result keeps its sharding; where operands disagree, or an axis is new, the mapping decides.
+`add_up`: devices that have parts of a sum add them up in an all-reduce; gradients of parameters are reduce-scattered.
+`gathered_over`: a parameter is all-gathered where it meets operands that are sharded over its mesh axes.
+`combine`: products and elementwise operations, which are these three.
+`exchange_columns`: a look-up in a table whose columns are stored sharded gathers indices in place of the table.
+
+Other code carries these decisions out or predicts them: see the package. Some families are not decided here, because
+one place decides and no other repeats it: operations along an axis (`_kernels.make_along_kernel`), top-k, convolutions,
+attention along the sequence, dispatch to experts. Neither are the rules of users (`custom_partitioning`), where an axis
+may have several factors, and the largest operand decides where `settle` raises an error.
+
+A policy keeps one law: if operands lie where the mapping puts their names, results do. Reports by name assume it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from .. import _errors
+from .._mesh_axes import Axes, entry_of
+from ..axis import Names
+from .decisions import ColumnExchange, Decision, Mappings, PartialSum, PlacedAxes, Undecided, distinct
+
+Successors = Mapping[str, Names]
+"""The axes of a result that take over the sharding of an operand's axis, major to minor. Where several axes are merged
+into one, the mapping lists them in the order in which they are merged."""
+
+# --- products and elementwise operations ---
+
+
+def combine(
+    what: str,
+    operands: Sequence[PlacedAxes],
+    names: Names,
+    sizes: Mapping[str, int],
+    by: Mappings,
+    summed: Names = (),
+) -> Decision:
+    """Decide an operation that treats every index of an axis independently, or sums over the axis.
+
+    Arguments:
+        operands: where they lie when they are used. A parameter begins where it is stored.
+        names: the axes of the result.
+        sizes: the sizes of all axes.
+        summed: the axes that are summed over.
+    """
+    begin, gathers = list(operands), dict[int, list[Axes]]()
+    for i, operand in enumerate(operands):
+        if gathered_over(operand.names, [n for o in operands if o is not operand for n in o.names], by):
+            begin[i] = PlacedAxes(operand.names, [*map(by.stored, operand.names)])
+            gathers[i] = [*map(by.gathered, operand.names)]
+    result = settle(what, names, sizes, operands, by)
+    placed = [pair for operand in operands for pair in zip(*operand, strict=True)]
+    parts = [distinct(a for n, axes in placed if n == name for a in axes) for name in summed]
+    result, sums = add_up(parts, result, [sizes[n] for n in names], by)
+    return Decision(begin, gathers, sums, result)
+
+
+def add_up(
+    parts: Sequence[Axes],
+    result: PlacedAxes,
+    sizes: Sequence[int],
+    by: Mappings,
+    stored: PlacedAxes | None = None,
+    at_once: bool = True,
+) -> tuple[PlacedAxes, Sequence[PartialSum]]:
+    """Decide where a sum lies if devices have parts of it, and how these are added up.
+
+    Arguments:
+        parts: the mesh axes that each axis is sharded over that is summed over.
+        result: the axes of the sum, as the parts lie; and their sizes.
+        stored: where the sum must lie in the end if it is the gradient of a parameter.
+        at_once: whether all axes are summed in one step, as products are. Others sum one axis after another.
+    """
+    over = distinct(a for axes in parts for a in axes)
+    if stored is not None:
+        pairs = zip(stored.over, result.over, strict=True)
+        extra = distinct(a for kept, used in pairs for a in kept if a not in used)
+        if set(extra) <= set(over):
+            rest = tuple(a for a in over if a not in extra)
+            return stored, [PartialSum("reduce-scatter", extra), *([PartialSum("all-reduce", rest)] if rest else [])]
+        if set(extra) & set(over):
+            raise Undecided(f"a gradient summed over some of {', '.join(extra)}")
+    return result, [PartialSum("all-reduce", axes) for axes in ([over] if at_once else parts) if axes]
+
+
+def gathered_over(names: Iterable[str | None], others: Iterable[str | None], by: Mappings) -> Axes | None:
+    """Return the mesh axes over which an operand is all-gathered before use because it is a parameter.
+
+    There are none if it lies as it is used. Returns None if it does not, but cannot be gathered: its storage sharding
+    must refine its compute sharding, and other operands must be sharded over the mesh axes of the gather.
+
+    Arguments:
+        others: the axes of the other operands.
+    """
+    names = tuple(names)
+    if not by.is_stored(names) or not (extra := by.extra(names)):
+        return ()
+    refines = all(by.stored(n)[: len(used)] == used for n in names for used in [by.used(n)])
+    return extra if refines and set(extra) <= {a for n in others for a in by.used(n)} else None
+
+
+# --- results ---
+
+
+def settle(
+    what: str,
+    names: Names,
+    sizes: Mapping[str, int],
+    operands: Sequence[PlacedAxes],
+    by: Mappings,
+    successors: Successors = MappingProxyType({}),
+) -> PlacedAxes:
+    """Decide where a result lies: each axis keeps the sharding that it has in the operands.
+
+    Arguments:
+        names: the axes of the result.
+        sizes: the sizes of its axes, at least.
+        successors: the axes of the result that take over the sharding of an operand's axis; by default the axis of that
+            name.
+    """
+    mapping = {n: by.used(n) for n in names if n in by.compute}
+    wanted: dict[str, list[Axes]] = {}
+    for operand in operands:
+        for name, axes in _inherited(operand, names, sizes, by, successors).items():
+            if axes not in wanted.setdefault(name, []):
+                wanted[name].append(axes)
+    seen = {n for operand in operands for n in operand.names}
+    chosen: dict[str, Axes] = {}
+    for name in names:
+        choices = wanted.get(name, [])
+        if len(choices) > 1 and name not in mapping:
+            raise Undecided(_disagreement(what, name, choices, by))
+        if len(choices) == 1:
+            # A resized axis is replicated if its mesh axes no longer divide it.
+            chosen[name] = choices[0] if sizes[name] % by.count(choices[0]) == 0 else ()
+        else:
+            chosen[name] = mapping.get(name, ()) if choices or name not in seen else ()
+            if sizes[name] % by.count(chosen[name]):
+                raise Undecided(_indivisible(what, name, sizes[name], chosen[name], by))
+    for axis in by.mesh:
+        users = [n for n, axes in chosen.items() if axis in axes]
+        if len(users) > 1:  # it goes to the axis that is mapped to it
+            entitled = [n for n in users if axis in mapping.get(n, ())]
+            if len(entitled) != 1:
+                raise Undecided(_collision(what, axis, users, by, bool(entitled)))
+            chosen |= {n: tuple(a for a in chosen[n] if a != axis) for n in users if n not in entitled}
+    return PlacedAxes(names, [chosen[n] for n in names])
+
+
+def _inherited(
+    operand: PlacedAxes, names: Names, sizes: Mapping[str, int], by: Mappings, successors: Successors
+) -> Mapping[str, Axes]:
+    """Return the mesh axes of each axis of the result that one operand implies."""
+    placed = dict(zip(operand.names, operand.over, strict=True))
+    kept = {n: axes for n, axes in placed.items() if n is not None and axes and n not in successors}
+    taken: dict[str, Axes] = {}
+    for name, candidates in successors.items():
+        left = [n for n in candidates if n in names]
+        for axis in placed.get(name, ()):
+            while left and sizes[left[0]] % by.count((*taken.get(left[0], ()), axis)):
+                left.pop(0)
+            if left:
+                taken[left[0]] = (*taken.get(left[0], ()), axis)
+    return kept | taken
+
+
+# --- look-ups in tables ---
+
+
+def exchange_columns(table: Names, indices: Names, indexed: str | None, by: Mappings) -> ColumnExchange | None:
+    """Decide whether a look-up in a stored table exchanges columns for rows, instead of gathering the table.
+
+    It does if one axis of the table, other than the indexed one, is stored sharded, and one axis of the indices is
+    sharded over the same mesh axes.
+    """
+    extra = gathered_over(table, indices, by)
+    if not extra:
+        return None
+    columns = [n for n in table if by.stored(n) != by.used(n)]
+    rows = [n for n in indices if set(extra) & set(by.used(n))]
+    simple = len(columns) == 1 and columns != [indexed] and len(rows) == 1
+    return ColumnExchange(extra, columns[0], rows[0]) if simple and set(extra) <= set(by.used(rows[0])) else None
+
+
+# --- errors ---
+
+
+def _disagreement(what: str, name: str, choices: Sequence[Axes], by: Mappings) -> str:
+    return (
+        f"{what}: the operands shard axis {name!r} over different mesh axes of "
+        f"{_errors.describe_shape(by.mesh)}, so the sharding of the result is ambiguous. Set it with "
+        + " or ".join(f"`axonym.axis_mapping({{{name!r}: {entry_of(c)!r}}}, merge=True)`" for c in choices)
+        + ", or place the operands alike first with `axonym.shard`."
+    )
+
+
+def _collision(what: str, axis: str, users: Sequence[str], by: Mappings, both_mapped: bool) -> str:
+    listed = " and ".join(repr(n) for n in users)
+    wanted = None if both_mapped else axis
+    return (
+        f"{what}: axes {listed} of the result would both be sharded over mesh axis {axis!r} of "
+        f"{_errors.describe_shape(by.mesh)}. Say which one is{' not' if both_mapped else ''} with "
+        + " or ".join(f"`axonym.axis_mapping({{{n!r}: {wanted!r}}}, merge=True)`" for n in users)
+        + ", or place an operand differently first with `axonym.shard`."
+    )
+
+
+def _indivisible(what: str, name: str, size: int, axes: Axes, by: Mappings) -> str:
+    over = " x ".join(f"{a}={by.mesh[a]}" for a in axes)
+    return (
+        f"{what}: the active mapping shards axis {name!r} over mesh axes {over}, which do not divide its size "
+        f"{size}. Resize the axis, or map it to None."
+    )

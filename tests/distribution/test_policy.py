@@ -1,0 +1,114 @@
+"""The policy by itself: decisions from names, sizes and mappings, without arrays."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import Mesh, PartitionSpec as P
+
+import axonym as axn
+from axonym.distribution import policy
+from axonym.distribution.decisions import Mappings, PartialSum, PlacedAxes, Undecided
+
+MESH = {"data": 4, "model": 2}
+SIZES = dict.fromkeys("abcde", 8)
+
+
+def test_results_of_operands_that_lie_by_the_mapping_lie_by_it() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        by = Mappings(
+            MESH, dict(zip(rng.sample("abcde", 2), rng.choice([("data", "model"), ("data", None)]), strict=True)), {}
+        )
+        operands = [tuple(rng.sample("abcde", rng.randint(1, 4))) for _ in range(rng.randint(1, 3))]
+        names = list(dict.fromkeys(n for operand in operands for n in operand))
+        summed = tuple(rng.sample(names, rng.randint(0, len(names) - 1)))
+        kept = tuple(n for n in names if n not in summed)
+        placed = [PlacedAxes(operand, [*map(by.used, operand)]) for operand in operands]
+        decision = policy.combine("dot", placed, kept, SIZES, by, summed)
+        assert decision.result.over == [*map(by.used, kept)] and not decision.gathers
+        assert [a for part in decision.sums for a in part.axes] == [a for n in summed for a in by.used(n)]
+
+
+def test_parameters_are_gathered_and_their_gradients_scattered() -> None:
+    by = Mappings(MESH, {"a": "data", "d": "model"}, {"c": "data", "d": "model"})
+    x, w = (PlacedAxes(names, [*map(by.used, names)]) for names in (("a", "c"), ("c", "d")))
+    decision = policy.combine("dot", [x, w], ("a", "d"), SIZES, by, ("c",))
+    assert decision.operands == [x, (("c", "d"), [("data",), ("model",)])]
+    assert decision.gathers == {1: [("data",), ()]} and decision.sums == []
+    stored = decision.operands[1]
+    gradient = policy.add_up([("data",)], w, [8, 8], by, stored)
+    assert gradient == (stored, [PartialSum("reduce-scatter", ("data",))])
+    gradient = policy.add_up([("data", "other")], w, [8, 8], by, stored)
+    assert gradient[1] == [PartialSum("reduce-scatter", ("data",)), PartialSum("all-reduce", ("other",))]
+
+
+@pytest.mark.parametrize(
+    ("compute", "storage", "others", "over"),
+    [
+        ({"a": "data"}, {"c": "data"}, "a", ("data",)),
+        ({"a": "data"}, {"c": "data"}, "b", None),  # no operand shares its mesh axis
+        ({"a": "data", "c": "model"}, {"c": ("model", "data")}, "a", ("data",)),
+        ({"a": "data", "c": "model"}, {"c": "data"}, "a", None),  # storage does not refine
+        ({"a": "data"}, {}, "a", ()),
+    ],
+)
+def test_which_parameters_are_gathered(compute, storage, others, over) -> None:
+    assert policy.gathered_over("cd", others, Mappings(MESH, compute, storage)) == over
+
+
+def test_successors_take_over_what_divides_them() -> None:
+    placed, by = [PlacedAxes(("c",), [("data", "model")])], Mappings(MESH, {}, {})
+    settle = lambda sizes: policy.settle("unflatten", ("x", "y"), sizes, placed, by, {"c": ("x", "y")}).over
+    assert settle({"x": 4, "y": 2}) == [("data",), ("model",)]
+    assert settle({"x": 8, "y": 1}) == [("data", "model"), ()]
+    assert settle({"x": 2, "y": 4}) == [(), ("data",)]
+
+
+def test_what_names_leave_open() -> None:
+    over = [PlacedAxes(("a",), [(axis,)]) for axis in ("data", "model")]
+    with pytest.raises(Undecided, match="add: the operands shard axis 'a' over different mesh axes"):
+        policy.settle("add", ("a",), SIZES, over, Mappings(MESH, {}, {}))
+    assert policy.settle("add", ("a",), SIZES, over, Mappings(MESH, {"a": "model"}, {})).over == [("model",)]
+
+
+# --- one function ---
+
+ADD_UP = policy.add_up
+
+
+def _scattered(
+    parts: Any, result: PlacedAxes, sizes: Any, by: Mappings, stored: Any = None, at_once: bool = True
+) -> Any:
+    """Another policy: a product is scattered onto its first free axis if none has the mesh axes of the sum."""
+    result, sums = ADD_UP(parts, result, sizes, by, stored, at_once)
+    over = sums[0].axes if sums and at_once and stored is None else ()
+    fits = [i for i, size in enumerate(sizes) if result.names[i] and not result.over[i] and size % by.count(over) == 0]
+    if not over or not fits or any(set(over) & set(axes) for axes in result.over):
+        return result, sums
+    placed = [over if i == fits[0] else axes for i, axes in enumerate(result.over)]
+    return PlacedAxes(result.names, placed), [PartialSum("reduce-scatter", over, result.names[fits[0]])]
+
+
+def test_another_policy_is_one_function(monkeypatch: pytest.MonkeyPatch, auto_mesh: Mesh, explicit_mesh: Mesh) -> None:
+    """Explicit mesh axes, FSDP and reports by name follow it; XLA on Auto mesh axes does not."""
+    monkeypatch.setattr(policy, "add_up", _scattered)
+    x, w = axn.ones({"rows": 8, "contracted": 16}), axn.ones({"contracted": 16, "columns": 8})
+    dot = lambda x, w: axn.dot(x, w, axis="contracted")
+    mapping = {"contracted": "data"}
+    for mesh, spec in ((explicit_mesh, P("data", None)), (auto_mesh, P())):
+        with jax.set_mesh(mesh), axn.axis_mapping(mapping):
+            found = jax.block_until_ready(jax.jit(dot)(axn.shard(x), axn.shard(w)))
+        assert found.array.sharding.is_equivalent_to(jax.sharding.NamedSharding(mesh, spec), 2)
+        assert (found.array == 16).all()
+    fsdp = ({"columns": "data"}, {"rows": "data", "contracted": "model"})
+    kinds = {}
+    for by in ("names", "partitioner"):
+        with jax.set_mesh(auto_mesh):
+            report = axn.insight.explain(dot, x, w, mapping=fsdp, by=by)
+        kinds[by] = sorted((c.kind, c.axes, c.sent) for c in report.collectives)
+    assert kinds["names"] == kinds["partitioner"]
+    assert [kind for kind, axes, _ in kinds["names"] if axes == ("model",)] == ["all-gather", "reduce-scatter"]
