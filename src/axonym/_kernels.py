@@ -27,16 +27,19 @@ from jax.core import Tracer
 from jax.sharding import AxisType, PartitionSpec
 
 from . import _context, _errors, _output_sharding
-from ._context import ACTIVE, active_mapping, active_parameter_mapping
+from ._context import ACTIVE, Entry, active_mapping, active_parameter_mapping
 from ._jax_versions import INLINE, is_staged
 from ._mesh_axes import (
     AnyMesh,
+    axes_in,
     check_mapped,
+    entry_of,
     explicit_mesh,
     mapped_axes,
     mesh_around,
     replicate_along,
     reshard,
+    shard_count,
     storage_axes,
 )
 from ._per_device import run_per_device
@@ -412,8 +415,10 @@ def _replicating(
     """Return a function that keeps some axes of its operands and results replicated where the partitioner is wrong.
 
     XLA adds up the shards of a convolution along a sharded axis over all mesh axes, also over those along which devices
-    have equal shards. With one mesh axis there are none.
+    have equal shards. With one mesh axis there are none. It does the same if operands share a batch axis, whatever is
+    sharded, so then each device computes its shard of the batch.
     """
+    shared = {n for n in out_names if n not in along and sum(n in names for names in in_names) > 1}
 
     def kept(names: Names, x: jax.Array, mesh: AnyMesh) -> jax.Array:
         return replicate_along(x, [n in along for n in names], mesh)
@@ -422,12 +427,28 @@ def _replicating(
         mesh = mesh_around()
         if AxisType.Auto not in mesh.axis_types or sum(size > 1 for size in mesh.shape.values()) < 2:
             return fn(*arrays)
+        if shared and set(mesh.axis_types) == {AxisType.Auto}:
+            entries = _fitting_entries([n for n in out_names if n not in along], in_names, arrays, mesh)
+            specs = [PartitionSpec(*map(entries.get, names)) for names in (*in_names, out_names)]
+            return run_per_device(fn, arrays, specs[:-1], specs[-1], mesh)
         found = fn(*[kept(names, x, mesh) for names, x in zip(in_names, arrays, strict=True)])
         if isinstance(found, (tuple, list)):
             return tuple(kept(names, x, mesh) for names, x in zip(out_names, found, strict=True))
         return kept(out_names, found, mesh)
 
     return call
+
+
+def _fitting_entries(
+    batch: Sequence[str], in_names: Sequence[Names], arrays: Sequence[jax.Array], mesh: AnyMesh
+) -> dict[str, Entry]:
+    """Return how the active mapping shards each axis of a batch; one that its mesh axes do not divide is replicated."""
+    sizes = {n: size for names, x in zip(in_names, arrays, strict=True) for n, size in zip(names, x.shape, strict=True)}
+    entries: dict[str, Entry] = {}
+    for n in batch:
+        entry = entry_of([a for a in mapped_axes(n) if a not in axes_in(entries.values())])
+        entries[n] = entry if sizes[n] % shard_count(mesh, entry) == 0 else None
+    return entries
 
 
 def map_over(fn: Callable[..., Any], over: Names, in_names: Sequence[Names], out_names: Names) -> Callable[..., Any]:

@@ -243,3 +243,20 @@ def sharded_over(what: str, names: Iterable[str], x: Any, mesh: AnyMesh, *types:
         (*(a for a in mesh_axes(entry) if a in explicit), *mapped_on(what, name, mesh, *types))
         for name, entry in zip(names, entries_of(x), strict=True)
     )
+
+
+def replicate_uneven(what: str, names: Iterable[str], x: jax.Array, *, several: bool = False) -> jax.Array:
+    """Replicate an array along the axes that their Auto mesh axes do not divide, as in a slice of a sharded axis.
+
+    The mesh axes are those of the active mapping. Without one, any axis may be sharded over all of them.
+
+    Arguments:
+        several: whether to do it only on a mesh with several Auto axes.
+    """
+    mesh = mesh_around()
+    auto = [a for a in axes_of_type(mesh, AxisType.Auto) if mesh.shape[a] > 1]
+    if len(auto) < 1 + several:
+        return x
+    over = (mapped_on(what, n, mesh, AxisType.Auto) if active_mapping() else auto for n in names)
+    which = [size % shard_count(mesh, entry_of(axes)) != 0 for size, axes in zip(x.shape, over, strict=True)]
+    return replicate_along(x, which, mesh) if any(which) else x

@@ -569,3 +569,23 @@ def test_what_jax_says_about_scans_is_said_in_names(auto_mesh: Mesh, x) -> None:
         assert "shard_map of 'wrong': this error is about mesh axis 'data' (which shards 'batch')" in note
         assert "`axonym.pvary(x, 'batch')`" in note
         np.testing.assert_allclose(mapped(right)(x).array, x.array.sum(0))
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda x: axn.nn.gelu(x, approximate=False), axn.sinc], ids=["gelu", "sinc"]
+)
+def test_derivatives_inside_shard_map(fn: Any, auto_mesh: Mesh) -> None:
+    """From jax 0.12 on, those of JAX's functions evaluate a polynomial of device-varying values, which it refuses."""
+    x = axn.named(np.array([-3.0, -1.5, -0.5, -0.1, 0.0, 0.3, 1.0, 2.5], np.float32), "batch")
+
+    def first(x: axn.NamedArray) -> axn.NamedArray:
+        return jax.grad(lambda x: axn.sum(fn(x)).array)(x)
+
+    def all_of_them(x: axn.NamedArray) -> Any:
+        return fn(x), first(x), jax.grad(lambda x: axn.sum(first(x)).array)(x)
+
+    expected = all_of_them(x)
+    with jax.set_mesh(auto_mesh), axn.axis_mapping({"batch": "data"}):
+        found = jax.jit(axn.shard_map(all_of_them))(x)
+    for a, b in zip(found, expected, strict=True):
+        assert_named(a, b, rtol=1e-4, atol=1e-5)

@@ -321,6 +321,28 @@ def test_along_a_sharded_axis(kind: Any, channels: str, mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_conv_transpose_with_kernels_larger_than_a_shard(jit: bool, explicit: bool) -> None:
+    """XLA partitions a pad with gaps and with edges that are larger than a shard wrongly."""
+    mesh = axn.make_mesh({"data": 4, "model": 2}, explicit=explicit)
+    # The kernel, the stride, the dilation and the size.
+    cases = [(7, 2, 1, 4), (9, 2, 1, 4), (9, 3, 1, 4), (5, 2, 3, 8), (9, 2, 2, 8), (9, 2, 3, 16), (5, 3, 2, 4)]
+    for kernel, stride, dilation, size in cases if jit else cases[:1]:
+        layer = ConvTranspose.init("x", In, Out, kernel, stride=stride, dilation=dilation, use_bias=False, key=KEY)
+
+        def loss(layer: Any, x: axn.NamedArray) -> tuple[jax.Array, axn.NamedArray]:
+            result = layer(x)
+            return axn.sum(axn.sin(result)).scalar(), result
+
+        run = jax.grad(loss, (0, 1), has_aux=True)
+        x = sample(axn.Axis("x", size), In)
+        expected = jax.jit(run)(layer, x)
+        with jax.set_mesh(mesh), axn.axis_mapping({"x": "data"}):
+            found = (jax.jit(run) if jit else run)(layer, axn.shard(x))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("sharded", ["height", "width"])
 def test_collectives_along_a_sharded_axis(sharded: str, stride: int, explicit: bool) -> None:

@@ -407,3 +407,18 @@ def test_gradients_of_several_strides_along_a_sharded_axis(fn: Any, auto_mesh: M
         operands = axn.shard(x, placement, auto_mesh), axn.shard(given, PartitionSpec(), auto_mesh)
         step = jax.jit(gradient, out_shardings=NamedSharding(auto_mesh, PartitionSpec("data")))
         np.testing.assert_allclose(jax.block_until_ready(step(*operands)).array, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("start", [2, 3])
+@pytest.mark.parametrize("step", [3, 4, -4])
+def test_strides_past_the_end_of_a_sharded_axis(start: int, step: int, mesh: Mesh) -> None:
+    """XLA takes the wrong element where less than a stride is left, or fails."""
+    x = axn.random.normal(jax.random.key(0), {"x": 4})
+
+    def values_and_gradients(x: axn.NamedArray) -> Any:
+        return x["x", start::step], jax.grad(lambda x: axn.sum(axn.square(x["x", start::step])).array)(x)
+
+    with jax.set_mesh(mesh), axn.axis_mapping({"x": "data"}):
+        found = jax.jit(values_and_gradients)(axn.shard(x))
+    for a, b in zip(found, values_and_gradients(x), strict=True):
+        np.testing.assert_allclose(np.asarray(a.array), np.asarray(b.array), rtol=1e-6)

@@ -48,7 +48,7 @@ from .._mesh_axes import (
     types_of,
 )
 from .._output_sharding import call_with_output_sharding
-from .._strided_slices import strided_slice
+from .._strided_slices import pad_with_gaps, strided_slice
 from ..axis import Names
 from ..ops._operands import private
 from ._window_arguments import Padding
@@ -188,7 +188,8 @@ def convolve_by_products(
     size = [(n - 1) * d + 1 for n, d in zip(x.shape[2:], of.input_dilation, strict=True)]
     span = [(k - 1) * d + 1 for k, d in zip(kernel, of.dilation, strict=True)]
     pads = jax.lax.padtype_to_pads(size, span, of.strides, of.padding) if isinstance(of.padding, str) else of.padding
-    padded_x = _padded(x, pads, of.input_dilation)
+    gaps = [d - 1 for d in of.input_dilation]
+    padded_x = pad_with_gaps(x, [(0, 0, 0)] * 2 + [(*pair, gap) for pair, gap in zip(pads, gaps, strict=True)])
     weight = weight.reshape(of.groups, weight.shape[0] // of.groups, *weight.shape[1:])
     # Like a convolution, sum small floating-point numbers in float32.
     small = jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize < 4
@@ -210,26 +211,11 @@ def convolve_by_products(
     return jnp.transpose(total, [numbers.out_spec.index(i) for i in range(total.ndim)])
 
 
-def _padded(x: jax.Array, pads: Sequence[tuple[int, int]], dilation: Sequence[int]) -> jax.Array:
-    """Insert zeros between the elements along the axes of the convolution, and pad or crop both ends."""
-    zero, same = jnp.zeros((), x.dtype), [(0, 0, 0)] * 2
-    x = jax.lax.pad(x, zero, same + [(max(a, 0), max(b, 0), d - 1) for (a, b), d in zip(pads, dilation, strict=True)])
-    if all(min(pair) >= 0 for pair in pads):
-        return x
-    # XLA fails to partition a pad that crops and dilates.
-    starts = [0, 0, *(max(-a, 0) for a, _ in pads)]
-    return jax.lax.slice(
-        x, starts, [n - c for n, c in zip(x.shape, (0, 0, *(max(-b, 0) for _, b in pads)), strict=True)]
-    )
-
-
 def _cut(x: jax.Array, axis: int, start: int, windows: int, stride: int) -> jax.Array:
     """Return the elements along one axis that one position in the kernel meets, one for each window."""
-
-    def cut(x: jax.Array) -> jax.Array:
-        return jax.lax.slice_in_dim(x, start, start + windows, stride, axis)
-
-    return cut(x) if stride == 1 else strided_slice(cut, x)
+    starts, limits, strides = [0] * x.ndim, list(x.shape), [1] * x.ndim
+    starts[axis], limits[axis], strides[axis] = start, start + windows, stride
+    return strided_slice(x, starts, limits, strides)
 
 
 def _product(x: jax.Array, weight: jax.Array, dtype: Any) -> jax.Array:

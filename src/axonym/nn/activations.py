@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _errors, _kernels
+from .._jax_versions import varying_axes
 from ..axis import AxisSelector, Names
 from ..named_array import NamedArray
 from ..ops._op_types import Unary, is_tree, map_tree, publish
@@ -153,7 +155,29 @@ def gelu(a: A, approximate: bool = True) -> A:
     >>> axn.nn.gelu(axn.named([-1., 2.], "x")), axn.nn.gelu(axn.named([-1., 2.], "x"), approximate=False)
     (NamedArray(float32[x=2], [-0.1588 1.9546]), NamedArray(float32[x=2], [-0.1587 1.9545]))
     """
-    return _apply(jax.nn.gelu, "gelu", a, approximate=approximate)
+    return _apply(_gelu, "gelu", a, approximate=approximate)
+
+
+def _gelu(x: Any, approximate: bool) -> jax.Array:
+    if approximate or not varying_axes(x):
+        return jax.nn.gelu(x, approximate)
+    x = as_float(jnp.asarray(x))
+    return 0.5 * x * _erfc(-x * np.sqrt(0.5).astype(x.dtype))
+
+
+@jax.custom_jvp
+def _erfc(x: jax.Array) -> jax.Array:
+    """Compute the complementary error function, with a gradient that also works inside `shard_map` on jax 0.12.
+
+    There, JAX's evaluates a polynomial of a device-varying value, which it refuses.
+    """
+    return jax.lax.erfc(x)
+
+
+@_erfc.defjvp
+def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    (x,), (change,) = primals, tangents
+    return _erfc(x), change * jnp.exp(-x * x) * np.array(-2 / np.sqrt(np.pi), x.dtype)
 
 
 # --- not elementwise ---

@@ -306,5 +306,4 @@ def _each_position(padded: jax.Array, windows: _Windows) -> Iterator[jax.Array]:
     for offsets in itertools.product(*map(range, windows.window)):
         sizes = zip(padded.shape, windows.window, offsets, strict=True)
         ends = [size - span + offset + 1 for size, span, offset in sizes]
-        cut = functools.partial(jax.lax.slice, start_indices=offsets, limit_indices=ends, strides=windows.strides)
-        yield cut(padded) if set(windows.strides) == {1} else strided_slice(cut, padded)
+        yield strided_slice(padded, offsets, ends, windows.strides)

@@ -305,14 +305,12 @@ def cut_block(a: jax.Array, names: Names, items: Sequence[Item], operands: Mappi
     }
     if static:
         bounds = [static.get(n, (0, size, 1)) for n, size in zip(names, a.shape, strict=True)]
-
-        def cut(a: jax.Array) -> jax.Array:
-            if all(step > 0 for _, _, step in bounds):
-                return jax.lax.slice(a, *zip(*((b, max(b, e), s) for b, e, s in bounds), strict=True))
-            return a[tuple(slice(b, None if e < 0 else e, s) for b, e, s in bounds)]
-
-        has_gaps = any(step not in (1, -1) for _, _, step in bounds)
-        a = strided_slice(cut, a) if has_gaps else cut(a)
+        backwards = [i for i, (_, _, step) in enumerate(bounds) if step < 0]
+        for i in backwards:
+            taken = range(*bounds[i])
+            bounds[i] = (taken[-1], taken[0] + 1, -taken.step)
+        a = strided_slice(a, *zip(*((b, max(b, e), s) for b, e, s in bounds), strict=True))
+        a = jax.lax.rev(a, backwards) if backwards else a
     if operands:
         starts: list[Any] = [np.int32(0)] * a.ndim
         sizes = list(a.shape)

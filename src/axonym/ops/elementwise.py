@@ -7,6 +7,7 @@ must have all the axes of the other, and the result has the layout of the first 
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, overload
@@ -16,10 +17,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from .. import _fsdp_ops, _kernels
+from .._jax_versions import varying_axes
 from ..axis import Names
 from ..named_array import NamedArray, NamedOrNumeric, wrap
 from ._op_types import Binary, Unary, is_tree, map_tree, publish
-from ._operands import operand, require_named, scalar
+from ._operands import as_float, at_least_float32, operand, require_named, scalar
 
 # --- the two factories ---
 
@@ -66,6 +68,22 @@ def _unary(name: str, fn: Callable[..., Any], summary: str, example: str, shown:
     NamedArray({shown})
     """
     return publish(op, name, __name__, doc)
+
+
+def _sinc(x: jax.Array) -> jax.Array:
+    """Compute the normalized sinc function, also inside `shard_map`.
+
+    From jax 0.12 on, JAX's evaluates a polynomial, which it refuses for device-varying values.
+    """
+    if not varying_axes(x) or jnp.iscomplexobj(x):
+        return jnp.sinc(x)
+    wide = at_least_float32(as_float(x))
+    near = jnp.abs(wide) < 0.5
+    square, series = jnp.square(jnp.where(near, wide, 0)), jnp.zeros_like(wide)
+    for k in reversed(range(12)):
+        series = series * square + (-1) ** k * math.pi ** (2 * k) / math.factorial(2 * k + 1)
+    angle = math.pi * jnp.where(near, 1, wide)
+    return jnp.where(near, series, jnp.sin(angle) / angle).astype(as_float(x).dtype)
 
 
 def _binary(name: str, fn: Callable[..., Any], summary: str, a: str, b: str, shown: str) -> Binary:
@@ -139,7 +157,7 @@ rsqrt = _unary("rsqrt", jax.lax.rsqrt, "Compute one over the square root of each
 sign = _unary("sign", jnp.sign, "Compute the sign of each element.", "[-3., 2.]", "float32[x=2], [-1. 1.]")
 signbit = _unary("signbit", jnp.signbit, "Return which elements have their sign bit set.", "[-3., 2.]", "bool[x=2], [ True False]", constant=True)
 sin = _unary("sin", jnp.sin, "Compute the sine of each element.", "[0., 1.]", "float32[x=2], [0. 0.8415]")
-sinc = _unary("sinc", jnp.sinc, "Compute the normalized sinc function, sin(pi x) / (pi x).", "[0., 0.5]", "float32[x=2], [1. 0.6366]")
+sinc = _unary("sinc", _sinc, "Compute the normalized sinc function, sin(pi x) / (pi x).", "[0., 0.5]", "float32[x=2], [1. 0.6366]")
 sinh = _unary("sinh", jnp.sinh, "Compute the hyperbolic sine of each element.", "[0., 1.]", "float32[x=2], [0. 1.1752]")
 sqrt = _unary("sqrt", jnp.sqrt, "Compute the square root of each element.", "[1., 4.]", "float32[x=2], [1. 2.]")
 square = _unary("square", jnp.square, "Compute the square of each element.", "[1., -2.]", "float32[x=2], [1. 4.]")

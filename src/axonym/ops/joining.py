@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .. import _errors, _kernels
+from .._mesh_axes import replicate_uneven
 from .._tree_spec import StaticLeaf
 from ..axis import Axis, AxisSelection, AxisSelector, Names, name_of
 from ..named_array import NamedArray, NamedOrNumeric
@@ -277,6 +278,9 @@ def _repeat_kernel(names: Names, repeats: int | Names, axis: AxisSelector, total
     def positional(x, times: Any = repeats):
         if not isinstance(times, int) and times.dtype.itemsize < 4 and jnp.issubdtype(times.dtype, jnp.integer):
             times = times.astype(jnp.int32)  # a small dtype may not hold their sum
+        if not isinstance(times, int):  # on several mesh axes, XLA takes wrong elements if the axis is sharded unevenly
+            x = replicate_uneven("repeat", names, x, several=True)
+            times = replicate_uneven("repeat", repeats, times, several=True)
         return jnp.repeat(x, times, axis=where, total_repeat_length=total)
 
     in_names = (names,) if isinstance(repeats, int) else (names, repeats)
@@ -348,11 +352,27 @@ def _roll_kernel(names: Names, shifts: tuple[int, ...] | int, axis: Any) -> _ker
     where = tuple(names.index(n) for n in chosen)
 
     def positional(x, *operands):
-        by = operands if isinstance(shifts, int) else shifts
-        return jnp.roll(x, by[0] if len(by) == 1 else by, where)
+        if isinstance(shifts, int):
+            return jnp.roll(x, operands[0] if shifts == 1 else operands, where)
+        for axis, shift in zip(where, shifts * (len(where) if len(shifts) == 1 else 1), strict=True):
+            x = _rolled(x, shift, axis)
+        return x
 
     in_names = (names, *[()] * (count if isinstance(shifts, int) else 0))
     return _kernels.make_kernel("roll", positional, in_names, names, selection=axis)
+
+
+def _rolled(x: jax.Array, shift: int, axis: int) -> jax.Array:
+    """Roll by a static number of places.
+
+    The gradient is the roll back, since that of a split is a concatenation. `jax.numpy.roll` slices, and the gradient
+    of each slice pads the whole array: along a sharded axis this takes twice the communication.
+    """
+    size = x.shape[axis]
+    last = shift % size if size else 0
+    if not last:
+        return x
+    return jax.lax.concatenate(jax.lax.split(x, (size - last, last), axis)[::-1], axis)
 
 
 @_errors.say_how_to_call

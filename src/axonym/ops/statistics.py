@@ -5,6 +5,7 @@ Reductions remove one, several or (by default) all axes, like those of `axonym.o
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from .. import _errors, _kernels
+from .._mesh_axes import replicate_uneven
 from ..axis import AxisSelection, AxisSelector, Names, name_of
 from ..named_array import NamedArray, NamedOrNumeric
 from ._op_types import publish
@@ -67,7 +69,7 @@ def _order_kernel(
             raise ValueError(f"{name}: there are no elements along {_errors.describe_axes(reduced, sizes)}.")
         # The sum of the two elements in the middle may overflow in float16, and JAX counts elements in this dtype.
         wide = at_least_float32(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
-        found = fn(wide, *q, axis=positions, **options)
+        found = _even_gradient(name, functools.partial(fn, axis=positions, **options), names)(wide, *q)
         return found if wide is x else found.astype(x.dtype)
 
     if q_names is None:
@@ -81,6 +83,22 @@ def _order_kernel(
 
     out_names = distinct(name, (*q_names, *kept))
     return _kernels.make_kernel(name, positional, (names, q_names), out_names, same_sizes=False, selection=axis)
+
+
+def _even_gradient(what: str, fn: Callable[..., jax.Array], names: Names) -> Callable[..., jax.Array]:
+    """Return a function whose derivative is computed with axes replicated that its mesh axes do not divide.
+
+    XLA ends the process where an array is sharded like that, because JAX's gradient of a sort looks up unsigned
+    positions.
+    """
+    differentiated = jax.custom_jvp(fn)
+
+    @differentiated.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        x, dx = (replicate_uneven(what, names, a[0]) for a in (primals, tangents))
+        return jax.jvp(fn, (x, *primals[1:]), (dx, *tangents[1:]))
+
+    return differentiated
 
 
 # For each operation, the elements that it uses, in words, and an example.

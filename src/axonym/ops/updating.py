@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors, _kernels
+from .._mesh_axes import replicate_uneven
 from .._tree_spec import StaticLeaf
 from ..axis import Names, name_of
 from ..named_array import NamedArray, NamedOrNumeric, raw, wrap
@@ -156,6 +158,9 @@ def _update_kernel(
         )
 
     def positional(a, value, *operands):
+        # On several mesh axes, XLA drops updates, or repeats them, if their axis is sharded unevenly.
+        even = functools.partial(replicate_uneven, what, several=True)
+        value, *operands = map(even, (value_names, *layout.operands), (value, *operands))
         return layout.update(how, a, value, value_names, operands, dict(options))
 
     # The result keeps the sharding of the array, whatever those of the indices and the value. The layout checks sizes.
