@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 import warnings
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -14,6 +17,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
+from axonym.state import save_state_dict
 from tests.helpers import spec
 
 MAPPING = {"batch": "data", "embed": "model"}
@@ -65,6 +69,59 @@ def test_in_place_is_free(x, mesh) -> None:
             axn.shard(y)
     by_hand = axn.shard(y, MAPPING, mesh)
     assert by_hand.array is y.array
+
+
+def on_some(*shape: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), ("data", "model"))
+
+
+READS = {
+    "other boundaries": lambda x, path: axn.shard(x, MAPPING, on_some(1, 8)),
+    "other devices": lambda x, path: axn.shard(x, MAPPING, on_some(1, 4)),
+    "unshard": lambda x, path: axn.unshard(x, mesh=on_some(8, 1)),
+    "remap of shared memory": lambda x, path: axn.remap(
+        [x, x * 1, axn.named(x.array, x.names)], MAPPING, on_some(1, 4)
+    ),
+    "to the host": lambda x, path: axn.to_host(x),
+    "to a file": lambda x, path: save_state_dict({"x": x.array}, path),
+    "data of this process": lambda x, path: axn.sharding.from_process_local_data(x, "embed", "model", on_some(1, 8)),
+    "an argument elsewhere": lambda x, path: axn.named_jit(
+        lambda x: x, in_placement=NamedSharding(on_some(1, 4), P(None, "model"))
+    )(x),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_arrays_keep_no_copy_on_the_host(read: str, tmp_path: Path) -> None:
+    make = lambda: axn.shard(axn.ones({"batch": 256, "embed": 256}), MAPPING, on_some(8, 1))
+    jax.block_until_ready(READS[read](make(), tmp_path / "first"))  # what is compiled and cached does not count
+    x = jax.block_until_ready(make())
+    gc.collect()
+    tracemalloc.start()  # NumPy's memory too
+    try:
+        jax.block_until_ready(READS[read](x, tmp_path / "second"))
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert kept < x.array.nbytes // 2
+
+
+def test_large_arrays_never_pass_through_the_host() -> None:
+    x = axn.shard(axn.ones({"batch": 2048, "embed": 2048}), MAPPING, on_some(8, 1))
+    axn.shard(x, MAPPING, on_some(2, 4))
+    tracemalloc.start()
+    try:
+        y = jax.block_until_ready(axn.shard(x, MAPPING, on_some(2, 4)))
+        assert tracemalloc.get_traced_memory()[1] < x.array.nbytes // 8
+    finally:
+        tracemalloc.stop()
+    assert spec(y) == ("data", "model") and y.array.sharding.mesh == on_some(2, 4)
+
+
+def test_a_moved_array_stays_weakly_typed() -> None:
+    x = axn.shard(jax.lax.full_like(2.0, 2.0, shape=(8, 8)), P("data"), on_some(8, 1))
+    assert axn.shard(x, P(None, "data"), on_some(8, 1)).weak_type
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -342,6 +399,13 @@ def test_make_mesh() -> None:
         axn.make_mesh({"data": 16})
     with pytest.raises(ValueError, match="only one size can be left open"):
         axn.make_mesh({"data": -1, "model": -1})
+
+
+def test_a_mesh_without_devices_is_refused(x, auto_mesh) -> None:
+    """Even if another mesh with axes of the same names is active."""
+    for around in (auto_mesh.abstract_mesh, on_some(1, 8)):
+        with axn.set_mesh(around), pytest.raises(ValueError, match=r"mesh \(data=4, model=2\) is abstract"):
+            axn.shard(x, MAPPING, auto_mesh.abstract_mesh)
 
 
 def test_current_mesh(auto_mesh) -> None:
