@@ -13,7 +13,8 @@ Products and elementwise operations run like this. A look-up in a table (`look_u
 device, but does not gather the table: each device looks up its shard of the columns for the rows that all devices need,
 and an all-to-all exchanges columns for rows. The gradient takes the same way back. If storage and compute mapping shard
 the rows of the table over the same other mesh axes, each device looks up the rows in its shard, and the results are
-added.
+added. Under `vmap` over a batch, operations do not see the batch, so `vmap` gathers the parameters that its function
+uses (`gathered_for_each_shard`).
 
 A parameter is recognized by its names: an operand with an axis that the parameter mapping shards and the active mapping
 does not, and without an axis that is sharded over the same mesh axis as the batch of another operand.
@@ -144,6 +145,27 @@ def look_up_sharded_columns(
     return run_per_device(per_device, (table, indices), specs, out_spec, mesh)
 
 
+def gathered_for_each_shard(names: Names, weight: jax.Array, over: Axes) -> jax.Array | None:
+    """Gather a parameter once for each shard of a batch over these mesh axes; return None for other arrays.
+
+    The result has an axis of these shards in front. Under `vmap` over the batch, each shard uses its own: the gradients
+    of the shards are reduce-scattered. If all used one, the gradient would be summed over all devices.
+    """
+    mesh = _mesh_to_run_on()
+    if mesh is None or not is_parameter(names) or not _refines(names):
+        return None
+    extra, spec = [*map(_extra, names)], spec_of(map(storage_axes, names))
+    out_spec = PartitionSpec(entry_of(over), *spec_of(map(mapped_axes, names)))
+    if not {a for axes in extra for a in axes} <= set(over) or not _possible([spec], out_spec, [weight], mesh):
+        return None
+
+    def per_device(shard):
+        own = axes_in(spec)
+        return gather_axes(varying_over(shard, [a for a in mesh.axis_names if a in over and a not in own]), extra)[None]
+
+    return run_per_device(per_device, [weight], [spec], out_spec, mesh)
+
+
 def _mesh_to_run_on() -> AnyMesh | None:
     """Return the active mesh; None if there is no parameter mapping, or an axis of the mesh is manual already."""
     mesh = current_mesh() if active_parameter_mapping() else None
@@ -174,9 +196,12 @@ def _is_gathered(i: int, in_names: Sequence[Names]) -> bool:
     """Return whether an operand is a parameter that is stored sharded over mesh axes of other operands."""
     extra = {a for n in in_names[i] for a in _extra(n)}
     others = {a for j, other in enumerate(in_names) if j != i for n in other for a in mapped_axes(n)}
-    # The storage sharding must refine the compute sharding, because parameters are only gathered.
-    refines = all(storage_axes(n)[: len(used)] == used for n in in_names[i] for used in [mapped_axes(n)])
-    return is_parameter(in_names[i]) and refines and extra <= others
+    return is_parameter(in_names[i]) and _refines(in_names[i]) and extra <= others
+
+
+def _refines(names: Names) -> bool:
+    """Return whether the storage sharding refines the compute sharding, so that parameters are only gathered."""
+    return all(storage_axes(n)[: len(used)] == used for n in names for used in [mapped_axes(n)])
 
 
 def in_compute_sharding(names: Names, weight: jax.Array) -> jax.Array:

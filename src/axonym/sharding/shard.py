@@ -142,7 +142,8 @@ def _is_exchange(has: Any, target: NamedSharding, ndim: int) -> bool:
     """Return whether the same devices, in the same order, get other shards, so that a program can exchange them."""
     if not isinstance(has, NamedSharding) or has.memory_kind != target.memory_kind:
         return False
-    same = [*has.mesh.devices.flat] == [*target.mesh.devices.flat]  # pyright: ignore[reportAttributeAccessIssue]
+    meshes: list[Any] = [has.mesh, target.mesh]
+    same = [*meshes[0].devices.flat] == [*meshes[1].devices.flat]
     return same and not has.is_equivalent_to(target, ndim)
 
 
