@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
+from axonym.sharding import FSDPShardingRule
 from axonym.state import save_state_dict
 from tests.helpers import spec
 
@@ -197,6 +199,38 @@ def test_nothing_in_force_warns_and_changes_nothing(x, auto_mesh) -> None:
         assert spec(axn.shard(x)) == ("data", "model")
 
 
+WITHOUT_A_MESH = {
+    "shard": lambda x: axn.shard(x, MAPPING),
+    "unshard": lambda x: axn.unshard(x, {"batch": ("data", "model")}),
+    "in_placement": lambda x: axn.named_jit(lambda x: x * 2, in_placement=MAPPING)(x),
+    "out_placement": lambda x: axn.named_jit(lambda x: x * 2, out_placement=P("data", "model"))(x),
+    "mapping": lambda x: axn.named_jit(lambda x: x * 2, MAPPING)(x),
+    "active mapping": lambda x: axn.axis_mapping(MAPPING)(axn.named_jit(lambda x: x * 2))(x),
+    "fsdp": lambda x: axn.fsdp(lambda x: x * 2, {"embed": "data"}, {"batch": ("data", "model")})(x),
+    "a rule": lambda x: axn.named_jit(lambda x: x * 2, in_placement=FSDPShardingRule("data", min_fsdp_size=0))(x),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_A_MESH)
+def test_a_placement_without_a_mesh_says_what_to_add(x, what: str) -> None:
+    call = WITHOUT_A_MESH[what]
+    with pytest.warns(UserWarning, match="no mesh is active") as caught:
+        call(x)
+    assert [w.filename for w in caught] == [__file__]
+    line = str(caught[0].message).split("`")[1]
+    names = {"jax": jax, "axonym": axn, "call": call, "x": x}
+    exec(f"{line}\n    y = jax.block_until_ready(call(x))", names)
+    y: Any = names["y"]
+    assert len(y.array.devices()) == 8
+    assert what == "unshard" or any(spec(y))
+
+
+def test_mappings_that_need_no_mesh_say_nothing(x, auto_mesh) -> None:
+    axn.named_jit(lambda x: x, {"batch": None}, in_placement={"embed": None})(x)
+    placed = axn.named_jit(lambda x: x, in_placement=NamedSharding(auto_mesh, P("data")))(x)
+    assert spec(placed) == ("data", None)
+
+
 class Layer(eqx.Module):
     weight: axn.NamedArray
     plain: jax.Array
@@ -375,6 +409,43 @@ def test_warnings_point_at_the_users_line(auto_mesh) -> None:
 def test_a_mapping_by_hand_of_which_nothing_applies_warns(x, auto_mesh) -> None:
     with jax.set_mesh(auto_mesh), pytest.warns(UserWarning, match=r"none of the axes 'bacth'.*Did you mean 'batch'\?"):
         axn.shard(x, {"bacth": "data"})
+
+
+class Unnamed(eqx.Module):
+    layers: list[eqx.nn.Linear]
+
+    @staticmethod
+    def init() -> Unnamed:
+        return Unnamed([eqx.nn.Linear(6, 8, key=jax.random.key(0)), eqx.nn.Linear(8, 3, key=jax.random.key(0))])
+
+
+@pytest.mark.parametrize("what", ["shard", "fsdp", "state"])
+def test_a_mapping_for_a_tree_without_names_says_what_to_write(auto_mesh, what: str) -> None:
+    model: Any = Unnamed.init()
+    if what == "state":
+        model = nnx.state(nnx.Linear(6, 8, rngs=nnx.Rngs(0)))
+    calls = {
+        "shard": lambda placement: axn.shard(model, placement),
+        "state": lambda placement: axn.shard(model, placement),
+        "fsdp": lambda placement: axn.fsdp(lambda m: (m, 1), placement, {"batch": "data"})(model)[0],
+    }
+    with jax.set_mesh(auto_mesh):
+        with pytest.warns(UserWarning, match=r"no named axes\. Place arrays without names by path") as caught:
+            calls[what]({"embed": "data"})
+        advice = str(caught[-1].message).split("`")[1]
+        placed = calls[what](eval(advice, {"axonym": axn, "jax": jax}))
+    if what == "state":
+        assert "'kernel" in advice and "'bias" in advice
+        assert spec(placed["kernel"].get_value()) == (None, "data") and spec(placed["bias"].get_value()) == ("data",)
+    else:
+        assert "'layers/0/weight$'" in advice and "'layers/1/weight$'" in advice
+        assert [spec(layer.weight) for layer in placed.layers] == [("data", None), (None, "data")]
+        assert spec(placed.layers[0].bias) == (None,)
+
+
+def test_a_mapping_for_an_array_without_names_says_what_to_write(auto_mesh) -> None:
+    with jax.set_mesh(auto_mesh), pytest.warns(UserWarning, match=r"pass `jax\.P\(None, 'data'\)` instead"):
+        axn.shard(jnp.ones((3, 4)), MAPPING)
 
 
 def test_a_named_array_of_another_rank_is_an_error(auto_mesh) -> None:

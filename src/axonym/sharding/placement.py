@@ -17,6 +17,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -118,10 +120,10 @@ def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
         what: the operation, for messages.
     """
     examined = examine(tree, placement, mesh, what)
-    _warn_if_unused(examined.given, what)
+    _warn_if_unused(examined.given, mesh, what)
     if examined.problems:
         raise ValueError(listed(what, [problem for _, problem in examined.problems], mesh))
-    _warn_if_unused(examined.answers, what)
+    _warn_if_unused(examined.answers, mesh, what)
     return examined.leaves, examined.structure
 
 
@@ -271,14 +273,14 @@ def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> li
     if is_placement(placement):
         placement = _for_tree(placement, tree)
     if is_placement(placement):
-        return [(_unwrapped(placement), 0)] * structure.num_leaves
+        return [(unwrapped(placement), 0)] * structure.num_leaves
     try:
         placement = checked_prefix(placement, what)
-        if any(isinstance(_unwrapped(p), Rule) for p in jax.tree.leaves(placement, is_leaf=is_placement)):
+        if any(isinstance(unwrapped(p), Rule) for p in jax.tree.leaves(placement, is_leaf=is_placement)):
             placement = checked_prefix(jax.tree.map(_for_tree, placement, tree, is_leaf=is_placement), what)
         # Placements are wrapped so that those that are trees themselves (mappings) count as leaves.
         wrapped = jax.tree.map_with_path(
-            lambda path, p: PlacementLeaf(_unwrapped(p), len(path)), placement, is_leaf=is_placement
+            lambda path, p: PlacementLeaf(unwrapped(p), len(path)), placement, is_leaf=is_placement
         )
         spread = jax.tree.broadcast(wrapped, jax.tree.unflatten(structure, range(structure.num_leaves)))
     except ValueError as e:
@@ -309,19 +311,19 @@ class PlacementLeaf:
     """The depth in the tree that the placement is for."""
 
 
-def _unwrapped(placement: Placement) -> Placement:
+def unwrapped(placement: Placement) -> Placement:
     return placement.placement if isinstance(placement, PlacementLeaf) else placement
 
 
 def _for_tree(placement: Placement, tree: Any) -> Placement:
-    rule = _unwrapped(placement)
+    rule = unwrapped(placement)
     found = rule.for_tree(tree) if isinstance(rule, Rule) else rule
     return placement if found is rule else found
 
 
 def shardings_in(placement: Placement) -> list[NamedSharding]:
     """Return the shardings of a placement, each of which has its own mesh."""
-    found = map(_unwrapped, jax.tree.leaves(placement, is_leaf=is_placement))
+    found = map(unwrapped, jax.tree.leaves(placement, is_leaf=is_placement))
     return [p for p in found if isinstance(p, NamedSharding)]
 
 
@@ -500,7 +502,7 @@ def unused_names(names: Iterable[str], known: Collection[str]) -> list[tuple[str
     ]
 
 
-def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], what: str) -> None:
+def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], mesh: AnyMesh | None, what: str) -> None:
     """Warn about a mapping that applies to no axis, which would otherwise go unnoticed."""
     placed: dict[frozenset[str], tuple[Mapping[Any, Any], list[Leaf]]] = {}
     for given, leaf in placements:
@@ -512,10 +514,32 @@ def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], what: str) -> 
         known = {n for leaf in its_leaves for n in leaf.names or ()}
         if keys and not known.intersection(keys):
             has = f"has {', '.join(sorted(map(repr, known)))}" if known else "has no named axes"
+            hint = _errors.suggestions(keys, known) if known else advise_paths(its_leaves, mapping.values(), mesh)
             _errors.warn(
                 f"{what}: none of the axes {_errors.quoted(keys)} of the mapping is an axis of the tree, which "
-                f"{has}.{_errors.suggestions(keys, known)}"
+                f"{has}.{hint}"
             )
+
+
+def advise_paths(leaves: Sequence[Leaf], entries: Iterable[Any], mesh: AnyMesh | None) -> str:
+    """Return a sentence that says how to place leaves without names: by path, with the two largest as examples."""
+    largest = sorted((leaf for leaf in leaves if leaf.shape), key=lambda leaf: -math.prod(leaf.shape or ()))[:2]
+    axis = next((a for entry in entries for a in mesh_axes(entry)), None)
+    if axis is None or not largest:
+        return ""
+    shards = 1 if mesh is None else mesh.shape.get(axis, 1)
+
+    def spec(leaf: Leaf) -> str:
+        where = next((i for i, size in enumerate(leaf.shape or ()) if size % shards == 0), None)
+        return "jax.P()" if where is None else f"jax.P({'None, ' * where}{axis!r})"
+
+    if not largest[0].keys:
+        return f" Place an array without names by position: pass `{spec(largest[0])}` instead."
+    rules = [f"({re.escape(leaf.path) + '$'!r}, {spec(leaf)})" for leaf in largest]
+    return (
+        " Place arrays without names by path: pass "
+        f"`axonym.sharding.TreePathShardingRule({', '.join(rules)}, ('.*', jax.P()))` instead."
+    )
 
 
 def mapping_of(placement: ResourceMapping | None) -> Mapping[str, Entry]:

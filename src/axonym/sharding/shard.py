@@ -14,15 +14,17 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .. import _context, _errors
+from .. import _errors
+from .._context import active_mapping, active_parameter_mapping
 from .._jax_versions import INLINE, is_about_devices
 from .._kernels import operation_scope
-from .._mesh_axes import entry_of, mesh_axes, padded, reshard, types_of
+from .._mesh_axes import axes_in, entry_of, mesh_axes, padded, reshard, types_of
 from .._parameter_names import by_parameter, parameter_names
 from .._processes import checksum, fail_together
 from ..named_array import raw, wrap_like
+from .mapping import normalize_mapping
 from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
-from .placement import Leaf, Placement, PlacementLeaf, drop_manual, is_placement, resolve, shardings_in
+from .placement import Leaf, Placement, PlacementLeaf, Rule, drop_manual, is_placement, resolve, shardings_in, unwrapped
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -245,7 +247,7 @@ def _devices_for(placement: Placement) -> Mesh | None:
 
 
 def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn: bool, undo: bool = False) -> T:
-    if placement is None and not _context.active_mapping():
+    if placement is None and not active_mapping():
         if warn:
             _errors.warn(
                 f"{what}: no mapping is active, so nothing was placed. Use axonym.axis_mapping, or pass a placement."
@@ -260,7 +262,7 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
         mesh = current_mesh()
     if mesh is None and not shardings_in(placement):
         if warn:
-            _errors.warn(f"{what}: no mesh is active, so nothing was placed. Use jax.set_mesh, or pass a mesh.")
+            warn_without_mesh(what, placement, ", or pass it as `mesh`")
         return tree
     leaves, structure = resolve(tree, placement, mesh, what)
     if undo:
@@ -268,6 +270,30 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
     if jax.process_count() > 1 and not in_trace():
         _check_same(leaves, mesh, what)
     return jax.tree.unflatten(structure, [_put(leaf, leaf.mesh or mesh, what) for leaf in leaves])
+
+
+def warn_without_mesh(what: str, placements: Any, otherwise: str = "") -> None:
+    """Warn that placements and the active mappings shard nothing without a mesh."""
+    axes = dict.fromkeys(_axes_of(placements), 1)
+    sizes = {axis: size if i else -1 for i, (axis, size) in enumerate(axes.items())} or {"data": -1}
+    _errors.warn(
+        f"{what}: no mesh is active, so nothing is sharded. Activate one around the call: "
+        f"`with jax.set_mesh(axonym.make_mesh({sizes})):`{otherwise}."
+    )
+
+
+def needs_mesh(placements: Any) -> bool:
+    """Return whether placements or the active mappings shard something, and none of them brings a mesh."""
+    rules = any(isinstance(p, Rule) for p in jax.tree.leaves(placements, is_leaf=is_placement))
+    return (rules or bool(_axes_of(placements))) and not shardings_in(placements)
+
+
+def _axes_of(placements: Any) -> tuple[str, ...]:
+    """Return the mesh axes that placements and the active mappings mention, in rules apart."""
+    found = [active_mapping(), active_parameter_mapping()]
+    found += map(unwrapped, jax.tree.leaves(placements, is_leaf=is_placement))
+    of_mappings = axes_in(e for p in found if isinstance(p, Mapping) for e in normalize_mapping(p).values())
+    return of_mappings + axes_in(e for p in found if isinstance(p, PartitionSpec) for e in p)
 
 
 def _check_same(leaves: Sequence[Leaf], mesh: AnyMesh | None, what: str) -> None:
