@@ -241,7 +241,7 @@ def _warn_if_misspelled(fn: Callable[..., Any], active: Mapping[str, Mapping[str
     """
     compute, parameters = active.get("mapping", {}), active.get("parameter_mapping", {})
     leaves, mesh = leaves_of(seen)[0], current_mesh()
-    known = {n for leaf in leaves for n in leaf.names or ()}
+    known = {n for leaf in leaves for n in leaf.made_from or leaf.names or ()}
     # A rule sees the path within an argument.
     arguments = [dataclasses.replace(leaf, keys=leaf.keys[3:]) for leaf in leaves if leaf.keys[0].idx == 0]
     near = {n: _errors.suggestion(n, known) for n in compute} if known.isdisjoint(compute) else {}
