@@ -13,7 +13,8 @@ Products and elementwise operations run like this. A look-up in a table (`look_u
 device, but does not gather the table: each device looks up its shard of the columns for the rows that all devices need,
 and an all-to-all exchanges columns for rows. The gradient takes the same way back. If storage and compute mapping shard
 the rows of the table over the same other mesh axes, each device looks up the rows in its shard, and the results are
-added.
+added. Under `vmap` over a batch, operations do not see the batch, so `vmap` gathers the parameters that its function
+uses (`gathered_for_each_shard`).
 
 Which operands are parameters, over which mesh axes they are gathered, and what is added up, follows from names:
 `axonym.distribution.policy` decides it.
@@ -32,6 +33,7 @@ from . import _kernels
 from ._context import active_mapping, active_parameter_mapping
 from ._mesh_axes import (
     AnyMesh,
+    Axes,
     axes_in,
     current_mesh,
     entries_of,
@@ -152,6 +154,31 @@ def look_up_sharded_columns(
         return jax.lax.all_to_all(found, extra, split_axis=row, concat_axis=column, tiled=True)
 
     return run_per_device(per_device, (table, indices), specs, out_spec, mesh)
+
+
+def gathered_for_each_shard(names: Names, weight: jax.Array, over: Axes) -> jax.Array | None:
+    """Gather a parameter once for each shard of a batch over these mesh axes; return None for other arrays.
+
+    The result has an axis of these shards in front. Under `vmap` over the batch, each shard uses its own: the gradients
+    of the shards are reduce-scattered. If all used one, the gradient would be summed over all devices.
+    """
+    mesh = _mesh_to_run_on()
+    if mesh is None:
+        return None
+    by = _active_mappings(mesh)
+    if not policy.gathered_over(names, over, by):
+        return None
+    used, stored = (PlacedAxes(names, [*map(lies, names)]) for lies in (by.used, by.stored))
+    if not _possible([used], [weight], mesh) or not _possible([stored], [weight], mesh):
+        return None
+    extra, spec = [*map(by.gathered, names)], spec_of(stored.over)
+    out_spec = PartitionSpec(entry_of(over), *spec_of(used.over))
+
+    def per_device(shard):
+        own = axes_in(spec)
+        return gather_axes(varying_over(shard, [a for a in mesh.axis_names if a in over and a not in own]), extra)[None]
+
+    return run_per_device(per_device, [weight], [spec], out_spec, mesh)
 
 
 def _mesh_to_run_on() -> AnyMesh | None:

@@ -87,7 +87,7 @@ class Functions:
         if self._plain:
             self._spec = TreeSpec(jax.tree.structure(functions), map(WeakLeaf, functions))
         else:
-            self.arrays, spec = flatten_arrays(_opened(functions))
+            self.arrays, spec = flatten_arrays(opened(functions))
             self._spec = spec.weak()
         self._own = own
         self._cache, self._key = self._where_kept()
@@ -122,7 +122,7 @@ class Functions:
 
     def _with_arrays(self) -> WithArrays:
         spec = self._spec
-        return lambda held: _closed(spec.unflatten(held))
+        return lambda held: closed(spec.unflatten(held))
 
 
 def _anchor(function: Any) -> Any:
@@ -153,17 +153,21 @@ class _OpenedFunction:
         return cls(make, *parts)
 
 
-def _opened(tree: Any) -> Any:
-    """Open the partial functions in a tree, and the methods of trees."""
+def opened(tree: Any, closures: bool = False, _within: tuple[Any, ...] = ()) -> Any:
+    """Open the partial functions in a tree, the methods of trees and, if asked, what functions refer to outside."""
 
     def is_made(x: Any) -> bool:
         return isinstance(x, functools.partial) or is_named_array(x)
 
     def open_leaf(x: Any) -> Any:
         if isinstance(x, functools.partial):
-            return _OpenedFunction(type(x), _opened((x.func, x.args, x.keywords)))
+            return _OpenedFunction(type(x), opened((x.func, x.args, x.keywords), closures, _within))
         if isinstance(x, types.MethodType) and _is_immutable(x.__self__):
-            return _OpenedFunction(types.MethodType, (x.__func__, _opened(x.__self__)))
+            return _OpenedFunction(types.MethodType, (x.__func__, opened(x.__self__, closures, _within)))
+        if closures and type(x) is types.FunctionType and x.__closure__ and x not in _within:
+            with contextlib.suppress(ValueError):  # a variable without a value yet
+                held = [cell.cell_contents for cell in x.__closure__]
+                return _OpenedFunction(types.FunctionType, (x, opened(held, closures, (*_within, x))))
         return x
 
     return jax.tree.map(open_leaf, tree, is_leaf=is_made)
@@ -174,15 +178,22 @@ def _is_immutable(x: Any) -> bool:
     return not jax.tree_util.treedef_is_leaf(jax.tree.structure(x)) or type(x).__eq__ is not object.__eq__
 
 
-def _closed(tree: Any) -> Any:
+def closed(tree: Any) -> Any:
     """Return the tree that was opened."""
 
     def close(x: Any) -> Any:
         if not isinstance(x, _OpenedFunction):
             return x
-        parts = _closed(x.parts)
+        parts = closed(x.parts)
         if x.make is types.MethodType:
             return types.MethodType(*parts)
+        if x.make is types.FunctionType:
+            f, held = parts
+            made = types.FunctionType(
+                f.__code__, f.__globals__, f.__name__, f.__defaults__, tuple(map(types.CellType, held))
+            )
+            made.__kwdefaults__ = f.__kwdefaults__
+            return functools.update_wrapper(made, f, updated=("__dict__",))
         function, args, keywords = parts
         return x.make(function, *args, **keywords)
 

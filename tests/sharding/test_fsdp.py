@@ -7,6 +7,7 @@ import re
 import warnings
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,6 +150,64 @@ def test_where_parameters_rest_is_known_in_compiled_parts(auto_mesh) -> None:
             assert len(re.findall(r" reduce-scatter\(", str(compiled.compile().as_text()))) == 1
 
 
+class Layer(eqx.Module):
+    weight: axn.NamedArray
+
+    def __call__(self, x: axn.NamedArray) -> axn.NamedArray:
+        return axn.dot(x, self.weight, axis="embed")
+
+
+def _recursive(layer: Layer, depth: int = 0) -> Any:
+    def call(x: axn.NamedArray, depth: int = depth) -> axn.NamedArray:
+        return call(x, depth - 1) if depth else layer(x)
+
+    return call
+
+
+UNDER_VMAP = {
+    "an argument": lambda layer, x: axn.vmap(lambda layer, x: layer(x), "batch")(layer, x),
+    "a layer": lambda layer, x: axn.vmap(layer, "batch")(x),
+    "a method": lambda layer, x: axn.vmap(layer.__call__, "batch")(x),
+    "a partial function": lambda layer, x: axn.vmap(functools.partial(Layer.__call__, layer), "batch")(x),
+    "a variable outside": lambda layer, x: axn.vmap(lambda x: layer(x), "batch")(x),
+    "a recursive function": lambda layer, x: axn.vmap(_recursive(layer), "batch")(x),
+    "two axes": lambda layer, x: axn.vmap(lambda layer, x: layer(x), ("heads", "batch"))(layer, x),
+    "rematerialized": lambda layer, x: axn.vmap(jax.checkpoint(lambda x: layer(x)), "batch")(x),
+}
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+@pytest.mark.parametrize("held", UNDER_VMAP)
+def test_under_vmap_over_the_batch(held: str, explicit: bool) -> None:
+    """The function sees one element, and parameters are gathered and their gradients scattered all the same."""
+    rng, call = np.random.default_rng(0), UNDER_VMAP[held]
+    layer = Layer(axn.named(rng.normal(size=(3, 16, 4)), ("heads", "embed", "mlp")))
+    x = axn.named(rng.normal(size=(16, 16)), ("batch", "embed"))
+    gradient = jax.grad(lambda layer, x: axn.sum(call(layer, x) ** 2).scalar())
+    expected = gradient(layer, x).weight
+    with jax.set_mesh(axn.make_mesh({"replica": 2, "data": 4}, explicit=explicit)):
+        sharded = axn.fsdp(gradient, {"embed": "data"}, {"batch": ("replica", "data")})
+        found = jax.block_until_ready(sharded(layer, x)).weight
+        moved = bytes_moved(sharded.lower(layer, x).compile())
+    np.testing.assert_allclose(found.rearrange(expected.axes).array, expected.array, rtol=1e-4)
+    assert spec(found.rearrange(expected.axes)) == (None, "data", None)
+    size = expected.array.nbytes
+    assert moved["all-gather"].bytes == size
+    assert moved["reduce-scatter"].bytes == moved["all-reduce"].bytes == size // 4, "each shard, over the replicas"
+    assert moved["reduce-scatter"].count == moved["all-reduce"].count == 1
+
+
+def test_gradients_of_each_example_under_vmap(mesh) -> None:
+    rng = np.random.default_rng(0)
+    w, x = (axn.named(rng.normal(size=(8, 8)), names) for names in (("embed", "mlp"), ("batch", "embed")))
+    of_one = lambda w, x: jax.grad(lambda w: axn.sum(axn.dot(x, w, axis="embed") ** 2).scalar())(w)
+    each = lambda w, x: axn.sum(axn.vmap(lambda x: of_one(w, x), "batch")(x) ** 2, "mlp").rename({"embed": "of"})
+    with jax.set_mesh(mesh):
+        found = jax.block_until_ready(axn.fsdp(each, {"embed": "data"}, {"batch": "data"})(w, x))
+    np.testing.assert_allclose(found.array, each(w, x).array, rtol=1e-4)
+    assert spec(found) == ("data", None)
+
+
 def test_a_misspelled_mapping_is_seen(mesh) -> None:
     w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
     with jax.set_mesh(mesh):
@@ -250,4 +309,7 @@ def test_what_cannot_be_split_evenly_is_left_to_the_ordinary_way(auto_mesh) -> N
 
 def test_without_a_mesh_it_just_computes() -> None:
     fn = axn.fsdp(lambda w, x: axn.dot(x, w, axis="embed"), {"embed": "data"}, {"batch": "data"})
-    np.testing.assert_array_equal(fn(axn.ones({"embed": 2}), axn.ones({"batch": 3, "embed": 2})).array, np.full(3, 2.0))
+    w, x = axn.ones({"embed": 2}), axn.ones({"batch": 3, "embed": 2})
+    with pytest.warns(UserWarning, match="no mesh is active"):
+        np.testing.assert_array_equal(fn(w, x).array, np.full(3, 2.0))
+    np.testing.assert_array_equal(fn(w, x).array, np.full(3, 2.0))  # it has been said

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 import warnings
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -11,9 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
+from axonym.sharding import FSDPShardingRule
+from axonym.state import save_state_dict
 from tests.helpers import spec
 
 MAPPING = {"batch": "data", "embed": "model"}
@@ -65,6 +71,59 @@ def test_in_place_is_free(x, mesh) -> None:
             axn.shard(y)
     by_hand = axn.shard(y, MAPPING, mesh)
     assert by_hand.array is y.array
+
+
+def on_some(*shape: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), ("data", "model"))
+
+
+READS = {
+    "other boundaries": lambda x, path: axn.shard(x, MAPPING, on_some(1, 8)),
+    "other devices": lambda x, path: axn.shard(x, MAPPING, on_some(1, 4)),
+    "unshard": lambda x, path: axn.unshard(x, mesh=on_some(8, 1)),
+    "remap of shared memory": lambda x, path: axn.remap(
+        [x, x * 1, axn.named(x.array, x.names)], MAPPING, on_some(1, 4)
+    ),
+    "to the host": lambda x, path: axn.to_host(x),
+    "to a file": lambda x, path: save_state_dict({"x": x.array}, path),
+    "data of this process": lambda x, path: axn.sharding.from_process_local_data(x, "embed", "model", on_some(1, 8)),
+    "an argument elsewhere": lambda x, path: axn.named_jit(
+        lambda x: x, in_placement=NamedSharding(on_some(1, 4), P(None, "model"))
+    )(x),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_arrays_keep_no_copy_on_the_host(read: str, tmp_path: Path) -> None:
+    make = lambda: axn.shard(axn.ones({"batch": 256, "embed": 256}), MAPPING, on_some(8, 1))
+    jax.block_until_ready(READS[read](make(), tmp_path / "first"))  # what is compiled and cached does not count
+    x = jax.block_until_ready(make())
+    gc.collect()
+    tracemalloc.start()  # NumPy's memory too
+    try:
+        jax.block_until_ready(READS[read](x, tmp_path / "second"))
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert kept < x.array.nbytes // 2
+
+
+def test_large_arrays_never_pass_through_the_host() -> None:
+    x = axn.shard(axn.ones({"batch": 2048, "embed": 2048}), MAPPING, on_some(8, 1))
+    axn.shard(x, MAPPING, on_some(2, 4))
+    tracemalloc.start()
+    try:
+        y = jax.block_until_ready(axn.shard(x, MAPPING, on_some(2, 4)))
+        assert tracemalloc.get_traced_memory()[1] < x.array.nbytes // 8
+    finally:
+        tracemalloc.stop()
+    assert spec(y) == ("data", "model") and y.array.sharding.mesh == on_some(2, 4)
+
+
+def test_a_moved_array_stays_weakly_typed() -> None:
+    x = axn.shard(jax.lax.full_like(2.0, 2.0, shape=(8, 8)), P("data"), on_some(8, 1))
+    assert axn.shard(x, P(None, "data"), on_some(8, 1)).weak_type
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -138,6 +197,38 @@ def test_nothing_in_force_warns_and_changes_nothing(x, auto_mesh) -> None:
         assert axn.shard(x, MAPPING) is x
     with axn.axis_mapping(MAPPING), jax.set_mesh(auto_mesh):
         assert spec(axn.shard(x)) == ("data", "model")
+
+
+WITHOUT_A_MESH = {
+    "shard": lambda x: axn.shard(x, MAPPING),
+    "unshard": lambda x: axn.unshard(x, {"batch": ("data", "model")}),
+    "in_placement": lambda x: axn.named_jit(lambda x: x * 2, in_placement=MAPPING)(x),
+    "out_placement": lambda x: axn.named_jit(lambda x: x * 2, out_placement=P("data", "model"))(x),
+    "mapping": lambda x: axn.named_jit(lambda x: x * 2, MAPPING)(x),
+    "active mapping": lambda x: axn.axis_mapping(MAPPING)(axn.named_jit(lambda x: x * 2))(x),
+    "fsdp": lambda x: axn.fsdp(lambda x: x * 2, {"embed": "data"}, {"batch": ("data", "model")})(x),
+    "a rule": lambda x: axn.named_jit(lambda x: x * 2, in_placement=FSDPShardingRule("data", min_fsdp_size=0))(x),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_A_MESH)
+def test_a_placement_without_a_mesh_says_what_to_add(x, what: str) -> None:
+    call = WITHOUT_A_MESH[what]
+    with pytest.warns(UserWarning, match="no mesh is active") as caught:
+        call(x)
+    assert [w.filename for w in caught] == [__file__]
+    line = str(caught[0].message).split("`")[1]
+    names = {"jax": jax, "axonym": axn, "call": call, "x": x}
+    exec(f"{line}\n    y = jax.block_until_ready(call(x))", names)
+    y: Any = names["y"]
+    assert len(y.array.devices()) == 8
+    assert what == "unshard" or any(spec(y))
+
+
+def test_mappings_that_need_no_mesh_say_nothing(x, auto_mesh) -> None:
+    axn.named_jit(lambda x: x, {"batch": None}, in_placement={"embed": None})(x)
+    placed = axn.named_jit(lambda x: x, in_placement=NamedSharding(auto_mesh, P("data")))(x)
+    assert spec(placed) == ("data", None)
 
 
 class Layer(eqx.Module):
@@ -320,6 +411,43 @@ def test_a_mapping_by_hand_of_which_nothing_applies_warns(x, auto_mesh) -> None:
         axn.shard(x, {"bacth": "data"})
 
 
+class Unnamed(eqx.Module):
+    layers: list[eqx.nn.Linear]
+
+    @staticmethod
+    def init() -> Unnamed:
+        return Unnamed([eqx.nn.Linear(6, 8, key=jax.random.key(0)), eqx.nn.Linear(8, 3, key=jax.random.key(0))])
+
+
+@pytest.mark.parametrize("what", ["shard", "fsdp", "state"])
+def test_a_mapping_for_a_tree_without_names_says_what_to_write(auto_mesh, what: str) -> None:
+    model: Any = Unnamed.init()
+    if what == "state":
+        model = nnx.state(nnx.Linear(6, 8, rngs=nnx.Rngs(0)))
+    calls = {
+        "shard": lambda placement: axn.shard(model, placement),
+        "state": lambda placement: axn.shard(model, placement),
+        "fsdp": lambda placement: axn.fsdp(lambda m: (m, 1), placement, {"batch": "data"})(model)[0],
+    }
+    with jax.set_mesh(auto_mesh):
+        with pytest.warns(UserWarning, match=r"no named axes\. Place arrays without names by path") as caught:
+            calls[what]({"embed": "data"})
+        advice = str(caught[-1].message).split("`")[1]
+        placed = calls[what](eval(advice, {"axonym": axn, "jax": jax}))
+    if what == "state":
+        assert "'kernel" in advice and "'bias" in advice
+        assert spec(placed["kernel"].get_value()) == (None, "data") and spec(placed["bias"].get_value()) == ("data",)
+    else:
+        assert "'layers/0/weight$'" in advice and "'layers/1/weight$'" in advice
+        assert [spec(layer.weight) for layer in placed.layers] == [("data", None), (None, "data")]
+        assert spec(placed.layers[0].bias) == (None,)
+
+
+def test_a_mapping_for_an_array_without_names_says_what_to_write(auto_mesh) -> None:
+    with jax.set_mesh(auto_mesh), pytest.warns(UserWarning, match=r"pass `jax\.P\(None, 'data'\)` instead"):
+        axn.shard(jnp.ones((3, 4)), MAPPING)
+
+
 def test_a_named_array_of_another_rank_is_an_error(auto_mesh) -> None:
     def body(a):
         axn.shard(a, MAPPING)
@@ -342,6 +470,13 @@ def test_make_mesh() -> None:
         axn.make_mesh({"data": 16})
     with pytest.raises(ValueError, match="only one size can be left open"):
         axn.make_mesh({"data": -1, "model": -1})
+
+
+def test_a_mesh_without_devices_is_refused(x, auto_mesh) -> None:
+    """Even if another mesh with axes of the same names is active."""
+    for around in (auto_mesh.abstract_mesh, on_some(1, 8)):
+        with axn.set_mesh(around), pytest.raises(ValueError, match=r"mesh \(data=4, model=2\) is abstract"):
+            axn.shard(x, MAPPING, auto_mesh.abstract_mesh)
 
 
 def test_current_mesh(auto_mesh) -> None:

@@ -49,7 +49,9 @@ def combine(
     """
     begin, gathers = list(operands), dict[int, list[Axes]]()
     for i, operand in enumerate(operands):
-        if gathered_over(operand.names, [n for o in operands if o is not operand for n in o.names], by):
+        if gathered_over(
+            operand.names, [a for o in operands if o is not operand for n in o.names for a in by.used(n)], by
+        ):
             begin[i] = PlacedAxes(operand.names, [*map(by.stored, operand.names)])
             gathers[i] = [*map(by.gathered, operand.names)]
     result = settle(what, names, sizes, operands, by)
@@ -87,20 +89,20 @@ def add_up(
     return result, [PartialSum("all-reduce", axes) for axes in ([over] if at_once else parts) if axes]
 
 
-def gathered_over(names: Iterable[str | None], others: Iterable[str | None], by: Mappings) -> Axes | None:
+def gathered_over(names: Iterable[str | None], others: Iterable[str], by: Mappings) -> Axes | None:
     """Return the mesh axes over which an operand is all-gathered before use because it is a parameter.
 
     There are none if it lies as it is used. Returns None if it does not, but cannot be gathered: its storage sharding
     must refine its compute sharding, and other operands must be sharded over the mesh axes of the gather.
 
     Arguments:
-        others: the axes of the other operands.
+        others: the mesh axes that other operands are sharded over.
     """
     names = tuple(names)
     if not by.is_stored(names) or not (extra := by.extra(names)):
         return ()
     refines = all(by.stored(n)[: len(used)] == used for n in names for used in [by.used(n)])
-    return extra if refines and set(extra) <= {a for n in others for a in by.used(n)} else None
+    return extra if refines and set(extra) <= set(others) else None
 
 
 # --- results ---
@@ -177,7 +179,7 @@ def exchange_columns(table: Names, indices: Names, indexed: str | None, by: Mapp
     It does if one axis of the table, other than the indexed one, is stored sharded, and one axis of the indices is
     sharded over the same mesh axes.
     """
-    extra = gathered_over(table, indices, by)
+    extra = gathered_over(table, [a for n in indices for a in by.used(n)], by)
     if not extra:
         return None
     columns = [n for n in table if by.stored(n) != by.used(n)]

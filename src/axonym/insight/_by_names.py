@@ -322,7 +322,7 @@ class Account:
 
     def _use(self, event: Use) -> None:
         layout, place = self.layout, event.place
-        extra = policy.gathered_over(event.operand.names, event.others, layout)
+        extra = policy.gathered_over(event.operand.names, [a for n in event.others for a in layout.used(n)], layout)
         known = place.operation is not None and _scopes.gathers_parameters(place.operation)
         if extra is None or (extra and not known):
             stored = f"[{', '.join(event.operand.names)}], which is stored sharded and used"

@@ -5,6 +5,7 @@ Results are constrained inside the program. How a call is compiled is in `_compi
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeVar, Unpack, overload
@@ -15,8 +16,16 @@ from .. import _errors
 from ._compiled_function import CompiledFunction, JitOptions
 from .annotations import hashable_annotations
 from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
-from .placement import ComputeMappingOrParameterRule, ParameterOrComputeMapping, Placement, Rule, leaves_of
-from .shard import shard_quietly
+from .meshes import current_mesh
+from .placement import (
+    ComputeMappingOrParameterRule,
+    ParameterOrComputeMapping,
+    Placement,
+    Rule,
+    advise_paths,
+    leaves_of,
+)
+from .shard import needs_mesh, shard_quietly, warn_without_mesh
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -206,6 +215,8 @@ def _compiled(
         active = {**active, "annotations": hashable_annotations(annotation_shardings)}
 
     def results(arguments: Any, result: Any) -> Any:
+        if current_mesh() is None and needs_mesh(placements := [in_placement, out_placement]):
+            warn_without_mesh(_title(fn), placements)
         _warn_if_misspelled(fn, active, (arguments, result))
         return shard_quietly(result, out_placement, "named_jit (results)")
 
@@ -220,6 +231,10 @@ def _compiled(
     )
 
 
+def _title(fn: Callable[..., Any]) -> str:
+    return f"named_jit({getattr(fn, '__qualname__', fn)!s})"
+
+
 def _warn_if_misspelled(fn: Callable[..., Any], active: Mapping[str, Mapping[str, Any]], seen: Any) -> None:
     """Warn of mappings that apply to no argument and no result.
 
@@ -228,15 +243,18 @@ def _warn_if_misspelled(fn: Callable[..., Any], active: Mapping[str, Mapping[str
     so a key is reported only if it is very similar.
     """
     compute, parameters = active.get("mapping", {}), active.get("parameter_mapping", {})
-    known = {n for leaf in leaves_of(seen)[0] for n in leaf.names or ()}
+    leaves, mesh = leaves_of(seen)[0], current_mesh()
+    known = {n for leaf in leaves for n in leaf.made_from or leaf.names or ()}
+    # A rule sees the path within an argument.
+    arguments = [dataclasses.replace(leaf, keys=leaf.keys[3:]) for leaf in leaves if leaf.keys[0].idx == 0]
     near = {n: _errors.suggestion(n, known) for n in compute} if known.isdisjoint(compute) else {}
     near |= {n: _errors.suggestion(n, known - parameters.keys(), 0.8) for n in parameters if n not in known}
     misspelled = [n for n, hint in near.items() if hint or (n in parameters and known.isdisjoint(parameters))]
     if misspelled:
         _errors.warn(
-            f"named_jit({getattr(fn, '__qualname__', fn)!s}): {_errors.quoted(misspelled)} of its mapping names "
-            f"no axis of the arguments or results, which have {', '.join(sorted(map(repr, known)))}."
-            + "".join(f"{near[n]}" for n in misspelled)
+            f"{_title(fn)}: {_errors.quoted(misspelled)} of its mapping names no axis of the arguments or results, "
+            f"which have {', '.join(sorted(map(repr, known))) or 'no named axes'}."
+            + ("".join(near[n] for n in misspelled) if known else advise_paths(arguments, parameters.values(), mesh))
         )
 
 

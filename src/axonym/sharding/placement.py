@@ -17,6 +17,9 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import itertools
+import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -27,6 +30,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .. import _errors
 from .._context import Entry, active_mapping
+from .._jax_versions import followed_by
 from .._mesh_axes import (
     AnyMesh,
     axes_of_type,
@@ -66,6 +70,8 @@ class Leaf:
     """The partition spec; None keeps the present sharding."""
     mesh: AnyMesh | None = None
     """The mesh of the sharding, if the placement is a sharding."""
+    made_from: Names | None = None
+    """The names of the array that an optimizer made this one from, which has other axes; see `_name_axes_left`."""
 
     @property
     def path(self) -> str:
@@ -118,10 +124,11 @@ def resolve(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
         what: the operation, for messages.
     """
     examined = examine(tree, placement, mesh, what)
-    _warn_if_unused(examined.given, what)
+    _warn_if_unused(examined.given, mesh, what)
     if examined.problems:
         raise ValueError(listed(what, [problem for _, problem in examined.problems], mesh))
-    _warn_if_unused(examined.answers, what)
+    _warn_if_unused(examined.answers, mesh, what)
+    _warn_if_not_told(examined.not_told, what)
     return examined.leaves, examined.structure
 
 
@@ -137,6 +144,8 @@ class PlacementCheck:
     """The answers of rules, apart from those of the library that answer with mappings for other leaves too."""
     problems: list[tuple[str, str]]
     """Paths and messages."""
+    not_told: list[Leaf]
+    """The arrays of an optimizer that a mapping would shard if their sizes told which axes they have."""
 
 
 def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) -> PlacementCheck:
@@ -149,7 +158,7 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
     }
     active = active_mapping() or None  # without a placement, leaves have no spec
     rules_see = current_mesh() if mesh is None else mesh
-    examined = PlacementCheck([], structure, [], [], [])
+    examined = PlacementCheck([], structure, [], [], [], [])
     for leaf, (given, depth) in zip(leaves, placements, strict=True):
         problems: list[str] = []
         seen = dataclasses.replace(leaf, keys=leaf.keys[depth:]) if depth and isinstance(given, Rule) else leaf
@@ -160,9 +169,11 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
             given = _answer(given, leaf, seen, rules_see, what, problems)
             if not own:
                 examined.answers.append((given, leaf))
+        if isinstance(given, Mapping) and _is_not_told(leaf, given):
+            examined.not_told.append(leaf)
         own_mesh = _mesh_of(given, what) if isinstance(given, NamedSharding) else None
         spec = spec_of_leaf(leaf, given, mesh if own_mesh is None else own_mesh, problems)
-        examined.leaves.append(Leaf(leaf.keys, leaf.value, leaf.names, leaf.shape, spec, own_mesh))
+        examined.leaves.append(dataclasses.replace(leaf, spec=spec, mesh=own_mesh))
         examined.problems.extend((leaf.path, problem) for problem in problems)
     return examined
 
@@ -172,28 +183,108 @@ def examine(tree: Any, placement: Placement, mesh: AnyMesh | None, what: str) ->
 
 def leaves_of(tree: Any) -> tuple[list[Leaf], Any]:
     """Return the leaves of a tree with their paths and names, and its structure."""
-    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_named_array)
-    return [_leaf(path, value, tree) for path, value in found], structure
+    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_placed_whole)
+    leaves = [_leaf(path, value, tree) for path, value in found]
+    return _name_axes_left(leaves), structure
+
+
+def is_placed_whole(x: Any) -> bool:
+    """Return whether something is a named array that is one leaf, unlike one in which an optimizer keeps several.
+
+    Shampoo, for example, keeps two matrices for each matrix.
+    """
+    if not isinstance(x, NamedArray):
+        return False
+    return hasattr(x.array, "shape") or not any(hasattr(part, "shape") for part in jax.tree.leaves(x.array))
 
 
 def _leaf(path: Sequence[Any], value: Any, tree: Any) -> Leaf:
     keys = tuple(path)
     if isinstance(value, NamedArray):
         shape = getattr(value.array, "shape", None)
-        return Leaf(keys, value, value.names if shape is not None else None, shape)
+        if shape is None:
+            return Leaf(keys, value, None, None)
+        other = len(shape) != len(value.names) and not _is_mapped(value.array)
+        return Leaf(keys, value, value.names, shape, made_from=value.names if other else None)
     if not isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return Leaf(keys, value, None, None)
-    return Leaf(keys, value, _field_names(path, tree), tuple(value.shape))
+    parents = _parents(path, tree)
+    around = next((p for p in parents if isinstance(p, NamedArray)), None)
+    names = _field_names(path, parents) if around is None else around.names
+    return Leaf(keys, value, names, tuple(value.shape), made_from=None if around is None else around.names)
 
 
-def _field_names(path: Sequence[Any], tree: Any) -> Names | None:
-    """Return the names that a field of an Equinox module has for its raw array, list or dictionary of arrays."""
-    last = max((i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)), default=None)
-    if last is None:
-        return None
-    parent = tree
+def _is_mapped(x: Any) -> bool:
+    """Return whether `jax.vmap` has taken an axis from an array, which then lacks it only here."""
+    return isinstance(x, Tracer) and getattr(followed_by(x), "shape", x.shape) != x.shape
+
+
+def _name_axes_left(leaves: list[Leaf]) -> list[Leaf]:
+    """Name the axes of arrays that an optimizer made from others, as far as the sizes of the tree's axes tell.
+
+    Such an array has the names of a parameter but other axes, for example those that are left after a mean. Its axes
+    are in the order of the names; one that could be several of them, or none, becomes `_`, which no mapping contains.
+    So does the axis of an array of one element that stands for a larger one with its names and key.
+    """
+    ones = [leaf for leaf in leaves if leaf.names and leaf.shape == (1,)]
+    if not ones and not any(leaf.made_from for leaf in leaves):
+        return leaves
+    sizes: dict[str, set[int]] = {}
+    larger = set()
+    for leaf in leaves:
+        if not leaf.made_from and len(leaf.names or ()) == len(leaf.shape or ()) and leaf.shape != (1,):
+            larger.add((leaf.keys[-1:], leaf.names))
+            for name, size in zip(leaf.names or (), leaf.shape or (), strict=True):
+                sizes.setdefault(name, set()).add(size)
+
+    def found(leaf: Leaf) -> Names | None:
+        if leaf.made_from and leaf.shape is not None:
+            return _names_left(leaf.made_from, leaf.shape, sizes)
+        return ("_",) if leaf.shape == (1,) and (leaf.keys[-1:], leaf.names) in larger else leaf.names
+
+    return [dataclasses.replace(leaf, names=found(leaf)) for leaf in leaves]
+
+
+def _is_not_told(leaf: Leaf, mapping: Mapping[str, Entry]) -> bool:
+    """Return whether a mapping would shard an array of an optimizer if one knew which axes it has."""
+    unknown = set(leaf.names or ()) == {"_"} and math.prod(leaf.shape or ()) > 1
+    return unknown and any(mapping.get(n) for n in leaf.made_from or ())
+
+
+def _names_left(names: Names, shape: Sequence[int], sizes: Mapping[str, Collection[int]]) -> Names:
+    """Return a name for each axis of a shape, in the order of the names: the assignment that most sizes confirm.
+
+    If such assignments have different names, axes that they do not agree about become `_`.
+    """
+    best: tuple[int, int] = (0, 0)
+    assignments: list[tuple[str, ...]] = []
+    fits = [[i for i, n in enumerate(names) if size != 1 and size in sizes.get(n, (size,))] for size in shape]
+    for chosen in itertools.product(*([*f, None] for f in fits)):
+        used = [i for i in chosen if i is not None]
+        if used == sorted(set(used)):
+            merit = len(used), sum(names[i] in sizes for i in used)
+            assignment = tuple("_" if i is None else names[i] for i in chosen)
+            assignments = [*assignments, assignment] if merit == best else [assignment] if merit > best else assignments
+            best = max(best, merit)
+    if len({tuple(n for n in names if n != "_") for names in assignments}) == 1:  # as of a square for one axis
+        return assignments[0]
+    return tuple(n[0] if len(set(n)) == 1 else "_" for n in zip(*assignments, strict=True))
+
+
+def _parents(path: Sequence[Any], tree: Any) -> list[Any]:
+    """Return the nodes that contain a leaf, from the root, as far as a name of a field may be among their keys."""
+    last = max((i for i, key in enumerate(path) if isinstance(key, jax.tree_util.GetAttrKey)), default=-1)
+    parents = [tree]
     for key in path[:last]:
-        parent = _child(parent, key)
+        parents.append(_child(parents[-1], key))
+    return parents if last >= 0 else []
+
+
+def _field_names(path: Sequence[Any], parents: Sequence[Any]) -> Names | None:
+    """Return the names that a field of an Equinox module has for its raw array, list or dictionary of arrays."""
+    if not parents:
+        return None
+    parent, last = parents[-1], len(parents) - 1
     if hasattr(type(parent), "get_metadata") or hasattr(type(parent), "get_partition_spec"):
         return _names_by_flax(parent)
     if not dataclasses.is_dataclass(parent):  # Equinox modules are dataclasses
@@ -271,14 +362,14 @@ def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> li
     if is_placement(placement):
         placement = _for_tree(placement, tree)
     if is_placement(placement):
-        return [(_unwrapped(placement), 0)] * structure.num_leaves
+        return [(unwrapped(placement), 0)] * structure.num_leaves
     try:
         placement = checked_prefix(placement, what)
-        if any(isinstance(_unwrapped(p), Rule) for p in jax.tree.leaves(placement, is_leaf=is_placement)):
+        if any(isinstance(unwrapped(p), Rule) for p in jax.tree.leaves(placement, is_leaf=is_placement)):
             placement = checked_prefix(jax.tree.map(_for_tree, placement, tree, is_leaf=is_placement), what)
         # Placements are wrapped so that those that are trees themselves (mappings) count as leaves.
         wrapped = jax.tree.map_with_path(
-            lambda path, p: PlacementLeaf(_unwrapped(p), len(path)), placement, is_leaf=is_placement
+            lambda path, p: PlacementLeaf(unwrapped(p), len(path)), placement, is_leaf=is_placement
         )
         spread = jax.tree.broadcast(wrapped, jax.tree.unflatten(structure, range(structure.num_leaves)))
     except ValueError as e:
@@ -309,19 +400,19 @@ class PlacementLeaf:
     """The depth in the tree that the placement is for."""
 
 
-def _unwrapped(placement: Placement) -> Placement:
+def unwrapped(placement: Placement) -> Placement:
     return placement.placement if isinstance(placement, PlacementLeaf) else placement
 
 
 def _for_tree(placement: Placement, tree: Any) -> Placement:
-    rule = _unwrapped(placement)
+    rule = unwrapped(placement)
     found = rule.for_tree(tree) if isinstance(rule, Rule) else rule
     return placement if found is rule else found
 
 
 def shardings_in(placement: Placement) -> list[NamedSharding]:
     """Return the shardings of a placement, each of which has its own mesh."""
-    found = map(_unwrapped, jax.tree.leaves(placement, is_leaf=is_placement))
+    found = map(unwrapped, jax.tree.leaves(placement, is_leaf=is_placement))
     return [p for p in found if isinstance(p, NamedSharding)]
 
 
@@ -489,7 +580,9 @@ def unused_in(placement: Placement, leaves: Sequence[Leaf]) -> list[tuple[str, s
         return placement.unused(leaves)
     if not isinstance(placement, Mapping):
         return []
-    return unused_names(normalize_mapping(placement), {n for leaf in leaves for n in leaf.names or ()})
+    return unused_names(
+        normalize_mapping(placement), {n for leaf in leaves for n in leaf.made_from or leaf.names or ()}
+    )
 
 
 def unused_names(names: Iterable[str], known: Collection[str]) -> list[tuple[str, str]]:
@@ -501,7 +594,7 @@ def unused_names(names: Iterable[str], known: Collection[str]) -> list[tuple[str
     ]
 
 
-def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], what: str) -> None:
+def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], mesh: AnyMesh | None, what: str) -> None:
     """Warn about a mapping that applies to no axis, which would otherwise go unnoticed."""
     placed: dict[frozenset[str], tuple[Mapping[Any, Any], list[Leaf]]] = {}
     for given, leaf in placements:
@@ -510,13 +603,47 @@ def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], what: str) -> 
             placed.setdefault(key, (given, []))[1].append(leaf)
     for mapping, its_leaves in placed.values():
         keys = [name_of(k) for k in mapping]
-        known = {n for leaf in its_leaves for n in leaf.names or ()}
+        known = {n for leaf in its_leaves for n in leaf.made_from or leaf.names or ()}
         if keys and not known.intersection(keys):
             has = f"has {', '.join(sorted(map(repr, known)))}" if known else "has no named axes"
+            hint = _errors.suggestions(keys, known) if known else advise_paths(its_leaves, mapping.values(), mesh)
             _errors.warn(
                 f"{what}: none of the axes {_errors.quoted(keys)} of the mapping is an axis of the tree, which "
-                f"{has}.{_errors.suggestions(keys, known)}"
+                f"{has}.{hint}"
             )
+
+
+def _warn_if_not_told(leaves: Sequence[Leaf], what: str) -> None:
+    """Warn about arrays of an optimizer that are replicated because their sizes do not tell which axes they have."""
+    found = [f"{x.path} of shape {x.shape}, made from {_errors.describe_axes(x.made_from or ())}" for x in leaves]
+    if found:
+        more = f", and {len(found) - 3} more" if len(found) > 3 else ""
+        _errors.warn(
+            f"{what}: arrays of an optimizer are replicated, since their sizes do not tell which axes they have: "
+            f"{'; '.join(found[:3])}{more}. Place them together with the parameters, whose sizes tell, or by path with "
+            "axonym.sharding.TreePathShardingRule."
+        )
+
+
+def advise_paths(leaves: Sequence[Leaf], entries: Iterable[Any], mesh: AnyMesh | None) -> str:
+    """Return a sentence that says how to place leaves without names: by path, with the two largest as examples."""
+    largest = sorted((leaf for leaf in leaves if leaf.shape), key=lambda leaf: -math.prod(leaf.shape or ()))[:2]
+    axis = next((a for entry in entries for a in mesh_axes(entry)), None)
+    if axis is None or not largest:
+        return ""
+    shards = 1 if mesh is None else mesh.shape.get(axis, 1)
+
+    def spec(leaf: Leaf) -> str:
+        where = next((i for i, size in enumerate(leaf.shape or ()) if size % shards == 0), None)
+        return "jax.P()" if where is None else f"jax.P({'None, ' * where}{axis!r})"
+
+    if not largest[0].keys:
+        return f" Place an array without names by position: pass `{spec(largest[0])}` instead."
+    rules = [f"({re.escape(leaf.path) + '$'!r}, {spec(leaf)})" for leaf in largest]
+    return (
+        " Place arrays without names by path: pass "
+        f"`axonym.sharding.TreePathShardingRule({', '.join(rules)}, ('.*', jax.P()))` instead."
+    )
 
 
 def mapping_of(placement: ResourceMapping | None) -> Mapping[str, Entry]:

@@ -18,6 +18,7 @@ from ..axis import AxisSelector, name_of
 from ..named_array import raw, wrap_like
 from .meshes import required_mesh, with_devices
 from .placement import Leaf, leaves_of, listed
+from .shard import without_cache
 
 
 def from_process_local_data(
@@ -51,7 +52,7 @@ def from_process_local_data(
         )
     shards = len(_shards_here(found, over))
     leaves, structure = leaves_of(tree)
-    loaded = [(leaf, np.asarray(raw(leaf.value))) for leaf in leaves]
+    loaded = [(leaf, np.asarray(without_cache(raw(leaf.value)))) for leaf in leaves]
     made, problems = [], []
     for leaf, x in loaded:
         shape = x.shape if leaf.names is None else _errors.describe_axes(leaf.names, x.shape)

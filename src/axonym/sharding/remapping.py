@@ -21,7 +21,7 @@ from .._per_device import run_per_device
 from ..named_array import is_jax_array_like, raw, wrap_like
 from .meshes import AnyMesh, required_mesh, with_devices
 from .placement import Placement, resolve
-from .shard import shard
+from .shard import moved, shard
 
 T = TypeVar("T")
 
@@ -64,13 +64,13 @@ def remap(tree: T, placement: Placement, mesh: AnyMesh | None = None, *, piece_b
         moves.append((x, target))
     # Only after all checks, so that nothing is deleted if one fails.
     owners = collections.Counter(b for x in {id(x): x for x, _ in moves}.values() for b in _buffers(x))
-    moved: dict[int, jax.Array] = {}  # an array that occurs twice stays one array
+    arrived: dict[int, jax.Array] = {}  # an array that occurs twice stays one array
     results = []
     for leaf, (x, target) in zip(leaves, moves, strict=True):
         if is_jax_array_like(x):
-            if id(x) not in moved:
-                moved[id(x)] = _moved(x, target, owners, piece_bytes)
-            x = moved[id(x)]
+            if id(x) not in arrived:
+                arrived[id(x)] = _moved(x, target, owners, piece_bytes)
+            x = arrived[id(x)]
         results.append(wrap_like(x, leaf.value))
     return jax.tree.unflatten(structure, results)
 
@@ -107,7 +107,7 @@ def _in_pieces(x: jax.Array, target: NamedSharding, piece_bytes: int) -> jax.Arr
         source = NamedSharding(Mesh(np.array(list(source.device_set)), ("device",)), PartitionSpec())
     small = x.nbytes <= piece_bytes or jnp.issubdtype(x.dtype, jax.dtypes.extended)
     if small or not isinstance(source, NamedSharding) or source.memory_kind != target.memory_kind:
-        return jax.block_until_ready(jax.device_put(x, target))
+        return jax.block_until_ready(moved(x, target))
     # A dimension consists of blocks, each within one old and one new shard. A piece has the same stretch of every
     # block, so that no other device is needed to cut it out or put it in.
     counts = [[n // m for n, m in zip(x.shape, s.shard_shape(x.shape), strict=True)] for s in (source, target)]
@@ -127,7 +127,7 @@ def _in_pieces(x: jax.Array, target: NamedSharding, piece_bytes: int) -> jax.Arr
         at = np.array(starts, np.int32)
         with jax.set_mesh(old):
             piece = _cut(x, at, source, sizes, tuple(lengths))
-        piece = jax.device_put(piece, target)
+        piece = moved(piece, target)
         with jax.set_mesh(new):
             found = jax.block_until_ready(_put(found, piece, at, target, sizes, tuple(lengths)))
     return found

@@ -14,15 +14,17 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .. import _context, _errors
+from .. import _errors
+from .._context import active_mapping, active_parameter_mapping
 from .._jax_versions import INLINE, is_about_devices
 from .._kernels import operation_scope
-from .._mesh_axes import entry_of, mesh_axes, padded, reshard, types_of
+from .._mesh_axes import axes_in, entry_of, mesh_axes, padded, reshard, types_of
 from .._parameter_names import by_parameter, parameter_names
 from .._processes import checksum, fail_together
 from ..named_array import raw, wrap_like
+from .mapping import normalize_mapping
 from .meshes import AnyMesh, as_seen_here, current_mesh, with_devices
-from .placement import Leaf, Placement, PlacementLeaf, drop_manual, is_placement, resolve, shardings_in
+from .placement import Leaf, Placement, PlacementLeaf, Rule, drop_manual, is_placement, resolve, shardings_in, unwrapped
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -89,7 +91,7 @@ def to_host(tree: T) -> T:
     with fail_together("to_host") if spread else contextlib.nullcontext(lambda same: None) as agree:
         if any(isinstance(x, Tracer) for x in arrays):
             raise TypeError("to_host: a traced array has no values to copy; call it outside of jit.")
-        if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays):
+        if any(map(_is_of_keys, arrays)):
             raise TypeError("to_host: NumPy has no arrays of random keys; convert them with jax.random.key_data first.")
         if any(x.is_deleted() for x in arrays):
             raise RuntimeError("to_host: an array was deleted, as by a donation.")
@@ -101,10 +103,55 @@ def to_host(tree: T) -> T:
 def copied_to_host(x: jax.Array) -> np.ndarray:
     """Copy an array to host memory. With several hosts, each must call this for the same arrays in the same order."""
     if x.is_fully_addressable:
-        return np.asarray(x)
+        return np.asarray(without_cache(x))
     from jax.experimental import multihost_utils
 
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+_COMPILED_BYTES = 2**24
+"""The bytes of an array from which a compiled program moves it; less is copied sooner through the host."""
+
+
+def moved(x: Any, target: NamedSharding) -> jax.Array:
+    """Move an array to a sharding, and leave no copy of it on the host.
+
+    If shards get other boundaries, `jax.device_put` copies the array to the host, and the array keeps that copy.
+    """
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer) or _is_of_keys(x):
+        return jax.device_put(x, target)
+    if (x.nbytes >= _COMPILED_BYTES or x.weak_type) and _is_exchange(x.sharding, target, x.ndim):
+        return _program_to(target)(x)
+    return jax.device_put(without_cache(x), target)
+
+
+def without_cache(x: Any) -> Any:
+    """Return another array of the same buffers: what JAX caches in an array, such as a copy on the host, ends with it.
+
+    Weakly typed arrays and random keys, of which JAX makes no such array, are returned as they are.
+    """
+    if not isinstance(x, jax.Array) or _is_of_keys(x) or x.weak_type or not x.is_fully_addressable:
+        return x
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [s.data for s in x.addressable_shards])
+
+
+def _is_of_keys(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_exchange(has: Any, target: NamedSharding, ndim: int) -> bool:
+    """Return whether the same devices, in the same order, get other shards, so that a program can exchange them."""
+    if not isinstance(has, NamedSharding) or has.memory_kind != target.memory_kind:
+        return False
+    meshes: list[Any] = [has.mesh, target.mesh]
+    same = [*meshes[0].devices.flat] == [*meshes[1].devices.flat]
+    return same and not has.is_equivalent_to(target, ndim)
+
+
+@functools.lru_cache(maxsize=256)
+def _program_to(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: x, out_shardings=target)
 
 
 def shard_quietly(tree: T, placement: Placement, what: str) -> T:
@@ -184,12 +231,12 @@ def call_on_mesh(
         found = has.mesh.devices.flat if isinstance(has, NamedSharding) and isinstance(has.mesh, Mesh) else devices
         return has.device_set != set(devices) or list(found) != devices
 
-    def moved(x: Any) -> Any:
-        return jax.device_put(x, NamedSharding(mesh, PartitionSpec())) if elsewhere(x) else x
+    def on_mesh(x: Any) -> Any:
+        return moved(x, NamedSharding(mesh, PartitionSpec())) if elsewhere(x) else x
 
     # The devices of a tracer in an eager transform are not known, and it cannot be constrained on other devices.
-    arguments = jax.tree.map(lambda x: moved(x) if isinstance(x, Tracer) else x, (args, kwargs))
-    return call(*jax.tree.map(moved, place(*arguments)))
+    arguments = jax.tree.map(lambda x: on_mesh(x) if isinstance(x, Tracer) else x, (args, kwargs))
+    return call(*jax.tree.map(on_mesh, place(*arguments)))
 
 
 def _devices_for(placement: Placement) -> Mesh | None:
@@ -200,7 +247,7 @@ def _devices_for(placement: Placement) -> Mesh | None:
 
 
 def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn: bool, undo: bool = False) -> T:
-    if placement is None and not _context.active_mapping():
+    if placement is None and not active_mapping():
         if warn:
             _errors.warn(
                 f"{what}: no mapping is active, so nothing was placed. Use axonym.axis_mapping, or pass a placement."
@@ -215,7 +262,7 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
         mesh = current_mesh()
     if mesh is None and not shardings_in(placement):
         if warn:
-            _errors.warn(f"{what}: no mesh is active, so nothing was placed. Use jax.set_mesh, or pass a mesh.")
+            warn_without_mesh(what, placement, ", or pass it as `mesh`")
         return tree
     leaves, structure = resolve(tree, placement, mesh, what)
     if undo:
@@ -225,6 +272,30 @@ def _shard(tree: T, placement: Placement, mesh: AnyMesh | None, what: str, warn:
     return jax.tree.unflatten(structure, [_put(leaf, leaf.mesh or mesh, what) for leaf in leaves])
 
 
+def warn_without_mesh(what: str, placements: Any, otherwise: str = "") -> None:
+    """Warn that placements and the active mappings shard nothing without a mesh."""
+    axes = dict.fromkeys(_axes_of(placements), 1)
+    sizes = {axis: size if i else -1 for i, (axis, size) in enumerate(axes.items())} or {"data": -1}
+    _errors.warn(
+        f"{what}: no mesh is active, so nothing is sharded. Activate one around the call: "
+        f"`with jax.set_mesh(axonym.make_mesh({sizes})):`{otherwise}."
+    )
+
+
+def needs_mesh(placements: Any) -> bool:
+    """Return whether placements or the active mappings shard something, and none of them brings a mesh."""
+    rules = any(isinstance(p, Rule) for p in jax.tree.leaves(placements, is_leaf=is_placement))
+    return (rules or bool(_axes_of(placements))) and not shardings_in(placements)
+
+
+def _axes_of(placements: Any) -> tuple[str, ...]:
+    """Return the mesh axes that placements and the active mappings mention, in rules apart."""
+    found = [active_mapping(), active_parameter_mapping()]
+    found += map(unwrapped, jax.tree.leaves(placements, is_leaf=is_placement))
+    of_mappings = axes_in(e for p in found if isinstance(p, Mapping) for e in normalize_mapping(p).values())
+    return of_mappings + axes_in(e for p in found if isinstance(p, PartitionSpec) for e in p)
+
+
 def _check_same(leaves: Sequence[Leaf], mesh: AnyMesh | None, what: str) -> None:
     """Check that arrays are equal in all processes, if each has its own and they become one global array."""
     lines = []
@@ -232,7 +303,7 @@ def _check_same(leaves: Sequence[Leaf], mesh: AnyMesh | None, what: str) -> None
         x = raw(leaf.value)
         target = leaf.mesh or mesh
         if leaf.spec is not None and target is not None and _is_local(x) and _spans_processes(target):
-            values = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+            values = jax.random.key_data(x) if _is_of_keys(x) else x
             lines.append(f"{leaf.path} {x.dtype}{list(x.shape)} with checksum {checksum(values):08x}")
     if lines:
         with fail_together(what) as agree:
@@ -282,9 +353,13 @@ def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
     spec = _closed(spec, has)
     if jax.process_count() > 1 and _is_local(x) and _spans_processes(mesh):
         return _from_each_process(x, NamedSharding(with_devices(mesh), spec))
-    if isinstance(mesh, AbstractMesh):
-        return jax.device_put(x, spec)  # the active mesh; JAX knows its devices
-    return jax.device_put(x, NamedSharding(mesh, spec))
+    found = with_devices(mesh)
+    if isinstance(found, AbstractMesh):
+        raise ValueError(
+            f"{what}: mesh {_errors.describe_shape(found.shape)} is abstract: it has no devices to move arrays to. "
+            "Activate a mesh with devices, as in `with jax.set_mesh(mesh):`, or pass one."
+        )
+    return moved(x, NamedSharding(found, spec))
 
 
 def _from_each_process(x: Any, sharding: NamedSharding) -> jax.Array:
@@ -292,11 +367,11 @@ def _from_each_process(x: Any, sharding: NamedSharding) -> jax.Array:
 
     `jax.device_put` would gather the values of all processes to compare them, and does not accept random keys.
     """
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if _is_of_keys(x):
         spec = PartitionSpec(*padded(sharding.spec, x.ndim))
         data = _from_each_process(jax.random.key_data(x), NamedSharding(sharding.mesh, spec))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    values = np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype))
+    values = np.asarray(without_cache(x), jax.dtypes.canonicalize_dtype(x.dtype))
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 

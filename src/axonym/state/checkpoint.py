@@ -27,7 +27,7 @@ from .._processes import ProcessAgreement, fail_together
 from ..named_array import NamedArray, describe_array, is_jax_array_like, raw, wrap
 from ..ops.rearranging import rearrange
 from ..sharding.meshes import AnyMesh, current_mesh, with_devices
-from ..sharding.placement import Leaf, Placement, leaves_of, listed
+from ..sharding.placement import Leaf, Placement, is_placed_whole, leaves_of, listed
 from .checksums import as_folder, damage_of, listed_damage, write_checksums, write_checksums_of_process
 from .load_context import LoadContext
 from .naming import is_number, require_representable, same_kind
@@ -219,7 +219,7 @@ def restore_checkpoint(
             restore = orbax.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
             arrays |= _read(checkpointer, path, orbax.args.Composite(arrays=restore))["arrays"]
     results = [_restored(leaf, mine, about.get(_key(leaf)), arrays) for leaf, mine, _ in leaves]
-    return jax.tree.unflatten(jax.tree.structure(template, is_leaf=lambda x: isinstance(x, NamedArray)), results)
+    return jax.tree.unflatten(jax.tree.structure(template, is_leaf=is_placed_whole), results)
 
 
 def _empty(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -331,6 +331,7 @@ def _key(leaf: Leaf) -> str:
 
 def _about(leaf: Leaf, array: Any) -> dict[str, Any]:
     names = leaf.value.names if isinstance(leaf.value, NamedArray) else None
+    names = None if leaf.made_from else names  # which are those of another array
     about = {"axes": names, "shape": list(array.shape), "dtype": str(array.dtype)}
     return about | ({"key": str(jax.random.key_impl(array))} if _is_key(array) else {})
 
@@ -406,7 +407,11 @@ def _number(x: Any, entry: Mapping[str, Any]) -> Any:
 
 def _abstract(x: Any, entry: Mapping[str, Any]) -> Any:
     struct = jax.ShapeDtypeStruct(tuple(entry["shape"]), x.dtype)
-    return wrap(struct, tuple(entry["axes"] or x.names)) if isinstance(x, NamedArray) else struct
+    return (
+        wrap(struct, x.names if entry["axes"] is None else tuple(entry["axes"]))
+        if isinstance(x, NamedArray)
+        else struct
+    )
 
 
 def _restored(leaf: Leaf, mine: Any, entry: Mapping[str, Any] | None, arrays: Mapping[str, Any]) -> Any:

@@ -14,9 +14,18 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .. import _context, _errors
-from ..named_array import is_jax_array_like, is_named_array, raw, wrap_like
+from ..named_array import is_jax_array_like, raw, wrap_like
 from ..sharding.meshes import AnyMesh, current_mesh, required_mesh, with_devices
-from ..sharding.placement import Leaf, Placement, leaves_of, listed, present_sharding, resolve, shardings_in
+from ..sharding.placement import (
+    Leaf,
+    Placement,
+    is_placed_whole,
+    leaves_of,
+    listed,
+    present_sharding,
+    resolve,
+    shardings_in,
+)
 from ..sharding.shard import in_trace, shard
 from .lazy_arrays import LazyArray, has_missing, is_on_device, read_all, with_abstract_arrays
 
@@ -25,7 +34,7 @@ T = TypeVar("T")
 
 def read_sharded(tree: T, template: T, placement: Placement, mesh: AnyMesh | None, what: str) -> T:
     """Replace the lazy arrays of a tree with JAX arrays; those that were not found keep their value in the template."""
-    values, structure = jax.tree.flatten(tree, is_leaf=is_named_array)
+    values, structure = jax.tree.flatten(tree, is_leaf=is_placed_whole)
     leaves = shardings_of(with_abstract_arrays(tree), template, placement, mesh, what)
     results, problems = [], []
     for value, (leaf, mine, sharding) in zip(values, leaves, strict=True):
@@ -56,7 +65,7 @@ def shardings_of(
         leaves, structure = leaves_of(tree)
     else:
         leaves, structure = resolve(tree, placement, mesh, what)
-    own, own_structure = jax.tree.flatten(template, is_leaf=is_named_array)
+    own, own_structure = jax.tree.flatten(template, is_leaf=is_placed_whole)
     if own_structure != structure:  # a module's own `from_state_dict` returned another structure
         own = [None] * len(leaves)
     return [(leaf, mine, _sharding(leaf, mine, mesh)) for leaf, mine in zip(leaves, own, strict=True)]

@@ -8,9 +8,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .. import _errors, _output_sharding
-from .._mesh_axes import axes_in, entries_of, explicit_mesh, reshard, restricted
+from .._context import active_parameter_mapping
+from .._fsdp_ops import gathered_for_each_shard
+from .._function_cache import closed, opened
+from .._mesh_axes import (
+    Axes,
+    axes_in,
+    entries_of,
+    entry_of,
+    explicit_mesh,
+    mesh_around,
+    reshard,
+    restricted,
+    shard_count,
+)
 from .._tree_spec import Slot, StaticLeaf, TreeSpec, check_rank, flatten_arrays
 from ..axis import Axis, AxisSelection, Names, name_of, names_without, selectors
 from ..named_array import NamedArray, wrap
@@ -77,28 +91,35 @@ def vmap(
         leaves, structure = _mapped_axis.flatten((args, kwargs))
         operands, leaves = _operands(names, leaves, raw_axes.of_leaves(args, kwargs, len(leaves)), args, kwargs)
         sizes = _sizes(names, given, operands, args, kwargs)
+        held, function = _mapped_axis.flatten(opened(fn, closures=True) if active_parameter_mapping() else None)
+        shards = _find_shards(names, sizes, operands, [*leaves, *held])
         returned: list[TreeSpec] = []  # JAX's transform returns only arrays, so `one` leaves the rest of the tree here
 
         def one(arrays: Sequence[Any]) -> list[Any]:
-            inner = list(leaves)
+            inner = [*leaves, *held]
             for operand, x in zip(operands, arrays, strict=True):
                 inner[operand.leaf] = x if operand.inner_names is None else wrap(x, operand.inner_names)
-            one_args, one_kwargs = jax.tree.unflatten(structure, inner)
-            result = fn(*one_args, **one_kwargs)  # pyright: ignore[reportCallIssue]
+            one_args, one_kwargs = jax.tree.unflatten(structure, inner[: len(leaves)])
+            call: Any = fn if shards is None else closed(jax.tree.unflatten(function, inner[len(leaves) :]))
+            result = call(*one_args, **one_kwargs)
             outputs, spec = flatten_arrays(result)
             _mapped_axis.check_placed_elsewhere("vmap", sizes, inner, _mapped_axis.flatten(result)[0])
             returned[:] = [TreeSpec(spec.structure, [_with_axes(slot, names) for slot in spec.slots])]
             return outputs
 
-        for level in reversed(range(len(names))):
-            positions = [operand.position(level) for operand in operands]
-            size = sizes[names[level]]
-            spmd = _mapped_axis.spmd_axes("vmap", names[level], size)
-            one = jax.vmap(one, in_axes=(positions,), axis_size=size, spmd_axis_name=spmd)
+        levels = [(sizes[n], _mapped_axis.spmd_axes("vmap", n, sizes[n])) for n in names]
+        if shards is not None:
+            operands = [operand for operand in operands if operand.leaf not in shards.parameters]
         arrays = _placed_alike(names, sizes, operands)
+        if shards is not None:
+            operands, arrays = shards.split(operands, arrays)
+            levels = shards.split_levels(levels)
+        for level, (size, spmd) in reversed([*enumerate(levels)]):
+            positions = [operand.position(level) for operand in operands]
+            one = jax.vmap(one, in_axes=(positions,), axis_size=size, spmd_axis_name=spmd)
         with _mapped_axis.collisions_named("vmap", names), _mapped_axis.announced(names, arrays):
             stacked = one(arrays)
-        return returned[0].unflatten(stacked)
+        return returned[0].unflatten(stacked if shards is None else map(shards.merged, stacked))
 
     return functools.update_wrapper(mapped, fn, updated=())
 
@@ -209,6 +230,98 @@ def _placed_alike(names: Names, sizes: Mapping[str, int], operands: Sequence[_Op
                 wanted[dim] = chosen[name]
         arrays[i] = reshard(arrays[i], wanted, mesh)
     return arrays
+
+
+# --- parameters that `axonym.fsdp` stores sharded ---
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _BatchShards:
+    """The shards of one of the axes, a batch, each of which is mapped over with parameters of its own.
+
+    Inside, operations do not see the batch, so they do not recognize the parameters that are to be gathered for it.
+    """
+
+    level: int
+    """The index of the axis."""
+    over: Axes
+    """The mesh axes that it is sharded over."""
+    count: int
+    parameters: dict[int, tuple[_Operand, jax.Array]]
+    """The parameters by leaf, and each gathered, with an axis of the shards in front."""
+
+    def split(self, operands: Sequence[_Operand], arrays: Sequence[Any]) -> tuple[list[_Operand], list[Any]]:
+        """Split the axis into the shards and the rest, in the arrays and in the operands, and add the parameters."""
+        found = []
+        for operand, x in zip(operands, arrays, strict=True):
+            at, dims = operand.dims[self.level], list(operand.dims)
+            if at is not None:
+                x = self._split_axis(x, at)
+                dims = [d if d is None or d <= at else d + 1 for d in dims]
+            dims[self.level : self.level + 1] = (None, None) if at is None else (at, at + 1)
+            found.append((dataclasses.replace(operand, dims=tuple(dims)), x))
+        for operand, x in self.parameters.values():
+            dims = [None if d is None else d + 1 for d in operand.dims]
+            dims[self.level : self.level + 1] = (0, None)
+            found.append((dataclasses.replace(operand, dims=tuple(dims)), x))
+        return [operand for operand, _ in found], [x for _, x in found]
+
+    def split_levels(self, levels: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        """Return the sizes and mesh axes of all axes that are mapped over, with those of the shards and the rest."""
+        size, spmd = levels[self.level]
+        return [*levels[: self.level], (self.count, spmd), (size // self.count, None), *levels[self.level + 1 :]]
+
+    def _split_axis(self, x: jax.Array, at: int) -> jax.Array:
+        shape = (*x.shape[:at], self.count, x.shape[at] // self.count, *x.shape[at + 1 :])
+        if (mesh := explicit_mesh([x], sharded=False)) is None:
+            return jax.lax.reshape(x, shape)
+        entries = list(entries_of(x))
+        entries[at : at + 1] = (entry_of(self.over),)
+        x = reshard(x, entries, mesh)
+        return jax.lax.reshape(
+            x, shape, out_sharding=NamedSharding(mesh, PartitionSpec(*entries[: at + 1], None, *entries[at + 1 :]))
+        )
+
+    def merged(self, x: jax.Array) -> jax.Array:
+        """Merge the shards and the rest of the axis in a result, which has all axes in front."""
+        at = self.level
+        shape = (*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :])
+        entries = entries_of(x)
+        sharding = (
+            NamedSharding(mesh, PartitionSpec(*entries[: at + 1], *entries[at + 2 :]))
+            if (mesh := explicit_mesh([x]))
+            else None
+        )
+        return jax.lax.reshape(x, shape, out_sharding=sharding)
+
+
+def _find_shards(
+    names: Names, sizes: Mapping[str, int], operands: list[_Operand], leaves: Sequence[Any]
+) -> _BatchShards | None:
+    """Return the shards of an axis of which each uses parameters that are stored sharded; None if there is none.
+
+    Arguments:
+        operands: those of the arguments.
+        leaves: the leaves of the arguments and of the function.
+    """
+    if not active_parameter_mapping():
+        return None
+    known = {operand.leaf: operand for operand in operands}
+    nowhere = (None,) * len(names)
+    for level, name in enumerate(names):
+        kinds = (AxisType.Auto, AxisType.Explicit)
+        over = next(filter(None, (_mapped_axis.mapped_to("vmap", name, sizes[name], kind) for kind in kinds)), ())
+        parameters = {}
+        for i, leaf in enumerate(leaves if over else ()):
+            if isinstance(leaf, NamedArray) and _mapped_axis.is_array(leaf.array):
+                operand = known.get(i, _Operand(i, leaf.array, leaf.names, nowhere))
+                mapped = operand.dims[level] is not None
+                gathered = None if mapped else gathered_for_each_shard(leaf.names, leaf.array, over)
+                if gathered is not None:
+                    parameters[i] = operand, gathered
+        if parameters:
+            return _BatchShards(level, over, shard_count(mesh_around(), over), parameters)
+    return None
 
 
 # --- how raw arrays are mapped ---
