@@ -199,6 +199,13 @@ from .ops.selection import (
     take_along_axis as take_along_axis,
     where as where,
 )
+from .ops.segments import (
+    segment_max as segment_max,
+    segment_mean as segment_mean,
+    segment_min as segment_min,
+    segment_prod as segment_prod,
+    segment_sum as segment_sum,
+)
 from .ops.sets import (
     bincount as bincount,
     histogram as histogram,
