@@ -131,8 +131,12 @@ NETWORKS = {
         "`axonym.nn.attention.dot_product_attention(query, key, value, 'key_pos', 'head_dim')`",
     ),
     **dict.fromkeys(
-        ("BatchNorm", "BatchNorm1d", "BatchNorm2d", "GroupNorm", "InstanceNorm2d"),
-        "`LayerNorm` and `RmsNorm` are layers, and `axonym.nn.standardize(x, axes)` normalizes over any axes",
+        ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"),
+        "`equinox.nn.make_with_state(axonym.nn.BatchNorm.init)(Channels, ('batch', 'height', 'width'))`",
+    ),
+    **dict.fromkeys(
+        ("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"),
+        "`axonym.nn.GroupNorm.init(Channels, Channels.size, ('height', 'width'))`",
     ),
     "RMSNorm": "`axonym.nn.RmsNorm.init(Embed, use_bias=False)`",
     **dict.fromkeys(
