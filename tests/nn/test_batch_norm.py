@@ -139,7 +139,9 @@ def test_state_dicts_have_the_names_of_pytorch() -> None:
     assert_running(model.norm, found, 0.1)
     assert not model.norm.inference
     for call in (to_torch_compatible_state_dict, lambda m: from_torch_compatible_state_dict(m, entries)):
-        with pytest.raises(ValueError, match=r"not in the model but in its state, .* `axonym.nn.with_state\(model, state"):
+        with pytest.raises(
+            ValueError, match=r"not in the model but in its state, .* `axonym.nn.with_state\(model, state"
+        ):
             call(model)
 
 
@@ -149,7 +151,9 @@ def test_half_precision_and_errors() -> None:
     assert y.dtype == jnp.float16 and state.get(layer.running).running_var.dtype == jnp.float32
     np.testing.assert_allclose(y.array, EXPECTED, rtol=1e-2, atol=1e-2)
     for x in (X["batch", 0], X.broadcast_axis(axn.Axis("pos", 2))):
-        with pytest.raises(ValueError, match=r"for arrays with the axes \(batch, height, channels\), got .*outside of `vm"):
+        with pytest.raises(
+            ValueError, match=r"for arrays with the axes \(batch, height, channels\), got .*outside of `vm"
+        ):
             layer(x, state)
     with pytest.raises(ValueError, match="axis 'channels' of size 4 has no 3 groups of one size"):
         nn.GroupNorm.init(Channels, 3, ())

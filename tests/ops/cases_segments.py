@@ -16,7 +16,7 @@ NODE = axn.Axis("node", 4)
 
 
 def _members(numbers: Any, empty: float, reduce: Callable[..., Any], axes: tuple[int, ...]) -> Callable[[Any], Any]:
-    """Return the reduction, along some axes, of [batch, pos, node, embed], where elements of other segments are `empty`."""
+    """Return the reduction, along some axes, of [batch, pos, node, embed], with `empty` for elements of others."""
     of_segment = numbers[:, :, None, None] == jnp.arange(NODE.size)[:, None]
     return lambda x: reduce(jnp.where(of_segment, x[:, :, None], empty), axis=axes)
 

@@ -24,11 +24,23 @@ S = axn.named(np.arange(16, dtype=np.int32) % 9 - 1, "edge")
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: axn.segment_sum(X, S * 1.0, NODE), TypeError, r"^segment_sum: `segments` must be integers, got float32"),
+        (
+            lambda: axn.segment_sum(X, S * 1.0, NODE),
+            TypeError,
+            r"^segment_sum: `segments` must be integers, got float32",
+        ),
         (lambda: axn.segment_sum(X, S.rename({"edge": "row"}), NODE), ValueError, r"`segments` has axes \(row\) that"),
-        (lambda: axn.segment_max(X, S, NODE, axis="embed"), ValueError, r"^segment_max: no axis 'embed' in \(edge=16\)"),
+        (
+            lambda: axn.segment_max(X, S, NODE, axis="embed"),
+            ValueError,
+            r"^segment_max: no axis 'embed' in \(edge=16\)",
+        ),
         (lambda: axn.segment_sum(X, S["edge", :3], NODE), ValueError, r"axis 'edge' has conflicting sizes: 16 .* 3"),
-        (lambda: axn.segment_min(X, S["edge", 0], NODE), ValueError, r"^segment_min: .* axes to reduce along, got none"),
+        (
+            lambda: axn.segment_min(X, S["edge", 0], NODE),
+            ValueError,
+            r"^segment_min: .* axes to reduce along, got none",
+        ),
         (lambda: axn.segment_sum(X, S, axn.Axis("embed", 8)), ValueError, r"^segment_sum: .*'embed'"),
         (lambda: untyped.segment_sum(X, S, 8), TypeError, r"Write `axonym.Axis\('new', 8\)`"),
         (lambda: untyped.segment_sum(X, [0, 1], NODE), TypeError, r"^segment_sum: expected a NamedArray, got list"),
@@ -43,7 +55,10 @@ def test_small_dtypes_do_not_overflow() -> None:
     zero = axn.zeros({"edge": 1000}, dtype=jnp.uint8)
     for dtype in (jnp.bfloat16, jnp.int8):
         ones = axn.ones({"edge": 1000}, dtype=dtype)
-        total, mean = axn.segment_sum(ones, zero, axn.Axis("node", 1)), axn.segment_mean(ones, zero, axn.Axis("node", 1))
+        total, mean = (
+            axn.segment_sum(ones, zero, axn.Axis("node", 1)),
+            axn.segment_mean(ones, zero, axn.Axis("node", 1)),
+        )
         assert total.dtype == axn.sum(ones).dtype and total.tolist() == [1000] and mean.tolist() == [1]
     assert axn.segment_max(axn.named([True, False], "edge"), S["edge", :2], NODE).dtype == bool
 
@@ -71,7 +86,7 @@ def _collectives(fn: Any, *args: Any) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("explicit", [False, True])
 def test_sharded_segments_send_results_alone(explicit: bool) -> None:
-    """Each device reduces its elements; results of the size of the segments are combined. The gradient sends nothing."""
+    """Each device reduces its own elements, and results are combined. The gradient sends nothing."""
     expected, mapping = axn.segment_max(X, S, NODE), {"edge": "data", "node": "model"}
     with jax.set_mesh(axn.make_mesh({"data": 4, "model": 2}, explicit=explicit)):
         x, s = axn.shard(X, mapping), axn.shard(S, mapping)

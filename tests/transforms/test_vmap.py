@@ -291,9 +291,13 @@ def test_a_module_that_is_not_stacked_is_the_same_for_every_element() -> None:
         return unnamed(x.array)
 
     rows = axn.arange((Batch, Embed), dtype=float)
-    with pytest.raises(ValueError, match=r"args\[1\] is a module, Linear, .* `axonym.vmap\(f, 'batch', args=\(0, None\)\)`"):
+    with pytest.raises(
+        ValueError, match=r"args\[1\] is a module, Linear, .* `axonym.vmap\(f, 'batch', args=\(0, None\)\)`"
+    ):
         vmap(apply, Batch)(rows, unnamed)
-    with pytest.raises(ValueError, match=r"kwargs\['unnamed'\] .* `axonym.vmap\(f, 'batch', kwargs={'unnamed': None}\)`"):
+    with pytest.raises(
+        ValueError, match=r"kwargs\['unnamed'\] .* `axonym.vmap\(f, 'batch', kwargs={'unnamed': None}\)`"
+    ):
         vmap(apply, Batch)(rows, unnamed=unnamed)
     expected = jax.vmap(unnamed)(rows.array)
     np.testing.assert_allclose(vmap(apply, Batch, args=(0, None))(rows, unnamed), expected, rtol=1e-5)

@@ -180,8 +180,8 @@ class MappingPlan:
             flops = "not known" if p.flops is None else written_number(p.flops)
             rows.append(
                 [_listed(p.mesh, "="), _listed(p.compute), _listed(own) or "as used",
-                 described_seconds(_to_two_digits(p.seconds)), p.bounds.bottleneck, describe_bytes(p.sent), describe_bytes(p.memory),
-                 flops, p.by, verified]
+                 described_seconds(_to_two_digits(p.seconds)), p.bounds.bottleneck, describe_bytes(p.sent),
+                 describe_bytes(p.memory), flops, p.by, verified]
             )  # fmt: skip
         return [header, *rows]
 

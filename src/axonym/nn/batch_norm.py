@@ -15,8 +15,8 @@ from jax.core import Tracer
 from .. import _errors
 from .._named_scope import named_call
 from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
-from ..manual.collectives import pmean
 from ..manual._axis_environment import MeshAxis, count, possible_shardings
+from ..manual.collectives import pmean
 from ..named_array import NamedArray
 from ..ops._operands import one_axis, require_named
 from ..ops.creation import ones, zeros
@@ -190,8 +190,8 @@ def _initial(layer: BatchNorm, what: str) -> RunningStatistics:
     found = layer.running.init
     if not isinstance(found, RunningStatistics):
         raise ValueError(
-            f"BatchNorm: the running statistics are not in the model but in its state, so they cannot be {what} with it. "
-            "Pass `axonym.nn.with_state(model, state)`."
+            f"BatchNorm: the running statistics are not in the model but in its state, so they cannot be {what} with "
+            "it. Pass `axonym.nn.with_state(model, state)`."
         )
     return found
 

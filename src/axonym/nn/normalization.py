@@ -298,5 +298,5 @@ class GroupNorm(LayerNormBase):
         return self._apply(normalize, x)
 
 
-def _mean_square(x: NamedArray, axis: AxisSpec) -> NamedArray:
+def _mean_square(x: NamedArray, axis: AxisSelection) -> NamedArray:
     return mean(square(abs(x) if jnp.iscomplexobj(x.array) else x), axis)

@@ -109,9 +109,7 @@ def _reduce(what: str, array: Any, segments: Any, new_axis: Axis, axis: AxisSele
 
 
 @_kernels.shared("names", "own", "new_axis", "axis")
-def _segment_kernel(
-    what: str, names: Names, own: Names, new_axis: Axis, axis: AxisSelection | None
-) -> _kernels.Kernel:
+def _segment_kernel(what: str, names: Names, own: Names, new_axis: Axis, axis: AxisSelection | None) -> _kernels.Kernel:
     along = _kernels.select(what, own, axis, operand=1)
     require_subset(what, "segments", own, names)
     if not along:
@@ -160,7 +158,7 @@ def _accumulated(
 
 
 def _multiply(start: jax.Array, numbers: jax.Array, x: jax.Array, **how: Any) -> jax.Array:
-    """Multiply onto ones as `jax.lax.scatter_mul` does, which has no gradient where several elements meet in one place."""
+    """Multiply onto ones, with a gradient also where several elements meet, which `jax.lax.scatter_mul` lacks."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return jax.lax.scatter_mul(start, numbers, x, **how)
 

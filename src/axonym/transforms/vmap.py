@@ -43,9 +43,9 @@ def vmap(
 
     The function is called once and sees the arguments without the axes; its results get them in front. Named arrays
     that have an axis are mapped over it, and the others are the same for every element. Raw arrays have no names and
-    are mapped over their first axis by default; in an Equinox module only if its named arrays have an axis of these, and
-    a module without named arrays needs `args` or `kwargs` to say how. Values that are not arrays, in arguments or results, are passed on
-    unchanged: a number that the function returns stays that number, while `map` stacks it.
+    are mapped over their first axis by default. Those of an Equinox module are if its named arrays have an axis that is
+    mapped over; if it has no named arrays, `args` or `kwargs` must say how. Values that are not arrays, in arguments or
+    results, are passed on unchanged: a number that the function returns stays that number, while `map` stacks it.
 
     An axis that the active mapping shards stays sharded throughout. On Explicit mesh axes, arguments that are sharded
     differently along the axis are resharded first, and those that are not mapped are gathered over its mesh axes.
