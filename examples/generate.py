@@ -155,6 +155,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         jax.config.update("jax_num_cpu_devices", args.simulated_devices)
     if args.length < 1:
         parser.error("--length must be at least 1")
+    needed = [args.checkpoint / name for name in ("config.json", "tokenizer.json")]
+    if missing := [path.name for path in needed if not path.is_file()]:
+        what = f"has no {' and no '.join(missing)}" if args.checkpoint.is_dir() else "is not a folder"
+        parser.error(f"--checkpoint: {args.checkpoint} {what}")
+    if not list(args.checkpoint.glob("*.safetensors")):
+        parser.error(f"--checkpoint: {args.checkpoint} has no weights: no file ends with .safetensors")
     tokenizer = Tokenizer.from_file(str(args.checkpoint / "tokenizer.json"))
     stop = stop_tokens(args.checkpoint)
     for token in args.stop:

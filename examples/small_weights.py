@@ -2,7 +2,8 @@
 
 A small Llama learns a rhyme by heart, letter by letter. Then its weights are stored in fewer bits, and it continues
 the rhyme from its first letters. The script prints the memory of a parameter, the loss on the rhyme, and the generated
-text. `--out FOLDER` saves the model in files like those on the Hugging Face Hub, which `generate.py` reads.
+text. On a CPU, JAX 0.10 stores int4 in whole bytes, so the last two lines are 1.07 and 1.24 there. `--out FOLDER` saves
+the model in files like those on the Hugging Face Hub, which `generate.py` reads.
 """
 
 from __future__ import annotations

@@ -67,12 +67,16 @@ class Optimizer:
     """Steps of training."""
     learning_rate: float = 5e-3
     """The highest learning rate."""
-    warmup: int = 30
-    """Steps in which the learning rate rises."""
+    warmup: Annotated[int | None, arg(metavar="INT")] = None
+    """Steps in which the learning rate rises; by default a tenth of the steps, and 30 at most."""
     weight_decay: float = 0.1
     """How fast weights shrink; those of norms do not."""
     clip: float = 1.0
     """The largest norm of a gradient."""
+
+    @property
+    def warmup_steps(self) -> int:
+        return min(30, self.steps // 10) if self.warmup is None else self.warmup
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,14 +215,14 @@ def _filled(default: T, values: Any, problems: list[str], name: str) -> T:
         mine, value = getattr(default, field.name), values[field.name]
         if dataclasses.is_dataclass(mine):
             changes[field.name] = _filled(mine, value, problems, field.name)
-        elif type(value) is type(mine) or (type(mine), type(value)) == (float, int):
+        elif type(value) is type(mine) or (type(mine), type(value)) in ((float, int), (type(None), int)):
             changes[field.name] = value
         else:
             problems.append(f"{field.name} must be {_KINDS[type(mine)]}, got {value!r:.40}")
     return dataclasses.replace(default, **changes)  # pyright: ignore[reportArgumentType]
 
 
-_KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_KINDS = {int: "a whole number", type(None): "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
 def flag(name: str) -> str:
@@ -254,7 +258,7 @@ def _problems(config: Config) -> Iterator[str]:
             yield f"{flag(name)} must be at most {_LARGEST:,}, got one of {len(str(value))} digits"
         elif name in _POSITIVE and value <= 0:
             yield f"{flag(name)} must be more than 0, got {value}"
-        elif name in _NOT_NEGATIVE and value < 0:
+        elif name in _NOT_NEGATIVE and value is not None and value < 0:
             yield f"{flag(name)} must not be negative, got {value}"
     if batches.length < 2:
         yield f"--length must be at least 2, so that there is a next token, got {batches.length}"
@@ -268,7 +272,7 @@ def _problems(config: Config) -> Iterator[str]:
         yield f"--mesh cannot be given with --mapping plan, which chooses one, got {config.mesh!r:.40}"
     if not 0 < batches.held_out < 1:
         yield f"--held-out must be between 0 and 1, got {batches.held_out}"
-    if optimizer.warmup >= optimizer.steps:
+    if optimizer.warmup_steps >= optimizer.steps > 0:
         yield f"--warmup must be less than --steps, got {optimizer.warmup} and {optimizer.steps}"
     if not reports.prompt:
         yield "--prompt must have at least one character"

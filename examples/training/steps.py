@@ -131,7 +131,7 @@ def loss(
 def make_optimizer(config: settings.Optimizer) -> optax.GradientTransformation:
     """AdamW with clipping. What it keeps has the names of the parameters, so it is placed as they are."""
     highest = config.learning_rate
-    rate = optax.warmup_cosine_decay_schedule(0.0, highest, config.warmup, config.steps, end_value=highest / 10)
+    rate = optax.warmup_cosine_decay_schedule(0.0, highest, config.warmup_steps, config.steps, end_value=highest / 10)
     return optax.chain(
         optax.clip_by_global_norm(config.clip),
         optax.adamw(rate, b2=0.95, weight_decay=config.weight_decay, mask=_is_matrix),

@@ -112,7 +112,7 @@ def say_how_to_call(f: F) -> F:
                 raise
             from . import _foreign_names
 
-            raise TypeError(_foreign_names.in_call(f, str(error), (*args, *kwargs.values()))) from None
+            raise TypeError(_foreign_names.in_call(f, str(error), args, kwargs)) from None
 
     return called  # pyright: ignore[reportReturnType]
 
@@ -160,8 +160,16 @@ def unknown_mesh_axis(what: str, name: str, mesh_axis: str, mesh: Any) -> str:
     """Return the message for a mapping from an axis to a mesh axis that the mesh lacks."""
     return (
         f"{what}: the mapping maps axis {name!r} to mesh axis {mesh_axis!r}, which mesh "
-        f"{describe_shape(mesh.shape)} does not have.{suggestion(mesh_axis, mesh.axis_names)}"
+        f"{describe_shape(mesh.shape)} does not have.{wrong_way_round({name: mesh_axis}, mesh.axis_names)}"
+        f"{suggestion(mesh_axis, mesh.axis_names)}"
     )
+
+
+def wrong_way_round(mapping: Mapping[str, Any], mesh_axes: Iterable[str]) -> str:
+    """Return a sentence about the entries of a mapping that go from a mesh axis to an axis, or an empty string."""
+    known = set(mesh_axes)
+    turned = {v: k for k, v in mapping.items() if k in known and isinstance(v, str) and v not in known}
+    return f" A mapping goes from axes to mesh axes: write `{turned}`." if turned else ""
 
 
 def size_mismatch(what: str, name: str, sizes: Sequence[tuple[str, Any]]) -> str:

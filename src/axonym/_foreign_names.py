@@ -6,7 +6,7 @@ Loaded only when a program asks for a name that does not exist, to end its error
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -131,8 +131,12 @@ NETWORKS = {
         "`axonym.nn.attention.dot_product_attention(query, key, value, 'key_pos', 'head_dim')`",
     ),
     **dict.fromkeys(
-        ("BatchNorm", "BatchNorm1d", "BatchNorm2d", "GroupNorm", "InstanceNorm2d"),
-        "`LayerNorm` and `RmsNorm` are layers, and `axonym.nn.standardize(x, axes)` normalizes over any axes",
+        ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"),
+        "`equinox.nn.make_with_state(axonym.nn.BatchNorm.init)(Channels, ('batch', 'height', 'width'))`",
+    ),
+    **dict.fromkeys(
+        ("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d"),
+        "`axonym.nn.GroupNorm.init(Channels, Channels.size, ('height', 'width'))`",
     ),
     "RMSNorm": "`axonym.nn.RmsNorm.init(Embed, use_bias=False)`",
     **dict.fromkeys(
@@ -181,9 +185,9 @@ _ARGUMENTS = {
 }
 
 
-def in_call(f: Callable[..., Any], error: str, arguments: Sequence[Any]) -> str:
+def in_call(f: Callable[..., Any], error: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return the message for a call with wrong arguments, followed by a correct call."""
-    name = f.__qualname__.removesuffix(".__init__")
+    name, arguments = f.__qualname__.removesuffix(".__init__"), (*args, *kwargs.values())
     flat = [x for a in arguments for x in (a if isinstance(a, (list, tuple)) else [a])]
     names = next((n for x in flat if isinstance(n := getattr(x, "names", ()), tuple) and n), ("batch", "embed"))
     if f.__qualname__ in CALLS:
@@ -197,7 +201,19 @@ def in_call(f: Callable[..., Any], error: str, arguments: Sequence[Any]) -> str:
         return f"{error}. The first argument is a random key: write `{call}`."
     keyword = error.partition("unexpected keyword argument ")[2].strip("'")
     advice = KEYWORDS.get(keyword, "Write `{call}`.").replace("{call}", call)
+    if keyword in ("dim", "dims"):
+        advice = advice.replace("{last}", _by_name(kwargs[keyword], names))
     return f"{error}. {_filled(advice, tuple(map(repr, names)))}"
+
+
+def _by_name(asked: Any, names: Sequence[str]) -> str:
+    """Return the axes that were asked for, by name or by position, as they are written."""
+    each = asked if isinstance(asked, (list, tuple)) else [asked]
+    at = range(-len(names), len(names))
+    found = [repr(names[x] if isinstance(x, int) and x in at else x) for x in each if isinstance(x, (str, int))]
+    if not found or len(found) < len(each):
+        return "{last}"
+    return f"({', '.join(found)})" if len(found) > 1 else found[0]
 
 
 def _call(f: Callable[..., Any], name: str) -> str:

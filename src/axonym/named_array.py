@@ -274,7 +274,17 @@ class NamedArray(_Base):
         return np.asarray(self.array).tobytes(order)
 
     def __bool__(self) -> bool:
-        return bool(self._only_element("a truth value", " `x.all()` and `x.any()` reduce all of them."))
+        element = self._only_element(
+            "a truth value", " `x.all()` and `x.any()` reduce all of them, and `axonym.where(x, a, b)` chooses by each."
+        )
+        try:
+            return bool(element)
+        except jax.errors.TracerBoolConversionError as error:
+            error.add_note(
+                "In a traced function, `axonym.where(condition, x, y)` chooses between values, and "
+                "`axonym.cond(condition, f, g, x)` calls `f(x)` or `g(x)`."
+            )
+            raise
 
     def __int__(self) -> int:
         return int(self._only_element("int()"))

@@ -49,11 +49,11 @@ def test_parameters_are_gathered_and_their_gradients_scattered() -> None:
 @pytest.mark.parametrize(
     ("compute", "storage", "others", "over"),
     [
-        ({"a": "data"}, {"c": "data"}, "a", ("data",)),
-        ({"a": "data"}, {"c": "data"}, "b", None),  # no operand shares its mesh axis
-        ({"a": "data", "c": "model"}, {"c": ("model", "data")}, "a", ("data",)),
-        ({"a": "data", "c": "model"}, {"c": "data"}, "a", None),  # storage does not refine
-        ({"a": "data"}, {}, "a", ()),
+        ({"a": "data"}, {"c": "data"}, ("data",), ("data",)),
+        ({"a": "data"}, {"c": "data"}, (), None),  # no operand shares its mesh axis
+        ({"a": "data", "c": "model"}, {"c": ("model", "data")}, ("data",), ("data",)),
+        ({"a": "data", "c": "model"}, {"c": "data"}, ("data",), None),  # storage does not refine
+        ({"a": "data"}, {}, ("data",), ()),
     ],
 )
 def test_which_parameters_are_gathered(compute, storage, others, over) -> None:

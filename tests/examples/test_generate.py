@@ -104,6 +104,21 @@ def test_command(folder: Path, expected: list[list[int]], capsys: pytest.Capture
         assert " ".join([prompt, *map(str, kept)]) + "\n" in printed
 
 
+def test_folders_without_a_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for checkpoint, message in (
+        ("nowhere", "nowhere is not a folder"),
+        (empty, "empty has no config.json and no tokenizer.json"),
+        (tmp_path, "has no weights: no file ends with .safetensors"),
+    ):
+        with pytest.raises(SystemExit):
+            generate.main(["--checkpoint", str(checkpoint), "--prompt", "1"])
+        assert message in capsys.readouterr().err.splitlines()[-1]
+
+
 @pytest.mark.further
 def test_small_weights(folder: Path, expected: list[list[int]], capsys: pytest.CaptureFixture[str]) -> None:
     """Sharded over two devices. The first token is as without them; this model's random weights are large."""

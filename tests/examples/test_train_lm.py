@@ -75,6 +75,20 @@ def test_the_same_is_learned(experts: int, mappings: list[str]) -> None:
         )
 
 
+def test_warmup_by_default() -> None:
+    """It follows from the steps, also of a run that goes on for fewer or more; what is asked for is kept."""
+    parse, load = train_lm.settings.parse, train_lm.settings._filled
+    found = [parse(["--steps", str(steps)]).optimizer for steps in (1, 3, 20, 30, 300, 3000)]
+    assert [of.warmup_steps for of in found] == [0, 0, 2, 3, 30, 30]
+    for steps in (1, 3):
+        rate = train_lm.steps.make_optimizer(parse(["--steps", str(steps)]).optimizer)
+        assert jax.tree.leaves(rate.init(jnp.ones(2)))
+    chosen = parse(["--steps", "20", "--warmup", "5"])
+    for config, expected in ((chosen, 5), (parse(["--steps", "20"]), 10)):
+        loaded = load(train_lm.settings.Config(), train_lm.settings.as_json(config), [], "")
+        assert parse(["--steps", "100"], loaded).optimizer.warmup_steps == expected
+
+
 def test_experts_by_default() -> None:
     parse = train_lm.settings.parse
     assert parse(["--mapping", "expert"]).model.experts == 8 and parse([]).model.experts == 0
@@ -124,7 +138,7 @@ def test_resumes_exactly_on_another_mapping(finished: Path, text: Path, tmp_path
     shutil.rmtree(out / "checkpoints" / "step-000006")
     lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
     (out / "metrics.jsonl").write_text("".join(lines[:-2]) + '{"step": 6, "lo')
-    more = ["--mapping", "data", "--samples", "0", "--steps", str(STEPS)]  # fewer than the default of --warmup
+    more = ["--mapping", "data", "--samples", "0", "--steps", str(STEPS)]
     assert train_lm.main(["--resume", "--out", str(out), *more]) == 0
     assert [row["step"] for row in rows(out) if "loss" in row] == list(range(1, STEPS + 1))
     np.testing.assert_allclose(losses(out), losses(finished), rtol=1e-4)

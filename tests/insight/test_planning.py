@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 import axonym as axn
-from axonym.insight import PlannedMapping, plan
+from axonym.insight import PlannedMapping, plan, planning
+from axonym.insight.report import described_seconds
 from benchmarks.llama import CONFIG
 from examples.models.llama import Llama
 from tests.insight import cases
@@ -60,6 +61,20 @@ def test_it_does_not_lose_to_the_strategies_of_the_examples() -> None:
         with jax.set_mesh(cases.mesh_of(**mesh)):
             report = axn.insight.explain(*case, mapping=mapping, by="partitioner", chip="v5e")
         assert report.bounds is not None and found.best.seconds <= report.bounds.longest
+
+
+def test_rows_are_in_the_order_of_what_they_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where compiled programs take longer than names tell: then more of them are compiled."""
+    case, compiled = (step, weights(), batch()), planning._verified
+
+    def longer(p: PlannedMapping, *rest: Any) -> PlannedMapping:
+        return dataclasses.replace(compiled(p, *rest), bounds=dataclasses.replace(p.bounds, compute=p.seconds * 1.5))
+
+    monkeypatch.setattr(planning, "_verified", longer)
+    found = plan(*case, chips=8, chip="v5e", verify=2)
+    shown = [row[3] for row in found._table()[1:]]
+    assert [described_seconds(t) for t in sorted(float(f"{p.seconds:.2g}") for p in found.found)][:8] == shown
+    assert 2 < sum(p.verified is not None for p in found.found) <= 4
 
 
 def test_memory_decides() -> None:

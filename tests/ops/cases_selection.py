@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,6 +22,12 @@ def _nonzero(x: np.ndarray, size: int, fill: Any) -> list[np.ndarray]:
     fills = fill if isinstance(fill, tuple) else (fill,) * x.ndim
     found = [np.asarray(i, np.int32)[:size] for i in np.nonzero(x)]
     return [np.pad(i, (0, size - len(i)), constant_values=v) for i, v in zip(found, fills, strict=True)]
+
+
+def _columns(x: Any, xp: Any, fp: Any) -> Any:
+    """Interpolate at [row, embed] in [batch, pos, embed]."""
+    column = jax.vmap(lambda x, fp: jnp.interp(x, xp, fp), in_axes=1, out_axes=1)
+    return jax.vmap(lambda fp: column(x, fp))(fp)
 
 
 WHERE = [
@@ -259,6 +266,22 @@ LOOKUP = [
         lambda x: np.digitize(x, [3, 1, -2], right=True).astype(np.int32),
         "falling",
         grad=False,
+        names=BP,
+    ),
+    Case(
+        "interp",
+        (f("row", "embed"), f("batch", "pos", "embed")),
+        lambda x, fp: axn.interp(x, axn.arange(axn.Axis("pos", 4), dtype=float), fp),
+        lambda x, fp: _columns(x, np.arange(4, dtype=np.float32), fp),
+        "field",
+        names=("batch", "row", "embed"),
+    ),
+    Case(
+        "interp",
+        (f("pos"), f("batch", "pos")),
+        lambda x, fp: axn.interp(x, axn.cumsum(axn.exp(fp), "pos"), fp, axis="pos"),
+        lambda x, fp: jax.vmap(lambda fp: jnp.interp(x, jnp.cumsum(jnp.exp(fp)), fp))(fp),
+        "columns with points of their own",
         names=BP,
     ),
     Case(

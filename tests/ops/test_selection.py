@@ -84,6 +84,23 @@ ROW = axn.arange(X)
         (lambda: axn.digitize(A, A), ValueError, r"^digitize: `bins` must have exactly one axis"),
         (lambda: axn.interp(A, ROW, axn.arange(Y)), ValueError, r"^interp: .* `xp` has 'x' and `fp` has 'y'"),
         (lambda: axn.interp(A, ROW, [1, 2, 3]), ValueError, r"^interp: axis 'x' .*: 4 in `xp`, 3 in `fp`"),
+        (lambda: axn.interp(A, A, A), ValueError, r"^interp: which axis of `xp` \(x=4, y=3\) .* Pass it as `axis`"),
+        (
+            lambda: axn.interp(A, axn.arange(Y), ROW + A["y", 0].broadcast_axis(Z)),
+            ValueError,
+            r"`fp` has no axis 'y': ",
+        ),
+        (
+            lambda: axn.interp(A, A, axn.ones((X, Z)), axis="x"),
+            ValueError,
+            r"^interp: `xp` has axes \(y\) that the arr",
+        ),
+        (lambda: axn.interp(0.5, A, ROW, axis="y"), ValueError, r"^interp: `fp` has no axis 'y': \(x=4\)"),
+        (
+            lambda: axn.interp(0.5, jnp.ones(3), jnp.ones((3, 2))),
+            TypeError,
+            r"^interp: expected a NamedArray, got Array",
+        ),
         (lambda: axn.interp(A, ROW, ROW, left=ROW), ValueError, r"^interp: `left` must be a scalar, .*x=4"),
         (lambda: axn.isclose(axn.ones(X), axn.ones(Y)), ValueError, r"^isclose: cannot broadcast \(x\) and \(y\)"),
         (lambda: axn.allclose(ROW, axn.ones(axn.Axis("x", 2))), ValueError, r"^allclose: axis 'x' .* sizes: 4 .* 2"),

@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec as P
 
 import axonym as axn
+import axonym.haliax as hax
 from axonym.custom_partitioning import partitioned
 from axonym.transforms.vmap import vmap
 from tests.helpers import assert_named, spec
@@ -278,6 +279,33 @@ def test_a_model_of_which_some_arrays_are_elsewhere() -> None:
     assert_named(found, vmap(Linear.__call__, Layers)(make_ensemble(), X), rtol=1e-6)
     halves = vmap(lambda m: eqx.partition(m, eqx.is_array), Layers)(make_ensemble())
     assert jax.tree.structure(halves) == jax.tree.structure((arrays, rest))
+
+
+def test_a_module_that_is_not_stacked_is_the_same_for_every_element() -> None:
+    """Its named arrays say so; if it has none, it takes a word, which the error shows."""
+    model = Linear.init((Embed, Mlp), key=jax.random.key(0))
+    assert_named(vmap(Linear.__call__, Batch)(model, X), model(X), rtol=1e-6, atol=1e-6)
+    unnamed = eqx.nn.Linear(8, Batch.size, key=jax.random.key(0))  # its first axis has the size of the batch
+
+    def apply(x: axn.NamedArray, unnamed: eqx.nn.Linear) -> jax.Array:
+        return unnamed(x.array)
+
+    rows = axn.arange((Batch, Embed), dtype=float)
+    with pytest.raises(
+        ValueError, match=r"args\[1\] is a module, Linear, .* `axonym.vmap\(f, 'batch', args=\(0, None\)\)`"
+    ):
+        vmap(apply, Batch)(rows, unnamed)
+    with pytest.raises(
+        ValueError, match=r"kwargs\['unnamed'\] .* `axonym.vmap\(f, 'batch', kwargs={'unnamed': None}\)`"
+    ):
+        vmap(apply, Batch)(rows, unnamed=unnamed)
+    expected = jax.vmap(unnamed)(rows.array)
+    np.testing.assert_allclose(vmap(apply, Batch, args=(0, None))(rows, unnamed), expected, rtol=1e-5)
+    np.testing.assert_allclose(vmap(apply, Batch, kwargs={"unnamed": None})(rows, unnamed=unnamed), expected, rtol=1e-5)
+    many = jax.vmap(lambda key: eqx.nn.Linear(8, 2, key=key))(jax.random.split(jax.random.key(0), Layers.size))
+    each = vmap(apply, Layers, args=(0, 0))(rows["batch", 0], many)
+    np.testing.assert_allclose(each, hax.vmap(apply, Layers)(rows["batch", 0], many))  # as in Haliax
+    assert each.shape == (Layers.size, 2)
 
 
 def test_abstractly() -> None:

@@ -55,7 +55,7 @@ from .. import (
     tan as tan, tanh as tanh, tile as tile, trace as trace, tree as tree,
     tril as tril, triu as triu, trunc as trunc, unbind as unbind,
     unflatten_axis as unflatten_axis, unique as unique, unpackbits as unpackbits, vander as vander, var as var,
-    vmap as vmap, where as where, zeros_like as zeros_like,
+    where as where, zeros_like as zeros_like,
 )
 
 from ..axis import (
@@ -97,7 +97,7 @@ from .core import (
     updated_slice as updated_slice,
 )
 from ._signatures import with_parameters as _with_parameters
-from .hof import ScanCheckpointPolicy as ScanCheckpointPolicy, scan as scan
+from .hof import ScanCheckpointPolicy as ScanCheckpointPolicy, scan as scan, vmap as vmap
 from .jax_utils import tree_checkpoint_name as tree_checkpoint_name
 from .ops import (
     arange as arange, argsort as argsort, concatenate as concatenate, dot as dot, einsum as einsum, fftfreq as fftfreq,

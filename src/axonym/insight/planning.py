@@ -91,7 +91,7 @@ class PlannedMapping:
     def _order(self) -> tuple[float, float, int]:
         """Return the sort key of plans: if their bounds agree to two digits, their sum decides."""
         total = sum(t for t in (self.bounds.compute, *self.bounds.links.values()) if t is not None)
-        return float(f"{self.seconds:.2g}"), total, len(self.mesh) + len(self.compute) + len(self.storage)
+        return _to_two_digits(self.seconds), total, len(self.mesh) + len(self.compute) + len(self.storage)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,8 +180,8 @@ class MappingPlan:
             flops = "not known" if p.flops is None else written_number(p.flops)
             rows.append(
                 [_listed(p.mesh, "="), _listed(p.compute), _listed(own) or "as used",
-                 described_seconds(p.seconds), p.bounds.bottleneck, describe_bytes(p.sent), describe_bytes(p.memory),
-                 flops, p.by, verified]
+                 described_seconds(_to_two_digits(p.seconds)), p.bounds.bottleneck, describe_bytes(p.sent),
+                 describe_bytes(p.memory), flops, p.by, verified]
             )  # fmt: skip
         return [header, *rows]
 
@@ -220,7 +220,7 @@ def plan(
         memory: the bytes that a device may keep, such as `"80 GiB"`; all that the chip has by default.
         ask: the largest number of mappings to run Shardy on.
         verify: how many of the best to explain by the partitioner too, if this process has enough devices, which a CPU
-            can simulate. These are ordered by its figures.
+            can simulate. These are ordered by its figures; if that puts others first, up to as many of them follow.
 
     >>> step = lambda w, x: axn.dot(x, w, axis="embed")
     >>> w, x = axn.ones({"embed": 8, "mlp": 8}), axn.ones({"batch": 8, "embed": 8})
@@ -254,8 +254,12 @@ def plan(
             + "; ".join(f"{what} was not considered: {why}" for what, why in search.left_out.items())
         )
     if verify and jax.default_backend() == "cpu" and jax.device_count() >= chips:
-        checked = [_verified(p, fn, args, chip) for p in fitting[:verify]]
-        fitting = sorted(checked, key=PlannedMapping._order) + fitting[verify:]
+        fitting[:verify] = [_verified(p, fn, args, chip) for p in fitting[:verify]]
+        fitting.sort(key=PlannedMapping._order)
+        for _ in range(verify):
+            if fitting[0].verified is None:  # those before it turned out to take longer
+                fitting[0] = _verified(fitting[0], fn, args, chip)
+                fitting.sort(key=PlannedMapping._order)
     cautions = []
     if search.alike:
         axes = ", ".join(f"{n}={size}" for n, size in search.alike.items())
@@ -460,6 +464,11 @@ def _listed(mapping: Mapping[str, Any], sign: str = ":") -> str:
 
     gap = "" if sign == "=" else " "
     return ", ".join(f"{n}{sign}{gap}{one(over)}" for n, over in mapping.items())
+
+
+def _to_two_digits(seconds: float) -> float:
+    """Round a time to the digits that plans are ordered by."""
+    return float(f"{seconds:.2g}")
 
 
 def _agreement(p: PlannedMapping) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
@@ -294,6 +295,13 @@ def _explain(error: Exception, what: str) -> None:
     """Explain JAX's error about device-varying values by name."""
     text = str(error)
     if "varying" not in text or getattr(error, "__notes__", None):
+        return
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    if any(".pallas." in module for module in modules):
+        error.add_note(
+            f"{what}: JAX cannot follow which values differ between devices through a Pallas kernel. Call it in a "
+            "function with `axonym.shard_map(f, check_vma=False)`."
+        )
         return
     concerned = [a for a in jax.sharding.get_abstract_mesh().manual_axes if re.search(rf"\b{re.escape(a)}\b", text)]
     if concerned:

@@ -39,6 +39,7 @@ from .activations import (
     softplus as softplus,
     squareplus as squareplus,
 )
+from .batch_norm import BatchNorm as BatchNorm, RunningStatistics as RunningStatistics, with_state as with_state
 from .conv import Conv as Conv, ConvTranspose as ConvTranspose
 from .dropout import Dropout as Dropout, dropout as dropout
 from .embedding import Embedding as Embedding, one_hot as one_hot
@@ -52,6 +53,7 @@ from .loss import (
 from .mlp import MLP as MLP
 from .moe import MoELinear as MoELinear
 from .normalization import (
+    GroupNorm as GroupNorm,
     LayerNorm as LayerNorm,
     RmsNorm as RmsNorm,
     log_softmax as log_softmax,

@@ -219,6 +219,18 @@ def reduce_loss(
 # --- cross-entropy ---
 
 
+def _how_to_match(targets: Names, logits: Names, rest: Names) -> str:
+    """Return advice for targets with axes that the logits lack."""
+    extra, left = [n for n in targets if n not in logits], [n for n in rest if n not in targets]
+    if not left:
+        axes = [f"targets.resolve_axis({n!r})" for n in extra]
+        each = axes[0] if len(axes) == 1 else f"({', '.join(axes)})"
+        return f" If the logits are the same along them, pass `axonym.broadcast_axis(logits, {each})`."
+    if len(left) == len(extra):
+        return f" If they are those of the logits, pass `targets.rename({dict(zip(extra, left, strict=True))})`."
+    return f" If they are among {_errors.describe_axes(left)} of the logits, rename them, with `targets.rename`."
+
+
 @_kernels.shared("names", "target_names", "axis")
 def _cross_entropy_kernel(
     what: str,
@@ -232,7 +244,7 @@ def _cross_entropy_kernel(
     chosen = _kernels.select_one(what, names, axis)
     position = names.index(chosen)
     rest = tuple(n for n in names if n != chosen)
-    require_subset(what, "targets", target_names, names, " Give the logits these axes with `broadcast_axis`.")
+    require_subset(what, "targets", target_names, names, _how_to_match(target_names, names, rest))
 
     def positional(logits, targets):
         if not jnp.issubdtype(logits.dtype, jnp.floating):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import equinox as eqx
 import jax
@@ -14,17 +14,18 @@ from jax.typing import DTypeLike
 
 from .. import _errors, _kernels
 from .._named_scope import named_call
-from ..axis import Axis, AxisSelection, AxisSpec, Names
+from ..axis import Axis, AxisSelection, AxisSelector, AxisSpec, Names, name_of, selectors
 from ..named_array import NamedArray, NamedOrNumeric
-from ..ops._operands import as_float, at_least_float32, operand, require_named, require_subset
+from ..ops._operands import as_float, at_least_float32, one_axis, operand, require_named, require_subset
 from ..ops.creation import ones, zeros
 from ..ops.elementwise import rsqrt, square
 from ..ops.reductions import mean
+from ..ops.shaping import flatten_axes, unflatten_axis
 from ..state.export_axes import OUT, merge_axes, merged_axis, split_axis
 from ..state.module import ModuleWithStateDictSerialization
 from .linear import static_spec
 
-__all__ = ["LayerNorm", "LayerNormBase", "RmsNorm", "log_softmax", "softmax", "standardize"]
+__all__ = ["GroupNorm", "LayerNorm", "LayerNormBase", "RmsNorm", "log_softmax", "softmax", "standardize"]
 
 # --- functions ---
 
@@ -242,5 +243,67 @@ class RmsNorm(LayerNormBase):
         return self._apply(lambda x: x * rsqrt(_mean_square(x, self.axis) + self.eps), x)
 
 
-def _mean_square(x: NamedArray, axis: AxisSpec) -> NamedArray:
+@_errors.say_how_to_make
+class GroupNorm(LayerNormBase):
+    """Group normalization: normalize each group of channels together with the axes of space, then scale and shift.
+
+    With as many groups as channels, it is instance normalization.
+
+    Arguments:
+        axis: the axis of the channels; consecutive ones form a group.
+        weight, bias, eps, dtype: as in `LayerNormBase`.
+        groups: the number of groups.
+        Spatial: the other axes to normalize along. All remaining axes are batch axes.
+
+    >>> layer = axn.nn.GroupNorm.init(axn.Axis("channels", 4), 2, ())
+    >>> layer(axn.named([1., 3., 20., 60.], "channels"))
+    NamedArray(float32[channels=4], [-1. 1. -1. 1.])
+    """
+
+    groups: int = eqx.field(default=1, static=True)
+    Spatial: tuple[AxisSelector, ...] = eqx.field(default=(), static=True, converter=selectors)
+
+    @classmethod
+    def init(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls,
+        axis: Axis,
+        groups: int,
+        Spatial: AxisSelection,
+        eps: float = 1e-5,
+        *,
+        use_weight: bool = True,
+        use_bias: bool = True,
+        dtype: Any = None,
+    ) -> Self:
+        """Make a layer with a scale of one and a shift of zero. The arguments are the fields of the layer.
+
+        Arguments:
+            Spatial: those of space, such as `("height", "width")`; `()` if there are none.
+            use_weight: whether there is a learned scale.
+            use_bias: whether there is a learned shift.
+
+        >>> axn.nn.GroupNorm.init(axn.Axis("channels", 4), 2, ("height", "width")).weight.shape
+        {'channels': 4}
+        """
+        axis = one_axis("GroupNorm", "axis", axis)
+        if groups < 1 or axis.size % groups:
+            raise ValueError(f"GroupNorm: axis {axis.name!r} of size {axis.size} has no {groups} groups of one size.")
+        weight, bias = ones(axis) if use_weight else None, zeros(axis) if use_bias else None
+        return cls(axis, weight, bias, eps, dtype, groups, Spatial)  # pyright: ignore[reportArgumentType]
+
+    @named_call
+    def __call__(self, x: NamedArray) -> NamedArray:
+        channels = name_of(cast(Axis, self.axis))
+        group, member = f"groups of {channels}", f"{channels} of a group"
+
+        def normalize(x: NamedArray) -> NamedArray:
+            x = unflatten_axis(x, channels, {group: self.groups, member: x.axis_size(channels) // self.groups})
+            along = (member, *self.Spatial)
+            x = x - mean(x, along)
+            return flatten_axes(x * rsqrt(_mean_square(x, along) + self.eps), (group, member), channels)
+
+        return self._apply(normalize, x)
+
+
+def _mean_square(x: NamedArray, axis: AxisSelection) -> NamedArray:
     return mean(square(abs(x) if jnp.iscomplexobj(x.array) else x), axis)

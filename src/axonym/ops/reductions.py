@@ -92,7 +92,7 @@ def _refuse(op: Callable[..., Any], array: Any, given: Mapping[str, Any]) -> NoR
     from .. import _foreign_names
 
     error = f"{op.__name__}() got an unexpected keyword argument {next(iter(given))!r}"
-    raise TypeError(_foreign_names.in_call(op, error, [array]))
+    raise TypeError(_foreign_names.in_call(op, error, [array], given))
 
 
 _ARGUMENTS = """

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors, _kernels
-from ..axis import Axis, AxisSelector, Names
-from ..named_array import NamedArray, NamedOrNumeric
-from ._operands import one_axis, operand, private, require_named, require_subset, scalar, vectors
+from ..axis import Axis, AxisSelector, Names, name_of, names_without
+from ..named_array import NamedArray, NamedOrNumeric, raw
+from ._operands import one_axis, operand, private, replaced, require_named, require_subset, scalar, vectors
 
 # --- by a condition ---
 
@@ -355,35 +355,78 @@ def interp(
     xp: NamedOrNumeric | Sequence[float],
     fp: NamedOrNumeric | Sequence[float],
     *,
+    axis: AxisSelector | None = None,
     left: NamedOrNumeric | str | None = None,
     right: NamedOrNumeric | str | None = None,
     period: NamedOrNumeric | None = None,
 ) -> NamedArray:
-    """Interpolate linearly between given points.
+    """Interpolate linearly between given points, along one axis of an array that may have others.
 
     Arguments:
-        x: where to evaluate the function, a named array or a scalar.
-        xp: the points where the function is given, rising; they have one axis.
-        fp: the values of the function there, along the same axis.
+        x: where to evaluate the function, a named array or a scalar. The result has its axes in place of `axis`. Axes
+            that it shares with `fp`, other than `axis`, are matched: there, each column has its own positions.
+        xp: the points where the function is given, rising along `axis`. It may have other axes of `fp`, too.
+        fp: the values of the function there: along `axis`, and along any number of other axes.
+        axis: the axis of the points; by default the only axis of `xp`.
         left, right: the value below the first and above the last point, by default that at the point. Or "extrapolate".
         period: the period of the function, if it has one.
 
     >>> axn.interp(axn.named([0.5, 2.], "x"), axn.named([0., 1.], "point"), axn.named([10., 20.], "point"))
     NamedArray(float32[x=2], [15. 20.])
+    >>> field = axn.named([[10., 20.], [30., 50.]], ("city", "hour"))
+    >>> axn.interp(axn.named([0.5], "hour"), axn.named([0., 1.], "hour"), field)
+    NamedArray(float32[city=2, hour=1], [[15.] [40.]])
     """
     x, names = operand(x)
-    points, own = vectors("interp", xp=xp, fp=fp)
+    if np.ndim(raw(xp)) == np.ndim(raw(fp)) == 1:
+        points, own = vectors("interp", xp=xp, fp=fp)
+        layouts, along = (own, own), own[0]
+    else:
+        points, layouts, along = _field("interp", xp, fp, axis)
     extra = {"left": left, "right": right, "period": period}
     static = tuple((k, v) for k, v in extra.items() if isinstance(v, str))
     given = tuple(k for k, v in extra.items() if v is not None and not isinstance(v, str))
-    return _interp_kernel(names, own, given, static).apply(x, *points, *(scalar("interp", k, extra[k]) for k in given))
+    kernel = _interp_kernel(names, *layouts, along, given, static)
+    return kernel.apply(x, *points, *(scalar("interp", k, extra[k]) for k in given))
 
 
-@_kernels.shared("names", "own")
+def _field(what: str, xp: Any, fp: Any, axis: AxisSelector | None) -> tuple[list[Any], tuple[Names, Names], str]:
+    """Return the points of a function and its values as arrays, their names, and the axis along which they lie."""
+    fp, (xp, point_names) = require_named(what, fp), operand(xp)
+    if axis is None and len(point_names) != 1:
+        raise ValueError(
+            f"{what}: which axis of `xp` {_errors.describe_axes(point_names, np.shape(xp))} do the points lie along? "
+            "Pass it as `axis`."
+        )
+    chosen = _kernels.one_selector(what, point_names[0] if axis is None else axis)
+    for label, n, shape in (("xp", point_names or fp.names, np.shape(xp)), ("fp", fp.names, fp.array.shape)):
+        if name_of(chosen) not in n:
+            raise ValueError(f"{what}: `{label}` has no axis {name_of(chosen)!r}: {_errors.describe_axes(n, shape)}.")
+    require_subset(what, "xp", point_names, fp.names)
+    return [xp, fp.array], (point_names or (name_of(chosen),), fp.names), name_of(chosen)
+
+
+@_kernels.shared("names", "point_names", "value_names", "along")
 def _interp_kernel(
-    names: Names, own: Names, given: tuple[str, ...], static: tuple[tuple[str, str], ...]
+    names: Names,
+    point_names: Names,
+    value_names: Names,
+    along: str,
+    given: tuple[str, ...],
+    static: tuple[tuple[str, str], ...],
 ) -> _kernels.Kernel:
-    def positional(x, xp, fp, *values):
-        return jnp.interp(x, xp, fp, **dict(static), **dict(zip(given, values, strict=True)))
+    batch = names_without(value_names, along)
+    out_names = replaced("interp", value_names, along, names_without(names, *batch))
+    # Positions may lie along an axis of the same name, which is another one.
+    of_points, of_values = (tuple(private("`fp`", (n,))[0] if n == along else n for n in own) for own in (
+        point_names, value_names))  # fmt: skip
 
-    return _kernels.make_kernel("interp", positional, (names, own, own, *[()] * len(given)), names)
+    def positional(x, xp, fp, *values):
+        def interpolate(x, xp, fp, *values):
+            return jnp.interp(x, xp, fp, **dict(static), **dict(zip(given, values, strict=True)))
+
+        layouts = (names, of_points, of_values, *[()] * len(given))
+        return _kernels.map_over(interpolate, batch, layouts, out_names)(x, xp, fp, *values)
+
+    in_names = (names, of_points, of_values, *[()] * len(given))
+    return _kernels.make_along_kernel("interp", positional, in_names, out_names, private("`fp`", (along,)))

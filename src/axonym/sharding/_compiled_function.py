@@ -191,8 +191,10 @@ class CompiledFunction(Generic[P, R]):
                 for mapping in (settings.mapping, settings.parameter_mapping):
                     check_mesh_axes(self._what, mapping, mesh)
             args, kwargs = self.placed(args, kwargs)
+            # A copy of the tree, since the function may consume it: Equinox's `State` is used once.
+            seen = None if self._results is None else jax.tree.map(lambda x: x, (args, kwargs))
             result = self._fn(*args, **kwargs)
-            return result if self._results is None else self._results((args, kwargs), result)
+            return result if self._results is None else self._results(seen, result)
 
     def placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments, sharded by their placements."""

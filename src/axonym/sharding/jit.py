@@ -15,7 +15,7 @@ import jax
 from .. import _errors
 from ._compiled_function import CompiledFunction, JitOptions
 from .annotations import hashable_annotations
-from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
+from .mapping import ResourceMapping, as_mapping, normalize_mapping
 from .meshes import current_mesh
 from .placement import (
     ComputeMappingOrParameterRule,
@@ -101,10 +101,10 @@ def named_jit(
     """
     active: dict[str, Mapping[str, Any]] = {}
     if mapping is not None:
-        if not is_resource_mapping(mapping):
+        if not isinstance(mapping, Mapping):
             raise TypeError(
                 f"named_jit: `mapping` is made active inside, so it is a resource mapping, not a "
-                f"{type(mapping).__name__}."
+                f"{type(mapping).__name__}.{as_mapping(mapping)}"
             )
         active["mapping"] = normalize_mapping(mapping, "named_jit")
     make = functools.partial(
@@ -180,8 +180,10 @@ def fsdp(
     for name, mapping in mappings.items():
         if mapping is None:
             raise TypeError(f"fsdp: `{name}` is missing; {_USAGE}.")
-        if not is_resource_mapping(mapping) and not (name == "parameter_mapping" and isinstance(mapping, Rule)):
-            raise TypeError(f"fsdp: `{name}` is a resource mapping, got {type(mapping).__name__}; {_USAGE}.")
+        if not isinstance(mapping, Mapping) and not (name == "parameter_mapping" and isinstance(mapping, Rule)):
+            raise TypeError(
+                f"fsdp: `{name}` is a resource mapping, got {type(mapping).__name__}; {_USAGE}.{as_mapping(mapping)}"
+            )
     parameters, compute = mappings["parameter_mapping"], normalize_mapping(mappings["compute_mapping"], "fsdp")
     active: dict[str, Mapping[str, Any]] = {"mapping": compute}
     if isinstance(parameters, Rule):

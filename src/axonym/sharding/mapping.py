@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
 
-from .. import _context
+from .. import _context, _errors
 from .._context import Entry
-from .._mesh_axes import entry_of
+from .._mesh_axes import check_mesh_axes, current_mesh, entry_of
 from ..axis import Axis, name_of
 
 P = ParamSpec("P")
@@ -32,6 +32,7 @@ def normalize_mapping(mapping: Any, what: str = "axis_mapping") -> dict[str, Ent
     if not isinstance(mapping, Mapping):
         raise TypeError(
             f"{what}: expected a resource mapping such as {{'batch': 'data'}}, got {type(mapping).__name__}."
+            f"{as_mapping(mapping)}"
         )
     result: dict[str, Entry] = {}
     for axis, entry in mapping.items():
@@ -54,7 +55,21 @@ def _normalize_entry(entry: Any, name: str, what: str) -> Entry:
         if len(set(axes)) != len(axes):
             raise ValueError(f"{what}: axis {name!r} is sharded over one mesh axis twice, {axes}.")
         return entry_of(axes)
-    raise TypeError(f"{what}: axis {name!r} goes to a mesh axis, several, or None; got {entry!r}.")
+    raise TypeError(
+        f"{what}: axis {name!r} goes to a mesh axis by its name, to several, or to None; got {entry!r}.{NO_SIZES}"
+    )
+
+
+NO_SIZES = " The sizes are those of the mesh, as in `axonym.make_mesh({'data': 4})`."
+"""Said where a mesh axis was expected."""
+
+
+def as_mapping(given: Any) -> str:
+    """Return how a sequence of pairs of names is written as a mapping, or an empty string."""
+    pairs = given if isinstance(given, (list, tuple)) else ()
+    if pairs and all(isinstance(p, (list, tuple)) and len(p) == 2 and isinstance(p[0], str) for p in pairs):
+        return f" Write `{dict(pairs)}`."
+    return ""
 
 
 def is_resource_mapping(placement: object) -> TypeGuard[ResourceMapping]:
@@ -85,6 +100,9 @@ def axis_mapping(
     {'batch': 'data', 'embed': 'model'}
     """
     new = normalize_mapping({} if mapping is None else mapping) | normalize_mapping(entries)
+    mesh = current_mesh() if new else None
+    if mesh is not None and _errors.wrong_way_round(new, mesh.axis_names):
+        check_mesh_axes("axis_mapping", new, mesh)  # or it would apply to no axis, and nothing would say so
 
     def settings(outer: _context.Settings | None) -> _context.Settings | None:
         # The storage of parameters does not change with the mapping that is active while they are used.

@@ -43,7 +43,7 @@ from .._mesh_axes import (
 )
 from ..axis import Names, name_of
 from ..named_array import NamedArray, is_named_array, raw
-from .mapping import ResourceMapping, is_resource_mapping, normalize_mapping
+from .mapping import NO_SIZES, ResourceMapping, as_mapping, is_resource_mapping, normalize_mapping
 from .meshes import as_seen_here, current_mesh
 
 Placement: TypeAlias = object
@@ -380,15 +380,19 @@ def _broadcast(placement: Placement, tree: Any, structure: Any, what: str) -> li
 def checked_prefix(placement: Placement, what: str) -> Placement:
     """Check a tree prefix of placements, and unwrap the shardings that `match_sharding_rule` gives named arrays."""
 
-    def checked(p: Any) -> Placement:
+    def checked(path: Any, p: Any) -> Placement:
         p = p.array if is_named_array(p) else p
         if not is_placement(p):
             shown = f"an array of shape {p.shape}" if isinstance(p, (jax.Array, np.ndarray)) else repr(p)
-            known = "Resource mappings, PartitionSpecs, shardings, rules, and None are."
-            raise TypeError(f"{what}: {shown} is not a placement. {known}")
+            where = f", for {path[-1].key!r}," if path and isinstance(path[-1], jax.tree_util.DictKey) else ""
+            hint = as_mapping(placement) or (NO_SIZES if type(p) is int else "")
+            raise TypeError(
+                f"{what}: {shown}{where} is not a placement. Resource mappings, such as {{'batch': 'data'}}, "
+                f"PartitionSpecs, shardings, rules, and None are.{hint}"
+            )
         return p
 
-    return jax.tree.map(checked, placement, is_leaf=lambda x: is_placement(x) or is_named_array(x))
+    return jax.tree.map_with_path(checked, placement, is_leaf=lambda x: is_placement(x) or is_named_array(x))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -516,6 +520,7 @@ def _checked(
         for axis in unknown:
             problems.append(
                 f"{array}: {name} goes to mesh axis {axis!r}, which the mesh does not have."
+                + _errors.wrong_way_round({} if names is None else {names[called.index(name)]: axis}, mesh.axis_names)
                 + _errors.suggestion(axis, mesh.axis_names)
             )
         if not unknown and axes:
@@ -609,7 +614,7 @@ def _warn_if_unused(placements: Sequence[tuple[Placement, Leaf]], mesh: AnyMesh 
             hint = _errors.suggestions(keys, known) if known else advise_paths(its_leaves, mapping.values(), mesh)
             _errors.warn(
                 f"{what}: none of the axes {_errors.quoted(keys)} of the mapping is an axis of the tree, which "
-                f"{has}.{hint}"
+                f"{has}.{_errors.wrong_way_round({k: v for k, v in mapping.items() if v in known}, keys)}{hint}"
             )
 
 

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
+import equinox as eqx
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -56,8 +57,9 @@ def vmap(
 
     The function is called once and sees the arguments without the axes; its results get them in front. Named arrays
     that have an axis are mapped over it, and the others are the same for every element. Raw arrays have no names and
-    are mapped over their first axis by default. Values that are not arrays, in arguments or results, are passed on
-    unchanged: a number that the function returns stays that number, while `map` stacks it.
+    are mapped over their first axis by default. Those of an Equinox module are if its named arrays have an axis that is
+    mapped over; if it has no named arrays, `args` or `kwargs` must say how. Values that are not arrays, in arguments or
+    results, are passed on unchanged: a number that the function returns stays that number, while `map` stacks it.
 
     An axis that the active mapping shards stays sharded throughout. On Explicit mesh axes, arguments that are sharded
     differently along the axis are resharded first, and those that are not mapped are gathered over its mesh axes.
@@ -89,7 +91,7 @@ def vmap(
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         leaves, structure = _mapped_axis.flatten((args, kwargs))
-        operands, leaves = _operands(names, leaves, raw_axes.of_leaves(args, kwargs, len(leaves)), args, kwargs)
+        operands, leaves = _operands(names, leaves, raw_axes.of_leaves(names, args, kwargs), args, kwargs)
         sizes = _sizes(names, given, operands, args, kwargs)
         held, function = _mapped_axis.flatten(opened(fn, closures=True) if active_parameter_mapping() else None)
         shards = _find_shards(names, sizes, operands, [*leaves, *held])
@@ -344,10 +346,8 @@ class _RawAxes:
         self.args = [_checked(f"args[{i}]", a, of_argument=True) for i, a in enumerate(args)]
         self.kwargs = {k: _checked(f"kwargs[{k!r}]", a, of_argument=True) for k, a in kwargs.items()}
 
-    def of_leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> list[_CheckedRawAxis]:
+    def of_leaves(self, names: Names, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_CheckedRawAxis]:
         """Return how each leaf of the arguments is mapped if it is a raw array."""
-        if not self.args and not self.kwargs and isinstance(self.default, _CheckedRawAxis):
-            return [self.default] * count
         if unknown := [k for k in self.kwargs if k not in kwargs]:
             listed, hints = _errors.quoted(unknown), _errors.suggestions(unknown, kwargs)
             raise TypeError(
@@ -360,9 +360,40 @@ class _RawAxes:
             )
         found: list[_CheckedRawAxis] = []
         for i, x in enumerate(args):
-            found += _spread(f"args[{i}]", self.args[i] if i < len(self.args) else self.default, x)
+            path = f"args[{i}]"
+            if i < len(self.args):
+                found += _spread(path, self.args[i], x)
+            else:
+                ways = f"args={(*[0] * i, None)}", f"args={(*[0] * i, 0)}"
+                found += self._by_default(path, x, names, ways)
         for k in sorted(kwargs):  # as JAX flattens dictionaries
-            found += _spread(f"kwargs[{k!r}]", self.kwargs.get(k, self.default), kwargs[k])
+            path = f"kwargs[{k!r}]"
+            if k in self.kwargs:
+                found += _spread(path, self.kwargs[k], kwargs[k])
+            else:
+                ways = f"kwargs={{{k!r}: None}}", f"kwargs={{{k!r}: 0}}"
+                found += self._by_default(path, kwargs[k], names, ways)
+        return found
+
+    def _by_default(self, path: str, argument: Any, names: Names, ways: tuple[str, str]) -> list[_CheckedRawAxis]:
+        """Return the same for the leaves of one argument of which nothing was said.
+
+        A module may be the same for every element, or stacked, as a module that `vmap` has made. Then its named arrays
+        have the axis, so they say how its raw arrays are mapped.
+        """
+        if not (isinstance(self.default, _CheckedRawAxis) and isinstance(self.default.where, int)):
+            return _spread(path, self.default, argument)
+        found: list[_CheckedRawAxis] = []
+        for part in jax.tree.leaves(argument, is_leaf=lambda x: isinstance(x, (NamedArray, eqx.Module))):
+            leaves = _mapped_axis.flatten(part)[0]
+            of_named = [x.names for x in leaves if isinstance(x, NamedArray)]
+            how = self.default
+            if isinstance(part, eqx.Module) and any(map(_mapped_axis.is_array, leaves)):
+                if not of_named:
+                    raise ValueError(_module_without_names(path, type(part).__name__, names, ways))
+                if not any(n in names for own in of_named for n in own):
+                    how = _CheckedRawAxis(None, of_argument=False)
+            found += [how] * len(leaves)
         return found
 
 
@@ -412,6 +443,15 @@ def _too_few_axes(path: str, shape: tuple[int, ...], where: int | None, names: N
         f"vmap: {path} is a raw array of shape {tuple(shape)}, which cannot be mapped over {over} at position {where}. "
         "Pass a position that it has, or None for an array that is the same for every element, in `args`, `kwargs` or "
         "`default`."
+    )
+
+
+def _module_without_names(path: str, kind: str, names: Names, ways: tuple[str, str]) -> str:
+    axis = repr(names[0] if len(names) == 1 else names)
+    shared, stacked = (f"`axonym.vmap(f, {axis}, {way})`" for way in ways)
+    return (
+        f"vmap: {path} is a module, {kind}, whose arrays have no names, so it could be the same for every element, or "
+        f"stacked. Write {shared} if it is the same, and {stacked} if its arrays are mapped over their first axis."
     )
 
 

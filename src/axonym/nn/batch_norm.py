@@ -1,0 +1,214 @@
+"""`BatchNorm`, whose running statistics are kept in Equinox's `State`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from .. import _errors
+from .._named_scope import named_call
+from ..axis import Axis, AxisSelection, AxisSelector, name_of, selectors
+from ..manual._axis_environment import MeshAxis, count, possible_shardings
+from ..manual.collectives import pmean
+from ..named_array import NamedArray
+from ..ops._operands import one_axis, require_named
+from ..ops.creation import ones, zeros
+from ..ops.elementwise import rsqrt, square
+from ..ops.reductions import mean
+from ..ops.selection import where
+from ..state.loading import lazy_loading, load_children
+from ..state.module import ModuleWithStateDictSerialization
+from ..state.naming import StateDict
+from ..state.saving import children_to_state_dict
+
+__all__ = ["BatchNorm", "RunningStatistics", "with_state"]
+
+T = TypeVar("T")
+
+
+class RunningStatistics(eqx.Module):
+    """The running statistics of a `BatchNorm`, under their names in PyTorch.
+
+    >>> layer, state = eqx.nn.make_with_state(axn.nn.BatchNorm.init)(axn.Axis("channels", 2), "batch")
+    >>> state.get(layer.running).running_var
+    NamedArray(float32[channels=2], [1. 1.])
+    """
+
+    running_mean: NamedArray
+    running_var: NamedArray
+    num_batches_tracked: jax.Array
+
+
+@_errors.say_how_to_make
+class BatchNorm(ModuleWithStateDictSerialization):
+    """Batch normalization: normalize each channel over the batch, then scale and shift it.
+
+    In training, mean and variance are those of the batch, and running ones are updated; in inference, these are used.
+    The statistics are of the whole batch, however it is sharded, inside `shard_map` too. The running ones are kept in
+    Equinox's `State`: `equinox.nn.make_with_state` makes a layer or model and its state, and each call returns the new
+    state with the result. `equinox.nn.inference_mode` switches all such layers of a model.
+
+    Arguments:
+        axis: the axis of the channels, which the statistics have.
+        Batch: all other axes of the input, along which the statistics are computed: those of the batch and of space.
+        weight: the scale of each channel, or None.
+        bias: the shift of each channel, or None.
+        running: where the state keeps the running statistics.
+        eps: added to the variance, to avoid division by zero.
+        momentum: the share of each batch in the running statistics, as in PyTorch. The momentum of Equinox and Flax is
+            one minus this.
+        inference: whether to use the running statistics.
+
+    >>> layer, state = eqx.nn.make_with_state(axn.nn.BatchNorm.init)(axn.Axis("channels", 2), "batch")
+    >>> y, state = layer(axn.named([[1., 3.], [3., 7.]], ("batch", "channels")), state)
+    >>> y
+    NamedArray(float32[batch=2, channels=2], [[-1. -1.] [ 1. 1.]])
+    >>> state.get(layer.running).running_mean
+    NamedArray(float32[channels=2], [0.2 0.5])
+    """
+
+    axis: Axis = eqx.field(static=True)
+    Batch: tuple[AxisSelector, ...] = eqx.field(static=True, converter=selectors)
+    weight: NamedArray | None
+    bias: NamedArray | None
+    running: eqx.nn.StateIndex[Any]
+    eps: float = eqx.field(default=1e-5, static=True)
+    momentum: float = eqx.field(default=0.1, static=True)
+    inference: bool = False
+
+    @staticmethod
+    def init(
+        axis: Axis,
+        Batch: AxisSelection,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        *,
+        use_weight: bool = True,
+        use_bias: bool = True,
+    ) -> BatchNorm:
+        """Make a layer with a scale of one, a shift of zero, and running statistics of mean zero and variance one.
+
+        The arguments are the fields of the layer.
+
+        >>> layer = axn.nn.BatchNorm.init(axn.Axis("channels", 4), ("batch", "height", "width"))
+        >>> layer.weight.shape
+        {'channels': 4}
+        """
+        axis = one_axis("BatchNorm", "axis", axis)
+        running = RunningStatistics(zeros(axis), ones(axis), jnp.zeros((), jnp.int32))
+        weight, bias = ones(axis) if use_weight else None, zeros(axis) if use_bias else None
+        return BatchNorm(axis, Batch, weight, bias, eqx.nn.StateIndex(running), eps, momentum)  # pyright: ignore[reportArgumentType]
+
+    @named_call
+    def __call__(
+        self, x: NamedArray, state: eqx.nn.State, *, inference: bool | None = None, key: Any = None
+    ) -> tuple[NamedArray, eqx.nn.State]:
+        """Normalize an array, and return it with the new state; `inference` overrides that of the layer."""
+        batch = tuple(map(name_of, self.Batch))
+        require_named("BatchNorm", x)
+        if set(x.names) != {self.axis.name, *batch} or len(x.names) < 2:
+            raise ValueError(
+                f"BatchNorm: the layer is for arrays with the axes "
+                f"{_errors.describe_axes((*batch, self.axis.name))}, got {_errors.describe_shape(x.shape)}. Name all "
+                "axes but that of the channels as `Batch`, and call the layer on a whole batch, outside of `vmap`."
+            )
+        inference = self.inference if inference is None else inference
+        old: RunningStatistics = state.get(self.running)
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        center, variance = old.running_mean, old.running_var
+        if isinstance(inference, Tracer) or not inference:
+            center, variance, size = _statistics(wide, batch)
+            unbiased = variance * (size / max(size - 1, 1))
+            new = RunningStatistics(
+                _moved(old.running_mean, center, self.momentum),
+                _moved(old.running_var, unbiased, self.momentum),
+                old.num_batches_tracked + 1,
+            )
+            if isinstance(inference, Tracer):
+                new = jax.tree.map(lambda a, b: jnp.where(inference, a, b), old, new)
+                center = where(inference, old.running_mean, center)
+                variance = where(inference, old.running_var, variance)
+            # `State.set` refuses a value with another sharding on Explicit mesh axes.
+            state = state.update(eqx.nn.State(_index(self.running, new)))
+        y = ((wide - center) * rsqrt(variance + self.eps)).astype(x.dtype)
+        y = y if self.weight is None else y * self.weight
+        return (y if self.bias is None else y + self.bias), state
+
+    # In a state dict, the running statistics are beside the parameters, and nothing else is.
+
+    def to_state_dict(self, prefix: str | None = None) -> StateDict:
+        return children_to_state_dict(self._with_running(_initial(self, "written"), None), prefix)
+
+    @lazy_loading
+    def from_state_dict(self, state_dict: Mapping[str, Any], prefix: str | None = None) -> BatchNorm:
+        loaded = load_children(self._with_running(_initial(self, "loaded"), None), state_dict, prefix)
+        return loaded._with_running(_index(self.running, loaded.running), self.inference)
+
+    def _state_dict_key_map(self) -> dict[str, str | None]:
+        return {"running": None}
+
+    def _with_running(self, running: Any, inference: Any) -> BatchNorm:
+        return dataclasses.replace(self, running=running, inference=inference)
+
+
+def with_state(model: T, state: eqx.nn.State) -> T:
+    """Return a model that has its state in it, as before `equinox.nn.make_with_state` took it out.
+
+    Functions that write a model to a file or a state dict take it in this form, and those that load one return it.
+    Then `equinox.nn.State(model)` is the state, and `equinox.nn.delete_init_state(model)` the model without it.
+
+    >>> layer, state = eqx.nn.make_with_state(axn.nn.BatchNorm.init)(axn.Axis("channels", 2), "batch")
+    >>> list(axn.state.to_torch_compatible_state_dict(axn.nn.with_state(layer, state)))
+    ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
+    """
+
+    def of_index(x: Any) -> Any:
+        return _index(x, state.get(x)) if _is_index(x) else x
+
+    return jax.tree.map(of_index, model, is_leaf=_is_index)
+
+
+def _is_index(x: Any) -> bool:
+    return isinstance(x, eqx.nn.StateIndex)
+
+
+def _index(index: eqx.nn.StateIndex[Any], value: Any) -> eqx.nn.StateIndex[Any]:
+    """Return an index of the same place in the state, with another initial value."""
+    found = eqx.nn.StateIndex(value)
+    object.__setattr__(found, "marker", index.marker)  # as `equinox.nn.make_with_state` does
+    return found
+
+
+def _initial(layer: BatchNorm, what: str) -> RunningStatistics:
+    found = layer.running.init
+    if not isinstance(found, RunningStatistics):
+        raise ValueError(
+            f"BatchNorm: the running statistics are not in the model but in its state, so they cannot be {what} with "
+            "it. Pass `axonym.nn.with_state(model, state)`."
+        )
+    return found
+
+
+def _statistics(x: NamedArray, batch: tuple[str, ...]) -> tuple[NamedArray, NamedArray, int]:
+    """Return mean and variance along some axes, and of how many elements they are."""
+    # Inside `shard_map`, a device has a shard of the batch.
+    over = tuple(a for n in batch for sharding in possible_shardings(n, x.axis_size(n))[:1] for a in sharding.now)
+
+    def average(x: NamedArray) -> NamedArray:
+        found = mean(x, batch)
+        return pmean(found, tuple(map(MeshAxis, over))) if over else found
+
+    center = average(x)
+    return center, average(square(x - center)), count(over) * math.prod(x.axis_size(n) for n in batch)
+
+
+def _moved(old: NamedArray, new: NamedArray, share: float) -> NamedArray:
+    """Move a running statistic towards that of a batch, which it is not differentiated by."""
+    return (old + (jax.lax.stop_gradient(new) - old) * share).astype(old.dtype)

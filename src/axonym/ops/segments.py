@@ -1,0 +1,195 @@
+"""Reduce each segment of an array: the edges that end at a node, the members of a group, the tokens of a document.
+
+An array of integers says which segment each element belongs to. It is matched with the array by name, and both may be
+sharded: each device reduces its own elements, and results of the size of the segments are combined.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _errors, _kernels
+from ..axis import Axis, AxisSelection, Names
+from ..named_array import NamedArray
+from ._operands import as_float, at_least_float32, distinct, extreme, one_axis, require_named, require_subset
+from .creation import ones_like
+from .elementwise import divide, maximum
+
+
+@_errors.say_how_to_call
+def segment_sum(
+    array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
+) -> NamedArray:
+    """Add up the elements of each segment. The sum of a segment without elements is zero.
+
+    Arguments:
+        array: a named array.
+        segments: the number of the segment of each element: integers along some axes of `array`. Elements whose number
+            is negative or beyond `new_axis` belong to no segment.
+        new_axis: the axis of the segments. In the result, it takes the place of the axes that are reduced.
+        axis: the axes to reduce along; by default all axes of `segments`. Its others are batch axes, which are matched.
+
+    >>> x = axn.named([1., 2., 3.], "edge")
+    >>> axn.segment_sum(x, axn.named([0, 2, 0], "edge"), axn.Axis("node", 3))
+    NamedArray(float32[node=3], [4. 0. 2.])
+    """
+    return _reduce("segment_sum", array, segments, new_axis, axis)
+
+
+@_errors.say_how_to_call
+def segment_mean(
+    array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
+) -> NamedArray:
+    """Compute the mean of the elements of each segment; zero without elements. For the arguments see `segment_sum`.
+
+    >>> x = axn.named([1., 2., 3.], "edge")
+    >>> axn.segment_mean(x, axn.named([0, 2, 0], "edge"), axn.Axis("node", 3))
+    NamedArray(float32[node=3], [2. 0. 2.])
+    """
+    total = _reduce("segment_mean", as_float(require_named("segment_mean", array)), segments, new_axis, axis)
+    count = _reduce("segment_mean", ones_like(segments), segments, new_axis, axis)
+    return divide(total, maximum(count, 1).astype(total.dtype))
+
+
+@_errors.say_how_to_call
+def segment_prod(
+    array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
+) -> NamedArray:
+    """Multiply the elements of each segment; one without elements. For the arguments see `segment_sum`.
+
+    It can be differentiated, a second time only where no element is zero.
+
+    >>> x = axn.named([1., 2., 3.], "edge")
+    >>> axn.segment_prod(x, axn.named([0, 2, 0], "edge"), axn.Axis("node", 3))
+    NamedArray(float32[node=3], [3. 1. 2.])
+    """
+    return _reduce("segment_prod", array, segments, new_axis, axis)
+
+
+@_errors.say_how_to_call
+def segment_max(
+    array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
+) -> NamedArray:
+    """Return the largest element of each segment. For the arguments see `segment_sum`.
+
+    For a segment without elements it is the least value of the dtype: minus infinity for floats.
+
+    >>> x = axn.named([1., 2., 3.], "edge")
+    >>> axn.segment_max(x, axn.named([0, 2, 0], "edge"), axn.Axis("node", 3))
+    NamedArray(float32[node=3], [  3. -inf   2.])
+    """
+    return _reduce("segment_max", array, segments, new_axis, axis)
+
+
+@_errors.say_how_to_call
+def segment_min(
+    array: NamedArray, segments: NamedArray, new_axis: Axis, *, axis: AxisSelection | None = None
+) -> NamedArray:
+    """Return the smallest element of each segment. For the arguments see `segment_sum`.
+
+    For a segment without elements it is the greatest value of the dtype: infinity for floats.
+
+    >>> x = axn.named([1., 2., 3.], "edge")
+    >>> axn.segment_min(x, axn.named([0, 2, 0], "edge"), axn.Axis("node", 3))
+    NamedArray(float32[node=3], [ 1. inf  2.])
+    """
+    return _reduce("segment_min", array, segments, new_axis, axis)
+
+
+def _reduce(what: str, array: Any, segments: Any, new_axis: Axis, axis: AxisSelection | None) -> NamedArray:
+    array, segments = require_named(what, array), require_named(what, segments)
+    new_axis = one_axis(what, "new_axis", new_axis)
+    kernel = _segment_kernel(what, array.names, segments.names, new_axis, _kernels.hashable(axis))
+    return kernel.apply(array.array, segments.array)
+
+
+@_kernels.shared("names", "own", "new_axis", "axis")
+def _segment_kernel(what: str, names: Names, own: Names, new_axis: Axis, axis: AxisSelection | None) -> _kernels.Kernel:
+    along = _kernels.select(what, own, axis, operand=1)
+    require_subset(what, "segments", own, names)
+    if not along:
+        raise ValueError(f"{what}: `segments` must have the axes to reduce along, got none.")
+    first = next(n for n in names if n in along)
+    out_names = tuple(new_axis.name if n == first else n for n in names if n == first or n not in along)
+    at, batch = distinct(what, out_names).index(new_axis.name), [n for n in own if n not in along]
+    ordered = tuple(n for n in names if n in own)
+    scatter = functools.partial(
+        _SCATTER[what.removeprefix("segment_")],
+        # The axes of the array stay where they are.
+        dimension_numbers=jax.lax.ScatterDimensionNumbers(
+            update_window_dims=tuple(i for i, n in enumerate(names) if n not in own),
+            inserted_window_dims=(at,),
+            scatter_dims_to_operand_dims=(at,),
+            operand_batching_dims=tuple(out_names.index(n) for n in batch),
+            scatter_indices_batching_dims=tuple(ordered.index(n) for n in batch),
+        ),
+        mode="drop",
+    )
+
+    def positional(x, segments):
+        if not jnp.issubdtype(segments.dtype, jnp.integer):
+            raise TypeError(f"{what}: `segments` must be integers, got {segments.dtype}.")
+        sizes = dict(zip(names, x.shape, strict=True)) | {new_axis.name: new_axis.size}
+        numbers = jnp.expand_dims(_kernels.transpose_to(segments, own, ordered), -1)
+        return scatter([sizes[n] for n in out_names], numbers, x)
+
+    return _kernels.make_kernel(what, positional, (names, own), out_names, selection=axis)
+
+
+# --- by position: from the shape of the result, the numbers and the elements ---
+
+
+def _extreme(scatter: Callable[..., jax.Array], largest: bool, shape: Any, numbers: Any, x: Any, **how: Any) -> Any:
+    return scatter(jnp.full(shape, extreme(x.dtype, largest)), numbers, x, **how)
+
+
+def _accumulated(
+    scatter: Callable[..., jax.Array], reduction: Any, start: int, shape: Any, numbers: Any, x: Any, **how: Any
+) -> Any:
+    """Reduce in the dtype of the reduction of a whole array, or a wider one."""
+    kind = jax.eval_shape(reduction, x).dtype
+    x = at_least_float32(x.astype(kind)) if jnp.issubdtype(kind, jnp.inexact) else x.astype(kind)
+    return scatter(jnp.full(shape, start, x.dtype), numbers, x, **how).astype(kind)
+
+
+def _multiply(start: jax.Array, numbers: jax.Array, x: jax.Array, **how: Any) -> jax.Array:
+    """Multiply onto ones, with a gradient also where several elements meet, which `jax.lax.scatter_mul` lacks."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return jax.lax.scatter_mul(start, numbers, x, **how)
+
+    @jax.custom_jvp
+    def product(x: jax.Array, numbers: jax.Array) -> jax.Array:
+        return jax.lax.scatter_mul(jnp.ones(start.shape, start.dtype), numbers, x, **how)
+
+    @product.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        x, numbers = primals
+
+        def add(x: jax.Array) -> jax.Array:
+            return jax.lax.scatter_add(jnp.zeros(start.shape, start.dtype), numbers, x, **how)
+
+        def of_segment(y: jax.Array) -> jax.Array:
+            return jax.vjp(add, x)[1](y)[0]
+
+        zero = x == 0
+        others, zeros = jnp.where(zero, 1, x), add(zero.astype(x.dtype))
+        whole = product(others, numbers)
+        # The product of the other elements of a segment is zero if one of them is.
+        others = jnp.where(of_segment(zeros) == zero.astype(x.dtype), of_segment(whole) / others, 0)
+        return jnp.where(zeros == 0, whole, 0), add(others * tangents[0])
+
+    return product(x, numbers)
+
+
+_SCATTER: dict[str, Callable[..., Any]] = {
+    "sum": functools.partial(_accumulated, jax.lax.scatter_add, jnp.sum, 0),
+    "mean": functools.partial(_accumulated, jax.lax.scatter_add, jnp.sum, 0),
+    "prod": functools.partial(_accumulated, _multiply, jnp.prod, 1),
+    "max": functools.partial(_extreme, jax.lax.scatter_max, False),
+    "min": functools.partial(_extreme, jax.lax.scatter_min, True),
+}

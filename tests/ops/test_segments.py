@@ -1,0 +1,102 @@
+"""Segments: errors, dtypes, the gradient of products, and what is sent if both arrays are sharded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import axonym as axn
+from tests.helpers import spec
+
+untyped: Any = axn  # for calls that a type checker would refuse
+
+EDGE, NODE = axn.Axis("edge", 16), axn.Axis("node", 8)
+X = axn.random.normal(jax.random.key(0), (EDGE, axn.Axis("embed", 4)))
+S = axn.named(np.arange(16, dtype=np.int32) % 9 - 1, "edge")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: axn.segment_sum(X, S * 1.0, NODE),
+            TypeError,
+            r"^segment_sum: `segments` must be integers, got float32",
+        ),
+        (lambda: axn.segment_sum(X, S.rename({"edge": "row"}), NODE), ValueError, r"`segments` has axes \(row\) that"),
+        (
+            lambda: axn.segment_max(X, S, NODE, axis="embed"),
+            ValueError,
+            r"^segment_max: no axis 'embed' in \(edge=16\)",
+        ),
+        (lambda: axn.segment_sum(X, S["edge", :3], NODE), ValueError, r"axis 'edge' has conflicting sizes: 16 .* 3"),
+        (
+            lambda: axn.segment_min(X, S["edge", 0], NODE),
+            ValueError,
+            r"^segment_min: .* axes to reduce along, got none",
+        ),
+        (lambda: axn.segment_sum(X, S, axn.Axis("embed", 8)), ValueError, r"^segment_sum: .*'embed'"),
+        (lambda: untyped.segment_sum(X, S, 8), TypeError, r"Write `axonym.Axis\('new', 8\)`"),
+        (lambda: untyped.segment_sum(X, [0, 1], NODE), TypeError, r"^segment_sum: expected a NamedArray, got list"),
+    ],
+)
+def test_errors(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_small_dtypes_do_not_overflow() -> None:
+    zero = axn.zeros({"edge": 1000}, dtype=jnp.uint8)
+    for dtype in (jnp.bfloat16, jnp.int8):
+        ones = axn.ones({"edge": 1000}, dtype=dtype)
+        total, mean = (
+            axn.segment_sum(ones, zero, axn.Axis("node", 1)),
+            axn.segment_mean(ones, zero, axn.Axis("node", 1)),
+        )
+        assert total.dtype == axn.sum(ones).dtype and total.tolist() == [1000] and mean.tolist() == [1]
+    assert axn.segment_max(axn.named([True, False], "edge"), S["edge", :2], NODE).dtype == bool
+
+
+@pytest.mark.parametrize("values", [[2.0, 3.0, 4.0, 5.0], [0.0, 3.0, 4.0, 5.0], [0.0, 0.0, 4.0, 0.0]])
+def test_the_gradient_of_a_product(values: list[float]) -> None:
+    """Also where elements are zero, and in both modes."""
+    x, s = axn.named(jnp.array(values), "edge"), axn.named(np.array([1, 1, 0, 1]), "edge")
+
+    def products(x: axn.NamedArray) -> jax.Array:
+        return axn.segment_prod(x, s, axn.Axis("node", 3)).array
+
+    expected = np.zeros((3, 4), np.float32)
+    expected[0, 2] = 1
+    for i in (0, 1, 3):
+        expected[1, i] = np.prod([values[j] for j in (0, 1, 3) if j != i])
+    for mode in (jax.jacrev, jax.jacfwd):
+        np.testing.assert_allclose(jax.jit(mode(products))(x).array, expected)
+
+
+def _collectives(fn: Any, *args: Any) -> list[tuple[str, str]]:
+    found = r"= (\w+\[[\d,]*\])\S* ((?:all|reduce|collective|ragged)-[\w-]+)\("
+    return re.findall(found, fn.lower(*args).compile().as_text())
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_sharded_segments_send_results_alone(explicit: bool) -> None:
+    """Each device reduces its own elements, and results are combined. The gradient sends nothing."""
+    expected, mapping = axn.segment_max(X, S, NODE), {"edge": "data", "node": "model"}
+    with jax.set_mesh(axn.make_mesh({"data": 4, "model": 2}, explicit=explicit)):
+        x, s = axn.shard(X, mapping), axn.shard(S, mapping)
+        program = axn.named_jit(lambda x, s: axn.segment_max(x, s, NODE), mapping)
+        found = jax.block_until_ready(program(x, s))
+        np.testing.assert_array_equal(found.array, expected.array)
+        assert spec(found) == ("model", None)
+        assert _collectives(program, x, s) == [("f32[4,4]", "all-reduce")]
+
+        cotangent = axn.shard(axn.ones((NODE, *X.axes[1:])), {})
+        pull = jax.jit(lambda x, s, y: jax.vjp(lambda x: axn.segment_sum(x, s, NODE), x)[1](y))
+        assert _collectives(pull, x, s, cotangent) == []
+        np.testing.assert_array_equal(jax.block_until_ready(pull(x, s, cotangent))[0]["embed", 0].array, S.array >= 0)
