@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -84,3 +85,13 @@ def active_platform() -> str:
         return device.platform
     # Before jax 0.10.2, a device of a mesh has no platform.
     return "tpu" if device.device_kind.startswith("TPU") else jax.default_backend()
+
+
+def scan_operands(params: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Split the operands of a `scan` equation into constants, the first carry, and what is scanned over."""
+    if "num_carry" in params:
+        constants, carry = params["num_consts"], params["num_consts"] + params["num_carry"]
+        return list(operands[:constants]), list(operands[constants:carry]), list(operands[carry:])
+    # From jax 0.12 on, the equation holds a tree of its operands.
+    constants, carry, scanned = params["ft_in"].update(operands).unpack()
+    return list(constants), list(carry), list(scanned)
