@@ -118,8 +118,8 @@ def check_shard_invariance(
             "Several devices can be simulated with `jax.config.update('jax_num_cpu_devices', 8)` before JAX starts."
         )
     check = _Check(fn, args, reference or fn, gradients, rtol, refusals)
-    one = [_OnOneDevice(placed.mesh)] if placed else _on_one_device(draw, dict.fromkeys(mesh_axes, 1), draws)
-    check.expect(one)
+    ones = dict.fromkeys(mesh_axes, 1)
+    check.expect([dataclasses.replace(placed, alone=True)] if placed else _on_one_device(draw, ones, draws))
     compared, refused = 0, {}
     for placement in [placed] if placed else draw.placements(_meshes(mesh_axes), draws):
         try:
@@ -161,14 +161,21 @@ class _AsPlaced:
 
     mesh: Mesh | None
     in_shardings: Any
+    alone: bool = False
+    """Whether everything runs on one device instead, with a mesh of the same axes."""
 
     def __str__(self) -> str:
         return "the arguments as they are" if self.in_shardings is None else f"in_shardings={self.in_shardings}"
 
     def active(self) -> Any:
-        return contextlib.nullcontext()  # the caller's mesh
+        if self.mesh is None or not self.alone:
+            return contextlib.nullcontext()  # the caller's mesh
+        devices = np.array(jax.devices()[:1]).reshape((1,) * len(self.mesh.axis_names))
+        return jax.set_mesh(Mesh(devices, self.mesh.axis_names, axis_types=self.mesh.axis_types))
 
     def place(self, args: Any) -> Any:
+        if self.alone:
+            return jax.tree.map(lambda x: _alone(x) if isinstance(x, jax.Array) else x, args)
         if self.in_shardings is None:
             return args
         shardings = jax.tree.broadcast(self.in_shardings, args, is_leaf=lambda x: x is None)
@@ -176,22 +183,6 @@ class _AsPlaced:
 
     def smaller(self) -> Iterator[_AsPlaced]:
         yield from ()
-
-
-@dataclasses.dataclass(frozen=True)
-class _OnOneDevice:
-    """One device, with a mesh of the same axes if there is one."""
-
-    mesh: Mesh | None
-
-    def active(self) -> Any:
-        if self.mesh is None:
-            return contextlib.nullcontext()
-        devices = np.array(jax.devices()[:1]).reshape((1,) * len(self.mesh.axis_names))
-        return jax.set_mesh(Mesh(devices, self.mesh.axis_names, axis_types=self.mesh.axis_types))
-
-    def place(self, args: Any) -> Any:
-        return jax.tree.map(lambda x: _alone(x) if isinstance(x, jax.Array) else x, args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +226,7 @@ class _Distribution:
             yield dataclasses.replace(self, explicit=self.explicit - {axis})
 
 
-_Placement = _Distribution | _AsPlaced | _OnOneDevice
+_Placement = _Distribution | _AsPlaced
 
 
 def _on_one_device(draw: _Draw, mesh: Mapping[str, int], draws: int) -> Iterator[_Distribution]:
@@ -368,8 +359,8 @@ class _Check:
             return _Difference(f"it raises {type(error).__name__}: {error}", error)
         if isinstance(placement, _AsPlaced) and found.devices == 1:
             raise ValueError(
-                "check_shard_invariance: no argument has named axes, so there is nothing to map, and everything runs on "
-                "one device. Shard the arguments, or pass `in_shardings=`."
+                "check_shard_invariance: no argument has named axes, so there is nothing to map, and everything "
+                "runs on one device. Shard the arguments, or pass `in_shardings=`."
             )
         before, after = self._expected.structs, found.structs
         for what, a, b in zip(("the result", "the gradient"), before, after, strict=True):
@@ -442,7 +433,8 @@ class _Check:
 
     def _names(self) -> list[str]:
         """Return the names of all arrays among the arguments, by the parameters of the function."""
-        parameters = [p.name for p in inspect.signature(self._fn).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+        found = inspect.signature(self._reference).parameters.values()
+        parameters = [p.name for p in found if p.kind is not p.VAR_POSITIONAL]
         names = dict(enumerate(parameters))
         found = [(p, x) for p, x in jax.tree.leaves_with_path(self._args) if isinstance(x, ARRAYS)]
         return [
@@ -470,7 +462,7 @@ class _Check:
 
 
 def _asymmetric(x: np.ndarray) -> np.ndarray:
-    """Return an array in float64 without equal elements, of the same signs: a factor for each element if some are equal.
+    """Return an array in float64 with other elements of the same signs, if some are equal.
 
     An array of zeros becomes one of small positive numbers. Zeros beside other elements may be a mask, and stay.
     """
