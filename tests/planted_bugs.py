@@ -1,7 +1,12 @@
-"""Per-device programs in plain JAX, each with the plain function that it stands for, and with bugs to plant in it."""
+"""Per-device programs in plain JAX, each with the plain function that it stands for, and with bugs to plant in it.
+
+`python -m tests.planted_bugs` tries them all, at two dtypes, with and without gradients.
+"""
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
+
+from axonym.testing import check_shard_invariance
 
 
 class PerDevice(NamedTuple):
@@ -348,3 +355,38 @@ PROGRAMS: dict[Callable[[str, Any], PerDevice], tuple[str, ...]] = {
     largest: ("local positions", "largest of each device"),
 }
 """The programs, and the bugs of each; without a bug, they are correct."""
+
+
+def find(program: Callable[[str, Any], PerDevice], bug: str, dtype: Any, gradients: bool = True) -> str | None:
+    """Return the message about a bug, or about a program without one; None if it is found correct."""
+    planted = program(bug, dtype)
+    try:
+        check_shard_invariance(planted.run, *planted.args, reference=planted.plain, gradients=gradients)
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
+def main() -> int:
+    """Try all, print what is wrong, and count."""
+    cases = [(p, bug) for p, bugs in PROGRAMS.items() for bug in ("", *bugs)]
+    wrong = 0
+    for dtype, gradients in itertools.product((jnp.float32, jnp.bfloat16), (False, True)):
+        found = {(p, bug): find(p, bug, dtype, gradients) for p, bug in cases}
+        bugs = sum(found[p, bug] is not None for p, bug in cases if bug)
+        refused = sum(found[p, ""] is not None for p in PROGRAMS)
+        wrong += len(cases) - len(PROGRAMS) - bugs + refused
+        what = "values and gradients" if gradients else "values"
+        print(
+            f"{dtype.__name__}, {what}: {bugs} of {len(cases) - len(PROGRAMS)} bugs found, "
+            f"{refused} of {len(PROGRAMS)} correct programs refused",
+            *(f"    {p.__name__}: {bug or m}" for (p, bug), m in found.items() if bool(bug) != (m is not None)),
+            sep="\n",
+            flush=True,
+        )
+    return wrong
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    sys.exit(main())

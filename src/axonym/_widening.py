@@ -19,13 +19,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ._jax_versions import scan_operands
 
-# Equations that only call a program. Derivatives are part of the program already, so no rules for them are needed.
+# Equations that only call a program, in the parameter named here. Rules for derivatives and the like are used already.
 _CALLS = {
-    primitives.jit_p: "jaxpr",
-    primitives.closed_call_p: "call_jaxpr",
-    primitives.remat_p: "jaxpr",
-    primitives.custom_jvp_call_p: "call_jaxpr",
-    primitives.custom_vjp_call_p: "call_jaxpr",
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    primitives.remat_p.name: "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vmap_call": "call",
 }
 _OWN_PRECISION = re.compile("callback|pallas|ffi|custom_call|kernel_call|cudnn|dot_product_attention|debug_print")
 _SAME_VALUES = re.compile(
@@ -33,7 +34,7 @@ _SAME_VALUES = re.compile(
     "|reshard|sharding_constraint|squeeze|stop_gradient|transpose"
 )
 _MOST_ELEMENTS_RECORDED = 1 << 18
-_LIBRARY = str(__file__).rpartition("/")[0]
+_LIBRARIES = re.compile("|".join(re.escape(str(f).rpartition("/")[0]) for f in (__file__, jax.__file__)))
 
 
 def wide_dtype(dtype: Any) -> Any:
@@ -71,6 +72,8 @@ class WidenedProgram:
         self._origins: dict[int, tuple[int, Any]] = {}
         """By the identity of a value: the position of its step, and the value, so that no other gets this identity."""
         self._devices: dict[str, int] = {}
+        self._place: str | None = None
+        """Where a function of a library was called that is being evaluated."""
 
     def __call__(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
         """Return the results, and the recorded values by the positions of their steps."""
@@ -104,10 +107,8 @@ class WidenedProgram:
 
     def _results(self, equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         primitive, params = equation.primitive, equation.params
-        if primitive in _CALLS:
-            operands = [_constrain(x, s) for x, s in zip(operands, params.get("in_shardings", operands), strict=True)]
-            results = self._evaluate(params[_CALLS[primitive]], operands)
-            return [_constrain(x, s) for x, s in zip(results, params.get("out_shardings", results), strict=True)]
+        if primitive.name in _CALLS:
+            return self._call(equation, params[_CALLS[primitive.name]], operands)
         if primitive.name == "shard_map":
             return self._shard_map(params, operands)
         if primitive is primitives.scan_p:
@@ -169,6 +170,15 @@ class WidenedProgram:
                 self._recorded = recorded
 
         return run
+
+    def _call(self, equation: JaxprEqn, program: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        params, around = equation.params, self._place
+        operands = [_constrain(x, s) for x, s in zip(operands, params.get("in_shardings", operands), strict=True)]
+        if around is None and _LIBRARIES.search(str(program.debug_info.func_src_info)):
+            self._place = _where(equation)  # the lines inside are those of the first call
+        results = self._evaluate(program, operands)
+        self._place = around
+        return [_constrain(x, s) for x, s in zip(results, params.get("out_shardings", results), strict=True)]
 
     def _scan(self, params: Any, operands: Sequence[Any]) -> Sequence[Any]:
         consts, init, scanned = scan_operands(params, operands)
@@ -256,7 +266,7 @@ class WidenedProgram:
 
     def _record_equation(self, equation: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]) -> None:
         name = equation.primitive.name
-        if equation.primitive in _CALLS or name == "shard_map":
+        if name in _CALLS or name == "shard_map":
             return  # recorded inside
         origins = [self._origins[id(x)][0] for x in operands if id(x) in self._origins]
         if _SAME_VALUES.match(name):
@@ -264,7 +274,7 @@ class WidenedProgram:
         axes = equation.params.get("axes", equation.params.get("axis_name", ()))
         over = tuple([a for a in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(a, str)])
         for x in results:
-            self._record(x, Step(name, _where(equation), tuple(origins), over, self._devices))
+            self._record(x, Step(name, self._place or _where(equation), tuple(origins), over, self._devices))
 
     def _record(self, x: Any, step: Step) -> None:
         if self._recorded is not None and jnp.issubdtype(x.dtype, jnp.floating) and x.size <= _MOST_ELEMENTS_RECORDED:
@@ -300,6 +310,6 @@ def _sharding(struct: Any) -> Any:
 def _where(equation: JaxprEqn) -> str:
     """Return the file and the line of the innermost call outside of the library."""
     frames = summarize(equation.source_info, num_frames=20).splitlines()[::-1]
-    outside = [f for f in frames if not f.startswith(_LIBRARY)] or [*frames, ""]
+    outside = [f for f in frames if not _LIBRARIES.match(f)] or [""]
     path, _, line = outside[0].partition(":")
     return f"{path.rpartition('/')[2]}:{line.partition(':')[0]}" if line else ""

@@ -34,8 +34,6 @@ from .sharding.shard import shard
 
 __all__ = ["ShardInvariance", "check_shard_invariance"]
 
-_SCALES = 1.0, 1 / 16, 16.0
-
 
 @dataclasses.dataclass(frozen=True)
 class ShardInvariance:
@@ -60,7 +58,6 @@ def check_shard_invariance(
     fn: Callable[..., Any],
     *args: Any,
     reference: Callable[..., Any] | None = None,
-    in_shardings: Any = None,
     mesh_axes: Sequence[str] = ("data", "model"),
     draws: int = 50,
     seed: int = 0,
@@ -71,8 +68,8 @@ def check_shard_invariance(
     """Check that a function gives the same values and gradients on every mesh and under every mapping.
 
     The function runs on one device, and then under meshes and mappings drawn at random: meshes of different sizes, with
-    Auto axes, Explicit axes or both, and mappings of the arguments' axes to one mesh axis or two. Without named
-    arguments, or with `in_shardings`, it runs once, with its arguments where they are. What it returns is compared each
+    Auto axes, Explicit axes or both, and mappings of the arguments' axes to one mesh axis or two. If no
+    argument is named, it runs once, with the shardings that its arguments have. What it returns is compared each
     time, values, dtypes and axes, and so are the gradients with respect to all floating-point arguments. Random draws
     are compared like everything else: pass the key as an argument. The first difference is reduced to the fewest
     mapping entries and devices that still show it, and raised as an AssertionError that shows the mesh and the mapping
@@ -94,7 +91,6 @@ def check_shard_invariance(
         *args: its arguments; named arrays among them provide the axes that are mapped.
         reference: another function of the same arguments that says what is right, such as the plain version of
             per-device code. By default the function itself. It runs on one device.
-        in_shardings: how to shard the arguments, as in `jax.jit`. By default, arrays stay where they are.
         mesh_axes: the names of the mesh axes. Include those that the function itself mentions.
         draws: how many placements to draw.
         seed: the same seed draws the same placements.
@@ -110,8 +106,8 @@ def check_shard_invariance(
     (3, {})
     """
     draw, placed = _Draw(args, seed), None
-    if in_shardings is not None or not draw.sizes:
-        draws, placed = 1, _AsPlaced(_mesh_of(args, in_shardings), in_shardings)
+    if not draw.sizes:
+        placed = _AsPlaced(_mesh_of(args))
     elif draws < 1 or not _meshes(mesh_axes):
         raise ValueError(
             f"check_shard_invariance: there is nothing to compare with {draws} draws on {jax.device_count()} devices. "
@@ -119,7 +115,7 @@ def check_shard_invariance(
         )
     check = _Check(fn, args, reference or fn, gradients, rtol, refusals)
     ones = dict.fromkeys(mesh_axes, 1)
-    check.expect([dataclasses.replace(placed, alone=True)] if placed else _on_one_device(draw, ones, draws))
+    check.expect([placed.on_one_device()] if placed else _on_one_device(draw, ones, draws))
     compared, refused = 0, {}
     for placement in [placed] if placed else draw.placements(_meshes(mesh_axes), draws):
         try:
@@ -132,7 +128,7 @@ def check_shard_invariance(
             placement, difference = _smallest(check, placement, difference)
             sentence = None if difference.error else check.blame(placement, difference)
             raise AssertionError(
-                f"check_shard_invariance: {getattr(fn, '__name__', fn)} depends on how it is distributed. Under\n"
+                f"check_shard_invariance: {getattr(fn, '__name__', type(fn).__name__)} depends on how it is distributed. Under\n"
                 f"    {placement}\n{difference.words}" + (f"\n{sentence}" if sentence else "")
             ) from difference.error
     if not compared:
@@ -157,29 +153,33 @@ class _Difference(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _AsPlaced:
-    """The places that the arguments have or are given."""
+    """The shardings that the arguments have, or one device instead."""
 
     mesh: Mesh | None
-    in_shardings: Any
     alone: bool = False
-    """Whether everything runs on one device instead, with a mesh of the same axes."""
 
     def __str__(self) -> str:
-        return "the arguments as they are" if self.in_shardings is None else f"in_shardings={self.in_shardings}"
+        return "the shardings of its arguments"
+
+    def on_one_device(self) -> _AsPlaced:
+        if self.mesh is None:
+            return _AsPlaced(None, alone=True)
+        devices = np.array(jax.devices()[:1]).reshape((1,) * len(self.mesh.axis_names))
+        return _AsPlaced(Mesh(devices, self.mesh.axis_names, axis_types=self.mesh.axis_types), alone=True)
 
     def active(self) -> Any:
-        if self.mesh is None or not self.alone:
-            return contextlib.nullcontext()  # the caller's mesh
-        devices = np.array(jax.devices()[:1]).reshape((1,) * len(self.mesh.axis_names))
-        return jax.set_mesh(Mesh(devices, self.mesh.axis_names, axis_types=self.mesh.axis_types))
+        return jax.set_mesh(self.mesh) if self.alone and self.mesh else contextlib.nullcontext()  # the caller's mesh
 
     def place(self, args: Any) -> Any:
-        if self.alone:
-            return jax.tree.map(lambda x: _alone(x) if isinstance(x, jax.Array) else x, args)
-        if self.in_shardings is None:
-            return args
-        shardings = jax.tree.broadcast(self.in_shardings, args, is_leaf=lambda x: x is None)
-        return jax.tree.map(lambda x, s: x if s is None else jax.device_put(x, s), args, shardings)
+        return jax.tree.map(lambda x: self._alone(x) if isinstance(x, ARRAYS) else x, args) if self.alone else args
+
+    def _alone(self, x: Any) -> Any:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(self._alone(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        spec, x = getattr(getattr(x, "sharding", None), "spec", None), jnp.asarray(np.asarray(x))
+        # On Explicit axes, the spec is part of the type, on one device too.
+        explicit = spec is not None and self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
+        return jax.device_put(x, spec) if explicit else x
 
     def smaller(self) -> Iterator[_AsPlaced]:
         yield from ()
@@ -235,13 +235,12 @@ def _on_one_device(draw: _Draw, mesh: Mapping[str, int], draws: int) -> Iterator
     yield from draw.placements([mesh], draws)
 
 
-def _mesh_of(args: Any, in_shardings: Any) -> Mesh | None:
-    """Return the active mesh, or the one on which arguments are sharded."""
+def _mesh_of(args: Any) -> Mesh | None:
+    """Return the active mesh, or one on which arguments are sharded."""
     if not jax.sharding.get_abstract_mesh().empty:
         return jax.sharding.get_mesh()
     shardings = [x.sharding for x in jax.tree.leaves(args) if isinstance(x, jax.Array)]
-    meshes = [s.mesh for s in (*jax.tree.leaves(in_shardings), *shardings) if isinstance(s, NamedSharding)]
-    return next((m for m in meshes if isinstance(m, Mesh)), None)
+    return next((s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh)), None)
 
 
 def _meshes(axes: Sequence[str]) -> list[dict[str, int]]:
@@ -290,12 +289,11 @@ class _Outcome(NamedTuple):
     """The results and the gradients of a function under a placement."""
 
     structs: Any
-    leaves: Sequence[Sequence[np.ndarray]]
-    """On the host, for each scale."""
+    values: Mapping[float, Sequence[np.ndarray]]
+    """By scale, on the host."""
     devices: int
-    own_precision: Mapping[str, Any]
-    recordings: Sequence[Recording]
-    origins: Sequence[int | None]
+    program: WidenedProgram
+    recording: Recording
 
 
 class _Check:
@@ -313,11 +311,9 @@ class _Check:
         self._fn, self._args, self._reference, self._rtol, self._refusals = fn, args, reference, rtol, refusals
         arrays, self._spec = flatten_arrays(args, named=False)
         inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
-        self._wide = [
-            _asymmetric(np.asarray(jnp.asarray(x))) if i else None for x, i in zip(arrays, inexact, strict=True)
-        ]
+        self._wide = [_asymmetric(np.asarray(x)) if i else None for x, i in zip(arrays, inexact, strict=True)]
         self._differentiated = [gradients and i for i in inexact]
-        self.scales = _SCALES
+        self.scales: tuple[float, ...] = (1.0, 1 / 16, 16.0)
         self.own_precision: dict[str, Any] = {}
 
     def expect(self, placements: Iterable[_Placement]) -> None:
@@ -329,6 +325,7 @@ class _Check:
                 break
             except Exception as error:
                 if not self.is_refusal(error):
+                    error.add_note("check_shard_invariance: on one device; `reference=` may be another function.")
                     raise
                 first = first or error
         else:
@@ -339,11 +336,10 @@ class _Check:
                 "check_shard_invariance: the function runs on several devices wherever its arguments are. To say what "
                 "is right, pass a function that runs on one device: `reference=`."
             )
-        leaves = dict(zip(self.scales, self._expected.leaves, strict=True))
-        self.scales = tuple(s for s, found in leaves.items() if not any(map(_has_nan, found)))
+        values = self._expected.values
+        self.scales = tuple([scale for scale in self.scales if not any(map(_has_nan, values[scale]))])
         if 1.0 not in self.scales:
-            paths = [p for p, _ in jax.tree.leaves_with_path(self._expected.structs)]
-            where = next(_name(p) for p, x in zip(paths, leaves[1.0], strict=True) if _has_nan(x))
+            where = next(path for path, x in zip(self._paths(), values[1.0], strict=True) if _has_nan(x))
             raise ValueError(
                 f"check_shard_invariance: on one device, {where} has elements that are NaN, which would hide every "
                 "difference. Pass arguments for which everything is a number, or `gradients=False`."
@@ -354,35 +350,35 @@ class _Check:
         try:
             found = self._run(self._fn, placement)
         except Exception as error:
+            if isinstance(placement, _AsPlaced):
+                raise
             if self.is_refusal(error):
                 raise _Refusal(str(error).partition("\n")[0]) from error
             return _Difference(f"it raises {type(error).__name__}: {error}", error)
         if isinstance(placement, _AsPlaced) and found.devices == 1:
             raise ValueError(
                 "check_shard_invariance: no argument has named axes, so there is nothing to map, and everything "
-                "runs on one device. Shard the arguments, or pass `in_shardings=`."
+                "runs on one device. Shard arguments, such as with `jax.device_put(x, NamedSharding(mesh, spec))`."
             )
         before, after = self._expected.structs, found.structs
-        for what, a, b in zip(("the result", "the gradient"), before, after, strict=True):
-            if jax.tree.structure(a) != jax.tree.structure(b):
-                return _Difference(
-                    f"{what} is another tree: {jax.tree.structure(b)} instead of {jax.tree.structure(a)}"
-                )
-        paths = jax.tree.leaves_with_path(before)
-        for i, ((path, a), b) in enumerate(zip(paths, jax.tree.leaves(after), strict=True)):
+        if jax.tree.structure(before) != jax.tree.structure(after):
+            trees = [jax.tree.structure(x[0]) for x in (after, before)]
+            return _Difference(f"the result is another tree: {trees[0]} instead of {trees[1]}")
+        paths = self._paths()
+        for path, a, b in zip(paths, jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
             if a.dtype != b.dtype or a.shape != b.shape:
-                kind = f"{b.dtype}{list(b.shape)} instead of {a.dtype}{list(a.shape)}"
-                return _Difference(f"{_name(path)} is {kind}", wrong=(i,))
-        rtol = self._tolerance(found)
-        expected = dict(zip(_SCALES, self._expected.leaves, strict=True))
-        results = len(jax.tree.leaves(before[0]))
-        for scale, leaves in zip(self.scales, found.leaves, strict=True):
-            pairs = list(zip(expected[scale], leaves, strict=True))
-            noise = [_noise(expected[scale][:results])] * results + [_noise(expected[scale][results:])] * len(pairs)
-            words = [_words(a, b, rtol, n) for (a, b), n in zip(pairs, noise, strict=False)]
+                return _Difference(f"{path} is {b.dtype}{list(b.shape)} instead of {a.dtype}{list(a.shape)}")
+        own = {**self._expected.program.own_precision, **found.program.own_precision}
+        self.own_precision |= own
+        rtol = self._rtol or max([1e-8, *(16 * float(jnp.finfo(d).eps) for d in own.values())])
+        for scale in self.scales:
+            expected = self._expected.values[scale]
+            # Rounding errors of large values: elements of which the true value is 0 may have these instead.
+            noise = 2.0**-43 * max([float(np.max(_sizes(x), initial=0)) for x in expected], default=0)
+            words = [_words(a, b, rtol, noise) for a, b in zip(expected, found.values[scale], strict=True)]
             if wrong := [i for i, w in enumerate(words) if w]:
                 at = "" if scale == 1 else f", at {'1/16' if scale < 1 else '16'} times the arguments"
-                return _Difference(f"{_name(paths[wrong[0]][0])} {words[wrong[0]]}{at}", wrong=wrong, scale=scale)
+                return _Difference(f"{paths[wrong[0]]} {words[wrong[0]]}{at}", wrong=wrong, scale=scale)
         return None
 
     def blame(self, placement: _Placement, difference: _Difference) -> str | None:
@@ -392,8 +388,11 @@ class _Check:
             expected = self._run(self._reference, self._one, (difference.scale,), recording=True)
         except Exception:  # what was found is more important than why
             return None
-        wrong = [p for i in difference.wrong if (p := found.origins[i]) is not None]
-        return blame(found.recordings[0], expected.recordings[0], wrong, self._names())
+        wrong = [p for i in difference.wrong if (p := found.program.origins[i]) is not None]
+        parameters = [p.name for p in inspect.signature(self._reference).parameters.values() if p.kind < 2]
+        paths = [path for path, x in jax.tree.leaves_with_path(self._args) if isinstance(x, ARRAYS)]
+        names = [(parameters[p[0].idx :] or [f"args[{p[0].idx}]"])[0] + jax.tree_util.keystr(p[1:]) for p in paths]
+        return blame(found.recording, expected.recording, wrong, [n.removesuffix(".array") for n in names])
 
     def is_refusal(self, error: Exception) -> bool:
         """Return whether an error says that a placement does not fit, rather than that something is wrong."""
@@ -413,34 +412,21 @@ class _Check:
             arrays = [jnp.asarray(x) for x in flatten_arrays(placement.place(self._args), named=False)[0]]
             traced = jax.make_jaxpr(functools.partial(self._results_and_gradients, fn), return_shape=True)
             program, structs = traced(arrays)
-            widened, leaves, recordings, devices = WidenedProgram(program, recording), [], [], 1
+            widened, values, recorded, devices = WidenedProgram(program, recording), {}, {}, 1
             with jax.enable_x64(True):
                 compiled = jax.jit(widened)
                 for scale in scales or self.scales:
                     wide = [x if w is None else _like(w * scale, x) for x, w in zip(arrays, self._wide, strict=True)]
-                    results, values = jax.block_until_ready(compiled(wide))
-                    leaves.append([_on_host(x) for x in results])
-                    recordings.append(Recording(widened.steps, {i: np.asarray(x) for i, x in values.items()}))
+                    results, recorded = jax.block_until_ready(compiled(wide))
+                    values[scale] = [_on_host(x) for x in results]
                     devices = max([devices, *(len(x.sharding.device_set) for x in (*wide, *results))])
-        return _Outcome(structs, leaves, devices, widened.own_precision, recordings, widened.origins)
+        recorded = {i: np.asarray(x) for i, x in recorded.items()}
+        return _Outcome(structs, values, devices, widened, Recording(widened.steps, recorded))
 
-    def _tolerance(self, found: _Outcome) -> float:
-        own = {**self._expected.own_precision, **found.own_precision}
-        self.own_precision |= own
-        if self._rtol is not None:
-            return self._rtol
-        return max([1e-8, *(16 * float(jnp.finfo(d).eps) for d in own.values())])
-
-    def _names(self) -> list[str]:
-        """Return the names of all arrays among the arguments, by the parameters of the function."""
-        found = inspect.signature(self._reference).parameters.values()
-        parameters = [p.name for p in found if p.kind is not p.VAR_POSITIONAL]
-        names = dict(enumerate(parameters))
-        found = [(p, x) for p, x in jax.tree.leaves_with_path(self._args) if isinstance(x, ARRAYS)]
-        return [
-            names.get(p[0].idx, f"args[{p[0].idx}]") + jax.tree_util.keystr(p[1:]).removesuffix(".array")
-            for p, _ in found
-        ]
+    def _paths(self) -> list[str]:
+        """Return names of all results and gradients."""
+        paths = [path for path, _ in jax.tree.leaves_with_path(self._expected.structs)]
+        return [("the result", "the gradient")[p[0].idx] + jax.tree_util.keystr(p[1:]) for p in paths]
 
     def _results_and_gradients(self, fn: Callable[..., Any], arrays: Sequence[Any]) -> Any:
         inexact = list(itertools.compress(arrays, self._differentiated))
@@ -477,27 +463,13 @@ def _like(x: np.ndarray, placed: jax.Array) -> jax.Array:
     return jax.device_put(x, placed.sharding) if placed.committed else jnp.asarray(x)
 
 
-def _alone(x: jax.Array) -> jax.Array:
-    """Copy an array to where JAX keeps new ones."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(_alone(jax.random.key_data(x)), impl=jax.random.key_impl(x))
-    return jnp.asarray(np.asarray(x))
-
-
 def _has_nan(x: np.ndarray) -> bool:
     return np.issubdtype(x.dtype, np.inexact) and bool(np.isnan(x).any())
 
 
-def _noise(arrays: Sequence[np.ndarray]) -> float:
-    """Return the size of rounding errors: elements of which the true value is 0 may have it instead."""
-    return 2.0**-43 * max(
-        [float(np.max(_sizes(x), initial=0)) for x in arrays if np.issubdtype(x.dtype, np.inexact)], default=0
-    )
-
-
 def _sizes(x: np.ndarray) -> np.ndarray:
     """Return the sizes of elements without zeros, and without the huge ones that stand for infinity."""
-    sizes = np.abs(x)
+    sizes = np.abs(x) if np.issubdtype(x.dtype, np.inexact) else np.zeros(0)
     return sizes[(sizes > 0) & (sizes < 1e29)]
 
 
@@ -513,10 +485,6 @@ def _words(a: np.ndarray, b: np.ndarray, rtol: float, noise: float) -> str | Non
     with np.errstate(invalid="ignore"):
         most = np.nanmax(np.abs(a - b))
     return f"differs by up to {most:.3g}, with values up to {np.max(sizes, initial=0.0):.3g}"
-
-
-def _name(path: Sequence[Any]) -> str:
-    return ("the result", "the gradient")[path[0].idx] + jax.tree_util.keystr(tuple(path[1:]))
 
 
 def _on_host(x: jax.Array) -> np.ndarray:
