@@ -76,8 +76,17 @@ def test_casts_do_not_round() -> None:
 def test_constants_are_rounded_to_their_dtype() -> None:
     (found,), _ = widened(lambda x: x * 0.044715, X)
     np.testing.assert_array_equal(found, X.astype(np.float64) * np.float64(np.float32(0.044715)))
-    (found,), _ = widened(lambda x: x * 0.044715, jnp.asarray(X, jnp.bfloat16))
-    np.testing.assert_array_equal(found, np.asarray(jnp.asarray(X, jnp.bfloat16), np.float64) * 0.044677734375)
+    low, mesh = jnp.asarray(X, jnp.bfloat16), jax.make_mesh((2,), "x", devices=jax.devices()[:2])
+
+    def per_device(x: Any) -> Any:
+        return jax.shard_map(lambda x: x * 0.044715, mesh=mesh, out_specs=jax.P("x"))(
+            jax.sharding.reshard(x, jax.P("x"))
+        )
+
+    for fn in (lambda x: x * 0.044715, lambda x: x * jnp.where(x > 0, 0.044715, 0.044715), per_device):
+        with jax.set_mesh(mesh):
+            (found,), _ = widened(fn, low)
+        np.testing.assert_array_equal(found, np.asarray(low, np.float64) * 0.044677734375)
 
 
 def test_draws_are_the_same() -> None:

@@ -127,7 +127,9 @@ class WidenedProgram:
             return self._evaluate(params["jaxprs"].solve, arguments)
         if primitive is primitives.reduce_precision_p:
             return operands
-        if primitive is primitives.bitcast_convert_type_p:
+        # Bits become floats as they do without widening; and what a Python number is converted to rounds it.
+        converts_number = primitive is primitives.convert_element_type_p and _is_number(equation.invars[0])
+        if converts_number or primitive is primitives.bitcast_convert_type_p:
             return self._at_own_precision(equation, operands)
         if not _OWN_PRECISION.search(primitive.name):
             try:
@@ -294,6 +296,11 @@ def _bind(equation: JaxprEqn, operands: Sequence[Any], params: Any) -> list[Any]
 
 def _convert(x: Any, dtype: Any) -> Any:
     return x if x.dtype == dtype or not jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.convert_element_type(x, dtype)
+
+
+def _is_number(atom: Any) -> bool:
+    """Return whether a value is a Python number, or was computed from only those."""
+    return getattr(atom.aval, "weak_type", False)
 
 
 def _constrain(x: Any, sharding: Any) -> Any:

@@ -127,8 +127,9 @@ def check_shard_invariance(
         if difference is not None:
             placement, difference = _smallest(check, placement, difference)
             sentence = None if difference.error else check.blame(placement, difference)
+            name = getattr(fn, "__name__", type(fn).__name__)
             raise AssertionError(
-                f"check_shard_invariance: {getattr(fn, '__name__', type(fn).__name__)} depends on how it is distributed. Under\n"
+                f"check_shard_invariance: {name} depends on how it is distributed. Under\n"
                 f"    {placement}\n{difference.words}" + (f"\n{sentence}" if sentence else "")
             ) from difference.error
     if not compared:
