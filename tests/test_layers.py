@@ -20,7 +20,7 @@ LAYERS = """
 haliax scalax
 __init__
 _late_names debug insight precision testing
-_blame
+_diagnosis
 _widening
 quantization
 nn

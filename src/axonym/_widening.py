@@ -241,7 +241,8 @@ class WidenedProgram:
             def wide(*arrays: Any) -> Any:
                 with jax.enable_x64(self._x64):
                     program, shapes = jax.make_jaxpr(lowered, return_shape=True)(*narrow(arrays, dtypes))
-                results = self._unrecorded(program)(*jax.tree.leaves(arrays))
+                with jax.enable_x64(True):  # JAX may compile in another thread
+                    results = self._unrecorded(program)(*jax.tree.leaves(arrays))
                 return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
             return mesh, wide, out, into

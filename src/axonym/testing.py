@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from ._blame import Recording, blame
+from ._diagnosis import Recording, diagnose
 from ._tree_spec import ARRAYS, flatten_arrays
 from ._widening import WidenedProgram, wide_dtype
 from .sharding.mapping import axis_mapping
@@ -126,7 +126,7 @@ def check_shard_invariance(
         compared += 1
         if difference is not None:
             placement, difference = _smallest(check, placement, difference)
-            sentence = None if difference.error else check.blame(placement, difference)
+            sentence = None if difference.error else check.diagnose(placement, difference)
             name = getattr(fn, "__name__", type(fn).__name__)
             raise AssertionError(
                 f"check_shard_invariance: {name} depends on how it is distributed. Under\n"
@@ -230,10 +230,9 @@ class _Distribution:
 _Placement = _Distribution | _AsPlaced
 
 
-def _on_one_device(draw: _Draw, mesh: Mapping[str, int], draws: int) -> Iterator[_Distribution]:
-    """Yield mappings on one device, where all are the same, but some may not fit the function."""
-    yield _Distribution(mesh, frozenset(), dict.fromkeys(draw.sizes, ()))
-    yield from draw.placements([mesh], draws)
+def _on_one_device(draw: _Draw, mesh: Mapping[str, int], draws: int) -> list[_Distribution]:
+    """List mappings on one device, where all are the same, but some may not fit the function."""
+    return [_Distribution(mesh, frozenset(), dict.fromkeys(draw.sizes, ())), *draw.placements([mesh], draws)]
 
 
 def _mesh_of(args: Any) -> Mesh | None:
@@ -382,7 +381,7 @@ class _Check:
                 return _Difference(f"{paths[wrong[0]]} {words[wrong[0]]}{at}", wrong=wrong, scale=scale)
         return None
 
-    def blame(self, placement: _Placement, difference: _Difference) -> str | None:
+    def diagnose(self, placement: _Placement, difference: _Difference) -> str | None:
         """Return a sentence about the operation that makes results differ, if the values on the way tell."""
         try:
             found = self._run(self._fn, placement, (difference.scale,), recording=True)
@@ -393,7 +392,7 @@ class _Check:
         parameters = [p.name for p in inspect.signature(self._reference).parameters.values() if p.kind < 2]
         paths = [path for path, x in jax.tree.leaves_with_path(self._args) if isinstance(x, ARRAYS)]
         names = [(parameters[p[0].idx :] or [f"args[{p[0].idx}]"])[0] + jax.tree_util.keystr(p[1:]) for p in paths]
-        return blame(found.recording, expected.recording, wrong, [n.removesuffix(".array") for n in names])
+        return diagnose(found.recording, expected.recording, wrong, [n.removesuffix(".array") for n in names])
 
     def is_refusal(self, error: Exception) -> bool:
         """Return whether an error says that a placement does not fit, rather than that something is wrong."""

@@ -35,7 +35,7 @@ class _Likeness(NamedTuple):
 _SAME = _Likeness((), (), False)
 
 
-def blame(found: Recording, reference: Recording, wrong: Sequence[int], names: Sequence[str]) -> str | None:
+def diagnose(found: Recording, reference: Recording, wrong: Sequence[int], names: Sequence[str]) -> str | None:
     """Return a sentence about the first wrong step on the way to wrong results; None if the values do not tell.
 
     Arguments:
@@ -44,10 +44,10 @@ def blame(found: Recording, reference: Recording, wrong: Sequence[int], names: S
         wrong: the positions of the steps that computed the wrong results.
         names: the names of the arguments.
     """
-    return _Blame(found, reference, names).sentence(wrong)
+    return _Diagnosis(found, reference, names).sentence(wrong)
 
 
-class _Blame:
+class _Diagnosis:
     def __init__(self, found: Recording, reference: Recording, names: Sequence[str]):
         self._steps, self._values, self._names = found.steps, found.values, names
         self._known = {_fingerprint(x) for x in reference.values.values()}
