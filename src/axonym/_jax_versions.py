@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -95,3 +97,21 @@ def scan_operands(params: Any, operands: Sequence[Any]) -> tuple[list[Any], list
     # From jax 0.12 on, the equation holds a tree of its operands.
     constants, carry, scanned = params["ft_in"].update(operands).unpack()
     return list(constants), list(carry), list(scanned)
+
+
+@contextlib.contextmanager
+def x64_while_partitioning() -> Iterator[None]:
+    """Let JAX trace custom partitioning rules with 64-bit types while it compiles.
+
+    Before jax 0.12, it traces them in a thread of XLA, which `jax.enable_x64` does not reach.
+    """
+    if jax.__version_info__ >= (0, 12):
+        yield
+        return
+    with ThreadPoolExecutor(1) as other:
+        before = other.submit(jax.config.read, "jax_enable_x64").result()
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)

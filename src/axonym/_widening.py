@@ -6,6 +6,7 @@ The arithmetic between them is done in float64.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, primitives
 from jax.extend.source_info_util import summarize
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ._jax_versions import scan_operands
+from ._jax_versions import scan_operands, x64_while_partitioning
 
 # Equations that only call a program, in the parameter named here. Rules for derivatives and the like are used already.
 _CALLS = {
@@ -72,6 +73,7 @@ class WidenedProgram:
         self._origins: dict[int, tuple[int, Any]] = {}
         """By the identity of a value: the position of its step, and the value, so that no other gets this identity."""
         self._devices: dict[str, int] = {}
+        self._has_rules = False
         self._place: str | None = None
         """Where a function of a library was called that is being evaluated."""
 
@@ -82,6 +84,12 @@ class WidenedProgram:
         results = self._evaluate(self._program, arrays)
         self.origins = [self._origins[id(x)][0] if id(x) in self._origins else None for x in results]
         return results, self._recorded or {}
+
+    def compile(self, arrays: Sequence[Any]) -> Callable[..., Any]:
+        """Compile the program for arguments like these."""
+        lowered = jax.jit(self).lower(arrays)
+        with x64_while_partitioning() if self._has_rules else contextlib.nullcontext():
+            return lowered.compile()
 
     def _evaluate(self, program: Any, arguments: Sequence[Any]) -> list[Any]:
         """Evaluate a `Jaxpr` or a `ClosedJaxpr`, which are one class in newer versions of JAX."""
@@ -222,7 +230,7 @@ class WidenedProgram:
 
     def _partition(self, equation: JaxprEqn) -> Callable[..., Any]:
         """Widen what a `custom_partitioning` rule runs on one device, which JAX traces when it compiles."""
-        partition = equation.params["partition"]
+        self._has_rules, partition = True, equation.params["partition"]
         dtypes = [v.aval.dtype for v in equation.invars]  # pyright: ignore[reportAttributeAccessIssue]
         out_dtypes = [v.aval.dtype for v in equation.outvars]  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -241,8 +249,7 @@ class WidenedProgram:
             def wide(*arrays: Any) -> Any:
                 with jax.enable_x64(self._x64):
                     program, shapes = jax.make_jaxpr(lowered, return_shape=True)(*narrow(arrays, dtypes))
-                with jax.enable_x64(True):  # JAX may compile in another thread
-                    results = self._unrecorded(program)(*jax.tree.leaves(arrays))
+                results = self._unrecorded(program)(*jax.tree.leaves(arrays))
                 return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
             return mesh, wide, out, into

@@ -412,11 +412,12 @@ class _Check:
             arrays = [jnp.asarray(x) for x in flatten_arrays(placement.place(self._args), named=False)[0]]
             traced = jax.make_jaxpr(functools.partial(self._results_and_gradients, fn), return_shape=True)
             program, structs = traced(arrays)
-            widened, values, recorded, devices = WidenedProgram(program, recording), {}, {}, 1
+            widened, values, recorded, compiled, devices = WidenedProgram(program, recording), {}, {}, None, 1
             with jax.enable_x64(True):
-                compiled = jax.jit(widened)
                 for scale in scales or self.scales:
                     wide = [x if w is None else _like(w * scale, x) for x, w in zip(arrays, self._wide, strict=True)]
+                    if compiled is None:
+                        compiled = widened.compile(wide)
                     results, recorded = jax.block_until_ready(compiled(wide))
                     values[scale] = [_on_host(x) for x in results]
                     devices = max([devices, *(len(x.sharding.device_set) for x in (*wide, *results))])
