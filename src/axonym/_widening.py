@@ -135,10 +135,10 @@ class WidenedProgram:
             return self._evaluate(params["jaxprs"].solve, arguments)
         if primitive is primitives.reduce_precision_p:
             return operands
-        # Bits become floats as they do without widening; and what a Python number is converted to rounds it.
-        converts_number = primitive is primitives.convert_element_type_p and _is_number(equation.invars[0])
-        if converts_number or primitive is primitives.bitcast_convert_type_p:
+        if primitive is primitives.bitcast_convert_type_p:  # such as random bits, which become floats of their dtype
             return self._at_own_precision(equation, operands)
+        if primitive is primitives.convert_element_type_p and getattr(equation.invars[0].aval, "weak_type", False):
+            return self._at_own_precision(equation, operands)  # a Python number, which is rounded to the dtype
         if not _OWN_PRECISION.search(primitive.name):
             try:
                 params = {name: self._widen(value) for name, value in params.items()}
@@ -171,15 +171,7 @@ class WidenedProgram:
 
     def _unrecorded(self, program: Any, first: Sequence[Any] = ()) -> Callable[..., list[Any]]:
         """Make a function of a program whose values are not recorded, with its first arguments."""
-
-        def run(*rest: Any) -> list[Any]:
-            recorded, self._recorded = self._recorded, None
-            try:
-                return self._evaluate(program, [*first, *rest])
-            finally:
-                self._recorded = recorded
-
-        return run
+        return lambda *rest: self._inside(program, [*first, *rest], recording=False)[0]
 
     def _call(self, equation: JaxprEqn, program: Any, operands: Sequence[Any]) -> Sequence[Any]:
         params, around = equation.params, self._place
@@ -201,8 +193,8 @@ class WidenedProgram:
         loop = {k: params[k] for k in ("length", "reverse", "unroll")}
         carry, (stacked, values) = jax.lax.scan(body, init, scanned, **loop)
         # The axis over devices stays in front; it is added where a `shard_map` ends.
-        moved = {i: jnp.moveaxis(x, 0, 1) for i, x in values.items() if self.steps[i].devices and not self._devices}
-        self._keep({**values, **moved})
+        moved = {i for i in values if self.steps[i].devices and not self._devices}
+        self._keep({i: jnp.moveaxis(x, 0, 1) if i in moved else x for i, x in values.items()})
         return [*carry, *stacked]
 
     def _shard_map(self, params: Any, operands: Sequence[Any]) -> Sequence[Any]:
@@ -256,9 +248,11 @@ class WidenedProgram:
 
         return widened
 
-    def _inside(self, program: Any, arguments: Sequence[Any]) -> tuple[list[Any], dict[int, Any]]:
+    def _inside(
+        self, program: Any, arguments: Sequence[Any], recording: bool = True
+    ) -> tuple[list[Any], dict[int, Any]]:
         """Evaluate the body of a loop or of a `shard_map`, and return the values recorded in it."""
-        around, self._recorded = self._recorded, None if self._recorded is None else {}
+        around, self._recorded = self._recorded, {} if recording and self._recorded is not None else None
         try:
             return self._evaluate(program, arguments), self._recorded or {}
         finally:
@@ -294,21 +288,12 @@ class WidenedProgram:
 
 
 def _bind(equation: JaxprEqn, operands: Sequence[Any], params: Any) -> list[Any]:
-    bound = equation.primitive.get_bind_params(params)
-    if isinstance(bound, tuple):  # with functions, before jax 0.12
-        functions, bound = bound
-        operands = [*functions, *operands]
-    results = equation.primitive.bind(*operands, **bound)
+    results = equation.primitive.bind(*operands, **equation.primitive.get_bind_params(params))
     return list(results) if equation.primitive.multiple_results else [results]
 
 
 def _convert(x: Any, dtype: Any) -> Any:
     return x if x.dtype == dtype or not jnp.issubdtype(x.dtype, jnp.inexact) else jax.lax.convert_element_type(x, dtype)
-
-
-def _is_number(atom: Any) -> bool:
-    """Return whether a value is a Python number, or was computed from only those."""
-    return getattr(atom.aval, "weak_type", False)
 
 
 def _constrain(x: Any, sharding: Any) -> Any:
