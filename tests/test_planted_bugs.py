@@ -18,7 +18,7 @@ SENTENCES = {
     "masked_loss": ("mean of means", "\ndiv at .* takes a partial sum over data, from reduce_sum"),
     "training_step": (
         "factor hidden by clipping",
-        r", at 1/16 times the arguments\ndiv at .* gives 2 times \(the size of data\) a value of the reference",
+        r", at 1/16 times the arguments\n(div|reduce_scatter over data) at .* gives 2 times \(the size of data\) a value",
     ),
     "ring_attention": ("one step too few", "\nscan at .* is the first to give a value that .*, from `q`, `k`, `v`"),
     "logsumexp": ("sum of logarithms", "\nlog at .* takes a partial sum over model, from reduce_sum at"),
@@ -41,7 +41,11 @@ def test_all_programs_are_here() -> None:
     assert (len(PROGRAMS), sum(map(len, PROGRAMS.values()))) == (16, 39)
 
 
-@pytest.mark.parametrize(("i", "program"), list(enumerate(PROGRAMS)), ids=SENTENCES)
+@pytest.mark.parametrize(
+    ("i", "program"),
+    [pytest.param(i, p, marks=[] if i % 3 == 0 else pytest.mark.further) for i, p in enumerate(PROGRAMS)],
+    ids=SENTENCES,
+)
 def test_programs(i: int, program: Any) -> None:
     (bug, sentence), dtypes = list(SENTENCES.values())[i], (jnp.bfloat16, jnp.float32)
     assert find(program, "", dtypes[i % 2]) is None
