@@ -18,7 +18,7 @@ SENTENCES = {
     "masked_loss": ("mean of means", "\ndiv at .* takes a partial sum over data, from reduce_sum"),
     "training_step": (
         "factor hidden by clipping",
-        r", at 1/16 times the arguments\n(div|reduce_scatter over data) at .* gives 2 times \(the size of data\) a value",
+        r", at 1/16 times the arguments\n(div|reduce_scatter over data) at .* gives 2 times \(the size of data\)",
     ),
     "ring_attention": ("one step too few", "\nscan at .* is the first to give a value that .*, from `q`, `k`, `v`"),
     "logsumexp": ("sum of logarithms", "\nlog at .* takes a partial sum over model, from reduce_sum at"),

@@ -285,15 +285,28 @@ def test_a_function_with_a_mesh_of_its_own(auto_mesh: Mesh) -> None:
     with pytest.raises(ValueError, match=r"runs on several devices wherever its arguments are.*`reference=`"):
         check_shard_invariance(summed, X.array)
     assert check_shard_invariance(summed, X.array, reference=lambda x: x.reshape(4, 2, 16).sum(0)).compared == 1
+    specs: Any = {"mesh": auto_mesh, "in_specs": P("data"), "out_specs": P(), "check_vma": False}
+
+    def twice(x: jax.Array) -> jax.Array:
+        return jax.lax.psum(jax.lax.psum(jnp.sum(x, 0), "data"), "data")
+
     with pytest.raises(AssertionError, match=r"psum over data at .* gives 4 times \(the size of data\)"):
+        check_shard_invariance(jax.shard_map(twice, **specs), X.array, reference=lambda x: x.sum(0))
+
+    def all_experts(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.einsum("ei,fi->e", x, jax.lax.all_gather(w, "data", tiled=True))
+
+    specs = {**specs, "in_specs": P("data"), "out_specs": P("data")}
+    with pytest.raises(AssertionError, match=r"reduce_sum at .* takes `w`, all-gathered over data at test_testing.py"):
         check_shard_invariance(
-            lambda x: jax.shard_map(
-                lambda x: jax.lax.psum(jax.lax.psum(jnp.sum(x, 0), "data"), "data"),
-                mesh=auto_mesh,
-                in_specs=P("data"),
-                out_specs=P(),
-                check_vma=False,
-            )(x),
-            X.array,
-            reference=lambda x: x.sum(0),
+            jax.shard_map(all_experts, **specs), X.array, X.array[::-1], reference=lambda x, w: jnp.sum(x * w, 1)
         )
+
+    def needs_many(x: jax.Array) -> jax.Array:
+        if jax.sharding.get_abstract_mesh().size == 1:
+            raise RuntimeError("not on one device")
+        return x
+
+    with pytest.raises(RuntimeError, match="not on one device") as raised, jax.set_mesh(auto_mesh):
+        check_shard_invariance(needs_many, X.array)
+    assert "pass `reference=`" in raised.value.__notes__[0]

@@ -325,7 +325,10 @@ class _Check:
                 break
             except Exception as error:
                 if not self.is_refusal(error):
-                    error.add_note("check_shard_invariance: on one device; `reference=` may be another function.")
+                    if isinstance(self._one, _AsPlaced) and self._reference is self._fn:
+                        error.add_note(
+                            "This was on one device. For a function that does not run there, pass `reference=`."
+                        )
                     raise
                 first = first or error
         else:
