@@ -20,6 +20,8 @@ LAYERS = """
 haliax scalax
 __init__
 _late_names debug insight precision testing
+_diagnosis
+_widening
 quantization
 nn
 schedules state

@@ -6,9 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
+from axonym.custom_partitioning import partitioned
 from axonym.testing import check_shard_invariance
 
 X = axn.random.normal(jax.random.key(0), {"batch": 8, "embed": 16})
@@ -141,3 +145,168 @@ def test_what_jax_refuses_of_raw_arrays_is_named() -> None:
         check_shard_invariance(reshaped, X)
     result = check_shard_invariance(reshaped, X, refusals="reshape")
     assert result.compared and result.refusals
+
+
+# --- in float64 ---
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_mean_is_no_sum(dtype: str) -> None:
+    """At few digits, a factor of two is little beside rounding; evaluated in float64, it is not."""
+
+    def averaged(x: axn.NamedArray) -> axn.NamedArray:
+        return axn.shard_map(lambda x: axn.pmean(axn.sum(x, "embed"), "embed"))(x)
+
+    blame = (
+        r"\n.*div at test_testing.py:\d+ gives 1/2 \(one over the size of (data|model)\) of a value of the reference"
+    )
+    with pytest.raises(AssertionError, match=blame):
+        check_shard_invariance(averaged, X.astype(dtype), draws=10, refusals="is neither")
+
+
+def test_what_one_scale_hides_is_found(auto_mesh: Mesh) -> None:
+    """Clipped, a mean and four times the mean are both 1, except at 1/16 times the argument."""
+
+    def clipped(x: jax.Array) -> jax.Array:
+        total = jax.shard_map(
+            lambda x: jax.lax.psum(jnp.mean(x), "data"), mesh=auto_mesh, in_specs=P("data"), out_specs=P()
+        )
+        return jnp.minimum(total(x), 1)
+
+    with pytest.raises(AssertionError, match="at 1/16 times the arguments"):
+        check_shard_invariance(clipped, abs(X.array) + 2, reference=lambda x: jnp.minimum(jnp.mean(x), 1))
+
+
+def test_equal_shards_are_made_different() -> None:
+    """Also those of zeros; a mask of zeros and ones keeps its zeros."""
+
+    def first_shard(x: axn.NamedArray, bias: axn.NamedArray, mask: axn.NamedArray) -> axn.NamedArray:
+        kept = axn.where(mask != 0, x + bias, 0)
+        return axn.shard_map(lambda x: axn.psum(axn.sum(x), "batch"))(kept["batch", :4]) * 2
+
+    same = axn.ones({"batch": 8}), axn.zeros({"batch": 8}), axn.named([1.0, 0.0] * 4, "batch")
+    for i in range(2):
+        with pytest.raises(AssertionError, match=r"the result\.array differs"):
+            arguments = [a if k in (i, 2) else a * 0 for k, a in enumerate(same)]
+            check_shard_invariance(first_shard, *arguments, reference=lambda x, b, m: axn.sum((x + b) * m), draws=4)
+    doubled = lambda x, m: axn.where(m != 0, x, 0)
+    assert check_shard_invariance(doubled, X, same[2], reference=lambda x, m: x * (m != 0), draws=4).compared
+
+
+def test_nan_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"the result\.array has elements that are NaN"):
+        check_shard_invariance(axn.log, X, draws=2)
+    result = check_shard_invariance(lambda x: axn.sqrt(x + 8), X, draws=2)
+    assert result.scales == (1.0, 1 / 16), "some of 16 times the argument have no root"
+
+    def nan_on_many(x: axn.NamedArray) -> axn.NamedArray:
+        return x * (float("nan") if jax.sharding.get_abstract_mesh().size > 1 else 1)
+
+    with pytest.raises(AssertionError, match=r"the result\.array has elements that are NaN"):
+        check_shard_invariance(nan_on_many, X, draws=2)
+
+
+def test_what_is_not_widened_is_said() -> None:
+    """Kernels and callbacks; and then the tolerance is the one of their dtype."""
+
+    def double(x: jax.Array) -> jax.Array:
+        def kernel(x_ref: Any, y_ref: Any) -> None:
+            y_ref[...] = 2 * x_ref[...]
+
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+    def plain(x: axn.NamedArray) -> Any:
+        return x * 2 / 3, axn.tanh(x)
+
+    def host(x: axn.NamedArray) -> Any:
+        kind = jax.ShapeDtypeStruct(x.array.shape, x.dtype)
+        tanh = jax.pure_callback(np.tanh, kind, x.array, vmap_method="sequential")
+        doubled = axn.shard_map(lambda x: axn.named(double(x.array), x.names), check_vma=False)(x)
+        return doubled / 3, axn.named(tanh, x.names)
+
+    result = check_shard_invariance(host, X, reference=plain, draws=1, gradients=False)
+    assert result.own_precision == ("pallas_call", "pure_callback")
+    with pytest.raises(AssertionError, match=r"the result\[\d\]\.array differs"):
+        check_shard_invariance(host, X, reference=plain, draws=1, gradients=False, rtol=1e-12)
+
+
+# --- against a reference, and without names ---
+
+
+@pytest.mark.parametrize("summed", [True, False])
+def test_partitioning_rule(summed: bool) -> None:
+    """An axis that is `reduced`, with and without its psum; the casts inside are not rounded."""
+
+    @partitioned(reduced="embed")
+    def squares(x: axn.NamedArray) -> axn.NamedArray:
+        return axn.sum(x * x, "embed")
+
+    @squares.per_shard
+    def _(x: axn.NamedArray) -> axn.NamedArray:
+        y = axn.sum(x.astype("bfloat16") * x, "embed")
+        return axn.psum(y, "embed") if summed else y
+
+    def check() -> Any:
+        return check_shard_invariance(squares, X, reference=lambda x: axn.sum(x * x, "embed"), draws=5)
+
+    if summed:
+        assert check().compared == 5
+    else:
+        with pytest.raises(AssertionError, match=r"reduce_sum.* gives a partial sum over (data|model), which nothing"):
+            check()
+
+
+def test_plain_jax(auto_mesh: Mesh, explicit_mesh: Mesh) -> None:
+    """Arrays without names keep the shardings that they have, on Auto and on Explicit axes."""
+    x, w = X.array, W.array.astype(jnp.bfloat16)
+
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.nn.gelu(jax.nn.softmax(x) @ w)
+
+    for mesh in (auto_mesh, explicit_mesh):
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(x, P("data")), jax.device_put(w, P(None, "model"))
+            found = check_shard_invariance(layer, *placed)
+            assert (found.compared, found.scales, found.own_precision) == (1, (1.0, 1 / 16, 16.0), ())
+
+            def local(x: jax.Array, w: jax.Array) -> jax.Array:
+                specs = {"in_specs": (P("data"), P(None, "model")), "out_specs": P("data", "model")}
+                normal = lambda x: x / jnp.mean(x)
+                return jax.shard_map(lambda x, w: normal(x @ w), **specs)(x, w)
+
+            with pytest.raises(AssertionError, match="local depends on how it is distributed"):
+                check_shard_invariance(local, *placed)
+    placed = jax.device_put(x, NamedSharding(auto_mesh, P("data")))
+    assert check_shard_invariance(jnp.sum, placed).compared == 1, "no mesh needs to be active"
+
+
+def test_a_function_with_a_mesh_of_its_own(auto_mesh: Mesh) -> None:
+    summed = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=auto_mesh, in_specs=P("data"), out_specs=P())
+    with pytest.raises(ValueError, match=r"runs on several devices wherever its arguments are.*`reference=`"):
+        check_shard_invariance(summed, X.array)
+    assert check_shard_invariance(summed, X.array, reference=lambda x: x.reshape(4, 2, 16).sum(0)).compared == 1
+    specs: Any = {"mesh": auto_mesh, "in_specs": P("data"), "out_specs": P(), "check_vma": False}
+
+    def twice(x: jax.Array) -> jax.Array:
+        return jax.lax.psum(jax.lax.psum(jnp.sum(x, 0), "data"), "data")
+
+    with pytest.raises(AssertionError, match=r"psum over data at .* gives 4 times \(the size of data\)"):
+        check_shard_invariance(jax.shard_map(twice, **specs), X.array, reference=lambda x: x.sum(0))
+
+    def all_experts(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.einsum("ei,fi->e", x, jax.lax.all_gather(w, "data", tiled=True))
+
+    specs = {**specs, "in_specs": P("data"), "out_specs": P("data")}
+    with pytest.raises(AssertionError, match=r"reduce_sum at .* takes `w`, all-gathered over data at test_testing.py"):
+        check_shard_invariance(
+            jax.shard_map(all_experts, **specs), X.array, X.array[::-1], reference=lambda x, w: jnp.sum(x * w, 1)
+        )
+
+    def needs_many(x: jax.Array) -> jax.Array:
+        if jax.sharding.get_abstract_mesh().size == 1:
+            raise RuntimeError("not on one device")
+        return x
+
+    with pytest.raises(RuntimeError, match="not on one device") as raised, jax.set_mesh(auto_mesh):
+        check_shard_invariance(needs_many, X.array)
+    assert "pass `reference=`" in raised.value.__notes__[0]

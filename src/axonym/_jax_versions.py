@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -84,3 +87,31 @@ def active_platform() -> str:
         return device.platform
     # Before jax 0.10.2, a device of a mesh has no platform.
     return "tpu" if device.device_kind.startswith("TPU") else jax.default_backend()
+
+
+def scan_operands(params: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Split the operands of a `scan` equation into constants, the first carry, and what is scanned over."""
+    if "num_carry" in params:
+        constants, carry = params["num_consts"], params["num_consts"] + params["num_carry"]
+        return list(operands[:constants]), list(operands[constants:carry]), list(operands[carry:])
+    # From jax 0.12 on, the equation holds a tree of its operands.
+    constants, carry, scanned = params["ft_in"].update(operands).unpack()
+    return list(constants), list(carry), list(scanned)
+
+
+@contextlib.contextmanager
+def x64_while_partitioning() -> Iterator[None]:
+    """Let JAX trace custom partitioning rules with 64-bit types while it compiles.
+
+    Before jax 0.12, it traces them in a thread of XLA, which `jax.enable_x64` does not reach.
+    """
+    if jax.__version_info__ >= (0, 12):
+        yield
+        return
+    with ThreadPoolExecutor(1) as other:
+        before = other.submit(jax.config.read, "jax_enable_x64").result()
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)

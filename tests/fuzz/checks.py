@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -100,31 +101,6 @@ def check_jit(program: Program, seed: int) -> None:
         expect(what, found.array, expected.array, rtol=rtol)
 
 
-def check_gradient(program: Program, seed: int) -> None:
-    """Compare the gradient with that of the program in positional JAX."""
-    function, inputs = program.function(), program.named_inputs()
-    inexact = [i for i, v in enumerate(program.inputs) if jnp.issubdtype(v.array.dtype, jnp.floating)]
-    result = function(*inputs)
-    if not inexact or not jnp.issubdtype(result.dtype, jnp.floating):
-        return
-
-    def named(arrays: Any) -> Any:
-        filled = list(inputs)
-        for i, x in zip(inexact, arrays, strict=True):
-            filled[i] = axn.named(x, program.inputs[i].names)
-        return jnp.sum(function(*filled).array.astype(jnp.float32))
-
-    def positional(arrays: Any) -> Any:
-        filled = [v.array for v in program.inputs]
-        for i, x in zip(inexact, arrays, strict=True):
-            filled[i] = x
-        return jnp.sum(program.positional(filled).astype(jnp.float32))
-
-    at = [program.inputs[i].array for i in inexact]
-    for i, a, b in zip(inexact, jax.jit(jax.grad(named))(at), jax.jit(jax.grad(positional))(at), strict=True):
-        expect(f"gradient of v{i}", a, b, weak=False, rtol=tolerance(program.coarsest()))
-
-
 def check_transforms(program: Program, seed: int) -> None:
     """Run the program under vmap, in a scan and inside shard_map, on inputs with one more axis."""
     function, inputs = program.function(), program.named_inputs()
@@ -146,33 +122,34 @@ def check_transforms(program: Program, seed: int) -> None:
 
 
 def check_placements(program: Program, seed: int) -> None:
-    """Check values and gradients on random meshes and under random mappings."""
-    function, inputs = program.function(), program.named_inputs()
-    rtol = tolerance(program.coarsest())
-    try:
-        check_shard_invariance(
-            function, *inputs, draws=2, seed=seed, rtol=rtol, gradients=not _cancels(program, function, inputs)
-        )
-    except ValueError as refusal:
-        if "every placement was refused" not in str(refusal):
-            raise
+    """Compare values and gradients with those of positional JAX, on random meshes and under random mappings."""
+    function, inputs, plain = program.function(), program.named_inputs(), by_position(program)
+    names = plain(*inputs).names
+
+    def same_layout(*inputs: axn.NamedArray) -> axn.NamedArray:
+        return function(*inputs).rearrange(names)
+
+    for gradients in (True, False):
+        try:
+            check_shard_invariance(same_layout, *inputs, reference=plain, draws=2, seed=seed, gradients=gradients)
+        except ValueError as refusal:
+            if gradients and re.search(r"the gradient\S* has elements that are NaN", str(refusal)):
+                continue  # some operations have no derivative at 0
+            if "every placement was refused" not in str(refusal):
+                raise
+        return
 
 
-def _cancels(program: Program, function: Callable[..., Any], inputs: Any) -> bool:
-    """Return whether a gradient is so small that it may be the rounding error of terms that cancel."""
-    inexact = [i for i, v in enumerate(program.inputs) if jnp.issubdtype(v.array.dtype, jnp.inexact)]
+def by_position(program: Program) -> Callable[..., axn.NamedArray]:
+    """Return a function of named arrays that runs the program in positional JAX."""
 
-    def total(arrays: Any) -> Any:
-        filled = list(inputs)
-        for i, x in zip(inexact, arrays, strict=True):
-            filled[i] = x
-        result = function(*filled).array
-        return jnp.sum(jnp.abs(result.astype(jnp.complex64)))
+    def plain(*inputs: axn.NamedArray) -> axn.NamedArray:
+        values = [dataclasses.replace(v, array=x.array) for v, x in zip(program.inputs, inputs, strict=True)]
+        for step in program.steps:
+            values.append(step.by_position(jnp, values))
+        return axn.named(values[-1].array, values[-1].names)
 
-    if not inexact or not jnp.issubdtype(function(*inputs).dtype, jnp.inexact):
-        return False
-    found = jax.jit(jax.grad(total))([inputs[i] for i in inexact])
-    return any(x.size and float(jnp.max(jnp.abs(x))) < 1e-3 for x in jax.tree.leaves(found))
+    return plain
 
 
 def check_eager_placements(program: Program, seed: int) -> None:
@@ -239,7 +216,6 @@ def check_plain(program: Program, seed: int) -> None:
 CHECKS: tuple[Check, ...] = (
     check_steps,
     check_jit,
-    check_gradient,
     check_transforms,
     check_placements,
     check_eager_placements,
