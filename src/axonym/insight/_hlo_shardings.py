@@ -1,0 +1,128 @@
+"""Read the shardings in the text of a program: which tile of an array each device has."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._hlo import UnknownForm
+
+
+class Tiling(NamedTuple):
+    """The tiles of an array, by device."""
+
+    index: np.ndarray
+    """Which tile a device has along each axis: (device, axis)."""
+    counts: tuple[int, ...]
+    """The number of tiles along each axis."""
+    manual: np.ndarray
+    """A number for each device, equal for devices that are together along all manual mesh axes."""
+
+    def piece(self, device: int, sizes: Sequence[int], shard: Sequence[int], inner: Tiling | None = None) -> Any:
+        """Return the part of an array that a device has, as slices.
+
+        `inner` is the tiling of the shard, if the shard itself has tiles on several devices.
+        """
+        within = inner.counts if inner else (1,) * len(sizes)
+        found = []
+        for tile, count, w, n, k in zip(self.index[device], self.counts, within, sizes, shard, strict=True):
+            at = tile // w * k if count > 1 else 0
+            found.append(slice(min(at, n), min(at + k, n)))
+        return tuple(found)
+
+
+def parts(text: str) -> list[str]:
+    """Split the shardings of a tuple."""
+    inner, depth, start, found = text.strip()[1:-1], 0, 0, []
+    if not inner.startswith("{"):
+        return [text]
+    for at, c in enumerate(inner):
+        depth += (c in "{[(") - (c in "}])")
+        if c == "}" and depth == 0:
+            found.append(inner[start : at + 1].strip(", "))
+            start = at + 1
+    return found
+
+
+def tiling(text: str, rank: int, devices: int) -> Tiling:
+    """Read the sharding of an array."""
+    nothing = np.zeros((devices, rank), int)
+    none, all_ = np.zeros(devices, int), np.arange(devices)
+    text = re.sub(r"/\*[^*]*\*/", "", text).strip()
+    if text in ("", "{replicated}"):
+        return Tiling(nothing, (1,) * rank, none)
+    if text == "{manual}":
+        return Tiling(nothing, (1,) * rank, all_)
+    if text == "{mesh[], replicated}":
+        return Tiling(nothing, (1,) * rank, none)
+    if text.startswith("{mesh["):
+        return _on_mesh(text, rank, devices)
+    found = re.fullmatch(
+        r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))(?: (last_tile_dim\w+)(?:=\{([^}]*)\})?)?\}",
+        text,
+    )
+    if found is None:
+        raise UnknownForm(f"the sharding {text[:100]}")
+    dims, grid, order, listed, last, kinds = found.groups()
+    tiles = _ints(dims)
+    if listed:
+        ids = np.array(_ints(listed))
+    else:
+        ids = np.arange(math.prod(_ints(grid))).reshape(_ints(grid))
+        ids = np.transpose(ids, _ints(order) if order else range(ids.ndim)).ravel()
+    names = [k.strip() for k in kinds.split(",")] if kinds else ["replicated"] * (last is not None)
+    if len(tiles) != rank + len(names) or {*names} - {"replicated", "manual"} or ids.size != devices:
+        raise UnknownForm(f"the sharding {text[:100]}")
+    places = np.array(np.unravel_index(np.argsort(ids), tiles))  # (dimension, device)
+    manual = none
+    for name, place, size in zip(names, places[rank:], tiles[rank:], strict=True):
+        if name == "manual":
+            manual = manual * size + place
+    return Tiling(places[:rank].T, tuple(tiles[:rank]), manual)
+
+
+_MESH = re.compile(r"\{mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?(?:, (.*))?\}")
+_AXIS = re.compile(r"'?([^',:{} ]+)'?(?::\((\d+)\)(\d+))?")
+
+
+def _on_mesh(text: str, rank: int, devices: int) -> Tiling:
+    """Read a sharding by the axes of a mesh."""
+    found = _MESH.fullmatch(text)
+    rest = found[4] or "" if found else ""
+    if found is None or (words := re.sub(r"\[.*\]|(manual|replicated)(=\{[^}]*\})?", "", rest)).strip(", "):
+        raise UnknownForm(f"the sharding {text[:100]}")
+    del words
+    sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", found[1])}
+    grid = _ints(found[2]) if found[2] else [*sizes.values()]
+    ids = np.transpose(np.arange(math.prod(grid)).reshape(grid), _ints(found[3]) if found[3] else range(len(grid)))
+    places = np.array(np.unravel_index(np.argsort(ids.ravel()), [*sizes.values()]))
+    where = dict(zip(sizes, places, strict=True))
+
+    def along(axes: str) -> tuple[Any, int]:
+        """Return where devices are along some axes, and the number of places."""
+        at, count = np.zeros(devices, int), 1
+        for name, before, size in _AXIS.findall(axes):
+            full = sizes[name]
+            part, place = int(size or full), where[name]
+            place = place // (full // (int(before or 1) * part)) % part
+            at, count = at * part + place, count * part
+        return at, count
+
+    if rest == "manual":
+        return Tiling(np.zeros((devices, rank), int), (1,) * rank, np.arange(devices))
+    listed = re.search(r"\[(.*)\]", rest)
+    dims = re.findall(r"\{([^}]*)\}", listed[1]) if listed else []
+    dims = [along(d) for d in dims] or [along("")] * rank
+    if len(dims) != rank:
+        raise UnknownForm(f"the sharding {text[:100]}")
+    manual = re.search(r"manual=\{([^}]*)\}", rest)
+    index = np.stack([at for at, _ in dims], 1) if dims else np.zeros((devices, 0), int)
+    return Tiling(index, tuple(count for _, count in dims), along(manual[1] if manual else "")[0])
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
