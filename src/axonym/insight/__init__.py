@@ -17,3 +17,4 @@ from .planning import MappingPlan as MappingPlan, PlannedMapping as PlannedMappi
 from .report import Bounds as Bounds, Memory as Memory, Report as Report
 from .snapshots import snapshot as snapshot
 from .timeline import HeldArray as HeldArray, MemoryTimeline as MemoryTimeline
+from .verifying import Difference as Difference, Verification as Verification, verify as verify

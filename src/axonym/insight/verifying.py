@@ -20,7 +20,7 @@ from . import _compiling, _scopes
 from ._arguments import step_name
 from ._hlo import COLLECTIVES, HloProgram, HloShape, Instruction, UnknownForm, along, groups
 from ._hlo_shardings import Tiling, parts, tiling
-from ._hlo_values import Machine, value_dtype
+from ._hlo_values import IllFormed, Machine, value_dtype
 from ._topologies import moved_to
 from .collectives import Source, source
 from .explaining import active, distributed, mesh_of
@@ -163,7 +163,11 @@ def compare_programs(
             continue
         scales.append(scale)
         shards = [p.on_devices(x) for p, x in zip(inputs, given, strict=True)]
-        found = _listed(partitioned.run(shards))
+        try:
+            found = _listed(partitioned.run(shards))
+        except IllFormed as e:
+            where = Difference(*_said(e.instruction, after), f"is ill-formed: in the partitioned program, {e}")
+            return Verification(step, devices, False, tuple(scales), tuple(names), where)
         triples = zip(names, results, expected, found, strict=True)
         different = tuple(n for n, place, x, y in triples if not place.agree(x, y))
         if different:
@@ -323,12 +327,17 @@ class _Prints:
 
     def __init__(self, trace: _Trace, devices: int):
         self._devices = devices
-        found: dict[Any, list[tuple[complex, float]]] = {}
+        self._arrays: dict[Any, list[np.ndarray]] = {}
         for made in trace.made.values():
-            found.setdefault(self._kind(made.value), []).append(self._print(made.value))
-        self._found = {kind: np.array(prints) for kind, prints in found.items()}
+            self._arrays.setdefault(self._kind(made.value), []).append(made.value)
+        self._found = {kind: np.array([*map(self._print, xs)]) for kind, xs in self._arrays.items()}
 
-    def has(self, x: np.ndarray) -> bool:
+    def has(self, x: np.ndarray, placed: _Placed | None = None) -> bool:
+        """Return whether an array was computed, or the shards of one."""
+        if placed is not None and any(n % count for n, count in zip(x.shape[1:], placed.tiling.counts, strict=True)):
+            shards = self._arrays.get((placed.shard(), x.dtype.kind in "fc"), ())
+            return any(placed.agree(x, y) for y in shards)  # whatever lies beyond the array
+        x = x if placed is None else placed.on_devices(x)
         known = self._found.get(self._kind(x))
         if known is None:
             return False
@@ -369,7 +378,8 @@ def _first(
             if made.by is None or made.by.opcode in ("constant", "iota"):
                 found[key] = True
             else:
-                found[key] = prints.has(_expected(made, before.devices)) or prints.has(made.value)
+                placed = _placed(made.by, before.devices)[made.place]
+                found[key] = prints.has(made.value, placed) or prints.has(made.value)
                 if not found[key] and made.by.opcode in ("broadcast", "reshape"):
                     found[key] = all(has(o) for o in made.operands if o in trace.made)
         return found[key]
@@ -391,20 +401,20 @@ def _first(
     made = trace.made[min(ends, key=order.__getitem__)]
     if made.by is None:
         return None
-    operation = _scopes.operation(made.by.scope)
-    name = str(operation) if operation else made.by.scope.rpartition("/")[2] or made.by.opcode
-    return Difference(name, source(before.frames(made.by)), _described(made, other, before.devices, mesh))
+    return Difference(*_said(made.by, before), _described(made, other, before.devices, mesh))
 
 
-def _expected(made: _Made, devices: int) -> np.ndarray:
-    assert made.by is not None
-    return _placed(made.by, devices)[made.place].on_devices(made.value)
+def _said(i: Instruction, program: HloProgram) -> tuple[str, Source | None]:
+    """Return the operation that an instruction belongs to, and the user's line."""
+    operation = _scopes.operation(i.scope)
+    return str(operation) if operation else i.scope.rpartition("/")[2] or i.opcode, source(program.frames(i))
 
 
 def _described(made: _Made, other: _Trace, devices: int, mesh: Mapping[str, int]) -> str:
     """Say how the value of an instruction in the partitioned program differs from the reference."""
-    right = _expected(made, devices)
     assert made.by is not None
+    placed = _placed(made.by, devices)[made.place]
+    right = placed.on_devices(made.value)
     wrong = None
     for m in other.made.values():
         if m.by is not None and m.by.metadata == made.by.metadata and m.value.shape[1:] == right.shape[1:]:
@@ -423,8 +433,8 @@ def _relation(wrong: np.ndarray, right: np.ndarray, mesh: Mapping[str, int]) -> 
     far = _far(right)
     if right.dtype.kind in "fc" and right.size and np.abs(right).max():
         at = np.unravel_index(np.abs(right).argmax(), right.shape)
-        ratio = float(np.real(wrong[at] / right[at]))
-        if _close(wrong, ratio * right, far):
+        ratio = float(np.real(wrong[at])) / float(np.real(right[at]))
+        if math.isfinite(ratio) and _close(wrong, ratio * right, far):
             return f"gives {_times(ratio, mesh)} the reference"
     for count in range(1, len(mesh) + 1):
         for axes in itertools.combinations(mesh, count):
@@ -445,7 +455,7 @@ def _times(ratio: float, mesh: Mapping[str, int]) -> str:
             for number, text in ((size, f"{size} times"), (1 / size, f"1/{size} of")):
                 if size > 1 and abs(ratio - number) < 1e-6:
                     return f"{text} (the size of {' and '.join(axes)})"
-    return f"{ratio:.6g} times"
+    return f"{ratio:.6g} times" if ratio else "0 in place of"
 
 
 def _sums(x: np.ndarray, axes: Sequence[str], mesh: Mapping[str, int]) -> np.ndarray:
