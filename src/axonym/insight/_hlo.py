@@ -152,6 +152,11 @@ class HloProgram:
         """Return the numbers of the parameters whose memory results may reuse."""
         return frozenset(int(n) for n in re.findall(r"\}: \((\d+), \{", self.text.partition("\n")[0]))
 
+    def parameters(self) -> list[Instruction]:
+        """Return the parameters of the program, in order."""
+        found = (i for i in self.computations[self.entry].values() if i.opcode == "parameter")
+        return sorted(found, key=lambda i: int(i.value))
+
     def root(self, computation: str) -> Instruction:
         """Return the instruction that computes the result of a computation."""
         return self._roots[computation]

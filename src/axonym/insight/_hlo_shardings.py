@@ -1,7 +1,8 @@
-"""Read the shardings in the text of a program: which tile of an array each device has."""
+"""Read the shardings in the text of a program: which shard of an array each device has."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -9,7 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._hlo import UnknownForm
+from ._hlo import HloShape, Instruction, UnknownForm
+
+CLOSE = 1e-10
+"""How far values may be off, of the largest in their array: orders of summation differ by less in float64."""
+
+NOTHING = 1e-13
+"""How far values may be off that should be 0."""
 
 
 class Tiling(NamedTuple):
@@ -33,6 +40,59 @@ class Tiling(NamedTuple):
             at = tile // w * k if count > 1 else 0
             found.append(slice(min(at, n), min(at + k, n)))
         return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """An array of the program before it is partitioned, and its tiles."""
+
+    shape: HloShape
+    tiling: Tiling
+
+    def shard(self) -> tuple[int, ...]:
+        return tuple(-(-n // count) for n, count in zip(self.shape.sizes, self.tiling.counts, strict=True))
+
+    def on_devices(self, x: np.ndarray) -> np.ndarray:
+        """Return what each device has. Where a shard reaches beyond the array, it is filled with zeros."""
+        found = np.zeros((len(self.tiling.index), *self.shard()), x.dtype)
+        for p in range(len(found)):
+            piece = x[p % len(x)][self._piece(p)]
+            found[(p, *(slice(n) for n in piece.shape))] = piece
+        return found
+
+    def agree(self, x: np.ndarray, y: np.ndarray) -> bool:
+        """Return whether each device has its shard of an array."""
+        if y.shape[1:] != self.shard():
+            raise UnknownForm(f"a result of the sizes {y.shape[1:]}, which should be {self.shard()}")
+        far = far_from(x)
+        for p in range(len(self.tiling.index)):
+            piece = x[p % len(x)][self._piece(p)]
+            if not close(piece, y[p % len(y)][tuple(slice(n) for n in piece.shape)], far):
+                return False
+        return True
+
+    def _piece(self, device: int) -> Any:
+        return self.tiling.piece(device, self.shape.sizes, self.shard())
+
+
+def far_from(x: np.ndarray) -> float:
+    """Return how far a value may be from one in an array."""
+    if x.dtype.kind not in "fc" or not x.size:
+        return 0.0
+    return NOTHING + CLOSE * float(np.abs(x[np.isfinite(x)]).max(initial=0))
+
+
+def close(x: np.ndarray, y: np.ndarray, far: float) -> bool:
+    if x.dtype.kind not in "fc":
+        return bool((x == y).all())
+    with np.errstate(invalid="ignore"):
+        return bool(((x == y) | (np.abs(x - y) <= far)).all())
+
+
+def placed(i: Instruction, devices: int) -> list[Placed]:
+    texts = parts(i.attribute("sharding") or "{replicated}")
+    texts = texts if len(texts) == len(i.shapes) else texts[:1] * len(i.shapes)
+    return [Placed(s, tiling(t, len(s.sizes), devices)) for s, t in zip(i.shapes, texts, strict=True)]
 
 
 def parts(text: str) -> list[str]:
@@ -61,10 +121,8 @@ def tiling(text: str, rank: int, devices: int) -> Tiling:
         return Tiling(nothing, (1,) * rank, none)
     if text.startswith("{mesh["):
         return _on_mesh(text, rank, devices)
-    found = re.fullmatch(
-        r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))(?: (last_tile_dim\w+)(?:=\{([^}]*)\})?)?\}",
-        text,
-    )
+    ids = r"(?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))"
+    found = re.fullmatch(rf"\{{devices=\[([\d,]+)\]{ids}(?: (last_tile_dim\w+)(?:=\{{([^}}]*)\}})?)?\}}", text)
     if found is None:
         raise UnknownForm(f"the sharding {text[:100]}")
     dims, grid, order, listed, last, kinds = found.groups()

@@ -106,6 +106,11 @@ def _element_of(values: dict[str, Value], name: str) -> Value:
     return functools.reduce(lambda value, place: value[int(place)], places.split(",") if places else (), values[name])
 
 
+def listed(value: Value) -> list[Array]:
+    """Return the arrays of a value."""
+    return [x for part in value for x in listed(part)] if isinstance(value, tuple) else [value]
+
+
 # --- reading ---
 
 
@@ -164,10 +169,6 @@ def _widened(x: Array, like: Array) -> Array:
 
 def _one_or_more(values: Sequence[Value]) -> Value:
     return values[0] if len(values) == 1 else tuple(values)
-
-
-def _as_list(value: Value) -> list[Array]:
-    return [*value] if isinstance(value, tuple) else [value]
 
 
 def _pad(x: Array, value: Any, amounts: Sequence[tuple[int, int, int]]) -> Array:
@@ -401,7 +402,7 @@ def _folded(xs: list[Array], axis: int, combine: Operation) -> list[Array]:
     """Combine the elements of arrays along one axis, which has at least one."""
     while (n := xs[0].shape[axis]) > 1:
         cut = [np.split(x, [n // 2, n // 2 * 2], axis) for x in xs]
-        found = _as_list(combine(*(c[0] for c in cut), *(c[1] for c in cut)))
+        found = listed(combine(*(c[0] for c in cut), *(c[1] for c in cut)))
         xs = [np.concatenate([f, c[2]], axis) for f, c in zip(found, cut, strict=True)]
     return [x.take(0, axis) for x in xs]
 
@@ -457,7 +458,7 @@ def _reduce_window(i: Instruction, machine: Machine) -> Operation:
         padded, total = [pad(x, s) for x, s in zip(xs, starts, strict=True)], [*starts]
         for _, place in windows.positions(padded[0].shape[1:]):
             parts = [p[(slice(None), *place)] for p in padded]
-            total = _as_list(combine(*(_widened(t, p) for t, p in zip(total, parts, strict=True)), *parts))
+            total = listed(combine(*(_widened(t, p) for t, p in zip(total, parts, strict=True)), *parts))
         return _one_or_more(total)
 
     return run

@@ -230,8 +230,7 @@ def _report(
             course = timeline(program, mesh or {})
         except UnknownForm as e:
             notes.append(f"what is held in the course of the step is not known: {e}")
-    given = [i for i in program.computations[program.entry].values() if i.opcode == "parameter"]
-    given.sort(key=lambda i: int(i.value))
+    given = program.parameters()
     arguments = names.added_up((i.scope, sum(shape.bytes for shape in i.shapes)) for i in given)
     return Report(
         step, platform, mesh or {}, by, tuple(collectives), memory, flops, bounds, tuple(notes), timeline=course,
