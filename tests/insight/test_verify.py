@@ -1,4 +1,4 @@
-"""`verify`: partitioned programs are evaluated, and what differs is found; `python -m tests.insight.verified` does more."""
+"""`verify` evaluates partitioned programs, and finds what differs; `python -m tests.insight.verified` checks more."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_steps_of_examples_are_the_same(name: str) -> None:
     assert (found.same, found.devices, found.scales, found.first) == (True, 8, (1.0, 1 / 16, 16.0), None), found
 
 
-@pytest.mark.parametrize("name", ["plain JAX", "mixture experts"])
-def test_planted_bugs_are_found(name: str) -> None:
-    found = verified.planted(verified.STEPS[f"{name}, Auto"](), 8)
+@pytest.mark.parametrize(("name", "count"), [("plain JAX", 8), ("mixture experts", 3)])
+def test_planted_bugs_are_found(name: str, count: int) -> None:
+    found = verified.planted(verified.STEPS[f"{name}, Auto"](), count)
     missed = [what for what, verdict, equal in found if verdict.same is not False and not equal]
-    assert len(found) == 8 and not missed, missed
+    assert len(found) == count and not missed, missed
     assert all(verdict.first is not None for _, verdict, equal in found if not equal)
 
 
@@ -92,7 +92,7 @@ def test_each_bug_that_ends_the_process_does() -> None:
         )
 
 
-@pytest.mark.parametrize("size", [8, 12, 16, 32])
+@pytest.mark.parametrize("size", [8, 12])
 def test_the_verdict_on_a_scan_is_that_of_running_it(size: int, auto_mesh: Mesh) -> None:
     def gradient(x: jax.Array, given: jax.Array) -> jax.Array:
         return jax.vjp(lambda x: jax.lax.associative_scan(jnp.multiply, x), x)[1](given)[0]
@@ -127,7 +127,7 @@ def test_a_mesh_that_is_not_here() -> None:
 def test_an_uneven_axis_and_partly_manual_code(auto_mesh: Mesh) -> None:
     def rows(x: jax.Array) -> jax.Array:
         spec = PartitionSpec("data")
-        scaled = lambda x: x / jax.lax.psum(jnp.sum(x * x), "data")  # noqa: E731
+        scaled = lambda x: x / jax.lax.psum(jnp.sum(x * x), "data")
         y = jax.shard_map(scaled, mesh=auto_mesh, in_specs=spec, out_specs=spec, axis_names={"data"})(x)
         return jax.lax.with_sharding_constraint(y[1:] * 2, NamedSharding(auto_mesh, PartitionSpec(None, "model")))
 
@@ -142,7 +142,7 @@ def test_what_is_not_known_is_refused(auto_mesh: Mesh) -> None:
     assert (found.same, found.unknown) == (None, ("fft",))
     found = verify(lambda x: jnp.log(-jnp.abs(x) - 1), placed(auto_mesh, (8,), "data"))
     assert (found.same, found.unknown) == (None, ("results that are NaN, at all inputs tried",))
-    with pytest.raises(ValueError, match="UnknownForm|sharding"):
+    with pytest.raises(ValueError, match=r"the sharding \{unreduced\}"):
         tiling("{unreduced}", 1, 8)
 
 

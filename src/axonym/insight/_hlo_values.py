@@ -85,9 +85,10 @@ class Machine:
     def combiner(self, i: Instruction, attribute: str = "to_apply") -> tuple[np.ufunc | None, Operation]:
         """Return the function that combines two arrays, also as a NumPy function if it is one of a few."""
         name = i.computation(attribute) or ""
-        around, root = self.program.computations[name], self.program.root(name)
-        ufunc = _COMBINING.get(root.opcode)
-        if ufunc and len(around) == 3 and all(around[n].opcode == "parameter" for n in root.operands):
+        # Combining functions of per-device code copy what they return.
+        work = [i for i in self.program.computations[name].values() if i.opcode not in ("parameter", "copy")]
+        ufunc = _COMBINING.get(work[0].opcode) if len(work) == 1 else None
+        if ufunc and len({*work[0].operands}) == 2:
             return ufunc, lambda x, y: ufunc(x, y)
 
         def combine(*args: Value) -> Value:
