@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,8 @@ NOTHING = 1e-13
 """How far values may be off that should be 0."""
 
 
-class Tiling(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Tiling:
     """The tiles of an array, by device."""
 
     index: np.ndarray

@@ -335,7 +335,7 @@ def _updated(x: Array, update: Array, *starts: Array) -> Array:
 # --- indices ---
 
 
-class _Windows:
+class _IndexedWindows:
     """The windows of an array that `gather` reads and `scatter` writes."""
 
     def __init__(self, i: Instruction, removed: str, over: str, batching: str, batching_of_indices: str):
@@ -364,14 +364,14 @@ class _Windows:
 
 def _gather(i: Instruction, machine: Machine) -> Operation:
     names = "collapsed_slice_dims", "start_index_map", "operand_batching_dims", "start_indices_batching_dims"
-    windows, sizes, offset = _Windows(i, *names), _numbers(i, "slice_sizes"), _numbers(i, "offset_dims")
+    windows, sizes, offset = _IndexedWindows(i, *names), _numbers(i, "slice_sizes"), _numbers(i, "offset_dims")
     order = np.argsort([*(d for d in range(len(i.shapes[0].sizes)) if d not in offset), *offset])
     return _each(lambda x, found: np.transpose(x[windows.indices(x, found, sizes, True)[0]], order))
 
 
 def _scatter(i: Instruction, machine: Machine) -> Operation:
     names = "inserted_window_dims", "scatter_dims_to_operand_dims", "input_batching_dims"
-    windows, offset = _Windows(i, *names, "scatter_indices_batching_dims"), _numbers(i, "update_window_dims")
+    windows, offset = _IndexedWindows(i, *names, "scatter_indices_batching_dims"), _numbers(i, "update_window_dims")
     root, (ufunc, combine) = machine.program.root(i.computation("to_apply") or ""), machine.combiner(i)
     if len(i.shapes) != 1:
         raise UnknownForm("scatter of several arrays")
@@ -550,7 +550,7 @@ def _convolution(i: Instruction, machine: Machine) -> Operation:
             x = x.reshape(x.shape[0], -1, *x.shape[3:])
         x = _pad(x, 0, windows.amounts)
         x = x.reshape(x.shape[0], parts, -1, *x.shape[2:])
-        kernel = np.flip(kernel, [d + 2 for d in windows.reversed])
+        kernel = np.flip(kernel, tuple(d + 2 for d in windows.reversed))
         kernel = kernel.reshape(parts, -1, *kernel.shape[1:])
         products = (
             np.einsum("bpi...,poi->bpo...", x[(..., *place)], kernel[(..., *at)])
@@ -582,7 +582,7 @@ def _conditional(i: Instruction, machine: Machine) -> Operation:
     def run(which: Array, *args: Value) -> Value:
         which = 1 - which.astype(int) if which.dtype == bool else np.where(which < 0, len(names), which)
         which = np.minimum(which, len(names) - 1)
-        results = {k: machine.call(names[k], args[k]) for k in np.unique(which)}
+        results = {k: machine.call(names[k], args[k]) for k in map(int, np.unique(which))}
         return functools.reduce(lambda y, k: _chosen(which == k, results[k], y), results, next(iter(results.values())))
 
     return run

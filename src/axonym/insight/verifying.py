@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._mesh_axes import AnyMesh
 from .._tree_spec import PROGRAM_ARRAYS
@@ -84,8 +85,9 @@ def verify(
     meshes = [x.sharding.mesh for x in arguments if isinstance(getattr(x, "sharding", None), NamedSharding)]
     known = next((m for m in (mesh, current_mesh(), *meshes) if m is not None), None)
     with active(known if isinstance(known, AbstractMesh) else mesh, repeated=True):
-        if any(isinstance(m, AbstractMesh) for m in meshes):
-            args, kwargs = moved_to(current_mesh(), (args, kwargs))
+        here = current_mesh()
+        if any(isinstance(m, AbstractMesh) for m in meshes) and isinstance(here, Mesh):
+            args, kwargs = moved_to(here, (args, kwargs))
         lowered = distributed(step, mapping).lower(*args, **kwargs)
         devices = _compiling.device_count(lowered)
         if devices == 1:
@@ -164,17 +166,17 @@ def _inputs(
 
 
 class _Draw:
-    """Draws values for parameters, which come in the order of the arguments; an argument that is not used has none."""
+    """Draws values for parameters. Each is like the first argument of the same sizes that no other parameter had."""
 
     def __init__(self, arguments: Sequence[Any], scale: float, below: int):
         self._scale, self._below, self._rng = scale, below, np.random.default_rng(0)
-        self._arguments = iter([_host(x) for x in arguments if isinstance(x, PROGRAM_ARRAYS)])
+        self._arguments = [_host(x) for x in arguments if isinstance(x, PROGRAM_ARRAYS)]
 
     def __call__(self, shape: HloShape, positive: bool) -> np.ndarray:
         dtype, sizes, rng = value_dtype(shape.dtype), shape.sizes, self._rng
-        value = next((x for x, of in self._arguments if of == sizes), None)
-        if value is not None and value.dtype.kind != dtype.kind:
-            value = None
+        place = next((n for n, x in enumerate(self._arguments) if x.shape == sizes and x.dtype.kind == dtype.kind), -1)
+        value = self._arguments.pop(place) if place >= 0 else None
+        value = None if isinstance(value, jax.ShapeDtypeStruct) else value
         if dtype.kind in "fc":
             size = np.abs(rng.normal(size=sizes)) + 0.1
             if value is not None:
@@ -190,13 +192,11 @@ class _Draw:
         return np.asarray(found).astype(dtype)[None]
 
 
-def _host(x: Any) -> tuple[np.ndarray | None, Collection[int]]:
-    """Return the value of an argument, if it has one, and its sizes."""
-    has_value = not isinstance(x, jax.ShapeDtypeStruct) and (not isinstance(x, jax.Array) or x.is_fully_addressable)
-    if hasattr(x, "dtype") and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x) if has_value else jax.eval_shape(jax.random.key_data, x)
-    if not has_value:
-        return None, tuple(x.shape)
-    x = jax.numpy.asarray(x)
-    value = np.asarray(x)
-    return (value.astype(np.float64) if jax.numpy.issubdtype(x.dtype, np.floating) else value), value.shape
+def _host(x: Any) -> np.ndarray | jax.ShapeDtypeStruct:
+    """Return the value of an argument, or its sizes and dtype, as a machine has them."""
+    abstract = isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and not x.is_fully_addressable)
+    x = x if abstract else jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.eval_shape(jax.random.key_data, x) if abstract else jax.random.key_data(x)
+    dtype = np.dtype(np.float64) if jnp.issubdtype(x.dtype, np.floating) else np.dtype(x.dtype)
+    return jax.ShapeDtypeStruct(x.shape, dtype) if abstract else np.asarray(x).astype(dtype)
