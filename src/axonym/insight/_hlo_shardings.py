@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ._hlo import HloShape, Instruction, UnknownForm
+from ._hlo import HloShape, Instruction, UnknownForm, split
 
 CLOSE = 1e-10
 """How far values may be off, of the largest in their array: orders of summation differ by less in float64."""
@@ -91,96 +91,62 @@ def close(x: np.ndarray, y: np.ndarray, far: float) -> bool:
 
 
 def placed(i: Instruction, devices: int) -> list[Placed]:
-    texts = parts(i.attribute("sharding") or "{replicated}")
-    texts = texts if len(texts) == len(i.shapes) else texts[:1] * len(i.shapes)
+    """Return the results of an instruction with their shardings."""
+    text = i.attribute("sharding") or "{replicated}"
+    texts = [*split(text[1:-1])] if text.startswith("{{") else [text] * len(i.shapes)
     return [Placed(s, tiling(t, len(s.sizes), devices)) for s, t in zip(i.shapes, texts, strict=True)]
 
 
-def parts(text: str) -> list[str]:
-    """Split the shardings of a tuple."""
-    inner, depth, start, found = text.strip()[1:-1], 0, 0, []
-    if not inner.startswith("{"):
-        return [text]
-    for at, c in enumerate(inner):
-        depth += (c in "{[(") - (c in "}])")
-        if c == "}" and depth == 0:
-            found.append(inner[start : at + 1].strip(", "))
-            start = at + 1
-    return found
-
-
-def tiling(text: str, rank: int, devices: int) -> Tiling:
-    """Read the sharding of an array."""
-    nothing = np.zeros((devices, rank), int)
-    none, all_ = np.zeros(devices, int), np.arange(devices)
-    text = re.sub(r"/\*[^*]*\*/", "", text).strip()
-    if text in ("", "{replicated}"):
-        return Tiling(nothing, (1,) * rank, none)
-    if text == "{manual}":
-        return Tiling(nothing, (1,) * rank, all_)
-    if text == "{mesh[], replicated}":
-        return Tiling(nothing, (1,) * rank, none)
-    if text.startswith("{mesh["):
-        return _on_mesh(text, rank, devices)
-    ids = r"(?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))"
-    found = re.fullmatch(rf"\{{devices=\[([\d,]+)\]{ids}(?: (last_tile_dim\w+)(?:=\{{([^}}]*)\}})?)?\}}", text)
-    if found is None:
-        raise UnknownForm(f"the sharding {text[:100]}")
-    dims, grid, order, listed, last, kinds = found.groups()
-    tiles = _ints(dims)
-    if listed:
-        ids = np.array(_ints(listed))
-    else:
-        ids = np.arange(math.prod(_ints(grid))).reshape(_ints(grid))
-        ids = np.transpose(ids, _ints(order) if order else range(ids.ndim)).ravel()
-    names = [k.strip() for k in kinds.split(",")] if kinds else ["replicated"] * (last is not None)
-    if len(tiles) != rank + len(names) or {*names} - {"replicated", "manual"} or ids.size != devices:
-        raise UnknownForm(f"the sharding {text[:100]}")
-    places = np.array(np.unravel_index(np.argsort(ids), tiles))  # (dimension, device)
-    manual = none
-    for name, place, size in zip(names, places[rank:], tiles[rank:], strict=True):
-        if name == "manual":
-            manual = manual * size + place
-    return Tiling(places[:rank].T, tuple(tiles[:rank]), manual)
-
-
-_MESH = re.compile(r"\{mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?(?:, (.*))?\}")
+_TILES = re.compile(r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))(?: last_tile_dim(.*))?\}")
+_MESH = re.compile(r"\{mesh\[([^\]]+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?, \[(.*)\](.*)\}")
 _AXIS = re.compile(r"'?([^',:{} ]+)'?(?::\((\d+)\)(\d+))?")
 
 
-def _on_mesh(text: str, rank: int, devices: int) -> Tiling:
-    """Read a sharding by the axes of a mesh."""
-    found = _MESH.fullmatch(text)
-    rest = found[4] or "" if found else ""
-    if found is None or (words := re.sub(r"\[.*\]|(manual|replicated)(=\{[^}]*\})?", "", rest)).strip(", "):
-        raise UnknownForm(f"the sharding {text[:100]}")
-    del words
-    sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", found[1])}
-    grid = _ints(found[2]) if found[2] else [*sizes.values()]
-    ids = np.transpose(np.arange(math.prod(grid)).reshape(grid), _ints(found[3]) if found[3] else range(len(grid)))
-    places = np.array(np.unravel_index(np.argsort(ids.ravel()), [*sizes.values()]))
-    where = dict(zip(sizes, places, strict=True))
+def tiling(text: str, rank: int, devices: int) -> Tiling:
+    """Read the sharding of an array, which has one of two forms.
 
-    def along(axes: str) -> tuple[Any, int]:
+    `{devices=[2,1,4]<=[2,4] last_tile_dim_replicate}` gives the tiles along each axis, and then the devices in order.
+    `{mesh['data'=2,'model'=4], [{'data'}, {}], manual={'model'}}` gives the mesh axes that each axis is sharded over.
+    """
+    text = re.sub(r"/\*[^*]*\*/", "", text).strip()
+    if text in ("", "{replicated}", "{mesh[], replicated}") or re.fullmatch(r"\{(mesh\[[^\]]*\], )?manual\}", text):
+        manual = np.arange(devices) if text.endswith("manual}") else np.zeros(devices, int)
+        return Tiling(np.zeros((devices, rank), int), (1,) * rank, manual)
+    tiles, mesh = _TILES.fullmatch(text), _MESH.fullmatch(text)
+    if tiles:
+        sizes = {str(n): size for n, size in enumerate(_ints(tiles[1]))}
+        grid, order, ids = tiles[2], tiles[3], tiles[4]
+        kinds = re.findall(r"manual|replicate|unreduced", tiles[5] or "")
+        dims = [*sizes][:rank]
+        manual = " ".join(name for name, kind in zip([*sizes][rank:], kinds, strict=False) if kind == "manual")
+        known = len(sizes) == rank + len(kinds) and "unreduced" not in kinds
+    elif mesh:
+        sizes = {name.strip("'"): int(size) for name, _, size in (axis.partition("=") for axis in mesh[1].split(","))}
+        grid, order, ids = mesh[2] or ",".join(map(str, sizes.values())), mesh[3], None
+        dims = re.findall(r"\{([^}]*)\}", mesh[4])
+        further = dict(re.findall(r", (\w+)=\{([^}]*)\}", mesh[5]))
+        manual = further.get("manual", "")
+        known = len(dims) == rank and further.keys() <= {"manual", "replicated"}
+    else:
+        raise UnknownForm(f"the sharding {text[:100]}")
+    numbers = np.array(_ints(ids)) if ids else np.arange(math.prod(_ints(grid))).reshape(_ints(grid))
+    numbers = np.transpose(numbers, _ints(order)) if order else numbers
+    if not known or numbers.size != devices or math.prod(sizes.values()) != devices:
+        raise UnknownForm(f"the sharding {text[:100]}")
+    places = dict(zip(sizes, np.unravel_index(np.argsort(numbers.ravel()), [*sizes.values()]), strict=True))
+
+    def along(axes: str) -> tuple[np.ndarray, int]:
         """Return where devices are along some axes, and the number of places."""
         at, count = np.zeros(devices, int), 1
-        for name, before, size in _AXIS.findall(axes):
-            full = sizes[name]
-            part, place = int(size or full), where[name]
-            place = place // (full // (int(before or 1) * part)) % part
-            at, count = at * part + place, count * part
+        for name, before, part in _AXIS.findall(axes):
+            size = int(part or sizes[name])
+            place = places[name] // (sizes[name] // (int(before or 1) * size)) % size
+            at, count = at * size + place, count * size
         return at, count
 
-    if rest == "manual":
-        return Tiling(np.zeros((devices, rank), int), (1,) * rank, np.arange(devices))
-    listed = re.search(r"\[(.*)\]", rest)
-    dims = re.findall(r"\{([^}]*)\}", listed[1]) if listed else []
-    dims = [along(d) for d in dims] or [along("")] * rank
-    if len(dims) != rank:
-        raise UnknownForm(f"the sharding {text[:100]}")
-    manual = re.search(r"manual=\{([^}]*)\}", rest)
-    index = np.stack([at for at, _ in dims], 1) if dims else np.zeros((devices, 0), int)
-    return Tiling(index, tuple(count for _, count in dims), along(manual[1] if manual else "")[0])
+    found = [along(d) for d in dims]
+    index = np.array([at for at, _ in found], int).reshape(rank, devices).T
+    return Tiling(index, tuple(count for _, count in found), along(manual)[0])
 
 
 def _ints(text: str) -> list[int]:

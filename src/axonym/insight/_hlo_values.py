@@ -609,20 +609,13 @@ def _among(i: Instruction, machine: Machine, fn: Callable[..., Array]) -> Operat
     found = groups(i, machine.devices)
     if sorted(itertools.chain(*found)) != [*range(machine.devices)]:
         raise UnknownForm(f"{i.opcode} among some of the devices")
-    places = {device: (group, place) for group in found for place, device in enumerate(group)}
+    order = [g[1:] for g in sorted((device, group, place) for group in found for place, device in enumerate(group))]
 
     def run(*xs: Array) -> Value:
         every = [np.broadcast_to(x, (machine.devices, *x.shape[1:])) for x in xs]
         if i.opcode == "all-to-all" and not _axes(i):  # of an array for each device in a group
-            return _one_or_more(
-                [
-                    np.stack([every[place][group[k]] for _, (group, place) in sorted(places.items())])
-                    for k in range(len(xs))
-                ]
-            )
-        return _one_or_more(
-            [np.stack([fn(x[[*group]], place) for _, (group, place) in sorted(places.items())]) for x in every]
-        )
+            return _one_or_more([np.stack([every[p][group[k]] for group, p in order]) for k in range(len(xs))])
+        return _one_or_more([np.stack([fn(x[[*group]], place) for group, place in order]) for x in every])
 
     return run
 
