@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -121,3 +123,73 @@ def plain_jax(kind: AxisType = AxisType.Auto) -> Case:
 
     weights = {"up": array((16, 32), None, "model"), "down": array((32, 16), "model", None)}
     return mesh, jax.jit(step), (weights, array((8, 16), "data"), array((8, 16), "data"))
+
+
+def train_lm(name: str, kind: AxisType = AxisType.Auto) -> Case:
+    """Return the training step of `train_lm.py`, with AdamW and clipping, under one of its built-in mappings."""
+    with _importing():
+        config, steps, strategies = (
+            importlib.import_module(f"training.{m}") for m in ("config", "steps", "strategies")
+        )
+    layers, experts = 4 if "pipeline" in name else 2, 8 if name == "expert" else 0
+    sizes = config.ModelSizes(layers=layers, embed=16, mlp=16, kv_heads=2, group=2, head_size=4, experts=experts)
+    strategy = strategies.choose(name, "auto", kv_heads=2, devices=8, microbatches=2)
+    mesh = axn.make_mesh(dict(strategy.mesh), explicit=kind is AxisType.Explicit)
+    policy = axn.precision.Policy.parse("float32")
+    start, train, _ = steps.plain_functions(sizes, config.Optimizer(), policy, strategy.schedule())
+    tokens = steps.abstract_tokens(*axn.make_axes(batch=16, pos=8))
+    state = jax.eval_shape(start, jax.random.key(0))
+    return mesh, steps.distributed(train, strategy), (state, tokens)
+
+
+def raw_language_model(rule: str) -> Case:
+    """Return the step of `language_model.py`, in plain JAX for Auto axes, as two scripts distribute it."""
+    example_ = example("language_model")
+    tensor = example("language_model_tensor_parallel")
+    mesh = mesh_of(data=4, model=2)
+    parameters = tensor.PARAMETERS if rule == "tensor" else axn.sharding.FSDPShardingRule("data", min_fsdp_size=1024)
+    step = axn.named_jit(
+        example_.step,
+        in_placement=(parameters, parameters, PartitionSpec("data")),
+        out_placement=(PartitionSpec(), parameters, parameters),
+        annotation_shardings=tensor.ACTIVATIONS if rule == "tensor" else {},
+    )
+    params, state = jax.eval_shape(example_.start, jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((8, example_.LENGTH + 1), jnp.int32)
+    return mesh, step, (params, state, tokens)
+
+
+def explained(mapping: str, kind: AxisType = AxisType.Auto) -> Case:
+    """Return the step of `explain.py`, made smaller."""
+    example_ = example("explain")
+    sizes = {"batch": 16, "pos": 4, "embed": 16, "mlp": 32}
+    placement = getattr(example_, mapping)
+    mesh = mesh_of(kind, data=4, model=2)
+    distribute = axn.fsdp if isinstance(placement, tuple) else axn.named_jit
+    step = distribute(example_.step, *(placement if isinstance(placement, tuple) else (placement,)))
+
+    def array(*names: str) -> axn.NamedArray:
+        return jax.eval_shape(lambda: axn.ones({n: sizes[n] for n in names}))
+
+    return mesh, step, ({"up": array("embed", "mlp"), "down": array("mlp", "embed")}, array("batch", "pos", "embed"))
+
+
+def tutorial(mapping: str, kind: AxisType = AxisType.Auto) -> Case:
+    """Return the training step of the tutorial, under one of its mappings."""
+    text = (EXAMPLES.parent / "docs" / "tutorial.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    program = "\n".join(blocks).partition("model, state = start()")[0]
+    scope: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(program, scope)
+    placements = {
+        "data": {"batch": ("data", "model")},
+        "tensor": {"heads": "model", "mlp": "model"},
+        "both": {"batch": "data", "heads": "model", "mlp": "model"},
+        "fsdp": ({"embed": ("data", "model")}, {"batch": ("data", "model")}),
+    }
+    placement, step = placements[mapping], scope["step"]
+    fsdp = isinstance(placement, tuple)
+    compiled = axn.fsdp(step, *placement) if fsdp else axn.named_jit(step, placement, in_placement=placement)
+    args = jax.eval_shape(lambda: (*scope["start"](), *scope["sample"](0)))
+    return mesh_of(kind, data=4, model=2), compiled, args

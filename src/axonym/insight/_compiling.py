@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import pathlib
+import tempfile
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+
+from ._hlo import UnknownForm
 
 _LOCK = threading.Lock()
 _NUMBERS = itertools.count()
@@ -29,11 +33,11 @@ def own_lines() -> Iterator[None]:
         jax.config.update(name, False)
 
 
-def compiled(lowered: Any) -> Any:
-    """Compile a lowered function with its own options."""
+def compiled(lowered: Any, options: dict[str, Any] | None = None) -> Any:
+    """Compile a lowered function with its own options, and with others."""
     with own_lines():
         try:
-            return lowered.compile()
+            return lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as e:
             if "CustomSPMDPartitioning not found" not in str(e):
                 raise
@@ -48,11 +52,23 @@ class _Enough(Exception):
     """Raised to end a compilation once the rest is not needed."""
 
 
-def partitioned(lowered: Any) -> str:
+def around_partitioning(lowered: Any) -> tuple[str, str]:
+    """Return the texts of the program immediately before and after it is partitioned, of one compilation."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd.*", "xla_dump_large_constants": True}
+        partitioned(lowered, options)
+        found = [[*pathlib.Path(folder).glob(f"*.{when}_spmd-partitioning.*txt")] for when in ("before", "after")]
+        if any(len(files) != 1 for files in found):
+            raise UnknownForm("the compiler wrote no program from before and after partitioning")
+        before, after = (files[0].read_text() for files in found)
+        return before, after
+
+
+def partitioned(lowered: Any, options: dict[str, Any] | None = None) -> str:
     """Return the text of the program once it is partitioned, optimized and scheduled, without generating code.
 
     This is the compiler's own pipeline for CPUs, ended by a hook before its last and longest step. If JAX has no such
-    hook, the function is compiled completely.
+    hook, the function is compiled completely. `options` are further options of the compiler.
     """
     try:
         from jax.extend.xla import PipelineStage, clear_hlo_module_transformation, register_hlo_module_transformation
@@ -60,7 +76,7 @@ def partitioned(lowered: Any) -> str:
 
         read = _hlo.HloModule.from_serialized_hlo_module_proto
     except (ImportError, AttributeError):
-        return compiled(lowered).as_text()
+        return compiled(lowered, options).as_text()
 
     wanted = str(_attributes(lowered)["sym_name"]).strip('"')
     found: list[str] = []
@@ -79,7 +95,7 @@ def partitioned(lowered: Any) -> str:
         register_hlo_module_transformation(keep, name=name, stage=stage, platforms="cpu")
         try:
             with own_lines():
-                done = lowered.compile()
+                done = lowered.compile(compiler_options=options)
         except Exception:
             if not found:
                 raise

@@ -99,7 +99,7 @@ class Instruction:
     def attribute(self, name: str) -> str | None:
         """Return the text of an attribute, up to the comma that ends it."""
         found = re.search(rf"(?:^|, ){name}=", self.attributes)
-        return None if found is None else next(_split(self.attributes[found.end() :]))
+        return None if found is None else next(split(self.attributes[found.end() :]))
 
     def computation(self, name: str) -> str | None:
         """Return the computation that an attribute names."""
@@ -152,6 +152,11 @@ class HloProgram:
     def donated(self) -> frozenset[int]:
         """Return the numbers of the parameters whose memory results may reuse."""
         return frozenset(int(n) for n in re.findall(r"\}: \((\d+), \{", self.text.partition("\n")[0]))
+
+    def parameters(self) -> list[Instruction]:
+        """Return the parameters of the program, in order."""
+        found = (i for i in self.computations[self.entry].values() if i.opcode == "parameter")
+        return sorted(found, key=lambda i: int(i.value))
 
     def root(self, computation: str) -> Instruction:
         """Return the instruction that computes the result of a computation."""
@@ -347,7 +352,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _operand_names(text: str) -> Iterator[str]:
-    for part in _split(text):
+    for part in split(text):
         word = part.strip().split(" ")[-1].lstrip("%")
         if word:
             yield word
@@ -379,7 +384,7 @@ def _closing(text: str, opening: int) -> int:
     raise UnknownForm(f"a bracket is not closed: {text[opening:][:80]!r}")
 
 
-def _split(text: str) -> Iterator[str]:
+def split(text: str) -> Iterator[str]:
     """Split at the commas outside of brackets."""
     depth = start = 0
     for i, c in enumerate(text):

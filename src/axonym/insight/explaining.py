@@ -109,7 +109,7 @@ def explain(
         else:
             text, memory = _compiling.partitioned(lowered), None
         program = HloProgram(text, _compiling.device_count(lowered))
-        found = _mesh(args, kwargs, program.devices)
+        found = mesh_of(args, kwargs, program.devices)
         names = ArgumentNames(lowered, fn, args, kwargs)
         return _report(step_name(fn), program, Constraints(lowered), names, found, platform, by, memory, chip)
 
@@ -143,8 +143,11 @@ def mappings_of(fn: Callable[..., Any], mapping: Mappings) -> tuple[Mapping[str,
 
 
 @contextlib.contextmanager
-def active(mesh: AnyMesh | None) -> Iterator[None]:
-    """Make the mesh active, with devices of this machine if it has none."""
+def active(mesh: AnyMesh | None, repeated: bool = False) -> Iterator[None]:
+    """Make the mesh active, with devices of this machine if it has none.
+
+    If there are too few, that is an error, unless `repeated` allows to compile for one device in place of all.
+    """
     if mesh is None:
         around = current_mesh()
         mesh = None if around is None else with_devices(around)
@@ -153,6 +156,8 @@ def active(mesh: AnyMesh | None) -> Iterator[None]:
             return
     if isinstance(mesh, AbstractMesh):
         devices = jax.devices()
+        if mesh.size > len(devices):
+            devices = devices[:1] * mesh.size if repeated else devices
         if mesh.size > len(devices):
             raise ValueError(
                 f"explain: the mesh has {mesh.size} devices and this process {len(devices)}. On a CPU, any number can "
@@ -163,7 +168,7 @@ def active(mesh: AnyMesh | None) -> Iterator[None]:
         yield
 
 
-def _mesh(args: Any, kwargs: Any, devices: int) -> dict[str, int] | None:
+def mesh_of(args: Any, kwargs: Any, devices: int) -> dict[str, int] | None:
     """Return the mesh axes of a program and their sizes; None if no known mesh has its devices."""
     active = current_mesh()
     meshes = [] if active is None else [active]
@@ -240,8 +245,7 @@ def _report(
     bounds = None if chip is None else bounds_on(chip, collectives, memory, flops.needed)
     # Programs for other platforms use several kinds of memory, and their collectives run beside other work.
     course = _timeline(program, mesh or {}, notes) if platform == "cpu" else None
-    given = [i for i in program.computations[program.entry].values() if i.opcode == "parameter"]
-    given.sort(key=lambda i: int(i.value))
+    given = program.parameters()
     arguments = names.added_up((i.scope, sum(shape.bytes for shape in i.shapes)) for i in given)
     return Report(
         step, platform, mesh or {}, by, tuple(collectives), memory, flops.counted, bounds, tuple(notes),

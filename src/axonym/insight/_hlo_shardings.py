@@ -1,0 +1,153 @@
+"""Read the shardings in the text of a program: which shard of an array each device has."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ._hlo import HloShape, Instruction, UnknownForm, split
+
+CLOSE = 1e-10
+"""How far values may be off, of the largest in their array: orders of summation differ by less in float64."""
+
+NOTHING = 1e-13
+"""How far values may be off that should be 0."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """The tiles of an array, by device."""
+
+    index: np.ndarray
+    """Which tile a device has along each axis: (device, axis)."""
+    counts: tuple[int, ...]
+    """The number of tiles along each axis."""
+    manual: np.ndarray
+    """A number for each device, equal for devices that are together along all manual mesh axes."""
+
+    def piece(self, device: int, sizes: Sequence[int], shard: Sequence[int], inner: Tiling | None = None) -> Any:
+        """Return the part of an array that a device has, as slices.
+
+        `inner` is the tiling of the shard, if the shard itself has tiles on several devices.
+        """
+        within = inner.counts if inner else (1,) * len(sizes)
+        found = []
+        for tile, count, w, n, k in zip(self.index[device], self.counts, within, sizes, shard, strict=True):
+            at = tile // w * k if count > 1 else 0
+            found.append(slice(min(at, n), min(at + k, n)))
+        return tuple(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """An array of the program before it is partitioned, and its tiles."""
+
+    shape: HloShape
+    tiling: Tiling
+
+    def shard(self) -> tuple[int, ...]:
+        return tuple(-(-n // count) for n, count in zip(self.shape.sizes, self.tiling.counts, strict=True))
+
+    def on_devices(self, x: np.ndarray) -> np.ndarray:
+        """Return what each device has. Where a shard reaches beyond the array, it is filled with zeros."""
+        found = np.zeros((len(self.tiling.index), *self.shard()), x.dtype)
+        for p in range(len(found)):
+            piece = x[p % len(x)][self._piece(p)]
+            found[(p, *(slice(n) for n in piece.shape))] = piece
+        return found
+
+    def agree(self, x: np.ndarray, y: np.ndarray) -> bool:
+        """Return whether each device has its shard of an array."""
+        if y.shape[1:] != self.shard():
+            raise UnknownForm(f"a result of the sizes {y.shape[1:]}, which should be {self.shard()}")
+        far = far_from(x)
+        for p in range(len(self.tiling.index)):
+            piece = x[p % len(x)][self._piece(p)]
+            if not close(piece, y[p % len(y)][tuple(slice(n) for n in piece.shape)], far):
+                return False
+        return True
+
+    def _piece(self, device: int) -> Any:
+        return self.tiling.piece(device, self.shape.sizes, self.shard())
+
+
+def far_from(x: np.ndarray) -> float:
+    """Return how far a value may be from one in an array."""
+    if x.dtype.kind not in "fc" or not x.size:
+        return 0.0
+    return NOTHING + CLOSE * float(np.abs(x[np.isfinite(x)]).max(initial=0))
+
+
+def close(x: np.ndarray, y: np.ndarray, far: float) -> bool:
+    if x.dtype.kind not in "fc":
+        return bool((x == y).all())
+    with np.errstate(invalid="ignore"):
+        return bool(((x == y) | (np.abs(x - y) <= far)).all())
+
+
+def placed(i: Instruction, devices: int) -> list[Placed]:
+    """Return the results of an instruction with their shardings."""
+    text = i.attribute("sharding") or "{replicated}"
+    texts = [*split(text[1:-1])] if text.startswith("{{") else [text] * len(i.shapes)
+    return [Placed(s, tiling(t, len(s.sizes), devices)) for s, t in zip(i.shapes, texts, strict=True)]
+
+
+_TILES = re.compile(r"\{devices=\[([\d,]+)\](?:<=\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))(?: last_tile_dim(.*))?\}")
+_MESH = re.compile(r"\{mesh\[([^\]]+)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?, \[(.*)\](.*)\}")
+_AXIS = re.compile(r"'?([^',:{} ]+)'?(?::\((\d+)\)(\d+))?")
+
+
+def tiling(text: str, rank: int, devices: int) -> Tiling:
+    """Read the sharding of an array, which has one of two forms.
+
+    `{devices=[2,1,4]<=[2,4] last_tile_dim_replicate}` gives the tiles along each axis, and then the devices in order.
+    `{mesh['data'=2,'model'=4], [{'data'}, {}], manual={'model'}}` gives the mesh axes that each axis is sharded over.
+    """
+    text = re.sub(r"/\*[^*]*\*/", "", text).strip()
+    if text in ("", "{replicated}", "{mesh[], replicated}") or re.fullmatch(r"\{(mesh\[[^\]]*\], )?manual\}", text):
+        manual = np.arange(devices) if text.endswith("manual}") else np.zeros(devices, int)
+        return Tiling(np.zeros((devices, rank), int), (1,) * rank, manual)
+    tiles, mesh = _TILES.fullmatch(text), _MESH.fullmatch(text)
+    if tiles:
+        sizes = {str(n): size for n, size in enumerate(_ints(tiles[1]))}
+        grid, order, ids = tiles[2], tiles[3], tiles[4]
+        kinds = re.findall(r"manual|replicate|unreduced", tiles[5] or "")
+        dims = [*sizes][:rank]
+        manual = " ".join(name for name, kind in zip([*sizes][rank:], kinds, strict=False) if kind == "manual")
+        known = len(sizes) == rank + len(kinds) and "unreduced" not in kinds
+    elif mesh:
+        sizes = {name.strip("'"): int(size) for name, _, size in (axis.partition("=") for axis in mesh[1].split(","))}
+        grid, order, ids = mesh[2] or ",".join(map(str, sizes.values())), mesh[3], None
+        dims = re.findall(r"\{([^}]*)\}", mesh[4])
+        further = dict(re.findall(r", (\w+)=\{([^}]*)\}", mesh[5]))
+        manual = further.get("manual", "")
+        known = len(dims) == rank and further.keys() <= {"manual", "replicated"}
+    else:
+        raise UnknownForm(f"the sharding {text[:100]}")
+    numbers = np.array(_ints(ids)) if ids else np.arange(math.prod(_ints(grid))).reshape(_ints(grid))
+    numbers = np.transpose(numbers, _ints(order)) if order else numbers
+    if not known or numbers.size != devices or math.prod(sizes.values()) != devices:
+        raise UnknownForm(f"the sharding {text[:100]}")
+    places = dict(zip(sizes, np.unravel_index(np.argsort(numbers.ravel()), [*sizes.values()]), strict=True))
+
+    def along(axes: str) -> tuple[np.ndarray, int]:
+        """Return where devices are along some axes, and the number of places."""
+        at, count = np.zeros(devices, int), 1
+        for name, before, part in _AXIS.findall(axes):
+            size = int(part or sizes[name])
+            place = places[name] // (sizes[name] // (int(before or 1) * size)) % size
+            at, count = at * size + place, count * size
+        return at, count
+
+    found = [along(d) for d in dims]
+    index = np.array([at for at, _ in found], int).reshape(rank, devices).T
+    return Tiling(index, tuple(count for _, count in found), along(manual)[0])
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]

@@ -1,0 +1,202 @@
+"""`verify`: whether the compiler kept a step the same when it partitioned it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from .._mesh_axes import AnyMesh
+from .._tree_spec import PROGRAM_ARRAYS
+from ..sharding.meshes import current_mesh
+from . import _compiling
+from ._arguments import step_name
+from ._hlo import HloProgram, HloShape, UnknownForm
+from ._hlo_shardings import placed
+from ._hlo_values import IllFormed, Machine, listed, value_dtype
+from ._topologies import moved_to
+from .differing import Difference, Trace, described, first_difference
+from .explaining import active, distributed, mesh_of
+
+SCALES = 1.0, 1 / 16, 16.0
+"""What the arguments are multiplied by: branches that one scale never takes, another does."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """Whether a partitioned program computes the same as the program that was partitioned.
+
+    >>> mesh = jax.make_mesh((1,), ("data",))
+    >>> print(axn.insight.verify(jnp.cumsum, jnp.ones(4), mesh=mesh))
+    cumsum: the same at these sizes, inputs and mesh, which has 1 device
+    """
+
+    step: str
+    devices: int
+    """The number of devices of the mesh, which need not exist."""
+    same: bool | None
+    """Whether all results are the same; None if that is not known."""
+    scales: tuple[float, ...] = ()
+    """The scales of the arguments at which the results were compared, up to the first that differ."""
+    different: tuple[str, ...] = ()
+    """The results that differ."""
+    first: Difference | None = None
+    """The first instruction whose value is another one, though the values of its operands are the same."""
+    unknown: tuple[str, ...] = ()
+    """Why it is not known: what the programs have that cannot be evaluated here."""
+
+    def __str__(self) -> str:
+        if self.same is None:
+            return f"{self.step}: not known, because of {'; '.join(self.unknown)}"
+        on = f"{self.devices} device{'s' if self.devices > 1 else ''}"
+        if self.same:
+            return f"{self.step}: the same at these sizes, inputs and mesh, which has {on}"
+        listed = ", ".join(self.different[:3]) + (f" and {len(self.different) - 3} more" if self.different[3:] else "")
+        where = f"\n  {self.first}" if self.first else ""
+        return f"{self.step}: changed by the compiler for {on}: {listed}{where}"
+
+
+def verify(
+    step: Callable[..., Any], /, *args: Any, mapping: Any = None, mesh: AnyMesh | None = None, **kwargs: Any
+) -> Verification:
+    """Check whether the compiler keeps a step the same when it partitions it over the devices of a mesh.
+
+    The step is compiled until it is partitioned, and not run. The program before and the program after partitioning are
+    both evaluated in NumPy, with 64-bit numbers and all devices simulated, and their results compared. So use small
+    sizes. The answer holds for these sizes, inputs and mesh.
+
+    Arguments:
+        step: a function, or one compiled by `named_jit`, `fsdp` or `jax.jit`.
+        *args: its arguments, as for `explain`: they may be abstract, and placed. Numbers are drawn for those without
+            values; of the others, magnitudes are varied, and signs, integers and keys are kept.
+        mapping: how to distribute a plain function, as for `explain`.
+        mesh: the mesh; by default the active one, or that of the arguments. It may have more devices than there are.
+
+    >>> axn.insight.verify(lambda x: x * 2, jnp.ones(4), mesh=jax.make_mesh((1,), ("data",))).same
+    True
+    """
+    name, arguments = step_name(step), jax.tree.leaves((args, kwargs))
+    meshes = [x.sharding.mesh for x in arguments if isinstance(getattr(x, "sharding", None), NamedSharding)]
+    known = next((m for m in (mesh, current_mesh(), *meshes) if m is not None), None)
+    with active(known if isinstance(known, AbstractMesh) else mesh, repeated=True):
+        here = current_mesh()
+        if any(isinstance(m, AbstractMesh) for m in meshes) and isinstance(here, Mesh):
+            args, kwargs = moved_to(here, (args, kwargs))
+        lowered = distributed(step, mapping).lower(*args, **kwargs)
+        devices = _compiling.device_count(lowered)
+        if devices == 1:
+            return Verification(name, 1, True)  # nothing is partitioned
+        try:
+            before, after = (HloProgram(text, devices) for text in _compiling.around_partitioning(lowered))
+        except UnknownForm as e:
+            return Verification(name, devices, None, unknown=(str(e),))
+        paths = jax.tree_util.tree_leaves_with_path(lowered.out_info)
+        names = ["result" + jax.tree_util.keystr(path) for path, _ in paths]
+        return compare_programs(name, before, after, arguments, names, mesh_of(args, kwargs, devices) or {})
+
+
+def compare_programs(
+    step: str,
+    before: HloProgram,
+    after: HloProgram,
+    arguments: Sequence[Any] = (),
+    names: Sequence[str] = (),
+    mesh: Mapping[str, int] | None = None,
+) -> Verification:
+    """Evaluate a program before and after it is partitioned, and compare the results."""
+    devices, reference, partitioned = before.devices, Machine(before), Machine(after)
+    if unknown := dict.fromkeys((*reference.unknown, *partitioned.unknown)):
+        return Verification(step, devices, None, unknown=tuple(unknown))
+    scales: list[float] = []
+    try:
+        inputs = [place for i in before.parameters() for place in placed(i, devices)]
+        results = placed(before.root(before.entry), devices)
+        names = names if len(names) == len(results) else [f"result[{n}]" for n in range(len(results))]
+        for scale in SCALES:
+            given = _inputs(before, reference, [i.shape for i in inputs], arguments, scale)
+            if given is None and scale == SCALES[0]:
+                return Verification(step, devices, None, unknown=("results that are NaN, at all inputs tried",))
+            if given is None:
+                continue
+            scales.append(scale)
+            expected = listed(reference.run(given))
+            shards = [i.on_devices(x) for i, x in zip(inputs, given, strict=True)]
+            found = listed(partitioned.run(shards))
+            triples = zip(results, expected, found, strict=True)
+            different = [n for n, (place, x, y) in enumerate(triples) if not place.agree(x, y)]
+            if different:
+                where = first_difference(Trace(before, given), Trace(after, shards), different, mesh or {})
+                return Verification(step, devices, False, tuple(scales), tuple(names[n] for n in different), where)
+    except UnknownForm as e:
+        return Verification(step, devices, None, unknown=(str(e),))
+    except IllFormed as e:
+        where = Difference(*described(e.instruction, after), f"is ill-formed: in the partitioned program, it {e}")
+        return Verification(step, devices, False, tuple(scales), ("all results",), where)
+    return Verification(step, devices, True, tuple(scales))
+
+
+# --- inputs ---
+
+
+def _inputs(
+    program: HloProgram, machine: Machine, shapes: Sequence[HloShape], arguments: Sequence[Any], scale: float
+) -> list[np.ndarray] | None:
+    """Draw inputs for which no result is NaN; return None if none are found.
+
+    At first, numbers without values have any sign, and integers are below 32. Where a root or a logarithm gives NaN,
+    the inputs from which it was computed elementwise become positive; where an index leads out of an array, integers
+    become smaller.
+    """
+    positive, below = set[int](), 32
+    for _ in range(8):
+        draw = _Draw(arguments, scale, below)
+        given = [draw(shape, n in positive) for n, shape in enumerate(shapes)]
+        if not any(np.isnan(x).any() for x in listed(machine.run(given))):
+            return given
+        causes = Trace(program, given).causes_of_nan() - positive
+        positive |= causes or ({*range(len(given))} if below == 2 else set())
+        below = below if causes else max(below // 4, 2)
+    return None
+
+
+class _Draw:
+    """Draws values for parameters. Each is like the first argument of the same sizes that no other parameter had."""
+
+    def __init__(self, arguments: Sequence[Any], scale: float, below: int):
+        self._scale, self._below, self._rng = scale, below, np.random.default_rng(0)
+        self._arguments = [_host(x) for x in arguments if isinstance(x, PROGRAM_ARRAYS)]
+
+    def __call__(self, shape: HloShape, positive: bool) -> np.ndarray:
+        dtype, sizes, rng = value_dtype(shape.dtype), shape.sizes, self._rng
+        place = next((n for n, x in enumerate(self._arguments) if x.shape == sizes and x.dtype.kind == dtype.kind), -1)
+        value = self._arguments.pop(place) if place >= 0 else None
+        value = None if isinstance(value, jax.ShapeDtypeStruct) else value
+        if dtype.kind in "fc":
+            size = np.abs(rng.normal(size=sizes)) + 0.1
+            if value is not None:
+                found = np.where(value == 0, size / 8, value * (1 + size / 8))
+            else:  # not too large for weights, whose products add up
+                found = size * rng.choice([1, 1 if positive else -1], sizes) / math.sqrt(max(sizes[1:], default=1))
+            found = found * self._scale
+        elif value is not None:
+            found = value
+        else:
+            limit = {"b": 2, "u": 2**32 if shape.dtype == "u32" else 100}.get(dtype.kind, self._below)
+            found = rng.integers(0, limit, sizes)
+        return np.asarray(found).astype(dtype)[None]
+
+
+def _host(x: Any) -> np.ndarray | jax.ShapeDtypeStruct:
+    """Return the value of an argument, or its sizes and dtype, as a machine has them."""
+    abstract = isinstance(x, jax.ShapeDtypeStruct) or (isinstance(x, jax.Array) and not x.is_fully_addressable)
+    x = x if abstract else jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.eval_shape(jax.random.key_data, x) if abstract else jax.random.key_data(x)
+    dtype = np.dtype(np.float64) if jnp.issubdtype(x.dtype, np.floating) else np.dtype(x.dtype)
+    return jax.ShapeDtypeStruct(x.shape, dtype) if abstract else np.asarray(x).astype(dtype)
