@@ -128,7 +128,7 @@ class _Entered:
     uses: list[list[Value]] = dataclasses.field(default_factory=list)
 
 
-class _Step(NamedTuple):
+class _Equation(NamedTuple):
     """An equation whose operands have the names that its named operation uses."""
 
     eqn: JaxprEqn
@@ -394,7 +394,7 @@ class _Walk:
     def _usual(self, eqn: JaxprEqn, operands: list[Value], around: _Around) -> list[Value]:
         operation = _scopes.operation(around.scope)
         place = dataclasses.replace(self.place(around, operation), avoidable=self._avoidable)
-        step = _Step(eqn, self._renamed(operands, operation, place), place)
+        step = _Equation(eqn, self._renamed(operands, operation, place), place)
         rule = _RULES.get(step.name)
         found = None if rule is None else rule(self, step)
         if found is None:
@@ -404,15 +404,15 @@ class _Walk:
 
     # --- rules for primitives: each returns the results, or None if it does not know the names ---
 
-    def _dot_general(self, step: _Step) -> list[Value]:
+    def _dot_general(self, step: _Equation) -> list[Value]:
         return [self._product(step.place, step.params["dimension_numbers"], step.operands, step.aval)]
 
-    def _ragged_dot_general(self, step: _Step) -> list[Value]:
+    def _ragged_dot_general(self, step: _Equation) -> list[Value]:
         return [
             self._grouped_product(step.place, step.params["ragged_dot_dimension_numbers"], step.operands, step.aval)
         ]
 
-    def _reduction(self, step: _Step) -> list[Value]:
+    def _reduction(self, step: _Equation) -> list[Value]:
         (x,), axes = step.operands, step.params["axes"]
         # The compiler does not sum an array along an axis that broadcasting added.
         gone = tuple(d for d in (x.dims[i] for i in axes) if d in x.base)
@@ -420,22 +420,22 @@ class _Walk:
         self.events.append(Sum(step.place, result, self._summed(step.place, gone), x.dims, False))
         return [result]
 
-    def _extreme_position(self, step: _Step) -> list[Value]:
+    def _extreme_position(self, step: _Equation) -> list[Value]:
         (at,), (x,) = step.params["axes"], step.operands
         self._open(step.place, step.name, x.dims[at : at + 1])
         return [self.value(step.aval, (*x.dims[:at], *x.dims[at + 1 :]))]
 
-    def _top_k(self, step: _Step) -> list[Value]:
+    def _top_k(self, step: _Equation) -> list[Value]:
         at, dims = step.params.get("axis", len(step.shape) - 1), [*step.operands[0].dims]
         self._open(step.place, step.name, dims[at : at + 1])
         dims[at] = None, step.shape[at]
         return [self.value(v.aval, by_scope(tuple(dims), step.operation)) for v in step.eqn.outvars]
 
-    def _gather(self, step: _Step) -> list[Value] | None:
+    def _gather(self, step: _Equation) -> list[Value] | None:
         looked = self._look_up(step.place, step.params, step.operands, step.aval)
         return self._batched(step, step.operands[0]) if looked is None else [looked]
 
-    def _scatter_add(self, step: _Step) -> list[Value] | None:
+    def _scatter_add(self, step: _Equation) -> list[Value] | None:
         updated = self._update(step.place, step.params, step.operands)
         if updated is not None:
             return [updated]
@@ -444,7 +444,7 @@ class _Walk:
             self.events.append(PerDevice(step.place, found[0]))
         return found
 
-    def _batched(self, step: _Step, along: Value | None = None) -> list[Value] | None:
+    def _batched(self, step: _Equation, along: Value | None = None) -> list[Value] | None:
         """Trace a gather or scatter with batch axes, which needs the other axes of the array, or else of the result."""
         batch = step.params["dimension_numbers"].operand_batching_dims
         if not batch:
@@ -453,7 +453,7 @@ class _Walk:
         self._open(step.place, step.name, [d for i, d in enumerate((along or result).dims) if i not in batch])
         return [result]
 
-    def _relaid(self, step: _Step) -> list[Value] | None:
+    def _relaid(self, step: _Equation) -> list[Value] | None:
         if len(step.eqn.outvars) != 1:
             return None
         x = step.operands[0]
@@ -465,33 +465,33 @@ class _Walk:
         found = self.value(step.aval, dims, x)
         return [found if found.names else self.value(step.aval, dims)]  # if not, the operand has none either
 
-    def _new(self, step: _Step) -> list[Value]:
+    def _new(self, step: _Equation) -> list[Value]:
         return [self.value(v.aval, by_scope(self.value(v.aval).dims, step.operation)) for v in step.eqn.outvars]
 
-    def _along(self, step: _Step) -> list[Value]:
+    def _along(self, step: _Equation) -> list[Value]:
         along = step.params[_ALONG[step.name]]
         for i in along if isinstance(along, tuple) else (along,):
             self._open(step.place, step.name, step.operands[0].dims[i : i + 1])
         return self._all_alike(step, step.operands)
 
-    def _unstack(self, step: _Step) -> list[Value]:
+    def _unstack(self, step: _Equation) -> list[Value]:
         (x,), at = step.operands, step.params["axis"]
         self._open(step.place, step.name, x.dims[at : at + 1])
         left = (*x.dims[:at], *x.dims[at + 1 :])
         return [self.value(v.aval, by_scope(left, step.operation)) for v in step.eqn.outvars]
 
-    def _stack(self, step: _Step) -> list[Value]:
+    def _stack(self, step: _Equation) -> list[Value]:
         at, named = step.params["axis"], self._alike(step.eqn.invars[0].aval, step.operands, step.operation).dims
         dims = (*named[:at], (None, len(step.operands)), *named[at:])
         return [self.value(step.aval, by_scope(dims, step.operation))]
 
-    def _sliced(self, step: _Step) -> list[Value]:
+    def _sliced(self, step: _Equation) -> list[Value]:
         x = step.operands[0]
         new = [n for _, n in step.operands[1].dims] if step.name == "dynamic_update_slice" else step.shape
         self._open(step.place, step.name, [d for d, n in zip(x.dims, new, strict=True) if d[1] != n])
         return self._all_alike(step, [x])
 
-    def _elementwise(self, step: _Step) -> list[Value]:
+    def _elementwise(self, step: _Equation) -> list[Value]:
         results = self._all_alike(step, step.operands)
         for x, r in itertools.product(step.operands, results):
             if len(x.dims) == len(r.dims):
@@ -499,7 +499,7 @@ class _Walk:
                 self.differ(step.place, x.dims, tuple((n if m == size else None, m) for (_, m), (n, size) in pairs))
         return [self._noted(step.place, step.operands, r) for r in results]
 
-    def _not_counted(self, step: _Step) -> None:
+    def _not_counted(self, step: _Equation) -> None:
         self.uncounted.setdefault(step.name)
 
     def _open(self, place: Occurrence, what: str, dims: Sequence[tuple[str | None, int]]) -> None:
@@ -646,7 +646,7 @@ class _Walk:
         self.events.append(Lookup(place, result, indices, updates, dims[at], True))
         return result
 
-    def _all_alike(self, step: _Step, operands: Sequence[Value]) -> list[Value]:
+    def _all_alike(self, step: _Equation, operands: Sequence[Value]) -> list[Value]:
         return [self._alike(v.aval, operands, step.operation) for v in step.eqn.outvars]
 
     def _alike(self, aval: Any, operands: Sequence[Value], operation: _scopes.ScopedOperation | None) -> Value:
@@ -676,7 +676,7 @@ class _Walk:
         return found
 
 
-_RULES: dict[str, Callable[[_Walk, _Step], list[Value] | None]] = {
+_RULES: dict[str, Callable[[_Walk, _Equation], list[Value] | None]] = {
     "dot_general": _Walk._dot_general,
     "ragged_dot_general": _Walk._ragged_dot_general,
     **dict.fromkeys(_REDUCTIONS, _Walk._reduction),
