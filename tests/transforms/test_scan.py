@@ -250,7 +250,7 @@ def test_a_carry_of_another_structure(init: Any, body: Any, message: str) -> Non
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: scan(step, "tme")(START, XS, WEIGHT), ValueError, r"nothing .* has axis 'tme'.*Did you mean 'time'"),
+        (lambda: scan(step, "tme")(START, XS, WEIGHT), ValueError, r"no scanned array .* 'tme'.*Did you mean 'time'"),
         (lambda: scan(step, axn.Axis("time", 5))(START, XS, WEIGHT), ValueError, r"8 in args\[0\], 5 in the axis"),
         (lambda: fold(lambda c, x, y: c, "time")(0, XS, y=jnp.ones(3)), ValueError, r"3 in kwargs\['y'\].*`is_sc"),
         (lambda: map(lambda x, y: x, "time")(XS, jnp.ones(3)), ValueError, r"3 in args\[1\].*`is_mapped`"),
