@@ -142,7 +142,7 @@ class _Refusal(Exception):
     """Raised if a placement does not fit the function."""
 
 
-class _Difference(NamedTuple):
+class _Mismatch(NamedTuple):
     """A difference from the expected result, and the error, if it is one."""
 
     words: str
@@ -348,7 +348,7 @@ class _Check:
                 "difference. Pass arguments for which everything is a number, or `gradients=False`."
             )
 
-    def difference(self, placement: _Placement) -> _Difference | None:
+    def difference(self, placement: _Placement) -> _Mismatch | None:
         """Return how the results under a placement differ from those expected; None if they agree."""
         try:
             found = self._run(self._fn, placement)
@@ -357,7 +357,7 @@ class _Check:
                 raise
             if self.is_refusal(error):
                 raise _Refusal(str(error).partition("\n")[0]) from error
-            return _Difference(f"it raises {type(error).__name__}: {error}", error)
+            return _Mismatch(f"it raises {type(error).__name__}: {error}", error)
         if isinstance(placement, _AsPlaced) and found.devices == 1:
             raise ValueError(
                 "check_shard_invariance: no argument has named axes, so there is nothing to map, and everything "
@@ -366,11 +366,11 @@ class _Check:
         before, after = self._expected.structs, found.structs
         if jax.tree.structure(before) != jax.tree.structure(after):
             trees = [jax.tree.structure(x[0]) for x in (after, before)]
-            return _Difference(f"the result is another tree: {trees[0]} instead of {trees[1]}")
+            return _Mismatch(f"the result is another tree: {trees[0]} instead of {trees[1]}")
         paths = self._paths()
         for path, a, b in zip(paths, jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
             if a.dtype != b.dtype or a.shape != b.shape:
-                return _Difference(f"{path} is {b.dtype}{list(b.shape)} instead of {a.dtype}{list(a.shape)}")
+                return _Mismatch(f"{path} is {b.dtype}{list(b.shape)} instead of {a.dtype}{list(a.shape)}")
         own = {**self._expected.program.own_precision, **found.program.own_precision}
         self.own_precision |= own
         rtol = self._rtol or max([1e-8, *(16 * float(jnp.finfo(d).eps) for d in own.values())])
@@ -381,10 +381,10 @@ class _Check:
             words = [_words(a, b, rtol, noise) for a, b in zip(expected, found.values[scale], strict=True)]
             if wrong := [i for i, w in enumerate(words) if w]:
                 at = "" if scale == 1 else f", at {'1/16' if scale < 1 else '16'} times the arguments"
-                return _Difference(f"{paths[wrong[0]]} {words[wrong[0]]}{at}", wrong=wrong, scale=scale)
+                return _Mismatch(f"{paths[wrong[0]]} {words[wrong[0]]}{at}", wrong=wrong, scale=scale)
         return None
 
-    def diagnose(self, placement: _Placement, difference: _Difference) -> str | None:
+    def diagnose(self, placement: _Placement, difference: _Mismatch) -> str | None:
         """Return a sentence about the operation that makes results differ, if the values on the way tell."""
         try:
             found = self._run(self._fn, placement, (difference.scale,), recording=True)
@@ -514,7 +514,7 @@ def _arrays_of(results: Any) -> Any:
     return jax.tree.map(data, results)
 
 
-def _smallest(check: _Check, placement: _Placement, difference: _Difference) -> tuple[_Placement, _Difference]:
+def _smallest(check: _Check, placement: _Placement, difference: _Mismatch) -> tuple[_Placement, _Mismatch]:
     """Return the simplest placement under which the results still differ, and how they differ."""
     for smaller in placement.smaller():
         try:
