@@ -71,9 +71,12 @@ def add_up(
 ) -> tuple[PlacedAxes, Sequence[PartialSum]]:
     """Decide where a sum lies if devices have parts of it, and how these are added up.
 
+    A policy that shards the sum would use its sizes and the mappings; this one leaves it as the parts lie.
+
     Arguments:
-        parts: the mesh axes that each axis is sharded over that is summed over.
-        result: the axes of the sum, as the parts lie; and their sizes.
+        parts: for each axis that is summed over, the mesh axes that it is sharded over.
+        result: the axes of the sum, as the parts lie.
+        sizes: their sizes.
         stored: where the sum must lie in the end if it is the gradient of a parameter.
         at_once: whether all axes are summed in one step, as products are. Others sum one axis after another.
     """
