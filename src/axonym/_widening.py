@@ -72,6 +72,8 @@ class WidenedProgram:
         self._recorded: dict[int, Any] | None = {} if recording else None
         self._origins: dict[int, tuple[int, Any]] = {}
         """By the identity of a value: the position of its step, and the value, so that no other gets this identity."""
+        self._constants: dict[int, Any] = {}
+        """The values that are computed from constants, or chosen among these, by identity."""
         self._devices: dict[str, int] = {}
         self._has_rules = False
         self._place: str | None = None
@@ -108,10 +110,16 @@ class WidenedProgram:
             operands = [read(a) for a in equation.invars]
             with equation.ctx.manager:
                 results = self._results(equation, operands)
+            choices = operands[1:] if equation.primitive is primitives.select_n_p else operands
+            if all(map(self._is_constant, choices)):
+                self._constants.update({id(x): x for x in results})
             if self._recorded is not None:
                 self._record_equation(equation, operands, results)
             values.update(zip(equation.outvars, results, strict=True))
         return [read(a) for a in jaxpr.outvars]
+
+    def _is_constant(self, x: Any) -> bool:
+        return isinstance(x, np.ndarray) or id(x) in self._constants
 
     def _results(self, equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         primitive, params = equation.primitive, equation.params
@@ -137,8 +145,8 @@ class WidenedProgram:
             return operands
         if primitive is primitives.bitcast_convert_type_p:  # such as random bits, which become floats of their dtype
             return self._at_own_precision(equation, operands)
-        if primitive is primitives.convert_element_type_p and getattr(equation.invars[0].aval, "weak_type", False):
-            return self._at_own_precision(equation, operands)  # a Python number, which is rounded to the dtype
+        if primitive is primitives.convert_element_type_p and self._is_constant(operands[0]):
+            return self._at_own_precision(equation, operands)  # such as a Python number, which is rounded to the dtype
         if not _OWN_PRECISION.search(primitive.name):
             try:
                 params = {name: self._widen(value) for name, value in params.items()}
