@@ -73,7 +73,7 @@ class WidenedProgram:
         self._origins: dict[int, tuple[int, Any]] = {}
         """By the identity of a value: the position of its step, and the value, so that no other gets this identity."""
         self._constants: dict[int, Any] = {}
-        """The values that are computed from constants, or chosen among these, by identity."""
+        """The constants of the program, and the values that are chosen among constants, by identity."""
         self._devices: dict[str, int] = {}
         self._has_rules = False
         self._place: str | None = None
@@ -110,8 +110,9 @@ class WidenedProgram:
             operands = [read(a) for a in equation.invars]
             with equation.ctx.manager:
                 results = self._results(equation, operands)
-            choices = operands[1:] if equation.primitive is primitives.select_n_p else operands
-            if all(map(self._is_constant, choices)):
+            chosen = equation.primitive is primitives.select_n_p
+            same = chosen or _SAME_VALUES.match(equation.primitive.name)
+            if same and all(map(self._is_constant, operands[chosen:])):
                 self._constants.update({id(x): x for x in results})
             if self._recorded is not None:
                 self._record_equation(equation, operands, results)
