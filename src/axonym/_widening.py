@@ -72,6 +72,8 @@ class WidenedProgram:
         self._recorded: dict[int, Any] | None = {} if recording else None
         self._origins: dict[int, tuple[int, Any]] = {}
         """By the identity of a value: the position of its step, and the value, so that no other gets this identity."""
+        self._constants: dict[int, Any] = {}
+        """The constants of the program, and the values that are chosen among constants, by identity."""
         self._devices: dict[str, int] = {}
         self._has_rules = False
         self._place: str | None = None
@@ -108,10 +110,17 @@ class WidenedProgram:
             operands = [read(a) for a in equation.invars]
             with equation.ctx.manager:
                 results = self._results(equation, operands)
+            chosen = equation.primitive is primitives.select_n_p
+            same = chosen or _SAME_VALUES.match(equation.primitive.name)
+            if same and all(map(self._is_constant, operands[chosen:])):
+                self._constants.update({id(x): x for x in results})
             if self._recorded is not None:
                 self._record_equation(equation, operands, results)
             values.update(zip(equation.outvars, results, strict=True))
         return [read(a) for a in jaxpr.outvars]
+
+    def _is_constant(self, x: Any) -> bool:
+        return isinstance(x, np.ndarray) or id(x) in self._constants
 
     def _results(self, equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
         primitive, params = equation.primitive, equation.params
@@ -137,8 +146,8 @@ class WidenedProgram:
             return operands
         if primitive is primitives.bitcast_convert_type_p:  # such as random bits, which become floats of their dtype
             return self._at_own_precision(equation, operands)
-        if primitive is primitives.convert_element_type_p and getattr(equation.invars[0].aval, "weak_type", False):
-            return self._at_own_precision(equation, operands)  # a Python number, which is rounded to the dtype
+        if primitive is primitives.convert_element_type_p and self._is_constant(operands[0]):
+            return self._at_own_precision(equation, operands)  # such as a Python number, which is rounded to the dtype
         if not _OWN_PRECISION.search(primitive.name):
             try:
                 params = {name: self._widen(value) for name, value in params.items()}

@@ -68,17 +68,17 @@ def check_shard_invariance(
     """Check that a function gives the same values and gradients on every mesh and under every mapping.
 
     The function runs on one device, and then under meshes and mappings drawn at random: meshes of different sizes, with
-    Auto axes, Explicit axes or both, and mappings of the arguments' axes to one mesh axis or two. If no
-    argument is named, it runs once, with the shardings that its arguments have. What it returns is compared each
-    time, values, dtypes and axes, and so are the gradients with respect to all floating-point arguments. Random draws
-    are compared like everything else: pass the key as an argument. The first difference is reduced to the fewest
-    mapping entries and devices that still show it, and raised as an AssertionError that shows the mesh and the mapping
-    as code, and the operation that is to blame. An error that the function raises under one of the placements is a
-    difference too.
+    Auto axes, Explicit axes or both, and mappings of the arguments' axes to one mesh axis or two. If no argument is
+    named, it runs once, with the shardings that its arguments have. What it returns is compared each time, values,
+    dtypes and axes, and so are the gradients with respect to all floating-point arguments. Random draws are compared
+    like everything else: pass the key as an argument. The first difference is reduced to the fewest mapping entries and
+    devices that still show it, and raised as an AssertionError that shows the mesh and the mapping as code, and where
+    the values on the way start to differ. An error that the function raises under one of the placements is a difference
+    too.
 
     All this is evaluated in float64, also where the function casts to another floating-point dtype, so that rounding
-    does not hide a difference: at the arguments, and at 1/16 and 16 times the floating-point arguments, since other
-    sizes take other branches. Arrays with equal elements are changed a little first, and arrays of zeros are made
+    does not hide a difference: at the arguments, and at 1/16 and 16 times the floating-point arguments, since these may
+    take other branches. Arrays with equal elements are changed a little first, and arrays of zeros are made
     small positive numbers, so that all shards differ; zeros beside other elements, integers and booleans stay. The
     result says which operations could only be evaluated at their own precision.
 
