@@ -571,9 +571,7 @@ def test_what_jax_says_about_scans_is_said_in_names(auto_mesh: Mesh, x) -> None:
         np.testing.assert_allclose(mapped(right)(x).array, x.array.sum(0))
 
 
-@pytest.mark.parametrize(
-    "fn", [lambda x: axn.nn.gelu(x, approximate=False), axn.sinc], ids=["gelu", "sinc"]
-)
+@pytest.mark.parametrize("fn", [lambda x: axn.nn.gelu(x, approximate=False), axn.sinc], ids=["gelu", "sinc"])
 def test_derivatives_inside_shard_map(fn: Any, auto_mesh: Mesh) -> None:
     """From jax 0.12 on, those of JAX's functions evaluate a polynomial of device-varying values, which it refuses."""
     x = axn.named(np.array([-3.0, -1.5, -0.5, -0.1, 0.0, 0.3, 1.0, 2.5], np.float32), "batch")
