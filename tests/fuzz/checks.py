@@ -259,7 +259,8 @@ class Failure:
     def __str__(self) -> str:
         return (
             f"{self.check.__name__}, seed {self.seed}: {self.words}\n\n"
-            f"import jax\nimport jax.numpy as jnp\nimport numpy as np\n\nimport axonym as axn\n\n{self.program.code()}\n"
+            "import jax\nimport jax.numpy as jnp\nimport numpy as np\n\nimport axonym as axn\n\n"
+            f"{self.program.code()}\n"
         )
 
 

@@ -1,4 +1,4 @@
-"""Operations on slices of sharded arrays: a sample, in one process that may die; `python -m tests.fuzz --uneven` is all.
+"""Operations on slices of sharded arrays: a sample, in a process that may die. `python -m tests.fuzz --uneven` is all.
 
 Every operation of which XLA partitions something wrongly is in the sample.
 """

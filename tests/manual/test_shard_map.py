@@ -20,7 +20,7 @@ import axonym as axn
 from axonym.manual.collectives import axis_size
 from benchmarks.program import instructions
 from tests.conftest import MESH_AXES
-from tests.helpers import compilations
+from tests.helpers import assert_named, compilations
 from tests.sharding.test_shard import spec
 
 MAPPING = {"batch": "data", "mlp": "model"}
