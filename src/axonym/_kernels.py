@@ -365,6 +365,7 @@ def make_along_kernel(
     along: Collection[str],
     *,
     replicated: bool = False,
+    per_device: bool = False,
     selection: AxisSelection | None = None,
     successors: _output_sharding.Successors = MappingProxyType({}),
 ) -> Kernel:
@@ -377,12 +378,14 @@ def make_along_kernel(
     Arguments:
         along: the axes of the operands that the operation runs along. All others are batch axes, which every result
             has. As `fn` is called with a shard of the batch, it takes sizes from its operands.
-        replicated: whether these axes are replicated on Auto mesh axes, too: see `_replicating`.
+        replicated: whether these axes are replicated on Auto mesh axes, too: see `_on_auto_axes`.
+        per_device: whether each device also computes its shard of the batch on Auto mesh axes, where the active mapping
+            says what that is: XLA fails to partition the operation along sharded axes, or ends the process.
 
     The other arguments are those of `make_kernel`.
     """
-    if replicated:
-        fn = _replicating(fn, in_names, out_names, along)
+    if replicated or per_device:
+        fn = _on_auto_axes(fn, in_names, out_names, along, per_device)
 
     def positional(*arrays):
         mesh = explicit_mesh(arrays)
@@ -409,14 +412,14 @@ def make_along_kernel(
     return make_kernel(what, positional, in_names, out_names, mesh_aware=True, selection=selection)
 
 
-def _replicating(
-    fn: Callable[..., Any], in_names: Sequence[Names], out_names: Any, along: Collection[str]
+def _on_auto_axes(
+    fn: Callable[..., Any], in_names: Sequence[Names], out_names: Any, along: Collection[str], per_device: bool
 ) -> Callable[..., Any]:
-    """Return a function that keeps some axes of its operands and results replicated where the partitioner is wrong.
+    """Return a function that avoids what the partitioner does wrongly along some axes of its operands and results.
 
     XLA adds up the shards of a convolution along a sharded axis over all mesh axes, also over those along which devices
-    have equal shards. With one mesh axis there are none. It does the same if operands share a batch axis, whatever is
-    sharded, so then each device computes its shard of the batch.
+    have equal shards. With one mesh axis there are none. So these axes are replicated. XLA does the same if operands
+    share a batch axis, whatever is sharded, so then each device computes its shard of the batch.
     """
     shared = {n for n in out_names if n not in along and sum(n in names for names in in_names) > 1}
 
@@ -425,12 +428,15 @@ def _replicating(
 
     def call(*arrays):
         mesh = mesh_around()
-        if AxisType.Auto not in mesh.axis_types or sum(size > 1 for size in mesh.shape.values()) < 2:
+        large = sum(size > 1 for size in mesh.shape.values())
+        if AxisType.Auto not in mesh.axis_types or not large:
             return fn(*arrays)
-        if shared and set(mesh.axis_types) == {AxisType.Auto}:
-            entries = _fitting_entries([n for n in out_names if n not in along], in_names, arrays, mesh)
+        if set(mesh.axis_types) == {AxisType.Auto} and ((shared and large > 1) or (per_device and active_mapping())):
+            entries = _fitting_entries([n for n in out_names if n not in along], in_names, arrays)
             specs = [PartitionSpec(*map(entries.get, names)) for names in (*in_names, out_names)]
             return run_per_device(fn, arrays, specs[:-1], specs[-1], mesh)
+        if per_device or large < 2:
+            return fn(*arrays)
         found = fn(*[kept(names, x, mesh) for names, x in zip(in_names, arrays, strict=True)])
         if isinstance(found, (tuple, list)):
             return tuple(kept(names, x, mesh) for names, x in zip(out_names, found, strict=True))
@@ -439,10 +445,9 @@ def _replicating(
     return call
 
 
-def _fitting_entries(
-    batch: Sequence[str], in_names: Sequence[Names], arrays: Sequence[jax.Array], mesh: AnyMesh
-) -> dict[str, Entry]:
+def _fitting_entries(batch: Sequence[str], in_names: Sequence[Names], arrays: Sequence[jax.Array]) -> dict[str, Entry]:
     """Return how the active mapping shards each axis of a batch; one that its mesh axes do not divide is replicated."""
+    mesh = mesh_around()
     sizes = {n: size for names, x in zip(in_names, arrays, strict=True) for n, size in zip(names, x.shape, strict=True)}
     entries: dict[str, Entry] = {}
     for n in batch:

@@ -106,9 +106,9 @@ def _transform_kernel(
         same = all(length is None for length in lengths)
         return several(x, s=None if same else full, axes=positions, norm=norm)
 
-    successors = {old: (new,) for old, new in renamed.items()}
+    successors, along = {old: (new,) for old, new in renamed.items()}, {*chosen, *renamed.values()}
     return _kernels.make_along_kernel(
-        what, positional, (names,), out_names, chosen, selection=asked, successors=successors
+        what, positional, (names,), out_names, along, per_device=True, selection=asked, successors=successors
     )
 
 

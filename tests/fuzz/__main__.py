@@ -11,6 +11,7 @@ import sys
 import time
 
 from tests.fuzz.checks import check_plain
+from tests.fuzz.uneven import all_placements, check_uneven
 from tests.fuzz.worker import ABORTED, Worker, compile_quickly
 
 
@@ -19,9 +20,12 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0, help="how long to try")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--only", action="store_true", help="try the one seed and stop")
+    parser.add_argument("--uneven", action="store_true", help="instead, run operations on slices of sharded arrays")
     arguments = parser.parse_args()
     compile_quickly()
     worker = Worker()
+    if arguments.uneven:
+        return run_uneven(worker)
     end, seed, failed, known = time.monotonic() + 60 * arguments.minutes, arguments.seed, 0, 0
     while seed == arguments.seed or (time.monotonic() < end and not arguments.only):
         found = worker.try_seed(seed)
@@ -34,6 +38,18 @@ def main() -> int:
         seed += 1
     worker.stop()
     print(f"{seed - arguments.seed} programs, {failed} failed, {known} aborted in positional JAX too")
+    return 1 if failed else 0
+
+
+def run_uneven(worker: Worker) -> int:
+    """Check all placements of all operations; print those that fail."""
+    failed = 0
+    for of in all_placements():
+        if (found := worker.attempt(check_uneven, of)) is not None:
+            failed += 1
+            print(f"{of}: {found}", flush=True)
+    worker.stop()
+    print(f"{len(all_placements())} placements, {failed} failed")
     return 1 if failed else 0
 
 

@@ -67,7 +67,7 @@ def check_steps(program: Program, seed: int) -> None:
     named = program.named_inputs()
     for step in program.steps:
         expected = step.by_position(jnp, values)
-        scope = {"axn": axn, **{f"v{i}": x for i, x in enumerate(named)}}
+        scope = {"axn": axn, "jax": jax, **{f"v{i}": x for i, x in enumerate(named)}}
         found = eval(step.code(), scope)
         assert isinstance(found, axn.NamedArray), f"{step.code()} is a {type(found).__name__}"
         assert set(found.names) == set(expected.names), f"{step.code()}: axes {found.names} for {expected.names}"
@@ -235,7 +235,8 @@ class Failure:
     def __str__(self) -> str:
         return (
             f"{self.check.__name__}, seed {self.seed}: {self.words}\n\n"
-            f"import jax.numpy as jnp\nimport numpy as np\n\nimport axonym as axn\n\n{self.program.code()}\n"
+            "import jax\nimport jax.numpy as jnp\nimport numpy as np\n\nimport axonym as axn\n\n"
+            f"{self.program.code()}\n"
         )
 
 

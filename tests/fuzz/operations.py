@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import axonym as axn
+
 Names = tuple[str, ...]
 Options = Mapping[str, Any]
 
@@ -419,6 +421,122 @@ def _logsumexp(xp: Any, x: Value, axes: Names) -> Any:
     return result, tuple(n for n in x.names if n not in axes)
 
 
+def _draw_strided(rng: random.Random, values: Sequence[Value]) -> Any:
+    chosen = one(axis=long_axis)(rng, values)
+    if chosen is None:
+        return None
+    (i,), options = chosen
+    start, step = rng.randrange(values[i].size(options["axis"])), rng.choice((-4, -3, -2, 2, 3, 4))
+    return (i,), {**options, "start": start, "step": step}
+
+
+def _strided(xp: Any, x: Value, axis: str, start: int, step: int) -> Any:
+    return x.array[(slice(None),) * x.names.index(axis) + (slice(start, None, step),)], x.names
+
+
+def _windows(rng: random.Random) -> dict[str, int]:
+    """Draw windows that may be larger than a shard, or than the array without its padding."""
+    return {"size": rng.randint(1, 9), "stride": rng.randint(1, 3), "padding": rng.randint(0, 4)}
+
+
+def _draw_pool(rng: random.Random, values: Sequence[Value]) -> Any:
+    chosen = one(_small_float, axis=some_axis)(rng, values)
+    if chosen is None:
+        return None
+    (i,), options = chosen
+    windows = _windows(rng)
+    fits = windows["size"] <= values[i].size(options["axis"]) + 2 * windows["padding"]
+    return ((i,), {**options, **windows}) if fits else None
+
+
+def _pool(xp: Any, x: Value, axis: str, size: int, stride: int, padding: int) -> Any:
+    at = x.names.index(axis)
+    padded = xp.pad(x.array, [(padding, padding) if i == at else (0, 0) for i in range(x.array.ndim)])
+    last = padded.shape[at] - size + 1
+    each = [padded[(slice(None),) * at + (slice(p, p + last, stride),)] for p in range(size)]
+    return sum(each[1:], each[0]).astype(x.array.dtype), x.names  # which is not weak
+
+
+def _draw_convolution(rng: random.Random, values: Sequence[Value]) -> Any:
+    def suits(x: Value) -> bool:
+        return x.array.dtype == np.float32 and x.array.size > 0 and len(x.names) > 1
+
+    chosen = one(suits, new=_fresh)(rng, values)
+    if chosen is None:
+        return None
+    (i,), options = chosen
+    axis, channels = rng.sample(values[i].names, 2)
+    windows = {**_windows(rng), "dilation": rng.randint(1, 3)}
+    size, reach = values[i].size(axis), windows["dilation"] * (windows["size"] - 1)
+    fits = reach < size + 2 * windows["padding"] and 2 * windows["padding"] < (size - 1) * windows["stride"] + reach + 1
+    if not fits:
+        return None
+    return (i,), {**options, "axis": axis, "channels": channels, "inputs": values[i].size(channels), **windows}
+
+
+_CONVOLUTION = (
+    ".init({axis!r}, axn.Axis({channels!r}, {inputs}), axn.Axis({new!r}, 2), {size}, "
+    "stride={stride}, padding={padding}, dilation={dilation}, use_bias=False, key=jax.random.key(0))({0})"
+)
+
+
+def _convolution(kind: str) -> Callable[..., Any]:
+    def by_position(xp: Any, x: Value, axis: str, channels: str, new: str, inputs: int, **windows: int) -> Any:
+        if xp is np:
+            raise TypeError("NumPy has no convolution of this kind")
+        size, stride, padding, dilation = (windows[name] for name in ("size", "stride", "padding", "dilation"))
+        layer = getattr(axn.nn, kind).init(
+            axis, axn.Axis(channels, inputs), axn.Axis(new, 2), size, use_bias=False, key=jax.random.key(0)
+        )
+        rest = [n for n in x.names if n not in (axis, channels)]
+        moved = xp.transpose(x.array, [x.names.index(n) for n in (*rest, channels, axis)])
+        flat = moved.reshape(-1, inputs, x.size(axis))
+        spread, step = (1, stride) if kind == "Conv" else (stride, 1)
+        edge = padding if kind == "Conv" else dilation * (size - 1) - padding
+        found = jax.lax.conv_general_dilated(flat, layer.weight.array, (step,), [(edge, edge)], (spread,), (dilation,))
+        found = found.reshape(*moved.shape[:-2], *found.shape[1:])
+        names = tuple(new if n == channels else n for n in x.names)
+        return xp.transpose(found, [(*rest, new, axis).index(n) for n in names]), names
+
+    return by_position
+
+
+def _draw_convolve(rng: random.Random, values: Sequence[Value]) -> Any:
+    def suits(a: Value, b: Value) -> bool:
+        shared = [n for n in a.names if n in b.names]
+        sizes = {n: v.size(n) for v in (a, b) for n in v.names}
+        floats = a.array.dtype == b.array.dtype == np.float32
+        same = sum(a.size(n) != b.size(n) for n in shared) <= 1
+        return bool(shared) and floats and same and 0 < np.prod(list(sizes.values())) <= 2048
+
+    pairs = [(i, j) for i, a in enumerate(values) for j, b in enumerate(values) if suits(a, b)]
+    if not pairs:
+        return None
+    i, j = rng.choice(pairs[-12:])
+    a, b = values[i], values[j]
+    shared = [n for n in a.names if n in b.names]
+    axis = next((n for n in shared if a.size(n) != b.size(n)), rng.choice(shared))
+    return (i, j), {"axis": axis, "mode": rng.choice(("full", "same", "valid"))}
+
+
+def _convolve(xp: Any, a: Value, b: Value, axis: str, mode: str) -> Any:
+    names = (*a.names, *(n for n in b.names if n not in a.names))
+    at, n, m = names.index(axis), a.size(axis), b.size(axis)
+    ours, kernel = aligned(xp, a, names), aligned(xp, b, names)
+
+    def term(j: int) -> Any:
+        widths = [(j, m - 1 - j) if i == at else (0, 0) for i in range(len(names))]
+        return xp.pad(ours, widths) * kernel[(slice(None),) * at + (slice(j, j + 1),)]
+
+    total = sum((term(j) for j in range(1, m)), term(0))
+    start, length = {
+        "full": (0, n + m - 1),
+        "same": ((min(n, m) - 1) // 2, max(n, m)),
+        "valid": (min(n, m) - 1, max(n, m) - min(n, m) + 1),
+    }[mode]
+    return total[(slice(None),) * at + (slice(start, start + length),)], names
+
+
 def _numeric(x: Value) -> bool:
     return x.array.dtype != bool
 
@@ -638,4 +756,13 @@ OPERATIONS: dict[str, Operation] = {
         lambda xp, x, new: (xp.broadcast_to(x.array, (2, *x.array.shape)), (new, *x.names)),
         rounds=False,
     ),
+    "strided_slice": Operation("{0}[{axis!r}, {start}::{step}]", _draw_strided, _strided, rounds=False),
+    "pool": Operation(
+        "axn.nn.pool.pool({0}, axn.Axis({axis!r}, {size}), 0.0, jax.lax.add, {stride}, {padding})", _draw_pool, _pool
+    ),
+    "convolve": Operation("axn.convolve({0}, {1}, {axis!r}, {mode!r})", _draw_convolve, _convolve),
+    **{
+        kind: Operation(f"axn.nn.{kind}" + _CONVOLUTION, _draw_convolution, _convolution(kind))
+        for kind in ("Conv", "ConvTranspose")
+    },
 }

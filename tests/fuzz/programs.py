@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -57,7 +58,7 @@ class Program:
 
     def function(self) -> Callable[..., Any]:
         """Compile the printed code of the program to a function of named arrays."""
-        scope: dict[str, Any] = {"axn": axn}
+        scope: dict[str, Any] = {"axn": axn, "jax": jax}
         exec(self.body(), scope)
         return scope["program"]
 

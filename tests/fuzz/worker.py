@@ -42,8 +42,12 @@ class Worker:
 
     def fails(self, check: Check, program: Program, seed: int) -> str | None:
         """Describe how a program fails a check, which includes ending the process."""
+        return self.attempt(fails, check, program, seed)
+
+    def attempt(self, fn: Callable[..., str | None], *args: Any) -> str | None:
+        """Call a function that describes a failure, which includes ending the process."""
         try:
-            return self.call(fails, check, program, seed)
+            return self.call(fn, *args)
         except BrokenProcessPool:
             return ABORTED
 

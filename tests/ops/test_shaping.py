@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import axonym as axn
 from axonym import Axis
@@ -558,3 +558,33 @@ def test_broadcast_arrays_places_new_axes_like_the_others(explicit_mesh):
     with jax.set_mesh(explicit_mesh):
         for result in (axn.broadcast_arrays(bias, x), jax.jit(axn.broadcast_arrays)(bias, x)):
             assert [spec(r) for r in result] == [("data", "model")] * 2
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
+def test_the_gradient_of_a_roll_rolls_back(explicit: bool) -> None:
+    """Each roll sends one row to a neighbor, and so does its gradient; that of `jax.numpy.roll` sends more."""
+    x = axn.random.normal(jax.random.key(0), {"x": 64, "y": 4})
+
+    def loss(x: axn.NamedArray) -> jax.Array:
+        return axn.sum(axn.sin(axn.roll(x, 1, "x") - axn.roll(x, -1, "x"))).array
+
+    expected = jax.grad(loss)(x)
+    with jax.set_mesh(axn.make_mesh({"a": 8}, explicit=explicit)), axn.axis_mapping({"x": "a"}):
+        placed = axn.shard(x)
+        program = jax.jit(jax.grad(loss)).lower(placed).compile()
+        np.testing.assert_allclose(np.asarray(program(placed).array), np.asarray(expected.array), rtol=1e-5, atol=1e-6)
+    kinds = re.findall(r" (all-\w+(?:-\w+)?|reduce-scatter|collective-permute)(?:-start)?\(", program.as_text() or "")
+    assert kinds == ["collective-permute"] * 4
+
+
+@pytest.mark.parametrize("shift", [3, -9, 0])
+def test_a_roll_is_differentiated_mapped_and_run_per_device(shift: int, auto_mesh: Mesh) -> None:
+    x = axn.random.normal(jax.random.key(0), {"batch": 4, "x": 8})
+
+    def rolled(x: axn.NamedArray) -> axn.NamedArray:
+        return axn.roll(x, shift, "x")
+
+    with jax.set_mesh(auto_mesh), axn.axis_mapping({"batch": "data"}):
+        per_device = jax.jit(axn.shard_map(rolled))(x)
+    for found in (*jax.jvp(rolled, (x,), (x,)), axn.vmap(rolled, "batch")(x), per_device):
+        np.testing.assert_array_equal(np.asarray(found.array), np.roll(np.asarray(x.array), shift, 1))

@@ -485,3 +485,12 @@ def test_current_mesh(auto_mesh) -> None:
         assert axn.current_mesh() == auto_mesh.abstract_mesh
     with axn.set_mesh(auto_mesh.abstract_mesh):
         assert axn.current_mesh() == auto_mesh.abstract_mesh
+
+
+def test_an_empty_array_that_was_computed_sharded(mesh: Mesh) -> None:
+    """JAX 0.10 cannot copy it if the mesh axes are Explicit."""
+    with jax.set_mesh(mesh), axn.axis_mapping({"batch": "data"}):
+        empty = jax.jit(lambda x: x["embed", 0:0])(axn.shard(axn.ones({"batch": 8, "embed": 4})))
+        moved = axn.shard(empty, {"batch": ("data", "model")})
+        assert np.asarray(moved.array).shape == (8, 0)
+        assert moved.array.sharding.spec[0] == ("data", "model")

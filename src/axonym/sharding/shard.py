@@ -353,6 +353,9 @@ def _put_array(x: Any, spec: PartitionSpec, mesh: AnyMesh, what: str) -> Any:
     spec = _closed(spec, has)
     if jax.process_count() > 1 and _is_local(x) and _spans_processes(mesh):
         return _from_each_process(x, NamedSharding(with_devices(mesh), spec))
+    if isinstance(x, jax.Array) and not x.size and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        # Nothing to copy; and jax 0.10 cannot copy an empty array that was computed sharded over Explicit axes.
+        x = np.zeros(x.shape, x.dtype)
     found = with_devices(mesh)
     if isinstance(found, AbstractMesh):
         raise ValueError(

@@ -1,0 +1,50 @@
+"""Operations on slices of sharded arrays: a sample, in a process that may die. `python -m tests.fuzz --uneven` is all.
+
+Every operation of which XLA partitions something wrongly is in the sample.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fuzz.uneven import BY_ID, Uneven, all_placements, check_uneven, placements
+from tests.fuzz.worker import Worker
+
+# The cases that failed, with a mapping under which they did: XLA ended the process, failed, or gave wrong values.
+FAILED = [
+    ("sort-last", {"a": 3}, {"pos": ("a",)}),
+    ("sort-first", {"a": 3, "b": 2}, {"batch": ("a",), "embed": ("b",)}),
+    ("median-one", {"a": 3}, {"embed": ("a",)}),
+    ("quantile-one", {"a": 3}, {"batch": ("a",)}),
+    ("NamedArray.at-gathered", {"a": 3, "b": 2}, {"heads": ("a",), "pos": ("b",)}),
+    ("repeat-array", {"a": 3, "b": 2}, {"pos": ("a",), "batch": ("b",)}),
+    ("convolve-full", {"a": 4, "b": 2}, {"batch": ("a",), "pos": ("b",)}),
+    ("correlate-same", {"a": 4, "b": 2}, {"pos": ("a",), "heads": ("b",)}),
+    ("fft.fft-last", {"a": 3, "b": 2}, {"pos": ("a",), "batch": ("b",)}),
+    ("fft.fft-several", {"a": 4, "b": 2}, {"batch": ("a", "b")}),
+]
+SAMPLE = random.Random(0).sample(all_placements(), 20)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    worker = Worker()
+    yield worker
+    worker.stop()
+
+
+@pytest.mark.parametrize(
+    "of",
+    [*(Uneven(case, tuple(mesh.items()), tuple(mapping.items())) for case, mesh, mapping in FAILED), *SAMPLE],
+    ids=str,
+)
+def test_slices_of_sharded_arrays(of: Uneven, worker: Worker) -> None:
+    found = worker.attempt(check_uneven, of)
+    assert found is None, f"{of}: {found}"
+
+
+def test_every_operation_with_axes_has_placements() -> None:
+    assert all(any(placements(case)) for case in BY_ID.values() if any(o.names for o in case.operands))
