@@ -87,8 +87,8 @@ class NamedArray(_Base):
     __hash__ = None  # pyright: ignore[reportAssignmentType]  # like a JAX array: equality is elementwise
 
     array: jax.Array
-    """The array: a JAX array, unless you named one of another kind. A NumPy array stays in host memory, without `at` and
-    `sharding`, until an operation, `shard` or a compiled function takes it."""
+    """The array: a JAX array, unless you named one of another kind. A NumPy array stays in host memory, without `.at`
+    and `.sharding`, until an operation, `shard` or a compiled function takes it."""
     names: Names
     """The name of each axis of the array."""
 
