@@ -109,7 +109,7 @@ def test_states_are_placed_saved_restored_and_resumed(name: str, explicit: bool,
     wanted = single(*single(start, optimizer.init(start), x), x)
 
     with jax.set_mesh(axn.make_mesh({"data": 4, "model": 2}, explicit=explicit)):
-        train = axn.fsdp(step, STORAGE, COMPUTE)
+        train: Any = axn.fsdp(step, STORAGE, COMPUTE)
         placed = axn.shard((start, optimizer.init(start)), STORAGE)
         assert_placed(placed[1], expected)
         after = jax.block_until_ready(train(*placed, x))
